@@ -7,6 +7,7 @@ policy itself, with its waiting.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import combinations, compress
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.context.cache_entries import representation_of
-from flexhybrid.core.model.layout import layer_layout
+from flexhybrid.core.model.layout import LayerLayout, kind_layouts
 from flexhybrid.core.policy import Placement, Policy
 from policy_search.grid import ChoiceGrid, Programs
 from policy_search.lower_bound import solve_side_by_side
@@ -167,13 +168,19 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
     """Return (device share, disk share, whether it fits), [candidates]: the most of the weights on the device, the
     least on the disk.
 
-    A resident byte of a layer costs one byte in each of L layers and saves two slots: what is left divides evenly.
+    A resident byte of a layer costs one byte in each of L layers and saves two slots: what is left divides evenly. Of
+    layers of several kinds the mean counts, and the slots of the largest.
     """
-    bits = problem.stored(candidates.policy.bits)
-    layout = layer_layout(problem.shape, bits.weights, problem.bytes_per_element)
-    size, total = np.shape(candidates.batch), layout.total_bytes
-    slope = max(problem.shape.num_layers - 2, 0)
-    row = max(spot.row_bytes for spot in layout.spots if spot.cols)  # a share is rounded to whole rows
+    bits, shape = problem.stored(candidates.policy.bits), problem.shape
+    layouts = kind_layouts(shape, bits.weights, problem.bytes_per_element)
+
+    def mean_of(value: Callable[[LayerLayout], int]) -> float:
+        values = zip(shape.weights_counts, layouts, strict=True)
+        return sum(count * value(layout) for count, layout in values) / shape.num_layers
+
+    size, total = np.shape(candidates.batch), mean_of(lambda layout: layout.total_bytes)
+    slope = max(shape.num_layers - 2 * max(layout.total_bytes for layout in layouts) / total, 0)
+    row = max(map(_step_bytes, layouts))  # a share is rounded
 
     def peaks(device, disk) -> dict[str, np.ndarray]:
         device, disk = np.broadcast_to(device, size), np.broadcast_to(disk, size)
@@ -189,10 +196,16 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
     else:
         all_fit = peaks(1.0, 0.0)["device"] <= problem.limits["device"]
         kept = (
-            layout.resident_prefix(0.5) + (problem.limits["device"] - peaks(0.5, 0.0)["device"]) / max(slope, 1) - row
+            mean_of(lambda layout: layout.resident_prefix(0.5))
+            + (problem.limits["device"] - peaks(0.5, 0.0)["device"]) / max(slope, 1)
+            - row
         )
         share = np.floor(kept / total * WEIGHT_STEPS) / WEIGHT_STEPS
-        share = np.where((kept > layout.vectors_end) & (slope > 0), np.clip(share, 0.0, 1.0 - 1.0 / WEIGHT_STEPS), 0.0)
+        share = np.where(
+            (kept > mean_of(lambda layout: layout.vectors_end)) & (slope > 0),
+            np.clip(share, 0.0, 1.0 - 1.0 / WEIGHT_STEPS),
+            0.0,
+        )
         device = np.where(all_fit, 1.0, share)
     disk = np.zeros(size)
     if "disk" in problem.tiers and "disk" in problem.space.weights and np.isfinite(problem.limits["host"]):
@@ -200,6 +213,13 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
         moved = np.ceil((over / max(slope, 1) + row) / total * WEIGHT_STEPS) / WEIGHT_STEPS
         disk = np.where(over > 0, np.minimum(moved if slope else 1.0, 1.0 - device), 0.0)
     return device, disk, _fits(problem, peaks(device, disk))
+
+
+def _step_bytes(layout: LayerLayout) -> int:
+    """Return how far two resident prefixes of a layer may lie apart at least: a row, or what lies between two cuts."""
+    if layout.cuts:
+        return max(end - start for start, end in zip(layout.cuts, layout.cuts[1:]))
+    return max(spot.row_bytes for spot in layout.spots if spot.cols)
 
 
 def round_shares(grid: ChoiceGrid, choice: int, shares: np.ndarray) -> list[tuple[UnplacedPolicy, np.ndarray]]:

@@ -22,7 +22,7 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.wave import check_planned
 from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
-from sim.tiny_run import RESIDENT_CLASSES, TaskKey, loops_of, structure_of, tiny_run
+from sim.tiny_run import RESIDENT_CLASSES, Loop, TaskKey, loops_of, structure_of, tiny_run
 from sim.verb_seconds import VerbSeconds, longest
 
 CHUNK = 1024  #: policies walked together: arrays of this size stay in a core's cache
@@ -108,11 +108,10 @@ def _by_structure(steps: CandidateSteps, walk: bool) -> Iterator[tuple[np.ndarra
     present = {entry: share > 0 for entry, share in steps.shares.items()}
     columns = list(present.values())
     if walk:
-        num_layers = steps.problem.shape.num_layers
         num_walked = _num_walked(steps)
         counts = np.array([stretch.count for stretch in steps.stretches()])
         short = _is_short(counts, steps.generated, num_walked)
-        loops = {k: loops_of(steps.policy, num_layers, int(k)) for k in np.unique(steps.num_mini_batches)}
+        loops = {k: loops_of(steps.policy, steps.layers, int(k)) for k in np.unique(steps.num_mini_batches)}
         loop_ids = {pair: index for index, pair in enumerate(dict.fromkeys(loops.values()))}
         columns += [num_walked, np.where(short, steps.generated, 0), *np.where(short, False, counts > 0)]
         columns += [np.array([loop_ids[loops[k]] for k in steps.num_mini_batches])]
@@ -141,18 +140,21 @@ def _is_short(counts: np.ndarray, generated: np.ndarray, num_walked) -> np.ndarr
 
 def _resident_class(steps: CandidateSteps) -> np.ndarray:
     """Which of ``tiny_run.RESIDENT_CLASSES`` each candidate's resident prefix is in. Packed weights are unpacked layer
-    by layer, so nothing waits for less than a whole layer of them."""
-    layout, resident = steps.layout, steps.resident
-    complete = (resident >= layout.total_bytes).astype(int)
+    by layer, so nothing waits for less than a whole layer of them. Of several kinds of layers the most frequent one
+    decides, but nothing is complete that is not so in all."""
+    complete = (steps.resident >= steps.layer_sizes).all(axis=0).astype(int)
     if steps.policy.bits.weights != "native":
         return RESIDENT_CLASSES[-1] * complete
+    counts = steps.problem.shape.weights_counts
+    usual = counts.index(max(counts))
+    layout, resident = steps.layouts[usual], steps.resident[usual]
     return (resident >= layout.kv_end).astype(int) + (resident >= layout.qkv_end) + complete
 
 
 def _disk_class(steps: CandidateSteps) -> np.ndarray:
     """Of the streamed weights: 0 none, 1 some, 2 all lie on the disk."""
-    streamed = steps.layout.total_bytes - steps.resident
-    return np.where(steps.on_disk <= 0, 0, np.where(steps.on_disk >= streamed, 2, 1))
+    streamed = steps.layer_sizes - steps.resident
+    return np.where((steps.on_disk <= 0).all(axis=0), 0, np.where((steps.on_disk >= streamed).all(axis=0), 2, 1))
 
 
 def _stretches(steps: CandidateSteps, walk: bool) -> tuple[list[DecodeStretch], int]:
@@ -218,7 +220,7 @@ class _Walk:
                 self.after[len(self.phase_of) - 1] = stretch.count - num_walked
         self.tiny = tiny_run(
             structure_of(steps.policy, tuple(sorted(steps.shares))),
-            *loops_of(steps.policy, num_layers, int(steps.num_mini_batches[0])),
+            *loops_of(steps.policy, steps.layers, int(steps.num_mini_batches[0])),
             num_decode=len(self.phase_of) - 1,
             resident=int(_resident_class(steps)[0]),
             on_disk=int(_disk_class(steps)[0]),
@@ -272,11 +274,11 @@ class _Walk:
         phase = self.phase_of[iteration]
         price = self.prices.get((phase, key))
         if price is None:
-            verb, first_load, all_tokens, mini_batch = key
+            verb, first_load, all_tokens, mini_batch, kind = key
             if first_load:  # every candidate has it
                 price = self.verbs.phases[0].first_load_s.get(verb), None
             else:
-                price = self.verbs.task(phase, verb, all_tokens, self.full[mini_batch])
+                price = self.verbs.task(phase, verb, all_tokens, kind, self.full[mini_batch])
             self.prices[phase, key] = price
         return price
 
@@ -288,10 +290,13 @@ class _Walk:
         moves_of = []
         if inner.before_skip is not None and at_inner + 1 == inner.before_skip:
             loop = "last inner" if at_outer + 1 == outer.num_rounds else "inner"
-            moves_of.append(self._moves(1, inner.before_skip, self.skipped_inner, self._least(iteration, loop)))
+            least = self._least(iteration, loop, _pace_kinds(inner) or (outer.kinds[at_outer],))
+            moves_of.append(self._moves(1, inner.before_skip, self.skipped_inner, least, inner.pace_rounds))
         if outer.before_skip is not None and at_inner + 1 == inner.num_rounds and at_outer + 1 == outer.before_skip:
-            least = self._least(iteration, "outer")
-            moves_of.append(self._moves(inner.num_rounds, outer.before_skip, self.skipped_outer, least))
+            least = self._least(iteration, "outer", _pace_kinds(outer))
+            moves_of.append(
+                self._moves(inner.num_rounds, outer.before_skip, self.skipped_outer, least, outer.pace_rounds)
+            )
         for moves in moves_of:
             for index, alias in self.tiny.moved_after.get(position, ()):
                 if ends[index] is not None:
@@ -309,19 +314,20 @@ class _Walk:
     def _move_on(self, moves: list) -> None:
         self.tails[-1] = [tail + move for tail, move in zip(self.tails[-1], moves)]
 
-    def _least(self, iteration: int, loop: str):
-        """Seconds of one more round of a loop on its busiest resource; the last inner rounds are those of the last
-        outer round."""
-        return self.verbs.round_seconds(self.phase_of[iteration], loop)
+    def _least(self, iteration: int, loop: str, kinds: tuple[int, ...] = ()):
+        """Seconds of one more round of a loop on its busiest resource, the mean over layers of these kinds; the last
+        inner rounds are those of the last outer round."""
+        return self.verbs.round_seconds(self.phase_of[iteration], loop, kinds)
 
-    def _moves(self, stride: int, rounds: int, times, least) -> list:
+    def _moves(self, stride: int, rounds: int, times, least, pace_rounds: int = 2) -> list:
         """How far ``times`` more rounds of ``stride`` positions move each resource, in seconds: at the pace that it has
         reached in the ``rounds`` walked.
 
-        The pace is that of the last two rounds (slots go by turns), or of two before if that is less: what happened
-        once, late, is not repeated. The first round may be a special one. A single round has its own pace.
+        The pace is that of the last two rounds (slots go by turns; ``pace_rounds`` where layers differ), or of as many
+        before if that is less: what happened once, late, is not repeated. The first round may be a special one. A
+        single round has its own pace.
         """
-        over = min(2, rounds)
+        over = min(pace_rounds, rounds)
 
         def pace_of(resource: int, back: int):
             later, earlier = self.tails[-1 - back * stride], self.tails[-1 - (back + over) * stride]
@@ -333,6 +339,11 @@ class _Walk:
             paces = [np.minimum(pace, pace_of(resource, back)) for resource, pace in enumerate(paces)]
         limit = np.maximum(paces[0], least)  # a resource that was idle before and catches up is no slower for long
         return [times * np.minimum(pace, limit) for pace in paces]
+
+
+def _pace_kinds(loop: Loop) -> tuple[int, ...]:
+    """The kinds of the layers whose mean is the pace of a loop over layers; none of another loop."""
+    return loop.kinds[: loop.before_skip][-loop.pace_rounds :] if loop.before_skip else ()
 
 
 def _full_mini_batches(steps: CandidateSteps, num_walked: int) -> list[bool | np.ndarray]:

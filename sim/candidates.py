@@ -29,8 +29,9 @@ from flexhybrid.core.context.selection import (
     selected_tokens,
 )
 from flexhybrid.core.context.split import SplitLines, split_lines, split_point
-from flexhybrid.core.memory import memory_parts
-from flexhybrid.core.model.layout import LayerLayout, layer_layout
+from flexhybrid.core.memory import layer_bytes, memory_parts
+from flexhybrid.core.model.layout import LayerLayout, kind_layouts
+from flexhybrid.core.model.shape import LayerKind
 from flexhybrid.core.policy import ElementBytes, Policy, Selection
 from flexhybrid.core.problem import Problem, attends_in_place
 from flexhybrid.core.schedule.buffer_sizes import BufferSizes, Reads, group_sizes, split_blocks
@@ -160,26 +161,43 @@ class CandidateSteps:
         return self.problem.stored(self.policy.bits)
 
     @cached_property
-    def layout(self) -> LayerLayout:
-        return layer_layout(self.problem.shape, self.stored.weights, self.problem.bytes_per_element)
+    def layouts(self) -> tuple[LayerLayout, ...]:
+        """Of each kind of weights."""
+        return kind_layouts(self.problem.shape, self.stored.weights, self.problem.bytes_per_element)
+
+    @cached_property
+    def layer_sizes(self) -> np.ndarray:
+        """Bytes of a layer of each kind of weights, [kinds, 1]."""
+        return np.array([[layout.total_bytes] for layout in self.layouts])
 
     @cached_property
     def resident(self) -> np.ndarray:
-        """Bytes of a layer on the device."""
-        return self._prefix(self.weights_device)
+        """Bytes of a layer of each kind on the device, [kinds, candidates]."""
+        return self._prefixes(self.weights_device)
 
     @cached_property
     def on_disk(self) -> np.ndarray:
-        """Bytes of a layer on the disk."""
+        """Bytes of a layer of each kind on the disk, [kinds, candidates]."""
         if not np.any(self.weights_disk):
             return 0.0 * self.resident
-        start = np.maximum(self.resident, self._prefix(1.0 - self.weights_disk))
-        return np.where(self.weights_disk > 0, self.layout.total_bytes - start, 0.0)
+        start = np.maximum(self.resident, self._prefixes(1.0 - self.weights_disk))
+        return np.where(self.weights_disk > 0, self.layer_sizes - start, 0.0)
 
-    def _prefix(self, share: np.ndarray) -> np.ndarray:
-        """``LayerLayout.resident_prefix`` of each share."""
+    def _prefixes(self, share: np.ndarray) -> np.ndarray:
+        """``LayerLayout.resident_prefix`` of each share, [kinds, candidates]."""
         values, inverse = np.unique(share, return_inverse=True)
-        return np.array([self.layout.resident_prefix(float(v)) for v in values], dtype=np.float64)[inverse]
+        prefixes = [[layout.resident_prefix(float(v)) for v in values] for layout in self.layouts]
+        return np.array(prefixes, dtype=np.float64)[:, inverse]
+
+    @cached_property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of layers, each once."""
+        return tuple(dict.fromkeys(self.problem.shape.layer_kinds))
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Of each layer, the index of its kind in ``kinds``."""
+        return tuple(map(self.kinds.index, self.problem.shape.layer_kinds))
 
     # ---- mini-batches
 
@@ -210,7 +228,7 @@ class CandidateSteps:
         and the others count with their mean size."""
         if self.policy.packing == "fifo":
             return np.ones_like(self.num_mini_batches)
-        walked = most_mini_batches(self.policy, self.problem.shape.num_layers)
+        walked = most_mini_batches(self.policy, self.layers)
         count = self.num_mini_batches
         return np.where(walked < count, 1.0, count * self.size - self.batch)
 
@@ -291,20 +309,27 @@ class CandidateSteps:
         """Tokens of a request that the prefill stores in each entry: [entry, candidates]."""
         return self.dealing.tokens(self._kept_of(self.prompt))
 
-    def prefill(self, batch) -> StepCounts:
-        """The prefill of ``batch`` requests: ``full_size`` or ``last_size``."""
-        return StepCounts(True, batch, self.prompt, 0.0, {}, {}, self._by_copy(batch * self.prompt_tokens))
+    def prefill(self, batch, window: int | None = None) -> StepCounts:
+        """The prefill of ``batch`` requests: ``full_size`` or ``last_size``; in layers of a window."""
+        stored = self._by_copy(batch * self.prompt_tokens)
+        return StepCounts(True, batch, self.prompt, 0.0, {}, {}, stored, window=self._windowed(window))
 
-    def first_chunk(self) -> StepCounts:
+    def first_chunk(self, window: int | None = None) -> StepCounts:
         """The first chunk of a long prompt."""
         tokens = np.minimum(self.chunk_size, self.prompt)
-        return StepCounts(True, 1.0, tokens, 0.0, {}, {}, self._by_copy(self.dealing.tokens(tokens)))
+        stored = self._by_copy(self.dealing.tokens(tokens))
+        return StepCounts(True, 1.0, tokens, 0.0, {}, {}, stored, window=self._windowed(window))
 
-    def later_chunk(self) -> StepCounts:
+    def _windowed(self, window: int | None) -> int | None:
+        """The window of layers, where a selection does not choose what they look at."""
+        return window if self.policy.selection.method == "none" else None
+
+    def later_chunk(self, window: int | None = None) -> StepCounts:
         """The mean of the chunks after the first."""
         later = np.maximum(self.num_chunks - 1, 1)
         last = later * self.chunk_size
-        mean = self.decode(DecodeStretch(np.minimum(self.chunk_size, last), last, later))(1.0)
+        stretch = DecodeStretch(np.minimum(self.chunk_size, last), last, later)
+        mean = self.decode(stretch, window, chunk=True)(1.0)
         since, until = self.dealing.tokens(np.minimum(self.chunk_size, self.prompt)), self.prompt_tokens
         width = np.where(self.num_chunks > 1, (self.prompt - self.chunk_size) / later, 1.0)
         stored = self._by_copy(np.maximum(until - since, 0.0) / later)
@@ -330,9 +355,19 @@ class CandidateSteps:
             first = after
         return [*stretches, DecodeStretch(end, end, np.where(self.generated > 1, 1.0, 0.0))]
 
-    def decode(self, stretch: DecodeStretch) -> Callable[[np.ndarray | float], StepCounts]:
-        """The mean step over the iterations of a stretch, as a function of its requests."""
+    def decode(
+        self, stretch: DecodeStretch, window: int | None = None, chunk: bool = False
+    ) -> Callable[[np.ndarray | float], StepCounts]:
+        """The mean step over the iterations of a stretch, in layers of a window, as a function of its requests;
+        ``chunk``: of pieces of prompts."""
         at, weight = self._samples(stretch)
+        window = self._windowed(window)
+        is_narrow = window is not None and not self.policy.static_cache
+        is_narrow = is_narrow and (chunk or self.policy.attention != "host")
+        begin = passed = None  # blocks of each entry that were dropped, and that lie before the window
+        if is_narrow:
+            passed = self._by_entry(self.dealing.dealt(np.floor(np.maximum(at + 1 - window, 0) / BLOCK_TOKENS)))
+            begin = self._by_entry(self.dealing.dropped_blocks(at)) if self.dealing.keeps_ids else None
 
         def mean(samples):
             return (samples * weight).sum(axis=0)
@@ -348,9 +383,9 @@ class CandidateSteps:
         in_place = attends_in_place(self.problem, self.policy)
 
         def step_of(batch) -> StepCounts:
-            blocks, copies = {}, {}
+            blocks, copies, unseen = {}, {}, 0.0
             for entry in self.dealing.names:
-                leading = 0.0
+                leading, first = 0.0, begin[entry] if begin else 0.0
                 if entry in self.lines:
                     point = split_point(self.lines[entry], batch, tokens[entry], self.num_mini_batches)
                     leading = point / BLOCK_TOKENS
@@ -358,6 +393,10 @@ class CandidateSteps:
                     count = held[entry]
                     if entry in self.lines:
                         count = leading if copy.representation == "act" else count - leading
+                    if passed:
+                        cut = np.clip(passed[entry] - first, 0.0, count)
+                        count, unseen = count - cut, unseen + mean(cut)
+                        first = first + leading
                     copies[copy] = batch * mean(count > 0)
                     if self.policy.static_cache:  # every reserved block is loaded, and recomputed
                         count = self.reserved[entry] * (count > 0)
@@ -370,13 +409,14 @@ class CandidateSteps:
                 prefill=False,
                 batch=batch,
                 width=1.0,
-                context=context - recomputed,
+                context=context - recomputed - unseen * BLOCK_TOKENS,
                 blocks=blocks,
                 copies=copies,
                 stored=stored,
                 recomputed=recomputed,
                 selected=selected,
-                in_place=batch * (context + 1) if in_place else None,
+                in_place=batch * (context - unseen * BLOCK_TOKENS + 1) if in_place else None,
+                window=window,
             )
 
         return step_of
@@ -443,7 +483,8 @@ class CandidateSteps:
             longest=self.prompt + self.generated,
             log_cells=self.batch * self.generated,
         )
-        return memory_parts(self.problem, self.policy, sizes, self.resident, self.on_disk)
+        weights = layer_bytes(self.problem, self.policy, self.resident, self.on_disk)
+        return memory_parts(self.problem, self.policy, sizes, weights)
 
     def _mini_batch_sizes(self) -> BufferSizes:
         """``mini_batch_sizes`` of the largest mini-batch."""

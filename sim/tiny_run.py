@@ -1,8 +1,8 @@
 """A run's stream in small: the very tasks and dependencies of the plan maker, for a handful of layers and mini-batches.
 
-Layers are alike, mini-batches but the last are alike, iterations change slowly. So the order of tasks and what waits
-for what can be read off the stream of a tiny run. ``sim.array_clock`` takes it task by task with the durations of the
-real run, many policies at a time, and skips over what repeats.
+Layers are of few kinds in turn, mini-batches but the last are alike, iterations change slowly. So the order of tasks
+and what waits for what can be read off the stream of a tiny run. ``sim.array_clock`` takes it task by task with the
+durations of the real run, many policies at a time, and skips over what repeats.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from flexhybrid.core.workload import Workload
 #: (all buffers are double), and the longest chain has three of them: compute, d2h, host core; disk, h2d, compute.
 BEFORE, AFTER = 6, 4
 LEAST_BEFORE, LEAST_AFTER = 4, 1  #: rounds of several positions each
+MOST_PERIOD = 16  #: layers after which kinds come again, at most; layers of longer periods are all walked
 
 #: Which part of a layer is resident: less than W_K and W_V; those; those and W_Q; all.
 RESIDENT_CLASSES = (0, 1, 2, 3)
@@ -48,6 +49,7 @@ class TaskKey(NamedTuple):
     first_load: bool  #: it belongs to the stream's first load of weights
     all_tokens: bool  #: in a layer that attends to all tokens although others select
     mini_batch: int
+    kind: int  #: of its layer
 
 
 class TinyTask(NamedTuple):
@@ -65,6 +67,8 @@ class Loop:
 
     num_rounds: int  #: of the tiny run
     before_skip: int | None  #: rounds walked before the skip; None: the real run has no more rounds than the tiny one
+    kinds: tuple[int, ...] = ()  #: of the layers, by round; of a loop over mini-batches none
+    pace_rounds: int = 2  #: rounds whose mean is the pace: slots go by turns, and kinds of layers
 
 
 @dataclass(frozen=True)
@@ -117,26 +121,53 @@ def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
     )
 
 
-def loops_of(policy: Policy, num_layers: int, num_mini_batches: int) -> tuple[Loop, Loop]:
-    """The inner and the outer loop of an iteration of the tiny run. What is skipped are layers like the last walked:
-    the first ones, which look at all tokens although the others do not, and two more come before."""
+def loops_of(policy: Policy, layers: tuple[int, ...], num_mini_batches: int) -> tuple[Loop, Loop]:
+    """The inner and the outer loop of an iteration of the tiny run; ``layers``: the kind of each. What is skipped are
+    layers whose kinds come in turn as those of the last walked: the first ones, which look at all tokens although the
+    others do not, and two more come before."""
 
-    def loop(num_rounds: int, positions: int, first: int) -> Loop:
-        before = max(LEAST_BEFORE, -(-BEFORE // positions), first + 2)
-        after = max(LEAST_AFTER, -(-AFTER // positions))
+    def loop(num_rounds: int, positions: int) -> Loop:
+        before, after = _walked(positions)
         return Loop(before + after, before) if num_rounds > before + after else Loop(num_rounds, None)
 
-    whole = num_whole(policy.selection, num_layers)
+    whole = num_whole(policy.selection, len(layers))
     if policy.schedule == "column":
-        inner = loop(num_mini_batches, 1, 0)
-        return inner, loop(num_layers, inner.num_rounds, whole)
-    inner = loop(num_layers, 1, whole)
-    return inner, loop(num_mini_batches, inner.num_rounds, 0)
+        inner = loop(num_mini_batches, 1)
+        return inner, _layer_loop(layers, inner.num_rounds, whole)
+    inner = _layer_loop(layers, 1, whole)
+    return inner, loop(num_mini_batches, inner.num_rounds)
 
 
-def most_mini_batches(policy: Policy, num_layers: int) -> int:
+def _walked(positions: int) -> tuple[int, int]:
+    """Rounds of so many positions that are walked before and after a skip."""
+    return max(LEAST_BEFORE, -(-BEFORE // positions)), max(LEAST_AFTER, -(-AFTER // positions))
+
+
+@lru_cache(maxsize=1024)
+def _layer_loop(layers: tuple[int, ...], positions: int, whole: int) -> Loop:
+    """The loop over layers with the fewest rounds. What it skips are whole periods of the kinds: before these come the
+    layers that belong to none, the first ``whole`` and two more, and enough for a pace."""
+    count, (least, after) = len(layers), _walked(positions)
+    best = Loop(count, None, layers)
+    periods = range(1, 1 + (1 if len(set(layers)) == 1 else min(MOST_PERIOD, count // 2)))
+    for period in periods:
+        pace = period if period % 2 == 0 else 2 * period
+        first, runs = 0, []  # layers [first, last) have this period
+        for layer in range(period, count + 1):
+            if layer == count or layers[layer] != layers[layer - period]:
+                runs.append((first, layer))
+                first = layer - period + 1
+        for first, last in runs:
+            before = max(first + pace + 2, whole + 2, least)
+            skipped = (min(last, count - after) - before) // period * period
+            if skipped > 0 and count - skipped < best.num_rounds:
+                best = Loop(count - skipped, before, (*layers[:before], *layers[before + skipped :]), pace)
+    return best
+
+
+def most_mini_batches(policy: Policy, layers: tuple[int, ...]) -> int:
     """How many mini-batches the tiny run has at most."""
-    inner, outer = loops_of(policy, num_layers, num_mini_batches=1 << 30)
+    inner, outer = loops_of(policy, layers, num_mini_batches=1 << 30)
     return (inner if policy.schedule == "column" else outer).num_rounds
 
 
@@ -151,7 +182,7 @@ def tiny_run(structure: Policy, inner: Loop, outer: Loop, num_decode: int, resid
     first = 2 if positions >= 4 else 5  # this iteration and the next are repeated; two, because slots go by turns
     # Those two are laid out even where they are left out again: one layout then serves every number of iterations.
     laid_out = num_decode if num_decode < first else first + 2 + (num_decode - first) % 2
-    tasks, ends = lay_out(structure, layers.num_rounds, mini_batches.num_rounds, laid_out, resident, on_disk)
+    tasks, ends = lay_out(structure, layers.kinds, mini_batches.num_rounds, laid_out, resident, on_disk)
     if num_decode != laid_out:
         bounds = first * positions, (first + 2) * positions
         tasks, ends = _repeated(tasks, ends, bounds, (num_decode - laid_out) // 2)
@@ -225,8 +256,11 @@ def _repeated(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], bounds: tuple[
 
 
 @lru_cache(maxsize=128)
-def lay_out(structure: Policy, num_layers: int, num_mini_batches: int, num_decode: int, resident: int, on_disk: int):
-    """(tasks, one past the last task of each position) of a run laid out in full."""
+def lay_out(
+    structure: Policy, layers: tuple[int, ...], num_mini_batches: int, num_decode: int, resident: int, on_disk: int
+):
+    """(tasks, one past the last task of each position) of a run laid out in full; ``layers``: the kind of each."""
+    num_layers = len(layers)
     wave = _wave(structure, num_layers, num_mini_batches, num_decode, resident, on_disk)
     policy = wave.policy
     waits_of, tasks, ends, loaded = _Waits(), [], [], False
@@ -237,7 +271,7 @@ def lay_out(structure: Policy, num_layers: int, num_mini_batches: int, num_decod
             ends.append(len(tasks))
         first_load = not loaded and task.verb in ("load_weights", "read_weights")
         loaded = loaded or task.verb == "load_weights"
-        key = TaskKey(task.verb, first_load, task.layer < whole, task.mini_batch)
+        key = TaskKey(task.verb, first_load, task.layer < whole, task.mini_batch, layers[task.layer])
         resource, waits = (0, ()) if one_by_one else (places[task.resource], waits_of.add(task))
         tasks.append(TinyTask(resource, task.iteration, key, waits))
     last = (num_decode + 1) * num_layers * num_mini_batches - 1  # what comes after it belongs to it

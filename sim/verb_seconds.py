@@ -7,7 +7,7 @@ walk: no phase is faster than the seconds of its busiest resource.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,9 @@ from flexhybrid.core.work import kv_gen
 from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
 from sim.cost import hardware_of, price
 
-#: (verb, in a layer that attends to all tokens although others select, of one of the last mini-batches)
-VerbKey = tuple[str, bool, bool]
+#: (verb, in a layer that attends to all tokens although others select, of one of the last mini-batches, index of the
+#: layer's kind in ``CandidateSteps.kinds``)
+VerbKey = tuple[str, bool, bool, int]
 
 
 @dataclass
@@ -41,7 +42,7 @@ class _Phase:
     @property
     def verbs(self) -> list[str]:
         """Each verb once, always in the same order: sums then end in the same last digit in every process."""
-        return list(dict.fromkeys(verb for verb, _, _ in self.seconds))
+        return list(dict.fromkeys(verb for verb, *_ in self.seconds))
 
 
 class VerbSeconds:
@@ -56,14 +57,19 @@ class VerbSeconds:
         #: the machine of the candidates that stay on the device; None where none is priced as such
         self.undisturbed = self.hardware.undisturbed if self.alone.any() and not beside_link else None
         self.phases = [self._phase(None)]
-        #: verb of the prefill -> seconds of work for which the tiny run has no task
-        self.extra_prefill_s: dict[str, np.ndarray] = {}
+        #: (verb of the prefill, kind of layer) -> seconds of work for which the tiny run has no task
+        self.extra_prefill_s: dict[tuple[str, int], np.ndarray] = {}
         if np.any(steps.num_chunks > 1):
             self._add_chunks()
         for stretch in stretches:
             self.phases.append(self._phase(stretch))
         self._busy: dict[int, dict[str, np.ndarray]] = {}
-        self._rounds: dict[tuple[int, str], np.ndarray] = {}
+        self._rounds: dict[tuple[int, str, tuple[int, ...]], np.ndarray] = {}
+
+    @property
+    def kinds(self) -> range:
+        """The indices of the kinds of layers."""
+        return range(len(self.steps.kinds))
 
     # ---- one task
 
@@ -76,39 +82,47 @@ class VerbSeconds:
 
     def _phase(self, stretch: DecodeStretch | None) -> _Phase:
         """Price every verb of a step of a stretch of the decode; None: of the prefill."""
-        steps, phase = self.steps, _Phase()
-        step_of = steps.decode(stretch) if stretch else steps.prefill
+        phase = _Phase()
+        for kind in self.kinds:
+            self._add_kind(phase, stretch, kind)
+        self._add_weights(phase)
+        return phase
+
+    def _add_kind(self, phase: _Phase, stretch: DecodeStretch | None, kind: int) -> None:
+        """Price every verb of such a step in layers of a kind."""
+        steps, (weights, window) = self.steps, self.steps.kinds[kind]
+        shape = steps.problem.shape.of_weights(weights)
+        step_of = steps.decode(stretch, window) if stretch else partial(steps.prefill, window=window)
         if steps.whole:
             # A stretch is cut by the entry that the layers store to that drop tokens: the others store to several.
             mixed = steps.whole.decode(replace(stretch, entry=None)) if stretch else steps.whole.prefill
         for last, batch in ((False, steps.full_size), (True, steps.last_size)):
             if last and np.array_equal(batch, steps.full_size):
                 for table in (phase.seconds, phase.present, phase.link_bytes):
-                    table.update({(verb, all_tokens, True): of for (verb, all_tokens, _), of in list(table.items())})
+                    of_kind = [(key, of) for key, of in table.items() if key[3] == kind]
+                    table.update({(verb, all_tokens, True, kind): of for (verb, all_tokens, *_), of in of_kind})
                 break
             counts = step_of(batch)
-            kinds = [(False, steps.policy, counts)]
+            ways = [(False, steps.policy, counts)]
             if counts.selected is not None:
-                kinds.append((True, steps.policy, counts))
+                ways.append((True, steps.policy, counts))
             if steps.whole:
-                kinds.append((True, steps.whole.policy, mixed(batch)))
-            for all_tokens, policy, counts in kinds:
-                works = step_work(steps.problem.shape, policy, steps.stored, counts, all_tokens)
+                ways.append((True, steps.whole.policy, mixed(batch)))
+            for all_tokens, policy, counts in ways:
+                works = step_work(shape, policy, steps.stored, counts, all_tokens)
                 for verb, work in works.items():
-                    key = verb, all_tokens, last
+                    key = verb, all_tokens, last, kind
                     phase.seconds[key], present = self._task_seconds(verb, work, counts)
                     if present is not None:
                         phase.present[key] = present
                     if VERBS[verb].cargo:
                         phase.link_bytes[key] = work.link_bytes
             if steps.whole:
-                for verb in [verb for verb in phase.verbs if (verb, True, last) not in phase.seconds]:
-                    key = verb, True, last  # none of it there, as of ``rank``
+                for verb in [verb for verb in phase.verbs if (verb, True, last, kind) not in phase.seconds]:
+                    key = verb, True, last, kind  # none of it there, as of ``rank``
                     phase.seconds[key], phase.present[key] = np.zeros(len(batch)), np.zeros(len(batch), bool)
                     if VERBS[verb].cargo:
                         phase.link_bytes[key] = 0.0
-        self._add_weights(phase)
-        return phase
 
     def _task_seconds(self, verb: str, work: Work, counts: StepCounts) -> tuple[Any, np.ndarray | None]:
         """(mean seconds of a task over the steps of a phase, candidates that have the task; None: all have it)."""
@@ -126,21 +140,25 @@ class VerbSeconds:
         """Add the streamed weights: in the row schedule a layer at once, in the column schedule a slice at a time."""
         steps = self.steps
         count, by_row = steps.num_mini_batches, steps.policy.schedule == "row"
-        streamed, on_disk = steps.layout.total_bytes - steps.resident, steps.on_disk
-        for verb, resource, num_bytes, on_host in (
-            ("load_weights", "h2d", streamed, streamed - on_disk),
-            ("read_weights", "disk_read", on_disk, 0.0 * on_disk),
+        streamed = steps.layer_sizes - steps.resident
+        for verb, resource, of_weights, on_host in (
+            ("load_weights", "h2d", streamed, streamed - steps.on_disk),
+            ("read_weights", "disk_read", steps.on_disk, 0.0 * steps.on_disk),
         ):
-            if not np.any(num_bytes):
+            if not np.any(of_weights):
                 continue
             overhead_s = self._price(verb, resource, Work())
-            layer_s = np.where(num_bytes > 0, self._price(verb, resource, Work(link_bytes=num_bytes)), 0.0)
-            evenly_s = np.where(num_bytes > 0, (layer_s - overhead_s) / count, 0.0)  # over the mini-batches
-            slices = num_slices(count, on_host, on_disk) / count
-            for last in (False, True):
-                phase.seconds[verb, False, last] = layer_s if by_row else evenly_s + overhead_s * slices
-                phase.link_bytes[verb, False, last] = num_bytes if by_row else num_bytes / count
-            phase.first_load_s[verb] = layer_s
+            for kind, (weights, _) in enumerate(steps.kinds):
+                num_bytes = of_weights[weights]
+                layer_s = np.where(num_bytes > 0, self._price(verb, resource, Work(link_bytes=num_bytes)), 0.0)
+                evenly_s = np.where(num_bytes > 0, (layer_s - overhead_s) / count, 0.0)  # over the mini-batches
+                slices = num_slices(count, on_host[weights], steps.on_disk[weights]) / count
+                for last in (False, True):
+                    key = verb, False, last, kind
+                    phase.seconds[key] = layer_s if by_row else evenly_s + overhead_s * slices
+                    phase.link_bytes[key] = num_bytes if by_row else num_bytes / count
+                if kind == steps.layers[0]:
+                    phase.first_load_s[verb] = layer_s
 
     def _add_chunks(self) -> None:
         """Let a position of the prefill stand for all chunks of a long prompt, one after the other.
@@ -148,11 +166,16 @@ class VerbSeconds:
         The tiny run computes its prompts whole, so what later chunks read of earlier ones is added to tasks that it
         has: loads to those of the weights where these are streamed, all else to the prompt's attention.
         """
-        steps, prefill = self.steps, self.phases[0]
-        chunked = steps.num_chunks > 1
-        seconds, moved, known = {}, {}, set(prefill.verbs)
-        for count, counts in ((1.0, steps.first_chunk()), (steps.num_chunks - 1, steps.later_chunk())):
-            for verb, work in step_work(steps.problem.shape, steps.policy, steps.stored, counts, False).items():
+        known = set(self.phases[0].verbs)
+        for kind in self.kinds:
+            self._add_chunks_of(kind, known)
+
+    def _add_chunks_of(self, kind: int, known: set[str]) -> None:
+        steps, prefill, (weights, window) = self.steps, self.phases[0], self.steps.kinds[kind]
+        shape, chunked = steps.problem.shape.of_weights(weights), steps.num_chunks > 1
+        seconds, moved = {}, {}
+        for count, counts in ((1.0, steps.first_chunk(window)), (steps.num_chunks - 1, steps.later_chunk(window))):
+            for verb, work in step_work(shape, steps.policy, steps.stored, counts, False).items():
                 if VERBS[verb].per == "iteration" and verb != "embed":
                     continue
                 task_s = self._price(verb, RESOURCE_OF[verb], work)
@@ -162,61 +185,82 @@ class VerbSeconds:
         for table, values in ((prefill.seconds, seconds), (prefill.link_bytes, moved)):
             for verb, value in values.items():
                 for last in (False, True):
-                    table[verb, False, last] = np.where(chunked, value, table.get((verb, False, last), 0.0))
-        streamed = steps.layout.total_bytes > steps.resident
+                    key = verb, False, last, kind
+                    table[key] = np.where(chunked, value, table.get(key, 0.0))
+        streamed = steps.layer_sizes[weights] > steps.resident[weights]
         for verb in [verb for verb in seconds if verb not in known]:
             extra_s = np.where(chunked, seconds[verb], 0.0)
             on_link = streamed & (RESOURCE_OF[verb] == "h2d")
             for carrier, share_s in (("load_weights", on_link * extra_s), ("attend_prefill", ~on_link * extra_s)):
-                self.extra_prefill_s[carrier] = self.extra_prefill_s.get(carrier, 0.0) + share_s
+                self.extra_prefill_s[carrier, kind] = self.extra_prefill_s.get((carrier, kind), 0.0) + share_s
 
-    def task(self, phase: int, verb: str, all_tokens: bool, full: bool | np.ndarray):
-        """(seconds of a task or None where it has no work, candidates that have the task or None where all have it).
+    def task(self, phase: int, verb: str, all_tokens: bool, kind: int, full: bool | np.ndarray):
+        """(seconds of a task or None where it has no work, candidates that have the task or None where all have it), in
+        a layer of a kind.
 
         ``full``: candidates whose mini-batch is not one of the last; True or False where it holds for all.
         """
         table, presence = self.phases[phase].seconds, self.phases[phase].present
-        if (verb, all_tokens, False) not in table:
+        if (verb, all_tokens, False, kind) not in table:
             all_tokens = False
-        if (verb, all_tokens, False) not in table:
+        if (verb, all_tokens, False, kind) not in table:
             return None, None
+        of_full, of_last = ((verb, all_tokens, last, kind) for last in (False, True))
         if isinstance(full, bool):
-            seconds, present = table[verb, all_tokens, not full], presence.get((verb, all_tokens, not full))
+            key = of_full if full else of_last
+            seconds, present = table[key], presence.get(key)
         else:
-            seconds = np.where(full, table[verb, all_tokens, False], table[verb, all_tokens, True])
+            seconds = np.where(full, table[of_full], table[of_last])
             present = None
-            of_full, of_last = (presence.get((verb, all_tokens, last)) for last in (False, True))
+            of_full, of_last = presence.get(of_full), presence.get(of_last)
             if of_full is not None or of_last is not None:
                 present = np.where(full, *(True if one is None else one for one in (of_full, of_last)))
-        if not phase and verb in self.extra_prefill_s:
-            seconds = seconds + self.extra_prefill_s[verb]
+        if not phase and (verb, kind) in self.extra_prefill_s:
+            seconds = seconds + self.extra_prefill_s[verb, kind]
         return seconds, present
 
     # ---- sums
 
-    def round_seconds(self, phase: int, loop: str):
+    def round_seconds(self, phase: int, loop: str, kinds: tuple[int, ...] = ()):
         """Seconds of one more round of a loop on its busiest resource: of a position ("inner"; "last inner": in the
-        last layer), of a layer or mini-batch ("outer"), of an iteration ("iteration")."""
-        if (phase, loop) not in self._rounds:
-            busy = self.busy(phase) if loop == "iteration" else self._busy_round(phase, loop)
-            self._rounds[phase, loop] = longest(*busy.values())
-        return self._rounds[phase, loop]
+        last layer), of a layer or mini-batch ("outer"), of an iteration ("iteration"); the mean over layers of these
+        kinds, where rounds are in layers or layers themselves."""
+        key = phase, loop, kinds
+        if key not in self._rounds:
+            if loop == "iteration":
+                busy = self.busy(phase)
+            elif loop == "outer" and self.steps.policy.schedule == "row":
+                busy = self._sum_of_rounds(phase, loop, self.steps.layers)
+            else:
+                busy = {r: seconds / len(kinds) for r, seconds in self._sum_of_rounds(phase, loop, kinds).items()}
+            self._rounds[key] = longest(*busy.values())
+        return self._rounds[key]
 
-    def _busy_round(self, phase: int, loop: str) -> dict[str, np.ndarray]:
-        """Seconds of one more round of the inner or the outer loop on each resource."""
-        steps, column = self.steps, self.steps.policy.schedule == "column"
+    def _sum_of_rounds(self, phase: int, loop: str, kinds: tuple[int, ...]) -> dict[str, Any]:
+        """Seconds of rounds in layers of these kinds on each resource, together."""
+        busy: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
+        for place, kind in enumerate(dict.fromkeys(kinds)):
+            once = not place  # what an iteration has once is in the first
+            for resource, seconds in self._busy_round(phase, loop, kind, kinds.count(kind), once).items():
+                busy[resource] = busy[resource] + seconds
+        return busy
+
+    def _busy_round(self, phase: int, loop: str, kind: int, count: int, first: bool) -> dict[str, np.ndarray]:
+        """Seconds of ``count`` rounds of the inner or the outer loop in layers of a kind on each resource; with what a
+        round of a mini-batch has once, where they are the ``first``."""
+        column = self.steps.policy.schedule == "column"
         once = loop == "last inner" if column else loop == "outer"
         busy: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
         for verb in self.phases[phase].verbs:
-            seconds = self.phases[phase].seconds.get((verb, False, False))
-            if seconds is None or VERBS[verb].per == "iteration" and not once:
+            seconds = self.phases[phase].seconds.get((verb, False, False, kind))
+            if seconds is None or VERBS[verb].per == "iteration" and not (once and first):
                 continue
             if column and verb == "dequantize_weights":
                 seconds = seconds if loop == "outer" else 0.0
             elif column and loop == "outer":
-                seconds = self._of_all(seconds, self.phases[phase].seconds[verb, False, True])
-            elif loop == "outer" and VERBS[verb].per != "iteration":
-                seconds = seconds * steps.problem.shape.num_layers
+                seconds = self._of_all(seconds, self.phases[phase].seconds[verb, False, True, kind])
+            if VERBS[verb].per != "iteration":
+                seconds = seconds * count
             resource = RESOURCE_OF[verb]
             busy[resource] = busy[resource] + seconds
         return busy
@@ -227,23 +271,35 @@ class VerbSeconds:
 
     def _total(self, values: dict[VerbKey, np.ndarray], verb: str, first_load: np.ndarray | None = None):
         """One iteration's sum of a verb over all layers and mini-batches. ``first_load``: of one layer instead."""
-        steps = self.steps
-        num_layers, column = steps.problem.shape.num_layers, steps.policy.schedule == "column"
-        choosing = num_layers - num_whole(steps.policy.selection, num_layers)
+        steps, column = self.steps, self.steps.policy.schedule == "column"
+        of_layers, first = steps.layers, num_whole(steps.policy.selection, steps.problem.shape.num_layers)
         per = VERBS[verb].per
-        layers = {"iteration": 1, "gap": num_layers - 1, "choosing layer": choosing, "layer": num_layers}[per]
-        full = values.get((verb, False, False))
-        if full is None:  # in layers that attend to all tokens alone
-            return (num_layers - choosing) * self._of_all(values[verb, True, False], values[verb, True, True])
-        if verb == "dequantize_weights" and column:
-            return layers * full
-        of_layer = self._of_all(full, values[verb, False, True])
-        if column and first_load is not None:
-            return (layers - 1) * of_layer + first_load
-        total = layers * of_layer
-        if (verb, True, False) in values and per == "layer":
-            of_all_tokens = self._of_all(values[verb, True, False], values[verb, True, True])
-            total = total + (num_layers - choosing) * (of_all_tokens - of_layer)
+        if per == "iteration":
+            of_layers = of_layers[:1]
+        elif per == "gap":
+            of_layers = of_layers[1:]
+        elif per == "choosing layer":
+            of_layers = of_layers[first:]
+        total: Any = 0.0
+        for kind in self.kinds:
+            count, whole = of_layers.count(kind), steps.layers[:first].count(kind)
+            full = values.get((verb, False, False, kind))
+            if full is None:  # in layers that attend to all tokens alone
+                if (verb, True, False, kind) in values:
+                    of_whole = (values[verb, True, last, kind] for last in (False, True))
+                    total = total + whole * self._of_all(*of_whole)
+                continue
+            if verb == "dequantize_weights" and column:
+                total = total + count * full
+                continue
+            of_layer = self._of_all(full, values[verb, False, True, kind])
+            if column and first_load is not None and kind == steps.layers[0]:
+                total = total + ((count - 1) * of_layer + first_load)
+                continue
+            total = total + count * of_layer
+            if (verb, True, False, kind) in values and per == "layer":
+                of_whole = self._of_all(values[verb, True, False, kind], values[verb, True, True, kind])
+                total = total + whole * (of_whole - of_layer)
         return total
 
     def busy(self, phase: int) -> dict[str, np.ndarray]:
@@ -281,7 +337,7 @@ class VerbSeconds:
         for verb in phase.verbs:
             if VERBS[verb].stores:
                 resource = RESOURCE_OF[verb]
-                seconds = longest(*(value for (name, _, _), value in phase.seconds.items() if name == verb))
+                seconds = longest(*(value for (name, *_), value in phase.seconds.items() if name == verb))
                 late[resource] = late[resource] + seconds * (self.steps.num_mini_batches if verb == "store_out" else 5)
         return late
 
@@ -290,7 +346,7 @@ class VerbSeconds:
         moved: dict[tuple[str, str], np.ndarray] = {}
         for phase, times in zip(self.phases, (1.0, *(stretch.count for stretch in self.stretches)), strict=True):
             of_phase: dict[tuple[str, str], np.ndarray] = {}
-            for verb in dict.fromkeys(verb for verb, _, _ in phase.link_bytes):
+            for verb in dict.fromkeys(verb for verb, *_ in phase.link_bytes):
                 key = RESOURCE_OF[verb], VERBS[verb].cargo
                 of_phase[key] = of_phase.get(key, 0.0) + self._total(phase.link_bytes, verb)
             for key, num_bytes in of_phase.items():

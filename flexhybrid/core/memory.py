@@ -3,6 +3,8 @@ checked before work starts is what is allocated."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -16,12 +18,13 @@ from flexhybrid.core.context.selection import (
     whole_queries,
 )
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.layout import kind_layouts
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import BufferSizes, larger
 from flexhybrid.core.units import gib
-from flexhybrid.core.wave import disk_from, stored_layout
+from flexhybrid.core.wave import stored_layers
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 
 NUM_SLOTS = 2  #: double buffers
@@ -45,24 +48,52 @@ MemoryPlan = dict[str, dict[str, int]]  #: tier -> part -> bytes
 
 def memory_plan(problem: Problem, policy: Policy, sizes: BufferSizes) -> MemoryPlan:
     """Bytes per tier and part: {"device": {"weight slots": …}, "host": {…}, "disk": {…}}."""
-    layout = stored_layout(problem, policy)
-    resident = layout.resident_prefix(policy.weights.device)
-    on_disk = layout.total_bytes - disk_from(layout, policy)
-    tiers = memory_parts(problem, policy, sizes, resident, on_disk)
+    placed = stored_layers(problem, policy)
+    resident, on_disk = np.array([(kind.streamed_from, kind.disk_bytes) for kind in placed]).T
+    tiers = memory_parts(problem, policy, sizes, layer_bytes(problem, policy, resident, on_disk))
     return {tier: {part: int(size) for part, size in parts.items() if size} for tier, parts in tiers.items()}
 
 
-def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, resident, on_disk) -> dict[str, dict]:
-    """``memory_plan`` before rounding; ``sizes`` and each layer's ``resident`` and ``on_disk`` bytes may be arrays."""
+class LayerBytes(NamedTuple):
+    """Bytes of a model's layers, by where they lie: numbers, or arrays over candidates."""
+
+    resident: Any  #: of all layers, on the device
+    on_host: Any  #: of all layers
+    on_disk: Any  #: of all layers
+    slot: Any  #: of the layer that streams the most of them
+    staging: Any  #: of the layer that has the most of them on the disk
+    cut: Any  #: whether some layer is partly resident
+    first_resident: Any  #: of a layer of the first kind, on the device
+
+
+def layer_bytes(problem: Problem, policy: Policy, resident, on_disk) -> LayerBytes:
+    """Return the bytes of the layers' weights; ``resident`` and ``on_disk`` [kinds, ...] of each kind of
+    ``ModelShape.weights_counts``."""
+    stored, shape = problem.stored(policy.bits), problem.shape
+    layouts = kind_layouts(shape, stored.weights, stored.compute)
+    total, count = (
+        np.array(of).reshape((-1,) + (1,) * (np.ndim(resident) - 1))
+        for of in ([layout.total_bytes for layout in layouts], shape.weights_counts)
+    )
+    return LayerBytes(
+        resident=(count * resident).sum(axis=0),
+        on_host=(count * (total - resident - on_disk)).sum(axis=0),
+        on_disk=(count * on_disk).sum(axis=0),
+        slot=(total - resident).max(axis=0),
+        staging=on_disk.max(axis=0),
+        cut=((resident > 0) & (resident < total)).any(axis=0),
+        first_resident=resident[0],
+    )
+
+
+def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: LayerBytes) -> dict[str, dict]:
+    """``memory_plan`` before rounding; ``sizes`` and the bytes of the layers' ``weights`` may be arrays."""
     shape, p, device = problem.shape, problem.bytes_per_element, problem.device
-    layer_bytes = stored_layout(problem, policy).total_bytes
     layers, stored = shape.num_layers, problem.stored(policy.bits)
     row = {"kv": shape.kv_token_bytes(stored.kv), "act": shape.act_token_bytes(stored.act)}
     native_kv, native_act = shape.kv_token_bytes(p), shape.act_token_bytes(p)
-    streamed = layer_bytes - resident
     recomputed = sizes.act_blocks * BLOCK_TOKENS
     generated = larger(recomputed, MIN_KV_GEN_ROWS) * (recomputed > 0)
-    cut = (resident > 0) & (resident < layer_bytes)
     hidden = shape.hidden * p
     plain_kv = sizes.plain_kv_blocks * BLOCK_TOKENS * native_kv
     turned = shape.rotary or shape.modules
@@ -74,10 +105,10 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, resident,
     on_host = policy.attention == "host"
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
     pools, staged = _pool_parts(layers, num_keeping(policy.selection, layers), sizes, row)
-    chosen = _selection_parts(problem, policy, sizes, resident, row)
+    chosen = _selection_parts(problem, policy, sizes, weights.first_resident, row)
     on_device = {
-        "resident weights": layers * resident,
-        "weight slots": NUM_SLOTS * streamed,
+        "resident weights": weights.resident,
+        "weight slots": NUM_SLOTS * weights.slot,
         "plain weights": shape.layer_bytes(p) if policy.bits.weights != "native" else 0,
         "embedding and head": shape.embedding_bytes(p),
         "ACT buffers": NUM_SLOTS * sizes.act_buffer_blocks * BLOCK_TOKENS * row["act"],
@@ -93,14 +124,14 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, resident,
         + rotation * (sizes.longest + sizes.hidden_rows + act * sizes.cached_tokens),
         "packing": packing,
         "attended rows": NUM_SLOTS * sizes.decode_batch * shape.query_width * p if on_host else 0,
-        "workspace": workspace_bytes(shape, p, sizes.step_rows, sizes.batch, cut)
+        "workspace": workspace_bytes(shape, p, sizes.step_rows, sizes.batch, weights.cut)
         + (generated * (shape.hidden + shape.query_width + 2 * shape.kv_width) * p if shape.modules else 0),
         "libraries": SLACK_BYTES[device],
     }
     in_host = {
-        "weights": layers * (streamed - on_disk),
+        "weights": weights.on_host,
         "copies from the device": NUM_SLOTS * staged["host"],
-        "weight staging": NUM_SLOTS * on_disk,
+        "weight staging": NUM_SLOTS * weights.staging,
         "ACT staging": NUM_SLOTS * sizes.act_staging_blocks * BLOCK_TOKENS * row["act"],
         "KV staging": NUM_SLOTS * sizes.kv_staging_blocks * BLOCK_TOKENS * row["kv"],
         "hidden states": sizes.hidden_rows * hidden if policy.hidden == "host" and layers > 1 else 0,
@@ -111,7 +142,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, resident,
     return {
         "device": pools["device"] | on_device | chosen["device"],
         "host": pools["host"] | in_host | chosen["host"],
-        "disk": pools["disk"] | {"weights": layers * on_disk},
+        "disk": pools["disk"] | {"weights": weights.on_disk},
     }
 
 
@@ -188,7 +219,7 @@ def partial_query_bytes(problem: Problem, policy: Policy, columns: int, column_s
     row = (shape.hidden + 1) * p
     if not whole_queries(shape, policy.selection):
         return chosen + column_sets * shape.num_heads * columns * row
-    query_end = stored_layout(problem, policy).qkv_end
+    query_end = stored_layers(problem, policy)[0].layout.qkv_end
     all_resident = (resident >= query_end) & (policy.bits.weights == "native")
     skew = shape.num_kv_heads * shape.head_dim**2 * p if shape.rotary else 0
     return chosen + skew + (1 - all_resident) * shape.query_width * row

@@ -73,11 +73,12 @@ class _Stream:
         self.num_layers = wave.shape.num_layers
         self.number = 1  # of the position at hand
         self.first_choosing = first_choosing(wave.policy.selection)
-        # Bytes of a layer that recomputing and projecting wait for; in natural order W_K and W_V come no sooner.
-        natural, layout = wave.policy.weight_order == "natural", wave.layout
-        self.kv_end, self.qkv_end = (layout.total_bytes,) * 2 if natural else (layout.kv_end, layout.qkv_end)
+        # Bytes of each kind of layer that recomputing and projecting wait for; in natural order W_K and W_V come no
+        # sooner.
+        natural, layouts = wave.policy.weight_order == "natural", [placed.layout for placed in wave.placed]
+        self.needed = [(of.total_bytes,) * 2 if natural else (of.kv_end, of.qkv_end) for of in layouts]
         self.at = Places(wave)
-        self.slices: dict[tuple[int, int, int], tuple[tuple, ...]] = {}  # the tasks that bring a slice of weights
+        self.slices: dict[tuple[int, int, int, int], tuple[tuple, ...]] = {}  # the tasks that bring a slice of weights
         self.outlines: dict[tuple, tuple[Outline, ...]] = {}  # of the parts of positions
         self.held: list[Task] = []  # stores that wait for the next position (barriers only)
 
@@ -152,13 +153,14 @@ class _Stream:
             return True
         if "dequantize_weights" in ahead.works:
             return False
-        last = [_slice(*part, num_slices - 1, num_slices) for part in self._streamed()]
-        return all(start == end or start >= self.qkv_end for start, end in last)
+        kind = self.wave.shape.weights_kind(ahead.layer)
+        last = [_slice(*part, num_slices - 1, num_slices) for part in self._streamed(kind)]
+        return all(start == end or start >= self.needed[kind][1] for start, end in last)
 
-    def _streamed(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """A layer's streamed bytes [start, end): those from the host, and those from the disk."""
-        wave = self.wave
-        return (wave.streamed_from, wave.disk_from), (wave.disk_from, wave.layout.total_bytes)
+    def _streamed(self, kind: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The streamed bytes [start, end) of a kind of layer: those from the host, and those from the disk."""
+        layout, streamed_from, disk_from = self.wave.placed[kind]
+        return (streamed_from, disk_from), (disk_from, layout.total_bytes)
 
     # ---- the tasks of a position
 
@@ -183,25 +185,26 @@ class _Stream:
         What lies on the host and what lies on the disk are sliced alike, so that the disk is evenly busy too.
         """
         position = group[min(index, len(group) - 1)]
-        slice_key = position.weight_slot, index, num_slices
+        slice_key = self.wave.shape.weights_kind(position.layer), position.weight_slot, index, num_slices
         if slice_key not in self.slices:
             self.slices[slice_key] = tuple(self._slice_tasks(*slice_key))
         key = (position.step.iteration, position.layer, position.step.mini_batch)
         for verb, *parts in self.slices[slice_key]:
             yield Task(*key, verb, RESOURCE_OF[verb], *parts)
 
-    def _slice_tasks(self, slot: int, index: int, num_slices: int) -> Iterator[tuple]:
-        """The tasks that bring a slice, whatever the layer, without their keys."""
-        (start, end), (disk_start, disk_end) = (_slice(*part, index, num_slices) for part in self._streamed())
+    def _slice_tasks(self, kind: int, slot: int, index: int, num_slices: int) -> Iterator[tuple]:
+        """The tasks that bring a slice of a kind of layer, without their keys."""
+        (start, end), (disk_start, disk_end) = (_slice(*part, index, num_slices) for part in self._streamed(kind))
+        _, first, disk_first = self.wave.placed[kind]
         on_disk = disk_end - disk_start
         if end - start + on_disk == 0:
             return
         payload = WeightSlice(slot, start, end, disk_start, disk_end)
         reads: tuple[Access, ...] = ()
-        writes = (Access(("weights", slot), start, end),) if end > start else ()
+        writes = places.bytes_of_slot(slot, start - first, end - first)
         if on_disk:
-            reads = (Access(("weights_staging", slot), disk_start, disk_end),)
-            writes += (Access(("weights", slot), disk_start, disk_end),)
+            reads = (Access(("weights_staging", slot), disk_start - disk_first, disk_end - disk_first),)
+            writes += places.bytes_of_slot(slot, disk_start - first, disk_end - first)
             yield "read_weights", Work(link_bytes=on_disk, num_copies=1), (), reads, payload
         moved = Work(link_bytes=end - start + on_disk, num_copies=len(writes))
         yield "load_weights", moved, reads, writes, payload
@@ -241,25 +244,25 @@ class _Stream:
     def _open(self, position: Position) -> Iterator[Outline]:
         """One mini-batch in one layer up to its queries: embedding, recomputing, projecting, speculating."""
         step, layer, works = position.step, position.layer, position.works
-        layout, slot = self.wave.layout, position.slot
-        k = step.mini_batch
+        kind, slot, k = self.wave.shape.weights_kind(layer), position.slot, step.mini_batch
+        kv_end, qkv_end = self.needed[kind]
         hidden, qkv = self.at.hidden(position), self.at.qkv(position)
         if layer == 0:
             yield "embed", (cell("tokens", k),), (hidden,)
         if "dequantize_weights" in works and position.leads:
-            weights = self.at.weights(position, 0, layout.total_bytes)
+            weights = self.at.weights(position, 0, self.wave.placed[kind].layout.total_bytes)
             yield "dequantize_weights", weights, places.PLAIN
         if "kv_gen" in works:
             buffer = cell("act_buffer", slot)
             pools = self.at.pools(position, "act", "device")
-            reads, writes = (buffer, *self.at.matrices(position, 0, self.kv_end)), (places.GENERATED,)
+            reads, writes = (buffer, *self.at.matrices(position, 0, kv_end)), (places.GENERATED,)
             if "dequantize_act" in works:
                 yield "dequantize_act", (buffer, *pools), (places.PLAIN_ACT,)
                 reads = (*reads, places.PLAIN_ACT)
             elif pools:  # gathered into the buffer, beside what the link brought
                 reads, writes = (*reads, *pools), (*writes, buffer)
             yield "kv_gen", reads, writes
-        staging, matrices = cell("staging", slot), self.at.matrices(position, 0, self.qkv_end)
+        staging, matrices = cell("staging", slot), self.at.matrices(position, 0, qkv_end)
         writes = (qkv, staging)
         if layer >= self.first_choosing and not step.prefill:  # the new tokens' partial keys
             writes += (cell("partial_keys", k, layer),)
@@ -305,7 +308,7 @@ class _Stream:
     def _close(self, position: Position) -> Iterator[Outline]:
         """The rest of what it computes: attention and feed-forward."""
         step, works = position.step, position.works
-        layout = self.wave.layout
+        layout = self.wave.placed_of(position.layer).layout
         hidden, qkv = self.at.hidden(position), self.at.qkv(position)
         if step.prefill:
             yield "attend_prefill", (qkv,), (self.at.attended(position),)

@@ -21,7 +21,7 @@ from flexhybrid.core.context.prefixes import SharedBlocks
 from flexhybrid.core.context.selection import kept_tokens, limits_cache, num_keeping, with_pool_share
 from flexhybrid.core.context.split import SplitLines, split_lines
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.model.layout import LayerLayout, layer_layout
+from flexhybrid.core.model.layout import PlacedLayer, placed_layers
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy, Selection
 from flexhybrid.core.problem import Problem
@@ -92,7 +92,7 @@ class Wave:
     joined: np.ndarray  #: [places], the iteration that computes the prompt
     request: np.ndarray  #: [places], index of the request in the queue
     blocks: tuple[BlockManager, ...]  #: of each mini-batch; they own the blocks of the pools
-    layout: LayerLayout
+    placed: tuple[PlacedLayer, ...]  #: the weights of each kind of layer (``ModelShape.weights_kind``)
     split: dict[str, SplitLines]  #: of the entries both(…)
     #: the same requests in layers that keep all tokens although the others do not, in blocks of their own
     whole: Wave | None = None
@@ -148,28 +148,15 @@ class Wave:
         """Bytes an element of weights, KV and ACT as they are stored."""
         return self.problem.stored(self.policy.bits)
 
-    @cached_property
-    def streamed_from(self) -> int:
-        """First byte of a layer that is streamed; those before it stay on the device."""
-        return self.layout.resident_prefix(self.policy.weights.device)
-
-    @cached_property
-    def disk_from(self) -> int:
-        """First byte of a layer that lies on the disk."""
-        return disk_from(self.layout, self.policy)
+    def placed_of(self, layer: int) -> PlacedLayer:
+        """Return where the weights of a layer lie."""
+        return self.placed[self.shape.weights_kind(layer)]
 
 
-def stored_layout(problem: Problem, policy: Policy) -> LayerLayout:
-    """Layout of a layer whose matrices are stored in the policy's bits."""
+def stored_layers(problem: Problem, policy: Policy) -> tuple[PlacedLayer, ...]:
+    """Return where the weights of each kind of layer lie, whose matrices are stored in the policy's bits."""
     stored = problem.stored(policy.bits)
-    return layer_layout(problem.shape, stored.weights, stored.compute)
-
-
-def disk_from(layout: LayerLayout, policy: Policy) -> int:
-    """First byte of a layer that lies on the disk; those before it are on the device, then on the host."""
-    if not policy.weights.disk:
-        return layout.total_bytes
-    return max(layout.resident_prefix(policy.weights.device), layout.resident_prefix(1.0 - policy.weights.disk))
+    return placed_layers(problem.shape, policy.weights, stored.weights, stored.compute)
 
 
 def check_planned(policy: Policy, shape: ModelShape) -> None:
@@ -249,7 +236,7 @@ def admit(
         joined=np.zeros(workload.num_requests, dtype=np.int64),
         request=np.arange(workload.num_requests),
         blocks=(),
-        layout=stored_layout(problem, policy),
+        placed=stored_layers(problem, policy),
         split=split,
     )
     wave = _with_blocks(wave, counts, least)

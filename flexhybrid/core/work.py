@@ -6,6 +6,8 @@ many policies at once. What is left out: index tensors, masks, kernel launches (
 where a verb takes hundreds: ``Work.calls``).
 """
 
+import numpy as np
+
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.task import Work
@@ -67,19 +69,37 @@ def attend_shared(shape: ModelShape, p: int, width, tokens, reads) -> Work:
     return attend_decode(shape, p, 1, tokens)._replace(flops=4 * shape.query_width * width * reads)
 
 
-def attend_prefill(shape: ModelShape, p: int, batch, width) -> Work:
+PREFILL_QUERIES = 128  #: tokens of a prompt that attend at a time: a CPU's caches hold their scores
+
+
+def attend_prefill(shape: ModelShape, p: int, batch, width, window: int | None = None) -> Work:
     """Causal attention of ``width`` (padded) tokens over themselves: a prompt, or a recomputed prefix."""
     rows = batch * width
     flops = 2 * shape.query_width * rows * (width + 1)
+    if window is not None:
+        flops = np.where(width > window, 4 * shape.query_width * batch * _pairs_in_window(width, window), flops)
+        flops = flops if np.ndim(flops) else float(flops)
     return Work(memory_bytes=rows * (2 * shape.query_width + shape.kv_width) * p, flops=flops, tokens=rows)
 
 
+def _pairs_in_window(width, window: int):
+    """Pairs of a query and a key that are computed of a prompt in a window: each run of PREFILL_QUERIES queries with
+    all keys that one of them sees."""
+    pairs = 0.0 * width
+    for start in range(0, int(np.max(width)), PREFILL_QUERIES):
+        end = np.clip(width, start, start + PREFILL_QUERIES)
+        pairs = pairs + (end - start) * (end - max(0, start - window + 1))
+    return pairs
+
+
 def finish(shape: ModelShape, p: int, rows) -> Work:
-    """Output projection and feed-forward network."""
+    """Output projection and feed-forward network. Of experts, a row is multiplied with its share, and those that some
+    row takes are read, as many as are expected of rows that choose by chance."""
     mlp_matrices = 3 if shape.gated_mlp else 2
     weights = shape.hidden * (shape.query_width + mlp_matrices * shape.ffn)
     flops = 2 * (shape.modules.multiplied if shape.modules else weights) * rows
-    weights = shape.modules.most("late") if shape.modules else weights
+    if shape.modules:
+        weights = shape.modules.read(rows)
     moved = rows * (6 * shape.hidden + mlp_matrices * shape.ffn) + weights
     return Work(memory_bytes=moved * p, flops=flops, tokens=rows)
 

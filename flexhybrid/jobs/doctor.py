@@ -88,7 +88,7 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
     elif device.type == "cpu" and dtype != "float32":
         dtype = fastest_dtype(TIMING_SHAPE, device)
     p = DTYPE_BYTES[dtype]
-    size = shape.num_layers * shape.layer_bytes(p) + shape.embedding_bytes(p)
+    size = shape.layers_bytes(p) + shape.embedding_bytes(p)
     fit = {"model": shape.name, "weights_bytes": size, "dtype": dtype, "tokens_per_s": None, "binding": ""}
     fit["path"] = "transformers' own layers" if shape.modules else "a file of its own"
     tokens = int(lengths.prompt_tokens[0] + lengths.max_tokens[0])

@@ -132,7 +132,7 @@ class Executor(Generic[SelectionT]):
     or wrapped, verb by verb, before it runs."""
 
     def __init__(self, parts: EngineParts, wave: Wave, prompts: Prompts, plan: SamplingPlans, selection: SelectionT):
-        if (wave.streamed_from, wave.disk_from) != (parts.weights.streamed_from, parts.weights.disk_from):
+        if wave.placed != parts.weights.placed:
             raise ValueError("the wave's policy places the weights otherwise than they were loaded")
         self.verbs: dict[str, Callable[..., None]] = {}  #: functions of (executor, task)
         self.weights, self.slots, self.buffers = parts.weights, parts.slots, parts.buffers

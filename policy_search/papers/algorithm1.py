@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.model.layout import layer_layout
+from flexhybrid.core.model.layout import kind_layouts
 from flexhybrid.core.problem import Problem
 from sim.cost import hardware_of, price
 
@@ -77,10 +77,11 @@ def layer_times(
         }
         for verb, amount in amounts.items():
             forward_s += num_mini_batches * seconds(verb, "compute", amount)
-    layout = layer_layout(shape, width)
+    streamed = [of.total_bytes - of.resident_prefix(weights_device) for of in kind_layouts(shape, width)]
+    mean_bytes = sum(n * size for n, size in zip(shape.weights_counts, streamed, strict=True)) / shape.num_layers
     weights = linear("load_weights", "h2d", lambda n: work.Work(link_bytes=n))
     return LayerTimes(
-        load_w_s=weights.seconds(layout.total_bytes - layout.resident_prefix(weights_device)),
+        load_w_s=weights.seconds(mean_bytes),
         kv_gen=linear("kv_gen", "compute", lambda n: work.kv_gen(shape, width, n * BLOCK_TOKENS)),
         load_kv=linear("load_kv", "h2d", lambda n: work.load_blocks(shape, width, "kv", n, 1)),
         load_act=linear("load_act", "h2d", lambda n: work.load_blocks(shape, width, "act", n, 1)),
@@ -210,7 +211,9 @@ def host_allocation(problem: Problem, balance: str = "paper", act_gpu_blocks: in
     return allocate(
         layer_times(problem),
         host_memory,
-        weight_bytes=shape.num_layers * layer_layout(shape, width).total_bytes,
+        weight_bytes=sum(
+            n * of.total_bytes for n, of in zip(shape.weights_counts, kind_layouts(shape, width), strict=True)
+        ),
         act_block_bytes=block_tokens * shape.act_token_bytes(width),
         kv_block_bytes=block_tokens * shape.kv_token_bytes(width),
         balance=balance,

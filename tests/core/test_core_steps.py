@@ -251,7 +251,8 @@ def test_slices_of_a_layer_cover_its_streamed_bytes_in_whole_pages(first, second
     weights = Placement(device=low, host=high - low, disk=1.0 - high)
     shape = ModelShape("tiny", "opt", 2, hidden, 4, 4, hidden // 4, 2 * hidden, 128, 4096)
     wave = wave_of(Policy(weights=weights, max_mini_batch_tokens=17), [10] * mini_batches, [2] * mini_batches, shape)
-    streamed, total = (wave.streamed_from, wave.disk_from), wave.layout.total_bytes
+    (placed,) = wave.placed
+    streamed, total = (placed.streamed_from, placed.disk_from), placed.layout.total_bytes
     slices = [
         task.payload for task in stream(wave) if task.verb == "load_weights" and (task.iteration, task.layer) == (1, 1)
     ]

@@ -182,10 +182,10 @@ class Memory:
         getattr(self, task.verb, lambda task: None)(task)
 
     def load_weights(self, task: Task) -> None:
-        piece = task.payload
+        piece, first = task.payload, self.wave.placed[0].streamed_from
         assert task.work.link_bytes == piece.end - piece.start
-        assert task.writes == (Access(("weights", piece.slot), piece.start, piece.end),)
-        for byte in range(piece.start, piece.end):
+        assert task.writes == (Access(("weights", piece.slot), piece.start - first, piece.end - first),)
+        for byte in range(piece.start - first, piece.end - first):
             self.weights[piece.slot][byte] = task.layer
 
     def load(self, task: Task, representation: str) -> None:
@@ -221,18 +221,18 @@ class Memory:
         self.found[key] += self.read_pool(task, f"{representation}@device")
 
     def kv_gen(self, task: Task) -> None:
-        self.needs_weights(task, 0, self.wave.layout.kv_end)
+        self.needs_weights(task, 0, self.wave.placed[0].layout.kv_end)
         self.gather(task, "act")
 
     def assemble(self, task: Task) -> None:
         self.gather(task, "kv")
 
     def project(self, task: Task) -> None:
-        self.needs_weights(task, 0, self.wave.layout.qkv_end)
+        self.needs_weights(task, 0, self.wave.placed[0].layout.qkv_end)
 
     def finish(self, task: Task) -> None:
-        self.needs_weights(task, self.wave.layout.qkv_end, self.wave.layout.total_bytes)
-        self.needs_weights(task, 0, self.wave.layout.vectors_end)
+        self.needs_weights(task, self.wave.placed[0].layout.qkv_end, self.wave.placed[0].layout.total_bytes)
+        self.needs_weights(task, 0, self.wave.placed[0].layout.vectors_end)
 
     def attend(self, task: Task) -> None:
         step, key = task.payload.step, key_of(task)
@@ -241,9 +241,9 @@ class Memory:
         assert sorted(self.found[key]) == wanted if wanted else not self.found[key]
 
     def needs_weights(self, task: Task, start: int, end: int) -> None:
-        slot = task.payload.weight_slot
+        slot, first = task.payload.weight_slot, self.wave.placed[0].streamed_from
         declared = [access for access in task.reads if access.space == ("weights", slot)]
-        for byte in range(max(start, self.wave.streamed_from), end):
+        for byte in range(max(start, first) - first, end - first):
             assert self.weights[slot].get(byte) == task.layer, f"{task.label()} finds byte {byte} of another layer"
             assert any(access.lo <= byte < access.hi for access in declared)
 
@@ -291,7 +291,7 @@ def test_run_in_order_every_verb_finds_its_own_layers_weights(policy, lengths):
     wave = admit(
         Problem(shape=shape, dtype="float32", hardware=catalogue.load("t4")), policy, Workload(prompts, max_tokens)
     )
-    streamed = {slot: np.full(wave.layout.total_bytes, -1) for slot in range(2)}  # whose a byte is
+    streamed = {slot: np.full(wave.placed[0].layout.total_bytes, -1) for slot in range(2)}  # whose a byte is
     unpacked = None
     for task in stream(wave):
         own = task.iteration * shape.num_layers + task.layer
@@ -323,7 +323,7 @@ def test_streamed_weights_cross_the_link_once_a_layer_and_iteration(wave):
         iterations.add(task.iteration)
         if task.verb == "load_weights":
             loaded[task.iteration, task.layer] += task.work.link_bytes
-    per_layer = wave.layout.total_bytes - wave.streamed_from
+    per_layer = wave.placed[0].streamed_bytes
     layers = range(wave.shape.num_layers) if per_layer else ()
     assert loaded == {(iteration, layer): per_layer for iteration in iterations for layer in layers}
 
@@ -347,7 +347,7 @@ def test_stores_move_each_new_token_once(wave):
 def test_no_edge_between_iterations(wave_and_stops):
     """The first loads of iteration i + 1 stand in the stream before the last layer of iteration i is finished."""
     wave, stops = wave_and_stops
-    assume(wave.shape.num_layers > 1 or wave.streamed_from < wave.layout.total_bytes)
+    assume(wave.shape.num_layers > 1 or wave.placed[0].streamed_bytes)
     opening_loads, first_embed, last_finish = {}, {}, {}
     for number, task in enumerate(stream_with_stops(wave, stops)):
         if task.resource == "h2d" and task.layer == 0:

@@ -114,13 +114,13 @@ class _Replay:
         self.largest[tier, part, key] = max(size, float(num_bytes))
 
     def _weights(self, task: Task) -> None:
-        piece, streamed_from = task.payload, self.wave.streamed_from
+        piece, (_, streamed_from, disk_from) = task.payload, self.wave.placed_of(task.layer)
         self._hold("device", "weight slots", 0, max(piece.end, piece.disk_end) - streamed_from)
         if piece.end > piece.start:
             self._hold("host", "weights", task.layer, piece.end - streamed_from)
         if piece.disk_end > piece.disk_start:
-            self._hold("disk", "weights", task.layer, piece.disk_end - self.wave.disk_from)
-            self._hold("host", "weight staging", 0, piece.disk_end - self.wave.disk_from)
+            self._hold("disk", "weights", task.layer, piece.disk_end - disk_from)
+            self._hold("host", "weight staging", 0, piece.disk_end - disk_from)
 
     # ---- a mini-batch's step
 

@@ -169,8 +169,8 @@ def filled(monkeypatch):
         )
         wave = admit(Problem(shape=shape, dtype="float32"), replace(chosen, max_mini_batch_tokens=9999), workload)
         weights = SimpleNamespace(
-            device=torch.device("cpu"), dtype=torch.float32, bits="native", streamed_from=0,
-            layout=SimpleNamespace(qkv_end=0), skewing=[None],
+            device=torch.device("cpu"), dtype=torch.float32, bits="native", skewing=[None],
+            placed=[SimpleNamespace(streamed_from=0, layout=SimpleNamespace(qkv_end=0))],
         )  # fmt: skip
         speculation, step = Speculation(wave, weights), make_step(wave, 0, 0, wave.mini_batches[0])
         generator = torch.Generator().manual_seed(seed)

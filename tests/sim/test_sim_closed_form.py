@@ -158,9 +158,10 @@ def test_few_pages_of_weights_are_spread_over_a_layers_positions(share, disk):
     case = UniformCase(shape, Hardware("m", "cpu", MACHINE), 2, policy, 23, 20, 2)
     loads = [task for task in stream(case.wave()) if task.verb == "load_weights" and task.iteration == 1]
     in_layer = [task for task in loads if task.layer == 1]
-    streamed = case.wave().layout.total_bytes - case.wave().streamed_from
+    (placed,) = case.wave().placed
+    streamed = placed.streamed_bytes
     assert sum(task.work.link_bytes for task in in_layer) == streamed
-    K, on_host = 23, case.wave().disk_from - case.wave().streamed_from
+    K, on_host = 23, placed.disk_from - placed.streamed_from
     assert len(in_layer) == float(num_slices(np.array([K]), np.array([on_host]), np.array([streamed - on_host]))[0])
     if not disk:
         at = np.diff([task.mini_batch for task in in_layer])
@@ -212,10 +213,11 @@ def test_a_repeated_iteration_is_the_one_laid_out(changes, layers, mini_batches)
     """A long tiny run is laid out for a few iterations only; the others are copies, or left out again."""
     policy = Policy(**changes)
     key, column = structure_of(policy, tuple(sorted(policy.cache))), policy.schedule == "column"
-    inner, outer = (mini_batches, layers) if column else (layers, mini_batches)
+    of_layers, of_mini_batches = Loop(layers, None, (0,) * layers), Loop(mini_batches, None)
+    loops = (of_mini_batches, of_layers) if column else (of_layers, of_mini_batches)
     for num_decode, on_disk in ((2, 1), (3, 0), (5, 0), (10, 0), (11, 2)):
-        tiny = tiny_run(key, Loop(inner, None), Loop(outer, None), num_decode, 0, on_disk)
-        tasks, ends = lay_out(key, layers, mini_batches, num_decode, 0, on_disk)
+        tiny = tiny_run(key, *loops, num_decode, 0, on_disk)
+        tasks, ends = lay_out(key, (0,) * layers, mini_batches, num_decode, 0, on_disk)
         assert (tiny.tasks, tiny.ends) == (tasks, ends)
         assert with_aliases(tasks, ends, tiny.inner, tiny.outer)[0] == tasks  # nothing is skipped here
 
@@ -227,7 +229,7 @@ def test_packed_weights_wait_alike_whatever_part_is_resident(schedule):
     def runs(bits) -> list:
         policy = Policy(cache={"kv@host": 0.5, "act@host": 0.5}, schedule=schedule, bits=Bits(weights=bits))
         key = structure_of(policy, tuple(sorted(policy.cache)))
-        return [lay_out(key, 3, 2, 2, resident, 1) for resident in (0, 1, 2)]
+        return [lay_out(key, (0, 0, 0), 2, 2, resident, 1) for resident in (0, 1, 2)]
 
     packed, native = runs(4), runs("native")
     assert packed[0] == packed[1] == packed[2]

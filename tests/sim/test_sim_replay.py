@@ -110,8 +110,8 @@ def test_a_small_run_worked_out_by_hand():
     # the prompt's rows
     assert parts["device"]["staging"] == parts["host"]["copies from the device"] == 2 * 2 * 20 * token
     assert parts["device"]["hidden states"] == 2 * 20 * 64 * 4
-    assert parts["device"]["weight slots"] == 2 * wave.layout.total_bytes
-    assert parts["host"]["weights"] == 3 * wave.layout.total_bytes
+    assert parts["device"]["weight slots"] == 2 * wave.placed[0].layout.total_bytes
+    assert parts["host"]["weights"] == 3 * wave.placed[0].layout.total_bytes
 
 
 @pytest.mark.parametrize("tok", [0.1, 0.35, 0.5, 0.8, 0.95])

@@ -22,7 +22,7 @@ from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.refill import RunningBatch
-from flexhybrid.core.wave import stored_layout
+from flexhybrid.core.wave import stored_layers
 from flexhybrid.core.waves import batch_size, first_wave, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.forecast import sorted_by_length
@@ -143,8 +143,8 @@ def bench_queue_overlap(table: Table) -> None:
                 for rate, (llm, case) in runs.items():
                     case.seconds(llm, np.arange(NUM_REQUESTS), joining=True, most_iterations=WINDOW.stop + 1)
                     window_s[rate].append(case.ends_s[WINDOW.stop] - case.ends_s[WINDOW.start])
-            layout = stored_layout(Problem(shape=llm.shape, dtype="float32", device="cpu"), streamed(at_a_time))
-        num_bytes = layout.total_bytes * llm.shape.num_layers * (WINDOW.stop - WINDOW.start)
+            (placed,) = stored_layers(Problem(shape=llm.shape, dtype="float32", device="cpu"), streamed(at_a_time))
+        num_bytes = placed.layout.total_bytes * llm.shape.num_layers * (WINDOW.stop - WINDOW.start)
         link_s = num_bytes / (LINK_GB_PER_S * 1e9)
         paced_s, compute_s = statistics.median(window_s[LINK_GB_PER_S]), statistics.median(window_s[None])
         balance = min(link_s, compute_s) / max(link_s, compute_s)

@@ -76,7 +76,7 @@ def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
     assemble = slope("assemble", "compute", lambda tokens: work.assemble(shape, p, tokens))
     if problem.attends_in_place:
         assemble = 0.0, 0.0
-    streamed = shape.layer_bytes(stored.weights, p) * (1 - policy.weights.device)
+    streamed = shape.layers_bytes(stored.weights, p) / shape.num_layers * (1 - policy.weights.device)
     return SplitLines(
         policy.split,
         gen_s=slope("kv_gen", "compute", lambda rows: work.kv_gen(shape, p, rows))[1],

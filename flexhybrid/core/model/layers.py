@@ -1,6 +1,6 @@
 """Layers that are modules of transformers: their tensors, kind by kind, as its meta modules say them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 
@@ -36,6 +36,10 @@ class ModuleLayers:
     outer_elements: int  #: of embedding, last norm, head, and of the layers' buffers
     experts_share: float = 1.0  #: of the experts (tensors of three dimensions), those that a token takes
 
+    def only(self, kind: int) -> "ModuleLayers":
+        """Return layers that all have the tensors of one kind."""
+        return replace(self, kinds=(self.kinds[kind],), kind_of=(0,) * len(self.kind_of))
+
     def most(self, of: str) -> int:
         """Return the most elements that a layer has of "vectors", or of "early" or "late" matrices."""
         return max(sum(t.elements for t in kind if _belongs(t, of)) for kind in self.kinds)
@@ -47,6 +51,20 @@ class ModuleLayers:
             sum(t.elements * (self.experts_share if len(t.size) > 2 else 1.0) for t in kind if _belongs(t, "late"))
             for kind in self.kinds
         )
+
+    def read(self, rows):
+        """Return the elements of late matrices that are read for so many rows of tokens; numbers or arrays. Experts
+        count as far as some row is expected to take them."""
+        taken = 1.0 - (1.0 - self.experts_share) ** rows
+        sums = [
+            (
+                sum(t.elements for t in kind if _belongs(t, "late") and (len(t.size) > 2) is experts)
+                for experts in (False, True)
+            )
+            for kind in self.kinds
+        ]
+        dense, experts = max(map(tuple, sums), key=sum)
+        return dense + experts * taken if experts else dense
 
     @property
     def widest(self) -> int:

@@ -8,10 +8,11 @@ Vectors keep the compute width when the matrices are quantised; every matrix row
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from flexhybrid.core.model.layers import LayerTensor
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.policy import GROUP_ELEMENTS
+from flexhybrid.core.policy import GROUP_ELEMENTS, Placement
 
 ALIGN_BYTES = 64  #: a cache line; matrix kernels are slower on odd addresses
 
@@ -73,12 +74,11 @@ def layer_layout(
     """The flat layout of one layer of this shape.
 
     ``matrix_bytes`` an element of the matrices as stored, ``vector_bytes`` of norms and biases; None: the same.
-    Layouts of different layers differ in their spots alone.
+    Layers differ where they are modules of several kinds.
     """
     vector_width = int(matrix_bytes) if vector_bytes is None else vector_bytes
     if shape.modules:
-        layouts = _module_layouts(shape.modules.kinds, matrix_bytes, vector_width)
-        return layouts[shape.modules.kind_of[layer]]
+        return _module_layout(shape.modules.kinds[shape.weights_kind(layer)], matrix_bytes, vector_width)
     h, q, g = shape.hidden, shape.query_width, shape.kv_width
     if shape.family == "opt":
         vectors = [("norm1.weight", h), ("norm1.bias", h), ("kvq.bias", g + q), ("o.bias", h)]
@@ -103,33 +103,56 @@ def layer_layout(
 
 
 @cache
-def _module_layouts(
-    kinds: tuple[tuple[LayerTensor, ...], ...], matrix_bytes: float, vector_bytes: int
-) -> tuple[LayerLayout, ...]:
-    """The layouts of kinds of layers that are modules: vectors, early and late matrices, each in the room that the kind
-    with most of them takes, so that all layers are read and cut alike."""
+def _module_layout(kind: tuple[LayerTensor, ...], matrix_bytes: float, vector_bytes: int) -> LayerLayout:
+    """The layout of a layer that is a module: vectors, then matrices used up to its attention, then the others."""
+    spots, position, ends = [], 0, []
+    for part in (
+        [tensor for tensor in kind if not tensor.cols],
+        [tensor for tensor in kind if tensor.cols and tensor.early],
+        [tensor for tensor in kind if tensor.cols and not tensor.early],
+    ):
+        for tensor in part:
+            row = matrix_row_bytes(tensor.cols, matrix_bytes) if tensor.cols else vector_bytes
+            size = tensor.rows * row
+            spots.append(TensorSpot(tensor.name, tensor.rows, tensor.cols, position, position + size))
+            position += size + -size % ALIGN_BYTES
+        ends.append(position)
+    vectors_end, early_end, total = ends
+    cuts = tuple(sorted({0, *(spot.start for spot in spots if spot.cols), *ends}))
+    return LayerLayout(tuple(spots), total, early_end, early_end, vectors_end, cuts)
 
-    def size(tensor: LayerTensor) -> int:
-        row = matrix_row_bytes(tensor.cols, matrix_bytes) if tensor.cols else vector_bytes
-        return tensor.rows * row
 
-    def parts(kind: tuple[LayerTensor, ...]) -> tuple[list[LayerTensor], ...]:
-        vectors = [t for t in kind if not t.cols]
-        return vectors, *([t for t in kind if t.cols and t.early is early] for early in (True, False))
+class PlacedLayer(NamedTuple):
+    """A layer's bytes and where they lie: first on the device, then on the host, then on the disk."""
 
-    def room(part: list[LayerTensor]) -> int:
-        return sum(size(t) + -size(t) % ALIGN_BYTES for t in part)
+    layout: LayerLayout
+    streamed_from: int  #: first byte that does not stay on the device
+    disk_from: int  #: first byte that lies on the disk
 
-    ends = [0]
-    for part in zip(*map(parts, kinds), strict=True):
-        ends.append(ends[-1] + max(map(room, part)))
-    spots: list[list[TensorSpot]] = []
-    for kind in kinds:
-        spots.append([])
-        for part, position in zip(parts(kind), ends, strict=False):
-            for tensor in part:
-                spots[-1].append(TensorSpot(tensor.name, tensor.rows, tensor.cols, position, position + size(tensor)))
-                position += size(tensor) + -size(tensor) % ALIGN_BYTES
-    starts = set.intersection(*({spot.start for spot in of_kind if spot.cols} for of_kind in spots))
-    cuts = tuple(sorted({0, *starts, *ends}))
-    return tuple(LayerLayout(tuple(of_kind), ends[-1], ends[2], ends[2], ends[1], cuts) for of_kind in spots)
+    @property
+    def streamed_bytes(self) -> int:
+        return self.layout.total_bytes - self.streamed_from
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.layout.total_bytes - self.disk_from
+
+
+def kind_layouts(shape: ModelShape, matrix_bytes: float, vector_bytes: int | None = None) -> tuple[LayerLayout, ...]:
+    """Return the layouts of ``shape.weights_counts``'s kinds of layers: ``layer_layout`` of each."""
+    kinds = range(len(shape.weights_counts))
+    return tuple(layer_layout(shape.of_weights(kind), matrix_bytes, vector_bytes) for kind in kinds)
+
+
+def placed_layers(
+    shape: ModelShape, weights: Placement, matrix_bytes: float, vector_bytes: int
+) -> tuple[PlacedLayer, ...]:
+    """Return each kind of ``kind_layouts`` under a placement, whose shares are of the bytes of each layer."""
+    return tuple(place(layout, weights) for layout in kind_layouts(shape, matrix_bytes, vector_bytes))
+
+
+def place(layout: LayerLayout, weights: Placement) -> PlacedLayer:
+    """Return a layer's bytes under a placement."""
+    resident = layout.resident_prefix(weights.device)
+    disk_from = max(resident, layout.resident_prefix(1.0 - weights.disk)) if weights.disk else layout.total_bytes
+    return PlacedLayer(layout, resident, disk_from)

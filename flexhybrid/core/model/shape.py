@@ -3,9 +3,9 @@
 import os
 import re
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from flexhybrid.core.errors import InputError, check, is_number, unknown
 from flexhybrid.core.files import load_json
@@ -22,6 +22,13 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: model_type in config.json -> family. All families share the decoder-layer shape below; which ones the executor can
 #: run is the runtime's affair (flexhybrid.runtime.models).
 FAMILIES = {"opt": "opt", "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama"}
+
+
+class LayerKind(NamedTuple):
+    """What the work of a layer depends on beyond the sizes that all layers have."""
+
+    weights: int  #: index of its tensors in ``ModuleLayers.kinds``; 0 where all layers have the same
+    window: int | None  #: of its attention; None: it sees all tokens
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,27 @@ class ModelShape:
         return self.attention_kinds[layer % len(self.attention)]
 
     @cached_property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return tuple(
+            LayerKind(self.weights_kind(layer), self.attention_of(layer).window) for layer in range(self.num_layers)
+        )
+
+    def weights_kind(self, layer: int) -> int:
+        """Return which tensors a layer has: see ``LayerKind``."""
+        return self.modules.kind_of[layer] if self.modules else 0
+
+    @cached_property
+    def weights_counts(self) -> tuple[int, ...]:
+        """How many layers have the tensors of each kind."""
+        of_layers = [self.weights_kind(layer) for layer in range(self.num_layers)]
+        return tuple(map(of_layers.count, range(len(self.modules.kinds) if self.modules else 1)))
+
+    def of_weights(self, kind: int) -> "ModelShape":
+        """Return the shape of a model whose layers all have the tensors of one kind."""
+        return self if not self.modules or len(self.modules.kinds) == 1 else _of_weights(self, kind)
+
+    @cached_property
     def windows(self) -> tuple[int, ...]:
         """The windows of its layers, each once; empty where every layer sees all tokens."""
         return tuple(sorted({kind.window for kind in self.attention_kinds if kind.window is not None}))
@@ -124,7 +152,8 @@ class ModelShape:
 
     @property
     def layer_matrix_elements(self) -> int:
-        """Elements of a layer's matrices: OPT 2hHd + 2hGd + 2h·ffn, Llama 3h·ffn in the last term."""
+        """Elements of a layer's matrices: OPT 2hHd + 2hGd + 2h·ffn, Llama 3h·ffn in the last term. Where layers have
+        different ones, the most of each part; ``of_weights`` has a single kind."""
         if self.modules:
             return self.modules.most("early") + self.modules.most("late")
         mlp_matrices = 3 if self.gated_mlp else 2
@@ -141,9 +170,15 @@ class ModelShape:
         return 4 * self.hidden + (self.query_width + self.kv_width + self.hidden) + (self.ffn + self.hidden)
 
     def layer_bytes(self, matrix_bytes: float, vector_bytes: float | None = None) -> float:
-        """Bytes of one decoder layer's weights; ``vector_bytes`` an element of norms and biases, None: as matrices."""
+        """Bytes of one decoder layer's weights (``layer_matrix_elements``); ``vector_bytes`` an element of norms and
+        biases, None: as matrices."""
         vector_bytes = matrix_bytes if vector_bytes is None else vector_bytes
         return self.layer_matrix_elements * matrix_bytes + self.layer_vector_elements * vector_bytes
+
+    def layers_bytes(self, matrix_bytes: float, vector_bytes: float | None = None) -> float:
+        """Bytes of all layers' weights, likewise."""
+        counts = enumerate(self.weights_counts)
+        return sum(count * self.of_weights(kind).layer_bytes(matrix_bytes, vector_bytes) for kind, count in counts)
 
     def embedding_bytes(self, bytes_per_element: int) -> int:
         """Bytes of all that stands outside the layers.
@@ -171,6 +206,11 @@ class ModelShape:
     def act_token_bytes(self, bytes_per_element: Width) -> Width:
         """Bytes of one token's layer input (after its norm) in one layer: h·p."""
         return self.hidden * bytes_per_element
+
+
+@cache
+def _of_weights(shape: ModelShape, kind: int) -> ModelShape:
+    return replace(shape, modules=shape.modules.only(kind) if shape.modules else None)
 
 
 def _is_count(value) -> bool:

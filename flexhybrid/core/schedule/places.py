@@ -19,8 +19,9 @@ def cell(name: str, number: int, part: int | None = None) -> Access:
 
 
 @cache
-def _bytes_of_slot(slot: int, start: int, end: int) -> tuple[Access, ...]:
-    """Bytes [start, end) of a weight slot; nothing where there are none."""
+def bytes_of_slot(slot: int, start: int, end: int) -> tuple[Access, ...]:
+    """Bytes [start, end) of a weight slot; nothing where there are none. The slot's first byte is the first one that is
+    streamed of the layer in it."""
     return (Access(("weights", slot), start, end),) if start < end else ()
 
 
@@ -57,7 +58,8 @@ class Places:
 
     def weights(self, position: Position, start: int, end: int) -> tuple[Access, ...]:
         """Streamed bytes of the position's layer within [start, end)."""
-        return _bytes_of_slot(position.weight_slot, max(start, self.wave.streamed_from), end)
+        first = self.wave.placed_of(position.layer).streamed_from
+        return bytes_of_slot(position.weight_slot, max(start, first) - first, end - first)
 
     def matrices(self, position: Position, start: int, end: int) -> tuple[Access, ...]:
         """What a product reads of the layer: the streamed bytes themselves, or what was made of them."""

@@ -13,8 +13,9 @@ from itertools import groupby, product
 from typing import NamedTuple
 
 from flexhybrid.core.context.selection import num_whole
+from flexhybrid.core.model.shape import LayerKind
 from flexhybrid.core.schedule.refill import RunningBatch
-from flexhybrid.core.schedule.step_work import counts_of, step_work
+from flexhybrid.core.schedule.step_work import StepCounts, counts_of, step_work
 from flexhybrid.core.schedule.steps import MiniBatchStep, in_window, make_step
 from flexhybrid.core.task import Work
 from flexhybrid.core.wave import Wave
@@ -55,17 +56,18 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
     laid_out = _lay_out(batch, iteration, frozenset(), forms)
     while laid_out:
         layers, column = range(wave.shape.num_layers), wave.policy.schedule == "column"
-        in_turn = sorted(laid_out, key=lambda s: s[1][0].chunk)  # so that a chunk need not wait for the one before
+        in_turn = sorted(laid_out, key=lambda s: s[0].chunk)  # so that a chunk need not wait for the one before
         sharing = (
             [in_turn]
             if column
-            else [list(chunk_positions) for _, chunk_positions in groupby(laid_out, lambda s: s[1][0].mini_batch)]
+            else [list(chunk_positions) for _, chunk_positions in groupby(laid_out, lambda s: s[0].mini_batch)]
         )
         for members, layer in product(sharing, layers):
             group = []
-            for by_window, whole, step_form in members:
+            for _, by_kind, whole, step_form in members:
                 slots = number % 2, slot % 2
-                step, works = by_window[wave.shape.attention_of(layer).window] if layer >= first else whole
+                kind = wave.shape.layer_kinds[layer]
+                step, works = by_kind[kind] if layer >= first else whole[kind.weights]
                 leads = not group
                 form = forms.setdefault((layer, slots, leads, step_form), len(forms))
                 group.append(Position(step, layer, works, *slots, leads, form))
@@ -78,32 +80,37 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
 
 def _lay_out(
     batch: RunningBatch, iteration: int, stopped: Collection[int], forms: dict[tuple, int]
-) -> list[tuple[dict[int | None, StepWorks], StepWorks, int]]:
-    """Of the mini-batches that have a request: the step and its works in layers that look at a choice of tokens, by
-    their window, and in those that look at all, and their form: what else than the layer and its slots decides the
-    forms of its positions.
+) -> list[tuple[MiniBatchStep, dict[LayerKind, StepWorks], dict[int, StepWorks], int]]:
+    """Of the mini-batches that have a request: the step; it and its works in layers that look at a choice of tokens, by
+    their kind, and in those that look at all, by their kind of weights, and their form: what else than the layer and
+    its slots decides the forms of its positions.
     """
     steps, wave = [], batch.wave
+    weights_kinds = {kind.weights for kind in wave.shape.layer_kinds}
     for k, chunk, piece, built, requests in batch.steps(iteration, stopped):
         step = make_step(wave, iteration, k, requests, chunk, piece, built)
-        counts = counts_of(step, wave)
-        works = step_work(wave.shape, wave.policy, wave.stored, counts, False)
-        whole_step, whole = step, works
-        if counts.selected is not None:
-            whole = step_work(wave.shape, wave.policy, wave.stored, counts, True)
+        whole_step, shapes = step, {kind: wave.shape.of_weights(kind) for kind in weights_kinds}
+        of_windows: dict[int | None, tuple[MiniBatchStep, StepCounts]] = {None: (step, counts_of(step, wave))}
+        for window in wave.shape.windows if wave.policy.selection.method == "none" else ():
+            narrow = in_window(step, window, wave)
+            of_windows[window] = narrow, counts_of(narrow, wave, window)
+        by_kind: dict[LayerKind, StepWorks] = {}
+        for kind in dict.fromkeys(wave.shape.layer_kinds):
+            of_step, counts = of_windows.get(kind.window, of_windows[None])
+            by_kind[kind] = of_step, step_work(shapes[kind.weights], wave.policy, wave.stored, counts, False)
+        whole = {kind.weights: of for kind, of in by_kind.items()}
+        counts, policy = of_windows[None][1], wave.policy
         if wave.whole:
             whole_step = replace(make_step(wave.whole, iteration, k, requests, chunk, piece), whole=True)
-            of_all = counts_of(whole_step, wave.whole)
-            whole = step_work(wave.shape, wave.whole.policy, wave.stored, of_all, True)
-        by_window: dict[int | None, StepWorks] = {None: (step, works)}
-        for window in wave.shape.windows:
-            by_window[window] = by_window[None]
-            if wave.policy.selection.method == "none" and (narrow := in_window(step, window, wave)) is not step:
-                of_narrow = step_work(wave.shape, wave.policy, wave.stored, counts_of(narrow, wave), False)
-                by_window[window] = narrow, of_narrow
+            counts, policy = counts_of(whole_step, wave.whole), wave.whole.policy
+        if wave.whole or counts.selected is not None:
+            whole = {
+                kind: (whole_step, step_work(shape, policy, wave.stored, counts, True))
+                for kind, shape in shapes.items()
+            }
         stored = tuple((s.entry, s.representation, s.own, s.shared) for s in (*step.stores, *whole_step.stores))
         common = tuple(sorted({segment.entry for segment in step.shared_segments})), step.builds
-        form = k, chunk, step.prefill, step.last, tuple(whole), stored, common
-        form += tuple(tuple(works) for _, works in by_window.values())
-        steps.append((by_window, (whole_step, whole), forms.setdefault(form, len(forms))))
+        form = k, chunk, step.prefill, step.last, stored, common
+        form += tuple(tuple(works) for of in (whole, by_kind) for _, works in of.values())
+        steps.append((step, by_kind, whole, forms.setdefault(form, len(forms))))
     return steps

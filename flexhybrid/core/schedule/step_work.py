@@ -37,6 +37,7 @@ class StepCounts:
     common: Count = 0  #: tokens that requests share, each once
     common_reads: Count = 0  #: how many of them each request attends to, over all requests
     chunk: bool = False  #: of prompts, behind what is cached: the device attends
+    window: int | None = None  #: of the layer; ``context``, ``blocks`` and ``in_place`` have what lies in it alone
 
 
 #: Queries a key head from which on requests attend together to what they share; below, where keys are read where they
@@ -50,8 +51,8 @@ def commons_together(step: MiniBatchStep, wave) -> tuple[Common, ...]:
     return tuple(common for common in step.commons if common.rows.shape[1] >= least)
 
 
-def counts_of(step: MiniBatchStep, wave) -> StepCounts:
-    """The sums of one step of a ``plan.Wave``."""
+def counts_of(step: MiniBatchStep, wave, window: int | None = None) -> StepCounts:
+    """The sums of one step of a ``plan.Wave``, in layers of a window (``steps.in_window`` has made it the step's)."""
     policy, blocks, copies = wave.policy, {}, {}
     for segment in step.segments:
         if segment.max_tokens:
@@ -86,11 +87,13 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         common=sum(len(common.rows) * common.tokens for common in together),
         common_reads=common_reads,
         chunk=not (step.prefill or step.decodes),
+        window=window,
     )
 
 
 def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts, whole: bool) -> dict[str, Work]:
-    """The work of each verb of a step in one layer; a verb without work is absent.
+    """The work of each verb of a step in one layer; a verb without work is absent. Layers of a shape have one kind of
+    weights (``ModelShape.of_weights``).
 
     ``whole``: in one of the layers in which a speculative selection looks at all tokens.
     """
@@ -110,7 +113,7 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
         works["load_hidden"] = works["store_hidden"] = work.move_hidden(shape, p, rows)
     works |= _store_works(shape, policy, stored, c)
     if c.prefill:
-        works["attend_prefill"] = work.attend_prefill(shape, p, c.batch, c.width)
+        works["attend_prefill"] = work.attend_prefill(shape, p, c.batch, c.width, c.window)
         if policy.selection.method == "heavy_hitter":
             works["rank"] = work.rank(shape, c.batch, c.width, c.width / 2)
         if counts_uses(policy.selection):
@@ -121,8 +124,8 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
         return works
     if policy.attention == "host" and not c.chunk:
         works["store_query"] = work.store_query(shape, p, c.batch)
-        own = work.attend_decode(shape, p, c.batch, c.context + 1)
-        works["attend_host"] = own
+        seen = c.context + 1 if c.window is None else _at_most(c.context + 1, c.window)
+        works["attend_host"] = work.attend_decode(shape, p, c.batch, seen)
         if _any(c.common):
             works["attend_host_shared"] = work.attend_shared(shape, p, 1, c.common, c.common_reads)
         works["load_attended"] = work.load_attended(shape, p, c.batch)
@@ -146,7 +149,7 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
         works["kv_gen"] = work.kv_gen(shape, p, _at_least(generated, work.MIN_KV_GEN_ROWS))
     works |= _attend_works(shape, p, c, attended)
     if _any(c.recomputed):
-        works["attend_recomputed"] = work.attend_prefill(shape, p, c.batch, _at_least(c.recomputed, 1))
+        works["attend_recomputed"] = work.attend_prefill(shape, p, c.batch, _at_least(c.recomputed, 1), c.window)
     if policy.selection.method == "heavy_hitter":
         works["rank"] = work.rank(shape, c.batch, 1, attended)
     return works
@@ -199,6 +202,11 @@ def _gather_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dic
 def _at_least(value, least):
     """The larger, for a number or an array; a number stays a plain one."""
     return np.maximum(value, least) if isinstance(value, np.ndarray) else max(value, least)
+
+
+def _at_most(value, most):
+    """The smaller, likewise."""
+    return np.minimum(value, most) if isinstance(value, np.ndarray) else min(value, most)
 
 
 def _any(count) -> bool:

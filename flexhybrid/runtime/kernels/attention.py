@@ -18,6 +18,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.memory import HOST_THREADS, WIDENED_ELEMENTS
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.schedule.steps import BlockRun
+from flexhybrid.core.work import PREFILL_QUERIES
 from flexhybrid.runtime.buffers import run_view
 
 #: What attention gives [B, G, Q, d], and the logarithm of the sum that it was divided by [B, G, Q]; in float32.
@@ -127,9 +128,6 @@ def attend_and_weigh(
         scores += mask_B11T
     weights = torch.softmax(scores, dim=-1)
     return torch.matmul(weights, v_BGTd).reshape(len(q_BHd), -1), weights
-
-
-PREFILL_QUERIES = 128  #: tokens of a prompt that attend at a time: a CPU's caches hold their scores
 
 
 def attention_sums(q_BNHd: torch.Tensor, k_BNGd: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:

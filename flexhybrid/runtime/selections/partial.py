@@ -42,7 +42,8 @@ class PartialCopies:
         self.by_request, self.whole = selection.columns == "request", whole_queries(shape, selection)
         num_layers = num_choosing(selection, shape.num_layers)
         #: whether all of W_Q lies on the device already
-        self.resident = self.whole and weights.bits == "native" and weights.streamed_from >= weights.layout.qkv_end
+        first = weights.placed[0]
+        self.resident = self.whole and weights.bits == "native" and first.streamed_from >= first.layout.qkv_end
 
         def zeros(*size: int, dtype: torch.dtype = weights.dtype) -> torch.Tensor:
             return torch.zeros(num_layers, *size, dtype=dtype, device=self.device)

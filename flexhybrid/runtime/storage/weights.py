@@ -1,17 +1,17 @@
 """Weights in memory and on the disk: one byte range per layer and tier, and tensors that are views of it."""
 
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 
 from flexhybrid.core.memory import NUM_SLOTS
-from flexhybrid.core.model.layout import LayerLayout, TensorSpot, layer_layout
+from flexhybrid.core.model.layout import PlacedLayer, TensorSpot, kind_layouts, placed_layers
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
 from flexhybrid.core.plan import PAGE_BYTES
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.wave import disk_from
 from flexhybrid.runtime.kernels.quantize import dequantize, quantize
 from flexhybrid.runtime.models.module import ModulePath
 from flexhybrid.runtime.storage.disk import DiskSpace
@@ -76,16 +76,15 @@ class Weights:
         self.shape, self.dtype, self.device, self.bits = shape, getattr(torch, dtype), device, policy.bits.weights
         self.dtype_name, self.bytes_per_element = dtype, (width := DTYPE_BYTES[dtype])
         self.stored_width = policy.bits.element_bytes(width, shape.kv_group).weights
-        self.layout: LayerLayout = layer_layout(shape, self.stored_width, width)
-        self.plain_layout: LayerLayout = layer_layout(shape, width)
-        self.streamed_from = self.layout.resident_prefix(policy.weights.device)
-        self.disk_from = disk_from(self.layout, policy)
-        on_disk = self.layout.total_bytes - self.disk_from
-        self.disk_stride = on_disk + -on_disk % PAGE_BYTES
+        self.placed = placed_layers(shape, policy.weights, self.stored_width, width)
+        self.plain_layouts = kind_layouts(shape, width)
+        by_layer = [self.placed_of(layer) for layer in range(shape.num_layers)]
         self.host_memory = HostMemory(pinned=device.type == "cuda")
-        self.resident = [self._on_device(self.streamed_from) for _ in range(shape.num_layers)]
-        self.on_host = [self.host_memory.bytes(self.disk_from - self.streamed_from) for _ in range(shape.num_layers)]
-        self.disk = disk.space(self.disk_stride * shape.num_layers)
+        self.resident = [self._on_device(placed.streamed_from) for placed in by_layer]
+        self.on_host = [self.host_memory.bytes(placed.disk_from - placed.streamed_from) for placed in by_layer]
+        on_disk = (placed.disk_bytes + -placed.disk_bytes % PAGE_BYTES for placed in by_layer)
+        self.disk_starts = list(accumulate(on_disk, initial=0))  #: of each layer, in whole pages; and the end of all
+        self.disk = disk.space(self.disk_starts[-1])
         self.outer: dict[str, torch.Tensor] = {}
         #: the layers themselves, where they are transformers'
         self.modules = ModulePath(shape, self.dtype, device) if shape.modules else None
@@ -100,9 +99,9 @@ class Weights:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
 
     def _fill(self, source: WeightSource) -> None:
-        to_disk = torch.zeros(self.disk_stride, dtype=torch.uint8)
         for layer in range(self.shape.num_layers):
-            spots = {spot.name: spot for spot in self.layout_of(layer).spots}
+            to_disk = torch.zeros(self.disk_starts[layer + 1] - self.disk_starts[layer], dtype=torch.uint8)
+            spots = {spot.name: spot for spot in self.placed_of(layer).layout.spots}
             ends = {name: spot.start for name, spot in spots.items()}  # of what is in place
             for name, _, tensor in source.layer_tensors(layer):
                 tensor = tensor.to(self.dtype).contiguous()
@@ -111,8 +110,8 @@ class Weights:
                 flat = tensor.view(-1).view(torch.uint8)
                 self._place(layer, ends[name], flat, to_disk)
                 ends[name] += len(flat)
-            if self.disk:
-                self.disk.write([(layer * self.disk_stride, to_disk)])
+            if self.disk and len(to_disk):
+                self.disk.write([(self.disk_starts[layer], to_disk)])
         # Always a copy: a view of the source's tensor would keep its file mapped.
         for name, tensor in source.outer_tensors():
             self.outer[name] = tensor.to(device=self.device, dtype=self.dtype, copy=True)
@@ -122,13 +121,14 @@ class Weights:
             matrices = source.skew(layer)
             self.skewing.append(None if matrices is None else matrices.clone())
 
-    def layout_of(self, layer: int) -> LayerLayout:
-        """Return the layout of a layer as stored."""
-        return layer_layout(self.shape, self.stored_width, self.bytes_per_element, layer)
+    def placed_of(self, layer: int) -> PlacedLayer:
+        """Return the layout of a layer as stored, and where its bytes lie."""
+        return self.placed[self.shape.weights_kind(layer)]
 
     def _place(self, layer: int, start: int, flat: torch.Tensor, to_disk: torch.Tensor) -> None:
         """Copy the bytes ``flat`` of a layer, which begin at byte ``start`` of it, to their tiers."""
-        ends = (self.streamed_from, self.disk_from, self.layout.total_bytes)
+        layout, streamed_from, disk_from = self.placed_of(layer)
+        ends = (streamed_from, disk_from, layout.total_bytes)
         first = 0
         for end, memory in zip(ends, (self.resident[layer], self.on_host[layer], to_disk), strict=True):
             low, high = max(start, first), min(start + len(flat), end)
@@ -139,7 +139,7 @@ class Weights:
     @property
     def layer_bytes(self) -> dict[str, int]:
         """Return the bytes of all layers in each tier."""
-        on_disk = (self.layout.total_bytes - self.disk_from) * self.shape.num_layers if self.disk else 0
+        on_disk = sum(self.placed_of(layer).disk_bytes for layer in range(self.shape.num_layers))
         return {"device": sum(map(len, self.resident)), "host": sum(map(len, self.on_host)), "disk": on_disk}
 
     def close(self) -> None:
@@ -149,11 +149,14 @@ class Weights:
 
     def make_slots(self) -> WeightSlots:
         """Allocate the buffers of streamed layers for one engine."""
-        streamed, on_disk = self.layout.total_bytes - self.streamed_from, self.layout.total_bytes - self.disk_from
+        streamed, on_disk = (
+            max(of) for of in zip(*((p.streamed_bytes, p.disk_bytes) for p in self.placed), strict=True)
+        )
+        plain = max(layout.total_bytes for layout in self.plain_layouts)
         return WeightSlots(
             [self._on_device(streamed) for _ in range(NUM_SLOTS if streamed else 0)],
             [self.host_memory.bytes(on_disk) for _ in range(NUM_SLOTS if on_disk else 0)],
-            self._on_device(self.plain_layout.total_bytes if self.bits != "native" else 0),
+            self._on_device(plain if self.bits != "native" else 0),
         )
 
     def views(self, layer: int, slot: torch.Tensor | None) -> dict[str, Parts]:
@@ -161,19 +164,21 @@ class Weights:
 
         Packed matrices are uint8 [rows, bytes of a row].
         """
-        views = {spot.name: self._parts(spot, spot.rows, layer, slot) for spot in self.layout_of(layer).spots}
+        spots = self.placed_of(layer).layout.spots
+        views = {spot.name: self._parts(spot, spot.rows, layer, slot) for spot in spots}
         if self.modules:
             return views
-        spot = next(spot for spot in self.layout.spots if spot.name == "kvq.weight")
+        spot = next(spot for spot in spots if spot.name == "kvq.weight")
         return views | {"kv.weight": self._parts(spot, self.shape.kv_width, layer, slot)}
 
     def _parts(self, spot: TensorSpot, rows: int, layer: int, slot: torch.Tensor | None) -> Parts:
         """Return the first ``rows`` rows of a tensor."""
         end = spot.start + rows * spot.row_bytes
-        cut = min(max(self.streamed_from, spot.start), end)
+        streamed_from = self.placed_of(layer).streamed_from
+        cut = min(max(streamed_from, spot.start), end)
         ranges = [(self.resident[layer], spot.start, cut)]
         if slot is not None:
-            ranges.append((slot, cut - self.streamed_from, end - self.streamed_from))
+            ranges.append((slot, cut - streamed_from, end - streamed_from))
         packed = self.bits != "native" and spot.cols
         parts = []
         for memory, low, high in ranges:
@@ -185,7 +190,7 @@ class Weights:
     def plain_views(self, plain: torch.Tensor, layer: int = 0) -> dict[str, Parts]:
         """Return {layout name: tensor in the compute dtype}: views of a dequantized layer (``WeightSlots.plain``)."""
         views = {}
-        for spot in layer_layout(self.shape, self.bytes_per_element, None, layer).spots:
+        for spot in self.plain_layouts[self.shape.weights_kind(layer)].spots:
             flat = plain[spot.start : spot.end].view(self.dtype)
             views[spot.name] = (flat.view(spot.rows, spot.cols) if spot.cols else flat,)
         if self.modules:

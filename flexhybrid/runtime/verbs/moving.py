@@ -18,19 +18,20 @@ from flexhybrid.runtime.storage.disk import DiskSpace
 def read_weights(state: State, task: Task) -> None:
     """disk -> host staging: a slice of a layer's disk bytes."""
     part, weights = task.payload, state.weights
-    low, high = part.disk_start - weights.disk_from, part.disk_end - weights.disk_from
-    disk_space(weights.disk).read([(task.layer * weights.disk_stride + low, state.slots.staging[part.slot][low:high])])
+    first = weights.placed_of(task.layer).disk_from
+    low, high = part.disk_start - first, part.disk_end - first
+    disk_space(weights.disk).read([(weights.disk_starts[task.layer] + low, state.slots.staging[part.slot][low:high])])
 
 
 def load_weights(state: State, task: Task) -> None:
     """host and host staging -> device slot: a slice of a layer's streamed bytes."""
     part, weights = task.payload, state.weights
-    slot, first = state.slots.device[part.slot], weights.streamed_from
+    slot, (_, first, disk_first) = state.slots.device[part.slot], weights.placed_of(task.layer)
     if part.end > part.start:
         source = weights.on_host[task.layer][part.start - first : part.end - first]
         state.copies.copy_h2d(slot[part.start - first : part.end - first], source)
     if part.disk_end > part.disk_start:
-        low, high = part.disk_start - weights.disk_from, part.disk_end - weights.disk_from
+        low, high = part.disk_start - disk_first, part.disk_end - disk_first
         source = state.slots.staging[part.slot][low:high]
         state.copies.copy_h2d(slot[part.disk_start - first : part.disk_end - first], source)
 
