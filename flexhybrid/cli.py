@@ -17,6 +17,7 @@ from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.model.shape import shape_from_config
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.hardware import add_hardware
 from flexhybrid.jobs.options import budgets_from, options_from, split_names
 from flexhybrid.jobs.paths import check_checkpoint, check_file, check_writable
 from flexhybrid.jobs.progress import lost_interrupts_again
@@ -108,6 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_skew(commands)
     add_run(commands, _common)
     add_doctor(commands)
+    add_hardware(commands)
     _add_simulate(commands)
     _add_search(commands)
     _add_sweep(commands)
@@ -141,7 +143,7 @@ def _add_simulate(commands) -> None:
         "int4 (4-bit keys and values; native weights), h2o(0.2), h2o(0.2, whole_layers=0), infinigen, uvm, "
         "fastdecode(gpus=4), ideal, …; a wrong name lists all.",
     )
-    parser.add_argument("--system", default="capture", help="by name, options as in a call, or a JSON file (capture)")
+    parser.add_argument("--system", help="by name, options as in a call, or a JSON file (capture)")
     _model_and_machine(parser)
     parser.add_argument("--batch", type=int, help="requests; with --lengths, at a time at most (1024)")
     parser.add_argument("--policy", type=Path, help="a policy JSON file in place of --system")
@@ -247,6 +249,11 @@ def _model_and_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="(float16; local: the profile's)")
     for tier in TIERS:
         parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (the machine's)")
+    parser.add_argument("--link-gb-per-s", type=float, help="rate of the link, both directions (the machine's)")
+    parser.add_argument("--disk-gb-per-s", type=float, help="rate of the disk, both directions (the machine's)")
+    parser.add_argument(
+        "--gemm-tflops", type=float, help="10^12 operations a second of matrix products (the machine's)"
+    )
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -329,24 +336,49 @@ def _lengths(args) -> Workload | None:
 
 
 def _simulate(args) -> dict:
-    from flexhybrid.jobs.simulate import describe, describe_queue, run_simulate, run_simulate_queue
+    from flexhybrid.jobs.rates import RATES, describe_rates
+    from flexhybrid.jobs.simulate import (
+        asked_record,
+        describe,
+        describe_queue,
+        machine_asked,
+        run_simulate,
+        run_simulate_queue,
+    )
 
-    keys = ("system", "model", "hardware", "batch", "prompt_len", "gen_len", "dtype", "clock")
+    if args.policy and args.system:
+        raise InputError(f"--policy {args.policy} and --system {args.system}: give one of them")
+    keys = ("system", "model", "hardware", "batch", "prompt_len", "gen_len", "dtype", "clock", *RATES)
     point = {key: getattr(args, key) for key in keys}
+    point["system"] = args.system or "capture"
+    budgets = budgets_from(args)
     if (workload := _lengths(args)) is not None:
-        queue = run_simulate_queue(point, workload, args.policy, budgets_from(args), _note)
-        args.show(describe_queue(queue))
-        return queue.to_dict()
-    outcome = run_simulate(point, args.policy, budgets_from(args), _note)
-    args.show(describe(outcome))
-    return outcome.to_dict()
+        outcome = run_simulate_queue(point, workload, args.policy, budgets, _note)
+        args.show(describe_queue(outcome))
+    else:
+        outcome = run_simulate(point, args.policy, budgets, _note)
+        args.show(describe(outcome))
+    machine = machine_asked(point, budgets)
+    args.show(describe_rates(machine))
+    if args.policy:
+        point["system"] = str(args.policy)
+    return asked_record(machine, _asked(args, point), budgets) | outcome.to_dict()
+
+
+def _asked(args, point: dict) -> dict:
+    """Return what a prediction was asked for, with the files that say it."""
+    files = {"lengths": args.lengths and str(args.lengths), "answer_tokens": args.answer_tokens}
+    return point | files
 
 
 def _search(args) -> dict:
     from flexhybrid.core.files import check_new_file, save_text
+    from flexhybrid.jobs.rates import RATES, describe_rates
     from flexhybrid.jobs.search import PolicySearchOptions, describe_search, run_search, search_queue, search_record
-    from flexhybrid.jobs.simulate import describe_queue
+    from flexhybrid.jobs.simulate import asked_record, describe_queue, machine_asked
 
+    names = ("model", "hardware", "batch", "max_batch", "prompt_len", "gen_len", "dtype", "objective", "lossless")
+    asked = {name: getattr(args, name) for name in (*names, "selection", "time_limit", *RATES)}
     options = options_from(PolicySearchOptions, args, budgets=budgets_from(args), lengths=_lengths(args))
     for path in (args.save_policy, args.lp):
         if path:
@@ -356,12 +388,15 @@ def _search(args) -> dict:
         if args.save_policy:
             save_text(args.save_policy, choice.system.policy.to_json())
         args.show(describe_queue(choice))
-        return choice.to_dict()
+        args.show(describe_rates(choice.system.hardware))
+        return asked_record(choice.system.hardware, _asked(args, asked), options.budgets) | choice.to_dict()
     report = run_search(options, _note)
     if args.save_policy:
         save_text(args.save_policy, report.found.policy.to_json())
     args.show(describe_search(report))
-    return search_record(report)
+    machine = machine_asked(asked, options.budgets)
+    args.show(describe_rates(machine))
+    return asked_record(machine, _asked(args, asked), options.budgets) | search_record(report)
 
 
 def _sweep(args) -> dict:

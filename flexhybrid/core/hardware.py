@@ -125,6 +125,16 @@ class Hardware:
         sizes = self.notes.get(DISAGREED)
         return self.notes.get(COMPANY, f"two passes disagreed on {len(sizes)} sizes" if sizes else None)
 
+    @property
+    def rates(self) -> dict:
+        """Where the rates come from: ``kind`` is measured (by ``flexhybrid profile``), fitted (to published runs),
+        assumed or stated; ``on`` says in words on what, ``held_out`` how far off rows are that no fit saw, ``given``
+        has the rates that a user set, by their flags."""
+        if "rates" in self.notes:
+            return self.notes["rates"]
+        measured = any(line.samples or line.r2 is not None for line in self.lines.values())
+        return {"kind": "measured" if measured else "stated", "on": self.source}
+
     def line(self, verb: str, resource: str) -> Line:
         """The line that prices a task of this verb on this resource."""
         key: str | None = verb
@@ -181,6 +191,15 @@ class Hardware:
             pace = 0.0 if gb_per_s is None else 1e-9 / gb_per_s
             lines[key] = replace(own, s_per_byte=pace, samples=()) if pace > own.s_per_byte else own
         return replace(self, lines=lines, notes={**self.notes, "disk_gb_per_s": gb_per_s})
+
+    def with_gemm_rate(self, tflops: float) -> Hardware:
+        """The same machine with matrix products of all sizes at another rate (10^12 operations a second)."""
+        check("the rate of matrix products", tflops, _is_number(tflops) and tflops > 0, "a number > 0")
+        lines = dict(self.lines)
+        for verb in VERBS.values():
+            if verb.group == "gemm":
+                lines[verb.name] = replace(self.line(verb.name, verb.resource), s_per_flop=1e-12 / tflops, samples=())
+        return replace(self, lines=lines)
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)

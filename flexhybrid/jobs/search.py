@@ -9,6 +9,7 @@ from typing import NamedTuple
 from flexhybrid.core.errors import InputError, check
 from flexhybrid.core.policy import Bits, Selection
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.rates import RATES
 from flexhybrid.jobs.simulate import (
     WEIGHTS_STREAMED,
     Note,
@@ -24,6 +25,8 @@ from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, s
 from policy_search.search_problem import measured_space
 from policy_search.systems import Setting, System, system
 from sim.simulate import SimulatedRun
+
+MACHINE_KEYS = ("model", "hardware", "dtype", *RATES)
 
 #: Systems that the best policy is compared with.
 LOSSLESS_RIVALS = (
@@ -50,6 +53,9 @@ class PolicySearchOptions:
     lossless: bool = False
     selection: str | None = None  #: infinigen(…), which may be used where it is faster
     time_limit: float | None = None
+    link_gb_per_s: float | None = None  #: these rates in place of the machine's own
+    disk_gb_per_s: float | None = None
+    gemm_tflops: float | None = None
     budgets: dict[str, str | None] | None = None
     confirm: bool = True
     lp: Path | None = None
@@ -73,7 +79,7 @@ def run_search(options: PolicySearchOptions, note: Note | None = None) -> Search
     batch = 1 if options.batch is None and options.objective == "latency" else options.batch
     for name, value in (("max_batch", options.max_batch), ("time_limit", options.time_limit)):
         check(name, value, value is None or value > 0, "above 0")
-    point = {name: getattr(options, name) for name in ("model", "hardware", "prompt_len", "gen_len", "dtype")}
+    point = {name: getattr(options, name) for name in ("prompt_len", "gen_len", *MACHINE_KEYS)}
     setting = setting_of({**point, "batch": options.max_batch if batch is None else batch}, options.budgets, note)
     selection = None if options.selection is None else _selection_of(options.selection, setting)
     seeds = []
@@ -118,7 +124,7 @@ def search_queue(options: PolicySearchOptions, note: Note | None = None) -> Simu
     alone = {"--objective latency": options.objective != "throughput", "--selection": options.selection is not None}
     if refused := [flag for flag, given in (alone | {"--lp": options.lp is not None}).items() if given]:
         raise InputError(f"{refused[0]} is of requests of one length: give --prompt-len and --gen-len, not --lengths")
-    point = {name: getattr(options, name) for name in ("model", "hardware", "dtype")}
+    point = {name: getattr(options, name) for name in MACHINE_KEYS}
     at_most = options.batch or options.max_batch
     setting = queue_setting({**point, "batch": at_most}, options.lengths, options.budgets, note)
     settings = SearchSettings(

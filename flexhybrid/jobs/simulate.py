@@ -16,12 +16,12 @@ from flexhybrid.core.units import gib, parse_bytes
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.paths import shape_to_simulate
+from flexhybrid.jobs.rates import Budgets, with_given_rates
 from policy_search.systems import Setting, System, system
 from sim import catalogue
 from sim.queue_clock import QueueRun, price_queue, walk_queue
 from sim.simulate import MOST_TASKS, TASKS_PER_POSITION, SimulatedRun, simulate
 
-Budgets = dict[str, str | None]  #: tier -> memory as text, in place of the machine's own; None: the machine's
 Note = Callable[[str], object]  #: takes a line for the user
 
 MOST_AT_A_TIME = 1024  #: requests of a queue, as in a run
@@ -41,7 +41,7 @@ def setting_of(point: dict, budgets: Budgets | None = None, note: Note | None = 
     for name in lengths:
         check(name, point[name], is_integer(point[name]) and point[name] >= 1, "a whole number >= 1")
     shape = shape_to_simulate(point["model"])
-    hardware = machine_of(point["hardware"], shape)
+    hardware = machine_asked(point, budgets)
     if note and hardware.company:
         from flexhybrid.jobs.profile.job import company_note  # loads torch
 
@@ -72,6 +72,18 @@ def machine_of(hardware: str, shape: ModelShape) -> Hardware:
     from flexhybrid.jobs.profile.job import local_machine  # loads torch
 
     return local_machine(shape)
+
+
+def machine_asked(point: Mapping, budgets: Budgets | None = None) -> Hardware:
+    """Return the machine of a point, at the rates that the point sets."""
+    return with_given_rates(machine_of(point["hardware"], shape_to_simulate(point["model"])), point, budgets or {})
+
+
+def asked_record(machine: Hardware, asked: Mapping, budgets: Budgets | None = None) -> dict:
+    """Return what a prediction was asked for, and where its machine's rates come from, as plain JSON."""
+    memory = {f"{tier}_memory": parse_bytes(size) for tier, size in (budgets or {}).items() if size is not None}
+    inputs = {name: value for name, value in asked.items() if value is not None} | memory
+    return {"inputs": inputs, "rates": {"hardware": machine.name, **machine.rates}}
 
 
 def run_simulate(

@@ -1,9 +1,9 @@
 """The hardware catalogue: machines known from their datasheets, one JSON file each beside this module.
 
-Each line is a datasheet peak times an efficiency that the file states, with a source for every number in its notes.
-These are estimates for machines not at hand; where a machine is, profile it: ``local()`` is what was measured here.
-An entry is a paper's testbed, host and all, where a paper has one. GB of memory are read as GiB, GB of a disk and all
-rates as 10^9.
+Each file is a ``sim.datasheet``: peaks, the shares of them that are reached, and a source for every number. A record's
+``rates`` say whether the shares are fitted to published runs on that machine or assumed; where a machine is at hand,
+profile it: ``local()`` is what was measured here. An entry is a paper's testbed, host and all, where a paper has one.
+GB of memory are read as GiB, GB of a disk and all rates as 10^9.
 """
 
 from dataclasses import replace
@@ -12,13 +12,15 @@ from pathlib import Path
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.files import cache_folder, newest_profile
 from flexhybrid.core.hardware import Hardware, load_hardware
+from sim.datasheet import is_record, load_machine
 
 FOLDER = Path(__file__).parent
 
 #: The name that stands for this machine's own profile.
 LOCAL = "local"
 
-#: What the driver calls a GPU -> its entry. Only exact names: an "RTX 4090 D" or a "GH200" is another machine.
+#: What the driver calls a GPU -> its entry. Only exact names: an "RTX 4090 D" or a "GH200" is another
+#: machine, and an "RTX 3060" or "RTX 4060 Ti" may be the one of 8 GB.
 GPU_NAMES = {
     "NVIDIA GeForce RTX 4090": "rtx4090",
     "NVIDIA A100-SXM4-40GB": "a100-40g",
@@ -30,6 +32,20 @@ GPU_NAMES = {
     "NVIDIA T4": "t4",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
+    "NVIDIA GeForce RTX 3090": "rtx3090",
+    "NVIDIA GeForce RTX 4080": "rtx4080",
+    "NVIDIA GeForce RTX 5080": "rtx5080",
+    "NVIDIA GeForce RTX 5090": "rtx5090",
+    "NVIDIA L4": "l4",
+    "NVIDIA A10": "a10",
+    "NVIDIA A30": "a30",
+    "NVIDIA A40": "a40",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA RTX 6000 Ada Generation": "rtx6000-ada",
+    "Tesla V100-SXM2-32GB": "v100-32g",
+    "NVIDIA A100-SXM4-80GB": "a100-80g",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA B200": "b200",
 }
 
 
@@ -38,15 +54,26 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
+def path_of(name_or_path: str | Path) -> Path | None:
+    """The datasheet of a machine by name (any case), or a file's path as it was given; None for another name, and for a
+    file that is a measured record."""
+    text = str(name_or_path)
+    if text.lower() in names():
+        return FOLDER / f"{text.lower()}.json"
+    if text.lower() != LOCAL and (isinstance(name_or_path, Path) or text.endswith(".json") or "/" in text):
+        return None if is_record(text) else Path(text)
+    return None
+
+
 def load(name_or_path: str | Path) -> Hardware:
     """A catalogue entry by name (any case), "local", or a hardware file by path; else InputError with the names."""
     text = str(name_or_path)
     if text.lower() in names():
-        return load_hardware(FOLDER / f"{text.lower()}.json")
+        return load_machine(FOLDER / f"{text.lower()}.json")
     if text.lower() == LOCAL:
         return local()
     if isinstance(name_or_path, Path) or (isinstance(name_or_path, str) and (text.endswith(".json") or "/" in text)):
-        return load_hardware(name_or_path)
+        return load_machine(name_or_path)
     raise unknown("hardware", name_or_path, [*names(), LOCAL], other="the path of a hardware file")
 
 

@@ -59,7 +59,7 @@ def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
         ((*SIMULATE, "--system", "hybrid"), "needs share"),
         ((*SIMULATE, "--prompt-len", "2041"), "positions for 2048"),
         ((*SIMULATE, "--model", "opt-31b"), "did you mean opt-30b"),
-        ((*SIMULATE, "--hardware", "rtx4080"), "did you mean rtx4090"),
+        ((*SIMULATE, "--hardware", "rtx4091"), "did you mean rtx4090"),
         ((*SIMULATE, "--batch", "x"), "invalid int value: 'x'"),
         ((*SIMULATE, "--policy", "EMPTY"), "the policy is empty"),
         ((*SIMULATE, "--system", "EMPTY"), "the policy is empty"),

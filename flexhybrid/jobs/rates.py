@@ -1,0 +1,49 @@
+"""Rates of a machine that a user sets in place of its own, and words for where all of them come from."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flexhybrid.core.errors import InputError, check
+from flexhybrid.core.hardware import Hardware, Line
+
+Budgets = dict[str, str | None]  #: tier -> memory as text, in place of the machine's own; None: the machine's
+
+#: Keys of a point, and flags, that set a rate in place of the machine's own.
+RATES = ("link_gb_per_s", "disk_gb_per_s", "gemm_tflops")
+DISK_OVERHEAD_S = 1e-4  #: of a request to a disk that the machine's record does not have, as the catalogue's
+
+
+def with_given_rates(hardware: Hardware, point: Mapping, budgets: Budgets) -> Hardware:
+    """Return the machine at the rates that a point sets, with a note of them in its ``rates``.
+
+    A disk may be added, with its rate and its size. Raise InputError for a rate that is not above 0, for a disk without
+    a size, and for the size of a disk without a rate.
+    """
+    given = {name: point[name] for name in RATES if point.get(name) is not None}
+    for name, rate in given.items():
+        check(f"--{name.replace('_', '-')}", rate, 0 < rate < float("inf"), "a number above 0")
+    own, size = hardware.rates, budgets.get("disk")
+    disk = given.get("disk_gb_per_s")
+    if size is not None and disk is None and not hardware.has_disk:
+        raise InputError(f"--disk-memory {size}: {hardware.name} has no disk; give its rate too, --disk-gb-per-s")
+    if disk is not None:
+        if size is None and hardware.disk_memory is None:
+            raise InputError(f"--disk-gb-per-s {disk:g}: {hardware.name} has no disk; give its size too, --disk-memory")
+        line = Line(DISK_OVERHEAD_S, s_per_byte=1e-9 / disk)
+        hardware = replace(hardware, lines={**hardware.lines, "disk_read": line, "disk_write": line})
+    if "link_gb_per_s" in given:
+        hardware = hardware.with_link_rate(given["link_gb_per_s"])
+    if "gemm_tflops" in given:
+        hardware = hardware.with_gemm_rate(given["gemm_tflops"])
+    return replace(hardware, notes={**hardware.notes, "rates": {**own, "given": given}}) if given else hardware
+
+
+def describe_rates(hardware: Hardware) -> str:
+    """Return where a machine's rates come from, in a line."""
+    rates = hardware.rates
+    words = {"measured": "measured", "fitted": "fitted to published runs", "assumed": "assumed, not measured"}
+    said = f"  rates of {hardware.name}: {words.get(rates['kind'], 'as its file states')}"
+    said += f" ({rates['on']})" if rates.get("on") else ""
+    said += f"; not fitted: {rates['held_out']}" if rates.get("held_out") else ""
+    given = ", ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in rates.get("given", {}).items())
+    return f"{said}; but {given}" if given else said

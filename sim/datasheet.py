@@ -1,0 +1,203 @@
+"""Machines from their datasheets: a file of peaks, sizes and shares in people's units, and the record that follows.
+
+The numbers of the file are the ones that count: every line of the record is a peak times a share, or a rate that the
+file gives for that line under ``lines``. ``docs/simulating.md`` describes the format.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+
+from flexhybrid.core.errors import InputError, check, is_number, unknown
+from flexhybrid.core.files import load_json, write_by_rename
+from flexhybrid.core.hardware import FORMAT as RECORD
+from flexhybrid.core.hardware import Hardware, Line, load_hardware, resource_of_line
+from flexhybrid.core.units import parse_bytes
+
+FORMAT = "flexhybrid-datasheet-1"
+
+#: Shares of the peaks that are assumed where a file names none: large matrix products, streaming reads and decode
+#: attention of the device's memory, long copies over the link, the host's memory and vector units in attention.
+SHARES = {"gemm": 0.6, "memory": 0.8, "attention_memory": 0.6, "link": 0.8, "host_memory": 0.6, "host_flops": 0.3}
+OVERHEAD_US = {"compute": 10.0, "link": 10.0, "host": 20.0, "disk": 100.0}  #: of a task; assumed likewise
+SCATTER_GB_PER_S = 20.0  #: of one host core; a public STREAM run on a DGX A100 gives one thread 28
+HOST = {"host_memory_gb_per_s": 51.2, "host_tflops": 1.0}  #: two channels of DDR4-3200; sixteen AVX2 cores at 2 GHz
+KINDS = ("measured", "fitted", "assumed", "stated")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Datasheet:
+    """A machine in people's units: 10^12 operations and 10^9 bytes a second; memories as "24GiB"."""
+
+    name: str
+    tflops: float  #: of the tensor cores in FP16 with FP32 sums, dense
+    memory_gb_per_s: float
+    link_gb_per_s: float  #: the standard's, one direction
+    device_memory: str
+    host_memory: str | None = None
+    host_memory_gb_per_s: float = HOST["host_memory_gb_per_s"]
+    host_tflops: float = HOST["host_tflops"]
+    disk_memory: str | None = None
+    disk_read_gb_per_s: float | None = None
+    disk_write_gb_per_s: float | None = None
+    device_reserve: str | None = None
+    gpu: str = ""
+    testbed: str = ""  #: whose machine it is
+    shares: dict = field(default_factory=dict)  #: of the peaks, in place of SHARES
+    overhead_us: dict = field(default_factory=dict)  #: in place of OVERHEAD_US
+    scatter_gb_per_s: float = SCATTER_GB_PER_S
+    lines: dict = field(default_factory=dict)  #: verb or resource -> tflops, gb_per_s, overhead_us, as they are
+    rates: dict = field(default_factory=dict)  #: ``kind``, one of KINDS, with ``on`` and ``held_out`` in words
+    source: str = ""
+    sources: dict = field(default_factory=dict)  #: field -> where its number is from
+    published_fit: dict = field(default_factory=dict)  #: what others fitted on this machine
+
+    def __post_init__(self):
+        where = f"machine {self.name}: "
+        for name in ("name", "gpu", "testbed", "source"):
+            check(f"{where}{name}", getattr(self, name), isinstance(getattr(self, name), str), "text")
+        for known in fields(self):
+            if known.type in (float, float | None):
+                value = getattr(self, known.name)
+                unset = value is None and known.type is not float
+                check(where + known.name, value, unset or _positive(value), "a number above 0")
+        for name, known in (("shares", SHARES), ("overhead_us", OVERHEAD_US)):
+            _check_table(where + name, getattr(self, name), known)
+        for name, value in self.shares.items():
+            check(f"{where}the share {name}", value, value <= 1, "a share of the peak, at most 1")
+        for name in ("rates", "sources", "published_fit"):
+            check(where + name, getattr(self, name), isinstance(getattr(self, name), dict), "an object")
+        check(f"{where}lines", self.lines, isinstance(self.lines, dict), "an object, one a verb or resource")
+        for key, line in self.lines.items():
+            if resource_of_line(key) is None:
+                raise InputError(f"{where}lines: {key!r} is neither a resource nor a verb")
+            _check_table(f"{where}lines: {key}", line, ("tflops", "gb_per_s", "overhead_us"))
+        kind = self.rates.get("kind", "assumed")
+        if kind not in KINDS:
+            raise unknown(f"{where}rates: kind", kind, KINDS)
+        disk = [self.disk_memory, self.disk_read_gb_per_s, self.disk_write_gb_per_s]
+        if any(disk) and not all(disk):
+            raise InputError(
+                f"{where}a disk has disk_memory, disk_read_gb_per_s and disk_write_gb_per_s, or none of them"
+            )
+
+    def hardware(self) -> Hardware:
+        """Return the record: lines of seconds a flop and a byte."""
+        shares, overhead = SHARES | self.shares, {k: 1e-6 * v for k, v in (OVERHEAD_US | self.overhead_us).items()}
+
+        def line(where: str, tflops: float = 0.0, gb_per_s: float = 0.0) -> Line:
+            return Line(overhead[where], 1e-12 / tflops if tflops else 0.0, 1e-9 / gb_per_s if gb_per_s else 0.0)
+
+        gemm, copies = self.tflops * shares["gemm"], line("link", gb_per_s=self.link_gb_per_s * shares["link"])
+        host = self.host_memory_gb_per_s * shares["host_memory"]
+        lines = {
+            "compute": line("compute", gemm, self.memory_gb_per_s * shares["memory"]),
+            "attend": line("compute", gemm, self.memory_gb_per_s * shares["attention_memory"]),
+            "attend_prefill": line("compute", gemm, self.memory_gb_per_s * shares["memory"]),
+            "h2d": copies,
+            "d2h": copies,
+            "host_compute": line("host", gb_per_s=host),
+            "attend_host": line("host", self.host_tflops * shares["host_flops"], host),
+            "scatter": line("host", gb_per_s=self.scatter_gb_per_s),
+        }
+        if self.disk_read_gb_per_s and self.disk_write_gb_per_s:
+            lines["disk_read"] = line("disk", gb_per_s=self.disk_read_gb_per_s)
+            lines["disk_write"] = line("disk", gb_per_s=self.disk_write_gb_per_s)
+        for key, own in self.lines.items():
+            before = lines.get(key) or lines.get(resource_of_line(key) or "") or Line()
+            start = own.get("overhead_us")
+            seconds = before.overhead_s if start is None else 1e-6 * start
+            flops, moved = own.get("tflops"), own.get("gb_per_s")
+            lines[key] = Line(seconds, 1e-12 / flops if flops else 0.0, 1e-9 / moved if moved else 0.0)
+        notes = {
+            "gpu": self.gpu,
+            "testbed": self.testbed,
+            "peak_flops": 1e12 * self.tflops,
+            "memory_bytes_per_s": 1e9 * self.memory_gb_per_s,
+            "link_bytes_per_s": 1e9 * self.link_gb_per_s,
+            "host_memory_bytes_per_s": 1e9 * self.host_memory_gb_per_s,
+            "host_peak_flops": 1e12 * self.host_tflops,
+            "efficiency": shares,
+            "rates": {"kind": "assumed", "on": "shares of datasheet peaks", **self.rates},
+            "sources": self.sources,
+            "published_fit": self.published_fit,
+        }
+        return Hardware(
+            name=self.name,
+            device="cuda",
+            lines=lines,
+            device_memory=parse_bytes(self.device_memory),
+            host_memory=parse_bytes(self.host_memory),
+            disk_memory=parse_bytes(self.disk_memory),
+            source=self.source,
+            notes=notes,
+            device_reserve=parse_bytes(self.device_reserve),
+        )
+
+    def to_json(self) -> str:
+        """Return the file's text: the fields that differ from their defaults, in order."""
+        table = asdict(self)
+        plain = {known.name for known in fields(self) if table[known.name] == _default(known)}
+        return json.dumps({"format": FORMAT, **{k: v for k, v in table.items() if k not in plain}}, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write by rename, so that a reader never sees half a file."""
+        write_by_rename(Path(path), self.to_json() + "\n")
+
+
+def load_datasheet(path: str | Path) -> Datasheet:
+    """Read a file of this format. Raise InputError with the file and the field."""
+    data = load_json(path, "hardware file ")
+    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+        raise InputError(f'{path} is no datasheet: it lacks "format": "{FORMAT}"')
+    known = [of.name for of in fields(Datasheet)]
+    if strange := [name for name in data if name not in known]:
+        raise InputError(f"{path}: {unknown('field', strange[0], known)}")
+    needed = [of.name for of in fields(Datasheet) if of.default is MISSING and of.default_factory is MISSING]
+    if missing := [name for name in needed if name not in data]:
+        raise InputError(f"{path}: the field {missing[0]!r} is missing; a machine needs {', '.join(needed)}")
+    try:
+        sheet = Datasheet(**data)
+        sheet.hardware()  # its memories can be read
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return sheet
+
+
+def is_record(path: str | Path) -> bool:
+    """Return whether a file is a measured record and no datasheet. Raise InputError where it cannot be read."""
+    data = load_json(path, "hardware file ")
+    return isinstance(data, dict) and data.get("format") == RECORD
+
+
+def load_machine(path: str | Path) -> Hardware:
+    """Read a machine's file, a datasheet or a measured record. Raise InputError with the file and what is wrong."""
+    data = load_json(path, "hardware file ")
+    form = data.get("format") if isinstance(data, dict) else None
+    if form == FORMAT:
+        return load_datasheet(path).hardware()
+    if form is None:
+        raise InputError(
+            f'{path} is not a hardware file: it lacks "format": "{FORMAT}" (a datasheet; `flexhybrid hardware --out` '
+            f'writes one) or "{RECORD}" (what `flexhybrid profile` measures)'
+        )
+    return load_hardware(path)
+
+
+def _default(known):
+    return known.default_factory() if known.default_factory is not MISSING else known.default
+
+
+def _positive(value: object) -> bool:
+    return is_number(value) and 0 < value < float("inf")
+
+
+def _check_table(where: str, table: Mapping, known: Collection[str]) -> None:
+    """Raise InputError unless the table is an object of known names and numbers above 0 (an overhead may be 0)."""
+    check(where, table, isinstance(table, Mapping), "an object")
+    for name, value in table.items():
+        if name not in known:
+            raise unknown(f"name in {where}", name, known)
+        none = "overhead" in f"{where} {name}" and value == 0
+        check(f"{where}, {name}", value, none or _positive(value), "a number above 0")

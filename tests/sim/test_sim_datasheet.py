@@ -1,0 +1,126 @@
+"""``flexhybrid hardware``: machines listed, shown, written; rates that a command sets; answers that say their rates."""
+
+import json
+
+import pytest
+
+from flexhybrid import cli
+from sim import catalogue
+
+PEAKS = ["--tflops", "71", "--memory-gb-per-s", "936", "--link-gb-per-s", "31.5", "--device-memory", "24GiB"]
+RUN = ["--model", "opt-6.7b", "--batch", "8", "--prompt-len", "64", "--gen-len", "8"]
+
+
+def told(capsys, *arguments) -> dict:
+    assert cli.main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_catalogue_is_listed_and_shown(capsys):
+    assert [row["name"] for row in told(capsys, "hardware")["machines"]] == catalogue.names()
+    assert cli.main(["hardware", "T4"]) == 0
+    said = capsys.readouterr().out
+    assert "65 TFLOP/s" in said and "rates of t4" in said and "Google Cloud" in said
+
+
+def test_a_machine_is_written_from_a_datasheet(tmp_path, capsys):
+    """Its numbers are the ones that count: those of the file, also after an edit by hand."""
+    path = str(tmp_path / "mine.json")
+    written = told(capsys, "hardware", *PEAKS, "--gemm-share", "0.5", "--out", path)
+    assert written["path"] == path and written["tflops"] == 71
+    mine = catalogue.load(path)
+    assert mine.name == "mine" and mine.device_memory == 24 * 2**30 and mine.host_memory is None
+    assert mine.line("project", "compute").s_per_flop == pytest.approx(1 / 35.5e12)
+    assert mine.line("load_kv", "h2d").s_per_byte == pytest.approx(1 / (0.8 * 31.5e9))
+    (tmp_path / "mine.json").write_text(
+        (tmp_path / "mine.json").read_text().replace('"tflops": 71.0', '"tflops": 142.0')
+    )
+    assert catalogue.load(path).line("project", "compute").s_per_flop == pytest.approx(1 / 71e12)
+    told(capsys, "hardware", "--like", path, "--link-gb-per-s", "63", "--out", str(tmp_path / "faster.json"))
+    faster = catalogue.load(tmp_path / "faster.json")
+    assert faster.line("load_kv", "h2d").s_per_byte == pytest.approx(1 / (0.8 * 63e9))
+    assert faster.lines["compute"] == catalogue.load(path).lines["compute"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--tflops", "71"], "--tflops is of a machine to write: name its file with --out"),
+        (["--like", "t4"], "--like is of a machine to write"),
+        (["--tflops", "71", "--out", "OUT"], "a machine needs --memory-gb-per-s, --link-gb-per-s, --device-memory"),
+        (["t4", "--out", "OUT"], "use --like t4"),
+        ([*PEAKS, "--gemm-share", "1.5", "--out", "OUT"], "the share gemm is 1.5; it must be a share"),
+        ([*PEAKS, "--disk-memory", "1TB", "--out", "OUT"], "a disk has disk_memory, disk_read_gb_per_s"),
+        (["--like", "t4", "--tflops", "-1", "--out", "OUT"], "tflops is -1.0; it must be a number above 0"),
+        (["--like", "t5", "--out", "OUT"], "unknown hardware 't5'"),
+        (["t5"], "unknown hardware 't5'"),
+    ],
+)
+def test_wrong_machines_are_refused(arguments, words, tmp_path, capsys):
+    out = tmp_path / "out.json"
+    assert cli.main(["hardware", *[str(out) if text == "OUT" else text for text in arguments]]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1 and not out.exists()
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"tflop": 3}, "unknown field 'tflop'; did you mean tflops"),
+        ({"tflops": None}, "tflops is None; it must be a number above 0"),
+        ({"tflops": "71"}, "tflops is '71'; it must be a number above 0"),
+        ({"device_memory": "much"}, "memory size 'much' is not understood"),
+        ({"shares": {"gem": 0.5}}, "did you mean gemm"),
+        ({"lines": {"kv_generation": {"tflops": 3}}}, "neither a resource nor a verb"),
+        ({"lines": {"kv_gen": {"tflops": 0}}}, "it must be a number above 0"),
+        ({"rates": {"kind": "guessed"}}, "did you mean"),
+        ({"format": None}, "it lacks"),
+        ({"tflops": ...}, "the field 'tflops' is missing"),
+    ],
+)
+def test_a_broken_datasheet_names_file_and_field(change, words, tmp_path):
+    data = json.loads((catalogue.FOLDER / "t4.json").read_text()) | change
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({key: value for key, value in data.items() if value is not ...}))
+    assert cli.main(["hardware", str(path)]) == 2
+    with pytest.raises(ValueError, match=r"mine\.json") as error:
+        catalogue.load(path)
+    assert words in str(error.value) or words == "did you mean"
+
+
+def test_an_answer_says_what_was_asked_and_where_its_rates_come_from(capsys):
+    plain = told(capsys, "simulate", "--hardware", "t4", *RUN)
+    assert plain["inputs"] == {"system": "capture", "model": "opt-6.7b", "hardware": "t4", "batch": 8, "prompt_len": 64,
+                               "gen_len": 8, "clock": "closed"}  # fmt: skip
+    assert plain["rates"]["kind"] == catalogue.load("t4").rates["kind"]
+    assert cli.main(["simulate", "--hardware", "t4", *RUN]) == 0
+    assert "rates of t4: " in capsys.readouterr().out
+    found = told(capsys, "search", "--hardware", "l4", *RUN, "--lossless", "--link-gb-per-s", "9")
+    assert found["inputs"]["lossless"] and found["rates"] == {
+        "hardware": "l4", "kind": "assumed", "on": "shares of datasheet peaks", "given": {"link_gb_per_s": 9.0}
+    }  # fmt: skip
+
+
+def test_rates_and_memories_are_set_on_the_command_line(capsys):
+    def run(*arguments):
+        return told(capsys, "simulate", "--system", "kv_only", "--hardware", "l4", *RUN, *arguments)
+
+    base, slow = run("--link-gb-per-s", "20"), run("--link-gb-per-s", "10")
+    assert slow["decode_s"] == pytest.approx(2 * base["decode_s"], rel=0.05)
+    assert run("--gemm-tflops", "1")["prefill_s"] > 2 * run("--gemm-tflops", "100")["prefill_s"]
+    assert run("--host-memory", "20GiB")["inputs"]["host_memory"] == 20 * 2**30
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--policy", "here.json", "--system", "kv_only"], "give one of them"),
+        (["--link-gb-per-s", "0"], "--link-gb-per-s is 0.0; it must be a number above 0"),
+        (["--gemm-tflops", "nan"], "--gemm-tflops is nan; it must be a number above 0"),
+        (["--disk-memory", "1TB"], "l4 has no disk; give its rate too, --disk-gb-per-s"),
+        (["--disk-gb-per-s", "2"], "l4 has no disk; give its size too, --disk-memory"),
+    ],
+)
+def test_flags_that_contradict_are_refused(arguments, words, capsys):
+    assert cli.main(["simulate", "--hardware", "l4", *RUN, *arguments]) == 2
+    assert words in capsys.readouterr().err
