@@ -76,7 +76,7 @@ def test_every_line_is_a_stated_peak_times_a_stated_share_or_a_stated_rate(name)
         "attend_host": (2e-5, 1e12 * sheet.host_tflops * shares["host_flops"], host),
         "scatter": (2e-5, 0.0, 20e9),
     }
-    if sheet.disk_memory:
+    if sheet.disk_read_gb_per_s and sheet.disk_write_gb_per_s:
         expected["disk_read"] = (1e-4, 0.0, 1e9 * sheet.disk_read_gb_per_s)
         expected["disk_write"] = (1e-4, 0.0, 1e9 * sheet.disk_write_gb_per_s)
     for key, own in sheet.lines.items():
