@@ -407,18 +407,19 @@ class LLM:
             watch = running.generated(queued).watch
             return watch.push if watch else None
 
-        def joins(queued: int) -> None:
+        def joins(queued: int, mini_batch: int) -> None:
             running.join(queued)
             if control.on_join:
-                control.on_join(int(members[queued]))
+                control.on_join(int(members[queued]), mini_batch)
 
         if wave.queue:
             wave.queue.on_join, wave.queue.on_leave = joins, running.leave
             wave.queue.closes = control.should_drain or wave.queue.closes
             wave.queue.ended = control.num_ended
         begun = wave.begun.tolist()
-        for queued in begun:
-            joins(queued)
+        of_place = {place: k for k, group in enumerate(wave.mini_batches) for place in group.tolist()}
+        for place, queued in enumerate(begun):
+            joins(queued, of_place[place])
         num_given = [running.generated(queued).num_decoded for queued in begun]
         control = replace(
             control,

@@ -33,7 +33,7 @@ from sim import virtual_clock
 from sim.cost import hardware_of
 from sim.queue_counts import Stints, stints
 
-MOST_COUNTED = 10_000  #: requests; of a longer queue every so manieth stands for those beside it
+MOST_COUNTED = 5_000  #: requests; of a longer queue every so manieth stands for those beside it
 RUN = 64  #: of them, that follow each other
 WALKED_TASKS = 40_000  #: of a price: about a second
 LEAST_WINDOWS, MOST_WINDOWS = 5, 60  #: pairs of iterations that are walked
@@ -238,16 +238,22 @@ def _bounds(joined: np.ndarray, num_iterations: int) -> dict[str, Any]:
     return {"steady_from": int(later.min()), "drain_from": min(int(later.max()) + 1, num_iterations)}
 
 
+def every_so_manieth(count: int, most: int, in_runs: bool) -> np.ndarray:
+    """Return about ``most`` of ``count`` places, evenly spread; ``in_runs`` of places that follow each other, as what
+    requests share is shared by neighbours."""
+    if not in_runs:
+        return np.linspace(0, count - 1, most).astype(np.int64)
+    runs = np.linspace(0, count - RUN, most // RUN).astype(np.int64)
+    return np.unique(runs[:, None] + np.arange(RUN))
+
+
 def _thinned(workload: Workload, at_most: int) -> tuple[Workload, float]:
     """Return every so manieth request of a long queue, in runs where they share prefixes, and how many times as much it
     was."""
     most = max(MOST_COUNTED, 8 * at_most)
     if workload.num_requests <= most:
         return workload, 1.0
-    chosen = np.linspace(0, workload.num_requests - 1, most).astype(np.int64)
-    if workload.prefixes is not None:  # those that follow each other are alike
-        runs = np.linspace(0, workload.num_requests - RUN, most // RUN).astype(np.int64)
-        chosen = np.unique(runs[:, None] + np.arange(RUN))
+    chosen = every_so_manieth(workload.num_requests, most, workload.prefixes is not None)
     return workload.select(chosen), float(workload.answers.sum() / workload.answers[chosen].sum())
 
 

@@ -89,9 +89,21 @@ class Stints:
         return np.cumsum(changes)[:-1]
 
 
-def stints(wave: Wave, workload: Workload) -> Stints:
-    """Return when the requests of ``workload`` run in a batch that was just opened for them (``open_batch``)."""
-    return _Queue(wave, workload).run()
+@dataclass(frozen=True)
+class UnderWay:
+    """A batch that has run for a while; requests are indices of its queue."""
+
+    running: list[list[int]]  #: of each mini-batch its members, whose contexts are computed, the oldest first
+    waiting: list[int]  #: in the order in which they may join
+
+
+def stints(wave: Wave, workload: Workload, under_way: UnderWay | None = None) -> Stints:
+    """Return when the requests of ``workload`` run in a batch that was just opened for them (``open_batch``).
+
+    ``under_way``: who runs and waits after a while, None: the batch begins; ``workload`` then says what is left of each
+    request, and iterations are counted from there. Changes ``wave.sharing``.
+    """
+    return _Queue(wave, workload, under_way).run()
 
 
 class _Member(NamedTuple):
@@ -104,13 +116,16 @@ class _Member(NamedTuple):
 
 
 class _Queue:
-    def __init__(self, wave: Wave, workload: Workload):
+    def __init__(self, wave: Wave, workload: Workload, under_way: UnderWay | None = None):
         self.wave, self.entries, self.singly = wave, wave.entries, joins_singly(wave.policy)
         self.prompts, self.limits, self.ends = (
             of.copy() for of in (workload.prompt_tokens, workload.max_tokens, workload.answers)
         )
-        self.learned = AnswerLengths(wave.expected_share, int(self.limits.max()))
-        self.waiting = list(range(workload.num_requests - 1, wave.workload.num_requests - 1, -1))  # the next one last
+        count, queue = wave.workload.num_requests, wave.queue
+        self.learned = AnswerLengths(wave.expected_share, int(self.limits.max()), queue.ended if queue else None)
+        begin = UnderWay([group.tolist() for group in wave.mini_batches], list(range(count, workload.num_requests)))
+        self.begin, self.is_under_way = under_way or begin, under_way is not None
+        self.waiting = self.begin.waiting[::-1]  # the next one last
         self.running: list[list[_Member]] = [[] for _ in wave.mini_batches]
         self.changes: list[tuple[int, int]] = []  # (iteration, mini-batch) in which somebody leaves or steps back
         self.rows: list[tuple] = []  # of the stints
@@ -119,28 +134,28 @@ class _Queue:
         groups = [wave.workload.select(group) for group in wave.mini_batches]
         alone = int(ceil_blocks(workload.cached_tokens).max())
         self.reserved = self.entries.most_blocks(self.prompts, workload.cached_tokens)  # where blocks do not grow
-        self.places: list[list[int]] = [[] for _ in groups]  # that are free
+        self.places = [group.tolist() for group in wave.mini_batches]  # that are free
         self.sharing, self.now = wave.sharing, 0  # the iteration whose builds it holds
         self.steering = Steering(wave.sharing.tree) if wave.sharing else None
         self.exact = stores_exactly(wave.policy)
         self.depth, self.found = np.zeros((2, workload.num_requests), dtype=np.int64)  # shared blocks of those who run
         self.common: list[Counter[int]] = [Counter() for _ in groups]  # of each mini-batch: shared block -> members
         if self.sharing:
-            begun = np.arange(wave.workload.num_requests)
-            self.depth[begun] = self.found[begun] = wave.shared_blocks(begun)
-            for build in reversed(self.sharing.builds):
-                self.found[build.place] = build.first
             self.common_blocks = np.zeros((len(groups), len(self.entries.names)), dtype=np.int64)  # of each entry
             most = int(workload.prompt_tokens.max()) // BLOCK_TOKENS + 1
             self.entry_of = self.entries.entry_of(np.arange(most) * BLOCK_TOKENS)
-            for k, group in enumerate(wave.mini_batches):
-                for place in group.tolist():
-                    self._count_common(k, place, 1)
         self.most_padded = max(alone, *(len(g.max_tokens) * int(ceil_blocks(g.cached_tokens).max()) for g in groups))
 
     def run(self) -> Stints:
-        for k, group in enumerate(self.wave.mini_batches):
-            self._enter(k, group.tolist(), group.tolist(), 0)
+        if self.sharing:
+            for place in np.concatenate(self.wave.mini_batches)[::-1].tolist():
+                self.sharing.detach(place)
+        for k, members in enumerate(self.begin.running):
+            self._enter(k, members, [self._attach(k, request) for request in members], 0)
+            heapq.heappush(self.changes, (0, k))
+        if self.sharing and self.is_under_way:
+            self.sharing.take_builds(range(len(self.sharing.depth)))
+            self.found = self.depth.copy()
         while self.changes:
             iteration, k = heapq.heappop(self.changes)
             while self.changes and self.changes[0] == (iteration, k):
@@ -182,7 +197,7 @@ class _Queue:
 
     def _attach(self, k: int, request: int) -> int:
         """Give a request a free place of a mini-batch, and its share there; return the place."""
-        place = self.places[k].pop()
+        place = self.places[k].pop(0)
         if self.sharing:
             num_builds = len(self.sharing.builds)
             self.sharing.attach(place, self.sharing.tree.shared(request))

@@ -41,7 +41,8 @@ class RequestQueue:
     passed_over: list[int] = field(default_factory=list)  #: those before it that wait
     #: request -> tokens that it had before it stepped back, or in a batch before this one: a part of its prompt then
     given: dict[int, int] = field(default_factory=dict)
-    on_join: Callable[[int], None] = lambda request: None  #: called, while the batch runs, before a request first joins
+    #: called, while the batch runs, as a request joins a mini-batch; again after it stepped back
+    on_join: Callable[[int, int], None] = lambda request, mini_batch: None
     on_leave: Callable[[int, int], None] = lambda request, iteration: None  #: called when it runs no more
     ended: np.ndarray | None = None  #: answers that ended before this batch, by tokens
     closes: Callable[[], bool] = lambda: False  #: once true nobody joins but those who have stepped back

@@ -57,7 +57,7 @@ class RunControl:
     answer_of: Callable[[int], list[int]] = lambda request: []  #: a request's list that takes its tokens as they come
     stop_ids: Callable[[int], Collection[int]] = lambda request: ()  #: token ids that end a request
     stop_text: StopText = lambda request: None  #: of a request that a text may end; None: none may
-    on_join: Callable[[int], None] | None = None  #: takes a request that joins the batch; again after it stepped back
+    on_join: Callable[[int, int], None] | None = None  #: takes (request, mini-batch) that it joins; ``RequestQueue``
     on_start: Callable[[Callable[[], float]], None] | None = None  #: takes what says how far the first iteration is
     on_tokens: Callable[[int], None] | None = None
     on_busy: Callable[[dict[str, float]], None] | None = None  #: takes, before, lanes' busy seconds so far; of a CPU

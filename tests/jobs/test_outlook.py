@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from flexhybrid.core.workload import Workload
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.refill import RunningBatch
+from flexhybrid.core.waves import open_batch
+from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.jobs.run import outlook as outlook_module
 from flexhybrid.jobs.run.outlook import Outlook
 from sim.answer_lengths import ObservedAnswers, with_mean
 from sim.queue_clock import Pace
+from tests.toy_machine import SHAPE, machine
 
+PROBLEM = Problem(shape=SHAPE, dtype="float32", hardware=machine())
 ONE_SECOND = Pace({"compute": np.array([1.0, *[0] * 9])}, 1, (1.0, 1.0))  #: an iteration
 
 
@@ -53,32 +62,79 @@ def test_answers_of_a_mean_have_it_as_far_as_their_limits_allow():
     assert (with_mean(Workload(np.full(9, 5), np.full(9, 8)), 100).answers == 8).all()
 
 
-@pytest.mark.parametrize("slower", [0.5, 1.0, 3.0])
-def test_the_end_is_foretold_after_a_tenth(monkeypatch, slower):
-    """1,500 answers, 48 at a time, an iteration in ``slower`` seconds where one was predicted."""
-    clock, count, limit, places = [0.0], 1500, 700, 48
+def foretold(monkeypatch, opened, known: Workload, slower: float, shares: tuple[float, ...]) -> list[float]:
+    """Run a batch by the executor's own account, an iteration in ``slower`` seconds; return the seconds to its end
+    that are foretold once so many of the answers have ended, over those that it takes in all."""
+    clock, count, told = [0.0], known.num_requests, []
     monkeypatch.setattr(outlook_module.time, "monotonic", lambda: clock[0])
-    lengths = log_normal(count, limit)
-    outlook = Outlook(ONE_SECOND, Workload(np.full(count, 9), np.full(count, limit)))
-    waiting, running, told = list(range(count))[::-1], {}, {}
-    while waiting or running:
-        while waiting and len(running) < places:
-            running[waiting.pop()] = 0
-            outlook.begin(max(running))
+    unknown = replace(known, answer_tokens=None)
+    pace = replace(ONE_SECOND, num_mini_batches=len(opened().mini_batches))
+    outlook, wave = Outlook(pace, unknown, open_wave=opened), opened()
+    batch, num_given, stopped = RunningBatch(wave), np.zeros(count, int), set()
+    wave.queue.on_join = outlook.begin
+    for k, group in enumerate(wave.mini_batches):
+        for request in wave.request[group].tolist():
+            outlook.begin(request, k)
+    for iteration in itertools.count():
+        steps, ended = list(batch.steps(iteration, set(stopped))), []
+        if not steps:
+            break
+        for *_, piece, built, places in steps:
+            if built is None and not piece:
+                requests = wave.request[places]
+                num_given[requests] += 1
+                ended += requests[num_given[requests] == known.answers[requests]].tolist()
         clock[0] += slower
-        for request in list(running):
-            running[request] += 1
-            if running[request] == lengths[request] + 1:  # its end is known an iteration late
-                del running[request]
-            elif running[request] == lengths[request]:
-                outlook.end(request, int(lengths[request]))
-        outlook.advance(len(running))
-        done = int((outlook.ended_in >= 0).sum())
-        if done >= count // 10 and "tenth" not in told or done >= count // 2 and "half" not in told:
-            told["tenth" if "tenth" not in told else "half"] = clock[0] + outlook.seconds_left()
-    assert told["tenth"] == pytest.approx(clock[0], rel=0.15)
-    assert told["half"] == pytest.approx(clock[0], rel=0.06)
-    assert outlook.seconds_left() == 0.0
+        stopped.update(ended)
+        for request in ended:
+            outlook.end(request, int(known.answers[request]))
+        outlook.advance()
+        if len(told) < len(shares) and (outlook.ended_in >= 0).sum() >= count * shares[len(told)]:
+            outlook._told = None
+            told.append(clock[0] + (outlook.seconds_left() or 0.0))
+    assert clock[0] == pytest.approx(slower * iteration) and outlook.seconds_left() == 0.0
+    return [seconds / clock[0] for seconds in told]
+
+
+@pytest.mark.parametrize("slower", [0.5, 3.0])
+def test_the_end_is_foretold_after_a_tenth(monkeypatch, slower):
+    """1,000 answers, 48 at a time, an iteration in ``slower`` seconds where one was predicted."""
+    count, limit = 1000, 350
+    workload = Workload(np.full(count, 9), np.full(count, limit), log_normal(count, limit))
+    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 15)
+    tenth, half = foretold(monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 48), workload, slower, (0.1, 0.5))
+    assert tenth == pytest.approx(1.0, rel=0.15)  # the mean of 100 such answers is known to 11 %
+    assert half == pytest.approx(1.0, rel=0.06)
+
+
+@pytest.mark.parametrize("common", (0, 200))
+def test_the_end_is_foretold_where_buffers_limit_who_joins(monkeypatch, common):
+    """Answers of known length: the first requests are short, and buffers are made for them."""
+    rng = np.random.default_rng(2)
+    prompts, limits = common + np.r_[rng.integers(8, 24, 12), rng.integers(8, 90, 190)], rng.integers(1, 41, 202)
+    prefixes = Prefixes(np.array([common]), np.array([-1]), np.zeros(202, int)) if common else None
+    workload = Workload(prompts, limits, limits, prefixes)
+    policy = Policy("mixed", Placement(host=1), cache={"kv@host": 0.5, "act@host": 0.5}, max_mini_batch_tokens=1 << 12)
+    told = foretold(monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 12), workload, 1.0, (0.05, 0.5))
+    assert told == pytest.approx([1.0, 1.0], rel=0.05)
+
+
+def test_of_many_that_wait_some_are_counted(monkeypatch):
+    """The others take as much longer as they have more to answer."""
+    monkeypatch.setattr(outlook_module, "MOST_COUNTED", 64)
+    limits = np.random.default_rng(3).integers(1, 30, 400)
+    workload = Workload(np.full(400, 20), limits, limits)
+    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0})
+    told = foretold(monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 16), workload, 2.0, (0.05, 0.5))
+    assert told == pytest.approx([1.0, 1.0], rel=0.08)
+
+
+def test_requests_that_step_back_are_foretold(monkeypatch):
+    """Memory for a quarter of the answers' limits, which all of them take."""
+    workload = Workload(np.random.default_rng(1).integers(16, 100, 200), np.full(200, 120))
+    policy = Policy("grows", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 13)
+    told = foretold(monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 20, 0.25), workload, 1.0, (0.1, 0.5))
+    assert told == pytest.approx([1.0, 1.0], rel=0.12)  # runs of blocks are left out
 
 
 def test_a_batch_of_many_iterations_keeps_the_latest_ends_alone(monkeypatch):
@@ -89,5 +145,5 @@ def test_a_batch_of_many_iterations_keeps_the_latest_ends_alone(monkeypatch):
     outlook.begin(0)
     for _ in range(30):
         clock[0] += 2.0
-        outlook.advance(1)
+        outlook.advance()
     assert len(outlook.ends) <= 8 and outlook.slower(25) == pytest.approx(2.0)

@@ -211,7 +211,7 @@ def watched(monkeypatch):
                 running[request] += 1
                 if running[request] == answer_tokens:
                     outlook.end(request, running.pop(request))
-            outlook.advance(4)
+            outlook.advance()
             said += [reason] if (reason := watch.look(outlook)) else []
         return watch, said
 
@@ -250,7 +250,7 @@ def test_the_resource_that_is_slower_is_told_from_the_others(monkeypatch):
     for iteration in range(1, 70):
         clock.now += 3.0
         outlook.note_busy({"compute": 2.0 * iteration, "h2d": 3.0 * iteration})
-        outlook.advance(1)
+        outlook.advance()
         watch.look(outlook)
     assert watch.slower == pytest.approx([1.5] * 3)
     assert watch.culprits("compute") == pytest.approx({"compute": 1.0, "h2d": 3.0})
@@ -263,7 +263,7 @@ def test_what_a_change_costs_by_hand():
     outlook = Outlook(PACE, Workload(np.array([5, 7, 4]), np.array([4, 10, 6])), np.array([0, 0, 2]))
     outlook.begin(0)
     outlook.begin(1)
-    outlook.advance(2)
+    outlook.advance()
     rest = outlook.rest()
     assert rest is not None
     costs = change_costs(rest, PACE, replace(PACE, waiting=(0.5, 1.0)))

@@ -15,7 +15,7 @@ from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
 from flexhybrid.jobs.profile.job import measure_for_model
-from flexhybrid.jobs.run.outlook import Outlook
+from flexhybrid.jobs.run.outlook import Outlook, batches
 from flexhybrid.llm import LLM
 from flexhybrid.requests import Generated
 from flexhybrid.resolve import pick_device
@@ -74,7 +74,7 @@ def queue_errors(llm: LLM, num_requests: int) -> dict[str, float]:
         "by the virtual clock": walk_queue(llm.problem, llm.settled_policy, known, AT_A_TIME).total_s,
     }
     _answer(llm, unknown.select(slice(AT_A_TIME)), prompts, np.full(AT_A_TIME, 2))  # weights and buffers are there now
-    outlook = Outlook(at_start.pace, unknown) if at_start.pace else None
+    outlook = Outlook(at_start.pace, unknown, open_wave=batches(llm, unknown)) if at_start.pace else None
     began, told = time.perf_counter(), {}
 
     def ended(num_ended: int) -> None:
@@ -101,9 +101,9 @@ def _answer(llm: LLM, workload: Workload, prompts, ends, outlook: Outlook | None
         if outlook:
             outlook.end(index, len(generated.token_ids))
 
-    def on_tokens(count: int) -> None:
+    def on_tokens(_count: int) -> None:
         if outlook:
-            outlook.advance(count)
+            outlook.advance()
         if ended:
             ended(num_ended)
 

@@ -350,7 +350,7 @@ class RunningBatch:
             prompts = queue.workload.prompt_tokens[ready] - (shared if self.sharing and self.sharing.exact else 0)
             ready = [ready[place] for place in shorter(prompts, tokens, failures == 1)]
         for request in wave.request[joining].tolist():
-            queue.on_join(request)
+            queue.on_join(request, k)
         if self.steering:
             self.steering.join(joining)
         if taken:

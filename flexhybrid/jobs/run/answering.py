@@ -219,7 +219,7 @@ class Batch:
     def on_tokens(self, count: int) -> None:
         self.write()
         if self.outlook:
-            self.outlook.advance(count)
+            self.outlook.advance()
         self.requests.advance(count)
         self.requests.keep(self.in_flight)
 

@@ -44,7 +44,7 @@ from flexhybrid.jobs.ray_cluster import Crew, cluster, crew_of
 from flexhybrid.jobs.run.answering import Answered, answer_pending, load_weights
 from flexhybrid.jobs.run.forecast import WINDOW, Forecast, describe, duration, forecast, plan_lines, sorted_by_length
 from flexhybrid.jobs.run.options import RunOptions, check_options
-from flexhybrid.jobs.run.outlook import Outlook, change_costs
+from flexhybrid.jobs.run.outlook import Outlook, batches, change_costs
 from flexhybrid.jobs.run.replanning import LEAST_ANSWERS, Replanner, can_return
 from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report, write_trace
 from flexhybrid.llm import LLM
@@ -527,7 +527,8 @@ class Job:
     def watch(self, workload: Workload, given: np.ndarray | None) -> Outlook | None:
         outlook, run = None, self.replanner.run if self.replanner else self.plan and self.plan.run
         if run and run.pace:
-            outlook = Outlook(run.pace, workload, given, self.options.answer_tokens, self.lengths)
+            open_wave = batches(self.llm, workload, given)
+            outlook = Outlook(run.pace, workload, given, self.options.answer_tokens, self.lengths, open_wave)
             self.lengths = outlook.answers
         self.outlook = outlook
         # of the lines that are not counted yet it knows nothing

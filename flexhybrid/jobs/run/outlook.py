@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-import heapq
 import time
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from flexhybrid.core.wave import Wave
+from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
+from flexhybrid.llm import LLM, MOST_AT_A_TIME
 from sim.answer_lengths import ObservedAnswers, with_mean
-from sim.queue_clock import Pace
-from sim.queue_counts import Stints
+from sim.queue_clock import Pace, every_so_manieth
+from sim.queue_counts import Stints, UnderWay, stints
 
 TRUSTED_S = 1.0  #: seconds of the predicted pace that count beside those that are measured
 KEPT_BUSY = 4096  #: iterations whose resources' busy seconds are kept
 KEPT_ENDS = 2**17  #: iterations whose ends are kept: more than any window has
 LEAST_BUSY = 0.2  #: share of the time; how a resource fares that is busy for less says nothing
-RECENT = 64  #: iterations whose largest number of requests at a time is taken for the places
+MOST_COUNTED = 2048  #: requests that wait; of more every so manieth stands for those beside it
+REST = 50  #: times as long as it took to foretell the end nobody foretells it again
+
+
+def batches(llm: LLM, workload: Workload, given: np.ndarray | None = None) -> Callable[[], Wave]:
+    """Return what opens the batch in which ``llm.answer`` begins with these requests, each time anew. ``given``
+    [requests]: tokens that they have from a batch before; None: they have none. Raise InputError when not even one fits
+    the budgets."""
+    problem, policy = llm.problem, llm.settled_policy
+    count, share = batch_size(problem, policy, workload, MOST_AT_A_TIME)
+    tokens = {} if given is None else {int(at): int(given[at]) for at in np.flatnonzero(given)}
+    return lambda: open_batch(problem, policy, workload, count, share, given=tokens)
 
 
 class ChangeCosts(NamedTuple):
@@ -43,7 +57,7 @@ class Outlook:
 
     ``given`` [requests]: tokens that they have from batches before. ``mean_answer``: tokens expected of an answer
     before others have ended; None: as many as it may have. ``seen``: answers of batches before this one, which count as
-    well.
+    well. ``open_wave`` returns the batch as it began, each time another one; None: nobody asks when it ends.
     """
 
     def __init__(
@@ -53,8 +67,9 @@ class Outlook:
         given: np.ndarray | None = None,
         mean_answer: float | None = None,
         seen: ObservedAnswers | None = None,
+        open_wave: Callable[[], Wave] | None = None,
     ):
-        self.pace, self.workload = pace, workload
+        self.pace, self.workload, self.open_wave = pace, workload, open_wave
         self.given = np.zeros(workload.num_requests, np.int64) if given is None else given
         longest = int(workload.max_tokens.max())
         self.answers = ObservedAnswers(longest, mean_answer)
@@ -64,10 +79,11 @@ class Outlook:
             self.answers = seen
             self.assumed = self._expected(np.arange(workload.num_requests), self.given)
         self.begun_in = np.full(workload.num_requests, -1)  #: iteration; -1: it waits
+        self.mini_batch = np.zeros(workload.num_requests, np.int32)  #: in which it runs, or ran
         self.ended_in = np.full(workload.num_requests, -1)  #: iteration; -1: it has not ended
         self.num_iterations = 0
         self.busy: dict[int, dict[str, float]] = {}  #: iteration -> resource -> busy seconds until its end
-        self.running: list[int] = []  #: requests in each of the last iterations
+        self._told: tuple[float, float, float] | None = None  #: seconds left, when that was told, when it is told anew
         self.began = self.latest = time.monotonic()
         self.ends = {0: self.began}  #: number of iterations -> when the last one of them ended
 
@@ -76,8 +92,9 @@ class Outlook:
         self.busy[self.num_iterations + 1] = seconds
         self.busy.pop(self.num_iterations - KEPT_BUSY, None)
 
-    def begin(self, request: int) -> None:
+    def begin(self, request: int, mini_batch: int = 0) -> None:
         """Take a request that joins; one that has stepped back joins again."""
+        self.mini_batch[request] = mini_batch
         if self.begun_in[request] < 0:
             self.begun_in[request] = self.num_iterations
 
@@ -86,23 +103,32 @@ class Outlook:
         self.ended_in[request] = self.num_iterations
         self.answers.end(tokens, int(self.workload.max_tokens[request]))
 
-    def advance(self, num_tokens: int) -> None:
-        """Take the end of an iteration with its number of tokens."""
+    def advance(self) -> None:
+        """Take the end of an iteration."""
         self.num_iterations += 1
         self.latest = time.monotonic()
         self.ends[self.num_iterations] = self.latest
         self.ends.pop(self.num_iterations - KEPT_ENDS, None)
-        self.running = [*self.running[1 - RECENT :], num_tokens]
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the last answer; None before the first iteration."""
-        now, elapsed = self.num_iterations, self.latest - self.began
-        if not now:
+        asked, told = time.monotonic(), self._told
+        if not self.num_iterations or self.open_wave is None:
             return None
-        seconds = self.pace.seconds(self.stints(), self.workload.prefixes)
-        past, left = float(seconds[:now].sum()), float(seconds[now:].sum())
+        if told is None or asked >= told[2]:
+            left = self._foretold()
+            spent = time.monotonic() - asked
+            told = self._told = left, asked, asked + REST * spent
+        return max(0.0, told[0] - (asked - told[1]))
+
+    def _foretold(self) -> float:
+        now, elapsed = self.num_iterations, self.latest - self.began
+        counted, times = self.stints()
+        seconds = self.pace.seconds(counted, self.workload.prefixes)
+        drains = 1 + int(counted.joined.max())
+        past, left = float(seconds[:now].sum()), float(seconds[now:].sum() + (times - 1) * seconds[now:drains].sum())
         slower = (elapsed + TRUSTED_S) / (past + TRUSTED_S)
-        return max(0.0, left * slower - (time.monotonic() - self.latest))
+        return left * slower - (time.monotonic() - self.latest)
 
     def slower(self, first: int) -> float:
         """Return how many times as long the iterations from ``first`` on took as is predicted of what was done in them;
@@ -153,33 +179,57 @@ class Outlook:
         limits = self.workload.max_tokens[requests]
         return self.answers.expected(limits, np.minimum(ages, limits - 1))
 
-    def stints(self) -> Stints:
-        """Return who has run when, and who is expected to run when: each place is taken by who is next."""
-        now, begun, ended, workload = self.num_iterations, self.begun_in.copy(), self.ended_in.copy(), self.workload
-        running = np.flatnonzero((begun >= 0) & (ended < 0))
-        waiting = np.flatnonzero(begun < 0)
-        begun[running] = np.minimum(begun[running], now - 1)
-        open_requests = np.concatenate([running, waiting])
-        ages = self.given[open_requests] + np.r_[now - begun[running], 0 * waiting]
-        lengths = self._expected(open_requests, ages)
-        more = lengths - ages + (lengths < workload.max_tokens[open_requests])
-        places = max(self.running)
-        free = (now + more[: len(running)]).tolist()
-        ended[running] = free
-        free = sorted(free, reverse=True)[:places]
-        free += [now] * (places - len(free))
-        heapq.heapify(free)
-        for request, length in zip(waiting.tolist(), more[len(running) :].tolist(), strict=True):
-            begun[request] = free[0]
-            ended[request] = free[0] + length
-            heapq.heapreplace(free, free[0] + length)
-        return self._stints(np.arange(workload.num_requests), begun, np.maximum(ended, begun + 1))
+    def stints(self) -> tuple[Stints, float]:
+        """Return who has run when, and who is expected to run when, as the batch counts its queue; and how many times
+        as long it takes to their last joining, where not all who wait are counted. Raise ValueError without one."""
+        if self.open_wave is None:
+            raise ValueError("nobody knows the batch")
+        now, wave, workload = self.num_iterations, self.open_wave(), self.workload
+        if wave.queue:
+            wave.queue.ended = self.answers.ended + self.answers.cut
+        groups, back = self._members(wave)
+        runs = np.array([request for group in groups for request in group], dtype=np.int64)
+        waits = np.r_[back, np.flatnonzero(self.begun_in < 0)].astype(np.int64)
+        open_requests = np.r_[runs, waits]
+        ages = np.r_[now - self.begun_in[runs], np.zeros(len(waits), np.int64)] + self.given[open_requests]
+        ages = np.minimum(ages, workload.max_tokens[open_requests] - 1)
+        given, answers = np.zeros((2, workload.num_requests), np.int64)
+        given[open_requests], answers[open_requests] = ages, self._expected(open_requests, ages)
+        left = replace(workload, answer_tokens=np.maximum(answers, 1)).behind(given)
+        known, chosen, times = self._ran(), waits, 1.0
+        if len(waits) > MOST_COUNTED:
+            chosen = waits[every_so_manieth(len(waits), MOST_COUNTED, workload.prefixes is not None)]
+            times = float(left.answers[waits].sum() / left.answers[chosen].sum())
+        if not len(open_requests):
+            return known, times
+        counted = stints(wave, left, UnderWay(groups, chosen.tolist()))
+        goes_on = (counted.joined == 0) & np.isin(counted.request, runs)
+        known.left[np.searchsorted(known.request, counted.request[goes_on])] = now + counted.left[goes_on]
+        more = counted.select(~goes_on)
+        groups_of = more.mini_batch % self.pace.num_mini_batches
+        more = replace(more, mini_batch=groups_of, joined=more.joined + now, left=more.left + now)
+        joined = (np.concatenate([getattr(part, field.name) for part in (known, more)]) for field in fields(Stints))
+        return Stints(*joined), times
+
+    def _members(self, wave: Wave) -> tuple[list[list[int]], list[int]]:
+        """Return those who run, by mini-batch, the oldest first; and those who have stepped back: there is no place
+        for the youngest."""
+        runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
+        groups: list[list[int]] = [[] for _ in wave.mini_batches]
+        back = []
+        for request in runs[np.argsort(self.begun_in[runs], kind="stable")].tolist():
+            free = [len(places) - len(group) for places, group in zip(wave.mini_batches, groups, strict=True)]
+            k = int(self.mini_batch[request])
+            if k >= len(groups) or not free[k]:  # of a batch that shares otherwise than was known before
+                k = int(np.argmax(free))
+            (groups[k] if free[k] else back).append(request)
+        return groups, back
 
     def _stints(self, requests: np.ndarray, begun: np.ndarray, ended: np.ndarray) -> Stints:
         shared = self.workload.shared_tokens[requests]  # by all but the first
         return Stints(
             request=requests,
-            mini_batch=requests % self.pace.num_mini_batches,
+            mini_batch=self.mini_batch[requests] % self.pace.num_mini_batches,
             prompt_tokens=self.workload.prompt_tokens[requests] + self.given[requests],
             joined=begun,
             left=ended,
