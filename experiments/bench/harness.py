@@ -26,11 +26,13 @@ class Table:
     """The rows of a bench, printed as they are added, and the file that they are saved to.
 
     The file holds {"header": {machine, commit, versions, date, parts}, "rows": {name: row}}; "parts" has the commit and
-    date of each part's latest run. A row is {value, bar, unit, ok, part} with conditions of the figure and, where a
-    figure has several rounds, their raw "samples", whose median or worst is the value.
+    date of each part's latest run. With a ``path`` it is written after each row. A row is {value, bar, unit, ok, part}
+    with conditions of the figure and, where a figure has several rounds, their raw "samples", whose median or worst is
+    the value.
     """
 
-    def __init__(self, machine: str = ""):
+    def __init__(self, machine: str = "", path: Path | None = None):
+        self.path = path
         self.rows: dict[str, dict] = {}
         self.part = ""  #: of the rows that are added now
         versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
@@ -63,6 +65,8 @@ class Table:
         ok = bool(value >= bar if relation == ">=" else value <= bar)
         row = {"value": float(value), "bar": bar, "unit": unit, "ok": ok, "part": self.part}
         self.rows[name] = row | conditions
+        if self.path:
+            self.save(self.path)
         tqdm.write(f"{'ok  ' if ok else 'MISS'} {name:58s} {value:14.4g} {relation} {bar:g} {unit}")
 
     def errors(self, name: str, errors: Sequence[float], median_bar: float | None, worst_bar: float) -> None:

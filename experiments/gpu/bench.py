@@ -106,7 +106,8 @@ def watched_decode(contender: PolicyRun) -> Launch:
     executor.perform = watched
     try:
         clock = Clock(engine.lanes(executor))
-        trace = clock.run(stream(contender.wave, first_iteration=1))
+        with engine.process_settings():
+            trace = clock.run(stream(contender.wave, first_iteration=1))
     finally:
         executor.perform = perform
     return launch_of(trace, [(start - clock.began_s, end - clock.began_s) for start, end in issued])

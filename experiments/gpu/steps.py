@@ -1,4 +1,4 @@
-"""``make gpu``: measurements on a GPU, in steps of at most eight minutes, each of which writes its result.
+"""``make gpu``: measurements on a GPU, in steps of at most eight minutes, each of which writes its results row by row.
 
 Runs with the machine's own python3: torch, numpy, scipy, pandas, matplotlib, safetensors, transformers, tqdm, pytest.
 The steps: the tests marked cuda; the GPU bench (experiments.gpu.bench); the comparison on OPT-6.7B and OPT-13B shapes
@@ -7,6 +7,7 @@ this python3 (experiments.peers.gpu_peers). Results go to experiments/results/<G
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from flexhybrid.core.units import parse_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP_SECONDS = 480
+END_SECONDS = 15  #: that a step has to end in once it is told to
 COMPARISONS = {
     # name: batch, context, tokens, requests a mini-batch, host budget
     "opt-6.7b": (64, 512, 6, 16, "64GiB"),
@@ -42,9 +44,15 @@ def results_folder() -> Path:
 def run_tests() -> int:
     import pytest
 
-    # Files that do not import hypothesis, which this python3 may not have.
-    files = (ROOT / "tests/runtime" / name for name in ("test_cuda.py", "test_quantize_triton.py"))
-    return int(pytest.main(["-m", "cuda", "-q", "-p", "no:cacheprovider", *map(str, files)]))
+    return int(pytest.main(["-m", "cuda", "-q", "-p", "no:cacheprovider", *map(str, cuda_test_files())]))
+
+
+def cuda_test_files() -> list[Path]:
+    """Return the files that have tests marked cuda: all others stay unread, and may import what this python3 lacks."""
+    files = sorted((ROOT / "tests").glob("**/test_*.py"))
+    return [
+        file for file in files if re.search(r"^(@|pytestmark = .*)pytest\.mark\.cuda\b", file.read_text("utf-8"), re.M)
+    ]
 
 
 def run_bench() -> int:
@@ -54,12 +62,9 @@ def run_bench() -> int:
     from experiments.bench.harness import Table
     from experiments.gpu.bench import bench_gpu
 
-    table = Table(torch.cuda.get_device_name())
+    table = Table(torch.cuda.get_device_name(), path=results_folder() / "bench.json")
     table.renew("gpu")
-    try:
-        bench_gpu(table)
-    finally:
-        table.save(results_folder() / "bench.json")
+    bench_gpu(table)
     return 0
 
 
@@ -105,20 +110,34 @@ def run_peers() -> int:
     return gpu_peers.main(["--seconds", str(STEP_SECONDS - 20), "--out", str(out)])  # less than the step's own limit
 
 
+def run_limited(command: list[str], log: Path, seconds: float) -> int:
+    """Run a command in a process group of its own, with its output in ``log``; return its exit status. After so many
+    seconds it is told to end, and 124 is returned: it has END_SECONDS for that before all its processes are killed."""
+    with open(log, "w", encoding="utf-8") as out:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            return process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=END_SECONDS)
+            return 124
+        finally:  # no process of its own, a peer's for one, goes on after it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def end_when_told() -> None:
+    """Let SIGTERM end this process by way of every "finally"."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(124))
+
+
 def run_step(step: str) -> int:
     """Run a step in its own process group, and write its outcome whatever happens."""
     log = results_folder() / f"{step}.log"
     began = time.perf_counter()
-    with open(log, "w", encoding="utf-8") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.gpu", "--inside", step],
-            cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(timeout=STEP_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            code = 124
+    code = run_limited([sys.executable, "-m", "experiments.gpu", "--inside", step], log, STEP_SECONDS)
     print(log.read_text(encoding="utf-8", errors="replace")[-6000:])
     outcome = {"step": step, "exit_code": code, "timed_out": code == 124, "seconds": time.perf_counter() - began}
     (results_folder() / f"{step}.json").write_text(json.dumps(outcome), encoding="utf-8")
@@ -140,6 +159,7 @@ def main() -> int:
         print("experiments.gpu.steps: torch finds no CUDA device here", file=sys.stderr)
         return 2
     if args.inside:
+        end_when_told()
         runs = {"tests": run_tests, "bench": run_bench, "peers": run_peers}
         return runs[args.inside]() if args.inside in runs else run_comparison(args.inside)
     worst = 0

@@ -103,7 +103,10 @@ def compare(runs: tuple[PeerRun, ...], options: argparse.Namespace) -> dict:
         if left < options.seconds / 20:
             row = {"side": run.side, "batch": run.batch, "error": f"not tried: the {options.seconds:.0f} s were over"}
         else:
-            row = measure(run, shape, options, min(left, RUN_LIMIT_S))
+            try:
+                row = measure(run, shape, options, min(left, RUN_LIMIT_S))
+            except SystemExit:  # the command was told to end: what has run is told
+                break
         if "missing" in row:
             absent.add(run.side)
         rows.append(row)

@@ -6,14 +6,15 @@ A *lane* is the thread of one resource: it runs the resource's tasks in the orde
 - A **stream lane** (CUDA compute and copies) only enqueues. Waiting on an event that has not been recorded does nothing
   on CUDA, so a stream lane may enqueue a task only after its predecessors on other stream lanes are *enqueued* (it then
   makes its stream wait for their events) and its predecessors on host lanes are *complete*. A host lane waits for the
-  event itself, on its own thread. Every task gets a fresh event. Nothing ever synchronises the whole device.
+  event itself, on its own thread. Every task gets an event for which nobody waits any more. Nothing ever synchronises
+  the whole device.
 
 Each lane waits on its own thread, so waiting for a host task never keeps another resource from being fed.
-Tests put streams of random delays in the place of ``CudaStream``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -21,18 +22,19 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-import torch
-
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import LaneTimes, TraceEvent
-from flexhybrid.runtime.cuda import CudaStream
+from flexhybrid.runtime.cuda import CudaStream, Recorded
 from flexhybrid.runtime.links import TURN
 from flexhybrid.runtime.process_settings import SHORT_SWITCH_INTERVAL
 from flexhybrid.runtime.profiling.cpu_use import ThreadAccount
 
 #: Tasks of one lane that may wait in its queue: far enough ahead to never starve, small enough to bound memory.
 LOOKAHEAD_TASKS = 256
+#: The same of a lane that enqueues on a stream. A CUDA stream takes about 1,000 calls before the thread that issues the
+#: next one blocks; a task has some five kernels or copies, and two to four calls of events.
+STREAM_LOOKAHEAD_TASKS = 64
 #: Seconds after which a thread that waits looks up. The system may hand a signal to any thread of the process, and only
 #: the main thread acts on it, once it runs.
 LOOK_UP_S = 0.5
@@ -52,6 +54,8 @@ class Lane:
     ``times`` adds up where the thread's time goes in a run that keeps a trace; a stream lane leaves out its tasks.
     ``thread``: lent by the owner of several runs (``LaneThreads``); None: a new one, which ends with the lane.
     """
+
+    lookahead = LOOKAHEAD_TASKS
 
     def __init__(
         self,
@@ -170,7 +174,7 @@ class Lane:
             self.times.paced_s += TURN.paced_s - paced_s
         if self.passed < self.num_spans:
             self._spans.append((start, end))
-        self._end_s.pop(self.passed - 2 * LOOKAHEAD_TASKS, None)
+        self._end_s.pop(self.passed - 2 * self.lookahead, None)
         self._pass()
 
     def span(self, ordinal: int) -> tuple[float, float]:
@@ -211,16 +215,18 @@ class StreamLane(Lane):
     """A lane that enqueues on a stream. ``passed`` counts its enqueued tasks: other stream lanes may build on them.
 
     Events of tasks whose spans are not kept are dropped when older than the lookahead: the planner has waited for them
-    before it went on, so there is nothing left to wait for.
+    before it went on, so there is nothing left to wait for. The stream records them anew once nobody holds them.
     """
+
+    lookahead = STREAM_LOOKAHEAD_TASKS
 
     def __init__(self, name: str, perform: Perform, stream: CudaStream, thread: ThreadPoolExecutor | None = None):
         super().__init__(name, perform, stream.enter, thread)
         self.stream = stream
-        self._begins: list[torch.cuda.Event] = []
-        self._ends: dict[int, torch.cuda.Event] = {}
+        self._begins: list[Recorded] = []
+        self._ends: dict[int, Recorded] = {}
 
-    def wait_enqueued(self, ordinal: int) -> torch.cuda.Event | None:
+    def wait_enqueued(self, ordinal: int) -> Recorded | None:
         """Block until that task is enqueued; return its event, or None when it was dropped as long complete."""
         self._block(ordinal)
         return self._ends.get(ordinal)
@@ -244,7 +250,7 @@ class StreamLane(Lane):
             self._begins.append(self.stream.record())
         self.stream.run(lambda: self.perform(task))
         self._ends[self.passed] = self.stream.record(timed=traced)
-        if (old := self.passed - 2 * LOOKAHEAD_TASKS) >= self.num_spans:
+        if (old := self.passed - 2 * self.lookahead) >= self.num_spans:
             self._ends.pop(old, None)
         self._pass()
 
@@ -344,8 +350,8 @@ class Clock:
     def _submit(self, task: Task) -> tuple[Lane, int]:
         """Give a task to its lane, once the lane's queue has room; raise Aborted when a lane has failed."""
         lane = self.lanes[task.resource]
-        if lane.submitted >= LOOKAHEAD_TASKS:
-            self.wait(task.resource, lane.submitted - LOOKAHEAD_TASKS)
+        if lane.submitted >= lane.lookahead:
+            self.wait(task.resource, lane.submitted - lane.lookahead)
         if self._error:
             raise Aborted
         return lane, lane.submit(task, self._dependencies.add(task))
@@ -355,7 +361,8 @@ class Clock:
             lane.finish()
         for lane in self.lanes.values():
             lane.join()
-            if self._error:
-                lane.drain()
         for lane in self.lanes.values():
+            if self._error:
+                with contextlib.suppress(Exception):  # after a device's error every call raises it: the first is told
+                    lane.drain()
             lane.release()

@@ -1,8 +1,12 @@
 """CUDA streams, events and copies, as the lanes and the verbs use them (``clock.StreamLane``, ``links.CpuCopies``)."""
 
+import bisect
+import threading
 import time
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -17,22 +21,85 @@ def lane_streams(device: torch.device) -> dict[str, torch.cuda.Stream]:
     return {name: torch.cuda.Stream(device) for name in ("compute", "h2d", "d2h")}
 
 
+class Events:
+    """A device's events, with timing and without, that are recorded again and again.
+
+    Making an event while other threads make some takes a lock of the driver for up to milliseconds, which is why torch
+    keeps events for its own use as well.
+    """
+
+    MOST = 4096  #: of each kind that are kept: those of a long trace go
+
+    def __init__(self):
+        self.free: dict[bool, list[torch.cuda.Event]] = {False: [], True: []}
+
+    def take(self, timed: bool) -> torch.cuda.Event:
+        try:
+            return self.free[timed].pop()
+        except IndexError:
+            # blocking: a host lane that waits for it sleeps, instead of spinning on a core that the planner needs
+            return torch.cuda.Event(enable_timing=timed, blocking=True)
+
+
+class Recorded:
+    """An event that a stream has recorded. It may be recorded again once nobody holds this: a thread that still waits
+    for it, or is about to, must not be made to wait for what is enqueued later."""
+
+    __slots__ = ("_events", "event", "timed")
+
+    def __init__(self, events: Events, stream: torch.cuda.Stream, timed: bool):
+        self._events, self.timed, self.event = events, timed, events.take(timed)
+        self.event.record(stream)
+
+    def synchronize(self) -> None:
+        """Wait on the calling thread until the stream has come to it."""
+        self.event.synchronize()
+
+    def __del__(self):
+        if hasattr(self, "event") and len(free := self._events.free[self.timed]) < Events.MOST:
+            free.append(self.event)
+
+
+@lru_cache
+def lane_events(_device: torch.device) -> Events:
+    """Return the events of a device that all runs share."""
+    return Events()
+
+
+class Mark(NamedTuple):
+    """An event whose time on the host is known, in seconds on the clock of ``time.perf_counter``."""
+
+    event: torch.cuda.Event
+    host_s: float
+
+
 class CudaClock:
     """Places device events on the clock of ``time.perf_counter``.
 
-    A mark is an event whose time on the host is known: of many that are recorded and awaited, the one with the shortest
-    wait. One mark is taken before a run and one after it, and times between are mapped linearly, because the two clocks
-    drift apart.
+    Of many events that are recorded and awaited, the one with the shortest wait becomes a ``Mark``. Marks are taken
+    before a run, in it and after it, and times between two are mapped linearly, because the two clocks drift apart.
+    Marks are near each other because CUDA tells the time between two events as a float32 of milliseconds: 4 us apart at
+    a minute, 250 us at an hour.
     """
 
     TRIES = 20
+    BETWEEN_S = 30.0  #: from one mark to the next
 
     def __init__(self, device: torch.device):
         self._stream = torch.cuda.Stream(device)
-        self._first, self._first_s = self._mark()
-        self._rate: float | None = None
+        self._marks = [self._mark()]
+        self._device_s: list[float] | None = None  #: from the first mark to each of them
+        self._marking = threading.Lock()
 
-    def _mark(self) -> tuple[torch.cuda.Event, float]:
+    def keep_up(self) -> None:
+        """Take a mark if the last one is long ago; any thread of a run may call this."""
+        if time.perf_counter() - self._marks[-1].host_s > self.BETWEEN_S and self._marking.acquire(blocking=False):
+            try:
+                self._marks.append(self._mark())
+            finally:
+                self._marking.release()
+
+    def _mark(self) -> Mark:
         """Record events and wait for each; return the one with the shortest wait, and the middle of that wait."""
         marks = []
         for _ in range(self.TRIES):
@@ -43,31 +110,38 @@ class CudaClock:
             after = time.perf_counter()
             marks.append((after - before, event, (before + after) / 2))
         _, event, middle_s = min(marks, key=lambda mark: mark[0])
-        return event, middle_s
+        return Mark(event, middle_s)
 
     def seconds(self, event: torch.cuda.Event) -> float:
-        if self._rate is None:
-            last, last_s = self._mark()
-            device_s = self._first.elapsed_time(last) / 1e3
-            self._rate = (last_s - self._first_s) / device_s if device_s > 0.1 else 1.0
-        return self._first_s + self._first.elapsed_time(event) / 1e3 * self._rate
+        """Return when an event happened that was recorded in the run, which has ended."""
+        marks = self._marks
+        if self._device_s is None:
+            marks.append(self._mark())
+            steps = [before.event.elapsed_time(after.event) / 1e3 for before, after in pairwise(marks)]
+            self._device_s = [0.0, *accumulate(steps)]
+        roughly_s = marks[0].event.elapsed_time(event) / 1e3
+        place = min(max(bisect.bisect(self._device_s, roughly_s), 1), len(marks) - 1)
+        begin, end = marks[place - 1], marks[place]
+        device_s = self._device_s[place] - self._device_s[place - 1]
+        rate = (end.host_s - begin.host_s) / device_s if device_s > 0.1 else 1.0
+        return begin.host_s + begin.event.elapsed_time(event) / 1e3 * rate
 
 
 class CudaStream:
     """A CUDA stream as a lane uses it. Waiting on an event that was never recorded does nothing."""
 
-    def __init__(self, stream: torch.cuda.Stream, clock: CudaClock):
+    def __init__(self, stream: torch.cuda.Stream, clock: CudaClock, events: Events):
         self._stream = stream
         self._clock = clock
+        self._events = events
 
-    def wait(self, event: torch.cuda.Event) -> None:
-        self._stream.wait_event(event)
+    def wait(self, recorded: Recorded) -> None:
+        self._stream.wait_event(recorded.event)
 
-    def record(self, timed: bool = True) -> torch.cuda.Event:
-        # blocking: a host lane that waits for it sleeps, instead of spinning on a core that the planner needs
-        event = torch.cuda.Event(enable_timing=timed, blocking=True)
-        event.record(self._stream)
-        return event
+    def record(self, timed: bool = True) -> Recorded:
+        if timed:
+            self._clock.keep_up()
+        return Recorded(self._events, self._stream, timed)
 
     def enter(self) -> None:
         """Make the calling thread issue to this stream from now on; called once, by the lane's thread."""
@@ -81,9 +155,9 @@ class CudaStream:
         """Wait for all that was enqueued: at the end of a failed run, before its memory is freed."""
         self._stream.synchronize()
 
-    def seconds(self, event: torch.cuda.Event) -> float:
+    def seconds(self, recorded: Recorded) -> float:
         """Return when a recorded, finished event happened, on the clock of ``time.perf_counter``."""
-        return self._clock.seconds(event)
+        return self._clock.seconds(recorded.event)
 
 
 class CudaCopies:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -22,7 +22,7 @@ from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.clock import Clock, Lane, LaneThreads, StreamLane
-from flexhybrid.runtime.cuda import CudaClock, CudaCopies, CudaStream, lane_streams
+from flexhybrid.runtime.cuda import CudaClock, CudaCopies, CudaStream, lane_events, lane_streams
 from flexhybrid.runtime.executor import EngineParts, Executor
 from flexhybrid.runtime.kernels.sampling import NO_TOKEN
 from flexhybrid.runtime.links import CpuCopies
@@ -110,7 +110,6 @@ class Engine:
         self._own_threads = LaneThreads()
         self.lane_threads = self._own_threads if lane_threads is None else lane_threads
         self.disk = None
-        self._settings = ExitStack()
         try:
             self.buffers = Buffers(weights.shape, policy, sizes, weights.dtype, self.device)
             self.disk = self.buffers.disk = disk.space(self.buffers.disk_bytes)
@@ -118,16 +117,11 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        if on_cuda:
-            self._settings.enter_context(NO_CUDNN_ATTENTION.held())
-            if weights.dtype == torch.float32:
-                self._settings.enter_context(NO_TF32.held())
         self.copies = CudaCopies() if on_cuda else CpuCopies(link_gb_per_s)
 
     def close(self) -> None:
-        """Free the cache's disk space, end the threads of lanes and host, and restore the settings of the process."""
+        """Free the cache's disk space, and end the threads of lanes and host."""
         self.closed = True
-        self._settings.close()
         self.host_workers.shutdown()
         self.compute_workers.shutdown()
         self._own_threads.end()
@@ -176,9 +170,10 @@ class Engine:
         """
         perform, threads = executor.perform, self.lane_threads
         if self.device.type == "cuda":
-            clock, streams = CudaClock(self.device), lane_streams(self.device).items()
+            clock, events = CudaClock(self.device), lane_events(self.device)
             lanes: list[Lane] = [
-                StreamLane(name, perform, CudaStream(stream, clock), threads[name]) for name, stream in streams
+                StreamLane(name, perform, CudaStream(stream, clock, events), threads[name])
+                for name, stream in lane_streams(self.device).items()
             ]
         else:
             all_threads = partial(_compute_with, self.num_threads)
@@ -187,6 +182,16 @@ class Engine:
         host = Lane("host_compute", perform, partial(_compute_with, self.host_threads), threads["host_compute"])
         disk = [Lane(name, perform, None, threads[name]) for name in ("disk_read", "disk_write")]
         return [*lanes, host, *disk]
+
+    @contextmanager
+    def process_settings(self) -> Iterator[None]:
+        """Hold the settings of the process that a run on this device needs."""
+        with ExitStack() as held:
+            if self.device.type == "cuda":
+                held.enter_context(NO_CUDNN_ATTENTION.held())
+                if self.weights.dtype == torch.float32:
+                    held.enter_context(NO_TF32.held())
+            yield
 
     def run(
         self, executor: Executor, control: RunControl = RunControl(), tasks: Iterable[Task] | None = None
@@ -208,7 +213,8 @@ class Engine:
             # Buffers and index tensors were made on the default stream; lanes read them from others.
             torch.cuda.current_stream(self.device).synchronize()
         try:
-            trace = clock.run(tasks, on_submit=collector.submitted, keep_trace=control.keep_trace)
+            with self.process_settings():
+                trace = clock.run(tasks, on_submit=collector.submitted, keep_trace=control.keep_trace)
             collector.collect()
         except BaseException:
             self.close()

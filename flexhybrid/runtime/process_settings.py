@@ -1,4 +1,4 @@
-"""Settings of the whole process that a run needs, held for as long as any engine uses them."""
+"""Settings of the whole process that a run needs, held while any run lasts."""
 
 import sys
 import threading
@@ -45,5 +45,21 @@ SHORT_SWITCH_INTERVAL = HeldSetting(sys.getswitchinterval, sys.setswitchinterval
 #: cuDNN's attention builds a graph for every new context length, on the host, in the middle of a decode.
 NO_CUDNN_ATTENTION = HeldSetting(torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False)
 
+
+def _product_precision() -> tuple[str | None, str]:
+    """Return how float32 products round, by torch's first API and by its second one. The first one refuses to answer
+    (None) where the second has been used."""
+    try:
+        first = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        first = None
+    return first, str(torch.backends.cuda.matmul.fp32_precision)
+
+
+def _set_product_precision(precision: tuple[str | None, str]) -> None:
+    torch.set_float32_matmul_precision(precision[0] or "highest")  # sets the second one as well
+    torch.backends.cuda.matmul.fp32_precision = precision[1]
+
+
 #: Exact tokens in float32: the environment of an image may have asked for products with ten bits.
-NO_TF32 = HeldSetting(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest")
+NO_TF32 = HeldSetting(_product_precision, _set_product_precision, ("highest", "ieee"))

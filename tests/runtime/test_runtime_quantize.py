@@ -271,14 +271,3 @@ def test_strided_pools_and_pieces_of_any_size(bits, work, monkeypatch):
 def test_no_rows_is_no_work():
     packed = quantize(torch.zeros(0, 3, 64), 4)
     assert packed.shape == (0, 3, 36) and dequantize(packed, 4, torch.bfloat16).shape == (0, 3, 64)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("bits", BITS)
-def test_the_device_gives_the_bytes_of_the_cpu(bits):
-    rows = torch.randn(70, 2048, generator=torch.Generator().manual_seed(3)) * 2 + 0.3
-    for dtype in DTYPES:
-        source = rows.to(dtype)
-        packed = quantize(source, bits)
-        assert torch.equal(quantize(source.cuda(), bits).cpu(), packed)
-        assert torch.equal(dequantize(packed.cuda(), bits, dtype).cpu(), dequantize(packed, bits, dtype))

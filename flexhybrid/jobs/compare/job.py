@@ -293,12 +293,25 @@ def _measure(
 
     with Bench(make_weights, problem, prompts, setting.options.gen_len, paced) as bench:
         if device.type == "cuda" or not within:
-            return bench.measure_in_turn(policies, rounds, judged, advance)
+            return bench.measure_in_turn(policies, rounds, judged, advance, _keeping_rows(setting.options.out))
         runs = []
         for policy in policies:
             advance(f"prefill {policy.name}")
             runs.append(PolicyRun(bench, policy))
         return bench.measure(runs, rounds, judged, advance)
+
+
+def _keeping_rows(out: Path) -> Callable[[MeasuredPolicy], None]:
+    """Return a function that writes the speed of the policies that it was given to ``speed.csv``, for a comparison that
+    is ended before the whole table is there."""
+    rows: list[dict] = []
+
+    def keep(m: MeasuredPolicy) -> None:
+        figures = {"measured_tokens_per_s": m.median_tokens_per_s, "measured_rounds": m.decode_tokens_per_s}
+        rows.append({"policy": m.policy.name, "act_share": m.policy.share("act")} | figures)
+        _save_table(out, "speed", rows)
+
+    return keep
 
 
 def _row(m: MeasuredPolicy, virtual: list[TraceEvent], setting: ComparisonSetting, reference: MeasuredPolicy) -> dict:

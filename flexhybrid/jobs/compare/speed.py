@@ -209,9 +209,11 @@ class Bench:
         rounds: int,
         with_ideal: Callable[[Policy], bool],
         on_progress: Callable[[str], None],
+        on_measured: Callable[[MeasuredPolicy], None] = lambda measured: None,
     ) -> list[MeasuredPolicy]:
         """Decode one policy after another, for pools too large to keep one for every policy: a single set of weights is
-        held at a time, and policies of one group share a set of buffers. Results are in the order of ``policies``."""
+        held at a time, and policies of one group share a set of buffers. Results are in the order of ``policies``;
+        ``on_measured`` takes each as soon as it is there."""
         measured: dict[str, MeasuredPolicy] = {}
         for group in _grouped(policies):
             self.close()  # the old buffers go before the new ones come
@@ -221,6 +223,7 @@ class Bench:
                 (measured[policy.name],) = self.measure(
                     [PolicyRun(self, policy, engine)], rounds, with_ideal, on_progress
                 )
+                on_measured(measured[policy.name])
             engine = None
         return [measured[policy.name] for policy in policies]
 
