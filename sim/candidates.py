@@ -17,12 +17,21 @@ from functools import cached_property
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, Dealing, ceil_blocks, deal_blocks, lengths_between
-from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
+from flexhybrid.core.context.blocks import (
+    BLOCK_TOKENS,
+    Dealing,
+    ceil_blocks,
+    deal_blocks,
+    lengths_between,
+    most_dealt,
+    window_blocks,
+)
+from flexhybrid.core.context.cache_entries import TIERS, Pool, representation_of, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, takes_prompts_whole
 from flexhybrid.core.context.selection import (
     ALMOST_ALL,
     kept_tokens,
+    layers_by_window,
     limits_cache,
     num_keeping,
     pool_blocks,
@@ -43,6 +52,9 @@ from sim.tiny_run import most_mini_batches
 SAMPLES = 4
 GROWTH = 0.25  #: of the context within a stretch of the decode (its logarithm); what binds may change as it grows
 MOST_STRETCHES = 5
+
+#: Latest contexts of a request in layers with a window, of which the one that needs the most memory is sought.
+LAST_LENGTHS = 4 * BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -113,6 +125,11 @@ class CandidateDealing(Dealing):
         if len(self.names) == 1:
             return np.asarray(num_blocks)[None]
         return np.stack(deal_blocks(self.names, self._shares, num_blocks))
+
+    def in_window(self, window: int) -> np.ndarray:
+        size = np.shape(self._shares[0])
+        of_entries = most_dealt(self.names, self._shares, window_blocks(window))
+        return np.stack([np.broadcast_to(blocks, size) for blocks in of_entries])
 
 
 @dataclass(frozen=True)
@@ -309,15 +326,22 @@ class CandidateSteps:
         """Tokens of a request that the prefill stores in each entry: [entry, candidates]."""
         return self.dealing.tokens(self._kept_of(self.prompt))
 
+    def _stored_at_once(self, num_tokens, window: int | None) -> np.ndarray:
+        """Tokens of each entry that a prompt's first ``num_tokens`` store in layers of a window, computed together."""
+        window = self._windowed(window)
+        if window is None:
+            return self.dealing.tokens(self._kept_of(num_tokens))
+        return self.dealing.stored(num_tokens) - self.dealing.stored(self.dealing.first_stored(num_tokens, window))
+
     def prefill(self, batch, window: int | None = None) -> StepCounts:
         """The prefill of ``batch`` requests: ``full_size`` or ``last_size``; in layers of a window."""
-        stored = self._by_copy(batch * self.prompt_tokens)
+        stored = self._by_copy(batch * self._stored_at_once(self.prompt, window))
         return StepCounts(True, batch, self.prompt, 0.0, {}, {}, stored, window=self._windowed(window))
 
     def first_chunk(self, window: int | None = None) -> StepCounts:
         """The first chunk of a long prompt."""
         tokens = np.minimum(self.chunk_size, self.prompt)
-        stored = self._by_copy(self.dealing.tokens(tokens))
+        stored = self._by_copy(self._stored_at_once(tokens, window))
         return StepCounts(True, 1.0, tokens, 0.0, {}, {}, stored, window=self._windowed(window))
 
     def _windowed(self, window: int | None) -> int | None:
@@ -329,10 +353,10 @@ class CandidateSteps:
         later = np.maximum(self.num_chunks - 1, 1)
         last = later * self.chunk_size
         stretch = DecodeStretch(np.minimum(self.chunk_size, last), last, later)
-        mean = self.decode(stretch, window, chunk=True)(1.0)
+        mean = self.decode(stretch, window)(1.0)
         since, until = self.dealing.tokens(np.minimum(self.chunk_size, self.prompt)), self.prompt_tokens
         width = np.where(self.num_chunks > 1, (self.prompt - self.chunk_size) / later, 1.0)
-        stored = self._by_copy(np.maximum(until - since, 0.0) / later)
+        stored = self._by_copy(np.minimum(np.maximum(until - since, 0.0) / later, self._stored_at_once(last, window)))
         return replace(mean, in_place=None, width=width, stored=stored, chunk=True)
 
     def stretches(self) -> list[DecodeStretch]:
@@ -355,26 +379,18 @@ class CandidateSteps:
             first = after
         return [*stretches, DecodeStretch(end, end, np.where(self.generated > 1, 1.0, 0.0))]
 
-    def decode(
-        self, stretch: DecodeStretch, window: int | None = None, chunk: bool = False
-    ) -> Callable[[np.ndarray | float], StepCounts]:
-        """The mean step over the iterations of a stretch, in layers of a window, as a function of its requests;
-        ``chunk``: of pieces of prompts."""
+    def decode(self, stretch: DecodeStretch, window: int | None = None) -> Callable[[np.ndarray | float], StepCounts]:
+        """The mean step over the iterations of a stretch, in layers of a window, as a function of its requests."""
         at, weight = self._samples(stretch)
         window = self._windowed(window)
-        is_narrow = window is not None and not self.policy.static_cache
-        is_narrow = is_narrow and (chunk or self.policy.attention != "host")
-        begin = passed = None  # blocks of each entry that were dropped, and that lie before the window
-        if is_narrow:
-            passed = self._by_entry(self.dealing.dealt(np.floor(np.maximum(at + 1 - window, 0) / BLOCK_TOKENS)))
-            begin = self._by_entry(self.dealing.dropped_blocks(at)) if self.dealing.keeps_ids else None
 
         def mean(samples):
             return (samples * weight).sum(axis=0)
 
-        context, held = mean(at), self._by_entry(self.dealing.held(at))
-        tokens = self._by_entry(self.dealing.tokens(at)) if self.lines else {}
+        held, reserved = self._by_entry(self.dealing.held(at, window)), self._reserved_in(window)
+        tokens = self._by_entry(self.dealing.tokens(at, window)) if self.lines or window is not None else {}
         recomputed = mean(self.dealing.tok_blocks(at)) * BLOCK_TOKENS if self.dealing.keeps_ids else 0.0
+        context = mean(at) - recomputed if window is None else mean(sum(tokens.values()))  # cached, that is read
         new_tokens = None  # of one iteration
         if stretch.entry is None:
             new_tokens = self._new_tokens(stretch.first, stretch.final + 1) / (stretch.final + 1 - stretch.first)
@@ -383,9 +399,9 @@ class CandidateSteps:
         in_place = attends_in_place(self.problem, self.policy)
 
         def step_of(batch) -> StepCounts:
-            blocks, copies, unseen = {}, {}, 0.0
+            blocks, copies = {}, {}
             for entry in self.dealing.names:
-                leading, first = 0.0, begin[entry] if begin else 0.0
+                leading = 0.0
                 if entry in self.lines:
                     point = split_point(self.lines[entry], batch, tokens[entry], self.num_mini_batches)
                     leading = point / BLOCK_TOKENS
@@ -393,13 +409,9 @@ class CandidateSteps:
                     count = held[entry]
                     if entry in self.lines:
                         count = leading if copy.representation == "act" else count - leading
-                    if passed:
-                        cut = np.clip(passed[entry] - first, 0.0, count)
-                        count, unseen = count - cut, unseen + mean(cut)
-                        first = first + leading
                     copies[copy] = batch * mean(count > 0)
                     if self.policy.static_cache:  # every reserved block is loaded, and recomputed
-                        count = self.reserved[entry] * (count > 0)
+                        count = reserved[entry] * (count > 0)
                     blocks[copy] = batch * mean(count)
             if new_tokens is None:
                 stored = {copy: batch + 0.0 * context for copy in stored_copies(stretch.entry)}
@@ -409,13 +421,13 @@ class CandidateSteps:
                 prefill=False,
                 batch=batch,
                 width=1.0,
-                context=context - recomputed - unseen * BLOCK_TOKENS,
+                context=context,
                 blocks=blocks,
                 copies=copies,
                 stored=stored,
                 recomputed=recomputed,
                 selected=selected,
-                in_place=batch * (context - unseen * BLOCK_TOKENS + 1) if in_place else None,
+                in_place=batch * (context + 1) if in_place else None,
                 window=window,
             )
 
@@ -459,6 +471,18 @@ class CandidateSteps:
         return self._by_entry(self.dealing.most_blocks(first, last))
 
     @cached_property
+    def windows(self) -> tuple[int | None, ...]:
+        """Kinds of layers by the window that they keep; the last one keeps the most."""
+        return tuple(layers_by_window(self.problem.shape, self.policy.selection))
+
+    def _reserved_in(self, window: int | None) -> dict[str, np.ndarray]:
+        """Blocks of each entry that a request reserves in a layer with this window."""
+        if window is None:
+            return self.reserved
+        at_most = self._by_entry(self.dealing.in_window(window))
+        return {entry: np.minimum(count, at_most[entry]) for entry, count in self.reserved.items()}
+
+    @cached_property
     def peak_bytes(self) -> dict[str, np.ndarray]:
         """Tier -> bytes, [candidates]."""
         memory = self.memory()
@@ -472,7 +496,11 @@ class CandidateSteps:
             sizes = sizes.merge(self.whole._mini_batch_sizes())
         sizes = replace(
             sizes,
-            pool_blocks={entry: self.batch * count for entry, count in self.reserved.items()},
+            pool_blocks={
+                Pool(entry, window).name: self.batch * count
+                for window in self.windows
+                for entry, count in self._reserved_in(window).items()
+            },
             whole_blocks={e: self.batch * count for e, count in self.whole.reserved.items()} if self.whole else {},
             hidden_rows=self.batch * sizes.step_rows / self.size * self.num_chunks,
             index_rows={r: self.batch * rows / self.size for r, rows in sizes.selected_rows.items()},
@@ -489,23 +517,34 @@ class CandidateSteps:
     def _mini_batch_sizes(self) -> BufferSizes:
         """``mini_batch_sizes`` of the largest mini-batch."""
         cached = self.prompt + self.generated - 1
-        reads, prompt = self._reads(), np.minimum(self.prompt, self._most_new_tokens)
+        prompt, widest = np.minimum(self.prompt, self._most_new_tokens), self.windows[-1]
+        prompt_tokens = self.prompt_tokens
+        if widest is not None:  # what no later token sees is not stored
+            prompt_tokens = prompt_tokens - np.maximum(
+                self.dealing.stored(self.dealing.first_stored(self.prompt, widest))
+                - self.dealing.dropped_blocks(self.prompt) * BLOCK_TOKENS,
+                0,
+            )
         since, until = self._ever_stored(self.prompt), self._ever_stored(cached)
 
-        def sizes_of(size) -> BufferSizes:
+        def sizes_of(size, reads: Reads) -> BufferSizes:
             """A mini-batch of ``size`` requests."""
             splits = {
                 entry: split_blocks(lines, size, reads.tokens[entry], self.num_mini_batches)
                 for entry, lines in self.lines.items()
             }
             fresh = self._by_entry(size * (until > since))
-            staged = self._by_entry(size * np.minimum(self.prompt_tokens, self._most_new_tokens))
+            staged = self._by_entry(size * np.minimum(prompt_tokens, self._most_new_tokens))
             of_size = replace(reads, running=size * reads.running, splits=splits)
             return group_sizes(self.policy, size, prompt, of_size, fresh, staged)
 
-        sizes = sizes_of(self.size)
-        if self.lines:  # fewer requests may split elsewhere
-            sizes = sizes.merge(sizes_of(self.last_size))
+        reads = self._reads(widest)
+        sizes = sizes_of(self.size, reads)
+        if self.lines:  # fewer requests, or a shorter context, may split elsewhere
+            sizes = sizes.merge(sizes_of(self.last_size, reads))
+            for window in self.windows[:-1]:
+                of_window = self._reads(window)
+                sizes = sizes.merge(sizes_of(self.size, of_window)).merge(sizes_of(self.last_size, of_window))
         return sizes
 
     @property
@@ -513,22 +552,28 @@ class CandidateSteps:
         """New tokens of a request in one step, at most."""
         return np.where(self.num_chunks > 1, self.chunk_size, np.inf)
 
-    def _reads(self) -> Reads:
-        """The steps of one request that may need the most memory: its decode, and the last chunks of a long prompt."""
+    def _reads(self, window: int | None) -> Reads:
+        """The steps of one request that may need the most memory in a layer with this window: its decode, and the last
+        chunks of a long prompt."""
         decodes = self.generated > 1
         last = self._kept_of(np.where(decodes, self.prompt + self.generated - 2, 0))
         stairs = self.dealing.keeps_ids or self.lines
         read = lengths_between(self.prompt, last) if stairs else last[None]  # [steps, candidates]
+        if window is not None and np.any(last >= window):  # what is behind it leaves block by block
+            latest = np.maximum(last - np.arange(LAST_LENGTHS)[:, None], np.minimum(self.prompt, last))
+            read = np.concatenate([read, latest])
         running, new = np.where(decodes, 1.0, 0.0) + 0.0 * read, np.ones_like(read)
         if np.any(self.num_chunks > 1):  # what the last two chunks read: the last may be a small one
             before = np.maximum(self.num_chunks - np.array([[1.0], [2.0]]), 0.0) * self.chunk_size
             read, running = np.concatenate([read, before]), np.concatenate([running, before > 0])
             new = np.concatenate([new, np.minimum(self.prompt - before, self.chunk_size)])
-        held, tokens = self._by_entry(self.dealing.held(read)), self._by_entry(self.dealing.tokens(read))
+        held = self._by_entry(self.dealing.held(read, window))
+        tokens = self._by_entry(self.dealing.tokens(read, window))
         if self.policy.static_cache:
-            held = {entry: self.reserved[entry][None] for entry in held}
+            held = {entry: count[None] for entry, count in self._reserved_in(window).items()}
         recomputed = self.dealing.tok_blocks(read) * BLOCK_TOKENS if self.dealing.keeps_ids else 0.0 * read
-        return Reads(running, held, tokens, read - recomputed, recomputed, splits={}, new=new)
+        context = read - recomputed if window is None else sum(tokens.values())
+        return Reads(running, held, tokens, context, recomputed, splits={}, new=new)
 
 
 def candidate_steps(problem: Problem, candidates: Candidates) -> tuple[CandidateSteps, tuple[int, ...]]:

@@ -348,31 +348,32 @@ class _Price:
         problem = replace(wave.problem, shape=shape)
         depth = all_stints.shared_tokens[chosen] // BLOCK_TOKENS
         groups = [group for group in groups if len(group)]
-        members = admit(problem, wave.policy, lengths, mini_batches=groups, shared=depth if depth.any() else None)
+        shared, room = (
+            (depth, dict.fromkeys(wave.entries.names, int(depth.max()) * len(depth))) if depth.any() else (None, {})
+        )
+        members = admit(problem, wave.policy, lengths, mini_batches=groups, shared=shared, room=room)
         joined = all_stints.joined[chosen]
         members = replace(members, joined=joined, whole=members.whole and replace(members.whole, joined=joined))
         if depth.any():
-            members = replace(members, sharing=self._shared(members, chosen, start))
+            members = replace(members, sharing=self._shared(members, room, chosen, start))
 
         def known(iteration: int) -> Collection[int]:
             return set(np.flatnonzero(left <= iteration + 2).tolist())
 
         return members, known
 
-    def _shared(self, members: Wave, chosen: np.ndarray, start: int) -> SharedBlocks:
+    def _shared(self, members: Wave, room: dict[str, int], chosen: np.ndarray, start: int) -> SharedBlocks:
         """Return the shared blocks of the chosen stints, with those that are computed from iteration ``start`` on."""
-        prefixes, entries, counted = self.workload.prefixes, members.entries, self.stints.select(chosen)
+        prefixes, counted = self.workload.prefixes, self.stints.select(chosen)
         if prefixes is None:
             raise ValueError("requests share blocks, and nobody knows which")
         paths = [
             prefixes.blocks(int(prefixes.of_request[request]))[: tokens // BLOCK_TOKENS].tolist()
             for request, tokens in zip(counted.request.tolist(), counted.shared_tokens.tolist(), strict=True)
         ]
-        at_most = max(map(len, paths)) * len(paths)
         piece = chunk_tokens(members.policy.max_mini_batch_tokens) // BLOCK_TOKENS
-        room = dict.fromkeys(entries.names, at_most)
         tree, exact = PromptTree(lambda _: None), stores_exactly(members.policy)
-        sharing = SharedBlocks(tree, entries, room, members.pool_blocks, len(paths), piece, exact)
+        sharing = SharedBlocks(tree, members.entries, room, len(paths), piece, exact)
         for place, path in enumerate(paths):
             sharing.attach(place, path)
         sharing.take_builds(range(len(paths)))

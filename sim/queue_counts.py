@@ -130,7 +130,7 @@ class _Queue:
         self.changes: list[tuple[int, int]] = []  # (iteration, mini-batch) in which somebody leaves or steps back
         self.rows: list[tuple] = []  # of the stints
         self.not_before: dict[int, int] = {}  # request that has stepped back -> first iteration of its return
-        self.pools = np.array([[part.pools[entry].num_blocks for entry in self.entries.names] for part in wave.blocks])
+        self.pools = np.array([[part.pools[pool.name].num_blocks for pool in wave.pools] for part in wave.blocks])
         groups = [wave.workload.select(group) for group in wave.mini_batches]
         alone = int(ceil_blocks(workload.cached_tokens).max())
         self.reserved = self.entries.most_blocks(self.prompts, workload.cached_tokens)  # where blocks do not grow
@@ -249,7 +249,7 @@ class _Queue:
         """Return whether the pools of a mini-batch hold what its members need in an iteration."""
         requests, joined = np.array([member[:2] for member in self.running[k]]).T
         held = self.entries.held(self.prompts[requests] + iteration - joined) - self._dealt(requests)
-        return bool((held.sum(axis=0) <= self.pools[k]).all())
+        return bool((self.wave.by_pool(held).sum(axis=0) <= self.pools[k]).all())
 
     def _dealt(self, requests) -> np.ndarray | int:
         """Return the blocks of each entry that requests share: [requests, entry]."""
@@ -282,7 +282,7 @@ class _Queue:
             at = ready.pop(0)
             request = first[at]
             places.append(self._attach(k, request))
-            needed = expected[at] - self._dealt(request)
+            needed = self.wave.by_pool(expected[at] - self._dealt(request))
             if joining and not self._prefills([*joining, request], places):
                 self._detach(k, request, places.pop())
                 heapq.heappush(self.changes, (iteration + 1, k))  # it may join in the next iteration
@@ -323,9 +323,9 @@ class _Queue:
         return [places[i] for i in shorter(prompts, cached, not failures)]
 
     def _expected(self, group: list[_Member], iteration: int) -> np.ndarray:
-        """Return the blocks of each entry that a mini-batch is expected to hold."""
+        """Return the blocks of each pool that a mini-batch is expected to hold."""
         requests, joined = np.array([member[:2] for member in group]).T
-        return self._expected_of(requests, iteration - joined).sum(axis=0)
+        return self.wave.by_pool(self._expected_of(requests, iteration - joined)).sum(axis=0)
 
     def _expected_of(self, requests, ages: np.ndarray) -> np.ndarray:
         """Return the blocks that requests are reserved, or where they take them as needed those that they hold half-way

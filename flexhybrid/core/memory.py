@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.context.cache_entries import stored_copies
+from flexhybrid.core.context.cache_entries import Pool, stored_copies
 from flexhybrid.core.context.selection import (
+    layers_by_window,
     limits_cache,
     num_choosing,
     num_keeping,
@@ -98,13 +99,13 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     plain_kv = sizes.plain_kv_blocks * BLOCK_TOKENS * native_kv
     turned = shape.rotary or shape.modules
     rotation = 2 * shape.head_dim * p if turned else 0  # a cosine and a sine for each element of a head
-    act = any("act@" in entry for entry in sizes.pool_blocks)
+    act = any("act@" in entry for entry in sizes.staged_rows)
     # Set aside whatever the bits, so that a program over bits can add up; a small model's pieces are small. Triton's
     # kernels need none of it, but whether they run on a GPU is known there alone.
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
     on_host = policy.attention == "host"
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
-    pools, staged = _pool_parts(layers, num_keeping(policy.selection, layers), sizes, row)
+    pools, staged = _pool_parts(problem, policy, sizes, row)
     chosen = _selection_parts(problem, policy, sizes, weights.first_resident, row)
     on_device = {
         "resident weights": weights.resident,
@@ -147,16 +148,18 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
 
 
 def _pool_parts(
-    layers: int, whole: int, sizes: BufferSizes, row: dict[str, float]
+    problem: Problem, policy: Policy, sizes: BufferSizes, row: dict[str, float]
 ) -> tuple[dict[str, dict], dict[str, float]]:
     """The pools of each tier, and the bytes of new rows on their way to pools of the device and to others."""
     tiers: dict[str, dict] = {"device": {}, "host": {}, "disk": {}}
     staged: dict[str, float] = {"device": 0, "host": 0}
-    for entry, blocks in sizes.pool_blocks.items():
+    of_windows = layers_by_window(problem.shape, policy.selection)
+    whole = num_keeping(policy.selection, problem.shape.num_layers) if sizes.whole_blocks else 0
+    for entry in sizes.staged_rows:
+        in_all = whole * sizes.whole_blocks.get(entry, 0)
+        for window, layers in of_windows.items():
+            in_all = in_all + (layers - whole) * sizes.pool_blocks[Pool(entry, window).name]
         for part in stored_copies(entry):
-            in_all = layers * blocks
-            if sizes.whole_blocks:
-                in_all = (layers - whole) * blocks + whole * sizes.whole_blocks[entry]
             size = in_all * BLOCK_TOKENS * row[part.representation]
             name = f"{part.representation} pool"
             tiers[part.tier][name] = tiers[part.tier].get(name, 0) + size

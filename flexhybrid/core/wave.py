@@ -7,18 +7,25 @@ which order all of it is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockManager
-from flexhybrid.core.context.cache_entries import representation_of
+from flexhybrid.core.context.cache_entries import Pool, representation_of
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks, pack
 from flexhybrid.core.context.prefixes import SharedBlocks
-from flexhybrid.core.context.selection import kept_tokens, limits_cache, num_keeping, with_pool_share
+from flexhybrid.core.context.selection import (
+    kept_tokens,
+    layers_by_window,
+    limits_cache,
+    num_keeping,
+    with_pool_share,
+)
 from flexhybrid.core.context.split import SplitLines, split_lines
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import PlacedLayer, placed_layers
@@ -88,8 +95,9 @@ class Wave:
     workload: Workload  #: of the request in each place
     entries: BlockEntries
     mini_batches: tuple[np.ndarray, ...]  #: places
-    tables: dict[str, np.ndarray]  #: entry -> [places, most], the physical blocks that a request holds, in order
-    num_blocks: dict[str, np.ndarray]  #: entry -> [places], how many these are
+    windows: tuple[int | None, ...]  #: kinds of layers (``layers_by_window``); each has pools of its own
+    tables: dict[str, np.ndarray]  #: pool -> [places, most], the physical blocks that a request holds, in order
+    num_blocks: dict[str, np.ndarray]  #: pool -> [places], how many these are
     joined: np.ndarray  #: [places], the iteration that computes the prompt
     request: np.ndarray  #: [places], index of the request in the queue
     blocks: tuple[BlockManager, ...]  #: of each mini-batch; they own the blocks of the pools
@@ -117,11 +125,26 @@ class Wave:
     def shape(self) -> ModelShape:
         return self.problem.shape
 
+    @cached_property
+    def pools(self) -> tuple[Pool, ...]:
+        """The pools that requests have blocks of, kind of layers by kind; counts [..., pool] are in this order."""
+        return tuple(Pool(entry, window) for window in self.windows for entry in self.entries.names)
+
     @property
     def pool_blocks(self) -> dict[str, int]:
-        """Cache entry -> blocks of its pool."""
-        parts = self.blocks if self.sharing is None else (*self.blocks, self.sharing.blocks)
-        return {entry: sum(part.pools[entry].num_blocks for part in parts) for entry in self.entries.names}
+        """Pool -> its blocks, in each of its layers. What requests share comes first, alike in all kinds of layers."""
+        sizes = {pool.name: sum(part.pools[pool.name].num_blocks for part in self.blocks) for pool in self.pools}
+        for pool in self.pools if self.sharing else ():
+            sizes[pool.name] += self.shared.blocks.pools[pool.entry].num_blocks
+        return sizes
+
+    def window_of(self, layer: int) -> int | None:
+        """The window that a layer keeps; None: it keeps all tokens."""
+        return self.shape.attention_of(layer).window if self.windows != (None,) else None
+
+    def by_pool(self, counts: np.ndarray) -> np.ndarray:
+        """Blocks of each pool, [..., pool], of requests that hold ``counts`` [..., entry] where layers keep all."""
+        return by_pool(self.entries, self.windows, counts)
 
     @property
     def shared(self) -> SharedBlocks:
@@ -140,9 +163,9 @@ class Wave:
         return np.zeros(np.shape(places), np.int64) if computed else self.shared.depth[places] * BLOCK_TOKENS
 
     def own_blocks(self, places, tokens) -> np.ndarray:
-        """Blocks of each entry that the requests in these places hold of their own with so many tokens."""
+        """Blocks of each pool that the requests in these places hold of their own with so many tokens."""
         held = self.entries.held(tokens)
-        return held if self.sharing is None else held - self.entries.dealt(self.sharing.depth[places])
+        return self.by_pool(held if self.sharing is None else held - self.entries.dealt(self.sharing.depth[places]))
 
     @cached_property
     def stored(self) -> ElementBytes:
@@ -152,6 +175,12 @@ class Wave:
     def placed_of(self, layer: int) -> PlacedLayer:
         """Return where the weights of a layer lie."""
         return self.placed[self.shape.weights_kind(layer)]
+
+
+def by_pool(entries: BlockEntries, windows: tuple[int | None, ...], counts: np.ndarray) -> np.ndarray:
+    """``Wave.by_pool``."""
+    of_kinds = [counts if w is None else np.minimum(counts, entries.in_window(w)) for w in windows]
+    return of_kinds[0] if len(windows) == 1 else np.concatenate(of_kinds, axis=-1)
 
 
 def stored_layers(problem: Problem, policy: Policy) -> tuple[PlacedLayer, ...]:
@@ -195,14 +224,15 @@ def admit(
     alone: Workload | None = None,
     mini_batches: Sequence[np.ndarray] | None = None,
     shared: np.ndarray | None = None,
+    room: Mapping[str, int] = MappingProxyType({}),
 ) -> Wave:
     """Pack requests and take their blocks, those of a mini-batch side by side in pools of exactly the size that they
     need.
 
-    ``mini_batches`` stand for the packing. ``alone``: each mini-batch's part of
-    a pool holds any of these requests by itself at least. ``shared``: of each request, its first blocks
-    that lie elsewhere (``Wave.sharing``). The hardware record decides the split points of both(…)
-    entries. Raises InputError when a policy cannot be planned.
+    ``mini_batches`` stand for the packing. ``alone``: each mini-batch's part of a pool holds any of these requests by
+    itself at least. ``shared``: of each request, its first blocks that lie elsewhere (``Wave.sharing``): at the
+    beginning of each pool, where ``room`` [entry] is left for them. The hardware record decides the split points of
+    both(…) entries. Raises InputError when a policy cannot be planned.
     """
     check_planned(policy, problem.shape)
     cached = workload.cached_tokens
@@ -226,12 +256,14 @@ def admit(
         last = alone.cached_tokens
         most = kept_tokens(policy.selection, alone.prompt_tokens, last, last)
         least = entries.most_blocks(np.minimum(alone.prompt_tokens, first.min()), most).max(axis=0)
+    windows = tuple(layers_by_window(problem.shape, policy.selection))
     wave = Wave(
         problem=problem,
         policy=policy,
         workload=workload,
         entries=entries,
         mini_batches=tuple(mini_batches),
+        windows=windows,
         tables={},
         num_blocks={},
         joined=np.zeros(workload.num_requests, dtype=np.int64),
@@ -240,7 +272,7 @@ def admit(
         placed=stored_layers(problem, policy),
         split=split,
     )
-    wave = _with_blocks(wave, counts, least)
+    wave = _with_blocks(wave, wave.by_pool(counts), None if least is None else wave.by_pool(least), room)
     if not num_keeping(policy.selection, problem.shape.num_layers):
         return wave
     # A prompt is taken whole in all layers, also that of a request that joins later.
@@ -250,18 +282,21 @@ def admit(
     return replace(wave, whole=whole)
 
 
-def _with_blocks(wave: Wave, counts: np.ndarray, least: np.ndarray | None) -> Wave:
-    """Return the wave with ``counts`` [requests, entry] blocks of its own in pools that hold just these, but ``least``
-    [entry] in each mini-batch."""
-    names, blocks, taken = wave.entries.names, [], dict.fromkeys(wave.entries.names, 0)
+def _with_blocks(
+    wave: Wave, counts: np.ndarray, least: np.ndarray | None, room: Mapping[str, int] = MappingProxyType({})
+) -> Wave:
+    """Return the wave with ``counts`` [requests, pool] blocks of its own in pools that hold just these, but ``least``
+    [pool] in each mini-batch, behind ``room`` [entry]."""
+    names, blocks = tuple(pool.name for pool in wave.pools), []
+    taken = {pool.name: room.get(pool.entry, 0) for pool in wave.pools}
     for group in wave.mini_batches:
         of_group = counts[group].sum(axis=0)
         sizes = dict(zip(names, (of_group if least is None else np.maximum(of_group, least)).tolist(), strict=True))
         blocks.append(BlockManager(sizes, taken))
-        taken = {entry: taken[entry] + size for entry, size in sizes.items()}
+        taken = {name: taken[name] + size for name, size in sizes.items()}
     most = counts.max(axis=0) if least is None else np.maximum(counts.max(axis=0), least)
-    tables = {entry: np.zeros((len(counts), max(1, int(most[i]))), np.int64) for i, entry in enumerate(names)}
-    num_blocks = {entry: np.zeros(len(counts), np.int64) for entry in names}
+    tables = {name: np.zeros((len(counts), max(1, int(most[i]))), np.int64) for i, name in enumerate(names)}
+    num_blocks = {name: np.zeros(len(counts), np.int64) for name in names}
     wave = replace(wave, blocks=tuple(blocks), tables=tables, num_blocks=num_blocks)
     for k, group in enumerate(wave.mini_batches):
         for place in group.tolist():
@@ -270,17 +305,17 @@ def _with_blocks(wave: Wave, counts: np.ndarray, least: np.ndarray | None) -> Wa
 
 
 def give_blocks(wave: Wave, k: int, place: int, counts: Sequence[int] | np.ndarray) -> None:
-    """Let the request in a place of mini-batch ``k`` hold ``counts`` [entry] blocks, no fewer than it holds. Raise
+    """Let the request in a place of mini-batch ``k`` hold ``counts`` [pool] blocks, no fewer than it holds. Raise
     InputError, and give nothing, when fewer are free."""
-    have = {entry: int(wave.num_blocks[entry][place]) for entry in wave.entries.names}
-    more = {entry: int(count) - have[entry] for entry, count in zip(wave.entries.names, counts, strict=True)}
+    have = {name: int(held[place]) for name, held in wave.num_blocks.items()}
+    more = {pool.name: int(count) - have[pool.name] for pool, count in zip(wave.pools, counts, strict=True)}
     wave.blocks[k].take(place, more)
-    for entry, count in more.items():
+    for name, count in more.items():
         if count:
-            held, table = wave.blocks[k].blocks_of(entry, place), wave.tables[entry]
+            held, table = wave.blocks[k].blocks_of(name, place), wave.tables[name]
             if len(held) > table.shape[1]:
-                table = wave.tables[entry] = np.pad(table, ((0, 0), (0, len(held) - table.shape[1])))
-            table[place, : len(held)], wave.num_blocks[entry][place] = held, len(held)
+                table = wave.tables[name] = np.pad(table, ((0, 0), (0, len(held) - table.shape[1])))
+            table[place, : len(held)], wave.num_blocks[name][place] = held, len(held)
 
 
 def leave_place(wave: Wave, k: int, place: int) -> None:

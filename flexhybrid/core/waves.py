@@ -93,11 +93,11 @@ def open_batch(
         own = 0 if policy.attention == "host" else depth * BLOCK_TOKENS
         mini_batches = _pack_sharing(first.cached_tokens - own, entries, policy, paths)
     alone = workload.select(np.array(extremes(workload)))
-    wave = admit(problem, policy, planned, alone=alone, mini_batches=mini_batches, shared=depth)
+    wave = admit(problem, policy, planned, alone=alone, mini_batches=mini_batches, shared=depth, room=room)
     wave = replace(wave, workload=first)
     if tree and room:
         piece = chunk_tokens(policy.max_mini_batch_tokens) // BLOCK_TOKENS
-        sharing = SharedBlocks(tree, entries, room, wave.pool_blocks, count, piece, exact)
+        sharing = SharedBlocks(tree, entries, room, count, piece, exact)
         for group in wave.mini_batches:
             for place in group.tolist():
                 sharing.attach(place, tree.shared(place))
@@ -117,7 +117,7 @@ def open_batch(
     elif wave.grows:
         for k, group in enumerate(wave.mini_batches):
             for place in group.tolist():
-                held = [wave.num_blocks[entry][place] for entry in wave.entries.names]
+                held = [wave.num_blocks[pool.name][place] for pool in wave.pools]
                 take_blocks_back(wave, k, place)
                 prompt = wave.own_blocks(place, first.prompt_tokens[place])
                 give_blocks(wave, k, place, np.minimum(prompt + FIRST_RUN, held))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.context.cache_entries import StoredCopy, parts
-from flexhybrid.core.context.selection import num_choosing, num_keeping, num_limited
+from flexhybrid.core.context.cache_entries import Pool, StoredCopy, parts
+from flexhybrid.core.context.selection import layers_by_window, num_choosing, num_keeping, num_limited
 from flexhybrid.core.memory import NUM_SLOTS, index_cells
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
@@ -51,10 +52,9 @@ def row_format(width: int, bits: int | str, group: int, dtype: torch.dtype) -> R
 
 
 class DiskPool(NamedTuple):
-    """A pool on the disk: block b of layer l begins at ``start + (l * num_blocks + b) * block_bytes``."""
+    """A pool on the disk: block b of layer l begins at ``starts[l] + b * block_bytes``."""
 
-    start: int
-    num_blocks: int
+    starts: tuple[int, ...]
     row_bytes: int
 
     @property
@@ -62,7 +62,7 @@ class DiskPool(NamedTuple):
         return BLOCK_TOKENS * self.row_bytes
 
     def offset(self, layer: int, block: int, token: int = 0) -> int:
-        return self.start + (layer * self.num_blocks + block) * self.block_bytes + token * self.row_bytes
+        return self.starts[layer] + block * self.block_bytes + token * self.row_bytes
 
 
 class SharedPart(NamedTuple):
@@ -86,8 +86,9 @@ class Context(NamedTuple):
 class Buffers:
     """Every tensor that outlives a task. All start at zero: padding is masked, but must never be NaN.
 
-    ``pools[space]`` is [layer, block, …]; one block id serves all layers. A block is [16, row], token by token. But a
-    native KV block in memory is head-major, [2, G, 16, d], so that attention finds the keys of a head side by side.
+    ``pools[space]`` is [layer, block, …]; layers of a kind have as many blocks, and one id serves them all. A block is
+    [16, row], token by token. But a native KV block in memory is head-major, [2, G, 16, d], so that attention finds the
+    keys of a head side by side.
     """
 
     def __init__(self, shape: ModelShape, policy: Policy, sizes: BufferSizes, dtype: torch.dtype, device: torch.device):
@@ -109,20 +110,21 @@ class Buffers:
         self.disk_pools: dict[str, DiskPool] = {}
         self.staging: dict[str, torch.Tensor] = {}
         self.strips: dict[str, torch.Tensor] = {}
-        for part in parts(tuple(sizes.pool_blocks)):
+        for part in parts(tuple(sizes.staged_rows)):
             row = self.formats[part.representation]
             width, row_dtype = row.width, row.dtype
-            blocks, rows = sizes.pool_blocks[part.entry], sizes.staged_rows[part.entry]
+            of_layers, rows = layer_blocks(shape, policy, sizes, part.entry), sizes.staged_rows[part.entry]
             if part.tier == "disk":
-                pool = self.disk_pools[part.space] = DiskPool(self.disk_bytes, blocks, row.num_bytes)
-                self.disk_bytes += shape.num_layers * blocks * pool.block_bytes
+                ends = self.disk_bytes + np.cumsum([0, *of_layers]) * BLOCK_TOKENS * row.num_bytes
+                *starts, self.disk_bytes = ends.tolist()
+                self.disk_pools[part.space] = DiskPool(tuple(starts), row.num_bytes)
             else:
                 make = on_device if part.tier == "device" else on_host
                 block = (2, groups, BLOCK_TOKENS, d) if self.head_major(part) else (BLOCK_TOKENS, width)
-                whole = num_keeping(policy.selection, shape.num_layers)
-                pool = make(shape.num_layers - whole, blocks, *block, dtype=row_dtype)
-                keeping = make(whole, sizes.whole_blocks.get(part.entry, 0), *block, dtype=row_dtype)
-                self.pools[part.space] = (*keeping, *pool) if whole else pool
+                if len(set(of_layers)) == 1:
+                    self.pools[part.space] = make(len(of_layers), of_layers[0], *block, dtype=row_dtype)
+                else:
+                    self.pools[part.space] = tuple(make(blocks, *block, dtype=row_dtype) for blocks in of_layers)
             self.staging[part.space] = on_device(NUM_SLOTS, rows, width, dtype=row_dtype)
             if part.tier != "device":
                 self.strips[part.space] = on_host(NUM_SLOTS, rows, width, dtype=row_dtype)
@@ -206,6 +208,14 @@ class Buffers:
         ``block_table``, [·, ·, 16 · row]."""
         read = self.read[segment.representation][slot]
         return _region(read, step, segment, lambda other: other.tier == "disk")
+
+
+def layer_blocks(shape: ModelShape, policy: Policy, sizes: BufferSizes, entry: str) -> list[int]:
+    """Return the blocks of a cache entry's pool in each layer."""
+    whole = num_keeping(policy.selection, shape.num_layers)
+    of_windows = {window: Pool(entry, window).name for window in layers_by_window(shape, policy.selection)}
+    names = [of_windows.get(shape.attention_of(layer).window, entry) for layer in range(whole, shape.num_layers)]
+    return [sizes.whole_blocks.get(entry, 0)] * whole + [sizes.pool_blocks[name] for name in names]
 
 
 def _region(

@@ -158,8 +158,7 @@ class _Replay:
         step, policy, blocks = task.payload.step, self.wave.policy, 0
         for segment in step.of(representation):
             if segment.tier in tiers:
-                reserved = self.wave.num_blocks[segment.entry][step.requests]
-                held = reserved if policy.static_cache else ceil_blocks(segment.num_tokens)
+                held = segment.reserved if policy.static_cache else ceil_blocks(segment.num_tokens)
                 # one a request, or one a beginning that requests share
                 blocks += int(held.sum() if representation == "act" else len(held) * held.max())
         return blocks

@@ -56,8 +56,7 @@ def test_a_block_table_names_the_blocks_that_its_runs_copy(extents, moves_all, r
     moved = reserved if moves_all else -(-tokens // 16)
     assert there.sum() == moved.sum() and (there.all() or representation == "kv" or len({*moved}) == 1)
     for request, count in enumerate(moved.tolist()):
-        start = 0 if moves_all else turned[request]
-        ring = [held_blocks[request, (start + i) % reserved[request]] for i in range(count)]
+        ring = [held_blocks[request, (turned[request] + i) % reserved[request]] for i in range(count)]
         assert copied.reshape(-1)[segment.buffer_table[request, :count]].tolist() == ring
 
 

@@ -6,7 +6,7 @@ blocks as it needs them, in runs that grow with it, so that a load is a handful 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,11 @@ def full_blocks(tokens):
 HALF = 0.5 + 5e-10
 
 
+def window_blocks(window: int) -> int:
+    """Most blocks in which so many tokens in a row lie, wherever they begin."""
+    return (window - 2) // BLOCK_TOKENS + 2
+
+
 def deal_blocks(entries: tuple[str, ...], shares, num_blocks) -> list:
     """Blocks of each entry among a request's first ``num_blocks``; shares and counts may be arrays of any one shape.
 
@@ -41,6 +46,26 @@ def deal_blocks(entries: tuple[str, ...], shares, num_blocks) -> list:
     first, then each representation's blocks over its tiers. Counts never fall as n grows. A representation strays at
     most half a block from its share, a tier within it at most one block.
     """
+
+    def halves(ratio, count):
+        dealt = np.floor(ratio * count + HALF)
+        return dealt, count - dealt
+
+    return _dealt_by(halves, entries, shares, num_blocks)
+
+
+def most_dealt(entries: tuple[str, ...], shares, span: int) -> list:
+    """Most blocks of each entry among any ``span`` blocks in a row, as ``deal_blocks`` deals them; at most one too many
+    where entries take turns unevenly. Shares may be arrays."""
+
+    def most(ratio, count):
+        return np.ceil(ratio * count - 1e-9), np.ceil((1 - ratio) * count - 1e-9)
+
+    return _dealt_by(most, entries, shares, span)
+
+
+def _dealt_by(cut: Callable, entries: tuple[str, ...], shares, num_blocks) -> list:
+    """``cut(ratio, count)`` says how many blocks of a count go to some entries that have this share, and to others."""
     counts: list = [0] * len(entries)
 
     def deal(members: list[int], count) -> None:
@@ -59,9 +84,9 @@ def deal_blocks(entries: tuple[str, ...], shares, num_blocks) -> list:
             out=np.zeros(np.broadcast(first_share, all_shares).shape),
             where=np.asarray(all_shares) > 0,
         )
-        dealt = np.floor(ratio * count + HALF)
-        deal(first, dealt)
-        deal(later, count - dealt)
+        of_first, of_later = cut(ratio, count)
+        deal(first, of_first)
+        deal(later, of_later)
 
     deal(list(range(len(entries))), num_blocks)
     return counts
@@ -96,19 +121,38 @@ class Dealing(ABC):
     def dealt(self, num_blocks) -> np.ndarray:
         """Blocks of each entry among the first ``num_blocks``."""
 
+    @abstractmethod
+    def in_window(self, window: int) -> np.ndarray:
+        """Most blocks of each entry in which a window of so many tokens lies (``most_dealt``): a request is given no
+        more where layers have the window, and new tokens take the places of those behind it, in a ring."""
+
     def tok_blocks(self, num_tokens):
         """Blocks kept as ids alone among the first ``num_tokens``: never the newest."""
         full = np.floor(self.tok_share * full_blocks(num_tokens) + HALF)
         return np.minimum(full, np.maximum(ceil_blocks(num_tokens) - 1, 0))
 
-    def dropped_blocks(self, num_tokens) -> np.ndarray:
-        """Blocks of each entry that gave way to token ids among the first ``num_tokens``."""
-        return self.dealt(self.tok_blocks(num_tokens))
+    def passed_blocks(self, num_tokens, window: int | None):
+        """Of the first ``num_tokens``, blocks that the next token reads no more: kept as ids alone, or behind its
+        window."""
+        passed = self.tok_blocks(num_tokens)
+        return passed if window is None else np.maximum(passed, full_blocks(np.maximum(num_tokens + 1 - window, 0)))
 
-    def held(self, num_tokens) -> np.ndarray:
-        """Blocks of each entry that hold something of the first ``num_tokens``."""
+    def first_stored(self, num_tokens, window: int | None):
+        """Position of the first of ``num_tokens`` tokens that is kept when the last of them is stored: what later
+        tokens do not see is not. It begins a block, and never comes behind the newest."""
+        newest = np.maximum(ceil_blocks(num_tokens) - 1, 0)
+        return np.minimum(self.passed_blocks(num_tokens, window), newest) * BLOCK_TOKENS
+
+    def dropped_blocks(self, num_tokens, window: int | None = None) -> np.ndarray:
+        """Blocks of each entry among the ``passed_blocks``."""
+        return self.dealt(self.passed_blocks(num_tokens, window))
+
+    def held(self, num_tokens, window: int | None = None) -> np.ndarray:
+        """Blocks of each entry that hold something of the first ``num_tokens`` that the next token sees."""
         dealt = self.dealt(ceil_blocks(num_tokens))
-        return dealt - self.dropped_blocks(num_tokens) if self.keeps_ids else dealt
+        if not self.keeps_ids and window is None:
+            return dealt
+        return dealt - self.dropped_blocks(num_tokens, window)
 
     def most_blocks(self, first, last) -> np.ndarray:
         """Blocks of each entry that a request ever holds at once as it grows from ``first`` to ``last`` tokens."""
@@ -124,10 +168,12 @@ class Dealing(ABC):
         partial = (num_tokens - full * BLOCK_TOKENS)[self.per_entry]
         return dealt * BLOCK_TOKENS + partial * (self.dealt(full + 1) - dealt)
 
-    def tokens(self, num_tokens) -> np.ndarray:
-        """Tokens of each entry among the first ``num_tokens``. Only the last block can be partial."""
+    def tokens(self, num_tokens, window: int | None = None) -> np.ndarray:
+        """Tokens of each entry in the blocks that are ``held``. Only the last block can be partial."""
         stored = self.stored(num_tokens)
-        return stored - self.dropped_blocks(num_tokens) * BLOCK_TOKENS if self.keeps_ids else stored
+        if not self.keeps_ids and window is None:
+            return stored
+        return stored - self.dropped_blocks(num_tokens, window) * BLOCK_TOKENS
 
 
 class BlockEntries(Dealing):
@@ -146,6 +192,13 @@ class BlockEntries(Dealing):
         self.keeps_ids = self.tok_share > 0
         self._shares = [float(shares[entry]) for entry in self.names]
         self._tables = self._deal(64)
+
+    def in_window(self, window: int) -> np.ndarray:
+        """Most blocks of each entry in which a window of so many tokens lies: [entry]."""
+        return np.array(most_dealt(self.names, self._shares, window_blocks(window)), dtype=np.int64)
+
+    def passed_blocks(self, num_tokens, window: int | None):
+        return super().passed_blocks(np.asarray(num_tokens), window).astype(np.int64)
 
     def tok_tokens(self, num_tokens):
         """Tokens kept as ids alone among the first ``num_tokens``: whole blocks, never the newest."""
@@ -172,11 +225,11 @@ class BlockEntries(Dealing):
         num_blocks = np.asarray(num_blocks)
         return self._reaching(num_blocks)[0][num_blocks]
 
-    def dropped_blocks(self, num_tokens) -> np.ndarray:
-        """Blocks of each entry that gave way to token ids among the first ``num_tokens``: [..., entry]."""
-        if not self.keeps_ids:
+    def dropped_blocks(self, num_tokens, window: int | None = None) -> np.ndarray:
+        """Blocks of each entry among the ``passed_blocks`` of the first ``num_tokens``: [..., entry]."""
+        if not self.keeps_ids and window is None:
             return np.zeros((*np.shape(num_tokens), len(self.names)), dtype=np.int64)
-        return self.dealt(self.tok_tokens(num_tokens) // BLOCK_TOKENS)
+        return self.dealt(self.passed_blocks(num_tokens, window))
 
     def positions(self, entry: int, num_tokens: int) -> np.ndarray:
         """Position in its request of token 0, 1, … that ever went to a block of ``names[entry]``: [num_tokens].
@@ -273,7 +326,7 @@ class BlockPool:
 
 
 class BlockManager:
-    """The part of a mini-batch in the pools by cache entry ("kv@host"), and the only one that gives blocks there:
+    """The part of a mini-batch in the pools by name ("kv@host"), and the only one that gives blocks there:
     ``num_blocks`` from ``first`` on (0)."""
 
     def __init__(self, num_blocks: dict[str, int], first: dict[str, int] | None = None):

@@ -21,6 +21,17 @@ class StoredCopy(NamedTuple):
         return self.entry if "(" not in self.entry else f"{self.entry}.{self.representation}"
 
 
+class Pool(NamedTuple):
+    """The blocks of a cache entry in layers of one kind: those that see all tokens (``window`` None), or a window."""
+
+    entry: str
+    window: int | None
+
+    @property
+    def name(self) -> str:
+        return self.entry if self.window is None else f"{self.entry}, window {self.window}"
+
+
 @cache
 def representation_of(entry: str) -> str:
     """kv, act, both or tok."""

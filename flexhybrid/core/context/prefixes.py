@@ -121,8 +121,9 @@ class Build(NamedTuple):
 
 
 class SharedBlocks:
-    """The shared blocks of a wave, in a part of each pool of their own, and which of them the request in each place
-    has: the first ``depth`` blocks of its prompt. A block that nobody has stays as long as no other needs its place.
+    """The shared blocks of a wave, at the beginning of each pool, and which of them the request in each place has: the
+    first ``depth`` blocks of its prompt. A block that nobody has stays as long as no other needs its place. Layers with
+    a window keep them all too: where a request's own context begins, and so which it sees of them, differs.
 
     Where blocks hold what was computed (``exact``), it is computed once, in steps of its own, and prompts are computed
     behind it. Where they hold fewer bits, a prompt that was computed behind them would not be what it is alone: each is
@@ -134,13 +135,12 @@ class SharedBlocks:
         tree: PromptTree,
         entries: BlockEntries,
         num_blocks: dict[str, int],
-        first: dict[str, int],
         num_places: int,
         piece_blocks: int,
         exact: bool,
     ):
         self.tree, self.entries, self.exact = tree, entries, exact
-        self.blocks = BlockManager(num_blocks, first)
+        self.blocks = BlockManager(num_blocks)
         self.piece_blocks = piece_blocks  #: most that are computed or stored of a prompt in one step
         self.depth = np.zeros(num_places, dtype=np.int64)
         self.stored_before = np.zeros(num_places, dtype=np.int64)  #: of these, those that others have stored

@@ -63,6 +63,15 @@ def first_choosing(selection: Selection) -> float:
     return WHOLE_LAYERS if selection.whole_layers is None else selection.whole_layers
 
 
+def layers_by_window(shape: ModelShape, selection: Selection) -> dict[int | None, int]:
+    """Kinds of layers by what they cache, and how many layers are of each: None, those that keep all tokens, or the
+    window that they keep. Under a selection there is one kind: it chooses among all tokens."""
+    if selection.method != "none":
+        return {None: shape.num_layers}
+    windows = [kind.window for kind in shape.layer_kinds]
+    return {window: windows.count(window) for window in sorted(set(windows), key=lambda window: window or math.inf)}
+
+
 def num_keeping(selection: Selection, num_layers: int) -> int:
     """First layers that keep all tokens although the others drop some: they have blocks of their own."""
     return min(num_layers, selection.whole_layers or 0) if selection.method == "heavy_hitter" else 0

@@ -18,7 +18,7 @@ from flexhybrid.core.context.prefixes import Build, build_steps, common_blocks, 
 from flexhybrid.core.context.selection import kept_tokens, most_selected
 from flexhybrid.core.context.split import SplitLines, split_point
 from flexhybrid.core.policy import Policy, Selection
-from flexhybrid.core.wave import Wave
+from flexhybrid.core.wave import Wave, by_pool
 from flexhybrid.core.workload import Workload
 
 LOG_ITERATIONS = 4  #: of sampled tokens that the host keeps where requests join: two would do
@@ -29,7 +29,7 @@ class BufferSizes:
     """Rows and blocks that a wave needs; maxima over its mini-batches at their final lengths. Numbers, or arrays (the
     closed form's candidates)."""
 
-    pool_blocks: dict[str, int]  #: entry -> blocks
+    pool_blocks: dict[str, int]  #: name of a pool (``Pool``) -> blocks, in each layer that has it
     staged_rows: dict[str, int]  #: entry -> new tokens of one mini-batch in one step
     act_buffer_blocks: int = 0  #: of one slot
     kv_buffer_blocks: int = 0  #: of one slot
@@ -89,9 +89,10 @@ def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> 
     prompts are taken. Mini-batches of equal lengths share one result."""
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
     of_lengths: dict[bytes, tuple[BufferSizes, int]] = {}
-    entries, policy = wave.entries, wave.policy
+    entries, policy, widest = wave.entries, wave.policy, wave.windows[-1]
     kept = kept_tokens(policy.selection, prompts, cached, cached)
-    prompt_tokens = entries.tokens(kept_tokens(policy.selection, prompts, prompts, cached))  # [requests, entry]
+    kept_prompts = kept_tokens(policy.selection, prompts, prompts, cached)
+    prompt_tokens = entries.stored(kept_prompts) - entries.stored(entries.first_stored(kept_prompts, widest))
     fresh = _stored_until(entries, cached, kept) > _stored_until(entries, prompts, kept)  # some of it in the decode
 
     def by_entry(values) -> dict:
@@ -103,10 +104,13 @@ def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> 
             continue
         staged = prompt_tokens[group].sum(axis=0)
         if (chunks := num_chunks(policy, prompts[group])) > 1:
-            staged = _staged_by_chunk(entries, policy, int(prompts[group].max()))
+            staged = _staged_by_chunk(entries, policy, int(prompts[group].max()), widest)
         stored_now = by_entry(fresh[group].any(axis=0) * len(group))
-        longest, reads = longest_piece(policy, prompts[group]), _reads(wave, group)
-        of_lengths[lengths] = group_sizes(policy, len(group), longest, reads, stored_now, by_entry(staged)), chunks
+        longest, sizes = longest_piece(policy, prompts[group]), BufferSizes({}, {})
+        for window in wave.windows if wave.split else (widest,):  # a shorter context may want more of it recomputed
+            reads = _reads(wave, group, window)
+            sizes = sizes.merge(group_sizes(policy, len(group), longest, reads, stored_now, by_entry(staged)))
+        of_lengths[lengths] = sizes, chunks
         yield of_lengths[lengths]
 
 
@@ -132,26 +136,31 @@ def running_sizes(
 ) -> BufferSizes:
     """Sizes that do for a mini-batch of requests until each has ``cached`` tokens, in whatever order they leave;
     ``joining``: prompt tokens of those that are computed together now. Of plain entries, which only grow."""
-    entries, depth, depth_joining = wave.entries, np.int64(0), np.int64(0)
+    entries, depth, depth_joining, widest = wave.entries, np.int64(0), np.int64(0), wave.windows[-1]
+    most = np.inf if widest is None else entries.in_window(widest)  # blocks [entry] of a request
     if shared is not None:
         depth, depth_joining = shared.depth, shared.joining
     own = entries.dealt(depth)
-    blocks = np.maximum.reduce(entries.held(cached) - own)[None]  # [steps, entry]
+    of_each = np.minimum(entries.held(cached) - own, most).astype(np.int64)
+    blocks = np.maximum.reduce(of_each)[None]  # [steps, entry]
     tokens = np.maximum.reduce(entries.tokens(cached) - own * BLOCK_TOKENS)[None]
     running, new, pieces = np.array([len(cached)]), np.ones(1, dtype=np.int64), np.zeros(1, dtype=bool)
-    act_blocks = (entries.held(cached) - own).sum(axis=0)[None]
+    act_blocks = of_each.sum(axis=0)[None]
     staged, longest = np.zeros(len(entries.names), dtype=np.int64), 1
     if len(joining):
         before = entries.dealt(depth_joining)
-        staged = (entries.tokens(joining) - before * BLOCK_TOKENS).sum(axis=0)
+        first_stored = entries.first_stored(joining, widest if shared is None else None)
+        staged = (entries.stored(joining) - entries.stored(np.maximum(first_stored, depth_joining * BLOCK_TOKENS))).sum(
+            axis=0
+        )
         fresh_tokens = joining - depth_joining * BLOCK_TOKENS
         longest = longest_piece(wave.policy, fresh_tokens)
         if num_chunks(wave.policy, fresh_tokens) > 1:  # the last piece reads the others
             prompt = int(joining[0])
-            staged = _staged_by_chunk(entries, wave.policy, prompt, anywhere=wave.sharing is not None)
+            staged = _staged_by_chunk(entries, wave.policy, prompt, widest, anywhere=wave.sharing is not None)
             running, new, pieces = np.r_[running, 1], np.r_[new, longest], np.array([False, True])
             of_prompt = (
-                entries.held(prompt) - before.reshape(-1),
+                np.minimum(entries.held(prompt) - before.reshape(-1), most).astype(np.int64),
                 entries.tokens(prompt) - before.reshape(-1) * BLOCK_TOKENS,
             )
             blocks, tokens = np.vstack([blocks, of_prompt[0]]), np.vstack([tokens, of_prompt[1]])
@@ -163,6 +172,7 @@ def running_sizes(
     def by_entry(values) -> dict:
         return dict(zip(entries.names, values, strict=True))
 
+    tokens = np.minimum(tokens, blocks * BLOCK_TOKENS)
     reads = Reads(
         running=running,
         held=by_entry(blocks.T),
@@ -333,15 +343,17 @@ class Reads:
     act_blocks: dict[str, np.ndarray] | None = None
 
 
-def _reads(wave: Wave, group: np.ndarray) -> Reads:
-    """The steps of a mini-batch that may need the most, and one that needs nothing: its decode, and before that the
-    chunks of a long prompt."""
+def _reads(wave: Wave, group: np.ndarray, window: int | None) -> Reads:
+    """The steps of a mini-batch that may need the most in layers with this window, and one that needs nothing: its
+    decode, and before that the chunks of a long prompt."""
     entries, policy, workload = wave.entries, wave.policy, wave.workload
     alike, count = np.unique(
         np.stack([workload.prompt_tokens[group], workload.max_tokens[group]]), axis=1, return_counts=True
     )
     prompts, generated = alike
-    if entries.tok_share or wave.split:
+    if window is not None and workload.cached_tokens[group].max() <= window:
+        window = None  # nothing is ever behind it
+    if entries.tok_share or wave.split or window is not None:
         steps = np.arange(generated.max())[:, None]
     else:  # each entry only grows: the last step before somebody leaves
         steps = np.unique([0, *(generated - 1)])[:, None]
@@ -353,9 +365,11 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
         before = np.arange(chunks)[:, None] * size
         new = np.r_[np.ones(len(tokens), int), np.minimum(prompts - before, size)[:, 0]]
         tokens, runs = np.concatenate([tokens, before]), np.concatenate([runs, before > 0])
-    held, of_entry, recomputed = entries.held(tokens), entries.tokens(tokens), entries.tok_tokens(tokens)
+    held, of_entry = entries.held(tokens, window), entries.tokens(tokens, window)
+    recomputed = entries.tok_tokens(tokens)
     if policy.static_cache:
         reserved = entries.most_blocks(prompts, kept_tokens(policy.selection, prompts, last, last))
+        reserved = by_pool(entries, (window,), reserved)
         held = np.broadcast_to(reserved, held.shape)
 
     def longest(values):
@@ -385,13 +399,15 @@ def _reads(wave: Wave, group: np.ndarray) -> Reads:
     )
 
 
-def _staged_by_chunk(entries: BlockEntries, policy: Policy, prompt: int, anywhere: bool = False) -> np.ndarray:
-    """Most tokens of each entry that one chunk of a prompt stores: [entry]. ``anywhere``: chunks begin at any block,
-    not at multiples of their size."""
+def _staged_by_chunk(
+    entries: BlockEntries, policy: Policy, prompt: int, window: int | None, anywhere: bool = False
+) -> np.ndarray:
+    """Most tokens of each entry that one chunk of a prompt stores in layers with this window: [entry]. ``anywhere``:
+    chunks begin at any block, not at multiples of their size."""
     size = chunk_tokens(policy.max_mini_batch_tokens)
     before = np.arange(0, prompt, BLOCK_TOKENS if anywhere else size)
     after = np.minimum(before + size, prompt)
-    return (entries.stored(after) - entries.stored(np.maximum(before, entries.tok_tokens(after)))).max(axis=0)
+    return (entries.stored(after) - entries.stored(np.maximum(before, entries.first_stored(after, window)))).max(axis=0)
 
 
 def selected_rows(selection: Selection, reads: Reads) -> dict:

@@ -6,6 +6,7 @@ double and which is single stands here.
 
 from functools import cache
 
+from flexhybrid.core.context.cache_entries import Pool
 from flexhybrid.core.schedule.positions import Position
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Access
@@ -47,7 +48,7 @@ class Places:
     def __init__(self, wave: Wave):
         self.wave = wave
         self.on_host = wave.policy.attention == "host"
-        # What every iteration names anew: the blocks of (entry, mini-batch), and the pools that a mini-batch's context
+        # What every iteration names anew: the blocks of (pool, mini-batch), and the pools that a mini-batch's context
         # in a layer is read from.
         self._extents: dict[tuple[str, int], tuple[int, int]] = {}
         self._pools: dict[tuple, tuple[Access, ...]] = {}
@@ -97,9 +98,11 @@ class Places:
     def pool(self, position: Position, entry: str, representation: str, shared: bool = False) -> Access:
         """The blocks of a mini-batch in one layer of a pool, side by side; or all ``shared`` ones."""
         space = entry if "(" not in entry else f"{entry}.{representation}"
-        k = len(self.wave.blocks) if shared else position.step.mini_batch
-        extent = self._extents.get((entry, k))
+        name, k = entry, len(self.wave.blocks)
+        if not shared:
+            name, k = Pool(entry, position.step.window).name, position.step.mini_batch
+        extent = self._extents.get((name, k))
         if extent is None:
-            part = (self.wave.shared.blocks if shared else self.wave.blocks[k]).pools[entry]
-            extent = self._extents[entry, k] = part.first, part.first + part.num_blocks
+            part = (self.wave.shared.blocks if shared else self.wave.blocks[k]).pools[name]
+            extent = self._extents[name, k] = part.first, part.first + part.num_blocks
         return Access((space, position.layer), *extent)

@@ -16,7 +16,7 @@ from flexhybrid.core.context.selection import num_whole
 from flexhybrid.core.model.shape import LayerKind
 from flexhybrid.core.schedule.refill import RunningBatch
 from flexhybrid.core.schedule.step_work import StepCounts, counts_of, step_work
-from flexhybrid.core.schedule.steps import MiniBatchStep, in_window, make_step
+from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
 from flexhybrid.core.task import Work
 from flexhybrid.core.wave import Wave
 
@@ -88,18 +88,17 @@ def _lay_out(
     steps, wave = [], batch.wave
     weights_kinds = {kind.weights for kind in wave.shape.layer_kinds}
     for k, chunk, piece, built, requests in batch.steps(iteration, stopped):
-        step = make_step(wave, iteration, k, requests, chunk, piece, built)
-        whole_step, shapes = step, {kind: wave.shape.of_weights(kind) for kind in weights_kinds}
-        of_windows: dict[int | None, tuple[MiniBatchStep, StepCounts]] = {None: (step, counts_of(step, wave))}
-        for window in wave.shape.windows if wave.policy.selection.method == "none" else ():
-            narrow = in_window(step, window, wave)
-            of_windows[window] = narrow, counts_of(narrow, wave, window)
+        of_windows: dict[int | None, tuple[MiniBatchStep, StepCounts]] = {}
+        for window in wave.windows:
+            step = make_step(wave, iteration, k, requests, chunk, piece, built, window)
+            of_windows[window] = step, counts_of(step, wave)
+        step, counts = of_windows[wave.windows[-1]]  # of the kind of layers that keeps the most
+        whole_step, shapes, policy = step, {kind: wave.shape.of_weights(kind) for kind in weights_kinds}, wave.policy
         by_kind: dict[LayerKind, StepWorks] = {}
         for kind in dict.fromkeys(wave.shape.layer_kinds):
-            of_step, counts = of_windows.get(kind.window, of_windows[None])
-            by_kind[kind] = of_step, step_work(shapes[kind.weights], wave.policy, wave.stored, counts, False)
+            of_step, of_counts = of_windows.get(kind.window, (step, counts))  # a selection has one kind
+            by_kind[kind] = of_step, step_work(shapes[kind.weights], policy, wave.stored, of_counts, False)
         whole = {kind.weights: of for kind, of in by_kind.items()}
-        counts, policy = of_windows[None][1], wave.policy
         if wave.whole:
             whole_step = replace(make_step(wave.whole, iteration, k, requests, chunk, piece), whole=True)
             counts, policy = counts_of(whole_step, wave.whole), wave.whole.policy
@@ -108,9 +107,10 @@ def _lay_out(
                 kind: (whole_step, step_work(shape, policy, wave.stored, counts, True))
                 for kind, shape in shapes.items()
             }
-        stored = tuple((s.entry, s.representation, s.own, s.shared) for s in (*step.stores, *whole_step.stores))
-        common = tuple(sorted({segment.entry for segment in step.shared_segments})), step.builds
-        form = k, chunk, step.prefill, step.last, stored, common
-        form += tuple(tuple(works) for of in (whole, by_kind) for _, works in of.values())
+        form = k, chunk, step.prefill, step.last, step.builds
+        for of_kind, works in (*by_kind.values(), *whole.values()):
+            stored = tuple((s.entry, s.representation, s.own, s.shared) for s in of_kind.stores)
+            common = tuple(sorted({segment.entry for segment in of_kind.shared_segments}))
+            form += stored, common, tuple(works)
         steps.append((step, by_kind, whole, forms.setdefault(form, len(forms))))
     return steps

@@ -253,9 +253,9 @@ class RunningBatch:
         wave, workload = self.wave, self.wave.workload
 
         def blocks(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            """Those that they need, and those that they have: [places, entry]."""
+            """Those that they need, and those that they have: [places, pool]."""
             context = workload.prompt_tokens[places] + iteration - wave.joined[places]
-            have = np.stack([wave.num_blocks[entry][places] for entry in wave.entries.names], axis=1)
+            have = np.stack([wave.num_blocks[pool.name][places] for pool in wave.pools], axis=1)
             return wave.own_blocks(places, context), have
 
         if not np.greater(*blocks(running)).any():  # in most iterations
@@ -275,10 +275,10 @@ class RunningBatch:
         return np.sort(running)
 
     def _give(self, k: int, place: int, wanted: list[int], need: list[int], have: list[int]) -> bool:
-        """Give a request ``wanted`` blocks of each entry, or at least those that it needs; False without room."""
+        """Give a request ``wanted`` blocks of each pool, or at least those that it needs; False without room."""
         counts, pools = [], self.wave.blocks[k].pools
-        for entry, most, least, held in zip(self.wave.entries.names, wanted, need, have, strict=True):
-            room = held + pools[entry].num_free
+        for pool, most, least, held in zip(self.wave.pools, wanted, need, have, strict=True):
+            room = held + pools[pool.name].num_free
             if least > room:
                 return False
             counts.append(min(max(most, least, held), room))
@@ -405,7 +405,7 @@ class RunningBatch:
             return room
         if wave.grows and len(group) > 1:
             expected = wave.own_blocks(group, self._expected(group)).sum(axis=0)
-            if (expected > [wave.blocks[k].pools[entry].num_blocks for entry in wave.entries.names]).any():
+            if (expected > [wave.blocks[k].pools[pool.name].num_blocks for pool in wave.pools]).any():
                 return False
         shared = shared_lengths(wave, group, joining)
         return buffers_hold(wave, lengths.cached_tokens[group], lengths.prompt_tokens[joining], shared)
@@ -434,8 +434,8 @@ class RunningBatch:
             first = prompts
             if wave.entries.keeps_ids:  # the first length that is held as a whole
                 first = np.array([longest_piece(wave.policy, prompt[None]) for prompt in prompts])
-            need = wanted = wave.entries.most_blocks(first, self._kept(places))
-        none = [0] * len(wave.entries.names)
+            need = wanted = wave.by_pool(wave.entries.most_blocks(first, self._kept(places)))
+        none = [0] * len(wave.pools)
         for count, place in enumerate(places.tolist()):
             if not self._give(k, place, wanted[count].tolist(), need[count].tolist(), none):
                 return count

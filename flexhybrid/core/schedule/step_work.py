@@ -51,16 +51,15 @@ def commons_together(step: MiniBatchStep, wave) -> tuple[Common, ...]:
     return tuple(common for common in step.commons if common.rows.shape[1] >= least)
 
 
-def counts_of(step: MiniBatchStep, wave, window: int | None = None) -> StepCounts:
-    """The sums of one step of a ``plan.Wave``, in layers of a window (``steps.in_window`` has made it the step's)."""
+def counts_of(step: MiniBatchStep, wave) -> StepCounts:
+    """The sums of one step of a ``plan.Wave``, in the layers that it is of."""
     policy, blocks, copies = wave.policy, {}, {}
     for segment in step.segments:
         if segment.max_tokens:
-            moved = wave.num_blocks[segment.entry][step.requests] if policy.static_cache else segment.num_blocks
-            blocks[segment.part] = int(moved.sum())
+            blocks[segment.part] = int(segment.moved_blocks.sum())
             copies[segment.part] = int(np.count_nonzero(segment.num_blocks))
     for segment in step.shared_segments:
-        blocks[segment.part] = blocks.get(segment.part, 0) + segment.held.size  # all of them full
+        blocks[segment.part] = blocks.get(segment.part, 0) + int(segment.num_blocks.sum())  # all of them full
         copies[segment.part] = copies.get(segment.part, 0) + segment.batch
     stored: dict[StoredCopy, Count] = {store.part: len(store.rows) for store in step.stores}
     context = step.attention_tokens - step.computed_width
@@ -87,7 +86,7 @@ def counts_of(step: MiniBatchStep, wave, window: int | None = None) -> StepCount
         common=sum(len(common.rows) * common.tokens for common in together),
         common_reads=common_reads,
         chunk=not (step.prefill or step.decodes),
-        window=window,
+        window=step.window,
     )
 
 

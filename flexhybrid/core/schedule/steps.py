@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
-from flexhybrid.core.context.cache_entries import StoredCopy, stored_copies
+from flexhybrid.core.context.cache_entries import Pool, StoredCopy, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks
 from flexhybrid.core.context.prefixes import shared_runs
 from flexhybrid.core.context.selection import kept_tokens, limits_cache
@@ -50,7 +50,7 @@ class Segment(CopyPart):
     """One representation of one mini-batch's context at one iteration: per-request arrays over B.
 
     Block i of a request's part lies in physical block ``held[(start_block + i) % reserved]`` of its pool. This ring
-    turns only where the oldest blocks are dropped (tok).
+    turns only where the oldest blocks are dropped: kept as ids alone (tok), or behind a window.
     """
 
     held: np.ndarray  #: [B, most]: the blocks that each request holds of the entry, in order
@@ -97,7 +97,7 @@ class Segment(CopyPart):
     def block_table(self) -> np.ndarray:
         """The physical block of each of its buffer's: [1, blocks] in line, else [B, columns]. There padding repeats a
         request's last block; of a request that has none it is block 0."""
-        start, count = 0 if self.moves_all else self.start_block[:, None], self.moved_blocks[:, None]
+        start, count = self.start_block[:, None], self.moved_blocks[:, None]
         columns = np.arange(int(count.max()))
         column = np.minimum(columns, np.maximum(count - 1, 0))
         place = (start - np.reshape(self.held_from, (-1, 1)) + column) % np.maximum(self.reserved, 1)[:, None]
@@ -175,7 +175,7 @@ class Common:
 
 @dataclass(frozen=True)
 class MiniBatchStep:
-    """What one mini-batch does in one iteration; the same for every layer.
+    """What one mini-batch does in one iteration; the same for all layers that keep as many tokens.
 
     New tokens form a grid [B, width], right-padded; row b·width + t. The attention buffer of a decode step is
     [segment | segment | … | recomputed prefix | new], each as wide as its longest request. Behind it lie the keys and
@@ -254,11 +254,13 @@ def make_step(
     chunk: int = 0,
     piece: int | None = None,
     built: np.ndarray | None = None,
+    window: int | None = None,
 ) -> MiniBatchStep:
     """The step of the given (still running) requests of a ``plan.Wave``'s mini-batch. O(B) numpy work.
 
     ``chunk``: see ``MiniBatchStep``; ``piece``: which piece of their prompts it is (None: the chunk). ``built``
-    [B, 2]: instead, it computes these shared blocks [first, last) of their prompts.
+    [B, 2]: instead, it computes these shared blocks [first, last) of their prompts. ``window``: in layers that have it;
+    what no new token of a request sees is not read, and what no later one will see is not stored.
     """
     prompts, last = wave.workload.prompt_tokens[requests], True
     age, depth = iteration - wave.joined[requests], wave.shared_blocks(requests)  # blocks that others have too
@@ -281,17 +283,24 @@ def make_step(
     entries: BlockEntries = wave.entries
     cached = wave.workload.max_tokens[requests] + prompts - 1
     kept = kept_tokens(wave.policy.selection, prompts, context, cached)
-    dropped = entries.dropped_blocks(kept)
-    before = dropped if wave.sharing is None else entries.dealt(depth)  # what is shared is never dropped
+    before, held_from = entries.dropped_blocks(kept, window), np.zeros(len(entries.names), np.int64)
+    if wave.sharing is not None:
+        held_from = entries.dealt(depth)
+        before = np.maximum(before, held_from)  # what is shared is never dropped
     tokens_by_entry = entries.stored(kept) - before * BLOCK_TOKENS
     segments: list[Segment] = []
     for i, entry in enumerate(entries.names):
-        extent = (held_blocks(wave, entry, requests), before[:, i], wave.num_blocks[entry][requests])
+        pool = Pool(entry, window).name
+        extent = Extent(
+            held_blocks(wave, pool, requests), held_from[..., i], before[:, i], wave.num_blocks[pool][requests]
+        )
         segments += _segments(wave, mini_batch, entry, extent, tokens_by_entry[:, i])
     recomputed = entries.tok_tokens(context) if entries.tok_share else None
-    stores = _stores(wave, requests, context, new_tokens)
+    stores = _stores(wave, requests, context, new_tokens, window)
     commons = () if wave.sharing is None else _known_commons(wave, mini_batch, requests, depth)
     decodes = bool(age[0]) and built is None
+    if window and commons and not (decodes and wave.policy.attention == "host"):  # the host reads blocks by itself
+        commons = _commons_in_window(wave.entries, commons, context, window)
     begins = bool(not age[0] and (built is not None or context[0] == shared[0]))
     return MiniBatchStep(
         iteration=iteration,
@@ -312,25 +321,27 @@ def make_step(
         builds=built is not None,
         decodes=decodes,
         in_place=decodes and attends_in_place(wave.problem, wave.policy),
+        window=window,
     )
 
 
-def in_window(step: MiniBatchStep, window: int, wave) -> MiniBatchStep:
-    """Return the step of layers with a window: blocks of a request that no new token of it sees are not read.
-
-    The step itself, where there are none; where the host attends, which loads nothing; and where a load brings all.
-    """
-    if wave.policy.attention == "host" and step.decodes or wave.policy.static_cache or not step.segments:
-        return step
-    passed = wave.entries.dealt(np.maximum(step.context + 1 - window, 0) // BLOCK_TOKENS)
-    segments, is_cut = [], False
-    for segment in step.segments:
-        behind = passed[:, wave.entries.names.index(segment.entry)]
-        cut = np.clip(behind - segment.start_block, 0, segment.num_blocks)
-        is_cut |= bool(cut.any())
-        tokens = np.maximum(segment.num_tokens - cut * BLOCK_TOKENS, 0)
-        segments.append(replace(segment, num_tokens=tokens, start_block=segment.start_block + cut))
-    return replace(step, segments=tuple(segments), window=window) if is_cut else step
+def _commons_in_window(entries: BlockEntries, commons: tuple[Common, ...], context, window: int) -> tuple[Common, ...]:
+    """What is left of shared blocks where those that no new token sees are left out. ``context``: [B]."""
+    left = []
+    for common in commons:
+        seen_from = int(np.maximum(context[common.rows].min() + 1 - window, 0)) // BLOCK_TOKENS
+        if seen_from >= common.last:
+            continue
+        if seen_from > common.first:
+            before, segments = entries.dealt(seen_from), []
+            for segment in common.segments:
+                cut = before[entries.names.index(segment.entry)] - segment.start_block
+                if cut[0] < segment.reserved[0]:
+                    tokens = segment.num_tokens - cut * BLOCK_TOKENS
+                    segments.append(replace(segment, num_tokens=tokens, start_block=segment.start_block + cut))
+            common = Common(common.rows, seen_from, common.last, tuple(segments))
+        left.append(common)
+    return tuple(left)
 
 
 def _known_commons(wave, mini_batch: int, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...]:
@@ -363,19 +374,26 @@ def _commons(wave, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...
     return tuple(commons)
 
 
-def held_blocks(wave, entry: str, requests: np.ndarray) -> np.ndarray:
-    """Return the blocks that requests of a wave hold of an entry, in order: [B, most], padded."""
-    return wave.tables[entry][requests, : max(1, int(wave.num_blocks[entry][requests].max()))]
+def held_blocks(wave, pool: str, requests: np.ndarray) -> np.ndarray:
+    """Return the blocks that requests of a wave hold of a pool, in order: [B, most], padded."""
+    return wave.tables[pool][requests, : max(1, int(wave.num_blocks[pool][requests].max()))]
 
 
-def _segments(wave, mini_batch: int, entry: str, extent, tokens) -> list[Segment]:
-    """One segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV. ``extent``: of each request
-    the blocks that it holds, how many were dropped and how many it holds.
+class Extent(NamedTuple):
+    """What requests of a step hold of an entry: see ``Segment``."""
+
+    held: np.ndarray
+    held_from: np.ndarray
+    start_block: np.ndarray
+    reserved: np.ndarray
+
+
+def _segments(wave, mini_batch: int, entry: str, extent: Extent, tokens) -> list[Segment]:
+    """One segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV.
 
     The split is that of the whole mini-batch, whoever has left: fewer requests could want more ACT than its buffer has.
     """
-    held, dropped, reserved = extent
-    held_from = 0 if wave.sharing is None else dropped
+    held, held_from, dropped, reserved = extent
     leading = {"act": (tokens, dropped), "kv": (tokens, dropped)}
     if entry in wave.split:
         groups = wave.mini_batches
@@ -396,7 +414,7 @@ def _segments(wave, mini_batch: int, entry: str, extent, tokens) -> list[Segment
     ]
 
 
-def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
+def _stores(wave, requests, context, new_tokens, window) -> tuple[Store, ...]:
     width = int(new_tokens.max())
     if width == 1:
         batch_row, within, positions = np.arange(len(requests)), np.zeros_like(context), context
@@ -410,8 +428,11 @@ def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
         positions = positions % kept[batch_row]
         fresh = within >= (new_tokens - kept)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
-    if wave.entries.tok_share:  # the leading tokens will be recomputed: nothing of them is kept
-        fresh = positions >= wave.entries.tok_tokens(context + new_tokens)[batch_row]
+    if wave.entries.tok_share or window and width > 1:  # the leading tokens will be recomputed, or nobody sees them
+        first = wave.entries.first_stored(context + new_tokens, window)
+        fresh = positions >= first[batch_row]
+        if wave.sharing is not None:  # others see what is shared
+            fresh |= positions < (wave.shared.depth[requests] * BLOCK_TOKENS)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
     if wave.sharing is not None and width > 1:  # what others have stored is there
         fresh = positions >= (wave.shared.stored_before[requests] * BLOCK_TOKENS)[batch_row]
@@ -426,9 +447,10 @@ def _stores(wave, requests, context, new_tokens) -> tuple[Store, ...]:
         chosen = entry_index == i
         if not chosen.any():
             continue
-        reserved = wave.num_blocks[entry][requests][batch_row[chosen]]
+        pool = Pool(entry, window).name
+        reserved = wave.num_blocks[pool][requests][batch_row[chosen]]
         index = token_index[chosen, i]
-        held = held_blocks(wave, entry, requests)
+        held = held_blocks(wave, pool, requests)
         rows = batch_row[chosen] * width + within[chosen]
         if wave.sharing is not None:
             index = index - own_from[batch_row[chosen], i]

@@ -279,7 +279,7 @@ def _blocks_in_window(step: MiniBatchStep, held: np.ndarray, window: int) -> tup
     """Return the blocks [B, most] in which a decode step's requests have tokens in their windows, whoever else has
     them, where the tokens end in them [B], and the first one in the window [B]. ``held``: blocks of their own."""
     (own,), end = step.segments, step.context + 1
-    depth, batch = own.start_block, np.arange(len(held))[:, None]
+    depth, batch = np.reshape(np.broadcast_to(own.held_from, end.shape), -1), np.arange(len(held))[:, None]
     shared = np.zeros((len(held), max(1, int(depth.max()))), dtype=held.dtype)
     for common in step.commons:
         shared[common.rows[..., None], np.arange(common.first, common.last)] = common.segments[0].held[:, None]
@@ -287,6 +287,6 @@ def _blocks_in_window(step: MiniBatchStep, held: np.ndarray, window: int) -> tup
     begin = first // BLOCK_TOKENS
     columns = begin[:, None] + np.arange(int((ceil_blocks(end) - begin).max()))
     of_shared = shared[batch, np.minimum(columns, shared.shape[1] - 1)]
-    of_own = held[batch, np.clip(columns - depth[:, None], 0, held.shape[1] - 1)]
+    of_own = held[batch, (columns - depth[:, None]) % own.reserved[:, None]]
     blocks = np.where(columns < depth[:, None], of_shared, of_own)
     return blocks, end - begin * BLOCK_TOKENS, first - begin * BLOCK_TOKENS
