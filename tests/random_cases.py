@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.model.attention import PLAIN, AttentionKind
+from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
@@ -82,6 +84,31 @@ def random_case(rng: np.random.Generator, kind: str = "column") -> UniformCase:
     p = int(rng.choice([2, 4]))
     case = UniformCase(shape, _machine(rng, batch / num_mini_batches), p, policy, batch, prompt, generated)
     return _balance(case, rng) if rng.random() < 1 / 3 else case
+
+
+def of_mixed_layers(case: UniformCase, rng: np.random.Generator) -> UniformCase:
+    """The case with layers of several kinds: windows in some or all of them, and for half of the cases few large
+    experts in some and a feed-forward network of another size in the others."""
+    shape = case.shape
+    window = AttentionKind(int(rng.choice([16, 64, 200])))
+    attention = [(window,), (window, PLAIN), (window,) * 5 + (PLAIN,)][int(rng.integers(3))]
+    modules = None
+    if rng.random() < 0.5:
+        starts = ((0,), (0, 1, 0, 1), (0, 0, 0, 1))[int(rng.integers(3))]
+        of_layers = (*starts, *[1] * shape.num_layers)[: shape.num_layers]
+        kinds = (_module(shape, (2 * shape.hidden,)), _module(shape, (8, shape.hidden // 4)))
+        modules = ModuleLayers("none", kinds, of_layers, shape.vocab * shape.hidden, 0.25)
+    return replace(case, shape=replace(shape, attention=attention, modules=modules))
+
+
+def _module(shape: ModelShape, feed_forward: tuple[int, ...]) -> tuple[LayerTensor, ...]:
+    """The tensors of a layer whose feed-forward matrix has these sizes but the last."""
+    return (
+        LayerTensor("norm", (shape.hidden,), True),
+        LayerTensor("qkv", (shape.query_width + shape.kv_width, shape.hidden), True),
+        LayerTensor("o", (shape.hidden, shape.query_width), False),
+        LayerTensor("up", (*feed_forward, shape.hidden), False),
+    )
 
 
 def _log_uniform(rng, low: float, high: float) -> float:

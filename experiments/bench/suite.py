@@ -26,6 +26,7 @@ from experiments.bench.copies import bench_copies
 from experiments.bench.harness import Table, seconds_of
 from experiments.bench.kernels import bench_kernels
 from experiments.bench.launch import bench_launch
+from experiments.bench.layer_kinds import bench_layer_kinds
 from experiments.bench.overlap import bench_overlap
 from experiments.bench.queues.census import bench_census
 from experiments.bench.queues.forecast import bench_forecast
@@ -299,6 +300,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "kernels": (lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),),
     "executor": (bench_overlap,),
     "selection": (bench_selection,),
+    "layers": (bench_layer_kinds,),
     "run": (bench_census, bench_run),
     "replanning": (bench_replanning,),
     "refill": (bench_refill, bench_queue_overlap, bench_density, bench_forecast),

@@ -1,0 +1,114 @@
+"""Layers of several kinds: what crosses the link, what it costs, and what both clocks and the search make of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from random_cases import UniformCase, compare, of_mixed_layers, random_case
+from toy_machine import SHAPE, machine
+
+from flexhybrid.core.memory import memory_plan
+from flexhybrid.core.model.attention import PLAIN, AttentionKind
+from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
+from flexhybrid.core.work import PREFILL_QUERIES
+from sim.array_clock import predict
+from sim.tiny_run import loops_of
+from sim.virtual_clock import run, summarize
+
+HIDDEN = SHAPE.hidden
+
+
+def module(*feed_forward: int) -> tuple[LayerTensor, ...]:
+    early = LayerTensor("qkv", (3 * HIDDEN, HIDDEN), True)
+    return LayerTensor("norm", (HIDDEN,), True), early, LayerTensor("up", (*feed_forward, HIDDEN), False)
+
+
+#: Two layers of a small feed-forward network, then four of eight experts each, of which a token takes two.
+EXPERTS = replace(
+    SHAPE,
+    num_layers=6,
+    modules=ModuleLayers("none", (module(512), module(8, 512)), (0, 0, 1, 1, 1, 1), SHAPE.vocab * HIDDEN, 0.25),
+)
+
+
+def case_of(shape, policy=None, batch=4, prompt=100, generated=5) -> UniformCase:
+    policy = policy or Policy(weights=Placement(host=1), cache={"kv@host": 0.5, "act@host": 0.5})
+    return UniformCase(shape, machine(), 4, policy, batch, prompt, generated)
+
+
+@pytest.mark.parametrize("kind", ["column", "row", "serial"])
+def test_both_clocks_agree_on_layers_of_several_kinds(kind):
+    rng, gaps = np.random.default_rng(7), []
+    while len(gaps) < 8:
+        case = of_mixed_layers(random_case(rng, kind), rng)
+        if case.policy.selection.method == "none":
+            closed, virtual = compare(case)
+            gaps.append(abs(closed / virtual - 1))
+    assert np.median(gaps) <= 0.005 and max(gaps) <= 0.02
+
+
+@pytest.mark.parametrize("period, schedule", [(1, "column"), (4, "row"), (6, "column"), (6, "row"), (5, "column")])
+def test_many_layers_in_turn_are_walked_in_part(period, schedule):
+    """Full layers load eight times as much as those with a window, and wait for it: the mean of both would not do."""
+    attention = (*[AttentionKind(64)] * (period - 1), PLAIN)
+    shape = replace(SHAPE, num_layers=47, attention=attention, max_positions=4096)
+    case = case_of(shape, Policy(cache={"kv@host": 1.0}, schedule=schedule), 3, 512, 4)
+    layers = tuple(map(list(dict.fromkeys(shape.layer_kinds)).index, shape.layer_kinds))
+    loop = loops_of(case.policy, layers, 1)[schedule == "column"]
+    assert (
+        loop.num_rounds <= 12 + 3 * period
+        and loop.kinds == (*layers[: loop.before_skip],) + layers[loop.before_skip + 47 - loop.num_rounds :]
+    )
+    closed, virtual = compare(case)
+    assert abs(closed / virtual - 1) < 0.005
+
+
+@pytest.mark.parametrize("device, disk", [(0.0, 0.0), (0.4, 0.3)])
+def test_a_layer_carries_its_own_bytes_and_a_slot_holds_the_largest(device, disk):
+    weights = Placement(device=device, host=1 - device - disk, disk=disk)
+    case = case_of(EXPERTS, Policy(weights=weights, cache={"kv@host": 1.0}, max_mini_batch_tokens=210))
+    wave, moved = case.wave(), Counter()
+    tasks = list(stream(wave))
+    for task in tasks:
+        if task.verb in ("load_weights", "read_weights"):
+            moved[task.verb, task.layer, task.iteration] += task.work.link_bytes
+    for layer in range(6):
+        placed = wave.placed_of(layer)
+        assert moved["load_weights", layer, 2] == placed.streamed_bytes
+        assert moved["read_weights", layer, 2] == placed.disk_bytes
+    small, large = wave.placed
+    assert small.layout.total_bytes < large.layout.total_bytes / 3
+    plan = memory_plan(case.problem, case.policy, buffer_sizes(wave))
+    assert plan["device"]["weight slots"] == 2 * large.streamed_bytes
+    assert plan["device"].get("resident weights", 0) == 2 * small.streamed_from + 4 * large.streamed_from
+    assert plan["disk"].get("weights", 0) == 2 * small.disk_bytes + 4 * large.disk_bytes
+    closed = predict(case.problem, case.candidate).row()
+    of_virtual = summarize(run(tasks, case.hardware)).link_bytes
+    assert closed["traffic_bytes"]["h2d"]["weights"] == pytest.approx(of_virtual["h2d"]["load_weights"])
+    assert closed["peak_bytes"]["device"] == pytest.approx(sum(plan["device"].values()), rel=1e-6)
+
+
+def test_a_layer_of_experts_multiplies_with_a_share_and_reads_what_its_rows_touch():
+    finish = {task.layer: task.work for task in stream(case_of(EXPERTS).wave()) if task.verb == "finish"}
+    rows, dense, experts = 4, 512 * HIDDEN, 8 * 512 * HIDDEN
+    assert finish[0].flops == 2 * dense * rows and finish[5].flops == 2 * experts * 0.25 * rows
+    touched = experts * (1 - 0.75**rows)
+    assert finish[5].memory_bytes - finish[0].memory_bytes == pytest.approx(4 * (touched - dense))
+
+
+def test_a_prompt_in_a_window_attends_to_what_its_runs_of_queries_see():
+    window, width = 64, 700
+    shape = replace(SHAPE, attention=(AttentionKind(window), PLAIN))
+    tasks = stream(case_of(shape, prompt=width).wave())
+    flops = {task.layer: task.work.flops for task in tasks if task.verb == "attend_prefill"}
+    pairs = 0
+    for first in range(0, width, PREFILL_QUERIES):
+        last = min(first + PREFILL_QUERIES, width)
+        pairs += (last - first) * (last - max(0, first - window + 1))
+    assert flops[0] == 4 * SHAPE.query_width * 4 * pairs < flops[1] == 2 * SHAPE.query_width * 4 * width * (width + 1)
