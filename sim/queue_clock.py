@@ -32,12 +32,14 @@ from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
 from sim.cost import hardware_of
 from sim.queue_counts import Stints, stints
+from sim.tiny_run import layer_loop
 
 MOST_COUNTED = 5_000  #: requests; of a longer queue every so manieth stands for those beside it
 RUN = 64  #: of them, that follow each other
 WALKED_TASKS = 40_000  #: of a price: about a second
 LEAST_WINDOWS, MOST_WINDOWS = 5, 60  #: pairs of iterations that are walked
 WALKED_LAYERS, PACE_LAYERS = 6, 2  #: layers that are walked of a model, and of them those whose pace the others have
+MIXED_POSITIONS = 3  #: mini-batches for which ``layer_loop`` counts the layers of several kinds that are walked
 MANY_MINI_BATCHES = 16  #: where more share a layer, two layers less show the pace
 PHASES = ("ramp", "steady", "drain")
 
@@ -266,15 +268,27 @@ class _Price:
         self.stints = stints(wave, workload)
         self.num_iterations = self.stints.num_iterations
         self.bounds = _bounds(self.stints.joined, self.num_iterations)
-        layers, whole = wave.shape.num_layers, num_whole(wave.policy.selection, wave.shape.num_layers)
-        few = WALKED_LAYERS - PACE_LAYERS * (len(wave.mini_batches) > MANY_MINI_BATCHES)
-        self.num_layers = min(layers, whole + few)
-        self.more_layers = layers - self.num_layers
+        self.layers, self.late, self.pace_layers = self._walked_layers()
+        self.more_layers = wave.shape.num_layers - len(self.layers)
         self.exact = stores_exactly(wave.policy)
         computed = self.stints.prompt_tokens - self.stints.found_tokens * self.exact
         self.joining_tokens = self.stints.joining(computed.astype(float))
         self.walked: dict[int, float] = {}  # iteration -> seconds
         self.work: dict[int, dict[str, float]] = {}  # iteration -> resource -> seconds of work
+
+    def _walked_layers(self) -> tuple[list[int], int, int]:
+        """Return the layers that are walked, the place among them of the last one whose pace the others have, and how
+        many these are: two, or as many as the kinds of layers take turns in."""
+        wave, shape = self.wave, self.wave.shape
+        whole, kinds = num_whole(wave.policy.selection, shape.num_layers), list(dict.fromkeys(shape.layer_kinds))
+        if len(kinds) == 1:
+            few = WALKED_LAYERS - PACE_LAYERS * (len(wave.mini_batches) > MANY_MINI_BATCHES)
+            count = min(shape.num_layers, whole + few)
+            return list(range(count)), count - 2, PACE_LAYERS
+        loop = layer_loop(tuple(map(kinds.index, shape.layer_kinds)), MIXED_POSITIONS, whole)
+        before, layers = loop.before_skip or shape.num_layers, list(range(shape.num_layers))
+        more = shape.num_layers - loop.num_rounds
+        return layers[:before] + layers[before + more :], before - 1, loop.pace_rounds
 
     def run(self) -> QueueRun:
         self._walk(0)
@@ -344,8 +358,7 @@ class _Price:
         requests, left = all_stints.request[chosen], all_stints.left[chosen]
         given = all_stints.prompt_tokens[chosen] - self.workload.prompt_tokens[requests]
         lengths = Workload(all_stints.prompt_tokens[chosen], self.workload.max_tokens[requests] - given)
-        shape = replace(wave.shape, num_layers=self.num_layers)
-        problem = replace(wave.problem, shape=shape)
+        problem = replace(wave.problem, shape=wave.shape.of_layers(self.layers))
         depth = all_stints.shared_tokens[chosen] // BLOCK_TOKENS
         groups = [group for group in groups if len(group)]
         shared, room = (
@@ -391,21 +404,21 @@ class _Price:
         schedule) one after the other."""
         if not self.more_layers:
             return 0.0
-        late, early = self.num_layers - 2, self.num_layers - 2 - PACE_LAYERS
+        late, early = self.late, self.late - self.pace_layers
         ends: dict[tuple, float] = {}
         by_row = self.wave.policy.schedule == "row"
         for task, _, end in events:
             if task.verb == "finish" and task.layer in (late, early):
                 key = (task.mini_batch if by_row else 0), task.layer
                 ends[key] = max(end, ends.get(key, 0.0))
-        return sum(end - ends[k, early] for (k, layer), end in ends.items() if layer == late) / PACE_LAYERS
+        return sum(end - ends[k, early] for (k, layer), end in ends.items() if layer == late) / self.pace_layers
 
     def _work(self, events: list[TraceEvent]) -> dict[str, float]:
         """Return resource -> seconds of its tasks, of all layers."""
         work: dict[str, float] = {}
-        late = self.num_layers - 2
+        late, pace = self.late, self.pace_layers
         for task, start, end in events:
-            repeats = self.more_layers / PACE_LAYERS if late - PACE_LAYERS < task.layer <= late else 0.0
+            repeats = self.more_layers / pace if late - pace < task.layer <= late else 0.0
             work[task.resource] = work.get(task.resource, 0.0) + (1.0 + repeats) * (end - start)
         return work
 

@@ -133,8 +133,8 @@ def loops_of(policy: Policy, layers: tuple[int, ...], num_mini_batches: int) -> 
     whole = num_whole(policy.selection, len(layers))
     if policy.schedule == "column":
         inner = loop(num_mini_batches, 1)
-        return inner, _layer_loop(layers, inner.num_rounds, whole)
-    inner = _layer_loop(layers, 1, whole)
+        return inner, layer_loop(layers, inner.num_rounds, whole)
+    inner = layer_loop(layers, 1, whole)
     return inner, loop(num_mini_batches, inner.num_rounds)
 
 
@@ -144,7 +144,7 @@ def _walked(positions: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1024)
-def _layer_loop(layers: tuple[int, ...], positions: int, whole: int) -> Loop:
+def layer_loop(layers: tuple[int, ...], positions: int, whole: int) -> Loop:
     """The loop over layers with the fewest rounds. What it skips are whole periods of the kinds: before these come the
     layers that belong to none, the first ``whole`` and two more, and enough for a pace."""
     count, (least, after) = len(layers), _walked(positions)

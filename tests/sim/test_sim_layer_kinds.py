@@ -15,9 +15,12 @@ from flexhybrid.core.model.attention import PLAIN, AttentionKind
 from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.work import PREFILL_QUERIES
+from flexhybrid.core.workload import Workload
 from sim.array_clock import predict
+from sim.queue_clock import price_queue, walk_queue
 from sim.tiny_run import loops_of
 from sim.virtual_clock import run, summarize
 
@@ -112,3 +115,13 @@ def test_a_prompt_in_a_window_attends_to_what_its_runs_of_queries_see():
         last = min(first + PREFILL_QUERIES, width)
         pairs += (last - first) * (last - max(0, first - window + 1))
     assert flops[0] == 4 * SHAPE.query_width * 4 * pairs < flops[1] == 2 * SHAPE.query_width * 4 * width * (width + 1)
+
+
+def test_a_queue_walks_a_period_of_kinds_and_prices_the_others_by_it():
+    shape = replace(EXPERTS.of_layers([0, *[5] * 19]), attention=(*[AttentionKind(56)] * 5, PLAIN))
+    problem = Problem(shape=shape, dtype="float32", hardware=machine(link=0.5))
+    rng = np.random.default_rng(2)
+    workload = Workload(rng.integers(40, 60, 12), limits := rng.integers(2, 24, 12), limits)
+    policy = Policy(weights=Placement(device=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=512)
+    priced, walked = (of(problem, policy, workload, 5) for of in (price_queue, walk_queue))
+    assert priced.total_s == pytest.approx(walked.total_s, rel=0.01)

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -112,6 +113,12 @@ class ModelShape:
         """How many layers have the tensors of each kind."""
         of_layers = [self.weights_kind(layer) for layer in range(self.num_layers)]
         return tuple(map(of_layers.count, range(len(self.modules.kinds) if self.modules else 1)))
+
+    def of_layers(self, layers: Sequence[int]) -> "ModelShape":
+        """Return the shape of a model that has these of its layers alone."""
+        attention = tuple(self.attention[layer % len(self.attention)] for layer in layers)
+        modules = self.modules and replace(self.modules, kind_of=tuple(self.modules.kind_of[layer] for layer in layers))
+        return replace(self, num_layers=len(layers), attention=attention, modules=modules)
 
     def of_weights(self, kind: int) -> "ModelShape":
         """Return the shape of a model whose layers all have the tensors of one kind."""
