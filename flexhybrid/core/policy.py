@@ -21,7 +21,8 @@ from flexhybrid.core.files import load_json, named_once, parse_json
 FORMAT_VERSION = 1
 _NATIVE_BITS = "native"
 BITS = (_NATIVE_BITS, 8, 4, 2, 1)  #: stored widths: the compute dtype's, or packed
-#: Elements of a row of weights or ACT that share a scale and a zero point, both float16; KV: ``ModelShape.kv_group``.
+#: Elements of a row of weights or ACT that share a scale and a zero point, both float16; of KV and ACT: ``kv_group``
+#: and ``act_group`` of ``ModelShape``.
 GROUP_ELEMENTS = 64
 
 
@@ -75,13 +76,15 @@ class Bits:
     def native(self) -> bool:
         return all(getattr(self, f.name) == _NATIVE_BITS for f in fields(self))
 
-    def element_bytes(self, bytes_per_element: int, kv_group: int) -> ElementBytes:
-        """Stored bytes an element where the compute dtype has ``bytes_per_element``; ``kv_group``: of the model."""
+    def element_bytes(self, bytes_per_element: int, kv_group: int, act_group: int = GROUP_ELEMENTS) -> ElementBytes:
+        """Stored bytes an element where the compute dtype has ``bytes_per_element``; the groups are of the model."""
 
         def stored(bits, group: int = GROUP_ELEMENTS) -> float:
             return bytes_per_element if bits == _NATIVE_BITS else bits / 8 + 4 / group
 
-        return ElementBytes(bytes_per_element, stored(self.weights), stored(self.kv, kv_group), stored(self.act))
+        return ElementBytes(
+            bytes_per_element, stored(self.weights), stored(self.kv, kv_group), stored(self.act, act_group)
+        )
 
 
 class ElementBytes(NamedTuple):

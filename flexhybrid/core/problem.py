@@ -86,7 +86,7 @@ class Problem:
 
     def stored(self, bits: Bits) -> ElementBytes:
         """Bytes an element of weights, KV and ACT as they are stored with these bits."""
-        return bits.element_bytes(self.bytes_per_element, self.shape.kv_group)
+        return bits.element_bytes(self.bytes_per_element, self.shape.kv_group, self.shape.act_group)
 
     @property
     def effective_budgets(self) -> Budgets:

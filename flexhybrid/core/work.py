@@ -34,9 +34,10 @@ def scatter_rows(shape: ModelShape, kv_element_bytes: float, act_element_bytes: 
 
 
 def kv_gen(shape: ModelShape, p: int, rows) -> Work:
-    """Keys and values from ACT: 4·h·G·d operations a token, one matrix product."""
-    h, kv = shape.hidden, shape.kv_width
-    return Work(memory_bytes=(rows * (h + kv) + h * kv) * p, flops=2 * h * kv * rows, tokens=rows)
+    """Keys and values from ACT: 4·h·G·d operations a token, one matrix product; from a latent fewer."""
+    weights = shape.kv_gen_elements
+    moved = rows * (shape.act_width + shape.kv_width) + weights
+    return Work(memory_bytes=moved * p, flops=2 * weights * rows, tokens=rows)
 
 
 def project(shape: ModelShape, p: int, rows) -> Work:

@@ -13,7 +13,7 @@ from flexhybrid.core.context.cache_entries import Pool, StoredCopy, parts
 from flexhybrid.core.context.selection import layers_by_window, num_choosing, num_keeping, num_limited
 from flexhybrid.core.memory import NUM_SLOTS, index_cells
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
+from flexhybrid.core.policy import Policy
 from flexhybrid.core.schedule.buffer_sizes import BufferSizes
 from flexhybrid.core.schedule.steps import BlockRun, MiniBatchStep, Segment, Store
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
@@ -97,7 +97,8 @@ class Buffers:
         self.disk_bytes = 0  #: of all pools on the disk
         self.host_memory = HostMemory(pinned=device.type == "cuda")
         groups, d, kv, hidden = shape.num_kv_heads, shape.head_dim, shape.kv_width, shape.hidden
-        widths = {"kv": (kv, policy.bits.kv, shape.kv_group), "act": (hidden, policy.bits.act, GROUP_ELEMENTS)}
+        act = shape.act_width
+        widths = {"kv": (kv, policy.bits.kv, shape.kv_group), "act": (act, policy.bits.act, shape.act_group)}
         self.formats = {name: row_format(*width, dtype) for name, width in widths.items()}
 
         def on_device(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -141,7 +142,7 @@ class Buffers:
             self.read[name] = on_host(NUM_SLOTS, from_disk, BLOCK_TOKENS * row.width, dtype=row.dtype)
         plain_act = sizes.act_blocks if policy.bits.act != "native" else 0
         plain_kv = sizes.plain_kv_blocks if policy.bits.kv != "native" else 0
-        self.plain = {"act": on_device(plain_act * BLOCK_TOKENS, hidden), "kv": on_device(plain_kv * BLOCK_TOKENS, kv)}
+        self.plain = {"act": on_device(plain_act * BLOCK_TOKENS, act), "kv": on_device(plain_kv * BLOCK_TOKENS, kv)}
         generated = max(sizes.act_blocks * BLOCK_TOKENS, MIN_KV_GEN_ROWS) if sizes.act_blocks else 0
         self.generated = on_device(generated, kv)
         self.attention = on_device(2, sizes.attention_tokens * groups * d)
@@ -177,7 +178,7 @@ class Buffers:
         return keys.view(batch, groups, tokens, d), values.view(batch, groups, tokens, d)
 
     def act_rows(self, slot: int, count: int) -> torch.Tensor:
-        """Return ACT rows [count, h] in the compute dtype: as they were loaded, or unpacked."""
+        """Return ACT rows [count, width] in the compute dtype: as they were loaded, or unpacked."""
         return self.plain["act"][:count] if self.packed("act") else self.chosen_rows(self.loaded, "act", slot, count)
 
     def each_head(self, representation: str) -> bool:

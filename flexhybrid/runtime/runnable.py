@@ -13,9 +13,12 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
     weight_rows = (shape.hidden, shape.query_width, shape.ffn)
     if shape.modules:
         weight_rows = tuple(t.cols for kind in shape.modules.kinds for t in kind if t.cols)
-    row_sizes = {"weights": weight_rows, "kv": (shape.kv_width,), "act": (shape.hidden,)}
+    row_sizes = {"weights": weight_rows, "kv": (shape.kv_width,), "act": (shape.act_width,)}
     for name, sizes in row_sizes.items():
-        bits, group = getattr(policy.bits, name), shape.kv_group if name == "kv" else GROUP_ELEMENTS
+        bits, group = (
+            getattr(policy.bits, name),
+            {"kv": shape.kv_group, "act": shape.act_group}.get(name, GROUP_ELEMENTS),
+        )
         unit = 1 if bits == "native" else row_unit(bits, group)
         if odd := [size for size in sizes if size % unit]:
             raise InputError(

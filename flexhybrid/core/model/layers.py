@@ -11,6 +11,7 @@ class LayerTensor:
     name: str
     size: tuple[int, ...]
     early: bool  #: used up to the layer's attention call, not behind it
+    kv_gen: bool = False  #: early, and used to recompute keys and values from ACT
 
     @property
     def rows(self) -> int:
@@ -35,13 +36,14 @@ class ModuleLayers:
     kind_of: tuple[int, ...]  #: by layer
     outer_elements: int  #: of embedding, last norm, head, and of the layers' buffers
     experts_share: float = 1.0  #: of the experts (tensors of three dimensions), those that a token takes
+    latent: int | None = None  #: elements of what ACT blocks hold of a token; None: the layer's input
 
     def only(self, kind: int) -> "ModuleLayers":
         """Return layers that all have the tensors of one kind."""
         return replace(self, kinds=(self.kinds[kind],), kind_of=(0,) * len(self.kind_of))
 
     def most(self, of: str) -> int:
-        """Return the most elements that a layer has of "vectors", or of "early" or "late" matrices."""
+        """Return the most elements that a layer has of "vectors", or of "early", "late" or "kv_gen" matrices."""
         return max(sum(t.elements for t in kind if _belongs(t, of)) for kind in self.kinds)
 
     @property
@@ -73,4 +75,6 @@ class ModuleLayers:
 
 
 def _belongs(tensor: LayerTensor, of: str) -> bool:
+    if of == "kv_gen":
+        return bool(tensor.cols) and tensor.kv_gen
     return of == ("vectors" if not tensor.cols else "early" if tensor.early else "late")

@@ -150,6 +150,25 @@ class ModelShape:
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
+    def act_width(self) -> int:
+        """Elements of one token's ACT in one layer, from which its keys and values are recomputed: h of the layer's
+        input (after its norm), or a narrower row of the attention module, the latent of DeepSeek-V2."""
+        return self.modules.latent or self.hidden if self.modules else self.hidden
+
+    @property
+    def act_group(self) -> int:
+        """Elements of packed ACT that share a scale and a zero point: GROUP_ELEMENTS, or for a latent the largest
+        divisor of its width that is no more."""
+        if self.act_width == self.hidden:
+            return GROUP_ELEMENTS
+        return max(size for size in range(1, GROUP_ELEMENTS + 1) if self.act_width % size == 0)
+
+    @property
+    def kv_gen_elements(self) -> int:
+        """Elements of the matrices with which keys and values are recomputed from ACT: h·2·G·d."""
+        return self.modules.most("kv_gen") if self.modules else self.hidden * self.kv_width
+
+    @property
     def kv_group(self) -> int:
         """Elements of packed keys or values that share a scale and a zero point.
 
@@ -211,8 +230,8 @@ class ModelShape:
         return type(bytes_per_element)(round(self.kv_width * bytes_per_element))
 
     def act_token_bytes(self, bytes_per_element: Width) -> Width:
-        """Bytes of one token's layer input (after its norm) in one layer: h·p."""
-        return self.hidden * bytes_per_element
+        """Bytes of one token's ACT in one layer. A packed row is whole bytes."""
+        return type(bytes_per_element)(round(self.act_width * bytes_per_element))
 
 
 @cache

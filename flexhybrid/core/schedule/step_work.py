@@ -189,7 +189,7 @@ def _gather_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dic
     """The selected tokens' rows, gathered on the host and loaded."""
     rows = {representation: c.batch * tokens for representation, tokens in _selected_of(c).items()}
     works = {"gather": work.scatter_rows(shape, stored.kv, stored.act, rows.get("kv", 0), rows.get("act", 0))}
-    widths = {"kv": (shape.kv_width, stored.kv), "act": (shape.hidden, stored.act)}
+    widths = {"kv": (shape.kv_width, stored.kv), "act": (shape.act_width, stored.act)}
     for representation, num_rows in rows.items():
         width, element_bytes = widths[representation]
         works[f"load_{representation}"] = work.store_rows(shape, element_bytes, representation, num_rows)
@@ -226,7 +226,7 @@ def _load_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dict[
             blocks = sum(c.blocks[part] for part in on_disk)
             works[f"read_{representation}"] = work.load_blocks(shape, element_bytes, representation, blocks, 1)
         if every and element_bytes != stored.compute:
-            width = shape.kv_width if representation == "kv" else shape.hidden
+            width = shape.kv_width if representation == "kv" else shape.act_width
             elements = sum(c.blocks[part] for part in every) * BLOCK_TOKENS * width
             works[f"dequantize_{representation}"] = work.convert(elements, stored.compute, element_bytes)
     return works
@@ -237,7 +237,7 @@ def _store_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: Ste
     if policy.attention == "host" and not (c.prefill or c.chunk):
         return {}  # the query task brings the new rows along, and attention writes them to their blocks
     works = {}
-    of_element, width = {"act": stored.act, "kv": stored.kv}, {"act": shape.hidden, "kv": shape.kv_width}
+    of_element, width = {"act": stored.act, "kv": stored.kv}, {"act": shape.act_width, "kv": shape.kv_width}
 
     def rows(representation: str, *tiers: str):
         return sum(n for part, n in c.stored.items() if part.representation == representation and part.tier in tiers)

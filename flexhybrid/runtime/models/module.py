@@ -21,13 +21,13 @@ from flexhybrid.core.model.attention import AttentionKind
 from flexhybrid.core.model.generation_config import end_tokens
 from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
+from flexhybrid.runtime.models.latent import ActRows
 from flexhybrid.runtime.models.probe import Argument, LayerFacts, look
 from flexhybrid.runtime.models.transformer import (
     LayerCall,
     Layers,
     Pending,
     Refused,
-    begun,
     build,
     check_libraries,
     decoder_layers,
@@ -109,11 +109,14 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
         if any(id(parameter) in inside for parameter in named.values()):
             raise Refused("its layers share parameters")
         inside |= set(map(id, named.values()))
-        kind = tuple(LayerTensor(name, tuple(named[name].shape), name in fact.early) for name in named)
+        kind = tuple(
+            LayerTensor(name, tuple(named[name].shape), name in fact.early, name in fact.kv_gen) for name in named
+        )
         kinds += [] if kind in kinds else [kind]
         kind_of.append(kinds.index(kind))
     outer = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in inside]
-    modules = ModuleLayers(str(folder.resolve()), tuple(kinds), tuple(kind_of), _elements(outer), _share(text))
+    latent = attention[0].kv_gen.width if attention[0].kv_gen.source else None
+    modules = ModuleLayers(str(folder.resolve()), tuple(kinds), tuple(kind_of), _elements(outer), _share(text), latent)
     dtype = str(model.config.dtype or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise Refused(f"dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}")
@@ -186,28 +189,12 @@ class ModulePath:
         self.layers = Layers(self.model)
         self.slots = [_slots(layer) for layer in self.layers.layers]
         self.sizes = [{t.name: t.size for t in shape.modules.kinds[kind]} for kind in shape.modules.kind_of]
-        self._generating = False  # keys and values alone are wanted
-        for fact in self.facts:
-            self.layers.watch(fact.attention.module)
-            self._spare_queries(fact.attention.module)
+        attentions = [fact.attention for fact in self.facts]
+        self.act = [ActRows(fact.module, fact.kv_gen, self.layers.hidden_size) for fact in attentions]  # by layer
         self._in_place: dict[int, Any] = {}  # by layer: the views that its parameters are
         self.calls: dict[Any, list[LayerCall]] = {}  #: by step: how the model calls its layers
         self._calls_at: dict[Any, tuple[torch.Tensor, list[LayerCall]]] = {}
         self._pending: dict[int, Pending] = {}  # by slot
-
-    def _spare_queries(self, attention: torch.nn.Module) -> None:
-        """Let an attention module leave its query projection out while keys and values alone are wanted."""
-        projection: Any = getattr(attention, "q_proj", None)
-        if type(projection) is not torch.nn.Linear:
-            return
-        own = projection.forward
-
-        def forward(rows: torch.Tensor) -> torch.Tensor:
-            if not self._generating:
-                return own(rows)
-            return rows.new_zeros(()).expand(*rows.shape[:-1], projection.out_features)
-
-        vars(projection)["forward"] = forward
 
     # ---- weights
 
@@ -247,11 +234,11 @@ class ModulePath:
     def project(
         self, step: Any, slot: int, layer: int, hidden_Rh: torch.Tensor, views
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a layer up to its attention: the rows [R, keys | values | queries], and the attention module's input."""
+        """Run a layer up to its attention: the rows [R, keys | values | queries], and what ACT blocks hold."""
         self._place(layer, views)
         fact = self.facts[layer].attention
         pending = self._pending[slot] = self.layers.begin(layer, hidden_Rh[None], self.calls[step][layer])
-        act = self.layers.inputs.pop(id(fact.module))[0]
+        act = self.act[layer].take()
         shape, rows = self.shape, len(hidden_Rh)
         kvq = hidden_Rh.new_zeros(rows, shape.kv_width + shape.query_width)
         self._put(kvq[:, : shape.kv_width], pending.call.key, pending.call.value)
@@ -281,19 +268,13 @@ class ModulePath:
         return calls
 
     def generate(self, layer: int, act_rows: torch.Tensor, calls: list[LayerCall], views, out: torch.Tensor) -> None:
-        """Recompute keys and values [n, 2·G·d] of ACT rows [n, h]: the attention module, up to its attention."""
+        """Recompute keys and values [n, 2·G·d] of ACT rows [n, width]: the attention module, up to its attention."""
         self._place(layer, views)
         fact = self.facts[layer].attention
-        args = [_resolved(argument, calls[layer]) for argument in fact.args]
+        args = tuple(_resolved(argument, calls[layer]) for argument in fact.args)
         kwargs = {name: _resolved(argument, calls[layer]) for name, argument in fact.kwargs.items()}
-        self._generating = True
-        try:
-            pending = begun(lambda: fact.module(act_rows[None], *args, **kwargs))
-        finally:
-            self._generating = False
-        self.layers.inputs.pop(id(fact.module))
-        self._put(out, pending.call.key, pending.call.value)
-        pending.greenlet.throw()
+        call = self.act[layer].keys_and_values(act_rows, args, kwargs)
+        self._put(out, call.key, call.value)
 
     def finish(self, slot: int, layer: int, attended: torch.Tensor) -> torch.Tensor:
         """Run the rest of a layer: [R, H·d] -> the next layer's hidden states [R, h]."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from flexhybrid.runtime.models.latent import KvGen, kv_gen_of
 from flexhybrid.runtime.models.transformer import AttentionCall, LayerCall, Layers, Refused, masks_made_by, one_line
 
 ROWS = 3  #: of the probe
@@ -42,6 +43,7 @@ class AttentionFacts:
     window: int | None
     softcap: float | None
     sinks: bool
+    kv_gen: KvGen
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class LayerFacts:
     attention: AttentionFacts
     early: tuple[str, ...]  #: names of the parameters that are used up to the attention call
     late: tuple[str, ...]
+    kv_gen: frozenset[str]  #: names of the parameters with which keys and values are recomputed
 
 
 class _Uses(TorchFunctionMode):
@@ -113,9 +116,9 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
         hidden, calls = _told(lambda: layers.embed(ids, ids), "what stands before its layers")
         if hidden.dim() != 3 or hidden.shape[:2] != (1, ROWS):
             raise Refused("its hidden states are not one row a token")
-        facts = []
-        for index, call in enumerate(calls):
-            facts.append(_look_at(layers, index, hidden, call))
+        facts = [_look_at(layers, index, hidden, call, latents=True) for index, call in enumerate(calls)]
+        if len({fact.attention.kv_gen.width for fact in facts}) > 1:  # ACT blocks of all layers are alike
+            facts = [_look_at(layers, index, hidden, call, latents=False) for index, call in enumerate(calls)]
     return facts
 
 
@@ -129,13 +132,13 @@ def _told(function, where: str):
         raise Refused(f"{where} cannot be run by itself ({one_line(error)})") from error
 
 
-def _look_at(layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall) -> LayerFacts:
+def _look_at(layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall, latents: bool) -> LayerFacts:
     layer = layers.layers[index]
     named = dict(layer.named_parameters())
     with _Uses() as uses:
         pending = _told(lambda: layers.begin(index, hidden, call), f"layer {index}")
     early = {name for name, parameter in named.items() if id(parameter) in uses.seen}
-    attention = _attention_facts(layers, index, hidden, call, pending.call)
+    attention = _attention_facts(layers, index, hidden, call, pending.call, latents)
     attended = pending.call.query.new_empty(1, ROWS, attention.heads, attention.value_dim)
     try:
         with _Uses() as uses:
@@ -149,11 +152,18 @@ def _look_at(layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall) 
         raise Refused(f"layer {index} uses {both[0]} before and behind its attention")
     if result is not None and result.shape != hidden.shape:
         raise Refused(f"layer {index} does not give one row a token")
-    return LayerFacts(attention, tuple(n for n in named if n in early), tuple(n for n in named if n not in early))
+    read = dict(attention.module.named_parameters())
+    reads = {id(read[name]) for name in attention.kv_gen.read}
+    return LayerFacts(
+        attention,
+        early=tuple(name for name in named if name in early),
+        late=tuple(name for name in named if name not in early),
+        kv_gen=frozenset(name for name in early if id(named[name]) in reads),
+    )
 
 
 def _attention_facts(
-    layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall, made: AttentionCall
+    layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall, made: AttentionCall, latents: bool
 ) -> AttentionFacts:
     """Check an attention call and where its module's arguments come from."""
     taken: list[tuple[tuple, dict]] = []
@@ -203,6 +213,7 @@ def _attention_facts(
         window=window,
         softcap=options.get("softcap"),
         sinks=options.get("s_aux") is not None,
+        kv_gen=kv_gen_of(made.module, hidden, args[1:], kwargs, latents),
     )
 
 

@@ -165,7 +165,6 @@ class Layers:
         self.hidden_size = 0
         self._passed: torch.Tensor | None = None
         self._calls: dict[int, LayerCall] = {}
-        self.inputs: dict[int, torch.Tensor] = {}  #: by id of an attention module: its latest input
         for index, layer in enumerate(self.layers):
             self._wrap(index, layer)
 
@@ -234,16 +233,6 @@ class Layers:
         if isinstance(result, AttentionCall):
             raise Refused("a layer attends twice")
         return result[0] if isinstance(result, tuple) else result
-
-    def watch(self, module: torch.nn.Module) -> None:
-        """Note each input of an attention module, which ACT blocks store."""
-        own = module.forward
-
-        def forward(*args, **kwargs):
-            self.inputs[id(module)] = args[0] if args else kwargs["hidden_states"]
-            return own(*args, **kwargs)
-
-        module.forward = forward
 
 
 class Pending(NamedTuple):

@@ -1,0 +1,208 @@
+"""What keys and values are recomputed from: the input of an attention module, or a narrower row inside of it.
+
+Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, Sec. 2.1) projects a token's hidden state to a short row,
+the latent, and expands it to keys and values of all heads. Such a row is found by running the module on the meta
+device, not by its name: it is the narrowest output of a linear layer through which alone keys and values depend on the
+hidden state. An ACT block then holds that row, and KV-Gen is the rest of the module up to its attention call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flexhybrid.runtime.models.transformer import AttentionCall, begun
+
+
+class KvGen(NamedTuple):
+    """How an attention module recomputes keys and values."""
+
+    source: str | None  #: path in the module of the linear layer whose output ACT blocks hold; None: the module's input
+    width: int  #: elements of that row
+    unread: tuple[str, ...]  #: paths of linear layers that keys and values do not depend on, given that row
+    read: tuple[str, ...]  #: names of the module's parameters that they depend on
+
+
+class _Marks(TorchDispatchMode):
+    """Notes which marks each tensor may depend on.
+
+    Marks follow memory: what an operation writes gets the marks of all that it reads, and so has every view of it. On
+    the meta device no value can steer what is computed, so a tensor without a mark does not depend on what has it.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._marks: dict[int, set[str]] = {}
+        self._alive: list[Any] = []  # a memory's address is not given anew
+
+    def mark(self, tensor: torch.Tensor, marks: Iterable[str]) -> None:
+        memory = tensor.untyped_storage()
+        self._alive.append(memory)
+        self._marks.setdefault(memory._cdata, set()).update(marks)
+
+    def of(self, tensors: Iterable[torch.Tensor]) -> set[str]:
+        return set().union(*(self._marks.get(tensor.untyped_storage()._cdata, ()) for tensor in tensors))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if marks := self.of(_tensors((args, kwargs))):
+            for tensor in _tensors((result, list(_written(func, args, kwargs)))):
+                self.mark(tensor, marks)
+        return result
+
+
+def _written(func, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
+    """Yield the arguments that an operation writes to."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            yield args[place] if place < len(args) else kwargs.get(argument.name)
+
+
+def _tensors(value) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (dict, tuple, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(inner)
+
+
+@contextmanager
+def _replaced(forwards: dict[torch.nn.Module, Callable]) -> Iterator[None]:
+    """Let modules have other forwards."""
+    own = {module: vars(module).get("forward") for module in forwards}
+    for module, forward in forwards.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, forward in own.items():
+            if forward is None:
+                del vars(module)["forward"]
+            else:
+                vars(module)["forward"] = forward
+
+
+_INPUT = "hidden states"  #: the mark of an attention module's input; others are paths of layers, names of parameters
+
+
+def kv_gen_of(
+    attention: torch.nn.Module, hidden: torch.Tensor, args: tuple, kwargs: dict[str, Any], latents: bool
+) -> KvGen:
+    """Return how a module recomputes keys and values; all on the meta device, ``hidden`` [1, R, h].
+
+    ``args`` and ``kwargs`` are what the module is called with behind its hidden states. Without ``latents`` it is from
+    its hidden states.
+    """
+    linear = {path: part for path, part in attention.named_modules() if isinstance(part, torch.nn.Linear)}
+    widths: dict[str, int] = {}
+
+    def needed(source: str | None) -> tuple[set[str], AttentionCall]:
+        """Run the module; return what keys and values depend on, where ``source`` passes its own mark alone."""
+        with _Marks() as marks:
+
+            def marking(path: str, own: Callable) -> Callable:
+                def forward(rows: torch.Tensor) -> torch.Tensor:
+                    made = own(rows)
+                    if made.shape[:-1] == hidden.shape[:-1]:
+                        widths[path] = made.shape[-1]
+                    if path == source:
+                        made = torch.empty(made.shape, dtype=made.dtype, device=made.device)  # without marks
+                    marks.mark(made, (path,))
+                    return made
+
+                return forward
+
+            for name, parameter in attention.named_parameters():
+                marks.mark(parameter, (name,))
+            given = torch.empty_like(hidden)
+            marks.mark(given, (_INPUT,))
+            with _replaced({part: marking(path, part.forward) for path, part in linear.items()}):
+                pending = begun(lambda: attention(given, *args, **kwargs))
+                pending.greenlet.throw()
+            return marks.of((pending.call.key, pending.call.value)), pending.call
+
+    on, call = needed(None)
+    most = min(hidden.shape[-1], call.key.shape[1] * (call.key.shape[3] + call.value.shape[3]))
+    source = None
+    narrow = [(widths[path], path) for path in on & widths.keys() if latents and widths[path] < most]
+    for _, path in sorted(narrow):
+        through, _ = needed(path)
+        if _INPUT not in through:
+            source, on = path, through
+            break
+    return KvGen(
+        source=source,
+        width=widths[source] if source else hidden.shape[-1],
+        unread=tuple(path for path in linear if path not in on),
+        read=tuple(name for name, _ in attention.named_parameters() if name in on),
+    )
+
+
+class ActRows:
+    """What ACT blocks hold of an attention module's tokens, taken as it runs, and given back to it for KV-Gen."""
+
+    def __init__(self, attention: torch.nn.Module, gen: KvGen, hidden: int):
+        self._attention, self._source, self._hidden = attention, gen.source, hidden
+        self._taken: torch.Tensor | None = None
+        self._given: torch.Tensor | None = None  # while keys and values alone are wanted
+        parts = dict(attention.named_modules())
+        for path in gen.unread:
+            self._leave_out(parts[path])
+        if gen.source is None:
+            self._watch_input()
+        else:
+            self._watch_output(parts[gen.source])
+
+    def take(self) -> torch.Tensor:
+        """Return the rows [R, width] of the module's latest run."""
+        taken, self._taken = self._taken, None
+        if taken is None:
+            raise ValueError("an attention module that has not run")
+        return taken[0]
+
+    def keys_and_values(self, rows: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> AttentionCall:
+        """Run the module on rows [R, width] up to its attention call."""
+        hidden = rows if self._source is None else rows.new_zeros(self._hidden).expand(len(rows), -1)
+        self._given = rows
+        try:
+            pending = begun(lambda: self._attention(hidden[None], *args, **kwargs))
+        finally:
+            self._given = self._taken = None
+        pending.greenlet.throw()
+        return pending.call
+
+    def _watch_input(self) -> None:
+        own = self._attention.forward
+
+        def forward(*args, **kwargs):
+            self._taken = args[0] if args else kwargs["hidden_states"]
+            return own(*args, **kwargs)
+
+        vars(self._attention)["forward"] = forward
+
+    def _watch_output(self, source: torch.nn.Module) -> None:
+        own = source.forward
+
+        def forward(rows: torch.Tensor) -> torch.Tensor:
+            if self._given is not None:
+                return self._given[None]
+            self._taken = made = own(rows)
+            return made
+
+        vars(source)["forward"] = forward
+
+    def _leave_out(self, layer: Any) -> None:
+        """Let a linear layer return unread zeros while keys and values alone are wanted."""
+        own, columns = layer.forward, layer.out_features
+
+        def forward(rows: torch.Tensor) -> torch.Tensor:
+            if self._given is None:
+                return own(rows)
+            return rows.new_zeros(columns).expand(*rows.shape[:-1], columns)
+
+        vars(layer)["forward"] = forward
