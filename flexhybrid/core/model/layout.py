@@ -104,11 +104,13 @@ def layer_layout(
 
 @cache
 def _module_layout(kind: tuple[LayerTensor, ...], matrix_bytes: float, vector_bytes: int) -> LayerLayout:
-    """The layout of a layer that is a module: vectors, then matrices used up to its attention, then the others."""
+    """The layout of a layer that is a module: vectors, then matrices up to its attention, those of KV-Gen first, then
+    the others."""
     spots, position, ends = [], 0, []
     for part in (
         [tensor for tensor in kind if not tensor.cols],
-        [tensor for tensor in kind if tensor.cols and tensor.early],
+        [tensor for tensor in kind if tensor.cols and tensor.kv_gen],
+        [tensor for tensor in kind if tensor.cols and tensor.early and not tensor.kv_gen],
         [tensor for tensor in kind if tensor.cols and not tensor.early],
     ):
         for tensor in part:
@@ -117,9 +119,9 @@ def _module_layout(kind: tuple[LayerTensor, ...], matrix_bytes: float, vector_by
             spots.append(TensorSpot(tensor.name, tensor.rows, tensor.cols, position, position + size))
             position += size + -size % ALIGN_BYTES
         ends.append(position)
-    vectors_end, early_end, total = ends
+    vectors_end, kv_end, qkv_end, total = ends
     cuts = tuple(sorted({0, *(spot.start for spot in spots if spot.cols), *ends}))
-    return LayerLayout(tuple(spots), total, early_end, early_end, vectors_end, cuts)
+    return LayerLayout(tuple(spots), total, kv_end, qkv_end, vectors_end, cuts)
 
 
 class PlacedLayer(NamedTuple):
