@@ -25,7 +25,7 @@ def hardware_of(problem: Problem, policy: Policy | None = None) -> Hardware:
 
 def price(hardware: Hardware, verb: str, resource: str, work: Work):
     """Seconds of one task. The work's counts may be numpy arrays, then so is the result."""
-    return line_seconds(hardware.line(verb, resource), resource, work)
+    return line_seconds(hardware.line(verb, resource, work.line), resource, work)
 
 
 def line_seconds(line: Line, resource: str, work: Work):

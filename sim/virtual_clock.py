@@ -29,10 +29,10 @@ def run(tasks: Iterable[Task], hardware: Hardware, hazards: Iterable[str] = HAZA
     """
     dependencies = Dependencies(hazards)
     ends: dict[str, list[float]] = {resource: [] for resource in RESOURCES}
-    lines: dict[tuple[str, str], Line] = {}
+    lines: dict[tuple[str, str, str], Line] = {}
     trace: list[TraceEvent] = []
     for task in tasks:
-        resource, key = task.resource, (task.verb, task.resource)
+        resource, key = task.resource, (task.verb, task.resource, task.work.line)
         line = lines.get(key)
         if line is None:
             line = lines[key] = hardware.line(*key)

@@ -16,6 +16,9 @@ from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 #: Resources whose tasks cross a link; the others compute.
 LINKS = ("h2d", "d2h", "disk_read", "disk_write")
 
+#: Of the line of ``finish`` in layers whose feed-forward network is experts, which are computed one after another.
+EXPERTS_SUFFIX = "_experts"
+
 #: Of a verb's line while nothing crosses the link.
 ALONE_SUFFIX = "_alone"
 
@@ -135,8 +138,10 @@ class Hardware:
         measured = any(line.samples or line.r2 is not None for line in self.lines.values())
         return {"kind": "measured" if measured else "stated", "on": self.source}
 
-    def line(self, verb: str, resource: str) -> Line:
-        """The line that prices a task of this verb on this resource."""
+    def line(self, verb: str, resource: str, suffix: str = "") -> Line:
+        """The line that prices a task of this verb on this resource; ``suffix``: ``Work.line``."""
+        if suffix and (line := self.lines.get(verb + suffix)):
+            return line
         key: str | None = verb
         while key is not None:
             if line := self.lines.get(key):
@@ -213,6 +218,7 @@ def resource_of_line(key: str) -> str | None:
     """Resource of the tasks that a line prices; None for a key that names neither a resource nor a verb."""
     for suffix in (ALONE_SUFFIX, "_unpaced", "_both"):
         key = key.removesuffix(suffix)
+    key = key.removesuffix(EXPERTS_SUFFIX)
     return key if key in RESOURCES else RESOURCE_OF.get(key)
 
 

@@ -18,6 +18,7 @@ class Work(NamedTuple):
     calls: Count = (
         0  #: small operations that are issued one after the other, where a line's overhead does not cover them
     )
+    line: str = ""  #: what follows the verb in the name of a line of its own, where a machine has one
 
 
 class Access(NamedTuple):

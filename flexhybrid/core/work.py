@@ -9,6 +9,7 @@ where a verb takes hundreds: ``Work.calls``).
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.hardware import EXPERTS_SUFFIX
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.task import Work
 
@@ -99,10 +100,11 @@ def finish(shape: ModelShape, p: int, rows) -> Work:
     mlp_matrices = 3 if shape.gated_mlp else 2
     weights = shape.hidden * (shape.query_width + mlp_matrices * shape.ffn)
     flops = 2 * (shape.modules.multiplied if shape.modules else weights) * rows
+    line = ""
     if shape.modules:
-        weights = shape.modules.read(rows)
+        weights, line = shape.modules.read(rows), EXPERTS_SUFFIX * shape.modules.has_experts
     moved = rows * (6 * shape.hidden + mlp_matrices * shape.ffn) + weights
-    return Work(memory_bytes=moved * p, flops=flops, tokens=rows)
+    return Work(memory_bytes=moved * p, flops=flops, tokens=rows, line=line)
 
 
 def embed(shape: ModelShape, p: int, rows) -> Work:

@@ -19,6 +19,7 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.work import PREFILL_QUERIES
 from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.profiling.profile import profiled_layers
 from sim.array_clock import predict
 from sim.queue_clock import price_queue, walk_queue
 from sim.tiny_run import loops_of
@@ -125,3 +126,12 @@ def test_a_queue_walks_a_period_of_kinds_and_prices_the_others_by_it():
     policy = Policy(weights=Placement(device=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=512)
     priced, walked = (of(problem, policy, workload, 5) for of in (price_queue, walk_queue))
     assert priced.total_s == pytest.approx(walked.total_s, rel=0.01)
+
+
+def test_a_profile_times_every_kind_of_layer():
+    shape = replace(EXPERTS, attention=(*[AttentionKind(64)] * 5, PLAIN), max_positions=4096)
+    small = profiled_layers(shape)
+    assert small.num_layers == 3 and {kind.weights for kind in small.layer_kinds} == {0, 1}
+    assert {kind.window for kind in small.layer_kinds} == {64, None}
+    assert [small.weights_kind(layer) for layer in range(3)] == [shape.weights_kind(layer) for layer in range(3)]
+    assert profiled_layers(SHAPE).layer_kinds == replace(SHAPE, num_layers=2).layer_kinds

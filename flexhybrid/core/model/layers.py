@@ -54,6 +54,11 @@ class ModuleLayers:
             for kind in self.kinds
         )
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layer has tensors of several experts."""
+        return any(len(tensor.size) > 2 for kind in self.kinds for tensor in kind)
+
     def read(self, rows):
         """Return the elements of late matrices that are read for so many rows of tokens; numbers or arrays. Experts
         count as far as some row is expected to take them."""

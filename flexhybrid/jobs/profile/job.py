@@ -17,7 +17,7 @@ from flexhybrid.jobs.machine import device_name, free_budgets, machine_memories
 from flexhybrid.jobs.profile.disk import with_earlier_disk
 from flexhybrid.resolve import PacedDevice, free_device_memory, pick_device
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
-from flexhybrid.runtime.profiling.profile import RUNS, ProfileSamples, faster_cpu_dtype, profile
+from flexhybrid.runtime.profiling.profile import RUNS, ProfileSamples, faster_cpu_dtype, profile, profiled_layers
 from sim import catalogue
 
 #: The model whose tasks are timed: OPT of hidden size 1,024 with a vocabulary of about 8,000.
@@ -109,6 +109,8 @@ def model_profile_path(shape: ModelShape, dtype: str, paced: PacedDevice) -> Pat
     """Return the file of this machine's record at the layer sizes of a model."""
     sizes = [getattr(shape, name) for name in LAYER_SIZES]
     device, rate = paced.device, paced.link_gb_per_s
+    if modules := profiled_layers(shape).modules:
+        sizes += [modules.kind_of, modules.experts_share, [[(t.size, t.early) for t in kind] for kind in modules.kinds]]
     identity = json.dumps([EDITION, device_name(device), torch.__version__, dtype, shape.dtype, rate, *sizes])
     return cache_folder() / "models" / f"{device.type}-{sha256(identity.encode()).hexdigest()[:12]}.json"
 

@@ -116,6 +116,7 @@ SHARED = (
 )
 ALONE += _sharing(*_RESIDENT)
 RUNS = MIXES + SHARED + OTHERS + ALONE
+MOST_LAYERS = 8  #: that are profiled
 SHORTEST = 32  #: tokens of a context, below which no context is cut
 #: Times the median: longer samples are left out of the mean, as disturbed by other processes. Not three times: in a job
 #: one short task in ten waits that long for a thread or for Python's lock, and predictions were too early.
@@ -168,13 +169,13 @@ def profile(
     runs: Sequence[ProfileRun] = RUNS,
     budgets: Budgets = NO_BUDGETS,
 ) -> ProfileSamples:
-    """Measure this machine for models of this shape, by runs of two of its layers with random weights.
+    """Measure this machine for models of this shape, by runs of a few of its layers with random weights.
 
     ``on_progress`` is called 2 · len(runs) times. Contexts are cut to the model's positions, and runs to ``budgets``
     (bytes by tier). Runs that the executor refuses for this model (rows that do not pack) are left out, and their verbs
     have no line.
     """
-    small = replace(shape, num_layers=2)
+    small = profiled_layers(shape)
     placed: dict[object, tuple[Weights, WeightSlots]] = {}  # of the latest bits and placement
 
     def weights_of(policy: Policy) -> tuple[Weights, WeightSlots]:
@@ -212,6 +213,18 @@ def profile(
         result.faster_dtype = faster_cpu_dtype(shape)
     result.attends_in_place = fastest_paths(device.type, dtype, shape.queries_per_key).in_place
     return result
+
+
+def profiled_layers(shape: ModelShape) -> ModelShape:
+    """Return the first layers of a model, two at least, that have all of its kinds of weights (of MOST_LAYERS of them);
+    its windows take turns in them, wherever the model has them."""
+    counts = enumerate(shape.weights_counts)
+    first = [next(i for i in range(shape.num_layers) if shape.weights_kind(i) == kind) for kind, n in counts if n]
+    windows = list(dict.fromkeys(kind.window for kind in shape.layer_kinds))
+    count = min(MOST_LAYERS, max(2, 1 + max(first), len(windows)))
+    small = shape.of_layers(range(min(count, shape.num_layers) if shape.modules else count))
+    turns = (replace(small.attention[i], window=windows[i % len(windows)]) for i in range(small.num_layers))
+    return replace(small, attention=tuple(turns))
 
 
 class Stretch(NamedTuple):
@@ -271,13 +284,13 @@ def _typical(samples: list[float]) -> float:
 
 
 def _line_key(task: Task) -> str | None:
-    """Return the key of a task's line: its verb.
+    """Return the key of a task's line: its verb, and what ``Work.line`` adds.
 
     None for stores, whose few rows per decode step say nothing about a link (they use d2h's line), and for a
     selection's work after the prompt (it uses the line of the guesses).
     """
     after_prompt = task.verb == "speculate" and not task.iteration
-    return None if task.resource == "d2h" or after_prompt else task.verb
+    return None if task.resource == "d2h" or after_prompt else task.verb + task.work.line
 
 
 def _run(
