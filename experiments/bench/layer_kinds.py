@@ -38,7 +38,7 @@ BATCH, CONTEXT, MAX_TOKENS, MINI_BATCH = 16, 496, 6, 8
 BOUND = MINI_BATCH * (CONTEXT + 17)
 WORKLOAD = Workload.uniform(BATCH, CONTEXT, MAX_TOKENS)
 LINK_GB_PER_S = 0.5
-ROUNDS = 5
+ROUNDS, KEPT = 8, 4  #: of each policy; those that other processes disturbed least
 WINDOW = 128
 
 #: Sizes of all models, by the names that configurations have for them.
@@ -71,8 +71,8 @@ class Measured(NamedTuple):
 
     policy: str
     predicted: float
-    measured: list[float]  #: by round
-    others: list[float | None]  #: share of the cores that other processes used
+    measured: tuple[float, ...]  #: by round
+    others: tuple[float, ...]  #: share of the cores that other processes used
 
     @property
     def error(self) -> float:
@@ -119,10 +119,10 @@ def measure(shape: ModelShape, dtype: str) -> list[Measured]:
         rows = bench.measure(runs, ROUNDS, lambda policy: False, lambda step: None)
         found = []
         for row in rows:
-            summary = summarize(virtual_decode(problem, row.policy, WORKLOAD))
-            found.append(
-                Measured(row.policy.name, summary.decode_tokens_per_s, row.decode_tokens_per_s, row.others_cpu_share)
-            )
+            predicted = summarize(virtual_decode(problem, row.policy, WORKLOAD)).decode_tokens_per_s
+            rounds = sorted(zip((share or 0.0 for share in row.others_cpu_share), row.decode_tokens_per_s))[:KEPT]
+            others, measured = zip(*rounds, strict=True)
+            found.append(Measured(row.policy.name, predicted, measured, others))
     return found
 
 
