@@ -91,6 +91,7 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
     size = shape.layers_bytes(p) + shape.embedding_bytes(p)
     fit = {"model": shape.name, "weights_bytes": size, "dtype": dtype, "tokens_per_s": None, "binding": ""}
     fit["path"] = "transformers' own layers" if shape.modules else "a file of its own"
+    fit["path"] += ", text alone" if shape.modules and shape.modules.text_part else ""
     tokens = int(lengths.prompt_tokens[0] + lengths.max_tokens[0])
     if tokens > shape.max_context:
         return fit | {"how": f"the model has {shape.max_context} positions"}

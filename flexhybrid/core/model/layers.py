@@ -37,6 +37,7 @@ class ModuleLayers:
     outer_elements: int  #: of embedding, last norm, head, and of the layers' buffers
     experts_share: float = 1.0  #: of the experts (tensors of three dimensions), those that a token takes
     latent: int | None = None  #: elements of what ACT blocks hold of a token; None: the layer's input
+    text_part: bool = False  #: of a model that takes pictures or sound too, which are not taken here
 
     def only(self, kind: int) -> "ModuleLayers":
         """Return layers that all have the tensors of one kind."""

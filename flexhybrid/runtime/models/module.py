@@ -86,7 +86,7 @@ def _empty_model(folder: Path, configuration: str, generation: str) -> EmptyMode
         model = build(folder)
         with Layers(model) as layers:
             facts = look(layers, _positions(model.config.get_text_config()))
-            return EmptyModel(_shape(folder, model, layers, facts), model, facts)
+            return EmptyModel(_shape(folder, model, layers, facts, "text_config" in config), model, facts)
     except Exception as error:  # Refused; or whatever a model raises whose modules are built in a way of their own
         reason = error if isinstance(error, Refused) else f"its modules are not as expected ({one_line(error)})"
         raise InputError(
@@ -94,7 +94,7 @@ def _empty_model(folder: Path, configuration: str, generation: str) -> EmptyMode
         ) from None
 
 
-def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> ModelShape:
+def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part: bool) -> ModelShape:
     text = model.config.get_text_config()
     attention = [fact.attention for fact in facts]
     _check_cache(text, [fact.window for fact in attention])
@@ -116,7 +116,15 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
         kind_of.append(kinds.index(kind))
     outer = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in inside]
     latent = attention[0].kv_gen.width if attention[0].kv_gen.source else None
-    modules = ModuleLayers(str(folder.resolve()), tuple(kinds), tuple(kind_of), _elements(outer), _share(text), latent)
+    modules = ModuleLayers(
+        folder=str(folder.resolve()),
+        kinds=tuple(kinds),
+        kind_of=tuple(kind_of),
+        outer_elements=_elements(outer),
+        experts_share=_share(text),
+        latent=latent,
+        text_part=is_part,
+    )
     dtype = str(model.config.dtype or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise Refused(f"dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}")
@@ -197,6 +205,12 @@ class ModulePath:
         self._pending: dict[int, Pending] = {}  # by slot
 
     # ---- weights
+
+    def stays_float32(self, name: str) -> bool:
+        """Return whether a tensor outside the layers' parameters is float32 whatever the model computes in, as
+        transformers has it: biases by which experts are chosen."""
+        kept = self.model._keep_in_fp32_modules_strict or ()
+        return any(part in name for part in kept)
 
     def place_outer(self, outer: Mapping[str, torch.Tensor]) -> None:
         """Put tensors outside the layers into their modules; make the buffers that no checkpoint holds."""

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.runtime.models.text_part import takes_more_than_text, text_part
 
 NAME = "flexhybrid"  #: of our attention, as transformers knows it
 LIBRARIES = ("transformers", "greenlet")
@@ -101,8 +102,8 @@ def build(folder: Path):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if getattr(config, "is_encoder_decoder", False):
             raise Refused("it has an encoder")
-        if any(sense in name for name in vars(config) if name.endswith("_config") for sense in ("vision", "audio")):
-            raise Refused("it takes more than text")
+        if takes_more_than_text(config) and (config := text_part(config)) is None:
+            raise Refused("it takes more than text, and has no part for text alone")
         if kinds := _stateful_kinds(config.get_text_config()):
             raise Refused(
                 f"its layers of kind {kinds[0]} keep or see something else than keys and values of all tokens"

@@ -9,6 +9,7 @@ from copy import deepcopy
 import torch
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.runtime.models.text_part import own_name
 
 #: Reads a tensor of the checkpoint.
 Read = Callable[[], torch.Tensor]
@@ -35,9 +36,10 @@ class Conversion:
         of_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
         self._steps: dict[str, tuple] = {}  #: by first tensor of the model: its transform, (pattern, checkpoint name) …
         for name in sorted(names, key=dot_natural_key):
-            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-            if target not in own and name in own:
-                target, pattern = name, None
+            alone = own_name(name)
+            target, pattern = rename_source_key(alone, renamings, converters, model.base_model_prefix, own)
+            if target not in own and alone in own:
+                target, pattern = alone, None
             if target not in own:
                 continue
             transform = deepcopy(of_pattern[pattern]) if pattern else WeightRenaming(name, target)

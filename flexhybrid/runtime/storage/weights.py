@@ -114,7 +114,8 @@ class Weights:
                 self.disk.write([(self.disk_starts[layer], to_disk)])
         # Always a copy: a view of the source's tensor would keep its file mapped.
         for name, tensor in source.outer_tensors():
-            self.outer[name] = tensor.to(device=self.device, dtype=self.dtype, copy=True)
+            dtype = torch.float32 if self.modules and self.modules.stays_float32(name) else self.dtype
+            self.outer[name] = tensor.to(device=self.device, dtype=dtype, copy=True)
         if self.modules:
             self.modules.place_outer(self.outer)
         for layer in range(self.shape.num_layers if self.shape.rotary else 0):
