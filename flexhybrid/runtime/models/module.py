@@ -29,6 +29,7 @@ from flexhybrid.runtime.models.transformer import (
     Pending,
     Refused,
     build,
+    call_directly,
     check_libraries,
     decoder_layers,
     one_line,
@@ -201,6 +202,7 @@ class ModulePath:
         self.act = [ActRows(fact.module, fact.kv_gen, self.layers.hidden_size) for fact in attentions]  # by layer
         self._in_place: dict[int, Any] = {}  # by layer: the views that its parameters are
         self.calls: dict[Any, list[LayerCall]] = {}  #: by step: how the model calls its layers
+        self._rest: dict[Any, tuple[int, Any]] = {}  # by step: the rows of a forward that waits for its end, and it
         self._calls_at: dict[Any, tuple[torch.Tensor, list[LayerCall]]] = {}
         self._pending: dict[int, Pending] = {}  # by slot
 
@@ -227,6 +229,7 @@ class ModulePath:
                 for key, tensor in places.items():
                     if tensor is not None and id(tensor) in by_id:
                         places[key] = by_id[id(tensor)]
+        call_directly(self.model)
 
     def _place(self, layer: int, views: Mapping[str, tuple[torch.Tensor, ...]]) -> None:
         """Let a layer's parameters be these views of weights."""
@@ -235,14 +238,20 @@ class ModulePath:
         for name, (module, key) in self.slots[layer].items():
             (part,) = views[name]
             parameters: dict[str, Any] = module._parameters  # a plain tensor serves as well
-            parameters[key] = part.view(self.sizes[layer][name])
+            parameters[key] = vars(module)[key] = part.view(self.sizes[layer][name])
         self._in_place[layer] = views
 
     # ---- verbs
 
-    def embed(self, step: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the first hidden states [R, h] of a step; note how the model calls its layers in it."""
-        hidden, self.calls[step] = self.layers.embed(ids, positions)
+    def embed(self, step: Any, ids: torch.Tensor, positions: torch.Tensor, waits: bool = False) -> torch.Tensor:
+        """Return the first hidden states [R, h] of a step; note how the model calls its layers in it.
+
+        ``waits``: the step's ``head`` gets all its rows, and goes on with this forward.
+        """
+        hidden, self.calls[step], rest = self.layers.embed(ids, positions)
+        self._rest.pop(step, None)
+        if waits:
+            self._rest[step] = len(ids), rest
         return hidden[0]
 
     def project(
@@ -254,22 +263,25 @@ class ModulePath:
         pending = self._pending[slot] = self.layers.begin(layer, hidden_Rh[None], self.calls[step][layer])
         act = self.act[layer].take()
         shape, rows = self.shape, len(hidden_Rh)
-        kvq = hidden_Rh.new_zeros(rows, shape.kv_width + shape.query_width)
-        self._put(kvq[:, : shape.kv_width], pending.call.key, pending.call.value)
-        queries = kvq[:, shape.kv_width :].view(rows, shape.num_heads, shape.head_dim)[..., : fact.key_dim]
+        filled = fact.key_dim == fact.value_dim == shape.head_dim
+        make = hidden_Rh.new_empty if filled else hidden_Rh.new_zeros
+        kvq = make(rows, shape.kv_width + shape.query_width)
+        keys, values, queries = self._heads(kvq, shape.num_heads)
+        keys[..., : fact.key_dim].copy_(pending.call.key)
+        values[..., : fact.value_dim].copy_(pending.call.value)
         scaling = fact.key_dim**-0.5 if fact.scaling is None else fact.scaling
-        torch.mul(pending.call.query[0].transpose(0, 1), scaling * shape.head_dim**0.5, out=queries)
+        torch.mul(pending.call.query, scaling * shape.head_dim**0.5, out=queries[..., : fact.key_dim])
         return kvq, act
 
     def sinks(self, slot: int) -> torch.Tensor:
         """Return the score of each head's sink [H], of the layer that waits in a slot for its attention."""
         return self._pending[slot].call.options["s_aux"]
 
-    def _put(self, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put keys and values [1, G, R, d] into rows [R, 2·G·d], whose columns behind a shorter d are zeros."""
-        parts = rows.view(len(rows), 2, self.shape.num_kv_heads, self.shape.head_dim)
-        for half, made in enumerate((key, value)):
-            parts[:, half, :, : made.shape[3]].copy_(made[0].transpose(0, 1))
+    def _heads(self, rows: torch.Tensor, num_queries: int = 0) -> tuple[torch.Tensor, ...]:
+        """Return views of rows [R, (2·G + H)·d] head by head: keys and values [1, G, R, d], queries [1, H, R, d]."""
+        heads = rows.view(1, len(rows), -1, self.shape.head_dim).transpose(1, 2)
+        groups = self.shape.num_kv_heads
+        return heads.split((groups, groups, num_queries), 1)
 
     def calls_at(self, step: Any, positions: torch.Tensor, least: int) -> list[LayerCall]:
         """Return how the model calls its layers for tokens at these positions, of a step, and for padding up to
@@ -277,7 +289,7 @@ class ModulePath:
         known, calls = self._calls_at.get(step, (None, []))
         if known is not positions:
             padded = torch.cat([positions, positions.new_zeros(max(0, least - len(positions)))])
-            calls = self.layers.embed(torch.zeros_like(padded), padded)[1]
+            calls = self.layers.embed(torch.zeros_like(padded), padded).calls
             self._calls_at[step] = positions, calls
         return calls
 
@@ -288,7 +300,9 @@ class ModulePath:
         args = tuple(_resolved(argument, calls[layer]) for argument in fact.args)
         kwargs = {name: _resolved(argument, calls[layer]) for name, argument in fact.kwargs.items()}
         call = self.act[layer].keys_and_values(act_rows, args, kwargs)
-        self._put(out, call.key, call.value)
+        keys, values, _ = self._heads(out)  # columns behind a shorter head are zeros
+        keys[..., : fact.key_dim].copy_(call.key)
+        values[..., : fact.value_dim].copy_(call.value)
 
     def finish(self, slot: int, layer: int, attended: torch.Tensor) -> torch.Tensor:
         """Run the rest of a layer: [R, H·d] -> the next layer's hidden states [R, h]."""
@@ -296,9 +310,10 @@ class ModulePath:
         heads = attended.view(1, len(attended), self.shape.num_heads, self.shape.head_dim)[..., : fact.value_dim]
         return self.layers.finish(pending, heads)[0]
 
-    def head(self, hidden_Bh: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, vocab]."""
-        return self.layers.head(hidden_Bh)
+    def head(self, hidden_Bh: torch.Tensor, step: Any = None) -> torch.Tensor:
+        """Return logits [B, vocab]. ``step``: of which these are the last hidden states."""
+        rows, rest = self._rest.pop(step, (0, None))
+        return self.layers.head(hidden_Bh, rest if rows == len(hidden_Bh) else None)
 
 
 class TensorNames(NamedTuple):

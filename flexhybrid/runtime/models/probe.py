@@ -113,7 +113,7 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
     """Return the facts of each layer. Raise Refused with the reason why the model cannot run exactly."""
     with torch.inference_mode(), masks_made_by(lambda function: _TaggedMask(function, longest)):
         ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
-        hidden, calls = _told(lambda: layers.embed(ids, ids), "what stands before its layers")
+        hidden, calls, _ = _told(lambda: layers.embed(ids, ids), "what stands before its layers")
         if hidden.dim() != 3 or hidden.shape[:2] != (1, ROWS):
             raise Refused("its hidden states are not one row a token")
         facts = [_look_at(layers, index, hidden, call, latents=True) for index, call in enumerate(calls)]

@@ -14,6 +14,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,8 +49,15 @@ class LayerCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class _Stopped(Exception):
-    """The stand-in of the last layer has all that is wanted."""
+class Embedded(NamedTuple):
+    """A forward of a model that waits for what its last layer gives."""
+
+    hidden: torch.Tensor  #: of the first layer [1, R, h]
+    calls: list[LayerCall]  #: of each layer
+    rest: Any  #: the greenlet that waits; given the last hidden states, it returns logits
+
+
+_AT_THE_LAST = object()  #: that forward tells so that it waits
 
 
 def check_libraries() -> None:
@@ -159,13 +167,8 @@ class Layers:
     def __init__(self, model):
         self.model, self.layers = model, decoder_layers(model)
         self._records: dict[int, LayerCall] | None = None  # while stand-ins stand: what they were called with
-        self._given: torch.Tensor | None = None  # what the first stand-in returns
-        self._first: torch.Tensor | None = None
-        self._ends = False
-        self.returns_tuple = False
         self.hidden_size = 0
         self._passed: torch.Tensor | None = None
-        self._calls: dict[int, LayerCall] = {}
         for index, layer in enumerate(self.layers):
             self._wrap(index, layer)
 
@@ -178,50 +181,52 @@ class Layers:
             del layer.forward
 
     def _wrap(self, index: int, layer: torch.nn.Module) -> None:
+        import greenlet
+
         own, last = layer.forward, len(self.layers) - 1
 
         def forward(hidden_states, *args, **kwargs):
             if self._records is None:
                 return own(hidden_states, *args, **kwargs)
             if index == 0:
-                self._first = hidden_states
-                if self._given is not None:
-                    hidden_states = self._given
                 self._passed = hidden_states
             elif hidden_states is not self._passed:
                 raise Refused("it computes something between its layers")
             self._records[index] = LayerCall(args, kwargs)
-            if index == last and self._ends:
-                raise _Stopped
-            return (hidden_states,) if self.returns_tuple else hidden_states
+            if index == last:
+                parent: Any = greenlet.getcurrent().parent
+                return parent.switch(_AT_THE_LAST)
+            return hidden_states
 
         layer.forward = forward
 
-    def _outside(self, ids: torch.Tensor, positions: torch.Tensor, given: torch.Tensor | None, ends: bool) -> Any:
-        """Run the model's forward with stand-ins for its layers, over one row of tokens."""
-        self._records, self._given, self._ends = {}, given, ends
-        try:
-            seen = torch.ones_like(ids[None]) if ids.is_meta else None  # else packed texts are looked for, by value
-            rows = dict(input_ids=ids[None], position_ids=positions[None], attention_mask=seen, use_cache=False)
-            return self.model(**rows).logits[0]
-        except _Stopped:
-            return None
-        finally:
-            self._calls, self._records, self._given = self._records, None, None
+    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> Embedded:
+        """Run the model's forward, with stand-ins for its layers, over tokens at positions, both [R], up to the last
+        layer's result."""
+        import greenlet
 
-    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, list[LayerCall]]:
-        """Return the first layer's hidden states [1, R, h] of tokens at positions, both [R], and each layer's call."""
-        self._outside(ids, positions, None, ends=True)
-        hidden, self._first = self._first, None
-        if hidden is None or len(self._calls) < len(self.layers):
+        seen = torch.ones_like(ids[None]) if ids.is_meta else None  # else packed texts are looked for, by value
+        rows = dict(input_ids=ids[None], position_ids=positions[None], attention_mask=seen, use_cache=False)
+        rest, self._records = greenlet.greenlet(lambda: self.model(**rows).logits[0]), {}
+        try:
+            paused = rest.switch() is _AT_THE_LAST
+        finally:
+            records, hidden, self._records, self._passed = self._records, self._passed, None, None
+        if not paused or hidden is None or len(records) < len(self.layers):
             raise Refused("its forward does not call each of its layers once")
         self.hidden_size = hidden.shape[-1]
-        return hidden, [self._calls[index] for index in range(len(self.layers))]
+        return Embedded(hidden, [records[index] for index in range(len(self.layers))], rest)
 
-    def head(self, hidden_Rh: torch.Tensor) -> torch.Tensor:
-        """Return the logits [R, vocab] of the last layer's hidden states."""
-        zeros = torch.zeros(len(hidden_Rh), dtype=torch.int64, device=hidden_Rh.device)
-        return self._outside(zeros, zeros, hidden_Rh[None], ends=False)
+    def head(self, hidden_Rh: torch.Tensor, rest: Any = None) -> torch.Tensor:
+        """Return the logits [R, vocab] of the last layer's hidden states. ``rest``: of ``Embedded``, of as many rows;
+        None: another one."""
+        if rest is None:
+            zeros = torch.zeros(len(hidden_Rh), dtype=torch.int64, device=hidden_Rh.device)
+            rest = self.embed(zeros, zeros).rest
+        logits = rest.switch(hidden_Rh[None])
+        if not rest.dead or logits.shape[0] != len(hidden_Rh):
+            raise Refused("its forward does not end in one row of logits a token")
+        return logits
 
     def begin(self, index: int, hidden: torch.Tensor, call: LayerCall) -> Pending:
         """Run a layer on hidden states [1, R, h] up to its attention."""
@@ -234,6 +239,50 @@ class Layers:
         if isinstance(result, AttentionCall):
             raise Refused("a layer attends twice")
         return result[0] if isinstance(result, tuple) else result
+
+
+def call_directly(model) -> None:
+    """Let a call of each module be its forward, and let modules and configurations find their parts without a search.
+
+    Half of the Python time of a small layer goes into hooks and attributes that are looked for and not there. What has
+    hooks, or finds its attributes in a way of its own, is left as it is.
+    """
+    for module in model.modules():
+        if not any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks")):
+            module.__class__ = _called_directly(type(module))
+        for name, part in module._modules.items():
+            vars(module).setdefault(name, part)
+        config = vars(module).get("config")
+        if config is not None and _holds_what_it_gives(config):
+            config.__class__ = _read_directly(type(config))
+
+
+@cache
+def _called_directly(kind: type) -> type:
+    def call(self, *args, **kwargs):
+        return self.forward(*args, **kwargs)
+
+    def item(self, index):
+        if isinstance(index, slice):  # the class makes another list of modules, an entry at a time
+            return list(self._modules.values())[index]
+        return super(made, self).__getitem__(index)
+
+    made: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": call})
+    made.forward = kind.forward  # classes of transformers wrap the forward that a subclass inherits
+    if kind is torch.nn.ModuleList:
+        made.__getitem__ = item
+    return made
+
+
+def _holds_what_it_gives(config) -> bool:
+    """Return whether what a configuration gives for a name is what it holds by that name, and by no other name."""
+    return not config.attribute_map and all(getattr(config, name) is held for name, held in vars(config).items())
+
+
+@cache
+def _read_directly(kind: type) -> type:
+    body = {"__module__": kind.__module__, "__getattribute__": object.__getattribute__}
+    return type(kind.__name__, (kind,), body)
 
 
 class Pending(NamedTuple):

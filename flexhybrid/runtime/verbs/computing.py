@@ -26,7 +26,7 @@ def embed(state: State, task: Task) -> None:
         state.masks.begin(step, state.steps.plan.select(step.queued).grammars, state.answers)
     tokens = state.tokens.ids[tensors.cells_R]
     if state.modules:
-        embedded = state.modules.embed(step_key(task), tokens, tensors.positions_R)
+        embedded = state.modules.embed(step_key(task), tokens, tensors.positions_R, tensors.last_rows_B is None)
     else:
         embedded = state.model.embed(state.shape, state.weights.outer, tokens, tensors.positions_R)
     state.hidden.keep(task, embedded)
@@ -195,10 +195,10 @@ def finish(state: State, task: Task) -> None:
         state.logprobs.note_prompt(task.payload.step, state.hidden.of(task), partial(_head, state))
 
 
-def _head(state: State, hidden_Bh: torch.Tensor) -> torch.Tensor:
-    """Return the logits [B, vocab] of hidden states [B, h]."""
+def _head(state: State, hidden_Bh: torch.Tensor, step: tuple[int, int] | None = None) -> torch.Tensor:
+    """Return the logits [B, vocab] of hidden states [B, h]. ``step``: whose last rows they are."""
     if state.modules:
-        return state.modules.head(hidden_Bh)
+        return state.modules.head(hidden_Bh, step)
     return state.model.head(state.shape, state.weights.outer, hidden_Bh)
 
 
@@ -206,7 +206,7 @@ def head(state: State, task: Task) -> None:
     """Compute the logits of each request's last token."""
     last = state.tensors(task).last_rows_B
     hidden = state.hidden.of(task)
-    state.logits = _head(state, hidden if last is None else hidden[last])
+    state.logits = _head(state, hidden if last is None else hidden[last], step_key(task))
 
 
 def sample(state: State, task: Task) -> None:
