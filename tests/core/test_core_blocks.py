@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockManager, BlockPool, Extent, ceil_blocks
+from flexhybrid.core.context.blocks import (
+    BLOCK_TOKENS,
+    BlockEntries,
+    BlockManager,
+    BlockPool,
+    Extent,
+    ceil_blocks,
+    most_dealt,
+    window_blocks,
+)
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.schedule.steps import block_runs
 
@@ -24,6 +33,21 @@ def token_shares(draw):
 def test_ceil_blocks():
     assert [ceil_blocks(n) for n in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
     assert ceil_blocks(np.array([0, 33])).tolist() == [0, 3]
+
+
+@given(token_shares(), st.integers(1, 40))
+def test_no_run_of_blocks_has_more_of_an_entry_than_is_reserved_for_it(shares, span):
+    entries = BlockEntries(shares)
+    dealt = entries.dealt(np.arange(400 + span))
+    most = (dealt[span:] - dealt[:-span]).max(axis=0)
+    reserved = np.array(most_dealt(entries.names, [shares[entry] for entry in entries.names], span))
+    assert (most <= reserved).all() and (reserved <= most + 1).all() and (len(most) > 1 or most == reserved)
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 18, 33, 128])
+def test_a_window_lies_in_so_many_blocks(window):
+    first = np.arange(BLOCK_TOKENS)
+    assert window_blocks(window) == ((first + window - 1) // BLOCK_TOKENS + 1).max()
 
 
 def test_half_and_half_alternates_with_act_first():

@@ -26,7 +26,8 @@ from sim.presets import act_only, hybrid, kv_only
 
 pytest.importorskip("greenlet")
 
-PROMPTS = [[5, 9, 33, 2, 17, 60, 8, 44, 71, 3, 3, 90, 18, 25, 31, 12, 7], [4, 8, 15, 16, 23], [42] * 11]
+#: The first one is longer than two blocks and a window of 9: its newest tokens take the places of others.
+PROMPTS = [[5, 9, 33, 2, 17, 60, 8, 44, 71, 3, 3, 90, 18, 25, 31, 12, 7] * 2, [4, 8, 15, 16, 23], [42] * 11]
 WIDER = wider_policies(400, 24, 12)
 POLICIES = {"kv_only": kv_only(), "hybrid": hybrid(0.5), "act_only": act_only(), **WIDER}
 #: What is special about a type, and how it is run beside all KV, half ACT and all ACT.

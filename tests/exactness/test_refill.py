@@ -77,10 +77,17 @@ def some_requests(seed: int, count: int, longest: int = 70) -> tuple[list, list,
 def test_requests_that_join_get_the_references_tokens(tmp_path_factory, data, policy):
     seed, count = data.draw(st.integers(0, 99)), data.draw(st.integers(2, 9))
     folder = tmp_path_factory.mktemp("model")
-    if data.draw(st.booleans()):
+    kind = data.draw(st.sampled_from(("opt", "llama", "mistral", "qwen3")))
+    windows = (
+        dict(kind=kind, sliding_window=data.draw(st.sampled_from((5, 20)))) if kind in ("mistral", "qwen3") else {}
+    )
+    if kind == "qwen3":
+        types = ["sliding_attention", "full_attention"]
+        windows |= dict(use_sliding_window=True, max_window_layers=0, layer_types=types)
+    if kind == "opt":
         model = save_opt(folder, layers=data.draw(st.integers(1, 3)), heads=3, head_dim=8, positions=96, seed=seed)
     else:
-        model = save_llama(folder, layers=2, heads=4, kv_heads=2, head_dim=12, hidden=32, seed=seed)
+        model = save_llama(folder, layers=2, heads=4, kv_heads=2, head_dim=12, hidden=32, seed=seed, **windows)
     prompts, max_tokens, stops = some_requests(seed, count)
     reference = InMemory(model)
     expected = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from models import save_llama
 from strategies import runnable_policies
 
 from flexhybrid.core.memory import memory_plan
+from flexhybrid.core.model.attention import PLAIN, AttentionKind
 from flexhybrid.core.model.rope import Rope
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
@@ -59,8 +61,8 @@ def held_device(engine, executor) -> dict[str, int]:
         "staging": sum(one.nbytes for one in buffers.staging.values()),
         "attended rows": buffers.attended.nbytes,
         "hidden states": buffers.hidden_slots.nbytes,
-        "kv pool": sum(pool.nbytes for space, pool in on_device if "kv" in space.split(".")[-1].split("@")[0]),
-        "act pool": sum(pool.nbytes for space, pool in on_device if "act" in space.split(".")[-1].split("@")[0]),
+        "kv pool": sum(layer.nbytes for space, pool in on_device if "kv" in kept_in(space) for layer in pool),
+        "act pool": sum(layer.nbytes for space, pool in on_device if "act" in kept_in(space) for layer in pool),
         "token ids": executor.tokens.ids.nbytes,
         "positions": sum(one.nbytes for one in tables),
     } | held_by_selection(executor.selection)
@@ -79,6 +81,11 @@ def held_by_selection(selection: SelectionHooks) -> dict[str, int]:
     }
 
 
+def kept_in(space: str) -> str:
+    """Representation of a pool."""
+    return space.split(".")[-1].split("@")[0]
+
+
 def pool_tier(space: str, buffers) -> str:
     return "host" if space in buffers.strips else "device"
 
@@ -87,8 +94,11 @@ def pool_tier(space: str, buffers) -> str:
 @given(
     st.sampled_from(SHAPES), runnable_policies(), st.sampled_from(("float32", "bfloat16")),
     st.lists(st.tuples(st.integers(1, 70), st.integers(1, 40)), min_size=1, max_size=6),
+    st.sampled_from(((PLAIN,), (AttentionKind(20),), (AttentionKind(20), PLAIN))),
 )  # fmt: skip
-def test_an_engine_allocates_what_was_planned(tmp_path_factory, shape, policy, dtype, lengths):
+def test_an_engine_allocates_what_was_planned(tmp_path_factory, shape, policy, dtype, lengths, attention):
+    if policy.selection.method == "none":
+        shape = replace(shape, attention=attention)
     p = {"float32": 4, "bfloat16": 2}[dtype]
     workload = Workload(*(np.array(numbers) for numbers in zip(*lengths, strict=True)))
     wave = admit(Problem(shape=shape, dtype=dtype, hardware=MACHINE), policy, workload)

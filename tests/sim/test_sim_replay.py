@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from oracles.replay import BY_DEFINITION, peak_parts
@@ -9,6 +11,7 @@ from random_cases import KINDS, UniformCase, random_case
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
 from flexhybrid.core.memory import memory_plan, total_bytes
+from flexhybrid.core.model.attention import AttentionKind
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
@@ -78,6 +81,38 @@ def test_requests_of_many_lengths_have_room_and_at_most_a_block_each_too_much():
         )
         for where, beyond in differences(peak_parts(stream(wave), wave), plan_of(case, wave)).items():
             assert 0 < beyond <= block * case.batch, (case, where)
+
+
+def test_layers_with_windows_need_what_was_planned():
+    """A ring of blocks is for a window wherever it begins: a short run leaves a block of each entry unused."""
+    rng, kinds, exact = np.random.default_rng(25), set(), 0
+    for case in cases(30, 25):
+        if case.policy.selection.method != "none":
+            continue
+        windows = [(17,), (48, None), (16, 16, None), (33, 70)][rng.integers(4)]
+        case = replace(case, shape=replace(case.shape, attention=tuple(map(AttentionKind, windows))))
+        wave = case.wave()
+        planned, kinds = plan_of(case, wave), kinds | {windows}
+        closed = predict(case.problem, case.candidate, walk=False).row()
+        assert closed["peak_bytes"] == pytest.approx(total_bytes(planned), rel=1e-6, abs=40), case
+        rows = {"kv": wave.shape.kv_token_bytes(wave.stored.kv), "act": wave.shape.act_token_bytes(wave.stored.act)}
+        beyond = differences(peak_parts(stream(wave), wave), planned)
+        for (_, part), size in beyond.items():
+            block = BLOCK_TOKENS * rows[part.removesuffix(" pool")]
+            assert 0 < size <= block * case.batch * case.shape.num_layers * len(case.policy.cache), (case, part)
+        exact += not beyond
+    assert len(kinds) == 4 and exact >= 10
+
+
+@pytest.mark.parametrize("windows", [(33,), (33, None), (16, 16, 50)])
+@pytest.mark.parametrize("cache", [{"kv@host": 1.0}, {"act@device": 1.0}, {"act@host": 0.5, "kv@disk": 0.5}])
+def test_replayed_peaks_of_windows_are_the_plans(windows, cache):
+    shape = replace(SHAPE, attention=tuple(map(AttentionKind, windows)))
+    policy = Policy(cache=cache, max_mini_batch_tokens=1 << 16)
+    problem = Problem(shape=shape, dtype="float32")
+    wave = admit(problem, policy, Workload.uniform(2, 120, 40))
+    planned = memory_plan(problem, policy, buffer_sizes(wave))
+    assert differences(peak_parts(stream(wave), wave), planned) == {}
 
 
 def test_those_who_stop_early_need_nothing_more():
