@@ -71,7 +71,7 @@ def best_for_queue(
         at_a_time = min(add(found.policy, places, found) for places in {found.batch, most})
         if (
             workload.prefixes
-            and may_share(sharing := replace(found.policy, hidden="device"))
+            and may_share(sharing := replace(found.policy, hidden="device"), problem.shape)
             and sharing != found.policy
         ):
             add(sharing, found.batch, found)

@@ -263,7 +263,7 @@ class CandidateSteps:
     @cached_property
     def num_chunks(self) -> np.ndarray:
         """Chunks in which a prompt is computed; 1: it is computed whole."""
-        if takes_prompts_whole(self.policy):
+        if takes_prompts_whole(self.policy) or self.problem.shape.recurrent:
             return np.ones_like(self.chunk_size)
         return np.where(self.size > 1, 1.0, np.ceil(self.prompt / self.chunk_size))
 
@@ -505,6 +505,7 @@ class CandidateSteps:
             hidden_rows=self.batch * sizes.step_rows / self.size * self.num_chunks,
             index_rows={r: self.batch * rows / self.size for r, rows in sizes.selected_rows.items()},
             cached_tokens=self.batch * cached,
+            places=self.batch,
             kept_tokens=self.batch * kept,
             partial_rows=self.batch * kept,
             column_sets=self.batch if self.policy.selection.columns == "request" else self.num_mini_batches,

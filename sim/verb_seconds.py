@@ -16,7 +16,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.selection import num_whole
 from flexhybrid.core.plan import PAGE_BYTES
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.step_work import StepCounts, recomputed_rows, step_work
+from flexhybrid.core.schedule.step_work import StepCounts, recomputed_rows, step_work, with_state
 from flexhybrid.core.task import RESOURCES, Work
 from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 from flexhybrid.core.wave import check_planned
@@ -90,7 +90,7 @@ class VerbSeconds:
 
     def _add_kind(self, phase: _Phase, stretch: DecodeStretch | None, kind: int) -> None:
         """Price every verb of such a step in layers of a kind."""
-        steps, (weights, window) = self.steps, self.steps.kinds[kind]
+        steps, (weights, window, state) = self.steps, self.steps.kinds[kind]
         shape = steps.problem.shape.of_weights(weights)
         step_of = steps.decode(stretch, window) if stretch else partial(steps.prefill, window=window)
         if steps.whole:
@@ -110,6 +110,7 @@ class VerbSeconds:
                 ways.append((True, steps.whole.policy, mixed(batch)))
             for all_tokens, policy, counts in ways:
                 works = step_work(shape, policy, steps.stored, counts, all_tokens)
+                works = with_state(works, policy, steps.stored.compute, counts, state)
                 for verb, work in works.items():
                     key = verb, all_tokens, last, kind
                     phase.seconds[key], present = self._task_seconds(verb, work, counts)
@@ -148,7 +149,7 @@ class VerbSeconds:
             if not np.any(of_weights):
                 continue
             overhead_s = self._price(verb, resource, Work())
-            for kind, (weights, _) in enumerate(steps.kinds):
+            for kind, (weights, *_) in enumerate(steps.kinds):
                 num_bytes = of_weights[weights]
                 layer_s = np.where(num_bytes > 0, self._price(verb, resource, Work(link_bytes=num_bytes)), 0.0)
                 evenly_s = np.where(num_bytes > 0, (layer_s - overhead_s) / count, 0.0)  # over the mini-batches
@@ -171,7 +172,7 @@ class VerbSeconds:
             self._add_chunks_of(kind, known)
 
     def _add_chunks_of(self, kind: int, known: set[str]) -> None:
-        steps, prefill, (weights, window) = self.steps, self.phases[0], self.steps.kinds[kind]
+        steps, prefill, (weights, window, _) = self.steps, self.phases[0], self.steps.kinds[kind]
         shape, chunked = steps.problem.shape.of_weights(weights), steps.num_chunks > 1
         seconds, moved = {}, {}
         for count, counts in ((1.0, steps.first_chunk(window)), (steps.num_chunks - 1, steps.later_chunk(window))):

@@ -40,6 +40,8 @@ PACKING_ELEMENTS, PACKING_BYTES = {"cpu": 2**20, "cuda": 2**23}, 6
 #: which a shared cache holds.
 HOST_THREADS, WIDENED_ELEMENTS = {"cpu": 1, "cuda": 16}, 1 << 19
 
+STATE_COPIES = 3  #: of a mini-batch's states that a recurrent layer has in work: old, new and one in between
+
 #: Device bytes set aside beyond all named parts: masks, places of stored rows, the libraries' own workspaces.
 SLACK_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
 
@@ -106,6 +108,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     on_host = policy.attention == "host"
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
     pools, staged = _pool_parts(problem, policy, sizes, row)
+    states = _state_parts(shape, policy, sizes, p)
     chosen = _selection_parts(problem, policy, sizes, weights.first_resident, row)
     on_device = {
         "resident weights": weights.resident,
@@ -141,10 +144,21 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "workspace": HOST_THREADS[device] * 8 * widened if on_host and p < 4 else 0,
     }
     return {
-        "device": pools["device"] | on_device | chosen["device"],
-        "host": pools["host"] | in_host | chosen["host"],
+        "device": pools["device"] | on_device | chosen["device"] | states["device"],
+        "host": pools["host"] | in_host | chosen["host"] | states["host"],
         "disk": pools["disk"] | {"weights": weights.on_disk},
     }
+
+
+def _state_parts(shape: ModelShape, policy: Policy, sizes: BufferSizes, p: int) -> dict[str, dict]:
+    """States of recurrent layers: of each request in all layers; on their way between host and device, those of a
+    mini-batch in one layer; and what a layer makes of them."""
+    each = [state.num_bytes(p) for state in map(shape.state_of, shape.recurrent) if state]
+    pool, of_batch = {"state pool": sizes.places * sum(each)}, sizes.batch * max(each, default=0)
+    in_work = {"state workspace": STATE_COPIES * of_batch}
+    if policy.state_tier == "device":
+        return {"device": pool | in_work, "host": {}}
+    return {"device": {"state buffers": NUM_SLOTS * of_batch} | in_work, "host": pool}
 
 
 def _pool_parts(

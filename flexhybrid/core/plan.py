@@ -214,6 +214,8 @@ class _Stream:
         step, slot, works = ahead.step, ahead.slot, ahead.works
         if "load_hidden" in works and ahead.layer:
             yield "load_hidden", (host_hidden(step),), (self.at.hidden(ahead),)
+        if "load_state" in works:
+            yield "load_state", (self.at.state(ahead),), (cell("state_buffer", slot),)
         if "load_keys" in works and self._guesses(ahead.layer):
             keys = cell("partial_keys", step.mini_batch, ahead.layer + 1)
             yield "load_keys", (keys,), (cell("partial_buffer", slot),)
@@ -262,11 +264,14 @@ class _Stream:
             elif pools:  # gathered into the buffer, beside what the link brought
                 reads, writes = (*reads, *pools), (*writes, buffer)
             yield "kv_gen", reads, writes
+        if "project" not in works:  # the layer does not attend: all of it is in finish
+            return
         staging, matrices = cell("staging", slot), self.at.matrices(position, 0, qkv_end)
         writes = (qkv, staging)
         if layer >= self.first_choosing and not step.prefill:  # the new tokens' partial keys
             writes += (cell("partial_keys", k, layer),)
-        yield "project", (hidden, *matrices), writes
+        states = self.at.computed_states(position)
+        yield "project", (hidden, *matrices, *states), (*writes, *states)
         if "quantize" in works:
             yield "quantize", (qkv,), (staging,)
         ranks = (self.at.ranks(position),) if "rank" in works else ()
@@ -309,7 +314,10 @@ class _Stream:
         """The rest of what it computes: attention and feed-forward."""
         step, works = position.step, position.works
         layout = self.wave.placed_of(position.layer).layout
-        hidden, qkv = self.at.hidden(position), self.at.qkv(position)
+        hidden, qkv, states = self.at.hidden(position), self.at.qkv(position), self.at.computed_states(position)
+        if "project" not in works:
+            yield "finish", (hidden, *self.at.matrices(position, 0, layout.total_bytes), *states), (hidden, *states)
+            return
         if step.prefill:
             yield "attend_prefill", (qkv,), (self.at.attended(position),)
         elif "attend_host" not in works:
@@ -318,7 +326,7 @@ class _Stream:
             yield "rank", (self.at.attended(position), qkv), (self.at.ranks(position),)
         reads = (self.at.attended(position), hidden, *self.at.matrices(position, 0, layout.vectors_end))
         reads += self.at.matrices(position, layout.qkv_end, layout.total_bytes)
-        yield "finish", reads, (hidden,)
+        yield "finish", (*reads, *states), (hidden, *states)
 
     def _attend(self, position: Position, qkv: Access) -> Iterator[Outline]:
         works, slot = position.works, position.slot
@@ -368,6 +376,8 @@ class _Stream:
             if f"write_{representation}" in works:
                 pool = pools("disk", representation)
                 yield f"write_{representation}", (strip,), pool
+        if "store_state" in works:
+            yield "store_state", (cell("state_buffer", slot),), (self.at.state(position),)
         if "store_hidden" in works and position.layer < self.num_layers - 1:
             yield "store_hidden", (self.at.hidden(position),), (host_hidden(step),)
 

@@ -199,6 +199,7 @@ Overlap = Literal["full", "step", "none"]
 #: Fields of a policy that are words or flags -> what they may be.
 _CHOICES = {
     "hidden": TIERS,
+    "states": ("auto", "device", "host"),
     "schedule": ("column", "row"),
     "packing": ("balanced", "fifo"),
     "attention": ("device", "host"),
@@ -223,6 +224,8 @@ class Policy:
     embedding: Placement = Placement(device=1.0)  #: token and position tables and the output head
     cache: Mapping[str, float] = CacheShares({"kv@host": 1.0})
     hidden: str = "device"
+    #: where states of recurrent layers lie; auto: on the device where the whole cache does, else on the host
+    states: str = "auto"
     bits: Bits = Bits()
     schedule: str = "column"
     max_mini_batch_tokens: int = 8192
@@ -276,6 +279,14 @@ class Policy:
     def cache_entries(self) -> tuple[str, ...]:
         """The representations in use, ACT before KV: the order of shares of zero does not matter."""
         return tuple(sorted(key for key, share in self.cache.items() if share > 0))
+
+    @property
+    def state_tier(self) -> str:
+        """The tier of the states of recurrent layers: device or host."""
+        if self.states != "auto":
+            return self.states
+        held = [entry for entry in self.cache_entries if entry != "tok"]
+        return "device" if held and all(entry.endswith("@device") for entry in held) else "host"
 
     @property
     def lossless(self) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from flexhybrid.core.context.cache_entries import TIERS
 
 #: What crosses a link. Queries, attended rows and token ids count as hidden states.
-CARGO = ("weights", "kv", "act", "hidden")
+CARGO = ("weights", "kv", "act", "hidden", "state")
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class Verb:
     #: selection, or each "iteration".
     per: str = "layer"
     #: A step has none of it without "blocks" of ``blocks``, without new "rows", without a "recomputed" prefix, without
-    #: blocks that requests attend to together ("shared"), or unless it computes a "chunk" of prompts behind what is
-    #: cached; None: every step of the policy has it.
+    #: blocks that requests attend to together ("shared"), unless it computes a "chunk" of prompts behind what is
+    #: cached, or in a layer without a "state"; None: every step of the policy has it.
     needs: str | None = None
     #: representations and tiers of the context's blocks that it reads, or of the new rows that it takes
     blocks: tuple[tuple[str, ...], tuple[str, ...]] | None = None
@@ -42,6 +42,7 @@ VERBS: dict[str, Verb] = {
         Verb("load_act", "h2d", "act", needs="blocks", blocks=(("act",), ("host", "disk")), group="cache copy"),
         Verb("read_kv", "disk_read", "kv", needs="blocks", blocks=(("kv",), ("disk",))),
         Verb("load_kv", "h2d", "kv", needs="blocks", blocks=(("kv",), ("host", "disk")), group="cache copy"),
+        Verb("load_state", "h2d", "state", needs="state", group="cache copy"),
         Verb("embed", "compute", per="iteration"),
         Verb("dequantize_weights", "compute", group="conversion"),
         Verb("dequantize_act", "compute", needs="blocks", blocks=(("act",), TIERS), group="conversion"),
@@ -79,6 +80,7 @@ VERBS: dict[str, Verb] = {
         Verb("scatter_device", "compute", needs="rows", blocks=(("act", "kv"), ("device",)), stores=True),
         Verb("write_act", "disk_write", "act", needs="rows", blocks=(("act",), ("disk",)), stores=True),
         Verb("write_kv", "disk_write", "kv", needs="rows", blocks=(("kv",), ("disk",)), stores=True),
+        Verb("store_state", "d2h", "state", needs="state", stores=True, group="cache copy"),
         Verb("store_hidden", "d2h", "hidden", per="gap", stores=True),
         Verb("head", "compute", per="iteration", group="gemm"),
         Verb("sample", "compute", per="iteration"),

@@ -201,6 +201,8 @@ def check_planned(policy: Policy, shape: ModelShape) -> None:
     speculative = policy.selection.method == "speculative"
     refusals = (
         (policy.embedding.device < 1, "embedding and head off the device"),
+        (shape.recurrent and "tok" in representations, "a cache of token ids (tok) for a model with recurrent layers, "
+         "whose states would be computed anew for each token,"),
         (policy.hidden == "disk", "hidden states on the disk"),
         (representations == {"tok"}, "a cache of token ids alone: the newest tokens need a share of kv or act, and it"),
         (policy.selection.method == "heavy_hitter" and representations != {"kv"}, "selection heavy_hitter over a cache "
@@ -244,6 +246,10 @@ def admit(
     }
     if mini_batches is None:
         mini_batches = pack(cached, entries, policy.max_mini_batch_tokens, policy.packing)
+    if problem.shape.recurrent:  # a state goes on from token to token, not from piece to piece: prompts are taken whole
+        longest = max(int(of.cached_tokens.max()) for of in (workload, alone) if of is not None)
+        bound = max(policy.max_mini_batch_tokens, (longest // BLOCK_TOKENS + 1) * BLOCK_TOKENS)
+        policy = replace(policy, max_mini_batch_tokens=bound)
     first = workload.prompt_tokens.copy()  # the first length of each request that is held as a whole
     for group in mini_batches:
         if num_chunks(policy, first[group]) > 1:

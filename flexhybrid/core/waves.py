@@ -78,7 +78,7 @@ def open_batch(
     num_requests, entries, tree = workload.num_requests, BlockEntries(policy.cache), tree or known_tree(workload)
     first = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
     exact, room, paths = stores_exactly(policy), {}, []
-    if tree and may_share(policy):
+    if tree and may_share(policy, problem.shape):
         tree.longest = math.inf if exact else chunk_tokens(policy.max_mini_batch_tokens)  # pieces attend to blocks
         room, paths = _shared_room(tree, entries, count, num_requests)
     if count == num_requests and share == 1 and not any(paths) and not given:

@@ -48,6 +48,11 @@ def project(shape: ModelShape, p: int, rows) -> Work:
     return Work(memory_bytes=(rows * (3 * h + width) + weights) * p, flops=2 * weights * rows, tokens=rows)
 
 
+def move_state(state_bytes, batch, num_tensors) -> Work:
+    """The states of a mini-batch's requests in one layer, over the link."""
+    return Work(link_bytes=batch * state_bytes, num_copies=num_tensors)
+
+
 def assemble(shape: ModelShape, p: int, tokens) -> Work:
     """Bring loaded and recomputed keys and values, head-major, into the attention buffer: read and write."""
     return Work(memory_bytes=2 * tokens * shape.kv_token_bytes(p), tokens=tokens)

@@ -20,6 +20,7 @@ from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize
 from flexhybrid.runtime.storage.disk import DiskSpace
 from flexhybrid.runtime.storage.host_memory import HostMemory
+from flexhybrid.runtime.storage.states import StatePools
 
 
 class RowFormat(NamedTuple):
@@ -107,6 +108,8 @@ class Buffers:
         def on_host(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
             return self.host_memory.zeros(size, dtype)
 
+        makers = {"device": on_device, "host": on_host}
+        self.states = StatePools(shape, policy.state_tier, sizes.places, sizes.batch, dtype, makers)
         self.pools: dict[str, torch.Tensor | tuple[torch.Tensor, ...]] = {}
         self.disk_pools: dict[str, DiskPool] = {}
         self.staging: dict[str, torch.Tensor] = {}
@@ -212,11 +215,14 @@ class Buffers:
 
 
 def layer_blocks(shape: ModelShape, policy: Policy, sizes: BufferSizes, entry: str) -> list[int]:
-    """Return the blocks of a cache entry's pool in each layer."""
+    """Return the blocks of a cache entry's pool in each layer; 0 where it does not attend."""
     whole = num_keeping(policy.selection, shape.num_layers)
     of_windows = {window: Pool(entry, window).name for window in layers_by_window(shape, policy.selection)}
-    names = [of_windows.get(shape.attention_of(layer).window, entry) for layer in range(whole, shape.num_layers)]
-    return [sizes.whole_blocks.get(entry, 0)] * whole + [sizes.pool_blocks[name] for name in names]
+    blocks = [sizes.whole_blocks.get(entry, 0)] * whole
+    for layer in range(whole, shape.num_layers):
+        name = of_windows.get(shape.attention_of(layer).window, entry)
+        blocks.append(sizes.pool_blocks[name] if layer in shape.attending else 0)
+    return blocks
 
 
 def _region(

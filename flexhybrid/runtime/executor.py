@@ -164,6 +164,8 @@ class Executor(Generic[SelectionT]):
         self.masks = TokenMasks(wave.shape.vocab, self.device)
         self.sampled = SampledTokens(wave, parts.buffers.sizes.batch, parts.copies.host_memory, self.device)
         self.hidden = HiddenStates(wave, parts.buffers)
+        #: of each request's place in the wave, where its states lie: as the mini-batches are packed
+        self.state_places = np.argsort(np.concatenate(wave.mini_batches))
         self.kvq: dict[int, torch.Tensor] = {}  #: [R, keys | values | queries], by slot
         self.act = NOTHING  #: [R, h], the input of the projections
         self.context = Context(NOTHING, NOTHING, None)  #: what attention reads

@@ -52,7 +52,7 @@ def test_the_executor_the_streams_and_the_table_know_the_same_verbs(problem):
         wave = admit(problem, replace(policy, max_mini_batch_tokens=150), workload)
         emitted |= {task.verb: task.resource for task in stream(wave)}
     for policy in POLICIES:
-        if may_share(policy):  # they begin with 32 tokens; one more is computed in chunks
+        if may_share(policy, SHAPE):  # they begin with 32 tokens; one more is computed in chunks
             lengths = Workload(np.array([40, 40, 300]), np.array([5, 3, 2]))
             beginning = Prefixes(np.array([32]), np.array([-1]), np.zeros(3, np.int64))
             batch = open_batch(

@@ -122,7 +122,7 @@ def test_the_plan_says_what_is_not_shared(policy):
     """Of three prompts that begin alike, none is then computed behind another's blocks."""
     prompts = [[*range(3, 59), 3 + i] for i in range(3)]
     sharing = shared_batch(prompts, [3] * 3, replace(policy, max_mini_batch_tokens=8192), 3).sharing
-    limit = sharing_limit(policy)
+    limit = sharing_limit(policy, SHAPE)
     assert (limit is None) == (sharing is not None and sharing.exact)
     assert sharing is not None or "share nothing: " in limit
 

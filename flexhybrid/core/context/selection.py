@@ -64,11 +64,13 @@ def first_choosing(selection: Selection) -> float:
 
 
 def layers_by_window(shape: ModelShape, selection: Selection) -> dict[int | None, int]:
-    """Kinds of layers by what they cache, and how many layers are of each: None, those that keep all tokens, or the
-    window that they keep. Under a selection there is one kind: it chooses among all tokens."""
+    """Kinds of layers that attend by what they cache, and how many layers are of each: None, those that keep all
+    tokens, or the window that they keep. Under a selection there is one kind: it chooses among all tokens."""
     if selection.method != "none":
         return {None: shape.num_layers}
-    windows = [kind.window for kind in shape.layer_kinds]
+    windows = [shape.layer_kinds[layer].window for layer in shape.attending]
+    if not windows:
+        return {None: 0}
     return {window: windows.count(window) for window in sorted(set(windows), key=lambda window: window or math.inf)}
 
 

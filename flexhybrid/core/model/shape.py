@@ -14,6 +14,7 @@ from flexhybrid.core.model.attention import PLAIN, AttentionKind, kinds_from_con
 from flexhybrid.core.model.generation_config import end_tokens
 from flexhybrid.core.model.layers import ModuleLayers
 from flexhybrid.core.model.rope import Rope, rope_from_config
+from flexhybrid.core.model.states import LayerState
 from flexhybrid.core.policy import GROUP_ELEMENTS
 
 Width = TypeVar("Width", int, float)  #: bytes of an element, a fraction where scales and zeros are stored with it
@@ -30,6 +31,7 @@ class LayerKind(NamedTuple):
 
     weights: int  #: index of its tensors in ``ModuleLayers.kinds``; 0 where all layers have the same
     window: int | None  #: of its attention; None: it sees all tokens
+    state: LayerState | None  #: that it keeps of a request beside keys and values; None: none
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class ModelShape:
     norm_eps: float = 1e-5
     rope: Rope = Rope()  #: where ``rotary``
     attention: tuple[AttentionKind, ...] = (PLAIN,)  #: of the layers, in turn; behind the last the first comes again
+    states: tuple[LayerState | None, ...] = ()  #: by layer, None of attention alone; empty: all layers are that
     limit: int | None = None  #: tokens for which a request has room, where fewer than ``max_positions`` are wanted
     modules: ModuleLayers | None = None  #: of a model that runs through transformers' own layers
 
@@ -97,11 +100,28 @@ class ModelShape:
         """Return what attention of a layer is."""
         return self.attention_kinds[layer % len(self.attention)]
 
+    def state_of(self, layer: int) -> LayerState | None:
+        """Return what a layer keeps of a request beside keys and values; None of a layer of attention alone."""
+        return self.states[layer] if self.states else None
+
+    @cached_property
+    def attending(self) -> tuple[int, ...]:
+        """The layers that keep keys and values."""
+        states = map(self.state_of, range(self.num_layers))
+        return tuple(layer for layer, state in enumerate(states) if state is None or state.attends)
+
+    @cached_property
+    def recurrent(self) -> tuple[int, ...]:
+        """The layers that keep a state."""
+        states = map(self.state_of, range(self.num_layers))
+        return tuple(layer for layer, state in enumerate(states) if state and state.tensors)
+
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         return tuple(
-            LayerKind(self.weights_kind(layer), self.attention_of(layer).window) for layer in range(self.num_layers)
+            LayerKind(self.weights_kind(layer), self.attention_of(layer).window, self.state_of(layer))
+            for layer in range(self.num_layers)
         )
 
     def weights_kind(self, layer: int) -> int:

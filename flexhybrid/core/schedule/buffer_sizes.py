@@ -53,6 +53,7 @@ class BufferSizes:
     column_sets: int = 0  #: mini-batches or requests that choose columns to guess with
     longest: int = 0  #: tokens of the longest request, prompt and answer
     log_cells: int = 0  #: iterations times requests
+    places: int = 0  #: requests that run together, which keep a state where layers are recurrent
     #: entry -> blocks in layers that keep all tokens although the others do not
     whole_blocks: dict[str, int] = field(default_factory=dict)
 
@@ -252,6 +253,7 @@ def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
         staged_rows={},
         hidden_rows=hidden_rows,
         cached_tokens=wave.workload.num_requests * longest,
+        places=wave.workload.num_requests,
         longest=longest,
         attention_tokens=longest if wave.sharing else 0,  # of one that attends to what is shared, however long
         log_cells=LOG_ITERATIONS * 2 * sizes.batch * len(wave.mini_batches),
@@ -309,6 +311,7 @@ def buffer_sizes(wave: Wave) -> BufferSizes:
         hidden_rows=hidden_rows,
         index_rows=index_rows,
         cached_tokens=cached.sum(),
+        places=len(cached),
         kept_tokens=kept.sum(),
         partial_rows=sum(len(group) * kept[group].max() for group in wave.mini_batches),
         column_sets=len(cached) if wave.policy.selection.columns == "request" else len(wave.mini_batches),

@@ -72,6 +72,18 @@ class Places:
             return cell("hidden", k, position.step.chunk)
         return cell("hidden", position.slot)
 
+    def state(self, position: Position) -> Access:
+        """The states of a mini-batch's requests in the position's layer, where they are kept."""
+        return cell("states", position.step.mini_batch, position.layer)
+
+    def computed_states(self, position: Position) -> tuple[Access, ...]:
+        """The states that the layer reads and changes: those that the link brings and takes, or those of the device;
+        none where it has none."""
+        if "store_state" in position.works:
+            return (cell("state_buffer", position.slot),)
+        state = self.wave.shape.state_of(position.layer)
+        return (self.state(position),) if state and state.tensors else ()
+
     def qkv(self, position: Position) -> Access:
         """One buffer does for one compute resource; two where the next mini-batch projects early."""
         return cell("qkv", position.slot) if self.on_host else QKV

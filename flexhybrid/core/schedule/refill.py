@@ -24,6 +24,7 @@ from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import longest_piece, num_chunks
 from flexhybrid.core.context.prefixes import Build, Steering, build_steps, padded_rows
 from flexhybrid.core.context.selection import kept_tokens
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.schedule.buffer_sizes import (
     SharedLengths,
@@ -71,13 +72,15 @@ def may_grow(policy: Policy) -> bool:
     return joins_singly(policy) and stores_exactly(policy)
 
 
-def may_share(policy: Policy) -> bool:
-    """Whether prompts that begin alike share blocks."""
-    return joins_singly(policy)
+def may_share(policy: Policy, shape: ModelShape) -> bool:
+    """Whether prompts that begin alike share blocks. A state is that of a whole prompt, not of its beginning."""
+    return joins_singly(policy) and not shape.recurrent
 
 
-def sharing_limit(policy: Policy) -> str | None:
+def sharing_limit(policy: Policy, shape: ModelShape) -> str | None:
     """Return, as a sentence without its dot, what prompts that begin alike do not share, and why; None: nothing."""
+    if shape.recurrent:
+        return "prompts that begin alike share nothing: a recurrent layer's state is that of the whole prompt"
     if reason := state_of_all(policy):
         return f"prompts that begin alike share nothing: {reason} belongs to the mini-batch that begins together"
     if not stores_exactly(policy):

@@ -13,6 +13,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import StoredCopy
 from flexhybrid.core.context.selection import counts_uses, most_selected, partial_share, selected_tokens, whole_queries
 from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.model.states import LayerState
 from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.schedule.steps import Common, MiniBatchStep
 from flexhybrid.core.task import Work
@@ -151,6 +152,27 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
         works["attend_recomputed"] = work.attend_prefill(shape, p, c.batch, _at_least(c.recomputed, 1), c.window)
     if policy.selection.method == "heavy_hitter":
         works["rank"] = work.rank(shape, c.batch, 1, attended)
+    return works
+
+
+#: Verbs of a layer that does not attend.
+STATE_VERBS = ("embed", "dequantize_weights", "load_hidden", "finish", "store_hidden", "head", "sample", "store_out")
+
+
+def with_state(
+    works: dict[str, Work], policy: Policy, p: int, c: StepCounts, state: LayerState | None
+) -> dict[str, Work]:
+    """``step_work`` of a layer that keeps ``state`` of a request; ``works`` themselves where it keeps none.
+
+    A prompt begins with no state: nothing is loaded for it.
+    """
+    if state is None:
+        return works
+    if not state.attends:
+        works = {verb: works[verb] for verb in STATE_VERBS if verb in works}
+    if state.tensors and policy.state_tier == "host":
+        moved = work.move_state(state.num_bytes(p), c.batch, len(state.tensors))
+        works = works | ({} if c.prefill else {"load_state": moved}) | {"store_state": moved}
     return works
 
 

@@ -102,7 +102,7 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
                 0,
                 f"or         {duration(shorter)} with answers of {mean:.0f} tokens on average: done by {_end(shorter)}",
             )
-    unshared = sharing_limit(policy) if llm.arguments.enable_prefix_caching else None
+    unshared = sharing_limit(policy, llm.problem.shape) if llm.arguments.enable_prefix_caching else None
     note = "; a mix with recomputed context would not be faster" if plain else ""
     return [
         f"policy     {describe(policy)}; in {llm.problem.dtype}{note}",

@@ -159,11 +159,11 @@ class ActRows:
             self._watch_output(parts[gen.source])
 
     def take(self) -> torch.Tensor:
-        """Return the rows [R, width] of the module's latest run."""
+        """Return the rows of the module's latest run, [1, R, width], or as its hidden states had them."""
         taken, self._taken = self._taken, None
         if taken is None:
             raise ValueError("an attention module that has not run")
-        return taken[0]
+        return taken
 
     def keys_and_values(self, rows: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> AttentionCall:
         """Run the module on rows [R, width] up to its attention call."""

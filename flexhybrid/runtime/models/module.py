@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from flexhybrid.core.errors import InputError
@@ -22,7 +23,8 @@ from flexhybrid.core.model.generation_config import end_tokens
 from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
 from flexhybrid.runtime.models.latent import ActRows
-from flexhybrid.runtime.models.probe import Argument, LayerFacts, look
+from flexhybrid.runtime.models.probe import Argument, AttentionFacts, LayerFacts, look
+from flexhybrid.runtime.models.states import Group, RecurrentLayers, groups_of
 from flexhybrid.runtime.models.transformer import (
     LayerCall,
     Layers,
@@ -39,6 +41,9 @@ FAMILY = "module"  #: of shapes whose models run here
 UNLIMITED_POSITIONS = 1 << 20  #: of a model whose configuration names no limit
 #: Kinds of rotary positions whose angles change once a text is longer than the model was trained with.
 CHANGING_ROTATIONS = ("dynamic", "longrope")
+
+
+Held = Sequence[torch.Tensor] | None  #: states of a step's requests in a layer, [B, …] each
 
 
 class Slot(NamedTuple):
@@ -97,12 +102,13 @@ def _empty_model(folder: Path, configuration: str, generation: str) -> EmptyMode
 
 def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part: bool) -> ModelShape:
     text = model.config.get_text_config()
-    attention = [fact.attention for fact in facts]
-    _check_cache(text, [fact.window for fact in attention])
+    attention = [fact.attention for fact in facts if fact.attention]
+    _check_cache(text, [fact.attention and fact.attention.window for fact in facts])
     widths = {(fact.heads, fact.groups) for fact in attention}
     if len(widths) > 1:
         raise Refused("its layers have different numbers of heads")
-    ((heads, groups),) = widths
+    ((heads, groups),) = widths or {(1, 1)}
+    behind = {name for fact in facts if fact.attention for name in fact.late}
     kinds: list[tuple[LayerTensor, ...]] = []
     kind_of, inside = [], set()
     for layer, fact in zip(layers.layers, facts, strict=True):
@@ -110,13 +116,14 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part
         if any(id(parameter) in inside for parameter in named.values()):
             raise Refused("its layers share parameters")
         inside |= set(map(id, named.values()))
-        kind = tuple(
-            LayerTensor(name, tuple(named[name].shape), name in fact.early, name in fact.kv_gen) for name in named
-        )
+        # Where no attention parts a layer, what other layers do not have behind theirs lies where they have theirs.
+        early = fact.early if fact.attention else named.keys() - behind if behind else ()
+        kind = tuple(LayerTensor(name, tuple(named[name].shape), name in early, name in fact.kv_gen) for name in named)
         kinds += [] if kind in kinds else [kind]
         kind_of.append(kinds.index(kind))
+    states = tuple(fact.state for fact in facts) if any(fact.state for fact in facts) else ()
     outer = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in inside]
-    latent = attention[0].kv_gen.width if attention[0].kv_gen.source else None
+    latent = attention[0].kv_gen.width if attention and attention[0].kv_gen.source else None
     modules = ModuleLayers(
         folder=str(folder.resolve()),
         kinds=tuple(kinds),
@@ -136,7 +143,7 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part
         hidden=layers.hidden_size,
         num_heads=heads,
         num_kv_heads=groups,
-        head_dim=max(max(fact.key_dim, fact.value_dim) for fact in attention),
+        head_dim=max((max(fact.key_dim, fact.value_dim) for fact in attention), default=1),
         ffn=modules.widest,
         vocab=text.vocab_size,
         max_positions=_positions(text),
@@ -145,9 +152,14 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part
         bias=False,
         dtype=dtype,
         eos_token_ids=end_tokens(folder, model.config.eos_token_id, text.eos_token_id),
-        attention=tuple(AttentionKind(fact.window, None, fact.softcap, fact.sinks) for fact in attention),
+        attention=tuple(_attention_kind(fact.attention) for fact in facts),
+        states=states,
         modules=modules,
     )
+
+
+def _attention_kind(fact: AttentionFacts | None) -> AttentionKind:
+    return AttentionKind(fact.window, None, fact.softcap, fact.sinks) if fact else AttentionKind()
 
 
 def _check_cache(text, windows: Sequence[int | None]) -> None:
@@ -198,8 +210,12 @@ class ModulePath:
         self.layers = Layers(self.model)
         self.slots = [_slots(layer) for layer in self.layers.layers]
         self.sizes = [{t.name: t.size for t in shape.modules.kinds[kind]} for kind in shape.modules.kind_of]
-        attentions = [fact.attention for fact in self.facts]
-        self.act = [ActRows(fact.module, fact.kv_gen, self.layers.hidden_size) for fact in attentions]  # by layer
+        self.act = [  # by layer
+            ActRows(fact.module, fact.kv_gen, self.layers.hidden_size) if fact else None
+            for fact in (fact.attention for fact in self.facts)
+        ]
+        self.recurrent = RecurrentLayers(self.layers, [fact.state for fact in self.facts])
+        self._groups: dict[Any, list[Group]] = {}  # by step: requests that recurrent layers take together
         self._in_place: dict[int, Any] = {}  # by layer: the views that its parameters are
         self.calls: dict[Any, list[LayerCall]] = {}  #: by step: how the model calls its layers
         self._rest: dict[Any, tuple[int, Any]] = {}  # by step: the rows of a forward that waits for its end, and it
@@ -243,25 +259,43 @@ class ModulePath:
 
     # ---- verbs
 
-    def embed(self, step: Any, ids: torch.Tensor, positions: torch.Tensor, waits: bool = False) -> torch.Tensor:
+    def embed(
+        self,
+        step: Any,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        waits: bool = False,
+        new_tokens: np.ndarray | None = None,
+    ) -> torch.Tensor:
         """Return the first hidden states [R, h] of a step; note how the model calls its layers in it.
 
-        ``waits``: the step's ``head`` gets all its rows, and goes on with this forward.
+        ``waits``: the step's ``head`` gets all its rows, and goes on with this forward. ``new_tokens`` [B]: of each
+        request, in a grid as wide as the longest; recurrent layers need it.
         """
         hidden, self.calls[step], rest = self.layers.embed(ids, positions)
         self._rest.pop(step, None)
         if waits:
             self._rest[step] = len(ids), rest
+        if new_tokens is not None and self.shape.states:
+            self._groups[step] = groups_of(new_tokens, self.device)
         return hidden[0]
 
     def project(
-        self, step: Any, slot: int, layer: int, hidden_Rh: torch.Tensor, views
+        self, step: Any, slot: int, layer: int, hidden_Rh: torch.Tensor, views, held: Held = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a layer up to its attention: the rows [R, keys | values | queries], and what ACT blocks hold."""
+        """Run a layer up to its attention: the rows [R, keys | values | queries], and what ACT blocks hold.
+
+        ``held``: of a layer that keeps a state, too, those of the step's requests; None where they have none yet.
+        """
         self._place(layer, views)
-        fact = self.facts[layer].attention
-        pending = self._pending[slot] = self.layers.begin(layer, hidden_Rh[None], self.calls[step][layer])
-        act = self.act[layer].take()
+        (fact, rows_of), call = self._attention(layer), self.calls[step][layer]
+        if self.facts[layer].state is None:
+            pending = self.layers.begin(layer, hidden_Rh[None], call)
+            act = rows_of.take()[0]
+        else:
+            made, act = self.recurrent.begin(slot, layer, hidden_Rh, call, self._groups[step], held, rows_of.take)
+            pending = Pending(None, made)
+        self._pending[slot] = pending
         shape, rows = self.shape, len(hidden_Rh)
         filled = fact.key_dim == fact.value_dim == shape.head_dim
         make = hidden_Rh.new_empty if filled else hidden_Rh.new_zeros
@@ -272,6 +306,23 @@ class ModulePath:
         scaling = fact.key_dim**-0.5 if fact.scaling is None else fact.scaling
         torch.mul(pending.call.query, scaling * shape.head_dim**0.5, out=queries[..., : fact.key_dim])
         return kvq, act
+
+    def _attention(self, layer: int) -> tuple[AttentionFacts, ActRows]:
+        """Return the attention of a layer, and what ACT blocks hold of it. Raise ValueError where it has none."""
+        fact, rows_of = self.facts[layer].attention, self.act[layer]
+        if fact is None or rows_of is None:
+            raise ValueError(f"layer {layer} does not attend")
+        return fact, rows_of
+
+    def run(self, step: Any, slot: int, layer: int, hidden_Rh: torch.Tensor, views, held: Held = None) -> torch.Tensor:
+        """Run a layer that does not attend: the next layer's hidden states [R, h]. ``held`` as in ``project``."""
+        self._place(layer, views)
+        self.recurrent.run(slot, layer, hidden_Rh, self.calls[step][layer], self._groups[step], held)
+        return self.recurrent.finish(slot, None)
+
+    def left(self, slot: int, layer: int) -> list[tuple[Group, list[torch.Tensor]]]:
+        """Return the states [batch, …] that a finished layer has left, by groups of the step's requests."""
+        return self.recurrent.left(slot, layer)
 
     def sinks(self, slot: int) -> torch.Tensor:
         """Return the score of each head's sink [H], of the layer that waits in a slot for its attention."""
@@ -296,18 +347,20 @@ class ModulePath:
     def generate(self, layer: int, act_rows: torch.Tensor, calls: list[LayerCall], views, out: torch.Tensor) -> None:
         """Recompute keys and values [n, 2·G·d] of ACT rows [n, width]: the attention module, up to its attention."""
         self._place(layer, views)
-        fact = self.facts[layer].attention
+        fact, rows_of = self._attention(layer)
         args = tuple(_resolved(argument, calls[layer]) for argument in fact.args)
         kwargs = {name: _resolved(argument, calls[layer]) for name, argument in fact.kwargs.items()}
-        call = self.act[layer].keys_and_values(act_rows, args, kwargs)
+        call = rows_of.keys_and_values(act_rows, args, kwargs)
         keys, values, _ = self._heads(out)  # columns behind a shorter head are zeros
         keys[..., : fact.key_dim].copy_(call.key)
         values[..., : fact.value_dim].copy_(call.value)
 
     def finish(self, slot: int, layer: int, attended: torch.Tensor) -> torch.Tensor:
         """Run the rest of a layer: [R, H·d] -> the next layer's hidden states [R, h]."""
-        pending, fact = self._pending.pop(slot), self.facts[layer].attention
+        pending, (fact, _) = self._pending.pop(slot), self._attention(layer)
         heads = attended.view(1, len(attended), self.shape.num_heads, self.shape.head_dim)[..., : fact.value_dim]
+        if self.facts[layer].state:
+            return self.recurrent.finish(slot, heads[0])
         return self.layers.finish(pending, heads)[0]
 
     def head(self, hidden_Bh: torch.Tensor, step: Any = None) -> torch.Tensor:

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
+from flexhybrid.core.model.states import LayerState
 from flexhybrid.runtime.models.latent import KvGen, kv_gen_of
+from flexhybrid.runtime.models.states import cache_of, find_states, is_stand_in, stand_in, with_cache
 from flexhybrid.runtime.models.transformer import AttentionCall, LayerCall, Layers, Refused, masks_made_by, one_line
 
 ROWS = 3  #: of the probe
@@ -48,7 +50,8 @@ class AttentionFacts:
 
 @dataclass(frozen=True)
 class LayerFacts:
-    attention: AttentionFacts
+    attention: AttentionFacts | None  #: None of a layer that does not attend
+    state: LayerState | None  #: None of a layer of attention alone
     early: tuple[str, ...]  #: names of the parameters that are used up to the attention call
     late: tuple[str, ...]
     kv_gen: frozenset[str]  #: names of the parameters with which keys and values are recomputed
@@ -116,9 +119,17 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
         hidden, calls, _ = _told(lambda: layers.embed(ids, ids), "what stands before its layers")
         if hidden.dim() != 3 or hidden.shape[:2] != (1, ROWS):
             raise Refused("its hidden states are not one row a token")
-        facts = [_look_at(layers, index, hidden, call, latents=True) for index, call in enumerate(calls)]
-        if len({fact.attention.kv_gen.width for fact in facts}) > 1:  # ACT blocks of all layers are alike
-            facts = [_look_at(layers, index, hidden, call, latents=False) for index, call in enumerate(calls)]
+        states = find_states(layers, lambda: layers.embed(ids, ids)[:2])
+
+        def look_at_all(latents: bool) -> list[LayerFacts]:
+            return [
+                _look_at(layers, index, hidden, call, state, latents)
+                for index, (call, state) in enumerate(zip(calls, states, strict=True))
+            ]
+
+        facts = look_at_all(latents=True)
+        if len({fact.attention.kv_gen.width for fact in facts if fact.attention}) > 1:  # ACT blocks are all alike
+            facts = look_at_all(latents=False)
     return facts
 
 
@@ -132,13 +143,20 @@ def _told(function, where: str):
         raise Refused(f"{where} cannot be run by itself ({one_line(error)})") from error
 
 
-def _look_at(layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall, latents: bool) -> LayerFacts:
+def _look_at(
+    layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall, state: LayerState | None, latents: bool
+) -> LayerFacts:
     layer = layers.layers[index]
     named = dict(layer.named_parameters())
+    if state and not state.attends:
+        return LayerFacts(None, state, (), tuple(named), frozenset())
+    again = call
+    if state:  # each run begins without a state
+        call, again = (with_cache(call, stand_in(layers), index) for _ in range(2))
     with _Uses() as uses:
         pending = _told(lambda: layers.begin(index, hidden, call), f"layer {index}")
     early = {name for name, parameter in named.items() if id(parameter) in uses.seen}
-    attention = _attention_facts(layers, index, hidden, call, pending.call, latents)
+    attention = _attention_facts(layers, index, hidden, again, pending.call, latents)
     attended = pending.call.query.new_empty(1, ROWS, attention.heads, attention.value_dim)
     try:
         with _Uses() as uses:
@@ -156,6 +174,7 @@ def _look_at(layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall, 
     reads = {id(read[name]) for name in attention.kv_gen.read}
     return LayerFacts(
         attention,
+        state,
         early=tuple(name for name in named if name in early),
         late=tuple(name for name in named if name not in early),
         kv_gen=frozenset(name for name in early if id(named[name]) in reads),
@@ -167,10 +186,12 @@ def _attention_facts(
 ) -> AttentionFacts:
     """Check an attention call and where its module's arguments come from."""
     taken: list[tuple[tuple, dict]] = []
-    own = made.module.forward
+    own, cache = made.module.forward, cache_of(call)
+    changes: list[int] = []
 
     def forward(*args, **kwargs):
         taken.append((args, kwargs))
+        changes.append(cache.own.changes if cache else 0)
         return own(*args, **kwargs)
 
     made.module.forward = forward
@@ -180,6 +201,8 @@ def _attention_facts(
         made.module.forward = own
     if len(taken) != 1:
         raise Refused(f"layer {index} does not call its attention module once")
+    if cache and cache.own.changes > changes[0]:
+        raise Refused(f"the attention module of layer {index} keeps a state of its own")
     args, kwargs = taken[0]
     kwargs = dict(kwargs)
     rows = args[0] if args else kwargs.pop("hidden_states", None)
@@ -224,7 +247,7 @@ def _asks(option) -> bool:
 def _argument(value, sources: dict[str, Any], where: str) -> Argument:
     """Return where a value comes from. Raise Refused for a tensor that is none of the layer's arguments."""
     if not _holds_tensor(value):
-        return Argument(None, None if isinstance(value, _TaggedMask) else value)
+        return Argument(None, None if isinstance(value, _TaggedMask) or is_stand_in(value) else value)
     for kind, source in sources.items():
         for key, other in source.items() if isinstance(source, dict) else enumerate(source):
             if other is value:

@@ -25,6 +25,8 @@ from flexhybrid.runtime.models.text_part import takes_more_than_text, text_part
 
 NAME = "flexhybrid"  #: of our attention, as transformers knows it
 LIBRARIES = ("transformers", "greenlet")
+#: Kinds of layers, as configurations name them, that keep a state, and those that are a feed-forward network alone.
+RECURRENT, PLAIN = ("linear_attention", "conv", "hybrid"), ("moe", "mlp")
 
 
 class Refused(Exception):
@@ -144,7 +146,8 @@ def _stateful_kinds(config) -> list[str]:
     kinds = []
     for field in ("layer_types", "layers_block_type"):
         kinds += getattr(config, field, None) or []
-    return sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention", "attention"})
+    known = {"full_attention", "sliding_attention", "attention", *RECURRENT, *PLAIN}
+    return sorted({str(kind) for kind in kinds} - known)
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:
@@ -169,6 +172,7 @@ class Layers:
         self._records: dict[int, LayerCall] | None = None  # while stand-ins stand: what they were called with
         self.hidden_size = 0
         self._passed: torch.Tensor | None = None
+        self._seen: torch.Tensor | None = None  # the mask that the model is given while it is looked at
         for index, layer in enumerate(self.layers):
             self._wrap(index, layer)
 
@@ -192,6 +196,7 @@ class Layers:
                 self._passed = hidden_states
             elif hidden_states is not self._passed:
                 raise Refused("it computes something between its layers")
+            kwargs = {name: None if value is self._seen else value for name, value in kwargs.items()}
             self._records[index] = LayerCall(args, kwargs)
             if index == last:
                 parent: Any = greenlet.getcurrent().parent
@@ -205,13 +210,15 @@ class Layers:
         layer's result."""
         import greenlet
 
-        seen = torch.ones_like(ids[None]) if ids.is_meta else None  # else packed texts are looked for, by value
+        # Without a mask packed texts are looked for, by value; the values of this one are looked at, too.
+        seen = self._seen = torch.ones(1, len(ids), dtype=torch.int64) if ids.is_meta else None
         rows = dict(input_ids=ids[None], position_ids=positions[None], attention_mask=seen, use_cache=False)
         rest, self._records = greenlet.greenlet(lambda: self.model(**rows).logits[0]), {}
         try:
             paused = rest.switch() is _AT_THE_LAST
         finally:
-            records, hidden, self._records, self._passed = self._records, self._passed, None, None
+            records, hidden = self._records, self._passed
+            self._records = self._passed = self._seen = None
         if not paused or hidden is None or len(records) < len(self.layers):
             raise Refused("its forward does not call each of its layers once")
         self.hidden_size = hidden.shape[-1]
@@ -292,12 +299,17 @@ class Pending(NamedTuple):
     call: AttentionCall
 
 
-def begun(function: Callable[[], Any]) -> Pending:
-    """Run a function in a greenlet up to its attention call. Raise Refused where it makes none."""
+def started(function: Callable[[], Any]) -> tuple[Any, Any]:
+    """Run a function in a greenlet to its attention call, or its end; return the greenlet, and the call or result."""
     import greenlet
 
     running = greenlet.greenlet(function)
-    call = running.switch()
+    return running, running.switch()
+
+
+def begun(function: Callable[[], Any]) -> Pending:
+    """Run a function in a greenlet up to its attention call. Raise Refused where it makes none."""
+    running, call = started(function)
     if not isinstance(call, AttentionCall):
         raise Refused("a layer makes no attention call through transformers' AttentionInterface")
     return Pending(running, call)

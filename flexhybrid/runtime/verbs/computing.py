@@ -16,6 +16,7 @@ from flexhybrid.runtime.kernels.rotary import norm_and_rotate_
 from flexhybrid.runtime.models.module import ModulePath
 from flexhybrid.runtime.step_tensors import Rotation
 from flexhybrid.runtime.storage.parts import Parts, linear
+from flexhybrid.runtime.verbs.recurring import held_states, keep_states
 
 
 def embed(state: State, task: Task) -> None:
@@ -26,7 +27,8 @@ def embed(state: State, task: Task) -> None:
         state.masks.begin(step, state.steps.plan.select(step.queued).grammars, state.answers)
     tokens = state.tokens.ids[tensors.cells_R]
     if state.modules:
-        embedded = state.modules.embed(step_key(task), tokens, tensors.positions_R, tensors.last_rows_B is None)
+        waits = tensors.last_rows_B is None
+        embedded = state.modules.embed(step_key(task), tokens, tensors.positions_R, waits, step.new_tokens)
     else:
         embedded = state.model.embed(state.shape, state.weights.outer, tokens, tensors.positions_R)
     state.hidden.keep(task, embedded)
@@ -117,7 +119,8 @@ def project(state: State, task: Task) -> None:
     w, slot, step = state.layer_weights.of(task), task.payload.slot, task.payload.step
     if state.modules:
         hidden = state.hidden.of(task)
-        state.kvq[slot], state.act = state.modules.project(step_key(task), slot, task.layer, hidden, w)
+        held = held_states(state, task)
+        state.kvq[slot], state.act = state.modules.project(step_key(task), slot, task.layer, hidden, w, held)
     else:
         _project(state, task, w)
     state.selection.after_project(task, state.kvq[slot])
@@ -181,6 +184,11 @@ def scatter_device(state: State, task: Task) -> None:
 def finish(state: State, task: Task) -> None:
     """Apply output projection and feed-forward network: the next layer's hidden states."""
     hidden, attended = state.hidden.of(task), state.attended
+    of_layer = state.shape.state_of(task.layer)
+    if state.modules and of_layer and not of_layer.attends:
+        w, held = state.layer_weights.of(task), held_states(state, task)
+        _finished(state, task, state.modules.run(step_key(task), task.payload.slot, task.layer, hidden, w, held))
+        return
     state.act = state.attended = NOTHING  # their memory is for the feed-forward rows
     if state.policy.attention == "host" and task.payload.step.decodes:
         attended = state.buffers.attended[task.payload.slot, : len(hidden)]
@@ -190,7 +198,13 @@ def finish(state: State, task: Task) -> None:
         finished = state.modules.finish(task.payload.slot, task.layer, attended)
     else:
         finished = state.model.finish(state.shape, state.layer_weights.of(task), hidden, attended)
-    state.hidden.keep(task, finished)
+    _finished(state, task, finished)
+
+
+def _finished(state: State, task: Task, hidden_Rh: torch.Tensor) -> None:
+    """Keep what a layer gives: the next one's hidden states, and its own state."""
+    state.hidden.keep(task, hidden_Rh)
+    keep_states(state, task)
     if task.layer == state.shape.num_layers - 1:
         state.logprobs.note_prompt(task.payload.step, state.hidden.of(task), partial(_head, state))
 

@@ -1,0 +1,361 @@
+"""Recurrent layers of transformers, which keep a state of fixed size instead of keys and values of all tokens.
+
+A layer reads and writes its state in transformers' ``Cache``. Here it is given a stand-in for one layer's part of that,
+which holds the states of this mini-batch alone: what the layer leaves there goes back to where states are kept. Prompts
+of different lengths are run apart (``groups_of``): padding behind a prompt would go into its state, and padding before
+it changes how transformers cuts a prompt into pieces.
+
+Shapes: R rows of a grid [B, width], of which each request has its first ones; h hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from flexhybrid.core.model.states import LayerState, StateTensor
+from flexhybrid.runtime.models.transformer import (
+    PLAIN,
+    RECURRENT,
+    AttentionCall,
+    LayerCall,
+    Layers,
+    Refused,
+    one_line,
+    started,
+)
+
+#: Names that models have for the cache among a layer's arguments.
+CACHES = ("past_key_values", "cache_params")
+KINDS = ("conv", "recurrent")  #: of states in transformers' cache
+
+
+class Group(NamedTuple):
+    """Requests of a step that have equally many new tokens."""
+
+    rows: torch.Tensor | None  #: [batch · tokens] of the grid; None: all of them, in order
+    members: torch.Tensor | None  #: [batch] of the step's requests; None: all of them
+    batch: int
+    tokens: int
+
+
+def groups_of(new_tokens: np.ndarray, device: torch.device) -> list[Group]:
+    """Return the groups of a step whose requests have ``new_tokens`` [B], in a grid as wide as the longest."""
+    width, groups = int(new_tokens.max()), []
+    lengths = np.unique(new_tokens)
+    if len(lengths) == 1:
+        return [Group(None, None, len(new_tokens), width)]
+    for length in lengths.tolist():
+        members = np.flatnonzero(new_tokens == length)
+        rows = (members[:, None] * width + np.arange(length)).reshape(-1)
+        groups.append(
+            Group(torch.from_numpy(rows).to(device), torch.from_numpy(members).to(device), len(members), length)
+        )
+    return groups
+
+
+@cache
+def _classes() -> tuple[type, type]:
+    """Return the classes of a layer's part of the cache, and of the cache."""
+    from transformers.cache_utils import Cache, LinearAttentionLayer
+
+    class StateLayer(LinearAttentionLayer):
+        """The states of one layer. Keys and values pass through: attention finds those of other tokens elsewhere."""
+
+        changes = 0  #: times that a state was written
+
+        def lazy_initialization(
+            self, conv_states=None, recurrent_states=None, state_idx=0, conv_kernel_size=None
+        ) -> None:
+            """As transformers' own, without marking tensors for its compiler, whose import takes seconds."""
+            if conv_states is not None:
+                size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+                self.dtype, self.device = conv_states.dtype, conv_states.device
+                self.conv_kernel_size[state_idx] = size
+                self.conv_states[state_idx] = conv_states.new_zeros(*conv_states.shape[:-1], size)
+                self.is_conv_states_initialized[state_idx] = True
+            if recurrent_states is not None:
+                self.recurrent_states[state_idx] = torch.zeros_like(recurrent_states)
+                self.is_recurrent_states_initialized[state_idx] = True
+
+        def update_conv_state(self, *args, **kwargs):
+            self.changes += 1
+            return super().update_conv_state(*args, **kwargs)
+
+        def update_recurrent_state(self, *args, **kwargs):
+            self.changes += 1
+            return super().update_recurrent_state(*args, **kwargs)
+
+        def update(self, key_states, value_states, *_, **__):
+            return key_states, value_states
+
+    class StandIn(Cache):
+        """A cache whose every layer is the one that runs."""
+
+        def __init__(self, num_layers: int, num_states: int):
+            self.own = StateLayer(num_states)
+            layers: list[Any] = [self.own] * num_layers
+            super().__init__(layers=layers)
+
+        def get_linear_cache(self, _layer: int):
+            """As MiniMax's own cache calls the state of its recurrence."""
+            return self.own.recurrent_states[0]
+
+        def set_linear_cache(self, _layer: int, states: torch.Tensor) -> None:
+            self.own.update_recurrent_state(states)
+
+    return StateLayer, StandIn
+
+
+def stand_in(layers: Layers, state: LayerState | None = None, held: Sequence[torch.Tensor] | None = None) -> Any:
+    """Return a cache for one call of a layer: one with these tensors [batch, …] of ``state``, or without any yet."""
+    config = layers.model.config.get_text_config()
+    made = _classes()[1](len(layers.layers), getattr(config, "number_of_conv_states", 1))
+    for tensor, own in zip(state.tensors if state and held is not None else (), held or (), strict=True):
+        getattr(made.own, f"{tensor.kind}_states")[tensor.index] = own
+        getattr(made.own, f"is_{tensor.kind}_states_initialized")[tensor.index] = True
+        if tensor.kind == "conv":
+            made.own.conv_kernel_size[tensor.index] = tensor.size[-1]
+            made.own.dtype, made.own.device = own.dtype, own.device
+        made.own.has_previous_state[tensor.index] = True
+    return made
+
+
+def with_cache(call: LayerCall, made: Any, index: int) -> LayerCall:
+    """Return a layer's call with a cache. Raise Refused where it takes none."""
+    names = [name for name in CACHES if name in call.kwargs]
+    if not names:
+        raise Refused(f"layer {index} keeps a state elsewhere than in transformers' cache")
+    return LayerCall(call.args, call.kwargs | dict.fromkeys(names, made))
+
+
+def cache_of(call: LayerCall) -> Any:
+    """Return the stand-in among a layer's arguments; None where there is none."""
+    return next(filter(is_stand_in, call.kwargs.values()), None)
+
+
+def is_stand_in(value: Any) -> bool:
+    """Return whether a value is what ``stand_in`` makes."""
+    return type(value).__name__ == "StandIn" and isinstance(value, _classes()[1])
+
+
+def of_group(value: Any, group: Group, rows: int) -> Any:
+    """Return an argument for a group: tensors [1, R, …] become [batch, tokens, …], others stay."""
+    if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[:2] == (1, rows):
+        chosen = value[0] if group.rows is None else value[0][group.rows]
+        return chosen.unflatten(0, (group.batch, group.tokens))
+    if isinstance(value, (tuple, list)):
+        return tuple(of_group(inner, group, rows) for inner in value)
+    return value
+
+
+class Running(NamedTuple):
+    """A group in a layer: what came out, or the attention that it waits for."""
+
+    group: Group
+    made: Any  #: the cache that it was given
+    greenlet: Any
+    result: Any  #: ``AttentionCall``, or the layer's hidden states [batch, tokens, h]
+
+    def tensors(self, state: LayerState) -> list[torch.Tensor]:
+        """Return the states [batch, …] that the layer has left."""
+        return [getattr(self.made.own, f"{tensor.kind}_states")[tensor.index] for tensor in state.tensors]
+
+    def resumed(self, attended: torch.Tensor) -> Running:
+        """Run the rest of the layer, behind what attention gave [batch, tokens, H, d]."""
+        return self._replace(result=_hidden(self.greenlet.switch((attended, None))))
+
+
+def _hidden(result: Any) -> Any:
+    if isinstance(result, AttentionCall):
+        raise Refused("a layer attends twice")
+    return result[0] if isinstance(result, tuple) else result
+
+
+def run_group(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, group: Group, made: Any) -> Running:
+    """Run a layer on the rows of a group, to its end or up to its attention."""
+    rows = len(hidden_Rh)
+    args = tuple(of_group(value, group, rows) for value in call.args)
+    kwargs = {name: of_group(value, group, rows) for name, value in call.kwargs.items()}
+    called = with_cache(LayerCall(args, kwargs), made, index)
+    hidden = of_group(hidden_Rh[None], group, rows)
+    layer = layers.layers[index]
+    greenlet, result = started(lambda: layer(hidden, *called.args, **called.kwargs))
+    return Running(group, made, greenlet, result if isinstance(result, AttentionCall) else _hidden(result))
+
+
+class RecurrentLayers:
+    """The layers of a model that keep a state, or do not attend, slot by slot. The compute lane alone calls it."""
+
+    def __init__(self, layers: Layers, states: Sequence[LayerState | None]):
+        self.layers, self.states = layers, states
+        self._running: dict[int, list[Running]] = {}
+
+    def begin(
+        self,
+        slot: int,
+        index: int,
+        hidden_Rh: torch.Tensor,
+        call: LayerCall,
+        groups: list[Group],
+        held: Sequence[torch.Tensor] | None,
+        take: Callable[[], torch.Tensor],
+    ) -> tuple[AttentionCall, torch.Tensor]:
+        """Run a layer that attends up to its attention: return what it gives to that, over the whole grid
+        ([1, ·, R, d]), and what ACT blocks hold [R, width], which ``take`` has of the latest run.
+
+        ``held``: the states of the step's requests, one group; None: they have none yet.
+        """
+        inputs, rows = [], len(hidden_Rh)
+        for _ in self._runs(slot, index, hidden_Rh, call, groups, held):
+            inputs.append(take())
+        running = self._running[slot]
+        first = running[0].result
+        parts = {
+            name: _grid(rows, [(run.group, getattr(run.result, name).transpose(1, 2)) for run in running])
+            for name in ("query", "key", "value")
+        }
+        whole = first._replace(**{name: part.transpose(0, 1)[None] for name, part in parts.items()})
+        return whole, _grid(rows, [(run.group, part) for run, part in zip(running, inputs, strict=True)])
+
+    def run(
+        self,
+        slot: int,
+        index: int,
+        hidden_Rh: torch.Tensor,
+        call: LayerCall,
+        groups: list[Group],
+        held: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """Run a layer that does not attend; ``finish`` returns what it gives."""
+        for _ in self._runs(slot, index, hidden_Rh, call, groups, held):
+            pass
+
+    def _runs(self, slot, index, hidden_Rh, call, groups, held) -> Iterator[Running]:
+        running, state = self._running.setdefault(slot, []), self.states[index]
+        running.clear()
+        for group in groups:
+            made = stand_in(self.layers, state, held)
+            running.append(run_group(self.layers, index, hidden_Rh, call, group, made))
+            yield running[-1]
+
+    def finish(self, slot: int, attended_RHd: torch.Tensor | None) -> torch.Tensor:
+        """Return the next layer's hidden states [R, h], behind what attention gave, where the layer attends."""
+        running = self._running[slot]
+        if attended_RHd is not None:
+            rows = len(attended_RHd)
+            running[:] = [run.resumed(of_group(attended_RHd[None], run.group, rows)) for run in running]
+            return _grid(rows, [(run.group, run.result) for run in running])
+        widest = max(run.group.tokens for run in running)
+        return _grid(sum(run.group.batch for run in running) * widest, [(run.group, run.result) for run in running])
+
+    def left(self, slot: int, index: int) -> list[tuple[Group, list[torch.Tensor]]]:
+        """Return the states [batch, …] that the layer in a slot has left, group by group."""
+        state = self.states[index]
+        return [(run.group, run.tensors(state)) for run in self._running.pop(slot)] if state and state.tensors else []
+
+
+def _grid(rows: int, parts: list[tuple[Group, torch.Tensor]]) -> torch.Tensor:
+    """Return [R, …] of the groups' tensors [batch, tokens, …]; zeros in rows that no group has."""
+    group, first = parts[0]
+    if group.rows is None:
+        return first.flatten(0, 1)
+    grid = first.new_zeros(rows, *first.shape[2:])
+    for group, part in parts:
+        grid[group.rows] = part.flatten(0, 1)
+    return grid
+
+
+# ---- what the probe finds
+
+
+def layer_kinds(config: Any) -> list[str | None]:
+    """Return what a configuration calls its layers; None where it has no names for them."""
+    count = config.num_hidden_layers
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return [*kinds] if kinds and len(kinds) == count else [None] * count
+
+
+def find_states(layers: Layers, embed: Any) -> list[LayerState | None]:
+    """Return each layer's state, None of a layer of attention alone; of a model on the meta device.
+
+    ``embed()`` gives the first hidden states [1, R, h] and the layers' calls. The model computes in bfloat16 meanwhile,
+    to tell states of that dtype from those that are float32 in any. Raise Refused where a state has no fixed size.
+    """
+    kinds = layer_kinds(layers.model.config.get_text_config())
+    if not any(kind in (*RECURRENT, *PLAIN) for kind in kinds):
+        return [None] * len(kinds)
+    tensors = [t for t in (*layers.model.parameters(), *layers.model.buffers()) if t.is_floating_point()]
+    dtypes = [tensor.dtype for tensor in tensors]
+    try:
+        _convert(tensors, [torch.bfloat16] * len(tensors))
+        hidden, calls = embed()
+        return [_find(layers, index, hidden[0], calls[index], kind) for index, kind in enumerate(kinds)]
+    finally:
+        _convert(tensors, dtypes)
+
+
+@torch.inference_mode(False)
+def _convert(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> None:
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        tensor.data = tensor.data.to(dtype)
+
+
+def _find(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, kind: str | None) -> LayerState | None:
+    if kind not in (*RECURRENT, *PLAIN):
+        return None
+    rows, found = len(hidden_Rh), []
+    for group in (Group(None, None, 1, rows), Group(None, None, rows, 1)):  # a prompt, and the first tokens of several
+        found.append(_left(layers, index, hidden_Rh, call, group, stand_in(layers)))
+    (long, attends), (short, _) = found
+    if long != short:
+        raise Refused(f"the state of layer {index} has no fixed size")
+    state = LayerState(tuple(sorted(long, key=lambda tensor: not tensor.wide)), attends)
+    if kind in RECURRENT and not state.tensors:
+        raise Refused(f"layer {index} keeps a state elsewhere than in transformers' cache")
+    if kind in PLAIN and (state.tensors or attends):
+        raise Refused(f"layer {index} is more than a feed-forward network")
+    if state.tensors:  # it goes on from a state, and leaves one of the same size
+        held = [
+            hidden_Rh.new_empty(rows, *t.size, dtype=torch.float32 if t.wide else hidden_Rh.dtype)
+            for t in state.tensors
+        ]
+        made = stand_in(layers, state, held)
+        after, _ = _left(layers, index, hidden_Rh, call, Group(None, None, rows, 1), made)
+        if after != long:
+            raise Refused(f"the state of layer {index} does not stay of one size")
+    return state
+
+
+def _left(
+    layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, group: Group, made: Any
+) -> tuple[list[StateTensor], bool]:
+    """Return the tensors that a layer leaves in a cache, and whether it attends."""
+    attends = False
+    try:
+        running = run_group(layers, index, hidden_Rh, call, group, made)
+        attends = isinstance(running.result, AttentionCall)
+        if not attends and running.result.shape != (group.batch, group.tokens, hidden_Rh.shape[1]):
+            raise Refused(f"layer {index} does not give one row a token")
+    except Refused:
+        raise
+    except Exception as error:  # routing of experts has sizes that the meta device cannot know; it comes last
+        if not made.own.changes:
+            raise Refused(f"layer {index} cannot be run by itself ({one_line(error)})") from error
+    left = []
+    for kind, place, tensor in _tensors(made.own):
+        if tensor.shape[0] != group.batch:
+            raise Refused(f"the state of layer {index} is not one a request")
+        left.append(StateTensor(kind, place, tuple(tensor.shape[1:]), tensor.dtype == torch.float32))
+    return left, attends
+
+
+def _tensors(own: Any) -> Iterable[tuple[str, int, torch.Tensor]]:
+    for kind in KINDS:
+        for place, tensor in getattr(own, f"{kind}_states").items():
+            if tensor is not None:
+                yield kind, place, tensor

@@ -1,0 +1,73 @@
+"""Verbs that move the states of recurrent layers, and what the compute verbs read and leave of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from flexhybrid.core.task import Task
+from flexhybrid.runtime.executor import State
+from flexhybrid.runtime.models.module import Held
+
+
+def load_state(state: State, task: Task) -> None:
+    """host -> device slot: the states of a mini-batch's requests in a layer."""
+    for room, pool, (first, place, count) in _moved(state, task):
+        state.copies.copy_h2d(room[first : first + count], pool[place : place + count])
+
+
+def store_state(state: State, task: Task) -> None:
+    """device slot -> host: the states that a layer has left."""
+    for room, pool, (first, place, count) in _moved(state, task):
+        state.copies.copy_d2h(pool[place : place + count], room[first : first + count])
+
+
+def _moved(state: State, task: Task) -> Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int, int]]]:
+    """Yield a slot's room, the pool and (first row of the room, first place of the pool, count) of each copy."""
+    places, states = state.state_places[task.payload.step.requests], state.buffers.states
+    starts = np.flatnonzero(np.r_[True, np.diff(places) != 1])
+    ends = np.r_[starts[1:], len(places)]
+    rooms = states.slot(task.layer, task.payload.slot, len(places))
+    for room, pool in zip(rooms, states.pools[task.layer], strict=True):
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            yield room, pool, (start, int(places[start]), end - start)
+
+
+def held_states(state: State, task: Task) -> Held:
+    """Return the states [B, …] with which the task's layer goes on; None where it keeps none or a prompt begins."""
+    step, states = task.payload.step, state.buffers.states
+    if not step.decodes or task.layer not in states.pools:
+        return None
+    if states.on_host:
+        return states.slot(task.layer, task.payload.slot, len(step.requests))
+    places = state.state_places[step.requests]
+    if _side_by_side(places):
+        return [pool[places[0] : places[0] + len(places)] for pool in states.pools[task.layer]]
+    return [pool.index_select(0, state.to_device(places)) for pool in states.pools[task.layer]]
+
+
+def keep_states(state: State, task: Task) -> None:
+    """Put the states that the task's layer has left where they are kept, or where the link takes them."""
+    step, states = task.payload.step, state.buffers.states
+    if state.modules is None or task.layer not in states.pools:
+        return
+    places = state.state_places[step.requests]
+    if states.on_host:
+        targets, first = states.slot(task.layer, task.payload.slot, len(places)), 0
+    else:
+        targets, first = states.pools[task.layer], int(places[0])
+    for group, tensors in state.modules.left(task.payload.slot, task.layer):
+        for target, tensor in zip(targets, tensors, strict=True):
+            if group.members is None and (states.on_host or _side_by_side(places)):
+                own = target[first : first + len(places)]
+                if own.data_ptr() != tensor.data_ptr():
+                    own.copy_(tensor)
+                continue
+            members = np.arange(len(places)) if group.members is None else group.members.numpy(force=True)
+            target[state.to_device(members if states.on_host else places[members])] = tensor
+
+
+def _side_by_side(places: np.ndarray) -> bool:
+    return bool((np.diff(places) == 1).all())
