@@ -16,6 +16,8 @@ from flexhybrid.core.policy import Bits, Overlap, Placement, Policy, Selection
 from flexhybrid.core.units import parse_bytes
 
 _RESIDENT = Placement(device=1.0)
+#: CAPTURE's buffers hold 8,192 cached tokens, four requests of 2,048; ours also count each request's new token.
+CAPTURE_MINI_BATCH_TOKENS = 8192 + 16
 _WHOLE_BATCH = 1 << 30  #: a bound that no batch reaches: one mini-batch
 
 
@@ -25,17 +27,17 @@ def _share(value, where: str) -> float:
     return float(value)
 
 
-def kv_only(max_mini_batch_tokens: int = 8192) -> Policy:
+def kv_only(max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS) -> Policy:
     """All context as keys and values on the host, in CAPTURE's zig-zag schedule."""
     return Policy("kv_only", cache={"kv@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
-def act_only(max_mini_batch_tokens: int = 8192) -> Policy:
+def act_only(max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS) -> Policy:
     """All context as layer inputs on the host (CAPTURE-Act-Cache)."""
     return Policy("act_only", cache={"act@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
-def hybrid(share: float, max_mini_batch_tokens: int = 8192) -> Policy:
+def hybrid(share: float, max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS) -> Policy:
     """A share of each request's tokens as ACT, the rest as KV, all on the host (CAPTURE-Hybrid-Cache).
 
     Raises InputError for a share outside 0..1.
@@ -51,7 +53,7 @@ def static_share(shape: ModelShape) -> float:
     return 1.0 / (1.0 + shape.act_token_bytes(1) / shape.kv_token_bytes(1))
 
 
-def hybrid_static(shape: ModelShape, max_mini_batch_tokens: int = 8192) -> Policy:
+def hybrid_static(shape: ModelShape, max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS) -> Policy:
     """Equal host bytes in ACT and KV, whatever the machine."""
     return replace(hybrid(static_share(shape), max_mini_batch_tokens), name="hybrid_static")
 

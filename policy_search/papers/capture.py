@@ -13,7 +13,7 @@ from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import check_balance, host_blocks, layer_times, share_for_batch
 from sim.array_clock import predict
 from sim.candidates import Candidates, mean_lengths, num_mini_batches
-from sim.presets import static_share
+from sim.presets import CAPTURE_MINI_BATCH_TOKENS, static_share
 
 SHARE_STEPS = 256  #: ACT shares tried are multiples of one of so many
 CACHE = ("act@device", "act@host", "kv@host")
@@ -42,7 +42,7 @@ class CaptureOptions:
     packing: bool = True
     device_act: bool = True
     batch: int | None = None  #: None: all requests of the workload
-    max_mini_batch_tokens: int = 8192
+    max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS
     weights_device: float = 0.0
 
     def __post_init__(self):

@@ -36,8 +36,7 @@ MODELS = ("OPT-6.7B", "OPT-13B", "OPT-30B", "OPT-66B")
 BATCH, GENERATED, PROMPT = 128, 128, 1920
 #: Prompt lengths of the throughput figure. Neither paper states them: totals of 512 to 2048 tokens are assumed.
 PROMPTS = (384, 896, 1408, 1920)
-#: The papers' 8,192 count cached tokens: four requests of 2,048. Ours also count each request's new token.
-MINI_BATCH_TOKENS = 8192 + 16
+MINI_BATCH_TOKENS = presets.CAPTURE_MINI_BATCH_TOKENS
 GPU_BATCHES = (1, 2, 3, 4, 8, 16, 32, 64, 128)  #: those that FlexGen's own search tries
 #: Where the ratios of KV to ACT bytes are printed.
 PRINTED_RATIO = {"OPT-30B": "ch089", "OPT-66B": "ch090"}
@@ -61,11 +60,11 @@ def bytes_ratio(act_share):
 
 
 _START = {"link_gb_per_s": 26.0, "gemm_tflops": 150.0, "kv_memory_gb_per_s": 600.0}  #: of the fit
-_PRIORS = {"memory_gb_per_s": 921.0, "overhead_us": 10.0}
+PRIORS = {"memory_gb_per_s": 921.0, "overhead_us": 10.0}
 
 
 def machine(values: dict[str, float]) -> Hardware:
-    """Return the catalogue's RTX 4090 and its host with these constants, by name.
+    """Return the catalogue's RTX 4090 and its host with these constants, by name: the entry while it is fitted.
 
     KV-Gen is priced by its operations alone: it multiplies thousands of rows, and reads and writes them meanwhile.
     """
@@ -82,7 +81,7 @@ def machine(values: dict[str, float]) -> Hardware:
         "d2h": copy,
     }
     base = catalogue.load("rtx4090")
-    return replace(base, name="rtx4090 (CAPTURE)", lines={**base.lines, **lines})
+    return replace(base, name=ENTRY, lines={**base.lines, **lines})
 
 
 def fit_fast(free: tuple[Constant, ...], seconds: Callable, paper_s: np.ndarray, rows: str) -> tuple[Constant, ...]:
@@ -98,29 +97,46 @@ def fit_fast(free: tuple[Constant, ...], seconds: Callable, paper_s: np.ndarray,
     return fitted
 
 
-@cache
-def constants() -> tuple[Constant, ...]:
-    """Return five of the machine: three fitted, two set beforehand. FlexGen's is ``flexgen_constant``'s."""
+ENTRY = "rtx4090-capture"  #: of the catalogue: this machine
+FITTED_ON = "Table III, the six rows of OPT-6.7B and OPT-13B"
+
+
+def refit() -> tuple[Constant, ...]:
+    """Fit the machine's three free constants on the calibrate rows of Table III, each system as ``run_variant`` has it.
+
+    ``constants`` reads what this found from the catalogue's entry; ``experiments.reproduce.machines`` writes it there.
+    """
     rows = reference.check_role(reference.rows("capture_table3", role="calibrate"), "calibrate")
-    variants = {str(model): list(of_model["variant"]) for model, of_model in rows.groupby("model", sort=False)}
 
     def seconds(values: dict[str, float], walk: bool) -> np.ndarray:
-        hardware, by_model = machine(_PRIORS | values), []
-        for model in variants:
-            shares = [share_of(variant, model, hardware) for variant in variants[model]]
-            by_model.append(run_shares(model, hardware, shares, walk=walk).total_s)
-        return np.concatenate(by_model)
+        testbed = machine(PRIORS | values)
+        return np.concatenate(
+            [run_variant(*key, testbed, walk).total_s for key in zip(rows["variant"], rows["model"], strict=True)]
+        )
 
-    free, priors = ([CAPTURE.constant(*item) for item in values.items()] for values in (_START, _PRIORS))
-    paper_s = BATCH * GENERATED / rows["tokens_per_s"].to_numpy()
-    fitted = fit_fast(tuple(free), seconds, paper_s, "Table III, the six rows of OPT-6.7B and OPT-13B")
-    return (*fitted, *priors)
+    free = tuple(CAPTURE.constant(*item) for item in _START.items())
+    return fit_fast(free, seconds, BATCH * GENERATED / rows["tokens_per_s"].to_numpy(), FITTED_ON)
+
+
+@cache
+def constants() -> tuple[Constant, ...]:
+    """Return five of the machine, as its catalogue entry has them: three fitted (``refit``), two set beforehand."""
+    lines = catalogue.load(ENTRY).lines
+    values = {
+        "link_gb_per_s": 1e-9 / lines["h2d"].s_per_byte,
+        "gemm_tflops": 1e-12 / lines["compute"].s_per_flop,
+        "kv_memory_gb_per_s": 1e-9 / lines["attend"].s_per_byte,
+        "memory_gb_per_s": 1e-9 / lines["compute"].s_per_byte,
+        "overhead_us": 1e6 * lines["compute"].overhead_s,
+    }
+    made = (CAPTURE.constant(*item) for item in values.items())
+    return tuple(replace(one, fitted_on=FITTED_ON if one.name in _START else None) for one in made)
 
 
 @cache
 def hardware() -> Hardware:
-    """The testbed."""
-    return machine(values_of(constants()))
+    """The testbed: the catalogue's entry."""
+    return catalogue.load(ENTRY)
 
 
 # ---- HybridServe's own systems
@@ -136,7 +152,7 @@ def full_policy(
 
 
 def share_of(variant: str, model: str, hardware: Hardware, batch: int = BATCH, prompt: int = PROMPT) -> float:
-    """Return the ACT share of a row of Table III, all of it on the host.
+    """Return the ACT share of a row of Table III with all of it on the host.
 
     hybrid_full's is that of ``full_policy`` while memory allows it, which it does here. It is computed without the
     policy because fits call it often.
@@ -149,6 +165,15 @@ def share_of(variant: str, model: str, hardware: Hardware, batch: int = BATCH, p
     num_mini_batches, _ = candidate_steps.num_mini_batches(batch, prompt, GENERATED, MINI_BATCH_TOKENS)
     times = layer_times(problem(model, hardware), batch, context, int(num_mini_batches))
     return share_for_batch(times, host_blocks(batch, context), "paper").act_share
+
+
+def run_variant(variant: str, model: str, hardware: Hardware, walk: bool = True) -> Prediction:
+    """Predict a row of Table III: hybrid_full with ACT in spare GPU memory (CAPTURE, Sec. IV.B), act_only and
+    hybrid_static with all their cache on the host."""
+    if variant == "hybrid_full":
+        policy = full_policy(model, hardware, device_act=True)
+        return predict(problem(model, hardware), Candidates(policy, BATCH, PROMPT, GENERATED), walk=walk)
+    return run_shares(model, hardware, [share_of(variant, model, hardware)], walk=walk)
 
 
 def run_shares(

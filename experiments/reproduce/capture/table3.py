@@ -12,10 +12,7 @@ from experiments.reproduce.capture.packing import packing_rows
 from experiments.reproduce.capture.setup import MODELS
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars, errors, lines
 from experiments.reproduce.paper import CAPTURE, context, printed, values_of
-from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import BALANCES, host_allocation
-from sim.array_clock import predict
-from sim.candidates import candidates_of
 from sim.simulate import simulate
 
 VARIANTS = ("act_only", "hybrid_static", "hybrid_full")
@@ -59,13 +56,21 @@ def clock_gap(model: str, num_layers: int, max_tokens: int) -> float:
     return closed / virtual - 1
 
 
+def _act_share(variant: str, model: str) -> float:
+    """Return the ACT share of all tokens, wherever it lies."""
+    if variant != "hybrid_full":
+        return setup.share_of(variant, model, setup.hardware())
+    return 1 - setup.full_policy(model, setup.hardware(), device_act=True).cache["kv@host"]
+
+
 def rates() -> pd.DataFrame:
     """Return Table III, row by row: the paper's columns with share and ours (tokens/s)."""
     frames = []
     for model in MODELS:
         rows = reference.rows("capture_table3", model=model).set_index("variant").loc[list(VARIANTS)].reset_index()
-        own = np.array([setup.share_of(variant, model, setup.hardware()) for variant in VARIANTS])
-        frames.append(rows.assign(share=own, ours=setup.run_shares(model, setup.hardware(), own).tokens_per_s))
+        own = [_act_share(variant, model) for variant in VARIANTS]
+        runs = [setup.run_variant(variant, model, setup.hardware()).tokens_per_s[0] for variant in VARIANTS]
+        frames.append(rows.assign(share=np.array(own), ours=np.array(runs, dtype=float)))
     return pd.concat(frames, ignore_index=True)
 
 
@@ -92,11 +97,11 @@ def _speedups(measured: pd.DataFrame) -> list[Row]:
     ]
 
 
-def ratio_rows(measured: pd.DataFrame) -> list[Row]:
+def ratio_rows() -> list[Row]:
     """Return rows of KV : ACT bytes. By bytes, the printed ratios are those that the papers' own Algorithm 1 chose."""
     rows = []
     for model, own, scan in (("OPT-30B", "ch089", "ch041"), ("OPT-66B", "ch090", "ch042")):
-        share, (best, _) = float(_full_row(measured, model)["share"]), optimum(model)
+        share, (best, _) = setup.share_of("hybrid_full", model, setup.hardware()), optimum(model)
         quantity = f"KV:ACT bytes, {model}, Algorithm 1 for this batch, its own balance"
         rows += CAPTURE.headlines(own, setup.bytes_ratio(share), quantity, share=share)
         quantity = f"KV:ACT bytes, {model}, fastest of a dense scan"
@@ -118,15 +123,14 @@ def ratio_rows(measured: pd.DataFrame) -> list[Row]:
 
 
 def _what_if_rows(measured: pd.DataFrame) -> list[Row]:
-    """Return rows of the full system at other shares, beside Table III's number."""
-    workload, rows = Workload.uniform(setup.BATCH, setup.PROMPT, setup.GENERATED), []
+    """Return rows of the full system at other shares, all of its cache on the host, beside Table III's number."""
+    rows = []
     for model in MODELS:
-        policy = setup.full_policy(model, setup.hardware(), device_act=True)
-        prediction = predict(setup.problem(model, setup.hardware()), candidates_of(policy, workload))
-        in_spare = float(prediction.tokens_per_s[0])
+        on_host = setup.share_of("hybrid_full", model, setup.hardware())
         readings = {"at the printed ratio": at_printed_ratio(model)} if model in RATIO_MODELS else {}
         readings["at the fastest share"] = optimum(model)
-        readings["with ACT in all spare GPU memory"] = (1 - policy.cache["kv@host"], in_spare)
+        without = setup.run_shares(model, setup.hardware(), [on_host]).tokens_per_s
+        readings["with all cache on the host"] = on_host, float(without[0])
         record = _full_row(measured, model)
         paper = {"unit": record["unit"], "paper": record["tokens_per_s"], "source": "Table III"}
         for reading, (share, rate) in readings.items():
@@ -162,12 +166,12 @@ def table3() -> Experiment:
         model, quantity = record["model"], f"{record['model']} {record['variant']}"
         record["value"] = record["tokens_per_s"]
         rows.append(printed(record, record["ours"], quantity, "Table III", model=model, share=record["share"]))
-    rows += _speedups(measured) + ratio_rows(measured) + _what_if_rows(measured)
+    rows += _speedups(measured) + ratio_rows() + _what_if_rows(measured)
     packed = packing_rows()
     share, at_printed = at_printed_ratio("OPT-66B")
     best, at_best = optimum("OPT-66B")
     last = _full_row(measured, "OPT-66B")
-    own, paper_66b = float(last["share"]), last["tokens_per_s"]
+    own, paper_66b = setup.share_of("hybrid_full", "OPT-66B", setup.hardware()), last["tokens_per_s"]
     link = link_for_printed_ratio("OPT-66B")
     on_slow_link = at_printed_ratio("OPT-66B", setup.hardware().with_link_rate(link))[1]
     busy = setup.run_shares("OPT-66B", setup.hardware(), [share]).busy
