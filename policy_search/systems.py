@@ -3,7 +3,8 @@
 ``system("h2o(0.1)", setting)`` gives a policy and the machine as that system's implementation sees it. Options are
 written as in a call: ``infinigen(alpha=5, cap=0.1)``, ``flexgen(host_attention=true)``, ``kvpr_column(hiding=false)``.
 Options that every system takes say how well its code uses the machine (``sim.implementation``): cache_link,
-weights_link, step_s, conversion, gemm.
+weights_link, step_s, conversion, gemm. What is known of a system's own code (``MEASURED`` there) holds unless an option
+says otherwise: ``deepspeed(weights_link=1)`` is DeepSpeed's policy at all of the link.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sim import presets
 from sim.array_clock import predict
 from sim.candidates import Candidates, mean_lengths, peak_bytes
 from sim.cost import hardware_of
-from sim.implementation import Implementation, on
+from sim.implementation import MEASURED, Implementation, on
 from sim.simulate import SimulatedRun, simulate
 
 
@@ -299,8 +300,9 @@ def system(text: str, setting: Setting) -> System:
     placement finds nothing that fits."""
     name, options = parse(text)
     quality = {key: options.pop(key) for key in _QUALITIES if key in options}
-    if quality:
-        setting = setting.on(on(Implementation(name, **quality), setting.machine))
+    code = replace(MEASURED.get(name, Implementation(name)), **quality)
+    if code != Implementation(name):
+        setting = setting.on(on(code, setting.machine))
     made = SYSTEMS[name].make(setting, **options)
     return made if isinstance(made, System) else System(text, made, setting.machine)
 

@@ -34,6 +34,15 @@ class Implementation:
             raise InputError(f"implementation {self.name}: step_s must be >= 0 and sharers at least 1")
 
 
+_T4 = "{} of the published T4 runs (FlexGen's Table 2 and its batch_size_table.md): experiments.reproduce.published"
+
+#: Systems whose code is known to reach less of a machine than ours: taken by name, and no part of their policies.
+MEASURED = {
+    "deepspeed": Implementation("deepspeed", weights_link=0.612, source=_T4.format("rows pb005 and pb006")),
+    "accelerate": Implementation("accelerate", weights_link=0.35, source=_T4.format("row pb009")),
+}
+
+
 def on(implementation: Implementation, hardware: Hardware) -> Hardware:
     """The machine as this implementation sees it."""
     i, lines = implementation, dict(hardware.lines)

@@ -50,6 +50,8 @@ TABLES = {
     "unit gpu link source role:role note",
     "models": "name:key layers:count hidden:count heads:count kv_heads:count ffn:count vocab:count max_positions:count "
     "gated_mlp:flag positional source role:role",
+    "published": "id:key paper system model bits batch:count? gpu_batch:count? num_gpu_batches:count? prompt_len:count "
+    "gen_len:count metric value:number unit gpu host_mem_gb:count link source role:role note",
     "powerinfer_table": "paper system model batch:count prompt_len:count metric value:number unit source role:role",
 }
 

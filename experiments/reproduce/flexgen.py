@@ -93,11 +93,13 @@ RUNS = (
 )
 
 
-def engine_rates(hardware: Hardware, num_gpu_batches: int = 1, disk: bool = False) -> Hardware:
+def engine_rates(
+    hardware: Hardware, num_gpu_batches: int = 1, disk: bool = False, conversion: float = CONVERSION
+) -> Hardware:
     """Return the machine at the rates that FlexGen's authors fitted to their engine, below those of its parts.
 
     They are those of ``experimental/cost_model.py``, in the catalogue's notes. FlexGen's 4-bit code runs at
-    CONVERSION, and undoes a layer's weights for each GPU batch again (``mha_gen``). ``disk``: its rates of the disk
+    ``conversion``, and undoes a layer's weights for each GPU batch again (``mha_gen``). ``disk``: its rates of the disk
     too, which are a quarter of the rate that the paper states.
     """
     fit, lines = hardware.notes["published_fit"], dict(hardware.lines)
@@ -119,7 +121,7 @@ def engine_rates(hardware: Hardware, num_gpu_batches: int = 1, disk: bool = Fals
     if disk:
         lines["disk_read"] = copies("disk_read", "disk_read_gib_per_s")
         lines["disk_write"] = copies("disk_write", "disk_write_gib_per_s")
-    hardware = on(Implementation("flexgen", conversion=CONVERSION), replace(hardware, lines=lines))
+    hardware = on(Implementation("flexgen", conversion=conversion), replace(hardware, lines=lines))
     once = hardware.lines["dequantize_weights"]
     again = replace(once, s_per_byte=num_gpu_batches * once.s_per_byte)
     return replace(hardware, lines={**hardware.lines, "dequantize_weights": again})

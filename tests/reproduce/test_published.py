@@ -1,0 +1,57 @@
+"""Other people's runs: each constant is what its rows say, and every row whose batch is stated is simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from experiments import reference
+from experiments.reproduce import machines, published, registry
+from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.problem import Problem
+from policy_search.systems import Setting, run_system, system
+from sim import catalogue
+from sim.datasheet import load_datasheet
+from sim.implementation import MEASURED
+
+
+def errors(ids) -> np.ndarray:
+    rates = published.all_rates()
+    return np.array([abs(rates[row_id] / published.record(row_id)["value"] - 1) for row_id in ids])
+
+
+def test_every_row_with_a_batch_is_simulated():
+    rows = reference.load("published")
+    stated = set(rows.loc[rows["batch"].notna(), "id"])
+    assert set(published.all_rates()) == stated == set(rows["id"]) - {published.NOT_SIMULATED}
+
+
+def test_the_entry_is_the_fit():
+    fresh, kept = machines.t4_flexgen(), load_datasheet(catalogue.FOLDER / "t4-flexgen.json")
+    assert replace(fresh, lines={}) == replace(kept, lines={})
+    for key, line in fresh.lines.items():
+        assert kept.lines[key] == pytest.approx(line, rel=1e-3), key
+
+
+@pytest.mark.parametrize("name", published.BASELINE_ROWS)
+def test_a_baseline_has_one_constant_of_at_most_two_rows(name):
+    assert len(published.FITTED[name]) <= 2
+    assert MEASURED[name].weights_link == pytest.approx(published.refit_baseline(name).value, rel=0.01)
+    assert np.median(errors(published.BASELINE_ROWS[name])) <= 0.10
+
+
+def test_flexgens_runs():
+    assert np.median(errors(set(published.FLEXGEN_ROWS) - {"pb025", "pb026"})) <= 0.10
+    assert any("pb026" in text for text in registry.run("flexgen-published").mismatches)
+
+
+def test_a_baseline_by_name_is_as_slow_as_it_was_measured():
+    """Rows of the experiment, from the command's side; an option takes the place of what is known."""
+    problem = Problem(shape=shape_by_name("opt-6.7b"), hardware=catalogue.load("t4"))
+    setting = Setting(problem, 16, 512, 32)
+    rate = run_system("deepspeed", setting).tokens_per_s
+    assert rate == pytest.approx(published.all_rates()["pb005"], rel=0.01)
+    assert run_system("deepspeed(weights_link=1)", setting).tokens_per_s > 1.5 * rate
+    assert system("kv_only", setting).hardware == setting.machine
