@@ -98,10 +98,10 @@ def test_a_model_of_another_kind_is_served_by_its_folder_and_the_doctor_names_it
 
 def test_a_cache_that_forgets_what_the_mask_lets_see_is_refused():
     config = MistralConfig(num_hidden_layers=2, sliding_window=9)
-    _check_cache(config, [9, 5])
+    _check_cache(config, [9, 5], 128)
     for windows in ([9, None], [10, 9]):
         with pytest.raises(Refused, match="keeps 9 tokens of a layer"):
-            _check_cache(config, windows)
+            _check_cache(config, windows, 128)
 
 
 @pytest.mark.parametrize(
@@ -120,3 +120,14 @@ def test_a_model_that_would_not_be_exact_is_refused_before_weights_are_read(tmp_
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **sizes, **changes}))
     with pytest.raises(InputError, match=f"{model_type}.*{reason}"):
         Checkpoint(tmp_path)
+
+
+def test_layers_that_attend_chunk_by_chunk_run_within_a_chunk(tmp_path):
+    expected = greedy(save_tiny(tmp_path, "llama4_text"), PROMPTS, 10)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attention_chunk_size": 40}))
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.shape.max_positions == 40
+    check(checkpoint, "hybrid", expected)
+    with LLM(tmp_path, kv_only(), device="cpu", dtype="float32") as llm, pytest.raises(InputError, match="40"):
+        llm.generate([[7] * 41], SamplingParams(max_tokens=1))

@@ -103,7 +103,8 @@ def _empty_model(folder: Path, configuration: str, generation: str) -> EmptyMode
 def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part: bool) -> ModelShape:
     text = model.config.get_text_config()
     attention = [fact.attention for fact in facts if fact.attention]
-    _check_cache(text, [fact.attention and fact.attention.window for fact in facts])
+    windows = [fact.attention and fact.attention.window for fact in facts]
+    _check_cache(text, windows, _positions(text))
     widths = {(fact.heads, fact.groups) for fact in attention}
     if len(widths) > 1:
         raise Refused("its layers have different numbers of heads")
@@ -162,14 +163,14 @@ def _attention_kind(fact: AttentionFacts | None) -> AttentionKind:
     return AttentionKind(fact.window, None, fact.softcap, fact.sinks) if fact else AttentionKind()
 
 
-def _check_cache(text, windows: Sequence[int | None]) -> None:
+def _check_cache(text, windows: Sequence[int | None], longest: int) -> None:
     """Raise Refused where transformers' own cache forgets tokens of a layer that its mask lets see: what the model's
     tokens are would depend on the cache."""
     from transformers import DynamicCache
 
     for cached, window in zip(DynamicCache(config=text).layers, windows, strict=False):
         kept = getattr(cached, "sliding_window", None) if getattr(cached, "is_sliding", False) else None
-        if kept is not None and (window is None or window > kept):
+        if kept is not None and (window or longest) > kept:
             raise Refused(f"its cache keeps {kept} tokens of a layer, and its mask lets see more")
 
 
@@ -178,8 +179,11 @@ def _elements(tensors: list[torch.Tensor]) -> int:
 
 
 def _positions(text) -> int:
-    """Return the most positions up to which transformers' angles do not depend on the longest text of a batch."""
+    """Return the most positions up to which transformers' angles do not depend on the longest text of a batch, and no
+    layer that attends chunk by chunk has more than one chunk: Llama 4's are full attention there."""
     positions = getattr(text, "max_position_embeddings", None) or UNLIMITED_POSITIONS
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        positions = min(positions, text.attention_chunk_size or positions)
     rope = getattr(text, "rope_parameters", None) or {}
     for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
         if kind.get("rope_type") in CHANGING_ROTATIONS:

@@ -77,6 +77,19 @@ class _Uses(TorchFunctionMode):
                 self._note(inner)
 
 
+class _NoPadding(TorchFunctionMode):
+    """Takes counts of a text's padding, one a text of the batch and on the meta device, for zeros."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        args = [torch.zeros_like(a, device="cpu") if self._counts(a) else a for a in args]
+        return func(*args, **(kwargs or {}))
+
+    def _counts(self, value) -> bool:
+        return (
+            isinstance(value, torch.Tensor) and value.is_meta and value.shape == (1,) and not value.is_floating_point()
+        )
+
+
 class _TaggedMask:
     """Stands for a mask that a model makes and passes on: which tokens may be seen."""
 
@@ -101,7 +114,8 @@ def window_of(mask_function, longest: int) -> int | None:
         if query < 0:
             continue
         keys = torch.arange(query + 2)
-        seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(len(keys))
+        with _NoPadding():
+            seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(len(keys))
         count = int(seen.sum())
         if bool(seen[-1]) or not bool(seen[query + 1 - count : query + 1].all()) or count == 0:
             raise Refused("its attention mask is neither causal nor a sliding window")

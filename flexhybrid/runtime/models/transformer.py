@@ -142,11 +142,11 @@ def one_line(error: Exception) -> str:
 
 
 def _stateful_kinds(config) -> list[str]:
-    """Return the kinds of layers that are neither attention to all tokens nor to a window of them."""
+    """Return the kinds of layers that are neither attention to all tokens nor to a window or chunk of them."""
     kinds = []
     for field in ("layer_types", "layers_block_type"):
         kinds += getattr(config, field, None) or []
-    known = {"full_attention", "sliding_attention", "attention", *RECURRENT, *PLAIN}
+    known = {"full_attention", "sliding_attention", "chunked_attention", "attention", *RECURRENT, *PLAIN}
     return sorted({str(kind) for kind in kinds} - known)
 
 
