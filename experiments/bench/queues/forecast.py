@@ -4,6 +4,7 @@ clock that knows every length, each against what the queue then took."""
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from experiments.bench.harness import Table
 from experiments.bench.queues.refill import LINK_GB_PER_S, MODEL, End
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.workload import Workload
+from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
 from flexhybrid.jobs.profile.job import measure_for_model
 from flexhybrid.jobs.run.outlook import Outlook, batches
@@ -34,6 +35,8 @@ POLICIES = (
     Policy("act_only", Placement(host=1), cache={"act@host": 1.0}, max_batch=AT_A_TIME),
     Policy("disk", Placement(host=0.5, disk=0.5), cache={"kv@host": 1.0}, max_batch=AT_A_TIME),
 )
+#: Prompts that begin alike, in a mix: buffers decide who joins as well as places.
+SYSTEM, SHARING_REQUESTS = 400, 1_000
 BARS = {"at the start": (None, 20), "after a tenth": (None, 10), "by the virtual clock": (8, 15)}
 
 
@@ -59,15 +62,33 @@ def bench_forecast(table: Table, num_requests: int = NUM_REQUESTS, hardware: Har
             print(f"{policy.name:12s}", {name: f"{error[-1]:+.1%}" for name, error in errors.items()}, flush=True)
     for name, bars in BARS.items():
         table.errors(f"refilled queue foretold {name}", errors[name], *bars)
+    bench_forecast_of_prefixes(table, hardware)
 
 
-def queue_errors(llm: LLM, num_requests: int) -> dict[str, float]:
-    """Run a queue; return the relative error of each forecast of its end."""
+def bench_forecast_of_prefixes(table: Table, hardware: Hardware, num_requests: int = SHARING_REQUESTS) -> None:
+    """Add the rows of prompts that begin with one system prompt, in a mix of KV and ACT."""
+    mix = POLICIES[2]
+    with LLM(MODEL, mix, device="cpu", dtype="float32", link_gb_per_s=LINK_GB_PER_S, hardware=hardware) as llm:
+        errors = queue_errors(llm, num_requests, SYSTEM)
+    print(f"{mix.name}, a system prompt", {name: f"{error:+.1%}" for name, error in errors.items()}, flush=True)
+    for name, (_, worst) in BARS.items():
+        table.errors(f"refilled queue of a system prompt foretold {name}", [errors[name]], None, worst)
+
+
+def queue_errors(llm: LLM, num_requests: int, system: int = 0) -> dict[str, float]:
+    """Run a queue; return the relative error of each forecast of its end. ``system``: tokens with which all prompts
+    begin."""
     rng = np.random.default_rng(0)
     prompt_tokens, limits = rng.integers(16, 65, num_requests), np.full(num_requests, LIMIT)
     ends = np.clip(np.exp(rng.normal(np.log(10), 0.8, num_requests)), 1, LIMIT).astype(np.int64)
     prompts = [rng.integers(3, llm.shape.vocab, count).tolist() for count in prompt_tokens]
-    known, unknown = Workload(prompt_tokens, limits, ends), Workload(prompt_tokens, limits)
+    prefixes = None
+    if system:
+        common = rng.integers(3, llm.shape.vocab, system).tolist()
+        prompts, prompt_tokens = [[*common, *prompt] for prompt in prompts], prompt_tokens + system
+        prefixes = Prefixes(np.array([system]), np.array([-1]), np.zeros(num_requests, np.int64))
+    unknown = Workload(prompt_tokens, limits, prefixes=prefixes)
+    known = replace(unknown, answer_tokens=ends)
     at_start = price_queue(llm.problem, llm.settled_policy, with_mean(unknown, float(ends.mean())), AT_A_TIME)
     foretold = {
         "at the start": at_start.total_s,
@@ -81,6 +102,9 @@ def queue_errors(llm: LLM, num_requests: int) -> dict[str, float]:
         if outlook and num_ended >= num_requests / 10 and not told:
             left = outlook.seconds_left() or 0.0
             told["after a tenth"] = time.perf_counter() - began + left
+            tenth = ends[outlook.ended_in >= 0]
+            known_to = tenth.std() / len(tenth) ** 0.5 / tenth.mean()
+            print(f"{len(tenth)} answers have ended; their mean alone is known to {known_to:.1%}", flush=True)
 
     seconds = _answer(llm, unknown, prompts, ends, outlook, ended)
     return {name: told_s / seconds - 1 for name, told_s in (foretold | told).items()}
