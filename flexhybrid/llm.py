@@ -101,14 +101,14 @@ class LLM:
         disk_dir: str | Path | None = None,
         disk_gb_per_s: float | None = None,
         disk_memory: str | int | None = None,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool | None = None,
+        generation_config: str | None = None,
         **others,
     ):
-        max_model_len = others.pop("max_model_len", None)
-        shares = others.pop("enable_prefix_caching", None)
-        generation_config = others.pop("generation_config", None) or "auto"
+        shares = enable_prefix_caching
         check("enable_prefix_caching", shares, shares in (None, True, False), "True or False")
-        own = list(inspect.signature(LLM).parameters)[:-1]
-        check_vllm_arguments(others, model, [*own, "max_model_len", "enable_prefix_caching", "generation_config"])
+        check_vllm_arguments(others, model, list(inspect.signature(LLM).parameters)[:-1])
         self._resolve(
             LLMArguments(
                 model,
@@ -118,7 +118,7 @@ class LLM:
                 hardware,
                 max_model_len=max_model_len,
                 enable_prefix_caching=shares is not False,
-                generation_config=generation_config,
+                generation_config=generation_config or "auto",
                 budgets={"device": device_memory, "host": host_memory, "disk": disk_memory},
                 link_gb_per_s=link_gb_per_s,
                 disk_dir=disk_dir,

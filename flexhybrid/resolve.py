@@ -156,6 +156,9 @@ def resolve_policy(policy: str | Path | Policy, shape: ModelShape) -> Policy | s
     return name
 
 
+QUEUE_S = 120.0  #: seconds of a queue for which a search for it, of about ten, is worth while
+
+
 def settle_policy(name: str, problem: Problem, workload: Workload, link_is_paced: bool = False) -> Policy:
     """Return the policy that a name of ``resolve_policy`` stands for on this machine, with these requests."""
     if name == "auto":
@@ -191,11 +194,29 @@ def best_policy(
             policy = best_for_queue(problem, workload, settings).policy
             check_longest(problem, policy, workload)
             return policy
-    with suppress(InputError):
-        return _fitting_policy(problem, settings, workload, workload)
-    # The search takes requests of one length, the mean ones. Where the longest do not fit, they decide.
-    longest = Workload.uniform(1, int(workload.prompt_tokens.max()), int(workload.max_tokens.max()))
-    return _fitting_policy(problem, settings, longest, workload)
+    try:
+        policy = _fitting_policy(problem, settings, workload, workload)
+    except InputError:
+        # The search takes requests of one length, the mean ones. Where the longest do not fit, they decide.
+        longest = Workload.uniform(1, int(workload.prompt_tokens.max()), int(workload.max_tokens.max()))
+        policy = _fitting_policy(problem, settings, longest, workload)
+    return policy if time_limit else _best_on_queue(problem, workload, settings, policy)
+
+
+def _best_on_queue(problem: Problem, workload: Workload, settings: SearchSettings, found: Policy) -> Policy:
+    """Return the policy under which the requests end first as a queue, where not all run at once under the one that was
+    ``found`` for their mean lengths, and they take QUEUE_S: the longest of them leave room for fewer at a time than the
+    mean ones do, which another policy may bear better."""
+    from policy_search.queue_search import best_for_queue
+    from sim.queue_clock import price_queue
+
+    with suppress(InputError):  # a machine without a line for one of the verbs; nothing else fits
+        run = price_queue(problem, found, workload, settings.max_batch)
+        if run.at_a_time < workload.num_requests and run.total_s > QUEUE_S:
+            policy = best_for_queue(problem, workload, settings, [found]).policy
+            check_longest(problem, policy, workload)
+            return policy
+    return found
 
 
 def auto_settings(hardware: Hardware, workload: Workload, **others) -> SearchSettings:

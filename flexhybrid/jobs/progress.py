@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from tqdm import tqdm
 
@@ -199,17 +200,11 @@ def stop_on_signal() -> Iterator[StopAsked]:
     stop, main = StopAsked(), threading.main_thread()
     timers: list[threading.Timer] = []
 
-    def is_overdue() -> None:
-        stop.overdue = True
-
-    def is_swallowed() -> None:
-        stop.swallowed = True
-
     def handle(_signal_number, _frame) -> None:
         if stop.asked:
             raise KeyboardInterrupt
         stop.asked = True
-        timers.append(interrupt_in(STOP_S, is_overdue))
+        timers.append(interrupt_in(STOP_S, partial(setattr, stop, "overdue", True)))
         text = f"stopping after this iteration, or in {STOP_S:.0f} s; once more stops at once"
         print(f"\nflexhybrid: {text}", file=sys.stderr, flush=True)
 
@@ -218,7 +213,7 @@ def stop_on_signal() -> Iterator[StopAsked]:
         return
     earlier = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with lost_interrupts_again(is_swallowed):
+        with lost_interrupts_again(partial(setattr, stop, "swallowed", True)):
             yield stop
     except BaseException as error:
         if not (isinstance(error, KeyboardInterrupt) or stop.swallowed and isinstance(error, Exception)):

@@ -14,6 +14,7 @@ from flexhybrid.core.schedule.refill import RunningBatch
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.jobs.run import outlook as outlook_module
+from flexhybrid.jobs.run.forecast import describe
 from flexhybrid.jobs.run.outlook import Outlook
 from sim.answer_lengths import ObservedAnswers, with_mean
 from sim.queue_clock import Pace
@@ -147,3 +148,10 @@ def test_a_batch_of_many_iterations_keeps_the_latest_ends_alone(monkeypatch):
         clock[0] += 2.0
         outlook.advance()
     assert len(outlook.ends) <= 8 and outlook.slower(25) == pytest.approx(2.0)
+
+
+def test_a_plan_says_what_lies_off_the_device():
+    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0})
+    assert describe(policy).endswith("tokens")
+    moved = replace(policy, attention="host", hidden="host")
+    assert describe(moved).endswith("tokens; attention on the host; hidden states on the host")

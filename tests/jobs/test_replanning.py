@@ -12,9 +12,11 @@ from test_local_machine import machine
 from test_run import by_id, requests, run
 
 from flexhybrid import llm as llm_module
+from flexhybrid import resolve
 from flexhybrid.batch import census as census_module
 from flexhybrid.core.hardware import Line
 from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run import job as job_module
 from flexhybrid.jobs.run import outlook as outlook_module
@@ -22,7 +24,8 @@ from flexhybrid.jobs.run import replanning
 from flexhybrid.jobs.run.job import Job
 from flexhybrid.jobs.run.outlook import ChangeCosts, Outlook, change_costs
 from flexhybrid.jobs.run.replanning import Replanner, Watch, slowed
-from sim.queue_clock import Pace
+from sim.queue_clock import Pace, price_queue
+from tests import toy_machine
 
 MIX = {"kv@host": 0.5, "act@host": 0.5}
 
@@ -274,3 +277,18 @@ def test_what_a_change_costs_by_hand():
 
 
 PACE = Pace({"compute": np.array([2.0, 0, 0, 0, 0, 0, 0.1, 0, 0, 0])}, 1, (1.0, 1.0))
+
+
+def test_what_is_found_for_mean_lengths_is_priced_on_the_queue(monkeypatch):
+    """Beside what a search for the queue finds, as re-planning does: no plan for a slower link is the better one."""
+    rng = np.random.default_rng(0)
+    waiting = Workload(rng.integers(24, 60, 24), rng.integers(4, 20, 24))
+    problem = Problem(
+        shape=toy_machine.SHAPE, dtype="float32", hardware=toy_machine.machine(), budgets=Budgets(device=2**25)
+    )
+    few = Policy("searched", Placement(host=1), cache={"act@host": 1.0}, max_batch=2)
+    monkeypatch.setattr(resolve, "_fitting_policy", lambda *_: few)
+    assert resolve.best_policy(problem, waiting, link_is_paced=True) == few  # a search for it would take longer
+    monkeypatch.setattr(resolve, "QUEUE_S", 0.0)
+    found = resolve.best_policy(problem, waiting, link_is_paced=True)
+    assert price_queue(problem, found, waiting, 24).total_s < 0.5 * price_queue(problem, few, waiting, 24).total_s

@@ -121,16 +121,18 @@ def _end(seconds: float) -> str:
 
 
 def describe(policy: Policy) -> str:
-    """Return a policy in a line: where weights and context lie, and how it runs."""
+    """Return a policy in a line: where weights and context lie, how it runs, and what of it off the device."""
 
     def shares(places: Mapping[str, float]) -> str:
         return " + ".join(f"{share:.0%} {place}" for place, share in places.items() if share > 0)
 
     weights = shares({tier: getattr(policy.weights, tier) for tier in TIERS})
     bits = "" if policy.bits.native else f", bits {policy.bits.weights}/{policy.bits.kv}/{policy.bits.act}"
+    moved = (("attention", policy.attention), ("hidden states", policy.hidden))
+    elsewhere = "".join(f"; {what} on the {tier}" for what, tier in moved if tier != "device")
     return (
         f"{policy.name}: weights {weights}; context {shares(dict(policy.cache))}; {policy.schedule}, mini-batches of "
-        f"{policy.max_mini_batch_tokens} tokens{bits}"
+        f"{policy.max_mini_batch_tokens} tokens{bits}{elsewhere}"
     )
 
 

@@ -458,7 +458,8 @@ class Job:
             values = ", ".join(f"{name} {asked.sampling[name]}" for name in taken)
             say(f"sampling   {values}, of the checkpoint's generation_config.json, where a request names no other")
         if self.crew:
-            say(f"ray        {self.crew}")
+            kept = "; actors keep this policy to the end" if asked.llm.policy == "auto" and asked.replan else ""
+            say(f"ray        {self.crew}{kept}")
         return plan
 
     # ---- PendingRequests ---------------------------------------------------------------------------------------------
