@@ -202,8 +202,10 @@ class Hardware:
         check("the rate of matrix products", tflops, _is_number(tflops) and tflops > 0, "a number > 0")
         lines = dict(self.lines)
         for verb in VERBS.values():
-            if verb.group == "gemm":
-                lines[verb.name] = replace(self.line(verb.name, verb.resource), s_per_flop=1e-12 / tflops, samples=())
+            for key in (verb.name, verb.name + EXPERTS_SUFFIX) if verb.group == "gemm" else ():
+                if key in self.lines or key == verb.name:
+                    own = self.lines.get(key) or self.line(verb.name, verb.resource)
+                    lines[key] = replace(own, s_per_flop=1e-12 / tflops, samples=())
         return replace(self, lines=lines)
 
     def to_json(self) -> str:

@@ -17,8 +17,9 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
+from flexhybrid.core.waves import open_batch
 from flexhybrid.core.work import PREFILL_QUERIES
-from flexhybrid.core.workload import Workload
+from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.runtime.profiling.profile import profiled_layers
 from sim.array_clock import predict
 from sim.queue_clock import price_queue, walk_queue
@@ -135,3 +136,23 @@ def test_a_profile_times_every_kind_of_layer():
     assert {kind.window for kind in small.layer_kinds} == {64, None}
     assert [small.weights_kind(layer) for layer in range(3)] == [shape.weights_kind(layer) for layer in range(3)]
     assert profiled_layers(SHAPE).layer_kinds == replace(SHAPE, num_layers=2).layer_kinds
+
+
+@pytest.mark.parametrize("attention, in_place", [("device", True), ("device", False), ("host", False)])
+def test_what_requests_share_counts_as_far_as_a_window_sees_it(attention, in_place):
+    shape = replace(SHAPE, attention=(AttentionKind(48), PLAIN), max_positions=4096)
+    hardware = replace(machine(), attends_in_place=in_place)
+    problem = Problem(shape=shape, dtype="float32", hardware=hardware)
+    beginning = Prefixes(np.array([128]), np.array([-1]), np.zeros(8, np.int64))
+    workload = replace(Workload.uniform(8, 160, 4), prefixes=beginning)
+    policy = Policy(cache={"kv@host": 1.0}, attention=attention, max_mini_batch_tokens=4096)
+    attended = Counter()
+    for task in stream(open_batch(problem, policy, workload, 8)):
+        if task.iteration == 2 and task.verb in ("attend", "attend_shared", "attend_host", "attend_host_shared"):
+            attended[task.layer] += task.work.flops
+    pairs = 8 * 162  # one query a request, over the prompt, the first token and its own
+    assert attended[1] == pytest.approx(4 * shape.query_width * pairs, rel=0.1)
+    if in_place or attention == "host":
+        assert attended[0] == 4 * shape.query_width * 8 * 48
+    else:  # side by side, masks hide what lies before the window
+        assert attended[0] <= attended[1]

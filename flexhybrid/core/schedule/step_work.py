@@ -67,12 +67,17 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
     selected = None
     if policy.selection.method == "speculative" and not step.prefill:
         selected = int(selected_tokens(policy.selection, context))
-    together = commons_together(step, wave)
+    window = step.window
+    if window is not None and (step.context + step.new_tokens).max() <= window:
+        window = None  # nothing lies before it
+    together = () if window is not None and step.in_place else commons_together(step, wave)
     common_reads = sum(common.rows.size * common.tokens for common in together)
     in_place = None
     if step.in_place:
         own = sum(int(segment.num_tokens.sum()) for segment in step.segments) + len(step.requests)
         in_place = own + sum(common.rows.size * common.tokens for common in step.commons) - common_reads
+        if window is not None and step.commons:  # each request attends to what it sees of them by itself
+            in_place = int(np.minimum(step.context + 1, window).sum())
     return StepCounts(
         prefill=step.prefill,
         batch=len(step.requests),
@@ -87,7 +92,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         common=sum(len(common.rows) * common.tokens for common in together),
         common_reads=common_reads,
         chunk=not (step.prefill or step.decodes),
-        window=step.window,
+        window=window,
     )
 
 
@@ -123,13 +128,7 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
             works["speculate"] = work.choose_columns(shape, p, c.batch * c.width, share, whole_q)
         return works
     if policy.attention == "host" and not c.chunk:
-        works["store_query"] = work.store_query(shape, p, c.batch)
-        seen = c.context + 1 if c.window is None else _at_most(c.context + 1, c.window)
-        works["attend_host"] = work.attend_decode(shape, p, c.batch, seen)
-        if _any(c.common):
-            works["attend_host_shared"] = work.attend_shared(shape, p, 1, c.common, c.common_reads)
-        works["load_attended"] = work.load_attended(shape, p, c.batch)
-        return works
+        return works | _host_works(shape, p, c)
     attended = c.context + c.recomputed + c.width
     if c.selected is None or whole:
         works |= _load_works(shape, stored, c)
@@ -173,6 +172,22 @@ def with_state(
     if state.tensors and policy.state_tier == "host":
         moved = work.move_state(state.num_bytes(p), c.batch, len(state.tensors))
         works = works | ({} if c.prefill else {"load_state": moved}) | {"store_state": moved}
+    return works
+
+
+def _host_works(shape: ModelShape, p: int, c: StepCounts) -> dict[str, Work]:
+    """A decode step's attention on the host, and what it takes there and back. In a window each request reads what it
+    sees of shared tokens by itself."""
+    seen, shared = c.context + 1, (c.common, c.common_reads)
+    if c.window is not None:
+        seen, shared = _at_most(seen + c.common_reads / c.batch, c.window), (0, 0)
+    works = {
+        "store_query": work.store_query(shape, p, c.batch),
+        "attend_host": work.attend_decode(shape, p, c.batch, seen),
+        "load_attended": work.load_attended(shape, p, c.batch),
+    }
+    if _any(c.common):
+        works["attend_host_shared"] = work.attend_shared(shape, p, 1, *shared)
     return works
 
 
