@@ -1,0 +1,415 @@
+"""A CUDA device on a CPU, for the functions of ``torch.cuda`` that the runtime calls.
+
+Verbs run when they are enqueued, as on CUDA; each tensor operation runs later, on its stream. Nothing runs before a
+thread of the host waits for an event; then operations of all streams run in an order drawn at random, as far as the
+streams' waits allow, until the event is reached. Memory of the device that Python lets go of is given at once to
+whatever its stream does next, and overwritten: with NaN, or with numbers too large for an index.
+
+Tensors of the device are CPU tensors in one arena; a function mode says "cuda" where Python asks for their device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_cuda.order import Span
+from fake_cuda.watch import Arrays, Plain, Watch, operation, span_of, watching
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from flexhybrid.runtime import cuda
+from flexhybrid.runtime.kernels import quantize
+
+DEVICE = torch.device("cuda")
+DEVICE_OF, IS_CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
+ARENA_BYTES = 1 << 28  #: touched as far as it is used
+ALIGNMENT = 64
+POISON = 0x7FFFFFFF  #: NaN in float32, and in integers beyond every index
+
+
+class Block(np.ndarray):
+    """Memory of a tensor of the device; where it goes when the tensor is gone."""
+
+    freed: deque | None = None
+    watch: Watch | None = None
+
+    def __del__(self):
+        if self.freed is not None and self.watch is not None:
+            thread = self.watch.thread()
+            place = Span(self.__array_interface__["data"][0], self.shape, self.strides, 1)
+            self.freed.append((place, thread, self.watch.order.now(thread)))
+
+
+class Device(Plain):
+    """The device: its memory, its streams, and how operations run on it."""
+
+    def __init__(self, seed: int = 0, deferred: bool = True):
+        self.deferred = deferred  #: False: every operation runs when it is enqueued
+        whole = np.zeros(ARENA_BYTES + ALIGNMENT, dtype=np.uint8)
+        self.arena = whole[-whole.ctypes.data % ALIGNMENT :][:ARENA_BYTES]
+        self.base = self.arena.ctypes.data
+        self.views: dict[torch.dtype, torch.Tensor] = {torch.uint8: torch.from_numpy(self.arena)}
+        self.used = 0  #: by blocks that were ever made
+        self.reused = self.poisoned = self.run_late = 0
+        self.streams: list[Stream] = []
+        self.watch: Watch | None = None
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._making = threading.Lock()
+        self._shapes: dict[Any, Any] = {}
+        self.here = threading.local()
+        self.default = Stream(self)
+
+    # ---- memory
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu" and 0 <= tensor.data_ptr() - self.base < ARENA_BYTES
+
+    def raw(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the same memory without holding it: what a kernel's arguments are."""
+        if not tensor.numel() or not self.on_device(tensor):
+            return tensor
+        view = self.views.get(tensor.dtype)
+        if view is None:
+            view = self.views[tensor.dtype] = self.views[torch.uint8].view(tensor.dtype)
+        offset = (tensor.data_ptr() - self.base) // tensor.element_size()
+        return view.as_strided(tensor.shape, tensor.stride(), offset)
+
+    def new(self, stream: Stream, shape, stride, dtype: torch.dtype) -> torch.Tensor:
+        """Return memory of a stream, of the size of an earlier tensor of it where one is gone."""
+        elements = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
+        size = max(ALIGNMENT, -(-elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
+        with self._making:
+            if free := stream.free[size]:
+                address = free.pop()
+                self.reused += 1
+            else:
+                address = self.base + self.used
+                self.used += size
+                if self.used > ARENA_BYTES:
+                    raise MemoryError("the fake device's arena is full")
+        block = self.arena[address - self.base :][:size].view(Block)
+        block.freed, block.watch = stream.freed, self.watch
+        flat = torch.frombuffer(block, dtype=dtype)
+        return flat.as_strided(shape, stride)
+
+    def take_back(self, stream: Stream) -> None:
+        """Overwrite what Python has let go of: it may be another tensor's memory from now on."""
+        while stream.freed:
+            place, thread, known = stream.freed.popleft()
+            (size,) = place.shape
+            whole = self.views[torch.uint8][place.address - self.base :][:size].view(torch.int32)
+            self.watch.reuse(stream, place, thread, known)
+            stream.put(lambda whole=whole: whole.fill_(POISON))
+            stream.free[size].append(place.address)
+            self.poisoned += 1
+
+    # ---- operations
+
+    def run(self, stream: Stream, func, args: tuple, kwargs: dict) -> Any:
+        """Enqueue an operation; return its results, whose values are not there yet."""
+        self.take_back(stream)
+        info = operation(func)
+        raw_args, raw_kwargs = _mapped(self.raw, args, kwargs)
+        if info.returns:
+            stream.put(lambda: func(*raw_args, **raw_kwargs))
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            made = [given[name] for name in info.returns]
+            return made[0] if len(made) == 1 else tuple(made)
+        made = pytree.tree_map_only(
+            torch.Tensor, lambda t: self.new(stream, t.shape, t.stride(), t.dtype), self._shapes_of(func, args, kwargs)
+        )
+        targets = [self.raw(t) for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
+
+        def work() -> None:
+            found = [t for t in pytree.tree_leaves(func(*raw_args, **raw_kwargs)) if isinstance(t, torch.Tensor)]
+            for target, one in zip(targets, found, strict=True):
+                target.copy_(one)
+
+        stream.put(work)
+        return made
+
+    def make(self, stream: Stream, func, args: tuple, kwargs: dict) -> torch.Tensor:
+        """Make a tensor of the device: uninitialized where it is not filled."""
+        self.take_back(stream)
+        raw_args, raw_kwargs = _mapped(self.raw, args, kwargs)
+        shape = self._shapes_of(func, args, kwargs)
+        made = self.new(stream, shape.shape, shape.stride(), shape.dtype)
+        target = self.raw(made)
+        if operation(func).name.startswith(("empty", "new_empty")):
+            size = made.untyped_storage().nbytes()
+            whole = self.views[torch.uint8][made.data_ptr() - self.base :][:size].view(torch.int32)
+            stream.put(lambda: whole.fill_(POISON))
+        else:
+            stream.put(lambda: target.copy_(func(*raw_args, **raw_kwargs)))
+        return made
+
+    def wait(self, func, args: tuple, kwargs: dict) -> Any:
+        """Run an operation whose result the host needs: its stream has come to it."""
+        raw_args, raw_kwargs = _mapped(self.raw, args, kwargs)
+        found = func(*raw_args, **raw_kwargs)
+        stream = self.current()
+
+        def placed(tensor: torch.Tensor) -> torch.Tensor:
+            made = self.new(stream, tensor.shape, tensor.stride(), tensor.dtype)
+            made.copy_(tensor)
+            return made
+
+        return pytree.tree_map_only(torch.Tensor, placed, found)
+
+    def _shapes_of(self, func, args: tuple, kwargs: dict) -> Any:
+        """Return an operation's results without values, of which their shapes, strides and dtypes count."""
+
+        def described(value):
+            if isinstance(value, torch.Tensor):
+                return tuple(value.shape), value.stride(), value.dtype
+            return tuple(map(described, value)) if isinstance(value, list | tuple) else value
+
+        key = func, described(args), tuple((name, described(value)) for name, value in kwargs.items())
+        if (found := self._shapes.get(key)) is None:
+            meta_args, meta_kwargs = _mapped(
+                lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args, kwargs
+            )
+            if "device" in {a.name for a in func._schema.arguments}:
+                meta_kwargs = dict(meta_kwargs, device="meta")
+            meta_kwargs.pop("pin_memory", None)
+            found = self._shapes[key] = func(*meta_args, **meta_kwargs)
+        return found
+
+    # ---- time
+
+    def enter_thread(self) -> None:
+        torch.set_num_threads(1)
+
+    def current(self) -> Stream:
+        """Return the calling thread's stream."""
+        return getattr(self.here, "stream", self.default)
+
+    def run_until(self, mark: Mark) -> None:
+        """Run what is enqueued, of all streams, until a mark is reached."""
+        if mark.reached:
+            return
+        with self._lock, _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode():
+            while not mark.reached:
+                ready = [stream for stream in self.streams if stream.can_run()]
+                if not ready:
+                    raise RuntimeError("the streams of the device wait for each other")
+                stream = self._random.choice(ready)
+                for _ in range(self._random.choice((1, 3, 12))):
+                    if not stream.can_run():
+                        break
+                    stream.queue.popleft()()
+                    self.run_late += 1
+
+
+def _mapped(function: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Apply a function to all tensors of an operation's arguments."""
+
+    def mapped(value):
+        if isinstance(value, torch.Tensor):
+            return function(value)
+        return type(value)(map(mapped, value)) if type(value) in (list, tuple) else value
+
+    return mapped(args), {name: mapped(value) for name, value in kwargs.items()}
+
+
+class Mark:
+    """A place in a stream."""
+
+    def __init__(self):
+        self.reached, self.at_s = False, 0.0
+
+    def __call__(self) -> None:
+        self.at_s, self.reached = time.perf_counter(), True
+
+
+class Stream:
+    """``torch.cuda.Stream``."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self, device: Device):
+        self.cuda_stream = next(Stream.numbers)
+        self.device = device
+        self.queue: deque[Callable[[], Any]] = deque()
+        self.waits: dict[Callable, Mark] = {}
+        self.free: defaultdict[int, list[int]] = defaultdict(list)  #: addresses, by size
+        #: memory that Python has let go of since, by which thread, and what that knew
+        self.freed: deque[tuple[Span, int, list[int]]] = deque()
+        device.streams.append(self)
+
+    def put(self, work: Callable[[], Any]) -> None:
+        self.queue.append(work)
+        if not self.device.deferred:
+            self.synchronize()
+
+    def can_run(self) -> bool:
+        """Return whether there is work that waits for no other stream."""
+        if not self.queue:
+            return False
+        awaited = self.waits.get(self.queue[0])
+        if awaited is not None and awaited.reached:
+            del self.waits[self.queue[0]]
+            awaited = None
+        return awaited is None
+
+    def wait(self, mark: Mark) -> None:
+        def waited() -> None: ...
+
+        self.waits[waited] = mark
+        self.put(waited)
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def synchronize(self) -> None:
+        self.queue.append(mark := Mark())
+        self.device.run_until(mark)
+
+
+class Event:
+    """``torch.cuda.Event``."""
+
+    device: Device
+    made = 0
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False):
+        self.mark: Mark | None = None
+        type(self).made += 1
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.mark = Mark()
+        (stream or self.device.current()).put(self.mark)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        if self.mark:
+            (stream or self.device.current()).wait(self.mark)
+
+    def synchronize(self) -> None:
+        if self.mark:
+            self.device.run_until(self.mark)
+
+    def query(self) -> bool:
+        return self.mark is None or self.mark.reached
+
+    def elapsed_time(self, end: Event) -> float:
+        return (end.mark.at_s - self.mark.at_s) * 1e3
+
+
+class Runtime:
+    """The CUDA runtime's binding."""
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        return 0
+
+
+class Placed(Arrays):
+    """Says that tensors in the device's arena are on a GPU, and makes those that are asked for there."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, device = kwargs or {}, self.watch.runs
+        if func == DEVICE_OF:
+            return DEVICE if device.on_device(args[0]) else func(*args)
+        if func == IS_CUDA:
+            return device.on_device(args[0])
+        if func is torch.Tensor.pin_memory:
+            return self._pinned(args[0].shape, args[0].dtype).copy_(args[0])
+        if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
+            return self._to(func, args, kwargs)
+        if func is torch.Tensor.numpy and device.on_device(args[0]):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")
+        if func is torch.Tensor.tolist and device.on_device(args[0]):
+            return self._to(torch.Tensor.cpu, args, {}).tolist()
+        if kwargs.get("pin_memory"):
+            made = func(*args, **dict(kwargs, pin_memory=False))
+            return self._pinned(made.shape, made.dtype).copy_(made)
+        asked = kwargs.get("device")
+        if asked is None or torch.device(asked).type == "meta":
+            return self.call(func, args, kwargs)
+        earlier, here = getattr(self.watch.here, "asked", None), self.watch.here
+        here.asked = torch.device(asked).type
+        try:
+            return self.call(func, args, dict(kwargs, device="cpu"))
+        finally:
+            here.asked = earlier
+
+    def _pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Return page-locked memory of torch's own allocator, which gives none of it to another tensor too early."""
+        size = -(-max(1, shape.numel()) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        memory = (ctypes.c_char * size)()
+        address = ctypes.addressof(memory)
+        self.watch.registered[address] = address + size
+        self.watch.kept.append(memory)
+        return torch.frombuffer(memory, dtype=dtype)[: shape.numel()].view(shape)
+
+    def _to(self, func, args: tuple, kwargs: dict) -> torch.Tensor:
+        tensor, *others = args
+        device, dtype, keep = self.watch.runs, kwargs.get("dtype"), dict(kwargs)
+        target = {torch.Tensor.cpu: "cpu", torch.Tensor.cuda: "cuda"}.get(func, keep.pop("device", None))
+        for value in list(others):
+            if isinstance(value, torch.device | str):
+                target = value
+                others.remove(value)
+            elif isinstance(value, torch.Tensor):
+                target, dtype = ("cuda" if device.on_device(value) else "cpu"), value.dtype
+                others[others.index(value)] = dtype
+            elif isinstance(value, torch.dtype):
+                dtype = value
+        there = device.on_device(tensor)
+        if target is None or (torch.device(target).type == "cuda") == there or torch.device(target).type == "meta":
+            if target is not None and torch.device(target).type == "meta":
+                return func(*args, **kwargs)
+            return torch.Tensor.to(tensor, *others, **keep) if others or keep else tensor
+        source = tensor if dtype is None or there else torch.Tensor.to(tensor, dtype)
+        if not there:
+            self.watch.here.asked = "cuda"
+            try:
+                made = torch.empty(source.shape, dtype=source.dtype)
+            finally:
+                self.watch.here.asked = None
+        else:
+            made = torch.empty(source.shape, dtype=dtype or source.dtype)
+        return made.copy_(source, non_blocking=bool(kwargs.get("non_blocking", False)))
+
+
+@contextmanager
+def fake_cuda(seed: int = 0, deferred: bool = True) -> Iterator[Watch]:
+    """Let engines in the block run on ``DEVICE``, watched."""
+    device = Device(seed, deferred)
+    stream_type = type("Stream", (Stream,), {"__init__": lambda self, *_, **__: Stream.__init__(self, device)})
+    event_type = type("Event", (Event,), {"device": device, "made": 0})
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch.cuda, "Stream", stream_type)
+        monkeypatch.setattr(torch.cuda, "Event", event_type)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(device.here, "stream", stream))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda of=None: device.current())
+        monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+        monkeypatch.setattr(quantize, "KERNEL_DEVICES", ())
+        device.streams.clear()
+        device.default = stream_type()
+        for kept in (cuda.lane_streams, cuda.lane_events):
+            kept.cache_clear()
+        try:
+            with watching(device, Placed) as watch:
+                device.watch = watch
+                yield watch
+        finally:
+            for kept in (cuda.lane_streams, cuda.lane_events):
+                kept.cache_clear()
+
+
+__all__ = ["DEVICE", "Device", "Event", "Stream", "fake_cuda", "span_of"]
