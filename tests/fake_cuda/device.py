@@ -252,7 +252,7 @@ class Stream:
     def put(self, work: Callable[[], Any]) -> None:
         self.queue.append(work)
         if not self.device.deferred:
-            self.synchronize()
+            self.run_all()
 
     def can_run(self) -> bool:
         """Return whether there is work that waits for no other stream."""
@@ -274,6 +274,10 @@ class Stream:
         event.wait(self)
 
     def synchronize(self) -> None:
+        self.run_all()
+
+    def run_all(self) -> None:
+        """Run all that is enqueued here."""
         self.queue.append(mark := Mark())
         self.device.run_until(mark)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda.device import DEVICE, fake_cuda
+from fake_cuda.watch import Mixed
 from models import InMemory, save_opt
 from policies import wider_policies
 
@@ -162,7 +163,8 @@ def a_copy_of_strided_memory(monkeypatch):
         source = pool.flatten(1)
         for run in runs:
             region = target[run.row : run.row + run.rows, run.column : run.column + run.blocks]
-            region.copy_(run_view(source, run), non_blocking=True)
+            for ours, theirs in zip(region.chunk(2, -1), run_view(source, run).chunk(2, -1), strict=True):
+                ours.copy_(theirs, non_blocking=True)
 
     monkeypatch.setattr(CudaCopies, "copy_blocks_h2d", copy)
 
@@ -181,7 +183,8 @@ def undeclared(reads: str = "", writes: str = ""):
 PLANTED = {
     "read after write": ("hybrid", partial(without_hazard, "read_after_write"), None),
     "write after read": ("hybrid", partial(without_hazard, "write_after_read"), None),
-    "hidden rows without a slot": ("row", hidden_without_a_slot, None),
+    "write after write": ("mixed tiers", partial(without_hazard, "write_after_write"), None),
+    "hidden rows without a slot": ("chunks, hidden on host", hidden_without_a_slot, None),
     "streams wait for nothing": ("kv", no_wait_between_streams, None),
     "the host waits for nothing": ("hybrid", host_waits_for_nothing, None),
     "events reused too early": ("kv", events_go_back_too_early, None),
@@ -202,4 +205,38 @@ def test_a_planted_fault_is_found(checkpoint, name):
             plant(monkeypatch)
         with contextlib.suppress(Exception):  # wrong values may end as an error; the order is what is asked for here
             run_under(source, POLICIES[policy], changed)
+        assert sum(watch.order.faults.values()) > 0
+
+
+def test_a_verb_that_mixes_memories_fails(checkpoint):
+    with fake_cuda(), pytest.MonkeyPatch.context() as monkeypatch:
+        host_memory_in_a_kernel(monkeypatch)
+        with pytest.raises(Mixed, match="assemble has tensors of host and device"):
+            run_under(checkpoint[0], POLICIES["mixed tiers"])
+
+
+@pytest.mark.parametrize(
+    "plant, wait",
+    [(finish_looks_at_its_result, ("_local_scalar_dense", "finish")), (a_copy_of_strided_memory, ("copy_", "load_kv"))],
+)
+def test_a_verb_that_waits_for_the_device_is_found(checkpoint, plant, wait):
+    source, expected = checkpoint
+    with fake_cuda() as watch, pytest.MonkeyPatch.context() as monkeypatch:
+        plant(monkeypatch)
+        assert run_under(source, POLICIES["kv"]).tokens == expected
+        assert watch.waits[wait] > 10
+
+
+@pytest.mark.parametrize("name", ["read after write", "hidden rows without a slot"])
+def test_faults_are_found_when_nothing_is_deferred(checkpoint, name):
+    """As on a real GPU: every operation runs where it is called, and only the order is checked."""
+    source, expected = checkpoint
+    policy, plant, _ = PLANTED[name]
+    with fake_cuda(deferred=False) as watch:
+        assert run_under(source, POLICIES[policy]).tokens == expected
+        assert dict(watch.order.faults) == {}
+    with fake_cuda(deferred=False) as watch, pytest.MonkeyPatch.context() as monkeypatch:
+        plant(monkeypatch)
+        with contextlib.suppress(Exception):
+            run_under(source, POLICIES[policy])
         assert sum(watch.order.faults.values()) > 0
