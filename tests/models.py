@@ -1,11 +1,6 @@
-"""Tiny checkpoints and a fake CUDA for tests."""
+"""Tiny checkpoints for tests."""
 
 from __future__ import annotations
-
-import queue
-import random
-import threading
-import time
 
 import torch
 
@@ -72,77 +67,3 @@ class InMemory(Reference):
 
     def __init__(self, model):
         self.model = model.eval()
-
-
-class FakeEvent:
-    """A CUDA event: set when its stream reaches it."""
-
-    def __init__(self):
-        self.done = threading.Event()
-        self.at = 0.0
-
-    def synchronize(self):
-        self.done.wait()
-
-    def query(self):
-        return self.done.is_set()
-
-
-class FakeStream:
-    """A CUDA stream on a CPU: work is enqueued and runs later, on a thread of its own, after random delays.
-
-    As on CUDA, waiting for an event orders later work of this stream behind what the event's stream had enqueued when
-    it was recorded, and an event that nobody recorded holds nobody back.
-    """
-
-    def __init__(self, seed: int, max_delay_s: float = 2e-3):
-        self._random = random.Random(seed)
-        self._max_delay_s = max_delay_s
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._device, daemon=True)
-        self._thread.start()
-        self.error: BaseException | None = None
-
-    def _device(self):
-        while (operation := self._queue.get()) is not None:
-            try:
-                operation()
-            except BaseException as error:
-                self.error = error
-
-    def wait(self, event):
-        self._queue.put(event.done.wait)
-
-    def record(self, timed=True):
-        event = FakeEvent()
-
-        def reached():
-            event.at = time.perf_counter()
-            event.done.set()
-
-        self._queue.put(reached)
-        return event
-
-    def enter(self):
-        """What is issued goes through ``run``."""
-
-    def run(self, function):
-        delay = self._random.random() ** 3 * self._max_delay_s
-
-        def operation():
-            time.sleep(delay)
-            function()
-
-        self._queue.put(operation)
-
-    def synchronize(self):
-        self.record().synchronize()
-
-    def seconds(self, event):
-        return event.at
-
-    def close(self):
-        self._queue.put(None)
-        self._thread.join()
-        if self.error:
-            raise self.error

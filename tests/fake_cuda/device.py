@@ -35,6 +35,8 @@ DEVICE = torch.device("cuda")
 DEVICE_OF, IS_CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
 ARENA_BYTES = 1 << 28  #: touched as far as it is used
 ALIGNMENT = 64
+#: Operations that take what CUDA's take and a CPU's do not.
+LACKING: dict[str, Callable] = {"histc": lambda rows, *others: torch.histc(rows.float(), *others)}
 POISON = 0x7FFFFFFF  #: NaN in float32, and in integers beyond every index
 
 
@@ -74,7 +76,10 @@ class Device(Plain):
     # ---- memory
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu" and 0 <= tensor.data_ptr() - self.base < ARENA_BYTES
+        if tensor.device.type != "cpu":
+            return False
+        address = tensor.data_ptr() or tensor.untyped_storage().data_ptr()  # 0: it has no elements
+        return 0 <= address - self.base < ARENA_BYTES
 
     def raw(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the same memory without holding it: what a kernel's arguments are."""
@@ -132,8 +137,10 @@ class Device(Plain):
         )
         targets = [self.raw(t) for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
 
+        compute = LACKING.get(info.name, func)
+
         def work() -> None:
-            found = [t for t in pytree.tree_leaves(func(*raw_args, **raw_kwargs)) if isinstance(t, torch.Tensor)]
+            found = [t for t in pytree.tree_leaves(compute(*raw_args, **raw_kwargs)) if isinstance(t, torch.Tensor)]
             for target, one in zip(targets, found, strict=True):
                 target.copy_(one)
 
@@ -402,6 +409,7 @@ def fake_cuda(seed: int = 0, deferred: bool = True) -> Iterator[Watch]:
         monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(device.here, "stream", stream))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda of=None: device.current())
         monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of=None: (7, 5))
         monkeypatch.setattr(quantize, "KERNEL_DEVICES", ())
         device.streams.clear()
         device.default = stream_type()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -10,11 +11,12 @@ import pytest
 import torch
 from fake_cuda.device import DEVICE, fake_cuda
 from fake_cuda.watch import Mixed
-from models import InMemory, save_opt
+from models import InMemory, save_llama, save_opt
 from policies import wider_policies
+from tiny_models import greedy, save_tiny
 
 from flexhybrid.core.plan import stream
-from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.dependencies import HAZARDS
@@ -24,7 +26,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.runtime import engine as engine_module
 from flexhybrid.runtime.buffers import run_view
 from flexhybrid.runtime.clock import Clock
-from flexhybrid.runtime.cuda import CudaCopies, CudaStream, Recorded
+from flexhybrid.runtime.cuda import CudaClock, CudaCopies, CudaStream, Recorded
 from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.executor import HiddenStates
 from flexhybrid.runtime.kernels.sampling import greedy_plan
@@ -32,6 +34,26 @@ from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.verbs import VERB_FUNCTIONS, attending
 from sim import catalogue
+
+EVERYWHERE = Policy(
+    weights=Placement(device=0.3, host=0.3, disk=0.4), max_mini_batch_tokens=100,
+    cache={"act@host": 0.2, "act@device": 0.2, "kv@disk": 0.2, "kv@device": 0.2, "kv@host": 0.2},
+)  # fmt: skip
+LOSSY = {
+    "packed": replace(EVERYWHERE, bits=Bits(8, 4, 8)),
+    "heavy hitters": Policy(
+        weights=Placement(device=0.5, host=0.5), cache={"kv@host": 0.5, "kv@device": 0.5}, max_mini_batch_tokens=100,
+        selection=Selection("heavy_hitter", 0.5),
+    ),
+    "speculative, few": Policy(
+        weights=Placement(device=0.3, host=0.7), cache={"kv@host": 1.0}, max_mini_batch_tokens=100,
+        selection=Selection("speculative", None, 0.5, 0.3, 0.5, 0.6, "lru", "device"),
+    ),
+}  # fmt: skip
+
+MODULES = ("gemma2", "gpt_oss", "qwen3_moe")  #: models that run through transformers' layers
+#: Verbs of these in which transformers looks, once a step, whether positions are those of several texts: by value.
+PACKED_TEXTS = frozenset({"embed", "head", "kv_gen"})
 
 PROMPTS = [[5, 9, 11], list(range(3, 40)), [7] * 17, list(range(10, 26))]
 MAX_TOKENS = 6
@@ -45,26 +67,27 @@ POLICIES = {
 }
 
 
-def run_under(source, policy, changed=None, max_tokens=MAX_TOKENS):
-    """Run the prompts on the device. ``changed``: task -> what is run in its place."""
-    problem = Problem(shape=source.shape, dtype="float32", device="cuda", hardware=catalogue.load("t4"))
-    workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), max_tokens))
+def run_under(source, policy, changed=None, device=DEVICE, plan=None, keep_trace=True):
+    """Run the prompts. ``changed``: task -> what is run in its place."""
+    problem = Problem(shape=source.shape, dtype="float32", device=device.type, hardware=catalogue.load("t4"))
+    workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
     wave = admit(problem, policy, workload)
-    weights = Weights(source.shape, source, "float32", DEVICE, policy)
+    weights = Weights(source.shape, source, "float32", device, policy)
     engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
     try:
-        executor = engine.executor(wave, PROMPTS, greedy_plan(len(PROMPTS)))
+        executor = engine.executor(wave, PROMPTS, plan or greedy_plan(len(PROMPTS)))
         tasks = map(changed, stream(wave)) if changed else None
-        return engine.run(executor, RunControl(keep_trace=True), tasks)
+        return engine.run(executor, RunControl(keep_trace=keep_trace), tasks)
     finally:
         engine.close()
         weights.close()
 
 
-def check_clean(result, watch) -> None:
-    """No access out of order, no wait of the host, a clean trace; and that something was seen."""
+def check_clean(result, watch, waiting: frozenset[str] = frozenset()) -> None:
+    """No access out of order, no wait of the host but in the verbs ``waiting``, a clean trace; and that something was
+    seen."""
     assert dict(watch.order.faults) == {}
-    assert {key: count for key, count in watch.waits.items() if key[1] != "-"} == {}  # "-": outside of verbs
+    assert {verb for _, verb in watch.waits} - {"-"} == waiting  # "-": outside of verbs
     assert check_trace(result.trace) == []
     device = watch.runs
     assert watch.order.checked > 1000 and device.run_late > 1000 and device.reused > 100 and device.poisoned > 100
@@ -84,6 +107,48 @@ def test_every_kind_of_policy(checkpoint, name):
         result = run_under(source, POLICIES[name])
     assert result.tokens == expected
     check_clean(result, watch)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", *MODULES])
+def test_every_architecture(tmp_path, kind):
+    """Layers of our own, and transformers' with softcaps, sinks, windows and experts; all tiers at once."""
+    if kind in MODULES:
+        expected = greedy(save_tiny(tmp_path, kind), PROMPTS, MAX_TOKENS)
+    else:
+        window = {"sliding_window": 9} if kind == "mistral" else {}
+        model = save_llama(tmp_path, kind=kind, **window)
+        expected = InMemory(model).generate(PROMPTS, MAX_TOKENS, ignore_eos=True)
+    with fake_cuda() as watch:
+        result = run_under(Checkpoint(tmp_path), EVERYWHERE)
+    assert result.tokens == expected
+    check_clean(result, watch, PACKED_TEXTS if kind in MODULES else frozenset())
+
+
+@pytest.mark.parametrize("kind", ["opt", "qwen2"])
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_changes_tokens_changes_them_as_on_a_cpu(tmp_path, kind, name):
+    """Fewer bits and selections that leave tokens out have no reference but our own run."""
+    save_opt(tmp_path, layers=3, heads=4, ffn=64) if kind == "opt" else save_llama(
+        tmp_path, kind=kind, layers=3, kv_heads=4, ffn=64
+    )
+    source = Checkpoint(tmp_path)
+    expected = run_under(source, LOSSY[name], device=torch.device("cpu")).tokens
+    with fake_cuda() as watch:
+        result = run_under(source, LOSSY[name])
+    assert result.tokens == expected
+    check_clean(result, watch)
+
+
+def test_a_trace_of_streams_may_end_before_its_wave(checkpoint):
+    source, expected = checkpoint
+    with fake_cuda() as watch:
+        result = run_under(source, POLICIES["hybrid"], keep_trace=100)
+        again = run_under(source, POLICIES["hybrid"], keep_trace=False)
+        made, _ = torch.cuda.Event.made, run_under(source, POLICIES["hybrid"], keep_trace=False)
+        assert torch.cuda.Event.made - made < CudaClock.TRIES + 100  # of some 300 that are recorded
+    assert result.tokens == again.tokens == expected
+    assert len(result.trace) == 100 and check_trace(result.trace) == [] == again.trace
+    assert dict(watch.order.faults) == {}
 
 
 # ---- faults that must be found

@@ -1,18 +1,16 @@
-"""The launcher: the same tokens and clean traces whatever the delays, with threads and with CUDA-like streams."""
+"""The launcher with threads: the same tokens and clean traces, errors, lookahead, times. With streams: fake_cuda."""
 
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from models import FakeStream, save_llama, save_opt
-from policies import wider_policies
+from models import save_opt
 
 from flexhybrid.core.plan import stream
-from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.dependencies import HAZARDS
@@ -21,14 +19,13 @@ from flexhybrid.core.trace import LaneTimes, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime import clock as lanes
-from flexhybrid.runtime.clock import Clock, Lane, StreamLane
+from flexhybrid.runtime.clock import Clock, Lane
 from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.links import TURN
 from flexhybrid.runtime.profiling.cpu_use import ThreadAccount
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
-from sim import catalogue
 
 pytestmark = pytest.mark.usefixtures("every_core")
 
@@ -49,24 +46,6 @@ POLICIES = [
         max_mini_batch_tokens=160,
     ),
 ]
-
-WIDER = wider_policies(wide=100, narrow=60, chunk=16)
-
-
-class FakeCudaEngine(Engine):
-    """An engine on streams with CUDA's meaning and random delays."""
-
-    def __init__(self, *args, seed: int, kinds=HAZARDS, **options):
-        super().__init__(*args, **options)
-        self.seed, self.kinds, self.streams = seed, kinds, []
-        self.host_threads, self.host_workers = 2, ThreadPoolExecutor(2)  # as beside a GPU
-
-    def lanes(self, executor):
-        torch.set_num_threads(1)
-        self.streams = [FakeStream(self.seed * 10 + i) for i in range(3)]
-        names = ("compute", "h2d", "d2h")
-        lanes = [StreamLane(n, executor.perform, s) for n, s in zip(names, self.streams, strict=True)]
-        return [*lanes, *(Lane(name, executor.perform) for name in ("host_compute", "disk_read", "disk_write"))]
 
 
 @pytest.fixture(scope="module")
@@ -95,77 +74,19 @@ def run(checkpoint, policy, make_engine, keep_trace=True, **options):
         weights.close()
 
 
-def tokens_under_delays(source, policy, seed, **options) -> list[list[int]]:
-    """What streams with random delays give, by a clean trace."""
-    result, engine = run(source, policy, lambda *of: FakeCudaEngine(*of, seed=seed), **options)
-    for fake in engine.streams:
-        fake.close()
-    assert check_trace(result.trace) == []
-    return result.tokens
-
-
-def check_delays_change_nothing(source, policy) -> None:
-    """For what has no reference but our own threads."""
-    expected, _ = run(source, policy, lambda *of: Engine(*of, num_threads=1))
-    for seed in range(2):
-        assert tokens_under_delays(source, policy, seed) == expected.tokens
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=["kv", "hybrid", "mixed tiers", "mixed tiers, weights resident"])
-@pytest.mark.parametrize("seed", range(3))
-def test_streams_with_random_delays_give_the_reference_tokens(checkpoint, policy, seed):
-    source, expected = checkpoint
-    assert tokens_under_delays(source, policy, seed) == expected
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_a_trace_may_end_before_its_wave(checkpoint, streams):
+def test_a_trace_may_end_before_its_wave(checkpoint):
     """The first tasks are those of a whole trace; what runs afterwards is the same."""
     source, expected = checkpoint
-    make = (lambda *of: FakeCudaEngine(*of, seed=1)) if streams else (lambda *of: Engine(*of, num_threads=1))
+
+    def make(*of):
+        return Engine(*of, num_threads=1)
+
     whole, _ = run(source, POLICIES[1], make)
     for count in (1, 100, len(whole.trace) + 1):
         part, _ = run(source, POLICIES[1], make, keep_trace=count)
         assert part.tokens == whole.tokens == expected
         assert [e.task.key for e in part.trace] == [e.task.key for e in whole.trace[:count]]
         assert check_trace(part.trace) == []
-
-
-@pytest.mark.parametrize("name", WIDER)
-@pytest.mark.parametrize("seed", range(2))
-def test_streams_with_random_delays_run_every_verb(checkpoint, name, seed):
-    source, expected = checkpoint
-    assert tokens_under_delays(source, WIDER[name], seed, hardware=catalogue.load("t4")) == expected
-
-
-@pytest.mark.parametrize("kind", ["opt", "qwen2"])
-def test_streams_with_random_delays_run_packed_rows_and_rotations(tmp_path, kind):
-    """Fewer bits have no reference but our own threads, and every seed's delays must change nothing."""
-    if kind == "opt":
-        save_opt(tmp_path, heads=4, ffn=64)
-    else:
-        save_llama(tmp_path, kind=kind, heads=4, kv_heads=4, ffn=64)
-    policy = Policy(
-        weights=Placement(device=0.3, host=0.3, disk=0.4), bits=Bits(8, 4, 8), max_mini_batch_tokens=100,
-        cache={"act@disk": 0.2, "act@device": 0.2, "kv@disk": 0.2, "kv@device": 0.2, "kv@host": 0.2},
-    )  # fmt: skip
-    check_delays_change_nothing(Checkpoint(tmp_path), policy)
-
-
-@pytest.mark.parametrize("kind", ["opt", "qwen2"])
-@pytest.mark.parametrize("victim", [None, "lru"])
-def test_streams_with_random_delays_fetch_the_same_tokens(tmp_path, kind, victim):
-    """A speculative selection has no reference but our own threads: head by head, by token, and in a limited pool."""
-    if kind == "opt":
-        save_opt(tmp_path, layers=3, heads=4, ffn=64)
-    else:
-        save_llama(tmp_path, kind=kind, layers=3, heads=4, kv_heads=2, ffn=64)
-    pool, cache = (0.6, {"kv@host": 1.0}) if victim else (1.0, {"act@host": 0.4, "kv@host": 0.6})
-    policy = Policy(
-        weights=Placement(device=0.3, host=0.7), cache=cache, max_mini_batch_tokens=100,
-        selection=Selection("speculative", None, 0.5, 0.3, 0.5, pool, victim or "fifo", "device"),
-    )  # fmt: skip
-    check_delays_change_nothing(Checkpoint(tmp_path), policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["kv", "hybrid", "mixed tiers", "mixed tiers, weights resident"])
