@@ -11,6 +11,8 @@ import numpy as np
 from experiments import reference
 from experiments.reproduce import published
 from experiments.reproduce.capture import setup as capture
+from experiments.reproduce.kvpr import setup as kvpr
+from experiments.reproduce.kvpr.latency import TABLES, kvpr_s
 from experiments.reproduce.paper import values_of
 from flexhybrid.core.hardware import Line
 from sim import catalogue
@@ -53,6 +55,22 @@ def rtx4090_capture() -> Datasheet:
     return replace(base, name=capture.ENTRY, lines=lines, rates=rates)
 
 
+def a100_kvpr() -> Datasheet:
+    """KVPR's main testbed: the link, fitted on Accelerate's latencies; the rest is the a100-40g's."""
+    base, fitted = load_datasheet(catalogue.FOLDER / "a100-40g.json"), kvpr.fit_a100()
+    copy = {"overhead_us": 10.0, "gb_per_s": _rounded(values_of(fitted)["link_gb_per_s"])}
+    paper, ours = [], []
+    for model in TABLES.values():
+        rows = reference.rows("kvpr_table3_4", model=model, method="KVPR", metric="decode_latency")
+        paper += list(rows["value"])
+        ours += list(kvpr_s(model, list(zip(rows["prompt_len"], rows["gen_len"], strict=True))))
+    host_s = values_of(fitted)["host_s"]
+    on = f"KVPR, {fitted[0].fitted_on}: the link; a layer of transformers' code takes {1e3 * host_s:.2f} ms besides, "
+    on += "which is no part of this machine; the rest is a100-40g's, assumed"
+    rates = {"kind": "fitted", "on": on, "held_out": f"KVPR's latencies there: {in_words(ours, paper)}"}
+    return replace(base, name="a100-kvpr", lines={"h2d": copy, "d2h": copy}, rates=rates)
+
+
 def t4_flexgen() -> Datasheet:
     """The T4 at the rates of FlexGen's engine: attention as its authors fitted it, 4-bit code, a disk's page cache."""
     base, fitted = load_datasheet(catalogue.FOLDER / "t4.json"), values_of(published.refit_engine())
@@ -80,7 +98,11 @@ def _rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-ENTRIES: dict[str, Callable[[], Datasheet]] = {capture.ENTRY: rtx4090_capture, published.ENTRY: t4_flexgen}
+ENTRIES: dict[str, Callable[[], Datasheet]] = {
+    capture.ENTRY: rtx4090_capture,
+    published.ENTRY: t4_flexgen,
+    "a100-kvpr": a100_kvpr,
+}
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from experiments import reference
-from experiments.reproduce import registry
+from experiments.reproduce import machines, registry
 from experiments.reproduce.calibrate import MOST_CONSTANTS
 from experiments.reproduce.experiment import Experiment
 from experiments.reproduce.kvpr import figures as kvpr_figures
@@ -24,6 +24,8 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
+from sim import catalogue
+from sim.datasheet import load_datasheet
 from sim.virtual_clock import run, summarize
 
 TABLES = {"kvpr_table1": ("Table 1",), "kvpr_table2": ("Table 2",), "kvpr_table3_4": ("Table 3", "Table 4"),
@@ -338,3 +340,10 @@ def test_closed_form_is_the_virtual_clock_for_a_row(policy):
     closed = setup.run_one(shape, hardware, policy, 64, 512, 9).row()
     wave = admit(Problem(shape=shape, hardware=hardware), policy, Workload.uniform(64, 512, 9))
     assert closed["decode_s"] == pytest.approx(summarize(run(stream(wave), hardware)).decode_s, rel=0.01)
+
+
+def test_the_catalogues_a100_is_the_fit():
+    fresh, kept = machines.a100_kvpr(), load_datasheet(catalogue.FOLDER / "a100-kvpr.json")
+    assert replace(fresh, lines={}) == replace(kept, lines={})
+    assert kept.lines["h2d"] == pytest.approx(fresh.lines["h2d"], rel=1e-3)
+    assert setup.a100_link() == pytest.approx(setup.values_of(setup.fit_a100())["link_gb_per_s"], rel=1e-3)

@@ -19,6 +19,7 @@ GB = 10**9
 #: GiB of device and host memory, GB/s of the link, GB of the disk: as the testbeds' papers state, or as assumed.
 MACHINES = {
     "rtx4090": (24, 882, 31.5, None),
+    "a100-kvpr": (40, 512, 31.5, None),
     "t4-flexgen": (16, 208, 15.75, 1500),
     "rtx4090-capture": (24, 882, 31.5, None),
     "a100-40g": (40, 512, 31.5, None),  # the host is assumed
