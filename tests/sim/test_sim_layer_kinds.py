@@ -13,6 +13,7 @@ from toy_machine import SHAPE, machine
 from flexhybrid.core.memory import memory_plan
 from flexhybrid.core.model.attention import PLAIN, AttentionKind
 from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
+from flexhybrid.core.model.states import LayerState
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
@@ -156,3 +157,10 @@ def test_what_requests_share_counts_as_far_as_a_window_sees_it(attention, in_pla
         assert attended[0] == 4 * shape.query_width * 8 * 48
     else:  # side by side, masks hide what lies before the window
         assert attended[0] <= attended[1]
+
+
+def test_chosen_layers_keep_their_kinds():
+    state = LayerState((), attends=False)
+    shape = replace(EXPERTS, attention=(AttentionKind(64), PLAIN), states=(None, state) * 3)
+    chosen = [0, 3, 5, 2]
+    assert shape.of_layers(chosen).layer_kinds == tuple(shape.layer_kinds[layer] for layer in chosen)

@@ -138,7 +138,8 @@ class ModelShape:
         """Return the shape of a model that has these of its layers alone."""
         attention = tuple(self.attention[layer % len(self.attention)] for layer in layers)
         modules = self.modules and replace(self.modules, kind_of=tuple(self.modules.kind_of[layer] for layer in layers))
-        return replace(self, num_layers=len(layers), attention=attention, modules=modules)
+        states = tuple(self.states[layer] for layer in layers) if self.states else self.states
+        return replace(self, num_layers=len(layers), attention=attention, modules=modules, states=states)
 
     def of_weights(self, kind: int) -> "ModelShape":
         """Return the shape of a model whose layers all have the tensors of one kind."""
