@@ -1,0 +1,124 @@
+"""Recurrent layers give transformers' own tokens wherever their states lie, whoever joins, leaves or steps back."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from policies import wider_policies
+from runs import run_wave
+from test_refill import answers, some_requests
+from tiny_models import greedy, save_tiny
+from toy_machine import machine
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.memory import memory_plan
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
+from flexhybrid.core.schedule.refill import may_share, sharing_limit
+from flexhybrid.core.trace import check_trace
+from flexhybrid.core.wave import admit
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.buffers import Buffers
+from flexhybrid.runtime.models.states import groups_of
+from flexhybrid.runtime.storage.loader import Checkpoint
+from sim.presets import hybrid, kv_only
+from sim.simulate import simulate
+
+pytest.importorskip("greenlet")
+
+WIDER = wider_policies(400, 24, 12)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """By type: the folder of a tiny model, and the model. Delta nets beside attention; convolutions; Mamba alone."""
+    made = {}
+    for model_type in ("qwen3_next", "lfm2", "mamba"):
+        folder = tmp_path_factory.mktemp(model_type)
+        made[model_type] = folder, save_tiny(folder, model_type)
+    return made
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2", "mamba"])
+def test_requests_that_join_leave_and_step_back_get_the_references_tokens(models, tmp_path, model_type):
+    folder, model = models[model_type]
+    prompts, max_tokens, stops = some_requests(3, 7, 40)
+    expected = [
+        greedy(model, [prompt], min(length, stop))[0]
+        for prompt, length, stop in zip(prompts, max_tokens, stops, strict=True)
+    ]
+    checkpoint = Checkpoint(folder)
+    for states, share in (("host", 0.01), ("device", 1.0)):
+        policy = replace(hybrid(0.5), states=states, max_mini_batch_tokens=120)
+        assert answers(checkpoint, policy, prompts, max_tokens, stops, 3, tmp_path, share) == expected
+
+
+@pytest.mark.parametrize("name", ["disk", "row", "chunks, hidden on host", "host attention", "kvpr"])
+def test_every_way_to_run_gives_the_references_tokens(models, name):
+    folder, model = models["qwen3_next"]
+    prompts = [list(range(3, 33)), [5, 9, 2], [8, 44, 71]]  # one longer than a mini-batch may be; two alike in length
+    expected = greedy(model, prompts, 6)
+    result = run_wave(Checkpoint(folder), WIDER[name], prompts, 6, hardware=machine())
+    assert result.tokens == expected and check_trace(result.trace) == []
+
+
+def test_states_cross_the_link_once_each_way_in_each_recurrent_layer(models):
+    checkpoint = Checkpoint(models["qwen3_next"][0])
+    shape, prompts = checkpoint.shape, [[3, 4, 5], [6, 7, 8, 9]]
+    each = sum(state.num_bytes(4) for state in map(shape.state_of, shape.recurrent) if state)
+    assert shape.recurrent == (0, 1, 2) and shape.attending == (3,) and each > 0
+    for states in ("host", "device"):
+        result = run_wave(checkpoint, replace(kv_only(), states=states), prompts, 3, hardware=machine())
+        moved = {verb: 0 for verb in ("load_state", "store_state")}
+        for event in result.trace:
+            if event.task.verb in moved:
+                moved[event.task.verb] += event.task.work.link_bytes
+        times = {"host": 1, "device": 0}[states]
+        assert moved == {"load_state": times * 2 * 2 * each, "store_state": times * 3 * 2 * each}
+
+
+@pytest.mark.parametrize("states", ["host", "device"])
+def test_the_plan_of_memory_is_what_is_allocated_for_states_and_blocks(models, states):
+    shape = Checkpoint(models["qwen3_next"][0]).shape
+    policy = replace(hybrid(0.5), states=states)
+    problem = Problem(shape=shape, dtype="float32", hardware=machine())
+    wave = admit(problem, policy, Workload(np.array([9, 30, 17]), np.array([4, 4, 4])))
+    sizes = buffer_sizes(wave)
+    plan, buffers = (
+        memory_plan(problem, policy, sizes),
+        Buffers(shape, policy, sizes, torch.float32, torch.device("cpu")),
+    )
+    in_pools = sum(tensor.nbytes for pools in buffers.states.pools.values() for tensor in pools)
+    assert in_pools == plan[states]["state pool"]
+    blocks = sum(sum(layer.nbytes for layer in pool) for pool in buffers.pools.values())
+    assert blocks == plan["host"]["kv pool"] + plan["host"]["act pool"]
+
+
+def test_a_prediction_counts_the_traffic_of_states(models):
+    shape = Checkpoint(models["qwen3_next"][0]).shape
+    problem = Problem(shape=shape, dtype="float32", hardware=machine())
+    each = sum(state.num_bytes(4) for state in map(shape.state_of, shape.recurrent) if state)
+    run = simulate(problem, replace(kv_only(), states="host"), 4, 20, 5)
+    assert run.to_dict()["traffic_bytes"]["d2h"]["state"] == pytest.approx(5 * 4 * each)
+
+
+def test_what_a_recurrent_model_cannot_do_is_said(models):
+    folder, _ = models["lfm2"]
+    shape = Checkpoint(folder).shape
+    assert not may_share(Policy(), shape) and "recurrent" in str(sharing_limit(Policy(), shape))
+    with pytest.raises(InputError, match=r"token ids \(tok\) for a model with recurrent layers"):
+        run_wave(Checkpoint(folder), WIDER["tok"], [[3, 4, 5]], 3, hardware=machine())
+    with pytest.raises(InputError, match="states is 'disk'; it must be one of auto, device, host"):
+        Policy(states="disk")
+    assert Policy(cache={"kv@device": 1.0}).state_tier == "device" and Policy().state_tier == "host"
+
+
+def test_requests_of_equal_lengths_run_together():
+    groups = groups_of(np.array([3, 1, 3]), torch.device("cpu"))
+    assert [(group.batch, group.tokens) for group in groups] == [(1, 1), (2, 3)]
+    assert [group.rows.tolist() for group in groups if group.rows is not None] == [[3], [0, 1, 2, 6, 7, 8]]
+    assert groups_of(np.array([2, 2]), torch.device("cpu"))[0].rows is None
