@@ -26,7 +26,7 @@ from flexhybrid.runtime.models.text_part import takes_more_than_text, text_part
 NAME = "flexhybrid"  #: of our attention, as transformers knows it
 LIBRARIES = ("transformers", "greenlet")
 #: Kinds of layers, as configurations name them, that keep a state, and those that are a feed-forward network alone.
-RECURRENT, PLAIN = ("linear_attention", "conv", "hybrid"), ("moe", "mlp")
+RECURRENT, PLAIN = ("linear_attention", "mamba", "conv", "hybrid"), ("moe", "mlp")
 
 
 class Refused(Exception):
@@ -60,6 +60,7 @@ class Embedded(NamedTuple):
 
 
 _AT_THE_LAST = object()  #: that forward tells so that it waits
+_NOTHING_ELSE = object()  #: stands for what a layer returns beside hidden states
 
 
 def check_libraries() -> None:
@@ -172,6 +173,7 @@ class Layers:
         self._records: dict[int, LayerCall] | None = None  # while stand-ins stand: what they were called with
         self.hidden_size = 0
         self._passed: torch.Tensor | None = None
+        self._pairs: bool | None = None  # whether a layer returns more than hidden states; None: not known yet
         self._seen: torch.Tensor | None = None  # the mask that the model is given while it is looked at
         for index, layer in enumerate(self.layers):
             self._wrap(index, layer)
@@ -197,17 +199,34 @@ class Layers:
             elif hidden_states is not self._passed:
                 raise Refused("it computes something between its layers")
             kwargs = {name: None if value is self._seen else value for name, value in kwargs.items()}
+            if any(value is _NOTHING_ELSE for value in (*args, *kwargs.values())):
+                raise Refused("its layers pass on more than hidden states")
             self._records[index] = LayerCall(args, kwargs)
             if index == last:
                 parent: Any = greenlet.getcurrent().parent
-                return parent.switch(_AT_THE_LAST)
-            return hidden_states
+                hidden_states = parent.switch(_AT_THE_LAST)
+            return (hidden_states, _NOTHING_ELSE) if self._pairs else hidden_states
 
         layer.forward = forward
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> Embedded:
         """Run the model's forward, with stand-ins for its layers, over tokens at positions, both [R], up to the last
         layer's result."""
+        if self._pairs is not None:
+            return self._embed(ids, positions)
+        try:
+            embedded = self._embed(ids, positions)
+            self._pairs = False
+        except Exception as error:  # what a model raises that unpacks what its layers return
+            self._pairs = True
+            try:
+                return self._embed(ids, positions)
+            except Exception as second:
+                self._pairs = None
+                raise (second if isinstance(second, Refused) and "pass on" in str(second) else error) from None
+        return embedded
+
+    def _embed(self, ids: torch.Tensor, positions: torch.Tensor) -> Embedded:
         import greenlet
 
         # Without a mask packed texts are looked for, by value; the values of this one are looked at, too.
