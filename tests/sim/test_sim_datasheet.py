@@ -1,5 +1,6 @@
 """``flexhybrid hardware``: machines listed, shown, written; rates that a command sets; answers that say their rates."""
 
+import csv
 import json
 
 import pytest
@@ -124,3 +125,13 @@ def test_rates_and_memories_are_set_on_the_command_line(capsys):
 def test_flags_that_contradict_are_refused(arguments, words, capsys):
     assert cli.main(["simulate", "--hardware", "l4", *RUN, *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_sweep_says_where_its_rates_come_from(tmp_path):
+    (tmp_path / "grid.json").write_text(
+        '{"system": "kv_only", "model": "opt-6.7b", "hardware": ["t4-flexgen", "l4"], "batch": 1, "prompt_len": 8, '
+        '"gen_len": 2}'
+    )
+    assert cli.main(["sweep", str(tmp_path / "grid.json"), "--workers", "1", "--quiet"]) == 0
+    rows = list(csv.DictReader((tmp_path / "grid.csv").read_text().splitlines()))
+    assert [row["rates"] for row in rows] == ["fitted", "assumed"]

@@ -61,7 +61,8 @@ def evaluate(points: list[dict]) -> list[dict]:
             outcomes[index] = outcome
     if len(points) == 1 and isinstance(outcomes[0], InputError):
         raise outcomes[0]
-    return [{"error": str(row)} if isinstance(row, InputError) else _flat(row) for row in outcomes]
+    kind = systems[0].hardware.rates["kind"]  # points of a group have one machine
+    return [{"error": str(row)} if isinstance(row, InputError) else _flat(row) | {"rates": kind} for row in outcomes]
 
 
 def _flat(o: SimulatedRun) -> dict:
