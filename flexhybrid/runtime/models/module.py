@@ -238,11 +238,15 @@ class ModulePath:
         """Put tensors outside the layers into their modules; make the buffers that no checkpoint holds."""
         own = self.model.state_dict(keep_vars=True)
         by_id = {id(own[name]): tensor for name, tensor in outer.items()}
-        for module in self.model.modules():
+        made: set[str] = set()  # modules with such buffers, and those around them, which may fill them
+        for path, module in self.model.named_modules():
             unknown = [k for k, b in module._buffers.items() if b is not None and b.is_meta and id(b) not in by_id]
             for key in unknown:
                 module._buffers[key] = torch.empty_like(module._buffers[key], device=self.device)
-            if unknown:  # its parameters are on the meta device still
+            if unknown:
+                made |= {path[:end] for end, character in enumerate(path) if character == "."} | {"", path}
+        for path, module in self.model.named_modules():
+            if path in made:  # its parameters are on the meta device still
                 self.model._init_weights(module)
         for module in self.model.modules():
             for places in (module._parameters, module._buffers):
