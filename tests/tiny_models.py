@@ -105,6 +105,13 @@ OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_group": 1, "topk_group": 1, "n_routed_experts": 4},
 }
 
+#: Sizes of the part for pictures.
+VISION: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 1, "depth": 1, "num_attention_heads": 2, "num_heads": 2,
+    "intermediate_size": 32, "image_size": 28, "patch_size": 14, "out_hidden_size": 64, "vision_output_dim": 64,
+    "projector_input_dim": 32, "projector_output_dim": 64,
+}  # fmt: skip
+
 
 def tiny_config(model_type: str):
     """Return a configuration of this type at a tiny size. Raises whatever transformers raises where that is none."""
@@ -118,6 +125,12 @@ def tiny_config(model_type: str):
     names = {*known, *getattr(CONFIG_MAPPING[model_type], "attribute_map", {})}
     sizes = {name: value for name, value in SIZES.items() if name in names and _takes(known.get(name, 0), value)}
     sizes |= {name: None for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    if known.get("text_config") is not None:
+        sizes["text_config"] = tiny_config(known["text_config"].model_type).to_dict()
+    if known.get("vision_config") is not None:
+        seeing = vars(known["vision_config"])
+        sizes["vision_config"] = {name: value for name, value in VISION.items() if name in seeing}
+        sizes |= {name: 96 for name in known if name.endswith(("token_id", "token_index")) and "image" in name}
     return AutoConfig.for_model(model_type, **{**sizes, **OWN.get(model_type, {})})
 
 
