@@ -81,6 +81,9 @@ class Device(Plain):
         address = tensor.data_ptr() or tensor.untyped_storage().data_ptr()  # 0: it has no elements
         return 0 <= address - self.base < ARENA_BYTES
 
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return False  # what is page-locked is registered
+
     def raw(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the same memory without holding it: what a kernel's arguments are."""
         if not tensor.numel() or not self.on_device(tensor):

@@ -71,6 +71,9 @@ class Plain:
     def on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned()
+
     def run(self, _stream, func, args, kwargs) -> Any:
         return func(*args, **kwargs)
 
@@ -162,7 +165,10 @@ class Watch:
             for tensor, write in [(t, False) for t in reads] + [(t, True) for t in writes]:
                 if tensor.device.type == "cpu":
                     self.on_host(span_of(tensor), write, info.name)
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            if info.name == "_to_copy" and runs.on_device(made):
+                self.by_stream(torch.cuda.current_stream(), span_of(made), True, info.name)
+            return made
         if info.name in WAITING or _is_masked(info, args) or info.name == "_to_copy" and self._to_host(kwargs):
             return self._wait(func, args, kwargs, operands)
         staged = info.name == "copy_" and not all(places) and not self._is_direct(writes[0], args[1])
@@ -201,7 +207,8 @@ class Watch:
         """Return whether a copy over the link needs no help of the host: page-locked, and contiguous on both sides."""
         host = source if self.runs.on_device(target) else target
         alike = target.dtype == source.dtype and target.shape == source.shape
-        return self.is_registered(host.data_ptr()) and alike and target.is_contiguous() and source.is_contiguous()
+        locked = self.is_registered(host.data_ptr()) or self.runs.is_pinned(host)
+        return locked and alike and target.is_contiguous() and source.is_contiguous()
 
     def _wait_for(self, name: str) -> None:
         self.waits[name, self.verb] += 1

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fake_cuda.watch import watching
 from models import save_opt
 from policies import wider_policies
 
@@ -111,6 +112,16 @@ def test_traces_of_streams_are_clean(case, tmp_path, name):
     for _ in range(3):
         result = engine.run(engine.executor(wave, prompts, greedy_plan(len(prompts))), RunControl(keep_trace=True))
         assert check_trace(result.trace, tolerance_s=5e-5) == []
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_access_is_in_the_order_of_events(case, tmp_path, name):
+    """The check of the fake device, on this one: nothing is deferred, every operation runs where it is called."""
+    prompts = case[1]
+    with watching() as watch:
+        wave, engine = engine_of(case, ALL[name], tmp_path)
+        engine.run(engine.executor(wave, prompts, greedy_plan(len(prompts))))
+    assert watch.order.checked > 1000 and dict(watch.order.faults) == {}
 
 
 def sampled_every_way(num_requests: int) -> SamplingPlan:
