@@ -31,7 +31,7 @@ KIND_COLORS = {
     "disk_read": "#8c564b",
     "disk_write": "#e6ab02",
 }
-CARGO_COLORS = {"weights": "#7f7f7f", "kv": "#1f77b4", "act": "#ff9f40", "hidden": "#9edae5"}
+CARGO_COLORS = {"weights": "#7f7f7f", "kv": "#1f77b4", "act": "#ff9f40", "hidden": "#9edae5", "state": "#98df8a"}
 LINK_HATCHES = {"h2d": "", "d2h": "//", "disk_read": "..", "disk_write": "xx"}
 RESOURCE_COLORS = {
     **{"compute": KIND_COLORS["compute"], "h2d": "#1f77b4", "d2h": "#7570b3"},

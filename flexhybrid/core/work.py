@@ -53,6 +53,16 @@ def move_state(state_bytes, batch, num_tensors) -> Work:
     return Work(link_bytes=batch * state_bytes, num_copies=num_tensors)
 
 
+def keep_state(work: Work, state_bytes, batch) -> Work:
+    """A verb's work that also reads and writes the states of a mini-batch's requests."""
+    return work._replace(memory_bytes=work.memory_bytes + 2 * batch * state_bytes)
+
+
+def together(first: Work, second: Work) -> Work:
+    """The work of two verbs on the same rows as one."""
+    return second._replace(memory_bytes=first.memory_bytes + second.memory_bytes, flops=first.flops + second.flops)
+
+
 def assemble(shape: ModelShape, p: int, tokens) -> Work:
     """Bring loaded and recomputed keys and values, head-major, into the attention buffer: read and write."""
     return Work(memory_bytes=2 * tokens * shape.kv_token_bytes(p), tokens=tokens)

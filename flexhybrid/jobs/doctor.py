@@ -96,7 +96,8 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
     if tokens > shape.max_context:
         return fit | {"how": f"the model has {shape.max_context} positions"}
     if hardware is None:
-        need = size + shape.num_layers * tokens * shape.kv_token_bytes(p)
+        need = size + len(shape.attending) * tokens * shape.kv_token_bytes(p)
+        need += sum(state.num_bytes(p) for state in map(shape.state_of, shape.recurrent) if state)
         return fit | {"how": _by_size(need, budgets, PLACES[device.type])}
     try:
         problem = Problem(shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**budgets))

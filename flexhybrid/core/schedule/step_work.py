@@ -163,12 +163,15 @@ def with_state(
 ) -> dict[str, Work]:
     """``step_work`` of a layer that keeps ``state`` of a request; ``works`` themselves where it keeps none.
 
-    A prompt begins with no state: nothing is loaded for it.
+    A prompt begins with no state: nothing is loaded for it. A layer that does not attend is computed at once.
     """
     if state is None:
         return works
+    finish = work.keep_state(works["finish"], state.num_bytes(p), c.batch)
     if not state.attends:
+        finish = work.together(works["project"], finish)
         works = {verb: works[verb] for verb in STATE_VERBS if verb in works}
+    works = works | {"finish": finish}
     if state.tensors and policy.state_tier == "host":
         moved = work.move_state(state.num_bytes(p), c.batch, len(state.tensors))
         works = works | ({} if c.prefill else {"load_state": moved}) | {"store_state": moved}
