@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda.order import Span
-from fake_cuda.watch import Arrays, Plain, Watch, operation, span_of, watching
+from fake_cuda.watch import Arrays, Plain, Watch, operation, watching
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -425,6 +425,3 @@ def fake_cuda(seed: int = 0, deferred: bool = True) -> Iterator[Watch]:
         finally:
             for kept in (cuda.lane_streams, cuda.lane_events):
                 kept.cache_clear()
-
-
-__all__ = ["DEVICE", "Device", "Event", "Stream", "fake_cuda", "span_of"]
