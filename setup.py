@@ -38,7 +38,7 @@ setup(
         "jinja2",
         "pulp[highs]>=3.3.2,<5",
         "safetensors",
-        "transformers>=4.45",
+        "transformers>=4.45,<6",  # 5.6 for models that run through its layers (runtime/models/transformer.py)
         "greenlet>=3",  # runs transformers' layers up to their attention
         "tokenizers",
         "tqdm",

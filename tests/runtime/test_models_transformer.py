@@ -1,10 +1,18 @@
-"""What runs transformers' layers: its shortcuts change nothing that is computed."""
+"""What runs transformers' layers: its shortcuts change nothing that is computed, and a transformers that does
+otherwise than the one it was written for is refused with a sentence."""
+
+import re
+from typing import Any
 
 import pytest
 import torch
+from tiny_models import save_tiny
 from transformers import LlamaConfig, MixtralConfig
 
+from flexhybrid.core.errors import InputError
+from flexhybrid.runtime.models import transformer
 from flexhybrid.runtime.models.transformer import call_directly
+from flexhybrid.runtime.storage.loader import Checkpoint
 
 pytest.importorskip("greenlet")
 
@@ -38,3 +46,74 @@ def test_a_configuration_read_directly_gives_the_same(make):
     call_directly(model)
     assert {name: getattr(config, name) for name in before} == before
     assert isinstance(config, make)
+
+
+def eager_instead(monkeypatch):
+    """Attention that is not asked for by name."""
+    from transformers.models.gemma2 import modeling_gemma2 as gemma2
+
+    interface = type(vars(gemma2)["ALL_ATTENTION_FUNCTIONS"])
+    monkeypatch.setattr(interface, "get_interface", lambda self, name, default: default)
+
+
+def renamed_layers(monkeypatch):
+    """A cache that holds its layers by another name."""
+
+    class Renamed:
+        def __init__(self, config):
+            self.parts = [config]
+
+    monkeypatch.setattr("transformers.DynamicCache", Renamed)
+
+
+def renamed_window(monkeypatch):
+    """A cache whose layers say by another name how much they keep."""
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+
+    def own_name(layer, name):
+        if name == "sliding_window":
+            raise AttributeError(name)
+        return object.__getattribute__(layer, name)
+
+    monkeypatch.setattr(DynamicSlidingWindowLayer, "__getattribute__", own_name)
+
+
+def renamed_mask_function(monkeypatch):
+    """A mask whose rule comes by another name."""
+    own: Any = transformer._mask
+    monkeypatch.setattr(transformer, "_mask", lambda *args, mask_function, **more: own(*args, rule=mask_function))
+
+
+def masks_of_its_own(monkeypatch):
+    """Masks that are not asked for by name."""
+    from transformers.models.gemma2 import modeling_gemma2 as gemma2
+
+    def made(**_):
+        return None
+
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        monkeypatch.setattr(gemma2, name, made)
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (eager_instead, "layer 0 cannot be run by itself"),
+        (renamed_layers, "'layers'"),
+        (renamed_window, "sliding_window"),
+        (renamed_mask_function, "mask_function"),
+        (masks_of_its_own, "AttentionMaskInterface"),
+    ],
+)
+def test_a_change_inside_of_transformers_is_refused_with_a_sentence(tmp_path, monkeypatch, change, reason):
+    save_tiny(tmp_path, "gemma2")
+    change(monkeypatch)
+    with pytest.raises(InputError, match=f"'gemma2' cannot be run exactly: .*{re.escape(reason)}"):
+        Checkpoint(tmp_path)
+
+
+def test_an_older_transformers_is_refused_with_its_version(tmp_path, monkeypatch):
+    save_tiny(tmp_path, "gemma2")
+    monkeypatch.setattr(transformer, "version", {"transformers": "5.5.4"}.get)
+    with pytest.raises(InputError, match=r"needs transformers 5\.6 or later; installed is 5\.5\.4"):
+        Checkpoint(tmp_path)

@@ -168,8 +168,10 @@ def _check_cache(text, windows: Sequence[int | None], longest: int) -> None:
     tokens are would depend on the cache."""
     from transformers import DynamicCache
 
-    for cached, window in zip(DynamicCache(config=text).layers, windows, strict=False):
-        kept = getattr(cached, "sliding_window", None) if getattr(cached, "is_sliding", False) else None
+    layers: Any = DynamicCache(config=text).layers
+    for cached, window in zip(layers, windows, strict=False):
+        # No defaults where keys and values are kept: another name must not pass.
+        kept = cached.sliding_window if hasattr(cached, "keys") and cached.is_sliding else None
         if kept is not None and (window or longest) > kept:
             raise Refused(f"its cache keeps {kept} tokens of a layer, and its mask lets see more")
 

@@ -128,7 +128,13 @@ def window_of(mask_function, longest: int) -> int | None:
 
 def look(layers: Layers, longest: int) -> list[LayerFacts]:
     """Return the facts of each layer. Raise Refused with the reason why the model cannot run exactly."""
-    with torch.inference_mode(), masks_made_by(lambda function: _TaggedMask(function, longest)):
+    asked = []
+
+    def tagged(mask_function) -> _TaggedMask:
+        asked.append(mask_function)
+        return _TaggedMask(mask_function, longest)
+
+    with torch.inference_mode(), masks_made_by(tagged):
         ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
         hidden, calls, _ = _told(lambda: layers.embed(ids, ids), "what stands before its layers")
         if hidden.dim() != 3 or hidden.shape[:2] != (1, ROWS):
@@ -144,6 +150,8 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
         facts = look_at_all(latents=True)
         if len({fact.attention.kv_gen.width for fact in facts if fact.attention}) > 1:  # ACT blocks are all alike
             facts = look_at_all(latents=False)
+        if not asked and any(fact.attention for fact in facts):
+            raise Refused("its masks do not come from transformers' AttentionMaskInterface")
     return facts
 
 

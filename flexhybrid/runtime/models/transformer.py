@@ -11,10 +11,12 @@ Shapes: R rows (tokens, in any order, of any request), h hidden, H query heads, 
 from __future__ import annotations
 
 import importlib.util
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ NAME = "flexhybrid"  #: of our attention, as transformers knows it
 LIBRARIES = ("transformers", "greenlet")
 #: Kinds of layers, as configurations name them, that keep a state, and those that are a feed-forward network alone.
 RECURRENT, PLAIN = ("linear_attention", "mamba", "conv", "hybrid"), ("moe", "mlp")
+OLDEST = (5, 6)  #: version of transformers whose layers run here; tried up to 5.23
 
 
 class Refused(Exception):
@@ -64,11 +67,19 @@ _NOTHING_ELSE = object()  #: stands for what a layer returns beside hidden state
 
 
 def check_libraries() -> None:
-    """Raise InputError where a library is missing that models of transformers need to run layer by layer."""
+    """Raise InputError where a library is missing, or too old, that models of transformers need to run layer by
+    layer."""
     if missing := [name for name in LIBRARIES if importlib.util.find_spec(name) is None]:
         raise InputError(
             f"this model would run through transformers' own layers, for which {' and '.join(missing)} must be "
             f"installed: pip install {' '.join(missing)}"
+        )
+    installed = version("transformers")
+    if tuple(int(part) for part in re.findall(r"\d+", installed)[:2]) < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        raise InputError(
+            f"this model would run through transformers' own layers, which needs transformers {oldest} or later; "
+            f"installed is {installed}: pip install 'transformers>={oldest}'"
         )
 
 
@@ -85,7 +96,7 @@ def _attend(module, query, key, value, attention_mask=None, **options):
 _mask_maker: list[Callable] = []
 
 
-def _mask(*_, mask_function=None, **others):
+def _mask(*_, mask_function, **others):
     return _mask_maker[-1](mask_function) if _mask_maker else None
 
 
