@@ -7,6 +7,7 @@ import pytest
 
 from flexhybrid.core.hardware import Hardware, Line, resource_of_line
 from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.model.states import LayerState, StateTensor
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
@@ -51,6 +52,9 @@ def test_the_executor_the_streams_and_the_table_know_the_same_verbs(problem):
     for policy in POLICIES:
         wave = admit(problem, replace(policy, max_mini_batch_tokens=150), workload)
         emitted |= {task.verb: task.resource for task in stream(wave)}
+    state = LayerState((StateTensor("recurrent", 0, (4,), True),), attends=False)
+    recurrent = replace(problem, shape=replace(SHAPE, states=(state,) * SHAPE.num_layers))
+    emitted |= {task.verb: task.resource for task in stream(admit(recurrent, Policy(), workload))}
     for policy in POLICIES:
         if may_share(policy, SHAPE):  # they begin with 32 tokens; one more is computed in chunks
             lengths = Workload(np.array([40, 40, 300]), np.array([5, 3, 2]))
@@ -69,7 +73,7 @@ def test_records_name_what_there_is():
     for name, verb in VERBS.items():
         assert verb.name == name and verb.resource in RESOURCES
         assert verb.per in ("layer", "gap", "choosing layer", "iteration")
-        assert verb.needs in (None, "blocks", "rows", "recomputed", "shared", "chunk") and (
+        assert verb.needs in (None, "blocks", "rows", "recomputed", "shared", "chunk", "state") and (
             verb.needs in ("blocks", "rows")
         ) == bool(verb.blocks)
         assert (verb.cargo in CARGO) == (verb.resource not in ("compute", "host_compute")), name
