@@ -23,8 +23,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_cuda.accesses import Plain, Watch, operation
+from fake_cuda.arrays import Arrays
 from fake_cuda.order import Span
-from fake_cuda.watch import Arrays, Plain, Watch, operation, watching
+from fake_cuda.watch import watching
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 

@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from fake_cuda.accesses import Mixed
 from fake_cuda.device import DEVICE, fake_cuda
-from fake_cuda.watch import Mixed
 from models import InMemory, save_llama, save_opt
 from policies import wider_policies
 from tiny_models import greedy, save_tiny
