@@ -23,7 +23,7 @@ from flexhybrid.core.context.cache_entries import TIERS, representation_of
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.task import RESOURCES
 from policy_search.search_problem import NATIVE, Option, SearchProblem
-from sim.candidates import peak_bytes
+from sim.candidate_memory import peak_bytes
 from sim.verb_seconds import resource_sums
 
 PHASES = ("prefill", "decode")

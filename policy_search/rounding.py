@@ -21,7 +21,8 @@ from policy_search.grid import ChoiceGrid, Programs
 from policy_search.lower_bound import solve_side_by_side
 from policy_search.search_problem import Option, SearchProblem
 from sim.array_clock import Prediction, predict
-from sim.candidates import Candidates, peak_bytes
+from sim.candidate_memory import peak_bytes
+from sim.candidates import Candidates
 
 WEIGHT_STEPS = 10_000  #: weight shares are multiples of one of so many
 MOST_DEALS = 96  #: ways of dealing blocks that are tried around the best mix

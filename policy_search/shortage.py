@@ -11,7 +11,7 @@ from policy_search.grid import ChoiceGrid
 from policy_search.lp import least_memory
 from policy_search.rounding import WEIGHT_STEPS, candidates_of, place_weights, round_shares
 from policy_search.search_problem import NATIVE, SearchProblem, pairs_of
-from sim.candidates import peak_bytes
+from sim.candidate_memory import peak_bytes
 from sim.cost import hardware_of
 
 MOST_TRIED = 12  #: choices whose programs are rounded to policies, of those short of the least memory

@@ -27,7 +27,8 @@ from flexhybrid.core.workload import Workload
 from policy_search.search_problem import RESIDENT_MINI_BATCH_TOKENS
 from sim import presets
 from sim.array_clock import predict
-from sim.candidates import Candidates, mean_lengths, peak_bytes
+from sim.candidate_memory import peak_bytes
+from sim.candidates import Candidates, mean_lengths
 from sim.cost import hardware_of
 from sim.implementation import MEASURED, Implementation, on
 from sim.simulate import SimulatedRun, simulate

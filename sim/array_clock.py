@@ -21,6 +21,7 @@ from flexhybrid.core.hardware import LINKS
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.wave import check_planned
+from sim.candidate_memory import peak_of_steps
 from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
 from sim.tiny_run import RESIDENT_CLASSES, Loop, TaskKey, loops_of, structure_of, tiny_run
 from sim.verb_seconds import VerbSeconds, longest
@@ -198,7 +199,7 @@ def _predict_chunk(steps: CandidateSteps, walk: bool) -> dict:
         "num_mini_batches": steps.num_mini_batches,
         "busy": busy,
         "traffic_bytes": traffic,
-        "peak_bytes": steps.peak_bytes,
+        "peak_bytes": peak_of_steps(steps),
     }
 
 

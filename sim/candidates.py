@@ -1,8 +1,9 @@
 """Candidates, and what each mini-batch of theirs does in the prefill and in stretches of the decode.
 
 A candidate is a policy on requests of one length; many are worked out at once, in arrays [candidates]. The sums of a
-step (``core.schedule.step_work.StepCounts``) and the sizes of buffers (``BufferSizes``) are made here, what they
-cost in work and bytes comes from ``step_work`` and ``memory_parts``, as it does for the executor.
+step (``core.schedule.step_work.StepCounts``) are made here, the sizes of buffers (``BufferSizes``) in
+``candidate_memory``; what they cost in work and bytes comes from ``step_work`` and ``memory_parts``, as it does for the
+executor.
 
 ``make_step`` and ``buffer_sizes`` of core are not used: they look at requests one by one, with the blocks of each, to
 say what the executor does in one iteration. A step here is the mean of many iterations of many policies, its counts are
@@ -22,11 +23,10 @@ from flexhybrid.core.context.blocks import (
     Dealing,
     ceil_blocks,
     deal_blocks,
-    lengths_between,
     most_dealt,
     window_blocks,
 )
-from flexhybrid.core.context.cache_entries import TIERS, Pool, representation_of, stored_copies
+from flexhybrid.core.context.cache_entries import representation_of, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, takes_prompts_whole
 from flexhybrid.core.context.selection import (
     ALMOST_ALL,
@@ -38,12 +38,10 @@ from flexhybrid.core.context.selection import (
     selected_tokens,
 )
 from flexhybrid.core.context.split import SplitLines, split_lines, split_point
-from flexhybrid.core.memory import layer_bytes, memory_parts
 from flexhybrid.core.model.layout import LayerLayout, kind_layouts
 from flexhybrid.core.model.shape import LayerKind
 from flexhybrid.core.policy import ElementBytes, Policy, Selection
 from flexhybrid.core.problem import Problem, attends_in_place
-from flexhybrid.core.schedule.buffer_sizes import BufferSizes, Reads, group_sizes, split_blocks
 from flexhybrid.core.schedule.step_work import StepCounts
 from flexhybrid.core.workload import Workload
 from sim.tiny_run import most_mini_batches
@@ -52,9 +50,6 @@ from sim.tiny_run import most_mini_batches
 SAMPLES = 4
 GROWTH = 0.25  #: of the context within a stretch of the decode (its logarithm); what binds may change as it grows
 MOST_STRETCHES = 5
-
-#: Latest contexts of a request in layers with a window, of which the one that needs the most memory is sought.
-LAST_LENGTHS = 4 * BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
@@ -273,19 +268,19 @@ class CandidateSteps:
     def dealing(self) -> CandidateDealing:
         return CandidateDealing(self.shares)
 
-    def _by_entry(self, counts: np.ndarray) -> dict[str, np.ndarray]:
+    def by_entry(self, counts: np.ndarray) -> dict[str, np.ndarray]:
         return dict(zip(self.dealing.names, counts, strict=True))
 
     def _by_copy(self, rows: np.ndarray) -> dict:
         """Rows of each stored copy, from the tokens of each entry."""
-        return {copy: count for entry, count in self._by_entry(rows).items() for copy in stored_copies(entry)}
+        return {copy: count for entry, count in self.by_entry(rows).items() for copy in stored_copies(entry)}
 
     @cached_property
     def kept(self) -> np.ndarray:
         """Most tokens of a request that stay cached."""
-        return self._kept_of(self.prompt + self.generated)
+        return self.kept_of(self.prompt + self.generated)
 
-    def _kept_of(self, context):
+    def kept_of(self, context):
         """How many of a request's first ``context`` tokens stay cached."""
         cached = self.prompt + self.generated - 1
         return np.minimum(kept_tokens(self._selection, self.prompt, context, cached), self._pool_tokens)
@@ -306,7 +301,7 @@ class CandidateSteps:
         blocks = pool_blocks(self.problem.shape, selection, self.problem.stored(bits).kv)
         return np.maximum(1.0, np.floor(blocks / self.batch)) * BLOCK_TOKENS
 
-    def _ever_stored(self, tokens) -> np.ndarray:
+    def ever_stored(self, tokens) -> np.ndarray:
         """How many of a request's first ``tokens`` went to each entry: [entry, ...]. Where a selection limits the
         cache, the newest take the places of those that are dropped."""
         if not limits_cache(self.policy.selection):
@@ -317,20 +312,20 @@ class CandidateSteps:
 
     def _new_tokens(self, first, after) -> np.ndarray:
         """How many iterations of those with contexts ``first``, … ``after`` − 1 store to each entry: [entry, ...]."""
-        return self._ever_stored(after) - self._ever_stored(first)
+        return self.ever_stored(after) - self.ever_stored(first)
 
     # ---- what a step does
 
     @cached_property
     def prompt_tokens(self) -> np.ndarray:
         """Tokens of a request that the prefill stores in each entry: [entry, candidates]."""
-        return self.dealing.tokens(self._kept_of(self.prompt))
+        return self.dealing.tokens(self.kept_of(self.prompt))
 
     def _stored_at_once(self, num_tokens, window: int | None) -> np.ndarray:
         """Tokens of each entry that a prompt's first ``num_tokens`` store in layers of a window, computed together."""
         window = self._windowed(window)
         if window is None:
-            return self.dealing.tokens(self._kept_of(num_tokens))
+            return self.dealing.tokens(self.kept_of(num_tokens))
         return self.dealing.stored(num_tokens) - self.dealing.stored(self.dealing.first_stored(num_tokens, window))
 
     def prefill(self, batch, window: int | None = None) -> StepCounts:
@@ -374,7 +369,7 @@ class CandidateSteps:
             on_block = np.round(self.prompt * np.exp(growth * i / num_cuts) / BLOCK_TOKENS) * BLOCK_TOKENS + begun
             after = np.where(i >= num_cuts, end, np.clip(on_block, first, end))
             final = np.maximum(first, after - 1)
-            new_tokens = self._by_entry(self._new_tokens(first, after))
+            new_tokens = self.by_entry(self._new_tokens(first, after))
             stretches += [DecodeStretch(first, final, count, entry) for entry, count in new_tokens.items()]
             first = after
         return [*stretches, DecodeStretch(end, end, np.where(self.generated > 1, 1.0, 0.0))]
@@ -387,8 +382,8 @@ class CandidateSteps:
         def mean(samples):
             return (samples * weight).sum(axis=0)
 
-        held, reserved = self._by_entry(self.dealing.held(at, window)), self._reserved_in(window)
-        tokens = self._by_entry(self.dealing.tokens(at, window)) if self.lines or window is not None else {}
+        held, reserved = self.by_entry(self.dealing.held(at, window)), self.reserved_in(window)
+        tokens = self.by_entry(self.dealing.tokens(at, window)) if self.lines or window is not None else {}
         recomputed = mean(self.dealing.tok_blocks(at)) * BLOCK_TOKENS if self.dealing.keeps_ids else 0.0
         context = mean(at) - recomputed if window is None else mean(sum(tokens.values()))  # cached, that is read
         new_tokens = None  # of one iteration
@@ -461,120 +456,26 @@ class CandidateSteps:
         weight = np.where(total > 0, count, 1.0) / np.where(total > 0, total, num_samples)
         return np.minimum(at, self.kept), weight
 
-    # ---- memory
+    # ---- what a request reserves
 
     @cached_property
     def reserved(self) -> dict[str, np.ndarray]:
         """Blocks of each entry that a request reserves."""
-        last = self._kept_of(self.prompt + self.generated - 1)
+        last = self.kept_of(self.prompt + self.generated - 1)
         first = np.where(self.num_chunks > 1, self.chunk_size, self.prompt)  # the first length that is held completely
-        return self._by_entry(self.dealing.most_blocks(first, last))
+        return self.by_entry(self.dealing.most_blocks(first, last))
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """Kinds of layers by the window that they keep; the last one keeps the most."""
         return tuple(layers_by_window(self.problem.shape, self.policy.selection))
 
-    def _reserved_in(self, window: int | None) -> dict[str, np.ndarray]:
+    def reserved_in(self, window: int | None) -> dict[str, np.ndarray]:
         """Blocks of each entry that a request reserves in a layer with this window."""
         if window is None:
             return self.reserved
-        at_most = self._by_entry(self.dealing.in_window(window))
+        at_most = self.by_entry(self.dealing.in_window(window))
         return {entry: np.minimum(count, at_most[entry]) for entry, count in self.reserved.items()}
-
-    @cached_property
-    def peak_bytes(self) -> dict[str, np.ndarray]:
-        """Tier -> bytes, [candidates]."""
-        memory = self.memory()
-        return {tier: sum(memory[tier].values(), start=0.0) + np.zeros(len(self.batch)) for tier in TIERS}
-
-    def memory(self) -> dict[str, dict[str, np.ndarray]]:
-        """``core.memory.memory_plan`` of each candidate: bytes per tier and part."""
-        cached = self.prompt + self.generated - 1
-        kept, sizes = self._kept_of(cached), self._mini_batch_sizes()
-        if self.whole:
-            sizes = sizes.merge(self.whole._mini_batch_sizes())
-        sizes = replace(
-            sizes,
-            pool_blocks={
-                Pool(entry, window).name: self.batch * count
-                for window in self.windows
-                for entry, count in self._reserved_in(window).items()
-            },
-            whole_blocks={e: self.batch * count for e, count in self.whole.reserved.items()} if self.whole else {},
-            hidden_rows=self.batch * sizes.step_rows / self.size * self.num_chunks,
-            index_rows={r: self.batch * rows / self.size for r, rows in sizes.selected_rows.items()},
-            cached_tokens=self.batch * cached,
-            places=self.batch,
-            kept_tokens=self.batch * kept,
-            partial_rows=self.batch * kept,
-            column_sets=self.batch if self.policy.selection.columns == "request" else self.num_mini_batches,
-            longest=self.prompt + self.generated,
-            log_cells=self.batch * self.generated,
-        )
-        weights = layer_bytes(self.problem, self.policy, self.resident, self.on_disk)
-        return memory_parts(self.problem, self.policy, sizes, weights)
-
-    def _mini_batch_sizes(self) -> BufferSizes:
-        """``mini_batch_sizes`` of the largest mini-batch."""
-        cached = self.prompt + self.generated - 1
-        prompt, widest = np.minimum(self.prompt, self._most_new_tokens), self.windows[-1]
-        prompt_tokens = self.prompt_tokens
-        if widest is not None:  # what no later token sees is not stored
-            prompt_tokens = prompt_tokens - np.maximum(
-                self.dealing.stored(self.dealing.first_stored(self.prompt, widest))
-                - self.dealing.dropped_blocks(self.prompt) * BLOCK_TOKENS,
-                0,
-            )
-        since, until = self._ever_stored(self.prompt), self._ever_stored(cached)
-
-        def sizes_of(size, reads: Reads) -> BufferSizes:
-            """A mini-batch of ``size`` requests."""
-            splits = {
-                entry: split_blocks(lines, size, reads.tokens[entry], self.num_mini_batches)
-                for entry, lines in self.lines.items()
-            }
-            fresh = self._by_entry(size * (until > since))
-            staged = self._by_entry(size * np.minimum(prompt_tokens, self._most_new_tokens))
-            of_size = replace(reads, running=size * reads.running, splits=splits)
-            return group_sizes(self.policy, size, prompt, of_size, fresh, staged)
-
-        reads = self._reads(widest)
-        sizes = sizes_of(self.size, reads)
-        if self.lines:  # fewer requests, or a shorter context, may split elsewhere
-            sizes = sizes.merge(sizes_of(self.last_size, reads))
-            for window in self.windows[:-1]:
-                of_window = self._reads(window)
-                sizes = sizes.merge(sizes_of(self.size, of_window)).merge(sizes_of(self.last_size, of_window))
-        return sizes
-
-    @property
-    def _most_new_tokens(self) -> np.ndarray:
-        """New tokens of a request in one step, at most."""
-        return np.where(self.num_chunks > 1, self.chunk_size, np.inf)
-
-    def _reads(self, window: int | None) -> Reads:
-        """The steps of one request that may need the most memory in a layer with this window: its decode, and the last
-        chunks of a long prompt."""
-        decodes = self.generated > 1
-        last = self._kept_of(np.where(decodes, self.prompt + self.generated - 2, 0))
-        stairs = self.dealing.keeps_ids or self.lines
-        read = lengths_between(self.prompt, last) if stairs else last[None]  # [steps, candidates]
-        if window is not None and np.any(last >= window):  # what is behind it leaves block by block
-            latest = np.maximum(last - np.arange(LAST_LENGTHS)[:, None], np.minimum(self.prompt, last))
-            read = np.concatenate([read, latest])
-        running, new = np.where(decodes, 1.0, 0.0) + 0.0 * read, np.ones_like(read)
-        if np.any(self.num_chunks > 1):  # what the last two chunks read: the last may be a small one
-            before = np.maximum(self.num_chunks - np.array([[1.0], [2.0]]), 0.0) * self.chunk_size
-            read, running = np.concatenate([read, before]), np.concatenate([running, before > 0])
-            new = np.concatenate([new, np.minimum(self.prompt - before, self.chunk_size)])
-        held = self._by_entry(self.dealing.held(read, window))
-        tokens = self._by_entry(self.dealing.tokens(read, window))
-        if self.policy.static_cache:
-            held = {entry: count[None] for entry, count in self._reserved_in(window).items()}
-        recomputed = self.dealing.tok_blocks(read) * BLOCK_TOKENS if self.dealing.keeps_ids else 0.0 * read
-        context = read - recomputed if window is None else sum(tokens.values())
-        return Reads(running, held, tokens, context, recomputed, splits={}, new=new)
 
 
 def candidate_steps(problem: Problem, candidates: Candidates) -> tuple[CandidateSteps, tuple[int, ...]]:
@@ -603,9 +504,3 @@ def candidate_steps(problem: Problem, candidates: Candidates) -> tuple[Candidate
     shares = {entry: flat.pop(entry) for entry in cache if entry in flat}
     lines = {entry: split_lines(problem, policy, entry) for entry in shares if representation_of(entry) == "both"}
     return CandidateSteps(problem, policy, lines, **flat, shares=shares), size
-
-
-def peak_bytes(problem: Problem, candidates: Candidates) -> dict[str, np.ndarray]:
-    """Tier -> bytes, [candidates]; candidates use all their cache entries."""
-    steps, size = candidate_steps(problem, candidates)
-    return {tier: peak.reshape(size) for tier, peak in steps.peak_bytes.items()}

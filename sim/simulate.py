@@ -24,7 +24,8 @@ from flexhybrid.core.wave import admit, check_planned
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from sim.array_clock import predict
-from sim.candidates import Candidates, peak_bytes
+from sim.candidate_memory import peak_bytes
+from sim.candidates import Candidates
 from sim.cost import hardware_of
 from sim.virtual_clock import run, summarize
 

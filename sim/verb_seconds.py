@@ -21,6 +21,7 @@ from flexhybrid.core.task import RESOURCES, Work
 from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 from flexhybrid.core.wave import check_planned
 from flexhybrid.core.work import kv_gen
+from sim.candidate_memory import peak_of_steps
 from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
 from sim.cost import hardware_of, price
 
@@ -408,6 +409,6 @@ def resource_sums(problem: Problem, candidates: Candidates) -> np.ndarray:
     check_planned(candidates.policy, problem.shape)
     steps, size = candidate_steps(problem, candidates)
     verbs = VerbSeconds(steps, [stretch for stretch in steps.stretches() if np.any(stretch.count)], True)
-    tables = verbs.busy(0), verbs.decode_busy(), steps.peak_bytes
+    tables = verbs.busy(0), verbs.decode_busy(), peak_of_steps(steps)
     zero = np.zeros(len(steps.batch))
     return np.stack([(zero + value).reshape(size) for table in tables for value in table.values()], axis=-1)

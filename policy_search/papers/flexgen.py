@@ -29,7 +29,8 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import gib
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.workload import Workload
-from sim.candidates import Candidates, peak_bytes
+from sim.candidate_memory import peak_bytes
+from sim.candidates import Candidates
 from sim.cost import hardware_of, price
 
 DISK_EFFICIENCY = 0.95  #: FlexGen's: of the disk's rate, when it reads weights in the decode

@@ -28,7 +28,7 @@ from policy_search.rounding import (
 )
 from policy_search.search_problem import FULL, LOSSLESS, SearchProblem, batch_grid, pairs_of
 from sim.array_clock import predict
-from sim.candidates import peak_bytes
+from sim.candidate_memory import peak_bytes
 from sim.verb_seconds import resource_sums
 
 
