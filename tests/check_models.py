@@ -23,7 +23,7 @@ from runs import run_wave
 from tiny_models import greedy, save_tiny, tiny_config
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.runtime.models.module import empty_model
+from flexhybrid.runtime.models.empty_model import empty_model
 from flexhybrid.runtime.storage.loader import Checkpoint
 from sim import catalogue
 from sim.presets import act_only, hybrid, kv_only

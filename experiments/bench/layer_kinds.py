@@ -25,7 +25,7 @@ from flexhybrid.jobs.compare.job import virtual_decode
 from flexhybrid.jobs.compare.speed import Bench, PolicyRun
 from flexhybrid.jobs.profile.job import fastest_dtype
 from flexhybrid.resolve import PacedDevice
-from flexhybrid.runtime.models.module import empty_model
+from flexhybrid.runtime.models.empty_model import empty_model
 from flexhybrid.runtime.profiling.profile import MIXES, profile
 from flexhybrid.runtime.session import random_prompts
 from flexhybrid.runtime.storage.loader import RandomWeights

@@ -19,7 +19,7 @@ def shape_to_simulate(model: str | Path) -> ModelShape:
     seconds of imports. Raise InputError for what is neither, or would not be exact."""
     folder = Path(model).parent if Path(model).name == "config.json" else Path(model)
     if folder.is_dir() and not has_own_file(folder):
-        from flexhybrid.runtime.models.module import empty_model
+        from flexhybrid.runtime.models.empty_model import empty_model
 
         return empty_model(folder).shape
     return shape_of(model)

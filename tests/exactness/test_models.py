@@ -17,8 +17,8 @@ from flexhybrid import LLM, SamplingParams, cli
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.trace import check_trace
 from flexhybrid.jobs.doctor import doctor
-from flexhybrid.runtime.models import module
-from flexhybrid.runtime.models.module import _check_cache
+from flexhybrid.runtime.models import empty_model
+from flexhybrid.runtime.models.empty_model import _check_cache
 from flexhybrid.runtime.models.transformer import Refused
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from sim import catalogue
@@ -72,8 +72,8 @@ def test_llama_gives_the_same_tokens_on_both_paths(tmp_path):
 def test_a_model_is_built_and_looked_at_once_until_its_configuration_changes(tmp_path, monkeypatch):
     calls = []
     for name in ("build", "look"):
-        own = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, own=own, name=name: calls.append(name) or own(*args))
+        own = getattr(empty_model, name)
+        monkeypatch.setattr(empty_model, name, lambda *args, own=own, name=name: calls.append(name) or own(*args))
     expected = greedy(save_tiny(tmp_path, "olmo2"), PROMPTS, 6)
     checkpoint = Checkpoint(tmp_path)
     for name in ("kv_only", "hybrid"):

@@ -18,7 +18,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.shape import ModelShape, checkpoint_folder, has_own_file, shape_of_checkpoint
 from flexhybrid.runtime.models import architecture
-from flexhybrid.runtime.models.module import TensorNames, empty_model
+from flexhybrid.runtime.models.empty_model import TensorNames, empty_model
 from flexhybrid.runtime.storage.conversion import Conversion
 
 #: Dtypes of stored weights -> safetensors' names of them.

@@ -1,0 +1,197 @@
+"""A checkpoint's model of transformers' without its weights: whether it can run exactly, its shape and its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.model import generation_config
+from flexhybrid.core.model.attention import AttentionKind
+from flexhybrid.core.model.generation_config import end_tokens
+from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
+from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
+from flexhybrid.runtime.models.probe import AttentionFacts, LayerFacts, look
+from flexhybrid.runtime.models.transformer import Layers, Refused, build, check_libraries, decoder_layers, one_line
+
+FAMILY = "module"  #: of shapes whose models run through transformers' layers
+UNLIMITED_POSITIONS = 1 << 20  #: of a model whose configuration names no limit
+#: Kinds of rotary positions whose angles change once a text is longer than the model was trained with.
+CHANGING_ROTATIONS = ("dynamic", "longrope")
+
+
+class EmptyModel(NamedTuple):
+    """A model that runs through transformers' layers, without weights, and what its layers were seen to need and do."""
+
+    shape: ModelShape
+    model: Any
+    facts: list[LayerFacts]
+
+    def copy(self) -> tuple[Any, list[LayerFacts]]:
+        """Return a model to put weights into, and its facts."""
+        return deepcopy((self.model, self.facts))
+
+    @property
+    def outer_sizes(self) -> dict[str, tuple[int, ...]]:
+        """{name: shape} of the tensors outside the layers' parameters."""
+        own = self.model.state_dict()
+        return {name: tuple(own[name].shape) for name in TensorNames.of(self.model).outside}
+
+
+def empty_model(folder: Path) -> EmptyModel:
+    """Return a checkpoint's model, built and looked at once as long as its configuration stays as it is.
+
+    Raise InputError, with the reason, for a model that would not be exact.
+    """
+    check_libraries()
+    folder = folder.absolute()
+    files = [folder / name for name in ("config.json", generation_config.FILE)]
+    return _empty_model(folder, *(file.read_text(encoding="utf-8") if file.is_file() else "" for file in files))
+
+
+@lru_cache(maxsize=2)
+def _empty_model(folder: Path, configuration: str, generation: str) -> EmptyModel:
+    """``empty_model`` of a folder with these texts in its files."""
+    config = json.loads(configuration)
+    try:
+        if "auto_map" in config:
+            raise Refused("its code is remote, in the checkpoint; such code is never run")
+        model = build(folder)
+        with Layers(model) as layers:
+            facts = look(layers, _positions(model.config.get_text_config()))
+            return EmptyModel(_shape(folder, model, layers, facts, "text_config" in config), model, facts)
+    except Exception as error:  # Refused; or whatever a model raises whose modules are built in a way of their own
+        reason = error if isinstance(error, Refused) else f"its modules are not as expected ({one_line(error)})"
+        raise InputError(
+            f"{folder}: models of type {config.get('model_type')!r} cannot be run exactly: {reason}"
+        ) from None
+
+
+def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part: bool) -> ModelShape:
+    text = model.config.get_text_config()
+    attention = [fact.attention for fact in facts if fact.attention]
+    windows = [fact.attention and fact.attention.window for fact in facts]
+    _check_cache(text, windows, _positions(text))
+    widths = {(fact.heads, fact.groups) for fact in attention}
+    if len(widths) > 1:
+        raise Refused("its layers have different numbers of heads")
+    ((heads, groups),) = widths or {(1, 1)}
+    behind = {name for fact in facts if fact.attention for name in fact.late}
+    kinds: list[tuple[LayerTensor, ...]] = []
+    kind_of, inside = [], set()
+    for layer, fact in zip(layers.layers, facts, strict=True):
+        named = dict(layer.named_parameters())
+        if any(id(parameter) in inside for parameter in named.values()):
+            raise Refused("its layers share parameters")
+        inside |= set(map(id, named.values()))
+        # Where no attention parts a layer, what other layers do not have behind theirs lies where they have theirs.
+        early = fact.early if fact.attention else named.keys() - behind if behind else ()
+        kind = tuple(LayerTensor(name, tuple(named[name].shape), name in early, name in fact.kv_gen) for name in named)
+        kinds += [] if kind in kinds else [kind]
+        kind_of.append(kinds.index(kind))
+    states = tuple(fact.state for fact in facts) if any(fact.state for fact in facts) else ()
+    outer = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in inside]
+    latent = attention[0].kv_gen.width if attention and attention[0].kv_gen.source else None
+    modules = ModuleLayers(
+        folder=str(folder.resolve()),
+        kinds=tuple(kinds),
+        kind_of=tuple(kind_of),
+        outer_elements=_elements(outer),
+        experts_share=_share(text),
+        latent=latent,
+        text_part=is_part,
+    )
+    dtype = str(model.config.dtype or "float32").removeprefix("torch.")
+    if dtype not in DTYPE_BYTES:
+        raise Refused(f"dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}")
+    return ModelShape(
+        name=folder.name,
+        family=FAMILY,
+        num_layers=len(facts),
+        hidden=layers.hidden_size,
+        num_heads=heads,
+        num_kv_heads=groups,
+        head_dim=max((max(fact.key_dim, fact.value_dim) for fact in attention), default=1),
+        ffn=modules.widest,
+        vocab=text.vocab_size,
+        max_positions=_positions(text),
+        gated_mlp=True,
+        tied_head=bool(text.tie_word_embeddings),
+        bias=False,
+        dtype=dtype,
+        eos_token_ids=end_tokens(folder, model.config.eos_token_id, text.eos_token_id),
+        attention=tuple(_attention_kind(fact.attention) for fact in facts),
+        states=states,
+        modules=modules,
+    )
+
+
+def _attention_kind(fact: AttentionFacts | None) -> AttentionKind:
+    return AttentionKind(fact.window, None, fact.softcap, fact.sinks) if fact else AttentionKind()
+
+
+def _check_cache(text, windows: Sequence[int | None], longest: int) -> None:
+    """Raise Refused where transformers' own cache forgets tokens of a layer that its mask lets see: what the model's
+    tokens are would depend on the cache."""
+    from transformers import DynamicCache
+
+    layers: Any = DynamicCache(config=text).layers
+    for cached, window in zip(layers, windows, strict=False):
+        # No defaults where keys and values are kept: another name must not pass.
+        kept = cached.sliding_window if hasattr(cached, "keys") and cached.is_sliding else None
+        if kept is not None and (window or longest) > kept:
+            raise Refused(f"its cache keeps {kept} tokens of a layer, and its mask lets see more")
+
+
+def _elements(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _positions(text) -> int:
+    """Return the most positions up to which transformers' angles do not depend on the longest text of a batch, and no
+    layer that attends chunk by chunk has more than one chunk: Llama 4's are full attention there."""
+    positions = getattr(text, "max_position_embeddings", None) or UNLIMITED_POSITIONS
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        positions = min(positions, text.attention_chunk_size or positions)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if kind.get("rope_type") in CHANGING_ROTATIONS:
+            first = kind.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", 0)
+            positions = min(positions, first or positions)
+    return int(positions)
+
+
+def _share(text) -> float:
+    """Return which share of the experts a token takes, by the configuration; 1 where it does not say."""
+
+    def count(*names: str):
+        return next((n for n in (getattr(text, name, None) for name in names) if isinstance(n, int) and n), None)
+
+    taken = count("num_experts_per_tok", "moe_topk", "moe_k")
+    there = count("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    return min(1.0, taken / there) if taken and there else 1.0
+
+
+class TensorNames(NamedTuple):
+    """Where a model's tensors belong."""
+
+    inside: dict[str, tuple[int, str]]  #: name in the model -> layer, name in the layout
+    outside: dict[str, tuple[str, ...]]  #: name in the model -> all names of that tensor, of which it is the first
+
+    @classmethod
+    def of(cls, model) -> TensorNames:
+        layers = decoder_layers(model)
+        ids = {id(p): (i, name) for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
+        inside, outside = {}, {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if id(tensor) in ids:
+                inside[name] = ids[id(tensor)]
+            else:
+                outside.setdefault(id(tensor), []).append(name)
+        return cls(inside, {names[0]: tuple(names) for names in outside.values()})
