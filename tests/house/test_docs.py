@@ -19,7 +19,7 @@ from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.units import gib
 from flexhybrid.jobs import doctor, machine
 from flexhybrid.jobs.profile.job import model_profile_path
-from flexhybrid.jobs.run import job as run_module
+from flexhybrid.jobs.run import opening
 from flexhybrid.resolve import PacedDevice
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def clone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv(FASTER_DTYPE, "float32")
-    monkeypatch.setattr(run_module, "measure_for_model", lambda *setting: MACHINE)
+    monkeypatch.setattr(opening, "measure_for_model", lambda *setting: MACHINE)
     return tmp_path
 
 

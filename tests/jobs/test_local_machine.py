@@ -16,7 +16,7 @@ from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import machine as memory_here
 from flexhybrid.jobs.profile import job as profile_job
-from flexhybrid.jobs.run.job import PARTED, TELLING_S, parted
+from flexhybrid.jobs.run.outcome import PARTED, TELLING_S, parted
 from flexhybrid.resolve import PacedDevice, best_policy
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
 from flexhybrid.runtime.profiling.cpu_use import CpuUse

@@ -26,6 +26,7 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.jobs import ray_cluster
 from flexhybrid.jobs.ray_cluster import crew_of
 from flexhybrid.jobs.run import job as run_module
+from flexhybrid.jobs.run import opening
 from flexhybrid.jobs.sweep.journal import Journal
 
 pytest.importorskip("ray")
@@ -114,7 +115,7 @@ def page(tmp_path, monkeypatch) -> dict[str, list[str]]:
     (tmp_path / "experiments").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(run_module, "measure_for_model", lambda *setting: MACHINE)
+    monkeypatch.setattr(opening, "measure_for_model", lambda *setting: MACHINE)
     commands = COMMAND.findall((ROOT / "docs/on-a-cluster.md").read_text(encoding="utf-8"))
     assert [command.split()[0] for command in commands] == ["run", "sweep"]
     return {words[0]: words for words in map(shlex.split, commands)}

@@ -36,6 +36,7 @@ from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import machine as memory_here
 from flexhybrid.jobs.run import job as run_module
+from flexhybrid.jobs.run import opening
 from flexhybrid.jobs.run.forecast import forecast, sorted_by_length
 from flexhybrid.jobs.run.options import RunOptions
 from flexhybrid.runtime.engine import Engine
@@ -578,7 +579,7 @@ def test_an_interrupt_before_the_first_answer_says_what_it_leaves(tiny, tmp_path
     def stopped(*setting):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_module, "measure_for_model", stopped)
+    monkeypatch.setattr(opening, "measure_for_model", stopped)
     assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny, policy="auto") == 130
     assert "stopped: nothing was written; give the same command again" in capsys.readouterr().err
     assert [path.name for path in tmp_path.glob("out*")] == []

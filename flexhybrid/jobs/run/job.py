@@ -7,53 +7,43 @@ before has ended, reads it and answers the remaining requests.
 import contextlib
 import itertools
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 import transformers
 
 import flexhybrid
-from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.answers import ANSWERED, FAILED, PENDING, AnswerFile
-from flexhybrid.batch.census import RequestFile, file_state, first_url, take_census
+from flexhybrid.batch.census import RequestFile, file_state, take_census
 from flexhybrid.batch.formats import format_of, open_lines
 from flexhybrid.batch.in_flight import InFlight, Tokens
-from flexhybrid.batch.manifest import check_same, load_manifest, manifest_path, model_record, save_manifest
-from flexhybrid.batch.openai import CHAT, Request, check_template
+from flexhybrid.batch.manifest import check_same, load_manifest, model_record, save_manifest
+from flexhybrid.batch.openai import Request, check_template
 from flexhybrid.batch.replies import answer_line, error_line
 from flexhybrid.batch.requests import LineRules
 from flexhybrid.batch.table import write_table
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, load_hardware
-from flexhybrid.core.problem import Budgets
-from flexhybrid.core.schedule.refill import stores_exactly
 from flexhybrid.core.trace import LaneTimes, TraceEvent
-from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.machine import free_budgets, notes_on
-from flexhybrid.jobs.profile.disk import measure_disk, with_disk
-from flexhybrid.jobs.profile.job import PROFILE_STEPS, company_note, measure_for_model, model_profile_path
+from flexhybrid.jobs.profile.job import company_note
 from flexhybrid.jobs.progress import Progress, stop_on_signal
 from flexhybrid.jobs.ray_cluster import Crew, cluster, crew_of
 from flexhybrid.jobs.run.answering import Answered, answer_pending, load_weights
-from flexhybrid.jobs.run.forecast import WINDOW, Forecast, describe, duration, forecast, plan_lines, sorted_by_length
+from flexhybrid.jobs.run.forecast import WINDOW, Forecast, describe, forecast, plan_lines, sorted_by_length
+from flexhybrid.jobs.run.opening import check_chats, earlier_numbers, model_arguments, open_answers, paced_device
 from flexhybrid.jobs.run.options import RunOptions, check_options
+from flexhybrid.jobs.run.outcome import Outcome, Work, again
 from flexhybrid.jobs.run.outlook import Outlook, batches, change_costs
 from flexhybrid.jobs.run.replanning import LEAST_ANSWERS, Replanner, can_return
 from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report, write_trace
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
-from flexhybrid.resolve import PacedDevice, pick_device
 from flexhybrid.runtime.engine import WaveResult
-from flexhybrid.runtime.profiling.attention_paths import paths_of
-from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
-from flexhybrid.runtime.storage.loader import Checkpoint
+from flexhybrid.runtime.profiling.cpu_use import CpuUse
 from flexhybrid.structured_outputs import grammar_version
 from sim.answer_lengths import ObservedAnswers, with_mean
 
@@ -61,9 +51,6 @@ CENSUS_S = 5.0  #: seconds of counting before the first requests are answered
 ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
 REFILLS = 4  #: times as many requests as run together stand for a queue whose places are taken anew
 SHOWN_LINES = 5  #: of those that a kill has cost
-PARTED = 1.5  #: times by which speed and prediction differ before a new profile is advised
-TELLING_S = 10.0  #: seconds of a run, measured or predicted, from which its speed says something of the profile
-STOPPED = 130  #: exit status of a run that was asked to stop
 VERSIONED = {"flexhybrid": flexhybrid, "torch": torch, "transformers": transformers}  #: named in the manifest
 
 
@@ -80,39 +67,26 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
     with _hint("nothing was written; give the same command again"), contextlib.ExitStack() as stack:
         state = file_state(options.input)
         lines = stack.enter_context(contextlib.closing(open_lines(options.input, file_format, options.columns)))
-        files = {path: _open(stack, path, options.output) for path in (options.output, options.errors) if path}
+        files = {path: open_answers(stack, path, options.output) for path in (options.output, options.errors) if path}
         crew = None
         if options.engine == "ray":
-            crew = crew_of(stack.enter_context(cluster(say)), _paced(options.llm).device.type, options.actors)
-        earlier = {} if options.restart else _earlier_numbers(options.output)
-        arguments = _arguments(options, earlier, crew.actors_per_node if crew else 1)
+            crew = crew_of(stack.enter_context(cluster(say)), paced_device(options.llm).device.type, options.actors)
+        numbers = {} if options.restart else earlier_numbers(options.output)
+        arguments = model_arguments(options, numbers, crew.actors_per_node if crew else 1)
         llm = stack.enter_context(LLM.from_arguments(arguments))
         rules = LineRules(
             file_format, options.sampling, options.seed, options.chat_rules(), options.id_column is not None
         )
         if rules.chat.template:
             check_template(rules.chat.template, f"--chat-template {options.chat_template}")
-        _check_template(rules, lines, llm)
+        check_chats(rules, lines, llm)
         read, counts, seconds = rules.reader(llm.codec), rules.reader(llm.codec), math.inf if crew else CENSUS_S
         with Progress(state[0], "reading", "B", options.quiet) as progress:
             census = take_census(lines, counts, llm.shape.max_context, progress.advance, seconds)
         stack.enter_context(census.count_meanwhile(counts))
         job = Job(options, llm, RequestFile(options.input, state, lines, census, rules, read), files, crew)
-        with _hint(f"answers written so far are kept; give {_again(options)} to go on"):
+        with _hint(f"answers written so far are kept; give {again(options)} to go on"):
             return job.run(say, began)
-
-
-def _check_template(rules: LineRules, lines: BinaryIO, llm: LLM) -> None:
-    """Raise InputError for chats without a template; tell of a template that completions leave unused."""
-    batch, has_template = rules.file_format == "jsonl", bool(getattr(llm.tokenizer, "chat_template", None))
-    chats = first_url(lines) == CHAT if batch else rules.chat.prompts
-    if chats and not has_template and not rules.chat.template:
-        raise InputError(
-            f"{llm.checkpoint.path} has no chat template: it cannot serve {CHAT}; give one with --chat-template, or as "
-            "chat_template.jinja in its folder"
-        )
-    if has_template and not chats and not batch:
-        print("flexhybrid: the model has a chat template, which is not used: see --chat", file=sys.stderr)
 
 
 @contextlib.contextmanager
@@ -124,85 +98,8 @@ def _hint(text: str) -> Iterator[None]:
         raise KeyboardInterrupt(*stop.args or (text,)) from None
 
 
-def _again(options: RunOptions) -> str:
-    """Return the command that continues this run, in words."""
-    return "the same command again" + (", without --restart," if options.restart else "")
-
-
-def _open(stack: contextlib.ExitStack, path: Path, output: Path) -> AnswerFile:
-    """Return the file, locked. A new file is removed again when the run is refused before it has begun."""
-    existed = path.exists()
-
-    def leave(error_type, *_error) -> None:
-        if error_type and not existed and not manifest_path(output).exists():
-            path.unlink(missing_ok=True)
-
-    file = AnswerFile(path)
-    stack.callback(file.close)
-    stack.push(leave)  # runs first, under the lock
-    return file
-
-
-def _paced(asked: LLMArguments) -> PacedDevice:
-    return pick_device(asked.device, asked.link_gb_per_s, asked.disk_dir, asked.disk_gb_per_s)
-
-
-def _earlier_numbers(output: Path) -> dict:
-    """Return the dtype and the ways to attend of the run that is continued: what is measured since then must not change
-    them."""
-    numbers = (load_manifest(output) or {}).get("numbers")
-    return numbers if isinstance(numbers, dict) else {}
-
-
-def _arguments(options: RunOptions, earlier: dict, sharers: int) -> LLMArguments:
-    """Return the arguments of the model: with a profile of this machine where the policy depends on one, and with
-    budgets of the memory that is free, shared by ``sharers`` executors on each machine."""
-    asked, paced = options.llm, _paced(options.llm)
-    named = {tier: parse_bytes(size) for tier, size in asked.budgets.items() if size is not None}
-    budgets = free_budgets(paced.device, sharers) | named
-    for note in notes_on(paced.device, Budgets(**named), asked.disk_dir):
-        print(f"flexhybrid: {note}", file=sys.stderr)
-    hardware, dtype = asked.hardware, asked.dtype
-    if hardware is None:
-        shape = Checkpoint(asked.model).shape
-        kept = model_profile_path(shape, dtype, paced)
-        if options.reprofile or (asked.policy == "auto" and not kept.is_file()):
-            with Progress(PROFILE_STEPS, "profile", " runs", options.quiet) as progress:
-                progress.note("measuring this machine at the model's layer sizes; later runs take the record")
-                hardware = measure_for_model(shape, dtype, paced, lambda: progress.advance(1), Budgets(**budgets))
-        elif kept.is_file():
-            hardware = load_hardware(kept)
-        if hardware is not None:
-            dtype = hardware.dtype
-    if asked.dtype == "auto":
-        dtype = earlier.get("dtype") or dtype
-    if isinstance(hardware, Hardware) and asked.policy == "auto" and asked.disk_dir:
-        hardware = with_disk(hardware, measure_disk(paced.disk)[0])
-    attention = paths_of(earlier.get("attention"))
-    return replace(asked, hardware=hardware, dtype=dtype, budgets=budgets, attention=attention)
-
-
 #: In the manifest of a run whose lines were all refused: what the next run changes, it changes without a loss.
 NOTHING_SERVED = "nothing_served"
-
-
-class Work(NamedTuple):
-    """What answering took."""
-
-    predicted_s: float | None
-    predicted_tokens_per_s: float | None
-    seconds: float
-    others_cpu_share: float | None  #: of the cores, used by other processes; None: not known
-    unfinished_tokens: int  #: that were generated of answers that were not complete at the end
-
-
-def parted(tokens: int, seconds: float, predicted: float | None) -> bool:
-    """Return whether tokens/s, measured and ``predicted``, differ by more than PARTED times; False without both, and
-    for a run that neither took nor should have taken TELLING_S seconds."""
-    tokens_per_s = tokens / seconds
-    if not predicted or not tokens or max(seconds, tokens / predicted) < TELLING_S:
-        return False
-    return max(tokens_per_s / predicted, predicted / tokens_per_s) > PARTED
 
 
 class Job:
@@ -260,21 +157,41 @@ class Job:
                 f"reasons are in {self.errors.path}"
             )
         work = self._answer(say) if len(self.pending()) else None
-        stopped = bool((self.states == PENDING).any())
+        outcome = self._outcome(work)
+        stopped = outcome.stopped
         for file in self.files.values():
             file.finish()
             if (options.ordered or options.parquet) and not stopped:
                 file.sort(self.census.num_lines)
         if options.parquet and not stopped:
             write_table(self.answers.path, options.parquet)
-        self._say_summary(say, work, stopped, time.time() - began)
+        outcome.say(say, time.time() - began)
         machine, policy = self.llm.hardware, self.llm.policy
         traces = clocks(self.trace, machine.at_work(policy) if machine and policy else None)
         if options.trace and traces:
             write_trace(options.trace, traces, self.lanes)
         if options.report and (work or not options.report.exists()):
             write_report(options.report, printed, self.manifest, refusal_codes(self.errors.path), traces, self.lanes)
-        return self._record(work, stopped)
+        return outcome.record()
+
+    def _outcome(self, work: Work | None) -> Outcome:
+        counts = {
+            "lines": self.census.num_lines,
+            "answered": int((self.states == ANSWERED).sum()),
+            "refused": int((self.states == FAILED).sum()),
+            "left": int((self.states == PENDING).sum()),
+            "done_before": self._earlier,
+        }
+        return Outcome(
+            options=self.options,
+            llm=self.llm,
+            counts=counts,
+            work=work,
+            tokens=self.tokens,
+            lost=self.lost,
+            replanned=self.replanned,
+            traced=bool(self.trace),
+        )
 
     def _keep_trace(self, result: WaveResult) -> None:
         self.trace, self.lanes = result.trace, result.lanes
@@ -568,80 +485,6 @@ class Job:
         self.llm.use(replace(change.policy, max_batch=min(limits, default=None)))
         self.replanned.append(f"{change.reason}; on with {describe(self.llm.settled_policy)}")
         self.note(self.replanned[-1])
-
-    # ---- the end -----------------------------------------------------------------------------------------------------
-
-    def _counts(self) -> dict[str, int]:
-        return {
-            "lines": self.census.num_lines,
-            "answered": int((self.states == ANSWERED).sum()),
-            "refused": int((self.states == FAILED).sum()),
-            "left": int((self.states == PENDING).sum()),
-            "done_before": self._earlier,
-        }
-
-    def _say_summary(self, say: Callable[[str], None], work: Work | None, stopped: bool, total_s: float) -> None:
-        options, counts = self.options, self._counts()
-        before = f" ({self._earlier:,} before this run)" if self._earlier else ""
-        say("")
-        say(
-            f"{counts['answered']:,} answered, {counts['refused']:,} refused, {counts['left']:,} left of "
-            f"{counts['lines']:,} lines{before}"
-        )
-        if work:
-            # Nothing was predicted for a part of the requests: the longest come first.
-            against = f" (predicted {duration(work.predicted_s)})" if work.predicted_s and not stopped else ""
-            speed = f"{self.tokens:,} tokens in {duration(work.seconds)}: {self.tokens / work.seconds:.1f} tokens/s"
-            say(f"{speed}{against}; the whole command {duration(total_s)}")
-            if work.others_cpu_share and work.others_cpu_share > MOST_OTHERS:
-                say(f"busy       others used {work.others_cpu_share:.0%} of the cores; predictions assume none")
-            if options.llm.hardware is None and parted(self.tokens, work.seconds, work.predicted_tokens_per_s):
-                say(
-                    f"profile    the speed is far from the {work.predicted_tokens_per_s:.1f} tokens/s predicted: "
-                    "--reprofile measures the machine anew"
-                )
-        if shared := self.llm.num_shared:
-            saved = "computed" if stores_exactly(self.llm.settled_policy) else "stored again"
-            say(f"shared     {shared:,} prompt tokens were not {saved}: other prompts begin alike")
-        for change in self.replanned:
-            say(f"replanned  {change}")
-        table = f"{options.parquet}, " if options.parquet and not stopped else ""
-        say(f"answers    {table}{options.output}")
-        if counts["refused"]:
-            say(f"refused    {options.errors or f'{options.output}, lines of status_code 400'}")
-        if options.trace:
-            say(f"trace      {options.trace} (open it at ui.perfetto.dev)" if self.trace else "trace      nothing ran")
-        if options.report:
-            kept = "" if work or not options.report.exists() else " (of an earlier run: nothing ran)"
-            say(f"report     {options.report}{kept}")
-        if stopped:
-            dropped = work.unfinished_tokens if work else 0
-            lost = f"; {dropped:,} tokens of unfinished answers are lost (see --max-batch)" if dropped else ""
-            say(f"stopped: give {_again(options)} to go on{lost}")
-            if work and not (self.tokens or dropped):
-                say(
-                    "           no answer could be there yet: the first iteration reads the prompts of all requests "
-                    "that begin together; with a smaller --max-batch the first answers come sooner"
-                )
-
-    def _record(self, work: Work | None, stopped: bool) -> dict:
-        return {
-            **self._counts(),
-            "tokens": self.tokens,
-            "shared_prompt_tokens": self.llm.num_shared,
-            "tokens_dropped": work.unfinished_tokens if work and stopped else 0,
-            "tokens_lost_before": self.lost,
-            "seconds": work.seconds if work else 0.0,
-            "tokens_per_s": self.tokens / work.seconds if work else 0.0,
-            "predicted_s": work.predicted_s if work else None,
-            "profile_in_company": self.llm.hardware.company if self.llm.hardware else None,
-            "others_cpu_share": work.others_cpu_share if work else None,
-            "policy": self.llm.settled_policy.to_dict(),
-            "replanned": self.replanned,
-            "output": str(self.options.output),
-            "errors": str(self.options.errors) if self.options.errors else None,
-            "exit_status": STOPPED if stopped else 0,
-        }
 
 
 def _representative(workload: Workload, count: int) -> Workload:

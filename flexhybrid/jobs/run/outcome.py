@@ -1,0 +1,122 @@
+"""What a run came to: the lines that it ends with, and its record."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from flexhybrid.batch.in_flight import Tokens
+from flexhybrid.core.schedule.refill import stores_exactly
+from flexhybrid.jobs.run.forecast import duration
+from flexhybrid.jobs.run.options import RunOptions
+from flexhybrid.llm import LLM
+from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
+
+PARTED = 1.5  #: times by which speed and prediction differ before a new profile is advised
+TELLING_S = 10.0  #: seconds of a run, measured or predicted, from which its speed says something of the profile
+STOPPED = 130  #: exit status of a run that was asked to stop
+
+
+def again(options: RunOptions) -> str:
+    """Return the command that continues this run, in words."""
+    return "the same command again" + (", without --restart," if options.restart else "")
+
+
+class Work(NamedTuple):
+    """What answering took."""
+
+    predicted_s: float | None
+    predicted_tokens_per_s: float | None
+    seconds: float
+    others_cpu_share: float | None  #: of the cores, used by other processes; None: not known
+    unfinished_tokens: int  #: that were generated of answers that were not complete at the end
+
+
+def parted(tokens: int, seconds: float, predicted: float | None) -> bool:
+    """Return whether tokens/s, measured and ``predicted``, differ by more than PARTED times; False without both, and
+    for a run that neither took nor should have taken TELLING_S seconds."""
+    tokens_per_s = tokens / seconds
+    if not predicted or not tokens or max(seconds, tokens / predicted) < TELLING_S:
+        return False
+    return max(tokens_per_s / predicted, predicted / tokens_per_s) > PARTED
+
+
+class Outcome(NamedTuple):
+    """The end of a run."""
+
+    options: RunOptions
+    llm: LLM
+    counts: dict[str, int]  #: lines, and how many of them were "answered", "refused", "left" and "done_before" it
+    work: Work | None  #: None: nothing was left to answer
+    tokens: int  #: that were generated, of answers that were written
+    lost: Tokens  #: that the end of the run before has cost
+    replanned: list[str]  #: what was changed on the way, and why
+    traced: bool
+
+    @property
+    def stopped(self) -> bool:
+        return self.counts["left"] > 0
+
+    def say(self, say: Callable[[str], None], total_s: float) -> None:
+        """Say the last lines of a run; ``total_s``: of the whole command."""
+        options, counts, work, stopped = self.options, self.counts, self.work, self.stopped
+        before = f" ({counts['done_before']:,} before this run)" if counts["done_before"] else ""
+        say("")
+        say(
+            f"{counts['answered']:,} answered, {counts['refused']:,} refused, {counts['left']:,} left of "
+            f"{counts['lines']:,} lines{before}"
+        )
+        if work:
+            # Nothing was predicted for a part of the requests: the longest come first.
+            against = f" (predicted {duration(work.predicted_s)})" if work.predicted_s and not stopped else ""
+            speed = f"{self.tokens:,} tokens in {duration(work.seconds)}: {self.tokens / work.seconds:.1f} tokens/s"
+            say(f"{speed}{against}; the whole command {duration(total_s)}")
+            if work.others_cpu_share and work.others_cpu_share > MOST_OTHERS:
+                say(f"busy       others used {work.others_cpu_share:.0%} of the cores; predictions assume none")
+            if options.llm.hardware is None and parted(self.tokens, work.seconds, work.predicted_tokens_per_s):
+                say(
+                    f"profile    the speed is far from the {work.predicted_tokens_per_s:.1f} tokens/s predicted: "
+                    "--reprofile measures the machine anew"
+                )
+        if shared := self.llm.num_shared:
+            saved = "computed" if stores_exactly(self.llm.settled_policy) else "stored again"
+            say(f"shared     {shared:,} prompt tokens were not {saved}: other prompts begin alike")
+        for change in self.replanned:
+            say(f"replanned  {change}")
+        table = f"{options.parquet}, " if options.parquet and not stopped else ""
+        say(f"answers    {table}{options.output}")
+        if counts["refused"]:
+            say(f"refused    {options.errors or f'{options.output}, lines of status_code 400'}")
+        if options.trace:
+            say(f"trace      {options.trace} (open it at ui.perfetto.dev)" if self.traced else "trace      nothing ran")
+        if options.report:
+            kept = "" if work or not options.report.exists() else " (of an earlier run: nothing ran)"
+            say(f"report     {options.report}{kept}")
+        if stopped:
+            dropped = work.unfinished_tokens if work else 0
+            lost = f"; {dropped:,} tokens of unfinished answers are lost (see --max-batch)" if dropped else ""
+            say(f"stopped: give {again(options)} to go on{lost}")
+            if work and not (self.tokens or dropped):
+                say(
+                    "           no answer could be there yet: the first iteration reads the prompts of all requests "
+                    "that begin together; with a smaller --max-batch the first answers come sooner"
+                )
+
+    def record(self) -> dict:
+        """Return the record of a run, with its exit_status."""
+        work, stopped = self.work, self.stopped
+        return {
+            **self.counts,
+            "tokens": self.tokens,
+            "shared_prompt_tokens": self.llm.num_shared,
+            "tokens_dropped": work.unfinished_tokens if work and stopped else 0,
+            "tokens_lost_before": self.lost,
+            "seconds": work.seconds if work else 0.0,
+            "tokens_per_s": self.tokens / work.seconds if work else 0.0,
+            "predicted_s": work.predicted_s if work else None,
+            "profile_in_company": self.llm.hardware.company if self.llm.hardware else None,
+            "others_cpu_share": work.others_cpu_share if work else None,
+            "policy": self.llm.settled_policy.to_dict(),
+            "replanned": self.replanned,
+            "output": str(self.options.output),
+            "errors": str(self.options.errors) if self.options.errors else None,
+            "exit_status": STOPPED if stopped else 0,
+        }
