@@ -40,6 +40,7 @@ from flexhybrid.jobs.run import opening
 from flexhybrid.jobs.run.forecast import forecast, sorted_by_length
 from flexhybrid.jobs.run.options import RunOptions
 from flexhybrid.runtime.engine import Engine
+from sim.presets import CAPTURE_MINI_BATCH_TOKENS
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = shipped.CHECKPOINT
@@ -624,7 +625,8 @@ def test_a_device_out_of_memory_halves_the_mini_batch_and_loses_nothing(tiny, tm
 
     monkeypatch.setattr(Engine, "run", limited)
     assert run(source, out, tiny) == 0
-    assert seen == [(12, 8192), (6, 4096), (3, 2048)]  # the others join those three
+    most = CAPTURE_MINI_BATCH_TOKENS
+    assert seen == [(12, most), (6, most // 2), (3, most // 4)]  # the others join those three
     assert by_id(out) == by_id(tmp_path / "whole.jsonl")
     monkeypatch.setattr(Engine, "run", lambda *a, **b: (_ for _ in ()).throw(torch.OutOfMemoryError("never")))
     assert run(source, tmp_path / "x.jsonl", tiny) == 2 and "too little memory" in capsys.readouterr().err
