@@ -35,10 +35,9 @@ from flexhybrid.jobs.machine import notes_on
 from flexhybrid.jobs.progress import Progress
 from flexhybrid.requests import Generated, RequestCodec, RequestOutput, load_tokenizer
 from flexhybrid.resolve import pick_device, resolve_policy, resolve_problem, settle_policy
-from flexhybrid.running_requests import OpenRequest, Replies, RunningRequests
+from flexhybrid.running_requests import OpenRequest, Replies, RunningRequests, run_wave
 from flexhybrid.runtime.clock import LaneThreads
 from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
-from flexhybrid.runtime.forcing import force_tokens
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -284,7 +283,9 @@ class LLM:
                 if any(ends and ends() for ends in (hears.should_stop, hears.should_drain)):
                     break
                 control = replace(hears, keep_trace=TRACED_TASKS if on_trace else False)
-                result = self._run_wave(wave, members, running, completed, control)
+                result = run_wave(
+                    self.open_engine, wave, members, running, codec=self.codec, completed=completed, control=control
+                )
                 self.num_shared += wave.sharing.num_tokens if wave.sharing else 0
                 if on_trace:
                     on_trace(result)
@@ -386,56 +387,6 @@ class LLM:
                 left = members[wave.queue.waiting]
                 if len(left) == len(members):
                     raise RuntimeError("no request has found a place in a batch of its own")
-
-    def _run_wave(
-        self,
-        wave: Wave,
-        members: np.ndarray,
-        running: RunningRequests,
-        completed: Callable[[int, Generated], None],
-        control: RunControl,
-    ) -> WaveResult:
-        """Answer the requests ``members`` (indices) in one batch. ``completed(index, generated)`` is called as soon as
-        an answer is complete; what ends the answers is added to ``control``."""
-
-        def finished(queued: int, _tokens: list[int], stop: int | str | None) -> None:
-            generated = running.generated(queued)
-            generated.stop = stop
-            completed(int(members[queued]), generated)
-
-        def stop_text(queued: int) -> Callable[[int], str | None] | None:
-            watch = running.generated(queued).watch
-            return watch.push if watch else None
-
-        def joins(queued: int, mini_batch: int) -> None:
-            running.join(queued)
-            if control.on_join:
-                control.on_join(int(members[queued]), mini_batch)
-
-        if wave.queue:
-            wave.queue.on_join, wave.queue.on_leave = joins, running.leave
-            wave.queue.closes = control.should_drain or wave.queue.closes
-            wave.queue.ended = control.num_ended
-        begun = wave.begun.tolist()
-        of_place = {place: k for k, group in enumerate(wave.mini_batches) for place in group.tolist()}
-        for place, queued in enumerate(begun):
-            joins(queued, of_place[place])
-        num_given = [running.generated(queued).num_decoded for queued in begun]
-        control = replace(
-            control,
-            num_given=num_given if any(num_given) else None,
-            answer_of=lambda queued: running.generated(queued).token_ids,
-            stop_ids=lambda queued: self.codec.stop_ids(running.generated(queued).params),
-            stop_text=stop_text,
-            on_finish=finished,
-            on_noted=lambda queued, noted: running.generated(queued).note(noted),
-            forget=True,
-        )
-        engine = self.open_engine
-        executor = engine.executor(wave, running, running)
-        if any(num_given):
-            force_tokens(executor, [running.generated(queued).prompt_ids for queued in begun])
-        return engine.run(executor, control)
 
     @one_thread_at_a_time
     def load(self) -> dict[str, int]:

@@ -1,13 +1,17 @@
-"""The requests of a batch that run: made when they join, forgotten when they have left."""
+"""The requests of a batch that run: made when they join, answered, forgotten when they have left."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
+from flexhybrid.core.wave import Wave
 from flexhybrid.requests import CompletionOutput, Generated, RequestCodec, RequestOutput
+from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
+from flexhybrid.runtime.forcing import force_tokens
 from flexhybrid.runtime.kernels.sampling import SamplingPlan, joined_plans
 
 #: Makes a request, given by its index in the queue: what is generated for it, and how its tokens are chosen.
@@ -78,6 +82,57 @@ class RunningRequests:
                 self._num_rows -= len(self._plans.pop(next(iter(self._plans))).top_k)
         self._plans[key] = plan
         return plan
+
+
+def run_wave(
+    engine: Engine,
+    wave: Wave,
+    members: np.ndarray,
+    running: RunningRequests,
+    codec: RequestCodec,
+    completed: Callable[[int, Generated], None],
+    control: RunControl,
+) -> WaveResult:
+    """Answer the requests ``members`` (indices) in one batch. ``completed(index, generated)`` is called as soon as
+    an answer is complete; what ends the answers is added to ``control``."""
+
+    def finished(queued: int, _tokens: list[int], stop: int | str | None) -> None:
+        generated = running.generated(queued)
+        generated.stop = stop
+        completed(int(members[queued]), generated)
+
+    def stop_text(queued: int) -> Callable[[int], str | None] | None:
+        watch = running.generated(queued).watch
+        return watch.push if watch else None
+
+    def joins(queued: int, mini_batch: int) -> None:
+        running.join(queued)
+        if control.on_join:
+            control.on_join(int(members[queued]), mini_batch)
+
+    if wave.queue:
+        wave.queue.on_join, wave.queue.on_leave = joins, running.leave
+        wave.queue.closes = control.should_drain or wave.queue.closes
+        wave.queue.ended = control.num_ended
+    begun = wave.begun.tolist()
+    of_place = {place: k for k, group in enumerate(wave.mini_batches) for place in group.tolist()}
+    for place, queued in enumerate(begun):
+        joins(queued, of_place[place])
+    num_given = [running.generated(queued).num_decoded for queued in begun]
+    control = replace(
+        control,
+        num_given=num_given if any(num_given) else None,
+        answer_of=lambda queued: running.generated(queued).token_ids,
+        stop_ids=lambda queued: codec.stop_ids(running.generated(queued).params),
+        stop_text=stop_text,
+        on_finish=finished,
+        on_noted=lambda queued, noted: running.generated(queued).note(noted),
+        forget=True,
+    )
+    executor = engine.executor(wave, running, running)
+    if any(num_given):
+        force_tokens(executor, [running.generated(queued).prompt_ids for queued in begun])
+    return engine.run(executor, control)
 
 
 class Replies:
