@@ -3,8 +3,9 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -75,29 +76,19 @@ def open_batch(
     """
     if given and not may_grow(policy):
         raise ValueError(f"requests under policy {policy.name} cannot go on behind tokens that they have")
-    num_requests, entries, tree = workload.num_requests, BlockEntries(policy.cache), tree or known_tree(workload)
+    num_requests, tree = workload.num_requests, tree or known_tree(workload)
     first = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
-    exact, room, paths = stores_exactly(policy), {}, []
-    if tree and may_share(policy, problem.shape):
-        tree.longest = math.inf if exact else chunk_tokens(policy.max_mini_batch_tokens)  # pieces attend to blocks
-        room, paths = _shared_room(tree, entries, count, num_requests)
+    mini_batches, room, paths = _packed(problem, policy, workload, count, tree)
     if count == num_requests and share == 1 and not any(paths) and not given:
         return admit(problem, policy, workload)
     planned = Workload(first.prompt_tokens, np.maximum(1, np.ceil(share * first.max_tokens)).astype(np.int64))
-    # Buffers are for answers of full length: what is padded to the longest of a mini-batch never limits who runs.
-    depth = np.array([len(path) for path in paths], dtype=np.int64) if room else None
-    if depth is None:
-        mini_batches = pack(first.cached_tokens, entries, policy.max_mini_batch_tokens, policy.packing)
-    else:
-        # The host attends while the device computes another mini-batch: all in one would let them take turns.
-        own = 0 if policy.attention == "host" else depth * BLOCK_TOKENS
-        mini_batches = _pack_sharing(first.cached_tokens - own, entries, policy, paths)
+    depth = _depth(paths) if room else None
     alone = workload.select(np.array(extremes(workload)))
     wave = admit(problem, policy, planned, alone=alone, mini_batches=mini_batches, shared=depth, room=room)
     wave = replace(wave, workload=first)
     if tree and room:
         piece = chunk_tokens(policy.max_mini_batch_tokens) // BLOCK_TOKENS
-        sharing = SharedBlocks(tree, entries, room, count, piece, exact)
+        sharing = SharedBlocks(tree, BlockEntries(policy.cache), room, count, piece, stores_exactly(policy))
         for group in wave.mini_batches:
             for place in group.tolist():
                 sharing.attach(place, tree.shared(place))
@@ -122,6 +113,35 @@ def open_batch(
                 prompt = wave.own_blocks(place, first.prompt_tokens[place])
                 give_blocks(wave, k, place, np.minimum(prompt + FIRST_RUN, held))
     return wave
+
+
+class _Packed(NamedTuple):
+    """The first requests of a queue in mini-batches."""
+
+    mini_batches: list[np.ndarray]  #: places
+    room: dict[str, int]  #: ``_shared_room``
+    paths: list[list[int]]  #: blocks that each of them shares with others; empty where nobody does
+
+
+def _packed(problem: Problem, policy: Policy, workload: Workload, count: int, tree: PromptTree | None) -> _Packed:
+    """Pack the first ``count`` requests. Buffers are for answers of full length: what is padded to the longest of a
+    mini-batch never limits who runs."""
+    entries, cached = BlockEntries(policy.cache), workload.cached_tokens[:count]
+    room, paths = {}, []
+    if tree and may_share(policy, problem.shape):
+        exact = stores_exactly(policy)
+        tree.longest = math.inf if exact else chunk_tokens(policy.max_mini_batch_tokens)  # pieces attend to blocks
+        room, paths = _shared_room(tree, entries, count, workload.num_requests)
+    if not room:
+        return _Packed(pack(cached, entries, policy.max_mini_batch_tokens, policy.packing), room, paths)
+    # The host attends while the device computes another mini-batch: all in one would let them take turns.
+    own = 0 if policy.attention == "host" else _depth(paths) * BLOCK_TOKENS
+    return _Packed(_pack_sharing(cached - own, entries, policy, paths), room, paths)
+
+
+def _depth(paths: list[list[int]]) -> np.ndarray:
+    """Return how many blocks each request shares."""
+    return np.array([len(path) for path in paths], dtype=np.int64)
 
 
 def known_tree(workload: Workload) -> PromptTree | None:
@@ -175,7 +195,7 @@ def first_wave(problem: Problem, policy: Policy, workload: Workload) -> int:
     def plan(count: int) -> MemoryPlan:
         return wave_plan(problem, policy, workload.select(slice(count)))
 
-    return _most_that_fit(problem, policy, workload, plan) or _refuse(problem, workload, plan)
+    return _most_that_fit(problem, policy, workload, plan, None) or _refuse(problem, workload, plan)
 
 
 def batch_size(
@@ -194,7 +214,7 @@ def batch_size(
             return memory_plan(problem, policy, buffer_sizes(open_batch(problem, policy, workload, count, share, tree)))
 
         # Requests that step back come back with more tokens: their prompts may need more room than there is.
-        counts.append(_most_that_fit(problem, policy, workload, plan, at_most))
+        counts.append(_most_that_fit(problem, policy, workload, plan, tree, at_most))
         counts[0] = counts[0] or _refuse(problem, workload, plan)
         if counts[0] == min(at_most, policy.max_batch or at_most, workload.num_requests):
             break
@@ -207,21 +227,46 @@ def _most_that_fit(
     policy: Policy,
     workload: Workload,
     plan: Callable[[int], MemoryPlan],
+    tree: PromptTree | None,
     at_most: int | None = None,
 ) -> int:
-    """The largest number of requests whose plan fits the budgets; 0 when one is over them."""
-    low, high = 1, min(at_most or workload.num_requests, policy.max_batch or workload.num_requests)
-    high = min(high, workload.num_requests)
+    """The largest number of requests whose plan fits the budgets; 0 when one is over them.
+
+    A request more may need less memory: where it opens a mini-batch, all of them become smaller, and with them the
+    buffers. Bisected is therefore the number of mini-batches, by the fewest requests that need as many, and then the
+    number of requests that are cut into as many. That is the largest number for requests of one length, and close to
+    it for others.
+    """
+    high = min(at_most or workload.num_requests, policy.max_batch or workload.num_requests, workload.num_requests)
     if policy.selection.pool_bytes is not None:
         stored = problem.stored(policy.bits).kv
         high = min(high, pool_blocks(problem.shape, policy.selection, stored))
-    if fits(plan(high), problem.budgets):
+
+    @cache
+    def fitting(count: int) -> bool:
+        return fits(plan(count), problem.budgets)
+
+    @cache
+    def num_mini_batches(count: int) -> int:
+        return len(_packed(problem, policy, workload, count, tree).mini_batches)
+
+    def fewest(count: int) -> int:
+        """The fewest requests in as many mini-batches as ``count`` requests."""
+        return count if count == 1 else 1 + _last(0, count, lambda n: num_mini_batches(n) < num_mini_batches(count))
+
+    if fitting(high):
         return high
-    if not fits(plan(low), problem.budgets):
+    if not fitting(1):
         return 0
-    while high - low > 1:  # low fits, high does not
+    some = _last(1, high, lambda count: fitting(fewest(count)))  # the last of those in as many mini-batches
+    return _last(fewest(some), some + 1, fitting)
+
+
+def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """Bisect for the last number below ``high`` for which something holds; it does for ``low``."""
+    while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(plan(middle), problem.budgets) else (low, middle)
+        low, high = (middle, high) if holds(middle) else (low, middle)
     return low
 
 

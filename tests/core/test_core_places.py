@@ -1,0 +1,79 @@
+"""How many requests run at a time, against every number of them tried one by one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexhybrid.core.memory import fits, memory_plan, total_bytes
+from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
+from flexhybrid.core.waves import batch_size, first_wave, open_batch, wave_plan
+from flexhybrid.core.workload import Prefixes, Workload
+from tests.toy_machine import MIB, SHAPE, machine
+
+MIXES = (
+    {"kv@host": 1.0}, {"kv@host": 0.5, "act@host": 0.5}, {"act@host": 1.0}, {"kv@device": 0.2, "act@host": 0.8},
+    {"both(kv@host,act@host)": 1.0},
+)  # fmt: skip
+MOST = 16
+PROBLEM = Problem(shape=SHAPE, dtype="float32", hardware=machine())
+
+
+@st.composite
+def queues(draw) -> tuple[Policy, Workload]:
+    """A policy and a queue of more than MOST requests: of one length, or of any, some of which begin alike."""
+    policy = Policy(
+        "places",
+        Placement(host=1),
+        cache=draw(st.sampled_from(MIXES)),
+        max_mini_batch_tokens=draw(st.integers(100, 2500)),
+        hidden=draw(st.sampled_from(("host", "device"))),
+        schedule=draw(st.sampled_from(("row", "column"))),
+        packing=draw(st.sampled_from(("balanced", "balanced", "fifo"))),
+    )
+    rng, count, prefixes = np.random.default_rng(draw(st.integers(0, 999))), MOST + 6, None
+    if draw(st.booleans()):
+        return policy, Workload(np.full(count, rng.integers(20, 200)), np.full(count, rng.integers(2, 60)))
+    if draw(st.booleans()):
+        prefixes = Prefixes(np.array([16, 16]), np.array([-1, -1]), rng.integers(0, 2, count))
+    return policy, Workload(rng.integers(20, 200, count), (limits := rng.integers(2, 60, count)), limits, prefixes)
+
+
+@settings(max_examples=25)
+@given(queues(), st.floats(0.0, 1.0), st.booleans())
+def test_as_many_requests_run_at_a_time_as_fit(queue, part, joining):
+    policy, workload = queue
+    policy = replace(policy, max_batch=MOST, bits=Bits(kv=8) if joining else Bits())  # few bits: blocks for all answers
+
+    def plan(count: int):
+        if not joining:
+            return wave_plan(PROBLEM, policy, workload.select(slice(count)))
+        return memory_plan(PROBLEM, policy, buffer_sizes(open_batch(PROBLEM, policy, workload, count)))
+
+    plans = [plan(count) for count in range(1, MOST + 1)]
+    device = [total_bytes(of)["device"] for of in plans]
+    budget = Budgets(device=round(device[0] + part * (max(device) - device[0])))
+    problem = replace(PROBLEM, budgets=budget)
+    fitting = [count for count, of in enumerate(plans, start=1) if fits(of, budget)]
+    found = batch_size(problem, policy, workload, MOST)[0] if joining else first_wave(problem, policy, workload)
+    assert found in fitting and found + 1 not in fitting
+    if len(np.unique(workload.cached_tokens)) == 1 or policy.packing == "fifo":
+        assert found == max(fitting)
+
+
+@pytest.mark.parametrize("hidden", ("host", "device"))
+def test_one_request_more_may_need_smaller_buffers(hidden):
+    """Of eight in one mini-batch nine make two, of five and four: what is too little for seven does for more."""
+    workload = Workload(np.full(40, 100), np.full(40, 28))
+    policy = Policy("even", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=8 * 129, hidden=hidden)
+    plans = [wave_plan(PROBLEM, policy, workload.select(slice(count))) for count in range(1, 41)]
+    budget = Budgets(device=total_bytes(plans[5])["device"] + MIB // (8 if hidden == "host" else 1))
+    fitting = [count for count, plan in enumerate(plans, start=1) if fits(plan, budget)]
+    assert 7 not in fitting and max(fitting) > 8
+    assert first_wave(replace(PROBLEM, budgets=budget), policy, workload) == max(fitting)
