@@ -101,7 +101,7 @@ def test_records_are_a_plain_account(rows, count, vocab, seed):
 def test_text_of_tokens_and_of_none(model):
     (answer,) = LLM(model[0], "kv_only", device="cpu").generate([[5]], SamplingParams(logprobs=1, max_tokens=1))
     assert all(one.decoded_token is None for one in answer.outputs[0].logprobs[0].values())
-    llm = LLM(shipped.CHECKPOINT, "kv_only", device="cpu")
+    llm = LLM(shipped.CHECKPOINT, "kv_only", device="cpu", dtype="float32")
     (answer,) = llm.generate(["import os"], SamplingParams(logprobs=2, max_tokens=3, temperature=0))
     for token, place in zip(answer.outputs[0].token_ids, answer.outputs[0].logprobs, strict=True):
         assert place[token].decoded_token == llm.tokenizer.decode([token]) and place[token].rank == 1

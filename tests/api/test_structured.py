@@ -133,7 +133,7 @@ def test_wrong_forms_are_refused_by_name(llm, tiny, monkeypatch):
     assert guided == SamplingParams(structured_outputs=StructuredOutputsParams(regex="ab?")) and hash(guided)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InputError, match="pip install llguidance"):
-        LLM(shipped.CHECKPOINT, "kv_only", device="cpu").generate(["a"], guided)
+        LLM(shipped.CHECKPOINT, "kv_only", device="cpu", dtype="float32").generate(["a"], guided)
 
 
 # ---- company ---------------------------------------------------------------------------------------------------------
