@@ -161,7 +161,7 @@ def test_lines_that_are_counted_meanwhile_join_those_who_run(tiny, tmp_path, mon
         (job_module, "WINDOW", 4),
         (census_module, "CHUNK_LINES", 6),
         (census_module.Census, "count_meanwhile", lambda *_: nullcontext()),
-        (job_module, "change_costs", lambda *_: costs),
+        (replanning, "change_costs", lambda *_: costs),
         (llm_module, "open_batch", lambda *which: moved.append(which[6:]) or opened(*which)),
         (Job, "advance", counts),
     ):

@@ -37,8 +37,8 @@ from flexhybrid.jobs.run.forecast import WINDOW, Forecast, describe, forecast, p
 from flexhybrid.jobs.run.opening import check_chats, earlier_numbers, model_arguments, open_answers, paced_device
 from flexhybrid.jobs.run.options import RunOptions, check_options
 from flexhybrid.jobs.run.outcome import Outcome, Work, again
-from flexhybrid.jobs.run.outlook import Outlook, batches, change_costs
-from flexhybrid.jobs.run.replanning import LEAST_ANSWERS, Replanner, can_return
+from flexhybrid.jobs.run.outlook import Outlook, batches
+from flexhybrid.jobs.run.replanning import LEAST_ANSWERS, Replanner, move_is_cheap
 from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report, write_trace
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
@@ -459,23 +459,12 @@ class Job:
     def moves(self, nobody_waits: bool) -> bool:
         if self.replanner and self.replanner.change:
             return self.replanner.change.moves
-        return nobody_waits and self._queue_has_grown() and self._move_is_cheap()
+        return nobody_waits and self._queue_has_grown() and move_is_cheap(self.llm, self.outlook)
 
     def _queue_has_grown(self) -> bool:
         """Return whether lines were counted since the batch began, enough of them for one more."""
         more = self.census.counted - self._taken
         return more >= WINDOW or more > 0 and self.census.complete
-
-    def _move_is_cheap(self) -> bool:
-        """Return whether those who run had better be moved to the next batch than end in this one."""
-        rest = self.outlook.rest() if self.outlook else None
-        if not self.outlook or rest is None:
-            return False
-        longest = int(self.outlook.workload.cached_tokens.max())
-        if not can_return(self.llm.problem, self.llm.settled_policy, longest):
-            return False
-        costs = change_costs(rest, self.outlook.pace, self.outlook.pace)
-        return costs.move_s < costs.drain_s
 
     def between_batches(self) -> None:
         if not (self.replanner and self.replanner.change):
