@@ -217,27 +217,28 @@ def test_values_beyond_float16_saturate(bits):
             torch.testing.assert_close(got, -largest, rtol=2.0**-7, atol=0)
 
 
+def restored_group(bits, columns: int | slice, value: float) -> torch.Tensor:
+    """The group of columns 64 to 127 as it comes back where ``columns`` of it hold ``value``; its neighbours come back
+    as they would without."""
+    rows = torch.randn(2, 192)
+    clean = dequantize(quantize(rows, bits), bits, torch.float32)
+    rows[1, columns] = value
+    restored = dequantize(quantize(rows, bits), bits, torch.float32)
+    group = restored[1, 64:128].clone()
+    restored[1, 64:128] = clean[1, 64:128]
+    assert torch.equal(restored, clean)
+    return group
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, 3e38])
 def test_a_constant_group_beyond_float16_leaves_its_neighbours_alone(bits, value):
-    rows = torch.randn(2, 192)
-    clean = dequantize(quantize(rows, bits), bits, torch.float32)
-    rows[1, 64:128] = value
-    restored = dequantize(quantize(rows, bits), bits, torch.float32)
-    assert (restored[1, 64:128] == np.clip(value, -limit(bits), limit(bits))).all()
-    restored[1, 64:128] = clean[1, 64:128]
-    assert torch.equal(restored, clean)
+    assert (restored_group(bits, slice(64, 128), value) == np.clip(value, -limit(bits), limit(bits))).all()
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_a_nan_spoils_its_own_group_alone(bits):
-    rows = torch.randn(2, 192)
-    clean = dequantize(quantize(rows, bits), bits, torch.float32)
-    rows[1, 70] = torch.nan
-    restored = dequantize(quantize(rows, bits), bits, torch.float32)
-    assert restored[1, 64:128].isnan().all()
-    restored[1, 64:128] = clean[1, 64:128]
-    assert torch.equal(restored, clean)
+    assert restored_group(bits, 70, torch.nan).isnan().all()
 
 
 @pytest.mark.parametrize("bits", BITS)
