@@ -4,7 +4,8 @@ The search (``policy_search.search``) takes requests of one length that begin to
 and for the answer that a running request has on average, which is longer; where prompts share what they begin with, for
 prompts of their own tokens alone and for whole ones. What it finds, and the policies that are given, are priced on the
 queue itself with as many requests at a time as fit and with as many as the search took; a policy under which prompts
-share nothing because hidden states lie on the host is priced with these on the device as well.
+share nothing because hidden states lie on the host is priced with these on the device as well. Where fewer requests fit
+than the search took, because buffers are padded to the longest ones, smaller mini-batches are priced too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
@@ -24,6 +26,7 @@ from policy_search.search import SearchResult, SearchSettings, search
 from sim.queue_clock import QueueRun, price_queue
 
 MOST_SEARCHES = 3  #: for each length of prompts
+SMALLER = (0.8, 0.6)  #: mini-batches that are tried too, where fewer requests run than a search took
 FEWER = 0.75  #: of the requests that a search took: where so few run, it is asked again for as many
 
 
@@ -53,8 +56,10 @@ def best_for_queue(
         if (policy, places) not in priced:
             priced.add((policy, places))
             with suppress(InputError):  # a single request is too long for it
-                choices.append(QueueChoice(limited, price_queue(problem, limited, workload, places), found))
-                return choices[-1].run.at_a_time
+                run = price_queue(problem, limited, workload, places)
+                taken = replace(limited, max_batch=run.at_a_time) if found else limited
+                choices.append(QueueChoice(taken, run, found))
+                return run.at_a_time
         return places
 
     for policy in given:
@@ -68,11 +73,16 @@ def best_for_queue(
         except InputError as refused:
             error = refused
             continue
-        at_a_time = min(add(found.policy, places, found) for places in {found.batch, most})
+        free = replace(found.policy, max_batch=None)  # a search limits it to the batch that it took
+        at_a_time = min(add(free, places, found) for places in {found.batch, most})
+        if at_a_time < FEWER * min(found.batch, workload.num_requests):
+            for part in SMALLER:  # what is padded to the longest requests left no room for as many
+                tokens = max(BLOCK_TOKENS, int(part * free.max_mini_batch_tokens))
+                add(replace(free, max_mini_batch_tokens=tokens), most, found)
         if (
             workload.prefixes
-            and may_share(sharing := replace(found.policy, hidden="device"), problem.shape)
-            and sharing != found.policy
+            and may_share(sharing := replace(free, hidden="device"), problem.shape)
+            and sharing != free
         ):
             add(sharing, found.batch, found)
         if at_a_time < FEWER * found.batch and (prompt, answer, at_a_time) not in asked:
