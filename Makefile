@@ -46,11 +46,15 @@ CHECKPOINTS := experiments/checkpoints
 SHIPPED := flexhybrid/shipped/opt-stdlib-4m
 TRAIN := -m experiments.training.train_checkpoint --documents whole --positions 2048 --seed 0
 
+SHIPPED_QWEN3 := flexhybrid/shipped/qwen3-stdlib-4m
 MODELS := opt-stdlib-2k/config.json llama-stdlib-2k/config.json opt-stdlib-300k/config.json opt-stdlib-1m/config.json \
 	digits/held_out.npz
 SMALL := -m experiments.training.train_checkpoint --positions 640 --seed 0 --steps 700
 
-models: $(addprefix $(CHECKPOINTS)/,$(MODELS))  ## those that are not there
+models: $(SHIPPED_QWEN3)/config.json $(addprefix $(CHECKPOINTS)/,$(MODELS))  ## those that are not there
+
+$(SHIPPED_QWEN3)/config.json: | $(INSTALLED)
+	$(BIN)/python -m experiments.training.train_checkpoint --out $(@D) --architecture qwen3 --positions 640 --seed 0 --steps 2500
 
 $(CHECKPOINTS)/opt-stdlib-2k/config.json: | $(INSTALLED)
 	$(BIN)/python $(TRAIN) --out $(@D) --start $(SHIPPED) --steps 1000

@@ -20,7 +20,7 @@ setup(
     ),
     package_data={
         "sim": ["catalogue/*.json"],
-        "flexhybrid": ["shipped/*.txt", "shipped/opt-stdlib-4m/*"],
+        "flexhybrid": ["shipped/*.txt", "shipped/*/*"],
         "experiments": [
             *("checkpoints/**/*", "grid.toml", "reference/*.csv", "reference/README.md"),
             *("reproduce/*.csv", "reproduce/notes/*.md", "reproduce/report.*", "training/*.md"),

@@ -21,7 +21,7 @@ import platform
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 # Idle OpenMP threads sleep rather than spin, which leaves the cores to other programs. It must be
 # in the environment before torch loads OpenMP.
@@ -69,7 +69,7 @@ HIDDEN, LAYERS = 256, 4  # of the shipped shape
 HEAD_SIZE = 32
 
 
-def sizes(positions: int, hidden: int, layers: int) -> dict[str, int | bool]:
+def sizes(positions: int, hidden: int, layers: int) -> dict[str, Any]:
     """Return the config fields that both architectures share."""
     return {
         "vocab_size": VOCAB_SIZE,
@@ -104,11 +104,13 @@ def build_qwen3(positions: int, hidden: int = HIDDEN, layers: int = LAYERS) -> Q
 
 def _grouped(kind: type[Config], positions: int, hidden: int, layers: int) -> Config:
     """Return a configuration with a gated feed-forward, in which four query heads share a key and value head."""
-    config = kind(
-        intermediate_size=hidden * 11 // 4, num_key_value_heads=max(1, hidden // HEAD_SIZE // 4), head_dim=HEAD_SIZE
+    # Given at once: Qwen3Config makes a list of its layers' kinds as long as the layers it is told of.
+    return kind(
+        intermediate_size=hidden * 11 // 4,
+        num_key_value_heads=max(1, hidden // HEAD_SIZE // 4),
+        head_dim=HEAD_SIZE,
+        **sizes(positions, hidden, layers),
     )
-    config.update(sizes(positions, hidden, layers))
-    return config
 
 
 ARCHITECTURES = {"opt": build_opt, "llama": build_llama, "qwen3": build_qwen3}

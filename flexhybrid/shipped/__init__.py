@@ -1,9 +1,10 @@
-"""Files that ship with flexhybrid: a small OPT checkpoint, prompts, and text that the checkpoint did not learn from."""
+"""Files that ship with flexhybrid: two small checkpoints, prompts, and text that neither learned from."""
 
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-CHECKPOINT = FOLDER / "opt-stdlib-4m"  #: a Hugging Face checkpoint; its README says how it was trained
+CHECKPOINT = FOLDER / "opt-stdlib-4m"  #: a Hugging Face checkpoint of an OPT; its README says how it was trained
+QWEN3 = FOLDER / "qwen3-stdlib-4m"  #: of a Qwen3: grouped heads, normed queries and keys, tied head
 PROMPTS = FOLDER / "prompts.txt"  #: one prompt a line
 HELD_OUT = FOLDER / "held_out.txt"  #: documents separated by form feeds; ``experiments.training.corpus`` writes it
 

@@ -42,6 +42,13 @@ def test_shipped_checkpoint_every_share_and_mini_batch_size():
     check(folder, prompts, 8, [hybrid(share, bound) for share in SHARES for bound in bounds[share]])
 
 
+def test_shipped_qwen3():
+    """Normed queries and keys, a head that is the embedding; with all of a prompt as ACT and with half of it."""
+    tokenizer = load_tokenizer(shipped.QWEN3)
+    prompts = [tokenizer(text)["input_ids"] for text in shipped.prompts()][:16:4]
+    check(shipped.QWEN3, prompts, 8, [kv_only(256), hybrid(0.5, 1024), hybrid(1.0, 256)])
+
+
 @pytest.mark.parametrize("attention_path", attention_paths.candidates("float32"), indirect=True)
 def test_every_way_to_attend_gives_the_tokens(attention_path, tmp_path):
     """Prompts at once and in chunks, requests of mixed lengths, grouped heads, a recomputed share."""

@@ -137,6 +137,13 @@ def test_the_readme_leads_to_the_command(clone, capsys):
     assert "predicted" in out and "48 answered, 0 refused, 0 left" in out
 
 
+def test_the_readme_leads_to_answers_from_python(clone, capsys):
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert "qwen3" in text
+    exec(compile(text, "README.md", "exec"), {"__name__": "page"})
+    assert capsys.readouterr().out.strip()
+
+
 @pytest.fixture
 def host_bytes(monkeypatch):
     """Sets the memory that this machine has, half of which is free. No disk is. Float32 multiplies faster."""
