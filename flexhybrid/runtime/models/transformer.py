@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,6 +111,26 @@ def masks_made_by(maker: Callable) -> Iterator[None]:
         _mask_maker.pop()
 
 
+_rows = threading.local()  #: ``asked``: this thread runs a forward over rows of any requests
+
+
+def _look_for_no_packed_texts() -> None:
+    """Let transformers not compare the positions of our rows, by which it tells texts in one row apart: nothing of ours
+    reads the mask that it would make, and on a GPU the host would wait for the comparison."""
+    from transformers import masking_utils
+
+    name = "find_packed_sequence_indices"
+    own = getattr(masking_utils, name, None)
+    if own is None or hasattr(own, "__wrapped__"):
+        return
+
+    @wraps(own)
+    def find(*args, **kwargs):
+        return None if getattr(_rows, "asked", False) else own(*args, **kwargs)
+
+    setattr(masking_utils, name, find)
+
+
 def build(folder: Path):
     """Return transformers' model of a checkpoint's config.json, without weights. Raise Refused where there is none."""
     import transformers
@@ -118,6 +139,7 @@ def build(folder: Path):
 
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
+    _look_for_no_packed_texts()
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -244,9 +266,11 @@ class Layers:
         seen = self._seen = torch.ones(1, len(ids), dtype=torch.int64) if ids.is_meta else None
         rows = dict(input_ids=ids[None], position_ids=positions[None], attention_mask=seen, use_cache=False)
         rest, self._records = greenlet.greenlet(lambda: self.model(**rows).logits[0]), {}
+        _rows.asked = True
         try:
             paused = rest.switch() is _AT_THE_LAST
         finally:
+            _rows.asked = False
             records, hidden = self._records, self._passed
             self._records = self._passed = self._seen = None
         if not paused or hidden is None or len(records) < len(self.layers):
