@@ -99,7 +99,9 @@ def test_records_are_a_plain_account(rows, count, vocab, seed):
 
 
 def test_text_of_tokens_and_of_none(model):
-    (answer,) = LLM(model[0], "kv_only", device="cpu").generate([[5]], SamplingParams(logprobs=1, max_tokens=1))
+    (answer,) = LLM(model[0], "kv_only", device="cpu", dtype="float32").generate(
+        [[5]], SamplingParams(logprobs=1, max_tokens=1)
+    )
     assert all(one.decoded_token is None for one in answer.outputs[0].logprobs[0].values())
     llm = LLM(shipped.CHECKPOINT, "kv_only", device="cpu", dtype="float32")
     (answer,) = llm.generate(["import os"], SamplingParams(logprobs=2, max_tokens=3, temperature=0))

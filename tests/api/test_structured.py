@@ -126,7 +126,9 @@ def test_wrong_forms_are_refused_by_name(llm, tiny, monkeypatch):
             answer(llm, form)
         assert "\n" not in str(caught.value)
     with pytest.raises(InputError, match="has structured outputs, but .* no tokenizer"):
-        LLM(tiny, "kv_only", device="cpu").generate([[5]], SamplingParams(structured_outputs={"regex": "a"}))
+        LLM(tiny, "kv_only", device="cpu", dtype="float32").generate(
+            [[5]], SamplingParams(structured_outputs={"regex": "a"})
+        )
     with pytest.raises(InputError, match="give one of them"):
         SamplingParams(structured_outputs={"regex": "a"}, guided_decoding={"regex": "a"})
     guided = SamplingParams(guided_decoding={"regex": "ab?"})
