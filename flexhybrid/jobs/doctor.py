@@ -43,7 +43,10 @@ PATHS = {
 
 
 def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_tokens: int) -> dict:
-    """Return all findings as plain data, without running a model. Empty ``models`` stand for all known ones."""
+    """Return all findings as plain data, without running a model. Empty ``models`` stand for all known ones.
+
+    A model that cannot be run is told in its row. Raises InputError where that is all there is to tell.
+    """
     hardware, free, host = saved_hardware(device), free_host_bytes(), host_memory_bytes()
     measured = profile_file(device.type).is_file()
     memories = machine_memories(device)  # now; a record's may be older than a container's limit, or missing
@@ -56,7 +59,13 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
         profile["measured"] = measured
     lengths, fits = Workload.uniform(WINDOW, prompt_tokens, max_tokens), []  # what a run looks at of a long file
     for name in models or KNOWN_SHAPES:
-        shape = shape_to_simulate(name)
+        try:
+            shape = shape_to_simulate(name)
+        except InputError as error:
+            if len(models) == 1:
+                raise
+            fits.append(_refused(name, error))
+            continue
         kept = model_profile_path(shape, "auto", PacedDevice(device))
         own = load_hardware(kept) if kept.is_file() else None
         known = own or hardware
@@ -74,6 +83,12 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
         "models": fits,
         "advice": [*_of_memory(device, budgets, free), *_advice(device, hardware, measured, fits)],
     }
+
+
+def _refused(name: str, error: InputError) -> dict:
+    """Return the row of a model that cannot be run."""
+    nothing = {"weights_bytes": None, "dtype": "-", "tokens_per_s": None, "binding": "", "path": None}
+    return {"model": name, **nothing, "how": f"refused: {error}", "own_profile": False, "in_company": False}
 
 
 def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budgets: dict, device: torch.device) -> dict:
@@ -193,11 +208,10 @@ def describe_doctor(record: dict) -> str:
         rate = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.1f}"
         limit = f" (limited by {row['binding']})" if row["binding"] else ""
         limit += " (measured for this model)" if row["own_profile"] else ""
-        limit += "" if row["path"] == "a file of its own" else f" (runs through {row['path']})"
+        limit += "" if row["path"] in (None, "a file of its own") else f" (runs through {row['path']})"
         limit += " (profile taken in company)" if row["in_company"] else ""
-        lines.append(
-            f"{row['model']:<14} {gib(row['weights_bytes']):>10} {row['dtype']:<8} {rate:>9}  {row['how']}{limit}"
-        )
+        size = "-" if row["weights_bytes"] is None else gib(row["weights_bytes"])
+        lines.append(f"{row['model']:<14} {size:>10} {row['dtype']:<8} {rate:>9}  {row['how']}{limit}")
     if record["advice"]:
         lines += ["", *(f"- {text}" for text in record["advice"])]
     return "\n".join(lines)

@@ -192,6 +192,8 @@ def test_the_doctor_says_what_fits_and_what_to_change(host_bytes, clone, capsys,
         told = capsys.readouterr().out
         assert re.search(rf"opt-175b .* float32 .* {words}: one request at a time needs 65\d\.\d\d GiB", told)
     assert cli.main(["doctor", "--device", "cpu", "--models", "gpt-5"]) == 2 and "gpt-5" in capsys.readouterr().err
+    assert cli.main(["doctor", "--device", "cpu", "--model", "gpt-5", "opt-125m"]) == 0
+    assert re.search(r"gpt-5 +- -  .* refused: .*gpt-5.*\nopt-125m +477.75 MiB", capsys.readouterr().out)
     MACHINE.save(clone / "cache/hardware-cpu.json")
     assert cli.main(["doctor", "--device", "cpu", "--json", "--models", "opt-125m", "opt-175b"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -135,7 +135,9 @@ def add_doctor(commands) -> None:
         "that is known by name. Nothing is run.",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--models", nargs="+", metavar="NAME", default=[], help="models by name or config.json (all)")
+    parser.add_argument(
+        "--models", "--model", nargs="+", metavar="NAME", default=[], help="models by name or config.json (all)"
+    )
     parser.add_argument("--prompt-len", type=int, default=512, help="tokens of each prompt (512)")
     parser.add_argument("--gen-len", type=int, default=128, help="tokens each request generates (128)")
     parser.set_defaults(run=_doctor)

@@ -162,6 +162,10 @@ def _told(function, where: str):
     except Refused:
         raise
     except Exception as error:
+        if _TaggedMask.__name__ in str(error):  # it stands where the model expects a tensor
+            raise Refused(
+                "it computes with its attention mask by code of its own, not through transformers' AttentionInterface"
+            ) from error
         raise Refused(f"{where} cannot be run by itself ({one_line(error)})") from error
 
 
