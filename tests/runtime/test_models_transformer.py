@@ -98,7 +98,7 @@ def masks_of_its_own(monkeypatch):
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (eager_instead, "layer 0 cannot be run by itself"),
+        (eager_instead, "computes with its attention mask by code of its own"),
         (renamed_layers, "'layers'"),
         (renamed_window, "sliding_window"),
         (renamed_mask_function, "mask_function"),
