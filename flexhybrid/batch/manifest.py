@@ -6,7 +6,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 
 from flexhybrid.batch.answers import write_durably
-from flexhybrid.core.errors import SHOWN, InputError
+from flexhybrid.core.errors import SHOWN, InputError, flag
 
 FORMAT = "flexhybrid-run-1"
 #: The small files of a checkpoint that decide about tokens.
@@ -114,8 +114,8 @@ def _reason(where: str) -> str:
     if where == "input.sha256":
         return " (the file was changed)"
     section, _, name = where.partition(".")
-    flag = FLAGS.get(where) or (f"--{name.replace('_', '-')}" if section == "sampling" else None)
-    return f" ({flag})" if flag else ""
+    option = FLAGS.get(where) or (flag(name) if section == "sampling" else None)
+    return f" ({option})" if option else ""
 
 
 def _short(value) -> str:

@@ -5,7 +5,7 @@ import functools
 import sys
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, flag
 
 TASKS = ("classification", "generation", "extraction")
 COSTS = ("energy_j", "seconds", "money")
@@ -43,8 +43,7 @@ def _add_fit(parts) -> None:
     _policies(parser)
     parser.add_argument("--top-k", type=int, help="generation: likeliest tokens that confidence is read off (10)")
     for cost, unit in zip(COSTS, ("joules", "seconds", "money"), strict=True):
-        flag = f"--{cost.replace('_', '-')}"
-        parser.add_argument(flag, nargs="+", type=float, metavar="X", help=f"{unit} of a request, one a model")
+        parser.add_argument(flag(cost), nargs="+", type=float, metavar="X", help=f"{unit} of a request, one a model")
     parser.add_argument("--watts", type=float, help="a stated power: energy is this times the seconds (none)")
     parser.add_argument("-o", "--out", type=Path, required=True, help="JSON file to write")
     parser.set_defaults(run=_fit)

@@ -42,6 +42,11 @@ def check(name: str, value: object, accepted: bool, wanted: str) -> None:
         raise InputError(f"{name} is {shown(value)}; it must be {wanted}")
 
 
+def flag(name: str) -> str:
+    """Return the command line's option of a field: ``gen_len`` is ``--gen-len``."""
+    return f"--{name.replace('_', '-')}"
+
+
 def shown(value: object) -> str:
     """Return the value as code, cut to SHOWN characters."""
     text = repr(value)

@@ -4,7 +4,7 @@ import argparse
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, flag
 from flexhybrid.core.files import check_new_file
 from flexhybrid.core.units import gib, parse_bytes
 from sim import catalogue
@@ -45,18 +45,12 @@ def add_hardware(commands) -> None:
     )
     for field, text in PEAKS.items():
         unit = "10^12 a second" if "tflops" in field else "10^9 bytes a second"
-        parser.add_argument(_flag(field), type=float, help=f"{unit}: {text}")
+        parser.add_argument(flag(field), type=float, help=f"{unit}: {text}")
     for field, text in SIZES.items():
-        parser.add_argument(_flag(field), help=text)
+        parser.add_argument(flag(field), help=text)
     for share, usual in SHARES.items():
-        parser.add_argument(
-            f"--{share.replace('_', '-')}-share", type=float, help=f"share of the peak reached ({usual:g})"
-        )
+        parser.add_argument(f"{flag(share)}-share", type=float, help=f"share of the peak reached ({usual:g})")
     parser.set_defaults(run=run_hardware)
-
-
-def _flag(field: str) -> str:
-    return f"--{field.replace('_', '-')}"
 
 
 def run_hardware(args: argparse.Namespace) -> dict:
@@ -65,9 +59,7 @@ def run_hardware(args: argparse.Namespace) -> dict:
     shares = {share: value for share in SHARES if (value := getattr(args, f"{share}_share")) is not None}
     if args.out is None:
         if given or shares or args.like:
-            first = next(
-                (_flag(field) for field in given), next((f"--{s.replace('_', '-')}-share" for s in shares), "--like")
-            )
+            first = [*map(flag, given), *(f"{flag(share)}-share" for share in shares), "--like"][0]
             raise InputError(f"{first} is of a machine to write: name its file with --out")
         return _shown(args) if args.name else _listed(args)
     if args.name:
@@ -101,7 +93,7 @@ def new_sheet(name: str, given: dict, shares: dict, like: Datasheet | None = Non
             f"given on the command line: {', '.join(f'{share} {value:g}' for share, value in shares.items())}"
         )
     if like is None:
-        if missing := [_flag(field) for field in NEEDED if field not in given]:
+        if missing := [flag(field) for field in NEEDED if field not in given]:
             raise InputError(f"a machine needs {', '.join(missing)} (or --like, a machine to start from)")
         said |= {field: "assumed" for field in HOST if field not in given}
         said.setdefault("shares", "assumed")

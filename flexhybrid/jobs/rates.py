@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from flexhybrid.core.errors import InputError, check
+from flexhybrid.core.errors import InputError, check, flag
 from flexhybrid.core.hardware import Hardware, Line
 
 Budgets = dict[str, str | None]  #: tier -> memory as text, in place of the machine's own; None: the machine's
@@ -21,7 +21,7 @@ def with_given_rates(hardware: Hardware, point: Mapping, budgets: Budgets) -> Ha
     """
     given = {name: point[name] for name in RATES if point.get(name) is not None}
     for name, rate in given.items():
-        check(f"--{name.replace('_', '-')}", rate, 0 < rate < float("inf"), "a number above 0")
+        check(flag(name), rate, 0 < rate < float("inf"), "a number above 0")
     own, size = hardware.rates, budgets.get("disk")
     disk = given.get("disk_gb_per_s")
     if size is not None and disk is None and not hardware.has_disk:
@@ -45,5 +45,5 @@ def describe_rates(hardware: Hardware) -> str:
     said = f"  rates of {hardware.name}: {words.get(rates['kind'], 'as its file states')}"
     said += f" ({rates['on']})" if rates.get("on") else ""
     said += f"; not fitted: {rates['held_out']}" if rates.get("held_out") else ""
-    given = ", ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in rates.get("given", {}).items())
+    given = ", ".join(f"{flag(name)} {value:g}" for name, value in rates.get("given", {}).items())
     return f"{said}; but {given}" if given else said

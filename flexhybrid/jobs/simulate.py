@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from flexhybrid.core.errors import InputError, check, is_integer
+from flexhybrid.core.errors import InputError, check, flag, is_integer
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape
@@ -36,7 +36,7 @@ def setting_of(point: dict, budgets: Budgets | None = None, note: Note | None = 
     such budgets ask what more memory would bring. Raise InputError, naming the key.
     """
     lengths = ("batch", "prompt_len", "gen_len")
-    if missing := [f"--{name.replace('_', '-')}" for name in lengths if point[name] is None]:
+    if missing := [flag(name) for name in lengths if point[name] is None]:
         raise InputError(f"say how much there is to do: {', '.join(missing)} (or the lengths of a queue, --lengths)")
     for name in lengths:
         check(name, point[name], is_integer(point[name]) and point[name] >= 1, "a whole number >= 1")

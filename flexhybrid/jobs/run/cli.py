@@ -6,6 +6,7 @@ from pathlib import Path
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.errors import flag
 from flexhybrid.core.model.generation_config import SOURCES, default_sampling
 from flexhybrid.core.model.shape import checkpoint_folder
 from flexhybrid.jobs.options import budgets_from, options_from
@@ -62,7 +63,7 @@ def add_run(commands, common: Callable) -> None:
     )  # fmt: skip
     for name, kind, meaning, default in SAMPLING:
         text = f"{meaning}, where a request names none ({default})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
+        parser.add_argument(flag(name), type=kind, help=text)
     parser.add_argument("--seed", type=int, default=0, help="of requests without one, together with their line (0)")
     parser.add_argument("--policy", default="auto", help="auto, a system by name, or a policy JSON file (auto)")
     parser.add_argument("--hardware", help="what auto reckons with: a machine by name or a file (a profile, kept)")
