@@ -416,7 +416,8 @@ class LLM:
         bytes that they need: tier -> part -> bytes. Raise InputError when not even one fits the budgets."""
         problem, policy = self.problem, self.settled_policy
         places = batch_size(problem, policy, workload, MOST_AT_A_TIME)
-        return places, memory_plan(problem, policy, buffer_sizes(open_batch(problem, policy, workload, *places)))
+        wave = open_batch(problem, policy, workload, *places, gives=False)
+        return places, memory_plan(problem, policy, buffer_sizes(wave))
 
     def first_wave(self, workload: Workload) -> tuple[int, dict[str, dict[str, int]]]:
         """Return how many of the first requests run together under the policy in use, and the bytes that they need:

@@ -8,7 +8,7 @@ around it do.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
@@ -67,11 +67,16 @@ class Pace:
     waiting: tuple[float, float]  #: times as long as the busiest resource, where nobody joins and where somebody does
     exact: bool = True  #: ``SharedBlocks.exact``: what requests share is computed once
 
-    def seconds(self, counted: Stints, prefixes: Prefixes | None = None) -> np.ndarray:
-        """Return the seconds of each iteration of these stints, of requests that share ``prefixes``."""
-        loads = iteration_loads(counted, self.num_mini_batches, prefixes, self.exact)
+    def seconds(self, counted: Stints, prefixes: Prefixes | None = None, moved: np.ndarray | None = None) -> np.ndarray:
+        """Return the seconds of each iteration of these stints, of requests that share ``prefixes``. ``moved``
+        [stints]: whose contexts are there without being computed (nobody's)."""
+        loads = iteration_loads(counted, self.num_mini_batches, prefixes, self.exact, moved)
         longest = np.max(list(self._work(loads).values()), axis=0)
         return longest * np.where(loads[:, JOINING] > 0, self.waiting[1], self.waiting[0])
+
+    def slowed(self, times: Mapping[str, float]) -> Pace:
+        """Return the pace of a machine of which a resource takes ``times`` as long for its work."""
+        return replace(self, factors={r: times.get(r, 1.0) * factors for r, factors in self.factors.items()})
 
     def work(self, counted: Stints, prefixes: Prefixes | None = None) -> dict[str, np.ndarray]:
         """Return resource -> seconds of its work in each iteration."""
@@ -85,26 +90,31 @@ JOINING = 5  #: column of ``iteration_loads``
 
 
 def iteration_loads(
-    counted: Stints, num_mini_batches: int, prefixes: Prefixes | None = None, exact: bool = True
+    counted: Stints,
+    num_mini_batches: int,
+    prefixes: Prefixes | None = None,
+    exact: bool = True,
+    moved: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return what each iteration has to do: [iterations, loads]: itself, steps that decode, steps that compute prompts,
     requests that decode, tokens of their context of their own, requests that join, tokens that are computed of their
     prompts, pairs that these attend to; of shared context the tokens attended to and loaded.
 
-    ``exact``: see ``Pace``."""
-    ones, tokens = np.ones(len(counted.request)), counted.prompt_tokens.astype(float)
+    ``exact``: see ``Pace``; ``moved``: see ``Pace.seconds``."""
+    ones = np.ones(len(counted.request)) if moved is None else 1.0 - moved
+    tokens = counted.prompt_tokens.astype(float)
     shared, found = counted.shared_tokens.astype(float), counted.found_tokens * float(exact)
-    running, joining = counted.per_iteration(), counted.joining(ones)
+    running, joining = counted.per_iteration(), counted.joining(ones)  # those who compute their prompts
     iterations, steps = np.arange(len(running)), np.zeros((2, len(running)))
-    attended = counted.per_iteration(shared) - counted.joining(shared)
+    attended = counted.per_iteration(shared) - counted.joining(shared * ones)
     own = tokens - shared
-    context = counted.per_iteration(own - counted.joined) + running * iterations - counted.joining(own)
+    context = counted.per_iteration(own - counted.joined) + running * iterations - counted.joining(own * ones)
     for k in range(num_mini_batches):
         of_group = counted.mini_batch == k
         if of_group.any():
-            part = counted.select(of_group)
-            present, begins = part.per_iteration(), part.joining(np.ones(len(part.request)))
-            builds = part.joining(exact * (part.found_tokens < part.shared_tokens).astype(float))
+            part, computes = counted.select(of_group), ones[of_group]
+            present, begins = part.per_iteration(), part.joining(computes)
+            builds = part.joining(exact * computes * (part.found_tokens < part.shared_tokens))
             steps[0, : len(present)] += present > begins
             steps[1, : len(begins)] += (begins > 0).astype(float) + (builds > 0)
     columns = (
@@ -113,8 +123,8 @@ def iteration_loads(
         running - joining,
         context,
         joining,
-        counted.joining(tokens - found),
-        counted.joining(tokens**2 - found**2),
+        counted.joining((tokens - found) * ones),
+        counted.joining((tokens**2 - found**2) * ones),
         attended,
         counted.loads_of_shared(prefixes),
     )
@@ -134,6 +144,10 @@ class QueueRun:
     busy: dict[str, float]  #: resource -> share of the time
     at_a_time: int  #: places
     pace: Pace | None = None  #: by which others than these lengths are priced; None: of the virtual clock
+    step_backs: float = 0.0  #: times that a request gave its blocks back and waited again
+    #: share of the time, at most, that their contexts take, computed anew: what a cache that is moved a tier down and
+    #: back could save if moving took no time
+    recomputing: float = 0.0
 
     @property
     def phases(self) -> dict[str, Phase]:
@@ -164,17 +178,23 @@ class QueueRun:
 
 
 def price_queue(
-    problem: Problem, policy: Policy, workload: Workload, at_most: int, places: tuple[int, float] | None = None
+    problem: Problem,
+    policy: Policy,
+    workload: Workload,
+    at_most: int,
+    places: tuple[int, float] | None = None,
+    walked_tasks: int = WALKED_TASKS,
 ) -> QueueRun:
     """Price requests that run in a batch of at most ``at_most`` at a time, in this order, with answers of
-    ``workload.answers``. ``places``: ``batch_size`` of them, where it is known.
+    ``workload.answers``. ``places``: ``batch_size`` of them, where it is known. ``walked_tasks``: fewer are faster and
+    rougher.
 
     Raises InputError where not even one fits the budgets, and for a machine without a line for one of the verbs.
     """
     few, times = _thinned(workload, at_most)
     count, share = places or batch_size(problem, policy, workload, at_most)
     wave = open_batch(problem, policy, few, min(count, few.num_requests), share)
-    return _Price(wave, few, times).run()
+    return _Price(wave, few, times).run(walked_tasks)
 
 
 def walk_queue(problem: Problem, policy: Policy, workload: Workload, at_most: int) -> QueueRun:
@@ -290,10 +310,10 @@ class _Price:
         more = shape.num_layers - loop.num_rounds
         return layers[:before] + layers[before + more :], before - 1, loop.pace_rounds
 
-    def run(self) -> QueueRun:
+    def run(self, walked_tasks: int) -> QueueRun:
         self._walk(0)
         per_window = max(1, self.num_tasks)
-        for start in self._windows(int(np.clip(WALKED_TASKS // per_window, LEAST_WINDOWS, MOST_WINDOWS))):
+        for start in self._windows(int(np.clip(walked_tasks // per_window, LEAST_WINDOWS, MOST_WINDOWS))):
             self._walk(start)
         seconds, work, pace = self._spread()
         running = self.stints.per_iteration()
@@ -311,7 +331,16 @@ class _Price:
             busy={resource: float(spent.sum() / seconds.sum()) for resource, spent in work.items()},
             at_a_time=self.wave.workload.num_requests,
             pace=pace,
+            step_backs=self.times * float(self.stints.returned.sum()),
+            recomputing=self._recomputing(pace),
         )
+
+    def _recomputing(self, pace: Pace) -> float:
+        """Return ``QueueRun.recomputing``."""
+        if not (returned := self.stints.returned).any():
+            return 0.0
+        computed, moved = (pace.seconds(self.stints, self.workload.prefixes, of) for of in (None, returned))
+        return float(np.maximum(computed - moved, 0.0).sum() / computed.sum())
 
     # ---- the iterations that are walked
 

@@ -50,6 +50,13 @@ class Stints:
     def num_iterations(self) -> int:
         return int(self.left.max())
 
+    @property
+    def returned(self) -> np.ndarray:
+        """Whether a stint is a request's second or a later one: it has stepped back."""
+        returned = np.ones(len(self.request), bool)
+        returned[np.unique(self.request, return_index=True)[1]] = False  # stints are in the order in which they end
+        return returned
+
     def per_iteration(self, weights: np.ndarray | None = None) -> np.ndarray:
         """Sum ``weights`` (1) over the stints of each iteration."""
         weights = np.ones(len(self.request)) if weights is None else weights

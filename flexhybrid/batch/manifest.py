@@ -1,6 +1,7 @@
 """What a job's results hang on, beside its output file: a resumed run must agree in all of it."""
 
 import json
+import re
 from collections.abc import Iterator
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -22,6 +23,8 @@ FLAGS = {
     "numbers.bits": "--policy",
     "numbers.selection": "--policy",
 }  # fmt: skip
+#: In the manifest of a run whose lines were all refused: what the next run changes, it changes without a loss.
+NOTHING_SERVED = "nothing_served"
 MAX_HEADER_BYTES = 100_000_000  #: safetensors' own bound
 
 
@@ -80,17 +83,29 @@ def check_same(output: Path, earlier: dict, now: dict) -> None:
     if other_columns := [place for place in differences if place[0].startswith("columns")]:
         differences = other_columns + [place for place in differences if not place[0].startswith(("columns", "input"))]
     if differences:
+        of_model = [place for place in differences if place[0].startswith("model.")]
+        shown = []
+        if any(not where.endswith(".mtime_ns") for where, *_ in of_model):
+            differences = [place for place in differences if place not in of_model]
+            shown = [f"it was written with another model than --model names ({_names(of_model)} differ)"]
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-        shown = "; ".join(
+        shown += [
             f"{where} was {_short(was)}, is {_short(is_now)}{_reason(where)}" for where, was, is_now in differences[:3]
-        )
+        ]
         if any(where.endswith(".mtime_ns") for where, _, _ in differences):
             more += " (nanoseconds: a copy of the same weights is taken for others until it has the earlier time, by "
             more += "`touch -d @SECONDS`; runs that all have --verify compare hashes instead)"
         raise InputError(
-            f"{output} holds results of another run: {shown}{more}. Give the earlier settings, "
+            f"{output} holds results of another run: {'; '.join(shown)}{more}. Give the earlier settings, "
             "another output, or begin anew with --restart"
         )
+
+
+def _names(of_model: list[tuple[str, object, object]]) -> str:
+    """Return the files of a model that differ, by name."""
+    facts = r"\.(bytes|header|mtime_ns|sha256)$"
+    names = dict.fromkeys(re.sub(facts, "", where.split(".", 2)[2]) for where, *_ in of_model)
+    return ", ".join(list(names)[:3]) + (" and others" if len(names) > 3 else "")
 
 
 def _differences(earlier, now, where: str) -> Iterator[tuple[str, object, object]]:

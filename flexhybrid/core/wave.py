@@ -227,6 +227,7 @@ def admit(
     mini_batches: Sequence[np.ndarray] | None = None,
     shared: np.ndarray | None = None,
     room: Mapping[str, int] = MappingProxyType({}),
+    gives: bool = True,
 ) -> Wave:
     """Pack requests and take their blocks, those of a mini-batch side by side in pools of exactly the size that they
     need.
@@ -234,7 +235,8 @@ def admit(
     ``mini_batches`` stand for the packing. ``alone``: each mini-batch's part of a pool holds any of these requests by
     itself at least. ``shared``: of each request, its first blocks that lie elsewhere (``Wave.sharing``): at the
     beginning of each pool, where ``room`` [entry] is left for them. The hardware record decides the split points of
-    both(…) entries. Raises InputError when a policy cannot be planned.
+    both(…) entries. Without ``gives`` pools have their sizes and all blocks stay free. Raises InputError when a policy
+    cannot be planned.
     """
     check_planned(policy, problem.shape)
     cached = workload.cached_tokens
@@ -278,21 +280,25 @@ def admit(
         placed=stored_layers(problem, policy),
         split=split,
     )
-    wave = _with_blocks(wave, wave.by_pool(counts), None if least is None else wave.by_pool(least), room)
+    wave = _with_blocks(wave, wave.by_pool(counts), None if least is None else wave.by_pool(least), room, gives)
     if not num_keeping(policy.selection, problem.shape.num_layers):
         return wave
     # A prompt is taken whole in all layers, also that of a request that joins later.
     longest = max(int(of.cached_tokens.max()) for of in (workload, alone) if of is not None)
     keeping = replace(policy, selection=Selection(), max_mini_batch_tokens=longest + BLOCK_TOKENS)
-    whole = _with_blocks(replace(wave, policy=keeping), entries.most_blocks(first, cached), None)
+    whole = _with_blocks(replace(wave, policy=keeping), entries.most_blocks(first, cached), None, gives=gives)
     return replace(wave, whole=whole)
 
 
 def _with_blocks(
-    wave: Wave, counts: np.ndarray, least: np.ndarray | None, room: Mapping[str, int] = MappingProxyType({})
+    wave: Wave,
+    counts: np.ndarray,
+    least: np.ndarray | None,
+    room: Mapping[str, int] = MappingProxyType({}),
+    gives: bool = True,
 ) -> Wave:
     """Return the wave with ``counts`` [requests, pool] blocks of its own in pools that hold just these, but ``least``
-    [pool] in each mini-batch, behind ``room`` [entry]."""
+    [pool] in each mini-batch, behind ``room`` [entry]; without ``gives`` they are free."""
     names, blocks = tuple(pool.name for pool in wave.pools), []
     taken = {pool.name: room.get(pool.entry, 0) for pool in wave.pools}
     for group in wave.mini_batches:
@@ -304,7 +310,7 @@ def _with_blocks(
     tables = {name: np.zeros((len(counts), max(1, int(most[i]))), np.int64) for i, name in enumerate(names)}
     num_blocks = {name: np.zeros(len(counts), np.int64) for name in names}
     wave = replace(wave, blocks=tuple(blocks), tables=tables, num_blocks=num_blocks)
-    for k, group in enumerate(wave.mini_batches):
+    for k, group in enumerate(wave.mini_batches if gives else ()):
         for place in group.tolist():
             give_blocks(wave, k, place, counts[place])
     return wave
@@ -322,6 +328,16 @@ def give_blocks(wave: Wave, k: int, place: int, counts: Sequence[int] | np.ndarr
             if len(held) > table.shape[1]:
                 table = wave.tables[name] = np.pad(table, ((0, 0), (0, len(held) - table.shape[1])))
             table[place, : len(held)], wave.num_blocks[name][place] = held, len(held)
+
+
+def trim_blocks(wave: Wave, k: int, place: int, counts: Sequence[int] | np.ndarray) -> None:
+    """Take the last blocks of the request in a place of mini-batch ``k`` back that it holds beyond ``counts`` [pool],
+    above 0."""
+    for pool, count in zip(wave.pools, counts, strict=True):
+        spare = int(wave.num_blocks[pool.name][place]) - int(count)
+        if spare > 0:
+            wave.blocks[k].pools[pool.name].give_up(place, spare)
+            wave.num_blocks[pool.name][place] = count
 
 
 def leave_place(wave: Wave, k: int, place: int) -> None:

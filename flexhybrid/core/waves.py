@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
@@ -13,9 +15,10 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_bloc
 from flexhybrid.core.context.packing import chunk_tokens, pack
 from flexhybrid.core.context.prefixes import PromptTree, SharedBlocks
 from flexhybrid.core.context.selection import pool_blocks
-from flexhybrid.core.memory import MemoryPlan, check_budget, fits, memory_plan
-from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import Problem
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.memory import MemoryPlan, check_budget, fits, memory_plan, total_bytes
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes, queue_sizes
 from flexhybrid.core.schedule.refill import FIRST_RUN, LOOKED_AT, joins_singly, may_grow, may_share, stores_exactly
 from flexhybrid.core.wave import RequestQueue, Wave, admit, give_blocks, leave_place, take_blocks_back
@@ -64,6 +67,7 @@ def open_batch(
     share: float = 1.0,
     tree: PromptTree | None = None,
     given: Mapping[int, int] = NOTHING_GIVEN,
+    gives: bool = True,
 ) -> Wave:
     """Return a batch with places for ``count`` requests, the first of the workload; the others wait for places.
 
@@ -71,8 +75,9 @@ def open_batch(
     each mini-batch; requests then take blocks as they need them. ``tree``: of the requests' prompts (None:
     ``known_tree``); those that begin alike share what they have in common, where the policy allows it (``may_share``).
     ``given``: tokens that requests have from a batch before this one. All requests wait then: contexts are computed
-    anew iteration by iteration, as many together as the prompts of a batch that begins. Raises ValueError for ``given``
-    where requests that step back could not come back (``may_grow``).
+    anew iteration by iteration, as many together as the prompts of a batch that begins. Without ``gives`` nobody has
+    blocks, as where sizes alone are asked for. Raises ValueError for ``given`` where requests that step back could not
+    come back (``may_grow``).
     """
     if given and not may_grow(policy):
         raise ValueError(f"requests under policy {policy.name} cannot go on behind tokens that they have")
@@ -80,11 +85,11 @@ def open_batch(
     first = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
     mini_batches, room, paths = _packed(problem, policy, workload, count, tree)
     if count == num_requests and share == 1 and not any(paths) and not given:
-        return admit(problem, policy, workload)
+        return admit(problem, policy, workload, gives=gives)
     planned = Workload(first.prompt_tokens, np.maximum(1, np.ceil(share * first.max_tokens)).astype(np.int64))
     depth = _depth(paths) if room else None
     alone = workload.select(np.array(extremes(workload)))
-    wave = admit(problem, policy, planned, alone=alone, mini_batches=mini_batches, shared=depth, room=room)
+    wave = admit(problem, policy, planned, alone=alone, mini_batches=mini_batches, shared=depth, room=room, gives=gives)
     wave = replace(wave, workload=first)
     if tree and room:
         piece = chunk_tokens(policy.max_mini_batch_tokens) // BLOCK_TOKENS
@@ -101,6 +106,8 @@ def open_batch(
     limits = queue_sizes(wave, longest, joins_singly(policy))
     queue = RequestQueue(workload, following=0 if given else count, given=dict(given))
     wave = replace(wave, queue=queue, limits=limits, expected_share=share, empty=bool(given))
+    if not gives:
+        return wave
     if given:
         for k, group in enumerate(wave.mini_batches):
             for place in group[::-1].tolist():
@@ -211,7 +218,8 @@ def batch_size(
     for share in shares:
 
         def plan(count: int, share: float = share) -> MemoryPlan:
-            return memory_plan(problem, policy, buffer_sizes(open_batch(problem, policy, workload, count, share, tree)))
+            wave = open_batch(problem, policy, workload, count, share, tree, gives=False)
+            return memory_plan(problem, policy, buffer_sizes(wave))
 
         # Requests that step back come back with more tokens: their prompts may need more room than there is.
         counts.append(_most_that_fit(problem, policy, workload, plan, tree, at_most))
@@ -281,3 +289,17 @@ def check_least(problem: Problem, policy: Policy) -> None:
     least = wave_plan(problem, policy, Workload.uniform(1, SHORT_REQUEST_TOKENS, 1))
     subject = f"model {problem.shape.name} with policy {policy.name} and a single short request"
     check_budget(least, problem.budgets, subject)
+
+
+def check_smallest(problem: Problem) -> None:
+    """Raise InputError when the device's budget is too small for a single short request under any policy without loss,
+    naming the least memory that would do. What a machine is measured for can be refused before."""
+    plans, request = [], Workload.uniform(1, SHORT_REQUEST_TOKENS, 1)
+    streamed = Policy("auto", Placement(host=1), cache={"kv@host": 1.0}, states="host")
+    for attention, hidden, schedule in product(("device", "host"), ("device", "host"), ("column", "row")):
+        with suppress(InputError):  # not of this model
+            policy = replace(streamed, attention=attention, hidden=hidden, schedule=schedule)
+            plans.append(wave_plan(problem, policy, request))
+    least = min(plans, key=lambda plan: total_bytes(plan)["device"])
+    subject = f"model {problem.shape.name} with everything streamed and a single short request"
+    check_budget(least, Budgets(device=problem.budgets.device), subject)

@@ -127,6 +127,8 @@ class SimulatedQueue(NamedTuple):
             },
             "busy": run.busy,
             "binding": run.binding,
+            "step_backs": run.step_backs,
+            "recomputing": run.recomputing,
             "peak_bytes": self.peak_bytes,
             "policy": self.system.policy.to_dict(),
             "clock": self.clock,
@@ -196,8 +198,18 @@ def describe_queue(outcome: SimulatedQueue) -> str:
             f"  weights {_shares(asdict(policy.weights))}; cache {_shares(policy.cache)}",
             f"  memory: {memory}",
             f"  busy: {busy or 'nothing'}; bound by {run.binding}",
+            *_step_backs(run),
         ]
     )
+
+
+def _step_backs(run: QueueRun) -> list[str]:
+    """Return the line about requests that gave their blocks back; none where nobody did."""
+    if not run.step_backs:
+        return []
+    return [
+        f"  stepped back: {run.step_backs:,.0f} times; computing their contexts anew takes {run.recomputing:.1%} of the time"
+    ]
 
 
 def describe(outcome: SimulatedRun) -> str:

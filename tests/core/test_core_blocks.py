@@ -137,6 +137,10 @@ def test_random_takes_keep_the_pool_whole(num_blocks, first, data):
                 assert held[request][: len(before)] == before and len(held[request]) == len(before) + count
                 if not before and count and count <= max(gaps):
                     assert len(runs) == 1  # no copy more than the gaps make necessary
+        elif data.draw(st.booleans()):
+            pool.give_up(request, count := min(count, len(held.get(request, []))))
+            held[request] = held.get(request, [])[: len(held.get(request, [])) - count]
+            assert blocks_of(pool.held.get(request, [])) == held[request]
         else:
             pool.release(request)
             held.pop(request, None)

@@ -186,6 +186,17 @@ def test_requests_step_back_and_the_oldest_never_does(tmp_path, batches):
     assert 0 not in batches[0].queue.given
 
 
+def test_blocks_held_for_later_tokens_are_given_up_before_anybody_steps_back(tmp_path, batches):
+    """Two requests of three blocks each in a pool of six; the first one takes four as it joins."""
+    model = InMemory(save_opt(tmp_path, positions=96))
+    prompts = [np.random.default_rng(i).integers(3, 61, 1).tolist() for i in range(2)]
+    policy = Policy(cache={"kv@host": 1.0}, weights=Placement(host=1))
+    tokens = answers(Checkpoint(tmp_path), policy, prompts, [64] * 2, [44] * 2, 2, tmp_path, share=0.6)
+    assert tokens == [model.generate([prompt], 44, True)[0] for prompt in prompts]
+    (batch,) = batches
+    assert batch.wave.pool_blocks == {"kv@host": 6} and batch.num_back == 0
+
+
 def test_expected_lengths_come_from_the_answers():
     lengths = AnswerLengths(0.25, 100)
     assert lengths.remaining(np.array([0, 4]), np.array([100, 100])).tolist() == [25, 24]

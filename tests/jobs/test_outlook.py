@@ -63,13 +63,16 @@ def test_answers_of_a_mean_have_it_as_far_as_their_limits_allow():
     assert (with_mean(Workload(np.full(9, 5), np.full(9, 8)), 100).answers == 8).all()
 
 
-def foretold(monkeypatch, opened, known: Workload, slower: float, shares: tuple[float, ...]) -> list[float]:
+def foretold(
+    monkeypatch, opened, known: Workload, slower: float, shares: tuple[float, ...], pace=ONE_SECOND, work=None
+) -> list[float]:
     """Run a batch by the executor's own account, an iteration in ``slower`` seconds; return the seconds to its end
-    that are foretold once so many of the answers have ended, over those that it takes in all."""
+    that are foretold once so many of the answers have ended, over those that it takes in all. ``work``: instead, what
+    says the busy seconds of each resource in an iteration in which so many requests decode."""
     clock, count, told = [0.0], known.num_requests, []
     monkeypatch.setattr(outlook_module.time, "monotonic", lambda: clock[0])
     unknown = replace(known, answer_tokens=None)
-    pace = replace(ONE_SECOND, num_mini_batches=len(opened().mini_batches))
+    pace, busy = replace(pace, num_mini_batches=len(opened().mini_batches)), dict.fromkeys(pace.factors, 0.0)
     outlook, wave = Outlook(pace, unknown, open_wave=opened), opened()
     batch, num_given, stopped = RunningBatch(wave), np.zeros(count, int), set()
     wave.queue.on_join = outlook.begin
@@ -85,7 +88,12 @@ def foretold(monkeypatch, opened, known: Workload, slower: float, shares: tuple[
                 requests = wave.request[places]
                 num_given[requests] += 1
                 ended += requests[num_given[requests] == known.answers[requests]].tolist()
-        clock[0] += slower
+        spent = {"compute": slower}
+        if work:
+            spent = work(sum(len(places) for _, chunk, _, _, places in steps if not chunk and iteration))
+            busy = {resource: busy[resource] + seconds for resource, seconds in spent.items()}
+            outlook.note_busy(busy)
+        clock[0] += max(spent.values())
         stopped.update(ended)
         for request in ended:
             outlook.end(request, int(known.answers[request]))
@@ -93,7 +101,7 @@ def foretold(monkeypatch, opened, known: Workload, slower: float, shares: tuple[
         if len(told) < len(shares) and (outlook.ended_in >= 0).sum() >= count * shares[len(told)]:
             outlook._told = None
             told.append(clock[0] + (outlook.seconds_left() or 0.0))
-    assert clock[0] == pytest.approx(slower * iteration) and outlook.seconds_left() == 0.0
+    assert outlook.seconds_left() == 0.0 and (work or clock[0] == pytest.approx(slower * iteration))
     return [seconds / clock[0] for seconds in told]
 
 
@@ -106,6 +114,25 @@ def test_the_end_is_foretold_after_a_tenth(monkeypatch, slower):
     tenth, half = foretold(monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 48), workload, slower, (0.1, 0.5))
     assert tenth == pytest.approx(1.0, rel=0.15)  # the mean of 100 such answers is known to 11 %
     assert half == pytest.approx(1.0, rel=0.06)
+
+
+def test_a_drain_is_foretold_by_the_resource_that_binds_it(monkeypatch):
+    """Products take twice as long as predicted and bind while all places are in use; the link, as predicted, does while
+    the last three requests run."""
+    limits = np.r_[np.full(197, 20), np.full(3, 400)]
+    workload = Workload(np.full(200, 9), limits, limits)
+    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 17)
+    factors = {"h2d": np.array([1.0, *[0] * 9]), "compute": np.array([0, 0, 0, 0.1, *[0] * 6])}
+    told = foretold(
+        monkeypatch,
+        lambda: open_batch(PROBLEM, policy, workload, 40),
+        workload,
+        1.0,
+        (0.1, 0.5),
+        Pace(factors, 1, (1.0, 1.0)),
+        lambda decoding: {"h2d": 1.0, "compute": 0.2 * decoding},
+    )
+    assert told == pytest.approx([1.0, 1.0], rel=0.02)
 
 
 @pytest.mark.parametrize("common", (0, 200))

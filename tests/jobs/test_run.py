@@ -611,6 +611,27 @@ def test_a_copy_of_the_weights_is_told_how_to_go_on(tiny, tmp_path, capsys):
     assert "mtime_ns was" in (error := capsys.readouterr().err) and "touch -d @SECONDS" in error
 
 
+def test_an_output_of_another_model_is_refused_by_the_names_of_its_files(tiny, tmp_path, capsys, monkeypatch):
+    """Before this one's machine is measured."""
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, out, tiny) == 0
+    before, other = out.read_bytes(), tmp_path / "other"
+    save_opt(other, layers=3)
+    monkeypatch.setattr(opening, "measure_for_model", lambda *_: pytest.fail("measured"))
+    assert run(source, out, other, policy="auto") == 2
+    error = capsys.readouterr().err
+    assert "another model than --model names (config.json, model.safetensors differ)" in error and "--restart" in error
+    assert out.read_bytes() == before
+
+
+def test_a_device_too_small_for_anything_is_refused_before_it_is_measured(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(opening, "measure_for_model", lambda *_: pytest.fail("measured"))
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, out, tiny, "--device-memory", "1KiB", policy="auto") == 2
+    assert "device memory: model" in (error := capsys.readouterr().err) and "the budget is" in error
+    assert not out.exists()
+
+
 def test_a_device_out_of_memory_halves_the_mini_batch_and_loses_nothing(tiny, tmp_path, capsys, monkeypatch):
     source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     assert run(source, tmp_path / "whole.jsonl", tiny) == 0

@@ -132,5 +132,6 @@ def _answer(llm: LLM, workload: Workload, prompts, ends, outlook: Outlook | None
             ended(num_ended)
 
     began = time.perf_counter()
-    llm.answer(workload, begin, completed, RunControl(on_join=outlook.begin if outlook else None, on_tokens=on_tokens))
+    joins, busy = (outlook.begin, outlook.note_busy) if outlook else (None, None)
+    llm.answer(workload, begin, completed, RunControl(on_join=joins, on_busy=busy, on_tokens=on_tokens))
     return time.perf_counter() - began

@@ -303,16 +303,32 @@ class BlockPool:
 
     def release(self, request: int) -> None:
         """Take back all blocks of a request; one that holds none is left alone."""
-        runs = self.held.pop(request, [])
-        if not runs:
+        if runs := self.held.pop(request, []):
+            self._free(runs)
+
+    def give_up(self, request: int, count: int) -> None:
+        """Take back the last ``count`` blocks of a request, which holds as many at least."""
+        if not count:
             return
+        runs = self.held[request]
+        given_up: list[Extent] = []
+        while count:
+            last = runs.pop()
+            size = min(count, last.count)
+            given_up.append(Extent(last.end - size, size))
+            if size < last.count:
+                runs.append(Extent(last.first, last.count - size))
+            count -= size
+        self._free(given_up)
+
+    def _free(self, extents: list[Extent]) -> None:
         merged: list[Extent] = []
-        for extent in sorted([*self.free, *runs], key=lambda extent: extent.first):
+        for extent in sorted([*self.free, *extents], key=lambda extent: extent.first):
             if merged and merged[-1].end == extent.first:
                 merged[-1] = Extent(merged[-1].first, merged[-1].count + extent.count)
             else:
                 merged.append(extent)
-        self.free, self.num_free = merged, self.num_free + sum(run.count for run in runs)
+        self.free, self.num_free = merged, self.num_free + sum(extent.count for extent in extents)
 
     def check(self) -> None:
         """Raise AssertionError unless free and held extents are disjoint and cover the pool exactly."""

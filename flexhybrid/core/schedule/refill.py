@@ -34,7 +34,7 @@ from flexhybrid.core.schedule.buffer_sizes import (
     running_sizes,
     shared_lengths,
 )
-from flexhybrid.core.wave import Wave, give_blocks, leave_place, take_blocks_back
+from flexhybrid.core.wave import Wave, give_blocks, leave_place, take_blocks_back, trim_blocks
 
 LOOKED_AT = 64  #: waiting requests, at least, among which a mini-batch seeks those that fit it
 MOST_FAILURES = 8  #: requests without room after which it seeks no further
@@ -251,8 +251,8 @@ class RunningBatch:
             self.sharing.tree.forget(request)
 
     def _grow(self, k: int, iteration: int, running: np.ndarray) -> np.ndarray:
-        """Give each request the blocks of its next token; return the places that run on. Without room the youngest
-        requests step back."""
+        """Give each request the blocks of its next token; return the places that run on. Without room all first give up
+        what they hold for later tokens; then the youngest requests step back."""
         wave, workload = self.wave, self.wave.workload
 
         def blocks(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -271,22 +271,32 @@ class RunningBatch:
         wanted = np.where(need > have, np.clip(have + run, need, at_most), have)
         for index in np.flatnonzero((need > have).any(axis=1)).tolist():
             while index < len(running):
-                counts = (of[index].tolist() for of in (wanted, need, have))
-                if self._give(k, int(running[index]), *counts):
+                if self._give(k, int(running[index]), wanted[index].tolist(), need[index].tolist()):
                     break
-                running = self._step_back(k, iteration, running)
+                if not self._trim(k, running, need):
+                    running = self._step_back(k, iteration, running)
         return np.sort(running)
 
-    def _give(self, k: int, place: int, wanted: list[int], need: list[int], have: list[int]) -> bool:
+    def _give(self, k: int, place: int, wanted: list[int], need: list[int]) -> bool:
         """Give a request ``wanted`` blocks of each pool, or at least those that it needs; False without room."""
         counts, pools = [], self.wave.blocks[k].pools
-        for pool, most, least, held in zip(self.wave.pools, wanted, need, have, strict=True):
+        for pool, most, least in zip(self.wave.pools, wanted, need, strict=True):
+            held = int(self.wave.num_blocks[pool.name][place])
             room = held + pools[pool.name].num_free
             if least > room:
                 return False
             counts.append(min(max(most, least, held), room))
         give_blocks(self.wave, k, place, counts)
         return True
+
+    def _trim(self, k: int, running: np.ndarray, need: np.ndarray) -> bool:
+        """Take the blocks back that the requests of a mini-batch hold beyond ``need`` [places, pool]; return whether
+        that were any."""
+        held = np.stack([self.wave.num_blocks[pool.name][running] for pool in self.wave.pools], axis=1)
+        beyond = np.flatnonzero((held > need[: len(running)]).any(axis=1))
+        for index in beyond.tolist():
+            trim_blocks(self.wave, k, int(running[index]), need[index])
+        return bool(len(beyond))
 
     def _step_back(self, k: int, iteration: int, running: np.ndarray) -> np.ndarray:
         """Let the youngest request, the last one, give its blocks back and wait again, before all others; return the
@@ -438,9 +448,8 @@ class RunningBatch:
             if wave.entries.keeps_ids:  # the first length that is held as a whole
                 first = np.array([longest_piece(wave.policy, prompt[None]) for prompt in prompts])
             need = wanted = wave.by_pool(wave.entries.most_blocks(first, self._kept(places)))
-        none = [0] * len(wave.pools)
         for count, place in enumerate(places.tolist()):
-            if not self._give(k, place, wanted[count].tolist(), need[count].tolist(), none):
+            if not self._give(k, place, wanted[count].tolist(), need[count].tolist()):
                 return count
             if wave.whole:  # under a selection, which takes a prompt whole
                 of_all = wave.entries.most_blocks(prompts[count], cached[count])

@@ -21,7 +21,7 @@ from flexhybrid.batch.answers import ANSWERED, FAILED, PENDING, AnswerFile
 from flexhybrid.batch.census import RequestFile, file_state, take_census
 from flexhybrid.batch.formats import format_of, open_lines
 from flexhybrid.batch.in_flight import InFlight, Tokens
-from flexhybrid.batch.manifest import check_same, load_manifest, model_record, save_manifest
+from flexhybrid.batch.manifest import NOTHING_SERVED, check_same, load_manifest, model_record, save_manifest
 from flexhybrid.batch.openai import Request, check_template
 from flexhybrid.batch.replies import answer_line, error_line
 from flexhybrid.batch.requests import LineRules
@@ -96,10 +96,6 @@ def _hint(text: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(*stop.args or (text,)) from None
-
-
-#: In the manifest of a run whose lines were all refused: what the next run changes, it changes without a loss.
-NOTHING_SERVED = "nothing_served"
 
 
 class Job:

@@ -9,13 +9,14 @@ from typing import BinaryIO
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.answers import AnswerFile
 from flexhybrid.batch.census import first_url
-from flexhybrid.batch.manifest import load_manifest, manifest_path
+from flexhybrid.batch.manifest import NOTHING_SERVED, check_same, load_manifest, manifest_path, model_record
 from flexhybrid.batch.openai import CHAT
 from flexhybrid.batch.requests import LineRules
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, load_hardware
-from flexhybrid.core.problem import Budgets
+from flexhybrid.core.problem import AttentionPaths, Budgets, Problem
 from flexhybrid.core.units import parse_bytes
+from flexhybrid.core.waves import check_smallest
 from flexhybrid.jobs.machine import free_budgets, notes_on
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
 from flexhybrid.jobs.profile.job import PROFILE_STEPS, measure_for_model, model_profile_path
@@ -52,6 +53,17 @@ def earlier_numbers(output: Path) -> dict:
     return numbers if isinstance(numbers, dict) else {}
 
 
+def check_model(options: RunOptions) -> None:
+    """Raise InputError for the output of a run of another model, before this one's machine is measured; the whole
+    comparison follows once the input is read."""
+    earlier = load_manifest(options.output)
+    if earlier is None or options.restart or options.verify or earlier.get(NOTHING_SERVED):
+        return
+    if options.output.is_file() and options.output.stat().st_size:
+        model = model_record(Checkpoint(options.llm.model).path, verify=False)
+        check_same(options.output, {"columns": None, "model": earlier.get("model")}, {"columns": None, "model": model})
+
+
 def model_arguments(options: RunOptions, earlier: dict, sharers: int) -> LLMArguments:
     """Return the arguments of the model: with a profile of this machine where the policy depends on one, and with
     budgets of the memory that is free, shared by ``sharers`` executors on each machine."""
@@ -61,10 +73,15 @@ def model_arguments(options: RunOptions, earlier: dict, sharers: int) -> LLMArgu
     for note in notes_on(paced.device, Budgets(**named), asked.disk_dir):
         print(f"flexhybrid: {note}", file=sys.stderr)
     hardware, dtype = asked.hardware, asked.dtype
+    check_model(options)
     if hardware is None:
         shape = Checkpoint(asked.model).shape
         kept = model_profile_path(shape, dtype, paced)
         if options.reprofile or (asked.policy == "auto" and not kept.is_file()):
+            # What a measurement could not help is refused before it.
+            stored = shape.dtype if dtype == "auto" else dtype
+            in_place = AttentionPaths("", "", "", in_place=True)  # of which a device needs the least memory
+            check_smallest(Problem(shape=shape, dtype=stored, budgets=Budgets(**named), attention=in_place))
             with Progress(PROFILE_STEPS, "profile", " runs", options.quiet) as progress:
                 progress.note("measuring this machine at the model's layer sizes; later runs take the record")
                 hardware = measure_for_model(shape, dtype, paced, lambda: progress.advance(1), Budgets(**budgets))

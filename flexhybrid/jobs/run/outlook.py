@@ -122,9 +122,11 @@ class Outlook:
         return max(0.0, told[0] - (asked - told[1]))
 
     def _foretold(self) -> float:
+        """Foretell by the work of each resource, as much slower as it was so far: what binds the drain, where few run,
+        may be another one than in the iterations that were measured. What is left of the difference is waiting."""
         now, elapsed = self.num_iterations, self.latest - self.began
         counted, times = self.stints()
-        seconds = self.pace.seconds(counted, self.workload.prefixes)
+        seconds = self.pace.slowed(self.slower_resources(0, TRUSTED_S)).seconds(counted, self.workload.prefixes)
         drains = 1 + int(counted.joined.max())
         past, left = float(seconds[:now].sum()), float(seconds[now:].sum() + (times - 1) * seconds[now:drains].sum())
         slower = (elapsed + TRUSTED_S) / (past + TRUSTED_S)
@@ -137,14 +139,15 @@ class Outlook:
         predicted = float(self.pace.seconds(self._ran(), self.workload.prefixes)[first:now].sum())
         return (self.ends[now] - self.ends[first]) / max(predicted, 1e-300)
 
-    def slower_resources(self, first: int) -> dict[str, float]:
+    def slower_resources(self, first: int, trusted_s: float = 0.0) -> dict[str, float]:
         """Return likewise how many times as long each resource was busy, of those that were so for long; nothing where
-        that is not measured."""
+        that is not measured. ``trusted_s``: seconds as predicted that count beside the measured ones."""
         now = self.num_iterations
         before, busy = self.busy.get(first, {}), self.busy.get(now, {})
         predicted = self.pace.work(self._ran(), self.workload.prefixes)
         return {
-            resource: (busy[resource] - before.get(resource, 0.0)) / max(float(work[first:now].sum()), 1e-300)
+            resource: (busy[resource] - before.get(resource, 0.0) + trusted_s)
+            / max(float(work[first:now].sum()) + trusted_s, 1e-300)
             for resource, work in predicted.items()
             if busy.get(resource, 0.0) - before.get(resource, 0.0) > LEAST_BUSY * (self.ends[now] - self.ends[first])
         }
