@@ -207,9 +207,8 @@ def _step_backs(run: QueueRun) -> list[str]:
     """Return the line about requests that gave their blocks back; none where nobody did."""
     if not run.step_backs:
         return []
-    return [
-        f"  stepped back: {run.step_backs:,.0f} times; computing their contexts anew takes {run.recomputing:.1%} of the time"
-    ]
+    contexts = f"computing their contexts anew takes {run.recomputing:.1%} of the time"
+    return [f"  stepped back: {run.step_backs:,.0f} times; {contexts}"]
 
 
 def describe(outcome: SimulatedRun) -> str:
