@@ -17,6 +17,7 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
+from flexhybrid.core.context.cache_entries import stored_copies
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
@@ -164,6 +165,22 @@ def _keep_what_fits(setting: Setting, policy: Policy) -> Policy:
     return replace(policy, weights=Placement(device=share, host=1.0 - share))
 
 
+def _kvpr(setting: Setting, policy: Policy, weights_device: float | None) -> Policy:
+    """KVPR, or the same with keys and values alone where recomputing is not predicted to pay.
+
+    KVPR's rules look at one layer and know neither what storing the layer inputs costs nor the memory that they take.
+    Its claim, never slower than the baseline that loads all keys and values (section 3.3), is kept by the choice here.
+    """
+    copies = (copy for entry in policy.cache for copy in stored_copies(entry))
+    plain = replace(policy, cache={f"kv@{copy.tier}": 1.0 for copy in copies if copy.representation == "kv"})
+    policy, plain = (_placed(setting, choice, weights_device) for choice in (policy, plain))
+    lengths, runs = (setting.batch, setting.prompt_tokens, setting.max_tokens), []
+    for choice in (plain, policy):
+        with suppress(InputError):  # not even one request fits
+            runs.append(simulate(setting.problem, choice, *lengths))
+    return min(runs, key=lambda run: run.total_s).policy if runs else policy
+
+
 class Kind(NamedTuple):
     """What the value of an option must be: in words, and as a test of the value that was read."""
 
@@ -207,6 +224,15 @@ def _preset(function: Callable[..., Policy], options: dict[str, Kind], required:
     return Entry(make, options, required)
 
 
+def _recomputing(function: Callable[..., Policy], options: dict[str, Kind]) -> Entry:
+    """The entry of a preset of KVPR."""
+
+    def make(setting: Setting, weights_device: float | None = None, **arguments) -> Policy:
+        return _kvpr(setting, function(**arguments), weights_device)
+
+    return Entry(make, options, reads_lines=True)
+
+
 _WEIGHTS = {"weights_device": NUMBER}
 _SIZES = {"max_mini_batch_tokens": COUNT, **_WEIGHTS}
 _SERIAL = {"max_mini_batch_tokens": COUNT, "overlap": OVERLAP, **_WEIGHTS}
@@ -226,8 +252,8 @@ SYSTEMS: dict[str, Entry] = {
     "deepspeed": _preset(presets.deepspeed, {}),
     "accelerate": _preset(presets.accelerate, _WEIGHTS),
     "token_recompute": _preset(presets.token_recompute, {"ratio": NUMBER, **_SIZES}, required="ratio"),
-    "kvpr_row": _preset(presets.kvpr_row, {"split": WORD, "act": WORD, **_WEIGHTS}),
-    "kvpr_column": _preset(presets.kvpr_column, {"split": WORD, "hiding": FLAG, **_SIZES}),
+    "kvpr_row": _recomputing(presets.kvpr_row, {"split": WORD, "act": WORD, **_WEIGHTS}),
+    "kvpr_column": _recomputing(presets.kvpr_column, {"split": WORD, "hiding": FLAG, **_SIZES}),
     "offloaded": _preset(presets.offloaded, _SERIAL),
     "int4": _preset(presets.int4, _SERIAL),
     "quantized": _preset(presets.quantized, {"kv": PACKED, **_SERIAL}),

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from flexhybrid.core.hardware import LINKS
+from flexhybrid.core.hardware import LAUNCHER, LINKS
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.wave import check_planned
@@ -28,6 +28,7 @@ from sim.verb_seconds import VerbSeconds, longest
 
 CHUNK = 1024  #: policies walked together: arrays of this size stay in a core's cache
 BOUND_CHUNK = 8192  #: policies bounded together; a bound holds fewer arrays at a time
+LAUNCHING = len(RESOURCES)  #: index of the time up to which tasks were launched, behind the resources
 WALKED = 2  #: iterations of each stretch of the decode; more where an iteration has few groups of weights
 GROUPS_WALKED = 6
 
@@ -46,7 +47,8 @@ class Prediction:
     bound_s: np.ndarray
     least_s: np.ndarray  #: no run is faster: all that any resource must have done when the last token is there
     num_mini_batches: np.ndarray
-    busy: dict[str, np.ndarray]  #: resource -> share of the decode (of the run without one) that it is at work
+    #: resource -> share of the decode (of the run without one) that it is at work; and "launcher", where it is known
+    busy: dict[str, np.ndarray]
     traffic_bytes: dict[str, dict[str, np.ndarray]]  #: link -> kind (weights, kv, act, hidden) -> bytes of the run
     peak_bytes: dict[str, np.ndarray]  #: tier -> bytes
 
@@ -178,13 +180,16 @@ def _predict_chunk(steps: CandidateSteps, walk: bool) -> dict:
     least_s = longest(*(np.maximum(prefill_busy[r] + decode_busy[r] - late[r], 0.0) for r in RESOURCES))
     decoded = steps.generated - 1
     if walk:
-        prefill_s, total_s = _Walk(verbs, num_walked).run()
+        prefill_s, total_s, launching = _Walk(verbs, num_walked).run()
         total_s = np.maximum(total_s, least_s)  # what a skip makes of a slow start may be too little
         prefill_s = np.where(decoded > 0, prefill_s, total_s)
         decode_s = total_s - prefill_s
     total_s = prefill_s + decode_s
     span_s = np.maximum(np.where(decoded > 0, decode_s, total_s), 1e-300)
     busy = {r: np.minimum(1.0, np.where(decoded > 0, decode_busy[r], prefill_busy[r]) / span_s) for r in RESOURCES}
+    if walk and verbs.hardware.launch_s:
+        of_prefill, of_run = launching
+        busy[LAUNCHER] = np.minimum(1.0, np.where(decoded > 0, of_run - of_prefill, of_run) / span_s)
     traffic: dict[str, dict] = {link: {} for link in LINKS}
     for (link, cargo), num_bytes in verbs.traffic().items():
         traffic[link][cargo] = num_bytes
@@ -236,12 +241,16 @@ class _Walk:
         self.full = _full_mini_batches(steps, inner if schedule == "column" else outer)
         self.prices: dict[tuple[int, TaskKey], tuple] = {}
         self.ends: list = [None] * (len(self.tiny.tasks) + self.tiny.num_moved)  # seconds; None: a task without work
-        self.tails: list[list] = [[0.0] * len(RESOURCES)]  # before each position: when each resource is free
+        # Before each position: when each resource is free, and up to when tasks were launched.
+        self.tails: list[list] = [[0.0] * (len(RESOURCES) + 1)]
+        self.launch_s = verbs.hardware.launch_s
 
-    def run(self) -> tuple[np.ndarray, np.ndarray]:
-        """(end of the prefill, end of the run), seconds from the first task's start."""
+    def run(self) -> tuple[np.ndarray, np.ndarray, tuple]:
+        """(end of the prefill, end of the run), seconds from the first task's start, and the seconds that launching
+        took until either."""
         tiny, ends = self.tiny, self.ends
         sampled: dict[int, np.ndarray] = {}
+        launched: dict[int, np.ndarray] = {}
         begin = 0
         for position, end in enumerate(tiny.ends):
             free_at = list(self.tails[-1])
@@ -253,6 +262,9 @@ class _Walk:
                     if tiny.barriers:
                         ends[index] = free
                     continue
+                if self.launch_s:
+                    free_at[LAUNCHING] = free_at[LAUNCHING] + self.launch_s * (1.0 if present is None else present)
+                    done = np.maximum(done, free_at[LAUNCHING])
                 for awaited in waits:
                     if ends[awaited] is not None:
                         done = np.maximum(done, ends[awaited])
@@ -263,24 +275,27 @@ class _Walk:
                     free_at[resource] = np.where(present, done, free)
                     ends[index] = free_at[resource] if tiny.barriers else np.where(present, done, 0.0)
                 if key.verb == "sample":
-                    sampled[iteration] = ends[index]
+                    sampled[iteration], launched[iteration] = ends[index], free_at[LAUNCHING]
             begin = end
             self.tails.append(free_at)
             self._skip(position)
             for index in tiny.unused_after[position]:
                 ends[index] = None
-        return sampled[0], sampled[max(sampled)]
+        return sampled[0], sampled[max(sampled)], (launched[0], launched[max(launched)])
 
     def _price(self, iteration: int, key: TaskKey) -> tuple:
         """(seconds of a task or None where it has no work, candidates that have the task or None where all have it)."""
         phase = self.phase_of[iteration]
         price = self.prices.get((phase, key))
         if price is None:
-            verb, first_load, all_tokens, mini_batch, kind = key
+            verb, first_load, all_tokens, mini_batch, kind, part = key
             if first_load:  # every candidate has it
                 price = self.verbs.phases[0].first_load_s.get(verb), None
             else:
                 price = self.verbs.task(phase, verb, all_tokens, kind, self.full[mini_batch])
+            if part and price[0] is not None:
+                early_s = self.verbs.phases[phase].early_load_s[kind]
+                price = early_s if part == 1 else price[0] - early_s, price[1]
             self.prices[phase, key] = price
         return price
 
@@ -335,7 +350,7 @@ class _Walk:
             later, earlier = self.tails[-1 - back * stride], self.tails[-1 - (back + over) * stride]
             return (later[resource] - earlier[resource]) / over
 
-        paces = [pace_of(resource, 0) for resource in range(len(RESOURCES))]
+        paces = [pace_of(resource, 0) for resource in range(LAUNCHING + 1)]
         if rounds > over:
             back = min(over, rounds - over - 1)
             paces = [np.minimum(pace, pace_of(resource, back)) for resource, pace in enumerate(paces)]

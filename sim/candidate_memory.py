@@ -67,7 +67,7 @@ def _mini_batch_sizes(steps: CandidateSteps) -> BufferSizes:
     def sizes_of(size, reads: Reads) -> BufferSizes:
         """A mini-batch of ``size`` requests."""
         splits = {
-            entry: split_blocks(lines, size, reads.tokens[entry], steps.num_mini_batches)
+            entry: split_blocks(lines, size, reads.tokens[entry], steps.num_mini_batches, steps.prompt)
             for entry, lines in steps.lines.items()
         }
         fresh = steps.by_entry(size * (until > since))

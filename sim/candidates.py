@@ -398,7 +398,9 @@ class CandidateSteps:
             for entry in self.dealing.names:
                 leading = 0.0
                 if entry in self.lines:
-                    point = split_point(self.lines[entry], batch, tokens[entry], self.num_mini_batches)
+                    point = split_point(
+                        self.lines[entry], batch, tokens[entry], self.num_mini_batches, prompt=self.prompt
+                    )
                     leading = point / BLOCK_TOKENS
                 for copy in stored_copies(entry):
                     count = held[entry]
@@ -437,7 +439,7 @@ class CandidateSteps:
             return np.minimum(first, self.kept)[None], np.ones_like(first)[None]
         # Within a block a split point may change; a block is dropped when the newest is full.
         if self.lines:
-            spans = [(1, 4), (5, 8), (9, 12), (13, 15), (16, 16)]
+            spans = [(token, token) for token in range(1, BLOCK_TOKENS + 1)]
         else:
             spans = [(1, 15), (16, 16)] if self.dealing.keeps_ids else [(1, 16)]
         offsets = np.arange(SAMPLES)[:, None] * BLOCK_TOKENS + np.array(spans).T[:, None, :]

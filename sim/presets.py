@@ -96,7 +96,8 @@ def token_recompute(ratio: float, max_mini_batch_tokens: int = 8192) -> Policy:
 
 def kvpr_row(split: str = "paper", act: str = "host") -> Policy:
     """KVPR for latency: weights resident, one batch. ``act``: the tier of the layer inputs; the paper's text has them
-    on the device, its memory figures on the host."""
+    on the device, its memory figures on the host. ``split``: ``Policy.split``; by name, where recomputing never pays,
+    no layer inputs are kept (``policy_search.systems``)."""
     return Policy(
         f"kvpr_row({split})", _RESIDENT, cache={f"both(kv@host,act@{act})": 1.0}, schedule="row",
         max_mini_batch_tokens=_WHOLE_BATCH, packing="fifo", split=split,
@@ -104,12 +105,13 @@ def kvpr_row(split: str = "paper", act: str = "host") -> Policy:
 
 
 def kvpr_column(split: str = "paper", hiding: bool = True, max_mini_batch_tokens: int = 8192) -> Policy:
-    """KVPR for throughput: weights streamed, mini-batches in turn. ``hiding``: W_K and W_V cross the link first, so
-    that recomputing starts before the rest has come (KVPR section 3.3)."""
+    """KVPR for throughput: weights streamed, mini-batches in turn. ``hiding``: W_K and W_V cross the link first, then
+    the layer inputs, so that recomputing starts before the rest has come (KVPR section 3.3). ``split`` as in
+    ``kvpr_row``."""
     return Policy(
         f"kvpr_column({split})", cache={"both(kv@host,act@host)": 1.0},
         max_mini_batch_tokens=max_mini_batch_tokens, packing="fifo", split=split,
-        weight_order="kv_first" if hiding else "natural",
+        weight_order="kv_act_first" if hiding else "natural",
     )  # fmt: skip
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.context.split import recomputed_tokens
 from flexhybrid.core.errors import InputError, check, is_integer
-from flexhybrid.core.hardware import LINKS
+from flexhybrid.core.hardware import LAUNCHER, LINKS
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
@@ -55,6 +56,9 @@ class SimulatedRun:
     num_waves: int
     num_mini_batches: int  #: of a full wave
     clock: str
+    #: entry both(…) -> tokens of each request that the first and the last decode step recompute
+    recomputed_tokens: dict[str, list[int]]
+    prompt_tokens: int  #: of each request, the most that eq. 11 of KVPR would have recomputed
 
     @property
     def total_s(self) -> float:
@@ -95,7 +99,7 @@ def simulate(
     if batch % closed.wave:
         counts[batch % closed.wave] = 1
     waves = [(_run_virtually(problem, policy, (size, *lengths[1:])), count) for size, count in counts.items()]
-    return _in_turn(policy, lengths, closed.wave, waves, clock)
+    return _in_turn(problem, policy, lengths, closed.wave, waves, clock)
 
 
 def simulate_many(problem: Problem, policy: Policy, lengths: Sequence[Lengths]) -> list[SimulatedRun | InputError]:
@@ -123,7 +127,9 @@ def simulate_many(problem: Problem, policy: Policy, lengths: Sequence[Lengths]) 
             for place, index in enumerate(chosen):
                 waves_of[index].append((prediction.row(place), int(counts[index])))
     return [
-        _in_turn(policy, workload, int(size), waves, "closed") if waves else _too_large(problem, policy, workload)
+        _in_turn(problem, policy, workload, int(size), waves, "closed")
+        if waves
+        else _too_large(problem, policy, workload)
         for workload, size, waves in zip(lengths, wave, waves_of, strict=True)
     ]
 
@@ -150,10 +156,11 @@ def _largest_fitting(most: np.ndarray, fits: Callable[[np.ndarray, np.ndarray], 
 
 
 def _in_turn(
-    policy: Policy, lengths: Lengths, wave: int, waves: list[tuple[_WaveRun, int]], clock: str
+    problem: Problem, policy: Policy, lengths: Lengths, wave: int, waves: list[tuple[_WaveRun, int]], clock: str
 ) -> SimulatedRun:
     """Waves one after the other, each as often as its count says."""
-    batch, _, max_tokens = lengths
+    batch, prompt, max_tokens = map(int, lengths)
+    num_mini_batches, last = waves[0][0]["num_mini_batches"], prompt + max_tokens - 2
     prefill_s, decode_s = (sum(count * row[phase] for row, count in waves) for phase in PHASES_S)
     spans = [count * row[PHASES_S[max_tokens > 1]] for row, count in waves]
     span_s = max(sum(spans), 1e-300)
@@ -177,11 +184,15 @@ def _in_turn(
         traffic_bytes=traffic,
         busy=busy,
         policy=policy,
-        batch=int(batch),
+        batch=batch,
         wave=wave,
         num_waves=sum(count for _, count in waves),
-        num_mini_batches=waves[0][0]["num_mini_batches"],
+        num_mini_batches=num_mini_batches,
         clock=clock,
+        recomputed_tokens=recomputed_tokens(problem, policy, wave, num_mini_batches, prompt, last)
+        if max_tokens > 1
+        else {},
+        prompt_tokens=prompt,
     )
 
 
@@ -213,9 +224,13 @@ def _run_virtually(problem: Problem, policy: Policy, lengths: Lengths) -> _WaveR
             f"the virtual clock would walk some {tasks / 1e6:.0f} million tasks (limit {MOST_TASKS / 1e6:.0f}): "
             "use the closed form, fewer generated tokens or a smaller batch"
         )
-    summary = summarize(run(stream(wave), hardware_of(problem, policy)))
+    hardware = hardware_of(problem, policy)
+    trace = run(stream(wave), hardware)
+    summary = summarize(trace)
+    launching = {LAUNCHER: len(trace) * hardware.launch_s / summary.total_s} if hardware.launch_s else {}
     return {
         **asdict(summary),
+        "busy": summary.busy | launching,
         "peak_bytes": total_bytes(memory_plan(problem, policy, buffer_sizes(wave))),
         "traffic_bytes": {link: _by_cargo(by_verb) for link, by_verb in summary.link_bytes.items()},
         "num_mini_batches": len(wave.mini_batches),

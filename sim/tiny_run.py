@@ -51,6 +51,7 @@ class TaskKey(NamedTuple):
     all_tokens: bool  #: in a layer that attends to all tokens although others select
     mini_batch: int
     kind: int  #: of its layer
+    part: int = 0  #: of a layer's weights that come in two loads: 1 the first, 2 the second; else 0
 
 
 class TinyTask(NamedTuple):
@@ -287,11 +288,22 @@ def lay_out(
             ends.append(len(tasks))
         first_load = not loaded and task.verb in ("load_weights", "read_weights")
         loaded = loaded or task.verb == "load_weights"
-        key = TaskKey(task.verb, first_load, task.layer < whole, task.mini_batch, layers[task.layer])
+        key = TaskKey(
+            task.verb, first_load, task.layer < whole, task.mini_batch, layers[task.layer], _part_of(task, wave)
+        )
         resource, waits = (0, ()) if one_by_one else (places[task.resource], waits_of.add(task))
         tasks.append(TinyTask(resource, task.iteration, key, waits))
     last = (num_decode + 1) * num_layers * num_mini_batches - 1  # what comes after it belongs to it
     return tuple(tasks), (*ends[:last], *[len(tasks)] * (last + 1 - min(len(ends), last)))
+
+
+def _part_of(task: Task, wave: Wave) -> int:
+    """``TaskKey.part`` of a task."""
+    sliced = wave.policy.schedule == "column" and len(wave.mini_batches) > 1
+    if task.verb != "load_weights" or sliced or not wave.cuts_layer(task.layer):
+        return 0
+    placed, piece = wave.placed_of(task.layer), task.payload
+    return 1 if piece.end == placed.layout.kv_end else 2 if piece.start == placed.layout.kv_end else 0
 
 
 def _wave(

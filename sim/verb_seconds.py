@@ -39,6 +39,8 @@ class _Phase:
     #: candidates that have the task; absent where all have it
     present: dict[VerbKey, np.ndarray] = field(default_factory=dict)
     first_load_s: dict[str, np.ndarray] = field(default_factory=dict)  #: of the run's first layer, which is not sliced
+    #: kind of layer -> of the first of the two loads in which it comes (``Wave.cuts_layer``); 0: it comes in one
+    early_load_s: dict[int, np.ndarray] = field(default_factory=dict)
 
     @property
     def verbs(self) -> list[str]:
@@ -151,16 +153,28 @@ class VerbSeconds:
                 continue
             overhead_s = self._price(verb, resource, Work())
             for kind, (weights, *_) in enumerate(steps.kinds):
-                num_bytes = of_weights[weights]
+                num_bytes, cut_s = of_weights[weights], 0.0
                 layer_s = np.where(num_bytes > 0, self._price(verb, resource, Work(link_bytes=num_bytes)), 0.0)
+                if verb == "load_weights" and steps.policy.weight_order == "kv_act_first":
+                    phase.early_load_s[kind] = self._early_load_s(weights)
+                    cut_s = np.where(phase.early_load_s[kind] > 0, overhead_s, 0.0)
                 evenly_s = np.where(num_bytes > 0, (layer_s - overhead_s) / count, 0.0)  # over the mini-batches
                 slices = num_slices(count, on_host[weights], steps.on_disk[weights]) / count
                 for last in (False, True):
                     key = verb, False, last, kind
-                    phase.seconds[key] = layer_s if by_row else evenly_s + overhead_s * slices
+                    phase.seconds[key] = cut_s + (layer_s if by_row else evenly_s + overhead_s * slices)
                     phase.link_bytes[key] = num_bytes if by_row else num_bytes / count
                 if kind == steps.layers[0]:
                     phase.first_load_s[verb] = layer_s
+
+    def _early_load_s(self, weights: int) -> np.ndarray:
+        """Seconds in which W_K and W_V come where they come by themselves, before ACT; else 0."""
+        steps, layout = self.steps, self.steps.layouts[weights]
+        early = layout.kv_end - steps.resident[weights]
+        whole = steps.policy.schedule == "row" or steps.num_mini_batches == 1
+        cut = whole & (early > 0) & (steps.on_disk[weights] == 0) & (layout.kv_end < layout.total_bytes)
+        cut = cut & (steps.policy.bits.weights == "native")
+        return np.where(cut, self._price("load_weights", "h2d", Work(link_bytes=np.maximum(early, 0))), 0.0)
 
     def _add_chunks(self) -> None:
         """Let a position of the prefill stand for all chunks of a long prompt, one after the other.

@@ -1,8 +1,9 @@
 """The virtual clock: the executor's own stream of tasks, walked in virtual time.
 
 Each resource runs its tasks first in, first out; a task starts when its resource is free and what it depends on has
-ended. Dependencies are derived by the same function that guards the real run. What is left out: the time to plan and to
-hand tasks over, and everything ``sim.cost`` leaves out.
+ended. Dependencies are derived by the same function that guards the real run. Tasks are launched one after the other,
+in the time that the machine's record has for it. What is left out: that a real run launches only so many tasks ahead,
+and everything ``sim.cost`` leaves out.
 """
 
 from collections import Counter
@@ -31,6 +32,7 @@ def run(tasks: Iterable[Task], hardware: Hardware, hazards: Iterable[str] = HAZA
     ends: dict[str, list[float]] = {resource: [] for resource in RESOURCES}
     lines: dict[tuple[str, str, str], Line] = {}
     trace: list[TraceEvent] = []
+    launch_s, launched = hardware.launch_s, 0.0
     for task in tasks:
         resource, key = task.resource, (task.verb, task.resource, task.work.line)
         line = lines.get(key)
@@ -38,6 +40,9 @@ def run(tasks: Iterable[Task], hardware: Hardware, hazards: Iterable[str] = HAZA
             line = lines[key] = hardware.line(*key)
         own = ends[resource]
         start = own[-1] if own else 0.0
+        launched += launch_s
+        if launched > start:
+            start = launched
         for other, ordinal in dependencies.add(task):
             end = ends[other][ordinal]
             if end > start:

@@ -142,8 +142,8 @@ def _policy(rng, kind: str, num_layers: int) -> Policy:
         "random", weights(0.12), cache={"kv@host": 1.0}, bits=Bits(*bits()),
         schedule="row" if kind == "row" or kind == "serial" and rng.random() < 0.5 else "column",
         hidden="host" if rng.random() < 0.15 else "device",
-        weight_order="natural" if rng.random() < 0.2 else "kv_first",
-        split="paper" if rng.random() < 0.5 else "pipeline",
+        weight_order=_drawn(rng, {"natural": 0.2, "kv_act_first": 0.5, "kv_first": 1.0}),
+        split=_drawn(rng, {"paper_prompt": 0.15, "paper": 0.5, "pipeline": 1.0}),
         packing="fifo" if rng.random() < 0.2 else "balanced",
         overlap=("full", "none", "step")[int(rng.choice(3, p=[0.75, 0.08, 0.17]))],
     )  # fmt: skip
@@ -183,6 +183,12 @@ def _policy(rng, kind: str, num_layers: int) -> Policy:
     kinds = tuple(rng.choice(_ENTRIES, count, False, _ENTRY_ODDS / _ENTRY_ODDS.sum()))
     policy = replace(policy, cache=_shares(rng, (*kinds, "tok") if rng.random() < 0.15 else kinds))
     return replace(policy, static_cache=bool(rng.random() < 0.1) and not policy.share("both"))
+
+
+def _drawn(rng, until: dict[str, float]) -> str:
+    """Draw a word; ``until``: odds of it and those before it."""
+    place = rng.random()
+    return next(word for word, odds in until.items() if place < odds)
 
 
 def _shares(rng, kinds) -> dict[str, float]:

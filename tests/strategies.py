@@ -21,7 +21,7 @@ def lossless_policies(draw) -> Policy:
         max_mini_batch_tokens=draw(st.sampled_from((16, 50, 120, 400, 8192))),
         packing=draw(st.sampled_from(("balanced", "fifo"))),
         hidden=draw(st.sampled_from(("device", "host"))),
-        weight_order=draw(st.sampled_from(("kv_first", "natural"))),
+        weight_order=draw(st.sampled_from(("kv_first", "kv_act_first", "natural"))),
         overlap=draw(st.sampled_from(("full", "full", "full", "none", "step"))),
     )
     device, disk = draw(st.sampled_from(((0.0, 0.0), (0.3, 0.4), (0.0, 1.0), (0.7, 0.0), (1.0, 0.0), (0.5, 0.5))))
@@ -35,7 +35,7 @@ def lossless_policies(draw) -> Policy:
     parts = draw(st.lists(st.integers(1, 9), min_size=len(chosen), max_size=len(chosen)))
     cache = {entry: part / sum(parts) for entry, part in zip(chosen, parts, strict=True)}
     static = not any(entry.startswith(("both", "tok")) for entry in chosen) and draw(st.booleans())
-    split = draw(st.sampled_from(("pipeline", "paper")))
+    split = draw(st.sampled_from(("pipeline", "paper", "paper_prompt")))
     return Policy("case", weights, cache=cache, static_cache=static, split=split, **rest)
 
 

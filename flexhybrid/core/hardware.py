@@ -19,6 +19,9 @@ LINKS = ("h2d", "d2h", "disk_read", "disk_write")
 #: Of the line of ``finish`` in layers whose feed-forward network is experts, which are computed one after another.
 EXPERTS_SUFFIX = "_experts"
 
+#: The line of what launching takes: Python plans one task after the other and hands them over, on one thread.
+LAUNCHER = "launcher"
+
 #: Of a verb's line while nothing crosses the link.
 ALONE_SUFFIX = "_alone"
 
@@ -115,6 +118,11 @@ class Hardware:
         if reserve is None:
             reserve = min(CUDA_RESERVE_BYTES, size // 16) if self.device == "cuda" else 0
         return size - reserve
+
+    @property
+    def launch_s(self) -> float:
+        """Seconds that Python takes to launch a task; 0 where that was not measured."""
+        return self.lines[LAUNCHER].overhead_s if LAUNCHER in self.lines else 0.0
 
     @property
     def has_disk(self) -> bool:

@@ -20,6 +20,7 @@ from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.wave import Wave
 
 PAGE_BYTES = 4096  #: slices of a streamed layer end on whole pages
+LOADS_OF_ACT = ("read_act", "load_act")
 
 
 Outline = tuple[str, tuple[Access, ...], tuple[Access, ...]]  #: a task's verb, reads and writes
@@ -78,7 +79,9 @@ class _Stream:
         natural, layouts = wave.policy.weight_order == "natural", [placed.layout for placed in wave.placed]
         self.needed = [(of.total_bytes,) * 2 if natural else (of.kv_end, of.qkv_end) for of in layouts]
         self.at = Places(wave)
-        self.slices: dict[tuple[int, int, int, int], tuple[tuple, ...]] = {}  # the tasks that bring a slice of weights
+        self.slices: dict[
+            tuple[int, int, int, int, bool], tuple[tuple, ...]
+        ] = {}  # the tasks that bring a slice of weights
         self.outlines: dict[tuple, tuple[Outline, ...]] = {}  # of the parts of positions
         self.held: list[Task] = []  # stores that wait for the next position (barriers only)
 
@@ -104,13 +107,11 @@ class _Stream:
                 # What attention on the host gave comes before the weights: the device waits for it, and not yet for
                 # them. Peers that meet after each step (FlexGen) load their weights first.
                 weights_last = on_host and self.wave.policy.overlap == "full"
-                if following and not weights_last:
-                    yield from self._load_weights(following, index, len(current))
                 ahead = current[index + 1] if index + 1 < len(current) else following[0] if following else None
                 # What the position stores or selects now may be what the next one loads.
                 late = self._loads_late(position, ahead) if ahead else None
-                if ahead and not late:
-                    yield from self._part(self._load_cache, ahead)
+                cache = self._part(self._load_cache, ahead) if ahead and not late else []
+                yield from self._loads([] if weights_last else following or [], index, len(current), cache)
                 if opened is not position:
                     yield from self._part(self._open, position)
                 opened = None
@@ -179,35 +180,53 @@ class _Stream:
 
     # ---- loads
 
-    def _load_weights(self, group: list[Position], index: int, num_slices: int) -> Iterator[Task]:
+    def _loads(self, group: list[Position], index: int, num_slices: int, cache: list[Task]) -> Iterator[Task]:
+        """The loads of a position: a slice of the next group's weights, then the next position's cache.
+
+        ``kv_act_first``: ACT before the slice, and of a layer that comes at once W_K and W_V before it. Recomputing
+        then runs while the rest of the weights and the keys and values cross the link (KVPR, Fig. 5b).
+        """
+        early = self.wave.policy.weight_order == "kv_act_first"
+        cut = early and num_slices == 1 and bool(group) and self.wave.cuts_layer(group[0].layer)
+        weights = list(self._load_weights(group, index, num_slices, cut)) if group else []
+        if early:
+            yield from weights[:1] if cut else ()
+            yield from (task for task in cache if task.verb in LOADS_OF_ACT)
+            weights, cache = weights[cut:], [task for task in cache if task.verb not in LOADS_OF_ACT]
+        yield from weights
+        yield from cache
+
+    def _load_weights(self, group: list[Position], index: int, num_slices: int, cut: bool = False) -> Iterator[Task]:
         """Slice of a group's streamed bytes: one slice a position of the group before keeps the link evenly busy.
 
-        What lies on the host and what lies on the disk are sliced alike, so that the disk is evenly busy too.
+        What lies on the host and what lies on the disk are sliced alike, so that the disk is evenly busy too. ``cut``:
+        in two loads, what recomputing reads before the rest.
         """
         position = group[min(index, len(group) - 1)]
-        slice_key = self.wave.shape.weights_kind(position.layer), position.weight_slot, index, num_slices
+        slice_key = self.wave.shape.weights_kind(position.layer), position.weight_slot, index, num_slices, cut
         if slice_key not in self.slices:
             self.slices[slice_key] = tuple(self._slice_tasks(*slice_key))
         key = (position.step.iteration, position.layer, position.step.mini_batch)
         for verb, *parts in self.slices[slice_key]:
             yield Task(*key, verb, RESOURCE_OF[verb], *parts)
 
-    def _slice_tasks(self, kind: int, slot: int, index: int, num_slices: int) -> Iterator[tuple]:
+    def _slice_tasks(self, kind: int, slot: int, index: int, num_slices: int, cut: bool) -> Iterator[tuple]:
         """The tasks that bring a slice of a kind of layer, without their keys."""
-        (start, end), (disk_start, disk_end) = (_slice(*part, index, num_slices) for part in self._streamed(kind))
-        _, first, disk_first = self.wave.placed[kind]
+        layout, first, disk_first = self.wave.placed[kind]
+        (low, high), (disk_start, disk_end) = (_slice(*part, index, num_slices) for part in self._streamed(kind))
         on_disk = disk_end - disk_start
-        if end - start + on_disk == 0:
-            return
-        payload = WeightSlice(slot, start, end, disk_start, disk_end)
-        reads: tuple[Access, ...] = ()
-        writes = places.bytes_of_slot(slot, start - first, end - first)
-        if on_disk:
-            reads = (Access(("weights_staging", slot), disk_start - disk_first, disk_end - disk_first),)
-            writes += places.bytes_of_slot(slot, disk_start - first, disk_end - first)
-            yield "read_weights", Work(link_bytes=on_disk, num_copies=1), (), reads, payload
-        moved = Work(link_bytes=end - start + on_disk, num_copies=len(writes))
-        yield "load_weights", moved, reads, writes, payload
+        for start, end in ((low, layout.kv_end), (layout.kv_end, high)) if cut else ((low, high),):
+            if end - start + on_disk == 0:
+                return
+            payload = WeightSlice(slot, start, end, disk_start, disk_end)
+            reads: tuple[Access, ...] = ()
+            writes = places.bytes_of_slot(slot, start - first, end - first)
+            if on_disk:
+                reads = (Access(("weights_staging", slot), disk_start - disk_first, disk_end - disk_first),)
+                writes += places.bytes_of_slot(slot, disk_start - first, disk_end - first)
+                yield "read_weights", Work(link_bytes=on_disk, num_copies=1), (), reads, payload
+            moved = Work(link_bytes=end - start + on_disk, num_copies=len(writes))
+            yield "load_weights", moved, reads, writes, payload
 
     def _load_cache(self, ahead: Position) -> Iterator[Outline]:
         """ACT before KV: recomputing comes before assembling. Disk blocks go through staging."""

@@ -203,8 +203,8 @@ _CHOICES = {
     "schedule": ("column", "row"),
     "packing": ("balanced", "fifo"),
     "attention": ("device", "host"),
-    "weight_order": ("kv_first", "natural"),
-    "split": ("pipeline", "paper"),
+    "weight_order": ("kv_first", "kv_act_first", "natural"),
+    "split": ("pipeline", "paper", "paper_prompt"),
     "static_cache": (True, False),
     "overlap": get_args(Overlap),
     "version": (FORMAT_VERSION,),
@@ -233,8 +233,11 @@ class Policy:
     packing: str = "balanced"
     selection: Selection = Selection()
     attention: str = "device"
-    weight_order: str = "kv_first"  #: or natural: recomputing waits for the whole layer
-    split: str = "pipeline"  #: rule of both(…): how many leading tokens are recomputed (``core.split``); or paper
+    #: recomputing waits for W_K and W_V alone; kv_act_first: and ACT crosses the link before the layer's other weights;
+    #: natural: it waits for the whole layer
+    weight_order: str = "kv_first"
+    #: rule of both(…), how many leading tokens are recomputed (``core.context.split``); or paper, paper_prompt
+    split: str = "pipeline"
     static_cache: bool = False  #: a load brings all that a request has reserved (transformers' offloaded static cache)
     overlap: Overlap = "full"  #: or "step": a barrier after each mini-batch of a layer; "none": one task at a time
     version: int = FORMAT_VERSION

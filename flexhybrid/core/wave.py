@@ -176,6 +176,11 @@ class Wave:
         """Return where the weights of a layer lie."""
         return self.placed[self.shape.weights_kind(layer)]
 
+    def cuts_layer(self, layer: int) -> bool:
+        """Whether a layer that comes at once comes in two loads: what recomputing reads, then, behind ACT, the rest."""
+        streams_early = self.policy.weight_order == "kv_act_first" and self.policy.bits.weights == "native"
+        return streams_early and self.placed_of(layer).has_early_part
+
 
 def by_pool(entries: BlockEntries, windows: tuple[int | None, ...], counts: np.ndarray) -> np.ndarray:
     """``Wave.by_pool``."""

@@ -226,6 +226,11 @@ def describe(outcome: SimulatedRun) -> str:
     ]
     if o.policy.name == "resident" and o.policy.weights.device < 1:
         lines.insert(3, f"  not resident: {WEIGHTS_STREAMED}")
+    for entry, (first, last) in o.recomputed_tokens.items():
+        beyond = f"; eq. 11 allows {o.prompt_tokens:,} (split=paper_prompt)" * (last > o.prompt_tokens)
+        lines.append(
+            f"  {entry}: recomputes {first:,} tokens of a request in the first step, {last:,} in the last{beyond}"
+        )
     for link, kinds in o.traffic_bytes.items():
         if total := sum(kinds.values()):
             parts = ", ".join(f"{kind} {gib(size)}" for kind, size in kinds.items() if size)

@@ -51,7 +51,8 @@ class Lane:
     """The thread of a resource. ``passed`` counts the tasks that others may build on, here those that are complete. A
     task is named by its ordinal in the lane.
 
-    ``times`` adds up where the thread's time goes in a run that keeps a trace; a stream lane leaves out its tasks.
+    ``times`` adds up where the thread's time goes in a run that keeps a trace; a stream lane counts its tasks and what
+    enqueuing them takes of a processor.
     ``thread``: lent by the owner of several runs (``LaneThreads``); None: a new one, which ends with the lane.
     """
 
@@ -245,11 +246,13 @@ class StreamLane(Lane):
                 lane.wait_complete(ordinal)
             elif event := lane.wait_enqueued(ordinal):
                 self.stream.wait(event)
-        traced = self.passed < self.num_spans
+        traced, cpu_s = self.passed < self.num_spans, time.thread_time()
         if traced:
             self._begins.append(self.stream.record())
         self.stream.run(lambda: self.perform(task))
         self._ends[self.passed] = self.stream.record(timed=traced)
+        self.times.tasks += 1
+        self.times.cpu_s += time.thread_time() - cpu_s
         if (old := self.passed - 2 * self.lookahead) >= self.num_spans:
             self._ends.pop(old, None)
         self._pass()
@@ -276,6 +279,9 @@ class Clock:
     ):
         self.lanes = {lane.name: lane for lane in lanes}
         self.began_s = math.nan  #: the zero of the trace, on the clock of ``time.perf_counter``
+        #: processor seconds of what Python does task by task, whatever the lanes do: planning, handing over,
+        #: collecting, and the calls that enqueue on streams
+        self.launch_s = 0.0
         self._on_fail = on_fail
         self._dependencies = Dependencies(hazards)
         self._error: BaseException | None = None
@@ -314,7 +320,7 @@ class Clock:
         submitted: list[tuple[Task, Lane, int]] = []
         num_traced = math.inf if keep_trace is True else int(keep_trace)
         with SHORT_SWITCH_INTERVAL.held():
-            self.began_s = time.perf_counter()
+            self.began_s, before_s = time.perf_counter(), time.thread_time()
             try:
                 for lane in self.lanes.values():
                     lane.num_spans = math.inf if num_traced else 0
@@ -328,6 +334,7 @@ class Clock:
                                 other.num_spans = other.submitted
                     if on_submit:
                         on_submit(task, ordinal)
+                self.launch_s = time.thread_time() - before_s
                 for lane in self.lanes.values():
                     if lane.submitted:
                         self.wait(lane.name, lane.submitted - 1)
@@ -335,6 +342,7 @@ class Clock:
                 self._fail(error)
             finally:
                 self._end_lanes()
+        self.launch_s += sum(lane.times.cpu_s for lane in self.lanes.values() if isinstance(lane, StreamLane))
         if self._error:
             error, self._error = self._error, None
             try:

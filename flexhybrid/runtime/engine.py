@@ -77,6 +77,7 @@ class WaveResult:
     stops: list[int | str | None]  #: the token id or the text that ended the request; None: its length did
     trace: list[TraceEvent]
     lanes: dict[str, LaneTimes] = field(default_factory=dict)  #: by resource, of those that had tasks; {} untraced
+    launch_s: float = 0.0  #: ``Clock.launch_s``
 
 
 class Engine:
@@ -221,7 +222,7 @@ class Engine:
             raise
         trace = [_resolved(event, resolved or {}) for event in trace]
         lanes = {name: lane.times for name, lane in clock.lanes.items() if trace and lane.submitted}
-        return WaveResult(*collector.results(), trace, lanes)
+        return WaveResult(*collector.results(), trace, lanes, clock.launch_s)
 
 
 _SETTING_THREADS = threading.Lock()

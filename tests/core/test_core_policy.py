@@ -60,7 +60,7 @@ def policies(draw):
         packing=draw(st.sampled_from(["fifo", "balanced"])),
         selection=selection,
         attention="host" if host_attention else "device",
-        weight_order=draw(st.sampled_from(["kv_first", "natural"])),
+        weight_order=draw(st.sampled_from(["kv_first", "kv_act_first", "natural"])),
         overlap=draw(st.sampled_from(("full", "step", "none"))),
     )
 

@@ -1,14 +1,17 @@
 """How many leading tokens of a both(…) context are recomputed from ACT: KVPR's split point (Sec. 3.2, eq. 10 and 11).
 
 Both copies of a token exist; each iteration decides anew. Costs are linear in the tokens l of each request that are
-recomputed, so the best l of either rule is where two lines cross, or an end:
+recomputed, but for what recomputing costs however little of it there is. So the best l of a rule is where two lines
+cross, or an end:
 
-- paper: M_X(l)/v + max(recompute(l), M_KV(s − l)/v). ACT crosses the link first; KV crosses while the GPU recomputes.
-  With ACT on the device the first term is gone (the paper's row schedule).
+- paper: M_X(l)/v + max(recompute(l), M_KV(s − l)/v), eq. 10. ACT crosses the link first; KV crosses while the GPU
+  recomputes. With ACT on the device the first term is gone (the paper's row schedule). l may be as large as the
+  current length s; eq. 11 bounds it by the prompt's length, which is the rule ``paper_prompt``.
 - pipeline: max(weights + M_X(l)/v + M_KV(s − l)/v, forward + recompute(l)). In a stream without an edge between
-  mini-batches, the link and the GPU are what binds, and each is as long as all its work.
+  mini-batches, the link and the GPU are what binds, and each is as long as all its work. recompute(l) and M_X(l)/v have
+  their fixed costs here: l is 0 where recomputing is not worth launching.
 
-Where loading ACT costs at least as much as loading KV (grouped queries), both rules give 0.
+Where loading ACT costs at least as much as loading KV (grouped queries, KV in 4 bits), all rules give 0.
 """
 
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ import numpy as np
 
 from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.context.cache_entries import stored_copies
+from flexhybrid.core.context.cache_entries import representation_of, stored_copies
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
@@ -36,6 +39,9 @@ class SplitLines:
     forward_s: float  #: a mini-batch's projections and feed-forward, whatever its size
     forward_request_s: float  #: more for each request
     attend_s: float  #: more for each token of context of each request
+    gen_fixed_s: float = 0.0  #: recompute however little of a mini-batch: launch, reading W_K and W_V
+    act_fixed_s: float = 0.0  #: load however little ACT of a mini-batch
+    unpack_s: float = 0.0  #: unpack a token of KV that was loaded
 
 
 def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
@@ -68,6 +74,12 @@ def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
             seconds = max(seconds, one * hardware.line(f"read_{representation}", "disk_read").s_per_byte)
         return seconds
 
+    def unpack(representation: str, width: float) -> tuple[float, float]:
+        if getattr(policy.bits, representation) == "native":
+            return 0.0, 0.0
+        element_bytes = getattr(stored, representation)
+        return slope(f"dequantize_{representation}", "compute", lambda n: work.convert(n * width, p, element_bytes))
+
     project, finish = (
         slope(verb, "compute", lambda rows, make=make: make(shape, p, rows))
         for verb, make in (("project", work.project), ("finish", work.finish))
@@ -76,45 +88,79 @@ def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
     assemble = slope("assemble", "compute", lambda tokens: work.assemble(shape, p, tokens))
     if problem.attends_in_place:
         assemble = 0.0, 0.0
+    generate = slope("kv_gen", "compute", lambda rows: work.kv_gen(shape, p, rows))
+    unpack_act, unpack_kv = unpack("act", shape.act_width), unpack("kv", shape.kv_width)
     streamed = shape.layers_bytes(stored.weights, p) / shape.num_layers * (1 - policy.weights.device)
     return SplitLines(
         policy.split,
-        gen_s=slope("kv_gen", "compute", lambda rows: work.kv_gen(shape, p, rows))[1],
+        gen_s=generate[1] + unpack_act[1],
         load_act_s=load("act", stored.act),
         load_kv_s=load("kv", stored.kv),
         weights_s=streamed * hardware.line("load_weights", "h2d").s_per_byte if streamed else 0.0,
         forward_s=project[0] + finish[0] + attend[0] + assemble[0],
         forward_request_s=project[1] + finish[1],
         attend_s=attend[1] + assemble[1],
+        gen_fixed_s=generate[0] + unpack_act[0],
+        act_fixed_s=0.0 if tier["act"] == "device" else hardware.line("load_act", "h2d").overhead_s,
+        unpack_s=unpack_kv[1],
     )
 
 
-def split_point(lines: SplitLines, batch, context, num_mini_batches: Any = 1, whole_blocks: bool = True):
+def split_point(
+    lines: SplitLines, batch, context, num_mini_batches: Any = 1, whole_blocks: bool = True, prompt: Any = np.inf
+):
     """Tokens l of each request to recompute, in whole blocks; ``context`` s and ``batch`` may be arrays.
 
     ``num_mini_batches`` share a layer's weights. Without ``whole_blocks`` it is the mean over like contexts.
+    ``prompt``: tokens of the longest prompt of the mini-batch, the bound of the rule ``paper_prompt``.
     """
     act, kv, gen = lines.load_act_s, lines.load_kv_s, lines.gen_s
     context = np.asarray(context, dtype=np.float64)
     if act >= kv:
         return np.zeros_like(context)
-    if lines.rule == "paper":
+    most = np.minimum(context, prompt) if lines.rule == "paper_prompt" else context
+    if lines.rule != "pipeline":
         best = kv * context / (gen + kv)
     else:
-        link = lines.weights_s / num_mini_batches / batch + kv * context
-        compute = lines.forward_s / batch + lines.forward_request_s + lines.attend_s * context
-        best = (link - compute) / (gen + kv - act)
-    if not whole_blocks:
-        return np.clip(best, 0, context)
-    return np.clip(np.floor(best / BLOCK_TOKENS + 0.5), 0, np.floor(context / BLOCK_TOKENS)) * BLOCK_TOKENS
+        link = (lines.weights_s / num_mini_batches + lines.act_fixed_s) / batch + kv * context
+        compute = (lines.forward_s + lines.gen_fixed_s) / batch + lines.forward_request_s
+        compute = compute + (lines.attend_s + lines.unpack_s) * context
+        slower = gen - lines.unpack_s  # on the device, for each token more
+        best = (link - compute) / (slower + kv - act) if slower > 0 else most
+    if whole_blocks:
+        most = np.floor(most / BLOCK_TOKENS) * BLOCK_TOKENS
+        best = np.floor(best / BLOCK_TOKENS + 0.5) * BLOCK_TOKENS
+    best = np.clip(best, 0, most)
+    if lines.rule == "pipeline":  # whether what it costs at all is worth it
+        none, some = (split_seconds(lines, batch, context, tokens, num_mini_batches) for tokens in (0, best))
+        best = np.where(some < none, best, 0.0)
+    return best
 
 
-def split_seconds(lines: SplitLines, batch, context, tokens):
-    """What the rule minimises, for ``tokens`` recomputed of each of ``batch`` requests: seconds of one layer."""
+def recomputed_tokens(problem: Problem, policy: Policy, requests: int, mini_batches: int, prompt: int, last: int):
+    """Entry both(…) -> tokens of each request that are recomputed of a context of ``prompt`` and of ``last`` tokens, in
+    the larger of so many mini-batches of a wave's requests alike."""
+    size = -(-requests // mini_batches)
+    return {
+        entry: split_point(
+            split_lines(problem, policy, entry), size, share * np.array([prompt, last]), mini_batches, prompt=prompt
+        )
+        .astype(int)
+        .tolist()
+        for entry, share in policy.cache.items()
+        if representation_of(entry) == "both" and share > 0
+    }
+
+
+def split_seconds(lines: SplitLines, batch, context, tokens, num_mini_batches: Any = 1):
+    """What the rule minimises, for ``tokens`` recomputed of each of ``batch`` requests: seconds of one layer, of whose
+    weights each of ``num_mini_batches`` waits for its part."""
     act, kv, gen = (
         batch * x for x in (lines.load_act_s * tokens, lines.load_kv_s * (context - tokens), lines.gen_s * tokens)
     )
-    if lines.rule == "paper":
+    if lines.rule != "pipeline":
         return act + np.maximum(gen, kv)
+    some = np.asarray(tokens) > 0
     forward = lines.forward_s + batch * (lines.forward_request_s + lines.attend_s * context)
-    return np.maximum(lines.weights_s + act + kv, forward + gen)
+    compute = forward + batch * lines.unpack_s * (context - tokens) + gen + some * lines.gen_fixed_s
+    return np.maximum(lines.weights_s / num_mini_batches + some * lines.act_fixed_s + act + kv, compute)

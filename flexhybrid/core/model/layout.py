@@ -139,6 +139,11 @@ class PlacedLayer(NamedTuple):
     def disk_bytes(self) -> int:
         return self.layout.total_bytes - self.disk_from
 
+    @property
+    def has_early_part(self) -> bool:
+        """Whether the host alone streams it, and W_K and W_V are a part of what is streamed."""
+        return self.streamed_from < self.layout.kv_end < self.layout.total_bytes == self.disk_from
+
 
 def kind_layouts(shape: ModelShape, matrix_bytes: float, vector_bytes: int | None = None) -> tuple[LayerLayout, ...]:
     """Return the layouts of ``shape.weights_counts``'s kinds of layers: ``layer_layout`` of each."""

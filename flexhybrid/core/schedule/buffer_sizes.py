@@ -386,10 +386,11 @@ def _reads(wave: Wave, group: np.ndarray, window: int | None) -> Reads:
     most_tokens = {entry: longest(tokens_by_step) for entry, (_, tokens_by_step) in blocks_and_tokens.items()}
     splits = {}
     for entry, lines in wave.split.items():  # whoever is the longest of those that did not stop early
-        blocks = split_blocks(lines, len(group), blocks_and_tokens[entry][1], len(wave.mini_batches))
+        tokens_by_step, prompt = blocks_and_tokens[entry][1], int(prompts.max())
+        blocks = split_blocks(lines, len(group), tokens_by_step, len(wave.mini_batches), prompt)
         splits[entry] = {r: longest(values_by_step) for r, values_by_step in blocks.items()}
         most_recomputed = splits[entry]["act"][:, None]
-        act_blocks[entry] = of_all(np.minimum(most_recomputed, ceil_blocks(blocks_and_tokens[entry][1])))
+        act_blocks[entry] = of_all(np.minimum(most_recomputed, ceil_blocks(tokens_by_step)))
     return Reads(
         running=(runs * count).sum(axis=1),
         held={entry: longest(blocks) for entry, (blocks, _) in blocks_and_tokens.items()},
@@ -479,7 +480,8 @@ def larger(a, b):
     return np.maximum(a, b) if np.ndim(a) or np.ndim(b) else max(a, b)
 
 
-def split_blocks(lines: SplitLines, batch, tokens, num_mini_batches) -> dict:
-    """Blocks of a request that a both(…) entry recomputes ("act") and loads ("kv") of ``tokens``; arrays allowed."""
-    act = split_point(lines, batch, tokens, num_mini_batches) // BLOCK_TOKENS
+def split_blocks(lines: SplitLines, batch, tokens, num_mini_batches, prompt) -> dict:
+    """Blocks of a request that a both(…) entry recomputes ("act") and loads ("kv") of ``tokens``; arrays allowed.
+    ``prompt``: tokens of the mini-batch's longest."""
+    act = split_point(lines, batch, tokens, num_mini_batches, prompt=prompt) // BLOCK_TOKENS
     return {"act": act, "kv": ceil_blocks(tokens) - act}

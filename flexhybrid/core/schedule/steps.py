@@ -396,8 +396,9 @@ def _segments(wave, mini_batch: int, entry: str, extent: Extent, tokens) -> list
     held, held_from, dropped, reserved = extent
     leading = {"act": (tokens, dropped), "kv": (tokens, dropped)}
     if entry in wave.split:
-        groups = wave.mini_batches
-        split = split_point(wave.split[entry], len(groups[mini_batch]), int(tokens.max(initial=0)), len(groups))
+        groups, members = wave.mini_batches, wave.mini_batches[mini_batch]
+        prompt, longest = int(wave.workload.prompt_tokens[members].max()), int(tokens.max(initial=0))
+        split = split_point(wave.split[entry], len(members), longest, len(groups), prompt=prompt)
         recomputed = np.minimum(int(split), tokens)
         leading = {"act": (recomputed, dropped), "kv": (tokens - recomputed, dropped + recomputed // BLOCK_TOKENS)}
     return [

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import ALONE_SUFFIX, LINKS
+from flexhybrid.core.hardware import ALONE_SUFFIX, LAUNCHER, LINKS
 from flexhybrid.core.memory import fits, memory_plan
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement, Policy
@@ -34,7 +34,7 @@ from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.runtime.cuda import CudaCopies
-from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.engine import Engine, WaveResult
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
@@ -234,6 +234,7 @@ class Stretch(NamedTuple):
     seconds: float
     left: float  #: share of the seconds that the host did not steal (``CpuUse.left_since``)
     alone: bool  #: whether nothing crossed the link
+    launch_s: float = 0.0  #: ``Clock.launch_s``
 
 
 def mean_left(stretches: Sequence[Stretch]) -> float:
@@ -252,6 +253,8 @@ def kernel_times(stretches: Sequence[Stretch], mean_share: float, device: str) -
     on_cpu = {"host_compute", "compute"} if device == "cpu" else {"host_compute"}
     times: dict[tuple, list[float]] = {}
     for stretch in stretches:
+        if stretch.launch_s:  # of processor time nothing is stolen
+            times.setdefault((LAUNCHER, 0, 0), []).append(stretch.launch_s / len(stretch.trace))
         for task, start, end in stretch.trace:
             if (key := _line_key(task)) is None:
                 continue
@@ -326,16 +329,16 @@ def _run(
         run = fewer
     session = Session(Engine(weights, wave.policy, sizes, link_gb_per_s, slots=slots), wave)
 
-    def timed(action: Callable[[], list[TraceEvent]]) -> Stretch:
+    def timed(action: Callable[[], WaveResult]) -> Stretch:
         before = CpuUse.now()
-        trace = action()
+        result = action()
         after = CpuUse.now()
-        return Stretch(trace, after.at_s - before.at_s, after.left_since(before), alone)
+        return Stretch(result.trace, after.at_s - before.at_s, after.left_since(before), alone, result.launch_s)
 
-    stretches = [timed(lambda: session.generate().trace)]
+    stretches = [timed(session.generate)]
     if not run.shared:
         num_repeats = min(int(DECODE_SECONDS / Window(stretches[0].trace).seconds), DECODES - 1)
-        stretches += [timed(session.decode) for _ in range(num_repeats)]
+        stretches += [timed(session.decode_result) for _ in range(num_repeats)]
     session.engine.close()
     return stretches
 

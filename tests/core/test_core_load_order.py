@@ -1,0 +1,185 @@
+"""KVPR: the order in which a layer's weights and its context cross the link, and the split point's ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_cases import UniformCase, compare
+from toy_machine import SHAPE, machine
+
+from flexhybrid.core.context.split import SplitLines, split_lines, split_point
+from flexhybrid.core.model.attention import PLAIN
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Bits, Placement, Policy
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.dependencies import Dependencies
+from flexhybrid.core.wave import Wave, admit
+from flexhybrid.core.workload import Workload
+from sim.presets import kvpr_column
+from sim.virtual_clock import run, summarize
+
+BOTH = "both(kv@host,act@host)"
+FIRST = replace(kvpr_column("pipeline", max_mini_batch_tokens=1 << 20), name="W_K and W_V first")
+NATURAL = replace(FIRST, name="natural", weight_order="natural")
+#: Every second layer sees 32 tokens, as in models that alternate.
+ALTERNATE = replace(SHAPE, num_layers=6, attention=tuple(replace(PLAIN, window=(None, 32)[i % 2]) for i in range(6)))
+
+
+def wave_of(policy: Policy, shape=SHAPE, batch: int = 2, hardware=None, mini_batches=None) -> Wave:
+    problem = Problem(shape=shape, dtype="float32", hardware=hardware or machine(link=0.05))
+    return admit(problem, policy, Workload.uniform(batch, 200, 4), mini_batches=mini_batches)
+
+
+def loads(wave: Wave, iteration: int, layer: int) -> list:
+    """What crosses the link for one layer of one iteration: verbs, or of weights their bytes [start, end)."""
+    found = []
+    for task in stream(wave):
+        if task.resource == "h2d" and (task.iteration, task.layer) == (iteration, layer):
+            piece = task.payload
+            found.append((piece.start, piece.end) if task.verb == "load_weights" else task.verb)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["column", "row"])
+def test_a_layer_comes_as_w_k_and_w_v_then_act_then_the_rest(schedule):
+    """KVPR, Fig. 5b, where a layer comes at once; without hiding ACT comes behind all of it."""
+    wave = wave_of(replace(FIRST, schedule=schedule))
+    layout = wave.placed[0].layout
+    needed, total = layout.kv_end, layout.total_bytes
+    assert loads(wave, 2, 1) == [(0, needed), "load_act", (needed, total), "load_kv"]
+    for order in ("natural", "kv_first"):
+        policy = replace(FIRST, weight_order=order, schedule=schedule)
+        assert loads(wave_of(policy), 2, 1) == [(0, total), "load_act", "load_kv"]
+
+
+def test_of_sliced_weights_act_comes_before_the_last_slice():
+    three = [np.array([k]) for k in range(3)]
+    wave = wave_of(FIRST, batch=3, mini_batches=three)
+    everything = [
+        (task.layer, task.mini_batch, task.verb)
+        for task in stream(wave)
+        if task.resource == "h2d" and task.iteration == 2
+    ]
+    behind = everything.index((2, 0, "load_act"))
+    assert everything[behind + 1 : behind + 3] == [(2, 2, "load_weights"), (2, 0, "load_kv")]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        replace(FIRST, bits=Bits(weights=4)),  # nothing is read before all of it is unpacked
+        replace(FIRST, weights=Placement(host=0.5, disk=0.5)),
+        replace(FIRST, weights=Placement(device=0.5, host=0.5)),  # W_K and W_V are there
+    ],
+)
+def test_a_layer_is_not_cut_where_recomputing_would_wait_all_the_same(policy):
+    found = loads(wave_of(policy), 2, 1)
+    assert [type(load) for load in found if load != "load_kv"] == [str, tuple]  # ACT, then all of the weights
+
+
+def waits_of(wave: Wave, verb: str) -> set[tuple]:
+    """What the first task of a verb in iteration 2, layer 1 may wait for on the link: bytes of weights, or verbs."""
+    dependencies, on_link = Dependencies(), []
+    for task in stream(wave):
+        awaited = dependencies.add(task)
+        if task.resource == "h2d":
+            piece = task.payload
+            on_link.append((piece.start, piece.end) if task.verb == "load_weights" else task.verb)
+        if (task.iteration, task.layer, task.verb) == (2, 1, verb):
+            return {on_link[ordinal] for resource, ordinal in awaited if resource == "h2d"}
+    raise AssertionError(f"no {verb}")
+
+
+def test_recomputing_waits_for_act_and_not_for_the_rest_of_the_layer():
+    """ACT is behind W_K and W_V on a link that takes one load after the other."""
+    wave = wave_of(FIRST)
+    assert waits_of(wave, "kv_gen") == {"load_act"}
+    needed, total = wave.placed[0].layout.kv_end, wave.placed[0].layout.total_bytes
+    assert waits_of(wave, "project") == {(needed, total)}
+
+
+# --- what it gains ----------------------------------------------------------------------------------------------------
+
+
+def decode_s(policy: Policy, shape, link: float, mini_batches=None, prompts=None) -> float:
+    prompts = np.full(8, 500) if prompts is None else prompts
+    workload = Workload(prompts, np.full(len(prompts), 12))
+    problem = Problem(shape=shape, dtype="float32", hardware=machine(link=link))
+    wave = admit(problem, policy, workload, mini_batches=mini_batches)
+    return summarize(run(stream(wave), machine(link=link))).decode_s
+
+
+@pytest.mark.parametrize("schedule", ["column", "row"])
+def test_the_order_gains_where_layers_take_turns(schedule):
+    """A layer of much context waits for its slot of weights until the one two before it has ended: its recomputing then
+    begins when W_K, W_V and ACT have come. Both clocks say so, and say alike how much."""
+    seconds = {}
+    for policy in (NATURAL, FIRST):
+        policy = replace(policy, schedule=schedule)
+        case = UniformCase(ALTERNATE, machine(link=0.05, gflops=5.0), 4, policy, 8, 500, 12)
+        closed, virtual = compare(case)
+        assert closed == pytest.approx(virtual, rel=0.005)
+        seconds[policy.name] = virtual
+    assert seconds["W_K and W_V first"] < 0.95 * seconds["natural"]
+
+
+def test_the_order_changes_nothing_where_positions_are_alike():
+    """All buffers are double: recomputing for a layer runs while the link loads the next."""
+    first, natural = (decode_s(policy, SHAPE, 0.05) for policy in (FIRST, NATURAL))
+    assert first == pytest.approx(natural, rel=0.01)
+
+
+# --- the split point --------------------------------------------------------------------------------------------------
+
+seconds = st.floats(1e-9, 1e-4)
+fixed = st.just(0.0) | st.floats(1e-6, 1e-1)
+
+
+def layer_s(lines: SplitLines, batch: int, context: int, tokens: int, num_mini_batches: int) -> float:
+    """A layer of a mini-batch whose link and GPU run side by side, written down once more."""
+    link = lines.weights_s / num_mini_batches
+    link += batch * (tokens * lines.load_act_s + (context - tokens) * lines.load_kv_s)
+    gpu = lines.forward_s + batch * (lines.forward_request_s + context * lines.attend_s)
+    gpu += batch * (tokens * lines.gen_s + (context - tokens) * lines.unpack_s)
+    if tokens:
+        link, gpu = link + lines.act_fixed_s, gpu + lines.gen_fixed_s
+    return max(link, gpu)
+
+
+@settings(max_examples=200)
+@given(
+    st.builds(SplitLines, st.just("pipeline"), seconds, st.just(0.0) | seconds, seconds, fixed, seconds, seconds,
+              st.floats(0, 1e-5), fixed, fixed, st.just(0.0) | seconds),
+    st.integers(1, 40), st.integers(1, 700), st.integers(1, 9),
+)  # fmt: skip
+def test_recomputing_is_never_worse_than_loading_all(lines, batch, context, num_mini_batches):
+    """By the rule's own account, with what recomputing costs however little; nor far from the best of all blocks."""
+    chosen = int(split_point(lines, batch, context, num_mini_batches))
+    taken, none = (layer_s(lines, batch, context, tokens, num_mini_batches) for tokens in (chosen, 0))
+    assert taken <= none * (1 + 1e-12)
+    best = min(layer_s(lines, batch, context, tokens, num_mini_batches) for tokens in range(0, context + 1, 16))
+    a_block = 16 * batch * max(lines.gen_s, lines.load_kv_s, lines.unpack_s)
+    if lines.load_act_s < lines.load_kv_s:
+        assert taken <= best + a_block
+
+
+def test_the_split_knows_what_launching_costs():
+    """Half a millisecond of a kernel that gains a tenth of one is not launched."""
+    dear = split_lines(Problem(shape=SHAPE, dtype="float32", hardware=machine(link=4.0)), FIRST, BOTH)
+    free = replace(dear, gen_fixed_s=0.0)
+    assert dear.gen_fixed_s > 0
+    assert split_point(replace(dear, gen_fixed_s=1.0), 2, 100) == 0
+    assert split_point(free, 2, 100) >= split_point(dear, 2, 100)
+
+
+def test_eq_11_bounds_the_split_by_the_prompt():
+    """100 tokens of prompt have seven blocks, the last not full: six are recomputed, however long the answer is."""
+    wave = wave_of(replace(FIRST, split="paper_prompt"), hardware=machine(link=1e-3))
+    lines = wave.split[BOTH]
+    assert [int(split_point(lines, 2, context, prompt=100)) for context in (90, 100, 400)] == [80, 96, 96]
+    unbounded = replace(lines, rule="paper")
+    assert int(split_point(unbounded, 2, 400, prompt=100)) > 350
