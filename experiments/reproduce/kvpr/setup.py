@@ -151,7 +151,11 @@ def run_column(shape: ModelShape, hardware: Hardware, policy: Policy, prompts, g
 
 
 def run_one(shape: ModelShape, hardware: Hardware, policy: Policy, batch, prompts, generated) -> Prediction:
-    """One GPU batch; arrays over batches or lengths."""
+    """One GPU batch; arrays over batches or lengths. Where a layer comes in two loads, its overhead, the host's time
+    a layer, is shared by them."""
+    if policy.weight_order == "kv_act_first" and (line := hardware.lines.get("load_weights")):
+        shared = replace(line, overhead_s=line.overhead_s / 2)
+        hardware = replace(hardware, lines={**hardware.lines, "load_weights": shared})
     return predict(Problem(shape=shape, hardware=hardware), Candidates(policy, batch, prompts, generated))
 
 
