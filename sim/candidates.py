@@ -258,7 +258,7 @@ class CandidateSteps:
     @cached_property
     def num_chunks(self) -> np.ndarray:
         """Chunks in which a prompt is computed; 1: it is computed whole."""
-        if takes_prompts_whole(self.policy) or self.problem.shape.recurrent:
+        if takes_prompts_whole(self.policy) or self.problem.shape.whole_prompts:
             return np.ones_like(self.chunk_size)
         return np.where(self.size > 1, 1.0, np.ceil(self.prompt / self.chunk_size))
 

@@ -16,7 +16,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.selection import num_whole
 from flexhybrid.core.plan import PAGE_BYTES
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.step_work import StepCounts, recomputed_rows, step_work, with_state
+from flexhybrid.core.schedule.step_work import StepCounts, recomputed_rows, work_of_kind
 from flexhybrid.core.task import RESOURCES, Work
 from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 from flexhybrid.core.wave import check_planned
@@ -93,7 +93,7 @@ class VerbSeconds:
 
     def _add_kind(self, phase: _Phase, stretch: DecodeStretch | None, kind: int) -> None:
         """Price every verb of such a step in layers of a kind."""
-        steps, (weights, window, state) = self.steps, self.steps.kinds[kind]
+        steps, (weights, window, *_) = self.steps, self.steps.kinds[kind]
         shape = steps.problem.shape.of_weights(weights)
         step_of = steps.decode(stretch, window) if stretch else partial(steps.prefill, window=window)
         if steps.whole:
@@ -112,8 +112,7 @@ class VerbSeconds:
             if steps.whole:
                 ways.append((True, steps.whole.policy, mixed(batch)))
             for all_tokens, policy, counts in ways:
-                works = step_work(shape, policy, steps.stored, counts, all_tokens)
-                works = with_state(works, policy, steps.stored.compute, counts, state)
+                works = work_of_kind(shape, policy, steps.stored, counts, all_tokens, steps.kinds[kind])
                 for verb, work in works.items():
                     key = verb, all_tokens, last, kind
                     phase.seconds[key], present = self._task_seconds(verb, work, counts)
@@ -187,11 +186,12 @@ class VerbSeconds:
             self._add_chunks_of(kind, known)
 
     def _add_chunks_of(self, kind: int, known: set[str]) -> None:
-        steps, prefill, (weights, window, _) = self.steps, self.phases[0], self.steps.kinds[kind]
+        steps, prefill, (weights, window, *_) = self.steps, self.phases[0], self.steps.kinds[kind]
         shape, chunked = steps.problem.shape.of_weights(weights), steps.num_chunks > 1
         seconds, moved = {}, {}
         for count, counts in ((1.0, steps.first_chunk(window)), (steps.num_chunks - 1, steps.later_chunk(window))):
-            for verb, work in step_work(shape, steps.policy, steps.stored, counts, False).items():
+            works = work_of_kind(shape, steps.policy, steps.stored, counts, False, steps.kinds[kind])
+            for verb, work in works.items():
                 if VERBS[verb].per == "iteration" and verb != "embed":
                     continue
                 task_s = self._price(verb, RESOURCE_OF[verb], work)

@@ -28,6 +28,10 @@ SIZES: dict[str, Any] = {
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0,
     "index_head_dim": 16, "index_n_heads": 2, "index_topk": 8,
 }  # fmt: skip
+#: Six layers, of which the last two attend to keys and values of the two before them.
+LENDING: dict[str, Any] = {
+    "num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3,
+}  # fmt: skip
 #: What cannot be derived from a name: sizes that must fit one another in ways of a model's own.
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
@@ -49,7 +53,12 @@ OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("cwm", "modernbert-decoder"), {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
     "gpt_neo": {"attention_types": [[["global"], 3]]},
     "zaya": {"num_experts_per_tok": 1},
-    "gemma3n_text": {"activation_sparsity_pattern": [0.0, 0.0, 0.0], "laurel_rank": 8},
+    "gemma3n_text": {
+        **LENDING,
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0],
+        "laurel_rank": 8,
+    },
+    "gemma4_text": LENDING | {"global_head_dim": 32},
     **dict.fromkeys(
         ("nemotron", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 16, "num_key_value_heads": 2}
     ),

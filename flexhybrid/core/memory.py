@@ -97,7 +97,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     native_kv, native_act = shape.kv_token_bytes(p), shape.act_token_bytes(p)
     recomputed = sizes.act_blocks * BLOCK_TOKENS
     generated = larger(recomputed, MIN_KV_GEN_ROWS) * (recomputed > 0)
-    hidden = shape.hidden * p
+    hidden = shape.passed_width * p
     plain_kv = sizes.plain_kv_blocks * BLOCK_TOKENS * native_kv
     turned = shape.rotary or shape.modules
     rotation = 2 * shape.head_dim * p if turned else 0  # a cosine and a sine for each element of a head
@@ -123,6 +123,8 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "attention buffer": sizes.attention_tokens * native_kv,
         "staging": NUM_SLOTS * (staged["device"] + staged["host"]),
         "hidden states": (sizes.hidden_rows if policy.hidden == "device" else NUM_SLOTS * sizes.step_rows) * hidden,
+        "lent keys and values": len(shape.lending) * sizes.hidden_rows * native_kv,  # of the tokens that are computed
+        "layers' arguments": (shape.modules.call_elements if shape.modules else 0) * sizes.hidden_rows * p,
         "token ids": 8 * sizes.cached_tokens,
         "positions": 16 * sizes.hidden_rows
         + rotation * (sizes.longest + sizes.hidden_rows + act * sizes.cached_tokens),
@@ -249,7 +251,7 @@ def workspace_bytes(shape: ModelShape, p: int, step_rows, batch, cut):
     where a matrix is ``cut`` between resident and streamed rows (0 or 1) one product is there twice. Sampling lives on
     the logits in float32, their softmax and its sum in float64.
     """
-    widths = shape.query_width * 2 + shape.kv_width + shape.ffn * (2 if shape.gated_mlp else 1) + 3 * shape.hidden
+    widths = shape.query_width * 2 + shape.kv_width + shape.ffn * (2 if shape.gated_mlp else 1) + 3 * shape.passed_width
     widths = widths + cut * max(shape.ffn, shape.query_width + shape.kv_width)
     return np.maximum(step_rows * widths * p, batch * shape.vocab * (p + 24))
 

@@ -286,7 +286,7 @@ class _Stream:
         if "project" not in works:  # the layer does not attend: all of it is in finish
             return
         staging, matrices = cell("staging", slot), self.at.matrices(position, 0, qkv_end)
-        writes = (qkv, staging)
+        writes = (qkv,) if self.wave.shape.borrows(layer) else (qkv, staging)
         if layer >= self.first_choosing and not step.prefill:  # the new tokens' partial keys
             writes += (cell("partial_keys", k, layer),)
         states = self.at.computed_states(position)
@@ -320,7 +320,8 @@ class _Stream:
         slot = position.slot
         query, out = cell("query_strip", slot), cell("out_strip", slot)
         yield "store_query", (qkv,), (query,)
-        own = tuple(self.at.pool(position, store.entry, store.representation) for store in position.step.stores)
+        stores = () if self.wave.shape.borrows(position.layer) else position.step.stores
+        own = tuple(self.at.pool(position, store.entry, store.representation) for store in stores)
         pools = self.at.pools(position, "kv", "host")
         yield "attend_host", (query, *pools), (out, *own)
         if "attend_host_shared" in position.works:

@@ -208,6 +208,8 @@ def check_planned(policy: Policy, shape: ModelShape) -> None:
         (policy.embedding.device < 1, "embedding and head off the device"),
         (shape.recurrent and "tok" in representations, "a cache of token ids (tok) for a model with recurrent layers, "
          "whose states would be computed anew for each token,"),
+        (shape.lending and policy.selection.method != "none", f"selection {policy.selection.method} for a model whose "
+         "layers attend to keys and values of others, in which other tokens would have to be chosen,"),
         (policy.hidden == "disk", "hidden states on the disk"),
         (representations == {"tok"}, "a cache of token ids alone: the newest tokens need a share of kv or act, and it"),
         (policy.selection.method == "heavy_hitter" and representations != {"kv"}, "selection heavy_hitter over a cache "
@@ -253,7 +255,7 @@ def admit(
     }
     if mini_batches is None:
         mini_batches = pack(cached, entries, policy.max_mini_batch_tokens, policy.packing)
-    if problem.shape.recurrent:  # a state goes on from token to token, not from piece to piece: prompts are taken whole
+    if problem.shape.whole_prompts:
         longest = max(int(of.cached_tokens.max()) for of in (workload, alone) if of is not None)
         bound = max(policy.max_mini_batch_tokens, (longest // BLOCK_TOKENS + 1) * BLOCK_TOKENS)
         policy = replace(policy, max_mini_batch_tokens=bound)

@@ -43,9 +43,11 @@ def kv_gen(shape: ModelShape, p: int, rows) -> Work:
 
 def project(shape: ModelShape, p: int, rows) -> Work:
     """Norm and the query, key and value projections of new tokens."""
-    h, width = shape.hidden, shape.query_width + shape.kv_width
-    weights = shape.modules.most("early") if shape.modules else h * width
-    return Work(memory_bytes=(rows * (3 * h + width) + weights) * p, flops=2 * weights * rows, tokens=rows)
+    width = shape.query_width + shape.kv_width
+    weights = shape.modules.most("early", outside=True) if shape.modules else shape.hidden * width
+    return Work(
+        memory_bytes=(rows * (3 * shape.passed_width + width) + weights) * p, flops=2 * weights * rows, tokens=rows
+    )
 
 
 def move_state(state_bytes, batch, num_tensors) -> Work:
@@ -118,13 +120,13 @@ def finish(shape: ModelShape, p: int, rows) -> Work:
     line = ""
     if shape.modules:
         weights, line = shape.modules.read(rows), EXPERTS_SUFFIX * shape.modules.has_experts
-    moved = rows * (6 * shape.hidden + mlp_matrices * shape.ffn) + weights
+    moved = rows * (6 * shape.passed_width + mlp_matrices * shape.ffn) + weights
     return Work(memory_bytes=moved * p, flops=flops, tokens=rows, line=line)
 
 
 def embed(shape: ModelShape, p: int, rows) -> Work:
     """Token and position rows."""
-    return Work(memory_bytes=3 * rows * shape.hidden * p, tokens=rows)
+    return Work(memory_bytes=3 * rows * shape.passed_width * p, tokens=rows)
 
 
 def head(shape: ModelShape, p: int, rows) -> Work:
@@ -146,7 +148,7 @@ def convert(elements, p: int, stored: float) -> Work:
 
 def move_hidden(shape: ModelShape, p: int, rows) -> Work:
     """Hidden states between the device and another tier."""
-    return Work(link_bytes=rows * shape.hidden * p, num_copies=1, tokens=rows)
+    return Work(link_bytes=rows * shape.passed_width * p, num_copies=1, tokens=rows)
 
 
 def store_query(shape: ModelShape, p: int, rows) -> Work:

@@ -97,7 +97,7 @@ class Buffers:
         self.disk: DiskSpace | None = None  #: space of ``disk_bytes``, for the owner to make
         self.disk_bytes = 0  #: of all pools on the disk
         self.host_memory = HostMemory(pinned=device.type == "cuda")
-        groups, d, kv, hidden = shape.num_kv_heads, shape.head_dim, shape.kv_width, shape.hidden
+        groups, d, kv, hidden = shape.num_kv_heads, shape.head_dim, shape.kv_width, shape.passed_width
         act = shape.act_width
         widths = {"kv": (kv, policy.bits.kv, shape.kv_group), "act": (act, policy.bits.act, shape.act_group)}
         self.formats = {name: row_format(*width, dtype) for name, width in widths.items()}
@@ -121,6 +121,7 @@ class Buffers:
             if part.tier == "disk":
                 ends = self.disk_bytes + np.cumsum([0, *of_layers]) * BLOCK_TOKENS * row.num_bytes
                 *starts, self.disk_bytes = ends.tolist()
+                starts = [starts[shape.source_of(layer)] for layer in range(shape.num_layers)]
                 self.disk_pools[part.space] = DiskPool(tuple(starts), row.num_bytes)
             else:
                 make = on_device if part.tier == "device" else on_host
@@ -128,7 +129,8 @@ class Buffers:
                 if len(set(of_layers)) == 1:
                     self.pools[part.space] = make(len(of_layers), of_layers[0], *block, dtype=row_dtype)
                 else:
-                    self.pools[part.space] = tuple(make(blocks, *block, dtype=row_dtype) for blocks in of_layers)
+                    made = [make(blocks, *block, dtype=row_dtype) for blocks in of_layers]
+                    self.pools[part.space] = tuple(made[shape.source_of(layer)] for layer in range(shape.num_layers))
             self.staging[part.space] = on_device(NUM_SLOTS, rows, width, dtype=row_dtype)
             if part.tier != "device":
                 self.strips[part.space] = on_host(NUM_SLOTS, rows, width, dtype=row_dtype)
@@ -215,7 +217,7 @@ class Buffers:
 
 
 def layer_blocks(shape: ModelShape, policy: Policy, sizes: BufferSizes, entry: str) -> list[int]:
-    """Return the blocks of a cache entry's pool in each layer; 0 where it does not attend."""
+    """Return the blocks of a cache entry's pool in each layer; 0 where it keeps no keys and values of its own."""
     whole = num_keeping(policy.selection, shape.num_layers)
     of_windows = {window: Pool(entry, window).name for window in layers_by_window(shape, policy.selection)}
     blocks = [sizes.whole_blocks.get(entry, 0)] * whole

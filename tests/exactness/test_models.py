@@ -98,8 +98,8 @@ def test_a_model_of_another_kind_is_served_by_its_folder_and_the_doctor_names_it
 
 def test_a_cache_that_forgets_what_the_mask_lets_see_is_refused():
     config = MistralConfig(num_hidden_layers=2, sliding_window=9)
-    _check_cache(config, [9, 5], 128)
-    for windows in ([9, None], [10, 9]):
+    _check_cache(config, {0: 9, 1: 5}, 128)
+    for windows in ({0: 9, 1: None}, {0: 10, 1: 9}):
         with pytest.raises(Refused, match="keeps 9 tokens of a layer"):
             _check_cache(config, windows, 128)
 

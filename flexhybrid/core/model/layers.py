@@ -11,16 +11,20 @@ class LayerTensor:
     name: str
     size: tuple[int, ...]
     early: bool  #: used up to the layer's attention call, not behind it
-    kv_gen: bool = False  #: early, and used to recompute keys and values from ACT
+    kv_gen: bool = False  #: used to recompute keys and values from ACT; early, where they are the layer's own
+    #: it lies on the device beside the embedding: later layers recompute this layer's keys and values with it, too. A
+    #: layer that borrows them has it among its tensors as well
+    outside: bool = False
+    everywhere: bool = False  #: a matrix that is used before and behind the attention; it lies where vectors do
 
     @property
     def rows(self) -> int:
-        return prod(self.size[:-1]) if len(self.size) > 1 else prod(self.size)
+        return prod(self.size[:-1]) if self.cols else prod(self.size)
 
     @property
     def cols(self) -> int:
-        """Elements of a row of a matrix; 0 for a vector."""
-        return self.size[-1] if len(self.size) > 1 else 0
+        """Elements of a row of a matrix; 0 for a vector, and for what lies as one."""
+        return self.size[-1] if len(self.size) > 1 and not self.everywhere else 0
 
     @property
     def elements(self) -> int:
@@ -37,15 +41,20 @@ class ModuleLayers:
     outer_elements: int  #: of embedding, last norm, head, and of the layers' buffers
     experts_share: float = 1.0  #: of the experts (tensors of three dimensions), those that a token takes
     latent: int | None = None  #: elements of what ACT blocks hold of a token; None: the layer's input
+    streams: int = 1  #: hidden states of each token that pass from layer to layer (AltUp of Gemma 3n has several)
+    call_elements: int = 0  #: of each token, beside positions, that layers take as arguments (per-layer inputs)
     text_part: bool = False  #: of a model that takes pictures or sound too, which are not taken here
 
     def only(self, kind: int) -> "ModuleLayers":
         """Return layers that all have the tensors of one kind."""
         return replace(self, kinds=(self.kinds[kind],), kind_of=(0,) * len(self.kind_of))
 
-    def most(self, of: str) -> int:
-        """Return the most elements that a layer has of "vectors", or of "early", "late" or "kv_gen" matrices."""
-        return max(sum(t.elements for t in kind if _belongs(t, of)) for kind in self.kinds)
+    def most(self, of: str, outside: bool = False) -> int:
+        """Return the most elements that a layer has of "vectors", or of "early", "late" or "kv_gen" matrices; those
+        ``outside`` of it, too, or not."""
+        return max(
+            sum(t.elements for t in kind if _belongs(t, of) and (outside or not t.outside)) for kind in self.kinds
+        )
 
     @property
     def multiplied(self) -> float:
@@ -83,4 +92,6 @@ class ModuleLayers:
 def _belongs(tensor: LayerTensor, of: str) -> bool:
     if of == "kv_gen":
         return bool(tensor.cols) and tensor.kv_gen
+    if tensor.outside and not tensor.early:  # borrowed
+        return False
     return of == ("vectors" if not tensor.cols else "early" if tensor.early else "late")

@@ -107,6 +107,7 @@ def _module_layout(kind: tuple[LayerTensor, ...], matrix_bytes: float, vector_by
     """The layout of a layer that is a module: vectors, then matrices up to its attention, those of KV-Gen first, then
     the others."""
     spots, position, ends = [], 0, []
+    kind = tuple(tensor for tensor in kind if not tensor.outside)
     for part in (
         [tensor for tensor in kind if not tensor.cols],
         [tensor for tensor in kind if tensor.cols and tensor.kv_gen],

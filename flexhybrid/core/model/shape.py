@@ -32,6 +32,7 @@ class LayerKind(NamedTuple):
     weights: int  #: index of its tensors in ``ModuleLayers.kinds``; 0 where all layers have the same
     window: int | None  #: of its attention; None: it sees all tokens
     state: LayerState | None  #: that it keeps of a request beside keys and values; None: none
+    borrows: bool = False  #: it attends to keys and values that another layer made, and stores none
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class ModelShape:
     rope: Rope = Rope()  #: where ``rotary``
     attention: tuple[AttentionKind, ...] = (PLAIN,)  #: of the layers, in turn; behind the last the first comes again
     states: tuple[LayerState | None, ...] = ()  #: by layer, None of attention alone; empty: all layers are that
+    #: by layer, the one whose keys and values it attends to: itself, or an earlier one; empty: each to its own
+    sources: tuple[int, ...] = ()
     limit: int | None = None  #: tokens for which a request has room, where fewer than ``max_positions`` are wanted
     modules: ModuleLayers | None = None  #: of a model that runs through transformers' own layers
 
@@ -76,6 +79,11 @@ class ModelShape:
         check(f"{where}eos_token_ids", self.eos_token_ids, all(map(_is_count, self.eos_token_ids)), "whole numbers")
         for kind in self.attention:
             kind.check(where)
+        for layer, source in enumerate(self.sources):
+            earlier = source < layer and self.sources[source] == source
+            windows = {self.attention[of % len(self.attention)].window for of in (layer, source)}
+            fits = source == layer or earlier and len(windows) == 1 and not self.states
+            check(f"{where}sources[{layer}]", source, fits, "the layer itself, or an earlier one with the same window")
         small = is_number(self.norm_eps) and 0 < self.norm_eps < 1
         check(f"{where}norm_eps", self.norm_eps, small, "a small positive number")
         if self.num_heads % self.num_kv_heads:
@@ -104,11 +112,32 @@ class ModelShape:
         """Return what a layer keeps of a request beside keys and values; None of a layer of attention alone."""
         return self.states[layer] if self.states else None
 
+    def source_of(self, layer: int) -> int:
+        """Return the layer whose keys and values a layer attends to."""
+        return self.sources[layer] if self.sources else layer
+
+    def borrows(self, layer: int) -> bool:
+        """Return whether a layer attends to keys and values that another layer made."""
+        return self.source_of(layer) != layer
+
+    @cached_property
+    def lending(self) -> tuple[int, ...]:
+        """The layers to whose keys and values other layers attend, too."""
+        return tuple(sorted({source for layer, source in enumerate(self.sources) if source != layer}))
+
     @cached_property
     def attending(self) -> tuple[int, ...]:
         """The layers that keep keys and values."""
-        states = map(self.state_of, range(self.num_layers))
-        return tuple(layer for layer, state in enumerate(states) if state is None or state.attends)
+        states = enumerate(map(self.state_of, range(self.num_layers)))
+        own = (layer for layer, state in states if state is None or state.attends)
+        return tuple(layer for layer in own if not self.borrows(layer))
+
+    @cached_property
+    def whole_prompts(self) -> bool:
+        """Whether prompts are computed whole, never in pieces: the state of a recurrence goes on from token to token;
+        and behind a piece, a window's ring of blocks has lost what a borrowing layer still needs for its first tokens.
+        """
+        return bool(self.recurrent) or any(self.attention_of(layer).window is not None for layer in self.lending)
 
     @cached_property
     def recurrent(self) -> tuple[int, ...]:
@@ -120,7 +149,9 @@ class ModelShape:
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of each layer."""
         return tuple(
-            LayerKind(self.weights_kind(layer), self.attention_of(layer).window, self.state_of(layer))
+            LayerKind(
+                self.weights_kind(layer), self.attention_of(layer).window, self.state_of(layer), self.borrows(layer)
+            )
             for layer in range(self.num_layers)
         )
 
@@ -135,11 +166,33 @@ class ModelShape:
         return tuple(map(of_layers.count, range(len(self.modules.kinds) if self.modules else 1)))
 
     def of_layers(self, layers: Sequence[int]) -> "ModelShape":
-        """Return the shape of a model that has these of its layers alone."""
+        """Return the shape of a model that has these of its layers alone. One that borrows from a layer that is not
+        among them borrows from the last before it with the same window. Raise ValueError where there is none."""
         attention = tuple(self.attention[layer % len(self.attention)] for layer in layers)
         modules = self.modules and replace(self.modules, kind_of=tuple(self.modules.kind_of[layer] for layer in layers))
         states = tuple(self.states[layer] for layer in layers) if self.states else self.states
-        return replace(self, num_layers=len(layers), attention=attention, modules=modules, states=states)
+        return replace(
+            self,
+            num_layers=len(layers),
+            attention=attention,
+            modules=modules,
+            states=states,
+            sources=self._sources_of(layers) if self.sources else (),
+        )
+
+    def _sources_of(self, layers: Sequence[int]) -> tuple[int, ...]:
+        sources: list[int] = []
+        for place, layer in enumerate(layers):
+            own = [at for at in range(place) if sources[at] == at]
+            if not self.borrows(layer):
+                sources.append(place)
+            elif exact := [at for at in own if layers[at] == self.source_of(layer)]:
+                sources.append(exact[-1])
+            elif alike := [at for at in own if self.attention_of(layers[at]) == self.attention_of(layer)]:
+                sources.append(alike[-1])
+            else:
+                raise ValueError(f"no layer before layer {layer} has the keys and values that it borrows")
+        return tuple(sources)
 
     def of_weights(self, kind: int) -> "ModelShape":
         """Return the shape of a model whose layers all have the tensors of one kind."""
@@ -154,6 +207,11 @@ class ModelShape:
     def softcaps(self) -> bool:
         """Whether scores of some layer are capped."""
         return any(kind.softcap is not None for kind in self.attention)
+
+    @property
+    def passed_width(self) -> int:
+        """Elements of what passes from layer to layer of one token: its hidden states."""
+        return self.hidden * (self.modules.streams if self.modules else 1)
 
     @property
     def query_width(self) -> int:
@@ -187,7 +245,7 @@ class ModelShape:
     @property
     def kv_gen_elements(self) -> int:
         """Elements of the matrices with which keys and values are recomputed from ACT: h·2·G·d."""
-        return self.modules.most("kv_gen") if self.modules else self.hidden * self.kv_width
+        return self.modules.most("kv_gen", outside=True) if self.modules else self.hidden * self.kv_width
 
     @property
     def kv_group(self) -> int:

@@ -108,7 +108,8 @@ class Places:
         return self._pools[key]
 
     def pool(self, position: Position, entry: str, representation: str, shared: bool = False) -> Access:
-        """The blocks of a mini-batch in one layer of a pool, side by side; or all ``shared`` ones."""
+        """The blocks of a mini-batch in one layer of a pool, side by side; or all ``shared`` ones. A layer that borrows
+        keys and values has those of their layer."""
         space = entry if "(" not in entry else f"{entry}.{representation}"
         name, k = entry, len(self.wave.blocks)
         if not shared:
@@ -117,4 +118,4 @@ class Places:
         if extent is None:
             part = (self.wave.shared.blocks if shared else self.wave.blocks[k]).pools[name]
             extent = self._extents[name, k] = part.first, part.first + part.num_blocks
-        return Access((space, position.layer), *extent)
+        return Access((space, self.wave.shape.source_of(position.layer)), *extent)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flexhybrid.core.context.selection import num_whole
 from flexhybrid.core.model.shape import LayerKind
 from flexhybrid.core.schedule.refill import RunningBatch
-from flexhybrid.core.schedule.step_work import StepCounts, counts_of, step_work, with_state
+from flexhybrid.core.schedule.step_work import StepCounts, counts_of, step_work, work_of_kind
 from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
 from flexhybrid.core.task import Work
 from flexhybrid.core.wave import Wave
@@ -97,8 +97,8 @@ def _lay_out(
         by_kind: dict[LayerKind, StepWorks] = {}
         for kind in dict.fromkeys(wave.shape.layer_kinds):
             of_step, of_counts = of_windows.get(kind.window, (step, counts))  # a selection has one kind
-            works = step_work(shapes[kind.weights], policy, wave.stored, of_counts, False)
-            by_kind[kind] = of_step, with_state(works, policy, wave.stored.compute, of_counts, kind.state)
+            works = work_of_kind(shapes[kind.weights], policy, wave.stored, of_counts, False, kind)
+            by_kind[kind] = of_step, works
         whole = {kind.weights: of for kind, of in by_kind.items()}
         if wave.whole:
             whole_step = replace(make_step(wave.whole, iteration, k, requests, chunk, piece), whole=True)

@@ -12,8 +12,7 @@ from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import StoredCopy
 from flexhybrid.core.context.selection import counts_uses, most_selected, partial_share, selected_tokens, whole_queries
-from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.model.states import LayerState
+from flexhybrid.core.model.shape import LayerKind, ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.schedule.steps import Common, MiniBatchStep
 from flexhybrid.core.task import Work
@@ -158,13 +157,22 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
 STATE_VERBS = ("embed", "dequantize_weights", "load_hidden", "finish", "store_hidden", "head", "sample", "store_out")
 
 
-def with_state(
-    works: dict[str, Work], policy: Policy, p: int, c: StepCounts, state: LayerState | None
-) -> dict[str, Work]:
-    """``step_work`` of a layer that keeps ``state`` of a request; ``works`` themselves where it keeps none.
+#: Verbs that store new keys and values, or what they are recomputed from.
+STORING = ("quantize", "store_kv", "store_act", "scatter", "scatter_device", "write_kv", "write_act")
 
-    A prompt begins with no state: nothing is loaded for it. A layer that does not attend is computed at once.
+
+def work_of_kind(
+    shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts, whole: bool, kind: LayerKind
+) -> dict[str, Work]:
+    """``step_work`` of a kind of layer.
+
+    A layer that borrows them stores none; it loads, or recomputes, those of the layer that made them. Of a layer with a
+    state a prompt begins with none: nothing is loaded for it. A layer that does not attend is computed at once.
     """
+    works = step_work(shape, policy, stored, c, whole)
+    if kind.borrows:
+        works = {verb: work for verb, work in works.items() if verb not in STORING}
+    state, p = kind.state, stored.compute
     if state is None:
         return works
     finish = work.keep_state(works["finish"], state.num_bytes(p), c.batch)

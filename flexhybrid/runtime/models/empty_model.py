@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +17,8 @@ from flexhybrid.core.model.attention import AttentionKind
 from flexhybrid.core.model.generation_config import end_tokens
 from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
-from flexhybrid.runtime.models.probe import AttentionFacts, LayerFacts, look
+from flexhybrid.runtime.models.latent import tensors_in
+from flexhybrid.runtime.models.probe import ROWS, AttentionFacts, LayerFacts, look
 from flexhybrid.runtime.models.transformer import Layers, Refused, build, check_libraries, decoder_layers, one_line
 
 FAMILY = "module"  #: of shapes whose models run through transformers' layers
@@ -41,7 +42,7 @@ class EmptyModel(NamedTuple):
     def outer_sizes(self) -> dict[str, tuple[int, ...]]:
         """{name: shape} of the tensors outside the layers' parameters."""
         own = self.model.state_dict()
-        return {name: tuple(own[name].shape) for name in TensorNames.of(self.model).outside}
+        return {name: tuple(own[name].shape) for name in TensorNames.of(self).outside}
 
 
 def empty_model(folder: Path) -> EmptyModel:
@@ -76,28 +77,38 @@ def _empty_model(folder: Path, configuration: str, generation: str) -> EmptyMode
 def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part: bool) -> ModelShape:
     text = model.config.get_text_config()
     attention = [fact.attention for fact in facts if fact.attention]
-    windows = [fact.attention and fact.attention.window for fact in facts]
-    _check_cache(text, windows, _positions(text))
+    keeping = {index: fact.attention for index, fact in enumerate(facts) if fact.attention and fact.source is None}
+    _check_cache(text, {index: of.window for index, of in keeping.items()}, _positions(text))
     widths = {(fact.heads, fact.groups) for fact in attention}
     if len(widths) > 1:
         raise Refused("its layers have different numbers of heads")
     ((heads, groups),) = widths or {(1, 1)}
     behind = {name for fact in facts if fact.attention for name in fact.late}
     kinds: list[tuple[LayerTensor, ...]] = []
-    kind_of, inside = [], set()
+    kind_of, inside, known = [], set(), set()
     for layer, fact in zip(layers.layers, facts, strict=True):
         named = dict(layer.named_parameters())
-        if any(id(parameter) in inside for parameter in named.values()):
+        if any(id(parameter) in known for parameter in named.values()):
             raise Refused("its layers share parameters")
-        inside |= set(map(id, named.values()))
+        known |= set(map(id, named.values()))
+        inside |= {id(parameter) for name, parameter in named.items() if name not in fact.lent}
         # Where no attention parts a layer, what other layers do not have behind theirs lies where they have theirs.
         early = fact.early if fact.attention else named.keys() - behind if behind else ()
-        kind = tuple(LayerTensor(name, tuple(named[name].shape), name in early, name in fact.kv_gen) for name in named)
+        kind = tuple(
+            LayerTensor(
+                name, tuple(of.shape), *(name in names for names in (early, fact.kv_gen, fact.lent, fact.everywhere))
+            )
+            for name, of in named.items()
+        )
+        if fact.source is not None:
+            kind += _borrowed(layers.layers[fact.source], facts[fact.source])
         kinds += [] if kind in kinds else [kind]
         kind_of.append(kinds.index(kind))
+    sources = tuple(index if fact.source is None else fact.source for index, fact in enumerate(facts))
     states = tuple(fact.state for fact in facts) if any(fact.state for fact in facts) else ()
     outer = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in inside]
     latent = attention[0].kv_gen.width if attention and attention[0].kv_gen.source else None
+    head_dim = max((max(fact.key_dim, fact.value_dim) for fact in attention), default=1)
     modules = ModuleLayers(
         folder=str(folder.resolve()),
         kinds=tuple(kinds),
@@ -105,6 +116,8 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part
         outer_elements=_elements(outer),
         experts_share=_share(text),
         latent=latent,
+        streams=layers.streams,
+        call_elements=max(0, _call_elements(layers) - 2 * head_dim),
         text_part=is_part,
     )
     dtype = str(model.config.dtype or "float32").removeprefix("torch.")
@@ -117,7 +130,7 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part
         hidden=layers.hidden_size,
         num_heads=heads,
         num_kv_heads=groups,
-        head_dim=max((max(fact.key_dim, fact.value_dim) for fact in attention), default=1),
+        head_dim=head_dim,
         ffn=modules.widest,
         vocab=text.vocab_size,
         max_positions=_positions(text),
@@ -128,7 +141,26 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part
         eos_token_ids=end_tokens(folder, model.config.eos_token_id, text.eos_token_id),
         attention=tuple(_attention_kind(fact.attention) for fact in facts),
         states=states,
+        sources=sources if any(fact.source is not None for fact in facts) else (),
         modules=modules,
+    )
+
+
+def _call_elements(layers: Layers) -> int:
+    """Return the elements of each token that layers are called with, beside hidden states."""
+    rows = torch.zeros(ROWS, dtype=torch.int64, device="meta")
+    with torch.inference_mode():
+        calls = layers.embed(rows, rows).calls
+    of_rows = [t for t in tensors_in(list(map(tuple, calls))) if t.is_floating_point() and ROWS in t.shape[:3]]
+    memories = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() // t.element_size() for t in of_rows}
+    return sum(memories.values()) // ROWS
+
+
+def _borrowed(layer: torch.nn.Module, fact: LayerFacts) -> tuple[LayerTensor, ...]:
+    """Return the tensors with which a layer's keys and values are recomputed, as a layer that borrows them has them."""
+    named = {name: tuple(of.shape) for name, of in layer.named_parameters() if name in fact.kv_gen}
+    return tuple(
+        LayerTensor(f"borrowed {name}", size, False, kv_gen=True, outside=True) for name, size in named.items()
     )
 
 
@@ -136,13 +168,16 @@ def _attention_kind(fact: AttentionFacts | None) -> AttentionKind:
     return AttentionKind(fact.window, None, fact.softcap, fact.sinks) if fact else AttentionKind()
 
 
-def _check_cache(text, windows: Sequence[int | None], longest: int) -> None:
+def _check_cache(text, windows: Mapping[int, int | None], longest: int) -> None:
     """Raise Refused where transformers' own cache forgets tokens of a layer that its mask lets see: what the model's
-    tokens are would depend on the cache."""
+    tokens are would depend on the cache. ``windows``: of the layers that keep keys and values."""
     from transformers import DynamicCache
 
     layers: Any = DynamicCache(config=text).layers
-    for cached, window in zip(layers, windows, strict=False):
+    for layer, window in windows.items():
+        if layer >= len(layers):
+            break
+        cached = layers[layer]
         # No defaults where keys and values are kept: another name must not pass.
         kept = cached.sliding_window if hasattr(cached, "keys") and cached.is_sliding else None
         if kept is not None and (window or longest) > kept:
@@ -181,15 +216,19 @@ def _share(text) -> float:
 class TensorNames(NamedTuple):
     """Where a model's tensors belong."""
 
-    inside: dict[str, tuple[int, str]]  #: name in the model -> layer, name in the layout
+    inside: dict[str, tuple[int, str]]  #: name in the model -> layer, name in the layout; not of what layers lend
     outside: dict[str, tuple[str, ...]]  #: name in the model -> all names of that tensor, of which it is the first
 
     @classmethod
-    def of(cls, model) -> TensorNames:
-        layers = decoder_layers(model)
-        ids = {id(p): (i, name) for i, layer in enumerate(layers) for name, p in layer.named_parameters()}
+    def of(cls, empty: EmptyModel) -> TensorNames:
+        ids = {
+            id(parameter): (index, name)
+            for index, (layer, fact) in enumerate(zip(decoder_layers(empty.model), empty.facts, strict=True))
+            for name, parameter in layer.named_parameters()
+            if name not in fact.lent
+        }
         inside, outside = {}, {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
+        for name, tensor in empty.model.state_dict(keep_vars=True).items():
             if id(tensor) in ids:
                 inside[name] = ids[id(tensor)]
             else:

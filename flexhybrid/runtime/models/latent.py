@@ -27,7 +27,7 @@ class KvGen(NamedTuple):
     read: tuple[str, ...]  #: names of the module's parameters that they depend on
 
 
-class _Marks(TorchDispatchMode):
+class Marks(TorchDispatchMode):
     """Notes which marks each tensor may depend on.
 
     Marks follow memory: what an operation writes gets the marks of all that it reads, and so has every view of it. On
@@ -50,8 +50,8 @@ class _Marks(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if marks := self.of(_tensors((args, kwargs))):
-            for tensor in _tensors((result, list(_written(func, args, kwargs)))):
+        if marks := self.of(tensors_in((args, kwargs))):
+            for tensor in tensors_in((result, list(_written(func, args, kwargs)))):
                 self.mark(tensor, marks)
         return result
 
@@ -63,12 +63,13 @@ def _written(func, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
             yield args[place] if place < len(args) else kwargs.get(argument.name)
 
 
-def _tensors(value) -> Iterator[torch.Tensor]:
+def tensors_in(value) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, tuple, list)):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(inner)
+            yield from tensors_in(inner)
 
 
 @contextmanager
@@ -103,7 +104,7 @@ def kv_gen_of(
 
     def needed(source: str | None) -> tuple[set[str], AttentionCall]:
         """Run the module; return what keys and values depend on, where ``source`` passes its own mark alone."""
-        with _Marks() as marks:
+        with Marks() as marks:
 
             def marking(path: str, own: Callable) -> Callable:
                 def forward(rows: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,11 +41,13 @@ class ModulePath:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.model, self.facts = empty_model(Path(shape.modules.folder)).copy()
         self.layers = Layers(self.model)
-        self.slots = [_slots(layer) for layer in self.layers.layers]
+        self.slots = [_slots(layer, fact.lent) for layer, fact in zip(self.layers.layers, self.facts, strict=True)]
         self.sizes = [{t.name: t.size for t in shape.modules.kinds[kind]} for kind in shape.modules.kind_of]
-        self.act = [  # by layer
-            ActRows(fact.module, fact.kv_gen, self.layers.hidden_size) if fact else None
-            for fact in (fact.attention for fact in self.facts)
+        self.act = [  # by layer; None of one without keys and values of its own
+            ActRows(fact.attention.module, fact.attention.kv_gen, shape.hidden)
+            if fact.attention and fact.source is None
+            else None
+            for fact in self.facts
         ]
         self.recurrent = RecurrentLayers(self.layers, [fact.state for fact in self.facts])
         self._groups: dict[Any, list[Group]] = {}  # by step: requests that recurrent layers take together
@@ -73,9 +76,10 @@ class ModulePath:
                 module._buffers[key] = torch.empty_like(module._buffers[key], device=self.device)
             if unknown:
                 made |= {path[:end] for end, character in enumerate(path) if character == "."} | {"", path}
-        for path, module in self.model.named_modules():
-            if path in made:  # its parameters are on the meta device still
-                self.model._init_weights(module)
+        filled = {module for path, module in self.model.named_modules() if path in made}
+        for module, owner in _owned(self.model, self.model):
+            if module in filled:  # its parameters are on the meta device still
+                owner._init_weights(module)
         for module in self.model.modules():
             for places in (module._parameters, module._buffers):
                 for key, tensor in places.items():
@@ -114,20 +118,23 @@ class ModulePath:
             self._rest[step] = len(ids), rest
         if new_tokens is not None and self.shape.states:
             self._groups[step] = groups_of(new_tokens, self.device)
-        return hidden[0]
+        return self.layers.rows_of(hidden)
 
     def project(
         self, step: Any, slot: int, layer: int, hidden_Rh: torch.Tensor, views, held: Held = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a layer up to its attention: the rows [R, keys | values | queries], and what ACT blocks hold.
+        """Run a layer up to its attention: the rows [R, keys | values | queries], and what ACT blocks hold, of a layer
+        that makes keys and values of its own.
 
         ``held``: of a layer that keeps a state, too, those of the step's requests; None where they have none yet.
         """
         self._place(layer, views)
-        (fact, rows_of), call = self._attention(layer), self.calls[step][layer]
-        if self.facts[layer].state is None:
-            pending = self.layers.begin(layer, hidden_Rh[None], call)
-            act = rows_of.take()[0]
+        fact, rows_of, call = self._attention(layer), self.act[layer], self.calls[step][layer]
+        if self.shape.lending and layer == self.shape.num_layers - 1:
+            del self.calls[step]  # they hold what layers lend
+        if rows_of is None or self.facts[layer].state is None:
+            pending = self.layers.begin(layer, self.layers.states_of(hidden_Rh), call)
+            act = rows_of.take()[0] if rows_of else hidden_Rh.new_empty(0)
         else:
             made, act = self.recurrent.begin(slot, layer, hidden_Rh, call, self._groups[step], held, rows_of.take)
             pending = Pending(None, made)
@@ -143,12 +150,12 @@ class ModulePath:
         torch.mul(pending.call.query, scaling * shape.head_dim**0.5, out=queries[..., : fact.key_dim])
         return kvq, act
 
-    def _attention(self, layer: int) -> tuple[AttentionFacts, ActRows]:
-        """Return the attention of a layer, and what ACT blocks hold of it. Raise ValueError where it has none."""
-        fact, rows_of = self.facts[layer].attention, self.act[layer]
-        if fact is None or rows_of is None:
+    def _attention(self, layer: int) -> AttentionFacts:
+        """Return the attention of a layer. Raise ValueError where it has none."""
+        fact = self.facts[layer].attention
+        if fact is None:
             raise ValueError(f"layer {layer} does not attend")
-        return fact, rows_of
+        return fact
 
     def run(self, step: Any, slot: int, layer: int, hidden_Rh: torch.Tensor, views, held: Held = None) -> torch.Tensor:
         """Run a layer that does not attend: the next layer's hidden states [R, h]. ``held`` as in ``project``."""
@@ -181,9 +188,14 @@ class ModulePath:
         return calls
 
     def generate(self, layer: int, act_rows: torch.Tensor, calls: list[LayerCall], views, out: torch.Tensor) -> None:
-        """Recompute keys and values [n, 2·G·d] of ACT rows [n, width]: the attention module, up to its attention."""
+        """Recompute keys and values [n, 2·G·d] of ACT rows [n, width]: the attention module, up to its attention. Those
+        that a layer borrows are recomputed by the module of the layer that made them, whose parameters for that lie on
+        the device (``LayerFacts.lent``)."""
         self._place(layer, views)
-        fact, rows_of = self._attention(layer)
+        layer = self.shape.source_of(layer)
+        fact, rows_of = self._attention(layer), self.act[layer]
+        if rows_of is None:
+            raise ValueError(f"layer {layer} makes no keys and values")
         args = tuple(_resolved(argument, calls[layer]) for argument in fact.args)
         kwargs = {name: _resolved(argument, calls[layer]) for name, argument in fact.kwargs.items()}
         call = rows_of.keys_and_values(act_rows, args, kwargs)
@@ -193,11 +205,11 @@ class ModulePath:
 
     def finish(self, slot: int, layer: int, attended: torch.Tensor) -> torch.Tensor:
         """Run the rest of a layer: [R, H·d] -> the next layer's hidden states [R, h]."""
-        pending, (fact, _) = self._pending.pop(slot), self._attention(layer)
+        pending, fact = self._pending.pop(slot), self._attention(layer)
         heads = attended.view(1, len(attended), self.shape.num_heads, self.shape.head_dim)[..., : fact.value_dim]
         if self.facts[layer].state:
             return self.recurrent.finish(slot, heads[0])
-        return self.layers.finish(pending, heads)[0]
+        return self.layers.rows_of(self.layers.finish(pending, heads))
 
     def head(self, hidden_Bh: torch.Tensor, step: Any = None) -> torch.Tensor:
         """Return logits [B, vocab]. ``step``: of which these are the last hidden states."""
@@ -205,14 +217,23 @@ class ModulePath:
         return self.layers.head(hidden_Bh, rest if rows == len(hidden_Bh) else None)
 
 
-def _slots(layer: torch.nn.Module) -> dict[str, Slot]:
-    """Return the places of a layer's parameters."""
-    return {
+def _owned(module: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each module, outer ones first, with the innermost model that it belongs to."""
+    owner = module if hasattr(module, "_init_weights") else owner
+    yield module, owner
+    for part in module.children():
+        yield from _owned(part, owner)
+
+
+def _slots(layer: torch.nn.Module, outside: frozenset[str]) -> dict[str, Slot]:
+    """Return the places of a layer's parameters, but for those whose tensors lie ``outside``."""
+    slots = {
         f"{path}.{key}" if path else key: Slot(module, key)
         for path, module in layer.named_modules()
         for key, parameter in module._parameters.items()
         if parameter is not None
     }
+    return {name: slot for name, slot in slots.items() if name not in outside}
 
 
 def _resolved(argument: Argument, call: LayerCall):
@@ -223,4 +244,4 @@ def _resolved(argument: Argument, call: LayerCall):
     value: Any = call.args if kind == "args" else call.kwargs
     for key in path:
         value = value[key]
-    return value
+    return copy(value) if isinstance(value, MutableMapping) else value  # what is lent in it stays that of the step

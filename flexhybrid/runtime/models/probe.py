@@ -6,16 +6,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from flexhybrid.core.model.states import LayerState
-from flexhybrid.runtime.models.latent import KvGen, kv_gen_of
+from flexhybrid.runtime.models.latent import KvGen, Marks, kv_gen_of
 from flexhybrid.runtime.models.states import cache_of, find_states, is_stand_in, stand_in, with_cache
-from flexhybrid.runtime.models.transformer import AttentionCall, LayerCall, Layers, Refused, masks_made_by, one_line
+from flexhybrid.runtime.models.transformer import (
+    AttentionCall,
+    LayerCall,
+    Layers,
+    Pending,
+    Refused,
+    masks_made_by,
+    one_line,
+    same_tensor,
+)
 
 ROWS = 3  #: of the probe
 #: Options of an attention call that our attention has no need of, or that ``AttentionFacts`` holds.
@@ -55,6 +65,9 @@ class LayerFacts:
     early: tuple[str, ...]  #: names of the parameters that are used up to the attention call
     late: tuple[str, ...]
     kv_gen: frozenset[str]  #: names of the parameters with which keys and values are recomputed
+    everywhere: frozenset[str] = frozenset()  #: names of the matrices that are used before and behind the attention
+    source: int | None = None  #: the layer whose keys and values it attends to; None: to its own
+    lent: frozenset[str] = frozenset()  #: names of the parameters with which other layers recompute its keys and values
 
 
 class _Uses(TorchFunctionMode):
@@ -95,6 +108,12 @@ class _TaggedMask:
 
     def __init__(self, mask_function, longest: int):
         self._function, self._longest = mask_function, longest
+
+    def __getitem__(self, part) -> _TaggedMask:
+        whole = (slice(None), slice(0, None))
+        if isinstance(part, tuple) and all(isinstance(of, slice) and of in whole for of in part):
+            return self
+        raise TypeError(f"a part of a {type(self).__name__}")
 
     @property
     def window(self) -> int | None:
@@ -137,22 +156,70 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
     with torch.inference_mode(), masks_made_by(tagged):
         ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
         hidden, calls, _ = _told(lambda: layers.embed(ids, ids), "what stands before its layers")
-        if hidden.dim() != 3 or hidden.shape[:2] != (1, ROWS):
+        if hidden.dim() not in (3, 4) or hidden.shape[-3:-1] != (1, ROWS):
             raise Refused("its hidden states are not one row a token")
         states = find_states(layers, lambda: layers.embed(ids, ids)[:2])
+        if hidden.dim() == 4 and any(states):
+            raise Refused("it keeps states, and several hidden states of each token")
+        sources = _sources(layers, hidden, layers.embed(ids, ids).calls, states)
 
         def look_at_all(latents: bool) -> list[LayerFacts]:
-            return [
-                _look_at(layers, index, hidden, call, state, latents)
-                for index, (call, state) in enumerate(zip(calls, states, strict=True))
-            ]
+            facts: list[LayerFacts] = []
+            for index, (call, state, source) in enumerate(zip(calls, states, sources, strict=True)):
+                lender = None if source is None else facts[source].attention
+                facts.append(_look_at(layers, index, hidden, call, state, latents, lender))
+                facts[index] = replace(facts[index], source=source)
+            return facts
 
         facts = look_at_all(latents=True)
         if len({fact.attention.kv_gen.width for fact in facts if fact.attention}) > 1:  # ACT blocks are all alike
             facts = look_at_all(latents=False)
         if not asked and any(fact.attention for fact in facts):
             raise Refused("its masks do not come from transformers' AttentionMaskInterface")
+    for source in {fact.source for fact in facts if fact.source is not None}:
+        facts[source] = replace(facts[source], lent=_lent(layers.layers[source], facts[source]))
     return facts
+
+
+def _sources(
+    layers: Layers, hidden: torch.Tensor, calls: Sequence[LayerCall], states: Sequence[LayerState | None]
+) -> list[int | None]:
+    """Return the layer whose keys and values each layer attends to, None where to its own: found by what they are
+    made of, while the layers run one after the other. ``calls``: of a forward of their own."""
+    sources: list[int | None] = []
+    made: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    with Marks() as marks:
+        for index, (call, state) in enumerate(zip(calls, states, strict=True)):
+            sources.append(None)
+            if state and not state.attends:
+                continue
+            called = with_cache(call, stand_in(layers), index) if state else call
+            pending = _begun(layers, index, hidden, called)
+            pending.greenlet.throw()
+            own = pending.call.key, pending.call.value
+            lenders = marks.of(own)
+            if not lenders:
+                made[str(index)] = own
+                marks.mark(own[0], (str(index),))
+                marks.mark(own[1], (str(index),))
+                continue
+            whose = [of for of in lenders if all(map(same_tensor, own, made[of]))]
+            if len(lenders) != 1 or not whose or state:
+                raise Refused(f"layer {index} makes its keys and values from those of other layers")
+            sources[index] = int(whose[0])
+    return sources
+
+
+def _lent(layer: torch.nn.Module, fact: LayerFacts) -> frozenset[str]:
+    """Return the names of the parameters that an attention module needs to recompute keys and values, and of all that
+    it passes on the way: norms of queries, which run on zeros then."""
+    inside = {id(part) for part in fact.attention.module.parameters()} if fact.attention else set()
+    named = layer.named_parameters()
+    return frozenset(
+        name
+        for name, part in named
+        if id(part) in inside and name in fact.early and (name in fact.kv_gen or part.dim() < 2)
+    )
 
 
 def _told(function, where: str):
@@ -169,9 +236,20 @@ def _told(function, where: str):
         raise Refused(f"{where} cannot be run by itself ({one_line(error)})") from error
 
 
+def _begun(layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall) -> Pending:
+    return _told(lambda: layers.begin(index, hidden, call), f"layer {index}")
+
+
 def _look_at(
-    layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall, state: LayerState | None, latents: bool
+    layers: Layers,
+    index: int,
+    hidden: torch.Tensor,
+    call: LayerCall,
+    state: LayerState | None,
+    latents: bool,
+    lender: AttentionFacts | None,
 ) -> LayerFacts:
+    """Return the facts of a layer. ``lender``: the attention of the layer whose keys and values it attends to."""
     layer = layers.layers[index]
     named = dict(layer.named_parameters())
     if state and not state.attends:
@@ -180,9 +258,11 @@ def _look_at(
     if state:  # each run begins without a state
         call, again = (with_cache(call, stand_in(layers), index) for _ in range(2))
     with _Uses() as uses:
-        pending = _told(lambda: layers.begin(index, hidden, call), f"layer {index}")
+        pending = _begun(layers, index, hidden, call)
     early = {name for name, parameter in named.items() if id(parameter) in uses.seen}
-    attention = _attention_facts(layers, index, hidden, again, pending.call, latents)
+    attention = _attention_facts(layers, index, hidden, again, pending.call, latents, lender)
+    if lender and attention.window != lender.window:
+        raise Refused(f"layer {index} sees other tokens than the layer whose keys and values it attends to")
     attended = pending.call.query.new_empty(1, ROWS, attention.heads, attention.value_dim)
     try:
         with _Uses() as uses:
@@ -192,23 +272,28 @@ def _look_at(
     except Exception:  # routing of experts has sizes that the meta device cannot know
         result = None
     late = {name for name, parameter in named.items() if id(parameter) in uses.seen} if result is not None else set()
-    if both := sorted(name for name in early & late if named[name].dim() > 1):
-        raise Refused(f"layer {index} uses {both[0]} before and behind its attention")
     if result is not None and result.shape != hidden.shape:
         raise Refused(f"layer {index} does not give one row a token")
     read = dict(attention.module.named_parameters())
-    reads = {id(read[name]) for name in attention.kv_gen.read}
+    reads = set() if lender else {id(read[name]) for name in attention.kv_gen.read}
     return LayerFacts(
         attention,
         state,
         early=tuple(name for name in named if name in early),
         late=tuple(name for name in named if name not in early),
         kv_gen=frozenset(name for name in early if id(named[name]) in reads),
+        everywhere=frozenset(name for name in early & late if named[name].dim() > 1),
     )
 
 
 def _attention_facts(
-    layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall, made: AttentionCall, latents: bool
+    layers: Layers,
+    index: int,
+    hidden: torch.Tensor,
+    call: LayerCall,
+    made: AttentionCall,
+    latents: bool,
+    lender: AttentionFacts | None,
 ) -> AttentionFacts:
     """Check an attention call and where its module's arguments come from."""
     taken: list[tuple[tuple, dict]] = []
@@ -232,7 +317,7 @@ def _attention_facts(
     args, kwargs = taken[0]
     kwargs = dict(kwargs)
     rows = args[0] if args else kwargs.pop("hidden_states", None)
-    if not isinstance(rows, torch.Tensor) or rows.shape != hidden.shape:
+    if not isinstance(rows, torch.Tensor) or rows.shape != hidden.shape[-3:]:
         raise Refused(f"the attention module of layer {index} takes no hidden states")
     where = f"the attention module of layer {index}"
     sources = {"args": call.args, "kwargs": call.kwargs}
@@ -262,7 +347,7 @@ def _attention_facts(
         window=window,
         softcap=options.get("softcap"),
         sinks=options.get("s_aux") is not None,
-        kv_gen=kv_gen_of(made.module, hidden, args[1:], kwargs, latents),
+        kv_gen=lender.kv_gen if lender else kv_gen_of(made.module, rows, args[1:], kwargs, latents),
     )
 
 
@@ -272,7 +357,7 @@ def _asks(option) -> bool:
 
 def _argument(value, sources: dict[str, Any], where: str) -> Argument:
     """Return where a value comes from. Raise Refused for a tensor that is none of the layer's arguments."""
-    if not _holds_tensor(value):
+    if not _holds_tensor(value) and not isinstance(value, MutableMapping):
         return Argument(None, None if isinstance(value, _TaggedMask) or is_stand_in(value) else value)
     for kind, source in sources.items():
         for key, other in source.items() if isinstance(source, dict) else enumerate(source):

@@ -58,7 +58,7 @@ class LayerCall(NamedTuple):
 class Embedded(NamedTuple):
     """A forward of a model that waits for what its last layer gives."""
 
-    hidden: torch.Tensor  #: of the first layer [1, R, h]
+    hidden: torch.Tensor  #: of the first layer [1, R, h], or several of each token [n, 1, R, h]
     calls: list[LayerCall]  #: of each layer
     rest: Any  #: the greenlet that waits; given the last hidden states, it returns logits
 
@@ -188,10 +188,23 @@ def decoder_layers(model) -> torch.nn.ModuleList:
     """Return the list of a model's decoder layers. Raise Refused where there is no such list, or more than one."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    lists = [m for m in lists if all(any(part.children()) for part in m)]  # not of single matrices
     whole = [m for m in lists if not any(m is not other and _within(m, other) for other in lists)]
     if len(whole) != 1:
         raise Refused(f"it has {len(whole)} lists of {count} layers")
     return whole[0]
+
+
+def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors are the same elements of the same memory, also on the meta device."""
+    return one is other or all(
+        of(one) == of(other)
+        for of in (
+            lambda t: t.untyped_storage()._cdata,
+            torch.Tensor.storage_offset,
+            lambda t: (t.dtype, t.shape, t.stride()),
+        )
+    )
 
 
 def _within(module: torch.nn.Module, outer: torch.nn.Module) -> bool:
@@ -204,10 +217,9 @@ class Layers:
     def __init__(self, model):
         self.model, self.layers = model, decoder_layers(model)
         self._records: dict[int, LayerCall] | None = None  # while stand-ins stand: what they were called with
-        self.hidden_size = 0
+        self.hidden_size, self.streams = 0, 1  #: of hidden states; how many of them each token has
         self._passed: torch.Tensor | None = None
         self._pairs: bool | None = None  # whether a layer returns more than hidden states; None: not known yet
-        self._seen: torch.Tensor | None = None  # the mask that the model is given while it is looked at
         for index, layer in enumerate(self.layers):
             self._wrap(index, layer)
 
@@ -229,9 +241,8 @@ class Layers:
                 return own(hidden_states, *args, **kwargs)
             if index == 0:
                 self._passed = hidden_states
-            elif hidden_states is not self._passed:
+            elif self._passed is None or not same_tensor(hidden_states, self._passed):
                 raise Refused("it computes something between its layers")
-            kwargs = {name: None if value is self._seen else value for name, value in kwargs.items()}
             if any(value is _NOTHING_ELSE for value in (*args, *kwargs.values())):
                 raise Refused("its layers pass on more than hidden states")
             self._records[index] = LayerCall(args, kwargs)
@@ -262,9 +273,7 @@ class Layers:
     def _embed(self, ids: torch.Tensor, positions: torch.Tensor) -> Embedded:
         import greenlet
 
-        # Without a mask packed texts are looked for, by value; the values of this one are looked at, too.
-        seen = self._seen = torch.ones(1, len(ids), dtype=torch.int64) if ids.is_meta else None
-        rows = dict(input_ids=ids[None], position_ids=positions[None], attention_mask=seen, use_cache=False)
+        rows = dict(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         rest, self._records = greenlet.greenlet(lambda: self.model(**rows).logits[0]), {}
         _rows.asked = True
         try:
@@ -272,11 +281,21 @@ class Layers:
         finally:
             _rows.asked = False
             records, hidden = self._records, self._passed
-            self._records = self._passed = self._seen = None
+            self._records = self._passed = None
         if not paused or hidden is None or len(records) < len(self.layers):
             raise Refused("its forward does not call each of its layers once")
-        self.hidden_size = hidden.shape[-1]
+        self.hidden_size, self.streams = hidden.shape[-1], hidden.shape[0] if hidden.dim() == 4 else 1
         return Embedded(hidden, [records[index] for index in range(len(self.layers))], rest)
+
+    def rows_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return hidden states, as the model has them, as one row a token: [R, h], or [R, n·h] of several."""
+        return hidden[0] if self.streams == 1 else hidden[:, 0].transpose(0, 1).flatten(1)
+
+    def states_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows as the model has hidden states."""
+        if self.streams == 1:
+            return rows[None]
+        return rows.unflatten(1, (self.streams, -1)).transpose(0, 1).contiguous()[:, None]
 
     def head(self, hidden_Rh: torch.Tensor, rest: Any = None) -> torch.Tensor:
         """Return the logits [R, vocab] of the last layer's hidden states. ``rest``: of ``Embedded``, of as many rows;
@@ -284,18 +303,18 @@ class Layers:
         if rest is None:
             zeros = torch.zeros(len(hidden_Rh), dtype=torch.int64, device=hidden_Rh.device)
             rest = self.embed(zeros, zeros).rest
-        logits = rest.switch(hidden_Rh[None])
+        logits = rest.switch(self.states_of(hidden_Rh))
         if not rest.dead or logits.shape[0] != len(hidden_Rh):
             raise Refused("its forward does not end in one row of logits a token")
         return logits
 
     def begin(self, index: int, hidden: torch.Tensor, call: LayerCall) -> Pending:
-        """Run a layer on hidden states [1, R, h] up to its attention."""
+        """Run a layer on hidden states, as the model has them, up to its attention."""
         layer = self.layers[index]
         return begun(lambda: layer(hidden, *call.args, **call.kwargs))
 
     def finish(self, pending: Pending, attended: torch.Tensor) -> torch.Tensor:
-        """Run the rest of a layer, behind what attention gave [1, R, H, d]; return its hidden states [1, R, h]."""
+        """Run the rest of a layer, behind what attention gave [1, R, H, d]; return its hidden states."""
         result = pending.greenlet.switch((attended, None))
         if isinstance(result, AttentionCall):
             raise Refused("a layer attends twice")

@@ -223,7 +223,8 @@ def profiled_layers(shape: ModelShape) -> ModelShape:
     windows = list(dict.fromkeys(kind.window for kind in shape.layer_kinds))
     count = min(MOST_LAYERS, max(2, 1 + max(first), len(windows)))
     small = shape.of_layers(range(min(count, shape.num_layers) if shape.modules else count))
-    turns = (replace(small.attention[i], window=windows[i % len(windows)]) for i in range(small.num_layers))
+    sources = map(small.source_of, range(small.num_layers))
+    turns = (replace(small.attention[i], window=windows[of % len(windows)]) for i, of in enumerate(sources))
     return replace(small, attention=tuple(turns))
 
 

@@ -140,19 +140,18 @@ class ModuleTensors:
 
     def __init__(self, path: Path):
         self.path = path
-        self.shape, model, _ = empty_model(path)
+        empty = empty_model(path)
+        self.shape, model, _ = empty
         self._stored = _stored_tensors(path)
         self._conversion = Conversion(model, list(self._stored))
-        self._names = TensorNames.of(model)
+        self._names = TensorNames.of(empty)
         self._sizes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
         self._steps: dict[int | None, list[str]] = {None: []}  # by layer; None: outside of all
-        for first in self._conversion:
-            layer, _ = self._names.inside.get(first, (None, ""))
-            self._steps.setdefault(layer, []).append(first)
         self._check()
 
     def _check(self) -> None:
-        """Convert tensors without memory: raise InputError where one is missing or has a wrong shape."""
+        """Convert tensors without memory, and note which step gives what: raise InputError where one is missing or has
+        a wrong shape."""
         config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
         if "quantization_config" in config:
             raise InputError(f"{self.path}: config.json has a quantization_config; packed checkpoints are not read")
@@ -160,9 +159,12 @@ class ModuleTensors:
         found = {}
         for first in self._conversion:
             try:
-                found |= {name: list(t.shape) for name, t in self._conversion.tensors(first, reads)}
+                made = {name: list(t.shape) for name, t in self._conversion.tensors(first, reads)}
             except Exception as error:
                 raise InputError(f"{self.path}: transformers cannot convert {first}: {error}") from None
+            found |= made
+            for layer in {self._names.inside.get(name, (None, ""))[0] for name in made}:
+                self._steps.setdefault(layer, []).append(first)
         tied = {name: names for names in self._names.outside.values() for name in names}
         for name, size in self._sizes.items():
             have = next((found[other] for other in tied.get(name, (name,)) if other in found), None)
@@ -182,7 +184,7 @@ class ModuleTensors:
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield (layout name, the model's name, tensor) of one layer."""
         for name, tensor in self._made(layer):
-            if name in self._names.inside:
+            if self._names.inside.get(name, (None, ""))[0] == layer:
                 yield self._names.inside[name][1], name, tensor
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

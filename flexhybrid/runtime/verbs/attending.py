@@ -222,10 +222,12 @@ def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
 
 
 def attend_host(state: State, task: Task) -> None:
-    """Put the new rows into the host's KV blocks, then attend with each request over its own blocks."""
+    """Put the new rows into the host's KV blocks, where a layer that borrows them finds them, then attend with each
+    request over its own blocks."""
     step, slot, width = task.payload.step, task.payload.slot, state.shape.kv_width
     (store,), (segment,) = step.stores, step.segments
-    put_rows(state, task, store, state.buffers.query_strip[slot, : len(step.requests), :width].contiguous())
+    if not state.shape.borrows(task.layer):
+        put_rows(state, task, store, state.buffers.query_strip[slot, : len(step.requests), :width].contiguous())
     query, places = _host_queries(state, task), (store.held, segment.num_tokens + 1, np.zeros_like(segment.num_tokens))
     if width := state.window_of(task):
         places = _blocks_in_window(step, store.held, width)

@@ -126,7 +126,7 @@ def project(state: State, task: Task) -> None:
     state.selection.after_project(task, state.kvq[slot])
     if state.policy.attention == "host" and step.decodes:
         return  # the new rows go with the queries
-    if state.selection.stages_rows(step):
+    if state.selection.stages_rows(step) and not state.shape.borrows(task.layer):
         _stage_stores(state, task, packed=False)
 
 
