@@ -12,7 +12,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Kept bytecode, whatever this shell says of it: tests start many processes, and each would compile all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run test soak fuzz check check-models lint bench models gpu clean
+.PHONY: setup run test soak fuzz check check-models gate lint bench models gpu clean
 .DELETE_ON_ERROR:
 
 run: $(INSTALLED)  ## the main job: tables, figures, trace
@@ -41,6 +41,9 @@ lint: $(TESTING)
 
 bench: $(TESTING)  ## every figure that has a bar, in one table and results/bench.json
 	$(BIN)/python -m experiments.bench $(ARGS)
+
+gate: $(INSTALLED)  ## the reproduced rows anew, unless they are worse; ARGS="--only kvpr", ARGS=--accept
+	$(BIN)/python -m experiments.reproduce.gate $(ARGS)
 
 CHECKPOINTS := experiments/checkpoints
 SHIPPED := flexhybrid/shipped/opt-stdlib-4m

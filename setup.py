@@ -20,7 +20,7 @@ setup(
     ),
     package_data={
         "sim": ["catalogue/*.json"],
-        "flexhybrid": ["shipped/*.txt", "shipped/*/*"],
+        "flexhybrid": ["shipped/*.txt", "shipped/*/*", "core/context/*.csv"],
         "experiments": [
             *("checkpoints/**/*", "grid.toml", "reference/*.csv", "reference/README.md"),
             *("reproduce/*.csv", "reproduce/notes/*.md", "reproduce/report.*", "training/*.md"),

@@ -1,1 +1,3 @@
 """Figures: data in, picture out. Nothing here measures or predicts."""
+
+FORMATS = ("png", "pdf", "svg")  #: in which every figure is written

@@ -2,44 +2,42 @@
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
 
+from figures.style import COLORS, HATCHES, look, save, style
+
+BLUE, RED, GREEN, PINK, SKY, ORANGE, BLACK, GREY, VIOLET, BROWN = COLORS
 VERB_COLORS = {
-    "load_weights": "#7f7f7f",
-    "load_act": "#ff9f40",
-    "load_kv": "#1f77b4",
-    "kv_gen": "#d95f02",
-    "project": "#66a61e",
-    "assemble": "#a6cee3",
-    "attend": "#e7298a",
-    "attend_prefill": "#e7298a",
-    "finish": "#7570b3",
-    "head": "#b2182b",
+    "load_weights": GREY,
+    "load_act": ORANGE,
+    "load_kv": BLUE,
+    "kv_gen": RED,
+    "project": GREEN,
+    "assemble": BROWN,
+    "attend": PINK,
+    "attend_prefill": PINK,
+    "finish": VIOLET,
+    "head": BLACK,
 }
 KIND_COLORS = {
-    "load_weights": "#7f7f7f",
-    "load_cache": "#1f77b4",
-    "load_activation": "#ff9f40",
-    "load_other": "#9edae5",
-    "compute": "#66a61e",
-    "host_compute": "#e7298a",
-    "store": "#7570b3",
-    "disk_read": "#8c564b",
-    "disk_write": "#e6ab02",
+    "load_weights": GREY,
+    "load_cache": BLUE,
+    "load_activation": ORANGE,
+    "load_other": SKY,
+    "compute": GREEN,
+    "host_compute": PINK,
+    "store": VIOLET,
+    "disk_read": BROWN,
+    "disk_write": RED,
 }
-CARGO_COLORS = {"weights": "#7f7f7f", "kv": "#1f77b4", "act": "#ff9f40", "hidden": "#9edae5", "state": "#98df8a"}
-LINK_HATCHES = {"h2d": "", "d2h": "//", "disk_read": "..", "disk_write": "xx"}
-RESOURCE_COLORS = {
-    **{"compute": KIND_COLORS["compute"], "h2d": "#1f77b4", "d2h": "#7570b3"},
-    **{name: KIND_COLORS[name] for name in ("host_compute", "disk_read", "disk_write")},
-}
+CARGO_COLORS = {"weights": GREY, "kv": BLUE, "act": ORANGE, "hidden": SKY, "state": GREEN}
+LINK_HATCHES = dict(zip(("h2d", "d2h", "disk_read", "disk_write"), HATCHES, strict=False))
+RESOURCES = ("compute", "h2d", "d2h", "host_compute", "disk_read", "disk_write")
 SHOWN_ROWS = (("h2d", "link"), ("compute", "compute"))
 
 
+@style()
 def throughput(
     path: Path, sweep: list[dict], curve_shares: list[float], curve_tokens_per_s: list[float], chosen: dict
 ) -> None:
@@ -53,23 +51,23 @@ def throughput(
     measured = [row["measured_tokens_per_s"] for row in sweep]
     low = [row["measured_tokens_per_s"] - min(row["measured_rounds"]) for row in sweep]
     high = [max(row["measured_rounds"]) - row["measured_tokens_per_s"] for row in sweep]
-    axes.plot(curve_shares, curve_tokens_per_s, color="#888888", lw=1.2, label="predicted, closed form")
+    axes.plot(curve_shares, curve_tokens_per_s, color=GREY, lw=1.2, label="predicted, closed form")
     virtual = [row["virtual_clock_tokens_per_s"] for row in sweep]
-    axes.plot(shares, virtual, "s--", color="#1f77b4", ms=4, lw=1, label="predicted, virtual clock")
-    points = {"fmt": "o", "color": "#d95f02", "capsize": 3, "label": "measured (median, range)"}
+    axes.plot(shares, virtual, "s--", color=BLUE, ms=4, lw=1, label="predicted, virtual clock")
+    points = {"fmt": "o", "color": RED, "capsize": 3, "label": "measured (median, range)"}
     axes.errorbar(shares, measured, yerr=[low, high], **points)
-    axes.axvline(chosen["act_share"], color="#66a61e", lw=1.2, ls=":")
+    axes.axvline(chosen["act_share"], color=GREEN, lw=1.2, ls=":")
     best = [chosen["act_share"]], [chosen["measured_tokens_per_s"]]
-    axes.plot(*best, "*", color="#66a61e", ms=14, label="searched policy")
+    axes.plot(*best, "*", color=GREEN, ms=14, label="searched policy")
     axes.set_xlabel("ACT share of tokens (0: kv_only, 1: act_only)")
     axes.set_ylabel("decode tokens/s")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
 
 
+@style()
 def timeline(path: Path, traces: dict, iteration: int) -> None:
     """Draw one iteration and the edges of its neighbours: link and compute rows, the first trace above the second.
 
@@ -93,12 +91,12 @@ def timeline(path: Path, traces: dict, iteration: int) -> None:
             for task, start, stop in trace:
                 if task.resource != resource or stop < begin - margin or start > end + margin:
                     continue
-                look = {"color": VERB_COLORS.get(task.verb, "#cccccc"), "height": 0.72, "lw": 0}
-                look["alpha"] = 1.0 if task.iteration == iteration else 0.35
-                axes.barh(-y, (stop - start) * 1e3, left=(start - begin) * 1e3, **look)
+                drawn = {"color": VERB_COLORS.get(task.verb, "#cccccc"), "height": 0.72, "lw": 0}
+                drawn["alpha"] = 1.0 if task.iteration == iteration else 0.35
+                axes.barh(-y, (stop - start) * 1e3, left=(start - begin) * 1e3, **drawn)
                 used.add(task.verb)
         for edge in (0.0, (end - begin) * 1e3):
-            axes.axvline(edge, color="black", lw=0.8, ls="--")
+            axes.axvline(edge, color=BLACK, lw=0.8, ls="--")
         left, right = min(left, -margin * 1e3), max(right, (end - begin + margin) * 1e3)
         axes.set_yticks([-y for y in range(len(SHOWN_ROWS))], [label for _, label in SHOWN_ROWS])
         axes.set_title(f"{name}: iteration {iteration}, {(end - begin) * 1e3:.0f} ms", fontsize=9, loc="left")
@@ -106,38 +104,43 @@ def timeline(path: Path, traces: dict, iteration: int) -> None:
     panels[-1].set_xlabel("ms; paler bars belong to the neighbouring iterations")
     shown = [Patch(color=color, label=verb) for verb, color in VERB_COLORS.items() if verb in used]
     figure.legend(handles=shown, ncol=len(shown), loc="outside lower center", fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
 
 
+@style()
 def breakdown(path: Path, systems: list[dict]) -> None:
     """Draw the seconds of a decode step by kind of task, predicted beside measured for each system (KVPR's Fig. 10).
 
     ``systems``: {"policy", "predicted": {"step_s", "seconds": {kind: s}}, "measured": the same}. Kinds are stacked
-    though they overlap in time; the black tick is the step's length.
+    though they overlap in time; the black tick is the step's length, "step_rounds_s" its error bar.
     """
     figure, axes = plt.subplots(figsize=(1.6 + 1.3 * len(systems), 4.4), constrained_layout=True)
     used = []
     for x, system in enumerate(systems):
-        for offset, clock, look in ((-0.2, "predicted", {"alpha": 0.55, "hatch": "//"}), (0.2, "measured", {})):
+        for offset, clock, drawn in ((-0.2, "predicted", {"alpha": 0.55, "hatch": "//"}), (0.2, "measured", {})):
             bottom = 0.0
             for kind, color in KIND_COLORS.items():
                 height = system[clock]["seconds"].get(kind, 0.0) * 1e3
                 if height:
-                    axes.bar(x + offset, height, 0.36, bottom=bottom, color=color, edgecolor="white", lw=0, **look)
+                    axes.bar(x + offset, height, 0.36, bottom=bottom, color=color, edgecolor="white", lw=0, **drawn)
                     bottom += height
                     used.append(kind)
-            step = system[clock]["step_s"] * 1e3
-            axes.plot([x + offset - 0.18, x + offset + 0.18], [step, step], color="black", lw=1.6)
+            step, rounds = system[clock]["step_s"] * 1e3, [s * 1e3 for s in system[clock].get("step_rounds_s", ())]
+            axes.plot([x + offset - 0.18, x + offset + 0.18], [step, step], color=BLACK, lw=1.6)
+            if rounds:
+                reach = [[step - min(rounds)], [max(rounds) - step]]
+                axes.errorbar([x + offset], [step], reach, fmt="none", ecolor=BLACK, capsize=3)
     _name_systems(axes, systems)
     axes.set_ylabel("ms a decode step")
-    axes.set_title("left, hatched: predicted; right: measured; black: the step", fontsize=9, loc="left")
+    axes.set_title(
+        "left, hatched: predicted; right: measured; black: the step, bars: its rounds", fontsize=9, loc="left"
+    )
     shown = [Patch(color=color, label=kind.replace("_", " ")) for kind, color in KIND_COLORS.items() if kind in used]
     figure.legend(handles=shown, ncol=3, loc="outside lower center", fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
 
 
+@style()
 def traffic(path: Path, systems: list[dict]) -> None:
     """Draw the bytes of a decode step by link and cargo, and busy shares of resources (HybridServe's Fig. 13 and 14).
 
@@ -155,6 +158,7 @@ def traffic(path: Path, systems: list[dict]) -> None:
                     bottom += height
                     cargoes.append(cargo)
                     links.append(link)
+    left.margins(y=0.08)
     left.set_ylabel("MB a decode step")
     _name_systems(left, systems)
     shown = [Patch(color=color, label=cargo) for cargo, color in CARGO_COLORS.items() if cargo in cargoes]
@@ -162,14 +166,15 @@ def traffic(path: Path, systems: list[dict]) -> None:
     grey = {"facecolor": "#dddddd", "edgecolor": "black", "lw": 0}
     shown += [Patch(hatch=hatch, label=link, **grey) for link, hatch in hatches.items()]
     figure.legend(handles=shown, fontsize=7, ncol=4, loc="outside lower left", frameon=False)
-    busy = [r for r in RESOURCE_COLORS if any(r in system["measured"]["busy"] for system in systems)]
+    busy = [r for r in RESOURCES if any(r in system["measured"]["busy"] for system in systems)]
     width = 0.8 / max(1, len(busy))
     for x, system in enumerate(systems):
         for i, resource in enumerate(busy):
             place = x + (i - (len(busy) - 1) / 2) * width
             share = system["measured"]["busy"].get(resource, 0.0)
-            right.bar(place, share, width, color=RESOURCE_COLORS[resource], label="" if x else resource)
-            right.plot([place], [system["predicted"]["busy"].get(resource, 0.0)], "_", color="black", ms=9)
+            color, _, hatch = look(RESOURCES.index(resource))
+            right.bar(place, share, width, color=color, hatch=hatch, ec="white", lw=0, label="" if x else resource)
+            right.plot([place], [system["predicted"]["busy"].get(resource, 0.0)], "_", color=BLACK, ms=9)
     right.set_ylabel("busy share of a decode step")
     right.set_ylim(0, 1.05)
     right.set_title("bars: measured; ticks: predicted", fontsize=9, loc="left")
@@ -177,8 +182,7 @@ def traffic(path: Path, systems: list[dict]) -> None:
     figure.legend(
         *right.get_legend_handles_labels(), fontsize=7, ncol=len(busy), loc="outside lower right", frameon=False
     )
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save(figure, path)
 
 
 def _name_systems(axes, systems: list[dict]) -> None:

@@ -9,16 +9,18 @@ says otherwise: ``deepspeed(weights_link=1)`` is DeepSpeed's policy at all of th
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple, get_args
 
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import stored_copies
-from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.errors import InputError, file_errors, unknown
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import BITS, Overlap, Placement, Policy
@@ -140,6 +142,30 @@ def _uvm(setting: Setting, fault_gb_per_s: float = 4.0) -> System:
     return System("uvm", migrating, replace(hardware, lines=lines))
 
 
+def _infinigen(setting: Setting, expected: float | str | None = None, **options) -> Policy:
+    """InfiniGen. ``expected`` may be a file of ``flexhybrid accuracy``: what was fetched at alpha."""
+    if isinstance(expected, str):
+        expected = _measured_share(Path(expected), float(options.get("alpha", 4.0)))
+    return _PLAIN_INFINIGEN.make(setting, expected=expected, **options)
+
+
+def _measured_share(path: Path, alpha: float) -> float:
+    """Return the share of a context that choosing layers fetched at an alpha, by straight lines between the alphas that
+    accuracy.json has. Raise InputError for a file without them, and an alpha that lies beyond them."""
+    with file_errors(f"read {path}"):
+        text = path.read_text(encoding="utf-8")
+    try:
+        rows = [(row["alpha"], row["fetched"]) for row in json.loads(text)["policies"] if row.get("alpha") is not None]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise InputError(f"{path} is no accuracy.json of `flexhybrid accuracy`") from None
+    if not rows:
+        raise InputError(f"{path} has no infinigen(…) with a finite alpha: measure some with `flexhybrid accuracy`")
+    alphas, shares = zip(*sorted(rows), strict=True)
+    if not alphas[0] <= alpha <= alphas[-1]:
+        raise InputError(f"{path} was measured at alphas from {alphas[0]:g} to {alphas[-1]:g}, not at {alpha:g}")
+    return float(np.interp(alpha, alphas, shares))
+
+
 def _fastdecode(setting: Setting, gpus: int = 1) -> System:
     """One of ``gpus`` GPUs that share a host's cores: attention on the host gets its part of them."""
     hardware = on(Implementation("fastdecode", sharers=gpus), setting.machine)
@@ -193,6 +219,7 @@ COUNT = Kind("a whole number >= 1", lambda value: type(value) is int and value >
 PACKED = Kind(f"one of {', '.join(map(str, BITS[1:]))}", lambda value: type(value) is int and value in BITS)
 LAYERS = Kind("a whole number >= 0", lambda value: type(value) is int and value >= 0)
 NUMBER = Kind("a number", lambda value: type(value) in (int, float))
+SHARE = Kind("a number, or accuracy.json", lambda value: type(value) in (int, float, str))
 LIMIT = Kind("a share from 0 to 1, or bytes like 20GiB", lambda value: type(value) in (int, float, str))
 WORD = Kind("a word", lambda value: isinstance(value, str))
 OVERLAP = Kind(f"one of {', '.join(get_args(Overlap))}", lambda value: value in get_args(Overlap))
@@ -237,9 +264,10 @@ _WEIGHTS = {"weights_device": NUMBER}
 _SIZES = {"max_mini_batch_tokens": COUNT, **_WEIGHTS}
 _SERIAL = {"max_mini_batch_tokens": COUNT, "overlap": OVERLAP, **_WEIGHTS}
 _FRACTIONS = dict.fromkeys(("alpha", "partial_ratio", "cap"), NUMBER)
-_INFINIGEN = {**_FRACTIONS, "pool": LIMIT, "victim": WORD, "whole_layers": COUNT, "expected": NUMBER}
+_INFINIGEN = {**_FRACTIONS, "pool": LIMIT, "victim": WORD, "whole_layers": COUNT, "expected": SHARE}
 _INFINIGEN |= {"columns": WORD, **_SIZES}
 _CAPTURE = {"ratio": FLAG, "packing": FLAG, "device_act": FLAG, "balance": WORD}
+_PLAIN_INFINIGEN = _preset(presets.infinigen, _INFINIGEN)
 _PAGES_FAULT = "its pages move when the hardware faults, not when a plan says so"
 
 #: A new system is a function that returns a policy (``sim.presets``), and its line here.
@@ -258,7 +286,7 @@ SYSTEMS: dict[str, Entry] = {
     "int4": _preset(presets.int4, _SERIAL),
     "quantized": _preset(presets.quantized, {"kv": PACKED, **_SERIAL}),
     "h2o": _preset(presets.h2o, {"budget": NUMBER, "whole_layers": LAYERS, **_SIZES}),
-    "infinigen": _preset(presets.infinigen, _INFINIGEN),
+    "infinigen": Entry(_infinigen, _INFINIGEN),
     "fastdecode": Entry(_fastdecode, {"gpus": COUNT}),
     "hybrid": _preset(presets.hybrid, {"share": NUMBER, **_SIZES}, required="share"),
     "flexgen": Entry(_flexgen, {"host_attention": FLAG, "compress": FLAG}, reads_lines=True),

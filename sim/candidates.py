@@ -390,7 +390,8 @@ class CandidateSteps:
         if stretch.entry is None:
             new_tokens = self._new_tokens(stretch.first, stretch.final + 1) / (stretch.final + 1 - stretch.first)
         selection = self.policy.selection
-        selected = selected_tokens(selection, context) if selection.method == "speculative" else None
+        speculative, name = selection.method == "speculative", self.problem.shape.name
+        selected = selected_tokens(selection, context, name) if speculative else None
         in_place = attends_in_place(self.problem, self.policy)
 
         def step_of(batch) -> StepCounts:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from experiments.bench.harness import Table, least_disturbed
 from experiments.bench.overlap import LAST
-from flexhybrid.core.context.selection import INFINIGEN_TOKENS
+from flexhybrid.core.context.selection import REPORTED, REPORTED_ALPHA, counted_tokens
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
@@ -43,7 +43,7 @@ WORKLOAD = Workload.uniform(BATCH, PROMPT, MAX_TOKENS)
 RATE = 1.0  #: GB/s of the link
 ROUNDS = 3
 MOST_MOVED = 0.10  #: share of the context's keys and values, over all layers
-CAP = INFINIGEN_TOKENS[1][-1] / INFINIGEN_TOKENS[0][-1]
+CAP = counted_tokens()[REPORTED][REPORTED_ALPHA][1][-1] / counted_tokens()[REPORTED][REPORTED_ALPHA][0][-1]
 OWN_COST = ("speculate", "store_index", "gather")  #: verbs that the full cache does not have
 
 #: Sizes on both sides of the bench's own, to which the cost lines are fitted.

@@ -158,13 +158,34 @@ class Experiment:
 
 
 class ErrorSummary(NamedTuple):
-    """Errors over the judged rows that have the paper's number and ours; NaN where there is none."""
+    """Errors over the judged rows that have a number of ours; NaN where there is none."""
 
     num_rows: int
+    num_judged: int  #: with those that have no number of ours
+    num_aside: int
+    mean: float  #: of |error|
     median: float  #: of |error|
-    worst: float  #: the largest |error|
-    worst_error: float  #: that error with its sign
+    worst: float  #: the error furthest from 0, with its sign
     worst_what: str
+    within_10_percent: int
+    beyond_30_percent: int
+
+    @property
+    def coverage(self) -> float:
+        """The share of all rows with a number of the paper that are judged and have one of ours."""
+        return self.num_rows / max(1, self.num_judged + self.num_aside)
+
+    @property
+    def in_words(self) -> str:
+        """What held-out rows say."""
+        if not self.num_rows:
+            return "No row is held out."
+        return (
+            f"All {self.num_rows} held-out rows: |error| {self.mean:.1%} in the mean, {self.median:.1%} in the median, "
+            f"worst {self.worst:+.1%} ({self.worst_what}); {self.within_10_percent} within 10 %, "
+            f"{self.beyond_30_percent} beyond 30 %. They are {self.coverage:.0%} of the papers' numbers that nothing "
+            f"was fitted on; {self.num_aside} are put aside."
+        )
 
 
 def errors(paper, ours) -> np.ndarray:
@@ -205,26 +226,30 @@ def is_judged(rows: pd.DataFrame) -> np.ndarray:
     return rows["paper"].notna().to_numpy() & (rows["role"] != "context").to_numpy() & ~_is_aside(rows)
 
 
-def num_aside(rows: pd.DataFrame) -> int:
-    """Return how many rows are put aside with a reason."""
-    return int(_is_aside(rows).sum())
-
-
 def _is_aside(rows: pd.DataFrame) -> np.ndarray:
     return (rows[ASIDE] != "").to_numpy() if ASIDE in rows.columns else np.zeros(len(rows), dtype=bool)
 
 
 def summary(rows: pd.DataFrame, role: str | None = None) -> ErrorSummary:
     """Summarize the errors of all judged rows, or of those of one role."""
-    has_role = np.ones(len(rows), dtype=bool) if role is None else (rows["role"] == role).to_numpy()
-    signed = rows["error"].to_numpy(float)
-    chosen = np.flatnonzero(is_judged(rows) & ~np.isnan(signed) & has_role)
-    if not len(chosen):
-        return ErrorSummary(0, math.nan, math.nan, math.nan, "")
-    sizes = np.abs(signed[chosen])
-    worst = int(chosen[sizes.argmax()])
-    name = str(rows["what"].tolist()[worst])
-    return ErrorSummary(len(chosen), float(np.median(sizes)), float(sizes.max()), float(signed[worst]), name)
+    if role is not None:
+        rows = rows.loc[rows["role"] == role]
+    judged = rows.loc[is_judged(rows)]
+    signed = judged["error"].dropna()
+    sizes = signed.abs()
+    none = signed.empty
+    worst = None if none else sizes.idxmax()
+    return ErrorSummary(
+        num_rows=len(signed),
+        num_judged=len(judged),
+        num_aside=int(_is_aside(rows).sum()),
+        mean=float(sizes.mean()),
+        median=float(sizes.median()),
+        worst=math.nan if none else float(signed[worst]),
+        worst_what="" if none else str(judged["what"][worst]),
+        within_10_percent=int((sizes <= 0.1).sum()),
+        beyond_30_percent=int((sizes > 0.3).sum()),
+    )
 
 
 def _check_name(record: str, name: str) -> None:

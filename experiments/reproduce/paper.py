@@ -7,7 +7,7 @@ paper states), and ``notes/`` (each experiment's notes and mismatches, with {fac
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from experiments import reference
-from experiments.reproduce.experiment import ASIDE, Constant, Experiment, Figure, Row, table
+from experiments.reproduce.experiment import ASIDE, Constant, Experiment, Figure, Row, summary, table
 
 _FOLDER = Path(__file__).parent
 
@@ -59,16 +59,22 @@ def _filled(texts: Sequence[str], facts: Mapping[str, object]) -> list[str]:
     return filled
 
 
+#: Systems by the words that rows have for them.
+SYSTEMS = ("act_only", "hybrid_static", "hybrid_full", "DeepSpeed", "Accelerate", "FlexGen", "KVPR", "H2O", "INT4")
+SYSTEMS += ("InfiniGen", "UVM")
+
+
 @dataclass(frozen=True)
 class Paper:
-    """A paper by its key: the testbed in constants.csv, and ``<key>_headlines`` of the reference numbers.
-
-    ``cited_as`` begins the sources of the paper's reference tables; rows leave it out.
+    """A paper by its key: its experiments are called ``<key>-…``, its constants are those of the testbed ``<key>`` in
+    constants.csv, and the numbers of its text are the reference table ``<key>_headlines``.
     """
 
     key: str
     title: str
-    cited_as: str = ""
+    machines: tuple[str, ...]  #: the catalogue's entries that it is computed on
+    system: str  #: its own system: of rows that name none
+    cited_as: str = ""  #: how sources in its reference tables begin; rows leave it out
 
     def value(self, row_id: str) -> float:
         """Return a number of the paper's text."""
@@ -94,6 +100,24 @@ class Paper:
         """Return a context row that shows ``ours`` beside a number of the paper's text."""
         record = reference.row(f"{self.key}_headlines", id=row_id)
         return context(quantity, ours, record["unit"], record["value"], row_id, **more)
+
+    def system_of(self, quantity: str) -> str:
+        """Return the system that a row is about: the first that its text names before "over" or "than"."""
+        text = re.split(" over | than ", quantity)[0]
+        return min((name for name in SYSTEMS if name in text), key=text.index, default=self.system)
+
+    def verdict(self, rows: pd.DataFrame) -> tuple[list[str], list[str]]:
+        """Return what of the paper holds, and what does not and why: notes/<key>.md under "Verdict".
+
+        ``rows``: ``compared`` of all its experiments. Their numbers fill the texts: {ch020[ours]} is a row by its id,
+        {FlexGen[median]} is of the summary of a system's rows, {kvpr-fig6[mean]} of an experiment's. Raises KeyError
+        for a number that is not among them.
+        """
+        groups = [group for column in ("system", "experiment") for group in rows.groupby(column)]
+        facts: dict[str, object] = {str(name): summary(of_group)._asdict() for name, of_group in groups}
+        facts |= {row["source"].split()[0]: row for row in reversed(rows.to_dict("records")) if row["source"]}
+        holds, fails = ([text.format(**facts) for text in texts] for texts in _remarks(self.key)["Verdict"])
+        return holds, fails
 
     def constant(self, name: str, value: float, testbed: str | None = None) -> Constant:
         """Return a constant with its unit, range and reason from constants.csv; by default of the paper's testbed."""
@@ -130,23 +154,37 @@ CAPTURE = Paper(
     "capture",
     "CAPTURE: Throughput-Oriented LLM Inference via KV-Activation Hybrid Caching with a Single GPU, IEEE CAL 2025; "
     "HybridServe, arXiv 2501.01792",
+    ("rtx4090-capture",),
+    "hybrid_full",
 )
 KVPR = Paper(
     "kvpr",
     "KVPR: Efficient LLM Inference with I/O-Aware KV Cache Partial Recomputation, Findings of ACL 2025",
+    ("a100-kvpr", "rtx5000"),
+    "KVPR",
     cited_as="kvpr",
 )
 INFINIGEN = Paper(
     "infinigen",
     "InfiniGen: Efficient Generative Inference of LLMs with Dynamic KV Cache Management, OSDI 2024",
+    ("rtx-a6000",),
+    "InfiniGen",
     cited_as="infinigen",
 )
 CASCADE = Paper(
     "cascade",
     "HybridServe: Efficient Serving of Large AI Models with Confidence-Based Cascade Routing, Edinburgh, ICDCS 2025",
+    ("t4",),
+    "HybridServe (Edinburgh)",
     cited_as="hybridserve_cascade",
 )
-FLEXGEN = Paper("flexgen", "FlexGen: High-Throughput Generative Inference of LLMs with a Single GPU, ICML 2023")
+FLEXGEN = Paper(
+    "flexgen",
+    "FlexGen: High-Throughput Generative Inference of LLMs with a Single GPU, ICML 2023",
+    ("t4-flexgen", "t4"),
+    "FlexGen",
+)
+PAPERS = {paper.key: paper for paper in (CAPTURE, KVPR, INFINIGEN, CASCADE, FLEXGEN)}
 
 
 # ---- rows
@@ -174,6 +212,27 @@ def contexts(series: Series, xs: Collection, quantity: str, unit: str) -> list[R
         for label, numbers in series.items()
         for x, number in zip(xs, numbers, strict=True)
     ]
+
+
+#: Columns of the table of all rows that have a number of the paper.
+COMPARED = ("experiment", "what", "system", "paper", "ours", "unit", "error", "role", ASIDE, "source")
+
+
+def compared(experiments: Iterable[Experiment]) -> pd.DataFrame:
+    """Return the rows of experiments that have a number of the paper, without context: columns COMPARED."""
+    tables = []
+    for one in experiments:
+        rows, paper = one.rows, PAPERS.get(one.name.partition("-")[0])
+        rows = rows.loc[rows["paper"].notna() & (rows["role"] != "context")]
+        systems = [paper.system_of(str(what)) if paper else "" for what in rows["what"]]
+        aside = rows[ASIDE] if ASIDE in rows.columns else ""
+        tables.append(rows.assign(experiment=one.name, system=systems, aside=aside).loc[:, list(COMPARED)])
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=list(COMPARED))
+
+
+def as_csv(rows: pd.DataFrame) -> str:
+    """Return compared rows as summary.csv has them."""
+    return rows.to_csv(index=False, lineterminator="\n", float_format="%.5g")
 
 
 def values_of(constants: Sequence[Constant]) -> dict[str, float]:

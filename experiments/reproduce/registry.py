@@ -5,14 +5,13 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-import numpy as np
-
-from experiments.reproduce.experiment import Experiment, is_judged, num_aside, summary
+from experiments.reproduce.experiment import Experiment, summary
 from experiments.reproduce.infinigen.accuracy_policies import RESULTS
-from experiments.reproduce.paper import listing
+from experiments.reproduce.paper import compared, listing
 from flexhybrid.core.errors import check, unknown
 from flexhybrid.jobs.paths import check_writable
 
@@ -37,8 +36,9 @@ def experiments(module: str = "") -> dict[str, Callable[[], Experiment]]:
     return {name: _function(name) for name in names(module)}
 
 
+@cache
 def run(name: str) -> Experiment:
-    """Run one experiment."""
+    """Run one experiment, once in a process."""
     return _function(name)()
 
 
@@ -49,17 +49,29 @@ def _function(name: str) -> Callable[[], Experiment]:
 
 def reproduce(only: Sequence[str] | None, out: Path, workers: int | None = None, quiet: bool = False) -> dict:
     """Run experiments on all cores, write tables, pictures and report.html. Raises InputError for an unknown name."""
-    from tqdm import tqdm
-
     from experiments.reproduce import report
 
     known = names()
     for name in only or ():
         if name not in known:
             raise unknown("experiment", name, known)
-    chosen = [name for name in known if not only or name in only]
     check("workers", workers, workers is None or workers >= 1, "a whole number >= 1")
     check_writable(out)
+    results = run_all([name for name in known if not only or name in only], workers, quiet)
+    path = report.write(results, out)
+    held_out = summary(compared(results), "validate")
+    return {
+        "report": str(path),
+        "summary": str(path.with_name(report.SUMMARY)),
+        "held_out": {**held_out._asdict(), "coverage": held_out.coverage, "in_words": held_out.in_words},
+        "experiments": [_row(experiment) for experiment in results],
+    }
+
+
+def run_all(chosen: Sequence[str], workers: int | None = None, quiet: bool = False) -> list[Experiment]:
+    """Run experiments in processes of their own, on all cores unless ``workers`` says otherwise."""
+    from tqdm import tqdm
+
     done: dict[str, Experiment] = {}
     context = multiprocessing.get_context("spawn")  # numpy's and scipy's threads do not survive a fork
     workers = min(workers or multiprocessing.cpu_count(), len(chosen))
@@ -75,10 +87,7 @@ def reproduce(only: Sequence[str] | None, out: Path, workers: int | None = None,
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    results = [done[name] for name in chosen]
-    path = report.write(results, out)
-    paths = {"report": str(path), "summary": str(path.with_name(report.SUMMARY))}
-    return {**paths, "held_out": _held_out(results), "experiments": [_row(experiment) for experiment in results]}
+    return [done[name] for name in chosen]
 
 
 def _submit(pool: ProcessPoolExecutor, chosen: Sequence[str]) -> dict:
@@ -92,43 +101,28 @@ def _submit(pool: ProcessPoolExecutor, chosen: Sequence[str]) -> dict:
 
 def _row(experiment: Experiment) -> dict:
     """Return an experiment's row of the command's table; errors are over the held-out rows alone."""
-    held_out, fitted = summary(experiment.rows, "validate"), summary(experiment.rows, "calibrate")
-    counts = {"num_held_out": held_out.num_rows, "num_fitted": fitted.num_rows, "num_aside": num_aside(experiment.rows)}
-    errors = {"median_error": held_out.median, "worst_error": held_out.worst_error, "worst": held_out.worst_what}
-    return {"name": experiment.name, "title": experiment.title, **counts, **errors}
+    held_out, every = summary(experiment.rows, "validate"), summary(experiment.rows)
+    counts = {"num_held_out": held_out.num_rows, "num_fitted": summary(experiment.rows, "calibrate").num_rows}
+    errors = {"mean_error": held_out.mean, "median_error": held_out.median, "worst_error": held_out.worst}
+    row = {"name": experiment.name, "title": experiment.title, **counts, "num_aside": every.num_aside}
+    return {**row, **errors, "worst": held_out.worst_what}
 
 
 def describe(result: dict) -> str:
     """Return the result of ``reproduce`` as a table for people."""
-    heads = f"{'held out':>8s} {'fitted':>6s} {'aside':>5s} {'median':>8s} {'worst':>8s}"
+    heads = f"{'held out':>8s} {'fitted':>6s} {'aside':>5s} {'mean':>8s} {'median':>8s} {'worst':>8s}"
     lines = [f"{'experiment':20s} {heads}  worst row"]
     for row in result["experiments"]:
         counts = f"{row['num_held_out']:8d} {row['num_fitted']:6d} {row['num_aside']:5d}"
+        figures = " ".join([f"{'–':>8s}"] * 3)
         if row["num_held_out"]:
-            figures = f"{row['median_error']:8.1%} {row['worst_error']:+8.1%}  {row['worst']}"
-        else:
-            figures = f"{'–':>8s} {'–':>8s}"
+            figures = f"{row['mean_error']:8.1%} {row['median_error']:8.1%} {row['worst_error']:+8.1%}  {row['worst']}"
         lines.append(f"{row['name']:20s} {counts} {figures}")
-    held_out = result["held_out"]
-    if held_out["num_rows"]:
-        lines.append(
-            f"\nAll {held_out['num_rows']} held-out rows: median |error| {held_out['median_error']:.1%}; "
-            f"{held_out['within_10_percent']} within 10 %, {held_out['beyond_30_percent']} beyond 30 %."
-        )
-    return "\n".join([*lines, LEGEND, "", f"Report: {result['report']}", f"All rows: {result['summary']}"])
+    lines += ["", result["held_out"]["in_words"], LEGEND, "", f"Report: {result['report']}"]
+    return "\n".join([*lines, f"All rows: {result['summary']}"])
 
 
 #: What the columns of the table mean.
-LEGEND = """held out: numbers that nothing was fitted on; median and worst of |ours / paper - 1| are of these.
+LEGEND = """held out: numbers that nothing was fitted on; mean, median and worst of |ours / paper - 1| are of these.
 fitted: rows that constants were fitted on. aside: not judged, with its reason in the report: the same number printed
 again, arithmetic that tests no model, or a number that the paper itself contradicts. Context is in the report alone."""
-
-
-def _held_out(experiments: Sequence[Experiment]) -> dict:
-    """Summarize the held-out rows of all experiments together."""
-    tables = [experiment.rows for experiment in experiments]
-    signed = [rows["error"].to_numpy(float)[is_judged(rows) & (rows["role"] == "validate")] for rows in tables]
-    sizes = np.abs(np.concatenate(signed)) if signed else np.array([])
-    sizes = sizes[~np.isnan(sizes)]
-    counts = {"within_10_percent": int((sizes <= 0.1).sum()), "beyond_30_percent": int((sizes > 0.3).sum())}
-    return {"num_rows": len(sizes), "median_error": float(np.median(sizes)) if len(sizes) else None, **counts}

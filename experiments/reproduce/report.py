@@ -1,10 +1,10 @@
 """The report of a reproduction: one HTML file that needs nothing else, and every table and picture beside it."""
 
 import base64
-import io
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,12 @@ import pandas as pd
 from jinja2 import Environment
 
 from experiments import reference
-from experiments.reproduce.experiment import ASIDE, Experiment, Figure, is_judged, num_aside, summary
+from experiments.reproduce.experiment import ASIDE, ErrorSummary, Experiment, summary
+from experiments.reproduce.paper import PAPERS, Paper, as_csv, compared
 from figures.reproduce import draw
 from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.files import write_by_rename
+from sim import catalogue
 
 #: |error| up to which a cell has each colour; the last colour is for what is beyond.
 BOUNDS = (0.05, 0.15, 0.30)
@@ -25,13 +27,14 @@ SUMMARY = "summary.csv"
 #: How texts cite a note of the reference numbers, and rows a number of a paper's prose.
 CITED_NOTES = re.compile(r"\bnotes? (\d+(?:(?:, | and )\d+)*)")
 CITED_ID = re.compile(r"\b[ckis]h\d{3}\b")
-HEADLINES = ("capture_headlines", "kvpr_headlines", "infinigen_headlines", "cascade_headlines")
+HEADLINES = tuple(f"{key}_headlines" for key in PAPERS if f"{key}_headlines" in reference.TABLES)
 #: A table of more rows can be folded away.
 FOLDED = 20
 
 
 def write(experiments: Sequence[Experiment], out_dir: str | Path) -> Path:
-    """Write NAME.csv and NAME-FIGURE.png of every experiment, summary.csv and report.html; return report.html's path.
+    """Write NAME.csv and NAME-FIGURE.png, .pdf and .svg of every experiment, summary.csv and report.html; return the
+    path of report.html.
 
     A file is complete or absent, and equal records give equal bytes. Raises InputError where the folder
     cannot be written or two experiments have one name.
@@ -42,26 +45,34 @@ def write(experiments: Sequence[Experiment], out_dir: str | Path) -> Path:
         raise InputError(f"two experiments are called {twice!r}")
     with file_errors(f"write the report to {out_dir}"):
         out_dir.mkdir(parents=True, exist_ok=True)
-        pictures = [[_picture(figure) for figure in experiment.figures] for experiment in experiments]
+        pictures = [[draw(figure) for figure in experiment.figures] for experiment in experiments]
         for experiment, drawn in zip(experiments, pictures, strict=True):
             rows = experiment.rows.to_csv(index=False, lineterminator="\n")
             write_by_rename(out_dir / f"{experiment.name}.csv", rows)
             for figure, picture in zip(experiment.figures, drawn, strict=True):
-                write_by_rename(out_dir / f"{experiment.name}-{figure.name}.png", picture)
-        write_by_rename(out_dir / SUMMARY, summary_csv(experiments))
-        write_by_rename(out_dir / "report.html", page(experiments, pictures))
+                for ending, content in picture.items():
+                    write_by_rename(out_dir / f"{experiment.name}-{figure.name}.{ending}", content)
+        write_by_rename(out_dir / SUMMARY, as_csv(compared(experiments)))
+        write_by_rename(
+            out_dir / "report.html", page(experiments, [[one["png"] for one in drawn] for drawn in pictures])
+        )
     return out_dir / "report.html"
 
 
-def summary_csv(experiments: Sequence[Experiment]) -> str:
-    """Return the rows with a number of the paper, without context, as CSV."""
-    columns = ["experiment", "what", "paper", "ours", "unit", "error", "role", ASIDE, "source"]
-    tables = [pd.DataFrame(columns=columns)] if not experiments else []
-    for experiment in experiments:
-        rows = experiment.rows
-        compared = rows.loc[rows["paper"].notna() & (rows["role"] != "context")]
-        tables.append(compared.assign(experiment=experiment.name).reindex(columns, axis="columns"))
-    return pd.concat(tables).to_csv(index=False, lineterminator="\n", float_format="%.5g")
+def verdicts(experiments: Sequence[Experiment]) -> list[dict]:
+    """Return the first page: each paper whose experiments were all run, its compared rows, and what holds of it."""
+    rows, found = compared(experiments), []
+    for paper in PAPERS.values():
+        of_paper = rows.loc[rows["experiment"].str.startswith(f"{paper.key}-")]
+        with suppress(KeyError):  # a number that stands in an experiment which was not run
+            holds, fails = paper.verdict(of_paper)
+            found.append({"paper": paper, "rows": of_paper, "holds": holds, "fails": fails})
+    return found
+
+
+def machines(paper: Paper) -> str:
+    """Return the machines that a paper is computed on, and where their rates are from."""
+    return ", ".join(f"{name} ({catalogue.load(name).rates['kind']})" for name in paper.machines)
 
 
 def notes(text: str) -> dict[int, str]:
@@ -116,11 +127,10 @@ def percent(value: float, sign: bool = False) -> str:
     return f"{value:+,.1f}%".replace("-", "−") if sign and value else f"{value:,.1f}%"
 
 
-def compared(rows: pd.DataFrame) -> str:
+def num_compared(errors: ErrorSummary) -> str:
     """Return the number of rows compared, of all judged ones if fewer, and of those put aside."""
-    num_compared, num_judged = summary(rows).num_rows, int(is_judged(rows).sum())
-    text = str(num_compared) if num_judged == num_compared else f"{num_compared} of {num_judged}"
-    return f"{text} (+{num_aside(rows)} aside)" if num_aside(rows) else text
+    text = str(errors.num_rows) if errors.num_rows == errors.num_judged else f"{errors.num_rows} of {errors.num_judged}"
+    return f"{text} (+{errors.num_aside} aside)" if errors.num_aside else text
 
 
 def _text(value) -> str:
@@ -131,19 +141,14 @@ def _color(error: float) -> str:
     return f"e{sum(abs(error) > bound for bound in BOUNDS)}"
 
 
-def _picture(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    draw(figure, buffer)
-    return buffer.getvalue()
-
-
 def _macros() -> dict:
     """Return the macros of report.html."""
     environment = Environment(autoescape=True, extensions=["jinja2.ext.do"])
     functions = {"number": number, "percent": percent, "color": _color, "text": _text}
     functions["base64"] = lambda content: base64.b64encode(content).decode("ascii")
     environment.filters |= functions
-    environment.globals |= functions | {"summary": summary, "shown": shown, "compared": compared}
+    environment.globals |= functions | {"summary": summary, "shown": shown, "num_compared": num_compared}
+    environment.globals |= {"verdicts": verdicts, "machines": machines, "compared": compared}
     environment.globals |= {"quoted": quoted, "notes": notes, "missing": MISSING, "aside": ASIDE, "folded": FOLDED}
     bounds = [f"{bound:.0%}" for bound in BOUNDS]
     environment.globals["labels"] = [*(f"up to {bound}" for bound in bounds), f"beyond {bounds[-1]}"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import reference
-from experiments.reproduce import machines, published, registry
+from experiments.reproduce import gate, machines, published, registry
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.problem import Problem
 from policy_search.systems import Setting, run_system, system
@@ -55,3 +55,7 @@ def test_a_baseline_by_name_is_as_slow_as_it_was_measured():
     assert rate == pytest.approx(published.all_rates()["pb005"], rel=0.01)
     assert run_system("deepspeed(weights_link=1)", setting).tokens_per_s > 1.5 * rate
     assert system("kv_only", setting).hardware == setting.machine
+
+
+def test_no_row_is_worse_or_stale():
+    assert gate.check("flexgen") == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experiments.reproduce import registry
+from experiments.reproduce import gate, registry
 from experiments.reproduce.cascade import accuracy as cascade_accuracy
 from experiments.reproduce.cascade import serving as cascade_serving
 from experiments.reproduce.cascade import setup as cascade_setup
@@ -67,3 +67,7 @@ def test_throughput_is_an_experiment_like_the_others():
     assert {"cascade-table4", "cascade-table5", "cascade-fig4", "cascade-fig6"} < set(registry.names())
     judged = found.rows[is_judged(found.rows)]
     assert list(judged["paper"]) == [8.9, 2.9, 1.7] and (judged["ours"] > 1).all()
+
+
+def test_no_row_is_worse_or_stale():
+    assert gate.check("cascade") == []

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from experiments import reference
-from experiments.reproduce import flexgen, registry
+from experiments.reproduce import flexgen, gate, registry
 from experiments.reproduce.calibrate import MOST_CONSTANTS
 from experiments.reproduce.infinigen import setup
+from experiments.reproduce.paper import values_of
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.problem import Problem
 from sim import catalogue, presets
@@ -24,7 +25,7 @@ ACCURACY = {"ih002", "ih009", *(f"ih{i:03d}" for i in range(12, 22)), "ih030", "
 @pytest.fixture(scope="module")
 def done() -> dict:
     """Every InfiniGen experiment, run once."""
-    return {name: make() for name, make in registry.experiments("infinigen.performance").items()}
+    return {name: registry.run(name) for name in registry.names("infinigen.performance")}
 
 
 def row(experiment, row_id: str):
@@ -53,7 +54,7 @@ def test_constants_are_few_inside_their_ranges_and_physical():
     assert constants["link_gb_per_s"].high <= 15.75  # PCIe 3.0 x16
     assert all(constants[name].high <= 1.0 for name in ("gemm", "memory", "conversion"))  # of the datasheet
     on_rows = [c for c in constants.values() if c.fitted_on]
-    assert len(on_rows) <= len(setup.CALIBRATE)
+    assert len(on_rows) < len(setup.CALIBRATE) + len(setup.UVM_ROWS)
     # A fit that ends at the edge of its range would mean that the model is wrong elsewhere.
     assert all(1.02 * c.low < c.value < 0.98 * c.high for c in on_rows)
 
@@ -213,6 +214,10 @@ def test_figures_have_data_and_context_rows_no_verdict(done):
     assert [name for name, one in done.items() if not one.figures] == ["infinigen-readings"]
 
 
+def test_no_row_is_worse_or_stale():
+    assert gate.check("infinigen") == []
+
+
 # ---- FlexGen's own table
 
 
@@ -246,7 +251,7 @@ def test_flexgen_on_a_t4(t4_rows):
 
 
 def test_flexgen_takes_over_the_fitted_share_of_4_bit_code():
-    assert setup.value("conversion") == pytest.approx(flexgen.CONVERSION, rel=0.05)
+    assert values_of(setup.constants())["conversion"] == pytest.approx(flexgen.CONVERSION, rel=0.05)
 
 
 def test_flexgen_mini_batches_are_its_gpu_batches():

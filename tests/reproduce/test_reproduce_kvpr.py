@@ -12,9 +12,8 @@ import pandas as pd
 import pytest
 
 from experiments import reference
-from experiments.reproduce import machines, registry
+from experiments.reproduce import gate, machines, registry
 from experiments.reproduce.calibrate import MOST_CONSTANTS
-from experiments.reproduce.experiment import Experiment
 from experiments.reproduce.kvpr import figures as kvpr_figures
 from experiments.reproduce.kvpr import latency as kvpr_latency
 from experiments.reproduce.kvpr import setup
@@ -38,9 +37,7 @@ LEFT_OUT: set[str] = set()
 EXPERIMENTS = registry.names("kvpr")
 
 
-@cache
-def experiment(name: str) -> Experiment:
-    return registry.run(name)
+experiment = registry.run
 
 
 @cache
@@ -347,3 +344,7 @@ def test_the_catalogues_a100_is_the_fit():
     assert replace(fresh, lines={}) == replace(kept, lines={})
     assert kept.lines["h2d"] == pytest.approx(fresh.lines["h2d"], rel=1e-3)
     assert setup.a100_link() == pytest.approx(setup.values_of(setup.fit_a100())["link_gb_per_s"], rel=1e-3)
+
+
+def test_no_row_is_worse_or_stale():
+    assert gate.check("kvpr") == []

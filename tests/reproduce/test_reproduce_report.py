@@ -14,18 +14,20 @@ import pandas as pd
 import pytest
 
 from experiments import reference
-from experiments.reproduce import registry, report
+from experiments.reproduce import gate, registry, report
 from experiments.reproduce.experiment import (
     Constant,
     Experiment,
     Figure,
     errors,
     is_judged,
-    num_aside,
     summary,
     table,
 )
+from experiments.reproduce.paper import PAPERS
+from figures import FORMATS
 from figures.reproduce import draw
+from figures.style import look
 from flexhybrid.core.errors import InputError
 
 ROWS = [
@@ -122,10 +124,19 @@ def test_table_fills_what_is_not_given_and_computes_errors():
 
 def test_summary_leaves_context_out():
     rows = table(ROWS)
-    assert summary(rows)[:1] + summary(rows)[4:] == (3, "OPT-6.7B, batch 64")
-    np.testing.assert_allclose(summary(rows)[1:4], [0.1, 0.25, -0.25])
-    np.testing.assert_allclose(summary(rows, "validate")[:4], [2, 0.135, 0.25, -0.25])
-    assert summary(rows, "")[0] == 0 and math.isnan(summary(rows, "").median)
+    every, held_out, others = summary(rows), summary(rows, "validate"), summary(rows, "")
+    assert (every.num_rows, every.worst_what) == (3, "OPT-6.7B, batch 64")
+    np.testing.assert_allclose([every.mean, every.median, every.worst], [0.37 / 3, 0.1, -0.25])
+    np.testing.assert_allclose([held_out.num_rows, held_out.mean, held_out.worst], [2, 0.135, -0.25])
+    assert others.num_rows == 0 and math.isnan(others.median) and others.in_words == "No row is held out."
+
+
+def test_coverage_counts_what_is_put_aside_or_not_computed():
+    lacking = [{**ROWS[1], "ours": math.nan}, {**ROWS[1], "aside": "again"}, {**ROWS[1], "aside": "arithmetic"}]
+    found = summary(table([*ROWS, *lacking]), "validate")
+    assert (found.num_rows, found.num_judged, found.num_aside) == (2, 3, 2)
+    assert found.coverage == pytest.approx(2 / 5)
+    assert "2 held-out rows" in found.in_words and "40% of" in found.in_words
 
 
 def test_the_page_is_self_contained(written):
@@ -148,17 +159,25 @@ def test_its_pictures_are_the_files_beside_it(written):
         pixels = matplotlib.image.imread(io.BytesIO(image), format="png")
         assert pixels.shape[0] > 300 and pixels.shape[1] > 800
         assert pixels[..., :3].min() < 0.2 and pixels[..., :3].std() > 0.05  # something is on it
-    assert sorted(path.name for path in folder.iterdir()) == sorted(
-        [*names, "report.html", "summary.csv", "fig-3.csv", "table-1.csv"]
-    )  # fmt: skip
+    files = [f"{name.removesuffix('png')}{ending}" for name in names for ending in FORMATS]
+    assert {path.name for path in folder.iterdir()} == {
+        *files,
+        "report.html",
+        "summary.csv",
+        "fig-3.csv",
+        "table-1.csv",
+    }
+    assert (folder / "fig-3-rate.pdf").read_bytes().startswith(b"%PDF")
+    assert "<svg" in (folder / "fig-3-rate.svg").read_text(encoding="utf-8")
 
 
 def test_its_numbers(written):
     _, page = written
     for words in (
         "OPT-6.7B, batch 64", "15", "−25.0%", "+2.0%", "+10.0%", "−50.0%", "123,457", "tokens/s", "Figure 3",
-        "Held out: 2 rows, median |error| 13.5%, worst −25.0% (OPT-6.7B, batch 64).",
-        "Fitted on: 1 row, median |error| 10.0%, worst +10.0%",
+        "Held out: 2 rows, |error| 13.5% in the mean, 13.5% in the median, worst −25.0% (OPT-6.7B, batch 64).",
+        "Fitted on: 1 row, |error| 10.0% in the mean, 10.0% in the median, worst +10.0%",
+        "All 4 held-out rows: |error| 13.5% in the mean",
         "launch_s", "5e-06", "1e-06 to 0.0001", "calibrate rows", "not fitted", "0.71", "decode only",
     ):  # fmt: skip
         assert words in page.text, words
@@ -267,31 +286,73 @@ def test_an_experiment_without_numbers_of_the_paper(tmp_path):
     ],
 )
 def test_every_kind_of_figure_is_drawn(figure):
-    buffer = io.BytesIO()
-    draw(figure, buffer)
-    assert buffer.getvalue().startswith(b"\x89PNG")
+    assert draw(figure)["png"].startswith(b"\x89PNG")
 
 
-def test_what_is_drawn_is_what_is_given(monkeypatch):
-    import figures.reproduce as drawing
+@pytest.fixture
+def axes_of(monkeypatch):
+    """(figure) -> the axes that were drawn."""
+    import figures.style as style
 
     shown = {}
-    monkeypatch.setattr(drawing.plt, "close", lambda canvas: shown.update(axes=canvas.axes[0]))
+    monkeypatch.setattr(style.plt, "close", lambda canvas: shown.update(axes=canvas.axes[0]))
+
+    def axes(figure):
+        draw(figure)
+        return shown["axes"]
+
+    return axes
+
+
+@pytest.mark.parametrize("rates", [[1.01, 1.02, 1.05, 1.11], [9.3, 8.8, 10.5, 14.0], [1, 40, 900, 30000], [99.5, 101]])
+def test_a_log_axis_has_numbers(axes_of, rates):
+    """Also where it spans less than a decade."""
+    frame = pd.DataFrame({"batch": range(1, len(rates) + 1), "rate": rates})
+    axes = axes_of(curve(frame=frame, paper=None, series=None, log_y=True))
+    low, high = axes.get_ylim()
+    numbers = [label.get_text() for label in axes.get_yticklabels() if low <= label.get_position()[1] <= high]
+    assert len([text for text in numbers if text]) >= 3
+
+
+def test_no_two_series_look_alike(axes_of):
+    looks = [look(index) for index in range(100)]
+    assert len({(one.color, one.marker) for one in looks}) == len({(one.color, one.hatch) for one in looks}) == 100
+    many = pd.concat([curve().frame.assign(system=f"s{i}", rate=i + 1.0) for i in range(14)])
+    drawn = [line for line in axes_of(curve(frame=many, paper=None)).lines if len(line.get_xdata())]
+    assert len({(line.get_color(), line.get_marker()) for line in drawn}) == 14
+    wide, narrow = pd.concat([curve().frame.assign(system="a"), curve().frame.assign(system="b")]), curve(paper=None)
+    drawn = [line for line in axes_of(replace(narrow, frame=wide)).lines if len(line.get_xdata())]
+    assert drawn[0].get_linewidth() > drawn[1].get_linewidth()  # one lies on the other, and both are seen
+
+
+def test_error_bars_reach_what_is_given(axes_of):
+    frame = curve().frame.assign(low=lambda rows: rows["rate"] - 0.5, high=lambda rows: rows["rate"] + 1)
+    for figure in (curve(frame=frame, paper=None), curve(frame=frame, paper=None, kind="bar")):
+        (stems,) = [one for one in axes_of(figure).collections if len(one.get_segments()) == 4]
+        np.testing.assert_allclose([stem[:, 1] for stem in stems.get_segments()], frame[["low", "high"]])
+
+
+def test_bars_over_a_log_axis_are_points(axes_of):
+    """Their height would mean nothing: the axis has no zero."""
+    axes = axes_of(replace(bars(), log_y=True))
+    assert not axes.patches and len(axes.lines) == 4
+
+
+def test_what_is_drawn_is_what_is_given(axes_of):
     shuffled = curve().frame.iloc[[2, 0, 3, 1]]
-    draw(replace(curve(), frame=shuffled), io.BytesIO())
-    paper, ours = shown["axes"].lines
+    paper, ours = axes_of(replace(curve(), frame=shuffled)).lines
     np.testing.assert_array_equal(ours.get_xydata(), [[1, 1], [2, 2], [4, 3.5], [8, 5]])
     np.testing.assert_allclose(paper.get_ydata(), [1.1, 2.2, 3.85, 5.5])
     assert paper.get_markerfacecolor() == "none" and paper.get_linestyle() == "--"
-    draw(bars(paper=bars().frame), io.BytesIO())
-    assert [patch.get_height() for patch in shown["axes"].patches] == [1, 3, 1, 3, 2, 4, 2, 4]
+    heights = [patch.get_height() for patch in axes_of(bars(paper=bars().frame)).patches]
+    assert heights == [1, 3, 1, 3, 2, 4, 2, 4]
 
 
 def test_rows_put_aside_are_shown_and_not_judged():
     aside = {**ROWS[1], "ours": 2000.0, "aside": "the paper contradicts it (note 16)"}
     rows = table([*ROWS, aside])
-    assert summary(rows, "validate") == summary(table(ROWS), "validate")
-    assert num_aside(rows) == 1 and is_judged(rows).tolist() == [True, True, True, False, False, False]
+    assert summary(rows, "validate")._replace(num_aside=0) == summary(table(ROWS), "validate")
+    assert summary(rows).num_aside == 1 and is_judged(rows).tolist() == [True, True, True, False, False, False]
     page = Page(report.rows_table(rows))
     assert "the paper contradicts it (note 16)" in page.text and "+9,900.0%" in page.text
     assert len([one for one in page.cells("td") if "n e" in one.get("class", "")]) == 3
@@ -314,7 +375,18 @@ def test_the_summary_has_every_row_with_a_number_but_context(written):
     folder, _ = written
     found = pd.read_csv(folder / "summary.csv")
     assert found["experiment"].tolist() == ["fig-3"] * 3 + ["table-1"] * 3
-    assert list(found.columns) == ["experiment", "what", "paper", "ours", "unit", "error", "role", "aside", "source"]
+    assert list(found.columns) == [
+        "experiment",
+        "what",
+        "system",
+        "paper",
+        "ours",
+        "unit",
+        "error",
+        "role",
+        "aside",
+        "source",
+    ]
     np.testing.assert_allclose(found["error"], [0.1, -0.25, 0.02] * 2)
 
 
@@ -322,12 +394,12 @@ def test_the_terminal_table_is_of_held_out_rows():
     row = registry._row(experiment(rows=table([*ROWS, {**ROWS[1], "aside": "again"}])))
     assert (row["num_held_out"], row["num_fitted"], row["num_aside"]) == (2, 1, 1)
     assert row["median_error"] == pytest.approx(0.135) and row["worst"] == "OPT-6.7B, batch 64"
-    every = registry._held_out([experiment(), experiment(name="two")])
-    assert every == {
-        "num_rows": 4,
-        "median_error": pytest.approx(0.135),
-        "within_10_percent": 2,
-        "beyond_30_percent": 0,
-    }
-    result = {"experiments": [row], "held_out": every, "report": "r.html", "summary": "s.csv"}
+    result = {"experiments": [row], "held_out": {"in_words": "All."}, "report": "r.html", "summary": "s.csv"}
     assert "13.5%" in registry.describe(result) and "aside: not judged" in registry.describe(result)
+
+
+@pytest.mark.parametrize("paper", PAPERS.values(), ids=list(PAPERS))
+def test_the_first_page_says_what_holds_of_each_paper_with_its_numbers(paper):
+    kept = gate.kept()
+    holds, fails = paper.verdict(kept.loc[kept["experiment"].str.startswith(f"{paper.key}-")])
+    assert holds and fails and not any("{" in text for text in (*holds, *fails))

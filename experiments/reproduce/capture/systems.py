@@ -3,13 +3,11 @@
 from functools import cache, partial
 
 import numpy as np
-import pandas as pd
 from scipy.stats import gmean
 
 from experiments.reproduce.capture import setup
-from experiments.reproduce.capture.figures import traffic_reduction
 from experiments.reproduce.capture.setup import MODELS, PROMPTS
-from experiments.reproduce.experiment import Experiment, Figure, Row, bars, table
+from experiments.reproduce.experiment import Experiment, Figure, Row, bars
 from experiments.reproduce.paper import CAPTURE, context, values_of
 from policy_search.systems import Setting, system
 from sim.simulate import simulate_many
@@ -275,35 +273,4 @@ def flexgen_link() -> Experiment:
         small=needed_rate(2.05, "OPT-6.7B"),
         large=needed_rate(2.33, "OPT-66B"),
         host_gb=host_gb,
-    )
-
-
-# ---- the headline ratios
-
-
-def error_factor(rows: pd.DataFrame) -> float:
-    """Return the geometric mean of the larger over the smaller of ours and the paper's, less 1."""
-    return float(np.exp(np.abs(np.log(rows["ours"] / rows["paper"])).mean()) - 1)
-
-
-#: The ratios that the papers' abstracts, introductions and section leads quote, once each.
-HEADLINES = ("ch020", "ch022", "ch023", "ch021", "ch026", "ch073", "ch074", "ch075", "ch076")
-
-
-def headlines() -> Experiment:
-    """HEADLINES beside ours, as context: each is judged in its own experiment."""
-    quoted = headline_rows()
-    for batch, row_id in ((32, "ch075"), (64, "ch076")):
-        quantity = f"cache traffic of FlexGen over hybrid_full, batch {batch}"
-        quoted += CAPTURE.headlines(row_id, traffic_reduction(batch), quantity)
-    chosen = {row["source"].split()[0]: row for row in quoted}
-    rows = table([chosen[row_id] | {"role": "context", "aside": ""} for row_id in HEADLINES])
-    worst = rows.loc[rows["error"].abs().idxmax()]
-    return CAPTURE.experiment(
-        "capture-headlines",
-        rows,
-        constants=setup.all_constants(),
-        factor=1 + error_factor(rows),
-        mean=gmean(rows["error"].abs()),
-        worst=worst,
     )

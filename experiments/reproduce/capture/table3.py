@@ -89,11 +89,11 @@ def _speedups(measured: pd.DataFrame) -> list[Row]:
     static, full = (dict(zip(MODELS, ours[variant] / ours["act_only"], strict=True)) for variant in VARIANTS[1:])
     mean, headlines = np.mean(list(static.values())), CAPTURE.headlines
     return [
-        *headlines("ch084 ch035", float(mean), "static over act_only, mean of four models", aside=_HALF_FITTED),
-        *headlines("ch085 ch036", static["OPT-6.7B"], "static over act_only, OPT-6.7B", aside=_FITTED),
-        *headlines("ch086 ch037", static["OPT-66B"], "static over act_only, OPT-66B"),
-        *headlines("ch087 ch038", full["OPT-30B"], "full over act_only, OPT-30B"),
-        *headlines("ch088 ch039", full["OPT-66B"], "full over act_only, OPT-66B"),
+        *headlines("ch084 ch035", float(mean), "hybrid_static over act_only, mean of four models", aside=_HALF_FITTED),
+        *headlines("ch085 ch036", static["OPT-6.7B"], "hybrid_static over act_only, OPT-6.7B", aside=_FITTED),
+        *headlines("ch086 ch037", static["OPT-66B"], "hybrid_static over act_only, OPT-66B"),
+        *headlines("ch087 ch038", full["OPT-30B"], "hybrid_full over act_only, OPT-30B"),
+        *headlines("ch088 ch039", full["OPT-66B"], "hybrid_full over act_only, OPT-66B"),
     ]
 
 

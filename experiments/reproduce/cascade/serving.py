@@ -6,7 +6,7 @@ from experiments import reference
 from experiments.reproduce.cascade import setup
 from experiments.reproduce.cascade.setup import FAMILIES, MODES, CascadeSystem
 from experiments.reproduce.cascade.setup import family as family_of
-from experiments.reproduce.experiment import Experiment, bars
+from experiments.reproduce.experiment import ARITHMETIC, Experiment, bars
 from experiments.reproduce.paper import CASCADE, context, judged
 from flexhybrid.cascade.cluster.energy import POWER
 
@@ -117,7 +117,8 @@ def figure4() -> Experiment:
         giant_s = light[CascadeSystem(name, "giant")].tail_latency_s
         direct, chain = (light[CascadeSystem(name, mode, way)].tail_latency_s / giant_s for way in ("direct", "chain"))
         quantity, paper = "99.9 % latency over the giant's, without queues", 1 + CASCADE.value(row_id) / 100
-        rows.append(judged(f"{name}, {mode}, direct: {quantity}", direct, paper, "x", f"{row_id} (Fig. 4b)"))
+        source, of_sizes = f"{row_id} (Fig. 4b)", f"{ARITHMETIC}: 1 and the ratio of two models' sizes"
+        rows.append(judged(f"{name}, {mode}, direct: {quantity}", direct, paper, "x", source, aside=of_sizes))
         rows.append(context(f"{name}, {mode}, chain: {quantity}, through every model", chain, "x"))
     for name in FAMILIES:
         for system in (CascadeSystem(name, "giant"), *(CascadeSystem(name, mode) for mode in MODES)):

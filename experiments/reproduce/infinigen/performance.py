@@ -5,12 +5,20 @@ import numpy as np
 from experiments.reproduce.experiment import ARITHMETIC, Experiment, Figure, Row, bars, lines
 from experiments.reproduce.infinigen import setup
 from experiments.reproduce.infinigen.setup import GENERATED, OPT_13B, PARTIAL_RATIO, POLICIES, PROMPT
-from experiments.reproduce.paper import INFINIGEN, context, contexts, points
-from flexhybrid.core.context.selection import INFINIGEN_TOKENS, kept_tokens
+from experiments.reproduce.paper import INFINIGEN, context, contexts, points, values_of
+from flexhybrid.core.context.selection import (
+    GROWS_AS,
+    REPORTED,
+    REPORTED_ALPHA,
+    counted_tokens,
+    kept_tokens,
+    selected_tokens,
+)
 from flexhybrid.core.model.shape import shape_by_name
 from sim import presets
 
 GIB = 2**30
+QUOTIENT = "the quotient of two rows that are judged in infinigen-fig15"
 #: Largest speedup over FlexGen at batch 8 (Fig. 16a).
 SEQUENCE_ROWS = {"InfiniGen": "ih053", "INT4": "ih054", "H2O": "ih055"}
 
@@ -68,7 +76,7 @@ def figure_14() -> Experiment:
     fused, own_s = sum(setup.uvm(20, h2o=True, eager=False)), sum(runs["InfiniGen"])
     least, most = min(gains, key=lambda name: gains[name]), max(gains, key=lambda name: gains[name])
     rows = [
-        INFINIGEN.headline("ih038", gains[least], f"least speedup of InfiniGen (here over {least})"),
+        INFINIGEN.headline("ih038", gains[least], f"least speedup of InfiniGen (here over {least})", aside=QUOTIENT),
         INFINIGEN.headline("ih039", gains[most], f"largest speedup of InfiniGen (here over {most})"),
     ]
     for name, (prefill_s, decode_s) in runs.items():
@@ -113,10 +121,10 @@ def figure_15() -> Experiment:
             rows.append(INFINIGEN.headline(row_id, rate, f"{name}, batch {batch}", batch=batch))
     over_int4, over_h2o = rates["InfiniGen"][-1] / rates["INT4"][-1], rates["InfiniGen"][0] / rates["H2O"][0]
     rows += [
-        INFINIGEN.headline("ih001", over_int4, "InfiniGen over INT4, batch 20", batch=20),
+        INFINIGEN.headline("ih001", over_int4, "InfiniGen over INT4, batch 20", batch=20, aside=QUOTIENT),
         INFINIGEN.headline("ih040", gains[least], f"least speedup of InfiniGen (here over {least[1]})", batch=least[0]),
         INFINIGEN.headline("ih041", gains[most], f"largest speedup of InfiniGen (here over {most[1]})", batch=most[0]),
-        INFINIGEN.headline("ih042", first, "first batch whose working set exceeds the GPU", batch=first),
+        INFINIGEN.headline("ih042", first, "first batch whose working set exceeds the GPU", aside=ARITHMETIC),
         context("UVM's working set there", setup.uvm_working_set_bytes(first) / GIB, "GiB", batch=first),
         context("UVM's throughput just below over the one there", jump, "x", batch=first),
         context("InfiniGen over H2O, batch 4", over_h2o, "x", batch=4),
@@ -147,7 +155,7 @@ def readings() -> Experiment:
     """Four readings of how the systems ran, each with constants of its own."""
     rows, verdict = [], []
     for reading in setup.READINGS:
-        link, compared = setup.value("link_gb_per_s", reading), _reading_rows(reading)
+        link, compared = values_of(setup.fitted(reading))["link_gb_per_s"], _reading_rows(reading)
         errors = [row["ours"] / row["paper"] - 1 for row in compared]
         mean, worst = float(np.mean(np.abs(errors))), max(errors, key=abs)
         rows += [
@@ -177,7 +185,7 @@ def figure_16a() -> Experiment:
     prompts = np.array([int(INFINIGEN.value(row_id)) for row_id in ("ih049", "ih050", "ih051", "ih052")])
     gains = setup.speedups(8, prompts)
     lengths = [int(n) + GENERATED for n in prompts]
-    known, counts = (column[1:] for column in INFINIGEN_TOKENS)
+    known, counts = (column[1:] for column in counted_tokens()[REPORTED][REPORTED_ALPHA])
     largest = 100 * max(tokens / length for length, tokens in zip(known, counts, strict=True))
     taken = [INFINIGEN.headline("ih028", largest, "InfiniGen's largest share of the cache, below")]
     for row_id, length, tokens in zip(("ih056", "ih057", "ih058", "ih059"), known, counts, strict=True):
@@ -186,7 +194,7 @@ def figure_16a() -> Experiment:
     for name, row_id in SEQUENCE_ROWS.items():
         rows.append(INFINIGEN.headline(row_id, gains[name].max(), f"{name} over FlexGen, at most"))
     of_h2o = int(kept_tokens(POLICIES["H2O"].selection, 2048, 2048, 2048))
-    rows.append(INFINIGEN.headline("ih060", of_h2o, "tokens that H2O loads of 2048 (whole blocks)"))
+    rows.append(INFINIGEN.headline("ih060", of_h2o, "tokens that H2O loads of 2048 (whole blocks)", aside=ARITHMETIC))
     rows += [row | {"role": "context"} for row in taken]
     rows += contexts(gains, lengths, "{series} over FlexGen, {x} tokens", "x")
     frame = points(gains, lengths, "length", "speedup", "system")
@@ -240,7 +248,7 @@ def figure_16b() -> Experiment:
         printed=INFINIGEN.value("ih061"),
         extra_ms=1000.0 * extra_s,
         tokens=tokens,
-        known=INFINIGEN_TOKENS[1][-1],
+        known=int(counted_tokens()[REPORTED][REPORTED_ALPHA][1][-1]),
         fig5=INFINIGEN.value("ih016"),
     )
 
@@ -249,12 +257,18 @@ def figure_16b() -> Experiment:
 
 
 def figure_17() -> Experiment:
-    """Latency and memory against the partial weight ratio."""
-    ratios = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    """Latency against alpha, latency and memory against the partial weight ratio."""
+    ratios, alphas = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9), np.arange(1.0, 10.0)
     batch, small = int(INFINIGEN.value("ih067")), shape_by_name("opt-6.7b")
-    seconds, memory, rows = {}, {}, []
+    seconds, memory, by_alpha, rows = {}, {}, {}, []
     for shape in (small, OPT_13B):
         model = shape.name.upper()
+        policies = [presets.infinigen(alpha, PARTIAL_RATIO, setup.CAP) for alpha in alphas]
+        runs = [setup.times("InfiniGen", batch, shape=shape, policy=policy) for policy in policies]
+        by_alpha[model] = [float(run.sum(axis=0)[0]) for run in runs]
+        for alpha, policy, run_s in zip(alphas, policies, by_alpha[model], strict=True):
+            share = 100 * float(selected_tokens(policy.selection, 2048)) / 2048
+            rows.append(context(f"{model}, alpha {alpha:g}", run_s, "s", percent_fetched_of_2048=share))
         policies = [presets.infinigen(setup.ALPHA, ratio, setup.CAP) for ratio in ratios]
         runs = [setup.times("InfiniGen", batch, shape=shape, policy=policy) for policy in policies]
         seconds[model] = [float(run.sum(axis=0)[0]) for run in runs]
@@ -271,23 +285,25 @@ def figure_17() -> Experiment:
         *rows,
     ]
 
-    def figure(name: str, y: str, values: dict, y_label: str) -> Figure:
-        frame = points(values, ratios, "ratio", y, "model")
-        return lines(name, frame, f"batch {batch}", "partial weight ratio", y_label)
+    def figure(name: str, values: dict, y_label: str, xs=ratios, x_label: str = "partial weight ratio") -> Figure:
+        return lines(name, points(values, xs, "x", "y", "model"), f"batch {batch}", x_label, y_label)
 
     spread = {model: max(values) / min(values) - 1 for model, values in seconds.items()}
     return INFINIGEN.experiment(
         "infinigen-fig17",
         rows,
         [
-            figure("latency", "seconds", seconds, "latency (s)"),
-            figure("memory", "gib", memory, "partial weights and keys (GiB)"),
+            figure("alpha", by_alpha, "latency (s)", alphas, "alpha"),
+            figure("latency", seconds, "latency (s)"),
+            figure("memory", memory, "partial weights and keys (GiB)"),
         ],
         setup.constants(),
         spreads=", ".join(
             f"{share:.1%} for {model} from {ratios[0]:g} to {ratios[-1]:g}" for model, share in spread.items()
         ),
         own_ratio=PARTIAL_RATIO,
+        growth=by_alpha[small.name.upper()][-1] / by_alpha[small.name.upper()][3],
+        grows_as=GROWS_AS,
     )
 
 

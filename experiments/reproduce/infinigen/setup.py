@@ -48,7 +48,9 @@ POLICIES: dict[str, Policy] = {
     "InfiniGen": presets.infinigen(ALPHA, PARTIAL_RATIO, CAP),
 }
 
-#: Rows that constants may be fitted on: the throughput of three systems at batch 4.
+#: Rows that constants may be fitted on: the throughput of three systems at batch 4, and the largest speedups over
+#: unified memory, by the batches they are largest of.
+UVM_ROWS = {"ih039": (20,), "ih041": (16, 20)}
 CALIBRATE = {"InfiniGen": "ih043", "INT4": "ih045", "H2O": "ih047"}
 VALIDATE = {"InfiniGen": "ih044", "INT4": "ih046", "H2O": "ih048"}
 
@@ -105,15 +107,26 @@ def fitted(reading: Reading = AS_RUN) -> tuple[Constant, ...]:
     return fit(free, ours, paper, f"batch 4 of InfiniGen, INT4 and H2O ({', '.join(CALIBRATE.values())})")
 
 
-def constants(reading: Reading = AS_RUN) -> tuple[Constant, ...]:
-    """Return all six of the testbed: three fitted, three set beforehand. Every other line is the catalogue's."""
+@cache
+def fault_rate() -> Constant:
+    """Fit the rate at which unified memory migrates its pages on UVM_ROWS."""
+    rows = pd.concat([reference.rows("infinigen_headlines", id=row_id) for row_id in UVM_ROWS])
+    paper = reference.check_role(rows, "calibrate")["value"].to_numpy()
+
+    def ours(values: dict[str, float]) -> np.ndarray:
+        over = {batch: sum(uvm(batch, **values)) / times("InfiniGen", batch).sum() for batch in (16, 20)}
+        return np.array([max(over[batch] for batch in batches) for batches in UVM_ROWS.values()])
+
+    return fit((INFINIGEN.constant("fault_gb_per_s", 4.0),), ours, paper, f"speedups over UVM ({', '.join(UVM_ROWS)})")[
+        0
+    ]
+
+
+def constants() -> tuple[Constant, ...]:
+    """Return all six of the testbed: four fitted, two set beforehand. Every other line is the catalogue's."""
     efficiency = catalogue.load("rtx-a6000").notes["efficiency"]
-    priors = {"gemm": efficiency["gemm"], "memory": efficiency["memory"], "fault_gb_per_s": 4.1}
-    return (*fitted(reading), *(INFINIGEN.constant(name, number) for name, number in priors.items()))
-
-
-def value(name: str, reading: Reading = AS_RUN) -> float:
-    return values_of(constants(reading))[name]
+    priors = (INFINIGEN.constant(name, efficiency[name]) for name in ("gemm", "memory"))
+    return (*fitted(), fault_rate(), *priors)
 
 
 @cache
@@ -177,15 +190,16 @@ def uvm_hardware(hardware: Hardware) -> Hardware:
 
 
 @cache
-def uvm(batch: int, h2o: bool = False, eager: bool = True) -> tuple[float, float]:
-    """Return (prefill, decode) seconds of unified memory with OPT-13B.
+def uvm(batch: int, h2o: bool = False, eager: bool = True, fault_gb_per_s: float | None = None) -> tuple[float, float]:
+    """Return (prefill, decode) seconds of unified memory with OPT-13B, by default at the fitted rate of its pages.
 
     ``h2o``: only H2O's share is kept after the prefill, and then fits the device. ``eager`` False: prefill attention
     in one kernel, as for the other systems.
     """
+    fault_gb_per_s = fault_gb_per_s or fault_rate().value
     hardware = uvm_hardware(testbed()) if eager else testbed()
     setting = Setting(Problem(shape=OPT_13B, hardware=hardware), batch, PROMPT, GENERATED)
-    made = system(f"uvm(fault_gb_per_s={value('fault_gb_per_s')})", setting)
+    made = system(f"uvm(fault_gb_per_s={fault_gb_per_s})", setting)
     outcome = simulate(Problem(shape=OPT_13B, hardware=made.hardware), made.policy, batch, PROMPT, GENERATED)
     if not h2o:
         return outcome.prefill_s, outcome.decode_s

@@ -1,12 +1,15 @@
 """How many cached tokens a selection looks at, and how many it keeps.
 
-The numbers of a speculative selection depend on the model and its text. Until a policy names the share that was
-measured on the model (``flexhybrid accuracy`` has it layer by layer), they are those that InfiniGen reports for OPT-13B
-at alpha 4 (Sec. 5.3): 37, 60, 66 and 73 tokens of 512, 1,024, 1,536 and 2,048.
+The numbers of a speculative selection depend on the model, its text and alpha. selected_tokens.csv has what was
+measured (``flexhybrid accuracy``) or reported, by model and alpha; a policy may name a share of its own.
 """
 
+import csv
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -22,8 +25,40 @@ WHOLE_LAYERS = 2
 
 _ROUNDING = 1e-9  #: of a share times a count: 0.2 of 35 tokens are 7
 
-#: (context tokens, tokens scored above max − 4), averages over layers and heads.
-INFINIGEN_TOKENS = ((0, 512, 1024, 1536, 2048), (0, 37, 60, 66, 73))
+#: Whose tokens stand for a model that has none in the file: InfiniGen reports its (Sec. 5.3), at REPORTED_ALPHA alone.
+#: With alpha they are taken to grow as GROWS_AS's do, of the measured models the nearest in family and length.
+REPORTED, REPORTED_ALPHA, GROWS_AS = "opt-13b", 4.0, "opt-stdlib-2k"
+
+
+@cache
+def counted_tokens() -> Mapping[str, Mapping[float, tuple[list[float], list[float]]]]:
+    """Return model -> alpha -> (lengths of a context, tokens of it scored above max - alpha), means over layers that
+    choose and their heads, from no token at all."""
+    counted: dict[str, dict[float, tuple[list[float], list[float]]]] = {}
+    with (Path(__file__).parent / "selected_tokens.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            lengths, tokens = counted.setdefault(row["model"], {}).setdefault(float(row["alpha"]), ([0.0], [0.0]))
+            lengths.append(float(row["context"]))
+            tokens.append(float(row["tokens"]))
+    return counted
+
+
+def _tokens_at(model: str, alpha: float, context: np.ndarray) -> np.ndarray:
+    """Return a model's tokens at an alpha that it was counted at; the share of the longest context stays beyond it."""
+    lengths, tokens = counted_tokens()[model][alpha]
+    inside = np.interp(context, lengths, tokens)
+    return np.where(context > lengths[-1], context * tokens[-1] / lengths[-1], inside)
+
+
+def _scored_tokens(model: str, alpha: float, context: np.ndarray) -> np.ndarray:
+    """Return a model's tokens above max - alpha, on straight lines between the alphas that it was counted at; none at
+    alpha 0, and the last line goes on."""
+    alphas = sorted(counted_tokens()[model])
+    i = min(max(1, int(np.searchsorted(alphas, alpha))), len(alphas) - 1)
+    if alpha <= alphas[0]:
+        return _tokens_at(model, alphas[0], context) * alpha / alphas[0]
+    low, high = (_tokens_at(model, alphas[place], context) for place in (i - 1, i))
+    return low + (high - low) * (alpha - alphas[i - 1]) / (alphas[i] - alphas[i - 1])
 
 
 def _given(number: float | None) -> float:
@@ -33,21 +68,26 @@ def _given(number: float | None) -> float:
     return number
 
 
-def selected_tokens(selection: Selection, context):
+def selected_tokens(selection: Selection, context, model: str = ""):
     """Tokens of a context that a speculative selection fetches in a layer, on average; arrays allowed.
 
-    Beyond the last measured context the share of the last stays. ``max_fraction`` caps the number.
+    Those that the model was counted to score, by selected_tokens.csv; of a ``model`` that is not in it, REPORTED's,
+    which grow with alpha as GROWS_AS's. ``expected_fraction`` says otherwise, and ``max_fraction`` caps the number.
     """
-    lengths, counts = INFINIGEN_TOKENS
     context = np.asarray(context, dtype=np.float64)
     if selection.expected_fraction is not None:
         expected = np.ceil(selection.expected_fraction * context - _ROUNDING)
         return np.clip(expected, 1.0, most_selected(selection, context))
-    if selection.alpha == math.inf:
+    alpha = _given(selection.alpha)
+    if alpha == math.inf:
         return most_selected(selection, context)
-    inside = np.interp(context, lengths, counts)
-    measured = np.where(context > lengths[-1], context * counts[-1] / lengths[-1], inside)
-    return np.minimum(np.ceil(measured), most_selected(selection, context))
+    if model in counted_tokens() and model != REPORTED:
+        scored = _scored_tokens(model, alpha, context)
+    else:
+        one = np.ones(())  # a share: the growth is that of the longest context
+        growth = _scored_tokens(GROWS_AS, alpha, one) / _scored_tokens(GROWS_AS, REPORTED_ALPHA, one)
+        scored = _tokens_at(REPORTED, REPORTED_ALPHA, context) * growth
+    return np.clip(np.ceil(scored - _ROUNDING), 1.0, most_selected(selection, context))
 
 
 def most_selected(selection: Selection, context):

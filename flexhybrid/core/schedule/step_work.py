@@ -65,7 +65,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
     context = step.attention_tokens - step.computed_width
     selected = None
     if policy.selection.method == "speculative" and not step.prefill:
-        selected = int(selected_tokens(policy.selection, context))
+        selected = int(selected_tokens(policy.selection, context, wave.problem.shape.name))
     window = step.window
     if window is not None and (step.context + step.new_tokens).max() <= window:
         window = None  # nothing lies before it

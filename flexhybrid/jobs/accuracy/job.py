@@ -18,7 +18,7 @@ import pandas as pd
 from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.context.selection import kept_tokens
+from flexhybrid.core.context.selection import first_choosing, kept_tokens
 from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.policy import Policy, Selection
@@ -64,6 +64,7 @@ class AccuracyRun:
     cosine: np.ndarray | None  #: None for the full cache, and where attention is not on the device
     looked_at: np.ndarray | None
     moved: float  #: bytes loaded for the context over those of all its keys and values in the compute dtype
+    selection: Selection
 
 
 def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
@@ -176,6 +177,7 @@ def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCac
         seen.cosine.cpu().numpy() if watched else None,
         seen.looked_at.cpu().numpy() if watched else None,
         float(seen.moved_bytes[0] / cache_bytes),
+        llm.settled_policy.selection,
     )
 
 
@@ -183,10 +185,13 @@ def _row(run: AccuracyRun, full: AccuracyRun, tokens: slice) -> dict:
     """Return means over a range of the answer's tokens. The prompt alone gives the first one, without a cache."""
     steps = slice(max(tokens.start or 0, 1) - 1, None if tokens.stop is None else tokens.stop - 1)
     logprobs, reference = run.logprobs[:, tokens], full.logprobs[:, tokens]
+    of_texts = np.exp(reference.mean(axis=1) - logprobs.mean(axis=1))
     return {
         "policy": run.policy,
         "perplexity": math.exp(-logprobs.mean()),
         "over_full": math.exp(reference.mean() - logprobs.mean()),
+        "over_full_low": float(of_texts.min()),
+        "over_full_high": float(of_texts.max()),
         "agreement": float((run.greedy[:, tokens] == full.greedy[:, tokens]).mean()),
         "cosine": None if run.cosine is None else float(run.cosine[steps].mean()),
         "looked_at": None if run.looked_at is None else float(run.looked_at[steps].mean()),
@@ -198,7 +203,11 @@ def _policy_row(run: AccuracyRun, full: AccuracyRun) -> dict:
         return None if values is None else values.mean(0).tolist()
 
     layers = {"cosine_by_layer": by_layer(run.cosine), "looked_at_by_layer": by_layer(run.looked_at)}
-    return {**_row(run, full, slice(None)), "moved": run.moved, **layers}
+    row = {**_row(run, full, slice(None)), "moved": run.moved, **layers}
+    if run.selection.method == "speculative" and run.looked_at is not None and run.selection.alpha != math.inf:
+        chosen = run.looked_at[..., int(first_choosing(run.selection)) :]
+        row |= {"alpha": run.selection.alpha, "fetched": float(chosen.mean())}  # for infinigen(expected=accuracy.json)
+    return row
 
 
 def _chunk_rows(run: AccuracyRun, full: AccuracyRun, prompt: int) -> Iterator[dict]:

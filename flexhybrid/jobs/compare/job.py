@@ -61,7 +61,12 @@ INSIDE = (0.05, 0.9)  #: an ACT share between these is a mix
 
 RESULT_FILES = (
     *("compare.json", "exactness.csv", "speed.csv", "sweep.csv", "breakdown.csv"),
-    *("throughput.png", "timeline.png", "breakdown.png", "traffic.png", "trace.json"),
+    *(
+        f"{name}.{ending}"
+        for name in ("throughput", "timeline", "breakdown", "traffic")
+        for ending in ("png", "pdf", "svg")
+    ),
+    "trace.json",
     *("hardware-cpu.json", "hardware-cuda.json"),
 )
 
@@ -349,6 +354,7 @@ def _row(m: MeasuredPolicy, virtual: list[TraceEvent], setting: ComparisonSettin
 def _breakdown(m: MeasuredPolicy, virtual: list[TraceEvent]) -> dict:
     """Return the breakdown of a decode step on either clock; measured in the round nearest to the median."""
     measured = breakdown(m.traces[m.median_round], m.summaries[m.median_round])
+    measured["step_rounds_s"] = [one.decode_s / (one.num_iterations - 1) for one in m.summaries]
     return {"policy": m.policy.name, "predicted": breakdown(virtual), "measured": measured}
 
 
@@ -385,7 +391,8 @@ def _write(result: dict, chosen: MeasuredPolicy, virtual: list[TraceEvent], sett
 
     traces = {"predicted": virtual, "measured": chosen.traces[chosen.median_round]}
     save_chrome_trace(out / "trace.json", traces)
-    draw.timeline(out / "timeline.png", traces, iteration=3)
+    drawn = {f"{chosen.policy.name}, {clock}": trace for clock, trace in traces.items()}
+    draw.timeline(out / "timeline.png", drawn, iteration=3)
     draw.breakdown(out / "breakdown.png", result["breakdown"])
     draw.traffic(out / "traffic.png", result["breakdown"])
     if not result["sweep"]:

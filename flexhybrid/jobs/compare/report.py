@@ -148,9 +148,9 @@ class Report:
     def end(self, result: dict, out: Path) -> None:
         tables = "exactness.csv, speed.csv" + (", sweep.csv, throughput.png" if result["sweep"] else "")
         self.say(
-            f"\nWritten to {out}: compare.json, {tables}, breakdown.csv, timeline.png, breakdown.png, "
-            "traffic.png, trace.json (open it at ui.perfetto.dev), and this machine as it was measured for the model's "
-            f"sizes, hardware-{result['device']}.json (for --hardware). {result['seconds']:.0f} s."
+            f"\nWritten to {out}: compare.json, {tables}, breakdown.csv, timeline.png, breakdown.png, traffic.png (and "
+            "as PDF and SVG), trace.json (open it at ui.perfetto.dev), and this machine as it was measured for the "
+            f"model's sizes, hardware-{result['device']}.json (for --hardware). {result['seconds']:.0f} s."
         )
 
 
