@@ -142,7 +142,7 @@ def _uvm(setting: Setting, fault_gb_per_s: float = 4.0) -> System:
     return System("uvm", migrating, replace(hardware, lines=lines))
 
 
-def _infinigen(setting: Setting, expected: float | str | None = None, **options) -> Policy:
+def _infinigen(setting: Setting, expected: float | str | None = None, **options) -> Policy | System:
     """InfiniGen. ``expected`` may be a file of ``flexhybrid accuracy``: what was fetched at alpha."""
     if isinstance(expected, str):
         expected = _measured_share(Path(expected), float(options.get("alpha", 4.0)))

@@ -37,16 +37,16 @@ def kept() -> pd.DataFrame:
     return rows
 
 
-def _of(rows: pd.DataFrame, papers: Sequence[str]) -> pd.Series:
-    return rows["experiment"].str.split("-").str[0].isin(papers)
+def _of(rows: pd.DataFrame, papers: Sequence[str]) -> np.ndarray:
+    return rows["experiment"].str.split("-").str[0].isin(papers).to_numpy()
 
 
 def worse(before: pd.DataFrame, after: pd.DataFrame) -> list[str]:
     """Return what a change has worsened: rows that have no number any more, and systems whose median |error| in a paper
     has grown by more than WORSE, with the rows that are further off than before."""
     old, new = _by_row(before), _by_row(after)
-    numbers = new["ours"].reindex(old.index)
-    lost = old.index[old["ours"].notna() & numbers.isna() & is_judged(old)]
+    ran, runs = old["ours"].notna().to_numpy(), new["ours"].reindex(old.index).notna().to_numpy()
+    lost = old.index[ran & ~runs & is_judged(old)]
     found = [f"no number any more: {_name(row)} (was {old.loc[row, 'ours']:.5g})" for row in lost]
     for group, of_system in old.loc[is_judged(old)].groupby(["key", "system"]):
         now = new.loc[(new["key"] == group[0]) & (new["system"] == group[1]) & is_judged(new)]
@@ -54,10 +54,8 @@ def worse(before: pd.DataFrame, after: pd.DataFrame) -> list[str]:
         if is_now > (1 + WORSE) * median + SLACK:
             errors = pd.DataFrame({"was": of_system["error"], "is": now["error"]})
             further = errors.loc[errors.isna().any(axis=1) | (errors["is"].abs() > errors["was"].abs() * (1 + SAME))]
-            rows = "; ".join(
-                f"{_name(row)} {_percent(was)} -> {_percent(now)}" for row, was, now in further.itertuples()
-            )
-            found.append(f"{' '.join(group)}: median |error| {median:.1%} -> {is_now:.1%}: {rows}")
+            pairs = [f"{_name(row)} {_percent(was)} -> {_percent(error)}" for row, was, error in further.itertuples()]
+            found.append(f"{' '.join(group)}: median |error| {median:.1%} -> {is_now:.1%}: {'; '.join(pairs)}")
     return found
 
 

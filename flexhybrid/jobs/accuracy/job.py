@@ -177,7 +177,7 @@ def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCac
         seen.cosine.cpu().numpy() if watched else None,
         seen.looked_at.cpu().numpy() if watched else None,
         float(seen.moved_bytes[0] / cache_bytes),
-        llm.settled_policy.selection,
+        selection=llm.settled_policy.selection,
     )
 
 
