@@ -1,25 +1,24 @@
 """The ``flexhybrid`` command. Errors of the user's are one clear line on stderr and exit status 2."""
 
 import argparse
+import functools
 import itertools
 import json
 import math
 import os
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from flexhybrid import __version__
 from flexhybrid.cascade.cli import add_cascade
-from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.model.shape import shape_from_config
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.hardware import add_hardware
 from flexhybrid.jobs.options import budgets_from, options_from, split_names
 from flexhybrid.jobs.paths import check_checkpoint, check_file, check_writable
+from flexhybrid.jobs.predicting import add_predicting
 from flexhybrid.jobs.progress import lost_interrupts_again
 from flexhybrid.jobs.run.cli import DISK_DIR_HELP, add_doctor, add_run
 
@@ -110,9 +109,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_run(commands, _common)
     add_doctor(commands)
     add_hardware(commands)
-    _add_simulate(commands)
-    _add_search(commands)
-    _add_sweep(commands)
+    add_predicting(commands)
     _add_reproduce(commands)
     _add_accuracy(commands)
     for command in [*commands.choices.values(), *add_cascade(commands)]:
@@ -132,63 +129,6 @@ def _add_skew(commands) -> None:
     parser.add_argument("--out", type=Path, required=True, help="new folder for the skewed checkpoint")
     parser.add_argument("--tokens", type=int, default=2048, help="most tokens of the text that are used (2048)")
     parser.set_defaults(run=_skew)
-
-
-def _add_simulate(commands) -> None:
-    parser = commands.add_parser(
-        "simulate",
-        help="predict one run of one system, without running a model",
-        description="Predict throughput, latency, memory, traffic and utilisation of a system. Systems: kv_only, "
-        "act_only, hybrid(0.4), capture, flexgen, deepspeed, accelerate, kvpr_row, kvpr_column, token_recompute(0.2), "
-        "int4 (4-bit keys and values; native weights), h2o(0.2), h2o(0.2, whole_layers=0), infinigen, uvm, "
-        "fastdecode(gpus=4), ideal, …; a wrong name lists all.",
-    )
-    parser.add_argument("--system", help="by name, options as in a call, or a JSON file (capture)")
-    _model_and_machine(parser)
-    parser.add_argument("--batch", type=int, help="requests; with --lengths, at a time at most (1024)")
-    parser.add_argument("--policy", type=Path, help="a policy JSON file in place of --system")
-    parser.add_argument(
-        "--clock", choices=("closed", "virtual"), default="closed",
-        help="closed form in milliseconds, or the executor's own stream task by task (closed)",
-    )  # fmt: skip
-    parser.set_defaults(run=_simulate)
-
-
-def _add_search(commands) -> None:
-    parser = commands.add_parser(
-        "search",
-        help="find the best policy for a model, a machine and a workload",
-        description="Search placement over three tiers, KV:ACT mix, compression, batch, mini-batch and schedule.",
-    )
-    _model_and_machine(parser)
-    parser.add_argument("--batch", type=int, help="requests, with --lengths at a time (as many as pay)")
-    parser.add_argument("--max-batch", type=int, default=1024, help="most requests to try (1024)")
-    parser.add_argument("--objective", choices=("throughput", "latency"), default="throughput")
-    parser.add_argument("--lossless", action="store_true", help="only what gives the very same tokens: native bits")
-    parser.add_argument("--selection", help="infinigen(…), to be used where it is faster; expected=SHARE as measured")
-    parser.add_argument("--time-limit", type=float, help="seconds after which the best so far is taken")
-    parser.add_argument(
-        "--no-confirm", dest="confirm", action="store_false", help="do not walk the winner on the virtual clock"
-    )
-    parser.add_argument("--save-policy", type=Path, help="write the policy to this JSON file, in a folder that exists")
-    parser.add_argument("--lp", type=Path, help="write the winner's linear program, rows named, to this .lp file")
-    parser.set_defaults(run=_search)
-
-
-def _add_sweep(commands) -> None:
-    parser = commands.add_parser(
-        "sweep",
-        help="simulate all combinations of a grid file",
-        description="A JSON or TOML file gives lists for system, model, hardware, batch, prompt_len, gen_len (and "
-        "dtype, clock). A stopped sweep goes on with the same command.",
-    )
-    parser.add_argument("grid", type=Path, help="grid file")
-    parser.add_argument("--out", type=Path, help="table to write, .csv or .parquet (the grid's name, .csv)")
-    parser.add_argument("--workers", type=int, help="processes (all cores)")
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="ray: on a Ray cluster (local)")
-    parser.add_argument("--fresh", action="store_true", help="drop what a stopped sweep has kept")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.set_defaults(run=_sweep)
 
 
 def _add_reproduce(commands) -> None:
@@ -228,32 +168,6 @@ def _add_accuracy(commands) -> None:
     parser.add_argument("--disk-dir", type=Path, metavar="DIR", help=DISK_DIR_HELP)
     parser.add_argument("--out", type=Path, default=Path("results/accuracy"), help="folder (results/accuracy)")
     parser.set_defaults(run=_accuracy)
-
-
-def _model_and_machine(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="a shape by name (opt-30b, llama-2-70b), or a config.json")
-    parser.add_argument("--hardware", required=True, help="a machine by name (rtx4090, t4, local), or a hardware file")
-    parser.add_argument("--prompt-len", type=int, help="tokens of each prompt")
-    parser.add_argument("--gen-len", type=int, help="tokens each request generates")
-    parser.add_argument(
-        "--lengths", type=Path, metavar="FILE",
-        help="in place of these: a queue of requests that join as others end, as CSV with a header or JSON lines of "
-        "prompt_tokens, max_tokens and, if known, answer_tokens, prefix and prefix_tokens (what prompts begin with "
-        "alike: a name, and how long it is), or as lines of OpenAI's Batch format, counted by the tokenizer beside "
-        "--model (a config.json)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--answer-tokens", type=float, metavar="MEAN",
-        help="mean of the answers, where the file does not name them (as many as they may have)",
-    )  # fmt: skip
-    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="(float16; local: the profile's)")
-    for tier in TIERS:
-        parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (the machine's)")
-    parser.add_argument("--link-gb-per-s", type=float, help="rate of the link, both directions (the machine's)")
-    parser.add_argument("--disk-gb-per-s", type=float, help="rate of the disk, both directions (the machine's)")
-    parser.add_argument(
-        "--gemm-tflops", type=float, help="10^12 operations a second of matrix products (the machine's)"
-    )
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -318,99 +232,6 @@ def _skew(args) -> dict:
     return done
 
 
-def _note(line: str) -> None:
-    print(f"flexhybrid: {line}", file=sys.stderr)
-
-
-def _lengths(args) -> Workload | None:
-    """Return the queue of --lengths; None without it. Raise InputError for flags that say lengths twice."""
-    if args.lengths is None:
-        if args.answer_tokens is not None:
-            raise InputError("--answer-tokens is of --lengths; --gen-len says how long answers of one length are")
-        return None
-    if args.prompt_len is not None or args.gen_len is not None:
-        raise InputError("--lengths says how long requests are: leave --prompt-len and --gen-len out")
-    from flexhybrid.jobs.lengths import read_lengths
-
-    return read_lengths(args.lengths, args.model, args.answer_tokens)
-
-
-def _simulate(args) -> dict:
-    from flexhybrid.jobs.rates import RATES, describe_rates
-    from flexhybrid.jobs.simulate import (
-        asked_record,
-        describe,
-        describe_queue,
-        machine_asked,
-        run_simulate,
-        run_simulate_queue,
-    )
-
-    if args.policy and args.system:
-        raise InputError(f"--policy {args.policy} and --system {args.system}: give one of them")
-    keys = ("system", "model", "hardware", "batch", "prompt_len", "gen_len", "dtype", "clock", *RATES)
-    point = {key: getattr(args, key) for key in keys}
-    point["system"] = args.system or "capture"
-    budgets = budgets_from(args)
-    if (workload := _lengths(args)) is not None:
-        outcome = run_simulate_queue(point, workload, args.policy, budgets, _note)
-        args.show(describe_queue(outcome))
-    else:
-        outcome = run_simulate(point, args.policy, budgets, _note)
-        args.show(describe(outcome))
-    machine = machine_asked(point, budgets)
-    args.show(describe_rates(machine))
-    if args.policy:
-        point["system"] = str(args.policy)
-    return asked_record(machine, _asked(args, point), budgets) | outcome.to_dict()
-
-
-def _asked(args, point: dict) -> dict:
-    """Return what a prediction was asked for, with the files that say it."""
-    files = {"lengths": args.lengths and str(args.lengths), "answer_tokens": args.answer_tokens}
-    return point | files
-
-
-def _search(args) -> dict:
-    from flexhybrid.core.files import check_new_file, save_text
-    from flexhybrid.jobs.rates import RATES, describe_rates
-    from flexhybrid.jobs.search import PolicySearchOptions, describe_search, run_search, search_queue, search_record
-    from flexhybrid.jobs.simulate import asked_record, describe_queue, machine_asked
-
-    names = ("model", "hardware", "batch", "max_batch", "prompt_len", "gen_len", "dtype", "objective", "lossless")
-    asked = {name: getattr(args, name) for name in (*names, "selection", "time_limit", *RATES)}
-    options = options_from(PolicySearchOptions, args, budgets=budgets_from(args), lengths=_lengths(args))
-    for path in (args.save_policy, args.lp):
-        if path:
-            check_new_file(path)  # before the work
-    if options.lengths is not None:
-        choice = search_queue(options, _note)
-        if args.save_policy:
-            save_text(args.save_policy, choice.system.policy.to_json())
-        args.show(describe_queue(choice))
-        args.show(describe_rates(choice.system.hardware))
-        return asked_record(choice.system.hardware, _asked(args, asked), options.budgets) | choice.to_dict()
-    report = run_search(options, _note)
-    if args.save_policy:
-        save_text(args.save_policy, report.found.policy.to_json())
-    args.show(describe_search(report))
-    machine = machine_asked(asked, options.budgets)
-    args.show(describe_rates(machine))
-    return asked_record(machine, _asked(args, asked), options.budgets) | search_record(report)
-
-
-def _sweep(args) -> dict:
-    from flexhybrid.jobs.sweep.job import SweepOptions
-    from flexhybrid.jobs.sweep.simulated import sweep_grid
-
-    options = options_from(SweepOptions, args, quiet=args.quiet or args.json)
-    summary = sweep_grid(args.grid, args.out or args.grid.with_suffix(".csv"), options)
-    resumed = f", {summary.num_resumed} kept from before" if summary.num_resumed else ""
-    failed = f", {summary.num_errors} cannot run (column error)" if summary.num_errors else ""
-    args.show(f"{summary.num_points} points in {summary.seconds:.1f} s{resumed}{failed}: {summary.path}")
-    return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(summary).items()}
-
-
 def _reproduce(args) -> dict:
     from experiments.reproduce import registry
 
@@ -454,7 +275,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     args = parser.parse_args(argv)
-    args.show = (lambda text: None) if args.json else print  # what a command tells people, besides its record
+    # what a command tells people, besides its record, as soon as it knows it
+    args.show = (lambda text: None) if args.json else functools.partial(print, flush=True)
     args.began = began  # what a command says of its own seconds has its imports in them
     try:
         with lost_interrupts_again():

@@ -129,7 +129,7 @@ class BranchAndBound:
         """Evaluate given policies where their lower bound allows that they are better: on the batch asked for, else on
         their own, else on powers of two."""
         for policy in seeds:
-            if not self.problem.space.allows(policy):
+            if not self.problem.allows(policy):
                 continue
             if len(batches) == 1 or policy.max_batch is None:
                 sizes = batches[np.log2(batches) % 1 == 0] if len(batches) > 1 else batches
@@ -142,8 +142,9 @@ class BranchAndBound:
     def favour_resident(self, batches: np.ndarray, mini_batch_tokens, margin: float) -> None:
         """Make everything on the device the incumbent, in its best batch and mini-batches, where the space allows it
         and it fits: another policy must be faster by more than ``margin``, a share of its own speed."""
-        policy, problem = resident(), self.problem
-        if not problem.space.allows(policy):
+        problem = self.problem
+        policy = replace(resident(), **dict(problem.space.kept))
+        if not problem.allows(policy):
             return
         option, staying = Option.of(policy), list[EvaluatedPolicy]()
 
@@ -306,7 +307,8 @@ class BranchAndBound:
         self.take(self.evaluator.evaluate(policies, self.seconds))
 
     def _can_mix(self, policy: UnplacedPolicy) -> bool:
-        return policy.option.attention == "device" and all(entry in self.problem.entries for entry in policy.entries)
+        free = policy.option.attention == "device" and self.problem.space.mix is None
+        return free and all(entry in self.problem.entries for entry in policy.entries)
 
     def _grid_of(self, policy: UnplacedPolicy) -> ChoiceGrid:
         """Return the policy's choice as a grid of its own."""

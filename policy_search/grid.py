@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from flexhybrid.core.context.cache_entries import TIERS, representation_of
+from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.task import RESOURCES
 from policy_search.search_problem import NATIVE, Option, SearchProblem
@@ -96,6 +97,7 @@ class ChoiceGrid:
         """Return seconds and bytes, [placements, pairs, rows], with the weights in each of ``placements``."""
         problem, count = self.problem, len(placements)
         device, _, disk = np.repeat(np.array(placements).T, len(self.batch), axis=1)
+        fields = dict(problem.space.kept) | fields
         policy, batch = Policy(cache=cache, bits=Bits(*bits), **fields), np.tile(self.batch, count)
         tokens = np.tile(self.mini_batch_tokens, count)
         candidates = problem.candidates(policy, batch, tokens, weights_device=device, weights_disk=disk)
@@ -122,6 +124,21 @@ class ChoiceGrid:
             return (mixed - (1 - TOK_SHARE) * host) / TOK_SHARE
         widths = (NATIVE, bits, NATIVE) if representation_of(entry) == "kv" else (NATIVE, NATIVE, bits)
         return self._evaluate({entry: 1.0}, bits=widths)[0] - self.reference
+
+    def _mix_term(self, kv_bits, act_bits) -> np.ndarray:
+        """Return the term of the cache that is kept. How both(…) splits depends on the weights: its seconds are bounded
+        by the copy that costs less."""
+        mix, widths = self.problem.space.mix or {}, (NATIVE, kv_bits, act_bits)
+        term = self._evaluate(mix, bits=widths)[0] - self.reference
+        copies = {entry: stored_copies(entry) for entry in mix if representation_of(entry) == "both"}
+        for chosen in product(*copies.values()) if copies else ():
+            alone = {entry: share for entry, share in mix.items() if entry not in copies}
+            for entry, copy in zip(copies, chosen, strict=True):
+                name = f"{copy.representation}@{copy.tier}"
+                alone[name] = alone.get(name, 0.0) + mix[entry]
+            seconds = (self._evaluate(alone, bits=widths)[0] - self.reference)[:, :NUM_TIME_ROWS]
+            term[:, :NUM_TIME_ROWS] = np.minimum(term[:, :NUM_TIME_ROWS], seconds)
+        return term
 
     def _host_attention_term(self) -> np.ndarray:
         return self._evaluate({"kv@host": 1.0}, attention="host")[0] - self.reference
@@ -155,11 +172,17 @@ class ChoiceGrid:
         return np.maximum(0.0, half - (streamed + resident) / 2) + rounded_row
 
     def vertices(self, option: Option) -> list[np.ndarray]:
-        """Return the cache's terms, one for each of ``problem.entries``."""
+        """Return the cache's terms, one for each of ``problem.entries``; one in all for a cache that is kept."""
         if option.attention == "host":
-            return [self._term(self._host_attention_term)] * max(1, len(self.problem.entries))
+            return [self._term(self._host_attention_term)] * self.num_vertices
+        if self.problem.space.mix:
+            return [self._term(self._mix_term, option.kv_bits, option.act_bits)]
         widths = {"kv": option.kv_bits, "act": option.act_bits, "tok": NATIVE}
         return [self._term(self._cache_term, e, widths[representation_of(e)]) for e in self.problem.entries]
+
+    @property
+    def num_vertices(self) -> int:
+        return 1 if self.problem.space.mix else max(1, len(self.problem.entries))
 
     def weight_vertices(self, option: Option) -> list[np.ndarray]:
         """Return the weights' terms, one for each of ``problem.placements``."""
@@ -186,7 +209,8 @@ class ChoiceGrid:
         """Return the program of one choice, spelt out."""
         index, pair = self.split(choice)
         option = self.options[index]
-        names = self.problem.entries if option.attention == "device" else ("kv@host",)
+        mix = self.problem.space.mix
+        names = ("as kept",) if mix else self.problem.entries if option.attention == "device" else ("kv@host",)
         cache = {name: term[pair] for name, term in zip(names, self.vertices(option), strict=False)}
         placements = zip(self.problem.placements, self.weight_vertices(option), strict=True)
         weights = {placement: term[pair] for placement, term in placements}
@@ -205,7 +229,7 @@ class ChoiceGrid:
     def programs(self, choices: np.ndarray, less_bytes: np.ndarray | None = None) -> Programs:
         """Return the programs of some choices; ``less_bytes`` [choices] are taken from the device's limit."""
         option_index, pairs = self.split(choices)
-        nc, nw, rows = max(1, len(self.problem.entries)), len(self.problem.placements), len(ROWS)
+        nc, nw, rows = self.num_vertices, len(self.problem.placements), len(ROWS)
         columns = nc + nw  # both simplices without their first vertex, and two phases
         G, h = np.zeros((len(pairs), rows + 2, columns)), np.zeros((len(pairs), rows + 2))
         limited = np.isfinite(self.limits)

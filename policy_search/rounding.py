@@ -188,6 +188,7 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
         placed = replace(candidates, weights_device=device, weights_disk=disk)
         return peak_bytes(problem, placed)
 
+    most = 1.0 - (problem.weights_disk or 0.0)  # of the weights, what the disk leaves
     if problem.weights_device is not None:
         device = np.full(size, float(problem.weights_device))
     elif "device" not in problem.space.weights:
@@ -208,8 +209,10 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
             0.0,
         )
         device = np.where(all_fit, 1.0, share)
-    disk = np.zeros(size)
-    if "disk" in problem.tiers and "disk" in problem.space.weights and np.isfinite(problem.limits["host"]):
+    device = np.minimum(device, most)
+    disk = np.full(size, problem.weights_disk or 0.0)
+    may_spill = problem.weights_disk is None and "disk" in problem.tiers and "disk" in problem.space.weights
+    if may_spill and np.isfinite(problem.limits["host"]):
         over = peaks(device, disk)["host"] - problem.limits["host"]
         moved = np.ceil((over / max(slope, 1) + row) / total * WEIGHT_STEPS) / WEIGHT_STEPS
         disk = np.where(over > 0, np.minimum(moved if slope else 1.0, 1.0 - device), 0.0)
@@ -232,6 +235,8 @@ def round_shares(grid: ChoiceGrid, choice: int, shares: np.ndarray) -> list[tupl
     option, batch, tokens = grid.options[index], grid.batch[pair], grid.mini_batch_tokens[pair]
     if option.attention == "host":
         return [(UnplacedPolicy.of(option, batch, tokens, {"kv@host": 1.0}), np.eye(len(shares))[0])]
+    if grid.problem.space.mix:
+        return [(UnplacedPolicy.of(option, batch, tokens, dict(grid.problem.space.mix)), shares)]
     entries, blocks = grid.problem.entries, final_blocks(grid.problem)
     ways = [way for rounded in roundings(shares, blocks) for way in _with_newest(rounded, entries, blocks)]
     return [(UnplacedPolicy.of(option, batch, tokens, dict(zip(entries, way, strict=True))), way) for way in ways]

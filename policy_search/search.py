@@ -52,6 +52,7 @@ MAX_BATCH = 1024  #: requests that are tried by default
 #: Share by which a prediction may be wrong: the largest error of the closed form in the committed comparisons
 #: (``error_closed`` of experiments/results/*/speed.csv), rounded up.
 MODEL_ERROR = 0.14
+MOST_CONTENDERS = 12  #: kinds of policies besides the winner's
 MOST_CONFIRMED = 83_333  #: positions (mini-batches in layers) of a run on the virtual clock: some ten seconds
 
 
@@ -68,6 +69,7 @@ class SearchSettings:
     selection: Selection | None = None  #: a speculative one that may be used where it is faster; None: no selection
     mini_batch_tokens: tuple[int, ...] = MINI_BATCH_TOKENS  #: sizes of a mini-batch that are tried; one alone is kept
     weights_device: float | None = None  #: share of each layer; None: free
+    weights_disk: float | None = None  #: likewise
     seeds: Iterable[Policy] = ()  #: tried as well: the answer is never worse than one that fits and is allowed
     #: What fits the device stays there: with everything resident, a policy is only left for one that is predicted
     #: faster by more than this share
@@ -81,8 +83,9 @@ class SearchSettings:
         batch, tokens = self.batch, self.mini_batch_tokens
         if self.objective not in OBJECTIVES:
             raise unknown("objective", self.objective, OBJECTIVES)
-        if self.weights_device is not None and not 0 <= self.weights_device <= 1:
-            raise InputError(f"weights_device is {self.weights_device!r}; a share is a number from 0 to 1")
+        shares = {"weights_device": self.weights_device, "weights_disk": self.weights_disk}
+        for name, share in shares.items():
+            check(name, share, share is None or 0 <= share <= 1, "a share, from 0 to 1")
         if (batch is not None and batch < 1) or self.max_batch < 1:
             raise InputError("a batch has at least one request")
         if batch is not None and self.max_batch != MAX_BATCH and batch > self.max_batch:
@@ -123,6 +126,8 @@ class SearchResult:
     search_s: float
     problem: SearchProblem
     largest_mini_batch: int  #: tokens; that of ``gaps``
+    #: the best policies that were tried of other kinds: with other entries, bits, tiers of weights or attention
+    contenders: tuple[EvaluatedPolicy, ...] = ()
     #: the share by which another policy would have to be faster for the device to be left; None: nothing stays for it
     margin: float | None = None
     virtual: SimulatedSummary | None = None  #: of the winner, with ``confirm``
@@ -184,6 +189,7 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
         max_tokens=max_tokens,
         space=settings.space,
         weights_device=settings.weights_device,
+        weights_disk=settings.weights_disk,
         objective=settings.objective,
     )
     batches, tokens = settings.batches, settings.mini_batch_tokens
@@ -231,7 +237,21 @@ def _result(solver: BranchAndBound, best: EvaluatedPolicy, started: float, token
         search_s=time.perf_counter() - started,
         problem=problem,
         largest_mini_batch=max(tokens),
+        contenders=_contenders(solver, best),
     )
+
+
+def _contenders(solver: BranchAndBound, best: EvaluatedPolicy) -> tuple[EvaluatedPolicy, ...]:
+    """Return the best policy of each kind but the winner's, the fastest kinds first."""
+    kinds: dict[tuple, EvaluatedPolicy] = {_kind(best.policy): best}
+    for known in sorted(solver.evaluated, key=lambda known: known.seconds):
+        kinds.setdefault(_kind(known.policy), known)
+    return tuple(kinds.values())[1 : 1 + MOST_CONTENDERS]
+
+
+def _kind(policy: Policy) -> tuple:
+    tiers = tuple(tier for tier in TIERS if getattr(policy.weights, tier) > 0)
+    return policy.attention, policy.cache_entries, tiers, policy.bits
 
 
 def _predicted(problem: SearchProblem, policy: Policy, batch: int) -> Prediction:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.policy import BITS, Bits, Placement, Policy
+from flexhybrid.core.policy import BITS, Bits, CacheShares, Placement, Policy
 from flexhybrid.core.problem import Problem
 from sim.candidates import Candidates, num_mini_batches
 from sim.cost import hardware_of
@@ -38,6 +38,8 @@ class Space:
     weights_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
     kv_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
     act_bits: tuple[str | int, ...] = (NATIVE, 8, 4)
+    mix: CacheShares | None = None  #: the cache's shares, where they are not to be chosen
+    kept: tuple[tuple[str, Any], ...] = ()  #: values of fields that the search does not choose, OTHERS
 
     @property
     def lossless(self) -> bool:
@@ -56,7 +58,14 @@ class Space:
             and all(tier in self.weights for tier in used)
             and (bits.weights in self.weights_bits and bits.kv in self.kv_bits and bits.act in self.act_bits)
             and policy.selection.method == "none"
+            and (self.mix is None or _alike(policy.cache, self.mix))
+            and all(getattr(policy, name) == value for name, value in self.kept)
         )
+
+
+def _alike(shares: Mapping[str, float], others: Mapping[str, float]) -> bool:
+    """Return whether shares are equal but for how they were rounded."""
+    return all(abs(shares.get(key, 0.0) - others.get(key, 0.0)) <= 1e-4 for key in {*shares, *others})
 
 
 #: Everything that a plan can be made of.
@@ -81,6 +90,10 @@ def measured_space(space: Space, hardware: Hardware) -> Space:
     return space if measured else replace(space, attention=("device",))
 
 
+#: Fields of a policy that no search chooses, but that it may be told to keep at a value.
+OTHERS = ("embedding", "states", "packing", "weight_order", "split", "static_cache", "overlap")
+
+
 class Option(NamedTuple):
     """The discrete choices of a policy besides its batch and mini-batches."""
 
@@ -90,12 +103,14 @@ class Option(NamedTuple):
     weights_bits: str | int
     kv_bits: str | int
     act_bits: str | int
+    kept: tuple[tuple[str, Any], ...] = ()  #: those of OTHERS that are not as usual
 
     @staticmethod
     def of(policy: Policy) -> Option:
         """Return the option of a policy."""
-        bits = policy.bits
-        return Option(policy.schedule, policy.hidden, policy.attention, bits.weights, bits.kv, bits.act)
+        bits, kept = policy.bits, unusual((name, getattr(policy, name)) for name in OTHERS)
+        usual = Option(policy.schedule, policy.hidden, policy.attention, bits.weights, bits.kv, bits.act)
+        return usual._replace(kept=kept)
 
     def storing(self, entries: Iterable[str]) -> Option:
         """Return the option with native bits of the representations that no cache entry stores."""
@@ -115,7 +130,14 @@ class Option(NamedTuple):
             bits=Bits(stored.weights_bits, stored.kv_bits, stored.act_bits),
             schedule=self.schedule,
             attention=self.attention,
+            **dict(self.kept),
         )
+
+
+def unusual(fields: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+    """Return the fields whose values are not a policy's usual ones."""
+    usual = Policy()
+    return tuple((name, value) for name, value in fields if value != getattr(usual, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +148,14 @@ class SearchProblem(Problem):
     max_tokens: int
     space: Space = FULL
     weights_device: float | None = None  #: share of each layer's bytes; None: free
+    weights_disk: float | None = None  #: likewise
     objective: str = "throughput"
+
+    def allows(self, policy: Policy) -> bool:
+        """Return whether a policy may be chosen: it is in the space, and its weights lie where they must."""
+        kept = {"device": self.weights_device, "disk": self.weights_disk}
+        own = {tier: getattr(policy.weights, tier) for tier, share in kept.items() if share is not None}
+        return self.space.allows(policy) and _alike(own, {tier: kept[tier] for tier in own})
 
     @cached_property
     def limits(self) -> dict[str, float]:
@@ -171,8 +200,11 @@ class SearchProblem(Problem):
     @cached_property
     def placements(self) -> tuple[tuple[float, float, float], ...]:
         """The weights' vertices: shares of device, host and disk."""
-        kept = self.weights_device
+        kept, on_disk = self.weights_device, self.weights_disk
         tiers = [tier for tier in self.space.weights if tier in self.tiers]
+        if on_disk is not None:
+            devices = (1 - on_disk, 0.0) if kept is None else (kept,)
+            return tuple((device, 1 - on_disk - device, on_disk) for device in dict.fromkeys(devices))
         if kept is None:
             return tuple((float(tier == "device"), float(tier == "host"), float(tier == "disk")) for tier in tiers)
         streamed = [tier for tier in tiers if tier != "device"] if kept < 1 else ["host"]
@@ -186,18 +218,20 @@ class SearchProblem(Problem):
         weights, kv, act = (
             [bits for bits in widths if bits in known] for widths in (space.weights_bits, space.kv_bits, space.act_bits)
         )
-        stored = {representation_of(entry) for entry in self.entries}
+        stored = {representation_of(entry) for entry in space.mix or self.entries}
+        stored |= {"kv", "act"} if "both" in stored else set()
         on_device = list(product(weights, kv if "kv" in stored else [NATIVE], act if "act" in stored else [NATIVE]))
         if "device" not in space.attention or not stored - {"tok"}:
             on_device = []
         on_host = "host" in space.attention and "kv@host" in space.entries and (NATIVE in kv or "kv" not in stored)
         on_host = on_host and self.has_line("attend_host", "host_compute")
+        on_host = on_host and (space.mix is None or list(space.mix) == ["kv@host"])
         options = []
         for schedule, hidden in product(space.schedules, space.hidden):
             options += [Option(schedule, hidden, "device", *bits) for bits in on_device]
             if on_host:
                 options += [Option(schedule, hidden, "host", bits, NATIVE, NATIVE) for bits in weights]
-        return options
+        return [option._replace(kept=unusual(space.kept)) for option in options]
 
 
 def batch_grid(max_batch: int) -> np.ndarray:

@@ -71,23 +71,25 @@ def shortage(problem: SearchProblem, batch: int, mini_batch_tokens, best: Tighte
     )
     change = " and ".join(f"{tier} memory to {-(-int(peaks[tier]) // MIB)}MiB" for tier in best.lacking)
     fewer = _most_that_fit(problem, batch, mini_batch_tokens)
-    if _machine_has(problem, peaks):
+    short = _short_of_machine(problem, peaks)
+    if not short:
         change += f", or lower the batch to {fewer}" if fewer else ""
         return f"no policy fits {requests}: {missing}. Raise {change}"
     ways = [f"lower the batch to {fewer}" if fewer else "a smaller model"]
-    ways += ["fewer bits"] * (problem.space.weights_bits == (NATIVE,)) + ["a disk"] * ("disk" not in problem.tiers)
+    ways += ["fewer bits"] * (problem.space.weights_bits == (NATIVE,))
+    ways += ["a disk"] * ("disk" not in problem.tiers and "host" in short)  # it holds nothing of the device's
     return f"no policy fits {requests}: {missing}, more than the machine has. What may help: {', '.join(ways)}"
 
 
-def _machine_has(problem: SearchProblem, peaks: dict[str, float]) -> bool:
-    """Return whether ``peaks`` would fit with limits as large as the machine's memory, as far as that is known."""
-    usable = ((tier, hardware_of(problem).usable_memory(tier)) for tier in peaks)
-    sizes = {tier: size for tier, size in usable if size is not None}
+def _short_of_machine(problem: SearchProblem, peaks: dict[str, float]) -> list[str]:
+    """Return the tiers in which ``peaks`` would not fit the machine's own memory, as far as that is known."""
+    owned = ((tier, hardware_of(problem).own_memory(tier)) for tier in peaks)
+    sizes, short = {tier: size for tier, size in owned if size is not None}, []
     if problem.device == "cpu":  # one memory, of which each of the two tiers has a part
         shared = [sizes.pop(tier) for tier in ("device", "host") if tier in sizes]
         if shared and peaks["device"] + peaks["host"] > sum(shared):
-            return False
-    return all(peaks[tier] <= size for tier, size in sizes.items())
+            short = ["device", "host"]
+    return [*short, *(tier for tier, size in sizes.items() if peaks[tier] > size)]
 
 
 def _most_that_fit(problem: SearchProblem, batch: int, mini_batch_tokens) -> int:

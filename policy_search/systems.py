@@ -316,6 +316,10 @@ def parse(text: str) -> tuple[str, dict]:
     the wrong kind, and a required option that is missing."""
     match = _CALL.fullmatch(text) if isinstance(text, str) else None
     name = match[1] if match else text
+    if match is None and isinstance(text, str) and text.partition("(")[0].strip() in SYSTEMS:
+        begun, _, rest = (part.strip() for part in text.partition("("))
+        closed = f"{begun}({rest.strip('() ')})" if rest.strip("() ") else begun
+        raise InputError(f"system {text!r}: its brackets do not match; write {closed}")
     if match is None or name not in SYSTEMS:
         raise unknown("system", name, names())
     entry, accepted = SYSTEMS[name], list(SYSTEMS[name].options)

@@ -42,6 +42,8 @@ class Datasheet:
     disk_read_gb_per_s: float | None = None
     disk_write_gb_per_s: float | None = None
     device_reserve: str | None = None
+    price_per_hour: float | None = None  #: of the machine, in US dollars
+    watts: float | None = None  #: that the device draws at work
     gpu: str = ""
     testbed: str = ""  #: whose machine it is
     shares: dict = field(default_factory=dict)  #: of the peaks, in place of SHARES
@@ -123,6 +125,8 @@ class Datasheet:
             "sources": self.sources,
             "published_fit": self.published_fit,
         }
+        costs = {"price_per_hour": self.price_per_hour, "watts": self.watts}
+        notes |= {name: value for name, value in costs.items() if value is not None}
         return Hardware(
             name=self.name,
             device="cuda",

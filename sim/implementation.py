@@ -70,6 +70,8 @@ def on(implementation: Implementation, hardware: Hardware) -> Hardware:
     if i.sharers > 1:
         on_host = [verb for verb in VERBS.values() if verb.resource == "host_compute"]
         change(on_host, lambda line: _slower(line, i.sharers))
+        if hardware.host_memory is not None:
+            hardware = replace(hardware, host_memory=hardware.host_memory // i.sharers)
     if i.step_s:
         finish = lines.get("finish") or hardware.line("finish", "compute")
         lines["finish"] = replace(finish, overhead_s=finish.overhead_s + i.step_s, samples=(), r2=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -29,6 +30,8 @@ FORMAT = "flexhybrid-hardware-1"
 
 #: Keys of a record's notes: what disturbed the measurement, in words (absent: nothing); the sizes whose passes differ.
 COMPANY, DISAGREED = "in company", "sizes that two passes disagreed on"
+
+OWN_MEMORY = "usable memory of its own"  #: of a record's notes: tier -> bytes, where a user's budget took its place
 
 #: Bytes of a GPU's memory that no program gets. The driver withholds 0.25 to 0.6 GiB of what a datasheet names (an RTX
 #: 4090 has 0.24 GiB less, an A100 of 40 GB 0.51, an H200 0.60: the catalogue's notes have the sources), and the CUDA
@@ -118,6 +121,18 @@ class Hardware:
         if reserve is None:
             reserve = min(CUDA_RESERVE_BYTES, size // 16) if self.device == "cuda" else 0
         return size - reserve
+
+    def with_memory(self, sizes: Mapping[str, int]) -> Hardware:
+        """The same machine with so many bytes of "device", "host" or "disk", all of which a run may fill."""
+        own = {tier: self.own_memory(tier) for tier in sizes}
+        changed: dict = {f"{tier}_memory": size for tier, size in sizes.items()}
+        no_reserve = {"device_reserve": 0} if "device" in sizes else {}
+        notes = {**self.notes, OWN_MEMORY: {**self.notes.get(OWN_MEMORY, {}), **own}}
+        return replace(self, **changed, **no_reserve, notes=notes)
+
+    def own_memory(self, tier: str) -> float | None:
+        """``usable_memory`` as the machine has it, whatever ``with_memory`` has made of it."""
+        return self.notes.get(OWN_MEMORY, {}).get(tier, self.usable_memory(tier))
 
     @property
     def launch_s(self) -> float:

@@ -26,6 +26,7 @@ SIZES = {
     "disk_memory": "like 1TB (no disk)",
     "device_reserve": "of the device, what no program gets (1GiB)",
 }
+COSTS = {"price_per_hour": "US dollars an hour of the machine", "watts": "watts that the device draws at work"}
 NEEDED = ("tflops", "memory_gb_per_s", "link_gb_per_s", "device_memory")
 
 
@@ -46,6 +47,8 @@ def add_hardware(commands) -> None:
     for field, text in PEAKS.items():
         unit = "10^12 a second" if "tflops" in field else "10^9 bytes a second"
         parser.add_argument(flag(field), type=float, help=f"{unit}: {text}")
+    for field, text in COSTS.items():
+        parser.add_argument(flag(field), type=float, help=text)
     for field, text in SIZES.items():
         parser.add_argument(flag(field), help=text)
     for share, usual in SHARES.items():
@@ -55,7 +58,7 @@ def add_hardware(commands) -> None:
 
 def run_hardware(args: argparse.Namespace) -> dict:
     """List, show or write. Raise InputError for a number that is missing, wrong or given for nothing."""
-    given = {field: getattr(args, field) for field in (*PEAKS, *SIZES) if getattr(args, field) is not None}
+    given = {field: getattr(args, field) for field in (*PEAKS, *SIZES, *COSTS) if getattr(args, field) is not None}
     shares = {share: value for share in SHARES if (value := getattr(args, f"{share}_share")) is not None}
     if args.out is None:
         if given or shares or args.like:
@@ -98,7 +101,8 @@ def new_sheet(name: str, given: dict, shares: dict, like: Datasheet | None = Non
         said |= {field: "assumed" for field in HOST if field not in given}
         said.setdefault("shares", "assumed")
         return Datasheet(name=name, **given, shares=SHARES | shares, sources=said)
-    lines = {} if given or shares else like.lines  # fitted lines are those of the machine as it was
+    faster = given.keys() - COSTS.keys() or shares
+    lines = {} if faster else like.lines  # fitted lines are those of the machine as it was
     rates = like.rates if lines == like.lines else {"kind": "assumed", "on": f"shares of peaks, begun from {like.name}"}
     sources, shares = like.sources | said, SHARES | like.shares | shares
     return replace(like, name=name, **given, shares=shares, lines=lines, rates=rates, sources=sources)
@@ -110,7 +114,9 @@ def describe_sheet(sheet: Datasheet) -> str:
     disk = f", {sheet.disk_memory} disk" if sheet.disk_memory else ""
     kind = sheet.rates.get("kind", "assumed")
     peaks = f"{sheet.tflops:g} TFLOP/s, memory {sheet.memory_gb_per_s:g} GB/s, link {sheet.link_gb_per_s:g} GB/s"
-    return f"{peaks}; {sizes}{disk}; rates {kind}"
+    costs = f"; ${sheet.price_per_hour:g} an hour" if sheet.price_per_hour is not None else ""
+    costs += f"; {sheet.watts:g} W" if sheet.watts is not None else ""
+    return f"{peaks}; {sizes}{disk}{costs}; rates {kind}"
 
 
 def _listed(args) -> dict:

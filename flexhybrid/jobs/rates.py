@@ -38,6 +38,27 @@ def with_given_rates(hardware: Hardware, point: Mapping, budgets: Budgets) -> Ha
     return replace(hardware, notes={**hardware.notes, "rates": {**own, "given": given}}) if given else hardware
 
 
+def costs(hardware: Hardware, tokens_per_s: float) -> dict[str, float]:
+    """Return what a million generated tokens cost at a rate: dollars and kWh, as far as the machine's record says."""
+    hours, found = 1e6 / max(tokens_per_s, 1e-300) / 3600, {}
+    if (price := hardware.notes.get("price_per_hour")) is not None:
+        found["dollars_per_million_tokens"] = price * hours
+    if (watts := hardware.notes.get("watts")) is not None:
+        found["kwh_per_million_tokens"] = 1e-3 * watts * hours
+    return found
+
+
+def describe_costs(hardware: Hardware, tokens_per_s: float) -> str:
+    """Return ``costs`` in a line; empty where the machine's record has neither a price nor a power."""
+    found, notes = costs(hardware, tokens_per_s), hardware.notes
+    parts = []
+    if (dollars := found.get("dollars_per_million_tokens")) is not None:
+        parts.append(f"${dollars:.3g} at ${notes['price_per_hour']:g} an hour")
+    if (energy := found.get("kwh_per_million_tokens")) is not None:
+        parts.append(f"{energy:.3g} kWh at {notes['watts']:g} W")
+    return f"  a million tokens: {', '.join(parts)}" if parts else ""
+
+
 def describe_rates(hardware: Hardware) -> str:
     """Return where a machine's rates come from, in a line."""
     rates = hardware.rates

@@ -1,13 +1,15 @@
-"""``flexhybrid search``: the best policy, its prediction, and the papers' systems beside it."""
+"""``flexhybrid search``: the best policy, its prediction, what it hangs on, and the other systems at their best."""
 
 import contextlib
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from flexhybrid.core.errors import InputError, check
-from flexhybrid.core.policy import Bits, Selection
+from flexhybrid.core.errors import InputError, check, flag
+from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.policy import Bits, Policy, Selection
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.rates import RATES
 from flexhybrid.jobs.simulate import (
@@ -17,24 +19,29 @@ from flexhybrid.jobs.simulate import (
     describe,
     queue_setting,
     setting_of,
+    shares_text,
     simulate_queue,
     simulate_system,
 )
+from policy_search.keep import with_kept
 from policy_search.queue_search import best_for_queue
 from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, search
 from policy_search.search_problem import measured_space
+from policy_search.sensitivity import TOLERANCE, Hang, assumed_rates, hangs_of
 from policy_search.systems import Setting, System, system
 from sim.simulate import SimulatedRun
 
 MACHINE_KEYS = ("model", "hardware", "dtype", *RATES)
+WHERE = ("any", "device", "host")  #: of attention
 
 #: Systems that the best policy is compared with.
 LOSSLESS_RIVALS = (
     *("kv_only", "act_only", "hybrid_static", "capture", "flexgen", "flexgen(host_attention=true)", "deepspeed"),
-    *("accelerate", "kvpr_row", "kvpr_column", "kvpr_column(split=pipeline)", "token_recompute(0.2)", "fastdecode"),
-    "resident",
+    *("accelerate", "kvpr_row", "kvpr_column", "token_recompute", "fastdecode", "resident"),
 )
 LOSSY_RIVALS = ("int4",)  #: these change the tokens: not with --lossless
+#: The same as they come with their usual settings: the search is never worse than one of these that fits.
+SEEDS = (*(name for name in LOSSLESS_RIVALS if name != "token_recompute"), "token_recompute(0.2)")
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,8 @@ class PolicySearchOptions:
     dtype: str | None = None  #: None: float16, or that of this machine's profile
     objective: str = "throughput"
     lossless: bool = False
+    attention: str = "any"  #: one of WHERE
+    keep: tuple[str, ...] = ()  #: FIELD=VALUE of a policy, which the search may not change
     selection: str | None = None  #: infinigen(…), which may be used where it is faster
     time_limit: float | None = None
     link_gb_per_s: float | None = None  #: these rates in place of the machine's own
@@ -62,58 +71,81 @@ class PolicySearchOptions:
 
 
 class SearchReport(NamedTuple):
-    """The best policy with its predicted run, and how far behind the papers' systems are."""
+    """The best policy with its predicted run, what it hangs on, and how far behind the papers' systems are."""
 
     best: SimulatedRun
     found: SearchResult
-    rivals: list[dict]  #: ``_rivals``
+    hardware: Hardware
     search_s: float
-    rivals_s: float
+    hangs: Sequence[Hang] = ()
+    rivals: Sequence[dict] = ()  #: ``_rivals``
+    rivals_s: float = 0.0
 
 
-def run_search(options: PolicySearchOptions, note: Note | None = None) -> SearchReport:
-    """Search, and simulate the papers' systems on the batch of the best policy. Raise InputError when nothing fits.
+def run_search(
+    options: PolicySearchOptions, note: Note | None = None, show: Callable[[str], object] = lambda text: None
+) -> SearchReport:
+    """Search, and simulate the papers' systems at their best. Raise InputError when nothing fits.
 
-    ``note`` as in ``setting_of``.
+    ``note`` as in ``setting_of``; ``show`` takes each part of the answer, as text, as soon as it is known.
     """
-    batch = 1 if options.batch is None and options.objective == "latency" else options.batch
     for name, value in (("max_batch", options.max_batch), ("time_limit", options.time_limit)):
-        check(name, value, value is None or value > 0, "above 0")
+        check(flag(name), value, value is None or value > 0, "above 0")
+    batch = 1 if options.batch is None and options.objective == "latency" else options.batch
     point = {name: getattr(options, name) for name in ("prompt_len", "gen_len", *MACHINE_KEYS)}
     setting = setting_of({**point, "batch": options.max_batch if batch is None else batch}, options.budgets, note)
     selection = None if options.selection is None else _selection_of(options.selection, setting)
     seeds = []
-    for name in LOSSLESS_RIVALS:
+    for name in SEEDS:
         with contextlib.suppress(InputError):  # one that does not fit is listed with its reason by _rivals
             seeds.append(system(name, setting).policy)
-
-    def searched(batch: int | None, max_batch: int) -> SearchResult:
-        settings = SearchSettings(
-            batch=batch,
-            max_batch=max_batch,
-            objective=options.objective,
-            space=measured_space(LOSSLESS if options.lossless else FULL, setting.machine),
-            seeds=seeds,
-            time_limit=options.time_limit,
-            confirm=options.confirm,
-            write_lp=options.lp,
-            selection=selection,
-        )
-        return search(setting.problem, setting.workload, settings)
+    settings = settings_of(options, setting)
+    settings = replace(settings, seeds=seeds, confirm=options.confirm, write_lp=options.lp, selection=selection)
+    at_a_time = settings.batch  # kept, or None
 
     def simulated(result: SearchResult, batch: int) -> SimulatedRun:
         return simulate_system(replace(setting, batch=batch), System("", result.policy, setting.machine))
 
-    result = searched(batch, options.max_batch)
-    best, search_s = simulated(result, result.batch), result.search_s
-    if batch is not None and batch > 1 and options.objective == "throughput":
-        waves = searched(None, batch)  # smaller waves of the same requests may be faster
+    whole = batch if at_a_time is None else at_a_time
+    result = search(setting.problem, setting.workload, replace(settings, batch=whole))
+    best, search_s = simulated(result, batch or result.batch), result.search_s
+    if batch is not None and batch > 1 and options.objective == "throughput" and at_a_time is None:
+        smaller = replace(settings, batch=None, max_batch=batch)  # waves of the same requests may be faster
+        waves = search(setting.problem, setting.workload, smaller)
         search_s += waves.search_s
         if (in_waves := simulated(waves, batch)).tokens_per_s > best.tokens_per_s:
             result, best = waves, in_waves
+    report = SearchReport(best, result, setting.machine, search_s)
+    show(describe_found(report))
     began = time.perf_counter()
+    report = report._replace(hangs=hangs_of(result, result.contenders))
+    show(describe_hangs(report))
     rivals = _rivals(setting, options, best)
-    return SearchReport(best, result, rivals, search_s, time.perf_counter() - began)
+    report = report._replace(rivals=rivals, rivals_s=time.perf_counter() - began)
+    show(describe_rivals(report))
+    return report
+
+
+def settings_of(options: PolicySearchOptions, setting: Setting) -> SearchSettings:
+    """Return what the search may choose. Raise InputError for what cannot be kept, or is said twice."""
+    space = measured_space(LOSSLESS if options.lossless else FULL, setting.machine)
+    if options.attention not in WHERE:
+        check("--attention", options.attention, False, f"one of {', '.join(WHERE)}")
+    kept = [text.partition("=")[0].strip() for text in options.keep]
+    for name, field in (("--attention", "attention"), ("--batch", "max_batch")):
+        given = options.attention != "any" if name == "--attention" else options.batch is not None
+        if given and field in kept:
+            raise InputError(f"{name} and --keep {field}=…: give one of them")
+    if options.attention != "any" and options.attention not in space.attention:
+        raise InputError(
+            f"--attention {options.attention}: this machine's profile has no rate for it; run `flexhybrid profile` anew"
+        )
+    if options.attention != "any":
+        space = replace(space, attention=(options.attention,))
+    settings = SearchSettings(
+        max_batch=options.max_batch, objective=options.objective, space=space, time_limit=options.time_limit
+    )
+    return with_kept(settings, options.keep)
 
 
 def search_queue(options: PolicySearchOptions, note: Note | None = None) -> SimulatedQueue:
@@ -121,21 +153,20 @@ def search_queue(options: PolicySearchOptions, note: Note | None = None) -> Simu
     for what is searched for requests of one length alone."""
     if options.lengths is None:
         raise ValueError("no queue was given")
+    sizes = [text for text in options.keep if text.startswith(("max_batch", "max_mini_batch_tokens"))]
     alone = {"--objective latency": options.objective != "throughput", "--selection": options.selection is not None}
-    if refused := [flag for flag, given in (alone | {"--lp": options.lp is not None}).items() if given]:
+    alone |= {"--lp": options.lp is not None, f"--keep {''.join(sizes[:1])}": bool(sizes)}
+    if refused := [name for name, given in alone.items() if given]:
         raise InputError(f"{refused[0]} is of requests of one length: give --prompt-len and --gen-len, not --lengths")
     point = {name: getattr(options, name) for name in MACHINE_KEYS}
     at_most = options.batch or options.max_batch
     setting = queue_setting({**point, "batch": at_most}, options.lengths, options.budgets, note)
-    settings = SearchSettings(
-        max_batch=setting.batch,
-        space=measured_space(LOSSLESS if options.lossless else FULL, setting.machine),
-        time_limit=options.time_limit,
-    )
+    settings = replace(settings_of(options, setting), max_batch=setting.batch)
     given = []
     for name in LOSSLESS_RIVALS[:3]:
         with contextlib.suppress(InputError):  # it does not fit
-            given.append(system(name, setting).policy)
+            policy = system(name, setting).policy
+            given += [policy] if settings.space.allows(policy) and not options.keep else []
     choice = best_for_queue(setting.problem, options.lengths, settings, given)
     best = replace(setting, batch=choice.run.at_a_time)
     return simulate_queue(best, System("", choice.policy, setting.machine), options.lengths)
@@ -150,17 +181,18 @@ def _selection_of(text: str, setting: Setting) -> Selection:
 
 
 def _rivals(setting: Setting, options: PolicySearchOptions, best: SimulatedRun) -> list[dict]:
-    """Return a row a rival on the batch of ``best``, fastest first: its tokens/s, the share by which they are fewer,
-    and its weights' share on the device; or the error that keeps it from running."""
+    """Return a row a rival, in the batch and settings that are best for itself, fastest first: its tokens/s, the share
+    by which they are fewer, and its settings; or the error that keeps it from running."""
+    from policy_search.papers.at_best import at_best
+
     rows = []
-    setting = replace(setting, batch=best.batch)
     for name in LOSSLESS_RIVALS + (() if options.lossless else LOSSY_RIVALS):
         row = dict.fromkeys(("system", "tokens_per_s", "total_s", "loses", "error", "weights_on_device"))
         try:
-            made = system(name, setting)
-            run = simulate_system(setting, made)
-            row |= {"tokens_per_s": run.tokens_per_s, "total_s": run.total_s}
+            made, run = at_best(name, setting, free=options.batch is None and options.objective == "throughput")
+            row |= {"tokens_per_s": run.tokens_per_s, "total_s": run.total_s, "policy": made.policy.to_dict()}
             row |= {"loses": 1 - run.tokens_per_s / best.tokens_per_s, "weights_on_device": made.policy.weights.device}
+            row |= {"at_a_time": run.wave, "num_mini_batches": run.num_mini_batches}
         except InputError as error:
             row["error"] = str(error)
         rows.append(row | {"system": name})
@@ -179,12 +211,14 @@ def search_record(report: SearchReport) -> dict:
         "search_s": report.search_s,
         "rivals_s": report.rivals_s,
         "rivals": report.rivals,
+        "assumed": sorted(assumed_rates(report.hardware)),
+        "hangs_on": [asdict(hang) | {"other": hang.other.to_dict()} for hang in report.hangs],
         "virtual_tokens_per_s": found.virtual.tokens_per_s if found.virtual else None,
     }
 
 
-def describe_search(report: SearchReport) -> str:
-    """Return the report as lines of text."""
+def describe_found(report: SearchReport) -> str:
+    """Return what was found, as lines of text."""
     found, policy, lines = report.found, report.found.policy, [describe(report.best)]
     bits = ", ".join(f"{name} {getattr(policy.bits, name)}" for name in ("weights", "kv", "act"))
     changes = "" if policy.bits == Bits() else " (these change the tokens; --lossless keeps to native bits)"
@@ -205,20 +239,53 @@ def describe_search(report: SearchReport) -> str:
             f"  stays on the device: another policy would have to be {found.margin:.0%} faster, the largest error of a "
             "prediction so far"
         )
-    lines.append(
-        f"The other systems on the same batch, priced in {report.rivals_s:.2f} s, with the share of the weights "
-        "that each keeps on the device:"
-    )
+    return "\n".join(lines)
+
+
+def describe_hangs(report: SearchReport) -> str:
+    """Return on which assumed rates the choice hangs, as lines of text."""
+    assumed = assumed_rates(report.hardware)
+    if not assumed:
+        return "  no rate is assumed on which the choice could hang"
+    lines = []
+    for hang in report.hangs:
+        low, high = hang.plausible
+        side = "below" if hang.from_value < hang.value else "above"
+        lines.append(
+            f"  hangs on the assumed rate of {hang.words}, {hang.value:.3g} {hang.unit} (plausibly {low:.3g} to "
+            f"{high:.3g}): {side} {hang.from_value:.3g} another policy is faster, by up to {hang.loses:.0%}: "
+            f"{_brief(hang.other, hang.batch)}"
+        )
+    if not lines:
+        within = max(TOLERANCE, report.found.margin or 0.0)
+        rates = f"each of {len(assumed)} assumed rates"
+        return f"  stays within {within:.0%} of the best over the plausible range of {rates}"
+    return "\n".join(lines)
+
+
+def _brief(policy: Policy, batch: int) -> str:
+    """Return a policy in a line."""
+    bits = "" if policy.bits == Bits() else f", bits {policy.bits.weights}/{policy.bits.kv}/{policy.bits.act}"
+    where = f"weights {shares_text(asdict(policy.weights))}; cache {shares_text(policy.cache)}"
+    return f"{where}; attention on the {policy.attention}, {batch} requests at a time{bits}"
+
+
+def describe_rivals(report: SearchReport) -> str:
+    """Return the other systems as lines of text."""
+    lines = [
+        f"The other systems, each in the batch and the settings that suit it best, in {report.rivals_s:.2f} s:",
+        f"  {'':28} {'tokens/s':>10} {'':>7} {'requests':>9} {'mini-batches':>12} {'weights on device':>17}",
+    ]
     for row in report.rivals:
         if row["tokens_per_s"]:
             streamed = row["system"] == "resident" and row["weights_on_device"] < 1
             note = f" ({WEIGHTS_STREAMED})" if streamed else ""
             note += " (changes the tokens)" if row["system"] in LOSSY_RIVALS else ""
             lines.append(
-                f"  {row['system']:32s} {row['tokens_per_s']:10.4g} tokens/s   {-row['loses']:+7.1%}   "
-                f"weights {row['weights_on_device']:.0%}{note}"
+                f"  {row['system']:28} {row['tokens_per_s']:10.4g} {-row['loses']:+7.1%} {row['at_a_time']:9} "
+                f"{row['num_mini_batches']:12} {row['weights_on_device']:17.0%}{note}"
             )
         else:
             reason = row["error"].partition("does not fit. ")[2] or row["error"]
-            lines.append(f"  {row['system']:32s} does not run: {reason}")
+            lines.append(f"  {row['system']:28} does not run: {reason}")
     return "\n".join(lines)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import NamedTuple
 
 from flexhybrid.core.errors import InputError, check, flag, is_integer
@@ -41,18 +40,17 @@ def setting_of(point: dict, budgets: Budgets | None = None, note: Note | None = 
     for name in lengths:
         check(name, point[name], is_integer(point[name]) and point[name] >= 1, "a whole number >= 1")
     shape = shape_to_simulate(point["model"])
-    hardware = machine_asked(point, budgets)
+    hardware = with_given_rates(machine_of(point["hardware"], shape), point, budgets or {})
     if note and hardware.company:
         from flexhybrid.jobs.profile.job import company_note  # loads torch
 
         note(company_note(hardware) or "")
-    for tier, text in (budgets or {}).items():
-        if (budget := parse_bytes(text)) is not None:
-            memory = getattr(hardware, f"{tier}_memory")
-            if note and memory is not None and budget > memory:
-                note(f"--{tier}-memory {text} is more than the {gib(memory)} that {hardware.name} has")
-            no_reserve = {"device_reserve": 0} if tier == "device" else {}  # a budget may be filled
-            hardware = replace(hardware, **{f"{tier}_memory": budget}, **no_reserve)
+    sizes = {tier: size for tier, text in (budgets or {}).items() if (size := parse_bytes(text)) is not None}
+    for tier, size in sizes.items():
+        memory = getattr(hardware, f"{tier}_memory")
+        if note and memory is not None and size > memory:
+            note(f"--{tier}-memory {(budgets or {})[tier]} is more than the {gib(memory)} that {hardware.name} has")
+    hardware = hardware.with_memory(sizes)
     last = point["prompt_len"] + point["gen_len"]
     if last > shape.max_positions:
         raise InputError(
@@ -74,11 +72,6 @@ def machine_of(hardware: str, shape: ModelShape) -> Hardware:
     return local_machine(shape)
 
 
-def machine_asked(point: Mapping, budgets: Budgets | None = None) -> Hardware:
-    """Return the machine of a point, at the rates that the point sets."""
-    return with_given_rates(machine_of(point["hardware"], shape_to_simulate(point["model"])), point, budgets or {})
-
-
 def asked_record(machine: Hardware, asked: Mapping, budgets: Budgets | None = None) -> dict:
     """Return what a prediction was asked for, and where its machine's rates come from, as plain JSON."""
     memory = {f"{tier}_memory": parse_bytes(size) for tier, size in (budgets or {}).items() if size is not None}
@@ -86,16 +79,21 @@ def asked_record(machine: Hardware, asked: Mapping, budgets: Budgets | None = No
     return {"inputs": inputs, "rates": {"hardware": machine.name, **machine.rates}}
 
 
-def run_simulate(
-    point: dict, policy: Path | None = None, budgets: Budgets | None = None, note: Note | None = None
-) -> SimulatedRun:
-    """Return one predicted run. ``policy``: a policy file in place of the point's system, which may also be one.
-    ``budgets`` and ``note`` as in ``setting_of``."""
+def is_policy_file(text: str) -> bool:
+    """Return whether a system is named by a policy file: what ends in .json, or is a path."""
+    return text.endswith(".json") or "/" in text.partition("(")[0]
+
+
+def named_system(text: str, setting: Setting) -> System:
+    """Return a system by name, with options as in a call, or the policy of a file. Raise InputError for neither."""
+    return System(text, Policy.load(text), setting.machine) if is_policy_file(text) else system(text, setting)
+
+
+def run_simulate(point: dict, budgets: Budgets | None = None, note: Note | None = None) -> SimulatedRun:
+    """Return one predicted run of the point's system, a name or a policy file. ``budgets`` and ``note`` as in
+    ``setting_of``."""
     setting = setting_of(point, budgets, note)
-    if policy is None and point["system"].endswith(".json"):
-        policy = Path(point["system"])
-    made = system(point["system"], setting) if policy is None else System("", Policy.load(policy), setting.machine)
-    return simulate_system(setting, made, point.get("clock", "closed"))
+    return simulate_system(setting, named_system(point["system"], setting), point.get("clock", "closed"))
 
 
 def simulate_system(setting: Setting, made: System, clock: str = "closed") -> SimulatedRun:
@@ -143,21 +141,6 @@ def queue_setting(point: dict, workload: Workload, budgets: Budgets | None = Non
     return setting_of({**point, "batch": batch, **longest}, budgets, note)
 
 
-def run_simulate_queue(
-    point: dict,
-    workload: Workload,
-    policy: Path | None = None,
-    budgets: Budgets | None = None,
-    note: Note | None = None,
-) -> SimulatedQueue:
-    """Return the predicted run of a queue, whose places are taken anew as answers end. The rest as ``run_simulate``."""
-    setting = queue_setting(point, workload, budgets, note)
-    if policy is None and point["system"].endswith(".json"):
-        policy = Path(point["system"])
-    made = system(point["system"], setting) if policy is None else System("", Policy.load(policy), setting.machine)
-    return simulate_queue(setting, made, workload, point.get("clock", "closed"))
-
-
 def simulate_queue(setting: Setting, made: System, workload: Workload, clock: str = "closed") -> SimulatedQueue:
     """Return the predicted run of a queue under a system, on the machine as the system sees it."""
     problem = replace(setting.problem, hardware=made.hardware)
@@ -195,7 +178,7 @@ def describe_queue(outcome: SimulatedQueue) -> str:
     return "\n".join(
         [
             *lines,
-            f"  weights {_shares(asdict(policy.weights))}; cache {_shares(policy.cache)}",
+            f"  weights {shares_text(asdict(policy.weights))}; cache {shares_text(policy.cache)}",
             f"  memory: {memory}",
             f"  busy: {busy or 'nothing'}; bound by {run.binding}",
             *_step_backs(run),
@@ -220,7 +203,7 @@ def describe(outcome: SimulatedRun) -> str:
         f"{o.policy.name}: {o.tokens_per_s:.4g} tokens/s; decode {o.decode_tokens_per_s:.4g} tokens/s",
         f"  prefill {o.prefill_s:.4g} s, decode {o.decode_s:.4g} s; {o.batch} requests in {_waves(o)}, "
         f"{o.num_mini_batches} mini-batch{'es' * (o.num_mini_batches > 1)} {'a wave' if o.num_waves > 1 else 'in all'}",
-        f"  weights {_shares(asdict(o.policy.weights))}; cache {_shares(o.policy.cache)}",
+        f"  weights {shares_text(asdict(o.policy.weights))}; cache {shares_text(o.policy.cache)}",
         f"  memory: {memory}",
         f"  busy while decoding: {busy or 'nothing'}; bound by {o.binding}",
     ]
@@ -247,6 +230,6 @@ def _waves(o: SimulatedRun) -> str:
     return f"{f'{full} waves' if full > 1 else 'one wave'} of {o.wave}{f' and one of {remainder}' if remainder else ''}"
 
 
-def _shares(shares: Mapping[str, float]) -> str:
+def shares_text(shares: Mapping[str, float]) -> str:
     """Return "device 58.3%, host 41.7%"."""
     return ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share)

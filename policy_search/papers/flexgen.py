@@ -270,6 +270,7 @@ class FlexGenOptions:
     """What FlexGen is asked for."""
 
     batch: int | None = None  #: requests of the block; None lets the search choose
+    most_requests: int = MOST_REQUESTS  #: of a block, where it does
     #: attention may run on the host. A policy of ours does that only with the whole cache there, so those programs are
     #: held to it; attention on the device stays in the race
     host_attention: bool = False
@@ -308,7 +309,9 @@ class PlacementSearch:
         sizes = {-(-batch // -(-batch // min(g, batch))) for g in wanted}
         return [placed for g in sorted(sizes) if (placed := self.at(g, batch))]
 
-    def of_any(self, gpu_batches: Iterable[int] | None) -> list[tuple[Block, np.ndarray]]:
+    def of_any(
+        self, gpu_batches: Iterable[int] | None, most_requests: int = MOST_REQUESTS
+    ) -> list[tuple[Block, np.ndarray]]:
         """Return, for each GPU batch, the placement of the best number of them.
 
         FlexGen tries 1, 2, 3, … and stops at the first that is slower than the one before. The least seconds are convex
@@ -318,11 +321,11 @@ class PlacementSearch:
         own = (g if g < 4 else 1 << (g - 2) for g in range(1, 18))  # 1, 2, 3, 4, 8, 16, …
         best = []
         for g in own if gpu_batches is None else gpu_batches:
-            if self.at(g, g) is None:
+            most = most_requests // g
+            if not most or self.at(g, g) is None:
                 if gpu_batches is None:
                     break
                 continue
-            most = max(1, MOST_REQUESTS // g)
             good, bad = 1, 2
             while bad <= most and self._still_rises(g, bad):
                 good, bad = bad, 2 * bad
@@ -360,7 +363,10 @@ def flexgen_policy(problem: Problem, workload: Workload, options: FlexGenOptions
         bits = Bits(weights=4, kv="native" if on_host else 4) if options.compress else NATIVE
         setting = BlockSetting(problem, prompt_tokens, gen_tokens, bits, on_host, memories["disk"] != 0)
         cuts = PlacementSearch(partial(make_block, setting), budgets, on_host)
-        placed = cuts.of_any(gpu_batches) if options.batch is None else cuts.of_batch(options.batch, gpu_batches)
+        if options.batch is None:
+            placed = cuts.of_any(gpu_batches, options.most_requests)
+        else:
+            placed = cuts.of_batch(options.batch, gpu_batches)
         for block, shares in placed:
             policy, over = _fit(block, shares, budgets)
             for tier, excess in over.items():

@@ -475,19 +475,36 @@ def shape_of_checkpoint(folder: Path) -> ModelShape:
 
 
 def checkpoint_folder(model: str | Path) -> Path:
-    """Return the folder of a checkpoint: the one that is named, or that of a name like facebook/opt-1.3b in the local
-    Hugging Face cache. Raise InputError where there is none."""
+    """Return the folder of a checkpoint: the one that is named, or that of a name like facebook/opt-1.3b, or of a known
+    shape, in the local Hugging Face cache. Raise InputError where there is none, with how to get it."""
     if os.path.isdir(model):
         return Path(model)
     name, advice = str(model), ""
-    if REPOSITORY.fullmatch(name):
-        cached = hugging_face_cache() / f"models--{name.replace('/', '--')}"
+    repository = name if REPOSITORY.fullmatch(name) else _repository(_plain_name(name))
+    if repository:
+        cached = hugging_face_cache() / f"models--{repository.replace('/', '--')}"
         head = cached / "refs" / "main"
         if head.is_file() and (snapshot := cached / "snapshots" / head.read_text().strip()).is_dir():
             return snapshot
-        short = name.split("/")[1]
-        advice = f". To get it: hf download {name} --local-dir {short}"
+        short = repository.split("/")[1]
+        advice = f". To get it: hf download {repository} --local-dir {short}"
     raise InputError(f"no checkpoint at {name}: give a local folder (nothing is ever downloaded){advice}")
+
+
+#: How names of KNOWN_SHAPES begin -> where their weights are published; {} is the rest as the publisher writes it.
+_PUBLISHED = {
+    "opt-": "facebook/opt-{}", "llama-2-": "meta-llama/Llama-2-{}-hf", "llama-3-": "meta-llama/Meta-Llama-3-{}",
+    "mistral-": "mistralai/Mistral-{}-v0.1", "qwen2.5-": "Qwen/Qwen2.5-{}", "qwen3-": "Qwen/Qwen3-{}",
+}  # fmt: skip
+
+
+def _repository(name: str) -> str | None:
+    """Return the repository of a known shape on the Hugging Face Hub; None for a name that is not known."""
+    if name not in KNOWN_SHAPES or name == "opt-175b":  # which is given on request alone
+        return None
+    start, repository = next((start, to) for start, to in _PUBLISHED.items() if name.startswith(start))
+    size = name.removeprefix(start)
+    return repository.format(size if start in ("opt-", "llama-2-") else size.upper())
 
 
 #: A model's name on the Hugging Face Hub.

@@ -1,0 +1,250 @@
+"""The commands that predict without running a model: ``simulate``, ``search``, ``sweep``."""
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.errors import InputError, flag
+from flexhybrid.core.files import check_new_file
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.options import budgets_from, options_from, split_names
+
+
+def add_predicting(commands) -> None:
+    """Add the commands' parsers."""
+    _add_simulate(commands)
+    _add_search(commands)
+    _add_sweep(commands)
+
+
+def _add_simulate(commands) -> None:
+    parser = commands.add_parser(
+        "simulate",
+        help="predict one run of one system, without running a model",
+        description="Predict throughput, latency, memory, traffic and utilisation of a system. Systems: kv_only, "
+        "act_only, hybrid(0.4), capture, flexgen, deepspeed, accelerate, kvpr_row, kvpr_column, token_recompute(0.2), "
+        "int4 (4-bit keys and values; native weights), h2o(0.2), h2o(0.2, whole_layers=0), infinigen, uvm, "
+        "fastdecode(gpus=4), ideal, …; a wrong name lists all.",
+    )
+    parser.add_argument("--system", help="by name, options as in a call, or a JSON file (capture)")
+    parser.add_argument(
+        "--compare", nargs="+", metavar="SYSTEM", help='several side by side, like "kv_only,hybrid(0.5),mine.json"'
+    )
+    _model_and_machine(parser, required=False)
+    parser.add_argument(
+        "--batch", type=_batch,
+        help="requests; auto: as many as each system is fastest with; with --lengths, at a time at most (1024)",
+    )  # fmt: skip
+    parser.add_argument("--policy", help="the same as --system")
+    parser.add_argument(
+        "--vary", metavar="FIELD=V,V",
+        help="a run for each value of a field: batch, prompt_len, gen_len, link_gb_per_s, device_memory, model, …",
+    )  # fmt: skip
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw that, .png, .pdf or .svg")
+    parser.add_argument(
+        "--clock", choices=("closed", "virtual"), default="closed",
+        help="closed form in milliseconds, or the executor's own stream task by task (closed)",
+    )  # fmt: skip
+    parser.set_defaults(run=_simulate)
+
+
+def _batch(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r} (nor is it auto)") from None
+
+
+def _add_search(commands) -> None:
+    parser = commands.add_parser(
+        "search",
+        help="find the best policy for a model, a machine and a workload",
+        description="Search placement over three tiers, KV:ACT mix, compression, batch, mini-batch and schedule.",
+    )
+    _model_and_machine(parser)
+    parser.add_argument("--batch", type=int, help="requests, with --lengths at a time (as many as pay)")
+    parser.add_argument("--max-batch", type=int, default=1024, help="most requests to try (1024)")
+    parser.add_argument("--objective", choices=("throughput", "latency"), default="throughput")
+    parser.add_argument("--lossless", action="store_true", help="only what gives the very same tokens: native bits")
+    parser.add_argument("--attention", choices=("any", "device", "host"), default="any", help="where it may run (any)")
+    parser.add_argument(
+        "--keep", nargs="+", action="extend", default=[], metavar="FIELD=VALUE",
+        help="of the policy, what the search may not change: cache=kv@host,act@host (their shares are free), "
+        "cache.act@disk=0, weights.device=0.5, bits.kv=8, packing=fifo, max_mini_batch_tokens=8192, …",
+    )  # fmt: skip
+    parser.add_argument("--selection", help="infinigen(…), to be used where it is faster; expected=SHARE as measured")
+    parser.add_argument("--time-limit", type=float, help="seconds after which the best so far is taken")
+    parser.add_argument(
+        "--no-confirm", dest="confirm", action="store_false", help="do not walk the winner on the virtual clock"
+    )
+    parser.add_argument("--save-policy", type=Path, help="write the policy to this JSON file, in a folder that exists")
+    parser.add_argument("--lp", type=Path, help="write the winner's linear program, rows named, to this .lp file")
+    parser.set_defaults(run=_search)
+
+
+def _add_sweep(commands) -> None:
+    parser = commands.add_parser(
+        "sweep",
+        help="simulate all combinations of a grid file",
+        description="A JSON or TOML file gives lists for system, model, hardware, batch, prompt_len, gen_len (and "
+        "dtype, clock). A stopped sweep goes on with the same command.",
+    )
+    parser.add_argument("grid", type=Path, help="grid file")
+    parser.add_argument("--out", type=Path, help="table to write, .csv or .parquet (the grid's name, .csv)")
+    parser.add_argument("--workers", type=int, help="processes (all cores)")
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="ray: on a Ray cluster (local)")
+    parser.add_argument("--fresh", action="store_true", help="drop what a stopped sweep has kept")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    parser.set_defaults(run=_sweep)
+
+
+def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    names = {"model": "a shape by name (opt-30b, llama-2-70b), or a config.json"}
+    names["hardware"] = "a machine by name (rtx4090, t4, local), or a hardware file"
+    for name, text in names.items():
+        parser.add_argument(flag(name), required=required, help=text)
+    parser.add_argument("--prompt-len", type=int, help="tokens of each prompt")
+    parser.add_argument("--gen-len", type=int, help="tokens each request generates")
+    parser.add_argument(
+        "--lengths", type=Path, metavar="FILE",
+        help="in place of these: a queue of requests that join as others end, as CSV with a header or JSON lines of "
+        "prompt_tokens, max_tokens and, if known, answer_tokens, prefix and prefix_tokens (what prompts begin with "
+        "alike: a name, and how long it is), or as lines of OpenAI's Batch format, counted by the tokenizer beside "
+        "--model (a config.json)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--answer-tokens", type=float, metavar="MEAN",
+        help="mean of the answers, where the file does not name them (as many as they may have)",
+    )  # fmt: skip
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="(float16; local: the profile's)")
+    for tier in TIERS:
+        parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (the machine's)")
+    parser.add_argument("--link-gb-per-s", type=float, help="rate of the link, both directions (the machine's)")
+    parser.add_argument("--disk-gb-per-s", type=float, help="rate of the disk, both directions (the machine's)")
+    parser.add_argument(
+        "--gemm-tflops", type=float, help="10^12 operations a second of matrix products (the machine's)"
+    )
+
+
+def _note(line: str) -> None:
+    print(f"flexhybrid: {line}", file=sys.stderr)
+
+
+def _lengths(args) -> Workload | None:
+    """Return the queue of --lengths; None without it. Raise InputError for flags that say lengths twice."""
+    if args.lengths is None:
+        if args.answer_tokens is not None:
+            raise InputError("--answer-tokens is of --lengths; --gen-len says how long answers of one length are")
+        return None
+    if args.prompt_len is not None or args.gen_len is not None:
+        raise InputError("--lengths says how long requests are: leave --prompt-len and --gen-len out")
+    from flexhybrid.jobs.lengths import read_lengths
+
+    return read_lengths(args.lengths, args.model, args.answer_tokens)
+
+
+def _simulate(args) -> dict:
+    from flexhybrid.jobs.rates import RATES, costs, describe_costs, describe_rates
+    from flexhybrid.jobs.simulate import SimulatedQueue, asked_record, describe, describe_queue
+    from flexhybrid.jobs.whatif import LENGTHS, run_point, varied_of
+
+    named = {"--system": args.system, "--policy": args.policy, "--compare": args.compare}
+    if len(given := [f"{name} {value}" for name, value in named.items() if value]) > 1:
+        raise InputError(f"{' and '.join(given)}: give one of them")
+    varied = varied_of(args.vary) if args.vary else None
+    if varied and getattr(args, varied.field, None) is not None:
+        raise InputError(f"--vary {args.vary} and {flag(varied.field)}: give one of them")
+    if varied and varied.field in LENGTHS and args.lengths:
+        raise InputError(f"--lengths says how long requests are: --vary {varied.field} has nothing to vary")
+    keys = ("model", "hardware", "batch", "prompt_len", "gen_len", "dtype", "clock", *RATES)
+    known = {name for name in keys[:2] if getattr(args, name) is not None} | {varied and varied.field}
+    if missing := [name for name in keys[:2] if name not in known]:
+        raise InputError(f"the following arguments are required: {', '.join(map(flag, missing))}")
+    point, budgets = {key: getattr(args, key) for key in keys}, budgets_from(args)
+    if args.compare or varied:
+        return _what_if(args, point, varied)
+    point = {"system": args.system or args.policy or "capture", **point}
+    setting, outcome = run_point(point, budgets, _lengths(args), _note)
+    args.show(describe_queue(outcome) if isinstance(outcome, SimulatedQueue) else describe(outcome))
+    rate = outcome.to_dict()["tokens_per_s"]
+    for text in filter(None, (describe_costs(setting.machine, rate), describe_rates(setting.machine))):
+        args.show(text)
+    record = asked_record(setting.machine, _asked(args, point), budgets)
+    return record | outcome.to_dict() | costs(setting.machine, rate)
+
+
+def _what_if(args, point: dict, varied) -> dict:
+    """Simulate several systems, or one at several values of a field."""
+    from flexhybrid.jobs.rates import describe_rates
+    from flexhybrid.jobs.simulate import asked_record
+    from flexhybrid.jobs.whatif import answers, check_plot, describe_answers, plot
+
+    check_plot(args.plot, varied)
+    if args.plot:
+        check_new_file(args.plot)
+    budgets, workload = budgets_from(args), _lengths(args)
+    systems = split_names(args.compare) if args.compare else (args.system or args.policy or "capture",)
+    found = answers(point, systems, varied, budgets, workload, _note)
+    args.show(describe_answers(found, varied))
+    machines = {answer.setting.machine.name: answer.setting.machine for answer in found if answer.setting}
+    for machine in machines.values():
+        args.show(describe_rates(machine))
+    if args.plot:
+        asked = ", ".join(str(point[key]) for key in ("model", "hardware") if point[key] is not None)
+        plot(found, varied, asked, args.plot)
+        args.show(f"  {args.plot}")
+    inputs = _asked(args, point | {"compare": list(systems), "vary": args.vary})
+    record = asked_record(next(iter(machines.values())), inputs, budgets)
+    return record | {"runs": [answer.to_dict(varied and varied.field) for answer in found]}
+
+
+def _asked(args, point: dict) -> dict:
+    """Return what a prediction was asked for, with the files that say it."""
+    files = {"lengths": args.lengths and str(args.lengths), "answer_tokens": args.answer_tokens}
+    return point | files
+
+
+def _search(args) -> dict:
+    from flexhybrid.core.files import save_text
+    from flexhybrid.jobs.rates import RATES, costs, describe_costs, describe_rates
+    from flexhybrid.jobs.search import PolicySearchOptions, run_search, search_queue, search_record
+    from flexhybrid.jobs.simulate import asked_record, describe_queue
+
+    names = ("model", "hardware", "batch", "max_batch", "prompt_len", "gen_len", "dtype", "objective", "lossless")
+    asked = {name: getattr(args, name) for name in (*names, "attention", "selection", "time_limit", *RATES)}
+    asked["keep"] = list(args.keep) or None
+    options = options_from(
+        PolicySearchOptions, args, budgets=budgets_from(args), lengths=_lengths(args), keep=tuple(args.keep)
+    )
+    for path in (args.save_policy, args.lp):
+        if path:
+            check_new_file(path)  # before the work
+    if options.lengths is not None:
+        choice = search_queue(options, _note)
+        if args.save_policy:
+            save_text(args.save_policy, choice.system.policy.to_json())
+        args.show(describe_queue(choice))
+        args.show(describe_rates(choice.system.hardware))
+        return asked_record(choice.system.hardware, _asked(args, asked), options.budgets) | choice.to_dict()
+    report = run_search(options, _note, args.show)
+    if args.save_policy:
+        save_text(args.save_policy, report.found.policy.to_json())
+    machine, rate = report.hardware, report.best.tokens_per_s
+    for text in filter(None, (describe_costs(machine, rate), describe_rates(machine))):
+        args.show(text)
+    record = asked_record(machine, _asked(args, asked), options.budgets)
+    return record | search_record(report) | costs(machine, rate)
+
+
+def _sweep(args) -> dict:
+    from flexhybrid.jobs.sweep.job import SweepOptions
+    from flexhybrid.jobs.sweep.simulated import sweep_grid
+
+    options = options_from(SweepOptions, args, quiet=args.quiet or args.json)
+    summary = sweep_grid(args.grid, args.out or args.grid.with_suffix(".csv"), options)
+    resumed = f", {summary.num_resumed} kept from before" if summary.num_resumed else ""
+    failed = f", {summary.num_errors} cannot run (column error)" if summary.num_errors else ""
+    args.show(f"{summary.num_points} points in {summary.seconds:.1f} s{resumed}{failed}: {summary.path}")
+    return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(summary).items()}

@@ -1,0 +1,217 @@
+"""What ``flexhybrid simulate`` is asked beyond one run: systems side by side, one field varied, the best batch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.errors import InputError, flag, shown, unknown
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.rates import RATES, Budgets, costs
+from flexhybrid.jobs.simulate import (
+    MOST_AT_A_TIME,
+    Note,
+    SimulatedQueue,
+    named_system,
+    queue_setting,
+    setting_of,
+    shares_text,
+    simulate_queue,
+    simulate_system,
+)
+from policy_search.papers.at_best import best_batch
+from policy_search.systems import Setting
+from sim.simulate import SimulatedRun
+
+AUTO = "auto"  #: as a batch: the one with which the system answers most tokens a second
+MEMORIES = tuple(f"{tier}_memory" for tier in TIERS)
+LENGTHS = ("prompt_len", "gen_len")
+#: Fields that can be varied -> what reads a value of theirs.
+VARIED: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("batch", *LENGTHS), int), **dict.fromkeys(RATES, float),
+    **dict.fromkeys((*MEMORIES, "model", "hardware", "dtype"), str),
+}  # fmt: skip
+FORMATS = (".png", ".pdf", ".svg")
+
+
+class Varied(NamedTuple):
+    """A field of the setting, and the values that it takes in turn."""
+
+    field: str
+    values: tuple
+
+
+class Answer(NamedTuple):
+    """One run of one system: what was asked, and what is predicted or why it cannot run."""
+
+    system: str
+    value: Any  #: of the field that is varied; None without one
+    setting: Setting | None
+    run: SimulatedRun | SimulatedQueue | None
+    error: str = ""
+
+    def to_dict(self, field: str | None) -> dict:
+        """Plain JSON."""
+        row = {"system": self.system} | ({field: self.value} if field else {})
+        if self.run is None or self.setting is None:
+            return row | {"error": self.error}
+        rate = self.run.to_dict()["tokens_per_s"]
+        return row | self.run.to_dict() | costs(self.setting.machine, rate)
+
+
+def varied_of(text: str) -> Varied:
+    """Read FIELD=VALUE,VALUE,…. Raise InputError for an unknown field, and for a value that it cannot have."""
+    field, equals, rest = (part.strip() for part in text.partition("="))
+    field = field.removeprefix("--").replace("-", "_")
+    if field not in VARIED:
+        raise unknown("field of --vary", field, VARIED)
+    texts = [part.strip() for part in rest.split(",") if part.strip()]
+    if not equals or not texts:
+        raise InputError(f"--vary {text!r}: write FIELD=VALUE,VALUE, like batch=1,2,4,8")
+    try:
+        return Varied(field, tuple(dict.fromkeys(map(VARIED[field], texts))))
+    except ValueError:
+        raise InputError(f"--vary {field}: {shown(rest)} must be numbers") from None
+
+
+def run_point(
+    point: dict, budgets: Budgets, workload: Workload | None = None, note: Note | None = None
+) -> tuple[Setting, SimulatedRun | SimulatedQueue]:
+    """Return (the setting, the predicted run) of a point's system, which is a name or a policy file; with a
+    ``workload`` of a queue. A batch may be AUTO. Raise InputError as ``setting_of``, and where nothing fits."""
+    text, clock, auto = point["system"], point.get("clock") or "closed", point["batch"] == AUTO
+    point = {**point, "batch": None if auto else point["batch"]}
+    if workload is not None:
+        setting = queue_setting(point, workload, budgets, note)
+        return setting, simulate_queue(setting, named_system(text, setting), workload, clock)
+    setting = setting_of({**point, "batch": MOST_AT_A_TIME if auto else point["batch"]}, budgets, note)
+    if not auto:
+        return setting, simulate_system(setting, named_system(text, setting), clock)
+    made, run = best_batch(lambda there: named_system(text, there), setting)
+    setting = replace(setting, batch=run.batch)
+    return setting, run if clock == "closed" else simulate_system(setting, made, clock)
+
+
+def answers(
+    point: dict,
+    systems: Sequence[str],
+    varied: Varied | None,
+    budgets: Budgets,
+    workload: Workload | None = None,
+    note: Note | None = None,
+) -> list[Answer]:
+    """Return a run of every system at every value of the field that is varied. What cannot run has its error; raise
+    InputError where nothing can."""
+    found = []
+    for value in varied.values if varied else (None,):
+        there, sizes = dict(point), dict(budgets)
+        if varied and varied.field in MEMORIES:
+            sizes[varied.field.removesuffix("_memory")] = str(value)
+        elif varied:
+            there[varied.field] = value
+        for system in systems:
+            try:
+                found.append(Answer(system, value, *run_point({**there, "system": system}, sizes, workload, note)))
+            except InputError as error:
+                found.append(Answer(system, value, None, None, str(error)))
+            note = None  # said once
+    if not any(answer.run for answer in found):
+        raise InputError(found[0].error)
+    return found
+
+
+def describe_answers(found: list[Answer], varied: Varied | None) -> str:
+    """Return a table: of one field's values, tokens/s of each system; without one, a line a system."""
+    return _by_value(found, varied) if varied else _by_system(found)
+
+
+def _by_value(found: list[Answer], varied: Varied) -> str:
+    systems = list(dict.fromkeys(answer.system for answer in found))
+    widths = [max(12, len(system)) for system in systems]
+    first = max(len(varied.field), *(len(str(value)) for value in varied.values))
+    columns = (f"{system:>{width}}" for system, width in zip(systems, widths, strict=True))
+    lines = ["tokens/s", f"  {varied.field:>{first}}  {'  '.join(columns)}"]
+    for value in varied.values:
+        cells = []
+        for answer, width in zip((one for one in found if one.value == value), widths, strict=True):
+            cells.append(f"{_rate(answer.run):{width}.4g}" if answer.run else f"{'-':>{width}}")
+        lines.append(f"  {value!s:>{first}}  {'  '.join(cells)}")
+    wrong = dict.fromkeys(f"{answer.system}: {answer.error}" for answer in found if answer.error)
+    return "\n".join([*lines, *(f"  -  {text}" for text in wrong)])
+
+
+def _by_system(found: list[Answer]) -> str:
+    width = max(len(answer.system) for answer in found)
+    lines = [f"  {'':{width}}  {'tokens/s':>10}  {'seconds':>10}  {'requests':>9}  at a time"]
+    for answer in sorted(found, key=lambda answer: -_rate(answer.run)):
+        if answer.run is None:
+            lines.append(f"  {answer.system:{width}}  does not run: {answer.error}")
+            continue
+        queue = isinstance(answer.run, SimulatedQueue)
+        policy = answer.run.system.policy if queue else answer.run.policy
+        total_s = answer.run.run.total_s if queue else answer.run.total_s
+        requests = answer.run.workload.num_requests if queue else answer.run.batch
+        at_a_time = answer.run.run.at_a_time if queue else answer.run.wave
+        placed = f"weights {shares_text(asdict(policy.weights))}; cache {shares_text(policy.cache)}"
+        binding = answer.run.run.binding if queue else answer.run.binding
+        lines.append(
+            f"  {answer.system:{width}}  {_rate(answer.run):10.4g}  {total_s:10.4g}  {requests:9}  {at_a_time:9}  "
+            f"{placed}; bound by {binding}{_costs_text(answer)}"
+        )
+    return "\n".join(lines)
+
+
+def _costs_text(answer: Answer) -> str:
+    machine = answer.setting.machine if answer.setting else None
+    found = costs(machine, _rate(answer.run)) if machine else {}
+    price, energy = found.get("dollars_per_million_tokens"), found.get("kwh_per_million_tokens")
+    parts = [f"${price:.3g}"] * (price is not None) + [f"{energy or 0:.3g} kWh"] * (energy is not None)
+    return f"; {' and '.join(parts)} a million tokens" if parts else ""
+
+
+def _rate(run: SimulatedRun | SimulatedQueue | None) -> float:
+    if run is None:
+        return 0.0
+    return run.run.tokens_per_s if isinstance(run, SimulatedQueue) else run.tokens_per_s
+
+
+class Picture(NamedTuple):
+    """What ``figures.reproduce.draw`` draws."""
+
+    name: str
+    frame: Any  #: pandas
+    title: str
+    x: str
+    x_label: str
+    log_x: bool
+    kind: str = "line"
+    y: str = "tokens_per_s"
+    y_label: str = "generated tokens/s"
+    series: str = "system"
+    log_y: bool = False
+    paper: Any = None
+
+
+def check_plot(path: Path | None, varied: Varied | None) -> None:
+    """Raise InputError for a picture that cannot be drawn, or written."""
+    if path is None:
+        return
+    if varied is None:
+        raise InputError(f"--plot {path} draws tokens/s over one field: name it, like --vary batch=1,2,4,8")
+    if path.suffix.lower() not in FORMATS:
+        raise InputError(f"--plot {path}: a picture is a {', '.join(FORMATS)} file")
+
+
+def plot(found: list[Answer], varied: Varied, title: str, path: Path) -> None:
+    """Draw tokens/s over the values of the field, one line a system."""
+    import pandas as pd
+
+    from figures.reproduce import draw
+
+    rows = [(answer.system, answer.value, _rate(answer.run)) for answer in found if answer.run]
+    frame = pd.DataFrame(rows, columns=["system", varied.field, "tokens_per_s"])
+    numbers = [value for value in varied.values if isinstance(value, (int, float))]
+    spread = len(numbers) == len(varied.values) and min(numbers) > 0 and max(numbers) >= 8 * min(numbers)
+    label = flag(varied.field).removeprefix("--").replace("-", " ")
+    draw(Picture(path.stem, frame, title, x=varied.field, x_label=label, log_x=spread), path)

@@ -1,0 +1,172 @@
+"""Fields of a policy that a search is told to keep: ``attention=host``, ``cache=kv@host,act@host``, ``bits.kv=8``.
+
+A field is named as in a policy file, a part of it after a dot; its value is JSON or plain words. What a search chooses
+among becomes that one choice; what it does not choose at all is set in every policy that it tries.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from typing import Any
+
+from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.policy import BITS, CacheShares, Placement, Policy
+from policy_search.search import SearchSettings
+from policy_search.search_problem import OTHERS, Space
+
+#: Fields of a policy -> the choices of ``Space`` that they are.
+CHOICES = {
+    "attention": "attention", "schedule": "schedules", "hidden": "hidden",
+    "bits.weights": "weights_bits", "bits.kv": "kv_bits", "bits.act": "act_bits",
+}  # fmt: skip
+FIELDS = (*CHOICES, *OTHERS, "weights", "cache", "max_mini_batch_tokens", "max_batch")
+ELSEWHERE = {
+    "name": "a search names what it finds itself",
+    "version": "it is the file format's",
+    "selection": "--selection infinigen(…) allows one",
+}
+_BETWEEN = re.compile(r",(?![^()]*\))")  #: a comma outside the brackets of both(…)
+
+
+def with_kept(settings: SearchSettings, texts: Iterable[str]) -> SearchSettings:
+    """Return settings under which a search keeps each FIELD=VALUE.
+
+    Raise InputError for a field that is unknown, none of a search's, or given twice, and for a value that it cannot
+    have.
+    """
+    kept: dict[str, Any] = {}
+    for text in texts:
+        field, equals, value = (part.strip() for part in text.partition("="))
+        if not (equals and field and value):
+            raise InputError(f"--keep {text!r}: write FIELD=VALUE, like attention=host or cache.act@disk=0")
+        if field in kept:
+            raise InputError(f"--keep {field} is given twice")
+        kept[field] = value
+    tables: dict[str, dict] = {}
+    for field, value in kept.items():
+        group, dot, part = field.partition(".")
+        if reason := ELSEWHERE.get(group):
+            raise InputError(f"--keep {field}: {reason}")
+        if dot and group in ("weights", "cache", "embedding"):
+            tables.setdefault(group, {})[part] = _number(field, value)
+        elif field in ("weights", "cache", "embedding"):
+            table = _table(value)
+            if table is None and field == "cache" and not _BETWEEN.search(value):
+                table = {value: 1.0}
+            elif table is None and field == "cache":
+                settings = replace(settings, space=_with_entries(settings.space, value))
+                continue
+            if table is None and value not in TIERS:
+                raise InputError(f'--keep {field}={value}: write shares, like {field}={{"device": 0.5, "host": 0.5}}')
+            tables[field] = {part: _number(field, share) for part, share in (table or {value: 1.0}).items()}
+        else:
+            settings = _with_field(settings, field, value)
+    for group, table in tables.items():
+        settings = {"weights": _with_weights, "cache": _with_cache, "embedding": _with_embedding}[group](
+            settings, table, group in kept
+        )
+    return settings
+
+
+def _with_field(settings: SearchSettings, field: str, text: str) -> SearchSettings:
+    """Return the settings with a field of one value kept."""
+    value, space = _value(text), settings.space
+    if field in CHOICES:
+        free_bits = field.startswith("bits") and not space.lossless
+        choices = BITS if free_bits else getattr(space, CHOICES[field])
+        if value not in choices:
+            lossless = " (--lossless keeps to native bits)" if field.startswith("bits") and space.lossless else ""
+            raise InputError(f"{unknown(f'value of --keep {field}', value, map(str, choices))}{lossless}")
+        return replace(settings, space=replace(space, **{CHOICES[field]: (value,)}))
+    if field in OTHERS:
+        Policy(**{field: value})  # raises for a value that it cannot have
+        both = () if (field, value) == ("static_cache", True) else space.both  # no plan has both
+        return replace(settings, space=replace(space, both=both, kept=(*space.kept, (field, value))))
+    if field in ("max_mini_batch_tokens", "max_batch"):
+        Policy(**{field: value})
+        if field == "max_batch":
+            return replace(settings, batch=value)
+        return replace(settings, mini_batch_tokens=(value,))
+    raise unknown("field of --keep", field, [*FIELDS, "weights.device", "cache.act@host"])
+
+
+def _with_embedding(settings: SearchSettings, table: dict, whole: bool) -> SearchSettings:
+    placed = _placement("embedding", table if whole else asdict(Placement(device=1.0)) | table)
+    return replace(settings, space=replace(settings.space, kept=(*settings.space.kept, ("embedding", placed))))
+
+
+def _with_weights(settings: SearchSettings, table: dict, whole: bool) -> SearchSettings:
+    """Return the settings with shares of the weights kept: of all tiers, of device or disk, or of two of the three."""
+    if strange := next((tier for tier in table if tier not in TIERS), None):
+        raise unknown("tier of --keep weights", strange, TIERS)
+    if whole or sum(table.values()) == 1:
+        table = dict.fromkeys(TIERS, 0.0) | table
+    if len(table) == 2:
+        rest = next(tier for tier in TIERS if tier not in table)
+        table[rest] = 1.0 - sum(table.values())
+    if len(table) == 3:
+        _placement("weights", table)
+    elif "host" in table:
+        raise InputError(f"--keep weights.host={table['host']:g}: say weights.device or weights.disk as well")
+    return replace(settings, weights_device=table.get("device"), weights_disk=table.get("disk"))
+
+
+def _with_cache(settings: SearchSettings, table: dict, whole: bool) -> SearchSettings:
+    """Return the settings with shares of the cache kept: entries at 0 are left out, shares that add up to 1 are all."""
+    Policy(cache={entry: 1.0 for entry in list(table)[:1]} | dict.fromkeys(list(table)[1:], 0.0))  # knows the entries
+    kept = {entry: share for entry, share in table.items() if share > 0}
+    if not kept and not whole:
+        space = settings.space
+        left = {
+            name: tuple(entry for entry in getattr(space, name) if entry not in table) for name in ("entries", "both")
+        }
+        return replace(settings, space=replace(space, **left))
+    if not math.isclose(sum(kept.values()), 1.0, abs_tol=1e-6):
+        said = ", ".join(f"{entry} {share:g}" for entry, share in kept.items())
+        raise InputError(f"--keep cache: {said} add up to {sum(kept.values()):g}; say where all of the tokens are")
+    return replace(settings, space=replace(_with_entries(settings.space, ",".join(kept)), mix=CacheShares(kept)))
+
+
+def _with_entries(space: Space, text: str) -> Space:
+    """Return the space with these cache entries alone, whose shares are free."""
+    names = [name.strip() for name in _BETWEEN.split(text)]
+    Policy(cache={name: float(not place) for place, name in enumerate(names)})  # raises for an unknown entry
+    both = tuple(name for name in names if name.startswith("both"))
+    return replace(space, entries=tuple(name for name in names if name not in both), both=both)
+
+
+def _placement(field: str, table: dict) -> Placement:
+    if strange := next((tier for tier in table if tier not in TIERS), None):
+        raise unknown(f"tier of --keep {field}", strange, TIERS)
+    placed = Placement(**table)
+    placed.check(field)
+    return placed
+
+
+def _table(text: str) -> dict | None:
+    """Return the shares of a JSON object, or of names with a share after a colon; None for other text."""
+    value = _value(text)
+    if isinstance(value, dict):
+        return value
+    parts = [part.rpartition(":") for part in _BETWEEN.split(text)]
+    return {name.strip(): share for name, _, share in parts} if all(colon for _, colon, _ in parts) else None
+
+
+def _number(field: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 <= number <= 1:
+        raise InputError(f"--keep {field}={value}: a share is a number from 0 to 1")
+    return number
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

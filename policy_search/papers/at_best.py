@@ -1,0 +1,167 @@
+"""A system in the batch, and with the settings of its own, with which it is predicted to be fastest.
+
+FlexGen chooses by its own cost model, CAPTURE by its Algorithm 1 for each batch that is tried; of the other systems the
+options that their calls take are tried, all batches at once.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import numpy as np
+
+from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
+from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
+from policy_search.search_problem import MINI_BATCH_TOKENS, RESIDENT_MINI_BATCH_TOKENS
+from policy_search.systems import SYSTEMS, Setting, System, parse, system
+from sim.array_clock import predict
+from sim.candidates import Candidates
+from sim.simulate import SimulatedRun, simulate
+
+#: Options of systems -> the values that are tried where a call does not name one, besides the sizes of mini-batches and
+#: the share of the weights on the device. A split is tried by both of its rules.
+TRIED = {
+    "token_recompute": {"ratio": (0.1, 0.2, 0.3, 0.5)},
+    "kvpr_row": {"split": ("paper", "pipeline")},
+    "kvpr_column": {"split": ("paper", "pipeline")},
+}
+WEIGHT_SHARES = np.arange(13) / 12  #: a matrix of attention is a twelfth of an OPT layer
+WALKED = 16  #: choices of a system that are walked, those with the least bounds
+
+
+def at_best(text: str, setting: Setting, free: bool) -> tuple[System, SimulatedRun]:
+    """Return a system and its run with the batch and the settings that suit it best.
+
+    ``setting.batch``: with ``free`` the most requests that it may take, else the requests to answer, which it takes in
+    waves of its own. Raise InputError where nothing fits.
+    """
+    name, options = (text, {}) if text in TRIED else parse(text)
+    if name == "flexgen" and not options.keys() - {"host_attention", "compress"}:
+        asked = FlexGenOptions(most_requests=setting.batch, **options)
+        policy = flexgen_policy(setting.problem, setting.workload, asked).policy
+        return _run(System(text, policy, setting.machine), setting, free)
+    if SYSTEMS[name].reads_lines:
+        return best_batch(partial(system, text), setting, free)
+    best: tuple[float, System] | None = None
+    tried = {option: values for option, values in TRIED.get(name, {}).items() if option not in options}
+    for values in product(*tried.values()):
+        call = _call(name, options | dict(zip(tried, values, strict=True)))
+        with suppress(InputError):  # nothing of it fits
+            rate, made = _best_settings(call, setting, free)
+            best = (rate, made) if best is None or rate > best[0] else best
+    if best is None:
+        return _run(system(text, replace(setting, batch=1)), setting, free)  # raises, with what one request needs
+    return _run(replace(best[1], name=text), setting, free)
+
+
+def best_batch(make: Callable[[Setting], System], setting: Setting, free: bool = True) -> tuple[System, SimulatedRun]:
+    """Return what ``make`` makes of a setting, and its run, with the batch that suits it best: powers of two first,
+    then halves, quarters and eighths of the best around it. The rest as ``at_best``."""
+    tried: dict[int, float] = {}
+
+    def rate(batch: int) -> float:
+        if batch not in tried:
+            tried[batch] = -1.0
+            with suppress(InputError):
+                made = make(replace(setting, batch=batch))
+                tried[batch] = _run(made, replace(setting, batch=batch), True)[1].tokens_per_s
+        return tried[batch]
+
+    most = setting.batch
+    coarse = [most, *(1 << power for power in range(most.bit_length()) if 1 << power < most)]
+    best = max(sorted(coarse), key=rate)
+    for step in (best // 2, best // 4, best // 8):
+        around = {best - step, best, best + step}
+        best = max(sorted(size for size in around if 1 <= size <= most), key=rate)
+    made = make(replace(setting, batch=best))
+    made = replace(made, policy=replace(made.policy, max_batch=best))
+    return _run(made, setting, free)
+
+
+def _run(made: System, setting: Setting, free: bool) -> tuple[System, SimulatedRun]:
+    """Simulate a system on its own batch, or on all of the requests in waves of it."""
+    problem = replace(setting.problem, hardware=made.hardware)
+    batch = min(made.policy.max_batch or setting.batch, setting.batch) if free else setting.batch
+    return made, simulate(problem, made.policy, batch, setting.prompt_tokens, setting.max_tokens)
+
+
+def _call(name: str, options: dict) -> str:
+    values = (f"{key}={str(value).lower()}" for key, value in options.items())
+    return f"{name}({', '.join(values)})"
+
+
+def _best_settings(call: str, setting: Setting, free: bool) -> tuple[float, System]:
+    """Return (tokens/s, the system) of a call with the best batch, mini-batches and weights on the device.
+
+    Raise InputError where nothing fits.
+    """
+    name, options = parse(call)
+    accepted = SYSTEMS[name].options
+    places_weights = "weights_device" in accepted or name == "fastdecode"
+    made = system(call, replace(setting, batch=1))
+    sizes = [made.policy.max_mini_batch_tokens]
+    if "max_mini_batch_tokens" in accepted and "max_mini_batch_tokens" not in options:
+        sizes = RESIDENT_MINI_BATCH_TOKENS if name == "resident" else MINI_BATCH_TOKENS
+    shares = np.array([made.policy.weights.device])
+    if places_weights and "weights_device" not in options:
+        shares = WEIGHT_SHARES
+    problem, best = replace(setting.problem, hardware=made.hardware), None
+    batches = np.array(list(_coarse(setting.batch) if free else _waves(setting.batch)))
+    for _ in range(1 + free):
+        axes = np.meshgrid(batches, np.array(sizes), shares, indexing="ij")
+        found = _fastest(problem, made.policy, setting, [axis.reshape(-1) for axis in axes])
+        if best is None or found[0] > best[0]:
+            best = found
+        batch, tokens, share = best[1]
+        step = max(1, int(batch) // 32)
+        batches = np.arange(max(1, int(batch * 0.76)), min(setting.batch, int(batch * 1.3)) + 1, step)
+        sizes, shares = [tokens], np.array([share])
+    rate, (batch, tokens, share) = best
+    weights = Placement(device=float(share), host=1.0 - float(share))
+    policy = replace(made.policy, weights=weights, max_mini_batch_tokens=int(tokens), max_batch=int(batch))
+    return rate, replace(made, policy=policy)
+
+
+def _coarse(most: int) -> Iterator[int]:
+    """Yield batches in steps of about a third, and the most."""
+    batch = 1
+    while batch < most:
+        yield batch
+        batch += max(1, batch // 3)
+    yield most
+
+
+def _waves(requests: int) -> list[int]:
+    """Return the sizes of waves of nearly one size into which requests can be cut, in halves of halves."""
+    return list(dict.fromkeys(-(-requests // (1 << power)) for power in range(requests.bit_length())))
+
+
+def _fastest(
+    problem: Problem, policy: Policy, setting: Setting, axes: list[np.ndarray]
+) -> tuple[float, tuple[float, float, float]]:
+    """Return (tokens/s, (batch, tokens of a mini-batch, share of the weights on the device)) of the fastest choice.
+
+    ``axes``: the three, arrays [choices]. Raise InputError where none fits.
+    """
+
+    def predicted(members: np.ndarray, walk: bool):
+        batch, tokens, share = (axis[members] for axis in axes)
+        lengths = batch.astype(float), setting.prompt_tokens, setting.max_tokens
+        shares = {"weights_device": share, "weights_disk": np.zeros(len(share))}
+        return predict(problem, Candidates(policy, *lengths, tokens.astype(float), **shares), walk=walk)
+
+    bounded = predicted(np.arange(len(axes[0])), False)
+    limits = problem.effective_budgets.limits
+    fits = np.all([bounded.peak_bytes[tier] <= limits[tier] for tier in TIERS], axis=0)
+    if not fits.any():
+        raise InputError(f"{policy.name}: no batch fits")
+    members = np.flatnonzero(fits)
+    members = members[np.argsort(-bounded.tokens_per_s[members], kind="stable")][:WALKED]
+    rates = predicted(members, True).tokens_per_s
+    best = int(members[rates.argmax()])
+    return float(rates.max()), tuple(float(axis[best]) for axis in axes)
