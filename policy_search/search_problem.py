@@ -153,9 +153,9 @@ class SearchProblem(Problem):
 
     def allows(self, policy: Policy) -> bool:
         """Return whether a policy may be chosen: it is in the space, and its weights lie where they must."""
-        kept = {"device": self.weights_device, "disk": self.weights_disk}
-        own = {tier: getattr(policy.weights, tier) for tier, share in kept.items() if share is not None}
-        return self.space.allows(policy) and _alike(own, {tier: kept[tier] for tier in own})
+        given = {"device": self.weights_device, "disk": self.weights_disk}
+        kept = {tier: share for tier, share in given.items() if share is not None}
+        return self.space.allows(policy) and _alike({tier: getattr(policy.weights, tier) for tier in kept}, kept)
 
     @cached_property
     def limits(self) -> dict[str, float]:

@@ -148,12 +148,13 @@ def _lengths(args) -> Workload | None:
 def _simulate(args) -> dict:
     from flexhybrid.jobs.rates import RATES, costs, describe_costs, describe_rates
     from flexhybrid.jobs.simulate import SimulatedQueue, asked_record, describe, describe_queue
-    from flexhybrid.jobs.whatif import LENGTHS, run_point, varied_of
+    from flexhybrid.jobs.whatif import LENGTHS, check_plot, run_point, varied_of
 
     named = {"--system": args.system, "--policy": args.policy, "--compare": args.compare}
     if len(given := [f"{name} {value}" for name, value in named.items() if value]) > 1:
         raise InputError(f"{' and '.join(given)}: give one of them")
     varied = varied_of(args.vary) if args.vary else None
+    check_plot(args.plot, varied)
     if varied and getattr(args, varied.field, None) is not None:
         raise InputError(f"--vary {args.vary} and {flag(varied.field)}: give one of them")
     if varied and varied.field in LENGTHS and args.lengths:
@@ -179,9 +180,8 @@ def _what_if(args, point: dict, varied) -> dict:
     """Simulate several systems, or one at several values of a field."""
     from flexhybrid.jobs.rates import describe_rates
     from flexhybrid.jobs.simulate import asked_record
-    from flexhybrid.jobs.whatif import answers, check_plot, describe_answers, plot
+    from flexhybrid.jobs.whatif import answers, describe_answers, plot
 
-    check_plot(args.plot, varied)
     if args.plot:
         check_new_file(args.plot)
     budgets, workload = budgets_from(args), _lengths(args)

@@ -1,7 +1,7 @@
 """What ``flexhybrid simulate`` is asked beyond one run: systems side by side, one field varied, the best batch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,16 +148,12 @@ def _by_system(found: list[Answer]) -> str:
         if answer.run is None:
             lines.append(f"  {answer.system:{width}}  does not run: {answer.error}")
             continue
-        queue = isinstance(answer.run, SimulatedQueue)
-        policy = answer.run.system.policy if queue else answer.run.policy
-        total_s = answer.run.run.total_s if queue else answer.run.total_s
-        requests = answer.run.workload.num_requests if queue else answer.run.batch
-        at_a_time = answer.run.run.at_a_time if queue else answer.run.wave
-        placed = f"weights {shares_text(asdict(policy.weights))}; cache {shares_text(policy.cache)}"
-        binding = answer.run.run.binding if queue else answer.run.binding
+        row = answer.run.to_dict()
+        placed = f"weights {shares_text(row['policy']['weights'])}; cache {shares_text(row['policy']['cache'])}"
+        requests, at_a_time = row.get("requests", row.get("batch")), row.get("at_a_time", row.get("wave"))
         lines.append(
-            f"  {answer.system:{width}}  {_rate(answer.run):10.4g}  {total_s:10.4g}  {requests:9}  {at_a_time:9}  "
-            f"{placed}; bound by {binding}{_costs_text(answer)}"
+            f"  {answer.system:{width}}  {row['tokens_per_s']:10.4g}  {row['total_s']:10.4g}  {requests:9}  "
+            f"{at_a_time:9}  {placed}; bound by {row['binding']}{_costs_text(answer)}"
         )
     return "\n".join(lines)
 
@@ -165,8 +161,8 @@ def _by_system(found: list[Answer]) -> str:
 def _costs_text(answer: Answer) -> str:
     machine = answer.setting.machine if answer.setting else None
     found = costs(machine, _rate(answer.run)) if machine else {}
-    price, energy = found.get("dollars_per_million_tokens"), found.get("kwh_per_million_tokens")
-    parts = [f"${price:.3g}"] * (price is not None) + [f"{energy or 0:.3g} kWh"] * (energy is not None)
+    words = {"dollars_per_million_tokens": "${:.3g}", "kwh_per_million_tokens": "{:.3g} kWh"}
+    parts = [words[name].format(value) for name, value in found.items()]
     return f"; {' and '.join(parts)} a million tokens" if parts else ""
 
 

@@ -63,18 +63,23 @@ def best_batch(make: Callable[[Setting], System], setting: Setting, free: bool =
     """Return what ``make`` makes of a setting, and its run, with the batch that suits it best: powers of two first,
     then halves, quarters and eighths of the best around it. The rest as ``at_best``."""
     tried: dict[int, float] = {}
+    waves: set[int] = set()  #: of batches that do not fit at once
 
     def rate(batch: int) -> float:
         if batch not in tried:
             tried[batch] = -1.0
             with suppress(InputError):
-                made = make(replace(setting, batch=batch))
-                tried[batch] = _run(made, replace(setting, batch=batch), True)[1].tokens_per_s
+                run = _run(make(replace(setting, batch=batch)), replace(setting, batch=batch), True)[1]
+                if run.num_waves > 1:
+                    waves.add(run.wave)
+                else:
+                    tried[batch] = run.tokens_per_s
         return tried[batch]
 
     most = setting.batch
     coarse = [most, *(1 << power for power in range(most.bit_length()) if 1 << power < most)]
     best = max(sorted(coarse), key=rate)
+    best = max(sorted({best, *waves}), key=rate)
     for step in (best // 2, best // 4, best // 8):
         around = {best - step, best, best + step}
         best = max(sorted(size for size in around if 1 <= size <= most), key=rate)
@@ -110,18 +115,16 @@ def _best_settings(call: str, setting: Setting, free: bool) -> tuple[float, Syst
     shares = np.array([made.policy.weights.device])
     if places_weights and "weights_device" not in options:
         shares = WEIGHT_SHARES
-    problem, best = replace(setting.problem, hardware=made.hardware), None
+    problem = replace(setting.problem, hardware=made.hardware)
+    rate, batch, tokens, share = -1.0, 0.0, 0.0, 0.0
     batches = np.array(list(_coarse(setting.batch) if free else _waves(setting.batch)))
     for _ in range(1 + free):
         axes = np.meshgrid(batches, np.array(sizes), shares, indexing="ij")
         found = _fastest(problem, made.policy, setting, [axis.reshape(-1) for axis in axes])
-        if best is None or found[0] > best[0]:
-            best = found
-        batch, tokens, share = best[1]
+        rate, batch, tokens, share = max((rate, batch, tokens, share), found)
         step = max(1, int(batch) // 32)
         batches = np.arange(max(1, int(batch * 0.76)), min(setting.batch, int(batch * 1.3)) + 1, step)
         sizes, shares = [tokens], np.array([share])
-    rate, (batch, tokens, share) = best
     weights = Placement(device=float(share), host=1.0 - float(share))
     policy = replace(made.policy, weights=weights, max_mini_batch_tokens=int(tokens), max_batch=int(batch))
     return rate, replace(made, policy=policy)
@@ -143,8 +146,8 @@ def _waves(requests: int) -> list[int]:
 
 def _fastest(
     problem: Problem, policy: Policy, setting: Setting, axes: list[np.ndarray]
-) -> tuple[float, tuple[float, float, float]]:
-    """Return (tokens/s, (batch, tokens of a mini-batch, share of the weights on the device)) of the fastest choice.
+) -> tuple[float, float, float, float]:
+    """Return (tokens/s, batch, tokens of a mini-batch, share of the weights on the device) of the fastest choice.
 
     ``axes``: the three, arrays [choices]. Raise InputError where none fits.
     """
@@ -164,4 +167,5 @@ def _fastest(
     members = members[np.argsort(-bounded.tokens_per_s[members], kind="stable")][:WALKED]
     rates = predicted(members, True).tokens_per_s
     best = int(members[rates.argmax()])
-    return float(rates.max()), tuple(float(axis[best]) for axis in axes)
+    batch, tokens, share = (float(axis[best]) for axis in axes)
+    return float(rates.max()), batch, tokens, share
