@@ -210,4 +210,5 @@ def plot(found: list[Answer], varied: Varied, title: str, path: Path) -> None:
     numbers = [value for value in varied.values if isinstance(value, (int, float))]
     spread = len(numbers) == len(varied.values) and min(numbers) > 0 and max(numbers) >= 8 * min(numbers)
     label = flag(varied.field).removeprefix("--").replace("-", " ")
-    draw(Picture(path.stem, frame, title, x=varied.field, x_label=label, log_x=spread), path)
+    pictures = draw(Picture(path.stem, frame, title, x=varied.field, x_label=label, log_x=spread))
+    path.write_bytes(pictures[path.suffix.lower().removeprefix(".")])
