@@ -14,7 +14,7 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import profile_file
 from flexhybrid.core.hardware import Hardware, load_hardware
-from flexhybrid.core.memory import fits
+from flexhybrid.core.memory import CONTEXT_BYTES, fits
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
@@ -64,13 +64,10 @@ def pick_device(
 
 
 def free_device_memory(device: torch.device) -> int:
-    """Return the bytes that a CUDA device has free now, less what libraries take for themselves as they load."""
-    return without_libraries(torch.cuda.mem_get_info(device)[0])
-
-
-def without_libraries(num_bytes: int) -> int:
-    """Return these bytes of a CUDA device, less what libraries take for themselves as they load."""
-    return num_bytes - min(LOADED_LATER_BYTES, num_bytes // 32)
+    """Return the bytes of a CUDA device that a run's plan may fill: those that are free now, with what of the plan's
+    context is there already. Libraries load their kernels as they are first used, outside torch's allocator."""
+    free = torch.cuda.mem_get_info(device)[0]
+    return free - min(LOADED_LATER_BYTES, free // 32) + CONTEXT_BYTES
 
 
 def resolve_problem(arguments: LLMArguments, shape: ModelShape, paced: PacedDevice) -> Problem:

@@ -72,13 +72,14 @@ def run_comparison(name: str) -> int:
     import torch
 
     from flexhybrid.core.files import write_by_rename
+    from flexhybrid.core.memory import CONTEXT_BYTES
     from flexhybrid.core.model.shape import shape_by_name
     from flexhybrid.jobs.compare.job import compare
     from flexhybrid.jobs.compare.setting import CompareOptions
 
-    budget = parse_bytes(DEVICE_MEMORY)
+    budget = parse_bytes(DEVICE_MEMORY) or 0
     total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, budget / total))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (budget - CONTEXT_BYTES) / total))
     batch, context, tokens, mini_batch, host_memory = COMPARISONS[name]
     out = results_folder() / name
     result = compare(
@@ -100,7 +101,8 @@ def run_comparison(name: str) -> int:
     }
     write_by_rename(out / "compare.json", json.dumps(result, indent=1, default=float))
     inexact = any(not row["exact"] for row in result["exactness"])
-    return 1 if result["trace_violations"] or inexact or result["device_peak_bytes"] > budget else 0
+    over = result["device_reserved_bytes"] + CONTEXT_BYTES > budget
+    return 1 if result["trace_violations"] or inexact or over else 0
 
 
 def run_peers() -> int:

@@ -42,8 +42,13 @@ HOST_THREADS, WIDENED_ELEMENTS = {"cpu": 1, "cuda": 16}, 1 << 19
 
 STATE_COPIES = 3  #: of a mini-batch's states that a recurrent layer has in work: old, new and one in between
 
-#: Device bytes set aside beyond all named parts: masks, places of stored rows, the libraries' own workspaces.
+#: Device bytes set aside beyond all named parts: masks, places of stored rows, the libraries' own workspaces (cuBLAS
+#: takes up to 64 MiB for each stream that multiplies: 32 MiB on Hopper, and as many for cublasLt).
 SLACK_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
+
+#: Of a CUDA device, where a plan counts them (``Problem.counts_allocator``): the context with the kernels that
+#: libraries load, from what others report; and what the allocator holds beyond tensors, as a share of all else.
+CONTEXT_BYTES, ALLOCATOR_SHARE = 1 << 29, 1 / 28
 
 
 MemoryPlan = dict[str, dict[str, int]]  #: tier -> part -> bytes
@@ -145,8 +150,12 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "query strips": NUM_SLOTS * sizes.decode_batch * (2 * shape.query_width + shape.kv_width) * p if on_host else 0,
         "workspace": HOST_THREADS[device] * 8 * widened if on_host and p < 4 else 0,
     }
+    device_parts = pools["device"] | on_device | chosen["device"] | states["device"]
+    if problem.counts_allocator:
+        held = ALLOCATOR_SHARE * sum(device_parts.values(), start=0.0)
+        device_parts |= {"CUDA context": CONTEXT_BYTES, "allocator": held}
     return {
-        "device": pools["device"] | on_device | chosen["device"] | states["device"],
+        "device": device_parts,
         "host": pools["host"] | in_host | chosen["host"] | states["host"],
         "disk": pools["disk"] | {"weights": weights.on_disk},
     }

@@ -23,7 +23,7 @@ from flexhybrid.jobs.machine import device_name, free_host_bytes, host_budgets, 
 from flexhybrid.jobs.paths import shape_to_simulate
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype, model_profile_path
 from flexhybrid.jobs.run.forecast import WINDOW, describe
-from flexhybrid.resolve import PacedDevice, best_policy, saved_hardware, without_libraries
+from flexhybrid.resolve import PacedDevice, best_policy, saved_hardware
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
 from sim.candidates import mean_lengths
 from sim.simulate import simulate
@@ -52,7 +52,7 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
     memories = machine_memories(device)  # now; a record's may be older than a container's limit, or missing
     budgets = host_budgets(device, host)  # not of what is free at this moment
     if device.type == "cuda":
-        budgets["device"] = without_libraries(memories["device_memory"] or 0)
+        budgets["device"] = memories["device_memory"] or 0
     lines, profile = {}, None
     if hardware:
         lines, profile = hardware.lines, {name: getattr(hardware, name) for name in ("source", "dtype", "company")}

@@ -1,6 +1,7 @@
 """CUDA streams, events and copies, as the lanes and the verbs use them (``clock.StreamLane``, ``links.CpuCopies``)."""
 
 import bisect
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -181,15 +182,54 @@ class CudaCopies:
         target.copy_(source, non_blocking=True)
 
     def copy_blocks_h2d(self, target: torch.Tensor, pool: torch.Tensor, runs: tuple[BlockRun, ...]) -> None:
-        """target [B, columns, block], pool [blocks, …]: copy the blocks of all runs, neighbouring ones in one copy."""
+        """target [B, columns, block], pool [blocks, …], both contiguous: copy the blocks of all runs, each run in one
+        call. Raises RuntimeError where CUDA refuses one."""
         if not self.enabled:
             return
-        source = pool.flatten(1)
+        copy, block = memcpy_2d(), target.shape[2] * target.element_size()
+        if copy is None:
+            _copy_by_requests(target, pool.flatten(1), runs)
+            return
+        columns, into, out_of = target.shape[1], target.data_ptr(), pool.data_ptr()
+        stream = torch.cuda.current_stream(target.device).cuda_stream
         for row, rows, column, first, stride, blocks in runs:
-            if rows == 1 or (stride == blocks == target.shape[1]):
-                region = target[row : row + rows, column : column + blocks].view(-1, target.shape[2])
-                region.copy_(source[first : first + rows * blocks], non_blocking=True)
-                continue
-            for i in range(rows):
-                start = first + i * stride
-                target[row + i, column : column + blocks].copy_(source[start : start + blocks], non_blocking=True)
+            width, pitch = blocks * block, stride * block
+            in_one = rows == 1 or width <= pitch < PITCHES  # the pitch of a single row is its width
+            for i, height in ((0, rows),) if in_one else ((i, 1) for i in range(rows)):
+                to, source = into + ((row + i) * columns + column) * block, out_of + (first + i * stride) * block
+                between = pitch if height > 1 else width
+                status = copy(to, columns * block, source, between, width, height, H2D, stream)
+                if status:
+                    raise RuntimeError(f"cudaMemcpy2DAsync refused {height} rows of {width} bytes: error {status}")
+
+
+H2D = 1  #: cudaMemcpyHostToDevice
+PITCHES = 2**31  #: CUDA takes smaller pitches
+
+#: cudaMemcpy2DAsync(to, pitch there, from, pitch there, width, height, kind, stream) -> status; sizes in bytes.
+Memcpy2D = Callable[[int, int, int, int, int, int, int, int], int]
+
+
+@lru_cache
+def memcpy_2d() -> Memcpy2D | None:
+    """Return cudaMemcpy2DAsync of the runtime that torch has loaded for all of the process; None where there is none.
+
+    A call does what torch does for a contiguous tensor, without its views: cache blocks of the requests of a run lie at
+    equal distances.
+    """
+    try:
+        function = ctypes.CDLL(None).cudaMemcpy2DAsync
+    except (AttributeError, OSError):
+        return None
+    size, pointer = ctypes.c_size_t, ctypes.c_void_p
+    function.argtypes = [pointer, size, pointer, size, size, size, ctypes.c_int, pointer]
+    function.restype = ctypes.c_int
+    return function
+
+
+def _copy_by_requests(target: torch.Tensor, source: torch.Tensor, runs: tuple[BlockRun, ...]) -> None:
+    """Copy the blocks of each request of each run in a call of torch."""
+    for row, rows, column, first, stride, blocks in runs:
+        for i in range(rows):
+            start = first + i * stride
+            target[row + i, column : column + blocks].copy_(source[start : start + blocks], non_blocking=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.memory import HOST_THREADS, WIDENED_ELEMENTS
@@ -101,8 +102,10 @@ def fused(
     """Attend as ``Path`` says, by scaled_dot_product_attention."""
     (batch, new, heads, d), (groups, tokens) = q_BNHd.shape, k_BGTd.shape[1:3]
     if new == tokens and mask is None:
-        k, v = (x.repeat_interleave(heads // groups, dim=1) if groups != heads else x for x in (k_BGTd, v_BGTd))
-        attended = F.scaled_dot_product_attention(q_BNHd.transpose(1, 2), k, v, is_causal=True, scale=scaling)
+        q, k, v, in_groups = q_BNHd.transpose(1, 2), k_BGTd, v_BGTd, heads != groups
+        if in_groups and not reads_groups(q, k, v):
+            k, v, in_groups = k.repeat_interleave(heads // groups, 1), v.repeat_interleave(heads // groups, 1), False
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=in_groups)
         return attended.transpose(1, 2).reshape(batch, new, heads * d)
     folded = q_BNHd.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     if new > 1:
@@ -111,6 +114,14 @@ def fused(
         mask = later.repeat(*[1] * (later.dim() - 2), heads // groups, 1)
     attended = F.scaled_dot_product_attention(folded, k_BGTd, v_BGTd, attn_mask=mask, scale=scaling)
     return attended.unflatten(2, (-1, new)).permute(0, 3, 1, 2, 4).reshape(batch, new, heads * d)
+
+
+def reads_groups(q_BHNd: torch.Tensor, k_BGNd: torch.Tensor, v_BGNd: torch.Tensor) -> bool:
+    """Return whether causal attention reads the keys of a group where they lie: CUDA's flash attention does. Other
+    kernels take as many keys as queries, or would have all scores in memory."""
+    if not q_BHNd.is_cuda:
+        return False
+    return can_use_flash_attention(SDPAParams(q_BHNd, k_BGNd, v_BGNd, None, 0.0, True, True))
 
 
 def attend_and_weigh(

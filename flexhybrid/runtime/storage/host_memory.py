@@ -3,16 +3,31 @@
 import contextlib
 import math
 import mmap
+import os
+import resource
+import threading
 
 import torch
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.units import gib
+
+#: The most that is registered in one call: drivers of series 580 refuse 512 GiB (vllm-project/vllm#51081).
+PIECE_BYTES = 64 << 30
+
+#: The most threads that touch memory. Eight took a third to a fifth of the time of one, on others' machines
+#: (ai-dynamo/dynamo#13710, rapidsai/cudf#23457).
+TOUCHING_THREADS = 16
+
+#: Less than so many bytes are touched by one thread: starting others takes longer.
+TOUCHED_ALONE_BYTES = 64 << 20
 
 
 class HostMemory:
     """Allocates zeroed host tensors and counts the bytes that they take.
 
     torch's pinned allocator rounds up to a power of two (up to 2x for a large pool). This class maps memory of the
-    exact size and registers it with the driver. Where that fails it uses torch's allocator and counts the rounded size.
-    Every tensor begins on a page, as direct disk reads require.
+    exact size and registers it with the driver. Every tensor begins on a page, as direct disk reads require.
     """
 
     def __init__(self, pinned: bool):
@@ -20,16 +35,15 @@ class HostMemory:
         self.allocated_bytes = 0
 
     def bytes(self, size: int) -> torch.Tensor:
-        """Return a zeroed uint8 tensor of ``size`` bytes."""
-        if not self.pinned or size == 0:
-            self.allocated_bytes += size
-            return _mapped(size)[1].zero_() if size else torch.zeros(0, dtype=torch.uint8)  # touch the pages now
-        try:
-            tensor = _registered(size)
-            self.allocated_bytes += size + -size % mmap.PAGESIZE
-        except (RuntimeError, OSError):
-            tensor = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-            self.allocated_bytes += 1 << (size - 1).bit_length()
+        """Return a zeroed uint8 tensor of ``size`` bytes. Raise InputError where the system has no such memory, or the
+        driver refuses to lock it."""
+        if size == 0:
+            return torch.zeros(0, dtype=torch.uint8)
+        mapping, tensor = _mapped(size)
+        touch(tensor)
+        if self.pinned:
+            mapping.lock(tensor.data_ptr(), size, self.allocated_bytes)
+        self.allocated_bytes += size + (-size % mmap.PAGESIZE if self.pinned else 0)
         return tensor
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -37,15 +51,42 @@ class HostMemory:
         return self.bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
-class _RegisteredMapping(mmap.mmap):
+class _Mapping(mmap.mmap):
     """Anonymous memory that is unregistered before it is unmapped. The tensor over it keeps it alive."""
 
-    address = 0
+    registered: tuple[int, ...] = ()  #: addresses of the pieces that the driver has locked
+
+    def lock(self, address: int, size: int, locked_before: int) -> None:
+        """Page-lock the memory piece by piece. Raise InputError where the driver refuses one; then none is locked.
+        ``locked_before``: bytes that its owner has locked already."""
+        runtime = _cuda_runtime()
+        for start in range(0, size, PIECE_BYTES):
+            piece = min(PIECE_BYTES, size - start)
+            status = int(runtime.cudaHostRegister(address + start, piece, 0))
+            if status:
+                self._unlock()
+                _report_refusal()
+                raise InputError(_refusal(size, locked_before, status))
+            self.registered = (*self.registered, address + start)
+
+    def _unlock(self) -> None:
+        pieces, self.registered = self.registered, ()
+        for piece in pieces:
+            _cuda_runtime().cudaHostUnregister(piece)
 
     def __del__(self):
-        if self.address:
-            with contextlib.suppress(Exception):  # at the interpreter's exit CUDA may be gone already
-                _cuda_runtime().cudaHostUnregister(self.address)
+        with contextlib.suppress(Exception):  # at the interpreter's exit CUDA may be gone already
+            self._unlock()
+
+
+def _refusal(size: int, locked_before: int, status: int) -> str:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    named = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
+    return (
+        f"page-locked host memory: the driver refused {gib(size)} beside {gib(locked_before)} that are locked "
+        f"(cudaHostRegister: error {status}). Give the run less (--host-memory), or let it lock more: ulimit -l is "
+        f"{named} here (in a container: --ulimit memlock=-1), and memory that is locked must be free"
+    )
 
 
 def _cuda_runtime():
@@ -56,22 +97,40 @@ def _cuda_runtime():
     return runtime
 
 
-def _mapped(size: int) -> tuple[_RegisteredMapping, torch.Tensor]:
-    """Map anonymous memory of ``size`` bytes; return the mapping and a uint8 tensor over it."""
-    mapping = _RegisteredMapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _report_refusal() -> None:
+    """Let torch report the refusal now: it would stay CUDA's last error, and come up in a later call."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+def _mapped(size: int) -> tuple[_Mapping, torch.Tensor]:
+    """Map anonymous memory of ``size`` bytes; return the mapping and a uint8 tensor over it. Raise InputError where the
+    system refuses."""
+    try:
+        mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        refused = f"host memory: the system refused {gib(size)} ({error}); give the run less (--host-memory)"
+        raise InputError(refused) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # huge pages are faster to touch and to lock
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping, torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def _registered(size: int) -> torch.Tensor:
-    """Return page-locked memory of exactly ``size`` bytes. Raise RuntimeError when the driver refuses."""
-    mapping, tensor = _mapped(size)
-    status = _cuda_runtime().cudaHostRegister(tensor.data_ptr(), size, 0)
-    if int(status) != 0:
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # report the refusal: it would stay CUDA's last error
-        raise RuntimeError(f"cudaHostRegister refused {size} bytes: {status}")
-    mapping.address = tensor.data_ptr()
-    return tensor
+def touch(tensor: torch.Tensor) -> None:
+    """Let the system give the pages of new memory now, to several threads at once: the driver would touch them one by
+    one as it locks them."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_threads = min(TOUCHING_THREADS, cores) if len(tensor) >= TOUCHED_ALONE_BYTES else 1
+    share = -(-len(tensor) // num_threads // mmap.PAGESIZE) * mmap.PAGESIZE
+    threads = [threading.Thread(target=_touch, args=(part,)) for part in tensor.split(max(share, 1))]
+    for thread in threads[1:]:
+        thread.start()
+    threads[0].run()
+    for thread in threads[1:]:
+        thread.join()
+
+
+def _touch(part: torch.Tensor) -> None:
+    """Write to each page. The pages of an anonymous mapping come with zeros."""
+    part.numpy()[:: mmap.PAGESIZE] = 0  # numpy lets other threads run meanwhile, and starts none of its own

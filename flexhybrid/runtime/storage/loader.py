@@ -5,6 +5,7 @@ refused at once. This module never opens a network connection.
 """
 
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -249,6 +250,9 @@ def _stored_tensors(path: Path) -> dict[str, _Stored]:
     raise InputError(f"{path} holds neither model.safetensors nor pytorch_model.bin (nor an index of shards)")
 
 
+DRAWN_AT_A_TIME = 1 << 24  #: elements of a layer's tensor that are drawn at a time: 64 MiB in float32
+
+
 class RandomWeights:
     """Random weights of any shape, always equal: for timing, where only sizes matter."""
 
@@ -265,9 +269,18 @@ class RandomWeights:
         return torch.empty(size, device=self.device).normal_(0.0, 0.02, generator=generator)
 
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield the tensors of a layer; of large ones some rows at a time, so that the device has room for them."""
         for spot in layer_layout(self.shape, 2, layer=layer).spots:
             size = (spot.rows, spot.cols) if spot.cols else (spot.rows,)
-            yield spot.name, spot.name, self._random(f"layer {layer} {spot.name}", size)
+            for piece in self._pieces(f"layer {layer} {spot.name}", size):
+                yield spot.name, spot.name, piece
+
+    def _pieces(self, name: str, size: tuple[int, ...]) -> Iterator[torch.Tensor]:
+        """Draw DRAWN_AT_A_TIME elements of a tensor at a time, or one row where it has more."""
+        at_a_time = max(1, DRAWN_AT_A_TIME // math.prod(size[1:]))
+        for first in range(0, size[0], at_a_time):
+            rows = min(at_a_time, size[0] - first)
+            yield self._random(f"{name} from {first}" if first else name, (rows, *size[1:]))
 
     def skew(self, layer: int) -> None:
         """Return None: random weights are not skewed."""
@@ -276,4 +289,14 @@ class RandomWeights:
         modules = self.shape.modules
         sizes = empty_model(Path(modules.folder)).outer_sizes if modules else self._model.outer_tensors(self.shape)
         for name, size in sizes.items():
-            yield name, self._random(name, size)
+            yield name, self._gathered(self._pieces(name, size), size)
+
+    def _gathered(self, pieces: Iterator[torch.Tensor], size: tuple[int, ...]) -> torch.Tensor:
+        """Return pieces as one tensor: on the host where there are several, because the device may lack the room."""
+        if math.prod(size) <= DRAWN_AT_A_TIME:
+            return next(pieces)
+        whole, first = torch.empty(size), 0
+        for piece in pieces:
+            whole[first : first + len(piece)] = piece
+            first += len(piece)
+        return whole

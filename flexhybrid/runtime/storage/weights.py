@@ -14,6 +14,7 @@ from flexhybrid.core.plan import PAGE_BYTES
 from flexhybrid.core.policy import Policy
 from flexhybrid.runtime.kernels.quantize import dequantize, quantize
 from flexhybrid.runtime.models.module import ModulePath
+from flexhybrid.runtime.storage.device_memory import ALIGNED_BYTES, allow_expandable_segments, release_cached
 from flexhybrid.runtime.storage.disk import DiskSpace
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.parts import Parts
@@ -80,23 +81,44 @@ class Weights:
         self.plain_layouts = kind_layouts(shape, width)
         by_layer = [self.placed_of(layer) for layer in range(shape.num_layers)]
         self.host_memory = HostMemory(pinned=device.type == "cuda")
-        self.resident = [self._on_device(placed.streamed_from) for placed in by_layer]
-        self.on_host = [self.host_memory.bytes(placed.disk_from - placed.streamed_from) for placed in by_layer]
         on_disk = (placed.disk_bytes + -placed.disk_bytes % PAGE_BYTES for placed in by_layer)
         self.disk_starts = list(accumulate(on_disk, initial=0))  #: of each layer, in whole pages; and the end of all
         self.disk = disk.space(self.disk_starts[-1])
         self.outer: dict[str, torch.Tensor] = {}
-        #: the layers themselves, where they are transformers'
-        self.modules = ModulePath(shape, self.dtype, device) if shape.modules else None
         self.skewing: list[torch.Tensor | None] = []  #: of each rotary layer: its skewing matrices [G, d, d]
+        allow_expandable_segments(device)
         try:
+            #: the layers themselves, where they are transformers'
+            self.modules = ModulePath(shape, self.dtype, device) if shape.modules else None
+            # What a source makes on the device is gone before anything is made that stays: nothing that stays then
+            # lies in memory that was asked for a larger tensor.
+            self._fill_outer(source)
+            self.resident = self._on_device_together([placed.streamed_from for placed in by_layer])
+            self.on_host = [self.host_memory.bytes(placed.disk_from - placed.streamed_from) for placed in by_layer]
             self._fill(source)
         except BaseException:
             self.close()
             raise
+        release_cached(device)
 
     def _on_device(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def _on_device_together(self, sizes: list[int]) -> list[torch.Tensor]:
+        """Return memory of these sizes, in one piece: CUDA's allocator rounds each piece up."""
+        starts = list(accumulate((size + -size % ALIGNED_BYTES for size in sizes), initial=0))
+        whole = self._on_device(starts[-1])
+        return [whole[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+    def _fill_outer(self, source: WeightSource) -> None:
+        for name, tensor in source.outer_tensors():
+            release_cached(self.device)
+            dtype = torch.float32 if self.modules and self.modules.stays_float32(name) else self.dtype
+            # Always a copy: a view of the source's tensor would keep its file mapped.
+            self.outer[name] = tensor.to(device=self.device, dtype=dtype, copy=True)
+        if self.modules:
+            self.modules.place_outer(self.outer)
+        release_cached(self.device)
 
     def _fill(self, source: WeightSource) -> None:
         for layer in range(self.shape.num_layers):
@@ -112,12 +134,6 @@ class Weights:
                 ends[name] += len(flat)
             if self.disk and len(to_disk):
                 self.disk.write([(self.disk_starts[layer], to_disk)])
-        # Always a copy: a view of the source's tensor would keep its file mapped.
-        for name, tensor in source.outer_tensors():
-            dtype = torch.float32 if self.modules and self.modules.stays_float32(name) else self.dtype
-            self.outer[name] = tensor.to(device=self.device, dtype=dtype, copy=True)
-        if self.modules:
-            self.modules.place_outer(self.outer)
         for layer in range(self.shape.num_layers if self.shape.rotary else 0):
             matrices = source.skew(layer)
             self.skewing.append(None if matrices is None else matrices.clone())

@@ -197,8 +197,24 @@ def finish(state: State, task: Task) -> None:
     if state.modules:
         finished = state.modules.finish(task.payload.slot, task.layer, attended)
     else:
-        finished = state.model.finish(state.shape, state.layer_weights.of(task), hidden, attended)
+        finished = _finish_by_rows(state, state.layer_weights.of(task), hidden, attended)
     _finished(state, task, finished)
+
+
+#: Rows that pass through the rest of a layer at a time: of many prompts' tokens the feed-forward rows are by far the
+#: largest temporaries, whose sizes leave holes in a device's memory; so many fill every processor.
+ROWS_AT_A_TIME = 8192
+
+
+def _finish_by_rows(state: State, w: dict[str, Parts], hidden_Rh: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    """Return what the rest of a layer makes of hidden states and attention."""
+    if len(hidden_Rh) <= ROWS_AT_A_TIME:
+        return state.model.finish(state.shape, w, hidden_Rh, attended)
+    finished = torch.empty_like(hidden_Rh)
+    pieces = (tensor.split(ROWS_AT_A_TIME) for tensor in (finished, hidden_Rh, attended))
+    for target, hidden, own in zip(*pieces, strict=True):
+        target.copy_(state.model.finish(state.shape, w, hidden, own))
+    return finished
 
 
 def _finished(state: State, task: Task, hidden_Rh: torch.Tensor) -> None:

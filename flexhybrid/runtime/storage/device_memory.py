@@ -1,0 +1,34 @@
+"""What a run asks of CUDA's caching allocator, so that it holds little more than tensors have."""
+
+import os
+import warnings
+
+import torch
+
+#: Tensors that share a piece of memory begin at multiples of this, as those of the allocator do.
+ALIGNED_BYTES = 512
+
+#: What torch's allocator reads its settings from: the first since torch 2.9, the second before.
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def allow_expandable_segments(device: torch.device) -> None:
+    """Let segments of a CUDA device's memory grow as they are needed, where torch can do so and the user has not said
+    otherwise: what lies free between tensors then becomes one piece again. It holds for the process from now on, and
+    changes where memory is taken from, not what is computed."""
+    given = next((os.environ[name] for name in SETTINGS if os.environ.get(name)), "")
+    if device.type != "cuda" or "expandable_segments" in given:
+        return
+    # Settings that are given anew replace all others.
+    settings = f"{given},expandable_segments:True" if given else "expandable_segments:True"
+    try:
+        change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (change or torch.cuda.memory._set_allocator_settings)(settings)
+    except (AttributeError, RuntimeError, ValueError) as error:  # another allocator, or an older torch
+        warnings.warn(f"CUDA memory is taken in segments of fixed size: {error}", stacklevel=2)
+
+
+def release_cached(device: torch.device) -> None:
+    """Give back what the allocator of a CUDA device keeps of tensors that are gone."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,18 @@
+"""What CUDA's allocator reserves for real models, by a model of it (``fake_cuda.reserved``), against the budget."""
+
+from __future__ import annotations
+
+import pytest
+from fake_cuda.reserved import AUTO, GIB, auto_case, reserved_by
+
+from flexhybrid.core.memory import CONTEXT_BYTES
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_leaves_three_percent_of_the_budget(name, expandable):
+    """Policies fill their plan to the brim; weights are drawn on the device."""
+    wave, budget = auto_case(name)
+    found = reserved_by(wave, expandable, limit=budget - CONTEXT_BYTES)
+    assert found.retries == 0
+    assert found.reserved + CONTEXT_BYTES <= 0.97 * budget, f"{found.reserved / GIB:.3f} GiB of {budget / GIB:.3f}"
