@@ -33,7 +33,7 @@ from sim.array_clock import predict
 from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates, mean_lengths
 from sim.cost import hardware_of
-from sim.implementation import MEASURED, Implementation, on
+from sim.implementation import MEASURED, Implementation, eager_prefill_bytes, on
 from sim.simulate import SimulatedRun, simulate
 
 
@@ -81,6 +81,20 @@ def _flexgen(setting: Setting, **options) -> Policy:
     from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
 
     return flexgen_policy(setting.problem, setting.workload, FlexGenOptions(batch=setting.batch, **options)).policy
+
+
+def _deepspeed(setting: Setting) -> Policy:
+    """DeepSpeed with as many requests at a time as its prefill finds room for: what eager attention keeps of a prompt
+    comes on top of what is planned for."""
+    policy, budget = presets.deepspeed(), setting.problem.effective_budgets.device
+    if budget is None:
+        return policy
+    batches = np.arange(1, setting.batch + 1)
+    candidates = Candidates(policy, batches, setting.prompt_tokens, setting.max_tokens)
+    problem = replace(setting.problem, hardware=setting.machine, device="")
+    temporaries = batches * eager_prefill_bytes(problem.shape, setting.prompt_tokens)
+    fitting = batches[peak_bytes(problem, candidates)["device"] + temporaries <= budget]
+    return replace(policy, max_batch=int(fitting[-1])) if len(fitting) else policy
 
 
 def _capture(setting: Setting, **options) -> Policy:
@@ -277,7 +291,7 @@ SYSTEMS: dict[str, Entry] = {
     "hybrid_static": _preset(presets.hybrid_static, _SIZES),
     "resident": Entry(_resident, _SIZES),
     "ideal": Entry(lambda setting: System("ideal", presets.ideal(), replace(setting.machine, device_memory=None))),
-    "deepspeed": _preset(presets.deepspeed, {}),
+    "deepspeed": Entry(_deepspeed),
     "accelerate": _preset(presets.accelerate, _WEIGHTS),
     "token_recompute": _preset(presets.token_recompute, {"ratio": NUMBER, **_SIZES}, required="ratio"),
     "kvpr_row": _recomputing(presets.kvpr_row, {"split": WORD, "act": WORD, **_WEIGHTS}),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.verbs import VERBS, Verb
 
 
@@ -41,6 +42,16 @@ MEASURED = {
     "deepspeed": Implementation("deepspeed", weights_link=0.612, source=_T4.format("rows pb005 and pb006")),
     "accelerate": Implementation("accelerate", weights_link=0.35, source=_T4.format("row pb009")),
 }
+
+
+def eager_prefill_bytes(shape: ModelShape, prompt_tokens: int) -> int:
+    """Bytes a request that attention written as single operations keeps of a prompt in a layer, beside its rows.
+
+    ``transformers``' OPT of that time, which DeepSpeed runs: scores of all pairs of tokens in float16, their softmax in
+    float32 and that in float16 again, 8 bytes a score, all there at once; or, if that is more, the head's logits of all
+    tokens in float32.
+    """
+    return max(8 * shape.num_heads * prompt_tokens**2, 4 * shape.vocab * prompt_tokens)
 
 
 def on(implementation: Implementation, hardware: Hardware) -> Hardware:

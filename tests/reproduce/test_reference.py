@@ -28,7 +28,7 @@ COUNTS = {
     "kvpr_table5": (12, 6, 6),
     "models": (13, 0, 0),
     "powerinfer_table": (18, 0, 0),
-    "published": (26, 26, 0),
+    "published": (31, 26, 5),
 }
 
 

@@ -18,7 +18,7 @@ from flexhybrid.runtime.runnable import check_runnable
 from policy_search import systems
 from policy_search.systems import Setting, run_system, system
 from sim import catalogue
-from sim.implementation import Implementation, on
+from sim.implementation import Implementation, eager_prefill_bytes, on
 from sim.simulate import simulate, simulate_many
 
 
@@ -144,7 +144,8 @@ def test_a_batch_that_does_not_fit_runs_in_waves():
     assert waves.num_waves == -(-32 // waves.wave) > 1
     assert waves.peak_bytes["device"] <= less.device_memory
     one_more = simulate(Problem(shape=SMALL, hardware=hardware), waves.policy, waves.wave + 1, 512, 8)
-    assert one_more.peak_bytes["device"] > less.device_memory
+    temporaries = (waves.wave + 1) * eager_prefill_bytes(SMALL, 512)  # scores of a prompt, their softmax, logits
+    assert one_more.peak_bytes["device"] < less.device_memory < one_more.peak_bytes["device"] + temporaries
     assert waves.total_s == pytest.approx(
         (32 // waves.wave) * run_system("deepspeed", setting_of(SMALL, hardware, waves.wave, 512, 8)).total_s
         + (

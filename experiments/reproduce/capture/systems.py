@@ -9,8 +9,7 @@ from experiments.reproduce.capture import setup
 from experiments.reproduce.capture.setup import MODELS, PROMPTS
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars
 from experiments.reproduce.paper import CAPTURE, context, values_of
-from policy_search.systems import Setting, system
-from sim.simulate import simulate_many
+from policy_search.systems import Setting, run_system
 
 SYSTEMS = ("DeepSpeed-Inference", "FlexGen", "act_only", "hybrid_full")
 HOST = next(explanation for explanation in setup.EXPLANATIONS if explanation.name == "the host's rate")
@@ -78,10 +77,9 @@ def deepspeed(explanation: setup.Explanation | None = setup.RELAY) -> Rates:
     text = f"deepspeed(weights_link={cache_rate(explanation) / cache_rate(None)})"
 
     def rates(model: str, prompts) -> list[float]:
-        setting = Setting(setup.problem(model, setup.hardware()), setup.BATCH, PROMPTS[0], setup.GENERATED)
-        made = system(text, setting)
-        lengths = [(setup.BATCH, int(prompt), setup.GENERATED) for prompt in prompts]
-        return setup.tokens_per_s(simulate_many(setup.problem(model, made.hardware), made.policy, lengths))
+        problem = setup.problem(model, setup.hardware())
+        settings = [Setting(problem, setup.BATCH, int(prompt), setup.GENERATED) for prompt in prompts]
+        return [run_system(text, setting).tokens_per_s for setting in settings]
 
     return _over(rates)
 
