@@ -33,7 +33,7 @@ from sim.array_clock import predict
 from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates, mean_lengths
 from sim.cost import hardware_of
-from sim.implementation import MEASURED, Implementation, eager_prefill_bytes, on
+from sim.implementation import MEASURED, Implementation, eager_bytes, on
 from sim.simulate import SimulatedRun, simulate
 
 
@@ -84,16 +84,15 @@ def _flexgen(setting: Setting, **options) -> Policy:
 
 
 def _deepspeed(setting: Setting) -> Policy:
-    """DeepSpeed with as many requests at a time as its prefill finds room for: what eager attention keeps of a prompt
-    comes on top of what is planned for."""
+    """DeepSpeed with as many requests at a time as its code has memory for: it cuts no batch into parts."""
     policy, budget = presets.deepspeed(), setting.problem.effective_budgets.device
     if budget is None:
         return policy
-    batches = np.arange(1, setting.batch + 1)
-    candidates = Candidates(policy, batches, setting.prompt_tokens, setting.max_tokens)
+    batches, lengths = np.arange(1, setting.batch + 1), (setting.prompt_tokens, setting.max_tokens)
     problem = replace(setting.problem, hardware=setting.machine, device="")
-    temporaries = batches * eager_prefill_bytes(problem.shape, setting.prompt_tokens)
-    fitting = batches[peak_bytes(problem, candidates)["device"] + temporaries <= budget]
+    planned = peak_bytes(problem, Candidates(policy, batches, *lengths))["device"]
+    beside = eager_bytes(problem.shape, *lengths, problem.bytes_per_element)
+    fitting = batches[planned + batches * beside <= budget]
     return replace(policy, max_batch=int(fitting[-1])) if len(fitting) else policy
 
 

@@ -44,14 +44,18 @@ MEASURED = {
 }
 
 
-def eager_prefill_bytes(shape: ModelShape, prompt_tokens: int) -> int:
-    """Bytes a request that attention written as single operations keeps of a prompt in a layer, beside its rows.
+def eager_bytes(shape: ModelShape, prompt_tokens: int, max_tokens: int, element_bytes: int = 2) -> int:
+    """Bytes a request that ``transformers``' code of 2022 and 2023 holds on the device beside cache, weights and rows.
 
-    ``transformers``' OPT of that time, which DeepSpeed runs: scores of all pairs of tokens in float16, their softmax in
-    float32 and that in float16 again, 8 bytes a score, all there at once; or, if that is more, the head's logits of all
-    tokens in float32.
+    In the prefill a layer's attention, written as single operations, keeps the scores of all pairs of tokens in
+    float16, their softmax in float32 and that in float16 again, 8 bytes a score, or the head the logits of all tokens
+    in float32. In a decode step the new token is concatenated to each layer's keys and values, while the tuple of the
+    old ones lives on until the step's end: all of the cache twice. What is most counts. DeepSpeed ZeRO-Inference runs
+    that code.
     """
-    return max(8 * shape.num_heads * prompt_tokens**2, 4 * shape.vocab * prompt_tokens)
+    scores, logits = 8 * shape.num_heads * prompt_tokens**2, 4 * shape.vocab * prompt_tokens
+    cached = shape.num_layers * (prompt_tokens + max_tokens - 1) * shape.kv_token_bytes(element_bytes)
+    return int(max(scores, logits, cached))
 
 
 def on(implementation: Implementation, hardware: Hardware) -> Hardware:

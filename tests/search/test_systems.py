@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,7 @@ from flexhybrid.runtime.runnable import check_runnable
 from policy_search import systems
 from policy_search.systems import Setting, run_system, system
 from sim import catalogue
-from sim.implementation import Implementation, eager_prefill_bytes, on
+from sim.implementation import Implementation, eager_bytes, on
 from sim.simulate import simulate, simulate_many
 
 
@@ -135,6 +136,17 @@ def test_row_schedule_streams_the_weights_for_every_mini_batch():
     assert times[0].traffic_bytes["h2d"]["weights"] == pytest.approx(4 * times[1].traffic_bytes["h2d"]["weights"])
 
 
+def test_deepspeeds_batches_are_those_of_its_published_runs():
+    """The largest powers of two in its memory are what FlexGen's authors ran on a T4 (bench_hf.py); none is fitted."""
+    ran = {("opt-6.7b", 256): 32, ("opt-6.7b", 512): 16, ("opt-6.7b", 1024): 8}
+    ran |= {("opt-30b", 256): 8, ("opt-30b", 512): 4, ("opt-30b", 1024): 2}
+    for (model, prompt), batch in ran.items():
+        most = system(
+            "deepspeed", setting_of(shape_by_name(model), catalogue.load("t4"), 128, prompt, 32)
+        ).policy.max_batch
+        assert most and 2 ** int(math.log2(most)) == batch, (model, prompt, most)
+
+
 def test_a_batch_that_does_not_fit_runs_in_waves():
     hardware = link_machine()
     whole = run_system("deepspeed", setting_of(SMALL, hardware, 32, 512, 8))
@@ -144,7 +156,7 @@ def test_a_batch_that_does_not_fit_runs_in_waves():
     assert waves.num_waves == -(-32 // waves.wave) > 1
     assert waves.peak_bytes["device"] <= less.device_memory
     one_more = simulate(Problem(shape=SMALL, hardware=hardware), waves.policy, waves.wave + 1, 512, 8)
-    temporaries = (waves.wave + 1) * eager_prefill_bytes(SMALL, 512)  # scores of a prompt, their softmax, logits
+    temporaries = (waves.wave + 1) * eager_bytes(SMALL, 512, 8)  # of its code
     assert one_more.peak_bytes["device"] < less.device_memory < one_more.peak_bytes["device"] + temporaries
     assert waves.total_s == pytest.approx(
         (32 // waves.wave) * run_system("deepspeed", setting_of(SMALL, hardware, waves.wave, 512, 8)).total_s

@@ -68,13 +68,13 @@ def flexgen(explanation: setup.Explanation | None = setup.RELAY) -> Rates:
 
 
 @cache
-def deepspeed(explanation: setup.Explanation | None = setup.RELAY) -> Rates:
-    """Return DeepSpeed's rates with as many requests at a time as fit.
+def deepspeed(gb_per_s: float | None = None) -> Rates:
+    """Return DeepSpeed's rates with as many requests at a time as its code has memory for.
 
-    Its weights lie in pageable memory by default (``pin_memory`` of ``offload_param``), and so cross the link as
-    FlexGen's cache does; None: as page-locked copies do.
+    Its weights cross the link at the share that it reaches on another machine (``sim.implementation.MEASURED``), or at
+    a given rate.
     """
-    text = f"deepspeed(weights_link={cache_rate(explanation) / cache_rate(None)})"
+    text = f"deepspeed(weights_link={gb_per_s / cache_rate(None)})" if gb_per_s else "deepspeed"
 
     def rates(model: str, prompts) -> list[float]:
         problem = setup.problem(model, setup.hardware())
@@ -144,7 +144,7 @@ def _reading_rows() -> list[Row]:
             ratio = mean_ratio(full, other, least_prompt=least)
             rows.append(CAPTURE.beside(row_id, ratio, f"hybrid_full over {name}, mean; {reading}"))
     flex, deep = "hybrid_full over FlexGen, mean", "DeepSpeed-Inference of FlexGen, mean"
-    locked, host = (100 * mean_ratio(deepspeed(explanation), flexgen()) for explanation in (None, HOST))
+    locked, host = (100 * mean_ratio(deepspeed(cache_rate(how)), flexgen()) for how in (None, HOST))
     gain = mean_ratio(hybrid_full(), flexgen(None))
     return [
         *rows,
@@ -189,7 +189,7 @@ def figure12() -> Experiment:
         act_rate=act["OPT-6.7B", PROMPTS[0]],
         full_rate=full["OPT-6.7B", PROMPTS[0]],
         of_flexgen=of_flexgen,
-        host=mean_ratio(deepspeed(HOST), flex),
+        host=mean_ratio(deepspeed(cache_rate(HOST)), flex),
     )
 
 
