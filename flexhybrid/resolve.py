@@ -188,7 +188,7 @@ def best_policy(
         from policy_search.queue_search import best_for_queue
 
         with suppress(InputError):
-            policy = best_for_queue(problem, workload, settings).policy
+            policy = best_for_queue(problem, workload, settings, rough=True).policy
             check_longest(problem, policy, workload)
             return policy
     try:
@@ -205,12 +205,12 @@ def _best_on_queue(problem: Problem, workload: Workload, settings: SearchSetting
     ``found`` for their mean lengths, and they take QUEUE_S: the longest of them leave room for fewer at a time than the
     mean ones do, which another policy may bear better."""
     from policy_search.queue_search import best_for_queue
-    from sim.queue_clock import price_queue
+    from sim.queue_clock import ROUGH_TASKS, price_queue
 
     with suppress(InputError):  # a machine without a line for one of the verbs; nothing else fits
-        run = price_queue(problem, found, workload, settings.max_batch)
+        run = price_queue(problem, found, workload, settings.max_batch, walked_tasks=ROUGH_TASKS)
         if run.at_a_time < workload.num_requests and run.total_s > QUEUE_S:
-            policy = best_for_queue(problem, workload, settings, [found]).policy
+            policy = best_for_queue(problem, workload, settings, [found], rough=True).policy
             check_longest(problem, policy, workload)
             return policy
     return found

@@ -5,14 +5,13 @@ and for the answer that a running request has on average, which is longer; where
 prompts of their own tokens alone and for whole ones. What it finds, and the policies that are given, are priced on the
 queue itself with as many requests at a time as fit and with as many as the search took; a policy under which prompts
 share nothing because hidden states lie on the host is priced with these on the device as well. Where fewer requests run
-than might, because buffers are padded to the longest ones, the best are priced in smaller mini-batches too. All this is
+than might, because buffers are padded to the longest ones, the best is priced in smaller mini-batches too. All this is
 done by a few iterations of each; those that come out near the best are then priced by more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -26,14 +25,12 @@ from flexhybrid.core.schedule.refill import may_share
 from flexhybrid.core.waves import batch_size
 from flexhybrid.core.workload import Workload
 from policy_search.search import SearchResult, SearchSettings, search
-from sim.queue_clock import QueueRun, price_queue
+from sim.queue_clock import ROUGH_TASKS, QueueRun, price_queue
 
 MOST_SEARCHES = 3  #: for each length of prompts
-SMALLER = (0.8, 0.6)  #: mini-batches that are tried too, where fewer requests run than might
-SMALLER_OF = 2  #: of the policies found, the best, that are priced in them
+SMALLER, MOST_SMALLER = 0.75, 3  #: mini-batches that are tried, one after the other while they are better
 FEWER = 0.75  #: of the requests that might run: where so few do, what is found for others is tried
-ROUGH_TASKS = 8_000  #: of a price (``sim.queue_clock.WALKED_TASKS``) that only ranks
-NEAR, MOST_NEAR = 0.05, 3  #: share by which such a price may be off, and how many that are so near the best count
+NEAR, MOST_NEAR = 0.03, 2  #: share by which such a price may be off, and how many that are so near the best count
 
 
 @dataclass(frozen=True)
@@ -46,31 +43,17 @@ class QueueChoice:
 
 
 def best_for_queue(
-    problem: Problem, workload: Workload, settings: SearchSettings, given: Iterable[Policy] = ()
+    problem: Problem, workload: Workload, settings: SearchSettings, given: Iterable[Policy] = (), rough: bool = False
 ) -> QueueChoice:
-    """Return the policy under which the queue ends first. Raise InputError when nothing fits."""
+    """Return the policy under which the queue ends first. ``rough``: its price may be, which saves a second. Raise
+    InputError when nothing fits."""
     problem = replace(problem, budgets=problem.effective_budgets)
-    error, choices = InputError("no policy was given"), list[_Ranked]()
+    ranking = _Ranking(problem, workload)
     prompts = dict.fromkeys(max(1, round(mean)) for mean in (workload.mean_prompt, workload.prompt_tokens.mean()))
     answers = dict.fromkeys((mean_answer(workload), running_answer(workload)))
     asked = [(prompt, answer, settings.max_batch) for prompt in prompts for answer in answers]
-    priced: dict[tuple[Policy, int], int] = {}  # by policy and the most requests at a time: how many that were
-
-    def add(policy: Policy, places: int, found: SearchResult | None) -> int:
-        """Price a policy with so many places, unless it was; return how many requests run at a time."""
-        if (policy, places) not in priced:
-            limited = replace(policy, max_batch=min(places, policy.max_batch or places))
-            priced[policy, places] = places
-            with suppress(InputError):  # a single request is too long for it
-                size = batch_size(problem, limited, workload, places)
-                run = price_queue(problem, limited, workload, places, size, ROUGH_TASKS)
-                taken = replace(limited, max_batch=run.at_a_time) if found else limited
-                choices.append(_Ranked(QueueChoice(taken, run, found), policy, places, size))
-                priced[policy, places] = run.at_a_time
-        return priced[policy, places]
-
     for policy in given:
-        add(policy, settings.max_batch, None)
+        ranking.add(policy, settings.max_batch, None)
     for number in range(MOST_SEARCHES * len(prompts)):
         if number == len(asked):
             break
@@ -78,31 +61,24 @@ def best_for_queue(
         try:
             found = search(problem, Workload.uniform(1, prompt, answer), replace(settings, max_batch=most))
         except InputError as refused:
-            error = refused
+            ranking.error = refused
             continue
         free = replace(found.policy, max_batch=None)  # a search limits it to the batch that it took
-        at_a_time = add(free, most, found)
+        at_a_time = ranking.add(free, most, found)
         if found.batch < at_a_time:
-            at_a_time = add(free, found.batch, found)
+            at_a_time = ranking.add(free, found.batch, found)
         if (
             workload.prefixes
             and may_share(sharing := replace(free, hidden="device"), problem.shape)
             and sharing != free
         ):
-            add(sharing, found.batch, found)
+            ranking.add(sharing, found.batch, found)
         if at_a_time < FEWER * found.batch and (prompt, answer, at_a_time) not in asked:
             asked.append((prompt, answer, at_a_time))  # the longest requests, or the limits, leave room for fewer
-    for ranked in sorted((ranked for ranked in choices if ranked.choice.found), key=_seconds)[:SMALLER_OF]:
-        most = min(settings.max_batch, workload.num_requests)
-        if ranked.size[0] < FEWER * most:  # what is padded to the longest requests may leave no room for more
-            for part in SMALLER:
-                tokens = max(BLOCK_TOKENS, int(part * ranked.policy.max_mini_batch_tokens))
-                add(replace(ranked.policy, max_mini_batch_tokens=tokens), settings.max_batch, ranked.choice.found)
-    if not choices:
-        raise error
-    choices.sort(key=_seconds)
-    near = [ranked for ranked in choices[:MOST_NEAR] if _seconds(ranked) <= (1 + NEAR) * _seconds(choices[0])]
-    return min((ranked.exact(problem, workload) for ranked in near), key=lambda choice: choice.run.total_s)
+    if not ranking.choices:
+        raise ranking.error
+    ranking.try_smaller(settings.max_batch)
+    return ranking.best(rough)
 
 
 class _Ranked(NamedTuple):
@@ -113,14 +89,61 @@ class _Ranked(NamedTuple):
     places: int  #: requests at a time, at most
     size: tuple[int, float]  #: ``batch_size`` of them
 
+    @property
+    def seconds(self) -> float:
+        return self.choice.run.total_s
+
     def exact(self, problem: Problem, workload: Workload) -> QueueChoice:
         """Return the choice with a price from more iterations."""
         run = price_queue(problem, self.choice.policy, workload, self.places, self.size)
         return replace(self.choice, run=run)
 
 
-def _seconds(ranked: _Ranked) -> float:
-    return ranked.choice.run.total_s
+class _Ranking:
+    """Policies, roughly priced on a queue."""
+
+    def __init__(self, problem: Problem, workload: Workload):
+        self.problem, self.workload = problem, workload
+        self.choices: list[_Ranked] = []
+        self.priced: dict[tuple[Policy, int], int] = {}  #: by policy and most requests at a time: how many these were
+        self.error = InputError("no policy was given")  #: of the latest one that does not fit
+
+    def add(self, policy: Policy, places: int, found: SearchResult | None) -> int:
+        """Price a policy with so many places, unless it was; return how many requests run at a time."""
+        key, limited = (policy, places), replace(policy, max_batch=min(places, policy.max_batch or places))
+        if key in self.priced:
+            return self.priced[key]
+        self.priced[key] = places
+        try:
+            size = batch_size(self.problem, limited, self.workload, places)
+            run = price_queue(self.problem, limited, self.workload, places, size, ROUGH_TASKS)
+        except InputError as too_long:  # a single request, for it
+            self.error = too_long
+            return places
+        taken = replace(limited, max_batch=run.at_a_time) if found else limited
+        self.choices.append(_Ranked(QueueChoice(taken, run, found), policy, places, size))
+        self.priced[key] = run.at_a_time
+        return run.at_a_time
+
+    def try_smaller(self, places: int) -> None:
+        """Price the best policy in smaller mini-batches while that is better and fewer requests run than might: what is
+        padded to the longest requests may leave no room for more."""
+        for _ in range(MOST_SMALLER):
+            best = min(self.choices, key=lambda ranked: ranked.seconds)
+            if best.choice.found is None or best.size[0] >= FEWER * min(places, self.workload.num_requests):
+                return
+            tokens = max(BLOCK_TOKENS, int(SMALLER * best.policy.max_mini_batch_tokens))
+            self.add(replace(best.policy, max_mini_batch_tokens=tokens), places, best.choice.found)
+
+    def best(self, rough: bool) -> QueueChoice:
+        """Return the best by a price from more iterations, of those that come near it."""
+        self.choices.sort(key=lambda ranked: ranked.seconds)
+        near = [ranked for ranked in self.choices[:MOST_NEAR] if ranked.seconds <= (1 + NEAR) * self.choices[0].seconds]
+        if rough and len(near) == 1:
+            return near[0].choice
+        return min(
+            (ranked.exact(self.problem, self.workload) for ranked in near), key=lambda choice: choice.run.total_s
+        )
 
 
 def mean_answer(workload: Workload) -> int:

@@ -37,6 +37,7 @@ from sim.tiny_run import layer_loop
 MOST_COUNTED = 5_000  #: requests; of a longer queue every so manieth stands for those beside it
 RUN = 64  #: of them, that follow each other
 WALKED_TASKS = 40_000  #: of a price: about a second
+ROUGH_TASKS = 8_000  #: of one that only ranks
 LEAST_WINDOWS, MOST_WINDOWS = 5, 60  #: pairs of iterations that are walked
 WALKED_LAYERS, PACE_LAYERS = 6, 2  #: layers that are walked of a model, and of them those whose pace the others have
 MIXED_POSITIONS = 3  #: mini-batches for which ``layer_loop`` counts the layers of several kinds that are walked
@@ -313,7 +314,8 @@ class _Price:
     def run(self, walked_tasks: int) -> QueueRun:
         self._walk(0)
         per_window = max(1, self.num_tasks)
-        for start in self._windows(int(np.clip(walked_tasks // per_window, LEAST_WINDOWS, MOST_WINDOWS))):
+        least = LEAST_WINDOWS if walked_tasks == WALKED_TASKS else 1
+        for start in self._windows(int(np.clip(walked_tasks // per_window, least, MOST_WINDOWS))):
             self._walk(start)
         seconds, work, pace = self._spread()
         running = self.stints.per_iteration()
@@ -354,11 +356,12 @@ class _Price:
         for first, last, share in ((1, begin, 0.2), (max(begin, 1), end, 0.5), (max(end, 1), self.num_iterations, 0.3)):
             if last <= first:
                 continue
-            edges = np.linspace(first, last, max(2, int(share * count / 2)) + 1).astype(int)
+            parts = max(2 if count >= LEAST_WINDOWS else 1, int(share * count / 2))
+            edges = np.linspace(first, last, parts + 1).astype(int)
             for low, high in zip(edges, edges[1:]):
                 if high > low:
                     chosen |= {int(low + high) // 2, low + int(self.joining_tokens[low:high].argmax())}
-            chosen |= {last - 1}
+            chosen |= {last - 1} if count >= LEAST_WINDOWS else set()
         return sorted(iteration - 1 for iteration in chosen if iteration > 1)
 
     def _walk(self, start: int) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.context.packing import longest_piece
 from flexhybrid.core.context.prefixes import Steering
-from flexhybrid.core.schedule.buffer_sizes import SharedLengths, first_builds
+from flexhybrid.core.schedule.buffer_sizes import SharedLengths, first_builds, holds_lengths
 from flexhybrid.core.schedule.refill import (
     LOOKED_AT,
     MOST_FAILURES,
@@ -138,7 +138,7 @@ class _Queue:
         self.rows: list[tuple] = []  # of the stints
         self.not_before: dict[int, int] = {}  # request that has stepped back -> first iteration of its return
         self.pools = np.array([[part.pools[pool.name].num_blocks for pool in wave.pools] for part in wave.blocks])
-        groups = [wave.workload.select(group) for group in wave.mini_batches]
+        self.first = groups = [wave.workload.select(group) for group in wave.mini_batches]
         alone = int(ceil_blocks(workload.cached_tokens).max())
         self.reserved = self.entries.most_blocks(self.prompts, workload.cached_tokens)  # where blocks do not grow
         self.places = [group.tolist() for group in wave.mini_batches]  # that are free
@@ -193,6 +193,8 @@ class _Queue:
         if not self.singly:  # each is padded to the longest
             return len(requests) * int(ceil_blocks(cached.max())) <= self.most_padded
         shared = None
+        if not self.sharing and holds_lengths(self.first[k], cached, self.prompts[joining]):
+            return True
         if self.sharing:
             shared = SharedLengths(self.depth[requests], self.depth[joining] * self.exact, self.common_blocks[k])
         return buffers_hold(self.wave, cached, self.prompts[joining], shared)

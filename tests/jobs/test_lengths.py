@@ -128,7 +128,7 @@ def test_auto_asks_the_queue_where_answers_are_known(monkeypatch):
     problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(), budgets=Budgets(device=40 * MIB, host=90 * MIB))
     plain, asked = Policy("plain", cache={"kv@host": 1.0}), []
 
-    def answer(problem, workload, settings):
+    def answer(problem, workload, settings, **_rough):
         asked.append(workload.answers.mean())
         return QueueChoice(plain, price_queue(problem, plain, workload, 4), None)
 

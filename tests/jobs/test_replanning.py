@@ -74,7 +74,9 @@ def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(
     """Requests that run end before the change, or move to the next batch: whichever costs less."""
     monkeypatch.setattr(replanning, "change_costs", lambda *_: costs)
     moved, opened = [], llm_module.open_batch
-    monkeypatch.setattr(llm_module, "open_batch", lambda *which: moved.append(which[6:]) or opened(*which))
+    monkeypatch.setattr(
+        llm_module, "open_batch", lambda *which, **more: moved.append(which[6:]) or opened(*which, **more)
+    )
     source = requests(tmp_path / "in.jsonl", 24)
     assert run(source, tmp_path / "plain.jsonl", tiny) == 0 and not replanned
     capsys.readouterr()
@@ -162,7 +164,7 @@ def test_lines_that_are_counted_meanwhile_join_those_who_run(tiny, tmp_path, mon
         (census_module, "CHUNK_LINES", 6),
         (census_module.Census, "count_meanwhile", lambda *_: nullcontext()),
         (replanning, "change_costs", lambda *_: costs),
-        (llm_module, "open_batch", lambda *which: moved.append(which[6:]) or opened(*which)),
+        (llm_module, "open_batch", lambda *which, **more: moved.append(which[6:]) or opened(*which, **more)),
         (Job, "advance", counts),
     ):
         monkeypatch.setattr(place, name, value)

@@ -232,9 +232,10 @@ def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
     """Sizes for a wave whose places other requests take later, ``singly`` or a mini-batch at a time; each of
     ``everybody`` fits at least by itself."""
     prompts, longest, hidden_rows = everybody.prompt_tokens, int(everybody.cached_tokens.max()) + 1, 0
-    sizes = BufferSizes(wave.pool_blocks, staged_rows={}) if wave.sharing else buffer_sizes(wave)
+    of_groups = [] if wave.sharing else list(mini_batch_sizes(wave))
+    sizes = BufferSizes(wave.pool_blocks, staged_rows={}) if wave.sharing else _merged(wave, of_groups)
     if singly:
-        for group in wave.mini_batches:
+        for group in wave.mini_batches if wave.sharing else _largest_groups(wave):
             lengths = wave.workload.select(group)
             shared = shared_lengths(wave, group, group)
             sizes = sizes.merge(running_sizes(wave, lengths.cached_tokens, lengths.prompt_tokens, shared))
@@ -242,7 +243,7 @@ def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
             lengths = everybody.select(np.array([request]))
             sizes = sizes.merge(running_sizes(wave, lengths.cached_tokens, lengths.prompt_tokens))
         alone = prompts[[int(prompts.argmax())]]
-        rows = _shared_prompt_rows(wave) if wave.sharing else prompt_rows(wave, sizes)
+        rows = _shared_prompt_rows(wave) if wave.sharing else prompt_rows(sizes, of_groups)
         rows = max(rows, longest_piece(wave.policy, alone) * num_chunks(wave.policy, alone))
         if wave.sharing:
             for builds in first_builds(wave):
@@ -259,6 +260,29 @@ def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
         log_cells=LOG_ITERATIONS * 2 * sizes.batch * len(wave.mini_batches),
     )
     return sizes.merge(of_batch).plain()
+
+
+def holds_lengths(most: Workload, cached: np.ndarray, prompts: np.ndarray) -> bool:
+    """Whether ``running_sizes`` of requests with ``most`` lengths surely do for others with ``cached`` tokens of whom
+    some with ``prompts`` join: these are fewer, and one by one no longer."""
+
+    def no_longer(tokens: np.ndarray, those: np.ndarray) -> bool:
+        return len(tokens) <= len(those) and bool((np.sort(tokens)[::-1] <= np.sort(those)[::-1][: len(tokens)]).all())
+
+    # a single prompt may be computed in pieces
+    several = len(cached) > 1 and len(prompts) != 1
+    return several and no_longer(cached, most.cached_tokens) and no_longer(prompts, most.prompt_tokens)
+
+
+def _largest_groups(wave: Wave) -> list[np.ndarray]:
+    """Return the mini-batches that need the most: not those that are as the one before them or shorter."""
+    chosen, most = [], None
+    for group in wave.mini_batches:
+        lengths = wave.workload.select(group)
+        if most is None or not holds_lengths(most, lengths.cached_tokens, lengths.prompt_tokens):
+            chosen.append(group)
+            most = lengths
+    return chosen
 
 
 def _shared_prompt_rows(wave: Wave) -> int:
@@ -283,20 +307,22 @@ def first_builds(wave: Wave, group: np.ndarray | None = None) -> list[list[Build
     return steps
 
 
-def prompt_rows(wave: Wave, sizes: BufferSizes) -> int:
+def prompt_rows(sizes: BufferSizes, of_groups: list[tuple[BufferSizes, int]]) -> int:
     """Most rows of prompts, padded, that a mini-batch computes on one pass of the weights: those of ``sizes`` in one
-    step, or a single prompt in pieces."""
-    return max(sizes.step_rows, *(of_group.step_rows * chunks for of_group, chunks in mini_batch_sizes(wave)))
+    step, or a single prompt in pieces. ``of_groups``: ``mini_batch_sizes``."""
+    return max(sizes.step_rows, *(of_group.step_rows * chunks for of_group, chunks in of_groups))
 
 
 def buffer_sizes(wave: Wave) -> BufferSizes:
     """Sizes for a wave, from the lengths its requests can reach. Who stops early only leaves some of it unused."""
-    if wave.limits is not None:
-        return wave.limits
+    return wave.limits or _merged(wave, list(mini_batch_sizes(wave)))
+
+
+def _merged(wave: Wave, of_groups: list[tuple[BufferSizes, int]]) -> BufferSizes:
+    """``buffer_sizes`` of a wave that nobody joins; ``of_groups``: ``mini_batch_sizes``."""
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
     kept = kept_tokens(wave.policy.selection, prompts, cached, cached)
     sizes, hidden_rows, index_rows = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={}), 0, {}
-    of_groups = list(mini_batch_sizes(wave))
     if wave.whole:
         pairs = zip(of_groups, mini_batch_sizes(wave.whole), strict=True)
         of_groups = [(limited.merge(whole), chunks) for (limited, chunks), (whole, _) in pairs]

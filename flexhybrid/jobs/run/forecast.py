@@ -17,7 +17,7 @@ from flexhybrid.core.waves import EXPECTED_SHARE
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM, MOST_AT_A_TIME
 from sim.answer_lengths import with_mean
-from sim.queue_clock import QueueRun, price_queue
+from sim.queue_clock import ROUGH_TASKS, WALKED_TASKS, QueueRun, price_queue
 
 WINDOW = MOST_AT_A_TIME  #: requests that a batch has at least, where there are as many
 
@@ -49,7 +49,7 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
     run, shorter = price(llm, workload, places), None
     if run is not None and workload.answer_tokens is None:
         answers = with_mean(workload, EXPECTED_SHARE * float(workload.max_tokens.mean()))
-        if (priced := price(llm, answers, places)) is not None:
+        if (priced := price(llm, answers, places, ROUGH_TASKS)) is not None:
             shorter = Foretold(priced.total_s, float(answers.answers.mean()))
     layers = {tier: memory[tier].get("resident weights" if tier == "device" else "weights", 0) for tier in TIERS}
     return Forecast(
@@ -64,12 +64,13 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
     )
 
 
-def price(llm: LLM, workload: Workload, places: tuple[int, float]) -> QueueRun | None:
-    """Price a queue under the policy in use; None where nothing is known of the machine. ``places``: ``batch_size``."""
+def price(llm: LLM, workload: Workload, places: tuple[int, float], walked_tasks: int = WALKED_TASKS) -> QueueRun | None:
+    """Price a queue under the policy in use; None where nothing is known of the machine. ``places``: ``batch_size``;
+    ``walked_tasks``: see ``price_queue``."""
     if llm.hardware is None:
         return None
     try:
-        return price_queue(llm.problem, llm.settled_policy, workload, MOST_AT_A_TIME, places)
+        return price_queue(llm.problem, llm.settled_policy, workload, MOST_AT_A_TIME, places, walked_tasks)
     except InputError:  # a machine without a line for one of the policy's verbs
         return None
 
