@@ -10,7 +10,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
@@ -67,9 +67,8 @@ class Census:
     def workload(self, places: np.ndarray) -> Workload:
         """Return the lengths of all answers of the lines at ``places`` (line numbers less one)."""
         each = np.repeat(places, self.num_answers[places])
-        lengths = Workload(self.prompt_tokens[each], self.max_tokens[each])
         prefixes = self.beginnings and self.beginnings.prefixes(self.beginning[each])
-        return replace(lengths, prefixes=prefixes)
+        return Workload(self.prompt_tokens[each], self.max_tokens[each], prefixes=prefixes)
 
     @property
     def valid(self) -> np.ndarray:

@@ -226,7 +226,7 @@ class Job:
     def _resume(self, say: Callable[[str], None]) -> None:
         """Take over the answers of an earlier run of this job, or begin anew where that loses nothing. Raise InputError
         when the output is another job's."""
-        options, llm = self.options, self.llm
+        options = self.options
         earlier, given_input = load_manifest(options.output), self._input()
         used = [file.path for file in self.files.values() if not file.is_empty]
         if not options.restart and earlier and earlier.get("input") == given_input:
@@ -237,13 +237,7 @@ class Job:
             for file in self.files.values():
                 file.check(states, num_tokens)
             self._learn(states, num_tokens)
-        pending = self.census.valid
-        if pending.any():
-            max_batch = min(WINDOW, options.max_batch or WINDOW)
-            lengths = self._expected(self.workload(self._sorted(np.flatnonzero(pending))))
-            policy = llm.settle(_representative(lengths, max_batch * (1 if lengths.answer_tokens is None else REFILLS)))
-            if options.max_batch:
-                llm.use(replace(policy, max_batch=min(max_batch, policy.max_batch or max_batch)))
+        self._settle_policy()
         now = self._identity()
         self.in_flight.remove()
         if begins_anew:
@@ -265,6 +259,19 @@ class Job:
         for file in self.files.values():
             file.repair()
         self.states = states
+
+    def _settle_policy(self) -> None:
+        """Choose the policy for the lines counted so far, where any can be served."""
+        valid = np.flatnonzero(self.census.valid)
+        if not len(valid):
+            return
+        asked = self.options.max_batch
+        max_batch = min(WINDOW, asked or WINDOW)
+        lengths = self._expected(self.workload(self._sorted(valid)))
+        count = max_batch * (1 if lengths.answer_tokens is None else REFILLS)
+        policy = self.llm.settle(_representative(lengths, count))
+        if asked:
+            self.llm.use(replace(policy, max_batch=min(max_batch, policy.max_batch or max_batch)))
 
     def _say_lost(self, say: Callable[[str], None]) -> None:
         """Tell how far the requests were that the end of the run before has cost."""
