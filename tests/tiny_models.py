@@ -35,7 +35,7 @@ LENDING: dict[str, Any] = {
 #: What cannot be derived from a name: sizes that must fit one another in ways of a model's own.
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ("deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"),
+        ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"),
         {"num_key_value_heads": 4, "head_dim": 8},
     ),
     **dict.fromkeys(
@@ -58,7 +58,7 @@ OWN: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0],
         "laurel_rank": 8,
     },
-    "gemma4_text": LENDING | {"global_head_dim": 32},
+    "gemma4_text": LENDING | {"global_head_dim": 32, "pad_token_id": 0},
     **dict.fromkeys(
         ("nemotron", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 16, "num_key_value_heads": 2}
     ),
@@ -111,7 +111,10 @@ OWN: dict[str, dict[str, Any]] = {
         "head_dim": 16,
     },
     "zamba2": {"layer_types": ["linear_attention", "hybrid", "linear_attention"]},
-    "dots1": {"n_group": 1, "topk_group": 1, "n_routed_experts": 4},
+    "dots1": {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    **dict.fromkeys(("dots3_note", "dots3_note_text"), {"num_key_value_heads": 4}),
+    "gemma4_unified_text": {"pad_token_id": 0},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
 }
 
 #: Sizes of the part for pictures.

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from flexhybrid.core.model.states import LayerState
 from flexhybrid.runtime.models.latent import KvGen, Marks, kv_gen_of
 from flexhybrid.runtime.models.states import cache_of, find_states, is_stand_in, stand_in, with_cache
 from flexhybrid.runtime.models.transformer import (
+    OWN_ATTENTION,
     AttentionCall,
     LayerCall,
     Layers,
@@ -70,6 +71,10 @@ class LayerFacts:
     lent: frozenset[str] = frozenset()  #: names of the parameters with which other layers recompute its keys and values
 
 
+#: Products of experts, which transformers computes together: [rows, in], [experts, in, out] -> [rows, out].
+GROUPED = ("grouped_mm", "_grouped_mm")
+
+
 class _Uses(TorchFunctionMode):
     """Notes which tensors take part in what is computed."""
 
@@ -80,6 +85,8 @@ class _Uses(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self._note((args, tuple(kwargs.values())))
+        if getattr(func, "__name__", "") in GROUPED:  # on the meta device torch has it in bfloat16 alone
+            return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])
         return func(*args, **kwargs)
 
     def _note(self, value) -> None:
@@ -155,7 +162,7 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
 
     with torch.inference_mode(), masks_made_by(tagged):
         ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
-        hidden, calls, _ = _told(lambda: layers.embed(ids, ids), "what stands before its layers")
+        hidden, calls, _ = _told(layers, lambda: layers.embed(ids, ids), "what stands before its layers")
         if hidden.dim() not in (3, 4) or hidden.shape[-3:-1] != (1, ROWS):
             raise Refused("its hidden states are not one row a token")
         states = find_states(layers, lambda: layers.embed(ids, ids)[:2])
@@ -167,7 +174,7 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
             facts: list[LayerFacts] = []
             for index, (call, state, source) in enumerate(zip(calls, states, sources, strict=True)):
                 lender = None if source is None else facts[source].attention
-                facts.append(_look_at(layers, index, hidden, call, state, latents, lender))
+                facts.append(_look_at(layers, index, hidden, call, state, latents=latents, lender=lender))
                 facts[index] = replace(facts[index], source=source)
             return facts
 
@@ -222,22 +229,32 @@ def _lent(layer: torch.nn.Module, fact: LayerFacts) -> frozenset[str]:
     )
 
 
-def _told(function, where: str):
-    """Run a function; turn its errors into Refused."""
+def _lacks_values(error: Exception) -> bool:
+    """Return whether an operation failed because tensors on the meta device have no values."""
+    return isinstance(error, NotImplementedError) or "meta tensors" in str(error) or "Meta tensors" in str(error)
+
+
+def _told(layers: Layers, function: Callable[[], Any], where: str) -> Any:
+    """Run a function of a model's layers; turn its errors into Refused."""
     try:
         return function()
     except Refused:
         raise
     except Exception as error:
-        if _TaggedMask.__name__ in str(error):  # it stands where the model expects a tensor
+        seen = _TaggedMask.__name__ in str(error)  # it stands where the model expects a tensor
+        if not getattr(layers.model, "_supports_attention_backend", True) and (seen or "attention" in where):
+            raise Refused(OWN_ATTENTION) from error
+        if seen:
             raise Refused(
-                "it computes with its attention mask by code of its own, not through transformers' AttentionInterface"
+                "it computes with its attention mask by code of its own, beside transformers' AttentionInterface"
             ) from error
+        if _lacks_values(error):
+            raise Refused(f"{where} computes what depends on the values of tensors ({one_line(error)})") from error
         raise Refused(f"{where} cannot be run by itself ({one_line(error)})") from error
 
 
 def _begun(layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall) -> Pending:
-    return _told(lambda: layers.begin(index, hidden, call), f"layer {index}")
+    return _told(layers, lambda: layers.begin(index, hidden, call), f"layer {index}, up to its attention,")
 
 
 def _look_at(
@@ -246,6 +263,7 @@ def _look_at(
     hidden: torch.Tensor,
     call: LayerCall,
     state: LayerState | None,
+    *,
     latents: bool,
     lender: AttentionFacts | None,
 ) -> LayerFacts:
@@ -260,7 +278,7 @@ def _look_at(
     with _Uses() as uses:
         pending = _begun(layers, index, hidden, call)
     early = {name for name, parameter in named.items() if id(parameter) in uses.seen}
-    attention = _attention_facts(layers, index, hidden, again, pending.call, latents, lender)
+    attention = _attention_facts(layers, index, hidden, again, pending.call, latents=latents, lender=lender)
     if lender and attention.window != lender.window:
         raise Refused(f"layer {index} sees other tokens than the layer whose keys and values it attends to")
     attended = pending.call.query.new_empty(1, ROWS, attention.heads, attention.value_dim)
@@ -269,8 +287,10 @@ def _look_at(
             result = layers.finish(pending, attended)
     except Refused:
         raise
-    except Exception:  # routing of experts has sizes that the meta device cannot know
-        result = None
+    except Exception as error:
+        if not _lacks_values(error):
+            raise Refused(f"layer {index} cannot be run behind its attention ({one_line(error)})") from error
+        result = None  # a routing of experts has sizes that the meta device cannot know
     late = {name for name, parameter in named.items() if id(parameter) in uses.seen} if result is not None else set()
     if result is not None and result.shape != hidden.shape:
         raise Refused(f"layer {index} does not give one row a token")
@@ -292,6 +312,7 @@ def _attention_facts(
     hidden: torch.Tensor,
     call: LayerCall,
     made: AttentionCall,
+    *,
     latents: bool,
     lender: AttentionFacts | None,
 ) -> AttentionFacts:

@@ -33,6 +33,10 @@ RECURRENT, PLAIN = ("linear_attention", "mamba", "conv", "hybrid"), ("moe", "mlp
 OLDEST = (5, 6)  #: version of transformers whose layers run here; tried up to 5.23
 
 
+#: A reason to refuse.
+OWN_ATTENTION = "it attends by code of its own, not through transformers' AttentionInterface"
+
+
 class Refused(Exception):
     """The model cannot run exactly; says why."""
 
@@ -160,7 +164,7 @@ def build(folder: Path):
         raise
     except Exception as error:  # transformers raises many types for what it does not know or cannot read
         if isinstance(error, KeyError) and error.args == (NAME,):
-            raise Refused("it attends by code of its own, not through transformers' AttentionInterface") from None
+            raise Refused(OWN_ATTENTION) from None
         raise Refused(f"transformers {transformers.__version__} cannot build it: {one_line(error)}") from None
     finally:
         transformers.logging.set_verbosity(level)
