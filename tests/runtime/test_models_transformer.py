@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import save_tiny
+from tiny_models import save_tiny, tiny_config
 from transformers import LlamaConfig, MixtralConfig
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.runtime.models import transformer
+from flexhybrid.runtime.models.empty_model import empty_model
 from flexhybrid.runtime.models.transformer import call_directly
 from flexhybrid.runtime.storage.loader import Checkpoint
 
@@ -95,6 +96,16 @@ def masks_of_its_own(monkeypatch):
         monkeypatch.setattr(gemma2, name, made)
 
 
+def broken_behind_attention(monkeypatch):
+    """A feed-forward network that is called otherwise."""
+    from transformers.models.gemma2 import modeling_gemma2 as gemma2
+
+    def forward(self, rows, gate):
+        return rows * gate
+
+    monkeypatch.setattr(gemma2.Gemma2MLP, "forward", forward)
+
+
 @pytest.mark.parametrize(
     "change, reason",
     [
@@ -103,6 +114,7 @@ def masks_of_its_own(monkeypatch):
         (renamed_window, "sliding_window"),
         (renamed_mask_function, "mask_function"),
         (masks_of_its_own, "AttentionMaskInterface"),
+        (broken_behind_attention, "layer 0 cannot be run behind its attention (TypeError: "),
     ],
 )
 def test_a_change_inside_of_transformers_is_refused_with_a_sentence(tmp_path, monkeypatch, change, reason):
@@ -110,6 +122,21 @@ def test_a_change_inside_of_transformers_is_refused_with_a_sentence(tmp_path, mo
     change(monkeypatch)
     with pytest.raises(InputError, match=f"'gemma2' cannot be run exactly: .*{re.escape(reason)}"):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "model_type, reason",
+    [
+        ("bloom", "it attends by code of its own, not through transformers' AttentionInterface"),
+        ("mpt", "it attends by code of its own, not through transformers' AttentionInterface"),
+        ("doge", "it computes with its attention mask by code of its own, beside transformers' AttentionInterface"),
+        ("jetmoe", "layer 0, up to its attention, computes what depends on the values of tensors"),
+    ],
+)
+def test_the_reason_of_a_refusal_is_what_the_model_s_code_does(tmp_path, model_type, reason):
+    tiny_config(model_type).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=re.escape(f"{model_type!r} cannot be run exactly: {reason}")):
+        empty_model(tmp_path)
 
 
 def test_an_older_transformers_is_refused_with_its_version(tmp_path, monkeypatch):
