@@ -68,7 +68,7 @@ class Workload:
             array = np.asarray(getattr(self, name))
             if array.dtype.kind not in "iu":
                 raise InputError(f"workload: {name} must be whole numbers")
-            array = array.astype(np.int64)  # a copy: batches that move change theirs
+            array = array.astype(np.int64)  # a copy: a running batch writes those who join into it
             object.__setattr__(self, name, array)
             if array.ndim != 1 or array.size == 0 or array.min() < 1:
                 raise InputError(f"workload: {name} must name at least one request, each with at least 1 token")
