@@ -230,7 +230,7 @@ class _Walk:
             num_decode=len(self.phase_of) - 1,
             resident=int(_resident_class(steps)[0]),
             on_disk=int(_disk_class(steps)[0]),
-            recurrent=bool(steps.problem.shape.recurrent),
+            states=tuple(kind.state for kind in steps.kinds),
         )
         inner, outer = self.tiny.inner.num_rounds, self.tiny.outer.num_rounds
         #: rounds of each loop that the tiny run leaves out

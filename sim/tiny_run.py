@@ -20,7 +20,7 @@ from flexhybrid.core.context.split import SplitLines
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.model.states import LayerState, StateTensor
+from flexhybrid.core.model.states import LayerState
 from flexhybrid.core.plan import numbered_stream
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
@@ -181,19 +181,19 @@ def tiny_run(
     num_decode: int,
     resident: int,
     on_disk: int,
-    recurrent: bool = False,
+    states: tuple[LayerState | None, ...] = (),
 ) -> TinyRun:
     """The tiny run of the policies with this ``structure_of``, of ``num_decode`` decode iterations.
 
     ``resident``: one of RESIDENT_CLASSES. ``on_disk``: of the streamed weights, 0 none, 1 some, 2 all lie on the disk.
-    ``recurrent``: layers keep states, as those of some kinds do.
+    ``states``: what layers of each kind keep, and whether they attend; empty: all of them attend, and keep none.
     """
     layers, mini_batches = (outer, inner) if structure.schedule == "column" else (inner, outer)
     positions = inner.num_rounds * outer.num_rounds
     first = 2 if positions >= 4 else 5  # this iteration and the next are repeated; two, because slots go by turns
     # Those two are laid out even where they are left out again: one layout then serves every number of iterations.
     laid_out = num_decode if num_decode < first else first + 2 + (num_decode - first) % 2
-    tasks, ends = lay_out(structure, layers.kinds, mini_batches.num_rounds, laid_out, resident, on_disk, recurrent)
+    tasks, ends = lay_out(structure, layers.kinds, mini_batches.num_rounds, laid_out, resident, on_disk, states)
     if num_decode != laid_out:
         bounds = first * positions, (first + 2) * positions
         tasks, ends = _repeated(tasks, ends, bounds, (num_decode - laid_out) // 2)
@@ -274,11 +274,12 @@ def lay_out(
     num_decode: int,
     resident: int,
     on_disk: int,
-    recurrent: bool = False,
+    states: tuple[LayerState | None, ...] = (),
 ):
     """(tasks, one past the last task of each position) of a run laid out in full; ``layers``: the kind of each."""
     num_layers = len(layers)
-    wave = _wave(structure, num_layers, num_mini_batches, num_decode, resident, on_disk, recurrent)
+    of_layers = tuple(states[kind] for kind in layers) if any(states) else ()
+    wave = _wave(structure, num_layers, num_mini_batches, num_decode, resident, on_disk, of_layers)
     policy = wave.policy
     waits_of, tasks, ends, loaded = _Waits(), [], [], False
     one_by_one = policy.overlap == "none"  # as if there were one resource
@@ -313,7 +314,7 @@ def _wave(
     num_decode: int,
     resident: int,
     on_disk: int,
-    recurrent: bool,
+    states: tuple[LayerState | None, ...],
 ) -> Wave:
     """A wave with the structure of the policies, of a small model on a machine whose lines do not matter."""
     shape = ModelShape(
@@ -327,9 +328,7 @@ def _wave(
         ffn=1024,
         vocab=512,
         max_positions=1 << 20,
-        states=(LayerState((StateTensor("recurrent", 0, (1,), True),), attends=True),) * num_layers
-        if recurrent
-        else (),
+        states=states,
     )
     layout = layer_layout(shape, structure.bits.element_bytes(2, shape.kv_group).weights, 2)
     total = layout.total_bytes

@@ -59,6 +59,11 @@ def policies(tokens: int) -> list[Policy]:
     return [kv_only(tokens), hybrid(0.5, tokens)]
 
 
+def policies_of_width() -> list[Policy]:
+    """Return those of ``streamed`` sessions."""
+    return policies(MINI_BATCH * (34 * 16 + 1))
+
+
 def bench_python(table: Table) -> None:
     """Add the microseconds that the verbs of a mini-batch spend on the compute lane in one layer of a decode of a model
     whose products take no time, on the module path; and how much of it the other path takes."""
@@ -91,9 +96,9 @@ def _verbs(shape: ModelShape, policy: Policy) -> dict[str, float]:
 
 def bench_speed_ratio(table: Table) -> None:
     """Add the decode speed of the module path over the other's, hidden 1,024 on a paced link, one thread."""
-    for policy in policies(MINI_BATCH * (34 * 16 + 1)):
+    for policy in policies_of_width():
         with shapes_of_llama(WIDE) as shapes, ExitStack() as stack:
-            sessions = {path: stack.enter_context(_streamed(shape, policy)) for path, shape in shapes.items()}
+            sessions = {path: stack.enter_context(streamed(shape, policy)) for path, shape in shapes.items()}
             calls = {path: lambda _, session=session: session.decode_result() for path, session in sessions.items()}
             seconds = seconds_in_turn(calls, TURNS, warm_up=1)
         ratios = [fast / module for fast, module in zip(seconds["fast"], seconds["module"], strict=True)]
@@ -102,7 +107,7 @@ def bench_speed_ratio(table: Table) -> None:
 
 
 @contextmanager
-def _streamed(shape: ModelShape, policy: Policy) -> Iterator[Session]:
+def streamed(shape: ModelShape, policy: Policy) -> Iterator[Session]:
     """Give a session that has generated once."""
     make_engine = partial(Engine, num_threads=1)
     weights = Weights(shape, RandomWeights(shape), "float32", torch.device("cpu"), policy)

@@ -29,6 +29,7 @@ from experiments.bench.launch import bench_launch
 from experiments.bench.layer_kinds import bench_layer_kinds
 from experiments.bench.module_path import bench_module_path
 from experiments.bench.overlap import bench_overlap
+from experiments.bench.path_speeds import bench_path_speeds
 from experiments.bench.queues.census import bench_census
 from experiments.bench.queues.forecast import bench_forecast
 from experiments.bench.queues.packing import bench_packing
@@ -298,7 +299,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "model": (bench_closed_form, bench_launch, bench_copies),
     "exactness": (bench_exactness,),
     "compression": (bench_compression,),
-    "modules": (bench_module_path,),
+    "modules": (bench_module_path, bench_path_speeds),
     "kernels": (lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),),
     "executor": (bench_overlap,),
     "selection": (bench_selection,),

@@ -24,6 +24,7 @@ from flexhybrid.jobs.paths import shape_to_simulate
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype, model_profile_path
 from flexhybrid.jobs.run.forecast import WINDOW, describe
 from flexhybrid.resolve import PacedDevice, best_policy, saved_hardware
+from flexhybrid.runtime.models.transformer import missing_kernels
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
 from sim.candidates import mean_lengths
 from sim.simulate import simulate
@@ -120,7 +121,7 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
         run = simulate(problem, policy, lengths.num_requests, *mean_lengths(lengths))
     except InputError as error:
         return fit | {"how": str(error)}
-    how = f"{run.wave} at a time, {describe(policy).split(': ', 1)[1]}"
+    how = f"{run.wave} at a time, {describe(policy, shape).split(': ', 1)[1]}"
     return fit | {"tokens_per_s": run.tokens_per_s, "how": how, "binding": run.binding}
 
 
@@ -177,6 +178,9 @@ def _advice(device: torch.device, hardware: Hardware | None, measured: bool, fit
             yield f"profiles of single models, from flexhybrid run, which serve these alone: {count}"
     elif hardware and not hardware.has_disk:
         yield "no disk is measured: flexhybrid profile --disk DIR lets models use one"
+    if device.type == "cuda" and missing_kernels:
+        names = " ".join(sorted(missing_kernels))
+        yield f"recurrent layers run by plain torch, for want of CUDA kernels: pip install {names}"
     if device.type == "cpu" and not can_attend_in_place("float32"):
         yield "attention copies and pads each context, for want of compiled kernels: pip install numba"
     if importlib.util.find_spec("pyarrow") is None:

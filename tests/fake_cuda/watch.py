@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from fake_cuda.accesses import Plain, Watch, Watching, span_of
 from fake_cuda.arrays import Arrays
 
 from flexhybrid.runtime import engine as engine_module
+from flexhybrid.runtime import token_masks
 from flexhybrid.runtime.clock import Lane, LaneThreads, StreamLane
 from flexhybrid.runtime.storage import host_memory
 from flexhybrid.runtime.storage.disk import DiskSpace
@@ -33,6 +35,24 @@ class Threads(LaneThreads):
     def __missing__(self, name: str) -> ThreadPoolExecutor:
         thread = self[name] = ThreadPoolExecutor(1, f"flexhybrid-{name}", self._enter)
         return thread
+
+
+class Helper(ThreadPoolExecutor):
+    """A thread that makes masks for the lanes, under watch; it knows what those who ask it knew."""
+
+    def __init__(self, watch: Watch, enter: Callable[[], None], count: int, name: str):
+        super().__init__(count, name, enter)
+        self._watch = watch
+
+    def submit(self, function, /, *args, **kwargs):
+        watch, known = self._watch, self._watch.order.now(self._watch.thread())
+
+        def asked():
+            watch.order.learn(watch.thread(), known)
+            watch.here.verb = "masks"
+            return function(*args, **kwargs)
+
+        return super().submit(asked)
 
 
 def watched_lane(kind: type[Lane], watch: Watch) -> type[Lane]:
@@ -137,6 +157,7 @@ def watching(runs: Plain | None = None, modes: Callable[[Watch], Arrays] = Array
         monkeypatch.setattr(engine_module, "Lane", watched_lane(Lane, watch))
         monkeypatch.setattr(engine_module, "StreamLane", watched_lane(StreamLane, watch))
         monkeypatch.setattr(engine_module, "LaneThreads", lambda: Threads(enter))
+        monkeypatch.setattr(token_masks, "ThreadPoolExecutor", partial(Helper, watch, enter))
         for name, write in (("read", True), ("write", False)):
             monkeypatch.setattr(DiskSpace, name, _watched_transfer(getattr(DiskSpace, name), write, watch))
         with modes(watch), Watching(watch):

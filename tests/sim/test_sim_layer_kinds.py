@@ -13,7 +13,7 @@ from toy_machine import SHAPE, machine
 from flexhybrid.core.memory import memory_plan
 from flexhybrid.core.model.attention import PLAIN, AttentionKind
 from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
-from flexhybrid.core.model.states import LayerState
+from flexhybrid.core.model.states import LayerState, StateTensor
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
@@ -57,6 +57,24 @@ def test_both_clocks_agree_on_layers_of_several_kinds(kind):
             closed, virtual = compare(case)
             gaps.append(abs(closed / virtual - 1))
     assert np.median(gaps) <= 0.005 and max(gaps) <= 0.02
+
+
+STATE = (StateTensor("recurrent", 0, (200,), True),)
+ALONE, BESIDE, NETWORK = LayerState(STATE, False), LayerState(STATE, True), LayerState((), False)
+
+
+@pytest.mark.parametrize("states", ["auto", "device"])
+@pytest.mark.parametrize("tier", ["kv@device", "kv@host"])
+@pytest.mark.parametrize(
+    "kinds", [(ALONE,), (ALONE, ALONE, ALONE, None), (BESIDE,), (ALONE, NETWORK, None, NETWORK)], ids=len
+)
+def test_both_clocks_agree_on_recurrent_layers(kinds, tier, states):
+    """A layer that does not attend reads all of its weights in one task: nothing takes their place before its end."""
+    shape = replace(SHAPE, num_layers=16, states=kinds * (16 // len(kinds)))
+    for bound in (250, 100_000):
+        policy = Policy(weights=Placement(host=1), cache={tier: 1.0}, states=states, max_mini_batch_tokens=bound)
+        closed, virtual = compare(case_of(shape, policy, batch=6))
+        assert closed == pytest.approx(virtual, rel=0.002)
 
 
 @pytest.mark.parametrize("period, schedule", [(1, "column"), (4, "row"), (6, "column"), (6, "row"), (5, "column")])

@@ -10,6 +10,7 @@ import numpy as np
 from flexhybrid.core.context.cache_entries import TIERS, representation_of
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import total_bytes
+from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.schedule.refill import sharing_limit
 from flexhybrid.core.units import gib
@@ -106,7 +107,7 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
     unshared = sharing_limit(policy, llm.problem.shape) if llm.arguments.enable_prefix_caching else None
     note = "; a mix with recomputed context would not be faster" if plain else ""
     return [
-        f"policy     {describe(policy)}; in {llm.problem.dtype}{note}",
+        f"policy     {describe(policy, llm.problem.shape)}; in {llm.problem.dtype}{note}",
         f"requests   {counts}, at most {plan.tokens:,} tokens of answers in all; {plan.at_a_time} at a time",
         f"predicted  {predicted}",
         *limit[:-1],
@@ -121,8 +122,9 @@ def _end(seconds: float) -> str:
     return time.strftime("%a %H:%M", time.localtime(time.time() + seconds))
 
 
-def describe(policy: Policy) -> str:
-    """Return a policy in a line: where weights and context lie, how it runs, and what of it off the device."""
+def describe(policy: Policy, shape: ModelShape) -> str:
+    """Return a policy in a line: where the weights of a model lie and what it keeps of requests, how it runs, and what
+    of it off the device."""
 
     def shares(places: Mapping[str, float]) -> str:
         return " + ".join(f"{share:.0%} {place}" for place, share in places.items() if share > 0)
@@ -131,10 +133,10 @@ def describe(policy: Policy) -> str:
     bits = "" if policy.bits.native else f", bits {policy.bits.weights}/{policy.bits.kv}/{policy.bits.act}"
     moved = (("attention", policy.attention), ("hidden states", policy.hidden))
     elsewhere = "".join(f"; {what} on the {tier}" for what, tier in moved if tier != "device")
-    return (
-        f"{policy.name}: weights {weights}; context {shares(dict(policy.cache))}; {policy.schedule}, mini-batches of "
-        f"{policy.max_mini_batch_tokens} tokens{bits}{elsewhere}"
-    )
+    kept = f"; context {shares(dict(policy.cache))}" if shape.attending else ""
+    kept += f"; states of recurrent layers on the {policy.state_tier}" if shape.recurrent else ""
+    order = f"{policy.schedule}, mini-batches of {policy.max_mini_batch_tokens} tokens"
+    return f"{policy.name}: weights {weights}{kept}; {order}{bits}{elsewhere}"
 
 
 def duration(seconds: float) -> str:

@@ -124,7 +124,7 @@ def kv_gen_of(
             marks.mark(given, (_INPUT,))
             with _replaced({part: marking(path, part.forward) for path, part in linear.items()}):
                 pending = begun(lambda: attention(given, *args, **kwargs))
-                pending.greenlet.throw()
+                pending.run.leave()
             return marks.of((pending.call.key, pending.call.value)), pending.call
 
     on, call = needed(None)
@@ -174,7 +174,7 @@ class ActRows:
             pending = begun(lambda: self._attention(hidden[None], *args, **kwargs))
         finally:
             self._given = self._taken = None
-        pending.greenlet.throw()
+        pending.run.leave()
         return pending.call
 
     def _watch_input(self) -> None:

@@ -20,7 +20,7 @@ from flexhybrid.runtime.models.empty_model import empty_model
 from flexhybrid.runtime.models.latent import ActRows
 from flexhybrid.runtime.models.probe import Argument, AttentionFacts
 from flexhybrid.runtime.models.states import Group, RecurrentLayers, groups_of
-from flexhybrid.runtime.models.transformer import LayerCall, Layers, Pending, call_directly
+from flexhybrid.runtime.models.transformer import DTYPE, LayerCall, Layers, Pending, call_directly
 
 Held = Sequence[torch.Tensor] | None  #: states of a step's requests in a layer, [B, …] each
 
@@ -73,7 +73,9 @@ class ModulePath:
         for path, module in self.model.named_modules():
             unknown = [k for k, b in module._buffers.items() if b is not None and b.is_meta and id(b) not in by_id]
             for key in unknown:
-                module._buffers[key] = torch.empty_like(module._buffers[key], device=self.device)
+                buffer: Any = module._buffers[key]
+                dtype = self.dtype if buffer.dtype == DTYPE else buffer.dtype
+                module._buffers[key] = torch.empty_like(buffer, device=self.device, dtype=dtype)
             if unknown:
                 made |= {path[:end] for end, character in enumerate(path) if character == "."} | {"", path}
         filled = {module for path, module in self.model.named_modules() if path in made}

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from flexhybrid.core.model.states import LayerState, StateTensor
+from flexhybrid.runtime.models.interrupted import Run, started
 from flexhybrid.runtime.models.transformer import (
     PLAIN,
     RECURRENT,
@@ -25,9 +26,10 @@ from flexhybrid.runtime.models.transformer import (
     LayerCall,
     Layers,
     Refused,
+    hidden_states,
     one_line,
-    started,
 )
+from flexhybrid.runtime.step_tensors import to_device
 
 #: Names that models have for the cache among a layer's arguments.
 CACHES = ("past_key_values", "cache_params")
@@ -38,7 +40,7 @@ class Group(NamedTuple):
     """Requests of a step that have equally many new tokens."""
 
     rows: torch.Tensor | None  #: [batch · tokens] of the grid; None: all of them, in order
-    members: torch.Tensor | None  #: [batch] of the step's requests; None: all of them
+    members: np.ndarray | None  #: [batch] of the step's requests; None: all of them
     batch: int
     tokens: int
 
@@ -52,9 +54,7 @@ def groups_of(new_tokens: np.ndarray, device: torch.device) -> list[Group]:
     for length in lengths.tolist():
         members = np.flatnonzero(new_tokens == length)
         rows = (members[:, None] * width + np.arange(length)).reshape(-1)
-        groups.append(
-            Group(torch.from_numpy(rows).to(device), torch.from_numpy(members).to(device), len(members), length)
-        )
+        groups.append(Group(to_device(rows, device), members, len(members), length))
     return groups
 
 
@@ -158,7 +158,7 @@ class Running(NamedTuple):
 
     group: Group
     made: Any  #: the cache that it was given
-    greenlet: Any
+    run: Run
     result: Any  #: ``AttentionCall``, or the layer's hidden states [batch, tokens, h]
 
     def tensors(self, state: LayerState) -> list[torch.Tensor]:
@@ -167,13 +167,7 @@ class Running(NamedTuple):
 
     def resumed(self, attended: torch.Tensor) -> Running:
         """Run the rest of the layer, behind what attention gave [batch, tokens, H, d]."""
-        return self._replace(result=_hidden(self.greenlet.switch((attended, None))))
-
-
-def _hidden(result: Any) -> Any:
-    if isinstance(result, AttentionCall):
-        raise Refused("a layer attends twice")
-    return result[0] if isinstance(result, tuple) else result
+        return self._replace(result=hidden_states(self.run.resume((attended, None))))
 
 
 def run_group(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, group: Group, made: Any) -> Running:
@@ -184,8 +178,8 @@ def run_group(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCa
     called = with_cache(LayerCall(args, kwargs), made, index)
     hidden = of_group(hidden_Rh[None], group, rows)
     layer = layers.layers[index]
-    greenlet, result = started(lambda: layer(hidden, *called.args, **called.kwargs))
-    return Running(group, made, greenlet, result if isinstance(result, AttentionCall) else _hidden(result))
+    run, result = started(lambda: layer(hidden, *called.args, **called.kwargs))
+    return Running(group, made, run, result if isinstance(result, AttentionCall) else hidden_states(result))
 
 
 class RecurrentLayers:
@@ -283,26 +277,14 @@ def layer_kinds(config: Any) -> list[str | None]:
 def find_states(layers: Layers, embed: Any) -> list[LayerState | None]:
     """Return each layer's state, None of a layer of attention alone; of a model on the meta device.
 
-    ``embed()`` gives the first hidden states [1, R, h] and the layers' calls. The model computes in bfloat16 meanwhile,
-    to tell states of that dtype from those that are float32 in any. Raise Refused where a state has no fixed size.
+    ``embed()`` gives the first hidden states [1, R, h] and the layers' calls. States that are float32 there are so
+    whatever the model computes in. Raise Refused where a state has no fixed size.
     """
     kinds = layer_kinds(layers.model.config.get_text_config())
     if not any(kind in (*RECURRENT, *PLAIN) for kind in kinds):
         return [None] * len(kinds)
-    tensors = [t for t in (*layers.model.parameters(), *layers.model.buffers()) if t.is_floating_point()]
-    dtypes = [tensor.dtype for tensor in tensors]
-    try:
-        _convert(tensors, [torch.bfloat16] * len(tensors))
-        hidden, calls = embed()
-        return [_find(layers, index, hidden[0], calls[index], kind) for index, kind in enumerate(kinds)]
-    finally:
-        _convert(tensors, dtypes)
-
-
-@torch.inference_mode(False)
-def _convert(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> None:
-    for tensor, dtype in zip(tensors, dtypes, strict=True):
-        tensor.data = tensor.data.to(dtype)
+    hidden, calls = embed()
+    return [_find(layers, index, hidden[0], calls[index], kind) for index, kind in enumerate(kinds)]
 
 
 def _find(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, kind: str | None) -> LayerState | None:

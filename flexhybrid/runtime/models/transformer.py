@@ -1,9 +1,9 @@
 """An unmodified model of transformers whose decoder layers run one at a time, interrupted at their attention call.
 
 The model stands on the meta device: it says what is computed, and has no memory. Parameters are put into its modules
-as views of weight slots when a layer runs. A layer's call runs in a greenlet that yields at the attention function, so
-that what comes before it (``Layers.begin``) and behind it (``Layers.finish``) are two calls of ours. What stands around
-the layers is the model's own forward, whose layers are replaced by stand-ins (``Layers.embed``, ``Layers.head``).
+as views of weight slots when a layer runs. A layer's call is interrupted (``interrupted``) at the attention function:
+what comes before it (``Layers.begin``) and behind it (``Layers.finish``) are two calls of ours. What stands around the
+layers is the model's own forward, whose layers are replaced by stand-ins (``Layers.embed``, ``Layers.head``).
 
 Shapes: R rows (tokens, in any order, of any request), h hidden, H query heads, G key/value heads, d head size.
 """
@@ -11,6 +11,7 @@ Shapes: R rows (tokens, in any order, of any request), h hidden, H query heads, 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import re
 import threading
 import warnings
@@ -24,12 +25,14 @@ from typing import Any, NamedTuple
 import torch
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.runtime.models.interrupted import interrupt, started
 from flexhybrid.runtime.models.text_part import takes_more_than_text, text_part
 
 NAME = "flexhybrid"  #: of our attention, as transformers knows it
 LIBRARIES = ("transformers", "greenlet")
 #: Kinds of layers, as configurations name them, that keep a state, and those that are a feed-forward network alone.
 RECURRENT, PLAIN = ("linear_attention", "mamba", "conv", "hybrid"), ("moe", "mlp")
+DTYPE = torch.bfloat16  #: of models on the meta device
 OLDEST = (5, 6)  #: version of transformers whose layers run here; tried up to 5.23
 
 
@@ -89,12 +92,7 @@ def check_libraries() -> None:
 
 
 def _attend(module, query, key, value, attention_mask=None, **options):
-    import greenlet
-
-    parent = greenlet.getcurrent().parent
-    if parent is None:
-        raise Refused("a layer attends where no layer runs")
-    return parent.switch(AttentionCall(module, query, key, value, attention_mask, options))
+    return interrupt(AttentionCall(module, query, key, value, attention_mask, options))
 
 
 #: Takes what transformers would make a mask of (``mask_interface`` in masking_utils), while a model is looked at.
@@ -135,8 +133,35 @@ def _look_for_no_packed_texts() -> None:
     setattr(masking_utils, name, find)
 
 
+#: Packages of CUDA kernels that transformers' recurrent layers look for and do without; it tells of each once.
+missing_kernels: set[str] = set()
+
+
+def _is_of_no_kernel(record: logging.LogRecord) -> bool:
+    """Note the package that a warning of transformers' misses; return whether the warning is of something else.
+
+    No CPU has these kernels. What is missing on a machine with a GPU, `flexhybrid doctor` tells.
+    """
+    text = record.getMessage()
+    packages = re.findall(r"`([^`]+)` is not installed", text)
+    if "reference PyTorch implementation" not in text or not packages:
+        return True
+    missing_kernels.update(packages)
+    return False
+
+
+def _tell_no_missing_kernels() -> None:
+    """Keep transformers' warnings of missing CUDA kernels, and no others, off the terminal."""
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    if _is_of_no_kernel not in logger.filters:
+        logger.addFilter(_is_of_no_kernel)
+
+
 def build(folder: Path):
-    """Return transformers' model of a checkpoint's config.json, without weights. Raise Refused where there is none."""
+    """Return transformers' model of a checkpoint's config.json, without weights. Raise Refused where there is none.
+
+    It is made in DTYPE: what has another one has it whatever the model computes in.
+    """
     import transformers
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
     from transformers.masking_utils import AttentionMaskInterface
@@ -144,6 +169,7 @@ def build(folder: Path):
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, _mask)
     _look_for_no_packed_texts()
+    _tell_no_missing_kernels()
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -156,10 +182,11 @@ def build(folder: Path):
             raise Refused(
                 f"its layers of kind {kinds[0]} keep or see something else than keys and values of all tokens"
             )
-        config._attn_implementation = NAME
+        config._attn_implementation, dtype = NAME, config.dtype
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=DTYPE)
+        model.config.dtype = dtype
     except Refused:
         raise
     except Exception as error:  # transformers raises many types for what it does not know or cannot read
@@ -236,8 +263,6 @@ class Layers:
             del layer.forward
 
     def _wrap(self, index: int, layer: torch.nn.Module) -> None:
-        import greenlet
-
         own, last = layer.forward, len(self.layers) - 1
 
         def forward(hidden_states, *args, **kwargs):
@@ -251,8 +276,7 @@ class Layers:
                 raise Refused("its layers pass on more than hidden states")
             self._records[index] = LayerCall(args, kwargs)
             if index == last:
-                parent: Any = greenlet.getcurrent().parent
-                hidden_states = parent.switch(_AT_THE_LAST)
+                hidden_states = interrupt(_AT_THE_LAST)
             return (hidden_states, _NOTHING_ELSE) if self._pairs else hidden_states
 
         layer.forward = forward
@@ -319,10 +343,14 @@ class Layers:
 
     def finish(self, pending: Pending, attended: torch.Tensor) -> torch.Tensor:
         """Run the rest of a layer, behind what attention gave [1, R, H, d]; return its hidden states."""
-        result = pending.greenlet.switch((attended, None))
-        if isinstance(result, AttentionCall):
-            raise Refused("a layer attends twice")
-        return result[0] if isinstance(result, tuple) else result
+        return hidden_states(pending.run.resume((attended, None)))
+
+
+def hidden_states(result: Any) -> Any:
+    """Return the hidden states of what a layer returns."""
+    if isinstance(result, AttentionCall):
+        raise Refused("a layer attends twice")
+    return result[0] if isinstance(result, tuple) else result
 
 
 def call_directly(model) -> None:
@@ -375,21 +403,13 @@ def _read_directly(kind: type) -> type:
 class Pending(NamedTuple):
     """A layer that waits for its attention."""
 
-    greenlet: Any
+    run: Any  #: ``Run``
     call: AttentionCall
 
 
-def started(function: Callable[[], Any]) -> tuple[Any, Any]:
-    """Run a function in a greenlet to its attention call, or its end; return the greenlet, and the call or result."""
-    import greenlet
-
-    running = greenlet.greenlet(function)
-    return running, running.switch()
-
-
 def begun(function: Callable[[], Any]) -> Pending:
-    """Run a function in a greenlet up to its attention call. Raise Refused where it makes none."""
-    running, call = started(function)
+    """Run a function up to its attention call. Raise Refused where it makes none."""
+    run, call = started(function)
     if not isinstance(call, AttentionCall):
         raise Refused("a layer makes no attention call through transformers' AttentionInterface")
-    return Pending(running, call)
+    return Pending(run, call)

@@ -65,7 +65,7 @@ def keep_states(state: State, task: Task) -> None:
                 if own.data_ptr() != tensor.data_ptr():
                     own.copy_(tensor)
                 continue
-            members = np.arange(len(places)) if group.members is None else group.members.numpy(force=True)
+            members = np.arange(len(places)) if group.members is None else group.members
             target[state.to_device(members if states.on_host else places[members])] = tensor
 
 

@@ -1,0 +1,223 @@
+"""On the fake device: layers that keep states or latents, requests that join and step back, and grammars, whose masks a
+thread of the host makes from tokens of the device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from fake_cuda.device import DEVICE, fake_cuda
+from fake_cuda.test_streams import EVERYWHERE, MIXED, PROMPTS, check_clean, run_under, undeclared, without_hazard
+from tiny_models import greedy, save_tiny
+
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
+from flexhybrid.core.trace import check_trace
+from flexhybrid.core.waves import open_batch
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.engine import Engine, RunControl
+from flexhybrid.runtime.kernels.sampling import SamplingPlan, greedy_plan
+from flexhybrid.runtime.storage.loader import Checkpoint
+from flexhybrid.runtime.storage.weights import Weights
+from flexhybrid.runtime.token_masks import _Copy
+from sim import catalogue
+
+MAX_TOKENS, VOCAB = 6, 97
+HYBRID = Policy(cache={"act@host": 0.5, "kv@host": 0.5}, max_mini_batch_tokens=100)
+ON_DEVICE = Policy(cache=MIXED, weights=Placement(device=0.4, host=0.6), states="device", max_mini_batch_tokens=100)
+KINDS = {
+    "states on the host": ("qwen3_next", EVERYWHERE),
+    "states on the device": ("qwen3_next", ON_DEVICE),
+    "states beside attention": ("falcon_h1", HYBRID),
+    "states alone": ("mamba", HYBRID),
+    "latents": ("deepseek_v3", HYBRID),
+}
+
+
+class Made:
+    """Tiny checkpoints, each made once."""
+
+    def __init__(self, factory: pytest.TempPathFactory):
+        self._factory, self._made = factory, {}
+
+    def __call__(self, kind: str):
+        if kind not in self._made:
+            folder = self._factory.mktemp(kind)
+            self._made[kind] = save_tiny(folder, kind), Checkpoint(folder)
+        return self._made[kind]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Made:
+    pytest.importorskip("greenlet")
+    return Made(tmp_path_factory)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_layers_keep_beside_keys_and_values(made, name):
+    kind, policy = KINDS[name]
+    model, source = made(kind)
+    with fake_cuda(seed=len(name)) as watch:
+        result = run_under(source, policy)
+    assert result.tokens == greedy(model, PROMPTS, MAX_TOKENS)
+    check_clean(result, watch)
+
+
+def some_requests() -> tuple[list, list, list]:
+    """Prompts, limits of their answers, and after how many tokens each ends by itself."""
+    generator = np.random.default_rng(3)
+    prompts = [generator.integers(3, 61, generator.integers(1, 40)).tolist() for _ in range(6)]
+    max_tokens = generator.integers(1, 16, 6).tolist()
+    return prompts, max_tokens, [int(generator.integers(1, length + 5)) for length in max_tokens]
+
+
+def queue_under(source, policy: Policy, requests, places: int, share: float):
+    """Answer the requests, ``places`` at a time. Return their tokens, the trace, and who has none yet: those whose
+    memory others took."""
+    prompts, max_tokens, stops = requests
+    problem = Problem(shape=source.shape, dtype="float32", device=DEVICE.type, hardware=catalogue.load("t4"))
+    workload = Workload(np.array([len(prompt) for prompt in prompts]), np.array(max_tokens))
+    wave, counts = open_batch(problem, policy, workload, places, share), dict.fromkeys(range(len(prompts)), 0)
+
+    def heard(request: int) -> Callable:
+        def stop(_token):
+            counts[request] += 1
+            return "end" if counts[request] == stops[request] else None
+
+        return stop
+
+    weights = Weights(source.shape, source, "float32", DEVICE, policy)
+    engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
+    try:
+        executor = engine.executor(wave, prompts, greedy_plan(len(prompts)))
+        result = engine.run(executor, RunControl(stop_text=heard, keep_trace=True))
+        return result, set(wave.queue.waiting.tolist()) if wave.queue else set()
+    finally:
+        engine.close()
+        weights.close()
+
+
+@pytest.mark.parametrize("kind, share", [("qwen3", 0.01), ("lfm2", 0.01)])
+def test_requests_that_join_leave_and_step_back(made, kind, share):
+    model, source = made(kind)
+    requests = some_requests()
+    with fake_cuda() as watch:
+        result, waiting = queue_under(source, replace(HYBRID, max_mini_batch_tokens=120), requests, 3, share)
+    assert not waiting and len({event.task.iteration for event in result.trace}) > MAX_TOKENS
+    for prompt, length, stop, tokens in zip(*requests, result.tokens, strict=True):
+        assert tokens == greedy(model, [prompt], min(length, stop))[0]
+    assert dict(watch.order.faults) == {} and {verb for _, verb in watch.waits} <= {"-"}
+    assert check_trace(result.trace) == []
+
+
+class Steps:
+    """A grammar: a token is within ``reach`` of the one before it, on a ring of all tokens."""
+
+    def __init__(self, reach: int, last: int = 0):
+        self.reach, self.last = reach, last
+
+    def begin(self) -> Steps:
+        return Steps(self.reach)
+
+    def allowed(self) -> list[int]:
+        return [(self.last + step) % VOCAB for step in range(-self.reach, self.reach + 1)]
+
+    def fill(self, words: np.ndarray) -> None:
+        for token in self.allowed():
+            words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
+
+    def advance(self, token: int) -> None:
+        self.last = token
+
+
+def with_grammars() -> SamplingPlan:
+    """Grammars of two requests; two have none."""
+    return replace(greedy_plan(len(PROMPTS)), grammars=(Steps(5), None, Steps(12), None))
+
+
+def expected_of_grammars(model) -> list[list[int]]:
+    """What transformers' own generate makes of them."""
+    model.generation_config.eos_token_id = None
+    answers = []
+    for prompt, grammar in zip(PROMPTS, with_grammars().grammars, strict=True):
+
+        def allowed(_row, ids, grammar=grammar, prompt=prompt) -> list[int]:
+            if grammar is None:
+                return list(range(VOCAB))
+            return Steps(grammar.reach, int(ids[-1]) if len(ids) > len(prompt) else 0).allowed()
+
+        sizes = dict(max_new_tokens=MAX_TOKENS, min_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0)
+        made = model.generate(torch.tensor([prompt]), prefix_allowed_tokens_fn=allowed, **sizes)
+        answers.append(made[0, len(prompt) :].tolist())
+    return answers
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_next"])
+def test_grammars(made, kind):
+    model, source = made(kind)
+    with fake_cuda() as watch:
+        result = run_under(source, HYBRID, plan=with_grammars())
+    assert result.tokens == expected_of_grammars(model)
+    check_clean(result, watch)
+
+
+# ---- faults that must be found
+
+
+def state_of_no_access(task):
+    """Tasks of the compute lane do not say that they read and change states."""
+    if task.resource != "compute":
+        return task
+
+    def others(accesses):
+        return tuple(access for access in accesses if not access.space[0].startswith("state"))
+
+    return task._replace(reads=others(task.reads), writes=others(task.writes))
+
+
+PLANTED = {
+    "store_state reads its slot": ("states on the host", None, undeclared(reads="store_state")),
+    "load_state writes its slot": ("states on the host", None, undeclared(writes="load_state")),
+    "layers read and change states": ("states on the host", None, state_of_no_access),
+    "kv_gen reads latents": ("latents", None, undeclared(reads="kv_gen")),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_of_what_layers_keep_is_found(made, name):
+    of, plant, changed = PLANTED[name]
+    kind, policy = KINDS[of]
+    with fake_cuda() as watch, pytest.MonkeyPatch.context() as monkeypatch:
+        if plant:
+            plant(monkeypatch)
+        with contextlib.suppress(Exception):  # wrong values may end as an error; the order is what is asked for here
+            run_under(made(kind)[1], policy, changed)
+        assert sum(watch.order.faults.values()) > 0
+
+
+def masks_wait_for_nothing(monkeypatch) -> None:
+    """The thread that advances grammars reads a token that may not have come yet."""
+    monkeypatch.setattr(_Copy, "__call__", lambda self, row: int(self._copy[row]))
+
+
+def test_a_grammar_that_does_not_wait_for_its_token_is_found(made):
+    with fake_cuda() as watch, pytest.MonkeyPatch.context() as monkeypatch:
+        masks_wait_for_nothing(monkeypatch)
+        with contextlib.suppress(Exception):
+            run_under(made("qwen3")[1], HYBRID, plan=with_grammars())
+        assert any("masks" in str(fault) for fault in watch.order.faults)
+
+
+@pytest.mark.parametrize("hazard", ["write_after_read", "read_after_write"])
+def test_a_planted_fault_of_requests_that_join_is_found(made, hazard):
+    with fake_cuda() as watch, pytest.MonkeyPatch.context() as monkeypatch:
+        partial(without_hazard, hazard)(monkeypatch)
+        with contextlib.suppress(Exception):
+            queue_under(made("lfm2")[1], replace(HYBRID, max_mini_batch_tokens=120), some_requests(), 3, 0.01)
+        assert sum(watch.order.faults.values()) > 0
