@@ -202,7 +202,7 @@ def _sources(
                 continue
             called = with_cache(call, stand_in(layers), index) if state else call
             pending = _begun(layers, index, hidden, called)
-            pending.greenlet.throw()
+            pending.run.leave()
             own = pending.call.key, pending.call.value
             lenders = marks.of(own)
             if not lenders:
