@@ -75,7 +75,7 @@ def _lines(axes, figure, keys: list, place: dict) -> None:
         paper_x, paper_y, _ = _part(figure.paper, figure, key, place)
         hollow = {"marker": marker, "ms": 8, "mfc": "none", "mec": color, "mew": 1.3}
         axes.plot(paper_x, paper_y, ls="--", lw=1.1, color=color, zorder=4, **hollow)
-        same = sum(np.array_equal(x, other[0]) and np.allclose(y, other[1], rtol=5e-3) for other in parts[index + 1 :])
+        same = sum(np.array_equal(x, other[0]) and np.allclose(y, other[1], rtol=1e-3) for other in parts[index + 1 :])
         size = 1 + 1.2 * same
         axes.plot(x, y, ls="-", lw=1.6 * size, color=color, marker=_marker(marker, x), ms=4.5 * size, zorder=3)
         if reach is not None:

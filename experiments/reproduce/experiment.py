@@ -60,8 +60,8 @@ class Constant:
 class Figure:
     """A picture as data: columns ``x`` and ``y`` of ``frame``, one line or set of bars for each value of ``series``.
 
-    ``paper`` has the same columns with the paper's values, where it gives any. A line's x may be text, then evenly
-    spaced; ``log_x``, ``log_y`` are for lines over decades.
+    ``paper`` has the same columns with the paper's values, where it gives any; columns "low" and "high" of ``frame``
+    are the ends of error bars. A line's x may be text, then evenly spaced; ``log_x``, ``log_y`` are for decades.
     """
 
     name: str

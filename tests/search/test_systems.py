@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -242,3 +243,21 @@ def test_resident_weights_follow_the_budget():
     assert fits(wave_plan(Problem(shape=SMALL, dtype="float16", device="cpu"), tight, workload), Budgets(device=least))
     with pytest.raises(InputError, match="flexhybrid profile"):
         systems.policy_here("flexgen", Problem(shape=SMALL), workload)
+
+
+def test_alpha_and_a_measured_file_change_a_prediction(tmp_path):
+    seconds = [run_system(f"infinigen(alpha={alpha})", SETTING).decode_s for alpha in (1, 4, 9)]
+    assert seconds == sorted(seconds) and seconds[2] > 1.01 * seconds[0]
+    file = tmp_path / "accuracy.json"
+    rows = [{"policy": "kv_only"}, {"policy": "a", "alpha": 3.0, "fetched": 0.05}]
+    file.write_text(json.dumps({"policies": [*rows, {"policy": "b", "alpha": 5.0, "fetched": 0.15}]}))
+    made = system(f"infinigen(alpha=4, expected={file})", SETTING).policy
+    assert made.selection.expected_fraction == pytest.approx(0.1)
+    with pytest.raises(InputError, match="alphas from 3 to 5, not at 6"):
+        system(f"infinigen(alpha=6, expected={file})", SETTING)
+    for text, words in (('{"policies": []}', "no infinigen"), ("[]", "no accuracy.json"), ("{", "no accuracy.json")):
+        file.write_text(text)
+        with pytest.raises(InputError, match=words):
+            system(f"infinigen(expected={file})", SETTING)
+    with pytest.raises(InputError, match="missing"):
+        system(f"infinigen(expected={tmp_path / 'missing.json'})", SETTING)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
+import pandas as pd
 from scipy.stats import gmean
 
 from experiments.reproduce.capture import setup
@@ -147,11 +148,24 @@ def figure14() -> Experiment:
         rows.append(CAPTURE.beside(row_id, _busy(batch, SHORTER_PROMPTS), quantity))
     by_run = {f"{system}, batch {batch}": percents for (system, batch), percents in busy.items()}
     rows += contexts(by_run, PROMPTS, "{series}, prompt {x}", "%")
-    means = [
-        {"batch": str(batch), "percent": percents.mean(), "system": system}
+    means = pd.DataFrame(
+        {
+            "batch": str(batch),
+            "percent": percents.mean(),
+            "system": system,
+            "low": percents.min(),
+            "high": percents.max(),
+        }
         for (system, batch), percents in busy.items()
-    ]
-    figure = bars("utilisation", means, f"{MODEL}, mean over prompts", "batch", "% of the decode's time", paper=paper)
+    )
+    figure = bars(
+        "utilisation",
+        means,
+        f"{MODEL}, mean over prompts, least and most",
+        "batch",
+        "% of the decode's time",
+        paper=paper,
+    )
     return CAPTURE.experiment(
         "capture-fig14",
         rows,

@@ -57,7 +57,7 @@ def table5() -> Experiment:
     watts = {mode: 3.6 * printed_mwh("ViT", mode) / mean_s for mode, mean_s in seconds.items()}
     for mode, power in watts.items():
         rows.append(context(f"ViT, {mode}: printed energy over printed mean latency", power, "W"))
-    figure = bars("ratios", ratios, "Energy of the giant alone over the cascade's", "", "x", paper=printed)
+    figure = bars("ratios", ratios, "Energy of a request", "", "the giant's over the cascade's", paper=printed)
     impossible = [(name, mode) for name in FAMILIES for mode in MODES if is_impossible(name, mode)]
     return CASCADE.experiment(
         "cascade-table5",
@@ -155,6 +155,6 @@ def figure5() -> Experiment:
     return CASCADE.experiment(
         "cascade-fig5",
         rows,
-        [bars("throughput", ratios, "Highest rate over the giant's", "", "x", paper=printed)],
+        [bars("throughput", ratios, "Highest rate", "", "the cascade's over the giant's", paper=printed)],
         setup.constants(),
     )

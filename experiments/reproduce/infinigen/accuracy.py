@@ -19,6 +19,8 @@ from experiments.reproduce.infinigen import accuracy_policies as studied
 from experiments.reproduce.infinigen.accuracy_policies import h2o, infinigen, quantized, share_of_all_layers
 from experiments.reproduce.paper import INFINIGEN, context
 
+OVER_FULL, LOOKED = "perplexity over the full cache's", "% of tokens that choosing layers look at"
+
 
 @cache
 def studies() -> dict[str, dict]:
@@ -205,7 +207,7 @@ def figure_19() -> Experiment:
                 quantity = f"{model}: {method}, {studied.KEPT} of {length} tokens, over full cache"
                 rows.append(context(quantity, row["over_full"]))
         title, name = f"{model}, {studied.KEPT} tokens kept", f"{model.lower()}-lengths"
-        figures.append(lines(name, points, title, "tokens of a text", "perplexity over the full cache's"))
+        figures.append(lines(name, points, title, "tokens of a text", OVER_FULL))
     return INFINIGEN.experiment("infinigen-accuracy-fig19", rows, figures)
 
 
@@ -247,29 +249,31 @@ def figure_13() -> Experiment:
                 quantity = f"{model}: squares of {part} in {studied.PARTIAL:.0%} of columns, layer {layer}"
                 rows.append(context(quantity, columns[f"skewed {part}"], not_skewed=columns[f"plain {part}"]))
         rows.append(context(f"{model}: largest change of a logit by skewing alone", study["skewing_alone"]))
-        x_label, y_label = "share fetched in layers that choose", "perplexity over the full cache's"
+        x_label, y_label = "share fetched in layers that choose", OVER_FULL
         figures.append(bars(model.lower(), points, model, x_label, y_label))
     return INFINIGEN.experiment("infinigen-accuracy-fig13", rows, figures)
 
 
 def figure_17() -> Experiment:
     """Threshold and partial weight ratio."""
-    rows, figures = [], []
+    rows, drawn = [], {}
     for model, study in studies().items():
         skewed, alpha = _rows(study, "skewed"), study["alpha"]
         alphas = {threshold: infinigen(threshold) for threshold in studied.ALPHAS}
         ratios = {ratio: infinigen(alpha, 0.2, partial_ratio=ratio) for ratio in studied.RATIOS}
         ratios[studied.PARTIAL] = infinigen(alpha, 0.2)
         for name, label, policies in (("alpha", "alpha", alphas), ("ratio", "partial weight ratio", ratios)):
-            points = []
             for x, policy in policies.items():
                 row = skewed[policy]
                 over, looked = row["over_full"], np.mean(row["looked_at_by_layer"][2:])
-                points.append({"x": x, "y": over, "series": "perplexity over the full cache's"})
-                points.append({"x": x, "y": looked, "series": "share that choosing layers look at"})
+                drawn.setdefault((name, label, OVER_FULL), []).append({"x": x, "y": over, "series": model})
+                drawn.setdefault((name, label, LOOKED), []).append({"x": x, "y": 100 * looked, "series": model})
                 quantity = f"{model}: {label} {x:g}, perplexity over full cache"
                 rows.append(context(quantity, over, looked_at=looked, agreement=row["agreement"]))
-            figures.append(lines(f"{model.lower()}-{name}", points, model, label, ""))
+    figures = [
+        lines(f"{name}-{'over' if y_label == OVER_FULL else 'looked'}", points, "Small models", label, y_label)
+        for (name, label, y_label), points in drawn.items()
+    ]
     return INFINIGEN.experiment("infinigen-accuracy-fig17", rows, figures)
 
 

@@ -113,7 +113,7 @@ def figure8() -> Experiment:
             context(f"{name}: peak device memory", peak_bytes / 2**30, "GiB"),
         ]
     title = "OPT-6.7B, 32 x 8 requests, 1024+32: compute kernels (C), memory (M)"
-    figure = lines("utilisation", curve, title, "seconds", "%")
+    figure = lines("utilisation", curve, title, "seconds", "% in use")
     return KVPR.experiment("kvpr-fig8", rows, [figure], setup.a100_constants())
 
 
