@@ -11,8 +11,9 @@ import pytest
 from experiments import reference
 from experiments.reproduce import flexgen, gate, registry
 from experiments.reproduce.calibrate import MOST_CONSTANTS
-from experiments.reproduce.infinigen import setup
+from experiments.reproduce.infinigen import accuracy, accuracy_policies, setup
 from experiments.reproduce.paper import values_of
+from flexhybrid.core.context.selection import REPORTED, counted_tokens
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.problem import Problem
 from sim import catalogue, presets
@@ -212,6 +213,18 @@ def test_figures_have_data_and_context_rows_no_verdict(done):
     assert all(np.isfinite(figure.frame[figure.y]).all() for one in done.values() for figure in one.figures)
     assert all(np.isfinite(one.rows["ours"]).all() for one in done.values())
     assert [name for name, one in done.items() if not one.figures] == ["infinigen-readings"]
+
+
+def test_predictions_fetch_what_was_measured():
+    """selected_tokens.csv has, of each model, the mean share of its choosing layers at each alpha without a cap."""
+    assert counted_tokens().keys() == {REPORTED, *accuracy.studies()}
+    for model, study in accuracy.studies().items():
+        context = (study["prompt_tokens"] + study["length"]) / 2
+        rows = {row["policy"]: row["looked_at_by_layer"] for row in study["skewed"]["policies"]}
+        for alpha in accuracy_policies.ALPHAS:
+            lengths, tokens = counted_tokens()[model][alpha]
+            share = np.mean(rows[accuracy_policies.infinigen(alpha)][2:])
+            assert (lengths[-1], tokens[-1]) == (context, pytest.approx(share * context, rel=1e-3))
 
 
 def test_no_row_is_worse_or_stale():

@@ -8,7 +8,7 @@ import math
 from dataclasses import replace
 from html.parser import HTMLParser
 
-import matplotlib
+import matplotlib.image
 import numpy as np
 import pandas as pd
 import pytest
