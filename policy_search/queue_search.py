@@ -5,7 +5,7 @@ and for the answer that a running request has on average, which is longer; where
 prompts of their own tokens alone and for whole ones. What it finds, and the policies that are given, are priced on the
 queue itself with as many requests at a time as fit and with as many as the search took; a policy under which prompts
 share nothing because hidden states lie on the host is priced with these on the device as well. Where fewer requests run
-than might, because buffers are padded to the longest ones, the best is priced in smaller mini-batches too. All this is
+than might, because buffers are padded to the longest ones, the best is priced in other mini-batches too. All this is
 done by a few iterations of each; those that come out near the best are then priced by more.
 """
 
@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.context.blocks import BlockEntries
+from flexhybrid.core.context.packing import padded_tokens, split_representations
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
@@ -28,7 +29,8 @@ from policy_search.search import SearchResult, SearchSettings, search
 from sim.queue_clock import ROUGH_TASKS, QueueRun, price_queue
 
 MOST_SEARCHES = 3  #: for each length of prompts
-SMALLER, MOST_SMALLER = 0.75, 3  #: mini-batches that are tried, one after the other while they are better
+#: Times as many tokens of a mini-batch that are tried, so many times while that is better.
+SIZES, MOST_SIZES = (4 / 3, 0.75), 3
 FEWER = 0.75  #: of the requests that might run: where so few do, what is found for others is tried
 NEAR, MOST_NEAR = 0.03, 2  #: share by which such a price may be off, and how many that are so near the best count
 
@@ -77,7 +79,7 @@ def best_for_queue(
             asked.append((prompt, answer, at_a_time))  # the longest requests, or the limits, leave room for fewer
     if not ranking.choices:
         raise ranking.error
-    ranking.try_smaller(settings.max_batch)
+    ranking.try_sizes(settings.max_batch)
     return ranking.best(rough)
 
 
@@ -89,14 +91,14 @@ class _Ranked(NamedTuple):
     places: int  #: requests at a time, at most
     size: tuple[int, float]  #: ``batch_size`` of them
 
-    @property
-    def seconds(self) -> float:
-        return self.choice.run.total_s
-
     def exact(self, problem: Problem, workload: Workload) -> QueueChoice:
         """Return the choice with a price from more iterations."""
         run = price_queue(problem, self.choice.policy, workload, self.places, self.size)
         return replace(self.choice, run=run)
+
+
+def _seconds(ranked: _Ranked) -> float:
+    return ranked.choice.run.total_s
 
 
 class _Ranking:
@@ -125,20 +127,30 @@ class _Ranking:
         self.priced[key] = run.at_a_time
         return run.at_a_time
 
-    def try_smaller(self, places: int) -> None:
-        """Price the best policy in smaller mini-batches while that is better and fewer requests run than might: what is
-        padded to the longest requests may leave no room for more."""
-        for _ in range(MOST_SMALLER):
-            best = min(self.choices, key=lambda ranked: ranked.seconds)
-            if best.choice.found is None or best.size[0] >= FEWER * min(places, self.workload.num_requests):
-                return
-            tokens = max(BLOCK_TOKENS, int(SMALLER * best.policy.max_mini_batch_tokens))
-            self.add(replace(best.policy, max_mini_batch_tokens=tokens), places, best.choice.found)
+    def try_sizes(self, places: int) -> None:
+        """Price the best policy in larger mini-batches, or else in smaller ones, and on while they are better, where
+        fewer requests run than might: what is padded to the longest requests decides then how many run, and in how many
+        mini-batches they do."""
+        best = min(self.choices, key=_seconds)
+        if best.choice.found is None or best.size[0] >= FEWER * min(places, self.workload.num_requests):
+            return
+        longest = self.workload.cached_tokens.max(keepdims=True)
+        width = padded_tokens(*split_representations(BlockEntries(best.policy.cache), longest))
+        begun = best
+        for factor in SIZES:
+            for _ in range(MOST_SIZES if best is begun else 0):
+                tokens = max(1, int(factor * best.policy.max_mini_batch_tokens) // width) * width
+                self.add(replace(best.policy, max_mini_batch_tokens=tokens), places, best.choice.found)
+                before, best = best, min(self.choices, key=_seconds)
+                if best is before:
+                    break
 
     def best(self, rough: bool) -> QueueChoice:
         """Return the best by a price from more iterations, of those that come near it."""
-        self.choices.sort(key=lambda ranked: ranked.seconds)
-        near = [ranked for ranked in self.choices[:MOST_NEAR] if ranked.seconds <= (1 + NEAR) * self.choices[0].seconds]
+        self.choices.sort(key=_seconds)
+        near = [
+            ranked for ranked in self.choices[:MOST_NEAR] if _seconds(ranked) <= (1 + NEAR) * _seconds(self.choices[0])
+        ]
         if rough and len(near) == 1:
             return near[0].choice
         return min(
