@@ -191,7 +191,7 @@ class CudaCopies:
             _copy_by_requests(target, pool.flatten(1), runs)
             return
         columns, into, out_of = target.shape[1], target.data_ptr(), pool.data_ptr()
-        stream = torch.cuda.current_stream(target.device).cuda_stream
+        stream = torch.cuda.current_stream().cuda_stream
         for row, rows, column, first, stride, blocks in runs:
             width, pitch = blocks * block, stride * block
             in_one = rows == 1 or width <= pitch < PITCHES  # the pitch of a single row is its width

@@ -101,7 +101,7 @@ class Watch:
         return getattr(self.here, "verb", "-")
 
     def is_registered(self, address: int) -> bool:
-        return any(low <= address < high for low, high in self.registered.items())
+        return any(low <= address < high for low, high in tuple(self.registered.items()))
 
     # ---- accesses
 

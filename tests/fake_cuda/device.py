@@ -180,6 +180,21 @@ class Device(Plain):
 
         return pytree.tree_map_only(torch.Tensor, placed, found)
 
+    def copy_rows(
+        self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, height: int, kind: int, stream: int
+    ) -> int:
+        """``cudaMemcpy2DAsync`` from the host, on the calling thread's stream: a copy a row, each under watch."""
+        if kind != 1 or stream != self.current().cuda_stream:
+            return 1  # cudaErrorInvalidValue
+        if height > 1 and width > min(to_pitch, source_pitch):
+            return 12  # cudaErrorInvalidPitchValue
+        for row in range(height):
+            held = (ctypes.c_char * width).from_address(source + row * source_pitch)
+            first = to - self.base + row * to_pitch
+            target = self.views[torch.uint8][first : first + width]
+            target.copy_(torch.frombuffer(held, dtype=torch.uint8), non_blocking=True)
+        return 0
+
     def _shapes_of(self, func, args: tuple, kwargs: dict) -> Any:
         """Return an operation's results without values, of which their shapes, strides and dtypes count."""
 
@@ -414,6 +429,7 @@ def fake_cuda(seed: int = 0, deferred: bool = True) -> Iterator[Watch]:
         monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(device.here, "stream", stream))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda of=None: device.current())
         monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+        monkeypatch.setattr(cuda, "memcpy_2d", lambda: device.copy_rows)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of=None: (7, 5))
         monkeypatch.setattr(quantize, "KERNEL_DEVICES", ())
         device.streams.clear()

@@ -240,7 +240,7 @@ def planned(wave: Wave) -> int:
 
 #: Models of few layers, in real sizes: with biases and a key head a query, and with groups, rotation and a gate.
 SHAPES = [replace(shape_by_name(name), num_layers=2) for name in ("opt-1.3b", "opt-6.7b", "llama-3-8b")]
-REQUESTS = st.lists(st.tuples(st.integers(1, 1200), st.integers(2, 60)), min_size=1, max_size=12)
+REQUESTS = st.lists(st.tuples(st.integers(1, 1200), st.integers(2, 60)), min_size=1, max_size=32)
 
 
 def check_policies(count: int) -> None:
@@ -258,7 +258,7 @@ def check_policies(count: int) -> None:
         policy = replace(policy, weights=weights, max_mini_batch_tokens=64 * policy.max_mini_batch_tokens)
         prompts, answers = np.array(lengths).T
         workload = Workload(prompts, answers)
-        problem = Problem(shape=shape, hardware=catalogue.load("h100"), budgets=Budgets(1 << 50), device="cuda")
+        problem = Problem(shape=shape, hardware=catalogue.load("t4"), budgets=Budgets(1 << 50), device="cuda")
         wave = admit(problem, policy, workload)
         found, plan = reserved_by(wave, expandable, from_files=from_files, iterations=1), planned(wave)
         assert found.reserved + CONTEXT_BYTES <= plan, f"{found} of {plan}: {policy}"

@@ -39,7 +39,7 @@ class Runtime:
 @pytest.fixture
 def copied(monkeypatch):
     """Return a function that loads runs by way of the fake runtime, and returns it with what came."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
 
     def copy(target: torch.Tensor, pool: torch.Tensor, runs: tuple[BlockRun, ...]) -> Runtime:
         runtime = Runtime(target, pool)
@@ -88,7 +88,7 @@ def test_rows_that_overlap_or_lie_too_far_apart_are_copied_one_by_one(copied, mo
 
 def test_what_the_runtime_refuses_is_told(monkeypatch):
     target, pool, runs = case(0, even=True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=STREAM))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=STREAM))
     monkeypatch.setattr(cuda, "memcpy_2d", lambda: lambda *_: 700)
     with pytest.raises(RuntimeError, match="cudaMemcpy2DAsync refused .* error 700"):
         CudaCopies().copy_blocks_h2d(target, pool, runs)
