@@ -27,6 +27,7 @@ from policy_search.rounding import (
     with_cache_fixed,
 )
 from policy_search.search_problem import Option, SearchProblem, distinct_pairs, pairs_of
+from sim.candidate_memory import peak_bytes
 from sim.candidates import num_mini_batches, padded_width
 from sim.presets import resident
 
@@ -83,7 +84,7 @@ class BranchAndBound:
     best: EvaluatedPolicy | None = None
     evaluated: list[EvaluatedPolicy] = field(default_factory=list)
     lower_bounds: list[LowerBounds] = field(default_factory=list)  #: of every grid explored
-    num_solved: int = 0  #: choices whose programs HiGHS solved
+    num_solved: int = 0  #: choices whose programs were solved
     num_lps: int = 0  #: those programs; two where a layer may be cut between tiers
     complete: bool = True  #: until the deadline cuts it short
     favoured: EvaluatedPolicy | None = None  #: stays on the device, counted as faster than it is by ``margin``
@@ -144,7 +145,7 @@ class BranchAndBound:
         and it fits: another policy must be faster by more than ``margin``, a share of its own speed."""
         problem = self.problem
         policy = replace(resident(), **dict(problem.space.kept))
-        if not problem.allows(policy):
+        if not problem.allows(policy) or not self._stays(policy, float(min(batches)), float(min(mini_batch_tokens))):
             return
         option, staying = Option.of(policy), list[EvaluatedPolicy]()
 
@@ -166,6 +167,11 @@ class BranchAndBound:
         favoured = replace(best, policy=named, seconds=best.seconds / (1.0 + margin))
         self.favoured, self.margin = favoured, margin
         self.take([favoured])
+
+    def _stays(self, policy: Policy, batch: float, tokens: float) -> bool:
+        """Return whether a policy fits as it is, with its smallest batch."""
+        peaks = peak_bytes(self.problem, self.problem.candidates(policy, np.array([batch]), np.array([tokens])))
+        return all(peaks[tier][0] <= limit for tier, limit in self.problem.limits.items())
 
     def explore(self, grid: ChoiceGrid, near_share: float = NEAR) -> None:
         """Bound all choices of a grid, solve those within ``near_share`` of the incumbent, walk what they round to."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policy_search.grid import NUM_TIME_ROWS, ROWS, ChoiceGrid, Programs
+from policy_search.grid import NUM_TIME_ROWS, ChoiceGrid, Programs
 
 OPEN, OPTIMAL, INFEASIBLE = 0, 1, 2
 TOLERANCE = 1e-9
@@ -103,7 +103,7 @@ def _pivot(tableau: np.ndarray, members, out, enters) -> None:
 def _read(z: np.ndarray, members: np.ndarray, basic: np.ndarray, values: np.ndarray) -> None:
     """Write the values of basic variables to the solutions, without the slacks."""
     columns = z.shape[1]
-    variables = np.zeros((len(members), columns + len(ROWS) + 2))
+    variables = np.zeros((len(members), columns + basic.shape[1]))
     np.put_along_axis(variables, basic, values, axis=1)
     z[members] = variables[:, :columns]
 

@@ -1,19 +1,19 @@
-"""The programs of the choices that are left, solved by scipy's HiGHS as the blocks of one large program.
+"""The programs of the choices that are left, solved to their optimum.
 
-Alone, a program of a dozen columns costs 1.5 ms, nearly all of it on the way to the solver; as a block it costs a tenth
-of that. A program may need more memory than there is (a layer cut between two tiers needs workspace that its lower
-bound does not charge). The missing bytes are a column of the block, at a price that no saving repays, so that one
-infeasible block does not spoil the others.
+They are pivoted side by side (``lower_bound``). Those that this leaves open, and the questions of least memory, are
+solved by scipy's HiGHS as the blocks of one large program: alone, a program of a dozen columns costs 1.5 ms, nearly all
+of it on the way to the solver; as a block it costs a tenth of that. A program may need more memory than there is (a
+layer cut between two tiers needs workspace that its lower bound does not charge). The missing bytes are a column of the
+block, at a price that no saving repays, so that one infeasible block does not spoil the others.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import linprog
-from scipy.sparse import block_diag
 
 from flexhybrid.core.context.cache_entries import TIERS
-from policy_search.grid import NUM_TIME_ROWS, ROWS, ChoiceGrid
+from policy_search.grid import NUM_TIME_ROWS, ROWS, ChoiceGrid, Programs
+from policy_search.lower_bound import OPTIMAL, solve_side_by_side
 
 LACK_PRICE = 1e4  #: of as many bytes as the tier's limit, in units of the program's own seconds
 
@@ -47,7 +47,11 @@ def solve(
     h[:, :NUM_TIME_ROWS] /= scale[:, None]
     missing = np.zeros((count, rows, 1))
     missing[:, NUM_TIME_ROWS : len(ROWS)] = -1.0
-    z = _solve_blocks(np.concatenate([G, missing], axis=2), h, np.append(programs.c, LACK_PRICE))
+    G, costs = np.concatenate([G, missing], axis=2), np.append(programs.c, LACK_PRICE)
+    solved = solve_side_by_side(Programs(G, h, costs, programs.num_cache))
+    z, left = solved.z, solved.state != OPTIMAL
+    if left.any():
+        z[left] = _solve_blocks(G[left], h[left], costs)
     cache, weights = grid.shares(programs, z[:, :columns])
     lacking = np.maximum(0.0, z[:, columns])
     value = z[:, :columns] @ programs.c * scale
@@ -74,6 +78,9 @@ def least_memory(grid: ChoiceGrid, choices: np.ndarray, tiers: tuple[str, ...]) 
 
 def _solve_blocks(G: np.ndarray, h: np.ndarray, costs: np.ndarray) -> np.ndarray:
     """Return the solutions, [programs, columns], of programs with the same costs [columns]."""
+    from scipy.optimize import linprog  # takes a quarter of a second to load, and most searches need none of it
+    from scipy.sparse import block_diag
+
     count, _, columns = G.shape
     answer = linprog(np.tile(costs, count), block_diag(list(G), format="csc"), h.reshape(-1), method="highs-ds")
     if answer.status != 0:

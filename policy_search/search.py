@@ -2,7 +2,7 @@
 representations, bits, mini-batch and batch, row or column, where attention runs.
 
 Every discrete choice leaves a linear program over shares (``grid``). All choices are bounded at once (``lower_bound``);
-only those near the incumbent have their program solved by HiGHS (``lp``), are rounded to blocks and walked by
+only those near the incumbent have their program solved (``lp``), are rounded to blocks and walked by
 ``sim.array_clock`` (``rounding``), the most promising first (``branch_and_bound``). Then the batches between the grid's
 steps and the exchanges of blocks between entries are tried around the best. The winner can be confirmed on the virtual
 clock, and its program written for a reader (``audit``).
@@ -116,7 +116,7 @@ class SearchResult:
     prediction: dict  #: the row of ``sim.array_clock.Prediction``
     num_choices: int  #: discrete choices
     num_bounded_out: int  #: of them, left out by their lower bound
-    num_lps: int  #: programs solved by HiGHS
+    num_lps: int  #: programs solved to their optimum
     num_walked: int  #: policies priced with waiting
     #: What is proved: no policy of the space, on the batches and mini-batches tried, is predicted to be faster by more
     #: than this share. The bound counts each resource's work and no waiting, so that much of a gap may be waiting; how
@@ -217,7 +217,7 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
         write_lp(ChoiceGrid(searched, [Option.of(result.policy)], *pair).program(0), settings.write_lp)
     if settings.selection is not None:
         result = _with_selection(result, settings.selection, settings)
-    return replace(result, virtual=_confirmed(result)) if settings.confirm else result
+    return replace(result, virtual=confirmed(result)) if settings.confirm else result
 
 
 def _result(solver: BranchAndBound, best: EvaluatedPolicy, started: float, tokens: tuple[int, ...]) -> SearchResult:
@@ -271,7 +271,7 @@ def _with_selection(result: SearchResult, selection: Selection, settings: Search
     return replace(result, policy=selected.policy, batch=selected.batch, prediction=prediction)
 
 
-def _confirmed(result: SearchResult) -> SimulatedSummary | None:
+def confirmed(result: SearchResult) -> SimulatedSummary | None:
     """Return the winner's run on the virtual clock; None for a run too long to walk."""
     problem = result.problem
     lengths = Workload.uniform(result.batch, problem.prompt_tokens, problem.max_tokens)

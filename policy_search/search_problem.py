@@ -189,8 +189,10 @@ class SearchProblem(Problem):
 
     @cached_property
     def entries(self) -> tuple[str, ...]:
-        """Cache entries that attention on the device may mix."""
-        return tuple(e for e in self.space.entries if e == "tok" or e.split("@")[1] in self.tiers)
+        """Cache entries that attention on the device may mix, those first that need no recomputing: a program's optimum
+        is at the first of several that are equal."""
+        known = (e for e in self.space.entries if e == "tok" or e.split("@")[1] in self.tiers)
+        return tuple(sorted(known, key=lambda entry: ("kv", "act", "tok").index(representation_of(entry))))
 
     @cached_property
     def both(self) -> tuple[str, ...]:

@@ -210,14 +210,18 @@ def _kvpr(setting: Setting, policy: Policy, weights_device: float | None) -> Pol
     KVPR's rules look at one layer and know neither what storing the layer inputs costs nor the memory that they take.
     Its claim, never slower than the baseline that loads all keys and values (section 3.3), is kept by the choice here.
     """
-    copies = (copy for entry in policy.cache for copy in stored_copies(entry))
-    plain = replace(policy, cache={f"kv@{copy.tier}": 1.0 for copy in copies if copy.representation == "kv"})
-    policy, plain = (_placed(setting, choice, weights_device) for choice in (policy, plain))
+    policy, plain = (_placed(setting, choice, weights_device) for choice in (policy, without_recomputing(policy)))
     lengths, runs = (setting.batch, setting.prompt_tokens, setting.max_tokens), []
     for choice in (plain, policy):
         with suppress(InputError):  # not even one request fits
             runs.append(simulate(setting.problem, choice, *lengths))
     return min(runs, key=lambda run: run.total_s).policy if runs else policy
+
+
+def without_recomputing(policy: Policy) -> Policy:
+    """Return the policy with keys and values alone where it keeps both copies."""
+    copies = (copy for entry in policy.cache for copy in stored_copies(entry))
+    return replace(policy, cache={f"kv@{copy.tier}": 1.0 for copy in copies if copy.representation == "kv"})
 
 
 class Kind(NamedTuple):

@@ -1,6 +1,10 @@
 """``flexhybrid search``: the best policy, its prediction, what it hangs on, and the other systems at their best."""
 
 import contextlib
+import json
+import os
+import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +29,7 @@ from flexhybrid.jobs.simulate import (
 )
 from policy_search.keep import with_kept
 from policy_search.queue_search import best_for_queue
-from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, search
+from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, confirmed, search
 from policy_search.search_problem import measured_space
 from policy_search.sensitivity import TOLERANCE, Hang, assumed_rates, hangs_of
 from policy_search.systems import Setting, System, system
@@ -39,9 +43,10 @@ LOSSLESS_RIVALS = (
     *("kv_only", "act_only", "hybrid_static", "capture", "flexgen", "flexgen(host_attention=true)", "deepspeed"),
     *("accelerate", "kvpr_row", "kvpr_column", "token_recompute", "fastdecode", "resident"),
 )
+LONGEST = "capture"  #: of them, the one that takes longest to price: it is left to the process that searches
 LOSSY_RIVALS = ("int4",)  #: these change the tokens: not with --lossless
-#: The same as they come with their usual settings: the search is never worse than one of these that fits.
-SEEDS = (*(name for name in LOSSLESS_RIVALS if name != "token_recompute"), "token_recompute(0.2)")
+#: Systems whose policies cost nothing to make: the search is never worse than one of these that fits.
+SEEDS = ("kv_only", "act_only", "hybrid_static", "deepspeed", "accelerate", "fastdecode", "token_recompute(0.2)")
 
 
 @dataclass(frozen=True)
@@ -100,12 +105,15 @@ def run_search(
         with contextlib.suppress(InputError):  # one that does not fit is listed with its reason by _rivals
             seeds.append(system(name, setting).policy)
     settings = settings_of(options, setting)
-    settings = replace(settings, seeds=seeds, confirm=options.confirm, write_lp=options.lp, selection=selection)
+    settings = replace(settings, seeds=seeds, write_lp=options.lp, selection=selection)
     at_a_time = settings.batch  # kept, or None
 
     def simulated(result: SearchResult, batch: int) -> SimulatedRun:
         return simulate_system(replace(setting, batch=batch), System("", result.policy, setting.machine))
 
+    free = options.batch is None and options.objective == "throughput"
+    names = LOSSLESS_RIVALS + (() if options.lossless else LOSSY_RIVALS)
+    priced = beside(lambda: [_at_best(name, setting, free) for name in names if name != LONGEST])
     whole = batch if at_a_time is None else at_a_time
     result = search(setting.problem, setting.workload, replace(settings, batch=whole))
     best, search_s = simulated(result, batch or result.batch), result.search_s
@@ -117,10 +125,13 @@ def run_search(
             result, best = waves, in_waves
     report = SearchReport(best, result, setting.machine, search_s)
     show(describe_found(report))
-    began = time.perf_counter()
+    if options.confirm and (virtual := confirmed(result)):
+        report = report._replace(found=replace(result, virtual=virtual))
+        show(f"  virtual clock: {virtual.tokens_per_s:.4g} tokens/s")
     report = report._replace(hangs=hangs_of(result, result.contenders))
     show(describe_hangs(report))
-    rivals = _rivals(setting, options, best)
+    began = time.perf_counter()
+    rivals = _rivals([_at_best(LONGEST, setting, free), *priced()], best)
     report = report._replace(rivals=rivals, rivals_s=time.perf_counter() - began)
     show(describe_rivals(report))
     return report
@@ -180,23 +191,62 @@ def _selection_of(text: str, setting: Setting) -> Selection:
     return selection
 
 
-def _rivals(setting: Setting, options: PolicySearchOptions, best: SimulatedRun) -> list[dict]:
-    """Return a row a rival, in the batch and settings that are best for itself, fastest first: its tokens/s, the share
-    by which they are fewer, and its settings; or the error that keeps it from running."""
-    from policy_search.papers.at_best import at_best
+def _at_best(name: str, setting: Setting, free: bool) -> dict:
+    """Return the row of a rival in the batch and settings that are best for itself, or with the error that keeps it
+    from running."""
+    from policy_search.papers.at_best import at_best  # loads scipy's solvers
 
-    rows = []
-    for name in LOSSLESS_RIVALS + (() if options.lossless else LOSSY_RIVALS):
-        row = dict.fromkeys(("system", "tokens_per_s", "total_s", "loses", "error", "weights_on_device"))
-        try:
-            made, run = at_best(name, setting, free=options.batch is None and options.objective == "throughput")
-            row |= {"tokens_per_s": run.tokens_per_s, "total_s": run.total_s, "policy": made.policy.to_dict()}
-            row |= {"loses": 1 - run.tokens_per_s / best.tokens_per_s, "weights_on_device": made.policy.weights.device}
-            row |= {"at_a_time": run.wave, "num_mini_batches": run.num_mini_batches}
-        except InputError as error:
-            row["error"] = str(error)
-        rows.append(row | {"system": name})
+    row = dict.fromkeys(("system", "tokens_per_s", "total_s", "loses", "error", "weights_on_device"))
+    try:
+        made, run = at_best(name, setting, free)
+        row |= {"tokens_per_s": run.tokens_per_s, "total_s": run.total_s, "policy": made.policy.to_dict()}
+        row |= {"weights_on_device": made.policy.weights.device}
+        row |= {"at_a_time": run.wave, "num_mini_batches": run.num_mini_batches}
+    except InputError as error:
+        row["error"] = str(error)
+    return row | {"system": name}
+
+
+def _rivals(rows: list[dict], best: SimulatedRun) -> list[dict]:
+    """Return rivals' rows, the fastest first, with the share by which their tokens/s are fewer than the best's."""
+    for row in rows:
+        row["loses"] = row["tokens_per_s"] and 1 - row["tokens_per_s"] / best.tokens_per_s
     return sorted(rows, key=lambda row: -(row["tokens_per_s"] or 0))
+
+
+def beside(work: Callable[[], list[dict]]) -> Callable[[], list[dict]]:
+    """Begin work in a process of its own, where there is a second core and a fork; return what waits for its result.
+
+    Where the process cannot be made, or ends without a result, the work is done by the caller.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    if cores < 2 or not hasattr(os, "fork"):
+        return work
+    try:
+        inlet, outlet = os.pipe()
+        sys.stdout.flush()
+        child = os.fork()
+    except OSError:
+        return work
+    if child == 0:
+        status = 1
+        try:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the parent, without its words
+            os.close(inlet)
+            with open(outlet, "wb") as pipe:
+                pipe.write(json.dumps(work()).encode())
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(outlet)
+
+    def wait() -> list[dict]:
+        with open(inlet, "rb") as pipe:
+            told = pipe.read()
+        _, status = os.waitpid(child, 0)
+        return json.loads(told) if status == 0 else work()
+
+    return wait
 
 
 def search_record(report: SearchReport) -> dict:
@@ -229,8 +279,6 @@ def describe_found(report: SearchReport) -> str:
         used = "used" if policy.selection.method == "speculative" else "not used: it would be slower"
         pays = "pays" if found.selected.act_pays else "does not pay"
         lines.append(f"  the selection allowed is {used}; under it ACT {pays} (and tokens change)")
-    if found.virtual:
-        lines.append(f"  virtual clock: {found.virtual.tokens_per_s:.4g} tokens/s")
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found.counts.items())
     lines.append(f"  searched in {report.search_s:.2f} s ({counts})")
     lines.append(f"  {found.proof}")

@@ -18,7 +18,7 @@ from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
 from policy_search.search_problem import MINI_BATCH_TOKENS, RESIDENT_MINI_BATCH_TOKENS
-from policy_search.systems import SYSTEMS, Setting, System, parse, system
+from policy_search.systems import SYSTEMS, Setting, System, parse, system, without_recomputing
 from sim.array_clock import predict
 from sim.candidates import Candidates
 from sim.simulate import SimulatedRun, simulate
@@ -26,12 +26,12 @@ from sim.simulate import SimulatedRun, simulate
 #: Options of systems -> the values that are tried where a call does not name one, besides the sizes of mini-batches and
 #: the share of the weights on the device. A split is tried by both of its rules.
 TRIED = {
-    "token_recompute": {"ratio": (0.1, 0.2, 0.3, 0.5)},
+    "token_recompute": {"ratio": (0.1, 0.2, 0.4)},
     "kvpr_row": {"split": ("paper", "pipeline")},
     "kvpr_column": {"split": ("paper", "pipeline")},
 }
 WEIGHT_SHARES = np.arange(13) / 12  #: a matrix of attention is a twelfth of an OPT layer
-WALKED = 16  #: choices of a system that are walked, those with the least bounds
+WALKED = 16, 8  #: choices of a system that are walked, those with the least bounds: of all, and around the best
 
 
 def at_best(text: str, setting: Setting, free: bool) -> tuple[System, SimulatedRun]:
@@ -45,22 +45,22 @@ def at_best(text: str, setting: Setting, free: bool) -> tuple[System, SimulatedR
         asked = FlexGenOptions(most_requests=setting.batch, **options)
         policy = flexgen_policy(setting.problem, setting.workload, asked).policy
         return _run(System(text, policy, setting.machine), setting, free)
-    if SYSTEMS[name].reads_lines:
+    if SYSTEMS[name].reads_lines and name not in TRIED:
         return best_batch(partial(system, text), setting, free)
     best: tuple[float, System] | None = None
     tried = {option: values for option, values in TRIED.get(name, {}).items() if option not in options}
     for values in product(*tried.values()):
         call = _call(name, options | dict(zip(tried, values, strict=True)))
         with suppress(InputError):  # nothing of it fits
-            rate, made = _best_settings(call, setting, free)
-            best = (rate, made) if best is None or rate > best[0] else best
+            for rate, made in _best_settings(call, setting, free):
+                best = (rate, made) if best is None or rate > best[0] else best
     if best is None:
         return _run(system(text, replace(setting, batch=1)), setting, free)  # raises, with what one request needs
     return _run(replace(best[1], name=text), setting, free)
 
 
 def best_batch(make: Callable[[Setting], System], setting: Setting, free: bool = True) -> tuple[System, SimulatedRun]:
-    """Return what ``make`` makes of a setting, and its run, with the batch that suits it best: powers of two first,
+    """Return what ``make`` makes of a setting, and its run, with the batch that suits it best: powers of four first,
     then halves, quarters and eighths of the best around it. The rest as ``at_best``."""
     tried: dict[int, float] = {}
     waves: set[int] = set()  #: of batches that do not fit at once
@@ -77,11 +77,11 @@ def best_batch(make: Callable[[Setting], System], setting: Setting, free: bool =
         return tried[batch]
 
     most = setting.batch
-    coarse = [most, *(1 << power for power in range(most.bit_length()) if 1 << power < most)]
+    coarse = [most, *(1 << power for power in range(0, most.bit_length(), 2) if 1 << power < most)]
     best = max(sorted(coarse), key=rate)
     best = max(sorted({best, *waves}), key=rate)
-    for step in (best // 2, best // 4, best // 8):
-        around = {best - step, best, best + step}
+    for part in (2, 2, 4, 8):
+        around = {best - best // part, best, best + (best if part == 2 else best // part)}
         best = max(sorted(size for size in around if 1 <= size <= most), key=rate)
     made = make(replace(setting, batch=best))
     made = replace(made, policy=replace(made.policy, max_batch=best))
@@ -100,15 +100,23 @@ def _call(name: str, options: dict) -> str:
     return f"{name}({', '.join(values)})"
 
 
-def _best_settings(call: str, setting: Setting, free: bool) -> tuple[float, System]:
-    """Return (tokens/s, the system) of a call with the best batch, mini-batches and weights on the device.
+def _best_settings(call: str, setting: Setting, free: bool) -> Iterator[tuple[float, System]]:
+    """Yield (tokens/s, the system) of a call with the best batch, mini-batches and weights on the device; KVPR with
+    recomputing and without, for it takes the faster of the two.
 
     Raise InputError where nothing fits.
     """
+    made = system(call, replace(setting, batch=1))
+    yield _best_setting(call, made, setting, free)
+    if made.policy.share("both"):
+        plain = replace(made, policy=without_recomputing(made.policy))
+        yield _best_setting(call, plain, setting, free)
+
+
+def _best_setting(call: str, made: System, setting: Setting, free: bool) -> tuple[float, System]:
     name, options = parse(call)
     accepted = SYSTEMS[name].options
     places_weights = "weights_device" in accepted or name == "fastdecode"
-    made = system(call, replace(setting, batch=1))
     sizes = [made.policy.max_mini_batch_tokens]
     if "max_mini_batch_tokens" in accepted and "max_mini_batch_tokens" not in options:
         sizes = RESIDENT_MINI_BATCH_TOKENS if name == "resident" else MINI_BATCH_TOKENS
@@ -118,9 +126,9 @@ def _best_settings(call: str, setting: Setting, free: bool) -> tuple[float, Syst
     problem = replace(setting.problem, hardware=made.hardware)
     rate, batch, tokens, share = -1.0, 0.0, 0.0, 0.0
     batches = np.array(list(_coarse(setting.batch) if free else _waves(setting.batch)))
-    for _ in range(1 + free):
+    for walked in WALKED[: 1 + free]:
         axes = np.meshgrid(batches, np.array(sizes), shares, indexing="ij")
-        found = _fastest(problem, made.policy, setting, [axis.reshape(-1) for axis in axes])
+        found = _fastest(problem, made.policy, setting, [axis.reshape(-1) for axis in axes], walked)
         rate, batch, tokens, share = max((rate, batch, tokens, share), found)
         step = max(1, int(batch) // 32)
         batches = np.arange(max(1, int(batch * 0.76)), min(setting.batch, int(batch * 1.3)) + 1, step)
@@ -145,7 +153,7 @@ def _waves(requests: int) -> list[int]:
 
 
 def _fastest(
-    problem: Problem, policy: Policy, setting: Setting, axes: list[np.ndarray]
+    problem: Problem, policy: Policy, setting: Setting, axes: list[np.ndarray], walked: int
 ) -> tuple[float, float, float, float]:
     """Return (tokens/s, batch, tokens of a mini-batch, share of the weights on the device) of the fastest choice.
 
@@ -164,7 +172,7 @@ def _fastest(
     if not fits.any():
         raise InputError(f"{policy.name}: no batch fits")
     members = np.flatnonzero(fits)
-    members = members[np.argsort(-bounded.tokens_per_s[members], kind="stable")][:WALKED]
+    members = members[np.argsort(-bounded.tokens_per_s[members], kind="stable")][:walked]
     rates = predicted(members, True).tokens_per_s
     best = int(members[rates.argmax()])
     batch, tokens, share = (float(axis[best]) for axis in axes)
