@@ -184,7 +184,7 @@ class ErrorSummary(NamedTuple):
             f"All {self.num_rows} held-out rows: |error| {self.mean:.1%} in the mean, {self.median:.1%} in the median, "
             f"worst {self.worst:+.1%} ({self.worst_what}); {self.within_10_percent} within 10 %, "
             f"{self.beyond_30_percent} beyond 30 %. They are {self.coverage:.0%} of the papers' numbers that nothing "
-            f"was fitted on; {self.num_aside} are put aside."
+            f"was fitted on; {self.num_aside} are put aside: printed again, arithmetic, or contradicted by the paper."
         )
 
 

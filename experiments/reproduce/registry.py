@@ -31,11 +31,6 @@ def names(module: str = "") -> list[str]:
     ]
 
 
-def experiments(module: str = "") -> dict[str, Callable[[], Experiment]]:
-    """Return the functions of the experiments of ``names`` by their names."""
-    return {name: _function(name) for name in names(module)}
-
-
 @cache
 def run(name: str) -> Experiment:
     """Run one experiment, once in a process."""

@@ -47,7 +47,7 @@ def results(study, tmp_path_factory):
     infinigen_accuracy.studies.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(infinigen_accuracy.studied, "RESULTS", path)
-        yield {name: function() for name, function in registry.experiments("infinigen.accuracy").items()}
+        yield {name: registry.run.__wrapped__(name) for name in registry.names("infinigen.accuracy")}
     infinigen_accuracy.studies.cache_clear()
 
 

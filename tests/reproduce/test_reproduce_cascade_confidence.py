@@ -20,7 +20,7 @@ from flexhybrid.cascade.thresholds.fit import Fitted
 
 @pytest.fixture(scope="module")
 def done() -> dict[str, Experiment]:
-    return {name: make() for name, make in registry.experiments("cascade.confidence").items()}
+    return {name: registry.run(name) for name in registry.names("cascade.confidence")}
 
 
 def test_rows_say_what_the_reference_says(done):
