@@ -51,6 +51,11 @@ SLACK_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
 CONTEXT_BYTES, ALLOCATOR_SHARE = 1 << 29, 1 / 28
 
 
+def cuda_reserve(budget: int) -> int:
+    """Return what a plan of this many bytes of a CUDA device counts beside its tensors."""
+    return CONTEXT_BYTES + int((budget - CONTEXT_BYTES) * ALLOCATOR_SHARE / (1 + ALLOCATOR_SHARE))
+
+
 MemoryPlan = dict[str, dict[str, int]]  #: tier -> part -> bytes
 
 

@@ -83,9 +83,7 @@ class Problem:
     def counts_allocator(self) -> bool:
         """Whether a plan counts what a CUDA context and torch's allocator take beside tensors: in a budget that was
         given. In the memory of a record they are part of what it sets aside (``Hardware.device_reserve``)."""
-        if self.device != "cuda":
-            return False
-        return self.budgets.device is not None or self.hardware is None or self.hardware.device_reserve == 0
+        return self.device == "cuda" and (self.budgets.device is not None or self.hardware is None)
 
     @property
     def bytes_per_element(self) -> int:

@@ -181,6 +181,7 @@ def on_meta() -> Iterator[None]:
         monkeypatch.setattr("flexhybrid.runtime.selections.heavy_hitters.to_device", to_device)
         monkeypatch.setattr("flexhybrid.runtime.kernels.sampling.to_device", to_device, raising=False)
         monkeypatch.setattr(attention, "F", SimpleNamespace(scaled_dot_product_attention=attended))
+        monkeypatch.setattr(attention, "reads_groups", lambda query, *_: query.dtype != torch.float32)
         monkeypatch.setattr(torch.Tensor, "cpu", to_host)
         yield
 

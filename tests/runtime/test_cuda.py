@@ -10,10 +10,10 @@ from models import save_opt
 from policies import wider_policies
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams
-from flexhybrid.core.memory import SLACK_BYTES, memory_plan, total_bytes
+from flexhybrid.core.memory import CONTEXT_BYTES, SLACK_BYTES, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Placement
-from flexhybrid.core.problem import Problem
+from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
@@ -209,7 +209,7 @@ def test_the_allocator_stays_within_the_plan(tmp_path, name, kind, batch, prompt
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before, held_before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     weights = Weights(shape, RandomWeights(shape), "bfloat16", device, policy, place)
     engine = Engine(weights, policy, buffer_sizes(wave), disk=place)
     prompts = np.random.default_rng(0).integers(3, 4096, (batch, prompt)).tolist()
@@ -217,9 +217,12 @@ def test_the_allocator_stays_within_the_plan(tmp_path, name, kind, batch, prompt
     held = (weights.host_memory, engine.buffers.host_memory, engine.copies.host_memory)
     tensors = 3 * shape.num_layers + 40  # each pinned to whole pages
     peak, planned = torch.cuda.max_memory_allocated() - before, total_bytes(plan)
+    reserved = torch.cuda.max_memory_reserved() - held_before
+    counted = memory_plan(replace(problem, budgets=Budgets(device=1 << 50)), policy, buffer_sizes(wave))
     engine.close()
     weights.close()
     assert peak <= planned["device"] - (SLACK_BYTES["cuda"] - LIBRARIES)
+    assert reserved + CONTEXT_BYTES <= total_bytes(counted)["device"]
     assert sum(one.allocated_bytes for one in held) <= planned["host"] + 4096 * tensors
 
 

@@ -11,6 +11,7 @@ import torch
 
 from flexhybrid.core.files import cache_folder, check_cache_folder, profile_file
 from flexhybrid.core.hardware import COMPANY, DISAGREED, Hardware, Line, crosses_link, load_hardware
+from flexhybrid.core.memory import cuda_reserve
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.problem import NO_BUDGETS, Budgets
 from flexhybrid.jobs.machine import device_name, free_budgets, machine_memories
@@ -122,9 +123,11 @@ def local_machine(shape: ModelShape) -> Hardware:
     kept = model_profile_path(shape, "auto", paced)
     hardware = load_hardware(kept) if kept.is_file() else catalogue.local()
     free = {f"{tier}_memory": size for tier, size in free_budgets(paced.device).items()}
+    reserve = 0
     if paced.device.type == "cuda":
         free["device_memory"] = free_device_memory(paced.device)
-    return replace(hardware, **free, device_reserve=0) if free else hardware
+        reserve = cuda_reserve(free["device_memory"])
+    return replace(hardware, **free, device_reserve=reserve) if free else hardware
 
 
 def measure_for_model(

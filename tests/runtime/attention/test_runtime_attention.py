@@ -129,3 +129,22 @@ def test_gathered_blocks_are_those_of_the_table(dtype, head_dim, width):
         for row, blocks in enumerate(table):
             expected[row, :, column : column + width] = pool[blocks, part].transpose(0, 1).flatten(1, 2)[:, :width]
         assert torch.equal(targets[part], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_that_are_read_by_groups_are_not_repeated(monkeypatch, dtype):
+    """What a GPU's flash attention takes: the same attention, and no copies of keys and values for each query head."""
+    queries, (keys, values) = torch.randn(2, 9, 6, 8).to(dtype), torch.randn(2, 2, 2, 9, 8).to(dtype)
+    own, given = torch.nn.functional.scaled_dot_product_attention, []
+
+    def noted(query, key, value, **options):
+        given.append(key.shape[1])
+        return own(query, key, value, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    found = {}
+    for reads in (False, True):
+        monkeypatch.setattr(attention, "reads_groups", lambda *_, reads=reads: reads)
+        found[reads] = attention.fused(queries, keys, values, None)
+    assert given == [6, 2]
+    assert torch.allclose(found[True].float(), found[False].float(), atol=1e-6 if dtype == torch.float32 else 2e-2)
