@@ -198,8 +198,8 @@ class CudaCopies:
             for i, height in ((0, rows),) if in_one else ((i, 1) for i in range(rows)):
                 to, source = into + ((row + i) * columns + column) * block, out_of + (first + i * stride) * block
                 between = pitch if height > 1 else width
-                status = copy(to, columns * block, source, between, width, height, H2D, stream)
-                if status:
+                call = to, columns * block, source, between, width, height, H2D, stream
+                if status := copy(*call):
                     raise RuntimeError(f"cudaMemcpy2DAsync refused {height} rows of {width} bytes: error {status}")
 
 
