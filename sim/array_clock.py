@@ -350,12 +350,13 @@ class _Walk:
             later, earlier = self.tails[-1 - back * stride], self.tails[-1 - (back + over) * stride]
             return (later[resource] - earlier[resource]) / over
 
-        paces = [pace_of(resource, 0) for resource in range(LAUNCHING + 1)]
+        paces = [pace_of(resource, 0) for resource in range(LAUNCHING)]
         if rounds > over:
             back = min(over, rounds - over - 1)
             paces = [np.minimum(pace, pace_of(resource, back)) for resource, pace in enumerate(paces)]
         limit = np.maximum(paces[0], least)  # a resource that was idle before and catches up is no slower for long
-        return [times * np.minimum(pace, limit) for pace in paces]
+        # Launching has no waits: where it is not behind yet, it catches up with what the others do meanwhile.
+        return [*(times * np.minimum(pace, limit) for pace in paces), times * pace_of(LAUNCHING, 0)]
 
 
 def _pace_kinds(loop: Loop) -> tuple[int, ...]:

@@ -27,9 +27,11 @@ from experiments.bench.harness import Table, seconds_of
 from experiments.bench.kernels import bench_kernels
 from experiments.bench.launch import bench_launch
 from experiments.bench.layer_kinds import bench_layer_kinds
+from experiments.bench.load_order import bench_load_order
 from experiments.bench.module_path import bench_module_path
 from experiments.bench.overlap import bench_overlap
 from experiments.bench.path_speeds import bench_path_speeds
+from experiments.bench.promises import bench_promises
 from experiments.bench.queues.census import bench_census
 from experiments.bench.queues.forecast import bench_forecast
 from experiments.bench.queues.packing import bench_packing
@@ -296,12 +298,14 @@ def bench_mutations(table: Table, trace: list[TraceEvent]) -> None:
 #: Parts by their names in ``--only``, in the order of a full run. A bench of TIMED also takes the compute dtype.
 PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "simulator": (bench_papers, bench_peer, bench_search_time),
+    "promises": (bench_promises,),
     "model": (bench_closed_form, bench_launch, bench_copies),
     "exactness": (bench_exactness,),
     "compression": (bench_compression,),
     "modules": (bench_module_path, bench_path_speeds),
     "kernels": (lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),),
     "executor": (bench_overlap,),
+    "load order": (bench_load_order,),
     "selection": (bench_selection,),
     "layers": (bench_layer_kinds,),
     "run": (bench_census, bench_run),
@@ -312,7 +316,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "speed": (bench_speed,),
     "cascade": (bench_cascade, bench_cluster),
 }
-TIMED = ("kernels", "executor", "selection", "packing", "speed")
+TIMED = ("kernels", "executor", "load order", "selection", "packing", "speed")
 
 
 def main() -> None:
