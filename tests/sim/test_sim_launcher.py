@@ -55,7 +55,8 @@ def test_no_task_starts_before_it_is_launched():
     case = UniformCase(SHAPE, machine(), 4, hybrid(0.5, 600), 8, 100, 3)
     trace = run(stream(case.wave()), launched(case, 1e-4).hardware)
     assert all(event.start_s >= 0.9999e-4 * (number + 1) for number, event in enumerate(trace))
-    assert summarize(trace).total_s > summarize(run(stream(case.wave()), case.hardware)).total_s
+    unlaunched = summarize(run(stream(case.wave()), case.hardware))
+    assert summarize(trace).total_s == unlaunched.total_s  # the link is slower than Python
 
 
 def test_more_tasks_cost_more_where_launching_binds():
