@@ -161,7 +161,8 @@ class Device(Plain):
         target = self.raw(made)
         if operation(func).name.startswith(("empty", "new_empty")):
             size = made.untyped_storage().nbytes()
-            whole = self.views[torch.uint8][made.data_ptr() - self.base :][:size].view(torch.int32)
+            start = made.untyped_storage().data_ptr() - self.base  # the tensor's own is 0 where it has no elements
+            whole = self.views[torch.uint8][start:][:size].view(torch.int32)
             stream.put(lambda: whole.fill_(POISON))
         else:
             stream.put(lambda: target.copy_(func(*raw_args, **raw_kwargs)))

@@ -51,7 +51,7 @@ LOSSY = {
     ),
 }  # fmt: skip
 
-MODULES = ("gemma2", "gpt_oss", "qwen3_moe")  #: models that run through transformers' layers
+MODULES = ("gemma2", "gpt_oss", "qwen3_moe", "gemma3n_text")  #: models that run through transformers' layers
 
 PROMPTS = [[5, 9, 11], list(range(3, 40)), [7] * 17, list(range(10, 26))]
 MAX_TOKENS = 6
@@ -108,7 +108,7 @@ def test_every_kind_of_policy(checkpoint, name):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", *MODULES])
 def test_every_architecture(tmp_path, kind):
-    """Layers of our own, and transformers' with softcaps, sinks, windows and experts; all tiers at once."""
+    """Layers of our own, and transformers' with softcaps, sinks, windows, experts and lent keys; all tiers at once."""
     if kind in MODULES:
         expected = greedy(save_tiny(tmp_path, kind), PROMPTS, MAX_TOKENS)
     else:

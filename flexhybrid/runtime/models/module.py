@@ -136,7 +136,7 @@ class ModulePath:
             del self.calls[step]  # they hold what layers lend
         if rows_of is None or self.facts[layer].state is None:
             pending = self.layers.begin(layer, self.layers.states_of(hidden_Rh), call)
-            act = rows_of.take()[0] if rows_of else hidden_Rh.new_empty(0)
+            act = rows_of.take()[0] if rows_of else hidden_Rh[:0]
         else:
             made, act = self.recurrent.begin(slot, layer, hidden_Rh, call, self._groups[step], held, rows_of.take)
             pending = Pending(None, made)
