@@ -11,10 +11,14 @@ from models import save_llama, save_opt
 
 from flexhybrid.cli import main
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.problem import Problem
 from flexhybrid.jobs.accuracy.job import AccuracyOptions, _show, accuracy, read_texts
 from flexhybrid.jobs.compare.report import Report
 from flexhybrid.llm import LLM
+from policy_search.systems import Setting, system
+from sim import catalogue
 
 LENGTH, PROMPT = 64, 40
 
@@ -170,9 +174,22 @@ def test_tables_figure_and_json_say_the_same(measured, capsys):
     assert f"h2o(0.5) keeps {kept} of {prompt} tokens here, {kept / result['length']:.1%} of a text" in said
     assert json.loads((out / "accuracy.json").read_text()) == result
     lines = (out / "accuracy.csv").read_text().splitlines()
-    assert lines[0] == "policy,perplexity,over_full,agreement,cosine,looked_at,moved"
+    assert lines[0] == "policy,perplexity,over_full,over_full_low,over_full_high,agreement,cosine,looked_at,moved"
     assert len(lines) == 1 + len(result["policies"])
-    assert (out / "accuracy.png").stat().st_size > 1000
+    assert all(row["over_full_low"] <= row["over_full"] <= row["over_full_high"] for row in result["policies"])
+    assert all((out / f"accuracy.{ending}").stat().st_size > 1000 for ending in ("png", "pdf", "svg"))
+
+
+def test_what_infinigen_fetched_is_what_a_prediction_takes(checkpoint, text_file, tmp_path):
+    """accuracy.json has the share of the layers that choose, by alpha; `simulate` reads it for a policy by name."""
+    names = ("infinigen(alpha=0.01,cap=1.0)", "infinigen(alpha=0.1,cap=1.0)", ALL_CHOSEN)
+    result = accuracy(AccuracyOptions(checkpoint[0], text_file, names, LENGTH, PROMPT, 2, device="cpu", out=tmp_path))
+    few, many, every = (by_name(result)[name] for name in names)
+    assert few["fetched"] == pytest.approx(few["looked_at_by_layer"][2]) and few["fetched"] < many["fetched"] < 1
+    assert "alpha" not in every  # no threshold: cap says how many
+    setting = Setting(Problem(shape=shape_by_name("opt-1.3b"), hardware=catalogue.load("t4")), 4, 512, 8)
+    made = system(f"infinigen(alpha=0.1, expected={tmp_path / 'accuracy.json'})", setting)
+    assert made.policy.selection.expected_fraction == pytest.approx(many["fetched"])
 
 
 def test_chunks_are_256_positions_and_average_to_the_whole(checkpoint, text_file, tmp_path, monkeypatch):
