@@ -151,14 +151,15 @@ def _takes(default, value) -> bool:
     return default is not None or value is None
 
 
-def save_tiny(folder: Path, model_type: str, seed: int = 1):
-    """Save a random checkpoint of this type; return transformers' own model in float32.
+def save_tiny(folder: Path, model_type: str, seed: int = 1, **sizes: Any):
+    """Save a random checkpoint of this type, with these ``sizes``; return transformers' own model in float32.
 
     Weights are large, so that logits are spread out and greedy choices are clear.
     """
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(model_type)
+    config.update(sizes)
     config._attn_implementation = "eager"
     torch.manual_seed(seed)
     with warnings.catch_warnings():

@@ -13,6 +13,11 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
     weight_rows = (shape.hidden, shape.query_width, shape.ffn)
     if shape.modules:
         weight_rows = tuple(t.cols for kind in shape.modules.kinds for t in kind if t.cols)
+    if not shape.attending and {policy.bits.kv, policy.bits.act} != {"native"}:
+        raise InputError(
+            f"policy {policy.name}: bits.kv is {policy.bits.kv} and bits.act {policy.bits.act}; model {shape.name} "
+            'keeps no keys and values: both must be "native"'
+        )
     row_sizes = {"weights": weight_rows, "kv": (shape.kv_width,), "act": (shape.act_width,)}
     for name, sizes in row_sizes.items():
         bits, group = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import cycle
+from pathlib import Path
+from shutil import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from models import InMemory, save_llama, save_opt
 from policies import wider_policies
 from strategies import sharing_policies
+from tiny_models import save_tiny
 from toy_machine import machine
 
 from flexhybrid import LLM, Policy, SamplingParams, cli, shipped
@@ -120,8 +123,8 @@ def asked(path):
     return path
 
 
-def answered(source, out) -> dict[str, list]:
-    command = ["run", "-i", source, "-o", out, "--model", shipped.CHECKPOINT, "--policy", "kv_only", "--device", "cpu"]
+def answered(source, out, model=shipped.CHECKPOINT) -> dict[str, list]:
+    command = ["run", "-i", source, "-o", out, "--model", model, "--policy", "kv_only", "--device", "cpu"]
     assert cli.main([*map(str, command), "--dtype", "float32", "--quiet", "--max-batch", "5"]) == 0
     rows = [json.loads(raw) for raw in out.read_bytes().splitlines()]
     assert len({row["id"] for row in rows}) == len(rows), "a line is answered twice"
@@ -132,11 +135,26 @@ def logprobs(choices) -> list[float]:
     return [value for one in choices if one["logprobs"] for value in one["logprobs"]["token_logprobs"] if value]
 
 
-def test_whatever_a_request_asks_for_it_gets_when_it_moves(tmp_path, monkeypatch):
+def with_tokenizer(folder: Path, kind: str) -> Path:
+    """Save a tiny model of a type, with the words of the shipped one."""
+    pytest.importorskip("greenlet")
+    own = json.loads((shipped.CHECKPOINT / "config.json").read_text())
+    save_tiny(folder, kind, vocab_size=own["vocab_size"], max_position_embeddings=512)
+    for file in shipped.CHECKPOINT.glob("tokenizer*"):
+        copy(file, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["shipped", "falcon_h1"])
+def test_whatever_a_request_asks_for_it_gets_when_it_moves(tmp_path, monkeypatch, kind):
     """Seeds, penalties, stop texts, grammars, log probabilities, several answers; killed and resumed on the way."""
     pytest.importorskip("llguidance")
+    model = shipped.CHECKPOINT if kind == "shipped" else with_tokenizer(tmp_path / kind, kind)
     source = asked(tmp_path / "in.jsonl")
-    expected = answered(source, tmp_path / "plain.jsonl")
+    expected = answered(source, tmp_path / "plain.jsonl", model)
     advance, told = Job.advance, {"iterations": 0, "moves": 0}
     policies = cycle(POLICIES)
 
@@ -154,9 +172,9 @@ def test_whatever_a_request_asks_for_it_gets_when_it_moves(tmp_path, monkeypatch
     monkeypatch.setattr(Job, "moves", lambda self, _nobody_waits: told["iterations"] // 6 > told["moves"])
     monkeypatch.setattr(Job, "between_batches", between)
     with pytest.raises(SystemExit):
-        answered(source, tmp_path / "out.jsonl")
+        answered(source, tmp_path / "out.jsonl", model)
     assert 0 < len((tmp_path / "out.jsonl").read_bytes().splitlines()) < len(expected)
-    given = answered(source, tmp_path / "out.jsonl")
+    given = answered(source, tmp_path / "out.jsonl", model)
     assert told["moves"] > 5 and given.keys() == expected.keys()
     for name, choices in given.items():
         for choice, other in zip(choices, expected[name], strict=True):

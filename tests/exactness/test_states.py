@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from policies import wider_policies
-from runs import run_wave
+from runs import forced_logits, run_wave
 from test_refill import answers, some_requests
 from tiny_models import greedy, save_tiny
 from toy_machine import machine
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import memory_plan
-from flexhybrid.core.policy import Policy
+from flexhybrid.core.policy import Bits, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.refill import may_share, sharing_limit
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.run.forecast import describe
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.models.states import groups_of
+from flexhybrid.runtime.models.transformer import missing_kernels
+from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.loader import Checkpoint
 from sim.presets import hybrid, kv_only
 from sim.simulate import simulate
@@ -115,6 +119,50 @@ def test_what_a_recurrent_model_cannot_do_is_said(models):
     with pytest.raises(InputError, match="states is 'disk'; it must be one of auto, device, host"):
         Policy(states="disk")
     assert Policy(cache={"kv@device": 1.0}).state_tier == "device" and Policy().state_tier == "host"
+
+
+@pytest.mark.parametrize("model_type", ["falcon_h1", "mamba"])  # buffers made in a dtype; states in float32
+def test_bfloat16_errs_as_transformers_own(tmp_path, model_type):
+    """Teacher-forced: as far from the float32 model as transformers' bfloat16 one, prompts of unequal lengths."""
+    from transformers import AutoModelForCausalLM
+
+    model, steps = save_tiny(tmp_path, model_type), 6
+    half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    texts = [list(range(3, 40)), [7, 3, 5, 60, 61, 62, 63, 64, 65], [42] * 17]
+    ours = forced_logits(
+        Checkpoint(tmp_path), hybrid(0.5), texts, steps, dtype="bfloat16", hardware=machine()
+    )  # fmt: skip
+    for text, logits in zip(texts, ours, strict=True):
+        with torch.inference_mode():
+            exact, theirs = (of(torch.tensor([text])).logits[0, -steps - 1 : -1].float() for of in (model, half))
+        assert (logits - exact).norm() < 1.5 * (theirs - exact).norm() < 0.5 * exact.norm()
+
+
+def test_a_model_without_attention_has_no_cache_of_few_bits(models):
+    with pytest.raises(InputError, match="mamba.* keeps no keys and values"):
+        check_runnable(Checkpoint(models["mamba"][0]).shape, replace(hybrid(0.5), bits=Bits(kv=4)))
+
+
+def test_what_is_said_of_recurrent_layers(models, capfd):
+    """Their states, and no context where no layer attends; no warning of kernels that no CPU has."""
+    shapes = {kind: Checkpoint(folder).shape for kind, (folder, _) in models.items()}
+    assert "context" not in describe(hybrid(0.5), shapes["mamba"])
+    for kind in shapes:
+        assert "states of recurrent layers on the host" in describe(hybrid(0.5), shapes[kind])
+    assert "context 50% act@host + 50% kv@host" in describe(hybrid(0.5), shapes["lfm2"])
+    run_wave(Checkpoint(models["mamba"][0]), hybrid(0.5), [[3, 4, 5]], 2, hardware=machine())
+    logger, told = logging.getLogger("transformers.integrations.hub_kernels"), []
+    handler = logging.Handler()
+    handler.emit = told.append
+    logger.addHandler(handler)
+    try:
+        logger.warning("`f` is falling back to its reference PyTorch implementation because `pkg` is not installed.")
+        logger.warning("something else")
+    finally:
+        logger.removeHandler(handler)
+    assert [record.getMessage() for record in told] == ["something else"] and "pkg" in missing_kernels
+    missing_kernels.discard("pkg")
+    assert "PyTorch implementation" not in capfd.readouterr().err
 
 
 def test_requests_of_equal_lengths_run_together():
