@@ -96,9 +96,9 @@ def build_parser() -> argparse.ArgumentParser:
         description="Time what a policy is made of, under load: copies over the link in both directions, products, "
         "attention, packing, each at several sizes, twice. Lines through the times (seconds = overhead + flops and "
         "bytes at a rate) are printed with their fit and kept in $FLEXHYBRID_CACHE or ~/.cache/flexhybrid, where "
-        "policy auto, simulate, search and doctor find this machine under the name local. Half a minute at a small "
-        "model's sizes, on a machine that should do nothing else. `flexhybrid run` measures at its own model's by "
-        "itself.",
+        "policy auto, simulate, search and doctor find this machine under the name local. A quarter of a minute at a "
+        "small model's sizes, one to two minutes at the usual ones, on a machine that should do nothing else. "
+        "`flexhybrid run` measures at its own model's by itself.",
     )
     _common(profile)
     profile.add_argument("--model", type=Path, help="measure at this checkpoint's layer sizes (hidden 1,024)")

@@ -34,7 +34,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import notes_on
 from flexhybrid.jobs.progress import Progress
 from flexhybrid.requests import Generated, RequestCodec, RequestOutput, load_tokenizer
-from flexhybrid.resolve import pick_device, resolve_policy, resolve_problem, settle_policy
+from flexhybrid.resolve import named_hardware, pick_device, resolve_policy, resolve_problem, settle_policy
 from flexhybrid.running_requests import OpenRequest, Replies, RunningRequests, run_wave
 from flexhybrid.runtime.clock import LaneThreads
 from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
@@ -424,6 +424,13 @@ class LLM:
         tier -> part -> bytes. Raise InputError when not even one fits the budgets."""
         count = first_wave(self.problem, self.settled_policy, workload)
         return count, wave_plan(self.problem, self.settled_policy, workload.select(slice(count)))
+
+    @one_thread_at_a_time
+    def know(self, hardware: Hardware) -> None:
+        """Decide by this record of the machine from now on."""
+        self.arguments = replace(self.arguments, hardware=hardware)
+        self.hardware = named_hardware(hardware, self.paced)
+        self.problem = replace(self.problem, hardware=self.hardware)
 
     @one_thread_at_a_time
     def use(self, policy: Policy) -> None:

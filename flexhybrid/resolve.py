@@ -173,7 +173,7 @@ def best_policy(
 
     Raise InputError when a search is needed and no hardware record is known, and when nothing fits.
     """
-    if not link_is_paced and (policy := _resident_at_once(problem, workload)):
+    if not link_is_paced and (policy := resident_at_once(problem, workload)):
         return policy
     if problem.hardware is None:
         raise InputError(
@@ -225,7 +225,7 @@ def auto_settings(hardware: Hardware, workload: Workload, **others) -> SearchSet
     return SearchSettings(max_batch=min(workload.num_requests, MAX_BATCH), space=space, **others)
 
 
-def _resident_at_once(problem: Problem, workload: Workload) -> Policy | None:
+def resident_at_once(problem: Problem, workload: Workload) -> Policy | None:
     """Return everything on the device, in the mini-batches that are predicted to be the fastest of those with which all
     requests fit at once; None where none do. On a machine that is not known the preset's own stand for the fastest."""
     from policy_search.systems import resident_by_speed

@@ -581,7 +581,7 @@ def test_an_interrupt_before_the_first_answer_says_what_it_leaves(tiny, tmp_path
         raise KeyboardInterrupt
 
     monkeypatch.setattr(opening, "measure_for_model", stopped)
-    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny, policy="auto") == 130
+    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny, "--reprofile", policy="auto") == 130
     assert "stopped: nothing was written; give the same command again" in capsys.readouterr().err
     assert [path.name for path in tmp_path.glob("out*")] == []
 
@@ -622,6 +622,20 @@ def test_an_output_of_another_model_is_refused_by_the_names_of_its_files(tiny, t
     error = capsys.readouterr().err
     assert "another model than --model names (config.json, model.safetensors differ)" in error and "--restart" in error
     assert out.read_bytes() == before
+
+
+def test_the_machine_is_measured_where_that_takes_less_than_the_answers(tiny, tmp_path, capsys, monkeypatch):
+    source, out, measured = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", []
+    monkeypatch.setattr(opening, "measure_for_model", lambda *_: measured.append(1) or known_machine())
+    assert run(source, out, tiny, policy="auto") == 0 and not measured
+    assert "not measured for so short a run (--reprofile does that)" in capsys.readouterr().out
+    for more in (["--link-gb-per-s", "2"], ["--reprofile"]):
+        measured.clear()
+        assert run(source, out, tiny, "--restart", *more, policy="auto") == 0 and measured == [1]
+        assert "tokens/s" in capsys.readouterr().out
+    measured.clear()
+    monkeypatch.setattr(opening, "BRIEF_S", 0.0)  # it takes longer than that
+    assert run(source, out, tiny, "--restart", policy="auto") == 0 and measured == [1]
 
 
 def test_a_device_too_small_for_anything_is_refused_before_it_is_measured(tiny, tmp_path, capsys, monkeypatch):

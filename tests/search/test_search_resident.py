@@ -174,5 +174,5 @@ def test_whether_a_thousand_requests_fit_at_once_is_one_plan_a_mini_batch_size(m
     for device, asked in ((1 << 40, [1000]), (24 * MIB, [1000] * len(RESIDENT_MINI_BATCH_TOKENS))):
         planned.clear()
         problem = Problem(shape=SHAPE, hardware=machine(), budgets=Budgets(device=device, host=1 << 40))
-        policy = resolve._resident_at_once(problem, requests)
+        policy = resolve.resident_at_once(problem, requests)
         assert planned == asked and (policy is None) == (device < 1 << 40)

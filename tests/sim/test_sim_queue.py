@@ -16,8 +16,8 @@ from flexhybrid.core.schedule.refill import RunningBatch, stores_exactly
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
-from sim.queue_clock import iteration_loads, price_queue, walk_queue
-from sim.queue_counts import stints
+from sim.queue_clock import Pace, iteration_loads, price_queue, walk_queue
+from sim.queue_counts import Stints, stints
 from tests.toy_machine import SHAPE, machine
 
 MIXES = (
@@ -83,6 +83,48 @@ def test_requests_step_back_while_nobody_leaves():
     batch = RunningBatch(open_batch(problem, policy, workload, places, share))
     iterations = itertools.takewhile(lambda iteration: any([*batch.steps(iteration, set())]), itertools.count())
     assert counted.num_iterations == pytest.approx(len([*iterations]), rel=0.15)  # runs of blocks are left out
+
+
+def test_contexts_that_are_moved_are_not_computed():
+    """Request 0 steps back with a context of 50 tokens; a token of a prompt takes a second, and nothing else."""
+    nobody, none = np.zeros(3, bool), np.zeros(3, int)
+    counted = Stints(
+        request=np.array([0, 1, 0]),
+        mini_batch=none,
+        prompt_tokens=np.array([40, 30, 50]),
+        joined=np.array([0, 0, 12]),
+        left=np.array([10, 20, 20]),
+        surplus=nobody,
+        shared_tokens=none,
+        found_tokens=none,
+    )
+    assert counted.returned.tolist() == [False, False, True]
+    pace = Pace({"compute": np.array([0.0] * 6 + [1.0] + [0.0] * 3)}, 1, (1.0, 1.0))
+    assert pace.seconds(counted).sum() == 40 + 30 + 50
+    assert pace.seconds(counted, moved=counted.returned).sum() == 40 + 30
+    context = iteration_loads(counted, 1, moved=counted.returned)[12:14, 4]  # it decodes at once
+    assert context.tolist() == [30 + 12 + 50, 30 + 13 + 51]
+
+
+def bound_on_moving(cache: dict[str, float], link: float) -> float:
+    """Return which share of the time caches could save that are moved a tier down and back, instead of being computed
+    anew, if moving took none: of a queue half of whose answers take their limits, in memory for a few requests."""
+    rng = np.random.default_rng(0)
+    answers = np.where(rng.random(120) < 0.5, 160, 12)
+    workload = Workload(rng.integers(16, 100, 120), np.full(120, 160), answers)
+    budgets = Budgets(device=26e6) if "kv@device" in cache else Budgets(host=24e6 if "kv@host" in cache else 16e6)
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(link=link, gflops=60), budgets=budgets)
+    policy = Policy("grows", Placement(host=1), cache=cache, max_mini_batch_tokens=2048)
+    run = price_queue(problem, policy, workload, 64)
+    assert run.step_backs >= 10 and run.binding == ("h2d" if link < 1 else "compute")
+    return run.recomputing
+
+
+@pytest.mark.parametrize("cache", ({"kv@host": 1.0}, {"act@host": 1.0}, {"kv@device": 1.0}))
+def test_moving_a_cache_a_tier_down_could_save_little(cache):
+    """Why who steps back is computed anew: docs/simulating.md."""
+    assert 0 < bound_on_moving(cache, link=0.4) < 0.005
+    assert 0 < bound_on_moving(cache, link=100.0) < 0.03
 
 
 @pytest.mark.parametrize("common", (0, 200))

@@ -139,14 +139,16 @@ def measure_for_model(
 ) -> Hardware:
     """Measure this machine at the layer sizes of a model, within ``budgets``, and keep the record for it. The record of
     ``dtype`` "auto" names the dtype that a run should compute in."""
-    path = model_profile_path(shape, dtype, paced)
-    if dtype == "auto":
-        dtype = (
-            shape.dtype
-            if paced.device.type == "cuda" or shape.dtype == "float32"
-            else fastest_dtype(shape, paced.device)
-        )
+    path, dtype = model_profile_path(shape, dtype, paced), measured_dtype(shape, dtype, paced)
     return measure_hardware(shape, dtype, paced, path, on_progress, budgets)[0]
+
+
+def measured_dtype(shape: ModelShape, dtype: str, paced: PacedDevice) -> str:
+    """Return the dtype in which ``measure_for_model`` measures."""
+    if dtype != "auto":
+        return dtype
+    own = paced.device.type == "cuda" or shape.dtype == "float32"
+    return shape.dtype if own else fastest_dtype(shape, paced.device)
 
 
 def _paced(key: str, line: Line, link_gb_per_s: float) -> Line:

@@ -27,6 +27,7 @@ from flexhybrid.batch.replies import answer_line, error_line
 from flexhybrid.batch.requests import LineRules
 from flexhybrid.batch.table import write_table
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.job import company_note
@@ -34,7 +35,14 @@ from flexhybrid.jobs.progress import Progress, stop_on_signal
 from flexhybrid.jobs.ray_cluster import Crew, cluster, crew_of
 from flexhybrid.jobs.run.answering import Answered, answer_pending, load_weights
 from flexhybrid.jobs.run.forecast import WINDOW, Forecast, describe, forecast, plan_lines, sorted_by_length
-from flexhybrid.jobs.run.opening import check_chats, earlier_numbers, model_arguments, open_answers, paced_device
+from flexhybrid.jobs.run.opening import (
+    check_chats,
+    earlier_numbers,
+    is_brief,
+    model_arguments,
+    open_answers,
+    paced_device,
+)
 from flexhybrid.jobs.run.options import RunOptions, check_options
 from flexhybrid.jobs.run.outcome import Outcome, Work, again
 from flexhybrid.jobs.run.outlook import Outlook, batches
@@ -72,7 +80,7 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
         if options.engine == "ray":
             crew = crew_of(stack.enter_context(cluster(say)), paced_device(options.llm).device.type, options.actors)
         numbers = {} if options.restart else earlier_numbers(options.output)
-        arguments = model_arguments(options, numbers, crew.actors_per_node if crew else 1)
+        arguments, measure = model_arguments(options, numbers, crew)
         llm = stack.enter_context(LLM.from_arguments(arguments))
         rules = LineRules(
             file_format, options.sampling, options.seed, options.chat_rules(), options.id_column is not None
@@ -84,7 +92,7 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
         with Progress(state[0], "reading", "B", options.quiet) as progress:
             census = take_census(lines, counts, llm.shape.max_context, progress.advance, seconds)
         stack.enter_context(census.count_meanwhile(counts))
-        job = Job(options, llm, RequestFile(options.input, state, lines, census, rules, read), files, crew)
+        job = Job(options, llm, RequestFile(options.input, state, lines, census, rules, read), files, crew, measure)
         with _hint(f"answers written so far are kept; give {again(options)} to go on"):
             return job.run(say, began)
 
@@ -108,8 +116,10 @@ class Job:
         source: RequestFile,
         files: dict[Path, AnswerFile],
         crew: Crew | None = None,
+        measure: Callable[[], Hardware] | None = None,
     ):
         self.options, self.llm, self.source, self.files, self.crew = options, llm, source, files, crew
+        self.measure = measure  #: the machine, unless the requests are few
         self.census = source.census
         self.answers = files[options.output]
         self.errors = files[options.errors or options.output]
@@ -269,7 +279,10 @@ class Job:
         max_batch = min(WINDOW, asked or WINDOW)
         lengths = self._expected(self.workload(self._sorted(valid)))
         count = max_batch * (1 if lengths.answer_tokens is None else REFILLS)
-        policy = self.llm.settle(_representative(lengths, count))
+        begins = _representative(lengths, count)
+        if self.measure and not (self.census.complete and is_brief(self.llm, lengths, begins)):
+            self.llm.know(self.measure())
+        policy = self.llm.settle(begins)
         if asked:
             self.llm.use(replace(policy, max_batch=min(max_batch, policy.max_batch or max_batch)))
 

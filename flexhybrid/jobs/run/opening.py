@@ -2,9 +2,10 @@
 
 import contextlib
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.answers import AnswerFile
@@ -17,15 +18,21 @@ from flexhybrid.core.hardware import Hardware, load_hardware
 from flexhybrid.core.problem import AttentionPaths, Budgets, Problem
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.waves import check_smallest
+from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import free_budgets, notes_on
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
-from flexhybrid.jobs.profile.job import PROFILE_STEPS, measure_for_model, model_profile_path
+from flexhybrid.jobs.profile.job import PROFILE_STEPS, measure_for_model, measured_dtype, model_profile_path
 from flexhybrid.jobs.progress import Progress
+from flexhybrid.jobs.ray_cluster import Crew
 from flexhybrid.jobs.run.options import RunOptions
-from flexhybrid.llm import LLM
-from flexhybrid.resolve import PacedDevice, pick_device
+from flexhybrid.llm import LLM, MOST_AT_A_TIME
+from flexhybrid.resolve import PacedDevice, pick_device, resident_at_once
 from flexhybrid.runtime.profiling.attention_paths import paths_of
 from flexhybrid.runtime.storage.loader import Checkpoint
+
+#: Seconds of a run from which it is worth while to measure the machine, and what a slow machine's are made of: a layer
+#: of a mini-batch, bytes read and products computed.
+BRIEF_S, LAYER_S, READ_BYTES_PER_S, PRODUCT_FLOPS_PER_S = 30.0, 2e-3, 4e9, 1e10
 
 
 def open_answers(stack: contextlib.ExitStack, path: Path, output: Path) -> AnswerFile:
@@ -64,15 +71,23 @@ def check_model(options: RunOptions) -> None:
         check_same(options.output, {"columns": None, "model": earlier.get("model")}, {"columns": None, "model": model})
 
 
-def model_arguments(options: RunOptions, earlier: dict, sharers: int) -> LLMArguments:
-    """Return the arguments of the model: with a profile of this machine where the policy depends on one, and with
-    budgets of the memory that is free, shared by ``sharers`` executors on each machine."""
+class Opened(NamedTuple):
+    """The arguments of a model, and what measures the machine for it: None where nothing is to be measured."""
+
+    arguments: LLMArguments
+    measure: Callable[[], Hardware] | None
+
+
+def model_arguments(options: RunOptions, earlier: dict, crew: Crew | None) -> Opened:
+    """Return the arguments of the model, with budgets of the memory that is free, shared by the executors on each
+    machine, and with a profile of this machine where one is kept. Where the policy depends on one that is not, it is
+    measured now for a crew; a single executor first looks whether it is worth while (``is_brief``)."""
     asked, paced = options.llm, paced_device(options.llm)
     named = {tier: parse_bytes(size) for tier, size in asked.budgets.items() if size is not None}
-    budgets = free_budgets(paced.device, sharers) | named
+    budgets = free_budgets(paced.device, crew.actors_per_node if crew else 1) | named
     for note in notes_on(paced.device, Budgets(**named), asked.disk_dir):
         print(f"flexhybrid: {note}", file=sys.stderr)
-    hardware, dtype = asked.hardware, asked.dtype
+    hardware, dtype, measure = asked.hardware, asked.dtype, None
     check_model(options)
     if hardware is None:
         shape = Checkpoint(asked.model).shape
@@ -82,19 +97,46 @@ def model_arguments(options: RunOptions, earlier: dict, sharers: int) -> LLMArgu
             stored = shape.dtype if dtype == "auto" else dtype
             in_place = AttentionPaths("", "", "", in_place=True)  # of which a device needs the least memory
             check_smallest(Problem(shape=shape, dtype=stored, budgets=Budgets(**named), attention=in_place))
-            with Progress(PROFILE_STEPS, "profile", " runs", options.quiet) as progress:
-                progress.note("measuring this machine at the model's layer sizes; later runs take the record")
-                hardware = measure_for_model(shape, dtype, paced, lambda: progress.advance(1), Budgets(**budgets))
+
+            def measured() -> Hardware:
+                with Progress(PROFILE_STEPS, "profile", " runs", options.quiet) as progress:
+                    progress.note("measuring this machine at the model's layer sizes; later runs take the record")
+                    found = measure_for_model(
+                        shape, asked.dtype, paced, lambda: progress.advance(1), Budgets(**budgets)
+                    )
+                with_scratch = asked.policy == "auto" and asked.disk_dir
+                return with_disk(found, measure_disk(paced.disk)[0]) if with_scratch else found
+
+            if crew is None and not options.reprofile:
+                measure, dtype = measured, measured_dtype(shape, dtype, paced)
+            else:
+                hardware = measured()
         elif kept.is_file():
             hardware = load_hardware(kept)
+            if asked.policy == "auto" and asked.disk_dir:
+                hardware = with_disk(hardware, measure_disk(paced.disk)[0])
         if hardware is not None:
             dtype = hardware.dtype
+    elif isinstance(hardware, Hardware) and asked.policy == "auto" and asked.disk_dir:
+        hardware = with_disk(hardware, measure_disk(paced.disk)[0])
     if asked.dtype == "auto":
         dtype = earlier.get("dtype") or dtype
-    if isinstance(hardware, Hardware) and asked.policy == "auto" and asked.disk_dir:
-        hardware = with_disk(hardware, measure_disk(paced.disk)[0])
     attention = paths_of(earlier.get("attention"))
-    return replace(asked, hardware=hardware, dtype=dtype, budgets=budgets, attention=attention)
+    return Opened(replace(asked, hardware=hardware, dtype=dtype, budgets=budgets, attention=attention), measure)
+
+
+def is_brief(llm: LLM, workload: Workload, begins: Workload) -> bool:
+    """Return whether requests that all fit the device, by those that ``begins`` has of them, are answered there in less
+    than BRIEF_S on a slow machine: to measure this one for them would take longer. What crosses a link is never
+    brief."""
+    if llm.paced.link_gb_per_s or llm.device.type != "cpu":
+        return False
+    shape, tokens = llm.shape, float(workload.cached_tokens.sum())
+    iterations = float(workload.answers.max()) * -(-workload.num_requests // MOST_AT_A_TIME)
+    each_s = LAYER_S + shape.layer_bytes(llm.problem.bytes_per_element) / READ_BYTES_PER_S
+    products_s = 2.0 * tokens * shape.layer_matrix_elements / PRODUCT_FLOPS_PER_S
+    seconds = shape.num_layers * (iterations * each_s + products_s)
+    return seconds < BRIEF_S and resident_at_once(llm.problem, begins) is not None
 
 
 def check_chats(rules: LineRules, lines: BinaryIO, llm: LLM) -> None:
