@@ -133,7 +133,7 @@ def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
     count = len((ROOT / "flexhybrid/shipped/prompts.txt").read_text().splitlines())
     words, few = page["run"], ["--max-batch", "8", "--quiet"]
     assert words[-4:] == [*RAY] and words[words.index("-o") + 1] == "cluster.jsonl"
-    assert cli.main([*words[:-4], *few, "-o", "local.jsonl"]) == 0
+    assert cli.main([*words[:-4], *few, "--reprofile", "-o", "local.jsonl"]) == 0
     killed, writes, messages = [], [], []
 
     def iter_batches(self, iter_batches=Dataset.iter_batches, **options):

@@ -697,7 +697,7 @@ def test_a_cache_that_cannot_be_written_is_told_before_the_measurement(tiny, tmp
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr("flexhybrid.jobs.profile.job.profile", None)
-    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny, policy="auto") == 2
+    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny, "--reprofile", policy="auto") == 2
     assert f"cannot keep profiles in {tmp_path}/file/cache: " in capsys.readouterr().err
 
 

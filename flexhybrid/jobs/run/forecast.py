@@ -96,7 +96,7 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
         predicted, limit = f"no speed: this machine {unknown}", []
     else:
         rate = f"{plan.expected_tokens / plan.seconds:.1f} tokens/s"
-        predicted = f"{rate}, {duration(plan.seconds)}: done by {_end(plan.seconds)}"
+        predicted = f"{rate}, {foretold(plan.seconds)}: done by {_end(plan.seconds)}"
         if plan.shorter:
             predicted += " at the latest"
         limit = [f"limited by {plan.run.binding}, busy {plan.run.busy[plan.run.binding]:.0%} of the time"]
@@ -139,6 +139,11 @@ def describe(policy: Policy, shape: ModelShape) -> str:
     kept += f"; states of recurrent layers on the {policy.state_tier}" if shape.recurrent else ""
     order = f"{policy.schedule}, mini-batches of {policy.max_mini_batch_tokens} tokens"
     return f"{policy.name}: weights {weights}{kept}; {order}{bits}{elsewhere}"
+
+
+def foretold(seconds: float) -> str:
+    """Return predicted seconds as text. What a run takes to begin, half a second or so, is no part of them."""
+    return duration(seconds) if seconds >= 1 else "less than a second and its start"
 
 
 def duration(seconds: float) -> str:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from flexhybrid.batch.in_flight import Tokens
 from flexhybrid.core.schedule.refill import stores_exactly
-from flexhybrid.jobs.run.forecast import duration
+from flexhybrid.jobs.run.forecast import duration, foretold
 from flexhybrid.jobs.run.options import RunOptions
 from flexhybrid.llm import LLM
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
@@ -66,7 +66,7 @@ class Outcome(NamedTuple):
         )
         if work:
             # Nothing was predicted for a part of the requests: the longest come first.
-            against = f" (predicted {duration(work.predicted_s)})" if work.predicted_s and not stopped else ""
+            against = f" (predicted {foretold(work.predicted_s)})" if work.predicted_s and not stopped else ""
             speed = f"{self.tokens:,} tokens in {duration(work.seconds)}: {self.tokens / work.seconds:.1f} tokens/s"
             say(f"{speed}{against}; the whole command {duration(total_s)}")
             if work.others_cpu_share and work.others_cpu_share > MOST_OTHERS:
