@@ -156,6 +156,9 @@ def test_a_prediction_loads_for_each_layer_and_stores_for_those_that_keep(models
     row = shape.kv_token_bytes(4)
     assert moved["h2d"]["kv"] == pytest.approx(6 * 4 * (32 + 48) * row)  # whole blocks
     assert moved["d2h"]["kv"] == pytest.approx(4 * 4 * (32 + 2) * row)
+    tasks = list(stream(admit(problem, kv_only(), Workload.uniform(4, 32, 3))))
+    for verb, way in (("load_kv", "h2d"), ("store_kv", "d2h")):
+        assert sum(task.work.link_bytes for task in tasks if task.verb == verb) == pytest.approx(moved[way]["kv"])
 
 
 def test_what_cannot_be_done_with_borrowed_keys_is_said(models):
