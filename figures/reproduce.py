@@ -8,7 +8,7 @@ from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from figures.style import Look, log_scale, look, rendered, style
+from figures.style import log_scale, look, rendered, style
 
 PAPER = "#222222"
 WIDTH, HEIGHT = 7.2, 4.2
@@ -142,24 +142,24 @@ def _y_axis(axes, figure) -> None:
 def _legend(canvas, figure, keys: list) -> None:
     """Draw the legend below the axes: the meaning of solid and hollow, and every series."""
 
-    longest = max(len(_part(figure.frame, figure, key, {x: 0.0 for x in figure.frame[figure.x]})[0]) for key in keys)
+    nowhere = dict.fromkeys(figure.frame[figure.x], 0.0)
     points = figure.kind == "bar" and figure.log_y
-    joined = "" if points else "-"
 
-    def ours(of_series: Look, label: str, color: str | None = None) -> Patch | Line2D:
+    def ours(index: int, label: str, color: str | None = None) -> Patch | Line2D:
+        of_series, x = look(index), _part(figure.frame, figure, keys[index], nowhere)[0]
         color = color or of_series.color
         if figure.kind == "bar" and not points:
             return Patch(fc=color, hatch=of_series.hatch, ec="white", lw=0, label=label)
-        marker = of_series.marker if longest <= MAX_MARKERS else ""
-        return Line2D([], [], color=color, marker=marker, ms=4.5, lw=1.6, ls=joined, label=label)
+        drawn = {"marker": _marker(of_series.marker, x), "ms": 4.5, "lw": 1.6, "ls": "" if points else "-"}
+        return Line2D([], [], color=color, label=label, **drawn)
 
-    handles = [] if keys == [None] else [ours(look(index), str(key)) for index, key in enumerate(keys)]
+    handles = [] if keys == [None] else [ours(index, str(key)) for index, key in enumerate(keys)]
     if figure.paper is not None:
         first = look(0).color if len(keys) == 1 else "#777777"
         paper = Line2D([], [], color=first, marker="o", ms=8, mfc="none", mew=1.3, ls="--", lw=1.1, label="paper")
         if figure.kind == "bar" and not points:
             paper = Patch(fc="none", ec=PAPER, ls=(0, (3, 1.5)), lw=1.1, label="paper")
-        handles = [ours(look(0), "ours", first), paper, *handles]
+        handles = [ours(0, "ours", first), paper, *handles]
     if len(handles) > 1:
         longest = max(len(str(handle.get_label())) for handle in handles)
         columns = max(1, min(len(handles), 5, 80 // (longest + 7)))

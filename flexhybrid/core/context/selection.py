@@ -46,18 +46,15 @@ def counted_tokens() -> Mapping[str, Mapping[float, tuple[list[float], list[floa
 def _tokens_at(model: str, alpha: float, context: np.ndarray) -> np.ndarray:
     """Return a model's tokens at an alpha that it was counted at; the share of the longest context stays beyond it."""
     lengths, tokens = counted_tokens()[model][alpha]
-    inside = np.interp(context, lengths, tokens)
-    return np.where(context > lengths[-1], context * tokens[-1] / lengths[-1], inside)
+    return np.interp(context, lengths, tokens) + np.maximum(context - lengths[-1], 0.0) * tokens[-1] / lengths[-1]
 
 
 def _scored_tokens(model: str, alpha: float, context: np.ndarray) -> np.ndarray:
-    """Return a model's tokens above max - alpha, on straight lines between the alphas that it was counted at; none at
-    alpha 0, and the last line goes on."""
-    alphas = sorted(counted_tokens()[model])
-    i = min(max(1, int(np.searchsorted(alphas, alpha))), len(alphas) - 1)
-    if alpha <= alphas[0]:
-        return _tokens_at(model, alphas[0], context) * alpha / alphas[0]
-    low, high = (_tokens_at(model, alphas[place], context) for place in (i - 1, i))
+    """Return a model's tokens above max - alpha, on straight lines between the alphas that it was counted at, from none
+    at alpha 0; the last line goes on."""
+    alphas = [0.0, *sorted(counted_tokens()[model])]
+    i = int(np.clip(np.searchsorted(alphas, alpha), 1, len(alphas) - 1))
+    low, high = (_tokens_at(model, at, context) if at else 0.0 * context for at in alphas[i - 1 : i + 1])
     return low + (high - low) * (alpha - alphas[i - 1]) / (alphas[i] - alphas[i - 1])
 
 
