@@ -10,14 +10,22 @@ import numpy as np
 
 from experiments import reference
 from experiments.reproduce import published
+from experiments.reproduce.calibrate import PCIE_SHARE
 from experiments.reproduce.capture import setup as capture
 from experiments.reproduce.infinigen import setup as infinigen
 from experiments.reproduce.kvpr import setup as kvpr
 from experiments.reproduce.kvpr.latency import TABLES, kvpr_s
+from experiments.reproduce.kvpr.throughput import table5_paper, table5_rates
 from experiments.reproduce.paper import INFINIGEN, values_of
 from flexhybrid.core.hardware import Hardware, Line
 from sim import catalogue
 from sim.datasheet import Datasheet, load_datasheet
+
+#: What all testbeds of FlexGen's engine have in common.
+SHARED = (
+    "CAPTURE's and KVPR's calibrate rows together: the link, 0.84 of PCIe's standard; FlexGen's authors' fit: matrix "
+)
+SHARED += "products, 0.33 of peak"
 
 
 def in_words(ours, paper) -> str:
@@ -28,7 +36,7 @@ def in_words(ours, paper) -> str:
 
 
 def rtx4090_capture() -> Datasheet:
-    """CAPTURE's machine: link, matrix products, and merging and attending, fitted on two of Table III's models."""
+    """CAPTURE's machine: matrix products, and merging and attending, fitted on two of Table III's models."""
     fitted = {name: _rounded(value) for name, value in values_of(capture.refit()).items()}
     values, base = capture.PRIORS | fitted, load_datasheet(catalogue.FOLDER / "rtx4090.json")
     gemm, overhead = {"tflops": values["gemm_tflops"]}, {"overhead_us": values["overhead_us"]}
@@ -47,7 +55,8 @@ def rtx4090_capture() -> Datasheet:
     testbed = capture.machine(values)
     keys = zip(rows["variant"], rows["model"], strict=True)
     ours = [capture.run_variant(*key, testbed).tokens_per_s[0] for key in keys]
-    on = f"CAPTURE, {capture.FITTED_ON}: link, matrix products, merging and attention; the rest is rtx4090's"
+    on = f"CAPTURE, {capture.FITTED_ON}: matrix products, merging and attention; with KVPR's nine of Accelerate: the "
+    on += "link, 0.84 of PCIe's standard; the rest is rtx4090's"
     rates = {
         "kind": "fitted",
         "on": on,
@@ -57,19 +66,28 @@ def rtx4090_capture() -> Datasheet:
 
 
 def a100_kvpr() -> Datasheet:
-    """KVPR's main testbed: the link, fitted on Accelerate's latencies; the rest is the a100-40g's."""
-    base, fitted = load_datasheet(catalogue.FOLDER / "a100-40g.json"), kvpr.fit_a100()
-    copy = {"overhead_us": 10.0, "gb_per_s": _rounded(values_of(fitted)["link_gb_per_s"])}
-    paper, ours = [], []
+    """KVPR's main testbed: the link that all testbeds share and the matrix products of FlexGen's engine."""
+    base, link = (
+        load_datasheet(catalogue.FOLDER / "a100-40g.json"),
+        _rounded(PCIE_SHARE * kvpr.link_standard("a100-40g")),
+    )
+    testbed, paper, ours = kvpr.machine("a100-40g", link), [], []
     for model in TABLES.values():
         rows = reference.rows("kvpr_table3_4", model=model, method="KVPR", metric="decode_latency")
         paper += list(rows["value"])
         ours += list(kvpr_s(model, list(zip(rows["prompt_len"], rows["gen_len"], strict=True))))
-    host_s = values_of(fitted)["host_s"]
-    on = f"KVPR, {fitted[0].fitted_on}: the link; a layer of transformers' code takes {1e3 * host_s:.2f} ms besides, "
+    host = kvpr.fit_host_s()
+    on = f"{SHARED}; a layer of transformers' code takes {1e3 * host.value:.2f} ms besides (KVPR, {host.fitted_on}), "
     on += "which is no part of this machine; the rest is a100-40g's, assumed"
-    rates = {"kind": "fitted", "on": on, "held_out": f"KVPR's latencies there: {in_words(ours, paper)}"}
-    return replace(base, name="a100-kvpr", lines={"h2d": copy, "d2h": copy}, rates=rates)
+    return _entry(base, "a100-kvpr", testbed, on, f"KVPR's latencies there: {in_words(ours, paper)}")
+
+
+def rtx5000_kvpr() -> Datasheet:
+    """KVPR's low-end testbed under FlexGen's code, whose copies are fitted on FlexGen's rows."""
+    base, ours, paper = load_datasheet(catalogue.FOLDER / "rtx5000.json"), table5_rates(kvpr_alone=True), table5_paper()
+    on = f"{SHARED}; FlexGen's relayed copies: {capture.flexgen_constant().fitted_on}; the rest is rtx5000's, assumed"
+    held_out = f"KVPR there: {in_words(ours['KVPR, paper rule'], paper['KVPR'])}"
+    return _entry(base, "rtx5000-kvpr", kvpr.rtx5000(), on, held_out)
 
 
 def t4_flexgen() -> Datasheet:
@@ -123,6 +141,7 @@ ENTRIES: dict[str, Callable[[], Datasheet]] = {
     capture.ENTRY: rtx4090_capture,
     published.ENTRY: t4_flexgen,
     "a100-kvpr": a100_kvpr,
+    "rtx5000-kvpr": rtx5000_kvpr,
     "a6000-infinigen": a6000_infinigen,
 }
 

@@ -22,6 +22,7 @@ MACHINES = {
     "a100-kvpr": (40, 512, 31.5, None),
     "t4-flexgen": (16, 208, 15.75, 1500),
     "a6000-infinigen": (48, 96, 15.75, None),
+    "rtx5000-kvpr": (16, 256, 15.75, None),  # the host is assumed
     "rtx4090-capture": (24, 882, 31.5, None),
     "a100-40g": (40, 512, 31.5, None),  # the host is assumed
     "rtx-a6000": (48, 96, 15.75, None),

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
+import pandas as pd
 
 from experiments import reference
-from experiments.reproduce.calibrate import fit
+from experiments.reproduce.calibrate import PCIE_SHARE, fit
 from experiments.reproduce.experiment import Constant
 from experiments.reproduce.paper import CAPTURE, values_of
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -59,8 +60,9 @@ def bytes_ratio(act_share):
 # ---- the machine and its constants
 
 
-_START = {"link_gb_per_s": 26.0, "gemm_tflops": 150.0, "kv_memory_gb_per_s": 600.0}  #: of the fit
-PRIORS = {"memory_gb_per_s": 921.0, "overhead_us": 10.0}
+_START = {"gemm_tflops": 150.0, "kv_memory_gb_per_s": 600.0}  #: of the fit
+LINK_GB_PER_S = round(PCIE_SHARE * catalogue.load("rtx4090").notes["link_bytes_per_s"] / 1e9, 3)
+PRIORS = {"link_gb_per_s": LINK_GB_PER_S, "memory_gb_per_s": 921.0, "overhead_us": 10.0}
 
 
 def machine(values: dict[str, float]) -> Hardware:
@@ -101,26 +103,33 @@ ENTRY = "rtx4090-capture"  #: of the catalogue: this machine
 FITTED_ON = "Table III, the six rows of OPT-6.7B and OPT-13B"
 
 
-def refit() -> tuple[Constant, ...]:
-    """Fit the machine's three free constants on the calibrate rows of Table III, each system as ``run_variant`` has it.
+def refit(link_gb_per_s: float = LINK_GB_PER_S) -> tuple[Constant, ...]:
+    """Fit the machine's two free constants on the calibrate rows of Table III, each system as ``run_variant`` has it.
 
     ``constants`` reads what this found from the catalogue's entry; ``experiments.reproduce.machines`` writes it there.
     """
+    link = {"link_gb_per_s": link_gb_per_s}
     rows = reference.check_role(reference.rows("capture_table3", role="calibrate"), "calibrate")
-
-    def seconds(values: dict[str, float], walk: bool) -> np.ndarray:
-        testbed = machine(PRIORS | values)
-        return np.concatenate(
-            [run_variant(*key, testbed, walk).total_s for key in zip(rows["variant"], rows["model"], strict=True)]
-        )
-
     free = tuple(CAPTURE.constant(*item) for item in _START.items())
-    return fit_fast(free, seconds, BATCH * GENERATED / rows["tokens_per_s"].to_numpy(), FITTED_ON)
+    return fit_fast(free, lambda values, walk: calibrate_s(values | link, walk), run_s(rows), FITTED_ON)
+
+
+def run_s(rows: pd.DataFrame) -> np.ndarray:
+    """Return the seconds of rows of Table III."""
+    return BATCH * GENERATED / rows["tokens_per_s"].to_numpy()
+
+
+def calibrate_s(values: dict[str, float], walk: bool = True) -> np.ndarray:
+    """Return our seconds of Table III's calibrate rows on the machine with these constants."""
+    rows, testbed = reference.rows("capture_table3", role="calibrate"), machine(PRIORS | values)
+    keys = zip(rows["variant"], rows["model"], strict=True)
+    return np.concatenate([run_variant(*key, testbed, walk).total_s for key in keys])
 
 
 @cache
 def constants() -> tuple[Constant, ...]:
-    """Return five of the machine, as its catalogue entry has them: three fitted (``refit``), two set beforehand."""
+    """Return five of the machine, as its catalogue entry has them: two fitted (``refit``), the link's with another
+    testbed's, two set beforehand."""
     lines = catalogue.load(ENTRY).lines
     values = {
         "link_gb_per_s": 1e-9 / lines["h2d"].s_per_byte,
@@ -130,7 +139,8 @@ def constants() -> tuple[Constant, ...]:
         "overhead_us": 1e6 * lines["compute"].overhead_s,
     }
     made = (CAPTURE.constant(*item) for item in values.items())
-    return tuple(replace(one, fitted_on=FITTED_ON if one.name in _START else None) for one in made)
+    fitted_on = dict.fromkeys(_START, FITTED_ON) | {"link_gb_per_s": f"{FITTED_ON}, and KVPR's nine of Accelerate"}
+    return tuple(replace(one, fitted_on=fitted_on.get(one.name)) for one in made)
 
 
 @cache
@@ -249,7 +259,7 @@ EXPLANATIONS = (
     ),
 )
 
-LOW_END_LINK_GB_PER_S = 1e-9 / catalogue.load("rtx5000").line("load_kv", "h2d").s_per_byte  #: of KVPR's Table 5
+LOW_END_LINK_GB_PER_S = PCIE_SHARE * catalogue.load("rtx5000").notes["link_bytes_per_s"] / 1e9  #: of KVPR's Table 5
 
 
 @cache
@@ -264,7 +274,7 @@ def flexgen_constant(explanation: Explanation = RELAY) -> Constant:
     tokens = gpu_batch * (np.ceil((prompts + generated - 1) / BLOCK_TOKENS) * BLOCK_TOKENS + 1)
     policy = replace(presets.offloaded(overlap=explanation.overlap), weights=Placement(host=1.0))
     candidates = Candidates(policy, requests, prompts, generated, max_mini_batch_tokens=tokens)
-    name, base = explanation.constant.name, catalogue.load("rtx5000")
+    name, base = explanation.constant.name, catalogue.load("rtx5000").with_link_rate(LOW_END_LINK_GB_PER_S)
 
     def seconds(values: dict[str, float], walk: bool) -> np.ndarray:
         hardware = explanation.hardware(base, values[name])
@@ -276,8 +286,12 @@ def flexgen_constant(explanation: Explanation = RELAY) -> Constant:
 
 @cache
 def flexgen_hardware(explanation: Explanation = RELAY) -> Hardware:
-    """Return this testbed as FlexGen sees it."""
-    return explanation.hardware(hardware(), flexgen_constant(explanation).value)
+    """Return this testbed as FlexGen sees it: with its copies, and its attention in place of HybridServe's."""
+    seen = explanation.hardware(hardware(), flexgen_constant(explanation).value)
+    t4 = catalogue.load("t4").notes
+    share = 1e12 * t4["published_fit"]["decode_attention_tflops"] / t4["memory_bytes_per_s"]  # an operation a byte
+    attend = Line(PRIORS["overhead_us"] * 1e-6, s_per_byte=1 / (share * seen.notes["memory_bytes_per_s"]))
+    return replace(seen, lines={**seen.lines, "assemble": Line(), "attend": attend})
 
 
 @cache

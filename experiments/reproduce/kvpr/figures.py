@@ -149,9 +149,9 @@ def breakdown(shape: ModelShape, hardware: Hardware, policy: Policy, batch: int,
 def figure10() -> Experiment:
     """Shares of the summed task times of an MHA block."""
     settings = {
-        "OPT-13B, batch 32, 512": ("OPT-13B", 32, 512, "one"),
-        "OPT-6.7B, batch 32, 256": ("OPT-6.7B", 32, 256, "one"),
-        "OPT-13B, 32 x 8, 512": ("OPT-13B", 256, 512, "many"),
+        "OPT-13B, batch 32, 256": ("OPT-13B", 32, 256),
+        "OPT-6.7B, batch 32, 256": ("OPT-6.7B", 32, 256),
+        "OPT-13B, 32 x 8, 256": ("OPT-13B", 256, 256),
     }
     policies = {
         "FlexGen": setup.flexgen(),
@@ -159,9 +159,9 @@ def figure10() -> Experiment:
         "KVPR at 0.30": setup.at_share(setup.kvpr(), setup.share_of_figure_10()),
     }
     shares: dict[tuple[str, str], dict[str, float]] = {}
-    for setting, (model, batch, prompt, mode) in settings.items():
+    for setting, (model, batch, prompt) in settings.items():
         # the breakdown is of tasks: without the host's time, which belongs to none
-        hardware = setup.machine("a100-40g", setup.a100_link()) if mode == "one" else setup.a100(mode)
+        hardware = setup.a100("many")
         for system, policy in policies.items():
             parts = breakdown(setup.shape_of(model), hardware, policy, batch, prompt)
             shares[setting, system] = {part: 100 * s / sum(parts.values()) for part, s in parts.items()}

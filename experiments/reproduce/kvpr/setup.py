@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from experiments import reference
-from experiments.reproduce.calibrate import fit
+from experiments.reproduce.calibrate import ENGINE_GEMM, PCIE_SHARE, fit
+from experiments.reproduce.capture.setup import RELAY, flexgen_constant
 from experiments.reproduce.experiment import Constant, Figure, bars
 from experiments.reproduce.paper import KVPR, Series, points, values_of
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -33,10 +34,7 @@ GPU_BATCH, NUM_GPU_BATCHES = 32, 8  #: the "effective batch size of 32 by 8"
 #: Rows of Table 3 in which a step takes longer than one with more to copy (README, notes 28 and 29), both methods.
 ANOMALOUS = (("OPT-6.7B", 128, 128), ("OPT-6.7B", 256, 32), ("OPT-6.7B", 256, 128))
 
-#: GEMM share of the RTX 5000's peak, chosen for its source and not for KVPR's rows: the one published fit of a Turing
-#: GPU in this very engine, FlexGen's cost model of the T4, has 21.24 of 65 TFLOP/s (sim/catalogue/t4.json).
-TURING_GEMM = 0.33
-STARTS_AT = {"link_gb_per_s": 25.2, "host_s": 1e-3, "link_share": 0.7}
+STARTS_AT = {"link_gb_per_s": 25.2, "host_s": 1e-3}
 
 
 def shape_of(model: str) -> ModelShape:
@@ -53,22 +51,25 @@ def lengths(pairs: Iterable[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def machine(
-    name: str, link_gb_per_s: float, host_s: float = 0.0, before: str = "load_weights", gemm: float | None = None
+    name: str, link_gb_per_s: float, host_s: float = 0.0, before: str = "load_weights", gemm: float = ENGINE_GEMM
 ) -> Hardware:
     """A catalogue entry as one of the paper's programs sees it.
 
     ``host_s``: seconds in which the host holds up the link before each task ``before`` (it synchronises, launches,
     writes new keys and values to their place); ``Implementation.step_s`` would put them on the compute resource, where
-    the next copies hide them. ``gemm``: share of the GPU's peak that matrix products reach, at most
-    the catalogue's; None keeps that.
+    the next copies hide them. ``gemm``: share of the GPU's peak that matrix products reach, at most the catalogue's.
     """
     hardware = catalogue.load(name).with_link_rate(link_gb_per_s)
     line = hardware.line(before, "h2d")
     lines = {**hardware.lines, before: replace(line, overhead_s=line.overhead_s + host_s)}
     hardware = replace(hardware, lines=lines)
-    if gemm is not None:
-        hardware = on(Implementation("kvpr", gemm=gemm / hardware.notes["efficiency"]["gemm"]), hardware)
-    return hardware
+    return on(Implementation("kvpr", gemm=gemm / hardware.notes["efficiency"]["gemm"]), hardware)
+
+
+def as_flexgen(hardware: Hardware, relay_gb_per_s: float | None = None) -> Hardware:
+    """Return a machine whose keys, values and activations are relayed through page-locked memory, as FlexGen's code has
+    it and KVPR's, which is built on it; by default at the rate that Table 5's FlexGen rows show."""
+    return RELAY.hardware(hardware, relay_gb_per_s or flexgen_constant().value)
 
 
 def link_standard(name: str) -> float:
@@ -76,25 +77,23 @@ def link_standard(name: str) -> float:
     return catalogue.load(name).notes["link_bytes_per_s"] / 1e9
 
 
-def rtx5000(gemm: float = TURING_GEMM) -> Hardware:
-    """The low-end testbed at the rate that FlexGen's rows of Table 5 show."""
-    return machine("rtx5000", values_of(rtx5000_constants())["link_share"] * link_standard("rtx5000"), gemm=gemm)
+def rtx5000(gemm: float = ENGINE_GEMM) -> Hardware:
+    """The low-end testbed under FlexGen's code."""
+    return as_flexgen(machine("rtx5000", PCIE_SHARE * link_standard("rtx5000"), gemm=gemm))
 
 
 def a100(mode: str = "many") -> Hardware:
     """The main testbed. ``mode``: "latency" (transformers, weights resident, the host's time before each layer's
-    cache), "one" (FlexGen with one GPU batch: the same, before each layer's weights), "many" (FlexGen's 32 x 8: the
-    share of the link's standard that the same program reaches in Table 5)."""
-    constants = a100_constants()
-    link, host_s = values_of(constants)["link_gb_per_s"], values_of(constants)["host_s"]
-    if mode == "many":
-        return machine("a100-40g", values_of(constants)["link_share"] * link_standard("a100-40g"))
-    return machine("a100-40g", link, host_s, "load_kv" if mode == "latency" else "load_weights")
+    cache), "one" (FlexGen with one GPU batch: the same, before each layer's weights), "many" (FlexGen's 32 x 8)."""
+    host_s = 0.0 if mode == "many" else values_of(a100_constants())["host_s"]
+    if mode == "latency":
+        return machine("a100-40g", a100_link(), host_s, "load_kv")
+    return as_flexgen(machine("a100-40g", a100_link(), host_s))
 
 
 def a100_link() -> float:
     """Return the main testbed's fitted rate of page-locked copies (GB/s): that of the catalogue's a100-kvpr."""
-    return 1e-9 / catalogue.load("a100-kvpr").lines["h2d"].s_per_byte
+    return PCIE_SHARE * link_standard("a100-40g")
 
 
 # ---- policies
@@ -181,19 +180,9 @@ def _from_catalogue(machine_name: str, *names: str) -> tuple[Constant, ...]:
 
 @cache
 def rtx5000_constants() -> tuple[Constant, ...]:
-    """Return the low-end testbed's: one fitted, three set beforehand."""
-    rows = reference.check_role(reference.rows("kvpr_table5", method="FlexGen"), "calibrate")
-    prompts, generated = rows["prompt_len"].to_numpy(), rows["gen_len"].to_numpy()
-    standard = link_standard("rtx5000")
-    free = KVPR.constant("link_share", STARTS_AT["link_share"])
-
-    def ours(values: dict[str, float]) -> np.ndarray:
-        hardware = machine("rtx5000", values["link_share"] * standard, gemm=TURING_GEMM)
-        return run_column(shape_of("OPT-6.7B"), hardware, flexgen(), prompts, generated).decode_tokens_per_s
-
-    fitted = fit((free,), ours, rows["value"].to_numpy(), "Table 5, the six FlexGen rows")
-    gemm = KVPR.constant("gemm", TURING_GEMM)
-    return (*fitted, gemm, *_from_catalogue("rtx5000", "memory", "attention_memory"))
+    """Return the low-end testbed's: FlexGen's copies, fitted on its rows of Table 5, and four set beforehand."""
+    priors = _from_catalogue("rtx5000", "memory", "attention_memory")
+    return (flexgen_constant(), KVPR.constant("pcie_share", PCIE_SHARE), KVPR.constant("gemm", ENGINE_GEMM), *priors)
 
 
 def accelerate_rows(anomalous: bool = False) -> pd.DataFrame:
@@ -210,32 +199,50 @@ def fit_a100(anomalous: bool = False, overlap: Overlap = "step") -> tuple[Consta
     free = tuple(KVPR.constant(name, STARTS_AT[name]) for name in ("link_gb_per_s", "host_s"))
 
     def ours(values: dict[str, float]) -> np.ndarray:
-        hardware = machine("a100-40g", values["link_gb_per_s"], values["host_s"], "load_kv")
-        policy, seconds = accelerate(overlap), []
-        for model, of_model in rows.groupby("model", sort=False):
-            prompts, generated = of_model["prompt_len"].to_numpy(), of_model["gen_len"].to_numpy()
-            run = run_one(shape_of(str(model)), hardware, policy, LATENCY_BATCH, prompts, generated)
-            seconds.append(run.decode_s)
-        return np.concatenate(seconds)
+        return accelerate_s(rows, values, overlap)
 
-    fitted_on = "all 12" if anomalous else "9 of 12, without the anomalous"
-    return fit(free, ours, rows["value"].to_numpy(), f"Tables 3 and 4, Accelerate's latencies ({fitted_on})")
+    return fit(free, ours, rows["value"].to_numpy(), _fitted_on(anomalous))
+
+
+@cache
+def fit_host_s(share: float = PCIE_SHARE) -> Constant:
+    """Fit the host's time a layer alone, with the link that all testbeds share."""
+    rows, link = accelerate_rows(), {"link_gb_per_s": share * link_standard("a100-40g")}
+    free = (KVPR.constant("host_s", STARTS_AT["host_s"]),)
+    return fit(free, lambda values: accelerate_s(rows, values | link), rows["value"].to_numpy(), _fitted_on())[0]
+
+
+def _fitted_on(anomalous: bool = False) -> str:
+    which = "all 12" if anomalous else "9 of 12, without the anomalous"
+    return f"Tables 3 and 4, Accelerate's latencies ({which})"
+
+
+def accelerate_s(rows: pd.DataFrame, values: dict[str, float], overlap: Overlap = "step") -> np.ndarray:
+    """Return the decode seconds of Accelerate's rows, in their order, with these constants."""
+    hardware = machine("a100-40g", values["link_gb_per_s"], values["host_s"], "load_kv")
+    policy, seconds = accelerate(overlap), []
+    for model, of_model in rows.groupby("model", sort=False):
+        prompts, generated = of_model["prompt_len"].to_numpy(), of_model["gen_len"].to_numpy()
+        run = run_one(shape_of(str(model)), hardware, policy, LATENCY_BATCH, prompts, generated)
+        seconds.append(run.decode_s)
+    return np.concatenate(seconds)
 
 
 @cache
 def a100_constants() -> tuple[Constant, ...]:
-    """Return the main testbed's: two fitted here, FlexGen's link share from Table 5's fit, three set beforehand."""
-    share = rtx5000_constants()[0]
-    why = "no FlexGen row of this testbed may be fitted on, so it is the same program's share on the low-end testbed"
-    share = replace(share, unit="of 31.5 GB/s", why=f"{share.why}; {why}")
-    return (*fit_a100(), share, *_from_catalogue("a100-40g", "gemm", "memory", "attention_memory"))
+    """Return the main testbed's: the link's, which all testbeds share, the host's time, fitted here, FlexGen's copies
+    from the low-end testbed (no FlexGen row of this one may be fitted on), three set beforehand."""
+    link = KVPR.constant("link_gb_per_s", a100_link())
+    link = replace(link, fitted_on=f"{_fitted_on()}, and CAPTURE's six rows of two models")
+    priors = _from_catalogue("a100-40g", "memory", "attention_memory")
+    return (link, fit_host_s(), flexgen_constant(), KVPR.constant("gemm", ENGINE_GEMM), *priors)
 
 
 @cache
 def node_constants() -> tuple[Constant, ...]:
     """Multi-GPU node: the main testbed's GPU and link, and its host."""
-    priors = _from_catalogue("a100-40g", "gemm", "memory", "attention_memory", "host_memory", "host_flops")
-    return (fit_a100()[0], *priors)
+    priors = _from_catalogue("a100-40g", "memory", "attention_memory", "host_memory", "host_flops")
+    return (a100_constants()[0], *priors)
 
 
 # ---- rows

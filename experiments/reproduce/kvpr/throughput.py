@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from experiments import reference
-from experiments.reproduce.calibrate import fit
+from experiments.reproduce.calibrate import ENGINE_GEMM, PCIE_SHARE, fit
 from experiments.reproduce.experiment import ARITHMETIC, Experiment, Row, lines
 from experiments.reproduce.kvpr import setup
 from experiments.reproduce.kvpr.setup import label, labels, median_error, worst_error
@@ -38,7 +38,7 @@ def _column_rates(shape: ModelShape, hardware: Hardware, policies: dict[str, Pol
 # ---- Table 5
 
 
-def table5_rates(gemm: float = setup.TURING_GEMM, kvpr_alone: bool = False) -> Rates:
+def table5_rates(gemm: float = ENGINE_GEMM, kvpr_alone: bool = False) -> Rates:
     """Return the rates of KVPR by each rule; unless ``kvpr_alone``, also FlexGen's and those at Fig. 10's share."""
     policies = {f"KVPR, {rule} rule": setup.kvpr(rule) for rule in RULES}
     if not kvpr_alone:
@@ -57,16 +57,17 @@ def table5_paper() -> Rates:
 
 
 def resident_rates(share: float) -> np.ndarray:
-    """Return FlexGen's rates with a share of the weights on the GPU and the link that then fits its rows best."""
-    standard = setup.link_standard("rtx5000")
+    """Return FlexGen's rates with a share of the weights on the GPU and the copies that then fit its rows best."""
     rows = reference.check_role(reference.rows("kvpr_table5", method="FlexGen"), "calibrate")
+    free = setup.rtx5000_constants()[0]
+    plain = setup.machine("rtx5000", PCIE_SHARE * setup.link_standard("rtx5000"))
 
     def ours(values: dict[str, float]) -> np.ndarray:
-        hardware = setup.machine("rtx5000", values["link_share"] * standard)
+        hardware = setup.as_flexgen(plain, values[free.name])
         return _column_rates(setup.shape_of("OPT-6.7B"), hardware, {"FlexGen": setup.flexgen(share)})["FlexGen"]
 
-    link_share = fit((setup.rtx5000_constants()[0],), ours, rows["value"].to_numpy(), "Table 5, FlexGen")[0]
-    return ours({"link_share": link_share.value})
+    fitted = fit((free,), ours, rows["value"].to_numpy(), "Table 5, FlexGen")[0]
+    return ours({free.name: fitted.value})
 
 
 def _error_rows(quantity: str, ours, paper) -> list[Row]:
@@ -149,7 +150,7 @@ def table2() -> Experiment:
             rows.append(context(f"gain of {name} over FlexGen, batch {batch}", gain, "%", theirs, "Table 2"))
     others = {
         "page-locked rate, no host time": setup.machine("a100-40g", setup.a100_link()),
-        "share of the link from Table 5": setup.a100("many"),
+        "relayed, no host time": setup.a100("many"),
     }
     for reading, hardware in others.items():
         for name, numbers in table2_rates(hardware).items():
