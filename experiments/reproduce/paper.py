@@ -160,14 +160,14 @@ CAPTURE = Paper(
 KVPR = Paper(
     "kvpr",
     "KVPR: Efficient LLM Inference with I/O-Aware KV Cache Partial Recomputation, Findings of ACL 2025",
-    ("a100-kvpr", "rtx5000"),
+    ("a100-kvpr", "rtx5000-kvpr"),
     "KVPR",
     cited_as="kvpr",
 )
 INFINIGEN = Paper(
     "infinigen",
     "InfiniGen: Efficient Generative Inference of LLMs with Dynamic KV Cache Management, OSDI 2024",
-    ("rtx-a6000",),
+    ("a6000-infinigen",),
     "InfiniGen",
     cited_as="infinigen",
 )
