@@ -339,7 +339,7 @@ class BranchAndBound:
 def _between(problem: SearchProblem, best: UnplacedPolicy, batches: np.ndarray, mini_batch_tokens) -> np.ndarray:
     """Return [2, pairs]: (batch, tokens of a mini-batch) of the batches between the grid's steps around the best's."""
     low = batches[batches < best.batch].max(initial=0 if len(batches) > 1 else best.batch)
-    high = batches[batches > best.batch].min(initial=best.batch)
+    high = min(batches[batches > best.batch], default=best.batch)
     return np.array(pairs_of(problem, np.setdiff1d(np.arange(low + 1, high), batches), mini_batch_tokens))
 
 

@@ -6,7 +6,6 @@ there. Where another policy wins by more than TOLERANCE, the rate at which it be
 Overheads of tasks and a host core's scattering are not varied.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,8 +15,8 @@ from flexhybrid.core.policy import Policy
 from policy_search.branch_and_bound import BranchAndBound
 from policy_search.grid import ChoiceGrid
 from policy_search.rounding import EvaluatedPolicy, objective_seconds
-from policy_search.search import SearchResult
-from policy_search.search_problem import Option, SearchProblem
+from policy_search.search import SearchResult, SearchSettings
+from policy_search.search_problem import SearchProblem, pairs_of
 from sim.cost import hardware_of
 from sim.datasheet import SHARES
 
@@ -103,15 +102,15 @@ def _changed(hardware: Hardware, name: str, times: float) -> dict[str, Line]:
     return lines
 
 
-def hangs_of(result: SearchResult, contenders: Iterable[EvaluatedPolicy]) -> list[Hang]:
-    """Return the assumed rates on which a search's choice hangs. ``contenders``: the best policies of other kinds."""
+def hangs_of(result: SearchResult, settings: SearchSettings) -> list[Hang]:
+    """Return the assumed rates on which a search's choice hangs. ``settings``: those of the search."""
     problem, machine = result.problem, hardware_of(result.problem)
-    contenders, tolerance, hangs = list(contenders), max(TOLERANCE, result.margin or 0.0), []
+    tolerance, hangs = max(TOLERANCE, result.margin or 0.0), list[Hang]()
     for name, share in assumed_rates(machine).items():
         rate, worst = RATES[name], None
         for end in (rate.low, rate.high):
             there = replace(problem, hardware=with_share(machine, name, end))
-            other = _best_of(there, result, contenders)
+            other = _best_of(there, result, settings, tolerance)
             if other is None or (loses := _loses(there, result, other)) <= tolerance:
                 continue
             if worst is None or loses > worst[0]:
@@ -152,17 +151,23 @@ def _loses(problem: SearchProblem, result: SearchResult, other: EvaluatedPolicy)
     return own / _seconds(problem, other.policy, other.batch) - 1.0
 
 
-def _best_of(problem: SearchProblem, result: SearchResult, contenders: list[EvaluatedPolicy]) -> EvaluatedPolicy | None:
-    """Return the fastest policy of the kinds, batches and mini-batches of the contenders; None where the choice is."""
+def _best_of(
+    problem: SearchProblem, result: SearchResult, settings: SearchSettings, tolerance: float
+) -> EvaluatedPolicy | None:
+    """Return the fastest policy in the choice's and the contenders' batches, in powers of two, and between those around
+    it; None where none is faster than the choice by more than a third of ``tolerance`` before that."""
     solver = BranchAndBound(problem)
-    solver.take(solver.evaluator.evaluate_policy(result.policy, np.array([result.batch])))
-    first = solver.best
-    for known in contenders:
-        solver.take(solver.evaluator.evaluate_policy(known.policy, np.array([known.batch]), solver.seconds))
-    own = [result.policy, *(known.policy for known in contenders)]
-    options = list(dict.fromkeys(option for policy in own if (option := Option.of(policy)) in problem.options))
-    pairs = list(dict.fromkeys((policy.max_batch or result.batch, policy.max_mini_batch_tokens) for policy in own))
-    if options:
-        batch, tokens = np.array(pairs, dtype=float).T
-        solver.explore(ChoiceGrid(problem, options, batch, tokens))
-    return None if solver.best is first else solver.best
+    choice = EvaluatedPolicy(result.policy, result.batch, _seconds(problem, result.policy, result.batch))
+    first = replace(choice, seconds=choice.seconds / (1 + tolerance / 3))  # so that little else need be looked at
+    solver.take([first])
+    for known in result.contenders:
+        if known.unplaced is not None:
+            solver.take(solver.evaluator.evaluate([known.unplaced], solver.seconds))
+    own = [result.batch, *(known.batch for known in result.contenders)]
+    batches = np.intersect1d(settings.batches, [*own, *(1 << np.arange(21)), settings.batches.max()])
+    solver.explore(ChoiceGrid(problem, problem.options, *pairs_of(problem, batches, settings.mini_batch_tokens)))
+    if solver.best is first:
+        return None
+    solver.finer_batches(batches, settings.mini_batch_tokens)
+    solver.exchange()
+    return solver.best

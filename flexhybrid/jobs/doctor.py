@@ -88,7 +88,14 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
 
 def _refused(name: str, error: InputError) -> dict:
     """Return the row of a model that cannot be run."""
-    nothing = {"weights_bytes": None, "dtype": "-", "tokens_per_s": None, "binding": "", "path": None}
+    nothing = {
+        "weights_bytes": None,
+        "dtype": "-",
+        "checkpoint_dtype": "-",
+        "tokens_per_s": None,
+        "binding": "",
+        "path": None,
+    }
     return {"model": name, **nothing, "how": f"refused: {error}", "own_profile": False, "in_company": False}
 
 
@@ -100,12 +107,13 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
     """
     dtype = shape.dtype
     if hardware:
-        dtype = hardware.dtype
+        dtype = hardware.dtype  # for which its lines hold
     elif device.type == "cpu" and dtype != "float32":
         dtype = fastest_dtype(TIMING_SHAPE, device)
     p = DTYPE_BYTES[dtype]
     size = shape.layers_bytes(p) + shape.embedding_bytes(p)
     fit = {"model": shape.name, "weights_bytes": size, "dtype": dtype, "tokens_per_s": None, "binding": ""}
+    fit["checkpoint_dtype"] = shape.dtype
     fit["path"] = "transformers' own layers" if shape.modules else "a file of its own"
     fit["path"] += ", text alone" if shape.modules and shape.modules.text_part else ""
     tokens = int(lengths.prompt_tokens[0] + lengths.max_tokens[0])
@@ -214,6 +222,10 @@ def describe_doctor(record: dict) -> str:
         limit += " (measured for this model)" if row["own_profile"] else ""
         limit += "" if row["path"] in (None, "a file of its own") else f" (runs through {row['path']})"
         limit += " (profile taken in company)" if row["in_company"] else ""
+        if row["checkpoint_dtype"] == "float32" != row["dtype"]:
+            limit += (
+                f" (the checkpoint is float32, and run computes in it; the profile, and so this, is {row['dtype']})"
+            )
         size = "-" if row["weights_bytes"] is None else gib(row["weights_bytes"])
         lines.append(f"{row['model']:<14} {size:>10} {row['dtype']:<8} {rate:>9}  {row['how']}{limit}")
     if record["advice"]:

@@ -115,20 +115,21 @@ def run_search(
     names = LOSSLESS_RIVALS + (() if options.lossless else LOSSY_RIVALS)
     priced = beside(lambda: [_at_best(name, setting, free) for name in names if name != LONGEST])
     whole = batch if at_a_time is None else at_a_time
-    result = search(setting.problem, setting.workload, replace(settings, batch=whole))
+    settings = replace(settings, batch=whole)
+    result = search(setting.problem, setting.workload, settings)
     best, search_s = simulated(result, batch or result.batch), result.search_s
     if batch is not None and batch > 1 and options.objective == "throughput" and at_a_time is None:
         smaller = replace(settings, batch=None, max_batch=batch)  # waves of the same requests may be faster
         waves = search(setting.problem, setting.workload, smaller)
         search_s += waves.search_s
         if (in_waves := simulated(waves, batch)).tokens_per_s > best.tokens_per_s:
-            result, best = waves, in_waves
+            result, best, settings = waves, in_waves, smaller
     report = SearchReport(best, result, setting.machine, search_s)
     show(describe_found(report))
     if options.confirm and (virtual := confirmed(result)):
         report = report._replace(found=replace(result, virtual=virtual))
         show(f"  virtual clock: {virtual.tokens_per_s:.4g} tokens/s")
-    report = report._replace(hangs=hangs_of(result, result.contenders))
+    report = report._replace(hangs=hangs_of(result, settings))
     show(describe_hangs(report))
     began = time.perf_counter()
     rivals = _rivals([_at_best(LONGEST, setting, free), *priced()], best)
