@@ -8,11 +8,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
-from flexhybrid.core.schedule.refill import RunningBatch, stores_exactly
+from flexhybrid.core.schedule.buffer_sizes import holds_lengths, running_sizes
+from flexhybrid.core.schedule.refill import RunningBatch, buffers_hold, stores_exactly
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
@@ -254,3 +257,21 @@ def test_prompts_are_counted_as_computed_where_the_plan_computes_them(bits):
             tokens[task.iteration] += task.payload.step.new_tokens.sum()
     assert loads[:, 6].tolist() == tokens.tolist()
     assert (loads[:, 2] > 0).tolist() == (steps > 0).tolist() and loads[:, 2].sum() <= steps.sum()
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 10_000))
+def test_what_surely_fits_is_what_the_buffers_hold(seed):
+    """``holds_lengths`` spares the sizes of a mini-batch that is no longer than another one by one."""
+    rng = np.random.default_rng(seed)
+    lengths = Workload(rng.integers(1, 120, 12), rng.integers(1, 60, 12))
+    policy = Policy("any", Placement(host=1), cache=MIXES[seed % len(MIXES)], max_mini_batch_tokens=512)
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
+    wave = open_batch(problem, policy, Workload(np.r_[lengths.prompt_tokens, 5], np.r_[lengths.max_tokens, 5]), 12)
+    for group in map(wave.workload.select, wave.mini_batches):
+        assert wave.limits.holds(running_sizes(wave, group.cached_tokens, group.prompt_tokens))
+    most = wave.workload.select(wave.mini_batches[0])
+    cached, joining = rng.integers(1, 170, int(rng.integers(1, 6))), rng.integers(1, 110, int(rng.integers(0, 5)))
+    joining = joining[: len(cached)]
+    if holds_lengths(most, cached, joining):
+        assert buffers_hold(wave, cached, joining, None)
