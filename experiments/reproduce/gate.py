@@ -67,9 +67,10 @@ def stale(before: pd.DataFrame, after: pd.DataFrame) -> list[str]:
     for row in old.index.intersection(new.index, sort=False):
         for column in ("paper", "ours", "unit", "role", "system", ASIDE):
             was, now = old.loc[row, column], new.loc[row, column]
-            same = np.isclose(was, now, rtol=SAME, equal_nan=True) if column in _NUMBERS else was == now
-            if not same:
-                found.append(f"{_name(row)}: {column} is {now}, in the file {was}")
+            is_number = column in _NUMBERS
+            if not (np.isclose(was, now, rtol=SAME, equal_nan=True) if is_number else was == now):
+                shown = [f"{value:.5g}" if is_number else str(value) for value in (now, was)]
+                found.append(f"{_name(row)}: {column} is {shown[0]}, in the file {shown[1]}")
     return found
 
 

@@ -60,13 +60,16 @@ def write(experiments: Sequence[Experiment], out_dir: str | Path) -> Path:
 
 
 def verdicts(experiments: Sequence[Experiment]) -> list[dict]:
-    """Return the first page: each paper whose experiments were all run, its compared rows, and what holds of it."""
+    """Return the first page: each paper whose experiments were all run, its compared rows and constants, what holds."""
     rows, found = compared(experiments), []
     for paper in PAPERS.values():
+        own = [experiment for experiment in experiments if experiment.name.startswith(f"{paper.key}-")]
+        constants = {(constant.name, constant.unit): constant for one in own for constant in one.constants}
         of_paper = rows.loc[rows["experiment"].str.startswith(f"{paper.key}-")]
         with suppress(KeyError):  # a number that stands in an experiment which was not run
             holds, fails = paper.verdict(of_paper)
-            found.append({"paper": paper, "rows": of_paper, "holds": holds, "fails": fails})
+            known = {"paper": paper, "rows": of_paper, "constants": list(constants.values())}
+            found.append(known | {"holds": holds, "fails": fails})
     return found
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from experiments import reference
-from experiments.reproduce import flexgen, gate, registry
+from experiments.reproduce import flexgen, gate, registry, report
 from experiments.reproduce.calibrate import MOST_CONSTANTS
 from experiments.reproduce.infinigen import accuracy, accuracy_policies, setup
-from experiments.reproduce.paper import values_of
+from experiments.reproduce.paper import INFINIGEN, values_of
 from flexhybrid.core.context.selection import REPORTED, counted_tokens
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.problem import Problem
@@ -225,6 +225,15 @@ def test_predictions_fetch_what_was_measured():
             lengths, tokens = counted_tokens()[model][alpha]
             share = np.mean(rows[accuracy_policies.infinigen(alpha)][2:])
             assert (lengths[-1], tokens[-1]) == (context, pytest.approx(share * context, rel=1e-3))
+
+
+def test_the_report_opens_with_what_holds(done):
+    (found,) = report.verdicts(list(done.values()))
+    assert found["paper"] is INFINIGEN and len(found["constants"]) == len(setup.constants())
+    page = report.page(list(done.values()), [[b""] * len(one.figures) for one in done.values()])
+    first = page.split("How to read the rest")[0]
+    assert "what holds" in first and "held-out rows" in first and "rtx-a6000 (assumed)" in first
+    assert report.verdicts([done["infinigen-fig14"]]) == []  # its numbers are not all there
 
 
 def test_no_row_is_worse_or_stale():
