@@ -1,7 +1,7 @@
 """Bench rows of copies: their sizes on OPT-6.7B after 128 generated tokens, counted from the executor's verbs.
 
 Nothing is computed and no memory is allocated: buffers are torch's meta tensors, the verbs that move data use the CUDA
-link's copies, and every copy call of torch is counted.
+link's copies, and every copy call of torch and of CUDA is counted.
 
 A mini-batch stores its new tokens of one cache entry in one copy. Where requests differ in length, some are at an ACT
 block while others are at a KV block, and their numbers change with every iteration, so copies are counted over the two
@@ -27,7 +27,7 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.runtime import buffers
+from flexhybrid.runtime import buffers, cuda
 from flexhybrid.runtime.cuda import CudaCopies
 from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.verbs import VERB_FUNCTIONS
@@ -46,6 +46,12 @@ class CountCopies(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.sizes: list[int] = []
+
+    def rows(self, *sizes: int) -> int:
+        """Stand in for ``cuda.memcpy_2d``: a call copies a run of blocks."""
+        _, _, _, _, width, height, _, _ = sizes
+        self.sizes.append(width * height)
+        return 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.copy_.default:
@@ -72,7 +78,9 @@ def copies_of(wave: Wave) -> dict[str, list[int]]:
             continue
         for direction, verbs in (("loads", LOADS), ("stores", STORES)):
             if task.verb in verbs:
-                with CountCopies() as counted:
+                counted = CountCopies()
+                calls = patch.object(cuda, "memcpy_2d", lambda counted=counted: counted.rows)
+                with calls, patch.object(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0)), counted:
                     VERB_FUNCTIONS[task.verb](executor, task)
                 sizes[direction] += counted.sizes
     return sizes

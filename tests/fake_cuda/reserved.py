@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -165,6 +166,7 @@ class Reserved(NamedTuple):
     reserved: int  #: at most
     allocated: int  #: at most
     before: int  #: reserved when the first task began
+    unused: int  #: of that, held for no tensor
     retries: int
 
 
@@ -187,7 +189,7 @@ def on_meta() -> Iterator[None]:
 
 
 def reserved_by(
-    wave: Wave, expandable: bool, limit: int | None = None, from_files: bool = False, iterations: int = 3
+    wave: Wave, expandable: bool, limit: int | None = None, from_files: bool = False, iterations: int = 1
 ) -> Reserved:
     """Load a model, make an engine and run the first and the last ``iterations`` of a wave. Raises OutOfMemory."""
     allocator, problem, policy = CachingAllocator(limit, expandable), wave.problem, wave.policy
@@ -202,6 +204,7 @@ def reserved_by(
             prompts = [[3] * n for n in wave.workload.prompt_tokens.tolist()]
             run = engine.executor(wave, prompts, greedy_plan(len(prompts)))
         before, last = allocator.reserved, int(wave.workload.max_tokens.max())
+        unused = before - allocator.allocated
         lane = Tracked(allocator, "compute")
         for task in stream(wave):
             if iterations <= task.iteration < last - iterations:
@@ -212,7 +215,7 @@ def reserved_by(
             elif task.verb == "load_hidden":
                 run.hidden.slot(task, len(run.hidden.host_rows(task)))
         engine.close()
-    return Reserved(allocator.peak_reserved, allocator.peak_allocated, before, allocator.retries)
+    return Reserved(allocator.peak_reserved, allocator.peak_allocated, before, unused, allocator.retries)
 
 
 #: Model -> the device's budget, requests, their prompts and answers in tokens.
@@ -223,6 +226,7 @@ AUTO = {
 }
 
 
+@cache
 def auto_case(name: str) -> tuple[Wave, int]:
     """Return the first wave under the policy of auto on an H100 with 96 GiB of host memory, and the device's budget."""
     budget, *lengths = AUTO[name]
@@ -261,7 +265,7 @@ def check_policies(count: int) -> None:
         workload = Workload(prompts, answers)
         problem = Problem(shape=shape, hardware=catalogue.load("t4"), budgets=Budgets(1 << 50), device="cuda")
         wave = admit(problem, policy, workload)
-        found, plan = reserved_by(wave, expandable, from_files=from_files, iterations=1), planned(wave)
+        found, plan = reserved_by(wave, expandable, from_files=from_files), planned(wave)
         assert found.reserved + CONTEXT_BYTES <= plan, f"{found} of {plan}: {policy}"
         worst.append((found.reserved + CONTEXT_BYTES) / plan)
 

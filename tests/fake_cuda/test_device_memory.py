@@ -1,0 +1,50 @@
+"""The settings of CUDA's allocator that a run asks for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flexhybrid.runtime.storage.device_memory import SETTINGS, allow_expandable_segments
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[str]:
+    given: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append, raising=False)
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    return given
+
+
+def test_segments_may_grow_on_cuda_alone(asked):
+    allow_expandable_segments(torch.device("cpu"))
+    assert not asked
+    allow_expandable_segments(torch.device("cuda"))
+    assert asked == ["expandable_segments:True"]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_the_user_has_set_stays(asked, monkeypatch, name):
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    allow_expandable_segments(torch.device("cuda"))
+    assert asked == ["max_split_size_mb:64,expandable_segments:True"]
+    monkeypatch.setenv(name, "expandable_segments:False")
+    allow_expandable_segments(torch.device("cuda"))
+    assert len(asked) == 1
+
+
+def test_without_such_segments_the_run_goes_on(monkeypatch, asked):
+    def refuse(settings: str) -> None:
+        raise RuntimeError("the allocator is another one")
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse)
+    with pytest.warns(UserWarning, match="segments of fixed size: the allocator is another one"):
+        allow_expandable_segments(torch.device("cuda"))
+
+
+def test_an_older_torch_has_another_name_for_it(monkeypatch, asked):
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", asked.append)
+    allow_expandable_segments(torch.device("cuda"))
+    assert asked == ["expandable_segments:True"]
