@@ -40,8 +40,6 @@ PACKING_ELEMENTS, PACKING_BYTES = {"cpu": 2**20, "cuda": 2**23}, 6
 #: which a shared cache holds.
 HOST_THREADS, WIDENED_ELEMENTS = {"cpu": 1, "cuda": 16}, 1 << 19
 
-STATE_COPIES = 3  #: of a mini-batch's states that a recurrent layer has in work: old, new and one in between
-
 #: Device bytes set aside beyond all named parts: masks, places of stored rows, the libraries' own workspaces (cuBLAS
 #: takes up to 64 MiB for each stream that multiplies: 32 MiB on Hopper, and as many for cublasLt).
 SLACK_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
@@ -118,7 +116,8 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     on_host = policy.attention == "host"
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
     pools, staged = _pool_parts(problem, policy, sizes, row)
-    states = _state_parts(shape, policy, sizes, p)
+    workspace = workspace_bytes(shape, p, sizes.step_rows, sizes.batch, weights.cut)
+    states = _state_parts(shape, policy, sizes, p, workspace)
     chosen = _selection_parts(problem, policy, sizes, weights.first_resident, row)
     on_device = {
         "resident weights": weights.resident,
@@ -140,7 +139,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         + rotation * (sizes.longest + sizes.hidden_rows + act * sizes.cached_tokens),
         "packing": packing,
         "attended rows": NUM_SLOTS * sizes.decode_batch * shape.query_width * p if on_host else 0,
-        "workspace": workspace_bytes(shape, p, sizes.step_rows, sizes.batch, weights.cut)
+        "workspace": workspace
         + (generated * (shape.hidden + shape.query_width + 2 * shape.kv_width) * p if shape.modules else 0),
         "libraries": SLACK_BYTES[device],
     }
@@ -166,12 +165,16 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     }
 
 
-def _state_parts(shape: ModelShape, policy: Policy, sizes: BufferSizes, p: int) -> dict[str, dict]:
+def _state_parts(shape: ModelShape, policy: Policy, sizes: BufferSizes, p: int, workspace) -> dict[str, dict]:
     """States of recurrent layers: of each request in all layers; on their way between host and device, those of a
-    mini-batch in one layer; and what a layer makes of them."""
-    each = [state.num_bytes(p) for state in map(shape.state_of, shape.recurrent) if state]
+    mini-batch in one layer; and what a layer has in work beyond the ``workspace`` that there is in any case."""
+    states = [state for state in map(shape.state_of, shape.recurrent) if state]
+    each = [state.num_bytes(p) for state in states]
     pool, of_batch = {"state pool": sizes.places * sum(each)}, sizes.batch * max(each, default=0)
-    in_work = {"state workspace": STATE_COPIES * of_batch}
+    most = 0
+    for state in dict.fromkeys(states):
+        most = np.maximum(most, state.work_bytes(p, sizes.batch, sizes.step_rows))
+    in_work = {"state workspace": np.maximum(most - workspace, 0)}
     if policy.state_tier == "device":
         return {"device": pool | in_work, "host": {}}
     return {"device": {"state buffers": NUM_SLOTS * of_batch} | in_work, "host": pool}

@@ -23,12 +23,27 @@ class StateTensor:
 
 
 @dataclass(frozen=True)
+class WorkBytes:
+    """The most bytes that a layer has in work: of each request of a mini-batch, and of each of its new tokens."""
+
+    element: int  #: bytes of an element of the dtype that is computed in
+    request: int
+    token: int
+
+
+@dataclass(frozen=True)
 class LayerState:
     """A layer that is more, or less, than attention to keys and values."""
 
     tensors: tuple[StateTensor, ...]  #: wide ones first; none of a layer that only has a feed-forward network
     attends: bool  #: to keys and values, too
+    work: tuple[WorkBytes, ...] = ()  #: by dtype; empty: not measured
 
     def num_bytes(self, bytes_per_element: int) -> int:
         """Return the bytes of one request's state in one layer."""
         return sum(tensor.num_bytes(bytes_per_element) for tensor in self.tensors)
+
+    def work_bytes(self, bytes_per_element: int, requests, rows):
+        """Return the most bytes that the layer has in work, states among them, for so many requests and new tokens;
+        numbers or arrays. 0 where it is not measured."""
+        return sum(of.request * requests + of.token * rows for of in self.work if of.element == bytes_per_element)

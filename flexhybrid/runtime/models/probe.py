@@ -165,7 +165,12 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
         hidden, calls, _ = _told(layers, lambda: layers.embed(ids, ids), "what stands before its layers")
         if hidden.dim() not in (3, 4) or hidden.shape[-3:-1] != (1, ROWS):
             raise Refused("its hidden states are not one row a token")
-        states = find_states(layers, lambda: layers.embed(ids, ids)[:2])
+
+        def embed(tokens: int | None) -> tuple[torch.Tensor, list[LayerCall]]:
+            places = ids if tokens is None else torch.zeros(tokens, dtype=torch.int64, device="meta")
+            return layers.embed(places, places)[:2]
+
+        states = find_states(layers, embed)
         if hidden.dim() == 4 and any(states):
             raise Refused("it keeps states, and several hidden states of each token")
         sources = _sources(layers, hidden, layers.embed(ids, ids).calls, states)

@@ -11,15 +11,19 @@ Shapes: R rows of a grid [B, width], of which each request has its first ones; h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from flexhybrid.core.model.states import LayerState, StateTensor
+from flexhybrid.core.model.states import LayerState, StateTensor, WorkBytes
+from flexhybrid.runtime.models.allocations import peak_bytes
 from flexhybrid.runtime.models.interrupted import Run, started
 from flexhybrid.runtime.models.transformer import (
+    DTYPE,
     PLAIN,
     RECURRENT,
     AttentionCall,
@@ -277,14 +281,58 @@ def layer_kinds(config: Any) -> list[str | None]:
 def find_states(layers: Layers, embed: Any) -> list[LayerState | None]:
     """Return each layer's state, None of a layer of attention alone; of a model on the meta device.
 
-    ``embed()`` gives the first hidden states [1, R, h] and the layers' calls. States that are float32 there are so
-    whatever the model computes in. Raise Refused where a state has no fixed size.
+    ``embed(tokens)`` gives the first hidden states [1, R, h] of so many tokens, None: of some, and the layers' calls.
+    States that are float32 there are so whatever the model computes in. Raise Refused where a state has no fixed size.
     """
     kinds = layer_kinds(layers.model.config.get_text_config())
     if not any(kind in (*RECURRENT, *PLAIN) for kind in kinds):
         return [None] * len(kinds)
-    hidden, calls = embed()
-    return [_find(layers, index, hidden[0], calls[index], kind) for index, kind in enumerate(kinds)]
+    hidden, calls = embed(None)
+    found = [_find(layers, index, hidden[0], calls[index], kind) for index, kind in enumerate(kinds)]
+    return _with_work(layers, found, embed)
+
+
+#: Prompts of so many tokens are measured: layers that take tokens by chunks take whole ones of these.
+MEASURED = (1, 256, 512)
+
+
+def _with_work(layers: Layers, states: list[LayerState | None], embed: Any) -> list[LayerState | None]:
+    """Return the states with the bytes that their layers have in work, of which like layers are measured once."""
+    kinds = {}  # of layers that keep a state, with the first of each
+    for index, (layer, state) in enumerate(zip(layers.layers, states, strict=True)):
+        if state and state.tensors:
+            sizes = tuple(tuple(parameter.shape) for parameter in layer.parameters())
+            kinds.setdefault((type(layer), state, sizes), []).append(index)
+    work: dict[int, list[WorkBytes]] = {index: [] for alike in kinds.values() for index in alike}
+    tensors = [t for t in (*layers.model.parameters(), *layers.model.buffers()) if t.dtype == DTYPE]
+    for dtype in (torch.float32, DTYPE):  # it stays in the last
+        with torch.inference_mode(False):
+            for tensor in tensors:
+                tensor.data = tensor.data.to(dtype)
+        calls = {tokens: embed(tokens) for tokens in MEASURED}
+        for (_, state, _), alike in kinds.items():
+            peaks = {tokens: _peak(layers, alike[0], *calls[tokens]) for tokens in MEASURED}
+            low, high = MEASURED[-2:]
+            token = -(-(peaks[high] - peaks[low]) // (high - low))
+            request = max(peak - token * tokens for tokens, peak in peaks.items())
+            measured = WorkBytes(dtype.itemsize, max(0, request) + state.num_bytes(dtype.itemsize), token)
+            for index in alike:
+                work[index].append(measured)
+    return [replace(state, work=tuple(work[i])) if state and i in work else state for i, state in enumerate(states)]
+
+
+def _peak(layers: Layers, index: int, hidden: torch.Tensor, calls: Sequence[LayerCall]) -> int:
+    """Return the most bytes of tensors that a layer makes at a time of a prompt's hidden states [1, R, h]."""
+    group = Group(None, None, 1, hidden.shape[1])
+
+    def run() -> None:
+        with suppress(Exception):  # routing of experts, which comes last, has sizes that are not known
+            running = run_group(layers, index, hidden[0], calls[index], group, stand_in(layers))
+            if isinstance(running.result, AttentionCall):
+                attended = running.result.query.transpose(1, 2)[..., : running.result.value.shape[-1]]
+                running.resumed(attended)
+
+    return peak_bytes(run)
 
 
 def _find(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, kind: str | None) -> LayerState | None:
