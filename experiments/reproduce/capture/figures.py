@@ -121,6 +121,13 @@ def _busy(batch: int, prompts: tuple[int, ...], own_share: bool = False) -> floa
     return 100 * float(setup.run_shares(MODEL, hardware, share, batch, np.array(prompts)).busy["compute"].mean())
 
 
+def _busy_on_device(batch: int) -> float:
+    """Return the GPU's time at work (%), the mean over PROMPTS, with ACT in spare GPU memory and each batch's share."""
+    hardware = setup.hardware()
+    runs = [setup.run_full(MODEL, hardware, batch, prompt) for prompt in PROMPTS]
+    return 100 * float(np.mean([run.busy["compute"] for run in runs]))
+
+
 def figure14() -> Experiment:
     busy = {
         (system, batch): 100 * prediction.busy["compute"] * np.ones(len(PROMPTS))
@@ -146,6 +153,10 @@ def figure14() -> Experiment:
     for batch, row_id in ((32, "ch033"), (128, "ch034")):
         quantity = f"GPU at work, hybrid_full, batch {batch}, mean over prompts of 256 to 1920"
         rows.append(CAPTURE.beside(row_id, _busy(batch, SHORTER_PROMPTS), quantity))
+    device = {batch: _busy_on_device(batch) for batch in (32, 128)}
+    for batch, row_id in ((32, "ch033"), (128, "ch034")):
+        quantity = f"GPU at work, hybrid_full, batch {batch}, ACT in spare GPU memory, each batch's share"
+        rows.append(CAPTURE.beside(row_id, device[batch], quantity))
     by_run = {f"{system}, batch {batch}": percents for (system, batch), percents in busy.items()}
     rows += contexts(by_run, PROMPTS, "{series}, prompt {x}", "%")
     means = pd.DataFrame(
@@ -179,6 +190,7 @@ def figure14() -> Experiment:
         gain=gains[-1].max(),
         full=busy["hybrid_full", 32].mean(),
         shorter=_busy(32, SHORTER_PROMPTS),
+        device=device,
     )
 
 

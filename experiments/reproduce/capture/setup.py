@@ -181,9 +181,14 @@ def run_variant(variant: str, model: str, hardware: Hardware, walk: bool = True)
     """Predict a row of Table III: hybrid_full with ACT in spare GPU memory (CAPTURE, Sec. IV.B), act_only and
     hybrid_static with all their cache on the host."""
     if variant == "hybrid_full":
-        policy = full_policy(model, hardware, device_act=True)
-        return predict(problem(model, hardware), Candidates(policy, BATCH, PROMPT, GENERATED), walk=walk)
+        return run_full(model, hardware, walk=walk)
     return run_shares(model, hardware, [share_of(variant, model, hardware)], walk=walk)
+
+
+def run_full(model: str, hardware: Hardware, batch: int = BATCH, prompt: int = PROMPT, walk: bool = True) -> Prediction:
+    """Predict hybrid_full with ACT in spare GPU memory and Algorithm 1's share for this batch."""
+    policy = full_policy(model, hardware, batch, prompt, device_act=True)
+    return predict(problem(model, hardware), Candidates(policy, batch, prompt, GENERATED), walk=walk)
 
 
 def run_shares(
