@@ -37,7 +37,7 @@ from sim.tiny_run import layer_loop
 MOST_COUNTED = 5_000  #: requests; of a longer queue every so manieth stands for those beside it
 RUN = 64  #: of them, that follow each other
 WALKED_TASKS = 40_000  #: of a price: about a second
-ROUGH_TASKS = 8_000  #: of one that only ranks
+ROUGH_TASKS, ROUGH_WINDOWS = 8_000, 12  #: of one that only ranks, at most
 LEAST_WINDOWS, MOST_WINDOWS = 5, 60  #: pairs of iterations that are walked
 WALKED_LAYERS, PACE_LAYERS = 6, 2  #: layers that are walked of a model, and of them those whose pace the others have
 MIXED_POSITIONS = 3  #: mini-batches for which ``layer_loop`` counts the layers of several kinds that are walked
@@ -314,8 +314,8 @@ class _Price:
     def run(self, walked_tasks: int) -> QueueRun:
         self._walk(0)
         per_window = max(1, self.num_tasks)
-        least = LEAST_WINDOWS if walked_tasks == WALKED_TASKS else 1
-        for start in self._windows(int(np.clip(walked_tasks // per_window, least, MOST_WINDOWS))):
+        least, most = (1, ROUGH_WINDOWS) if walked_tasks < WALKED_TASKS else (LEAST_WINDOWS, MOST_WINDOWS)
+        for start in self._windows(int(np.clip(walked_tasks // per_window, least, most))):
             self._walk(start)
         seconds, work, pace = self._spread()
         running = self.stints.per_iteration()
