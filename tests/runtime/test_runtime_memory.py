@@ -15,6 +15,7 @@ from strategies import runnable_policies
 
 from flexhybrid.core.memory import memory_plan
 from flexhybrid.core.model.attention import PLAIN, AttentionKind
+from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.rope import Rope
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
@@ -26,6 +27,7 @@ from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.selections.speculative import Speculation
+from flexhybrid.runtime.storage import loader
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
@@ -145,3 +147,21 @@ def test_weights_let_the_checkpoint_s_files_go(tmp_path):
     del checkpoint
     maps = Path("/proc/self/maps")
     assert weights.outer and not (maps.is_file() and str(tmp_path) in maps.read_text())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_random_weights_come_some_rows_at_a_time(monkeypatch, shape):
+    """No piece that the device would have to hold is larger than is drawn at a time, or a row."""
+    whole = {name: list(tensor.shape) for name, tensor in RandomWeights(shape).outer_tensors()}
+    sizes = {spot.name: spot.rows for spot in layer_layout(shape, 2).spots}
+    monkeypatch.setattr(loader, "DRAWN_AT_A_TIME", 1000)
+    source, rows, drawn = RandomWeights(shape), dict.fromkeys(sizes, 0), []
+    own = source._random
+    monkeypatch.setattr(source, "_random", lambda name, size: drawn.append(size) or own(name, size))
+    for name, _, tensor in source.layer_tensors(0):
+        rows[name] += len(tensor)
+    assert rows == sizes
+    outer = dict(source.outer_tensors())
+    assert {name: list(tensor.shape) for name, tensor in outer.items()} == whole
+    assert all(tensor.std() > 0.01 for tensor in outer.values() if tensor.dim() > 1)
+    assert max(np.prod(size) for size in drawn) <= 1000 and len(drawn) > len(sizes) + len(whole)
