@@ -107,7 +107,7 @@ def test_a_cache_that_forgets_what_the_mask_lets_see_is_refused():
 @pytest.mark.parametrize(
     "model_type, changes, reason",
     [
-        ("bloom", {}, "computes with its attention mask by code of its own"),
+        ("bloom", {}, "it attends by code of its own"),
         ("diffllama", {}, "attends twice|code of its own"),  # by version
         ("t5", {}, "has an encoder"),
         ("doge", {"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "remote"),
