@@ -35,10 +35,21 @@ from sim.presets import kvpr_column
 
 WINDOW, CONTEXT, MAX_TOKENS, BATCH = 32, 768, 7, 8
 SHAPE = ModelShape(
-    "alternating", "llama", num_layers=6, hidden=512, num_heads=8, num_kv_heads=8, head_dim=64, ffn=1408, vocab=1000,
-    max_positions=2048, gated_mlp=True, rotary=True, bias=False,
+    name="alternating",
+    family="llama",
+    num_layers=6,
+    hidden=512,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=64,
+    ffn=1408,
+    vocab=1000,
+    max_positions=2048,
+    gated_mlp=True,
+    rotary=True,
+    bias=False,
     attention=tuple(replace(PLAIN, window=(None, WINDOW)[layer % 2]) for layer in range(6)),
-)  # fmt: skip
+)
 WORKLOAD = Workload.uniform(BATCH, CONTEXT, MAX_TOKENS)
 RATES = (0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)  #: GB/s of the paced link
 #: Decides the split points, alike for both orders; nothing else.

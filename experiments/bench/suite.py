@@ -31,7 +31,8 @@ from experiments.bench.load_order import bench_load_order
 from experiments.bench.module_path import bench_module_path
 from experiments.bench.overlap import bench_overlap
 from experiments.bench.path_speeds import bench_path_speeds
-from experiments.bench.promises import bench_promises
+from experiments.bench.predictions.promises import bench_promises
+from experiments.bench.predictions.simulator import bench_papers, bench_peer, bench_search_time
 from experiments.bench.queues.census import bench_census
 from experiments.bench.queues.forecast import bench_forecast
 from experiments.bench.queues.packing import bench_packing
@@ -40,7 +41,6 @@ from experiments.bench.queues.refill import bench_density, bench_queue_overlap, 
 from experiments.bench.queues.replanning import bench_replanning
 from experiments.bench.queues.run import bench_run
 from experiments.bench.selection import bench_selection
-from experiments.bench.simulator import bench_papers, bench_peer, bench_search_time
 from experiments.peers.flexgen_search import MACHINES
 from flexhybrid import shipped
 from flexhybrid.core.memory import memory_plan, total_bytes

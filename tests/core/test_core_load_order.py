@@ -152,10 +152,24 @@ def layer_s(lines: SplitLines, batch: int, context: int, tokens: int, num_mini_b
 
 @settings(max_examples=200)
 @given(
-    st.builds(SplitLines, st.just("pipeline"), seconds, st.just(0.0) | seconds, seconds, fixed, seconds, seconds,
-              st.floats(0, 1e-5), fixed, fixed, st.just(0.0) | seconds),
-    st.integers(1, 40), st.integers(1, 700), st.integers(1, 9),
-)  # fmt: skip
+    st.builds(
+        SplitLines,
+        rule=st.just("pipeline"),
+        gen_s=seconds,
+        load_act_s=st.just(0.0) | seconds,
+        load_kv_s=seconds,
+        weights_s=fixed,
+        forward_s=seconds,
+        forward_request_s=seconds,
+        attend_s=st.floats(0, 1e-5),
+        gen_fixed_s=fixed,
+        act_fixed_s=fixed,
+        unpack_s=st.just(0.0) | seconds,
+    ),
+    st.integers(1, 40),
+    st.integers(1, 700),
+    st.integers(1, 9),
+)
 def test_recomputing_is_never_worse_than_loading_all(lines, batch, context, num_mini_batches):
     """By the rule's own account, with what recomputing costs however little; nor far from the best of all blocks."""
     chosen = int(split_point(lines, batch, context, num_mini_batches))

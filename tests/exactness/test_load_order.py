@@ -49,10 +49,8 @@ def test_tokens_do_not_hang_on_the_order_of_loads(checkpoints, model, way, sched
     folder, prompts, reference, expected = checkpoints[model]
     bound, weights = WAYS[way]
     rule = {"kv_first": "paper_prompt", "kv_act_first": "pipeline", "natural": "paper"}[order]
-    policy = Policy(
-        cache={"both(kv@host,act@host)": 1.0}, weights=weights, schedule=schedule, split=rule, weight_order=order,
-        max_mini_batch_tokens=bound,
-    )  # fmt: skip
+    cache, way_to_run = {"both(kv@host,act@host)": 1.0}, {"schedule": schedule, "split": rule, "weight_order": order}
+    policy = Policy(cache=cache, weights=weights, max_mini_batch_tokens=bound, **way_to_run)
     result = run_wave(Checkpoint(folder), policy, prompts, 12, hardware=machine(link=1e-4))
     assert check_trace(result.trace) == []
     outcome = compare_tokens(reference, prompts, expected, result.tokens)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.bench import promises
+from experiments.bench.predictions import promises
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits
 from flexhybrid.core.problem import Problem
