@@ -26,11 +26,11 @@ from experiments.bench.copies import bench_copies
 from experiments.bench.harness import Table, seconds_of
 from experiments.bench.kernels import bench_kernels
 from experiments.bench.launch import bench_launch
-from experiments.bench.layer_kinds import bench_layer_kinds
 from experiments.bench.load_order import bench_load_order
-from experiments.bench.module_path import bench_module_path
+from experiments.bench.models.layer_kinds import bench_layer_kinds
+from experiments.bench.models.module_path import bench_module_path
+from experiments.bench.models.path_speeds import bench_path_speeds
 from experiments.bench.overlap import bench_overlap
-from experiments.bench.path_speeds import bench_path_speeds
 from experiments.bench.predictions.promises import bench_promises
 from experiments.bench.predictions.simulator import bench_papers, bench_peer, bench_search_time
 from experiments.bench.queues.census import bench_census

@@ -166,9 +166,7 @@ def test_bfloat16_errs_as_transformers_own(tmp_path, model_type):
     model, steps = save_tiny(tmp_path, model_type), 6
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager").eval()
     texts = [list(range(3, 40)), [7, 3, 5, 60, 61, 62, 63, 64, 65], [42] * 17]
-    ours = forced_logits(
-        Checkpoint(tmp_path), hybrid(0.5), texts, steps, dtype="bfloat16", hardware=machine()
-    )  # fmt: skip
+    ours = forced_logits(Checkpoint(tmp_path), hybrid(0.5), texts, steps, dtype="bfloat16", hardware=machine())
     for text, logits in zip(texts, ours, strict=True):
         with torch.inference_mode():
             exact, theirs = (of(torch.tensor([text])).logits[0, -steps - 1 : -1].float() for of in (model, half))

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from experiments.bench.harness import Table, seconds_in_turn, seconds_of
-from experiments.bench.layer_kinds import save_config, shape_in
-from experiments.bench.module_path import LINK_GB_PER_S, WIDE, policies_of_width, streamed
+from experiments.bench.models.layer_kinds import save_config, shape_in
+from experiments.bench.models.module_path import LINK_GB_PER_S, WIDE, policies_of_width, streamed
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.runtime.models.empty_model import empty_model
