@@ -252,8 +252,14 @@ def check_policies(count: int) -> None:
     """Raise AssertionError where a random policy reserves more than it plans, or waits for memory; ``count`` policies,
     the same ones each time."""
 
-    @settings(max_examples=count, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
-              suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])  # fmt: skip
+    @settings(
+        max_examples=count,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
     @given(st.sampled_from(SHAPES), runnable_policies(), REQUESTS, st.booleans(), st.booleans())
     def check(shape, policy, lengths, expandable, from_files):
         if policy.selection.method != "none":  # how many rows it takes is known when it runs
