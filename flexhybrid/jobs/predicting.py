@@ -88,8 +88,8 @@ def _add_sweep(commands) -> None:
     parser = commands.add_parser(
         "sweep",
         help="simulate all combinations of a grid file",
-        description="A JSON or TOML file gives lists for system, model, hardware, batch, prompt_len, gen_len (and "
-        "dtype, clock). A stopped sweep goes on with the same command.",
+        description="A JSON or TOML file gives lists for system (names and policy files), model, hardware, batch, "
+        "prompt_len, gen_len (and dtype, clock, memories and rates). A stopped sweep goes on with the same command.",
     )
     parser.add_argument("grid", type=Path, help="grid file")
     parser.add_argument("--out", type=Path, help="table to write, .csv or .parquet (the grid's name, .csv)")
