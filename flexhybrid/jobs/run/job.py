@@ -214,7 +214,13 @@ class Job:
         with (
             stop_on_signal() as stop,
             Progress(
-                plan.tokens, "tokens", "tok", options.quiet, plan.seconds, failed, int((self.states == PENDING).sum())
+                plan.tokens,
+                "tokens",
+                "tok",
+                options.quiet,
+                plan.seconds,
+                failed=failed,
+                answers=int((self.states == PENDING).sum()),
             ) as self.progress,
         ):
             self.progress.predicted_rate = plan.expected_tokens / plan.seconds if plan.seconds else None

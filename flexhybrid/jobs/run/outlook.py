@@ -175,7 +175,16 @@ class Outlook:
         prompts = self.workload.prompt_tokens[runs] + ages
         places = np.arange(len(runs))
         shared = self.workload.shared_tokens[runs]
-        return Stints(places, places, prompts, 0 * places, 1 + np.maximum(more, 1), places < 0, shared, shared)
+        return Stints(
+            request=places,
+            mini_batch=places,
+            prompt_tokens=prompts,
+            joined=0 * places,
+            left=1 + np.maximum(more, 1),
+            surplus=places < 0,
+            shared_tokens=shared,
+            found_tokens=shared,
+        )
 
     def _expected(self, requests: np.ndarray, ages: np.ndarray) -> np.ndarray:
         """Return the lengths of answers that have ``ages`` tokens, as far as others show them."""
