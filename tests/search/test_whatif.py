@@ -7,7 +7,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from test_cli import grid, strict_json
 
 from flexhybrid import cli
 from flexhybrid.core.errors import InputError
@@ -33,7 +32,7 @@ SMALL = replace(shape_by_name("opt-1.3b"), num_layers=3)
 
 def asked(*arguments: str, capsys) -> dict:
     assert cli.main(["simulate", *MODEL, *arguments, "--json"]) == 0
-    return strict_json(capsys.readouterr().out)
+    return json.loads(capsys.readouterr().out)
 
 
 def test_side_by_side_each_system_is_what_it_is_alone(capsys):
@@ -123,7 +122,7 @@ def test_costs_are_of_the_record_and_only_there(tmp_path, capsys):
     sheet.save(tmp_path / "mine.json")
     mine = (*MODEL[:3], str(tmp_path / "mine.json"), *MODEL[4:], "--batch", "4", "--system", "kv_only")
     assert cli.main(["simulate", *mine, "--json"]) == 0
-    record = strict_json(capsys.readouterr().out)
+    record = json.loads(capsys.readouterr().out)
     hours = 1e6 / record["tokens_per_s"] / 3600
     assert record["dollars_per_million_tokens"] == pytest.approx(0.36 * hours)
     assert record["kwh_per_million_tokens"] == pytest.approx(0.07 * hours)
@@ -132,7 +131,7 @@ def test_costs_are_of_the_record_and_only_there(tmp_path, capsys):
     bare = replace(sheet, price_per_hour=None, watts=None)
     bare.save(tmp_path / "mine.json")
     assert cli.main(["simulate", *mine, "--json"]) == 0
-    assert not {"dollars_per_million_tokens", "kwh_per_million_tokens"} & strict_json(capsys.readouterr().out).keys()
+    assert not {"dollars_per_million_tokens", "kwh_per_million_tokens"} & json.loads(capsys.readouterr().out).keys()
     with pytest.raises(InputError, match="watts is -1"):
         replace(sheet, watts=-1.0)
 
@@ -153,7 +152,8 @@ def test_a_sweep_takes_policy_files_and_memories(tmp_path):
         'gen_len = 4\nhost_memory = ["1MiB", "2GiB"]\nlink_gb_per_s = 4\n'
     )
     out = tmp_path / "out.csv"
-    assert cli.main(["sweep", grid(tmp_path, text), "--out", str(out), "--workers", "1", "--quiet"]) == 0
+    (tmp_path / "grid.toml").write_text(text)
+    assert cli.main(["sweep", str(tmp_path / "grid.toml"), "--out", str(out), "--workers", "1", "--quiet"]) == 0
     with open(out, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [bool(row["error"]) for row in rows] == [True, False, True, False]
