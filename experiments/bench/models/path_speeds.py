@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +18,6 @@ import torch
 from experiments.bench.harness import Table, seconds_in_turn, seconds_of
 from experiments.bench.models.layer_kinds import save_config, shape_in
 from experiments.bench.models.module_path import LINK_GB_PER_S, WIDE, policies_of_width, streamed
-from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.runtime.models.empty_model import empty_model
 from flexhybrid.runtime.session import Session
@@ -28,8 +28,8 @@ FAST, TURNS, PRODUCT_REPEATS = "llama", 5, 7
 SIZES: dict[str, Any] = WIDE | dict(num_hidden_layers=3, head_dim=64, sliding_window=2048, dtype="float32")
 MODULES = ("llama", "qwen3", "gemma2", "gemma3_text", "phi3")
 PRODUCTS = ("project", "kv_gen", "finish")
-#: 3 % below what a decode by a file of ours reaches of its bound (results/amd-epyc-avx512-2-cores).
-FAST_BARS = {"kv_only": 0.9, "hybrid(0.5)": 0.5}
+#: Of its bound, what a decode by a file of ours reaches at least. Trees are held against each other by the rows.
+FAST_BARS = {"kv_only": 0.85, "hybrid(0.5)": 0.5}
 MODULE_BAR = 0.9  #: of the other path's: below, a file of its own would pay
 
 
@@ -54,6 +54,9 @@ def _saved(folder: Path, model_type: str) -> Path:
 
 
 def _add(table: Table, policy: str, bounds: dict[str, dict[str, float]], seconds: dict[str, list[float]]) -> None:
+    # Models of one size need the same products. Their own may be more: KV-Gen of Phi-3, whose queries, keys and values
+    # are one matrix, computes queries too.
+    bounds = {name: of | {"products_s": bounds[FAST]["products_s"]} for name, of in bounds.items()}
     reached = {name: [max(bounds[name].values()) / s for s in of_name] for name, of_name in seconds.items()}
     name = f"fast path: decode speed over its bound, {policy}"
     table.at_least(
@@ -76,11 +79,12 @@ def bound_s(session: Session) -> dict[str, float]:
         elif task.verb in PRODUCTS and task.work.tokens:
             columns = task.work.flops / (2 * task.work.tokens * shape.hidden)
             products[int(task.work.tokens), round(columns)] += 1
-    computed = sum(count * _product_s(*size, shape) for size, count in products.items())
+    computed = sum(count * _product_s(*size, shape.hidden) for size, count in products.items())
     return {"link_s": link_bytes / (1e9 * LINK_GB_PER_S), "products_s": computed}
 
 
-def _product_s(rows: int, columns: int, shape: ModelShape) -> float:
-    """Return the least seconds of a product [rows, h] x [h, columns]."""
-    left, right = torch.randn(rows, shape.hidden), torch.randn(columns, shape.hidden)
+@cache
+def _product_s(rows: int, columns: int, hidden: int) -> float:
+    """Return the least seconds of a product [rows, hidden] x [hidden, columns], the same for all who have it."""
+    left, right = torch.randn(rows, hidden), torch.randn(columns, hidden)
     return min(seconds_of(lambda: torch.mm(left, right.t())) for _ in range(PRODUCT_REPEATS))
