@@ -73,7 +73,7 @@ Traces = dict[bool, list[TraceEvent]]  #: hiding -> events of a decode
 
 
 def measured_lines(traces: Traces) -> Hardware:
-    """Return lines through the median seconds of each verb's tasks; of the link one line, through all of its loads."""
+    """Return lines through the mean seconds of each verb's tasks; of the link one line, through all of its loads."""
     times = defaultdict(list)
     for task, start, end in (event for trace in traces.values() for event in trace):
         key = task.resource if task.resource in LINKS else task.verb
@@ -81,7 +81,7 @@ def measured_lines(traces: Traces) -> Hardware:
         times[key, task.work.flops, moved].append(end - start)
     samples = defaultdict(list)
     for (key, flops, moved), seconds in times.items():
-        samples[key].append((float(flops), float(moved), statistics.median(seconds)))
+        samples[key].append((float(flops), float(moved), statistics.fmean(seconds)))
     return fit_hardware(samples, name="here", device="cpu")
 
 
