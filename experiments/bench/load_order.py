@@ -51,7 +51,7 @@ SHAPE = ModelShape(
     attention=tuple(replace(PLAIN, window=(None, WINDOW)[layer % 2]) for layer in range(6)),
 )
 WORKLOAD = Workload.uniform(BATCH, CONTEXT, MAX_TOKENS)
-RATES = (0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4)  #: GB/s of the paced link
+RATES = (0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1)  #: GB/s of the paced link
 #: Decides the split points, alike for both orders; nothing else.
 NOMINAL = Hardware(
     "nominal",
@@ -59,7 +59,7 @@ NOMINAL = Hardware(
     {"compute": Line(4e-5, 1e-11, 1e-10), "h2d": Line(5e-5, 0.0, 1 / 0.14e9), "d2h": Line(5e-5, 0.0, 1 / 0.14e9)},
 )
 POLICIES = {hiding: kvpr_column("pipeline", hiding, max_mini_batch_tokens=1 << 20) for hiding in (True, False)}
-ROUNDS = 3
+ROUNDS = 5
 LAST = -2  #: iteration of a trace that ends its window
 LEAST_GAIN, MOST_APART = 5.0, 3.0  #: percent; points between what is predicted and what is measured
 
@@ -73,7 +73,7 @@ Traces = dict[bool, list[TraceEvent]]  #: hiding -> events of a decode
 
 
 def measured_lines(traces: Traces) -> Hardware:
-    """Return lines through the mean seconds of each verb's tasks; of the link one line, through all of its loads."""
+    """Return lines through the median seconds of each verb's tasks; of the link one line, through all of its loads."""
     times = defaultdict(list)
     for task, start, end in (event for trace in traces.values() for event in trace):
         key = task.resource if task.resource in LINKS else task.verb
@@ -81,7 +81,7 @@ def measured_lines(traces: Traces) -> Hardware:
         times[key, task.work.flops, moved].append(end - start)
     samples = defaultdict(list)
     for (key, flops, moved), seconds in times.items():
-        samples[key].append((float(flops), float(moved), statistics.fmean(seconds)))
+        samples[key].append((float(flops), float(moved), statistics.median(seconds)))
     return fit_hardware(samples, name="here", device="cpu")
 
 
