@@ -232,7 +232,7 @@ def test_the_report_opens_with_what_holds(done):
     assert found["paper"] is INFINIGEN and len(found["constants"]) == len(setup.constants())
     page = report.page(list(done.values()), [[b""] * len(one.figures) for one in done.values()])
     first = page.split("How to read the rest")[0]
-    assert "what holds" in first and "held-out rows" in first and "rtx-a6000 (assumed)" in first
+    assert "what holds" in first and "held-out rows" in first and "a6000-infinigen (fitted)" in first
     assert report.verdicts([done["infinigen-fig14"]]) == []  # its numbers are not all there
 
 

@@ -129,11 +129,15 @@ def split_point(
         best = (link - compute) / (slower + kv - act) if slower > 0 else most
     if whole_blocks:
         most = np.floor(most / BLOCK_TOKENS) * BLOCK_TOKENS
-        best = np.floor(best / BLOCK_TOKENS + 0.5) * BLOCK_TOKENS
+        if lines.rule != "pipeline":
+            best = np.floor(best / BLOCK_TOKENS + 0.5) * BLOCK_TOKENS
     best = np.clip(best, 0, most)
-    if lines.rule == "pipeline":  # whether what it costs at all is worth it
-        none, some = (split_seconds(lines, batch, context, tokens, num_mini_batches) for tokens in (0, best))
-        best = np.where(some < none, best, 0.0)
+    if lines.rule == "pipeline":  # of the neighbours the faster one, where it is worth what it costs at all
+        below = np.floor(best / BLOCK_TOKENS) * BLOCK_TOKENS
+        choices = [below, np.minimum(below + BLOCK_TOKENS, most)] if whole_blocks else [best]
+        choices = np.stack(np.broadcast_arrays(np.zeros_like(best), *choices))
+        seconds = split_seconds(lines, batch, context, choices, num_mini_batches)
+        best = np.take_along_axis(choices, seconds.argmin(axis=0)[None], axis=0)[0]
     return best
 
 
