@@ -38,11 +38,12 @@ def save_opt(folder, *, layers=2, heads=3, head_dim=16, ffn=40, vocab=61, positi
 def save_llama(folder, *, kind="llama", layers=2, heads=4, kv_heads=2, head_dim=16, hidden=None, ffn=40, vocab=61,
                positions=96, eos=2, tied=False, rope=None, theta=10_000.0, seed=0, scale=0.25, dtype=torch.float32,
                max_shard_size="1GB", **more):  # fmt: skip
-    """A random checkpoint of Llama, Mistral, Qwen2 or Qwen3 in Hugging Face layout; returns transformers' own model of
-    it in float32. ``more`` goes into its config."""
+    """A random checkpoint of Llama, Mistral, Qwen2, Qwen3 or Phi-3 in Hugging Face layout; returns transformers' own
+    model of it in float32. ``more`` goes into its config."""
     import transformers
 
-    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
+    name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3"}[kind]
+    more = more if kind != "phi3" else {"pad_token_id": 0, **more}  # its own lies beyond a small vocabulary
     config = getattr(transformers, f"{name}Config")(
         vocab_size=vocab, hidden_size=hidden or heads * head_dim, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=head_dim, intermediate_size=ffn, max_position_embeddings=positions,

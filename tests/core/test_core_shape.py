@@ -11,7 +11,7 @@ import pytest
 from flexhybrid.core import work
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import layer_layout
-from flexhybrid.core.model.shape import KNOWN_SHAPES, shape_by_name, shape_from_config, shape_of
+from flexhybrid.core.model.shape import KNOWN_SHAPES, has_own_file, shape_by_name, shape_from_config, shape_of
 
 
 def test_opt_30b_cache_of_one_token():
@@ -164,8 +164,26 @@ CONFIGS = [
     ("MistralConfig", dict(LLAMA_FIELDS, model_type="mistral", sliding_window=None)),
     ("Qwen2Config", dict(LLAMA_FIELDS, model_type="qwen2", dtype="bfloat16", tie_word_embeddings=True)),
     ("Qwen3Config", dict(LLAMA_FIELDS, model_type="qwen3")),
+    ("Phi3Config", dict(LLAMA_FIELDS, model_type="phi3", pad_token_id=0, sliding_window=20)),
     ("Qwen3Config", dict(LLAMA_FIELDS, model_type="qwen3", head_dim=16, eos_token_id=[3, 4])),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "rope, own",
+    [
+        ({"rope_type": "default"}, True),
+        ({"rope_type": "linear", "factor": 2.0}, True),
+        ({"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}, False),
+        ({"rope_type": "default", "partial_rotary_factor": 0.75}, False),
+    ],
+)
+def test_phi3_runs_through_transformers_layers_where_its_rotation_is_none_of_ours(tmp_path, rope, own):
+    config = LLAMA_FIELDS | {"model_type": "phi3", "rope_scaling": rope}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert has_own_file(tmp_path) == own
+    if own:
+        assert shape_from_config(tmp_path).eos_token_ids == (32000,)
 
 
 @pytest.mark.parametrize("config_class, fields", CONFIGS)

@@ -35,7 +35,7 @@ def test_every_lossless_policy_gives_the_references_tokens(tmp_path_factory, dat
     if data.draw(st.booleans()):
         model = save_opt(folder, layers=layers, heads=3, head_dim=8, ffn=40, positions=96, seed=seed)
     else:  # grouped queries, heads wider than the model, sometimes Qwen2's biases
-        kind = data.draw(st.sampled_from(("llama", "qwen2", "qwen3")))
+        kind = data.draw(st.sampled_from(("llama", "qwen2", "qwen3", "phi3")))
         model = save_llama(folder, kind=kind, layers=layers, heads=4, kv_heads=2, head_dim=12, hidden=32, seed=seed)
     max_tokens = data.draw(st.integers(1, 18))
     lengths = data.draw(st.lists(st.integers(1, 96 - max_tokens), min_size=1, max_size=5))

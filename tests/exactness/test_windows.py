@@ -13,8 +13,8 @@ def windowed(draw) -> dict:
     """Arguments of ``models.save_llama``: one window for all layers, or layers with and without one."""
     layers, window = draw(st.integers(1, 4)), draw(st.sampled_from((2, 9, 16, 17, 40)))  # of 1 transformers sees all
     shape = dict(layers=layers, heads=4, kv_heads=2, head_dim=8, hidden=32, seed=draw(st.integers(0, 99)))
-    kind = draw(st.sampled_from(("mistral", "qwen2", "qwen3")))
-    if kind != "mistral":
+    kind = draw(st.sampled_from(("mistral", "qwen2", "qwen3", "phi3")))
+    if kind not in ("mistral", "phi3"):
         types = draw(st.lists(st.booleans(), min_size=layers, max_size=layers))
         shape |= dict(use_sliding_window=True, max_window_layers=0)
         shape |= dict(layer_types=[("full", "sliding")[sliding] + "_attention" for sliding in types])

@@ -1,5 +1,5 @@
-"""Llama, Mistral, Qwen2 and Qwen3: layer functions and rotation put together are transformers' own models; what of a
-checkpoint is read, what ignored, what refused."""
+"""Llama, Mistral, Qwen2, Qwen3 and Phi-3: layer functions and rotation put together are transformers' own models; what
+of a checkpoint is read, what ignored, what refused."""
 
 from __future__ import annotations
 
@@ -72,6 +72,8 @@ MODELS = {
     "qwen2": dict(kind="qwen2"),
     "qwen3": dict(kind="qwen3"),
     "qwen3 wide heads": dict(kind="qwen3", tied=True, heads=3, kv_heads=1, head_dim=24, hidden=40),
+    "phi3": dict(kind="phi3"),
+    "phi3 multi-head, tied": dict(kind="phi3", heads=3, kv_heads=3, tied=True, sliding_window=96),
     "qwen2 tied narrow heads": dict(kind="qwen2", tied=True, heads=3, kv_heads=3, head_dim=8, hidden=48),
 }  # fmt: skip
 
@@ -106,7 +108,7 @@ def test_the_logits_test_can_fail(tmp_path):
         assert (forward(folder, tokens) - wanted).abs().max() > 1e-2 * wanted.abs().max(), name
 
 
-@pytest.mark.parametrize("name", ["llama grouped", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama grouped", "qwen2", "qwen3", "phi3"])
 def test_bfloat16_stays_as_near_to_float32_as_transformers_does(tmp_path, name):
     reference = save_llama(tmp_path, dtype=torch.bfloat16, **MODELS[name])
     tokens = torch.randint(3, 61, (64,), generator=torch.Generator().manual_seed(2)).tolist()

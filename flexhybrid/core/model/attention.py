@@ -39,8 +39,8 @@ def kinds_from_config(config: dict, path: Path, num_layers: int) -> tuple[Attent
     """Return the kind of each layer of Llama and those built like it, as transformers decides it: one for all, or one
     for each. A field that is absent has transformers' default. Raise InputError for a broken ``layer_types``."""
     model_type, kinds = config.get("model_type"), (PLAIN,)
-    if model_type == "mistral":
-        return (AttentionKind(config.get("sliding_window", 4096)),)
+    if model_type in ("mistral", "phi3"):
+        return (AttentionKind(config.get("sliding_window", 4096 if model_type == "mistral" else None)),)
     if model_type not in ("qwen2", "qwen3") or not config.get("use_sliding_window", False):
         return kinds
     sliding, layers = AttentionKind(config.get("sliding_window", 4096)), config.get("layer_types")

@@ -37,6 +37,15 @@ class Rope:
     truncate: bool = True  #: yarn: whole dimensions bound the ramp
 
 
+def is_known_rotation(config: dict) -> bool:
+    """Return whether ``rope_from_config`` knows the type of rotation that a config.json asks for, of whole heads."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        return True  # for its error
+    whole = all(where.get("partial_rotary_factor") in (None, 1, 1.0) for where in (given, config))
+    return whole and (given.get("rope_type") or given.get("type") or "default") in ROPE_TYPES
+
+
 def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:  # noqa: C901 (a field after the other)
     """The rotation that a config.json asks for, read as transformers reads it.
 

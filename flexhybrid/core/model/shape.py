@@ -13,7 +13,7 @@ from flexhybrid.core.files import load_json
 from flexhybrid.core.model.attention import PLAIN, AttentionKind, kinds_from_config
 from flexhybrid.core.model.generation_config import end_tokens
 from flexhybrid.core.model.layers import ModuleLayers
-from flexhybrid.core.model.rope import Rope, rope_from_config
+from flexhybrid.core.model.rope import Rope, is_known_rotation, rope_from_config
 from flexhybrid.core.model.states import LayerState
 from flexhybrid.core.policy import GROUP_ELEMENTS
 
@@ -23,7 +23,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 #: model_type in config.json -> family. All families share the decoder-layer shape below; which ones the executor can
 #: run is the runtime's affair (flexhybrid.runtime.models).
-FAMILIES = {"opt": "opt", "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama"}
+FAMILIES = {"opt": "opt", "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "phi3": "llama"}
 
 
 class LayerKind(NamedTuple):
@@ -328,7 +328,8 @@ OPT_POSITION_OFFSET = 2
 #: Head size of Qwen3, whatever its hidden size, where the configuration does not say.
 QWEN3_HEAD_DIM = 128
 
-_QWEN = ("qwen2", "qwen3")
+#: model_type -> the end token where neither config.json nor generation_config.json names one; of the others it is 2.
+_END_TOKEN: dict[object, int | None] = {"qwen2": None, "qwen3": None, "phi3": 32000}
 
 
 #: Sizes of a row of ``KNOWN_SHAPES`` after its name; OPT's rows have the first three.
@@ -460,12 +461,15 @@ def shape_from_config(path: str | Path) -> ModelShape:
 
 
 def has_own_file(folder: Path) -> bool:
-    """Return whether a checkpoint is of ``FAMILIES``; others run through transformers' layers. True where its
-    config.json does not say what it is."""
+    """Return whether a checkpoint is of ``FAMILIES``; others run through transformers' layers, and so does a Phi-3
+    whose rotation is none of ours (longrope, part of a head). True where its config.json does not say what it is."""
     try:
-        kind = load_json(folder / "config.json").get("model_type")
+        config = load_json(folder / "config.json")
+        kind = config.get("model_type")
     except (InputError, OSError, AttributeError):
         return True  # for the error of ``shape_from_config``
+    if kind == "phi3":
+        return is_known_rotation(config)
     return not isinstance(kind, str) or kind in FAMILIES
 
 
@@ -559,7 +563,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
         vocab=size("vocab_size"),
         max_positions=size("max_position_embeddings"),
         dtype=dtype,
-        eos_token_ids=end_tokens(folder, config.get("eos_token_id", None if model_type in _QWEN else 2)),
+        eos_token_ids=end_tokens(folder, config.get("eos_token_id", _END_TOKEN.get(model_type, 2))),
     )
     if family == "opt":
         activation = config.get("activation_function", "relu")
@@ -590,7 +594,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
         tied_head=config.get("tie_word_embeddings", False),
         qkv_bias=model_type == "qwen2",
         qk_norm=model_type == "qwen3",
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        norm_eps=config.get("rms_norm_eps", 1e-5 if model_type == "phi3" else 1e-6),
         attention=kinds_from_config(config, path, common["num_layers"]),
     )
     return replace(shape, rope=rope_from_config(config, path, shape.max_positions))

@@ -1,4 +1,5 @@
-"""Llama and models built like it (Mistral, Qwen2, Qwen3) as functions on tensors, and the names of their weights.
+"""Llama and models built like it (Mistral, Qwen2, Qwen3, Phi-3) as functions on tensors, and the names of their
+weights.
 
 Shapes: R rows (new tokens), h hidden. ``w`` maps a layout name (flexhybrid.core.model.layout) to its row parts, because
 a matrix may lie partly in resident and partly in streamed memory. All functions follow transformers' LlamaForCausalLM.
@@ -34,6 +35,16 @@ def layer_tensors(shape: ModelShape) -> dict[str, tuple[str, ...]]:
     if shape.qk_norm:
         tensors |= {"k_norm.weight": ("self_attn.k_norm.weight",), "q_norm.weight": ("self_attn.q_norm.weight",)}
     return tensors
+
+
+def packed_tensors(shape: ModelShape) -> dict[str, dict[str, int]]:
+    """Return {tensor of a layer of Phi-3's checkpoints: {the tensors of ``layer_tensors`` in it: their rows}}, in the
+    order of the rows."""
+    qkv = {"q": shape.query_width, "k": shape.kv_width // 2, "v": shape.kv_width // 2}
+    return {
+        "self_attn.qkv_proj.weight": {f"self_attn.{name}_proj.weight": rows for name, rows in qkv.items()},
+        "mlp.gate_up_proj.weight": {f"mlp.{name}_proj.weight": shape.ffn for name in ("gate", "up")},
+    }
 
 
 def outer_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:

@@ -20,6 +20,7 @@ from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.shape import ModelShape, checkpoint_folder, has_own_file, shape_of_checkpoint
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.models.empty_model import TensorNames, empty_model
+from flexhybrid.runtime.models.llama import packed_tensors
 from flexhybrid.runtime.storage.conversion import Conversion
 
 #: Dtypes of stored weights -> safetensors' names of them.
@@ -48,6 +49,8 @@ class Checkpoint:
         self._model = architecture(self.shape)
         self._stored = _stored_tensors(self.path)
         self.prefix = self._find_prefix()
+        if self.shape.family == "llama":
+            self._unpack(packed_tensors(self.shape))
         self._check_shapes()
 
     def _find_prefix(self) -> str:
@@ -58,6 +61,17 @@ class Checkpoint:
         raise InputError(
             f"{self.path}: the checkpoint holds none of {', '.join(names)}; is it a {self.shape.family} model?"
         )
+
+    def _unpack(self, packed: dict[str, dict[str, int]]) -> None:
+        """Let parts of packed tensors (``packed_tensors``) stand as tensors of their own, where all their rows are."""
+        for layer in range(self.shape.num_layers):
+            for name, parts in packed.items():
+                whole, first = self._stored.get(self._layer_name(layer, name)), 0
+                if whole is None or whole.shape != [sum(parts.values()), self.shape.hidden]:
+                    continue
+                for part, rows in parts.items():
+                    self._stored[self._layer_name(layer, part)] = whole.rows(first, first + rows)
+                    first += rows
 
     def _layer_name(self, layer: int, tensor: str) -> str:
         return f"{self.prefix}layers.{layer}.{tensor}"
@@ -204,6 +218,10 @@ class _Stored(NamedTuple):
     shape: list[int]
     dtype: str  #: by safetensors' name
     read: Callable[[], torch.Tensor]
+
+    def rows(self, first: int, end: int) -> "_Stored":
+        """Return rows first … end - 1 as a tensor."""
+        return self._replace(shape=[end - first, *self.shape[1:]], read=lambda: self.read()[first:end])
 
 
 def _open_safetensors(path: Path) -> dict[str, _Stored]:
