@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO, NamedTuple, NoReturn
 
 import numpy as np
 from tqdm import tqdm
@@ -31,6 +31,13 @@ MOST_TOKENS = 1 << 30  #: of a line that are believed
 PENDING, ANSWERED, FAILED = 0, 1, 2  #: of a line: not done, an answer, an error
 
 
+class Kept(NamedTuple):
+    """What is known of an output file. It changes at once: an interrupt may meet any statement."""
+
+    size: int  #: bytes that are written and counted
+    waiting: bytes = b""  #: whole lines that come behind them
+
+
 class AnswerFile:
     """An output file, locked by this process until it is closed or dead. Before the first ``append``: ``clear``, or
     ``check`` and ``repair``."""
@@ -38,8 +45,7 @@ class AnswerFile:
     def __init__(self, path: Path):
         """Raises InputError where it cannot be written, or another process is writing it."""
         self.path = path
-        self._size, self._lacks_end, self._unsynced, self._synced_at = 0, False, 0, time.monotonic()
-        self._waiting = b""  # whole lines for which the disk has no room
+        self._kept, self._lacks_end, self._unsynced, self._synced_at = Kept(0), False, 0, time.monotonic()
         self._retry_at = 0.0  # time of the next attempt on a full disk; 0: it is not full
         self._failure: InputError | None = None
         with file_errors(f"write {path}"):
@@ -85,41 +91,41 @@ class AnswerFile:
                 if num_tokens is not None:
                     num_tokens[answer.number - 1] = min(max(answer.num_tokens, 0), MOST_TOKENS)
                 size += len(raw)
-        self._size, self._lacks_end = size, not ends_line
+        self._kept, self._lacks_end = Kept(size), not ends_line
 
     def repair(self) -> None:
         """Cut the torn tail that ``check`` found, or end a last line that lacks nothing else."""
         with file_errors(f"write {self.path}"):
-            os.ftruncate(self._fd, self._size)
+            os.ftruncate(self._fd, self._kept.size)
             if self._lacks_end:
-                self._size += os.write(self._fd, b"\n")
+                self._kept = Kept(self._kept.size + os.write(self._fd, b"\n"))
         self.sync()
 
     def clear(self) -> None:
         """Begin anew."""
         with file_errors(f"write {self.path}"):
             os.ftruncate(self._fd, 0)
-        self._size = 0
+        self._kept = Kept(0)
         self.sync()
 
     def append(self, lines: list[bytes]) -> None:
         """Write whole lines; on a full disk, keep them until there is room. Raise InputError where writing fails
         otherwise, or too many wait; the lines that were written whole are kept, and none is written any more."""
-        full, self._waiting = self._retry_at > 0, self._waiting + b"".join(lines)
-        if self._waiting and (not full or time.monotonic() >= self._retry_at):
+        self._kept = self._kept._replace(waiting=self._kept.waiting + b"".join(lines))
+        if self._kept.waiting and (not self._retry_at or time.monotonic() >= self._retry_at):
             self._write_waiting()
-        if len(self._waiting) > MOST_WAITING_BYTES:
+        if len(self._kept.waiting) > MOST_WAITING_BYTES:
             self._fail(os.strerror(errno.ENOSPC))
         self.sync_if_due()
 
     def finish(self) -> None:
         """Wait until all lines are on the disk. Raise InputError where there is no room for ROOM_WAIT_S."""
         until = time.monotonic() + ROOM_WAIT_S
-        while self._waiting:
+        while self._kept.waiting:
             self._write_waiting()
-            if self._waiting and time.monotonic() >= until:
+            if self._kept.waiting and time.monotonic() >= until:
                 self._fail(os.strerror(errno.ENOSPC))
-            if self._waiting:
+            if self._kept.waiting:
                 time.sleep(RETRY_S)
         self.sync()
 
@@ -127,14 +133,15 @@ class AnswerFile:
         """Write the lines that wait, as many as there is room for."""
         if self._failure:
             raise self._failure
-        data, written, full = self._waiting, 0, self._retry_at > 0
+        (size, data), full = self._kept, self._retry_at > 0
+        written = self._written_before(size, data)
         try:
             while written < len(data):  # a disk that is nearly full takes a part, and says why with the next
                 written += os.write(self._fd, data[written:])
         except OSError as error:
             written = data.rfind(b"\n", 0, written) + 1
             try:
-                os.ftruncate(self._fd, self._size + written)
+                os.ftruncate(self._fd, size + written)
             except OSError:  # the next run cuts it
                 self._fail(error.strerror)
             if error.errno not in FULL:
@@ -146,9 +153,16 @@ class AnswerFile:
             if full:
                 self._say(f"there is room for {self.path} again: what waited is written")
             self._retry_at = 0.0
-        self._size += written
-        self._waiting = data[written:]
+        self._kept = Kept(size + written, data[written:])
         self._unsynced += data.count(b"\n", 0, written)
+
+    def _written_before(self, size: int, data: bytes) -> int:
+        """Return how many of the bytes to be written at ``size`` are in the file: an interrupt (Ctrl-C) came before
+        they were counted."""
+        written = os.fstat(self._fd).st_size - size
+        if written and (written < 0 or os.pread(self._fd, written, size) != data[:written]):
+            self._fail("something else has changed it")
+        return written
 
     def _fail(self, reason: str | None) -> NoReturn:
         """Write nothing any more."""

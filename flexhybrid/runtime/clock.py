@@ -69,6 +69,7 @@ class Lane:
         self.perform = perform
         self.lanes: dict[str, Lane] = {}
         self.fail: Callable[[BaseException], None] = lambda error: None
+        self.around: Callable[[Callable[[], None]], None] = lambda loop: loop()  #: calls the thread's loop
         self.failed = False
         self.passed = 0
         self.submitted = 0
@@ -192,7 +193,8 @@ class Lane:
 
 def _loop(lanes: list[Lane]) -> None:
     """Run the one lane of a list, and take it from there: a thread pool keeps the arguments a moment too long."""
-    lanes.pop().loop()
+    lane = lanes.pop()
+    lane.around(lane.loop)
 
 
 class LaneThreads(dict[str, ThreadPoolExecutor]):

@@ -27,6 +27,7 @@ from flexhybrid.runtime.executor import EngineParts, Executor
 from flexhybrid.runtime.kernels.sampling import NO_TOKEN
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.logprob_log import Noted
+from flexhybrid.runtime.models.interrupted import hosted
 from flexhybrid.runtime.process_settings import NO_CUDNN_ATTENTION, NO_TF32
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters
@@ -180,6 +181,8 @@ class Engine:
             all_threads = partial(_compute_with, self.num_threads)
             lanes = [Lane("compute", perform, all_threads, threads["compute"])]
             lanes += [Lane(name, perform, None, threads[name]) for name in ("h2d", "d2h")]
+        if executor.modules:
+            next(lane for lane in lanes if lane.name == "compute").around = hosted
         host = Lane("host_compute", perform, partial(_compute_with, self.host_threads), threads["host_compute"])
         disk = [Lane(name, perform, None, threads[name]) for name in ("disk_read", "disk_write")]
         return [*lanes, host, *disk]

@@ -30,6 +30,7 @@ from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.forecast import describe
 from flexhybrid.runtime.buffers import Buffers
+from flexhybrid.runtime.models.interrupted import hosted
 from flexhybrid.runtime.models.states import groups_of
 from flexhybrid.runtime.models.transformer import missing_kernels
 from flexhybrid.runtime.runnable import check_runnable
@@ -130,12 +131,16 @@ def test_the_plan_of_memory_holds_what_recurrent_layers_have_in_work(models, mod
         weights = Weights(checkpoint.shape, checkpoint, dtype, cpu, policy)
         with closing(weights), Session.of(weights, policy, workload, hardware=machine()) as session:
             plan = memory_plan(session.wave.problem, policy, session.engine.buffers.sizes)["device"]
-            for task in stream(session.wave):
-                perform = partial(session.executor.perform, task)
-                if task.layer in checkpoint.shape.recurrent and task.verb in ("project", "finish"):
-                    shares.append(most_allocated(perform) / (plan["workspace"] + plan["state workspace"]))
-                else:
-                    perform()
+
+            def run_tasks(session=session, plan=plan) -> None:
+                for task in stream(session.wave):
+                    perform = partial(session.executor.perform, task)
+                    if task.layer in checkpoint.shape.recurrent and task.verb in ("project", "finish"):
+                        shares.append(most_allocated(perform) / (plan["workspace"] + plan["state workspace"]))
+                    else:
+                        perform()
+
+            hosted(run_tasks)
     assert least < max(shares) <= 1
 
 

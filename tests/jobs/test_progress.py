@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch.answers import AnswerFile
 from flexhybrid.batch.openai import Refused
 from flexhybrid.batch.replies import error_line
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import progress as progress_module
@@ -204,3 +206,69 @@ def test_a_full_disk_keeps_every_line_that_fitted(tmp_path, monkeypatch, at_once
         file.finish()  # there is room again
         file.close()
         assert path.read_bytes() == data
+
+
+def interrupted_at(line: int, function) -> bool:
+    """Call a function, and raise KeyboardInterrupt before the n-th line of the output file's own code; return whether
+    it has so many."""
+    left = [line]
+
+    def trace(frame, event, _argument):
+        if frame.f_code.co_filename != answers_module.__file__:
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    earlier = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(earlier)
+    return False
+
+
+@pytest.mark.parametrize("call", ["append", "finish"])
+def test_an_interrupt_writes_no_answer_twice_wherever_it_comes(tmp_path, monkeypatch, call):
+    """What was written before it came, and was not counted yet, was written again at the end."""
+    lines = [error_line(number, Refused("c", "text")) for number in range(1, 6)]
+    monkeypatch.setattr(answers_module, "RETRY_S", 0.0)
+    write, met = os.write, set()
+
+    def in_two_pieces(descriptor, piece):
+        return write(descriptor, piece[:100])
+
+    for place in range(1, 200):
+        file = AnswerFile(tmp_path / f"{place}")
+        file.clear()
+        file.append(lines[:2])
+        with monkeypatch.context() as patch:
+            if call == "finish":
+                patch.setattr(answers_module.os, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "")))
+                file.append(lines[2:])
+            patch.setattr(answers_module.os, "write", in_two_pieces)
+            came = interrupted_at(place, partial(file.append, lines[2:]) if call == "append" else file.finish)
+        file.finish()
+        file.close()
+        written = file.path.read_bytes()
+        assert written in (b"".join(lines), b"".join(lines[:2]))
+        met.add(written)
+        if not came:
+            break
+    assert place > 10 and len(met) == (2 if call == "append" else 1)
+
+
+def test_an_output_that_something_else_changes_is_not_written(tmp_path):
+    file = AnswerFile(tmp_path / "out.jsonl")
+    file.clear()
+    file.append([b'{"id": 1}\n'])
+    with open(file.path, "ab") as other:
+        other.write(b"of another program\n")
+    with pytest.raises(InputError, match="something else has changed it"):
+        file.append([b'{"id": 2}\n'])
+    file.close()

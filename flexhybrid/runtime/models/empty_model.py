@@ -17,6 +17,7 @@ from flexhybrid.core.model.attention import AttentionKind
 from flexhybrid.core.model.generation_config import end_tokens
 from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
+from flexhybrid.runtime.models.interrupted import hosted
 from flexhybrid.runtime.models.latent import tensors_in
 from flexhybrid.runtime.models.probe import ROWS, AttentionFacts, LayerFacts, look
 from flexhybrid.runtime.models.transformer import Layers, Refused, build, check_libraries, decoder_layers, one_line
@@ -64,14 +65,18 @@ def _empty_model(folder: Path, configuration: str, generation: str) -> EmptyMode
         if "auto_map" in config:
             raise Refused("its code is remote, in the checkpoint; such code is never run")
         model = build(folder)
-        with Layers(model) as layers:
-            facts = look(layers, _positions(model.config.get_text_config()))
-            return EmptyModel(_shape(folder, model, layers, facts, "text_config" in config), model, facts)
+        return hosted(lambda: _looked_at(folder, model, "text_config" in config))
     except Exception as error:  # Refused; or whatever a model raises whose modules are built in a way of their own
         reason = error if isinstance(error, Refused) else f"its modules are not as expected ({one_line(error)})"
         raise InputError(
             f"{folder}: models of type {config.get('model_type')!r} cannot be run exactly: {reason}"
         ) from None
+
+
+def _looked_at(folder: Path, model, is_part: bool) -> EmptyModel:
+    with Layers(model) as layers:
+        facts = look(layers, _positions(model.config.get_text_config()))
+        return EmptyModel(_shape(folder, model, layers, facts, is_part), model, facts)
 
 
 def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part: bool) -> ModelShape:

@@ -1,28 +1,71 @@
 """Functions that are interrupted where they say so, and go on from there when they are told to.
 
-Each runs in a greenlet. One that has ended is used again by the next function of its thread: to make one takes ten
-times as long (some 10 µs), as its frames get memory of their own.
+Each runs in a greenlet. One that has ended is used again by the next function: to make one takes ten times as long
+(some 10 µs), as its frames get memory of their own.
+
+A greenlet's part of the C stack stands on the frames of whoever switched to it last. torch walks the whole stack for
+every error that it raises, and the process dies where what lies below a greenlet's part is not what that was begun on.
+So all of them are switched to from one line of one frame (``hosted``), which stays where it is.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-_ENDED = object()  #: what a greenlet gives when its function has ended
+Result = TypeVar("Result")
+
+_ENDED, _RAISED = object(), object()  #: what a greenlet gives when its function has ended, or raised an error
+_LEFT = object()  #: what a function is resumed with that is to end where it is
 
 
 class _Left(BaseException):
     """Ends a function that is not gone on with."""
 
 
-class _Idle(threading.local):
-    def __init__(self):
-        self.runs: list[Run] = []
+class _Switch(NamedTuple):
+    """Asks the host to switch to a greenlet."""
+
+    worker: Any
+    value: Any
 
 
-_idle = _Idle()
+class _Worker(NamedTuple):
+    greenlet: Any
+    place: list[Any]  #: a function before it runs, its result or error behind
+
+
+class _Host(threading.local):
+    base: Any = None  #: the greenlet from which all others of this thread are switched to; None: nothing is hosted
+    whole: Any = None  #: that of the hosted function
+    idle: list[_Worker]
+
+
+_host = _Host()
+
+
+def hosted(function: Callable[[], Result]) -> Result:
+    """Return what a function returns, which may use ``started`` as long as it runs, in this thread."""
+    import greenlet
+
+    if _host.base is not None:
+        return function()
+    switched_to: Any = greenlet.greenlet(lambda _: function())
+    callers, value = [], None
+    _host.base, _host.whole, _host.idle = greenlet.getcurrent(), switched_to, []
+    try:
+        while True:
+            value = switched_to.switch(value)  # the one line
+            if type(value) is _Switch:
+                callers.append(switched_to)
+                switched_to, value = value
+            elif _host.whole.dead:
+                return value
+            else:
+                switched_to = callers.pop()
+    finally:
+        _host.base, _host.whole, _host.idle = None, None, []
 
 
 class Run:
@@ -31,34 +74,47 @@ class Run:
     def __init__(self):
         import greenlet
 
-        self._place: list[Any] = []  # the function before it runs, its result behind
-        self._greenlet = greenlet.greenlet(_serve)
+        if _host.base is None:
+            raise RuntimeError("functions that are interrupted run within hosted()")
+        new = not _host.idle
+        self._worker: _Worker | None = _Worker(greenlet.greenlet(_serve, _host.base), []) if new else _host.idle.pop()
+
+    @property
+    def ended(self) -> bool:
+        return self._worker is None
 
     def resume(self, value: Any) -> Any:
         """Go on with the function, for which ``interrupt`` returns ``value``; return as ``started``."""
-        return self._given(self._greenlet.switch(value))
+        if (worker := self._worker) is None:
+            raise RuntimeError("the function has ended")
+        given = _host.base.switch(_Switch(worker.greenlet, value))
+        if given is not _ENDED and given is not _RAISED:
+            return given
+        result, self._worker = worker.place.pop(), None
+        _host.idle.append(worker)
+        if given is _RAISED:
+            try:
+                raise result
+            finally:
+                del result  # its traceback holds this frame
+        return result
 
     def leave(self) -> None:
         """End the function where it is."""
-        self._given(self._greenlet.throw(_Left))
+        self.resume(_LEFT)
 
     def _begin(self, function: Callable[[], Any]) -> Any:
-        import greenlet
-
-        self._greenlet.parent = greenlet.getcurrent()
-        self._place.append(function)
-        return self.resume(self._place)
-
-    def _given(self, given: Any) -> Any:
-        if given is not _ENDED:
-            return given
-        _idle.runs.append(self)
-        return self._place.pop() if self._place else None
+        place = self._worker.place if self._worker else []
+        place.append(function)
+        return self.resume(place)
 
 
 def started(function: Callable[[], Any]) -> tuple[Run, Any]:
-    """Run a function until it is interrupted, or to its end: return what it was interrupted with, or its result."""
-    run = _idle.runs.pop() if _idle.runs else Run()
+    """Run a function until it is interrupted, or to its end: return what it was interrupted with, or its result.
+
+    Raise what it raises, and RuntimeError outside of ``hosted``.
+    """
+    run = Run()
     return run, run._begin(function)
 
 
@@ -67,10 +123,12 @@ def interrupt(value: Any) -> Any:
     it is resumed with. Raise RuntimeError where no such function runs."""
     import greenlet
 
-    parent = greenlet.getcurrent().parent
-    if parent is None:
+    if _host.base is None or greenlet.getcurrent() is _host.whole:
         raise RuntimeError("nothing runs here that could be gone on with")
-    return parent.switch(value)
+    given = _host.base.switch(value)
+    if given is _LEFT:
+        raise _Left
+    return given
 
 
 def _serve(place: list[Any]) -> None:
@@ -78,9 +136,14 @@ def _serve(place: list[Any]) -> None:
     import greenlet
 
     while True:
+        given = _ENDED
         try:
             place.append(place.pop()())
-        except _Left:  # nobody waits for its result
-            place.clear()
-        caller: Any = greenlet.getcurrent().parent
-        caller.switch(_ENDED)
+        except greenlet.GreenletExit:  # nobody holds it any more
+            raise
+        except _Left:
+            place[:] = [None]  # nobody waits for its result
+        except BaseException as error:
+            place[:] = [error]
+            given = _RAISED
+        _host.base.switch(given)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.runtime.models.interrupted import interrupt, started
+from flexhybrid.runtime.models.interrupted import Run, interrupt, started
 from flexhybrid.runtime.models.text_part import takes_more_than_text, text_part
 
 NAME = "flexhybrid"  #: of our attention, as transformers knows it
@@ -67,7 +67,7 @@ class Embedded(NamedTuple):
 
     hidden: torch.Tensor  #: of the first layer [1, R, h], or several of each token [n, 1, R, h]
     calls: list[LayerCall]  #: of each layer
-    rest: Any  #: the greenlet that waits; given the last hidden states, it returns logits
+    rest: Run  #: it waits; resumed with the last hidden states, it returns logits
 
 
 _AT_THE_LAST = object()  #: that forward tells so that it waits
@@ -299,18 +299,15 @@ class Layers:
         return embedded
 
     def _embed(self, ids: torch.Tensor, positions: torch.Tensor) -> Embedded:
-        import greenlet
-
         rows = dict(input_ids=ids[None], position_ids=positions[None], use_cache=False)
-        rest, self._records = greenlet.greenlet(lambda: self.model(**rows).logits[0]), {}
-        _rows.asked = True
+        self._records, _rows.asked = {}, True
         try:
-            paused = rest.switch() is _AT_THE_LAST
+            rest, interrupted_with = started(lambda: self.model(**rows).logits[0])
         finally:
             _rows.asked = False
             records, hidden = self._records, self._passed
             self._records = self._passed = None
-        if not paused or hidden is None or len(records) < len(self.layers):
+        if interrupted_with is not _AT_THE_LAST or hidden is None or len(records) < len(self.layers):
             raise Refused("its forward does not call each of its layers once")
         self.hidden_size, self.streams = hidden.shape[-1], hidden.shape[0] if hidden.dim() == 4 else 1
         return Embedded(hidden, [records[index] for index in range(len(self.layers))], rest)
@@ -325,14 +322,14 @@ class Layers:
             return rows[None]
         return rows.unflatten(1, (self.streams, -1)).transpose(0, 1).contiguous()[:, None]
 
-    def head(self, hidden_Rh: torch.Tensor, rest: Any = None) -> torch.Tensor:
+    def head(self, hidden_Rh: torch.Tensor, rest: Run | None = None) -> torch.Tensor:
         """Return the logits [R, vocab] of the last layer's hidden states. ``rest``: of ``Embedded``, of as many rows;
         None: another one."""
         if rest is None:
             zeros = torch.zeros(len(hidden_Rh), dtype=torch.int64, device=hidden_Rh.device)
             rest = self.embed(zeros, zeros).rest
-        logits = rest.switch(self.states_of(hidden_Rh))
-        if not rest.dead or logits.shape[0] != len(hidden_Rh):
+        logits = rest.resume(self.states_of(hidden_Rh))
+        if not rest.ended or logits.shape[0] != len(hidden_Rh):
             raise Refused("its forward does not end in one row of logits a token")
         return logits
 
@@ -403,7 +400,7 @@ def _read_directly(kind: type) -> type:
 class Pending(NamedTuple):
     """A layer that waits for its attention."""
 
-    run: Any  #: ``Run``
+    run: Run
     call: AttentionCall
 
 
