@@ -4,6 +4,7 @@ import ctypes
 import gc
 import platform
 import weakref
+from typing import Any, cast
 
 import pytest
 import torch
@@ -160,9 +161,9 @@ def test_errors_of_torch_are_raised_at_any_depth():
     def function():
         for _ in range(2):
             with pytest.raises(TypeError):
-                torch.ones(2) + None
+                torch.add(torch.ones(2), cast(Any, None))
             with pytest.raises(RuntimeError):
-                torch.ones(2) @ torch.ones(3)
+                torch.dot(torch.ones(2), torch.ones(3))
             interrupt(None)
 
     def use():

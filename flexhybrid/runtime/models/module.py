@@ -20,7 +20,7 @@ from flexhybrid.runtime.models.empty_model import empty_model
 from flexhybrid.runtime.models.latent import ActRows
 from flexhybrid.runtime.models.probe import Argument, AttentionFacts
 from flexhybrid.runtime.models.states import Group, RecurrentLayers, groups_of
-from flexhybrid.runtime.models.transformer import DTYPE, LayerCall, Layers, Pending, call_directly
+from flexhybrid.runtime.models.transformer import DTYPE, AttentionCall, LayerCall, Layers, Pending, call_directly
 
 Held = Sequence[torch.Tensor] | None  #: states of a step's requests in a layer, [B, …] each
 
@@ -55,7 +55,7 @@ class ModulePath:
         self.calls: dict[Any, list[LayerCall]] = {}  #: by step: how the model calls its layers
         self._rest: dict[Any, tuple[int, Any]] = {}  # by step: the rows of a forward that waits for its end, and it
         self._calls_at: dict[Any, tuple[torch.Tensor, list[LayerCall]]] = {}
-        self._pending: dict[int, Pending] = {}  # by slot
+        self._pending: dict[int, tuple[Pending | None, AttentionCall]] = {}  # by slot; None: ``recurrent`` has it
 
     # ---- weights
 
@@ -136,20 +136,21 @@ class ModulePath:
             del self.calls[step]  # they hold what layers lend
         if rows_of is None or self.facts[layer].state is None:
             pending = self.layers.begin(layer, self.layers.states_of(hidden_Rh), call)
+            made = pending.call
             act = rows_of.take()[0] if rows_of else hidden_Rh[:0]
         else:
+            pending = None
             made, act = self.recurrent.begin(slot, layer, hidden_Rh, call, self._groups[step], held, rows_of.take)
-            pending = Pending(None, made)
-        self._pending[slot] = pending
+        self._pending[slot] = pending, made
         shape, rows = self.shape, len(hidden_Rh)
         filled = fact.key_dim == fact.value_dim == shape.head_dim
         make = hidden_Rh.new_empty if filled else hidden_Rh.new_zeros
         kvq = make(rows, shape.kv_width + shape.query_width)
         keys, values, queries = self._heads(kvq, shape.num_heads)
-        keys[..., : fact.key_dim].copy_(pending.call.key)
-        values[..., : fact.value_dim].copy_(pending.call.value)
+        keys[..., : fact.key_dim].copy_(made.key)
+        values[..., : fact.value_dim].copy_(made.value)
         scaling = fact.key_dim**-0.5 if fact.scaling is None else fact.scaling
-        torch.mul(pending.call.query, scaling * shape.head_dim**0.5, out=queries[..., : fact.key_dim])
+        torch.mul(made.query, scaling * shape.head_dim**0.5, out=queries[..., : fact.key_dim])
         return kvq, act
 
     def _attention(self, layer: int) -> AttentionFacts:
@@ -171,7 +172,7 @@ class ModulePath:
 
     def sinks(self, slot: int) -> torch.Tensor:
         """Return the score of each head's sink [H], of the layer that waits in a slot for its attention."""
-        return self._pending[slot].call.options["s_aux"]
+        return self._pending[slot][1].options["s_aux"]
 
     def _heads(self, rows: torch.Tensor, num_queries: int = 0) -> tuple[torch.Tensor, ...]:
         """Return views of rows [R, (2·G + H)·d] head by head: keys and values [1, G, R, d], queries [1, H, R, d]."""
@@ -207,9 +208,9 @@ class ModulePath:
 
     def finish(self, slot: int, layer: int, attended: torch.Tensor) -> torch.Tensor:
         """Run the rest of a layer: [R, H·d] -> the next layer's hidden states [R, h]."""
-        pending, fact = self._pending.pop(slot), self._attention(layer)
+        (pending, _), fact = self._pending.pop(slot), self._attention(layer)
         heads = attended.view(1, len(attended), self.shape.num_heads, self.shape.head_dim)[..., : fact.value_dim]
-        if self.facts[layer].state:
+        if pending is None:
             return self.recurrent.finish(slot, heads[0])
         return self.layers.rows_of(self.layers.finish(pending, heads))
 
