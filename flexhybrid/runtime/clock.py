@@ -69,7 +69,7 @@ class Lane:
         self.perform = perform
         self.lanes: dict[str, Lane] = {}
         self.fail: Callable[[BaseException], None] = lambda error: None
-        self.around: Callable[[Callable[[], None]], None] = lambda loop: loop()  #: calls the thread's loop
+        self.around: Callable[[Callable[[], None]], None] = lambda tasks: tasks()  #: calls what runs the tasks
         self.failed = False
         self.passed = 0
         self.submitted = 0
@@ -143,21 +143,24 @@ class Lane:
     def loop(self) -> None:
         """Run the tasks of the queue until it ends or a lane fails."""
         try:
-            if self._on_start:
-                self._on_start()
-            before = ThreadAccount.now() if self.num_spans else None
-            while (item := self._queue.get()) is not None:
-                if self.failed:
-                    return
-                self._run(*item)
-            if before and (after := ThreadAccount.now()):
-                self.times.queued_s = after.queued_s - before.queued_s
-                self.times.wake_ups = after.wake_ups - before.wake_ups
-                self.times.preemptions = after.preemptions - before.preemptions
+            self.around(self._run_tasks)
         except Aborted:
             pass
         except BaseException as error:  # raised again by Clock.run(); a thread must not die silently
             self.fail(error)
+
+    def _run_tasks(self) -> None:
+        if self._on_start:
+            self._on_start()
+        before = ThreadAccount.now() if self.num_spans else None
+        while (item := self._queue.get()) is not None:
+            if self.failed:
+                return
+            self._run(*item)
+        if before and (after := ThreadAccount.now()):
+            self.times.queued_s = after.queued_s - before.queued_s
+            self.times.wake_ups = after.wake_ups - before.wake_ups
+            self.times.preemptions = after.preemptions - before.preemptions
 
     def _run(self, task: Task, waits, submitted_s: float) -> None:
         ended_s = max((self.lanes[resource].wait_complete(ordinal) for resource, ordinal in waits), default=-math.inf)
@@ -193,8 +196,7 @@ class Lane:
 
 def _loop(lanes: list[Lane]) -> None:
     """Run the one lane of a list, and take it from there: a thread pool keeps the arguments a moment too long."""
-    lane = lanes.pop()
-    lane.around(lane.loop)
+    lanes.pop().loop()
 
 
 class LaneThreads(dict[str, ThreadPoolExecutor]):

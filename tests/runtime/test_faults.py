@@ -21,6 +21,7 @@ import pytest
 import torch
 import warm_python
 from models import save_opt
+from tiny_models import save_tiny
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams
 from flexhybrid.core.policy import Placement
@@ -119,6 +120,22 @@ def check_fails_and_recovers(llm, expected, error, words, monkeypatch) -> None:
     assert tokens(llm) == expected
     llm.close()
     held.check(llm.paced.disk.directory)
+
+
+def test_an_error_inside_of_transformers_layer_gives_all_back(tmp_path, monkeypatch, no_collector):
+    """Its layers run interrupted, on stacks of their own; the error passes through all of them."""
+    pytest.importorskip("greenlet")
+    save_tiny(tmp_path, "granite")
+    expected = tokens(LLM(tmp_path, "kv_only", device="cpu", dtype="float32"))
+    llm = LLM(tmp_path, EVERYWHERE, device="cpu", dtype="float32", disk_dir=tmp_path / "scratch")
+    silu, calls = torch.nn.functional.silu, []
+
+    def fail(rows, *options, **others):
+        calls.append(len(rows))
+        return silu(rows, *options, **others) if len(calls) != 4 else torch.dot(torch.ones(2), torch.ones(3))
+
+    monkeypatch.setattr(torch.nn.functional, "silu", fail)
+    check_fails_and_recovers(llm, expected, RuntimeError, "inconsistent tensor size", monkeypatch)
 
 
 LANES = {

@@ -11,6 +11,7 @@ So all of them are switched to from one line of one frame (``hosted``), which st
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -40,6 +41,7 @@ class _Host(threading.local):
     base: Any = None  #: the greenlet from which all others of this thread are switched to; None: nothing is hosted
     whole: Any = None  #: that of the hosted function
     idle: list[_Worker]
+    workers: weakref.WeakSet[Any]  #: the greenlets of all functions that have not ended
 
 
 _host = _Host()
@@ -51,9 +53,11 @@ def hosted(function: Callable[[], Result]) -> Result:
 
     if _host.base is not None:
         return function()
-    switched_to: Any = greenlet.greenlet(lambda _: function())
-    callers, value = [], None
-    _host.base, _host.whole, _host.idle = greenlet.getcurrent(), switched_to, []
+    # The function is no closure of what runs it: a frame that an error holds keeps its closure when it is cleared.
+    switched_to: Any = greenlet.greenlet(_call)
+    callers, value = [], function
+    _host.base, _host.whole = greenlet.getcurrent(), switched_to
+    _host.idle, _host.workers = [], weakref.WeakSet()
     try:
         while True:
             value = switched_to.switch(value)  # the one line
@@ -65,7 +69,14 @@ def hosted(function: Callable[[], Result]) -> Result:
             else:
                 switched_to = callers.pop()
     finally:
-        _host.base, _host.whole, _host.idle = None, None, []
+        # An error's traceback may hold them longer than this thread lives, and their frames lie in their own memory.
+        for worker in list(_host.workers):
+            worker.throw()
+        _host.base, _host.whole, _host.idle, _host.workers = None, None, [], weakref.WeakSet()
+
+
+def _call(function: Callable[[], Result]) -> Result:
+    return function()
 
 
 class Run:
@@ -76,8 +87,11 @@ class Run:
 
         if _host.base is None:
             raise RuntimeError("functions that are interrupted run within hosted()")
-        new = not _host.idle
-        self._worker: _Worker | None = _Worker(greenlet.greenlet(_serve, _host.base), []) if new else _host.idle.pop()
+        if _host.idle:
+            self._worker: _Worker | None = _host.idle.pop()
+        else:
+            self._worker = _Worker(greenlet.greenlet(_serve, _host.base), [])
+            _host.workers.add(self._worker.greenlet)
 
     @property
     def ended(self) -> bool:
@@ -91,13 +105,13 @@ class Run:
         if given is not _ENDED and given is not _RAISED:
             return given
         result, self._worker = worker.place.pop(), None
-        _host.idle.append(worker)
-        if given is _RAISED:
-            try:
-                raise result
-            finally:
-                del result  # its traceback holds this frame
-        return result
+        if given is _ENDED:
+            _host.idle.append(worker)
+            return result
+        try:
+            raise result
+        finally:
+            del result  # its traceback holds this frame
 
     def leave(self) -> None:
         """End the function where it is."""
@@ -131,12 +145,12 @@ def interrupt(value: Any) -> Any:
     return given
 
 
-def _serve(place: list[Any]) -> None:
-    """Run functions, one after the other; none of them, nor its result, is held while the greenlet is idle."""
+def _serve(place: list[Any]) -> object:
+    """Run functions, one after the other, until one raises an error: its traceback holds frames of this greenlet. None
+    of them, nor its result, is held while the greenlet is idle."""
     import greenlet
 
     while True:
-        given = _ENDED
         try:
             place.append(place.pop()())
         except greenlet.GreenletExit:  # nobody holds it any more
@@ -145,5 +159,5 @@ def _serve(place: list[Any]) -> None:
             place[:] = [None]  # nobody waits for its result
         except BaseException as error:
             place[:] = [error]
-            given = _RAISED
-        _host.base.switch(given)
+            return _RAISED
+        _host.base.switch(_ENDED)
