@@ -23,6 +23,7 @@ from runs import run_wave
 from tiny_models import greedy, save_tiny, tiny_config
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.shape import FAMILIES
 from flexhybrid.runtime.models.empty_model import empty_model
 from flexhybrid.runtime.storage.loader import Checkpoint
 from sim import catalogue
@@ -104,8 +105,8 @@ def table(made: list[Row]) -> str:
         f"{count['exact']} gave the same tokens under all of them, {count['refused']} are refused before weights are",
         f"read, {count['wrong']} gave others; of {len(untried)} no tiny model could be made.",
         "",
-        "Windows were shorter than the prompts. opt, llama, mistral, qwen2 and qwen3 run on files of their own "
-        "otherwise; here they ran through transformers' layers.",
+        f"Windows were shorter than the prompts. {', '.join(FAMILIES)} run on files of their own otherwise; here "
+        "they ran through transformers' layers.",
         "",
         "## Exact",
         "",
