@@ -174,7 +174,11 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto: CUDA, if there is one)"
     )
-    parser.add_argument("--link-gb-per-s", type=float, help="pace of the link that a CPU has in place of a GPU's")
+    parser.add_argument(
+        "--link-gb-per-s",
+        type=float,
+        help="pace of the link that a CPU has in place of a GPU's, which copies reach",
+    )
 
 
 def _compare(args) -> dict:

@@ -143,9 +143,10 @@ def resolve_policy(policy: str | Path | Policy, shape: ModelShape) -> Policy | s
         return Policy.load(policy)
     if policy == "auto":
         return policy
-    from policy_search.systems import needs_lines, policy_anywhere, policy_here
+    from policy_search.systems import check_run, needs_lines, policy_anywhere, policy_here
 
     name = str(policy)
+    check_run(name, also=("auto",))
     if (anywhere := policy_anywhere(name, shape)) is not None:
         return anywhere
     if not needs_lines(name):  # a search decides its shares alone: whether it can be run is known now

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -328,9 +328,10 @@ def check(text: str) -> str:
     return text
 
 
-def parse(text: str) -> tuple[str, dict]:
+def parse(text: str, known: Iterable[str] | None = None, other: str = "") -> tuple[str, dict]:
     """Return (name, options) of a system written as a call. Raise InputError for an unknown name or option, a value of
-    the wrong kind, and a required option that is missing."""
+    the wrong kind, and a required option that is missing. The error of an unknown name lists ``known`` (all systems),
+    and ``other``, what would be accepted besides."""
     match = _CALL.fullmatch(text) if isinstance(text, str) else None
     name = match[1] if match else text
     if match is None and isinstance(text, str) and text.partition("(")[0].strip() in SYSTEMS:
@@ -338,7 +339,7 @@ def parse(text: str) -> tuple[str, dict]:
         closed = f"{begun}({rest.strip('() ')})" if rest.strip("() ") else begun
         raise InputError(f"system {text!r}: its brackets do not match; write {closed}")
     if match is None or name not in SYSTEMS:
-        raise unknown("system", name, names())
+        raise unknown("system", name, names() if known is None else known, other=other)
     entry, accepted = SYSTEMS[name], list(SYSTEMS[name].options)
     options: dict = {}
     for position, argument in enumerate(filter(None, (a.strip() for a in (match[2] or "").split(",")))):
@@ -396,9 +397,11 @@ def run_system(text: str, setting: Setting, clock: str = "closed") -> SimulatedR
 _NOWHERE = Hardware("nowhere", "cpu", {resource: Line(overhead_s=1.0) for resource in RESOURCES})
 
 
-def check_run(text: str) -> None:
-    """Raise InputError, by name and with the reason, for a system or an option that the executor cannot run."""
-    name, options = parse(text)
+def check_run(text: str, also: Iterable[str] = ()) -> None:
+    """Raise InputError, by name and with the reason, for a system or an option that the executor cannot run; of an
+    unknown name, with those that it can, behind ``also``, other names that are taken."""
+    runs = (name for name, entry in SYSTEMS.items() if not entry.only_simulated)
+    name, options = parse(text, [*also, *runs], other="a policy file (.json)")
     if reason := SYSTEMS[name].only_simulated:
         raise InputError(f"system {text!r} cannot be run: {reason}; `flexhybrid simulate` can")
     if name == "fastdecode" and options.get("gpus", 1) != 1:

@@ -12,13 +12,12 @@ from typing import Any
 from flexhybrid.core.context.selection import WHOLE_LAYERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.policy import Bits, Overlap, Placement, Policy, Selection
+from flexhybrid.core.policy import WHOLE_BATCH, Bits, Overlap, Placement, Policy, Selection
 from flexhybrid.core.units import parse_bytes
 
 _RESIDENT = Placement(device=1.0)
 #: CAPTURE's buffers hold 8,192 cached tokens, four requests of 2,048; ours also count each request's new token.
 CAPTURE_MINI_BATCH_TOKENS = 8192 + 16
-_WHOLE_BATCH = 1 << 30  #: a bound that no batch reaches: one mini-batch
 
 
 def _share(value, where: str) -> float:
@@ -66,13 +65,13 @@ def resident(max_mini_batch_tokens: int = 8192) -> Policy:
 
 def ideal() -> Policy:
     """Everything on a GPU that is large enough, the whole batch at once (InfiniGen's Ideal)."""
-    return Policy("ideal", _RESIDENT, cache={"kv@device": 1.0}, max_mini_batch_tokens=_WHOLE_BATCH, packing="fifo")
+    return Policy("ideal", _RESIDENT, cache={"kv@device": 1.0}, max_mini_batch_tokens=WHOLE_BATCH, packing="fifo")
 
 
 def deepspeed() -> Policy:
     """DeepSpeed ZeRO-Inference: one batch, layer after layer, weights streamed, keys and values on the device."""
     return Policy(
-        "deepspeed", cache={"kv@device": 1.0}, schedule="row", max_mini_batch_tokens=_WHOLE_BATCH,
+        "deepspeed", cache={"kv@device": 1.0}, schedule="row", max_mini_batch_tokens=WHOLE_BATCH,
         packing="fifo", weight_order="natural",
     )  # fmt: skip
 
@@ -81,7 +80,7 @@ def accelerate() -> Policy:
     """Hugging Face's offloaded static cache: weights resident, each layer's whole reserved cache copied in turn,
     nothing overlapped (KVPR section 4.1)."""
     return Policy(
-        "accelerate", _RESIDENT, cache={"kv@host": 1.0}, schedule="row", max_mini_batch_tokens=_WHOLE_BATCH,
+        "accelerate", _RESIDENT, cache={"kv@host": 1.0}, schedule="row", max_mini_batch_tokens=WHOLE_BATCH,
         packing="fifo", static_cache=True, overlap="none",
     )  # fmt: skip
 
@@ -100,7 +99,7 @@ def kvpr_row(split: str = "paper", act: str = "host") -> Policy:
     no layer inputs are kept (``policy_search.systems``)."""
     return Policy(
         f"kvpr_row({split})", _RESIDENT, cache={f"both(kv@host,act@{act})": 1.0}, schedule="row",
-        max_mini_batch_tokens=_WHOLE_BATCH, packing="fifo", split=split,
+        max_mini_batch_tokens=WHOLE_BATCH, packing="fifo", split=split,
     )  # fmt: skip
 
 
@@ -115,7 +114,7 @@ def kvpr_column(split: str = "paper", hiding: bool = True, max_mini_batch_tokens
     )  # fmt: skip
 
 
-def offloaded(max_mini_batch_tokens: int = _WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
+def offloaded(max_mini_batch_tokens: int = WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
     """FlexGen with everything but the cache on the device, as InfiniGen runs it: one task after the other."""
     return Policy(
         "offloaded", _RESIDENT, cache={"kv@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens, packing="fifo",
@@ -123,17 +122,17 @@ def offloaded(max_mini_batch_tokens: int = _WHOLE_BATCH, overlap: Overlap = "non
     )  # fmt: skip
 
 
-def int4(max_mini_batch_tokens: int = _WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
+def int4(max_mini_batch_tokens: int = WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
     """FlexGen's group-wise 4-bit cache: keys and values alone; the weights keep their native bits."""
     return replace(offloaded(max_mini_batch_tokens, overlap), name="int4", bits=Bits(kv=4))
 
 
-def quantized(kv: int = 4, max_mini_batch_tokens: int = _WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
+def quantized(kv: int = 4, max_mini_batch_tokens: int = WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
     """``int4`` with ``kv`` bits: 8, 4, 2 or 1 (the bits of InfiniGen's Figs. 11 and 19)."""
     return replace(int4(max_mini_batch_tokens, overlap), name=f"quantized({kv})", bits=Bits(kv=kv))
 
 
-def h2o(budget: float = 0.2, whole_layers: int = WHOLE_LAYERS, max_mini_batch_tokens: int = _WHOLE_BATCH) -> Policy:
+def h2o(budget: float = 0.2, whole_layers: int = WHOLE_LAYERS, max_mini_batch_tokens: int = WHOLE_BATCH) -> Policy:
     """H2O: heavy hitters and a recent window, a fixed share of the prompt, on the host. The first ``whole_layers`` keep
     all tokens, as layers 0 and 1 do in the authors' code."""
     name = f"h2o({_share(budget, 'h2o: the budget'):g})"
@@ -148,7 +147,7 @@ def infinigen(
     pool: float | str = 1.0,
     victim: str = "counter",
     expected: float | None = None,
-    max_mini_batch_tokens: int = _WHOLE_BATCH,
+    max_mini_batch_tokens: int = WHOLE_BATCH,
     **fields: Any,
 ) -> Policy:
     """InfiniGen: each layer's important tokens guessed one layer ahead, only those fetched; partial keys on the device.

@@ -72,7 +72,8 @@ class SimulatedRun:
     def to_dict(self) -> dict:
         """Plain JSON."""
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "policy"}
-        return {**plain, "total_s": self.total_s, "binding": self.binding, "policy": self.policy.to_dict()}
+        plain |= {"total_s": self.total_s, "binding": self.binding}
+        return {**plain, "policy": self.policy.to_dict(), "lossless": self.policy.lossless}
 
 
 _WaveRun = dict[str, Any]  #: one wave on either clock: fields of ``Prediction``, as ``Prediction.row`` has them

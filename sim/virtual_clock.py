@@ -77,17 +77,19 @@ class RunSummary:
     """What a run took, from its trace. Its two kinds, simulated and measured, differ in their type alone.
 
     The prefill ends with the last sample of the trace's first iteration. The decode goes from there to the last sample
-    of the last iteration, so that the edges between its iterations are in it. In a trace that starts with a decode
-    iteration, that one takes the prefill's place.
+    of the last iteration, so that the edges between its iterations are in it; where ``summarize`` was asked to leave
+    the last one out, to that of the one before. In a trace that starts with a decode iteration, that one takes the
+    prefill's place.
     """
 
     total_s: float  #: from the first task's start to the last sample's end
     prefill_s: float
     decode_s: float
     num_iterations: int  #: in the trace; with a prefill it is one of them
+    num_decoded: int  #: that ended in the decode's seconds
     generated_tokens: int
     tokens_per_s: float  #: generated tokens / total_s
-    decode_tokens_per_s: float  #: tokens of iterations 1, 2, … / decode_s; 0 without a decode
+    decode_tokens_per_s: float  #: tokens of these / decode_s; 0 without a decode
     link_bytes: dict[str, dict[str, int]]  #: each of LINKS -> {"load_kv": bytes, …} over the whole run
     decode_link_bytes: dict[str, dict[str, int]]  #: of iterations 1, 2, … (the weights that they read included)
     busy: dict[str, float]  #: resource -> share of the decode (of the whole run without one) it was at work
@@ -109,23 +111,24 @@ class MeasuredSummary(RunSummary):
 Summary = TypeVar("Summary", bound=RunSummary)
 
 
-def summarize(trace: list[TraceEvent]) -> SimulatedSummary:
-    """Reduce the trace of ``run`` to its times, tokens, traffic and busy shares. Raises ValueError for an empty one."""
-    return _summarize(trace, SimulatedSummary)
+def summarize(trace: list[TraceEvent], last: int = -1) -> SimulatedSummary:
+    """Reduce the trace of ``run`` to its times, tokens, traffic and busy shares. The decode ends with the iteration
+    ``last`` (as a list index: ``Window``). Raises ValueError for an empty trace."""
+    return _summarize(trace, last, SimulatedSummary)
 
 
-def summarize_measured(trace: list[TraceEvent]) -> MeasuredSummary:
+def summarize_measured(trace: list[TraceEvent], last: int = -1) -> MeasuredSummary:
     """Reduce the trace of an executor likewise. Raises ValueError for an empty one."""
-    return _summarize(trace, MeasuredSummary)
+    return _summarize(trace, last, MeasuredSummary)
 
 
-def _summarize(trace: list[TraceEvent], kind: type[Summary]) -> Summary:
+def _summarize(trace: list[TraceEvent], last: int, kind: type[Summary]) -> Summary:
     if not trace:
         raise ValueError("a trace without events has no summary")
     begin = min(event.start_s for event in trace)
     ends = iteration_ends(trace)
-    if not ends:
-        raise ValueError("a trace without a sample task has no summary")
+    if len(ends) + last < 0:
+        raise ValueError(f"a trace of {len(ends)} iterations has no summary that ends at iteration {last}")
     tokens: dict[int, int] = {}
     link_bytes: dict[str, dict[str, int]] = {link: {} for link in LINKS}
     decode_link_bytes: dict[str, dict[str, int]] = {link: {} for link in LINKS}
@@ -137,20 +140,22 @@ def _summarize(trace: list[TraceEvent], kind: type[Summary]) -> Summary:
                 by_verb = total[task.resource]
                 by_verb[task.verb] = by_verb.get(task.verb, 0) + task.work.link_bytes
     prefill_end, end = ends[0], max(ends)
-    total_s, prefill_s, decode_s = end - begin, prefill_end - begin, end - prefill_end
-    window = (prefill_end, end) if decode_s > 0 else (begin, end)
+    decode_end = max(ends[: len(ends) + last + 1])
+    total_s, prefill_s, decode_s = end - begin, prefill_end - begin, decode_end - prefill_end
+    window = (prefill_end, decode_end) if decode_s > 0 else (begin, end)
     busy: dict[str, float] = {}
     for task, start, stop in trace:
         inside = min(stop, window[1]) - max(start, window[0])
         busy[task.resource] = busy.get(task.resource, 0.0) + max(0.0, inside)
     span = max(window[1] - window[0], 1e-300)
     generated = sum(tokens.values())
-    decoded = generated - tokens[min(tokens)]
+    decoded = sum(tokens[iteration] for iteration in sorted(tokens)[1 : len(ends) + last + 1])
     return kind(
         total_s=total_s,
         prefill_s=prefill_s,
         decode_s=decode_s,
         num_iterations=len(ends),
+        num_decoded=len(ends) + last,
         generated_tokens=generated,
         tokens_per_s=generated / max(total_s, 1e-300),
         decode_tokens_per_s=decoded / decode_s if decode_s > 0 else 0.0,

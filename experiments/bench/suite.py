@@ -54,7 +54,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.jobs.compare.job import INSIDE, LINK_LADDER, virtual_decode
 from flexhybrid.jobs.compare.setting import MIXES
-from flexhybrid.jobs.compare.speed import Bench, MeasuredPolicy, PolicyRun
+from flexhybrid.jobs.compare.speed import LAST, Bench, MeasuredPolicy, PolicyRun
 from flexhybrid.jobs.machine import device_name
 from flexhybrid.jobs.profile.job import PROFILE_STEPS, TIMING_SHAPE, fastest_dtype, measure_hardware
 from flexhybrid.llm import LLM
@@ -205,7 +205,7 @@ class SpeedBench:
         searched = self.search(hardware)
         contenders = [*self.sweep, self._contender(searched.act_share)]
         problem = Problem(shape=self.shape, dtype=self.dtype, hardware=hardware)
-        predicted = [summarize(virtual_decode(problem, contender.policy, WORKLOAD)) for contender in contenders]
+        predicted = [summarize(virtual_decode(problem, contender.policy, WORKLOAD), LAST) for contender in contenders]
         # Overlap is judged where the two ideals are near each other; elsewhere every executor scores high.
         gaps = [abs(summary.busy.get("compute", 0) - summary.busy.get("h2d", 0)) for summary in predicted]
         judged = contenders[gaps.index(min(gaps))].policy

@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import shlex
 import shutil
 import sys
 import tempfile
@@ -44,6 +45,17 @@ class Columns:
         return header.index(self.prompt), None if self.custom_id is None else header.index(self.custom_id)
 
 
+def check_commas(path: Path, header: list[str]) -> None:
+    """Raise InputError, with a way out, for the header of a CSV file that other signs than commas separate."""
+    if len(header) == 1 and (separator := next((sign for sign in ";\t|" if sign in header[0]), None)):
+        words = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}[separator]
+        raise InputError(
+            f"{path} has {words} between its columns, and a CSV file is read with commas: export it so, or convert it, "
+            f'python3 -c "import csv, sys; csv.writer(sys.stdout).writerows(csv.reader(sys.stdin, '
+            f'delimiter={separator!r}))" < {shlex.quote(str(path))} > commas.csv'
+        )
+
+
 @dataclass(frozen=True)
 class ChatRules:
     """How prompts become chats."""
@@ -77,7 +89,10 @@ def open_lines(path: Path, file_format: str, columns: Columns | None = None) -> 
     The line of a table's row is its prompt as JSON, with an id column [id, prompt].
     """
     if columns is None and file_format in TABLES:
-        names = ", ".join(header_of(path, file_format)) or "none"
+        header = header_of(path, file_format)
+        if file_format == "csv":
+            check_commas(path, header)
+        names = ", ".join(header) or "none"
         raise InputError(f"a {file_format} file needs --column; columns of {path}: {names}")
     if columns is not None and file_format not in TABLES:
         raise InputError(f"a {file_format} file has no --column")
@@ -146,7 +161,10 @@ def _csv_rows(path: Path, columns: Columns) -> Iterator[Row]:
     with _plain(path) as file, _csv_text(file) as text:
         rows = csv.reader(text, strict=True)  # else a quote that is never closed swallows the rows after it
         try:
-            places = columns.places(path, next(rows, []))
+            header = next(rows, [])
+            if columns.prompt not in header:
+                check_commas(path, header)
+            places = columns.places(path, header)
             for row in rows:
                 if row:  # the module's own readers skip blank lines too
                     prompt, custom_id = (None if i is None or i >= len(row) else row[i] for i in places)

@@ -31,6 +31,10 @@ FORMAT = "flexhybrid-hardware-1"
 #: Keys of a record's notes: what disturbed the measurement, in words (absent: nothing); the sizes whose passes differ.
 COMPANY, DISAGREED = "in company", "sizes that two passes disagreed on"
 
+#: Of a record's notes, GB/s: the pace at which a CPU's link is imitated (absent or None: none), and the one that was
+#: lifted after the measurement (``Hardware.with_link_rate``).
+PACE, LIFTED_PACE = "link_gb_per_s", "link's pace while measured, GB/s"
+
 OWN_MEMORY = "usable memory of its own"  #: of a record's notes: tier -> bytes, where a user's budget took its place
 
 #: Bytes of a GPU's memory that no program gets. The driver withholds 0.25 to 0.6 GiB of what a datasheet names (an RTX
@@ -189,7 +193,8 @@ class Hardware:
     def with_link_rate(self, gb_per_s: float | None) -> Hardware:
         """The same machine with both link directions paced at another rate (CPU: a paced link is exact by design).
 
-        None lifts the pace: the lines "h2d_unpaced" and "d2h_unpaced" take over, where they were measured.
+        None lifts the pace: the lines "h2d_unpaced" and "d2h_unpaced" take over, where they were measured, and the
+        notes keep the pace as LIFTED_PACE: the processor's lines were measured beside it.
         """
         if gb_per_s is None and "h2d_unpaced" not in self.lines:
             return self
@@ -203,7 +208,8 @@ class Hardware:
             return replace(line, s_per_byte=1e-9 / gb_per_s, samples=())
 
         lines = {key: at_rate(key, line) for key, line in self.lines.items()}
-        return replace(self, lines=lines, notes={**self.notes, "link_gb_per_s": gb_per_s})
+        lifted = {LIFTED_PACE: self.notes[PACE]} if gb_per_s is None and self.notes.get(PACE) else {}
+        return replace(self, lines=lines, notes={**self.notes, PACE: gb_per_s, **lifted})
 
     def with_disk_rate(self, gb_per_s: float | None) -> Hardware:
         """The same machine with both directions of its disk paced at another rate, but no faster than it was measured.

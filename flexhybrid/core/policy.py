@@ -20,6 +20,7 @@ from flexhybrid.core.files import load_json, named_once, parse_json
 
 FORMAT_VERSION = 1
 _NATIVE_BITS = "native"
+WHOLE_BATCH = 1 << 30  #: tokens of a mini-batch that no batch reaches: one mini-batch
 BITS = (_NATIVE_BITS, 8, 4, 2, 1)  #: stored widths: the compute dtype's, or packed
 #: Elements of a row of weights or ACT that share a scale and a zero point, both float16; of KV and ACT: ``kv_group``
 #: and ``act_group`` of ``ModelShape``.
@@ -290,6 +291,12 @@ class Policy:
             return self.states
         held = [entry for entry in self.cache_entries if entry != "tok"]
         return "device" if held and all(entry.endswith("@device") for entry in held) else "host"
+
+    @property
+    def cut(self) -> str:
+        """How a batch is cut, in words."""
+        tokens = self.max_mini_batch_tokens
+        return "all in one mini-batch" if tokens >= WHOLE_BATCH else f"mini-batches of {tokens} tokens"
 
     @property
     def lossless(self) -> bool:

@@ -1,4 +1,4 @@
-"""Sizes in bytes as text, and back."""
+"""Sizes in bytes as text, and back; numbers of things as text."""
 
 import math
 
@@ -13,6 +13,11 @@ def gib(num_bytes: float) -> str:
         if num_bytes >= size / 2:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes / 2**10:.1f} KiB"
+
+
+def counted(number: int, thing: str) -> str:
+    """Return "1 token", "1,024 tokens"."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"
 
 
 def parse_bytes(text: str | float | None) -> int | None:

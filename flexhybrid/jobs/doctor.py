@@ -22,6 +22,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import device_name, free_host_bytes, host_budgets, host_memory_bytes, machine_memories
 from flexhybrid.jobs.paths import shape_to_simulate
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype, model_profile_path
+from flexhybrid.jobs.rates import pace_of_link
 from flexhybrid.jobs.run.forecast import WINDOW, describe
 from flexhybrid.resolve import PacedDevice, best_policy, saved_hardware
 from flexhybrid.runtime.models.transformer import missing_kernels
@@ -49,6 +50,7 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
     A model that cannot be run is told in its row. Raises InputError where that is all there is to tell.
     """
     hardware, free, host = saved_hardware(device), free_host_bytes(), host_memory_bytes()
+    hardware = hardware and hardware.with_link_rate(None)  # the machine as it is
     measured = profile_file(device.type).is_file()
     memories = machine_memories(device)  # now; a record's may be older than a container's limit, or missing
     budgets = host_budgets(device, host)  # not of what is free at this moment
@@ -57,7 +59,7 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
     lines, profile = {}, None
     if hardware:
         lines, profile = hardware.lines, {name: getattr(hardware, name) for name in ("source", "dtype", "company")}
-        profile["measured"] = measured
+        profile |= {"measured": measured, "paced": pace_of_link(hardware)}
     lengths, fits = Workload.uniform(WINDOW, prompt_tokens, max_tokens), []  # what a run looks at of a long file
     for name in models or KNOWN_SHAPES:
         try:
@@ -208,7 +210,8 @@ def describe_doctor(record: dict) -> str:
         f"disk    {_size(disk['free_bytes'])} free at {disk['folder']}",
     ]
     if record["profile"]:
-        lines.append(f"profile {record['profile']['source']}, {record['profile']['dtype']}")
+        paced = f"; {record['profile']['paced']}" if record["profile"]["paced"] else ""
+        lines.append(f"profile {record['profile']['source']}, {record['profile']['dtype']}{paced}")
     lines += [f"  {PATHS[key]:<15} {rate:7.2f} GB/s" for key, rate in record["gb_per_s"].items()]
     if record["models"]:
         predicted = record["profile"] or any(row["own_profile"] for row in record["models"])

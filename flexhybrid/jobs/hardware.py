@@ -14,7 +14,8 @@ from sim.datasheet import HOST, SHARES, Datasheet, load_datasheet
 PEAKS = {
     "tflops": "tensor cores in FP16 with FP32 sums, dense (half of a figure \"with sparsity\")",
     "memory_gb_per_s": "the device's memory, by its datasheet",
-    "link_gb_per_s": "one direction of the link by its standard: PCIe 3.0 x16 15.75, 4.0 31.5, 5.0 63",
+    "link_gb_per_s": "one direction of the link by its standard (PCIe 3.0 x16 15.75, 4.0 31.5, 5.0 63), of which "
+    "copies reach --link-share",
     "host_memory_gb_per_s": f"the host's memory by its channels ({HOST['host_memory_gb_per_s']:g}, two of DDR4-3200)",
     "host_tflops": f"the host's cores in FP32 ({HOST['host_tflops']:g})",
     "disk_read_gb_per_s": "the disk, reading",

@@ -121,7 +121,11 @@ def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="(float16; local: the profile's)")
     for tier in TIERS:
         parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (the machine's)")
-    parser.add_argument("--link-gb-per-s", type=float, help="rate of the link, both directions (the machine's)")
+    parser.add_argument(
+        "--link-gb-per-s", type=float,
+        help="rate of the link in each direction as `flexhybrid hardware` shows it, of which copies reach the "
+        "machine's share; of a measured machine, what copies reach (the machine's)",
+    )  # fmt: skip
     parser.add_argument("--disk-gb-per-s", type=float, help="rate of the disk, both directions (the machine's)")
     parser.add_argument(
         "--gemm-tflops", type=float, help="10^12 operations a second of matrix products (the machine's)"
@@ -178,7 +182,7 @@ def _simulate(args) -> dict:
 
 def _what_if(args, point: dict, varied) -> dict:
     """Simulate several systems, or one at several values of a field."""
-    from flexhybrid.jobs.rates import describe_rates
+    from flexhybrid.jobs.rates import RATES, describe_rates, without_given
     from flexhybrid.jobs.simulate import asked_record
     from flexhybrid.jobs.whatif import answers, describe_answers, plot
 
@@ -188,9 +192,15 @@ def _what_if(args, point: dict, varied) -> dict:
     systems = split_names(args.compare) if args.compare else (args.system or args.policy or "capture",)
     found = answers(point, systems, varied, budgets, workload, _note)
     args.show(describe_answers(found, varied))
-    machines = {answer.setting.machine.name: answer.setting.machine for answer in found if answer.setting}
+    machines = {
+        answer.setting.machine.name: without_given(answer.setting.machine, varied.field if varied else "")
+        for answer in found
+        if answer.setting
+    }
     for machine in machines.values():
         args.show(describe_rates(machine))
+    if varied and varied.field in RATES:
+        args.show(f"  {flag(varied.field)} in turn: {', '.join(f'{value:g}' for value in varied.values)}")
     if args.plot:
         asked = ", ".join(str(point[key]) for key in ("model", "hardware") if point[key] is not None)
         plot(found, varied, asked, args.plot)

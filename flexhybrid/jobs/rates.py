@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flexhybrid.core.errors import InputError, check, flag
-from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.hardware import LIFTED_PACE, PACE, Hardware, Line, crosses_link
 
 Budgets = dict[str, str | None]  #: tier -> memory as text, in place of the machine's own; None: the machine's
 
@@ -16,8 +16,10 @@ DISK_OVERHEAD_S = 1e-4  #: of a request to a disk that the machine's record does
 def with_given_rates(hardware: Hardware, point: Mapping, budgets: Budgets) -> Hardware:
     """Return the machine at the rates that a point sets, with a note of them in its ``rates``.
 
-    A disk may be added, with its rate and its size. Raise InputError for a rate that is not above 0, for a disk without
-    a size, and for the size of a disk without a rate.
+    The link's rate is the one that ``flexhybrid hardware`` shows: a standard's, of which copies reach the share that
+    they reach on this machine, or, of a measured machine, what copies reach. A disk may be added, with its rate and its
+    size. Raise InputError for a rate that is not above 0, for a disk without a size, and for the size of a disk without
+    a rate.
     """
     given = {name: point[name] for name in RATES if point.get(name) is not None}
     for name, rate in given.items():
@@ -32,10 +34,38 @@ def with_given_rates(hardware: Hardware, point: Mapping, budgets: Budgets) -> Ha
         line = Line(DISK_OVERHEAD_S, s_per_byte=1e-9 / disk)
         hardware = replace(hardware, lines={**hardware.lines, "disk_read": line, "disk_write": line})
     if "link_gb_per_s" in given:
-        hardware = hardware.with_link_rate(given["link_gb_per_s"])
+        hardware = _at_link_rate(hardware, given["link_gb_per_s"])
     if "gemm_tflops" in given:
         hardware = hardware.with_gemm_rate(given["gemm_tflops"])
     return replace(hardware, notes={**hardware.notes, "rates": {**own, "given": given}}) if given else hardware
+
+
+def _at_link_rate(hardware: Hardware, gb_per_s: float) -> Hardware:
+    """Return the machine with a link of another standard's rate, of which all copies reach the shares that they did;
+    one without a datasheet with a link that copies reach all of."""
+    peak = hardware.notes.get("link_bytes_per_s")
+    if peak is None:
+        return replace(hardware.with_link_rate(gb_per_s), notes={**hardware.notes, PACE: None})
+    slower = 1e-9 * peak / gb_per_s
+    lines = {
+        key: replace(line, s_per_byte=slower * line.s_per_byte, samples=()) if crosses_link(key) else line
+        for key, line in hardware.lines.items()
+    }
+    return replace(hardware, lines=lines, notes={**hardware.notes, "link_bytes_per_s": 1e9 * gb_per_s})
+
+
+def pace_of_link(hardware: Hardware) -> str:
+    """Return in words that a CPU's link was imitated at a pace, for these predictions or while the machine was
+    measured; empty where it was not."""
+    notes = hardware.notes
+    if notes.get(PACE):
+        return f"the link is imitated, paced at {notes[PACE]:g} GB/s"
+    if pace := notes.get(LIFTED_PACE):
+        return (
+            f"measured beside a link paced at {pace:g} GB/s, which predictions leave out (`flexhybrid profile` "
+            "measures without)"
+        )
+    return ""
 
 
 def costs(hardware: Hardware, tokens_per_s: float) -> dict[str, float]:
@@ -59,6 +89,17 @@ def describe_costs(hardware: Hardware, tokens_per_s: float) -> str:
     return f"  a million tokens: {', '.join(parts)}" if parts else ""
 
 
+def without_given(hardware: Hardware, rate: str) -> Hardware:
+    """Return the machine without the note that a rate was given: of a rate that is varied, its own place says it."""
+    given = {name: value for name, value in hardware.rates.get("given", {}).items() if name != rate}
+    if given == hardware.rates.get("given", {}):
+        return hardware
+    rates = {key: value for key, value in hardware.rates.items() if key != "given"} | (
+        {"given": given} if given else {}
+    )
+    return replace(hardware, notes={**hardware.notes, "rates": rates})
+
+
 def describe_rates(hardware: Hardware) -> str:
     """Return where a machine's rates come from, in a line."""
     rates = hardware.rates
@@ -66,5 +107,9 @@ def describe_rates(hardware: Hardware) -> str:
     said = f"  rates of {hardware.name}: {words.get(rates['kind'], 'as its file states')}"
     said += f" ({rates['on']})" if rates.get("on") else ""
     said += f"; not fitted: {rates['held_out']}" if rates.get("held_out") else ""
-    given = ", ".join(f"{flag(name)} {value:g}" for name, value in rates.get("given", {}).items())
-    return f"{said}; but {given}" if given else said
+    if paced := pace_of_link(hardware):
+        said += f"; {paced}"
+    texts = {name: f"{flag(name)} {value:g}" for name, value in rates.get("given", {}).items()}
+    if "link_gb_per_s" in texts and hardware.notes.get("link_bytes_per_s") and hardware.lines["h2d"].s_per_byte:
+        texts["link_gb_per_s"] += f" (of which copies reach {1e-9 / hardware.lines['h2d'].s_per_byte:.3g})"
+    return f"{said}; but {', '.join(texts.values())}" if texts else said

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from flexhybrid.core.errors import InputError, check, flag
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Bits, Policy, Selection
+from flexhybrid.core.units import counted
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.rates import RATES
 from flexhybrid.jobs.simulate import (
@@ -85,6 +86,7 @@ class SearchReport(NamedTuple):
     hangs: Sequence[Hang] = ()
     rivals: Sequence[dict] = ()  #: ``_rivals``
     rivals_s: float = 0.0
+    bounds: tuple[str, ...] = ()  #: flags that bind the search, and no rival
 
 
 def run_search(
@@ -124,7 +126,9 @@ def run_search(
         search_s += waves.search_s
         if (in_waves := simulated(waves, batch)).tokens_per_s > best.tokens_per_s:
             result, best, settings = waves, in_waves, smaller
-    report = SearchReport(best, result, setting.machine, search_s)
+    given = {"--keep": bool(options.keep), "--attention": options.attention != "any"}
+    bounds = tuple(name for name, binds in given.items() if binds)
+    report = SearchReport(best, result, setting.machine, search_s, bounds=bounds)
     show(describe_found(report))
     if options.confirm and (virtual := confirmed(result)):
         report = report._replace(found=replace(result, virtual=virtual))
@@ -262,6 +266,7 @@ def search_record(report: SearchReport) -> dict:
         "search_s": report.search_s,
         "rivals_s": report.rivals_s,
         "rivals": report.rivals,
+        "not_of_rivals": list(report.bounds),
         "assumed": sorted(assumed_rates(report.hardware)),
         "hangs_on": [asdict(hang) | {"other": hang.other.to_dict()} for hang in report.hangs],
         "virtual_tokens_per_s": found.virtual.tokens_per_s if found.virtual else None,
@@ -273,8 +278,8 @@ def describe_found(report: SearchReport) -> str:
     found, policy, lines = report.found, report.found.policy, [describe(report.best)]
     bits = ", ".join(f"{name} {getattr(policy.bits, name)}" for name in ("weights", "kv", "act"))
     changes = "" if policy.bits == Bits() else " (these change the tokens; --lossless keeps to native bits)"
-    lines.append(f"  policy: {found.batch} requests at a time; bits {bits}{changes}")
-    order = f"{policy.schedule} schedule, mini-batches of {policy.max_mini_batch_tokens} tokens"
+    lines.append(f"  policy: {counted(found.batch, 'request')} at a time; bits {bits}{changes}")
+    order = f"{policy.schedule} schedule, {policy.cut}"
     lines.append(f"          {order}, attention on the {policy.attention}")
     if found.selected:
         used = "used" if policy.selection.method == "speculative" else "not used: it would be slower"
@@ -316,13 +321,14 @@ def _brief(policy: Policy, batch: int) -> str:
     """Return a policy in a line."""
     bits = "" if policy.bits == Bits() else f", bits {policy.bits.weights}/{policy.bits.kv}/{policy.bits.act}"
     where = f"weights {shares_text(asdict(policy.weights))}; cache {shares_text(policy.cache)}"
-    return f"{where}; attention on the {policy.attention}, {batch} requests at a time{bits}"
+    return f"{where}; attention on the {policy.attention}, {counted(batch, 'request')} at a time{bits}"
 
 
 def describe_rivals(report: SearchReport) -> str:
     """Return the other systems as lines of text."""
+    bound = f" ({' and '.join(report.bounds)} bind the search alone, not these)" if report.bounds else ""
     lines = [
-        f"The other systems, each in the batch and the settings that suit it best, in {report.rivals_s:.2f} s:",
+        f"The other systems, each in the batch and the settings that suit it best, in {report.rivals_s:.2f} s{bound}:",
         f"  {'':28} {'tokens/s':>10} {'':>7} {'requests':>9} {'mini-batches':>12} {'weights on device':>17}",
     ]
     for row in report.rivals:

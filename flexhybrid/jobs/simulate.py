@@ -11,11 +11,11 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.units import gib, parse_bytes
+from flexhybrid.core.units import counted, gib, parse_bytes
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.paths import shape_to_simulate
-from flexhybrid.jobs.rates import Budgets, with_given_rates
+from flexhybrid.jobs.rates import Budgets, pace_of_link, with_given_rates
 from policy_search.systems import Setting, System, system
 from sim import catalogue
 from sim.queue_clock import QueueRun, price_queue, walk_queue
@@ -24,6 +24,9 @@ from sim.simulate import MOST_TASKS, TASKS_PER_POSITION, SimulatedRun, simulate
 Note = Callable[[str], object]  #: takes a line for the user
 
 MOST_AT_A_TIME = 1024  #: requests of a queue, as in a run
+#: Seconds of a run below which its start, which no prediction has, changes its tokens/s; what is said of it.
+SHORT_S = 60.0
+NO_START = "  not in it: the start of a run, seconds that load the weights and, the first time, compile kernels"
 #: Said of a system that would keep all weights on the device where they do not fit.
 WEIGHTS_STREAMED = "not all weights fit the device beside the cache, the rest is streamed"
 
@@ -76,7 +79,8 @@ def asked_record(machine: Hardware, asked: Mapping, budgets: Budgets | None = No
     """Return what a prediction was asked for, and where its machine's rates come from, as plain JSON."""
     memory = {f"{tier}_memory": parse_bytes(size) for tier, size in (budgets or {}).items() if size is not None}
     inputs = {name: value for name, value in asked.items() if value is not None} | memory
-    return {"inputs": inputs, "rates": {"hardware": machine.name, **machine.rates}}
+    paced = {"paced": words} if (words := pace_of_link(machine)) else {}
+    return {"inputs": inputs, "rates": {"hardware": machine.name, **machine.rates, **paced}}
 
 
 def is_policy_file(text: str) -> bool:
@@ -129,6 +133,7 @@ class SimulatedQueue(NamedTuple):
             "recomputing": run.recomputing,
             "peak_bytes": self.peak_bytes,
             "policy": self.system.policy.to_dict(),
+            "lossless": self.system.policy.lossless,
             "clock": self.clock,
         }
 
@@ -168,8 +173,9 @@ def describe_queue(outcome: SimulatedQueue) -> str:
     lengths = f"{workload.prompt_tokens.mean():.0f} + {workload.answers.mean():.0f} tokens on average"
     known = "" if workload.answer_tokens is not None else " (every answer at its limit)"
     lines = [
-        f"{policy.name}: {run.tokens_per_s:.4g} tokens/s; {workload.num_requests:,} requests of {lengths}{known}",
-        f"  {run.total_s:.4g} s, {run.at_a_time} requests at a time",
+        f"{policy.name}: {run.tokens_per_s:.4g} tokens/s; {counted(workload.num_requests, 'request')} of {lengths}"
+        f"{known}",
+        f"  {run.total_s:.4g} s, {counted(run.at_a_time, 'request')} at a time",
         f"  {'':7}{'iterations':>12}{'seconds':>12}{'tokens/s':>12}{'at a time':>12}",
     ]
     for name, phase in ((name, phase) for name, phase in run.phases.items() if phase.iterations):
@@ -182,6 +188,7 @@ def describe_queue(outcome: SimulatedQueue) -> str:
             f"  memory: {memory}",
             f"  busy: {busy or 'nothing'}; bound by {run.binding}",
             *_step_backs(run),
+            *no_start(run.total_s),
         ]
     )
 
@@ -201,7 +208,7 @@ def describe(outcome: SimulatedRun) -> str:
     busy = ", ".join(f"{name} {share:.0%}" for name, share in o.busy.items() if share >= 0.005)
     lines = [
         f"{o.policy.name}: {o.tokens_per_s:.4g} tokens/s; decode {o.decode_tokens_per_s:.4g} tokens/s",
-        f"  prefill {o.prefill_s:.4g} s, decode {o.decode_s:.4g} s; {o.batch} requests in {_waves(o)}, "
+        f"  prefill {o.prefill_s:.4g} s, decode {o.decode_s:.4g} s; {counted(o.batch, 'request')} in {_waves(o)}, "
         f"{o.num_mini_batches} mini-batch{'es' * (o.num_mini_batches > 1)} {'a wave' if o.num_waves > 1 else 'in all'}",
         f"  weights {shares_text(asdict(o.policy.weights))}; cache {shares_text(o.policy.cache)}",
         f"  memory: {memory}",
@@ -218,7 +225,12 @@ def describe(outcome: SimulatedRun) -> str:
         if total := sum(kinds.values()):
             parts = ", ".join(f"{kind} {gib(size)}" for kind, size in kinds.items() if size)
             lines.append(f"  {link}: {gib(total)} ({parts})")
-    return "\n".join(lines)
+    return "\n".join([*lines, *no_start(o.total_s)])
+
+
+def no_start(total_s: float) -> list[str]:
+    """Return the line about what is missing in the prediction of a short run; none for a long one."""
+    return [NO_START] if total_s < SHORT_S else []
 
 
 def _waves(o: SimulatedRun) -> str:

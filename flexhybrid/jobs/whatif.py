@@ -14,6 +14,7 @@ from flexhybrid.jobs.simulate import (
     Note,
     SimulatedQueue,
     named_system,
+    no_start,
     queue_setting,
     setting_of,
     shares_text,
@@ -24,6 +25,7 @@ from policy_search.papers.at_best import best_batch
 from policy_search.systems import Setting
 from sim.simulate import SimulatedRun
 
+LOSSY = "changes the tokens"  #: said of a system that does
 AUTO = "auto"  #: as a batch: the one with which the system answers most tokens a second
 MEMORIES = tuple(f"{tier}_memory" for tier in TIERS)
 LENGTHS = ("prompt_len", "gen_len")
@@ -58,6 +60,11 @@ class Answer(NamedTuple):
             return row | {"error": self.error}
         rate = self.run.to_dict()["tokens_per_s"]
         return row | self.run.to_dict() | costs(self.setting.machine, rate)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the system changes the tokens; False for one that does not run."""
+        return self.run is not None and not self.run.to_dict()["lossless"]
 
 
 def varied_of(text: str) -> Varied:
@@ -123,7 +130,9 @@ def answers(
 
 def describe_answers(found: list[Answer], varied: Varied | None) -> str:
     """Return a table: of one field's values, tokens/s of each system; without one, a line a system."""
-    return _by_value(found, varied) if varied else _by_system(found)
+    table = _by_value(found, varied) if varied else _by_system(found)
+    seconds = [answer.run.to_dict()["total_s"] for answer in found if answer.run]
+    return "\n".join([table, *no_start(min(seconds))])
 
 
 def _by_value(found: list[Answer], varied: Varied) -> str:
@@ -138,7 +147,8 @@ def _by_value(found: list[Answer], varied: Varied) -> str:
             cells.append(f"{_rate(answer.run):{width}.4g}" if answer.run else f"{'-':>{width}}")
         lines.append(f"  {value!s:>{first}}  {'  '.join(cells)}")
     wrong = dict.fromkeys(f"{answer.system}: {answer.error}" for answer in found if answer.error)
-    return "\n".join([*lines, *(f"  -  {text}" for text in wrong)])
+    lossy = dict.fromkeys(f"{answer.system} {LOSSY}" for answer in found if answer.lossy)
+    return "\n".join([*lines, *(f"  -  {text}" for text in wrong), *(f"  {text}" for text in lossy)])
 
 
 def _by_system(found: list[Answer]) -> str:
@@ -154,6 +164,7 @@ def _by_system(found: list[Answer]) -> str:
         lines.append(
             f"  {answer.system:{width}}  {row['tokens_per_s']:10.4g}  {row['total_s']:10.4g}  {requests:9}  "
             f"{at_a_time:9}  {placed}; bound by {row['binding']}{_costs_text(answer)}"
+            f"{f' ({LOSSY})' if answer.lossy else ''}"
         )
     return "\n".join(lines)
 

@@ -78,14 +78,15 @@ def load(name_or_path: str | Path) -> Hardware:
 
 
 def local() -> Hardware:
-    """The newest record that ``flexhybrid profile`` saved for this machine; InputError where there is none."""
+    """The newest record that ``flexhybrid profile`` or ``compare`` saved for this machine, without the pace at which a
+    CPU's link was imitated meanwhile; InputError where there is none."""
     path = newest_profile()
     if path is None:
         raise InputError(
             f"this machine has no profile in {cache_folder()}: run `flexhybrid profile` once, or name a machine of "
             f"the catalogue: {', '.join(names())}"
         )
-    return load_hardware(path)
+    return load_hardware(path).with_link_rate(None)
 
 
 def for_gpu(device_name: str) -> Hardware | None:

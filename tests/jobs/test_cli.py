@@ -175,6 +175,7 @@ def test_rivals_are_told_whole(capsys):
     said = capsys.readouterr().out
     assert cli.main([*SEARCH, "--host-memory", "3GiB", "--max-batch", "4", "--json"]) == 0
     rivals = strict_json(capsys.readouterr().out)["rivals"]
+    assert "bind the search alone" not in said
     failed = [row["error"] for row in rivals if row["error"]]
     assert failed
     for error in failed:

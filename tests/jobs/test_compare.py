@@ -2,11 +2,15 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
 from forced_machine import DTYPES, FASTER_DTYPE
+from random_cases import random_case
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line, load_hardware
@@ -16,18 +20,23 @@ from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import busy_seconds, iteration_ends
 from flexhybrid.core.wave import admit
+from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare import job
 from flexhybrid.jobs.compare.breakdown import CARGO, KINDS, bytes_per_step, kind_of, seconds_per_step
-from flexhybrid.jobs.compare.job import compare
-from flexhybrid.jobs.compare.setting import SIZES, TABLE_SECONDS, CompareOptions, settle
-from flexhybrid.jobs.compare.speed import Bench, PolicyRun
+from flexhybrid.jobs.compare.job import closed_decode, compare
+from flexhybrid.jobs.compare.report import Report, speed_line
+from flexhybrid.jobs.compare.setting import LEAST_TOKENS, SIZES, TABLE_SECONDS, CompareOptions, settle
+from flexhybrid.jobs.compare.speed import LAST, Bench, PolicyRun
 from flexhybrid.jobs.options import split_names
 from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.profiling import profile
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
-from sim.presets import hybrid
+from sim import virtual_clock
+from sim.array_clock import predict
+from sim.candidates import candidates_of
+from sim.presets import hybrid, kv_only
 
 SMALL = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 200, 600)
 
@@ -258,7 +267,7 @@ def test_what_cannot_be_compared_is_refused_before_the_profile(systems, words, c
     [
         (dict(batch=0), "--batch is 0"),
         (dict(mini_batch=-1), "--mini-batch is -1"),
-        (dict(gen_len=2), "--gen-len is 2; it must be at least 3"),
+        (dict(gen_len=3), "--gen-len is 3; it must be at least 4"),
         (dict(prompt_len=0), "--prompt-len is 0"),
         (dict(prompt_len=300, gen_len=400), "--prompt-len 300 and --gen-len 400 are 700 .* room for 600"),
         (dict(gen_len=5000), "--gen-len 5000"),
@@ -284,6 +293,90 @@ def test_a_slow_machine_gets_less_to_do(cpu_dtype):
     assert stated.sized() is stated
     short = settle(CompareOptions(device="cpu", shape=replace(SMALL, max_positions=100)))
     assert short.workload.prompt_tokens[0] == short.measured(hardware).sized().workload.prompt_tokens[0] == 100 - 6
+
+
+@pytest.mark.parametrize("schedule", ["column", "row"])
+def test_no_clock_is_above_the_limit_that_the_table_prints(schedule):
+    """The limit against each resource's seconds in the stream's own tasks, of the iterations that are measured. Of few
+    iterations, what the prefill hides of the first one's loads, and what the last one need not load, is much."""
+    rng, gaps = np.random.default_rng(3), []
+    while len(gaps) < 6:
+        tokens = int(rng.integers(LEAST_TOKENS, 9))
+        case = replace(random_case(rng, schedule), max_tokens=tokens)
+        if len(case.wave().mini_batches) * case.shape.num_layers * tokens > 200:
+            continue
+        workload = Workload.uniform(case.batch, case.prompt_tokens, tokens)
+        closed, limit = (float(rate[0]) for rate in closed_decode(case.problem, case.policy, workload))
+        virtual = job.virtual_decode(case.problem, case.policy, workload)
+        busy = busy_seconds([event for event in virtual if 1 < event.task.iteration < tokens - 1])
+        own = case.batch * (tokens - 3) / max(busy.values())
+        rate = virtual_clock.summarize(virtual, LAST).decode_tokens_per_s
+        assert limit == pytest.approx(own, rel=0.01) and closed <= limit and rate <= 1.01 * limit
+        gaps.append(abs(closed / rate - 1))
+    assert max(gaps) < 0.02
+
+
+def test_the_limit_of_a_paced_link_is_its_bytes():
+    """Two layers and answers of six tokens, as on a slow machine: each iteration takes all weights and all KV."""
+    lines = {"compute": Line(1e-5, 1e-12), "host_compute": Line(1e-5)} | dict.fromkeys(
+        ("h2d", "d2h"), Line(0, 0, 2.5e-9)
+    )
+    problem = Problem(shape=SMALL, dtype="float32", hardware=Hardware("slow", "cpu", lines))
+    workload, policy = Workload.uniform(8, 100, 6), kv_only(400)
+    closed, limit = (float(rate[0]) for rate in closed_decode(problem, policy, workload))
+    virtual = job.virtual_decode(problem, policy, workload)
+    moved = [sum(of["h2d"].values()) for of in (bytes_per_step([e for e in virtual if 1 < e.task.iteration < 5]),)]
+    assert closed <= limit == pytest.approx(8 / (moved[0] * 2.5e-9))
+    whole = float(np.ravel(predict(problem, candidates_of(policy, workload)).decode_tokens_per_s)[0])
+    assert whole > 1.02 * limit, "what the table showed before"
+
+
+def test_the_table_and_the_search_speak_plainly(capsys):
+    row = dict.fromkeys(("act_share", "overlap", "busy_compute", "busy_h2d", "error_virtual"), 0.5)
+    row |= {
+        "policy": "p",
+        "limit_tokens_per_s": 9.0,
+        "closed_form_tokens_per_s": 8.0,
+        "virtual_clock_tokens_per_s": 7.0,
+    }
+    row |= {
+        "measured_tokens_per_s": 7.5,
+        "measured_rounds": [7.5],
+        "others_cpu_share": [],
+        "h2d_bytes_per_iteration": 1,
+    }
+    row |= {"reference": "p", "tokens_equal": 1, "tokens_compared": 1, "lossless": True}
+    assert speed_line(row)["limit"] == "9.0"
+    prediction = {"busy": dict.fromkeys(("compute", "h2d", "d2h", "host_compute"), 0.1), "binding": "h2d"}
+    prediction |= {"traffic_bytes": {"h2d": {"kv": 1e9}}}
+    found = SimpleNamespace(prediction=prediction, kv_act_bytes_ratio=1.0, num_choices=1, search_s=0.03, act_share=0.5)
+    for num_choices, words in (
+        (1, "the best mix of KV and ACT, found in 30.0 ms"),
+        (3, "ACT among 3 kinds of policies,"),
+    ):
+        found.num_choices = num_choices
+        Report(quiet=False).search(found, {"paper": 0.5, "full": 0.5}, 12.3)
+        said = capsys.readouterr().out
+        assert words in said and "Predicted 12.3 tokens/s" in said and "candidate" not in said
+
+
+def test_the_page_names_every_picture():
+    page = (Path(__file__).parents[2] / "docs/results.md").read_text()
+    assert all(f"`{name}`" in page for name in job.RESULT_FILES if name.endswith(".png"))
+
+
+@pytest.mark.parametrize("kept, replaced", [(None, True), (0.5, True), (0.0, False)])
+def test_a_paced_profile_does_not_take_the_place_of_one_without_a_pace(kept, replaced, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path))
+    lines = {"compute": Line(1e-5), "h2d": Line(0, 0, 1e-9)}
+    if kept is not None:
+        Hardware("local", "cpu", lines, source="before", notes={"link_gb_per_s": kept or None}).save(
+            tmp_path / "hardware-cpu.json"
+        )
+    machine = Hardware("local", "cpu", lines, source="now", notes={"link_gb_per_s": 0.4})
+    said = job._keep_for_auto(SimpleNamespace(paced=PacedDevice(torch.device("cpu"), 0.4), machine=machine))
+    assert load_hardware(tmp_path / "hardware-cpu.json").source == ("now" if replaced else "before")
+    assert ("0.4 GB/s is left out" in said) == replaced != ("stays as it is" in said)
 
 
 def test_names_may_hold_commas_in_parentheses():

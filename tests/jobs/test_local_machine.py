@@ -5,25 +5,32 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from flexhybrid import LLM, InputError, cli
-from flexhybrid.core.hardware import Hardware, Line, load_hardware
+from flexhybrid.core.hardware import PACE, Hardware, Line, load_hardware
+from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.policy import WHOLE_BATCH
 from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
+from flexhybrid.core.units import counted
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import machine as memory_here
 from flexhybrid.jobs.profile import job as profile_job
-from flexhybrid.jobs.run.outcome import PARTED, TELLING_S, parted
+from flexhybrid.jobs.run.forecast import Forecast, Foretold, describe, duration, plan_lines
+from flexhybrid.jobs.run.outcome import PARTED, TELLING_S, Outcome, Work, parted
 from flexhybrid.resolve import PacedDevice, best_policy
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
 from flexhybrid.runtime.profiling.profile import ProfileSamples
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.scratch_file import ScratchFile
+from sim.presets import kv_only
 
+SHAPE = shape_by_name("opt-125m")
 CPU = PacedDevice(torch.device("cpu"))
 LENGTHS = ("--prompt-len", "30", "--gen-len", "9")
 
@@ -130,6 +137,79 @@ def test_a_run_far_from_its_prediction_names_the_way_out(tiny, tmp_path, capsys,
         machine(overhead_s=overhead_s).save(own_profile(tiny))
     assert answer_one(tiny, tmp_path) == 0
     assert ("--reprofile measures the machine anew" in capsys.readouterr().out) == said
+
+
+@pytest.mark.parametrize("left", [0, 7])
+def test_a_stopped_run_counts_what_was_computed_and_blames_no_profile(left):
+    """Its 2,000 tokens came as fast as predicted, though few answers were complete."""
+    options = SimpleNamespace(llm=SimpleNamespace(hardware=None), restart=False, output="out.jsonl")
+    vars(options).update(dict.fromkeys(("parquet", "errors", "trace", "report")))
+    counts = {"lines": 9, "answered": 9 - left, "refused": 0, "left": left, "done_before": 0}
+    work = Work(1000.0, 100.0, 20.0, None, 1900 if left else 0)
+    outcome, said = Outcome(options, SimpleNamespace(num_shared=0), counts, work, 100, {}, [], False), []
+    outcome.say(said.append, 21.0)
+    told = "\n".join(said)
+    if left:
+        assert "100 tokens and 1,900 of unfinished answers in 20 s: 100.0 tokens/s; the whole" in told
+        assert "1,900 tokens of unfinished answers are lost" in told
+    else:
+        assert "100 tokens in 20 s: 5.0 tokens/s (predicted 17 min)" in told
+    assert ("--reprofile" in told) == (left == 0)
+
+
+def test_local_is_the_machine_without_the_pace_of_its_profile(tiny, tmp_path, capsys):
+    """A profile that was measured beside an imitated link serves as one without it, and every command says so."""
+    own = machine()
+    unpaced = {"h2d_unpaced": own.lines["h2d"], "d2h_unpaced": own.lines["d2h"]}
+    paced = replace(own, lines={**own.lines, **unpaced}, notes={PACE: None}).with_link_rate(0.01)
+    paced.save(tmp_path / "cache/hardware-cpu.json")
+    own.save(tmp_path / "own.json")
+    config = str(tiny / "config.json")
+    asked_of = ("--model", config, *LENGTHS, "--batch", "2", "--host-memory", "1GiB", "--device-memory", "1GiB")
+    asked_of += ("--dtype", "float32")
+
+    def rate(hardware, *more):
+        command = ("simulate", "--system", "kv_only", *asked_of, "--hardware", str(hardware), *more)
+        found = printed(capsys, *command)
+        assert cli.main(list(command)) == 0
+        return found["tokens_per_s"], found["rates"].get("paced"), capsys.readouterr().out
+
+    (plain, nothing, said), (local, lifted, told) = rate(tmp_path / "own.json"), rate("local")
+    assert local == plain and nothing is None and "paced" not in said
+    assert "measured beside a link paced at 0.01 GB/s, which predictions leave out" in told and str(lifted) in told
+    slow, as_it_was, told = rate(tmp_path / "cache/hardware-cpu.json")
+    assert slow < plain / 10 and as_it_was == "the link is imitated, paced at 0.01 GB/s" and str(as_it_was) in told
+    given, nothing, told = rate(tmp_path / "cache/hardware-cpu.json", "--link-gb-per-s", "0.01")
+    assert given == pytest.approx(slow) and nothing is None and "; but --link-gb-per-s 0.01" in told
+    assert cli.main(["search", *asked_of, "--hardware", "local", "--lossless"]) == 0
+    assert "paced at 0.01 GB/s, which predictions leave out" in capsys.readouterr().out
+    doctor = ["doctor", "--device", "cpu", "--models", config, *LENGTHS]
+    assert cli.main(doctor) == 0
+    assert "paced at 0.01 GB/s, which predictions leave out" in capsys.readouterr().out
+    assert printed(capsys, *doctor)["gb_per_s"]["h2d"] == pytest.approx(1.0)
+
+
+def test_what_a_plan_says_is_plain():
+    """No bound that stands for none, no answers of "1 tokens", no run of "0.0 s"."""
+    whole, cut = kv_only(WHOLE_BATCH), kv_only(4096)
+    assert whole.cut == "all in one mini-batch" and cut.cut == "mini-batches of 4096 tokens"
+    assert describe(whole, SHAPE).endswith("; column, all in one mini-batch")
+    assert [counted(number, "token") for number in (0, 1, 2000)] == ["0 tokens", "1 token", "2,000 tokens"]
+    assert [duration(seconds) for seconds in (0.01, 0.5, 20)] == ["less than 0.1 s", "0.5 s", "20 s"]
+    problem = Problem(shape=SHAPE, dtype="float32")
+    llm = SimpleNamespace(
+        settled_policy=cut, problem=problem, arguments=SimpleNamespace(enable_prefix_caching=False, policy="auto")
+    )
+    run = SimpleNamespace(binding="h2d", busy={"h2d": 0.5})
+    for seconds, shorter, words in (
+        (5.0, 0.01, "or         less than a second and its start with answers of 1 token on average: done by "),
+        (0.02, 0.01, ""),
+    ):
+        plan = Forecast(seconds, 1, 1, 1, {}, {}, run, Foretold(shorter, 1.2))  # type: ignore[arg-type]
+        (requests,) = (line for line in plan_lines(llm, plan, "1", False) if line.startswith("requests"))
+        assert requests == "requests   1, at most 1 token of answers in all; 1 at a time"
+        others = [line for line in plan_lines(llm, plan, "1", False) if line.startswith("or ")]
+        assert others[0].startswith(words) if words else not others
 
 
 def test_auto_on_requests_that_do_not_all_fit_at_once_still_fits(tiny):

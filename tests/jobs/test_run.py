@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -570,6 +571,8 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path
     again = "give the same command again, without --restart, to go on"
     assert (again in told) == ("tokens of unfinished answers are lost" in told) == (times == 1)
     assert "(predicted " not in told and "no answer could be there yet" not in told
+    lost = re.search(r"(?m)^8 tokens and (\d+) of unfinished answers in .*tokens/s; the whole command", told)
+    assert bool(lost) == (times == 1) and (lost is None or f"{lost[1]} tokens of unfinished answers are lost" in told)
     assert (f"answers written so far are kept; {again}" in warned) == (times == 2)
     assert len(by_id(out)) == 4  # the short ones
     assert run(source, out, tiny) == 0

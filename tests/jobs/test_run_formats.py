@@ -112,6 +112,8 @@ def test_packed_lines_and_the_standard_input_are_read(asked, tmp_path, monkeypat
         ("cache", ["--column", "q"], "it holds no state.json"),
         ("torn.jsonl.gz", [], "Compressed file ended before"),
         ("header.csv", ["--column", "q"], "{} has a header and no rows"),
+        ("semi.csv", ["--column", "q"], "{} has semicolons between its columns"),
+        ("tabs.csv", [], "delimiter='\\t'))\" < {} > commas.csv"),
         ("in.jsonl", ["--max-tokens", "0"], "--max-tokens is 0; it must be at least 1\n"),
         ("in.jsonl", ["--chat-template", "broken.jinja"], "--chat-template broken.jinja, line 2: Expected"),
         ("in.jsonl", ["--chat"], "--chat is of text and tables"),
@@ -123,6 +125,8 @@ def test_what_cannot_be_read_is_told_with_what_can(asked, tmp_path, monkeypatch,
     sources(tmp_path)
     (tmp_path / "cache").mkdir()
     (tmp_path / "header.csv").write_text("n,q\n")
+    (tmp_path / "semi.csv").write_text('n;q\n1;"import os"\n')
+    (tmp_path / "tabs.csv").write_text("n\tq\n1\timport os\n")
     (tmp_path / "broken.jinja").write_text("{{ bos_token }}\n{{ }}")
     (tmp_path / "in.jsonl").write_text("{}")
     (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b"x" * 5000)[:-12])
@@ -130,6 +134,15 @@ def test_what_cannot_be_read_is_told_with_what_can(asked, tmp_path, monkeypatch,
     assert run(tmp_path / name, tmp_path / "out.jsonl", *arguments) == 2
     error = capsys.readouterr().err
     assert said.format(tmp_path / name) in error and error.count("\n") == 1 and not asked
+
+
+def test_the_advice_for_semicolons_makes_a_file_that_is_read(asked, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "semi.csv").write_text('n;q\n1;"import os, re"\n')
+    assert run("semi.csv", tmp_path / "out.jsonl", "--column", "q") == 2
+    advice = capsys.readouterr().err.partition("convert it, ")[2].strip().replace("python3", sys.executable, 1)
+    subprocess.run(advice, shell=True, check=True)
+    assert run("commas.csv", tmp_path / "out.jsonl", "--column", "q") == 0 and asked == ["</s>import os, re"]
 
 
 def test_ids_of_a_column_are_checked_like_those_of_lines(asked, tmp_path):

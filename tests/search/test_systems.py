@@ -16,6 +16,7 @@ from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
+from flexhybrid.resolve import resolve_policy
 from flexhybrid.runtime.runnable import check_runnable
 from policy_search import systems
 from policy_search.systems import Setting, run_system, system
@@ -231,6 +232,18 @@ def test_every_system_is_run_or_refused_by_name_with_the_reason(name):
 def test_what_only_the_simulator_knows_is_refused(text, words):
     with pytest.raises(InputError, match=words):
         systems.policy_anywhere(text, SMALL)
+
+
+def test_a_mistyped_policy_is_answered_with_what_the_command_takes():
+    """A run refuses what it is not offered; simulate takes all systems."""
+    with pytest.raises(InputError, match="or a policy file") as error:
+        resolve_policy("kv_onyl", SMALL)
+    known = str(error.value).partition("known: ")[2].partition(", or")[0].split(", ")
+    assert known == ["auto", *(name for name in systems.names() if name != "uvm")]
+    for name in known:
+        resolve_policy(name + REQUIRED.get(name, ""), SMALL)
+    with pytest.raises(InputError, match="known: kv_only.* uvm"):
+        system("kv_onyl", SETTING)
 
 
 def test_resident_weights_follow_the_budget():

@@ -72,6 +72,44 @@ def test_a_value_that_cannot_run_is_a_row_and_not_the_end(capsys):
     assert "1MiB             -" in said and "kv_only: kv_only on t4" in said
 
 
+def test_what_changes_the_tokens_is_marked(capsys):
+    arguments = ("--compare", "kv_only,int4,h2o(0.5)", "--batch", "2")
+    told = asked(*arguments, capsys=capsys)["runs"]
+    assert {row["system"]: row["lossless"] for row in told} == {"kv_only": True, "int4": False, "h2o(0.5)": False}
+    assert cli.main(["simulate", *MODEL, *arguments]) == 0
+    marked = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("(changes the tokens)")]
+    assert set(marked) == {"int4", "h2o(0.5)"}
+    assert cli.main(["simulate", *MODEL, "--compare", "kv_only,int4", "--vary", "batch=1,2"]) == 0
+    assert [line.strip() for line in capsys.readouterr().out.splitlines() if "changes" in line] == [
+        "int4 changes the tokens"
+    ]
+
+
+def test_rates_that_vary_are_all_named(capsys):
+    arguments = ("--vary", "link_gb_per_s=1,8", "--batch", "2", "--gemm-tflops", "9", "--system", "kv_only")
+    assert "link_gb_per_s" not in asked(*arguments, capsys=capsys)["rates"]["given"]
+    assert cli.main(["simulate", *MODEL, *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "; but --gemm-tflops 9\n  --link-gb-per-s in turn: 1, 8\n" in said and "--link-gb-per-s 8" not in said
+
+
+@pytest.mark.parametrize("what", [("--system", "kv_only"), ("--compare", "kv_only,act_only"), ("--vary", "batch=2,3")])
+def test_a_short_run_is_told_without_its_start(what, capsys):
+    """Which takes seconds that no prediction has: a run of a tenth of a second is much slower, one of hours is not."""
+    batch = () if "--vary" in what else ("--batch", "2")
+    for link, short in (("15", True), ("0.001", False)):
+        assert cli.main(["simulate", *MODEL, *what, *batch, "--link-gb-per-s", link]) == 0
+        assert ("not in it: the start of a run" in capsys.readouterr().out) == short
+
+
+def test_the_rivals_are_said_to_be_free(monkeypatch, capsys):
+    monkeypatch.setattr(searches, "LOSSLESS_RIVALS", ("kv_only", "act_only"))
+    flags = ("--keep", "cache.act@disk=0", "--attention", "device")
+    assert cli.main(["search", *MODEL, "--batch", "2", "--lossless", *flags]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("The other systems"))
+    assert line.endswith(" s (--keep and --attention bind the search alone, not these):")
+
+
 @pytest.mark.parametrize("name", ["kv_only", "hybrid(0.5)", "capture"])
 def test_the_best_batch_is_the_best_of_all_batches(name):
     """Against every batch that fits at once, one by one."""

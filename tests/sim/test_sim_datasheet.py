@@ -6,6 +6,7 @@ import json
 import pytest
 
 from flexhybrid import cli
+from flexhybrid.jobs.rates import with_given_rates
 from sim import catalogue
 
 PEAKS = ["--tflops", "71", "--memory-gb-per-s", "936", "--link-gb-per-s", "31.5", "--device-memory", "24GiB"]
@@ -110,6 +111,25 @@ def test_rates_and_memories_are_set_on_the_command_line(capsys):
     assert slow["decode_s"] == pytest.approx(2 * base["decode_s"], rel=0.05)
     assert run("--gemm-tflops", "1")["prefill_s"] > 2 * run("--gemm-tflops", "100")["prefill_s"]
     assert run("--host-memory", "20GiB")["inputs"]["host_memory"] == 20 * 2**30
+
+
+@pytest.mark.parametrize("name", ["l4", "rtx4090-capture", "t4-flexgen"])
+def test_a_links_rate_means_the_same_wherever_it_is_named(name, tmp_path, capsys):
+    """The rate that `hardware` shows changes nothing; another one is that of the file that `hardware` writes."""
+    own = catalogue.load(name).notes["link_bytes_per_s"] / 1e9
+    same = with_given_rates(catalogue.load(name), {"link_gb_per_s": own}, {}).lines
+    for key, line in catalogue.load(name).lines.items():
+        assert same[key].s_per_byte == pytest.approx(line.s_per_byte)
+    if name != "l4":
+        return  # whose fitted lines a file with another link has no more
+    slower = str(tmp_path / "slower.json")
+    told(capsys, "hardware", "--like", name, "--link-gb-per-s", "9", "--out", slower)
+    run = ["simulate", "--system", "kv_only", *RUN]
+    of_file = told(capsys, *run, "--hardware", slower)
+    of_flag = told(capsys, *run, "--hardware", name, "--link-gb-per-s", "9")
+    assert of_flag["tokens_per_s"] == pytest.approx(of_file["tokens_per_s"])
+    assert cli.main([*run, "--hardware", name, "--link-gb-per-s", "9"]) == 0
+    assert "but --link-gb-per-s 9 (of which copies reach 7.2)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

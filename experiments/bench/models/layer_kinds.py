@@ -22,7 +22,7 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.job import virtual_decode
-from flexhybrid.jobs.compare.speed import Bench, PolicyRun
+from flexhybrid.jobs.compare.speed import LAST, Bench, PolicyRun
 from flexhybrid.jobs.profile.job import fastest_dtype
 from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.models.empty_model import empty_model
@@ -119,7 +119,7 @@ def measure(shape: ModelShape, dtype: str) -> list[Measured]:
         rows = bench.measure(runs, ROUNDS, lambda policy: False, lambda step: None)
         found = []
         for row in rows:
-            predicted = summarize(virtual_decode(problem, row.policy, WORKLOAD)).decode_tokens_per_s
+            predicted = summarize(virtual_decode(problem, row.policy, WORKLOAD), LAST).decode_tokens_per_s
             rounds = sorted(zip((share or 0.0 for share in row.others_cpu_share), row.decode_tokens_per_s))[:KEPT]
             others, measured = zip(*rounds, strict=True)
             found.append(Measured(row.policy.name, predicted, measured, others))

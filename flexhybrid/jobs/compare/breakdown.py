@@ -8,7 +8,7 @@ from flexhybrid.core.hardware import LINKS
 from flexhybrid.core.task import RESOURCES, Task
 from flexhybrid.core.trace import TraceEvent, Window
 from flexhybrid.core.verbs import CARGO, VERBS
-from sim.virtual_clock import RunSummary, summarize
+from sim.virtual_clock import summarize
 
 #: Kinds of work in a step's order. Those of one resource follow one another in time; kinds of different ones overlap.
 KINDS = (
@@ -25,13 +25,14 @@ def kind_of(task: Task) -> str:
     return "store" if task.resource == "d2h" else task.resource
 
 
-def seconds_per_step(trace: list[TraceEvent]) -> dict[str, float]:
-    """Return kind -> seconds that its tasks ran in a decode step: the mean over the iterations after the first.
+def seconds_per_step(trace: list[TraceEvent], last: int = -1) -> dict[str, float]:
+    """Return kind -> seconds that its tasks ran in a decode step: the mean over the iterations after the first, up to
+    ``last`` (as a list index: ``Window``).
 
     A task at the edge counts in part, so that the kinds of a resource add up to its busy time in the window that
-    ``summarize`` uses. Raises ValueError for a trace of fewer than two iterations.
+    ``summarize`` uses. Raises ValueError for a trace without such iterations.
     """
-    window = Window(trace)
+    window = Window(trace, last)
     seconds: dict[str, float] = {}
     for event in trace:
         if (inside_s := window.inside_s(event)) > 0:
@@ -56,12 +57,13 @@ def bytes_per_step(trace: list[TraceEvent]) -> dict[str, dict[str, float]]:
     }
 
 
-def breakdown(trace: list[TraceEvent], summary: RunSummary | None = None) -> dict:
-    """Return step_s, seconds, bytes and busy (share of the window, by resource) of a decode step."""
-    summary = summary or summarize(trace)
+def breakdown(trace: list[TraceEvent], last: int = -1) -> dict:
+    """Return step_s, seconds, bytes and busy (share of the window, by resource) of a decode step; ``last`` as in
+    ``seconds_per_step``."""
+    summary = summarize(trace, last)
     return {
-        "step_s": summary.decode_s / (summary.num_iterations - 1),
-        "seconds": seconds_per_step(trace),
+        "step_s": summary.decode_s / summary.num_decoded,
+        "seconds": seconds_per_step(trace, last),
         "bytes": bytes_per_step(trace),
         "busy": {resource: summary.busy[resource] for resource in RESOURCES if resource in summary.busy},
     }

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from operator import eq
@@ -18,7 +19,9 @@ from tqdm import tqdm
 
 from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import profile_file, write_by_rename
+from flexhybrid.core.hardware import PACE, load_hardware
 from flexhybrid.core.memory import total_bytes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
@@ -31,7 +34,7 @@ from flexhybrid.jobs.compare.breakdown import breakdown, flat_rows
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.jobs.compare.report import Report, is_disturbed
 from flexhybrid.jobs.compare.setting import SWEEP, CompareOptions, ComparisonSetting, settle, uses_disk
-from flexhybrid.jobs.compare.speed import Bench, MeasuredPolicy, PolicyRun
+from flexhybrid.jobs.compare.speed import LAST, Bench, MeasuredPolicy, PolicyRun
 from flexhybrid.jobs.machine import device_name, notes_on
 from flexhybrid.jobs.paths import check_writable
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk, with_earlier_disk
@@ -46,8 +49,8 @@ from policy_search.fit import fit_report
 from policy_search.papers.algorithm1 import BALANCES, host_blocks, layer_times, share_for_batch
 from policy_search.search import SearchResult
 from sim import virtual_clock
-from sim.array_clock import predict
-from sim.candidates import candidates_of
+from sim.array_clock import Prediction, predict
+from sim.candidates import Candidates, mean_lengths, num_mini_batches, padded_width
 from sim.cost import hardware_of
 from sim.presets import act_only, hybrid, hybrid_static, kv_only
 
@@ -111,7 +114,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         else:
             mix = replace(searched.policy, name="hybrid")
             algorithm1 = _algorithm1_shares(setting)
-            report.search(searched, algorithm1)
+            report.search(searched, algorithm1, float(closed_decode(setting.problem, mix, setting.workload)[0][0]))
             (named, sweep), shown = setting.mixes(mix), "hybrid"
             bound = EXACT_MINI_BATCH_TOKENS
             mixes = [kv_only(bound), act_only(bound), hybrid_static(setting.checkpoint.shape, bound)]
@@ -200,15 +203,26 @@ def _profile_and_search(
             bar.total += PROFILE_STEPS
             setting, disagreements = profiled(rate, "Profile anew")
             result = setting.search(setting.machine)
+    if setting.problem.shape.hidden >= SMALLEST_KEPT_HIDDEN:
+        report.say(f"{_keep_for_auto(setting)}\n")
+    return setting, disagreements, result
+
+
+def _keep_for_auto(setting: ComparisonSetting) -> str:
+    """Keep the machine's record where policy auto and the name local look for one; return in words what was done. One
+    that was measured without a pace is not given up for one with it."""
+    path, machine, pace = profile_file(setting.paced.device.type), setting.machine, setting.machine.notes.get(PACE)
+    with suppress(InputError):  # none yet, or none that can be read
+        if pace and not load_hardware(path).notes.get(PACE):
+            return f"The profile at {path} stays as it is: it was measured without a pace, this one at {pace:g} GB/s"
+    before = ", in place of an earlier profile" if path.is_file() else ""
     try:
-        if setting.problem.shape.hidden >= SMALLEST_KEPT_HIDDEN:
-            path = profile_file(device.type)  # where policy auto looks
-            before = ", in place of an earlier profile" if path.is_file() else ""
-            with_earlier_disk(setting.machine, path).save(path)
-            report.say(f"Kept for policy auto at {path}{before}\n")
+        with_earlier_disk(machine, path).save(path)
     except OSError as error:
         print(f"note: the profile could not be kept for policy auto: {error}", file=sys.stderr)
-    return setting, disagreements, result
+        return "Not kept for policy auto."
+    lifted = f"; without --link-gb-per-s its pace of {pace:g} GB/s is left out there" if pace else ""
+    return f"Kept for policy auto, and as the machine named local, at {path}{before}{lifted}"
 
 
 def _algorithm1_shares(setting: ComparisonSetting) -> dict[str, float]:
@@ -323,14 +337,14 @@ def _row(m: MeasuredPolicy, virtual: list[TraceEvent], setting: ComparisonSettin
     """Return one line of the speed table."""
     link, problem = setting.paced.link_gb_per_s, setting.problem
     rate = link * 1e9 if link else 1 / setting.machine.lines["h2d"].s_per_byte
-    closed = predict(problem, candidates_of(m.policy, setting.workload))
-    closed_form = float(np.ravel(closed.decode_tokens_per_s)[0])
-    predicted = virtual_clock.summarize(virtual).decode_tokens_per_s
+    closed_form, limit = (float(rates[0]) for rates in closed_decode(problem, m.policy, setting.workload))
+    predicted = virtual_clock.summarize(virtual, LAST).decode_tokens_per_s
     median, summary = m.median_tokens_per_s, m.summaries[m.median_round]
     ours, theirs = (list(chain.from_iterable(measured.tokens)) for measured in (m, reference))
     return {
         "policy": m.policy.name,
         "act_share": m.policy.share("act"),
+        "limit_tokens_per_s": limit,
         "closed_form_tokens_per_s": closed_form,
         "virtual_clock_tokens_per_s": predicted,
         "measured_tokens_per_s": median,
@@ -353,9 +367,34 @@ def _row(m: MeasuredPolicy, virtual: list[TraceEvent], setting: ComparisonSettin
 
 def _breakdown(m: MeasuredPolicy, virtual: list[TraceEvent]) -> dict:
     """Return the breakdown of a decode step on either clock; measured in the round nearest to the median."""
-    measured = breakdown(m.traces[m.median_round], m.summaries[m.median_round])
-    measured["step_rounds_s"] = [one.decode_s / (one.num_iterations - 1) for one in m.summaries]
-    return {"policy": m.policy.name, "predicted": breakdown(virtual), "measured": measured}
+    measured = breakdown(m.traces[m.median_round], LAST)
+    measured["step_rounds_s"] = [one.decode_s / one.num_decoded for one in m.summaries]
+    return {"policy": m.policy.name, "predicted": breakdown(virtual, LAST), "measured": measured}
+
+
+def closed_decode(
+    problem: Problem, policy: Policy, workload: Workload, cache: dict[str, np.ndarray] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the closed form's decode tokens/s, and the limit that the busiest resource sets, of the iterations that
+    are measured; arrays [policies], one without ``cache``, cache entry -> shares [policies] in place of the policy's.
+
+    The iterations of a window are what a run that ends with them takes longer than one that ends with the first decode
+    iteration. So neither what the prefill hides of that one's loads counts, nor that a run's last iteration loads for
+    no other. Raise ValueError for answers of fewer than LEAST_TOKENS tokens.
+    """
+    batch, (prompt, generated) = workload.num_requests, mean_lengths(workload)
+    if (steps := generated - 1 + LAST) < 1:
+        raise ValueError(f"answers of {generated} tokens leave no iteration to predict")
+    _, size = num_mini_batches(batch, prompt, generated, policy.max_mini_batch_tokens, policy.packing)
+
+    def ending_after(tokens: int) -> Prediction:
+        mini_batch_tokens = size * padded_width(prompt, tokens)  # cut as the whole run is
+        return predict(problem, Candidates(policy, batch, prompt, tokens, mini_batch_tokens, cache=cache))
+
+    longer, shorter = ending_after(2 + steps), ending_after(2)
+    least_s = np.ravel(longer.bound_s - shorter.bound_s)
+    seconds = np.maximum(np.ravel(longer.total_s - shorter.total_s), least_s)
+    return batch * steps / seconds, batch * steps / least_s
 
 
 def virtual_decode(problem: Problem, policy: Policy, workload: Workload) -> list[TraceEvent]:
@@ -399,9 +438,6 @@ def _write(result: dict, chosen: MeasuredPolicy, virtual: list[TraceEvent], sett
         return
     shares = np.linspace(0, 1, 65)
     cache = {"act@host": shares, "kv@host": 1.0 - shares}
-    candidates = replace(candidates_of(hybrid(0.5, setting.mini_batch_tokens), setting.workload), cache=cache)
-    curve = predict(problem, candidates)
+    curve, _ = closed_decode(problem, hybrid(0.5, setting.mini_batch_tokens), setting.workload, cache)
     searched = next(row for row in result["speed"] if row["policy"] == "hybrid")
-    draw.throughput(
-        out / "throughput.png", result["sweep"], shares.tolist(), curve.decode_tokens_per_s.tolist(), searched
-    )
+    draw.throughput(out / "throughput.png", result["sweep"], shares.tolist(), curve.tolist(), searched)

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.hardware import LINKS, Hardware
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.policy import Policy
+from flexhybrid.core.policy import WHOLE_BATCH, Policy
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.units import gib
 from flexhybrid.core.verbs import VERBS
@@ -65,17 +65,17 @@ class Report:
             f"kind: the link is set to {link} GB/s and profiled anew. --link-gb-per-s {slow} keeps it.\n"
         )
 
-    def search(self, result: SearchResult, algorithm1: dict[str, float]) -> None:
+    def search(self, result: SearchResult, algorithm1: dict[str, float], tokens_per_s: float) -> None:
         p, ratio = result.prediction, result.kv_act_bytes_ratio
         ratio = f"{ratio:.2f}:1" if np.isfinite(ratio) else "no ACT"
         busy = ", ".join(f"{name} {p['busy'][name]:.0%}" for name in ("compute", "h2d", "d2h", "host_compute"))
-        candidates = "1 candidate" if result.num_choices == 1 else f"{result.num_choices} candidates"
+        among = f" among {result.num_choices} kinds of policies" if result.num_choices > 1 else ""
         self.say(
-            f"\n2. Search: {candidates} in {result.search_s * 1e3:.1f} ms\n\n"
+            f"\n2. Search: the best mix of KV and ACT{among}, found in {result.search_s * 1e3:.1f} ms\n\n"
             f"ACT share by tokens {result.act_share:.3f}, KV:ACT by bytes {ratio}. "
             f"Algorithm 1: {algorithm1['paper']:.3f} by the papers' balance, "
             f"{algorithm1['full']:.3f} by the full one.\n"
-            f"Predicted {p['decode_tokens_per_s']:.1f} tokens/s; {gib(sum(p['traffic_bytes']['h2d'].values()))} to the "
+            f"Predicted {tokens_per_s:.1f} tokens/s; {gib(sum(p['traffic_bytes']['h2d'].values()))} to the "
             f"device in the whole run; busy: {busy}; {p['binding']} binds."
         )
 
@@ -109,7 +109,8 @@ class Report:
         reference = result["speed"][0]["reference"]
         self.table([speed_line(row) for row in result["speed"]])
         self.say(
-            "\nclosed form, virtual: predictions; error: virtual over measured; MB/iter: 10^6 bytes to the device an\n"
+            "\nOf the decode's iterations but the first and the last. limit: if the busiest resource never waited;\n"
+            "closed form, virtual: predictions; error: virtual over measured; MB/iter: 10^6 bytes to the device an\n"
             "iteration; overlap: the larger of ideal link and compute time over wall time, where link and device\n"
             "alone work, at once (beyond 1 is noise: the ideal is measured by itself); compute, link: busy share;\n"
             f"= {reference}: tokens equal to {reference}'s in {result['dtype']}, where rounding may part texts."
@@ -175,6 +176,7 @@ def speed_line(row: dict) -> dict:
     return {
         "policy": row["policy"],
         "ACT": f"{row['act_share']:.3f}",
+        "limit": f"{row['limit_tokens_per_s']:.1f}",
         "closed form": f"{row['closed_form_tokens_per_s']:.1f}",
         "virtual": f"{row['virtual_clock_tokens_per_s']:.1f}",
         "measured": f"{row['measured_tokens_per_s']:.1f}{BUSY if is_disturbed(row) else ''}",
@@ -199,7 +201,7 @@ def policy_line(policy: Policy) -> dict:
         "bits": " ".join(f"{name} {size}" for name, size in packed.items() if size != "native") or "native",
         "schedule": policy.schedule + ("" if policy.overlap == "full" else ", nothing at once"),
         "attention": policy.attention,
-        "mini-batch": "all" if policy.max_mini_batch_tokens >= 1 << 30 else str(policy.max_mini_batch_tokens),
+        "mini-batch": "all" if policy.max_mini_batch_tokens >= WHOLE_BATCH else str(policy.max_mini_batch_tokens),
     }
 
 

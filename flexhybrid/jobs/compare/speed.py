@@ -28,12 +28,14 @@ from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.weights import Weights, WeightSlots
 from sim.virtual_clock import MeasuredSummary, summarize_measured
 
+LAST = -2  #: iteration that ends a window (``Window``): the loads of the very last end early, as no other follows
 ALONE_ROUNDS = 3  #: decode rounds without the link, of which the best is the ideal compute
 
 
 @dataclass
 class MeasuredPolicy:
-    """Figures of one policy. Windows leave out the first decode iteration, which overlaps with nothing."""
+    """Figures of one policy. Windows leave out the first decode iteration, which overlaps with nothing, and the last
+    (LAST)."""
 
     policy: Policy
     tokens: list[list[int]]
@@ -59,7 +61,7 @@ class MeasuredPolicy:
 
     def ideal_link_s(self, bytes_per_s: float) -> float:
         """Seconds of the window's bytes from the host at the link's full rate; median over rounds."""
-        return statistics.median(Window(trace).moved_bytes("h2d") for trace in self.traces) / bytes_per_s
+        return statistics.median(Window(trace, LAST).moved_bytes("h2d") for trace in self.traces) / bytes_per_s
 
     def overlap(self, bytes_per_s: float) -> float | None:
         """max(ideal link, ideal compute) / wall, median over rounds (design section 11)."""
@@ -99,7 +101,7 @@ class PolicyRun:
         """Return the wall time of the window's steps while nothing crosses the link; the best of ALONE_ROUNDS."""
         self.engine.copies.enabled = False
         try:
-            return min(summarize_measured(self.decode()[0]).decode_s for _ in range(ALONE_ROUNDS))
+            return min(summarize_measured(self.decode()[0], LAST).decode_s for _ in range(ALONE_ROUNDS))
         finally:
             self.engine.copies.enabled = True
 
@@ -115,7 +117,7 @@ class PolicyRun:
             tokens=self.tokens,
             prefill_trace=self.prefill_trace,
             traces=traces,
-            summaries=[summarize_measured(trace) for trace in traces],
+            summaries=[summarize_measured(trace, LAST) for trace in traces],
             ideal_compute_s=self.compute_alone_s() if with_ideal else None,
             others_cpu_share=[share for _, share in rounds],
         )

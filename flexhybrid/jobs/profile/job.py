@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from flexhybrid.core.files import cache_folder, check_cache_folder, profile_file
-from flexhybrid.core.hardware import COMPANY, DISAGREED, Hardware, Line, crosses_link, load_hardware
+from flexhybrid.core.hardware import COMPANY, DISAGREED, PACE, Hardware, Line, crosses_link, load_hardware
 from flexhybrid.core.memory import cuda_reserve
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.problem import NO_BUDGETS, Budgets
@@ -75,7 +75,7 @@ def measure_hardware(
         attends_in_place=result.attends_in_place,
         notes={
             "hidden": shape.hidden,
-            "link_gb_per_s": link_gb_per_s,
+            PACE: link_gb_per_s,
             DISAGREED: result.disagreements,
             COMPANY: _company(result, others),
         },

@@ -13,7 +13,7 @@ from flexhybrid.core.memory import total_bytes
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.schedule.refill import sharing_limit
-from flexhybrid.core.units import gib
+from flexhybrid.core.units import counted, gib
 from flexhybrid.core.waves import EXPECTED_SHARE
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM, MOST_AT_A_TIME
@@ -100,17 +100,18 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
         if plan.shorter:
             predicted += " at the latest"
         limit = [f"limited by {plan.run.binding}, busy {plan.run.busy[plan.run.binding]:.0%} of the time"]
-        if plan.shorter and duration(plan.shorter.seconds) != duration(plan.seconds):
+        if plan.shorter and foretold(plan.shorter.seconds) != foretold(plan.seconds):
             shorter, mean = plan.shorter
             limit.insert(
                 0,
-                f"or         {duration(shorter)} with answers of {mean:.0f} tokens on average: done by {_end(shorter)}",
+                f"or         {foretold(shorter)} with answers of {counted(round(mean), 'token')} on average: done by "
+                f"{_end(shorter)}",
             )
     unshared = sharing_limit(policy, llm.problem.shape) if llm.arguments.enable_prefix_caching else None
     note = "; a mix with recomputed context would not be faster" if plain else ""
     return [
         f"policy     {describe(policy, llm.problem.shape)}; in {llm.problem.dtype}{note}",
-        f"requests   {counts}, at most {plan.tokens:,} tokens of answers in all; {plan.at_a_time} at a time",
+        f"requests   {counts}, at most {counted(plan.tokens, 'token')} of answers in all; {plan.at_a_time} at a time",
         f"predicted  {predicted}",
         *limit[:-1],
         f"memory     {', '.join(memory)}",
@@ -137,7 +138,7 @@ def describe(policy: Policy, shape: ModelShape) -> str:
     elsewhere = "".join(f"; {what} on the {tier}" for what, tier in moved if tier != "device")
     kept = f"; context {shares(dict(policy.cache))}" if shape.attending else ""
     kept += f"; states of recurrent layers on the {policy.state_tier}" if shape.recurrent else ""
-    order = f"{policy.schedule}, mini-batches of {policy.max_mini_batch_tokens} tokens"
+    order = f"{policy.schedule}, {policy.cut}"
     return f"{policy.name}: weights {weights}{kept}; {order}{bits}{elsewhere}"
 
 
@@ -148,6 +149,8 @@ def foretold(seconds: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return seconds as text, in s, min or h."""
+    if seconds < 0.1:
+        return "less than 0.1 s"
     if seconds < 90:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from flexhybrid.batch.in_flight import Tokens
 from flexhybrid.core.schedule.refill import stores_exactly
+from flexhybrid.core.units import counted
 from flexhybrid.jobs.run.forecast import duration, foretold
 from flexhybrid.jobs.run.options import RunOptions
 from flexhybrid.llm import LLM
@@ -55,6 +56,16 @@ class Outcome(NamedTuple):
     def stopped(self) -> bool:
         return self.counts["left"] > 0
 
+    @property
+    def dropped(self) -> int:
+        """Tokens of answers that a stop left unfinished."""
+        return self.work.unfinished_tokens if self.work and self.stopped else 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all tokens that were generated, those of unfinished answers too."""
+        return (self.tokens + self.dropped) / self.work.seconds if self.work else 0.0
+
     def say(self, say: Callable[[str], None], total_s: float) -> None:
         """Say the last lines of a run; ``total_s``: of the whole command."""
         options, counts, work, stopped = self.options, self.counts, self.work, self.stopped
@@ -67,11 +78,13 @@ class Outcome(NamedTuple):
         if work:
             # Nothing was predicted for a part of the requests: the longest come first.
             against = f" (predicted {foretold(work.predicted_s)})" if work.predicted_s and not stopped else ""
-            speed = f"{self.tokens:,} tokens in {duration(work.seconds)}: {self.tokens / work.seconds:.1f} tokens/s"
-            say(f"{speed}{against}; the whole command {duration(total_s)}")
+            unfinished = f" and {work.unfinished_tokens:,} of unfinished answers" if self.dropped else ""
+            tokens = f"{counted(self.tokens, 'token')}{unfinished} in {duration(work.seconds)}"
+            say(f"{tokens}: {self.tokens_per_s:.1f} tokens/s{against}; the whole command {duration(total_s)}")
             if work.others_cpu_share and work.others_cpu_share > MOST_OTHERS:
                 say(f"busy       others used {work.others_cpu_share:.0%} of the cores; predictions assume none")
-            if options.llm.hardware is None and parted(self.tokens, work.seconds, work.predicted_tokens_per_s):
+            blamed = options.llm.hardware is None and not stopped
+            if blamed and parted(self.tokens, work.seconds, work.predicted_tokens_per_s):
                 say(
                     f"profile    the speed is far from the {work.predicted_tokens_per_s:.1f} tokens/s predicted: "
                     "--reprofile measures the machine anew"
@@ -91,10 +104,9 @@ class Outcome(NamedTuple):
             kept = "" if work or not options.report.exists() else " (of an earlier run: nothing ran)"
             say(f"report     {options.report}{kept}")
         if stopped:
-            dropped = work.unfinished_tokens if work else 0
-            lost = f"; {dropped:,} tokens of unfinished answers are lost (see --max-batch)" if dropped else ""
-            say(f"stopped: give {again(options)} to go on{lost}")
-            if work and not (self.tokens or dropped):
+            lost = f"; {counted(self.dropped, 'token')} of unfinished answers are lost (see --max-batch)"
+            say(f"stopped: give {again(options)} to go on{lost if self.dropped else ''}")
+            if work and not (self.tokens or self.dropped):
                 say(
                     "           no answer could be there yet: the first iteration reads the prompts of all requests "
                     "that begin together; with a smaller --max-batch the first answers come sooner"
@@ -107,10 +119,10 @@ class Outcome(NamedTuple):
             **self.counts,
             "tokens": self.tokens,
             "shared_prompt_tokens": self.llm.num_shared,
-            "tokens_dropped": work.unfinished_tokens if work and stopped else 0,
+            "tokens_dropped": self.dropped,
             "tokens_lost_before": self.lost,
             "seconds": work.seconds if work else 0.0,
-            "tokens_per_s": self.tokens / work.seconds if work else 0.0,
+            "tokens_per_s": self.tokens_per_s,
             "predicted_s": work.predicted_s if work else None,
             "profile_in_company": self.llm.hardware.company if self.llm.hardware else None,
             "others_cpu_share": work.others_cpu_share if work else None,

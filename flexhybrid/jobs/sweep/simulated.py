@@ -10,7 +10,7 @@ from flexhybrid.core.model.shape import DTYPE_BYTES
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.jobs.paths import shape_to_simulate
-from flexhybrid.jobs.rates import RATES, Budgets, costs
+from flexhybrid.jobs.rates import RATES, Budgets, costs, pace_of_link
 from flexhybrid.jobs.simulate import is_policy_file, named_system, setting_of, simulate_system
 from flexhybrid.jobs.sweep.grid import one_of, positive_integer, read_points
 from flexhybrid.jobs.sweep.job import SweepOptions, SweepSummary, run_sweep
@@ -107,7 +107,8 @@ def _flat(setting: Setting, made: System, o: SimulatedRun) -> dict:
     row |= {f"{link}_{kind}_bytes": size for link, kinds in o.traffic_bytes.items() for kind, size in kinds.items()}
     row |= {f"{resource}_busy": share for resource, share in o.busy.items()}
     row |= {"policy": json.dumps(made.policy.to_dict()), "bits": "/".join(map(str, astuple(made.policy.bits)))}
-    return row | costs(setting.machine, o.tokens_per_s) | {"rates": made.hardware.rates["kind"]}
+    rates = "; ".join(filter(None, (made.hardware.rates["kind"], pace_of_link(made.hardware))))
+    return row | costs(setting.machine, o.tokens_per_s) | {"rates": rates}
 
 
 def sweep_grid(grid: Path, out: Path, options: SweepOptions) -> SweepSummary:
