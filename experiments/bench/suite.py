@@ -52,7 +52,8 @@ from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
-from flexhybrid.jobs.compare.job import INSIDE, LINK_LADDER, virtual_decode
+from flexhybrid.jobs.compare.job import INSIDE, LINK_LADDER
+from flexhybrid.jobs.compare.predicted import virtual_decode
 from flexhybrid.jobs.compare.setting import MIXES
 from flexhybrid.jobs.compare.speed import LAST, Bench, MeasuredPolicy, PolicyRun
 from flexhybrid.jobs.machine import device_name

@@ -23,7 +23,8 @@ from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare import job
 from flexhybrid.jobs.compare.breakdown import CARGO, KINDS, bytes_per_step, kind_of, seconds_per_step
-from flexhybrid.jobs.compare.job import closed_decode, compare
+from flexhybrid.jobs.compare.job import compare
+from flexhybrid.jobs.compare.predicted import closed_decode, virtual_decode
 from flexhybrid.jobs.compare.report import Report, speed_line
 from flexhybrid.jobs.compare.setting import LEAST_TOKENS, SIZES, TABLE_SECONDS, CompareOptions, settle
 from flexhybrid.jobs.compare.speed import LAST, Bench, PolicyRun
@@ -307,7 +308,7 @@ def test_no_clock_is_above_the_limit_that_the_table_prints(schedule):
             continue
         workload = Workload.uniform(case.batch, case.prompt_tokens, tokens)
         closed, limit = (float(rate[0]) for rate in closed_decode(case.problem, case.policy, workload))
-        virtual = job.virtual_decode(case.problem, case.policy, workload)
+        virtual = virtual_decode(case.problem, case.policy, workload)
         busy = busy_seconds([event for event in virtual if 1 < event.task.iteration < tokens - 1])
         own = case.batch * (tokens - 3) / max(busy.values())
         rate = virtual_clock.summarize(virtual, LAST).decode_tokens_per_s
@@ -324,7 +325,7 @@ def test_the_limit_of_a_paced_link_is_its_bytes():
     problem = Problem(shape=SMALL, dtype="float32", hardware=Hardware("slow", "cpu", lines))
     workload, policy = Workload.uniform(8, 100, 6), kv_only(400)
     closed, limit = (float(rate[0]) for rate in closed_decode(problem, policy, workload))
-    virtual = job.virtual_decode(problem, policy, workload)
+    virtual = virtual_decode(problem, policy, workload)
     moved = [sum(of["h2d"].values()) for of in (bytes_per_step([e for e in virtual if 1 < e.task.iteration < 5]),)]
     assert closed <= limit == pytest.approx(8 / (moved[0] * 2.5e-9))
     whole = float(np.ravel(predict(problem, candidates_of(policy, workload)).decode_tokens_per_s)[0])

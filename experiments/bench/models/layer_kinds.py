@@ -21,7 +21,7 @@ from flexhybrid.core.model.shape import ModelShape, has_own_file, shape_from_con
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.compare.job import virtual_decode
+from flexhybrid.jobs.compare.predicted import virtual_decode
 from flexhybrid.jobs.compare.speed import LAST, Bench, PolicyRun
 from flexhybrid.jobs.profile.job import fastest_dtype
 from flexhybrid.resolve import PacedDevice
