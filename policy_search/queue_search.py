@@ -26,7 +26,7 @@ from flexhybrid.core.schedule.refill import may_share
 from flexhybrid.core.waves import batch_size
 from flexhybrid.core.workload import Workload
 from policy_search.search import SearchResult, SearchSettings, search
-from sim.queue_clock import ROUGH_TASKS, QueueRun, price_queue
+from sim.queue_clock import ROUGH_TASKS, QueueRun, least_seconds, price_queue
 
 MOST_SEARCHES = 3  #: for each length of prompts
 #: Times as many tokens of a mini-batch that are tried, so many times while that is better.
@@ -54,8 +54,6 @@ def best_for_queue(
     prompts = dict.fromkeys(max(1, round(mean)) for mean in (workload.mean_prompt, workload.prompt_tokens.mean()))
     answers = dict.fromkeys((mean_answer(workload), running_answer(workload)))
     asked = [(prompt, answer, settings.max_batch) for prompt in prompts for answer in answers]
-    for policy in given:
-        ranking.add(policy, settings.max_batch, None)
     for number in range(MOST_SEARCHES * len(prompts)):
         if number == len(asked):
             break
@@ -77,6 +75,8 @@ def best_for_queue(
             ranking.add(sharing, found.batch, found)
         if at_a_time < FEWER * found.batch and (prompt, answer, at_a_time) not in asked:
             asked.append((prompt, answer, at_a_time))  # the longest requests, or the limits, leave room for fewer
+    for policy in given:
+        ranking.add(policy, settings.max_batch, None)
     if not ranking.choices:
         raise ranking.error
     ranking.try_sizes(settings.max_batch)
@@ -111,13 +111,17 @@ class _Ranking:
         self.error = InputError("no policy was given")  #: of the latest one that does not fit
 
     def add(self, policy: Policy, places: int, found: SearchResult | None) -> int:
-        """Price a policy with so many places, unless it was; return how many requests run at a time."""
+        """Price a policy with so many places, unless it was, or cannot come near the best; return how many requests run
+        at a time."""
         key, limited = (policy, places), replace(policy, max_batch=min(places, policy.max_batch or places))
         if key in self.priced:
             return self.priced[key]
         self.priced[key] = places
         try:
             size = batch_size(self.problem, limited, self.workload, places)
+            best = min(map(_seconds, self.choices), default=np.inf)
+            if least_seconds(self.problem, limited, self.workload, size[0]) > (1 + NEAR) * best:
+                return size[0]
             run = price_queue(self.problem, limited, self.workload, places, size, ROUGH_TASKS)
         except InputError as too_long:  # a single request, for it
             self.error = too_long

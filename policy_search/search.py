@@ -43,6 +43,7 @@ from policy_search.shortage import shortage, tightest
 from sim.array_clock import Prediction, predict
 from sim.candidates import mean_lengths
 from sim.cost import hardware_of
+from sim.queue_clock import QueueRun, price_queue
 from sim.virtual_clock import SimulatedSummary, run, summarize
 
 __all__ = ["FULL", "LOSSLESS", "OBJECTIVES", "PLAIN", "SearchResult", "SearchSettings", "Space", "search"]
@@ -53,7 +54,7 @@ MAX_BATCH = 1024  #: requests that are tried by default
 #: (``error_closed`` of experiments/results/*/speed.csv), rounded up.
 MODEL_ERROR = 0.14
 MOST_CONTENDERS = 12  #: kinds of policies besides the winner's
-MOST_CONFIRMED = 83_333  #: positions (mini-batches in layers) of a run on the virtual clock: some ten seconds
+MOST_CONFIRMED = 8192  #: positions (mini-batches in layers) that the virtual clock walks one by one: half a second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class SearchSettings:
     #: faster by more than this share
     margin: float = MODEL_ERROR
     time_limit: float | None = None  #: seconds after which the best so far is returned, not proved
-    confirm: bool = False  #: walk the winner on the virtual clock where that takes at most MOST_CONFIRMED positions
+    confirm: bool = False  #: walk the winner on the virtual clock, see ``confirmed``
     write_lp: Path | None = None  #: where to write the winner's program
     prune: bool = True  #: False tries every choice
 
@@ -130,7 +131,7 @@ class SearchResult:
     contenders: tuple[EvaluatedPolicy, ...] = ()
     #: the share by which another policy would have to be faster for the device to be left; None: nothing stays for it
     margin: float | None = None
-    virtual: SimulatedSummary | None = None  #: of the winner, with ``confirm``
+    virtual: SimulatedSummary | QueueRun | None = None  #: of the winner, with ``confirm``
     #: the best with the selection of the settings, whether it won or not; counts, gap and proof are without it
     selected: UnderSelection | None = None
 
@@ -271,10 +272,12 @@ def _with_selection(result: SearchResult, selection: Selection, settings: Search
     return replace(result, policy=selected.policy, batch=selected.batch, prediction=prediction)
 
 
-def confirmed(result: SearchResult) -> SimulatedSummary | None:
-    """Return the winner's run on the virtual clock; None for a run too long to walk."""
+def confirmed(result: SearchResult) -> SimulatedSummary | QueueRun:
+    """Return the winner's run on the virtual clock: all of it, or, beyond MOST_CONFIRMED positions, some iterations of
+    it, from which the others follow."""
     problem = result.problem
     lengths = Workload.uniform(result.batch, problem.prompt_tokens, problem.max_tokens)
     wave = admit(problem, result.policy, lengths)
-    positions = len(wave.mini_batches) * problem.shape.num_layers * problem.max_tokens
-    return summarize(run(stream(wave), hardware_of(problem, result.policy))) if positions <= MOST_CONFIRMED else None
+    if len(wave.mini_batches) * problem.shape.num_layers * problem.max_tokens > MOST_CONFIRMED:
+        return price_queue(problem, result.policy, lengths, result.batch, (result.batch, 1.0))
+    return summarize(run(stream(wave), hardware_of(problem, result.policy)))

@@ -105,11 +105,16 @@ def _changed(hardware: Hardware, name: str, times: float) -> dict[str, Line]:
 def hangs_of(result: SearchResult, settings: SearchSettings) -> list[Hang]:
     """Return the assumed rates on which a search's choice hangs. ``settings``: those of the search."""
     problem, machine = result.problem, hardware_of(result.problem)
-    tolerance, hangs = max(TOLERANCE, result.margin or 0.0), list[Hang]()
+    margin = result.margin or 0.0
+    tolerance, hangs = max(TOLERANCE, margin), list[Hang]()
+    least = _seconds(problem, result.policy, result.batch) / (1 + margin) if result.complete else 0.0
     for name, share in assumed_rates(machine).items():
         rate, worst = RATES[name], None
         for end in (rate.low, rate.high):
             there = replace(problem, hardware=with_share(machine, name, end))
+            # No policy gains more than the rate does: where that is too little, none needs to be looked for.
+            if _seconds(there, result.policy, result.batch) <= least * min(1.0, share / end) * (1 + tolerance):
+                continue
             other = _best_of(there, result, settings, tolerance)
             if other is None or (loses := _loses(there, result, other)) <= tolerance:
                 continue

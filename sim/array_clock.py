@@ -12,7 +12,6 @@ long decode that what binds may change from block to block; and that only layers
 the disk (H2O, planned alone). Tests and the bench measure the gap to the virtual clock.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -77,7 +76,7 @@ def predict(problem: Problem, candidates: Candidates, walk: bool = True) -> Pred
     steps, size = candidate_steps(problem, candidates)
     chunk_size = CHUNK if walk else BOUND_CHUNK
     chunks = []
-    for members, entries in _by_structure(steps, walk):
+    for members, entries in steps.alike(_structure(steps) if walk else ()):
         for start in range(0, len(members), chunk_size):
             chosen = members[start : start + chunk_size]
             chunks.append((chosen, _predict_chunk(steps.take(chosen, entries), walk)))
@@ -105,28 +104,16 @@ def _gather(chunks: list[tuple[np.ndarray, dict]], size: tuple[int, ...]) -> Pre
 # ---- candidates of one structure -------------------------------------------------------------------------------------
 
 
-def _by_structure(steps: CandidateSteps, walk: bool) -> Iterator[tuple[np.ndarray, set[str]]]:
-    """Indices of the candidates that share a tiny run, with the cache entries that they use. Without a walk they share
-    the entries alone."""
-    present = {entry: share > 0 for entry, share in steps.shares.items()}
-    columns = list(present.values())
-    if walk:
-        num_walked = _num_walked(steps)
-        counts = np.array([stretch.count for stretch in steps.stretches()])
-        short = _is_short(counts, steps.generated, num_walked)
-        loops = {k: loops_of(steps.policy, steps.layers, int(k)) for k in np.unique(steps.num_mini_batches)}
-        loop_ids = {pair: index for index, pair in enumerate(dict.fromkeys(loops.values()))}
-        columns += [num_walked, np.where(short, steps.generated, 0), *np.where(short, False, counts > 0)]
-        columns += [np.array([loop_ids[loops[k]] for k in steps.num_mini_batches])]
-        columns += [_resident_class(steps), _disk_class(steps)]
-    codes = np.zeros(len(steps.batch), dtype=np.int64)
-    for column in columns:
-        codes = codes * (int(np.max(column)) + 1) + np.asarray(column, dtype=np.int64)
-        if codes.max(initial=0) >= 1 << 40:
-            codes = np.unique(codes, return_inverse=True)[1]
-    for code in np.unique(codes):
-        members = np.flatnonzero(codes == code)
-        yield members, {entry for entry, uses in present.items() if uses[members[0]]}
+def _structure(steps: CandidateSteps) -> list[np.ndarray]:
+    """Numbers, each [candidates]: candidates of which all are equal, and that use the same entries, share a tiny run."""
+    num_walked = _num_walked(steps)
+    counts = np.array([stretch.count for stretch in steps.stretches()])
+    short = _is_short(counts, steps.generated, num_walked)
+    loops = {k: loops_of(steps.policy, steps.layers, int(k)) for k in np.unique(steps.num_mini_batches)}
+    loop_ids = {pair: index for index, pair in enumerate(dict.fromkeys(loops.values()))}
+    columns = [num_walked, np.where(short, steps.generated, 0), *np.where(short, False, counts > 0)]
+    columns += [np.array([loop_ids[loops[k]] for k in steps.num_mini_batches])]
+    return [*columns, _resident_class(steps), _disk_class(steps)]
 
 
 def _num_walked(steps: CandidateSteps) -> np.ndarray:

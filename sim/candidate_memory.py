@@ -115,6 +115,10 @@ def _reads(steps: CandidateSteps, window: int | None) -> Reads:
 
 
 def peak_bytes(problem: Problem, candidates: Candidates) -> dict[str, np.ndarray]:
-    """Tier -> bytes, [candidates]; candidates use all their cache entries."""
+    """Tier -> bytes, [candidates]."""
     steps, size = candidate_steps(problem, candidates)
-    return {tier: peak.reshape(size) for tier, peak in peak_of_steps(steps).items()}
+    peak = {tier: np.zeros(len(steps.batch)) for tier in TIERS}
+    for members, entries in steps.alike():
+        for tier, num_bytes in peak_of_steps(steps.take(members, entries)).items():
+            peak[tier][members] = num_bytes
+    return {tier: num_bytes.reshape(size) for tier, num_bytes in peak.items()}

@@ -12,7 +12,7 @@ fractions, and requests of one length need no loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -151,6 +151,19 @@ class CandidateSteps:
             shares={entry: share[members] for entry, share in self.shares.items() if entry in entries},
             **{name: getattr(self, name)[members] for name in columns},
         )
+
+    def alike(self, columns: Iterable[np.ndarray] = ()) -> Iterator[tuple[np.ndarray, set[str]]]:
+        """Yield the indices of candidates that use the same cache entries and are equal in these columns [candidates],
+        with those entries."""
+        present = {entry: share > 0 for entry, share in self.shares.items()}
+        codes = np.zeros(len(self.batch), dtype=np.int64)
+        for column in (*present.values(), *columns):
+            codes = codes * (int(np.max(column)) + 1) + np.asarray(column, dtype=np.int64)
+            if codes.max(initial=0) >= 1 << 40:
+                codes = np.unique(codes, return_inverse=True)[1]
+        for code in np.unique(codes):
+            members = np.flatnonzero(codes == code)
+            yield members, {entry for entry, uses in present.items() if uses[members[0]]}
 
     @property
     def stays_on_device(self) -> np.ndarray:

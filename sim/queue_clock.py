@@ -30,6 +30,8 @@ from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
+from sim.array_clock import predict
+from sim.candidates import Candidates
 from sim.cost import hardware_of
 from sim.queue_counts import Stints, stints
 from sim.tiny_run import layer_loop
@@ -196,6 +198,18 @@ def price_queue(
     count, share = places or batch_size(problem, policy, workload, at_most)
     wave = open_batch(problem, policy, few, min(count, few.num_requests), share)
     return _Price(wave, few, times).run(walked_tasks)
+
+
+def least_seconds(problem: Problem, policy: Policy, workload: Workload, at_a_time: int) -> float:
+    """Return seconds that no queue ends before: each resource's work in as few iterations as places allow. 0 where
+    prompts share what they begin with."""
+    if workload.prefixes is not None:
+        return 0.0
+    answers, prompts = workload.answers.astype(float), workload.prompt_tokens
+    # What is loaded grows with the tokens of context in each iteration: the mean of requests that run, not of all.
+    prompt = max(1.0, min(prompts.mean(), prompts @ answers / answers.sum()) - BLOCK_TOKENS)
+    wave = Candidates(policy, at_a_time, prompt, max(1.0, np.floor(answers.mean())))
+    return float(predict(problem, wave, walk=False).least_s[0]) * workload.num_requests / at_a_time
 
 
 def walk_queue(problem: Problem, policy: Policy, workload: Workload, at_most: int) -> QueueRun:

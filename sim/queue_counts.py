@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
-from flexhybrid.core.context.packing import longest_piece
+from flexhybrid.core.context.packing import chunk_tokens, longest_piece
 from flexhybrid.core.context.prefixes import Steering
 from flexhybrid.core.schedule.buffer_sizes import SharedLengths, first_builds, holds_lengths
 from flexhybrid.core.schedule.refill import (
@@ -144,7 +144,7 @@ class _Queue:
         self.places = [group.tolist() for group in wave.mini_batches]  # that are free
         self.sharing, self.now = wave.sharing, 0  # the iteration whose builds it holds
         self.steering = Steering(wave.sharing.tree) if wave.sharing else None
-        self.exact = stores_exactly(wave.policy)
+        self.exact, self.piece = stores_exactly(wave.policy), chunk_tokens(wave.policy.max_mini_batch_tokens)
         self.depth, self.found = np.zeros((2, workload.num_requests), dtype=np.int64)  # shared blocks of those who run
         self.common: list[Counter[int]] = [Counter() for _ in groups]  # of each mini-batch: shared block -> members
         if self.sharing:
@@ -193,7 +193,7 @@ class _Queue:
         if not self.singly:  # each is padded to the longest
             return len(requests) * int(ceil_blocks(cached.max())) <= self.most_padded
         shared = None
-        if not self.sharing and holds_lengths(self.first[k], cached, self.prompts[joining]):
+        if not self.sharing and holds_lengths(self.first[k], cached, self.prompts[joining], self.piece):
             return True
         if self.sharing:
             shared = SharedLengths(self.depth[requests], self.depth[joining] * self.exact, self.common_blocks[k])

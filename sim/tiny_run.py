@@ -190,13 +190,13 @@ def tiny_run(
     """
     layers, mini_batches = (outer, inner) if structure.schedule == "column" else (inner, outer)
     positions = inner.num_rounds * outer.num_rounds
-    first = 2 if positions >= 4 else 5  # this iteration and the next are repeated; two, because slots go by turns
-    # Those two are laid out even where they are left out again: one layout then serves every number of iterations.
-    laid_out = num_decode if num_decode < first else first + 2 + (num_decode - first) % 2
+    first = 2 if positions >= 4 else 5  # this iteration is repeated: who had a slot before is as far back in the next
+    # It is laid out even where it is left out again: one layout then serves every number of iterations.
+    laid_out = num_decode if num_decode < first else first + 1
     tasks, ends = lay_out(structure, layers.kinds, mini_batches.num_rounds, laid_out, resident, on_disk, states)
     if num_decode != laid_out:
-        bounds = first * positions, (first + 2) * positions
-        tasks, ends = _repeated(tasks, ends, bounds, (num_decode - laid_out) // 2)
+        bounds = first * positions, (first + 1) * positions
+        tasks, ends = _repeated(tasks, ends, bounds, num_decode - laid_out)
     tasks, moved_after, num_moved = with_aliases(tasks, ends, inner, outer)
     barriers = structure.overlap == "step"
     return TinyRun(tasks, inner, outer, ends, moved_after, num_moved, _unused(tasks, ends), barriers)
@@ -246,7 +246,7 @@ def _unused(tasks: tuple[TinyTask, ...], ends: tuple[int, ...]) -> tuple[tuple[i
 
 
 def _repeated(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], bounds: tuple[int, int], times: int):
-    """The tasks with those of the positions [first, last), two iterations, ``times`` times more in their place; -1
+    """The tasks with those of the positions [first, last), an iteration, ``times`` times more in their place; -1
     leaves them out."""
     first, last = bounds
     start, end = ends[first - 1], ends[last - 1]
@@ -257,7 +257,7 @@ def _repeated(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], bounds: tuple[
         shift = copies * (end - start)
         for task in tasks[ends[begin - 1] : ends[stop - 1]]:
             waits = tuple([awaited + shift for awaited in task.waits])
-            out.append(TinyTask(task.resource, task.iteration + 2 * copies, task.key, waits))
+            out.append(TinyTask(task.resource, task.iteration + copies, task.key, waits))
         out_ends.extend([index + shift for index in ends[begin:stop]])
 
     for copies in range(times + 1):

@@ -34,6 +34,7 @@ from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, c
 from policy_search.search_problem import measured_space
 from policy_search.sensitivity import TOLERANCE, Hang, assumed_rates, hangs_of
 from policy_search.systems import Setting, System, system
+from sim.queue_clock import QueueRun
 from sim.simulate import SimulatedRun
 
 MACHINE_KEYS = ("model", "hardware", "dtype", *RATES)
@@ -130,9 +131,11 @@ def run_search(
     bounds = tuple(name for name, binds in given.items() if binds)
     report = SearchReport(best, result, setting.machine, search_s, bounds=bounds)
     show(describe_found(report))
-    if options.confirm and (virtual := confirmed(result)):
+    if options.confirm:
+        virtual = confirmed(result)
         report = report._replace(found=replace(result, virtual=virtual))
-        show(f"  virtual clock: {virtual.tokens_per_s:.4g} tokens/s")
+        some = " (some of its iterations)" if isinstance(virtual, QueueRun) else ""
+        show(f"  virtual clock{some}: {virtual.tokens_per_s:.4g} tokens/s")
     report = report._replace(hangs=hangs_of(result, settings))
     show(describe_hangs(report))
     began = time.perf_counter()

@@ -52,8 +52,11 @@ def at_best(text: str, setting: Setting, free: bool) -> tuple[System, SimulatedR
     for values in product(*tried.values()):
         call = _call(name, options | dict(zip(tried, values, strict=True)))
         with suppress(InputError):  # nothing of it fits
-            for rate, made in _best_settings(call, setting, free):
-                best = (rate, made) if best is None or rate > best[0] else best
+            made = system(call, replace(setting, batch=1))
+            best = _best_setting(call, made, setting, free, best)
+            if made.policy.share("both"):  # KVPR takes the faster of recomputing and loading all
+                plain = replace(made, policy=without_recomputing(made.policy))
+                best = _best_setting(call, plain, setting, free, best)
     if best is None:
         return _run(system(text, replace(setting, batch=1)), setting, free)  # raises, with what one request needs
     return _run(replace(best[1], name=text), setting, free)
@@ -100,20 +103,11 @@ def _call(name: str, options: dict) -> str:
     return f"{name}({', '.join(values)})"
 
 
-def _best_settings(call: str, setting: Setting, free: bool) -> Iterator[tuple[float, System]]:
-    """Yield (tokens/s, the system) of a call with the best batch, mini-batches and weights on the device; KVPR with
-    recomputing and without, for it takes the faster of the two.
-
-    Raise InputError where nothing fits.
-    """
-    made = system(call, replace(setting, batch=1))
-    yield _best_setting(call, made, setting, free)
-    if made.policy.share("both"):
-        plain = replace(made, policy=without_recomputing(made.policy))
-        yield _best_setting(call, plain, setting, free)
-
-
-def _best_setting(call: str, made: System, setting: Setting, free: bool) -> tuple[float, System]:
+def _best_setting(
+    call: str, made: System, setting: Setting, free: bool, known: tuple[float, System] | None
+) -> tuple[float, System] | None:
+    """Return (tokens/s, the system) of a call with the best batch, mini-batches and weights on the device; what is
+    ``known`` where that is faster. Raise InputError where nothing fits."""
     name, options = parse(call)
     accepted = SYSTEMS[name].options
     places_weights = "weights_device" in accepted or name == "fastdecode"
@@ -127,15 +121,16 @@ def _best_setting(call: str, made: System, setting: Setting, free: bool) -> tupl
     rate, batch, tokens, share = -1.0, 0.0, 0.0, 0.0
     batches = np.array(list(_coarse(setting.batch) if free else _waves(setting.batch)))
     for walked in WALKED[: 1 + free]:
-        axes = np.meshgrid(batches, np.array(sizes), shares, indexing="ij")
-        found = _fastest(problem, made.policy, setting, [axis.reshape(-1) for axis in axes], walked)
-        rate, batch, tokens, share = max((rate, batch, tokens, share), found)
+        axes = [axis.reshape(-1) for axis in np.meshgrid(batches, np.array(sizes), shares, indexing="ij")]
+        least = max(rate, known[0]) if known and batch else rate
+        found = _fastest(problem, made.policy, setting, axes, walked, least)
+        rate, batch, tokens, share = found or (rate, batch, tokens, share)
         step = max(1, int(batch) // 32)
         batches = np.arange(max(1, int(batch * 0.76)), min(setting.batch, int(batch * 1.3)) + 1, step)
         sizes, shares = [tokens], np.array([share])
     weights = Placement(device=float(share), host=1.0 - float(share))
     policy = replace(made.policy, weights=weights, max_mini_batch_tokens=int(tokens), max_batch=int(batch))
-    return rate, replace(made, policy=policy)
+    return known if known and known[0] >= rate else (rate, replace(made, policy=policy))
 
 
 def _coarse(most: int) -> Iterator[int]:
@@ -153,9 +148,10 @@ def _waves(requests: int) -> list[int]:
 
 
 def _fastest(
-    problem: Problem, policy: Policy, setting: Setting, axes: list[np.ndarray], walked: int
-) -> tuple[float, float, float, float]:
-    """Return (tokens/s, batch, tokens of a mini-batch, share of the weights on the device) of the fastest choice.
+    problem: Problem, policy: Policy, setting: Setting, axes: list[np.ndarray], walked: int, known: float
+) -> tuple[float, float, float, float] | None:
+    """Return (tokens/s, batch, tokens of a mini-batch, share of the weights on the device) of the fastest choice; None
+    where no choice is faster than a ``known`` one.
 
     ``axes``: the three, arrays [choices]. Raise InputError where none fits.
     """
@@ -173,7 +169,12 @@ def _fastest(
         raise InputError(f"{policy.name}: no batch fits")
     members = np.flatnonzero(fits)
     members = members[np.argsort(-bounded.tokens_per_s[members], kind="stable")][:walked]
-    rates = predicted(members, True).tokens_per_s
-    best = int(members[rates.argmax()])
-    batch, tokens, share = (float(axis[best]) for axis in axes)
-    return float(rates.max()), batch, tokens, share
+    most = bounded.tokens_per_s * bounded.total_s / bounded.least_s  # tokens/s that waiting can only lessen
+    best, rate = -1, known
+    while len(members := members[most[members] > rate]):
+        alike = bounded.num_mini_batches[members] == bounded.num_mini_batches[members[0]]  # one tiny run, mostly
+        rates = predicted(members[alike], True).tokens_per_s
+        if rates.max() > rate:
+            best, rate = int(members[alike][rates.argmax()]), float(rates.max())
+        members = members[~alike]
+    return None if best < 0 else (rate, *(float(axis[best]) for axis in axes))

@@ -11,7 +11,7 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import gib
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import check_balance, host_blocks, layer_times, share_for_batch
-from sim.array_clock import predict
+from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates, mean_lengths, num_mini_batches
 from sim.presets import CAPTURE_MINI_BATCH_TOKENS, static_share
 
@@ -97,7 +97,7 @@ class _Batch:
         """Return the bytes beyond each bounded memory, tier -> [host_shares.shape]."""
         problem, cache = self.problem, _cache(device_shares, host_shares)
         candidates = Candidates(policy, self.size, self.prompt_tokens, self.max_tokens, cache=cache)
-        peak = predict(problem, candidates, walk=False).peak_bytes
+        peak = peak_bytes(problem, candidates)
         return {tier: peak[tier] - size for tier, size in self.memories.items()}
 
 

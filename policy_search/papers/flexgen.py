@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-from scipy.optimize import linprog
 
 from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
@@ -29,6 +28,8 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import gib
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.workload import Workload
+from policy_search.grid import Programs
+from policy_search.lower_bound import INFEASIBLE, solve_side_by_side
 from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates
 from sim.cost import hardware_of, price
@@ -46,6 +47,7 @@ DISK_VERBS = ("read_weights", "read_kv", "write_kv")
 #: last number is a constant, so that terms read like formulas: ``2 * WH + 3 * ONE`` is 2·wh + 3. Hidden states never
 #: lie on FlexGen's disk.
 WD, WH, WK, CD, CH, CK, HD, HH, ONE = np.eye(9)
+DEVICE_OF = np.array([0, 0, 0, 3, 3, 3, 6, 6])  #: of each unknown, that of the device's share
 
 
 @dataclass(frozen=True)
@@ -200,28 +202,31 @@ def solve(block: Block, budgets: dict[str, float], cache_on_host: bool = False) 
     if budgets["device"] <= 0 or budgets["host"] <= 0:
         return None
     rows, repeats = cost_rows(block), block.setting.gen_tokens - 1
-    a_ub, b_ub = [], []
     decode = rows["decode"]
     steps = [decode["in"] + vector for part, vector in decode.items() if part != "in"]
-    for phase_seconds, vectors in (((-1, 0), rows["prefill"].values()), ((0, -1), steps)):
-        for vector in vectors:  # vector·(x, 1) <= T of the phase
-            a_ub.append([*vector[:8], *phase_seconds])
-            b_ub.append(-vector[8])
-    for tier, vector in memory_rows(block):
-        if 0 < budgets[tier] < np.inf:
-            a_ub.append([*(vector[:8] / budgets[tier]), 0, 0])
-            b_ub.append(1 - vector[8] / budgets[tier])
-    upper = np.ones(8)
-    upper[[2, 5]] = 1.0 if budgets["disk"] > 0 else 0.0
-    if cache_on_host:
-        upper[[3, 5]] = 0.0
     least = block.rates.prefill_s + repeats * block.rates.decode_s
-    objective = np.array([*(TIE * (WH + CH + HH + 2 * (WK + CK)))[:8], 1 / least, repeats / least])
-    a_eq = np.zeros((3, 10))
-    a_eq[0, :3] = a_eq[1, 3:6] = a_eq[2, 6:8] = 1
-    bounds = [(0.0, limit) for limit in upper] + [(0, None)] * 2
-    answer = linprog(objective, a_ub, b_ub, a_eq, np.ones(3), bounds, method="highs")
-    return _clean(answer.x[:8]) if answer.status == 0 else None
+    bounded = []  # (vector, its upper bound, of the prefill's and of the decode's part of the run)
+    for vectors, times, parts in ((rows["prefill"].values(), 1, (1, 0)), (steps, max(repeats, 1), (0, 1))):
+        bounded += [(vector * times / least, 0.0, parts) for vector in vectors]
+    limited = [(tier, vector) for tier, vector in memory_rows(block) if 0 < budgets[tier] < np.inf]
+    bounded += [(vector / budgets[tier], 1.0, (0, 0)) for tier, vector in limited]
+    bounded += [(WH + WK, 1.0, (0, 0)), (CH + CK, 1.0, (0, 0)), (HH, 1.0, (0, 0))]
+    if cache_on_host:
+        bounded.append((CD, 0.0, (0, 0)))
+    free = [1, 4, 7] if budgets["disk"] <= 0 else [1, 2, 4, 7] if cache_on_host else [1, 2, 4, 5, 7]
+    # What is neither on the host nor on the disk is on the device; further unknowns are the parts of the run.
+    G, h = np.zeros((1, len(bounded), len(free) + 2)), np.zeros((1, len(bounded)))
+    for row, (vector, limit, parts) in enumerate(bounded):
+        G[0, row] = *(vector[free] - vector[DEVICE_OF[free]]), *(-part for part in parts)
+        h[0, row] = limit - vector[[0, 3, 6, 8]].sum()
+    costs = np.array([*(TIE * (WH + CH + HH + 2 * (WK + CK)))[free], 1.0, min(repeats, 1)])
+    solved = solve_side_by_side(Programs(G, h, costs, 1))
+    if solved.state[0] == INFEASIBLE:
+        return None
+    shares = np.zeros(8)
+    shares[free] = solved.z[0, :-2]
+    shares[[0, 3, 6]] = 1 - shares[1] - shares[2], 1 - shares[4] - shares[5], 1 - shares[7]
+    return _clean(shares)
 
 
 def _clean(shares: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexhybrid.core.context.packing import chunk_tokens
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
@@ -273,5 +274,5 @@ def test_what_surely_fits_is_what_the_buffers_hold(seed):
     most = wave.workload.select(wave.mini_batches[0])
     cached, joining = rng.integers(1, 170, int(rng.integers(1, 6))), rng.integers(1, 110, int(rng.integers(0, 5)))
     joining = joining[: len(cached)]
-    if holds_lengths(most, cached, joining):
+    if holds_lengths(most, cached, joining, chunk_tokens(policy.max_mini_batch_tokens)):
         assert buffers_hold(wave, cached, joining, None)

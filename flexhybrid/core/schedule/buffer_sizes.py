@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,8 +66,8 @@ class BufferSizes:
                 return {key: larger(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
             return larger(a, b)
 
-        sizes: dict[str, Any] = {f.name: of_both(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        return BufferSizes(**sizes)
+        others = vars(other)
+        return BufferSizes(**{name: of_both(own, others[name]) for name, own in vars(self).items()})
 
     def holds(self, other: BufferSizes) -> bool:
         """Whether buffers of these sizes do for the other ones."""
@@ -107,11 +108,11 @@ def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> 
         if (chunks := num_chunks(policy, prompts[group])) > 1:
             staged = _staged_by_chunk(entries, policy, int(prompts[group].max()), widest)
         stored_now = by_entry(fresh[group].any(axis=0) * len(group))
-        longest, sizes = longest_piece(policy, prompts[group]), BufferSizes({}, {})
-        for window in wave.windows if wave.split else (widest,):  # a shorter context may want more of it recomputed
-            reads = _reads(wave, group, window)
-            sizes = sizes.merge(group_sizes(policy, len(group), longest, reads, stored_now, by_entry(staged)))
-        of_lengths[lengths] = sizes, chunks
+        longest, staged_now = longest_piece(policy, prompts[group]), by_entry(staged)
+        windows = wave.windows if wave.split else (widest,)  # a shorter context may want more of it recomputed
+        reads = (_reads(wave, group, window) for window in windows)
+        sizes = (group_sizes(policy, len(group), longest, of_window, stored_now, staged_now) for of_window in reads)
+        of_lengths[lengths] = reduce(BufferSizes.merge, sizes), chunks
         yield of_lengths[lengths]
 
 
@@ -262,15 +263,15 @@ def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
     return sizes.merge(of_batch).plain()
 
 
-def holds_lengths(most: Workload, cached: np.ndarray, prompts: np.ndarray) -> bool:
+def holds_lengths(most: Workload, cached: np.ndarray, prompts: np.ndarray, piece: int = 0) -> bool:
     """Whether ``running_sizes`` of requests with ``most`` lengths surely do for others with ``cached`` tokens of whom
-    some with ``prompts`` join: these are fewer, and one by one no longer."""
+    some with ``prompts`` join: these are fewer, and one by one no longer. ``piece``: tokens of a single prompt that is
+    surely not computed in pieces."""
 
     def no_longer(tokens: np.ndarray, those: np.ndarray) -> bool:
         return len(tokens) <= len(those) and bool((np.sort(tokens)[::-1] <= np.sort(those)[::-1][: len(tokens)]).all())
 
-    # a single prompt may be computed in pieces
-    several = len(cached) > 1 and len(prompts) != 1
+    several = len(cached) > 1 and (len(prompts) != 1 or prompts[0] <= piece)
     return several and no_longer(cached, most.cached_tokens) and no_longer(prompts, most.prompt_tokens)
 
 
@@ -503,7 +504,7 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
 
 def larger(a, b):
     """Return the larger one of numbers, or of arrays element by element."""
-    return np.maximum(a, b) if np.ndim(a) or np.ndim(b) else max(a, b)
+    return np.maximum(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else max(a, b)
 
 
 def split_blocks(lines: SplitLines, batch, tokens, num_mini_batches, prompt) -> dict:
