@@ -59,8 +59,8 @@ class UnplacedPolicy:
         """Return the policy with its weights placed: shares of each layer's bytes."""
         device, disk = round(float(device), 6), round(float(disk), 6)
         weights = Placement(device, max(0.0, round(1.0 - device - disk, 6)), disk)
-        policy = self.option.policy(dict(self.cache), weights)
-        return replace(policy, max_mini_batch_tokens=self.mini_batch_tokens, max_batch=self.batch)
+        sizes = {"max_mini_batch_tokens": self.mini_batch_tokens, "max_batch": self.batch}
+        return self.option.policy(dict(self.cache), weights, **sizes)
 
 
 @dataclass(frozen=True)

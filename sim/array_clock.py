@@ -105,7 +105,7 @@ def _gather(chunks: list[tuple[np.ndarray, dict]], size: tuple[int, ...]) -> Pre
 
 
 def _structure(steps: CandidateSteps) -> list[np.ndarray]:
-    """Numbers, each [candidates]: candidates of which all are equal, and that use the same entries, share a tiny run."""
+    """Numbers, each [candidates]: candidates of which all are equal, with the same entries, share a tiny run."""
     num_walked = _num_walked(steps)
     counts = np.array([stretch.count for stretch in steps.stretches()])
     short = _is_short(counts, steps.generated, num_walked)

@@ -58,7 +58,7 @@ class Placement:
     disk: float = 0.0
 
     def check(self, where: str) -> None:
-        _check_shares(asdict(self), where)
+        _check_shares(vars(self), where)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The commands that predict without running a model: ``simulate``, ``search``, ``sweep``."""
 
 import argparse
+import gc
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +11,11 @@ from flexhybrid.core.errors import InputError, flag
 from flexhybrid.core.files import check_new_file
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.options import budgets_from, options_from, split_names
+
+
+#: New objects after which Python looks for cycles. Predictions make many that live long, and few cycles: after every
+#: 700, as usual, looking for them takes a seventh of a search.
+UNTIL_COLLECTED = 100_000
 
 
 def add_predicting(commands) -> None:
@@ -150,6 +156,7 @@ def _lengths(args) -> Workload | None:
 
 
 def _simulate(args) -> dict:
+    gc.set_threshold(UNTIL_COLLECTED)
     from flexhybrid.jobs.rates import RATES, costs, describe_costs, describe_rates
     from flexhybrid.jobs.simulate import SimulatedQueue, asked_record, describe, describe_queue
     from flexhybrid.jobs.whatif import LENGTHS, check_plot, run_point, varied_of
@@ -217,6 +224,7 @@ def _asked(args, point: dict) -> dict:
 
 
 def _search(args) -> dict:
+    gc.set_threshold(UNTIL_COLLECTED)
     from flexhybrid.core.files import save_text
     from flexhybrid.jobs.rates import RATES, costs, describe_costs, describe_rates
     from flexhybrid.jobs.search import PolicySearchOptions, run_search, search_queue, search_record
@@ -249,6 +257,7 @@ def _search(args) -> dict:
 
 
 def _sweep(args) -> dict:
+    gc.set_threshold(UNTIL_COLLECTED)
     from flexhybrid.jobs.sweep.job import SweepOptions
     from flexhybrid.jobs.sweep.simulated import sweep_grid
 

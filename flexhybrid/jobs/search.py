@@ -188,7 +188,7 @@ def search_queue(options: PolicySearchOptions, note: Note | None = None) -> Simu
             given += [policy] if settings.space.allows(policy) and not options.keep else []
     choice = best_for_queue(setting.problem, options.lengths, settings, given)
     best = replace(setting, batch=choice.run.at_a_time)
-    return simulate_queue(best, System("", choice.policy, setting.machine), options.lengths)
+    return simulate_queue(best, System("", choice.policy, setting.machine), options.lengths, run=choice.run)
 
 
 def _selection_of(text: str, setting: Setting) -> Selection:

@@ -146,12 +146,15 @@ def queue_setting(point: dict, workload: Workload, budgets: Budgets | None = Non
     return setting_of({**point, "batch": batch, **longest}, budgets, note)
 
 
-def simulate_queue(setting: Setting, made: System, workload: Workload, clock: str = "closed") -> SimulatedQueue:
-    """Return the predicted run of a queue under a system, on the machine as the system sees it."""
+def simulate_queue(
+    setting: Setting, made: System, workload: Workload, clock: str = "closed", run: QueueRun | None = None
+) -> SimulatedQueue:
+    """Return the predicted run of a queue under a system, on the machine as the system sees it. ``run``: by the closed
+    form, where it is known."""
     problem = replace(setting.problem, hardware=made.hardware)
     problem = replace(problem, budgets=problem.effective_budgets)
     places = batch_size(problem, made.policy, workload, setting.batch)
-    run = price_queue(problem, made.policy, workload, setting.batch, places)
+    run = run or price_queue(problem, made.policy, workload, setting.batch, places)
     if clock == "virtual":
         tasks = TASKS_PER_POSITION * problem.shape.num_layers * run.times * len(run.seconds)
         if tasks > MOST_TASKS:
