@@ -12,7 +12,6 @@ from flexhybrid.core.files import check_new_file
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.options import budgets_from, options_from, split_names
 
-
 #: New objects after which Python looks for cycles. Predictions make many that live long, and few cycles: after every
 #: 700, as usual, looking for them takes a seventh of a search.
 UNTIL_COLLECTED = 100_000

@@ -25,6 +25,7 @@ from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.resolve import best_policy
 from flexhybrid.runtime.runnable import check_runnable
+from policy_search import search as searching
 from policy_search.rounding import Evaluator, UnplacedPolicy, final_blocks
 from policy_search.search import SearchResult, SearchSettings, search
 from policy_search.search_problem import FULL, LOSSLESS, PLAIN, Option, SearchProblem, batch_grid, pairs_of
@@ -235,7 +236,7 @@ def test_a_seed_is_never_worse_and_strangers_are_left_out():
 
 
 @pytest.mark.parametrize("space", [FULL, LOSSLESS, PLAIN], ids=["full", "lossless", "runnable"])
-def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path):
+def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path, monkeypatch):
     budgets = mib(16, 24, 64)
     found = searched(SHAPE, machine(), Workload.uniform(1, 300, 12), budgets=budgets, space=space, max_batch=64,
                    mini_batch_tokens=(1024,), confirm=True, write_lp=tmp_path / "winner.lp")  # fmt: skip
@@ -244,6 +245,8 @@ def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path):
     plan = wave_plan(problem, found.policy, Workload.uniform(found.batch, 300, 12))
     assert fits(plan, budgets) and total_bytes(plan) == found.memory
     assert found.virtual.tokens_per_s == pytest.approx(found.prediction["tokens_per_s"], rel=0.05)
+    monkeypatch.setattr(searching, "MOST_CONFIRMED", 0)  # too long to walk it all
+    assert searching.confirmed(found).tokens_per_s == pytest.approx(found.virtual.tokens_per_s, rel=0.02)
     assert found.policy.max_batch == found.batch <= 64 and found.policy.max_mini_batch_tokens == 1024
     assert "device_memory_fits" in (tmp_path / "winner.lp").read_text()
     assert Policy.from_json(found.policy.to_json()) == found.policy

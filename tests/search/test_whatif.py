@@ -6,6 +6,7 @@ import csv
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from flexhybrid import cli
@@ -17,11 +18,13 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import search as searches
 from flexhybrid.jobs.doctor import describe_doctor
 from flexhybrid.jobs.whatif import run_point
-from policy_search.papers.at_best import at_best
+from policy_search.papers.at_best import _fastest, at_best
 from policy_search.search import LOSSLESS, SearchSettings, search
 from policy_search.sensitivity import RATES, TOLERANCE, assumed_rates, hangs_of, with_share
 from policy_search.systems import Setting, run_system, system
 from sim import catalogue
+from sim.array_clock import predict
+from sim.candidates import Candidates
 from sim.datasheet import Datasheet, load_datasheet
 from sim.simulate import simulate
 
@@ -210,6 +213,23 @@ def test_a_rival_at_its_best_is_never_worse_than_as_it_comes():
         assert run.wave == run.batch <= 64 and made.name == name
 
 
+@pytest.mark.parametrize("name", ["kv_only", "kvpr_column", "resident"])
+def test_choices_of_a_rival_that_are_not_walked_are_no_faster(name):
+    """Those whose bound is below what was walked are left out: against a walk of all with the least bounds."""
+    setting = Setting(Problem(shape=SMALL, hardware=_machine()), 256, 200, 8)
+    policy = system(name, replace(setting, batch=1)).policy
+    batch, tokens, share = (axis.reshape(-1) for axis in np.meshgrid([1, 5, 40, 100, 256], [1024, 4096], [0.0, 0.5]))
+    candidates = Candidates(
+        policy, batch.astype(float), 200, 8, tokens.astype(float), weights_device=share, weights_disk=0.0
+    )
+    bound, walked = (predict(setting.problem, candidates, walk=walk) for walk in (False, True))
+    fits = np.flatnonzero(bound.peak_bytes["device"] <= setting.problem.effective_budgets.device)
+    best = max(walked.tokens_per_s[fits[np.argsort(-bound.tokens_per_s[fits], kind="stable")][:12]])
+    found = _fastest(setting.problem, policy, setting, [batch, tokens, share], 12, -1.0)
+    assert len(fits) > 4 and found is not None and found[0] == best
+    assert _fastest(setting.problem, policy, setting, [batch, tokens, share], 12, best) is None
+
+
 def test_several_gpus_share_the_hosts_memory():
     """Four GPUs that share a host have a quarter of its memory each, and so fewer requests at a time."""
     machine = replace(catalogue.load("t4"), host_memory=2**32)
@@ -258,6 +278,8 @@ def test_a_choice_hangs_on_the_rate_that_turns_it():
     workload = Workload.uniform(1, 400, 16)
     found = search(problem, workload, settings)
     hangs = {hang.rate: hang for hang in hangs_of(found, settings)}
+    everywhere = hangs_of(replace(found, complete=False), settings)  # no end of a range is left out
+    assert everywhere == list(hangs.values())
     assert hangs, "this machine is made so that one rate decides where attention runs"
     for name in ("host_memory", "gemm"):
         for end in (RATES[name].low, RATES[name].high):

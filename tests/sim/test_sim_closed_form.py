@@ -30,6 +30,7 @@ from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.workload import Workload
 from sim import catalogue
 from sim.array_clock import predict
+from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates, candidates_of, num_mini_batches
 from sim.cost import price
 from sim.presets import hybrid, infinigen, kv_only
@@ -193,6 +194,16 @@ def test_no_run_is_faster_than_its_least_seconds():
         assert bound["least_s"] <= virtual.total_s * slack, case
         assert bound["least_s"] <= bound["bound_s"] * (1 + 1e-9) and bound["bound_s"] == bound["total_s"]
         assert bound["least_s"] <= closed_form(case)["total_s"] * (1 + 1e-12)
+
+
+def test_mixes_that_leave_entries_out_need_what_each_needs_alone():
+    problem, share = PROBLEM, np.array([0.0, 0.3, 1.0])
+    cache = {"act@device": share, "act@host": 0.5 * (1 - share), "kv@host": 0.5 * (1 - share)}
+    together = peak_bytes(problem, Candidates(hybrid(0.5), 20, 300, 40, cache=cache))
+    for place in range(len(share)):
+        alone = {entry: float(of[place]) for entry, of in cache.items() if of[place]}
+        peak = peak_bytes(problem, Candidates(replace(hybrid(0.5), cache=alone), 20, 300, 40))
+        assert all(together[tier][place] == peak[tier][0] for tier in peak)
 
 
 def test_seconds_scale_with_the_machine():

@@ -20,7 +20,7 @@ from flexhybrid.core.schedule.refill import RunningBatch, buffers_hold, stores_e
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
-from sim.queue_clock import Pace, iteration_loads, price_queue, walk_queue
+from sim.queue_clock import Pace, iteration_loads, least_seconds, price_queue, walk_queue
 from sim.queue_counts import Stints, stints
 from tests.toy_machine import SHAPE, machine
 
@@ -58,6 +58,15 @@ def test_a_few_iterations_price_a_queue_as_all_of_its_tasks_do():
         assert priced.total_tokens == walked.total_tokens == queue_of(seed)[2].answers.sum()
         errors.append(abs(priced.total_s / walked.total_s - 1))
     assert np.median(errors) < 0.01 and max(errors) < 0.03
+
+
+def test_no_queue_ends_before_its_least_seconds():
+    """``least_seconds`` against every task of the queue."""
+    for seed in range(1, 13):
+        problem, policy, workload, places = queue_of(seed)
+        walked = walk_queue(problem, policy, workload, places)
+        share = least_seconds(problem, policy, workload, walked.at_a_time) / walked.total_s
+        assert 0 < share <= 1, seed
 
 
 @pytest.mark.parametrize("seed", (0, 2))
