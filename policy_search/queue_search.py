@@ -119,7 +119,7 @@ class _Ranking:
         self.priced[key] = places
         try:
             size = batch_size(self.problem, limited, self.workload, places)
-            best = min(map(_seconds, self.choices), default=np.inf)
+            self.priced[key], best = size[0], min(map(_seconds, self.choices), default=np.inf)
             if least_seconds(self.problem, limited, self.workload, size[0]) > (1 + NEAR) * best:
                 return size[0]
             run = price_queue(self.problem, limited, self.workload, places, size, ROUGH_TASKS)

@@ -2,8 +2,8 @@
 
 A datasheet's machine reaches assumed shares of its peaks. Each of these has a range in which it may plausibly lie. At
 both ends of the range the choice is priced again, beside the best that a search of the same kinds of policies finds
-there. Where another policy wins by more than TOLERANCE, the rate at which it begins to do so is found by bisection.
-Overheads of tasks and a host core's scattering are not varied.
+there, unless none can be fast enough. Where another policy wins by more than TOLERANCE, the rate at which it begins to
+do so is found by bisection. Overheads of tasks and a host core's scattering are not varied.
 """
 
 from dataclasses import dataclass, replace

@@ -29,7 +29,7 @@ from flexhybrid.core.units import gib
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.workload import Workload
 from policy_search.grid import Programs
-from policy_search.lower_bound import INFEASIBLE, solve_side_by_side
+from policy_search.lower_bound import INFEASIBLE, OPEN, solve_side_by_side
 from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates
 from sim.cost import hardware_of, price
@@ -201,32 +201,35 @@ def solve(block: Block, budgets: dict[str, float], cache_on_host: bool = False) 
     """
     if budgets["device"] <= 0 or budgets["host"] <= 0:
         return None
-    rows, repeats = cost_rows(block), block.setting.gen_tokens - 1
-    decode = rows["decode"]
-    steps = [decode["in"] + vector for part, vector in decode.items() if part != "in"]
-    least = block.rates.prefill_s + repeats * block.rates.decode_s
-    bounded = []  # (vector, its upper bound, of the prefill's and of the decode's part of the run)
-    for vectors, times, parts in ((rows["prefill"].values(), 1, (1, 0)), (steps, max(repeats, 1), (0, 1))):
-        bounded += [(vector * times / least, 0.0, parts) for vector in vectors]
-    limited = [(tier, vector) for tier, vector in memory_rows(block) if 0 < budgets[tier] < np.inf]
-    bounded += [(vector / budgets[tier], 1.0, (0, 0)) for tier, vector in limited]
-    bounded += [(WH + WK, 1.0, (0, 0)), (CH + CK, 1.0, (0, 0)), (HH, 1.0, (0, 0))]
-    if cache_on_host:
-        bounded.append((CD, 0.0, (0, 0)))
     free = [1, 4, 7] if budgets["disk"] <= 0 else [1, 2, 4, 7] if cache_on_host else [1, 2, 4, 5, 7]
-    # What is neither on the host nor on the disk is on the device; further unknowns are the parts of the run.
-    G, h = np.zeros((1, len(bounded), len(free) + 2)), np.zeros((1, len(bounded)))
-    for row, (vector, limit, parts) in enumerate(bounded):
-        G[0, row] = *(vector[free] - vector[DEVICE_OF[free]]), *(-part for part in parts)
-        h[0, row] = limit - vector[[0, 3, 6, 8]].sum()
-    costs = np.array([*(TIE * (WH + CH + HH + 2 * (WK + CK)))[free], 1.0, min(repeats, 1)])
-    solved = solve_side_by_side(Programs(G, h, costs, 1))
+    solved = solve_side_by_side(_program(block, budgets, cache_on_host, free))
+    if solved.state[0] == OPEN:
+        raise RuntimeError(f"{block.batch} requests in GPU batches of {block.gpu_batch}: the program is not solved")
     if solved.state[0] == INFEASIBLE:
         return None
     shares = np.zeros(8)
     shares[free] = solved.z[0, :-2]
     shares[[0, 3, 6]] = 1 - shares[1] - shares[2], 1 - shares[4] - shares[5], 1 - shares[7]
     return _clean(shares)
+
+
+def _program(block: Block, budgets: dict[str, float], cache_on_host: bool, free: list[int]) -> Programs:
+    """Return the program over the shares ``free``, and the prefill's and the decode's part of the run. What is neither
+    on the host nor on the disk is on the device."""
+    rows, repeats = cost_rows(block), block.setting.gen_tokens - 1
+    steps = [rows["decode"]["in"] + vector for part, vector in rows["decode"].items() if part != "in"]
+    least = block.rates.prefill_s + repeats * block.rates.decode_s
+    below = [(vector / least, 0.0, (1, 0)) for vector in rows["prefill"].values()]  # vector, its limit, less the parts
+    below += [(vector * max(repeats, 1) / least, 0.0, (0, 1)) for vector in steps]
+    limited = [(tier, vector) for tier, vector in memory_rows(block) if 0 < budgets[tier] < np.inf]
+    below += [(vector / budgets[tier], 1.0, (0, 0)) for tier, vector in limited]
+    below += [(off_device, 1.0, (0, 0)) for off_device in (WH + WK, CH + CK, HH)]
+    below += [(CD, 0.0, (0, 0))] * cache_on_host
+    vectors, limits, parts = (np.array(column, dtype=float) for column in zip(*below, strict=True))
+    G = np.concatenate([vectors[:, free] - vectors[:, DEVICE_OF[free]], -parts], axis=1)
+    h = limits - vectors[:, [0, 3, 6, 8]].sum(axis=1)
+    costs = np.array([*(TIE * (WH + CH + HH + 2 * (WK + CK)))[free], 1.0, min(repeats, 1)])
+    return Programs(G[None], h[None], costs, 1)
 
 
 def _clean(shares: np.ndarray) -> np.ndarray:
