@@ -48,7 +48,7 @@ setup(
         "ray": ["ray[data,serve]>=2.50,<2.64"],  # for --engine ray
         "cascade": ["scikit-learn>=1.3"],  # the handwritten digits of experiments.training.digits
         "structured": ["llguidance>=1.0,<2"],  # for structured outputs: JSON schemas, regular expressions, choices
-        "cpu": ["numba>=0.61"],  # attention on a CPU without padding or copies
+        "cpu": ["numba>=0.61"],  # compiled kernels for a CPU: attention, packing, blocks' rows
         "energy": ["nvidia-ml-py"],  # reads the power of NVIDIA GPUs
         "lm-eval": ["lm_eval>=0.4.10"],  # for flexhybrid.lm_eval_adapter
         "test": ["pytest", "hypothesis", "pytest-timeout", "pytest-xdist"],

@@ -79,7 +79,8 @@ def resolve_problem(arguments: LLMArguments, shape: ModelShape, paced: PacedDevi
     dtype = pick_dtype(arguments.dtype, shape, paced.device, hardware)
     device = paced.device.type
     attention = arguments.attention or fastest_paths(device, dtype, shape.queries_per_key)
-    if attention.in_place and not can_attend_in_place(dtype):
+    in_place, on_host = can_attend_in_place(dtype), can_attend_in_place(dtype, on_host=True)
+    if attention.in_place > in_place or attention.on_host > on_host:
         raise InputError(
             "this job was begun with attention by numba, which is not installed here: pip install numba, or begin it "
             "anew with another --output"

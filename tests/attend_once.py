@@ -1,4 +1,4 @@
-"""Compiles the kernels that attend in place, for each dtype, or loads what an earlier process has kept of them.
+"""Compiles the kernels of a CPU, for each dtype, or loads what an earlier process has kept of them.
 
 For a process to import that forks others: it takes a second, where they are kept, and each fork would take it again.
 """
@@ -6,10 +6,12 @@ For a process to import that forks others: it takes a second, where they are kep
 import contextlib
 import fcntl
 
-with contextlib.suppress(ImportError):  # without numba nothing attends in place
-    from flexhybrid.runtime.kernels import in_place
+with contextlib.suppress(ImportError):  # without numba there are none
+    from flexhybrid.runtime.kernels import compiled, in_place, rows_numba
 
     with open(in_place.__file__) as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # who comes second finds what the first one has compiled
         for dtype in in_place.KINDS:
             in_place.compile_for(dtype)
+            if compiled.converts_float16():
+                rows_numba.compile_for(dtype)

@@ -137,7 +137,7 @@ def chosen(monkeypatch):
     for name in ("quantize", "dequantize"):
         kernel = getattr(quantize_triton, name)
         monkeypatch.setattr(quantize_triton, name, lambda *args, kernel=kernel: (served.append(kernel), kernel(*args)))
-    monkeypatch.setattr(plain, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(plain, "KERNELS", {"cpu": "quantize_triton"})
     trial_rows = plain._trial_rows
     monkeypatch.setattr(
         plain, "_trial_rows", lambda *setting: trial_rows(*setting)[[0, 20, -1]]

@@ -39,7 +39,7 @@ PRELOADED = (
 PRELOADED_FOR_TESTS = (
     *("matplotlib.pyplot", "pandas", "scipy.stats", "hypothesis", "lm_eval.api.model", "ray", "triton"),
     *("transformers.models.opt.modeling_opt", "transformers.models.llama.modeling_llama"),
-    "flexhybrid.runtime.kernels.in_place",
+    *("flexhybrid.runtime.kernels.in_place", "flexhybrid.runtime.kernels.rows_numba"),
 )
 PARENT = "WARM_PYTHON_PARENT"  #: the environment's name for the socket of a process that forks parents
 #: What Ray's workers load: Ray's own parts, and what the product runs in them.
@@ -110,7 +110,7 @@ def ray_workers(patch, folder: Path) -> None:
 def test_workers(folder: Path) -> None:
     """Have the workers of pytest-xdist that this process starts forked; ``folder`` takes the socket for it.
 
-    The kernels that attend in place are compiled on another core meanwhile, where no run before has kept them."""
+    The kernels of a CPU are compiled on another core meanwhile, where no run before has kept them."""
     from execnet import gateway_io
 
     os.environ[PARENT] = str(folder / "parent")

@@ -11,18 +11,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from experiments.bench.harness import Table, seconds_in_turn
+from experiments.bench.harness import Table
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.plan import stream
 from flexhybrid.core.schedule.steps import Segment
 from flexhybrid.jobs.compare.speed import PolicyRun
 from flexhybrid.runtime.buffers import SharedPart
 from flexhybrid.runtime.kernels.attention import Path, ScoreRule
-from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize
 from flexhybrid.runtime.kernels.rotary import rotate_
-from flexhybrid.runtime.kernels.shared_attention import add_part, attend_in_parts
+from flexhybrid.runtime.kernels.shared_attention import attend_in_parts
 from flexhybrid.runtime.step_tensors import mask_of
-from flexhybrid.runtime.threads import torch_threads
 from flexhybrid.runtime.verbs.attending import gather_blocks
 
 REPEATS = 7
@@ -91,9 +89,7 @@ def bench_kernels(table: Table, contender: PolicyRun, sizes: Sizes = TIMING) -> 
     bench_gather(table, sizes, like)
     bench_rotation(table, sizes, like)
     if weights.device.type == "cpu":
-        bench_attention_on_host(table, sizes, weights.dtype)
         bench_in_place(table, sizes, like, contender.session.executor.attention["decode"])
-        bench_quantize(table)
 
 
 def bench_kv_gen(table: Table, contender: PolicyRun, like: dict) -> None:
@@ -137,37 +133,6 @@ def bench_attention(table: Table, sizes: Sizes, like: dict, paths: dict[str, Pat
     ratio = times_as_fast(products, lambda: paths["chunk"](new, keys, values, None), like["device"])
     table.at_least("attend, chunk of a prompt: speed of its two products", ratio, 0.5, "x")
     bench_prompt(table, new, paths["prompt"])
-
-
-def bench_attention_on_host(table: Table, sizes: Sizes, dtype: torch.dtype) -> None:
-    """Attention of one new token over blocks in place, on one thread; and over blocks that all requests share, against
-    each attending to them by itself."""
-    from flexhybrid.runtime.kernels import in_place
-
-    batch, heads, head_dim, context, _ = sizes
-    num_blocks, block = ceil_blocks(context), 2 * heads * BLOCK_TOKENS * head_dim
-    blocks = torch.randn(batch * num_blocks, 2, heads, BLOCK_TOKENS, head_dim, dtype=dtype)
-    query = torch.randn(batch, heads, head_dim, dtype=dtype)
-    tokens, held = np.full(batch, context), np.arange(batch * num_blocks).reshape(batch, -1)
-
-    def layout(held: np.ndarray) -> in_place.Layout:
-        strides = head_dim, BLOCK_TOKENS * head_dim, block // 2
-        return in_place.layout_of([in_place.Extent(held * block, tokens[: len(held)], *strides)], heads, 1)
-
-    of_each, of_all = layout(held), layout(held[:1])
-    with torch_threads(1):
-        share = memory_share(blocks, lambda copy: in_place.attend_and_sum(query, [copy], of_each, map))
-        table.at_least("attend_host: share of one core's memory bandwidth", share, 0.6, "x")
-        together, rows, alike = query.transpose(0, 1).flatten(0, 1)[None], torch.arange(batch)[None], layout(0 * held)
-        alone = in_place.attend_and_sum(query, [blocks], of_each, map)
-
-        def shared() -> None:
-            add_part(
-                alone, query[:, :, None, None], rows, lambda _: in_place.attend_and_sum(together, [blocks], of_all, map)
-            )
-
-        ratio = times_as_fast(lambda: in_place.attend_and_sum(query, [blocks], alike, map), shared)
-    table.at_least(f"attend_host_shared, {batch} requests: times as fast as each by itself", ratio, 1, "x")
 
 
 def bench_attention_shared(table: Table, sizes: Sizes, like: dict) -> None:
@@ -269,34 +234,3 @@ def bench_rotation(table: Table, sizes: Sizes, like: dict) -> None:
     cos, sin, copied = angles.cos(), angles.sin(), torch.empty_like(keys)
     ratio = times_as_fast(lambda: copied.copy_(keys), lambda: rotate_(keys, cos, sin), like["device"])
     table.at_least("rotation of keys: speed of a plain copy", ratio, 1 / 6, "x")
-
-
-def bench_quantize(table: Table) -> None:
-    """Quantizing and dequantizing [4096, 2048] of bfloat16 against a plain copy that reads and writes as many bytes.
-
-    The bars: torch takes eight passes to quantize (convert, min, max, subtract, scale, clamp, round, narrow) and four
-    to dequantize (convert, scale, add, round), each about a copy's time; a third is left for passes over 4-bit codes.
-    """
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randn(4096, 2048, generator=generator).bfloat16() for _ in range(4)]  # more than the caches hold
-    for bits in (8, 4):
-        num_bytes = rows[0].nbytes + 4096 * packed_bytes(2048, bits)
-        seconds = quantize_seconds(rows, bits, num_bytes)
-        copied = np.array(seconds.pop("copy"))
-        for name, bar in (("quantize", 1 / 12), ("dequantize", 1 / 6)):
-            gb_per_s = num_bytes / statistics.median(seconds[name]) / 1e9
-            ratio = float(np.median(copied / np.array(seconds[name])))
-            table.at_least(f"{name}, {bits} bits: speed of a plain copy", ratio, bar, "x", gb_per_s=gb_per_s)
-
-
-def quantize_seconds(rows: list[torch.Tensor], bits: int, num_bytes: int) -> dict[str, list[float]]:
-    """Return seconds of "quantize", "dequantize" and "copy" (``num_bytes`` read and written), timed in turn."""
-    sets = len(rows)
-    packed, restored = [quantize(operand, bits) for operand in rows], [torch.empty_like(operand) for operand in rows]
-    plain = torch.ones(2, sets, num_bytes // 2, dtype=torch.uint8)
-    calls = {
-        "copy": lambda turn: plain[1, turn % sets].copy_(plain[0, turn % sets]),
-        "quantize": lambda turn: quantize(rows[turn % sets], bits, packed[turn % sets]),
-        "dequantize": lambda turn: dequantize(packed[turn % sets], bits, rows[0].dtype, restored[turn % sets]),
-    }
-    return seconds_in_turn(calls, REPEATS * sets)

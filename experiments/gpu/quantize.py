@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from experiments.bench.harness import Table
+from flexhybrid.core.policy import GROUP_ELEMENTS
 from flexhybrid.runtime.kernels import quantize as quantizer
 from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize
 
@@ -25,7 +26,7 @@ def bench_quantize_cuda(table: Table) -> None:
     """
     rows = torch.randn(SETS, ROWS, COLUMNS, device="cuda").bfloat16()
     for bits in (8, 4):
-        proven = quantizer._proven_kernels(rows.device, rows.dtype, bits)
+        proven = quantizer._kernels_for(rows, bits, GROUP_ELEMENTS)
         name = f"GPU, {bits} bits"
         table.at_least(f"{name}: Triton's kernels give the bits of plain torch", proven is not None, 1, "of 1")
         packed = torch.stack([quantize(operand, bits) for operand in rows])

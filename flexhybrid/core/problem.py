@@ -48,6 +48,7 @@ class AttentionPaths(NamedTuple):
     decode: str  #: one new token over cached ones, laid side by side
     #: whether a decode step without a selection reads keys and values where they lie (``runtime.kernels.in_place``)
     in_place: bool = False
+    on_host: bool = False  #: whether attention on the host, beside any device, does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,11 @@ class Problem:
         if self.attention:
             return self.attention.in_place
         return self.hardware is not None and self.hardware.attends_in_place
+
+    @property
+    def host_attends_in_place(self) -> bool:
+        """Whether compiled kernels attend on the host."""
+        return self.attention is not None and self.attention.on_host and not self.shape.softcaps
 
     @property
     def counts_allocator(self) -> bool:

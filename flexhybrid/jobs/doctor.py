@@ -25,8 +25,8 @@ from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype, model_profi
 from flexhybrid.jobs.rates import pace_of_link
 from flexhybrid.jobs.run.forecast import WINDOW, describe
 from flexhybrid.resolve import PacedDevice, best_policy, saved_hardware
+from flexhybrid.runtime.kernels.compiled import has_numba
 from flexhybrid.runtime.models.transformer import missing_kernels
-from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
 from sim.candidates import mean_lengths
 from sim.simulate import simulate
 
@@ -191,8 +191,10 @@ def _advice(device: torch.device, hardware: Hardware | None, measured: bool, fit
     if device.type == "cuda" and missing_kernels:
         names = " ".join(sorted(missing_kernels))
         yield f"recurrent layers run by plain torch, for want of CUDA kernels: pip install {names}"
-    if device.type == "cpu" and not can_attend_in_place("float32"):
-        yield "attention copies and pads each context, for want of compiled kernels: pip install numba"
+    if not has_numba():
+        slow = "attention on the host, packing and scattering run several times slower"
+        slow = f"attention copies and pads each context, and {slow}" if device.type == "cpu" else slow
+        yield f"{slow}, for want of compiled kernels: pip install numba"
     if importlib.util.find_spec("pyarrow") is None:
         yield "parquet files need pyarrow: pip install pyarrow"
 

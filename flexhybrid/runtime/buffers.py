@@ -17,6 +17,7 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.schedule.buffer_sizes import BufferSizes
 from flexhybrid.core.schedule.steps import BlockRun, MiniBatchStep, Segment, Store
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
+from flexhybrid.runtime.kernels.compiled import Share
 from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize
 from flexhybrid.runtime.storage.disk import DiskSpace
 from flexhybrid.runtime.storage.host_memory import HostMemory
@@ -36,13 +37,13 @@ class RowFormat(NamedTuple):
     def num_bytes(self) -> int:
         return self.width * self.dtype.itemsize
 
-    def pack(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Pack rows of the compute dtype."""
-        quantize(rows, self.bits, out, self.group)
+    def pack(self, rows: torch.Tensor, out: torch.Tensor, share: Share = map) -> None:
+        """Pack rows of the compute dtype; ``share`` as in ``kernels.quantize``."""
+        quantize(rows, self.bits, out, self.group, share)
 
-    def unpack(self, packed: torch.Tensor, out: torch.Tensor) -> None:
+    def unpack(self, packed: torch.Tensor, out: torch.Tensor, share: Share = map) -> None:
         """Unpack rows to the compute dtype."""
-        dequantize(packed, self.bits, out.dtype, out, self.group)
+        dequantize(packed, self.bits, out.dtype, out, self.group, share)
 
 
 def row_format(width: int, bits: int | str, group: int, dtype: torch.dtype) -> RowFormat:

@@ -146,7 +146,7 @@ class Executor(Generic[SelectionT]):
         self.compute_threads = parts.compute_threads
         #: by mini-batch and window, ``StepExtents`` of its decode step
         self.extents: dict[tuple[int, int | None], tuple[MiniBatchStep, Any]] = {}
-        on_host = self.policy.attention == "host" and wave.problem.attends_in_place
+        on_host = self.policy.attention == "host" and wave.problem.host_attends_in_place
         if on_host or attends_in_place(wave.problem, wave.policy):
             from flexhybrid.runtime.kernels.in_place import compile_for
 

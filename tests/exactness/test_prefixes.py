@@ -71,7 +71,9 @@ def test_requests_that_share_get_the_references_tokens(tmp_path_factory, data, p
     ]
     places, share = data.draw(st.integers(1, count)), data.draw(st.sampled_from((1.0, 0.3, 0.01)))
     share = share if may_grow(policy) else 1.0
-    attention = data.draw(st.sampled_from((None, AttentionPaths("fused", "fused", "fused", in_place=True))))
+    attention = data.draw(
+        st.sampled_from((None, AttentionPaths("fused", "fused", "fused", in_place=True, on_host=True)))
+    )
     with patch.object(step_work, "LEAST_QUERIES", data.draw(st.sampled_from((1, 3, 99)))):
         tokens = answers(Checkpoint(folder), policy, prompts, max_tokens, stops, places, folder, share, True, attention)
     outcome = compare_tokens(reference, prompts, expected, tokens)

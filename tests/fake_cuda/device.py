@@ -432,7 +432,7 @@ def fake_cuda(seed: int = 0, deferred: bool = True) -> Iterator[Watch]:
         monkeypatch.setattr(torch.cuda, "cudart", Runtime)
         monkeypatch.setattr(cuda, "memcpy_2d", lambda: device.copy_rows)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of=None: (7, 5))
-        monkeypatch.setattr(quantize, "KERNEL_DEVICES", ())
+        monkeypatch.setattr(quantize, "KERNELS", {})
         device.streams.clear()
         device.default = stream_type()
         for kept in (cuda.lane_streams, cuda.lane_events):

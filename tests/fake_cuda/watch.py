@@ -1,8 +1,8 @@
 """Watches every access to memory of a run, on a GPU or on the fake one, and checks them against the order of events.
 
 ``watching`` patches torch's streams and events (the real ones, or those of ``device``), the lanes of the clock and the
-disk, and pushes a dispatch mode on each of the run's threads. Not seen are accesses of numba's kernels, and of threads
-that the run does not watch.
+disk, and pushes a dispatch mode on each of the run's threads. Kernels of numba, whose accesses would not be seen, are
+left out; not seen are those of threads that the run does not watch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from fake_cuda.arrays import Arrays
 from flexhybrid.runtime import engine as engine_module
 from flexhybrid.runtime import token_masks
 from flexhybrid.runtime.clock import Lane, LaneThreads, StreamLane
+from flexhybrid.runtime.kernels import compiled
 from flexhybrid.runtime.storage import host_memory
 from flexhybrid.runtime.storage.disk import DiskSpace
 
@@ -152,6 +153,7 @@ def watching(runs: Plain | None = None, modes: Callable[[Watch], Arrays] = Array
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         _watch_events(monkeypatch, watch)
+        monkeypatch.setattr(compiled, "has_numba", lambda: False)
         runtime = host_memory._cuda_runtime()
         monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: Registering(runtime, watch))
         monkeypatch.setattr(engine_module, "Lane", watched_lane(Lane, watch))

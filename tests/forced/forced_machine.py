@@ -32,11 +32,10 @@ def attention_paths(device: str, dtype: str, group: int):
     """The ways to attend that the environment names, of the product's own type; nothing is timed, kept or read."""
     module = sys.modules["flexhybrid.runtime.profiling.attention_paths"]
     name = os.environ.get(ATTENTION)
-    if device != "cpu":
-        return module.USUAL
-    return (
-        type(module.USUAL)(*[name] * 3) if name else module.USUAL._replace(in_place=module.can_attend_in_place(dtype))
-    )
+    if device == "cpu" and name:
+        return type(module.USUAL)(*[name] * 3)
+    in_place = device == "cpu" and module.can_attend_in_place(dtype)
+    return module.USUAL._replace(in_place=in_place, on_host=module.can_attend_in_place(dtype, on_host=True))
 
 
 #: Module -> name of its function, and what stands in its place.

@@ -81,7 +81,7 @@ def test_every_variant_compiles_as_it_was_meant(dtype, architecture, wide, tmp_p
 def test_without_triton_plain_torch_works_after_one_warning(monkeypatch):
     monkeypatch.setitem(sys.modules, "flexhybrid.runtime.kernels.quantize_triton", None)
     monkeypatch.delattr("flexhybrid.runtime.kernels.quantize_triton")
-    monkeypatch.setattr(plain, "KERNEL_DEVICES", ("cpu",))
+    monkeypatch.setattr(plain, "KERNELS", {"cpu": "quantize_triton"})
     plain._proven_kernels.cache_clear()
     rows = torch.randn(4, 128)
     wanted = torch.empty(4, packed_bytes(128, 8), dtype=torch.uint8)
@@ -100,7 +100,9 @@ def test_without_triton_plain_torch_works_after_one_warning(monkeypatch):
 @pytest.mark.parametrize("dtype", POINTERS, ids=str)
 def test_a_gpu_gives_the_bits_of_plain_torch(dtype, bits):
     device = torch.device("cuda", torch.cuda.current_device())
-    assert plain._proven_kernels(device, dtype, bits) is quantize_triton  # else it has warned, and why
+    assert (
+        plain._proven_kernels("quantize_triton", device, dtype, bits, 64) is quantize_triton
+    )  # else it has warned, and why
     generator = torch.Generator().manual_seed(bits)
     magnitudes = 2.0 ** torch.randint(-20, 17, (7, 16, 1), generator=generator)
     whole = (torch.randn(7, 16, 4096 + 64, generator=generator) * magnitudes).to(dtype)

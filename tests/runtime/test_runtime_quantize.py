@@ -11,12 +11,21 @@ from oracles.quantized import group_of_heads, round_trip
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Bits
+from flexhybrid.runtime.kernels import compiled
 from flexhybrid.runtime.kernels import quantize as module
 from flexhybrid.runtime.kernels.quantize import LIMIT, dequantize, limit, packed_bytes, quantize, row_unit
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 BITS = (8, 4, 2, 1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def plain_torch():
+    """What numba compiles is compared with it elsewhere (test_rows_numba)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "has_numba", lambda: False)
+        yield
 
 
 def test_packed_bytes_are_those_the_policy_counts():

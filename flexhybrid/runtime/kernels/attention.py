@@ -7,7 +7,6 @@ a key head are folded into the query axis, so that grouped-query attention is on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +20,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.schedule.steps import BlockRun
 from flexhybrid.core.work import PREFILL_QUERIES
 from flexhybrid.runtime.buffers import run_view
+from flexhybrid.runtime.kernels.compiled import Share
 
 #: What attention gives [B, G, Q, d], and the logarithm of the sum that it was divided by [B, G, Q]; in float32.
 Weighed = tuple[torch.Tensor, torch.Tensor]
@@ -50,10 +50,6 @@ class ScoreRule(NamedTuple):
             by_head = sums.unflatten(2, (len(self.sinks_H) // sums.shape[1], -1))
             sinks = self.sinks_H.to(sums).view(sums.shape[1], -1, 1)
             attended *= (by_head - sinks).sigmoid().flatten(2)[..., None]
-
-
-#: Calls a function on the items of iterables: ``map``, or that of a pool whose threads have one torch thread each.
-Share = Callable[..., Iterable]
 
 
 def split_heads(shape: ModelShape, kvq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

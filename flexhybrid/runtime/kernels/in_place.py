@@ -26,10 +26,13 @@ from numba.core import cgutils, types
 from numba.extending import models, register_model
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.runtime.kernels.attention import Share, Weighed
+from flexhybrid.runtime.kernels.attention import Weighed
+from flexhybrid.runtime.kernels.compiled import Share, converts_float16
 
 #: By dtype of keys and values: a value of the type by which numba chooses how the kernels load them.
 KINDS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+if converts_float16():
+    KINDS[torch.float16] = np.int16(0)
 LOWEST = np.float32(-3e38)
 #: Products of elements of queries and keys, below which one thread does it all. To hand ranges over takes some 90 us;
 #: in 200 us, of which a second thread would save half, one thread of an AMD EPYC (Zen 3) does half a million where a
@@ -144,8 +147,8 @@ def compile_for(dtype: torch.dtype) -> None:
     attend(torch.zeros(1, 1, UNIT), [block], layout_of([extent], 1, 1), map)
 
 
-FLOATS, WORDS = ir.VectorType(ir.FloatType(), 8), ir.VectorType(ir.IntType(32), 8)
-FUSED = ("contract",)
+FLOATS, WORDS, HALVES = (ir.VectorType(of, 8) for of in (ir.FloatType(), ir.IntType(32), ir.HalfType()))
+FLOAT, FUSED = ir.FloatType(), ("contract",)
 
 
 class Lanes(types.Type):
@@ -186,7 +189,7 @@ def _floats(value):
 
 def _read(builder, address, vector):
     loaded = builder.load(builder.inttoptr(address, ir.PointerType(vector)), typ=vector)
-    loaded.align = 2 if vector == WORDS else 4
+    loaded.align = 4 if vector in (FLOATS, FLOAT) else 2
     return loaded
 
 
@@ -226,7 +229,7 @@ def _fill(_context, value):
 
 @intrinsic
 def _value_at(_context, address):
-    return _typed(types.float32, (address,), lambda builder, address: _read(builder, address, ir.FloatType()))
+    return _typed(types.float32, (address,), lambda builder, address: _read(builder, address, FLOAT))
 
 
 @intrinsic
@@ -366,7 +369,7 @@ def _copy(_context, target, source, num_bytes):
 
 
 #: How to load one half of UNIT elements, by kind: the even bfloat16 (a lower half of a word, shifted up, is a
-#: float32) and the odd ones (the upper half), else the first and the last.
+#: float32) and the odd ones (the upper half), else, of float32 and float16, the first and the last.
 LOADS = {
     types.float32: (
         lambda builder, at: _read(builder, at, FLOATS),
@@ -375,6 +378,10 @@ LOADS = {
     types.uint16: (
         lambda builder, at: builder.bitcast(builder.shl(_read(builder, at, WORDS), _words(*[16] * 8)), FLOATS),
         lambda builder, at: builder.bitcast(builder.and_(_read(builder, at, WORDS), _words(*[-(2**16)] * 8)), FLOATS),
+    ),
+    types.int16: (
+        lambda builder, at: builder.fpext(_read(builder, at, HALVES), FLOATS),
+        lambda builder, at: builder.fpext(_read(builder, builder.add(at, at.type(VECTOR_BYTES // 2)), HALVES), FLOATS),
     ),
 }
 

@@ -24,32 +24,31 @@ saturate near it; with this limit, dequantising to float16 cannot overflow. A Na
 **Twice.** In float32, quantising a dequantised row gives equal bytes for each group that has elements of both signs (or
 a zero) and a scale >= 2**-16; any other group stays within the bound above. A 16-bit dtype rounds between the two.
 
-**Speed.** Plain torch, passes in float32 over chunks of rows that a CPU's caches hold. Measured on a busy AMD EPYC (Zen
-3), one thread, the best of many runs on [4096, 2048] bfloat16, in GB/s read and written (a plain copy: 20): dequantize
-4.2 from 8 bits and 3.7 from 4, quantize 1.8; in processor time, times a plain copy of the rows: quantize 4 to 6 in
-float32 and 7 to 10 in bfloat16, dequantize 2 and 3 to 5. Left out because slower, side by side: scaling in bfloat16
-(1.2 to 2 times), addcmul (1.2 to 2.5 times: no vector path where two operands are broadcast), aminmax (6 times amin and
-amax), batch_norm as a fused scale and add, embedding_bag_4bit_unpack (FBGEMM) and torch.compile (3 times and more
-each).
-
-On CUDA those passes are one kernel each way (``kernels.quantize_triton``), with equal bytes. It was chosen by counting
-and is not yet measured on a GPU: to unpack 4 bits to bfloat16, the passes of plain torch read and write 29 bytes an
-element, the kernel 2.6. Plain torch stays where Triton does not run or, tried at first use, gives other bits.
+**Kernels.** On a CPU rows are packed and unpacked by kernels that numba compiles (``kernels.rows_numba``), on CUDA by
+Triton's (``kernels.quantize_triton``: chosen by counting, not yet measured on a GPU; to unpack 4 bits to bfloat16 the
+passes of plain torch read and write 29 bytes an element, the kernel 2.6). Their bytes equal plain torch's, which stays
+where a compiler is missing or, tried at first use, gives other bits: passes in float32 over chunks of rows that a CPU's
+caches hold. Of those, left out because slower, side by side: scaling in bfloat16 (1.2 to 2 times), addcmul (1.2 to 2.5
+times: no vector path where two operands are broadcast), aminmax (6 times amin and amax), batch_norm as a fused scale
+and add, embedding_bag_4bit_unpack (FBGEMM) and torch.compile (3 times and more each).
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import warnings
 from collections.abc import Iterator
 from functools import lru_cache
-from types import ModuleType
+from typing import Any
 
 import torch
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import PACKING_ELEMENTS
 from flexhybrid.core.policy import BITS, GROUP_ELEMENTS
+from flexhybrid.runtime.kernels import compiled
+from flexhybrid.runtime.kernels.compiled import Share
 
 #: Largest magnitude that is kept. LIMIT * (1 + 2**-10) <= 65504, the largest float16: the scale has room to round.
 LIMIT = 65440.0
@@ -62,8 +61,8 @@ def limit(bits: int) -> float:
 
 WORK_ELEMENTS = PACKING_ELEMENTS
 
-#: Devices whose rows the Triton kernels may pack and unpack.
-KERNEL_DEVICES = ("cuda",)
+#: By type of device: the kernels that may pack and unpack its rows.
+KERNELS = {"cuda": "quantize_triton", "cpu": "rows_numba"}
 
 
 def row_unit(bits: int | str, group: int = GROUP_ELEMENTS) -> int:
@@ -87,17 +86,22 @@ def packed_bytes(elements: int, bits: int | str, group: int = GROUP_ELEMENTS) ->
 
 
 def quantize(
-    rows: torch.Tensor, bits: int, out: torch.Tensor | None = None, group: int = GROUP_ELEMENTS
+    rows: torch.Tensor,
+    bits: int,
+    out: torch.Tensor | None = None,
+    group: int = GROUP_ELEMENTS,
+    share: Share = map,
 ) -> torch.Tensor:
     """Pack rows [..., n] of float32, bfloat16 or float16 to uint8 [..., packed_bytes(n, bits, group)], into ``out`` if
     given.
 
     Leading axes of both may be strided views; packed rows are contiguous in themselves and begin at even addresses.
+    ``share`` deals rows to threads where a CPU has compiled kernels.
     """
     shape = (*rows.shape[:-1], packed_bytes(rows.shape[-1], bits, group))
     out = torch.empty(shape, dtype=torch.uint8, device=rows.device) if out is None else _checked(out, shape, "out")
     if kernels := _kernels_for(rows, bits, group):
-        kernels.quantize(rows, bits, out, group, limit(bits))
+        kernels.quantize(rows, bits, out, group, limit(bits), *_shared(rows, share))
     else:
         _quantize(rows, bits, out, group)
     return out
@@ -109,17 +113,18 @@ def dequantize(
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
     group: int = GROUP_ELEMENTS,
+    share: Share = map,
 ) -> torch.Tensor:
     """Unpack uint8 [..., packed_bytes(n, bits, group)] to [..., n] of ``dtype``, into ``out`` if given.
 
-    Strides as for ``quantize``.
+    Strides and ``share`` as for ``quantize``.
     """
     elements = _elements(packed.shape[-1], bits, group)
     shape = (*packed.shape[:-1], elements)
     _checked(packed, packed.shape, "packed")
     out = torch.empty(shape, dtype=dtype, device=packed.device) if out is None else _checked(out, shape, "out", dtype)
     if kernels := _kernels_for(out, bits, group):
-        kernels.dequantize(packed, bits, out, group)
+        kernels.dequantize(packed, bits, out, group, *_shared(out, share))
     else:
         _dequantize(packed, bits, out, group)
     return out
@@ -180,31 +185,39 @@ def _dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor, group: int =
             chunk.copy_(values)
 
 
-def _kernels_for(values: torch.Tensor, bits: int, group: int) -> ModuleType | None:
-    """Return the Triton kernels where they can pack or unpack these values: each row must be contiguous."""
-    if values.device.type not in KERNEL_DEVICES or not values.numel() or values.stride(-1) != 1:
+def _shared(values: torch.Tensor, share: Share) -> tuple[Share, ...]:
+    """Return what kernels of a CPU take beside others' arguments."""
+    return (share,) if KERNELS[values.device.type] == "rows_numba" else ()
+
+
+def _kernels_for(values: torch.Tensor, bits: int, group: int) -> Any:
+    """Return the kernels that can pack or unpack these values, a module; None where plain torch does it. Each row must
+    be contiguous."""
+    name = KERNELS.get(values.device.type)
+    if name is None or not values.numel() or values.stride(-1) != 1:
         return None
-    return _proven_kernels(values.device, values.dtype, bits, group)
+    if name == "rows_numba" and not (compiled.has_numba() and compiled.converts_float16()):
+        return None
+    return _proven_kernels(name, values.device, values.dtype, bits, group)
 
 
 @lru_cache
-def _proven_kernels(device: torch.device, dtype: torch.dtype, bits: int, group: int) -> ModuleType | None:
-    """Return the Triton kernels if their bits equal plain torch's on this device; otherwise warn and return None.
+def _proven_kernels(name: str, device: torch.device, dtype: torch.dtype, bits: int, group: int) -> Any:
+    """Return the kernels if their bits equal plain torch's on this device; otherwise warn and return None.
 
-    Waits for the device, and for the compiler where Triton's cache on the disk does not have the kernels yet.
+    Waits for the device, and for the compiler where its cache on the disk does not have the kernels yet.
     """
     try:
-        from flexhybrid.runtime.kernels import quantize_triton
-
-        _prove(quantize_triton, _trial_rows(dtype, bits, group).to(device), bits, group)
-    except Exception as error:  # whatever Triton raises: no compiler, no driver, an unknown GPU
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        warnings.warn(f"packing and unpacking in plain torch, slower than Triton's kernels: {reason}", stacklevel=2)
+        kernels = importlib.import_module(f"flexhybrid.runtime.kernels.{name}")
+        _prove(kernels, _trial_rows(dtype, bits, group).to(device), bits, group)
+    except Exception as error:  # whatever Triton or numba raise: no compiler, no driver, an unknown processor
+        reason, maker = (str(error).splitlines() or [type(error).__name__])[0], name.split("_")[1].title()
+        warnings.warn(f"packing and unpacking in plain torch, slower than {maker}'s kernels: {reason}", stacklevel=2)
         return None
-    return quantize_triton
+    return kernels
 
 
-def _prove(kernels: ModuleType, rows: torch.Tensor, bits: int, group: int) -> None:
+def _prove(kernels: Any, rows: torch.Tensor, bits: int, group: int) -> None:
     """Pack and unpack trial rows; raise ArithmeticError where a bit differs from plain torch's."""
     size = packed_bytes(rows.shape[1], bits, group)
     packed, restored = rows.new_empty(len(rows), size, dtype=torch.uint8), torch.empty_like(rows)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import json
 import platform
 import time
@@ -19,6 +18,7 @@ import torch
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import cache_folder, write_by_rename
 from flexhybrid.core.problem import AttentionPaths
+from flexhybrid.runtime.kernels import compiled
 from flexhybrid.runtime.kernels.attention import PATHS
 
 FILE = "attention-cpu.json"  #: in the folder of profiles
@@ -36,17 +36,20 @@ WORTH = 0.8  #: share of the usual way's time below which another is taken: chan
 def fastest_paths(device: str, dtype: str, group: int) -> AttentionPaths:
     """Return the names in ``PATHS`` of the fastest ways to attend with ``group`` query heads a key head: as this
     machine has kept them, else measured now and kept, so that a job given again computes the same bits."""
+    on_host = can_attend_in_place(dtype, on_host=True)
     if device != "cpu":
-        return USUAL
-    in_place = can_attend_in_place(dtype)
+        return USUAL._replace(on_host=on_host)
     machine = f"{platform.node()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     kept = _kept(dtype, group, f"{machine}, torch {torch.__version__}, {dtype}, {group} queries a key head")
-    return kept._replace(in_place=in_place)
+    return kept._replace(in_place=can_attend_in_place(dtype), on_host=on_host)
 
 
-def can_attend_in_place(dtype: str) -> bool:
-    """Whether a CPU can read keys and values where they lie: there is numba, and kernels for the dtype."""
-    return dtype in ("float32", "bfloat16") and importlib.util.find_spec("numba") is not None
+def can_attend_in_place(dtype: str, on_host: bool = False) -> bool:
+    """Whether a CPU can read keys and values where they lie, as the device or as the ``on_host`` of one: there is
+    numba, and kernels for the dtype. No CPU computes in float16."""
+    if dtype == "float16":
+        return on_host and compiled.has_numba() and compiled.converts_float16()
+    return dtype in ("float32", "bfloat16") and compiled.has_numba()
 
 
 @functools.cache
@@ -65,10 +68,11 @@ def _kept(dtype: str, group: int, key: str) -> AttentionPaths:
 
 def paths_of(record: object) -> AttentionPaths | None:
     """Return the choice that a file holds, ``AttentionPaths._asdict()``; None where it is none."""
-    if not isinstance(record, dict) or record.keys() != set(AttentionPaths._fields):
+    if not isinstance(record, dict) or record.keys() | {"on_host"} != set(AttentionPaths._fields):
         return None
-    *names, in_place = paths = AttentionPaths(**record)
-    return paths if all(name in PATHS for name in names) and isinstance(in_place, bool) else None
+    paths = AttentionPaths(**{"on_host": record["in_place"], **record})  # in early records one flag stood for both
+    names, flags = paths[:3], paths[3:]
+    return paths if all(name in PATHS for name in names) and all(isinstance(is_so, bool) for is_so in flags) else None
 
 
 def candidates(dtype: str) -> list[str]:

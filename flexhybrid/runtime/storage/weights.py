@@ -12,6 +12,7 @@ from flexhybrid.core.model.layout import PlacedLayer, TensorSpot, kind_layouts, 
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
 from flexhybrid.core.plan import PAGE_BYTES
 from flexhybrid.core.policy import Policy
+from flexhybrid.runtime.kernels.compiled import Share
 from flexhybrid.runtime.kernels.quantize import dequantize, quantize
 from flexhybrid.runtime.models.module import ModulePath
 from flexhybrid.runtime.storage.device_memory import ALIGNED_BYTES, allow_expandable_segments, release_cached
@@ -214,8 +215,8 @@ class Weights:
             return views
         return views | {"kv.weight": (views["kvq.weight"][0][: self.shape.kv_width],)}
 
-    def dequantize(self, stored: dict[str, Parts], plain: dict[str, Parts]) -> None:
-        """Write a layer's stored tensors to ``plain`` in the compute dtype."""
+    def dequantize(self, stored: dict[str, Parts], plain: dict[str, Parts], share: Share = map) -> None:
+        """Write a layer's stored tensors to ``plain`` in the compute dtype; ``share`` as in ``kernels.quantize``."""
         for name, (whole, *_) in plain.items():
             if name not in stored or name == "kv.weight":
                 continue
@@ -223,7 +224,7 @@ class Weights:
             for part in stored[name]:
                 target = whole[row : row + len(part)]
                 if isinstance(self.bits, int) and whole.dim() > 1:
-                    dequantize(part, self.bits, self.dtype, out=target)
+                    dequantize(part, self.bits, self.dtype, out=target, share=share)
                 else:
                     target.copy_(part)
                 row += len(part)

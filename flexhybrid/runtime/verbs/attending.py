@@ -227,7 +227,7 @@ def attend_host(state: State, task: Task) -> None:
     step, slot, width = task.payload.step, task.payload.slot, state.shape.kv_width
     (store,), (segment,) = step.stores, step.segments
     if not state.shape.borrows(task.layer):
-        put_rows(state, task, store, state.buffers.query_strip[slot, : len(step.requests), :width].contiguous())
+        put_rows(state, task, store, state.buffers.query_strip[slot, : len(step.requests), :width])
     query, places = _host_queries(state, task), (store.held, segment.num_tokens + 1, np.zeros_like(segment.num_tokens))
     if width := state.window_of(task):
         places = _blocks_in_window(step, store.held, width)
@@ -271,7 +271,7 @@ def _attend_to_blocks(
     block, to the one before ``tokens`` [B]."""
     (store,), rule = task.payload.step.stores, state.score_rule(task)
     pool = state.buffers.pools[store.space][task.layer]
-    if state.wave.problem.attends_in_place:
+    if state.wave.problem.host_attends_in_place:
         return attend_blocks_in_place(state, query, pool, (held, first, tokens), rule.scaling)
     runs = block_runs(held, ceil_blocks(tokens))
     return attention.attend_blocks(query, pool, runs, (first, tokens), rule, state.host_share)

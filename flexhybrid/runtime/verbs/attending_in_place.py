@@ -92,7 +92,8 @@ def attend_blocks_in_place(
     blocks, hidden = held.astype(np.int64) * (BLOCK_TOKENS * width), np.zeros(held.shape, np.int64)
     hidden[:, 0] = first
     extent = in_place.Extent(blocks, tokens, d, BLOCK_TOKENS * d, BLOCK_TOKENS * width // 2, hidden)
-    layout = in_place.layout_of([extent], groups, 1)
+    width = query.shape[1] // groups * d
+    layout = in_place.layout_of([extent], groups, torch.get_num_threads(), width)  # those of the calling lane
     return in_place.attend_and_sum(query, [pool], layout, state.host_share, scaling)
 
 

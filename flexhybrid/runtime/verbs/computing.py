@@ -36,7 +36,7 @@ def embed(state: State, task: Task) -> None:
 
 def dequantize_weights(state: State, task: Task) -> None:
     """Unpack the layer's matrices to the compute dtype."""
-    state.weights.dequantize(state.layer_weights.stored(task), state.layer_weights.of(task))
+    state.weights.dequantize(state.layer_weights.stored(task), state.layer_weights.of(task), state.compute_share)
 
 
 def dequantize_cache(state: State, task: Task, representation: str) -> None:
@@ -54,13 +54,13 @@ def _unpack(state: State, task: Task, segment: Segment, target: torch.Tensor) ->
     unpack = state.buffers.formats[segment.representation].unpack
     if segment.tier != "device":
         packed = state.buffers.loaded_region(task.payload.step, segment, task.payload.slot)
-        unpack(packed.view(*target.shape[:3], -1), target)
+        unpack(packed.view(*target.shape[:3], -1), target, state.compute_share)
         return
     pool, rows = state.buffers.pools[segment.space][task.layer], target.flatten(0, 1)
     table = state.tensors(task).block_tables[id(segment)].flatten()
     at_a_time = max(1, WORK_ELEMENTS[rows.device.type] // rows[0].numel())
     for unpacked, blocks in zip(rows.split(at_a_time), table.split(at_a_time), strict=True):
-        unpack(pool.index_select(0, blocks), unpacked)
+        unpack(pool.index_select(0, blocks), unpacked, state.compute_share)
 
 
 def kv_gen(state: State, task: Task) -> None:
@@ -156,7 +156,8 @@ def _stage_stores(state: State, task: Task, packed: bool) -> None:
         target = state.buffers.staging[store.space][slot, : len(store.rows)]
         rows = tensors.stores[store.space].rows
         if packed:
-            state.buffers.formats[store.representation].pack(source if rows is None else source[rows], target)
+            new = source if rows is None else source[rows]
+            state.buffers.formats[store.representation].pack(new, target, state.compute_share)
         elif rows is None:
             target.copy_(source)
         else:

@@ -9,7 +9,8 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.schedule.steps import Store
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.executor import State
-from flexhybrid.runtime.kernels.attention import Share
+from flexhybrid.runtime.kernels import compiled
+from flexhybrid.runtime.kernels.compiled import Share
 from flexhybrid.runtime.storage.disk import DiskSpace
 
 # ---- weights
@@ -85,7 +86,7 @@ def store_cache(state: State, task: Task, representation: str) -> None:
 
 
 def scatter(state: State, task: Task) -> None:
-    """landing strips -> host blocks. Uses numpy alone, which holds no torch threads."""
+    """landing strips -> host blocks. Compiled, or by numpy alone: neither holds torch threads."""
     slot = task.payload.slot
     for store in task.payload.step.stores:
         if store.tier == "host":
@@ -94,41 +95,86 @@ def scatter(state: State, task: Task) -> None:
 
 def put_rows(state: State, task: Task, store: Store, rows: torch.Tensor) -> None:
     """Put new rows [n, row] into their places in a layer of a host pool."""
-    pool, new = as_numpy(state.buffers.pools[store.space][task.layer]), as_numpy(rows)
-    if not state.buffers.head_major(store):
-        pool[store.blocks, store.offsets] = new
-        return
-    new = new.reshape(-1, 2, state.shape.num_kv_heads, state.shape.head_dim)
-    if state.selection.chooses_places(task.payload.step):
-        blocks, heads, offsets = state.cells(store, state.buffers.place_strip[task.payload.slot])
-        pool[blocks, :, heads, offsets] = new.transpose(0, 2, 1, 3)
-    elif task.payload.step.width > 1:
-        _put_runs(pool, new, store, state.host_share)
+    pool = state.buffers.pools[store.space][task.layer]
+    if state.buffers.head_major(store) and state.selection.chooses_places(task.payload.step):
+        put_heads(pool, rows, state.cells(store, state.buffers.place_strip[task.payload.slot]), state.host_share)
     else:
-        pool[store.blocks, :, :, store.offsets] = new
+        put_tokens(pool, rows, store.blocks, store.offsets, state.host_share)
+
+
+def put_tokens(
+    pool: torch.Tensor, rows: torch.Tensor, blocks: np.ndarray, offsets: np.ndarray, share: Share = map
+) -> None:
+    """Put rows [n, row] at the offsets [n] of blocks [n] in a pool of contiguous memory, [·, 16, row] or head-major
+    [·, 2, G, 16, d]. ``share`` deals rows to threads: the link of a GPU brings those of a prompt faster than one thread
+    puts them into the pool."""
+    if not compiled.has_numba():
+        _put_plainly(pool, rows, blocks, offsets, share)
+        return
+    from flexhybrid.runtime.kernels.rows_numba import Pieces, copy_rows
+
+    piece = pool.shape[-1] * pool.itemsize
+    count = 1 if pool.dim() == 3 else pool.shape[1] * pool.shape[2]
+    to = (blocks.astype(np.int64) * (count * BLOCK_TOKENS) + offsets) * piece
+    from_ = np.arange(len(rows)) * (rows.stride(0) * rows.itemsize)
+    copy_rows((pool, to), (rows, from_), Pieces(piece, count, BLOCK_TOKENS * piece, piece), share)
+
+
+def put_heads(pool: torch.Tensor, rows: torch.Tensor, cells: tuple[np.ndarray, ...], share: Share = map) -> None:
+    """Put the keys and values of each head of rows [n, 2·G·d] into cells of their own in a pool [·, 2, G, 16, d]:
+    blocks, heads and offsets, which broadcast to [n, G]."""
+    blocks, heads, offsets = cells
+    groups, d = pool.shape[2], pool.shape[-1]
+    if not compiled.has_numba():
+        new = as_numpy(rows).reshape(-1, 2, groups, d)
+        as_numpy(pool)[blocks, :, heads, offsets] = new.transpose(0, 2, 1, 3)
+        return
+    from flexhybrid.runtime.kernels.rows_numba import Pieces, copy_rows
+
+    piece = d * pool.itemsize
+    to = ((blocks.astype(np.int64) * (2 * groups) + heads) * BLOCK_TOKENS + offsets) * piece
+    from_ = np.arange(len(rows))[:, None] * (rows.stride(0) * rows.itemsize) + np.arange(groups) * piece
+    copy_rows((pool, to), (rows, from_), Pieces(piece, 2, groups * BLOCK_TOKENS * piece, groups * piece), share)
 
 
 #: Runs of tokens, at most a block each, that one thread of the host puts into the pool at a time.
 RUNS_AT_A_TIME = 32
 
 
-def _put_runs(pool: np.ndarray, rows: np.ndarray, store: Store, share: Share) -> None:
-    """pool[block, :, :, offset] = rows, by runs of neighbouring tokens: a prompt fills its blocks in order.
-
-    ``share`` as in ``attention.attend_blocks``: the link of a GPU brings a prompt's rows faster than one thread can put
-    them into the pool.
-    """
-    blocks, offsets = store.blocks, store.offsets
+def _put_plainly(pool: torch.Tensor, rows: torch.Tensor, blocks: np.ndarray, offsets: np.ndarray, share: Share) -> None:
+    """Put rows as ``put_tokens`` does, with numpy: those of heads by runs of neighbouring tokens, since a prompt fills
+    its blocks in order."""
+    places, new = as_numpy(pool), as_numpy(rows)
+    if places.ndim == 3:
+        places[blocks, offsets] = new
+        return
+    new = new.reshape(-1, *places.shape[1:3], places.shape[-1])
     starts = np.flatnonzero(np.r_[True, (blocks[1:] != blocks[:-1]) | (np.diff(offsets) != 1)])
+    if len(starts) == len(blocks):  # each for itself, in a decode step
+        places[blocks, :, :, offsets] = new
+        return
     ends = np.r_[starts[1:], len(blocks)]
 
     def put(runs: slice) -> None:
         for start, end in zip(starts[runs], ends[runs], strict=True):
             offset = offsets[start]
-            pool[blocks[start], :, :, offset : offset + end - start] = rows[start:end].transpose(1, 2, 0, 3)
+            places[blocks[start], :, :, offset : offset + end - start] = new[start:end].transpose(1, 2, 0, 3)
 
     for _ in share(put, (slice(at, at + RUNS_AT_A_TIME) for at in range(0, len(starts), RUNS_AT_A_TIME))):
         pass
+
+
+def take_rows(source: torch.Tensor, rows: np.ndarray, target: torch.Tensor, share: Share = map) -> None:
+    """Copy target = source[rows], for contiguous memories of rows [·, n]."""
+    if not compiled.has_numba():
+        # With "clip" numpy writes to the target itself and releases the GIL meanwhile.
+        np.take(as_numpy(source), rows, axis=0, out=as_numpy(target), mode="clip")
+        return
+    from flexhybrid.runtime.kernels.rows_numba import Pieces, copy_rows
+
+    num_bytes = source.shape[-1] * source.itemsize
+    from_ = rows.astype(np.int64) * num_bytes
+    copy_rows((target, np.arange(len(rows)) * num_bytes), (source, from_), Pieces(num_bytes), share)
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:

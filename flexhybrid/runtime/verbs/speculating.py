@@ -2,6 +2,7 @@
 and gather their rows. And the variants of loads, conversions and attention in layers that read chosen tokens."""
 
 import numpy as np
+import torch
 
 from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -9,11 +10,12 @@ from flexhybrid.core.task import Task
 from flexhybrid.runtime.buffers import Context
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.kernels.attention import split_heads
+from flexhybrid.runtime.kernels.compiled import Share
 from flexhybrid.runtime.selections.speculative import Fetched, Speculation
 from flexhybrid.runtime.step_tensors import mask_of
 from flexhybrid.runtime.verbs.attending import lay_own, lay_rows
 from flexhybrid.runtime.verbs.computing import generate
-from flexhybrid.runtime.verbs.moving import as_numpy
+from flexhybrid.runtime.verbs.moving import take_rows
 
 State = Executor[Speculation]
 
@@ -38,7 +40,7 @@ def store_index(state: State, task: Task) -> None:
 
 
 def gather(state: State, task: Task) -> None:
-    """Lay the rows of the chosen tokens side by side in host memory, with numpy alone. Only now is known what moves."""
+    """Lay the rows of the chosen tokens side by side in host memory. Only now is known what moves."""
     slot, num_tokens = task.payload.slot, {}
     for representation, choice in state.selection.guess(task.payload.step).choices.items():
         segment, index_BXS = choice.segment, choice.of(state.buffers.host_index).numpy()
@@ -49,29 +51,27 @@ def gather(state: State, task: Task) -> None:
         fetched = Fetched(representation, index_BXS.shape[1], chosen[:, 0].sum(-1), positions)
         state.selection.gathered[representation, slot] = fetched
         num_tokens[representation] = fetched.tokens
-        pool = as_numpy(state.buffers.pools[segment.space][task.layer])
-        target = as_numpy(state.buffers.chosen_rows(state.buffers.gathered, representation, slot, fetched.tokens))
-        block = segment.held[np.nonzero(chosen)[0], index_BXS[chosen] // BLOCK_TOKENS]
+        pool = state.buffers.pools[segment.space][task.layer]
+        target = state.buffers.chosen_rows(state.buffers.gathered, representation, slot, fetched.tokens)
+        block = segment.held[np.nonzero(chosen)[0], index_BXS[chosen] // BLOCK_TOKENS].astype(np.int64)
         offset = (index_BXS % BLOCK_TOKENS)[chosen]
         if choice.each_head:
-            _take_heads(pool, block, np.nonzero(chosen)[1], offset, target)
+            _take_heads(pool, block, np.nonzero(chosen)[1], offset, (target, state.host_share))
         else:
-            _take(pool.reshape(-1, target.shape[-1]), block * BLOCK_TOKENS + offset, target)
+            take_rows(pool.view(-1, target.shape[-1]), block * BLOCK_TOKENS + offset, target, state.host_share)
     stored, rows = state.wave.stored, (num_tokens.get("kv", 0), num_tokens.get("act", 0))
     state.resolve(task, work.scatter_rows(state.shape, stored.kv, stored.act, *rows))
 
 
-def _take_heads(pool: np.ndarray, block: np.ndarray, head: np.ndarray, offset: np.ndarray, target: np.ndarray) -> None:
-    """Copy keys and values of single heads from a pool [blocks, 2, G, 16, d] to ``target`` [2, n, d]."""
+def _take_heads(
+    pool: torch.Tensor, block: np.ndarray, head: np.ndarray, offset: np.ndarray, out: tuple[torch.Tensor, Share]
+) -> None:
+    """Copy keys and values of single heads from a pool [blocks, 2, G, 16, d] to a target [2, n, d], by the threads that
+    go with it."""
     groups = pool.shape[2]
     rows = (2 * block * groups + head) * BLOCK_TOKENS + offset
-    for part, behind in zip(target, (0, groups * BLOCK_TOKENS), strict=True):
-        _take(pool.reshape(-1, pool.shape[-1]), rows + behind, part)
-
-
-def _take(source: np.ndarray, rows: np.ndarray, target: np.ndarray) -> None:
-    """Copy target = source[rows]. With "clip" numpy writes to the target itself and releases the GIL meanwhile."""
-    np.take(source, rows, axis=0, out=target, mode="clip")
+    for part, behind in zip(out[0], (0, groups * BLOCK_TOKENS), strict=True):
+        take_rows(pool.view(-1, pool.shape[-1]), rows + behind, part, out[1])
 
 
 # ---- layers that read chosen tokens
@@ -94,7 +94,7 @@ def dequantize_chosen(state: State, task: Task, representation: str) -> None:
     slot, buffers = task.payload.slot, state.buffers
     tokens = state.selection.take(representation, slot).tokens
     packed = buffers.chosen_rows(buffers.loaded, representation, slot, tokens)
-    buffers.formats[representation].unpack(packed, buffers.plain[representation][:tokens])
+    buffers.formats[representation].unpack(packed, buffers.plain[representation][:tokens], state.compute_share)
 
 
 def kv_gen_chosen(state: State, task: Task) -> None:

@@ -11,13 +11,14 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.problem import AttentionPaths
 from flexhybrid.resolve import pick_device, resolve_problem
+from flexhybrid.runtime.kernels import compiled
 from flexhybrid.runtime.profiling import attention_paths
 from flexhybrid.runtime.profiling.attention_paths import PATHS, USUAL, candidates, paths_of
 
 
 def fastest_paths(device: str, dtype: str, group: int) -> AttentionPaths:
     """The product's own, not the one that is forced; assembled, whatever could be in place."""
-    return inspect.unwrap(attention_paths.fastest_paths)(device, dtype, group)._replace(in_place=False)
+    return inspect.unwrap(attention_paths.fastest_paths)(device, dtype, group)._replace(in_place=False, on_host=False)
 
 
 def names(paths: AttentionPaths) -> set[str]:
@@ -95,10 +96,18 @@ def test_without_a_folder_to_keep_it_the_choice_holds_for_the_process(timed, tmp
         {"prompt": "fused"},
         {**USUAL._asdict(), "chunk": "other"},
         {**USUAL._asdict(), "in_place": "fused"},
+        {**USUAL._asdict(), "on_host": 1},
     ],
 )
 def test_what_is_no_choice_is_not_taken_over(record):
     assert paths_of(USUAL._asdict()) == USUAL and paths_of(record) is None
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_early_choice_has_one_flag_for_device_and_host(in_place):
+    record = USUAL._replace(in_place=in_place)._asdict()
+    del record["on_host"]
+    assert paths_of(record) == USUAL._replace(in_place=in_place, on_host=in_place)
 
 
 @pytest.mark.parametrize("dtype, here", [("float32", True), ("bfloat16", True), ("float16", False)])
@@ -106,12 +115,15 @@ def test_a_cpu_attends_in_place_in_the_dtypes_of_the_kernels_where_there_is_numb
     paths = inspect.unwrap(attention_paths.fastest_paths)
     assert paths("cpu", "float32", 1).in_place and not paths("cuda", "float32", 1).in_place
     assert attention_paths.can_attend_in_place(dtype) == here
-    monkeypatch.setattr(attention_paths.importlib.util, "find_spec", lambda name: None)
-    assert not paths("cpu", "float32", 1).in_place
+    assert paths("cpu", dtype, 1).on_host and paths("cuda", dtype, 1).on_host
+    monkeypatch.setattr(compiled, "converts_float16", lambda: False)
+    assert paths("cuda", dtype, 1).on_host == here
+    monkeypatch.setattr(compiled, "has_numba", lambda: False)
+    assert not any((*paths("cpu", dtype, 1)[3:], *paths("cuda", dtype, 1)[3:]))
 
 
 def test_a_job_begun_with_numba_is_refused_in_words_where_there_is_none(monkeypatch):
-    monkeypatch.setattr("flexhybrid.resolve.can_attend_in_place", lambda dtype: False)
+    monkeypatch.setattr(compiled, "has_numba", lambda: False)
     arguments = LLMArguments("none", device="cpu", dtype="float32", attention=USUAL._replace(in_place=True))
     with pytest.raises(InputError, match="pip install numba"):
         resolve_problem(arguments, shape_by_name("opt-125m"), pick_device("cpu"))

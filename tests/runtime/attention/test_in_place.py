@@ -1,5 +1,8 @@
 """Attention that reads keys and values where they lie, against a softmax over keys that are laid side by side."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ from toy_machine import machine
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.policy import Bits, Policy
 from flexhybrid.llm import LLM
+from flexhybrid.runtime.threads import torch_threads
+from flexhybrid.runtime.verbs.attending_in_place import attend_blocks_in_place
 from flexhybrid.sampling_params import SamplingParams
 
 in_place = pytest.importorskip("flexhybrid.runtime.kernels.in_place", reason="numba is not installed")
@@ -96,6 +101,37 @@ def test_threads_share_all_items_and_no_thread_has_more_than_its_part_and_an_ite
     of_item = np.repeat(tokens, groups)
     for first, end in zip(bounds, bounds[1:], strict=False):
         assert of_item[first:end].sum() <= of_item.sum() / threads + of_item.max()
+
+
+@pytest.mark.parametrize("dtype", in_place.KINDS, ids=str)
+def test_the_host_attends_on_the_threads_of_its_lane(dtype, monkeypatch):
+    """Whatever their number, bit for bit; a request's blocks lie anywhere, and some tokens before its window."""
+    generator, (batch, groups, d) = torch.Generator().manual_seed(0), (5, 2, 32)
+    held = torch.randperm(batch * 3, generator=generator).view(batch, 3).numpy().astype(np.int32)
+    pool = torch.randn(batch * 3, 2, groups, BLOCK_TOKENS, d, generator=generator).to(dtype)
+    query = torch.randn(batch, groups * 3, d, generator=generator).to(dtype)
+    places = held, np.array([0, 3, 15, 0, 1]), np.array([48, 17, 16, 1, 30])
+    monkeypatch.setattr(in_place, "SHARED_PRODUCTS", 1)
+    ranges, found = [], []
+
+    def share(function, *items):
+        ranges.append(len(items[0]))
+        return map(function, *items)
+
+    shape = SimpleNamespace(head_dim=d, num_kv_heads=groups, kv_width=2 * groups * d)
+    for threads in (1, 2, 3):
+        with torch_threads(threads):
+            state: Any = SimpleNamespace(shape=shape, host_share=share)
+            found.append(attend_blocks_in_place(state, query, pool, places, 0.2))
+    assert ranges == [1, 2]
+    for attended, sums in found:
+        assert torch.equal(attended, found[0][0]) and torch.equal(sums, found[0][1])
+    for request, (blocks, first, end) in enumerate(zip(*places, strict=True)):
+        context = pool[torch.from_numpy(blocks).long()].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, first:end]
+        scores = query[request].double().view(groups, 3, d) @ context[0].transpose(1, 2) * 0.2
+        wanted = torch.softmax(scores, -1) @ context[1]
+        torch.testing.assert_close(found[0][0][request].double(), wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found[0][1][request].double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
 
 
 POLICIES = {

@@ -1,0 +1,163 @@
+"""Bench rows of the host's kernels, on one core and on all: attention over the host's blocks against the bandwidth of
+memory; packing, unpacking, scattering and gathering against a plain copy that reads and writes as many bytes.
+
+All operands are larger than the caches, or take turns that are: a host's blocks are in no cache when their turn comes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import product
+
+import numpy as np
+import torch
+
+from experiments.bench import kernels
+from experiments.bench.harness import Table, seconds_in_turn
+from experiments.bench.kernels import TIMING, Sizes, memory_share, times_as_fast
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.runtime.kernels.compiled import Share
+from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize
+from flexhybrid.runtime.kernels.shared_attention import add_part
+from flexhybrid.runtime.threads import torch_threads
+from flexhybrid.runtime.verbs.moving import put_tokens, take_rows
+
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+QUERIES = 1, 4  #: for each key head
+BARS = {"quantize": 1 / 4, "dequantize": 1 / 2}  #: share of a plain copy's speed
+COPY_BAR = 1 / 2
+SETS = 4  #: of operands that take turns
+
+
+def bench_host_kernels(table: Table, sizes: Sizes = TIMING) -> None:
+    """Add all rows, on one core and, where there are more, on all."""
+    most = torch.get_num_threads()
+    for threads in dict.fromkeys((1, most)):
+        where = "one core" if threads == 1 else f"{threads} cores"
+        with ExitStack() as held:
+            held.enter_context(torch_threads(threads))
+            share: Share = held.enter_context(ThreadPoolExecutor(threads)).map if threads > 1 else map
+            for dtype, queries in product(DTYPES, QUERIES):
+                bench_attention(table, sizes, (dtype, queries), share, where)
+            bench_packing(table, share, where)
+            bench_moving(table, sizes, share, where)
+    with torch_threads(1):
+        bench_attention_together(table, sizes)
+
+
+def bench_attention(table: Table, sizes: Sizes, kind: tuple[torch.dtype, int], share: Share, where: str) -> None:
+    """Attention of one new token over blocks in place, in a dtype and with so many queries a key head."""
+    from flexhybrid.runtime.kernels import in_place
+
+    (dtype, queries), (batch, heads, head_dim, _, _) = kind, sizes
+    blocks, held = _blocks(sizes, dtype)
+    query = torch.randn(batch, heads * queries, head_dim).to(dtype)
+    layout = _layout(sizes, held, torch.get_num_threads(), queries)
+    found = memory_share(blocks, lambda copy: in_place.attend_and_sum(query, [copy], layout, share))
+    name = f"attend_host, {str(dtype)[6:]}, query heads a key head {queries}, {where}"
+    table.at_least(f"{name}: share of the memory bandwidth", found, 0.6, "x")
+
+
+def _blocks(sizes: Sizes, dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
+    """Return blocks of contexts, and which each request holds [B, n]."""
+    count = sizes.batch * ceil_blocks(sizes.context)
+    blocks = torch.randn(count, 2, sizes.heads, BLOCK_TOKENS, sizes.head_dim).to(dtype)
+    return blocks, np.arange(count).reshape(sizes.batch, -1)
+
+
+def _layout(sizes: Sizes, held: np.ndarray, threads: int, queries: int):
+    """Return the layout of full contexts in the blocks that requests hold [B, n]."""
+    from flexhybrid.runtime.kernels import in_place
+
+    block = 2 * sizes.heads * BLOCK_TOKENS * sizes.head_dim
+    strides = sizes.head_dim, BLOCK_TOKENS * sizes.head_dim, block // 2
+    extent = in_place.Extent(held * block, np.full(len(held), sizes.context), *strides)
+    return in_place.layout_of([extent], sizes.heads, threads, queries * sizes.head_dim)
+
+
+def bench_attention_together(table: Table, sizes: Sizes) -> None:
+    """Attention over blocks that all requests share, against each attending to them by itself."""
+    from flexhybrid.runtime.kernels import in_place
+
+    batch, heads, head_dim, _, _ = sizes
+    blocks, held = _blocks(sizes, torch.float32)
+    query = torch.randn(batch, heads, head_dim)
+    of_each, alike, of_all = (_layout(sizes, which, 1, 1) for which in (held, 0 * held, held[:1]))
+    together, rows = query.transpose(0, 1).flatten(0, 1)[None], torch.arange(batch)[None]
+    alone = in_place.attend_and_sum(query, [blocks], of_each, map)
+
+    def shared() -> None:
+        add_part(
+            alone, query[:, :, None, None], rows, lambda _: in_place.attend_and_sum(together, [blocks], of_all, map)
+        )
+
+    ratio = times_as_fast(lambda: in_place.attend_and_sum(query, [blocks], alike, map), shared)
+    table.at_least(f"attend_host_shared, {batch} requests: times as fast as each by itself", ratio, 1, "x")
+
+
+def bench_packing(table: Table, share: Share, where: str) -> None:
+    """Rows [4096, 2048] of bfloat16 in 8 and 4 bits."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(4096, 2048, generator=generator).bfloat16() for _ in range(SETS)]
+    for bits in (8, 4):
+        packed, restored = [quantize(one, bits) for one in rows], [torch.empty_like(one) for one in rows]
+        calls = {
+            "quantize": lambda n, bits=bits, packed=packed: quantize(rows[n], bits, packed[n], share=share),
+            "dequantize": lambda n, bits=bits, packed=packed, restored=restored: dequantize(
+                packed[n], bits, restored[n].dtype, restored[n], share=share
+            ),
+        }
+        num_bytes = (rows[0].nbytes + 4096 * packed_bytes(2048, bits)) // 2
+        for name, call in calls.items():
+            _against_a_copy(table, f"{name}, {bits} bits, {where}", call, num_bytes, BARS[name])
+
+
+def bench_moving(table: Table, sizes: Sizes, share: Share, where: str) -> None:
+    """New rows of bfloat16 put into blocks: a prompt's, side by side, and one of each request, anywhere. And rows taken
+    from anywhere: of single heads, and of all."""
+    tokens, width = kernels.LARGE_BYTES // 2**16, 2 * sizes.heads * sizes.head_dim
+    num_blocks = SETS * tokens // BLOCK_TOKENS * 4
+    pool = torch.zeros(num_blocks, 2, sizes.heads, BLOCK_TOKENS, sizes.head_dim, dtype=torch.bfloat16)
+    rows = torch.ones(tokens, width, dtype=torch.bfloat16)
+    places, anywhere = np.arange(tokens), np.random.default_rng(0).permutation(num_blocks)
+
+    def of_prompts(turn: int) -> None:
+        blocks = anywhere[turn * tokens // BLOCK_TOKENS :][: tokens // BLOCK_TOKENS]
+        put_tokens(pool, rows, blocks[places // BLOCK_TOKENS], places % BLOCK_TOKENS, share)
+
+    few = num_blocks // SETS
+
+    def of_a_step(turn: int) -> None:
+        blocks = anywhere[turn * few :][: min(few, tokens)]
+        put_tokens(pool, rows[: len(blocks)], blocks, blocks % BLOCK_TOKENS, share)
+
+    _against_a_copy(table, f"scatter, rows of prompts, {where}", of_prompts, rows.nbytes, COPY_BAR)
+    _against_a_copy(table, f"scatter, a row a request, {where}", of_a_step, min(few, tokens) * width * 2, COPY_BAR)
+    for name, piece in (("single heads", sizes.head_dim), ("whole tokens", width)):
+        source = pool.view(-1, piece)
+        count = rows.numel() // piece
+        taken = np.random.default_rng(0).integers(0, len(source), (SETS, count))
+        target = torch.empty(SETS, count, piece, dtype=pool.dtype)
+        _against_a_copy(
+            table,
+            f"gather, rows of {name}, {where}",
+            lambda turn, source=source, taken=taken, target=target: take_rows(source, taken[turn], target[turn], share),
+            rows.nbytes,
+            COPY_BAR,
+        )
+
+
+def _against_a_copy(table: Table, name: str, call: Callable[[int], object], num_bytes: int, bar: float) -> None:
+    """Add the speed of a call, which reads and writes ``num_bytes`` each on average, as a share of a plain copy's."""
+    plain = torch.ones(2, SETS, num_bytes, dtype=torch.uint8)
+    calls = {
+        "copy": lambda turn: plain[1, turn % SETS].copy_(plain[0, turn % SETS]),
+        "ours": lambda turn: call(turn % SETS),
+    }
+    seconds = seconds_in_turn(calls, kernels.REPEATS * SETS, SETS)
+    ratio = float(np.median(np.array(seconds["copy"]) / np.array(seconds["ours"])))
+    gb_per_s = 2 * num_bytes / statistics.median(seconds["ours"]) / 1e9
+    table.at_least(f"{name}: speed of a plain copy", ratio, bar, "x", gb_per_s=gb_per_s)

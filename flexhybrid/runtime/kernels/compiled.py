@@ -1,0 +1,42 @@
+"""What a CPU runs compiled, where numba is installed: whether it is, and the threads that share a kernel's rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from collections.abc import Callable, Iterable
+from functools import cache
+
+import torch
+
+#: Calls a function on the items of iterables: ``map``, or that of a pool whose threads have one torch thread each.
+Share = Callable[..., Iterable]
+
+#: Bytes read and written for each thread, below which a kernel takes fewer threads: to hand rows over takes some 90 us.
+BYTES_A_THREAD = 1 << 20
+
+
+@cache
+def has_numba() -> bool:
+    """Return whether kernels for a CPU can be compiled; without numba, plain torch and numpy do their work."""
+    return importlib.util.find_spec("numba") is not None
+
+
+@cache
+def converts_float16() -> bool:
+    """Return whether this processor converts float16: elsewhere LLVM would call a library that is not there."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX") or platform.machine() in ("aarch64", "arm64")
+
+
+def spread(run: Callable[[int, int], object], count: int, num_bytes: int, share: Share = map) -> None:
+    """Call ``run(first, end)`` on ranges of ``count`` rows, of ``num_bytes`` read and written together: on as many
+    threads as torch computes with in the calling thread. That takes the first range; ``share`` deals out the others."""
+    threads = max(1, min(torch.get_num_threads(), num_bytes // BYTES_A_THREAD, count))
+    if share is map or threads == 1:
+        run(0, count)
+        return
+    bounds = [count * thread // threads for thread in range(threads + 1)]
+    others = share(run, bounds[1:-1], bounds[2:])
+    run(0, bounds[1])
+    for _ in others:
+        pass

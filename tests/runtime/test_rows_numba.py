@@ -1,0 +1,241 @@
+"""The compiled kernels for rows against plain torch and numpy, bit for bit, on one thread and on several."""
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from policies import wider_policies
+from toy_machine import machine
+
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.policy import Bits, Policy
+from flexhybrid.llm import LLM
+from flexhybrid.runtime.kernels import compiled
+from flexhybrid.runtime.kernels import quantize as plain
+from flexhybrid.runtime.kernels.compiled import spread
+from flexhybrid.runtime.kernels.quantize import LIMIT, limit, packed_bytes, row_unit
+from flexhybrid.runtime.threads import torch_threads
+from flexhybrid.runtime.verbs.moving import put_heads, put_tokens, take_rows
+from flexhybrid.sampling_params import SamplingParams
+
+kernels = pytest.importorskip("flexhybrid.runtime.kernels.rows_numba", reason="numba is not installed")
+converts = pytest.mark.skipif(not compiled.converts_float16(), reason="this processor does not convert float16")
+EDGES = (0.0, -0.0, 1e-45, -1e-40, 2.0**-24, -(2.0**-25), 1 / 3, LIMIT, -LIMIT, -1e5, 3e38, np.inf, -np.inf, np.nan)
+DTYPES = tuple(kernels.KINDS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_from_the_first_byte():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "BYTES_A_THREAD", 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ThreadPoolExecutor(3) as workers:
+        yield workers
+
+
+@contextmanager
+def without_numba():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "has_numba", lambda: False)
+        yield
+
+
+def view_inside(shape: tuple[int, ...], dtype: torch.dtype, gaps: tuple[int, ...], fill: float) -> tuple:
+    """A tensor filled with a value, and a view of it with gaps between neighbours of each axis but the last one, where
+    they lie around each row."""
+    whole = torch.full([n + gap for n, gap in zip(shape, gaps, strict=True)], fill).to(dtype)
+    return whole, whole[tuple(slice(gap // 2, gap // 2 + n) for n, gap in zip(shape, gaps, strict=True))]
+
+
+@converts
+@settings(max_examples=150)
+@given(
+    seed=st.integers(0, 2**32 - 1), leading=st.lists(st.integers(1, 4), max_size=3), groups=st.integers(1, 5),
+    group=st.sampled_from((64, 64, 64, 48, 40, 17, 8, 6, 1)), bits=st.sampled_from((8, 4, 2, 1)),
+    dtype=st.sampled_from(DTYPES), threads=st.integers(1, 3), spread_by=st.floats(-12, 12),
+)  # fmt: skip
+def test_packing_gives_the_bytes_of_plain_torch(pool, seed, leading, groups, group, bits, dtype, threads, spread_by):
+    """Of any strides and magnitudes, edge values among them; nothing outside of the rows is touched."""
+    generator = np.random.default_rng(seed)
+    shape = (*leading, row_unit(bits, group) * groups)
+    values = generator.standard_normal(shape) * 2.0 ** generator.uniform(-abs(spread_by), spread_by + 13)
+    places = generator.random(shape) < 0.02
+    values[places] = generator.choice(EDGES, int(places.sum()))
+    gaps = (*generator.integers(0, 3, len(leading)).tolist(), 2 * int(generator.integers(0, 3)))
+    _, rows = view_inside(shape, dtype, gaps, 7.0)
+    rows.copy_(torch.from_numpy(values.astype(np.float32)))
+    size = packed_bytes(shape[-1], bits, group)
+    wanted, (whole, packed) = (
+        torch.empty(*leading, size, dtype=torch.uint8),
+        view_inside((*leading, size), torch.uint8, (*gaps[:-1], 4), 77),
+    )
+    plain._quantize(rows, bits, wanted, group)
+    with torch_threads(threads):
+        kernels.quantize(rows, bits, packed, group, limit(bits), pool.map)
+    restored = torch.empty(shape)
+    plain._dequantize(wanted, bits, restored, group)
+    known = ~restored.isnan()
+    codes = shape[-1] * bits // 8
+    if known.all():
+        assert torch.equal(packed, wanted)
+    else:  # processors differ in the codes of a NaN's group, and bytes hold codes of several groups
+        ours, theirs = (of[..., codes:].contiguous().view(torch.float16) for of in (packed, wanted))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    for into in DTYPES:
+        target, view = view_inside(shape, into, gaps, -5.0)
+        with torch_threads(threads):
+            kernels.dequantize(packed, bits, view, group, pool.map)
+        torch.testing.assert_close(view, restored.to(into), rtol=0, atol=0, equal_nan=True)
+        view.fill_(-5.0)
+        assert (target == -5.0).all()
+    packed.fill_(77)
+    assert (whole == 77).all()
+
+
+@converts
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernels_prove_themselves_and_serve(dtype, recwarn, monkeypatch):
+    served = []
+    monkeypatch.setattr(kernels, "_pack", lambda *args, kernel=kernels._pack: (served.append(1), kernel(*args)))
+    monkeypatch.setattr(kernels, "_unpack", lambda *args, kernel=kernels._unpack: (served.append(2), kernel(*args)))
+    plain._proven_kernels.cache_clear()
+    rows = torch.randn(3, 128).to(dtype)
+    for bits in (8, 4):
+        plain.dequantize(plain.quantize(rows, bits), bits, dtype)
+    assert served == 2 * [1, 2, 1, 2, 1, 2] and not recwarn.list  # twice each in the proof
+    plain.quantize(torch.randn(128, 3).t(), 8)  # rows with gaps inside
+    with without_numba():
+        plain.quantize(rows, 8)
+    assert len(served) == 12
+
+
+@converts
+def test_kernels_that_differ_are_not_used(monkeypatch):
+    def other_bytes(rows, bits, out, group, limit):
+        plain._quantize(rows, bits, out, group)
+        out[0, 0] ^= 1
+
+    monkeypatch.setattr(kernels, "quantize", other_bytes)
+    plain._proven_kernels.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="slower than Numba's kernels: on trial rows its results differ"):
+            packed = plain.quantize(torch.ones(2, 64), 8)
+    finally:
+        plain._proven_kernels.cache_clear()
+    assert torch.equal(packed, plain.quantize(torch.ones(2, 64), 8))
+
+
+# ---- rows put into blocks, and taken from them
+
+
+@st.composite
+def stores(draw):
+    """(tokens of each of some runs in blocks of their own, groups, head size, dtype, threads, seed)."""
+    runs = draw(st.lists(st.integers(1, BLOCK_TOKENS), min_size=1, max_size=6))
+    sizes = draw(st.integers(1, 3)), draw(st.sampled_from((1, 6, 64, 130)))
+    return (
+        runs,
+        *sizes,
+        draw(st.sampled_from((*DTYPES, torch.uint8))),
+        draw(st.integers(1, 3)),
+        draw(st.integers(0, 999)),
+    )
+
+
+def both_ways(put, memory: torch.Tensor, threads: int) -> None:
+    """Call ``put(memory)`` with and without numba, and compare."""
+    with without_numba():
+        put(wanted := memory.clone())
+    with torch_threads(threads):
+        put(memory)
+    assert torch.equal(memory.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@settings(max_examples=60)
+@given(case=stores(), head_major=st.booleans())
+def test_rows_are_put_where_numpy_puts_them(pool, case, head_major):
+    """In a layer of a pool, from strips that are wider; blocks are int32, as plans have them."""
+    runs, groups, d, dtype, threads, seed = case
+    generator = np.random.default_rng(seed)
+    count, width = sum(runs), 2 * groups * d
+    blocks = np.repeat(generator.permutation(len(runs) + 3)[: len(runs)], runs).astype(np.int32)
+    first = [generator.integers(0, BLOCK_TOKENS + 1 - run) for run in runs]
+    offsets = np.concatenate([at + np.arange(run) for at, run in zip(first, runs, strict=True)])
+    rows = torch.from_numpy(generator.integers(0, 99, (count, width + 5))).to(dtype)[:, :width]
+    block = (2, groups, BLOCK_TOKENS, d) if head_major else (BLOCK_TOKENS, width)
+    layers = torch.zeros(2, len(runs) + 3, *block, dtype=dtype)
+    both_ways(lambda memory: put_tokens(memory[1], rows, blocks, offsets, pool.map), layers, threads)
+    if head_major:
+        cells = generator.permuted(np.tile(blocks[:, None], groups), axis=0), np.arange(groups)[None], offsets[:, None]
+        both_ways(lambda memory: put_heads(memory[1], rows, cells, pool.map), layers, threads)
+
+
+@settings(max_examples=40)
+@given(
+    count=st.integers(0, 70), width=st.sampled_from((1, 6, 64, 300)), dtype=st.sampled_from((*DTYPES, torch.uint8)),
+    threads=st.integers(1, 3), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_rows_are_taken_from_where_numpy_takes_them(pool, count, width, dtype, threads, seed):
+    generator = np.random.default_rng(seed)
+    source = torch.from_numpy(generator.integers(0, 99, (50, width))).to(dtype)
+    taken = generator.integers(0, 50, count).astype(np.int32)
+    both_ways(
+        lambda memory: take_rows(source, taken, memory, pool.map), torch.zeros(count, width, dtype=dtype), threads
+    )
+
+
+@pytest.mark.parametrize("block, offset", [(-1, 0), (3, 0), (2, 16)])
+def test_a_row_outside_of_its_memory_is_refused(block, offset):
+    """A layer of a pool is a memory of its own."""
+    layers = torch.zeros(3, 3, 2, 1, BLOCK_TOKENS, 4)
+    with pytest.raises(IndexError, match="outside of the 1536 bytes"):
+        put_tokens(layers[1], torch.ones(2, 8), np.array([0, block]), np.array([0, offset]))
+    with pytest.raises(IndexError, match="outside of the"):
+        take_rows(layers[1].view(-1, 4), np.array([16 * 6]), torch.zeros(1, 4))
+    assert not layers.any()
+
+
+@given(count=st.integers(0, 40), threads=st.integers(1, 5), num_bytes=st.integers(0, 2**40), limit=st.integers(1, 9))
+def test_threads_share_all_rows_and_as_few_take_part_as_the_bytes_are_worth(count, threads, num_bytes, limit):
+    ranges = []
+    with pytest.MonkeyPatch.context() as patch, torch_threads(threads):
+        patch.setattr(compiled, "BYTES_A_THREAD", limit)
+        spread(lambda first, end: ranges.append((first, end)), count, num_bytes, lambda *args: map(*args))
+    assert [row for first, end in sorted(ranges) for row in range(first, end)] == list(range(count))
+    sizes = [end - first for first, end in ranges]
+    assert len(ranges) <= max(1, min(threads, num_bytes // limit)) and max(sizes) - min(sizes) <= 1
+
+
+# ---- whole runs
+
+WIDER = wider_policies(400, 120, 32)
+POLICIES = {
+    "few bits": Policy(cache={"kv@host": 0.4, "kv@device": 0.3, "act@host": 0.3}, bits=Bits(weights=8, kv=4, act=8)),
+    "host attention": WIDER["host attention"],
+    "speculative": WIDER["speculative"],
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_run_gives_the_same_tokens_without_numba(tiny, name, pool):
+    generator = np.random.default_rng(0)
+    prompts = [{"prompt_token_ids": generator.integers(3, 60, length).tolist()} for length in (1, 15, 40)]
+    params, answers = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), []
+
+    def run() -> None:
+        with LLM(tiny, POLICIES[name], device="cpu", dtype="float32", hardware=machine()) as llm:
+            answers.append([output.outputs[0].token_ids for output in llm.generate(prompts, params) if output])
+
+    with torch_threads(2):
+        run()
+    with without_numba():
+        run()
+    assert answers[0] == answers[1]
