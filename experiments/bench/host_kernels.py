@@ -120,7 +120,7 @@ def bench_moving(table: Table, sizes: Sizes, share: Share, where: str) -> None:
     from anywhere: of single heads, and of all."""
     tokens, width = kernels.LARGE_BYTES // 2**16, 2 * sizes.heads * sizes.head_dim
     num_blocks = SETS * tokens // BLOCK_TOKENS * 4
-    pool = torch.zeros(num_blocks, 2, sizes.heads, BLOCK_TOKENS, sizes.head_dim, dtype=torch.bfloat16)
+    pool = torch.ones(num_blocks, 2, sizes.heads, BLOCK_TOKENS, sizes.head_dim, dtype=torch.bfloat16)
     rows = torch.ones(tokens, width, dtype=torch.bfloat16)
     places, anywhere = np.arange(tokens), np.random.default_rng(0).permutation(num_blocks)
 

@@ -1,9 +1,11 @@
 """Kernels for rows in a CPU's memory, compiled by numba: packed, unpacked, gathered and scattered, each read once and
 written once. What packed rows are, and every rounding, is said in ``kernels.quantize``; results are equal bit for bit.
 
-A group's elements are read twice, the second time from the processor's first cache: for the minimum and maximum, by
-which floats are compared as integers (``_key``), and for the codes. Loops are plain; LLVM makes vectors of them, for
-which every load and store is an offset from a pointer that stays the same in the loop. numba keeps the compiled
+A group's elements are read twice, the second time from the processor's first cache: for the minimum and maximum, for
+which floats are compared as integers (``_key``), and for the codes. A group of GROUP_ELEMENTS is one vector, which LLVM
+cuts into the processor's own; of other groups, and of those that reach from one part of a row into the next, elements
+are taken one by one in loops, of which LLVM makes vectors where it can: every load and store there is an offset from a
+pointer that stays the same. numba keeps the compiled
 kernels beside this file, or in the user's cache folder; its cache looks at the file of a kernel alone, so all that is
 compiled together stands here. Importing this module imports numba. Packing needs a processor that converts float16
 (``compiled.converts_float16``).
@@ -39,7 +41,12 @@ PART: dict[str, Any] = {
 intrinsic: Any = extending.intrinsic  #: a kernel calls what it decorates without the context
 
 
-Rows = tuple[torch.Tensor, np.ndarray]  #: a memory that begins with a tensor, and of each row its first byte, int64
+class Rows(NamedTuple):
+    """Rows in a memory that begins with a tensor: row i at byte ``unit · places[i]``, or ``unit · i``."""
+
+    memory: torch.Tensor
+    unit: int
+    places: np.ndarray | None = None
 
 
 class Pieces(NamedTuple):
@@ -75,24 +82,21 @@ def dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor, group: int, s
     )
 
 
-def copy_rows(target: Rows, source: Rows, pieces: Pieces, share: Share = map) -> None:
-    """Copy rows between two memories. Raises IndexError where a row lies outside of its memory, before anything is
-    copied."""
-    if not source[1].size:
-        return
-    begins = []
-    for (memory, starts), step in ((target, pieces.target_step), (source, pieces.source_step)):
+def copy_rows(count: int, target: Rows, source: Rows, pieces: Pieces, share: Share = map) -> None:
+    """Copy ``count`` rows between two memories. Raises IndexError where some lie outside of theirs; these are left."""
+    ends, outside = [], []
+    for (memory, unit, places), step in ((target, pieces.target_step), (source, pieces.source_step)):
         last = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True))
-        size = (last + 1) * memory.itemsize
-        if starts.min() < 0 or starts.max() + (pieces.count - 1) * step + pieces.num_bytes > size:
-            raise IndexError(f"a row lies outside of the {size} bytes of its memory")
-        begins.append(starts.ravel() + memory.data_ptr())
-    spread(
-        lambda first, end: _copy_rows(*begins, tuple(pieces), first, end),
-        len(begins[0]),
-        2 * len(begins[0]) * pieces.count * pieces.num_bytes,
-        share,
-    )
+        behind = (last + 1) * memory.itemsize - (pieces.count - 1) * step - pieces.num_bytes
+        where = IN_ORDER if places is None else places.astype(np.int64, copy=False).ravel()
+        ends.append((where, (memory.data_ptr(), unit, behind)))
+
+    def copy(first: int, end: int) -> None:
+        outside.append(_copy_rows(*ends, tuple(pieces), first, end))
+
+    spread(copy, count, 2 * count * pieces.count * pieces.num_bytes, share)
+    if any(outside):
+        raise IndexError(f"{sum(outside)} of {count} rows lie outside of the memory that should hold them")
 
 
 @cache
@@ -102,7 +106,7 @@ def compile_for(dtype: torch.dtype) -> None:
     packed = torch.zeros(1, GROUP_ELEMENTS + 4, dtype=torch.uint8)
     quantize(row, 8, packed, GROUP_ELEMENTS, 1.0)
     dequantize(packed, 8, row, GROUP_ELEMENTS)
-    copy_rows((packed, np.zeros(1, np.int64)), (row, np.zeros(1, np.int64)), Pieces(1))
+    copy_rows(1, Rows(packed, 1), Rows(row, 1), Pieces(1))
 
 
 def _addresses(tensor: torch.Tensor) -> np.ndarray:
@@ -160,18 +164,20 @@ def _set(_context, pointer, index, bits):
     return _typed(types.void, (pointer, index, bits), emit)
 
 
+def _keys(builder, value):
+    """Return the keys of the bits of elements."""
+    of = value.type.element if isinstance(value.type, ir.VectorType) else value.type
+    sign = builder.ashr(value, _all(value.type, of.width - 1))
+    return builder.xor(value, builder.lshr(sign, _all(value.type, 1)))
+
+
 @intrinsic
 def _key(_context, bits):
     """Return the bits of a float as a signed integer that is in the order of floats; and back. NaN are beyond the
     infinities."""
     result = types.int32 if bits.bitwidth == 32 else types.int16
 
-    def emit(builder, value):
-        width = value.type.width
-        sign = builder.ashr(value, value.type(width - 1))
-        return builder.xor(value, builder.lshr(sign, value.type(1)))
-
-    return _typed(result, (bits,), emit)
+    return _typed(result, (bits,), _keys)
 
 
 def _chosen(relation):
@@ -190,26 +196,58 @@ def _chosen(relation):
 _lower, _higher = _chosen("<"), _chosen(">")
 
 
+def _as(scalar, like):
+    """Return a type of as many elements as a value has."""
+    return ir.VectorType(scalar, like.type.count) if isinstance(like.type, ir.VectorType) else scalar
+
+
+def _all(of, value):
+    """Return a constant whose elements are all alike."""
+    return ir.Constant(of, [value] * of.count if isinstance(of, ir.VectorType) else value)
+
+
 def _wide(builder, kind, bits):
-    """Return the float32 of an element's bits."""
+    """Return the float32 of the bits of elements."""
+    floats, words = _as(FLOAT, bits), _as(I32, bits)
     if kind == types.uint32:
-        return builder.bitcast(bits, FLOAT)
+        return builder.bitcast(bits, floats)
     if kind == types.int16:
-        return builder.fpext(builder.bitcast(bits, HALF), FLOAT)
-    return builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), FLOAT)
+        return builder.fpext(builder.bitcast(bits, _as(HALF, bits)), floats)
+    return builder.bitcast(builder.shl(builder.zext(bits, words), _all(words, 16)), floats)
 
 
 def _narrow(builder, kind, value):
-    """Return the bits of a float32 in a kind, rounded to nearest even."""
+    """Return the bits of float32 in a kind, rounded to nearest even."""
+    words, halves = _as(I32, value), _as(I16, value)
     if kind == types.uint32:
-        return builder.bitcast(value, I32)
+        return builder.bitcast(value, words)
     if kind == types.int16:
-        return builder.bitcast(builder.fptrunc(value, HALF), I16)
-    bits = builder.bitcast(value, I32)
-    odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
-    rounded = builder.lshr(builder.add(bits, builder.add(odd, I32(0x7FFF))), I32(16))
+        return builder.bitcast(builder.fptrunc(value, _as(HALF, value)), halves)
+    bits = builder.bitcast(value, words)
+    odd = builder.and_(builder.lshr(bits, _all(words, 16)), _all(words, 1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, _all(words, 0x7FFF))), _all(words, 16))
     is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.trunc(builder.select(is_nan, I32(0x7FC0), rounded), I16)
+    return builder.trunc(builder.select(is_nan, _all(words, 0x7FC0), rounded), halves)
+
+
+def _coded(builder, kind, bits, numbers):
+    """Return the codes of elements, shifted to their places in bytes; 0 for NaN."""
+    minimum, inverse, levels, shift = numbers
+    value = builder.fmul(builder.fsub(_wide(builder, kind, bits), minimum), inverse)
+    zero, words = _all(value.type, 0.0), _as(I32, bits)
+    value = builder.select(builder.fcmp_ordered(">", value, zero), value, zero)
+    value = builder.select(builder.fcmp_ordered("<", value, levels), value, levels)
+    # A sum of 2**23 has no fraction: adding rounds to the nearest even, and the low bits are the integer.
+    code = builder.bitcast(builder.fadd(value, _all(value.type, 8388608.0)), words)
+    return builder.trunc(builder.shl(code, shift), _as(I8, bits))
+
+
+def _decoded(builder, kind, byte, numbers):
+    """Return the bits of elements whose codes have a place in bytes."""
+    shift, levels, scale, minimum = numbers
+    code = builder.lshr(builder.zext(byte, _as(I32, byte)), shift)
+    code = builder.sitofp(builder.and_(code, levels), _as(FLOAT, byte))
+    return _narrow(builder, kind, builder.fadd(builder.fmul(code, scale), minimum))
 
 
 @intrinsic
@@ -226,30 +264,97 @@ def _half(_context, value):
 
 @intrinsic
 def _code(_context, kind, bits, minimum, inverse, levels, shift):
-    """Return an element's code, shifted to its place in a byte; 0 for NaN."""
+    """Return the code of an element."""
 
     def emit(builder, _, bits, minimum, inverse, levels, shift):
-        value = builder.fmul(builder.fsub(_wide(builder, kind, bits), minimum), inverse)
-        zero = ir.Constant(FLOAT, 0.0)
-        value = builder.select(builder.fcmp_ordered(">", value, zero), value, zero)
-        value = builder.select(builder.fcmp_ordered("<", value, levels), value, levels)
-        # A sum of 2**23 has no fraction: adding rounds to the nearest even, and the low bits are the integer.
-        code = builder.bitcast(builder.fadd(value, ir.Constant(FLOAT, 8388608.0)), I32)
-        return builder.trunc(builder.shl(code, builder.trunc(shift, I32)), I8)
+        return _coded(builder, kind, bits, (minimum, inverse, levels, builder.trunc(shift, I32)))
 
     return _typed(types.uint8, (kind, bits, minimum, inverse, levels, shift), emit)
 
 
 @intrinsic
 def _value(_context, kind, byte, shift, levels, scale, minimum):
-    """Return the bits of an element whose code has a place in a byte."""
+    """Return the bits of an element."""
 
     def emit(builder, _, byte, shift, levels, scale, minimum):
-        code = builder.lshr(builder.zext(byte, I32), builder.trunc(shift, I32))
-        code = builder.sitofp(builder.and_(code, builder.trunc(levels, I32)), FLOAT)
-        return _narrow(builder, kind, builder.fadd(builder.fmul(code, scale), minimum))
+        shift, levels = builder.trunc(shift, I32), builder.trunc(levels, I32)
+        return _decoded(builder, kind, byte, (shift, levels, scale, minimum))
 
     return _typed(kind, (kind, byte, shift, levels, scale, minimum), emit)
+
+
+def _group_at(builder, pointer, index, bits):
+    """Return a pointer to a group of elements of so many bits, and its type."""
+    group = ir.VectorType(ir.IntType(bits), GROUP_ELEMENTS)
+    return builder.bitcast(_at(builder, pointer, index, bits), ir.PointerType(group)), group
+
+
+def _group(builder, pointer, index, bits):
+    """Load a group of elements."""
+    at, group = _group_at(builder, pointer, index, bits)
+    value = builder.load(at, typ=group)
+    value.align = 1
+    return value
+
+
+def _to_all(builder, value):
+    """Return a vector of a group's length whose elements are all a value."""
+    vector = builder.insert_element(ir.Constant(ir.VectorType(value.type, GROUP_ELEMENTS), ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(vector, vector, ir.Constant(ir.VectorType(I32, GROUP_ELEMENTS), [0] * GROUP_ELEMENTS))
+
+
+def _folded(name):
+    """Return an intrinsic that folds the keys of a group to one."""
+
+    @intrinsic
+    def of_group(_context, kind, pointer, index):
+        def emit(builder, _, pointer, index):
+            keys = _keys(builder, _group(builder, pointer, index, kind.bitwidth))
+            function = ir.FunctionType(keys.type.element, [keys.type])
+            name_of = f"llvm.vector.reduce.{name}.v{GROUP_ELEMENTS}i{kind.bitwidth}"
+            return builder.call(cgutils.get_or_insert_function(builder.module, function, name_of), [keys])
+
+        return _typed(types.int32 if kind.bitwidth == 32 else types.int16, (kind, pointer, index), emit)
+
+    return of_group
+
+
+_lowest, _highest = _folded("smin"), _folded("smax")
+
+
+@intrinsic
+def _pack_group(_context, kind, group, codes, numbers, shift):
+    """Write the codes of a group into bytes beside the codes of earlier parts, which are in lower bits. ``group`` and
+    ``codes``: (pointer, index); ``numbers``: what is subtracted, by what is multiplied, and the highest code."""
+
+    def emit(builder, _, group, codes, numbers, shift):
+        place, _ = _group_at(builder, *cgutils.unpack_tuple(builder, codes, 2), 8)
+        first = builder.icmp_signed("==", shift, shift.type(0))
+        numbers = [*cgutils.unpack_tuple(builder, numbers, 3), builder.trunc(shift, I32)]
+        numbers = [_to_all(builder, number) for number in numbers]
+        elements = _group(builder, *cgutils.unpack_tuple(builder, group, 2), kind.bitwidth)
+        own = _coded(builder, kind, elements, numbers)
+        before = _group(builder, *cgutils.unpack_tuple(builder, codes, 2), 8)
+        before = builder.select(first, _all(before.type, 0), before)
+        builder.store(builder.or_(own, before), place).align = 1
+
+    return _typed(types.void, (kind, group, codes, numbers, shift), emit)
+
+
+@intrinsic
+def _unpack_group(_context, kind, codes, group, place, scaling):
+    """Write a group whose codes have a place in bytes: a shift, and the highest code. ``scaling``: scale
+    and minimum."""
+
+    def emit(builder, _, codes, group, place, scaling):
+        to, _ = _group_at(builder, *cgutils.unpack_tuple(builder, group, 2), kind.bitwidth)
+        numbers = [builder.trunc(number, I32) for number in cgutils.unpack_tuple(builder, place, 2)]
+        numbers += cgutils.unpack_tuple(builder, scaling, 2)
+        bytes_of = _group(builder, *cgutils.unpack_tuple(builder, codes, 2), 8)
+        value = _decoded(builder, kind, bytes_of, [_to_all(builder, n) for n in numbers])
+        builder.store(value, to).align = 1
+
+    return _typed(types.void, (kind, codes, group, place, scaling), emit)
 
 
 @intrinsic
@@ -266,8 +371,22 @@ def _copy(_context, target, source, num_bytes):
     return _typed(types.void, (target, source, num_bytes), emit)
 
 
+@intrinsic
+def _prefetch(_context, address):
+    def emit(builder, address):
+        byte, flag = ir.PointerType(I8), I32
+        kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+        builder.call(function, [builder.inttoptr(address, byte), flag(0), flag(3), flag(1)])  # to read, first cache
+
+    return _typed(types.void, (address,), emit)
+
+
 # ---- kernels
 
+#: Bytes that are prefetched of rows to come.
+EARLY_BYTES = 1024
+IN_ORDER = np.zeros(0, np.int64)
 HALVES, BYTES = np.int16(0), np.uint8(0)
 TINY = np.float32(2.0**-126)  #: float32's smallest normal number, as in plain torch
 
@@ -280,6 +399,7 @@ def _pack(kind, addresses, sizes, extreme, first, end):
     part, levels = elements * bits // 8, np.float32(2**bits - 1)
     for row in range(first, end):
         values, codes, parameters = _pointer(sources[row]), _pointer(targets[row]), _pointer(targets[row] + part)
+        behind = 0  # the part of the row that groups lie in
         for place in range(elements // group):
             begin = place * group
             low, high = _extremes(kind, values, begin, group)
@@ -289,30 +409,40 @@ def _pack(kind, addresses, sizes, extreme, first, end):
             least, inverse = _float(HALVES, minimum), TINY
             if _float(HALVES, scale) != np.float32(0):
                 inverse = np.float32(1) / _float(HALVES, scale)
-            at = begin
-            while at < begin + group:  # a group may reach from one part of the row into the next
-                behind = at // part
-                until, shift, before = min(begin + group, (behind + 1) * part), behind * bits, behind * part
-                if behind:
-                    for i in range(at - before, until - before):
-                        code = _code(kind, _get(kind, values, before + i), least, inverse, levels, shift)
-                        _set(codes, i, _or(_get(BYTES, codes, i), code))
-                else:
-                    for i in range(at, until):
-                        _set(codes, i, _code(kind, _get(kind, values, i), least, inverse, levels, 0))
-                at = until
+            if group == GROUP_ELEMENTS and part % group == 0:
+                behind += begin == (behind + 1) * part
+                at, shift = (codes, begin - behind * part), behind * bits
+                _pack_group(kind, (values, begin), at, (least, inverse, levels), shift)
+            else:
+                _pack_odd(kind, values, codes, (begin, begin + group, part, bits), (least, inverse, levels))
+
+
+@numba.njit(**PART)
+def _pack_odd(kind, values, codes, sizes, numbers):
+    """Write the codes of elements [at, end), which may reach from one part of the row into the next."""
+    at, end, part, bits = sizes
+    least, inverse, levels = numbers
+    while at < end:
+        behind = at // part
+        until, shift, before = min(end, (behind + 1) * part), behind * bits, behind * part
+        if behind:
+            for i in range(at - before, until - before):
+                code = _code(kind, _get(kind, values, before + i), least, inverse, levels, shift)
+                _set(codes, i, _or(_get(BYTES, codes, i), code))
+        else:
+            for i in range(at, until):
+                _set(codes, i, _code(kind, _get(kind, values, i), least, inverse, levels, 0))
+        at = until
 
 
 @numba.njit(**PART)
 def _extremes(kind, values, begin, group):
     """Return the lowest and the highest element of a group in float32; NaN in one of them where there is one."""
-    low = high = _key(_get(kind, values, begin))
-    if group == GROUP_ELEMENTS:  # a length that LLVM knows
-        for i in range(GROUP_ELEMENTS):
-            key = _key(_get(kind, values, begin + i))
-            low, high = _lower(low, key), _higher(high, key)
+    if group == GROUP_ELEMENTS:
+        low, high = _lowest(kind, values, begin), _highest(kind, values, begin)
     else:
-        for i in range(begin, begin + group):
+        low = high = _key(_get(kind, values, begin))
+        for i in range(begin + 1, begin + group):
             key = _key(_get(kind, values, i))
             low, high = _lower(low, key), _higher(high, key)
     return _float(kind, _key(low)), _float(kind, _key(high))
@@ -327,8 +457,8 @@ def _parameters(low, high, extreme, levels):
     low = min(max(low, -extreme), extreme) + np.float32(0)
     high = min(max(high, -extreme), extreme) + np.float32(0)
     minimum = _half(low)
-    if _float(HALVES, minimum) > low:  # float16 is sign and magnitude
-        minimum = np.int16(minimum + 1) if minimum < 0 else np.int16(minimum - 1)
+    # float16 is sign and magnitude. Half of all minima are rounded up: no processor foresees which, so no branch.
+    minimum = np.int16(minimum - np.int64(_float(HALVES, minimum) > low) * ((minimum >> 15) | 1))
     return _half((high - _float(HALVES, minimum)) / levels), minimum
 
 
@@ -339,24 +469,51 @@ def _unpack(kind, addresses, sizes, first, end):
     part, levels = elements * bits // 8, 2**bits - 1
     for row in range(first, end):
         codes, parameters, values = _pointer(sources[row]), _pointer(sources[row] + part), _pointer(targets[row])
+        behind = 0
         for place in range(elements // group):
             scale = _float(HALVES, _get(HALVES, parameters, 2 * place))
             minimum = _float(HALVES, _get(HALVES, parameters, 2 * place + 1))
             at, end_of_group = place * group, (place + 1) * group
-            while at < end_of_group:
-                behind = at // part
-                until, shift, before = min(end_of_group, (behind + 1) * part), behind * bits, behind * part
+            if group == GROUP_ELEMENTS and part % group == 0:
+                behind += at == (behind + 1) * part
+                bytes_of = codes, at - behind * part
+                _unpack_group(kind, bytes_of, (values, at), (behind * bits, levels), (scale, minimum))
+                at = end_of_group
+            while at < end_of_group:  # a group may reach from one part of the row into the next
+                here = at // part
+                until, shift, before = min(end_of_group, (here + 1) * part), here * bits, here * part
                 for i in range(at - before, until - before):
                     _set(values, before + i, _value(kind, _get(BYTES, codes, i), shift, levels, scale, minimum))
                 at = until
 
 
 @numba.njit(**NUMBA)
-def _copy_rows(targets, sources, pieces, first, end):
-    """Copy rows [first, end): of the tokens of a block first one piece, then the next, which lies elsewhere."""
+def _copy_rows(target, source, pieces, first, end):
+    """Copy rows [first, end): of the tokens of a block first one piece, then the next, which lies elsewhere. Return how
+    many lie outside of a memory. ``target`` and ``source``: places, and address, unit, and where the last row may
+    begin. The beginnings of later rows are prefetched, since places may be anywhere."""
     num_bytes, count, target_step, source_step = pieces
+    outside, early = 0, min(num_bytes, EARLY_BYTES)
+    ahead = max(1, EARLY_BYTES // num_bytes)
     for begin in range(first, end, BLOCK_TOKENS):
         behind = min(end, begin + BLOCK_TOKENS)
         for piece in range(count):
             for row in range(begin, behind):
-                _copy(targets[row] + piece * target_step, sources[row] + piece * source_step, num_bytes)
+                to, from_ = _place(target, row), _place(source, row)
+                if to < 0 or from_ < 0:
+                    outside += piece == 0
+                    continue
+                if count == 1 and row + ahead < end:
+                    coming = max(_place(source, row + ahead), source[1][0])
+                    for at in range(0, early, 64):
+                        _prefetch(coming + at)
+                _copy(to + piece * target_step, from_ + piece * source_step, num_bytes)
+    return outside
+
+
+@numba.njit(**PART)
+def _place(rows, row):
+    """Return the address of a row; -1 outside of the memory."""
+    places, (address, unit, last) = rows
+    at = unit * (places[row] if len(places) else row)
+    return address + at if 0 <= at <= last else -1

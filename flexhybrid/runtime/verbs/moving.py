@@ -111,13 +111,13 @@ def put_tokens(
     if not compiled.has_numba():
         _put_plainly(pool, rows, blocks, offsets, share)
         return
-    from flexhybrid.runtime.kernels.rows_numba import Pieces, copy_rows
+    from flexhybrid.runtime.kernels.rows_numba import Pieces, Rows, copy_rows
 
     piece = pool.shape[-1] * pool.itemsize
     count = 1 if pool.dim() == 3 else pool.shape[1] * pool.shape[2]
-    to = (blocks.astype(np.int64) * (count * BLOCK_TOKENS) + offsets) * piece
-    from_ = np.arange(len(rows)) * (rows.stride(0) * rows.itemsize)
-    copy_rows((pool, to), (rows, from_), Pieces(piece, count, BLOCK_TOKENS * piece, piece), share)
+    to = Rows(pool, piece, blocks.astype(np.int64) * (count * BLOCK_TOKENS) + offsets)
+    from_ = Rows(rows, rows.stride(0) * rows.itemsize)
+    copy_rows(len(rows), to, from_, Pieces(piece, count, BLOCK_TOKENS * piece, piece), share)
 
 
 def put_heads(pool: torch.Tensor, rows: torch.Tensor, cells: tuple[np.ndarray, ...], share: Share = map) -> None:
@@ -129,12 +129,13 @@ def put_heads(pool: torch.Tensor, rows: torch.Tensor, cells: tuple[np.ndarray, .
         new = as_numpy(rows).reshape(-1, 2, groups, d)
         as_numpy(pool)[blocks, :, heads, offsets] = new.transpose(0, 2, 1, 3)
         return
-    from flexhybrid.runtime.kernels.rows_numba import Pieces, copy_rows
+    from flexhybrid.runtime.kernels.rows_numba import Pieces, Rows, copy_rows
 
     piece = d * pool.itemsize
-    to = ((blocks.astype(np.int64) * (2 * groups) + heads) * BLOCK_TOKENS + offsets) * piece
-    from_ = np.arange(len(rows))[:, None] * (rows.stride(0) * rows.itemsize) + np.arange(groups) * piece
-    copy_rows((pool, to), (rows, from_), Pieces(piece, 2, groups * BLOCK_TOKENS * piece, groups * piece), share)
+    to = Rows(pool, piece, (blocks.astype(np.int64) * (2 * groups) + heads) * BLOCK_TOKENS + offsets)
+    from_ = Rows(rows, rows.itemsize, np.arange(len(rows))[:, None] * rows.stride(0) + np.arange(groups) * d)
+    pieces = Pieces(piece, 2, groups * BLOCK_TOKENS * piece, groups * piece)
+    copy_rows(len(rows) * groups, to, from_, pieces, share)
 
 
 #: Runs of tokens, at most a block each, that one thread of the host puts into the pool at a time.
@@ -170,11 +171,10 @@ def take_rows(source: torch.Tensor, rows: np.ndarray, target: torch.Tensor, shar
         # With "clip" numpy writes to the target itself and releases the GIL meanwhile.
         np.take(as_numpy(source), rows, axis=0, out=as_numpy(target), mode="clip")
         return
-    from flexhybrid.runtime.kernels.rows_numba import Pieces, copy_rows
+    from flexhybrid.runtime.kernels.rows_numba import Pieces, Rows, copy_rows
 
     num_bytes = source.shape[-1] * source.itemsize
-    from_ = rows.astype(np.int64) * num_bytes
-    copy_rows((target, np.arange(len(rows)) * num_bytes), (source, from_), Pieces(num_bytes), share)
+    copy_rows(len(rows), Rows(target, num_bytes), Rows(source, num_bytes, rows), Pieces(num_bytes), share)
 
 
 def as_numpy(tensor: torch.Tensor) -> np.ndarray:
