@@ -67,7 +67,8 @@ class BufferSizes:
             return larger(a, b)
 
         others = vars(other)
-        return BufferSizes(**{name: of_both(own, others[name]) for name, own in vars(self).items()})
+        sizes: dict[str, Any] = {name: of_both(own, others[name]) for name, own in vars(self).items()}
+        return BufferSizes(**sizes)
 
     def holds(self, other: BufferSizes) -> bool:
         """Whether buffers of these sizes do for the other ones."""
