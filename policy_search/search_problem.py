@@ -119,7 +119,7 @@ class Option(NamedTuple):
             kv_bits=self.kv_bits if "kv" in stored else NATIVE, act_bits=self.act_bits if "act" in stored else NATIVE
         )
 
-    def policy(self, cache: dict[str, float], weights: Placement, **sizes: int) -> Policy:
+    def policy(self, cache: dict[str, float], weights: Placement, **sizes: Any) -> Policy:
         """Return the policy of this option with these shares, and sizes of a batch or mini-batch; bits of what the
         cache does not store are native."""
         stored = self.storing(entry for entry, share in cache.items() if share > 0)

@@ -177,4 +177,5 @@ def _fastest(
         if rates.max() > rate:
             best, rate = int(members[alike][rates.argmax()]), float(rates.max())
         members = members[~alike]
-    return None if best < 0 else (rate, *(float(axis[best]) for axis in axes))
+    batch, tokens, share = (float(axis[best]) for axis in axes)
+    return None if best < 0 else (rate, batch, tokens, share)

@@ -503,7 +503,7 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
     )
 
 
-def larger(a, b):
+def larger(a, b) -> Any:
     """Return the larger one of numbers, or of arrays element by element."""
     return np.maximum(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else max(a, b)
 
