@@ -28,7 +28,7 @@ from flexhybrid.core.policy import GROUP_ELEMENTS
 from flexhybrid.runtime.kernels.compiled import Share, spread
 
 #: By dtype: a value of the type by which numba chooses how the kernels load and store an element.
-KINDS = {torch.float32: np.uint32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
+KINDS: dict[torch.dtype, Any] = {torch.float32: np.uint32(0), torch.bfloat16: np.uint16(0), torch.float16: np.int16(0)}
 
 #: No "fastmath": results must equal plain torch's, bit for bit.
 NUMBA: dict[str, Any] = {"nogil": True, "error_model": "numpy", "cache": True}
@@ -91,8 +91,10 @@ def copy_rows(count: int, target: Rows, source: Rows, pieces: Pieces, share: Sha
         where = IN_ORDER if places is None else places.astype(np.int64, copy=False).ravel()
         ends.append((where, (memory.data_ptr(), unit, behind)))
 
+    to, from_ = ends
+
     def copy(first: int, end: int) -> None:
-        outside.append(_copy_rows(*ends, tuple(pieces), first, end))
+        outside.append(_copy_rows(to, from_, tuple(pieces), first, end))
 
     spread(copy, count, 2 * count * pieces.count * pieces.num_bytes, share)
     if any(outside):
@@ -283,15 +285,16 @@ def _value(_context, kind, byte, shift, levels, scale, minimum):
     return _typed(kind, (kind, byte, shift, levels, scale, minimum), emit)
 
 
-def _group_at(builder, pointer, index, bits):
-    """Return a pointer to a group of elements of so many bits, and its type."""
+def _group_at(builder, place, bits):
+    """Return a pointer to a group of elements of so many bits at a place, (pointer, index); and its type."""
+    pointer, index = cgutils.unpack_tuple(builder, place, 2)
     group = ir.VectorType(ir.IntType(bits), GROUP_ELEMENTS)
     return builder.bitcast(_at(builder, pointer, index, bits), ir.PointerType(group)), group
 
 
-def _group(builder, pointer, index, bits):
+def _group(builder, place, bits):
     """Load a group of elements."""
-    at, group = _group_at(builder, pointer, index, bits)
+    at, group = _group_at(builder, place, bits)
     value = builder.load(at, typ=group)
     value.align = 1
     return value
@@ -307,14 +310,14 @@ def _folded(name):
     """Return an intrinsic that folds the keys of a group to one."""
 
     @intrinsic
-    def of_group(_context, kind, pointer, index):
-        def emit(builder, _, pointer, index):
-            keys = _keys(builder, _group(builder, pointer, index, kind.bitwidth))
+    def of_group(_context, kind, place):
+        def emit(builder, _, place):
+            keys = _keys(builder, _group(builder, place, kind.bitwidth))
             function = ir.FunctionType(keys.type.element, [keys.type])
             name_of = f"llvm.vector.reduce.{name}.v{GROUP_ELEMENTS}i{kind.bitwidth}"
             return builder.call(cgutils.get_or_insert_function(builder.module, function, name_of), [keys])
 
-        return _typed(types.int32 if kind.bitwidth == 32 else types.int16, (kind, pointer, index), emit)
+        return _typed(types.int32 if kind.bitwidth == 32 else types.int16, (kind, place), emit)
 
     return of_group
 
@@ -328,13 +331,13 @@ def _pack_group(_context, kind, group, codes, numbers, shift):
     ``codes``: (pointer, index); ``numbers``: what is subtracted, by what is multiplied, and the highest code."""
 
     def emit(builder, _, group, codes, numbers, shift):
-        place, _ = _group_at(builder, *cgutils.unpack_tuple(builder, codes, 2), 8)
+        place, _ = _group_at(builder, codes, 8)
         first = builder.icmp_signed("==", shift, shift.type(0))
         numbers = [*cgutils.unpack_tuple(builder, numbers, 3), builder.trunc(shift, I32)]
         numbers = [_to_all(builder, number) for number in numbers]
-        elements = _group(builder, *cgutils.unpack_tuple(builder, group, 2), kind.bitwidth)
+        elements = _group(builder, group, kind.bitwidth)
         own = _coded(builder, kind, elements, numbers)
-        before = _group(builder, *cgutils.unpack_tuple(builder, codes, 2), 8)
+        before = _group(builder, codes, 8)
         before = builder.select(first, _all(before.type, 0), before)
         builder.store(builder.or_(own, before), place).align = 1
 
@@ -347,10 +350,10 @@ def _unpack_group(_context, kind, codes, group, place, scaling):
     and minimum."""
 
     def emit(builder, _, codes, group, place, scaling):
-        to, _ = _group_at(builder, *cgutils.unpack_tuple(builder, group, 2), kind.bitwidth)
+        to, _ = _group_at(builder, group, kind.bitwidth)
         numbers = [builder.trunc(number, I32) for number in cgutils.unpack_tuple(builder, place, 2)]
         numbers += cgutils.unpack_tuple(builder, scaling, 2)
-        bytes_of = _group(builder, *cgutils.unpack_tuple(builder, codes, 2), 8)
+        bytes_of = _group(builder, codes, 8)
         value = _decoded(builder, kind, bytes_of, [_to_all(builder, n) for n in numbers])
         builder.store(value, to).align = 1
 
@@ -371,21 +374,27 @@ def _copy(_context, target, source, num_bytes):
     return _typed(types.void, (target, source, num_bytes), emit)
 
 
-@intrinsic
-def _prefetch(_context, address):
-    def emit(builder, address):
-        byte, flag = ir.PointerType(I8), I32
-        kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        builder.call(function, [builder.inttoptr(address, byte), flag(0), flag(3), flag(1)])  # to read, first cache
+def _prefetching(to_write):
+    @intrinsic
+    def prefetch(_context, address):
+        def emit(builder, address):
+            byte = ir.PointerType(I8)
+            kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+            function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+            builder.call(function, [builder.inttoptr(address, byte), I32(to_write), I32(3), I32(1)])
 
-    return _typed(types.void, (address,), emit)
+        return _typed(types.void, (address,), emit)
+
+    return prefetch
+
+
+_prefetch, _prefetch_to_write = _prefetching(0), _prefetching(1)
 
 
 # ---- kernels
 
-#: Bytes that are prefetched of rows to come.
-EARLY_BYTES = 1024
+#: Bytes that are prefetched of a row or piece to come, and of those between it and the one that is copied.
+EARLY_BYTES, AHEAD_BYTES = 512, 4096
 IN_ORDER = np.zeros(0, np.int64)
 HALVES, BYTES = np.int16(0), np.uint8(0)
 TINY = np.float32(2.0**-126)  #: float32's smallest normal number, as in plain torch
@@ -439,7 +448,7 @@ def _pack_odd(kind, values, codes, sizes, numbers):
 def _extremes(kind, values, begin, group):
     """Return the lowest and the highest element of a group in float32; NaN in one of them where there is one."""
     if group == GROUP_ELEMENTS:
-        low, high = _lowest(kind, values, begin), _highest(kind, values, begin)
+        low, high = _lowest(kind, (values, begin)), _highest(kind, (values, begin))
     else:
         low = high = _key(_get(kind, values, begin))
         for i in range(begin + 1, begin + group):
@@ -489,26 +498,46 @@ def _unpack(kind, addresses, sizes, first, end):
 
 @numba.njit(**NUMBA)
 def _copy_rows(target, source, pieces, first, end):
-    """Copy rows [first, end): of the tokens of a block first one piece, then the next, which lies elsewhere. Return how
-    many lie outside of a memory. ``target`` and ``source``: places, and address, unit, and where the last row may
-    begin. The beginnings of later rows are prefetched, since places may be anywhere."""
+    """Copy rows [first, end): of neighbouring tokens of a block first one piece, then the next, which lies elsewhere.
+    Return how many lie outside of a memory. ``target`` and ``source``: places, and address, unit, and where the last
+    row may begin. Places may be anywhere, where no processor foresees them: what comes is prefetched."""
     num_bytes, count, target_step, source_step = pieces
-    outside, early = 0, min(num_bytes, EARLY_BYTES)
-    ahead = max(1, EARLY_BYTES // num_bytes)
-    for begin in range(first, end, BLOCK_TOKENS):
-        behind = min(end, begin + BLOCK_TOKENS)
+    outside, row, places = 0, first, target[0]
+    early = min(num_bytes, EARLY_BYTES)
+    ahead = max(1, AHEAD_BYTES // num_bytes)
+    while row < end:
+        behind = row + 1
+        while (
+            count > 1
+            and len(places)
+            and behind < min(end, row + BLOCK_TOKENS)
+            and places[behind] == places[behind - 1] + 1
+        ):
+            behind += 1
         for piece in range(count):
-            for row in range(begin, behind):
-                to, from_ = _place(target, row), _place(source, row)
+            if behind == row + 1:
+                coming, place = row + (piece + ahead) // count, (piece + ahead) % count
+                if coming < end:
+                    _fetch(max(0, _place(target, coming)) + place * target_step, early, True)
+                    _fetch(max(0, _place(source, coming)) + place * source_step, early, False)
+            for token in range(row, behind):
+                to, from_ = _place(target, token), _place(source, token)
                 if to < 0 or from_ < 0:
                     outside += piece == 0
-                    continue
-                if count == 1 and row + ahead < end:
-                    coming = max(_place(source, row + ahead), source[1][0])
-                    for at in range(0, early, 64):
-                        _prefetch(coming + at)
-                _copy(to + piece * target_step, from_ + piece * source_step, num_bytes)
+                else:
+                    _copy(to + piece * target_step, from_ + piece * source_step, num_bytes)
+        row = behind
     return outside
+
+
+@numba.njit(**PART)
+def _fetch(address, num_bytes, to_write):
+    """Prefetch bytes; a processor lets be what is no address."""
+    for at in range(0, num_bytes, 64):
+        if to_write:
+            _prefetch_to_write(address + at)
+        else:
+            _prefetch(address + at)
 
 
 @numba.njit(**PART)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -120,7 +122,7 @@ def put_tokens(
     copy_rows(len(rows), to, from_, Pieces(piece, count, BLOCK_TOKENS * piece, piece), share)
 
 
-def put_heads(pool: torch.Tensor, rows: torch.Tensor, cells: tuple[np.ndarray, ...], share: Share = map) -> None:
+def put_heads(pool: torch.Tensor, rows: torch.Tensor, cells: tuple[Any, ...], share: Share = map) -> None:
     """Put the keys and values of each head of rows [n, 2·G·d] into cells of their own in a pool [·, 2, G, 16, d]:
     blocks, heads and offsets, which broadcast to [n, G]."""
     blocks, heads, offsets = cells
