@@ -225,9 +225,15 @@ def with_aliases(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], inner: Loop
                 return aliases[awaited]
         return awaited
 
+    def renamed_waits(task: TinyTask, position: int) -> TinyTask:
+        return task._replace(waits=tuple(name_of(awaited, position) for awaited in task.waits))
+
+    # Nothing is awaited across a skip by tasks of positions before the first one of their loop.
+    behind = [
+        any(position % length >= before * stride for before, stride, length in loops) for position in range(len(ends))
+    ]
     renamed = tuple(
-        task._replace(waits=tuple(name_of(awaited, at[index]) for awaited in task.waits)) if task.waits else task
-        for index, task in enumerate(tasks)
+        renamed_waits(task, at[index]) if task.waits and behind[at[index]] else task for index, task in enumerate(tasks)
     )
     return renamed, {position: tuple(aliases.items()) for position, aliases in moved.items()}, num_names - len(tasks)
 
