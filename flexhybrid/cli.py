@@ -75,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     compare.add_argument("--disk-memory", help="budget of the disk (what is free)")
     compare.add_argument("--batch", type=int, default=32, help="requests of the speed runs (32)")
     compare.add_argument("--prompt-len", type=int, help="tokens of each (512, or fewer where this machine is slow)")
-    compare.add_argument("--gen-len", type=int, default=6, help="tokens that each generates; few tell much (6)")
+    compare.add_argument("--gen-len", type=int, default=6, help="tokens that each generates, at least 4 (6)")
     compare.add_argument("--mini-batch", type=int, default=8, help="requests a mini-batch; systems have their own (8)")
     compare.add_argument(
         "--disk-dir", type=Path, metavar="DIR", help="scratch folder of policies that use a disk; they need one here"
