@@ -27,6 +27,7 @@ from flexhybrid.core.memory import fits, memory_plan
 from flexhybrid.core.model.generation_config import default_sampling
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import BufferSizes, buffer_sizes
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import batch_size, check_least, check_longest, first_wave, open_batch, wave_plan
@@ -339,13 +340,14 @@ class LLM:
 
     @contextmanager
     def waves(
-        self, workload: Workload, joining: RunningRequests | None = None
+        self, workload: Workload, joining: RunningRequests | None = None, problem: Problem | None = None
     ) -> Iterator[Iterator[tuple[np.ndarray, Wave]]]:
         """Split requests of these lengths into waves that fit the budgets; yield an iterator over (indices of the
         requests, their wave). ``engine`` has room for a wave until the next one is taken.
 
         ``joining``: a wave has all requests that are left, where the policy allows it; while it runs they join it as
         others leave, and the next wave has those that did not. It opens them, and knows their prompts.
+        ``problem``: under which they are admitted, in place of this LLM's own.
 
         Settles the policy first; raises InputError, before any work, for budgets too small for a single one of the
         requests. An error inside the ``with`` block first gives all memory and disk space back. Another thread waits
@@ -355,10 +357,11 @@ class LLM:
             if self._in_waves:
                 raise InputError("this LLM is running: a callback may not start another run; start it afterwards")
             self._prepare(workload)
-            check_longest(self.problem, self.settled_policy, workload)
+            problem = problem or self.problem
+            check_longest(problem, self.settled_policy, workload)
             self._in_waves = True
             try:
-                yield self._admitted(workload, joining)
+                yield self._admitted(problem, workload, joining)
             except BaseException as error:
                 self.release()
                 _release_frames(error)
@@ -366,9 +369,11 @@ class LLM:
             finally:
                 self._in_waves = False
 
-    def _admitted(self, workload: Workload, joining: RunningRequests | None) -> Iterator[tuple[np.ndarray, Wave]]:
+    def _admitted(
+        self, problem: Problem, workload: Workload, joining: RunningRequests | None
+    ) -> Iterator[tuple[np.ndarray, Wave]]:
         """Yield batch after batch."""
-        problem, policy, left = self.problem, self.settled_policy, np.arange(workload.num_requests)
+        policy, left = self.settled_policy, np.arange(workload.num_requests)
         while len(left):
             lengths = replace(workload.select(left), prefixes=None)  # of the prompts themselves all is known
             if joining:

@@ -21,7 +21,7 @@ from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.waves import check_longest, split_waves, wave_plan
 from flexhybrid.core.workload import Workload
-from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place, fastest_paths
+from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place, fastest_paths, proved_on_gpu
 from flexhybrid.runtime.profiling.profile import faster_cpu_dtype
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.disk import checked_rate
@@ -78,12 +78,18 @@ def resolve_problem(arguments: LLMArguments, shape: ModelShape, paced: PacedDevi
         sizes["device"] = free_device_memory(paced.device)
     dtype = pick_dtype(arguments.dtype, shape, paced.device, hardware)
     device = paced.device.type
-    attention = arguments.attention or fastest_paths(device, dtype, shape.queries_per_key)
+    heads = shape.queries_per_key, shape.head_dim
+    attention = arguments.attention or fastest_paths(device, dtype, *heads)
     in_place, on_host = can_attend_in_place(dtype), can_attend_in_place(dtype, on_host=True)
-    if attention.in_place > in_place or attention.on_host > on_host:
+    if device == "cpu" and attention.in_place > in_place or attention.on_host > on_host:
         raise InputError(
             "this job was begun with attention by numba, which is not installed here: pip install numba, or begin it "
             "anew with another --output"
+        )
+    if attention.in_place and device != "cpu" and not proved_on_gpu(dtype, *heads):
+        raise InputError(
+            "this job was begun with attention by Triton, whose kernels do not run here (a warning says why): pip "
+            "install triton, or begin it anew with another --output"
         )
     return Problem(
         shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**sizes), device=device, attention=attention

@@ -5,7 +5,7 @@ of the sampled ones (teacher forcing). So a policy's cache is written, moved, co
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -68,7 +68,8 @@ def score(
         return []
     workload = Workload(np.array([len(text) for text in texts]) - counts, counts)
     scores: dict[int, Score] = {}
-    with llm.waves(workload) as waves:
+    problem = llm.problem.assembling if watch else None  # what is watched is the attention buffer
+    with llm.waves(workload, problem=problem) as waves:
         for members, wave in waves:
             wanted = [last_tokens[i] if last_tokens else () for i in members]
             wave_scores = _score_wave(llm, wave, [texts[i] for i in members], members, wanted, watch, on_tokens)
@@ -81,9 +82,6 @@ def score(
 
 def _score_wave(llm: LLM, wave: Wave, texts, members: np.ndarray, last_tokens, watch, on_tokens) -> list[Score]:
     counts = wave.workload.max_tokens
-    if watch and wave.problem.attention:  # what is watched is the attention buffer
-        problem = replace(wave.problem, attention=wave.problem.attention._replace(in_place=False))
-        wave = replace(wave, problem=problem, whole=wave.whole and replace(wave.whole, problem=problem))
     prompts = [list(text[:-count]) for text, count in zip(texts, counts, strict=True)]
     session = Session(llm.open_engine, wave, prompts)
     executor = session.executor

@@ -73,7 +73,7 @@ def _mini_batch_sizes(steps: CandidateSteps) -> BufferSizes:
         fresh = steps.by_entry(size * (until > since))
         staged = steps.by_entry(size * np.minimum(prompt_tokens, _most_new_tokens(steps)))
         of_size = replace(reads, running=size * reads.running, splits=splits)
-        return group_sizes(steps.policy, size, prompt, of_size, fresh, staged)
+        return group_sizes(steps.problem, steps.policy, size, prompt, of_size, fresh=fresh, staged=staged)
 
     reads = _reads(steps, widest)
     sizes = sizes_of(steps.size, reads)
@@ -101,17 +101,19 @@ def _reads(steps: CandidateSteps, window: int | None) -> Reads:
         latest = np.maximum(last - np.arange(LAST_LENGTHS)[:, None], np.minimum(steps.prompt, last))
         read = np.concatenate([read, latest])
     running, new = np.where(decodes, 1.0, 0.0) + 0.0 * read, np.ones_like(read)
+    pieces = np.zeros(read.shape, dtype=bool)
     if np.any(steps.num_chunks > 1):  # what the last two chunks read: the last may be a small one
         before = np.maximum(steps.num_chunks - np.array([[1.0], [2.0]]), 0.0) * steps.chunk_size
         read, running = np.concatenate([read, before]), np.concatenate([running, before > 0])
         new = np.concatenate([new, np.minimum(steps.prompt - before, steps.chunk_size)])
+        pieces = np.concatenate([pieces, np.ones(before.shape, dtype=bool)])
     held = steps.by_entry(steps.dealing.held(read, window))
     tokens = steps.by_entry(steps.dealing.tokens(read, window))
     if steps.policy.static_cache:
         held = {entry: count[None] for entry, count in steps.reserved_in(window).items()}
     recomputed = steps.dealing.tok_blocks(read) * BLOCK_TOKENS if steps.dealing.keeps_ids else 0.0 * read
     context = read - recomputed if window is None else sum(tokens.values())
-    return Reads(running, held, tokens, context, recomputed, splits={}, new=new)
+    return Reads(running, held, tokens, context, recomputed, splits={}, new=new, pieces=pieces)
 
 
 def peak_bytes(problem: Problem, candidates: Candidates) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ import torch
 
 from experiments.bench.harness import Table
 from experiments.bench.kernels import Sizes, bench_kernels
+from experiments.gpu.attend import bench_attend_cuda
 from experiments.gpu.quantize import bench_quantize_cuda
 from flexhybrid.core.memory import CONTEXT_BYTES, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
@@ -137,6 +138,7 @@ def bench_gpu(table: Table, on_progress: Callable[[str], None] = print) -> None:
     """Add all rows, with one policy's weights and pools at a time."""
     shape, device = shape_by_name(MODEL), torch.device("cuda")
     bench_quantize_cuda(table)
+    bench_attend_cuda(table)
     for index, policy in enumerate(policies()):
         on_progress(policy.name)
         torch.cuda.empty_cache()

@@ -32,7 +32,7 @@ def bench_quantize_cuda(table: Table) -> None:
         packed = torch.stack([quantize(operand, bits) for operand in rows])
         restored = torch.empty_like(rows)
         for operation, calls in _calls(rows, packed, restored, bits).items():
-            seconds = _median_seconds(calls)
+            seconds = median_seconds(calls)
             ours = seconds["triton"]
             gb_per_s = ROWS * (2 * COLUMNS + packed_bytes(COLUMNS, bits)) / ours / 1e9
             conditions = {"gb_per_s": gb_per_s, "seconds": seconds}
@@ -78,7 +78,7 @@ def _calls(rows: torch.Tensor, packed: torch.Tensor, restored: torch.Tensor, bit
     return calls
 
 
-def _median_seconds(calls: dict[str, Callable[[int], None]]) -> dict[str, float]:
+def median_seconds(calls: dict[str, Callable[[int], None]]) -> dict[str, float]:
     """Return the median seconds on the device of each call, timed in turn, without the first turns."""
     samples = {name: [] for name in calls}
     for turn in range(TURNS):

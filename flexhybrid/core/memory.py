@@ -22,7 +22,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import kind_layouts
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.problem import Budgets, Problem, attends_in_place
 from flexhybrid.core.schedule.buffer_sizes import BufferSizes, larger
 from flexhybrid.core.units import gib
 from flexhybrid.core.wave import stored_layers
@@ -39,6 +39,10 @@ PACKING_ELEMENTS, PACKING_BYTES = {"cpu": 2**20, "cuda": 2**23}, 6
 #: are at work on that), and elements of 16-bit keys that each has in float32 at a time, with as many of values: 4 MB,
 #: which a shared cache holds.
 HOST_THREADS, WIDENED_ELEMENTS = {"cpu": 1, "cuda": 16}, 1 << 19
+
+#: Attention in place on a CUDA device: where several programs share a context, so many rows at most, each of a query's
+#: weighted values and two sums in float32, are held until they are added up.
+PARTIAL_ROWS = 4096
 
 #: Device bytes set aside beyond all named parts: masks, places of stored rows, the libraries' own workspaces (cuBLAS
 #: takes up to 64 MiB for each stream that multiplies: 32 MiB on Hopper, and as many for cublasLt).
@@ -115,6 +119,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
     on_host = policy.attention == "host"
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
+    partial = device == "cuda" and attends_in_place(problem, policy)
     pools, staged = _pool_parts(problem, policy, sizes, row)
     workspace = workspace_bytes(shape, p, sizes.step_rows, sizes.batch, weights.cut)
     states = _state_parts(shape, policy, sizes, p, workspace)
@@ -130,6 +135,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "plain KV": plain_kv if policy.bits.kv != "native" else 0,
         "recomputed keys and values": generated * native_kv,
         "attention buffer": sizes.attention_tokens * native_kv,
+        "attention sums": 4 * PARTIAL_ROWS * (shape.head_dim + 2) if partial else 0,
         "staging": NUM_SLOTS * (staged["device"] + staged["host"]),
         "hidden states": (sizes.hidden_rows if policy.hidden == "device" else NUM_SLOTS * sizes.step_rows) * hidden,
         "lent keys and values": len(shape.lending) * sizes.hidden_rows * native_kv,  # of the tokens that are computed

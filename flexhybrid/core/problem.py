@@ -4,9 +4,11 @@ The executor and the simulator share it. The executor names its device and the b
 record where the machine was profiled; the simulator takes device and memory sizes from the hardware record.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flexhybrid.core.context.cache_entries import TIERS
@@ -46,7 +48,8 @@ class AttentionPaths(NamedTuple):
     prompt: str  #: all tokens of a prompt over themselves
     chunk: str  #: several new tokens over cached ones and themselves
     decode: str  #: one new token over cached ones, laid side by side
-    #: whether a decode step without a selection reads keys and values where they lie (``runtime.kernels.in_place``)
+    #: whether a decode step without a selection reads keys and values where they lie (``runtime.kernels``: in_place on
+    #: a CPU, attend_triton on CUDA)
     in_place: bool = False
     on_host: bool = False  #: whether attention on the host, beside any device, does
 
@@ -73,8 +76,8 @@ class Problem:
     @property
     def attends_in_place(self) -> bool:
         """Whether decode steps without a selection read keys and values where they lie: by this run's ways to attend,
-        else by those for which the hardware record holds. Kernels that do so have no softcap."""
-        if self.shape.softcaps:
+        else by those for which the hardware record holds. A CPU's kernels that do so have no softcap."""
+        if self.shape.softcaps and self.device != "cuda":
             return False
         if self.attention:
             return self.attention.in_place
@@ -84,6 +87,11 @@ class Problem:
     def host_attends_in_place(self) -> bool:
         """Whether compiled kernels attend on the host."""
         return self.attention is not None and self.attention.on_host and not self.shape.softcaps
+
+    @property
+    def assembling(self) -> Problem:
+        """The same problem where each context is laid side by side; for a run, which has named its ways to attend."""
+        return replace(self, attention=self.attention and self.attention._replace(in_place=False))
 
     @property
     def counts_allocator(self) -> bool:

@@ -140,14 +140,14 @@ class Executor(Generic[SelectionT]):
         self.wave, self.shape, self.policy, self.device = wave, wave.shape, wave.policy, parts.weights.device
         self.modules = parts.weights.modules  #: transformers' own layers; None: ``model``'s functions are the layers
         self.model: Any = None if self.modules else architecture(wave.shape)
-        dtype, group = parts.weights.dtype_name, wave.shape.queries_per_key
-        paths = wave.problem.attention or fastest_paths(self.device.type, dtype, group)
+        heads = wave.shape.queries_per_key, wave.shape.head_dim
+        paths = wave.problem.attention or fastest_paths(self.device.type, parts.weights.dtype_name, *heads)
         self.attention = {"prompt": PATHS[paths.prompt], "chunk": PATHS[paths.chunk], "decode": PATHS[paths.decode]}
         self.compute_threads = parts.compute_threads
         #: by mini-batch and window, ``StepExtents`` of its decode step
         self.extents: dict[tuple[int, int | None], tuple[MiniBatchStep, Any]] = {}
         on_host = self.policy.attention == "host" and wave.problem.host_attends_in_place
-        if on_host or attends_in_place(wave.problem, wave.policy):
+        if on_host or self.device.type == "cpu" and attends_in_place(wave.problem, wave.policy):
             from flexhybrid.runtime.kernels.in_place import compile_for
 
             compile_for(parts.weights.dtype)

@@ -60,7 +60,7 @@ class Session:
         """
         device = weights.device.type
         shape, dtype = weights.shape, weights.dtype_name
-        paths = fastest_paths(device, dtype, shape.queries_per_key)
+        paths = fastest_paths(device, dtype, shape.queries_per_key, shape.head_dim)
         problem = Problem(shape=shape, dtype=dtype, hardware=hardware, device=device, attention=paths)
         wave = admit(problem, policy, workload)
         engine = make_engine(weights, policy, buffer_sizes(wave))

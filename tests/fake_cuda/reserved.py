@@ -32,7 +32,7 @@ from flexhybrid.core.memory import CONTEXT_BYTES, HOST_THREADS, PACKING_ELEMENTS
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Selection
-from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.problem import AttentionPaths, Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import split_waves
@@ -48,6 +48,11 @@ from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.loader import DRAWN_AT_A_TIME, RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 from sim import catalogue
+
+try:
+    from flexhybrid.runtime.kernels import attend_triton
+except ImportError:  # there is no Triton for this system
+    attend_triton = None
 
 GIB = 1 << 30
 META = torch.device("meta")
@@ -184,6 +189,8 @@ def on_meta() -> Iterator[None]:
         monkeypatch.setattr("flexhybrid.runtime.kernels.sampling.to_device", to_device, raising=False)
         monkeypatch.setattr(attention, "F", SimpleNamespace(scaled_dot_product_attention=attended))
         monkeypatch.setattr(attention, "reads_groups", lambda query, *_: query.dtype != torch.float32)
+        if attend_triton:
+            monkeypatch.setattr(attend_triton, "launch", lambda *_: None)
         monkeypatch.setattr(torch.Tensor, "cpu", to_host)
         yield
 
@@ -260,8 +267,8 @@ def check_policies(count: int) -> None:
         phases=[Phase.generate],
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-    @given(st.sampled_from(SHAPES), runnable_policies(), REQUESTS, st.booleans(), st.booleans())
-    def check(shape, policy, lengths, expandable, from_files):
+    @given(st.sampled_from(SHAPES), runnable_policies(), REQUESTS, st.booleans(), st.booleans(), st.booleans())
+    def check(shape, policy, lengths, expandable, from_files, in_place):
         if policy.selection.method != "none":  # how many rows it takes is known when it runs
             policy = replace(policy, selection=Selection())
         weights = policy.weights
@@ -269,7 +276,9 @@ def check_policies(count: int) -> None:
         policy = replace(policy, weights=weights, max_mini_batch_tokens=64 * policy.max_mini_batch_tokens)
         prompts, answers = np.array(lengths).T
         workload = Workload(prompts, answers)
-        problem = Problem(shape=shape, hardware=catalogue.load("t4"), budgets=Budgets(1 << 50), device="cuda")
+        paths = AttentionPaths("fused", "products", "fused", in_place=in_place and attend_triton is not None)
+        machine = {"hardware": catalogue.load("t4"), "budgets": Budgets(1 << 50), "device": "cuda"}
+        problem = Problem(shape=shape, attention=paths, **machine)
         wave = admit(problem, policy, workload)
         found, plan = reserved_by(wave, expandable, from_files=from_files), planned(wave)
         assert found.reserved + CONTEXT_BYTES <= plan, f"{found} of {plan}: {policy}"

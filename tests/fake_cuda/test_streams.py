@@ -65,9 +65,10 @@ POLICIES = {
 }
 
 
-def run_under(source, policy, changed=None, device=DEVICE, plan=None, keep_trace=True):
+def run_under(source, policy, changed=None, device=DEVICE, plan=None, keep_trace=True, attention=None):
     """Run the prompts. ``changed``: task -> what is run in its place."""
-    problem = Problem(shape=source.shape, dtype="float32", device=device.type, hardware=catalogue.load("t4"))
+    machine = {"hardware": catalogue.load("t4"), "device": device.type, "attention": attention}
+    problem = Problem(shape=source.shape, dtype="float32", **machine)
     workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
     wave = admit(problem, policy, workload)
     weights = Weights(source.shape, source, "float32", device, policy)

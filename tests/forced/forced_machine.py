@@ -28,13 +28,13 @@ def faster_dtype(*sizes: int) -> str:
     return name
 
 
-def attention_paths(device: str, dtype: str, group: int):
+def attention_paths(device: str, dtype: str, group: int, head_dim: int = 128):
     """The ways to attend that the environment names, of the product's own type; nothing is timed, kept or read."""
     module = sys.modules["flexhybrid.runtime.profiling.attention_paths"]
     name = os.environ.get(ATTENTION)
     if device == "cpu" and name:
         return type(module.USUAL)(*[name] * 3)
-    in_place = device == "cpu" and module.can_attend_in_place(dtype)
+    in_place = module.can_attend_in_place(dtype) if device == "cpu" else module.proved_on_gpu(dtype, group, head_dim)
     return module.USUAL._replace(in_place=in_place, on_host=module.can_attend_in_place(dtype, on_host=True))
 
 

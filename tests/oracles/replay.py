@@ -26,7 +26,7 @@ from flexhybrid.core.wave import Wave
 #: Parts that no task moves.
 BY_DEFINITION = (
     "resident weights", "embedding and head", "partial query weights", "positions", "packing", "workspace", "libraries",
-    "token log",
+    "token log", "attention sums",
 )  # fmt: skip
 
 #: Verbs that hold nothing which a task before them in the same position does not hold already.

@@ -10,12 +10,13 @@ from oracles.replay import BY_DEFINITION, peak_parts
 from random_cases import KINDS, UniformCase, random_case
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
+from flexhybrid.core.context.packing import num_chunks
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.attention import AttentionKind
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import Problem
+from flexhybrid.core.problem import Problem, attends_in_place
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.steps import make_step
 from flexhybrid.core.wave import admit
@@ -68,6 +69,30 @@ def test_replayed_peaks_are_the_plans_and_the_closed_forms_for_like_requests():
         seen |= {(tier, part) for tier in parts for part in parts[tier]}
     # the cases were not all of one sort: nearly every part that the plan knows was replayed in some of them
     assert len({part for _, part in seen} - set(BY_DEFINITION)) >= 18
+
+
+def test_what_is_read_where_it_lies_needs_no_attention_buffer():
+    """But for prompts that are taken in pieces."""
+    without = with_pieces = 0
+    for index, case in enumerate(cases(30, 26)):
+        device = ("cpu", "cuda")[index % 2]
+        case = replace(case, hardware=replace(case.hardware, device=device, attends_in_place=True))
+        if index % 3 == 0:
+            policy = replace(case.policy, max_mini_batch_tokens=96)
+            case = replace(case, policy=policy, batch=1, prompt_tokens=max(150, case.prompt_tokens))
+        if not attends_in_place(case.problem, case.policy):
+            continue
+        wave = case.wave()
+        parts, planned = peak_parts(stream(wave), wave), plan_of(case, wave)
+        assert {"attention buffer", "KV buffers"}.isdisjoint(part for _, part in differences(parts, planned)), case
+        in_pieces = num_chunks(case.policy, wave.workload.prompt_tokens[wave.mini_batches[0]]) > 1
+        closed = predict(case.problem, case.candidate, walk=False).row()
+        close = 0.02 if in_pieces else 1e-6  # a last piece may be a small one
+        assert closed["peak_bytes"] == pytest.approx(total_bytes(planned), rel=close, abs=40), case
+        assert ("attention buffer" in planned["device"]) == in_pieces, case
+        assert ("attention sums" in planned["device"]) == (device == "cuda")
+        without, with_pieces = without + (not in_pieces), with_pieces + in_pieces
+    assert without >= 8 and with_pieces >= 2
 
 
 def test_requests_of_many_lengths_have_room_and_at_most_a_block_each_too_much():

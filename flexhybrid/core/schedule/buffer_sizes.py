@@ -19,6 +19,7 @@ from flexhybrid.core.context.prefixes import Build, build_steps, common_blocks, 
 from flexhybrid.core.context.selection import kept_tokens, most_selected
 from flexhybrid.core.context.split import SplitLines, split_point
 from flexhybrid.core.policy import Policy, Selection
+from flexhybrid.core.problem import Problem, attends_in_place
 from flexhybrid.core.wave import Wave, by_pool
 from flexhybrid.core.workload import Workload
 
@@ -112,7 +113,10 @@ def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> 
         longest, staged_now = longest_piece(policy, prompts[group]), by_entry(staged)
         windows = wave.windows if wave.split else (widest,)  # a shorter context may want more of it recomputed
         reads = (_reads(wave, group, window) for window in windows)
-        sizes = (group_sizes(policy, len(group), longest, of_window, stored_now, staged_now) for of_window in reads)
+        sizes = (
+            group_sizes(wave.problem, policy, len(group), longest, of_window, fresh=stored_now, staged=staged_now)
+            for of_window in reads
+        )
         of_lengths[lengths] = reduce(BufferSizes.merge, sizes), chunks
         yield of_lengths[lengths]
 
@@ -188,7 +192,7 @@ def running_sizes(
         act_blocks=by_entry(act_blocks.T),
     )
     fresh = dict.fromkeys(entries.names, len(cached))
-    sizes = group_sizes(wave.policy, len(cached), 1, reads, fresh, by_entry(staged))
+    sizes = group_sizes(wave.problem, wave.policy, len(cached), 1, reads, fresh=fresh, staged=by_entry(staged))
     sizes = replace(sizes, step_rows=max(sizes.step_rows, len(joining) * longest))
     return sizes if shared is None else with_common(sizes, by_entry(shared.common))
 
@@ -210,7 +214,8 @@ def with_common(sizes: BufferSizes, blocks: dict[str, int]) -> BufferSizes:
         kv_staging_blocks=sizes.kv_staging_blocks + of("kv", "disk"),
         act_blocks=sizes.act_blocks + of("act", *TIERS),
         plain_kv_blocks=sizes.plain_kv_blocks + of("kv", *TIERS),
-        attention_tokens=sizes.attention_tokens + BLOCK_TOKENS * int(sum(blocks.values())),
+        attention_tokens=sizes.attention_tokens
+        + (BLOCK_TOKENS * int(sum(blocks.values())) if sizes.attention_tokens else 0),
     )
 
 
@@ -391,11 +396,13 @@ def _reads(wave: Wave, group: np.ndarray, window: int | None) -> Reads:
     runs = (steps > 0) & (steps < generated)  # [steps, requests that differ]
     last = prompts + generated - 1
     tokens, new = kept_tokens(policy.selection, prompts, np.maximum(prompts + steps - 1, 0), last), 1
+    pieces = np.zeros(len(tokens), dtype=bool)
     if (chunks := num_chunks(policy, workload.prompt_tokens[group])) > 1:
         size = chunk_tokens(policy.max_mini_batch_tokens)
         before = np.arange(chunks)[:, None] * size
         new = np.r_[np.ones(len(tokens), int), np.minimum(prompts - before, size)[:, 0]]
         tokens, runs = np.concatenate([tokens, before]), np.concatenate([runs, before > 0])
+        pieces = np.r_[pieces, np.ones(chunks, dtype=bool)]
     held, of_entry = entries.held(tokens, window), entries.tokens(tokens, window)
     recomputed = entries.tok_tokens(tokens)
     if policy.static_cache:
@@ -427,6 +434,7 @@ def _reads(wave: Wave, group: np.ndarray, window: int | None) -> Reads:
         recomputed=longest(recomputed),
         splits=splits,
         new=new,
+        pieces=pieces,
         act_blocks=act_blocks,
     )
 
@@ -461,7 +469,9 @@ def _stored_until(entries: BlockEntries, tokens, kept) -> np.ndarray:
     return rounds[:, None] * entries.stored(kept) + entries.stored(remainder)
 
 
-def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged: dict) -> BufferSizes:
+def group_sizes(
+    problem: Problem, policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged: dict
+) -> BufferSizes:
     """What one mini-batch of ``batch`` requests needs; numbers, or arrays [candidates].
 
     ``prompt``: its longest, in tokens. ``fresh``: new tokens of a decode step, and ``staged``: prompt tokens of all its
@@ -482,6 +492,7 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
         return largest(reads.running * each_request)
 
     on_device = reads.pieces if policy.attention == "host" else True
+    assembled = reads.pieces if attends_in_place(problem, policy) else on_device
     moved = {r: columns[r, "any"] - columns[r, "device"] for r in ("act", "kv")}
     if policy.bits.act == "native":  # blocks of the device are gathered beside those that come over the link
         moved["act"] = columns["act", "any"]
@@ -494,7 +505,7 @@ def group_sizes(policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged
         kv_staging_blocks=largest(columns["kv", "disk"]),
         act_blocks=largest(columns["act", "any"]),
         plain_kv_blocks=largest(columns["kv", "any"] * on_device),
-        attention_tokens=most((reads.context + reads.recomputed + reads.new) * on_device),
+        attention_tokens=most((reads.context + reads.recomputed + reads.new) * assembled),
         context_tokens=most(reads.context * on_device),
         step_rows=larger(batch * prompt, most(reads.recomputed + reads.new)),
         batch=batch,

@@ -194,7 +194,7 @@ def settle(options: CompareOptions) -> ComparisonSetting:
     _check_numbers(options, shape)
     workload = _workload(options, shape, options.prompt_len or SIZES[0][0])
     device, dtype = paced.device.type, fastest_dtype(shape, paced.device)
-    paths = fastest_paths(device, dtype, shape.queries_per_key)
+    paths = fastest_paths(device, dtype, shape.queries_per_key, shape.head_dim)
     problem = Problem(shape=shape, dtype=dtype, budgets=budgets, device=device, attention=paths)
     setting = ComparisonSetting(options, paced, checkpoint, problem, workload, files=files, extra=extra)
     setting.check(_known_policies(setting))

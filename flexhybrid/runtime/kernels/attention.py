@@ -52,6 +52,18 @@ class ScoreRule(NamedTuple):
             attended *= (by_head - sinks).sigmoid().flatten(2)[..., None]
 
 
+class Extent(NamedTuple):
+    """Where the tokens of a part of each context lie in a memory, in elements. The places of a block's 16 tokens are
+    in the memory even where fewer are filled; only what is filled counts."""
+
+    blocks: np.ndarray  #: [B, n] int64: the first element of each block of 16 tokens
+    tokens: np.ndarray  #: [B] int64
+    token_stride: int  #: from a token to the next one of its block
+    head_stride: int  #: from a head's keys to the next head's
+    values: int  #: from a token's keys to its values
+    hidden: np.ndarray | None = None  #: [B, n] the first tokens of each block that do not count, 0 to 16; None: none
+
+
 def split_heads(shape: ModelShape, kvq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return views of projected rows [..., 2·G·d + H·d]: keys and values [..., G, d], queries [..., H, d]."""
     half, heads = shape.kv_width // 2, (-1, shape.head_dim)

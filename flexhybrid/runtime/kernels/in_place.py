@@ -26,7 +26,7 @@ from numba.core import cgutils, types
 from numba.extending import models, register_model
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.runtime.kernels.attention import Weighed
+from flexhybrid.runtime.kernels.attention import Extent, Weighed
 from flexhybrid.runtime.kernels.compiled import Share, converts_float16
 
 #: By dtype of keys and values: a value of the type by which numba chooses how the kernels load them.
@@ -55,18 +55,6 @@ PART: dict[str, Any] = {
 }  #: kernels call it, Python cannot
 
 intrinsic: Any = extending.intrinsic  #: a kernel calls what it decorates without the context
-
-
-class Extent(NamedTuple):
-    """Where the tokens of a part of each context lie in a memory, in elements. The places of a block's 16 tokens are
-    in the memory even where fewer are filled; only what is filled counts."""
-
-    blocks: np.ndarray  #: [B, n] int64: the first element of each block of 16 tokens
-    tokens: np.ndarray  #: [B] int64
-    token_stride: int  #: from a token to the next one of its block
-    head_stride: int  #: from a head's keys to the next head's
-    values: int  #: from a token's keys to its values
-    hidden: np.ndarray | None = None  #: [B, n] the first tokens of each block that do not count, 0 to 16; None: none
 
 
 class Layout(NamedTuple):

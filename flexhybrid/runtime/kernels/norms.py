@@ -1,11 +1,87 @@
-"""RMSNorm, number for number as transformers has it."""
+"""RMSNorm and gated activation, number for number as transformers has them; on CUDA a kernel each
+(``kernels.rows_triton``), where those give plain torch's results."""
+
+from __future__ import annotations
+
+import warnings
+from functools import lru_cache
+from types import ModuleType
 
 import torch
+import torch.nn.functional as F
+
+#: Largest error of a kernel, as a share of the value: units in the last place of each dtype.
+CLOSE = {torch.float32: 4 * 2.0**-23, torch.bfloat16: 2 * 2.0**-7, torch.float16: 2 * 2.0**-10}
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return rows [..., n] of mean square 1, scaled by weight [n]: the mean in float32, rounded to the rows' dtype
     before the scale."""
+    if rows.dim() == 2 and (kernels := kernels_for(rows)):
+        return kernels.norm(rows, None, weight, eps)[1]
     wide = rows.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(rows.dtype)
+
+
+def add_and_norm(
+    rows_Rn: torch.Tensor, added_Rn: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of both, and its ``rms_norm``."""
+    if kernels := kernels_for(rows_Rn):
+        return kernels.norm(rows_Rn, added_Rn, weight, eps)
+    rows_Rn = rows_Rn + added_Rn
+    return rows_Rn, rms_norm(rows_Rn, weight, eps)
+
+
+def gate_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Put silu(gate) · up in place of the gate, and return it."""
+    if gate.is_contiguous() and up.is_contiguous() and (kernels := kernels_for(gate)):
+        return kernels.gate_(gate, up)
+    return F.silu(gate, inplace=True).mul_(up)
+
+
+def kernels_for(rows: torch.Tensor) -> ModuleType | None:
+    """Return Triton's kernels where they may take these rows, whose elements lie side by side; else None."""
+    if not rows.is_cuda or rows.stride(-1) != 1 or not rows.numel():
+        return None
+    return _proven_kernels(rows.device, rows.dtype)
+
+
+@lru_cache
+def _proven_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """Return Triton's kernels if their results are plain torch's on this device; otherwise warn and return None. Waits
+    for the device, and for the compiler where Triton's cache on the disk does not have the kernels yet."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        from flexhybrid.runtime.kernels import rows_triton
+
+        prove(rows_triton, device, dtype)
+    except Exception as error:  # whatever Triton raises: no compiler, no driver, an unknown GPU
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        warnings.warn(f"norms and rotations in plain torch, slower than Triton's kernels: {reason}", stacklevel=2)
+        return None
+    return rows_triton
+
+
+def prove(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ArithmeticError where results for trial rows differ from plain torch's on the CPU: those of residuals and
+    rotations by a bit, others by more than CLOSE."""
+    generator = torch.Generator().manual_seed(0)
+    rows, added, factors = (torch.randn(3, 3 * 80, generator=generator).to(dtype) for _ in range(3))
+    cos, sin = (torch.randn(3, 80, generator=generator).to(dtype) for _ in range(2))
+    there, added_there, turned = (tensor.to(device) for tensor in (rows, added, rows.clone()))
+    summed, normed = kernels.norm(there, added_there, factors[0].to(device), 1e-5)
+    kernels.rotate_(turned, ((0, 1), (160, 1)), (cos.to(device), sin.to(device)))
+    wanted_turned = rows.clone()
+    a, b = wanted_turned.view(3, 3, 2, 40)[:, ::2].unbind(2)
+    c, s = cos[:, None, :40], sin[:, None, :40]
+    turned_a, turned_b = a * c - b * s, b * c + a * s
+    a.copy_(turned_a)
+    b.copy_(turned_b)
+    wanted, wanted_normed = add_and_norm(rows, added, factors[0], 1e-5)
+    same = torch.equal(summed.cpu(), wanted) and torch.equal(turned.cpu(), wanted_turned)
+    pairs = ((normed, wanted_normed), (kernels.gate_(there.clone(), added_there), gate_(rows.clone(), added)))
+    if not same or not all(torch.allclose(ours.cpu(), theirs, CLOSE[dtype], 0) for ours, theirs in pairs):
+        raise ArithmeticError("on trial rows its results differ from plain torch's")

@@ -7,12 +7,13 @@ that every device has the same ones; only then are they rounded to the compute d
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from flexhybrid.core.model.rope import Rope
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.runtime.kernels.norms import rms_norm
+from flexhybrid.runtime.kernels.norms import kernels_for, rms_norm
 
 
 def rotary_tables(
@@ -49,6 +50,26 @@ def norm_and_rotate_(
     if norm is not None:
         heads.copy_(rms_norm(heads, norm[0], eps))
     return rotate_(heads, *rotation)
+
+
+def norm_and_rotate_rows_(
+    rows: torch.Tensor,
+    heads: Sequence[tuple[int, int, tuple[torch.Tensor, ...] | None]],
+    eps: float,
+    rotation: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Norm and rotate the keys, or keys and queries, of rows [R, ·] in place. ``heads``: their first element, how many
+    heads they are, and the norm."""
+    d = rotation[0].shape[1]
+    views = [rows[:, first : first + count * d].unflatten(1, (count, d)) for first, count, _ in heads]
+    if kernels := kernels_for(rows):
+        for view, (_, _, norm) in zip(views, heads, strict=True):
+            if norm is not None:
+                view.copy_(rms_norm(view, norm[0], eps))
+        kernels.rotate_(rows, tuple((first, count) for first, count, _ in heads), rotation)
+        return
+    for view, (_, _, norm) in zip(views, heads, strict=True):
+        norm_and_rotate_(view, norm, eps, rotation)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]:

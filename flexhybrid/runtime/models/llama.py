@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.runtime.kernels.norms import rms_norm
+from flexhybrid.runtime.kernels.norms import add_and_norm, gate_, rms_norm
 from flexhybrid.runtime.storage.parts import Parts, linear
 
 #: Names that may stand before "layers." and "embed_tokens" in a checkpoint.
@@ -70,9 +70,9 @@ def attention_input(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Ten
 
 def finish(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """Output projection and gated feed-forward with their residuals: [R, h] -> [R, h]; ``attended`` is [R, H·d]."""
-    hidden_Rh = hidden_Rh + linear(attended, w["o.weight"], None)
-    inner = rms_norm(hidden_Rh, w["norm2.weight"][0], shape.norm_eps)
-    gated = F.silu(linear(inner, w["gate.weight"], None), inplace=True).mul_(linear(inner, w["up.weight"], None))
+    projected = linear(attended, w["o.weight"], None)
+    hidden_Rh, inner = add_and_norm(hidden_Rh, projected, w["norm2.weight"][0], shape.norm_eps)
+    gated = gate_(linear(inner, w["gate.weight"], None), linear(inner, w["up.weight"], None))
     return hidden_Rh + linear(gated, w["down.weight"], None)
 
 

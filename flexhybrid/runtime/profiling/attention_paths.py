@@ -12,6 +12,7 @@ import functools
 import json
 import platform
 import time
+import warnings
 
 import torch
 
@@ -33,12 +34,13 @@ TURNS = 4  #: the ways take turns, after one that is not timed; the shortest tim
 WORTH = 0.8  #: share of the usual way's time below which another is taken: chance must not change a run's bits
 
 
-def fastest_paths(device: str, dtype: str, group: int) -> AttentionPaths:
-    """Return the names in ``PATHS`` of the fastest ways to attend with ``group`` query heads a key head: as this
-    machine has kept them, else measured now and kept, so that a job given again computes the same bits."""
+def fastest_paths(device: str, dtype: str, group: int, head_dim: int = 128) -> AttentionPaths:
+    """Return the names in ``PATHS`` of the fastest ways to attend with ``group`` query heads of ``head_dim`` elements a
+    key head: as this machine has kept them, else measured now and kept, so that a job given again computes the same
+    bits. Those of a GPU are not measured: in place where Triton's kernels are proved on it."""
     on_host = can_attend_in_place(dtype, on_host=True)
     if device != "cpu":
-        return USUAL._replace(on_host=on_host)
+        return USUAL._replace(in_place=proved_on_gpu(dtype, group, head_dim), on_host=on_host)
     machine = f"{platform.node()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     kept = _kept(dtype, group, f"{machine}, torch {torch.__version__}, {dtype}, {group} queries a key head")
     return kept._replace(in_place=can_attend_in_place(dtype), on_host=on_host)
@@ -50,6 +52,25 @@ def can_attend_in_place(dtype: str, on_host: bool = False) -> bool:
     if dtype == "float16":
         return on_host and compiled.has_numba() and compiled.converts_float16()
     return dtype in ("float32", "bfloat16") and compiled.has_numba()
+
+
+@functools.cache
+def proved_on_gpu(dtype: str, group: int, head_dim: int) -> bool:
+    """Whether Triton's kernels that read keys and values where they lie run on the current GPU, with the results of
+    plain torch; where they fail, a warning says why. Waits for the device, and for Triton's compiler where its cache
+    does not have the kernels yet."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        from flexhybrid.runtime.kernels import attend_triton
+
+        device = torch.device("cuda", torch.cuda.current_device())
+        attend_triton.prove(device, getattr(torch, dtype), group, head_dim)
+    except Exception as error:  # no Triton, no compiler for it, a GPU that it does not know, other results
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        warnings.warn(f"attention copies and pads each context, slower than Triton's kernels: {reason}", stacklevel=2)
+        return False
+    return True
 
 
 @functools.cache

@@ -211,7 +211,7 @@ def profile(
         result.samples["dequantize_weights"] += result.samples["dequantize_kv"]
     if device.type == "cpu":
         result.faster_dtype = faster_cpu_dtype(shape)
-    result.attends_in_place = fastest_paths(device.type, dtype, shape.queries_per_key).in_place
+    result.attends_in_place = fastest_paths(device.type, dtype, shape.queries_per_key, shape.head_dim).in_place
     return result
 
 
@@ -314,7 +314,7 @@ def _run(
         return []
     weights, slots = weights_of(run.policy)
     device, dtype = weights.device.type, weights.dtype_name
-    paths = fastest_paths(device, dtype, shape.queries_per_key)
+    paths = fastest_paths(device, dtype, shape.queries_per_key, shape.head_dim)
     problem = Problem(shape=shape, dtype=dtype, device=device, attention=paths)
     while True:
         wave = _wave(problem, run)

@@ -1,9 +1,10 @@
-"""Attention of decode steps on a CPU, device or host, that reads keys and values where they lie
-(``runtime/kernels/in_place.py``)."""
+"""Attention of decode steps that reads keys and values where they lie: on a CPU, device or host, by
+``runtime/kernels/in_place.py``, on a GPU by ``attend_triton.py`` there."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -13,11 +14,12 @@ from flexhybrid.core.schedule.step_work import commons_together
 from flexhybrid.core.schedule.steps import MiniBatchStep, Segment
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.executor import State
-from flexhybrid.runtime.kernels.attention import Weighed
+from flexhybrid.runtime.kernels.attention import Extent, ScoreRule, Weighed
 from flexhybrid.runtime.kernels.shared_attention import add_part
 
 if TYPE_CHECKING:
-    from flexhybrid.runtime.kernels.in_place import Extent, Layout
+    from flexhybrid.runtime.kernels.attend_triton import Table
+    from flexhybrid.runtime.kernels.in_place import Layout
 
 
 class Together(NamedTuple):
@@ -25,21 +27,19 @@ class Together(NamedTuple):
 
     rows: torch.Tensor  #: [g, m] of the step: of g such parts, m requests have each
     segments: tuple[Segment, ...]
-    layout: Layout
+    layout: Layout | Table
 
 
 class StepExtents(NamedTuple):
     """Where a decode step's keys and values lie, the same in every layer."""
 
     segments: list[Segment]  #: a part each; also of what requests share, but each attends to by itself
-    layout: Layout  #: of the new tokens among the projected rows, then of the segments
+    layout: Layout | Table  #: of the new tokens among the projected rows, then of the segments
     together: list[Together]  #: none in a window, which begins elsewhere for each request
 
 
 def attend_in_place(state: State, task: Task) -> None:
     """Attend with one new token a request over its context, but for what is attended to together: [B, H·d]."""
-    from flexhybrid.runtime.kernels import in_place
-
     step, rows = task.payload.step, state.kvq[task.payload.slot]
     window, rule = state.window_of(task), state.score_rule(task)
     kept = state.extents.get((task.mini_batch, window))
@@ -47,28 +47,67 @@ def attend_in_place(state: State, task: Task) -> None:
         kept = state.extents[task.mini_batch, window] = step, _step_extents(state, step, window)
     segments, layout, _ = kept[1]
     memories = [rows, *(_memory(state, task, segment) for segment in segments)]
-    context = _queries(state, rows), memories, layout, state.compute_share, rule.scaling
-    if "attend_shared" not in task.payload.works and not rule.changes_scores:
-        state.attended = in_place.attend(*context)
-        return
-    state.weighed = in_place.attend_and_sum(*context)
-    if "attend_shared" not in task.payload.works:
+    query = _queries(state, rows)
+    if "attend_shared" in task.payload.works:
+        state.weighed = _attend_and_sum(state, query, memories, layout, rule)
+    elif not by_numba(state):
+        from flexhybrid.runtime.kernels import attend_triton
+
+        state.attended = attend_triton.attend(query, memories, cast("Table", layout), rule)
+    elif rule.changes_scores:
+        state.weighed = _attend_and_sum(state, query, memories, layout, rule)
         state.finish_attention(task)
+    else:
+        from flexhybrid.runtime.kernels import in_place
+
+        state.attended = in_place.attend(query, memories, cast("Layout", layout), state.compute_share, rule.scaling)
 
 
 def add_shared_in_place(state: State, task: Task) -> None:
     """Add to ``state.weighed`` what requests attend to together."""
-    from flexhybrid.runtime.kernels import in_place
-
     queries = _queries(state, state.kvq[task.payload.slot]).unflatten(1, (state.shape.num_kv_heads, -1))
-    scaling = state.score_rule(task).scaling
+    rule = state.score_rule(task)
     for rows, segments, layout in state.extents[task.mini_batch, state.window_of(task)][1].together:
         memories = [_memory(state, task, segment) for segment in segments]
 
         def attend(q_gGQd: torch.Tensor, memories=memories, layout=layout) -> Weighed:
-            return in_place.attend_and_sum(q_gGQd.flatten(1, 2), memories, layout, state.compute_share, scaling)
+            return _attend_and_sum(state, q_gGQd.flatten(1, 2), memories, layout, rule)
 
         add_part(state.weighed, queries[:, :, :, None], rows, attend)
+
+
+def by_numba(state: State) -> bool:
+    """Return whether the kernels of a CPU attend, not those of a GPU."""
+    return state.device.type == "cpu"
+
+
+def _attend_and_sum(
+    state: State, query: torch.Tensor, memories: Sequence[torch.Tensor], layout: Layout | Table, rule: ScoreRule
+) -> Weighed:
+    """Attend with queries [B, H, d]; sinks are left to ``State.finish_attention``."""
+    if not by_numba(state):
+        from flexhybrid.runtime.kernels import attend_triton
+
+        return attend_triton.attend_and_sum(query, memories, cast("Table", layout), rule)
+    from flexhybrid.runtime.kernels import in_place
+
+    return in_place.attend_and_sum(query, memories, cast("Layout", layout), state.compute_share, rule.scaling)
+
+
+def _layout(
+    state: State, extents: Sequence[Extent], segments: Sequence[Segment | None], of_head: int
+) -> Layout | Table:
+    """Return where contexts lie, as the kernels take it. ``segments``: of the extents, None: among the projected rows;
+    ``of_head``: elements of the queries of a key head."""
+    shape = state.shape
+    if not by_numba(state):
+        from flexhybrid.runtime.kernels.attend_triton import table_of
+
+        names = ["rows" if segment is None else _memory_name(state, segment) for segment in segments]
+        return table_of(extents, names, (shape.num_kv_heads, shape.head_dim), state.to_device)
+    from flexhybrid.runtime.kernels.in_place import layout_of
+
+    return layout_of(extents, shape.num_kv_heads, state.compute_threads, of_head)
 
 
 def _queries(state: State, rows: torch.Tensor) -> torch.Tensor:
@@ -91,22 +130,29 @@ def attend_blocks_in_place(
     held, first, tokens = places
     blocks, hidden = held.astype(np.int64) * (BLOCK_TOKENS * width), np.zeros(held.shape, np.int64)
     hidden[:, 0] = first
-    extent = in_place.Extent(blocks, tokens, d, BLOCK_TOKENS * d, BLOCK_TOKENS * width // 2, hidden)
+    extent = Extent(blocks, tokens, d, BLOCK_TOKENS * d, BLOCK_TOKENS * width // 2, hidden)
     width = query.shape[1] // groups * d
     layout = in_place.layout_of([extent], groups, torch.get_num_threads(), width)  # those of the calling lane
     return in_place.attend_and_sum(query, [pool], layout, state.host_share, scaling)
 
 
+def _memory_name(state: State, segment: Segment) -> str:
+    """Return what holds a segment's keys and values: the same for all that one tensor holds."""
+    if segment.representation == "act":
+        return "generated"
+    if state.buffers.packed("kv"):
+        return "plain"
+    return segment.space if segment.tier == "device" else "loaded"
+
+
 def _memory(state: State, task: Task, segment: Segment) -> torch.Tensor:
     """Return what holds keys and values in the task's layer, all that lie as the segment does."""
-    buffers, representation = state.buffers, segment.representation
-    if representation == "act":
+    buffers, name = state.buffers, _memory_name(state, segment)
+    if name == "generated":
         return buffers.generated
-    if buffers.packed("kv"):
+    if name == "plain":
         return buffers.plain["kv"]
-    if segment.tier == "device":
-        return buffers.pools[segment.space][task.layer]
-    return buffers.loaded["kv"][task.payload.slot]
+    return buffers.loaded["kv"][task.payload.slot] if name == "loaded" else buffers.pools[name][task.layer]
 
 
 def _blocks(state: State, step: MiniBatchStep) -> dict[int, np.ndarray]:
@@ -135,8 +181,6 @@ def _shared_extents(
     state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray], window: int | None
 ) -> list[tuple[Segment, Extent]]:
     """Where the shared blocks lie to which each request attends by itself, by cache entry."""
-    from flexhybrid.runtime.kernels.in_place import Extent
-
     together = set() if window else set(map(id, commons_together(step, state.wave)))
     blocks: dict[str, list[list[np.ndarray]]] = {}
     kinds: dict[str, Segment] = {}
@@ -178,8 +222,6 @@ def _strides(state: State, segment: Segment) -> tuple[int, int, int]:
 
 
 def _step_extents(state: State, step: MiniBatchStep, window: int | None) -> StepExtents:
-    from flexhybrid.runtime.kernels.in_place import Extent, layout_of
-
     shape, batch, blocks_of = state.shape, len(step.requests), _blocks(state, step)
     d, width = shape.head_dim, shape.kv_width
     segments = []
@@ -194,23 +236,19 @@ def _step_extents(state: State, step: MiniBatchStep, window: int | None) -> Step
     own_rows = np.arange(batch, dtype=np.int64)[:, None] * (width + shape.query_width)
     own = Extent(own_rows, np.ones(batch, dtype=np.int64), 0, d, width // 2)
     extents, of_head = [own, *(extent for _, extent in segments)], shape.queries_per_key * d
-    layout = layout_of(extents, shape.num_kv_heads, state.compute_threads, of_head)
-    return StepExtents(
-        [segment for segment, _ in segments], layout, [] if window else _together(state, step, blocks_of)
-    )
+    of_segments = [segment for segment, _ in segments]
+    layout = _layout(state, extents, [None, *of_segments], of_head)
+    return StepExtents(of_segments, layout, [] if window else _together(state, step, blocks_of))
 
 
 def _together(state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray]) -> list[Together]:
-    from flexhybrid.runtime.kernels.in_place import Extent, layout_of
-
-    groups, block = state.shape.num_kv_heads, BLOCK_TOKENS * state.shape.kv_width
-    parts = []
+    block, parts = BLOCK_TOKENS * state.shape.kv_width, []
     for common in commons_together(step, state.wave):
         segments = tuple(segment for segment in common.segments if segment.max_tokens)
         extents = [
             Extent(blocks_of[id(s)] * block, s.num_tokens.astype(np.int64), *_strides(state, s)) for s in segments
         ]
         of_head = common.rows.shape[1] * state.shape.queries_per_key * state.shape.head_dim
-        layout = layout_of(extents, groups, state.compute_threads, of_head)
-        parts.append(Together(torch.from_numpy(common.rows), segments, layout))
+        layout = _layout(state, extents, segments, of_head)
+        parts.append(Together(state.to_device(common.rows), segments, layout))
     return parts

@@ -10,9 +10,8 @@ from flexhybrid.core.task import Task
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime.executor import NOTHING, State, step_key
 from flexhybrid.runtime.kernels import sampling
-from flexhybrid.runtime.kernels.attention import split_heads
 from flexhybrid.runtime.kernels.quantize import WORK_ELEMENTS
-from flexhybrid.runtime.kernels.rotary import norm_and_rotate_
+from flexhybrid.runtime.kernels.rotary import norm_and_rotate_rows_
 from flexhybrid.runtime.models.module import ModulePath
 from flexhybrid.runtime.step_tensors import Rotation
 from flexhybrid.runtime.storage.parts import Parts, linear
@@ -100,8 +99,8 @@ def generate(state: State, task: Task, act_rows: torch.Tensor, rotation: Rotatio
     else:
         generated.copy_(linear(rows, w["kv.weight"], bias))
     if rotation:
-        keys = generated[:count, : shape.kv_width // 2].view(count, shape.num_kv_heads, shape.head_dim)
-        norm_and_rotate_(keys, w.get("k_norm.weight"), shape.norm_eps, rotation)
+        keys = (0, shape.num_kv_heads, w.get("k_norm.weight"))
+        norm_and_rotate_rows_(generated[:count], [keys], shape.norm_eps, rotation)
 
 
 def _gather_act(state: State, task: Task) -> None:
@@ -136,9 +135,9 @@ def _project(state: State, task: Task, w: dict[str, Parts]) -> None:
     state.act = state.model.attention_input(state.shape, w, state.hidden.of(task))
     kvq = state.kvq[slot] = linear(state.act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
     if tensors.rotation_R:
-        keys, _, queries = split_heads(state.shape, kvq)
-        norm_and_rotate_(keys, w.get("k_norm.weight"), state.shape.norm_eps, tensors.rotation_R)
-        norm_and_rotate_(queries, w.get("q_norm.weight"), state.shape.norm_eps, tensors.rotation_R)
+        keys = (0, state.shape.num_kv_heads, w.get("k_norm.weight"))
+        queries = (state.shape.kv_width, state.shape.num_heads, w.get("q_norm.weight"))
+        norm_and_rotate_rows_(kvq, [keys, queries], state.shape.norm_eps, tensors.rotation_R)
 
 
 def quantize(state: State, task: Task) -> None:

@@ -113,7 +113,7 @@ def test_an_early_choice_has_one_flag_for_device_and_host(in_place):
 @pytest.mark.parametrize("dtype, here", [("float32", True), ("bfloat16", True), ("float16", False)])
 def test_a_cpu_attends_in_place_in_the_dtypes_of_the_kernels_where_there_is_numba(timed, monkeypatch, dtype, here):
     paths = inspect.unwrap(attention_paths.fastest_paths)
-    assert paths("cpu", "float32", 1).in_place and not paths("cuda", "float32", 1).in_place
+    assert paths("cpu", "float32", 1).in_place
     assert attention_paths.can_attend_in_place(dtype) == here
     assert paths("cpu", dtype, 1).on_host and paths("cuda", dtype, 1).on_host
     monkeypatch.setattr(compiled, "converts_float16", lambda: False)

@@ -4,19 +4,13 @@ Run by test_quantize_triton in a process of its own: TRITON_INTERPRET must be se
 process that interprets cannot compile.
 """
 
-import os
-
-os.environ["TRITON_INTERPRET"] = "1"
-
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from interpreted import hasten
 
 from flexhybrid.runtime.kernels import quantize as plain
 from flexhybrid.runtime.kernels import quantize_triton
@@ -31,30 +25,7 @@ EDGES = (
 
 PROOF = 4  #: calls of kernels: two variants, each both ways
 
-interpreters_cast = InterpreterBuilder.cast_impl
-
-
-def cast_impl(self, src, dst_type):
-    """The interpreter cuts float32 to bfloat16 where compiled kernels round, and loses bfloat16's subnormals."""
-    kinds = src.dtype.scalar, dst_type.scalar
-    if kinds == (tl.float32, tl.bfloat16):
-        rounded = torch.from_numpy(np.array(src.data)).bfloat16()
-        return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), tl.bfloat16)
-    if kinds == (tl.bfloat16, tl.float32):
-        return TensorHandle((src.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-    return interpreters_cast(self, src, dst_type)
-
-
-InterpreterBuilder.cast_impl = cast_impl
-# A third of the interpreter's time: stand-ins for tl's functions are put in place once, not at every call, and sums of
-# whole numbers are not made a second time in 64 bits.
-for function in (
-    quantize_triton._elements,
-    tl.cdiv,
-):  # the first has triton.language in its globals, the other its core
-    interpreter._patch_lang(function.fn)
-interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
-interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+hasten(quantize_triton._elements)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities and of branches not taken
 
 

@@ -1,34 +1,27 @@
 """The Triton kernels of the quantiser: their arithmetic interpreted, their compiled form, and both on a GPU."""
 
 import re
-import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
-import warm_python
 
 from flexhybrid.runtime.kernels import quantize as plain
 from flexhybrid.runtime.kernels.quantize import packed_bytes
 
 triton = pytest.importorskip("triton")
 
+from compiled import POINTERS, compile_for, registers_and_stack, run_interpreted  # noqa: E402
+
 from flexhybrid.runtime.kernels import quantize_triton  # noqa: E402
 
 BITS = (8, 4, 2, 1)
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def test_the_arithmetic_is_plain_torchs():
-    """interpreted_quantize.py in a process of its own: TRITON_INTERPRET must be set before triton is imported."""
-    tests = Path(__file__).parents[1] / "interpreted_quantize.py"
-    program = "import sys, pytest; assert 'triton' not in sys.modules; sys.exit(pytest.main(sys.argv[1:]))"
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tests)]
-    result = warm_python.run([sys.executable, "-c", program, *options], cwd=tests.parent.parent, timeout=280)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(r"\d+ passed", result.stdout) and "skipped" not in result.stdout
+    run_interpreted("interpreted_quantize.py")
 
 
 def compiled(kernel, dtype: torch.dtype, bits: int, wide: bool, architecture: int):
@@ -37,30 +30,23 @@ def compiled(kernel, dtype: torch.dtype, bits: int, wide: bool, architecture: in
     if "LIMIT" in kernel.arg_names:
         constants["LIMIT"] = plain.LIMIT
     types = {
-        "values": POINTERS[dtype], "codes": "*u8", "parameters": "*fp16", "values_stride": "i64",
+        "values": pointer_to(dtype), "codes": "*u8", "parameters": "*fp16", "values_stride": "i64",
         "packed_stride": "i64", "part": "i32",
     }  # fmt: skip
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    source = triton.compiler.ASTSource(kernel, signature, constants)
-    target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)
-    return triton.compile(source, target=target, options=quantize_triton.OPTIONS)
+    return compile_for(kernel, types, constants, quantize_triton.OPTIONS, architecture)
 
 
-def registers_and_stack(binary: bytes, path: Path) -> tuple[int, int]:
-    """Registers and bytes of stack (where spilled ones go) of a thread."""
-    path.write_bytes(binary)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"REG:(\d+)", usage)[1]), int(re.search(r"STACK:(\d+)", usage)[1])
+def pointer_to(dtype: torch.dtype) -> str:
+    return POINTERS[str(dtype).removeprefix("torch.")]
 
 
 @pytest.mark.parametrize("architecture, wide", [(80, False), (90, True)])
-@pytest.mark.parametrize("dtype", POINTERS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_variant_compiles_as_it_was_meant(dtype, architecture, wide, tmp_path, monkeypatch):
     """Each number of bits with each dtype, each dtype on each architecture, and each number of bits on each."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernels = (quantize_triton._quantize_kernel, quantize_triton._dequantize_kernel)
-    half = (list(POINTERS).index(dtype) + wide) % 2
+    half = (DTYPES.index(dtype) + wide) % 2
     for kernel, bits in product(kernels, BITS[half::2]):
         code = compiled(kernel, dtype, bits, wide, architecture).asm
         ptx = code["ptx"]
@@ -71,7 +57,7 @@ def test_every_variant_compiles_as_it_was_meant(dtype, architecture, wide, tmp_p
         if kernel is quantize_triton._quantize_kernel:
             assert "div.rn.f32" in ptx and "cvt.rn.f16.f32" in ptx
         elif dtype != torch.float32:
-            assert re.search(rf"cvt\.rn\.{POINTERS[dtype][1:].replace('fp', 'f')}", ptx)
+            assert re.search(rf"cvt\.rn\.{pointer_to(dtype)[1:].replace('fp', 'f')}", ptx)
         # The wide side of each kernel moves 16 bytes at a time, the codes 8 (8 elements a thread).
         access = "ld" if kernel is quantize_triton._quantize_kernel else "st"
         assert (f"{access}.global.v4.b32" in ptx) == wide
@@ -97,7 +83,7 @@ def test_without_triton_plain_torch_works_after_one_warning(monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("dtype", POINTERS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_gpu_gives_the_bits_of_plain_torch(dtype, bits):
     device = torch.device("cuda", torch.cuda.current_device())
     assert (

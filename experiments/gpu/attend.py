@@ -1,0 +1,82 @@
+"""Bench rows of decode attention on a GPU: Triton's kernels that read blocks where they lie, against the memory's
+bandwidth and against laying contexts side by side."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from experiments.bench.harness import Table
+from experiments.gpu.quantize import median_seconds
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.runtime.kernels.attention import PATHS, Extent, ScoreRule
+from flexhybrid.runtime.profiling.attention_paths import USUAL, proved_on_gpu
+from flexhybrid.runtime.step_tensors import mask_of
+from flexhybrid.runtime.verbs.attending import gather_blocks
+
+
+class Case(NamedTuple):
+    """A mini-batch's decode step in one layer."""
+
+    requests: int
+    tokens: int  #: of the longest context; the others have half of it at least
+    groups: int
+    queries: int  #: a key head
+    d: int = 128
+
+
+CASES = {
+    "OPT-6.7B, 17 x 512": Case(17, 512, 32, 1),
+    "Llama-3-8B, 32 x 512": Case(32, 512, 8, 4),
+    "Llama-3-8B, 32 x 2048": Case(32, 2048, 8, 4),
+    "Llama-3-8B, 1 x 8192": Case(1, 8192, 8, 4),
+}
+#: Of a plain copy's bytes a second, which reads and writes; and how much faster than side by side.
+BARS = {"copy": 0.6, "side by side": 1.5}
+
+
+def bench_attend_cuda(table: Table) -> None:
+    """In bfloat16, contexts of mixed lengths whose blocks lie anywhere in a pool."""
+    for name, case in CASES.items():
+        proved = proved_on_gpu("bfloat16", case.queries, case.d)
+        table.at_least(f"GPU, {name}: Triton's attention gives the results of plain torch", proved, 1, "of 1")
+        if proved:
+            _bench(table, name, case)
+
+
+def _bench(table: Table, name: str, case: Case) -> None:
+    from flexhybrid.runtime.kernels.attend_triton import attend, table_of
+
+    like, generator = {"dtype": torch.bfloat16, "device": torch.device("cuda")}, np.random.default_rng(0)
+    tokens = generator.integers(case.tokens // 2, case.tokens + 1, case.requests)
+    tokens[0] = case.tokens
+    held = ceil_blocks(tokens)
+    order = generator.permutation(int(held.sum()))
+    blocks = order[np.minimum((np.cumsum(held) - held)[:, None] + np.arange(held.max()), held.sum() - 1)]
+    width = case.groups * case.d
+    pool = torch.randn(len(order), 2, case.groups, BLOCK_TOKENS, case.d, **like)
+    query = torch.randn(case.requests, case.groups * case.queries, case.d, **like)
+    extent = Extent(blocks * 2 * BLOCK_TOKENS * width, tokens, case.d, BLOCK_TOKENS * case.d, BLOCK_TOKENS * width)
+
+    def to_device(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).cuda()
+
+    rule, of_blocks = ScoreRule(case.d**-0.5), table_of([extent], ["pool"], (case.groups, case.d), to_device)
+    targets = torch.empty(2, case.requests, case.groups, case.tokens, case.d, **like)
+    mask, there = mask_of(np.arange(case.tokens) >= tokens[:, None], **like), to_device(blocks)
+    half = torch.empty(2, pool.nbytes // 2, dtype=torch.uint8, device=like["device"])
+
+    def side_by_side(_: int) -> None:
+        gather_blocks(pool, there, (targets[0], targets[1]), 0, case.tokens)
+        PATHS[USUAL.decode](query[:, None], targets[0], targets[1], mask, rule.scaling)
+
+    calls = {
+        "triton": lambda _: attend(query, [pool], of_blocks, rule),
+        "copy": lambda _: half[0].copy_(half[1]),
+        "side by side": side_by_side,
+    }
+    seconds = median_seconds(calls)
+    conditions = {"gb_per_s": pool.nbytes / seconds["triton"] / 1e9, "seconds": seconds}
+    for other, bar in BARS.items():
+        row = f"GPU, {name}: attend in place: speed of {'a plain copy' if other == 'copy' else other}"
+        table.at_least(row, seconds[other] / seconds["triton"], bar, "x", **conditions)

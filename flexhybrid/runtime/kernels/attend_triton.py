@@ -1,0 +1,362 @@
+"""Decode attention on CUDA that reads keys and values where they lie: in pools, loaded slots, recomputed rows and those
+of the new tokens. Nothing is laid side by side, nothing is padded, and no mask is made.
+
+A **table** on the device says where each request's blocks of 16 tokens lie; it is made once a step and serves all its
+layers. A **program** takes one request, one key head and a tile of its queries, and of the request's blocks an even
+share (flash-decoding: Dao et al. 2023). It reads keys and values once, with the running softmax of Milakov and
+Gimelshein 2018. Where several programs share a context, what each gives is kept in float32, and a second kernel adds it
+up. In how many parts a context is read follows from the step alone, not from the GPU.
+
+**Sizes**, by counting, not yet measured on a GPU: a program has up to 16 KiB of keys and as many of values in work at a
+time; a key head with one query multiplies and adds without tensor cores, which it would fill to a sixteenth.
+
+**Parameters.** A kernel takes pointers, strides and constants one by one.
+"""
+
+# Triton's stubs have dtypes as values, and a jitted function as one that never returns.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.memory import PARTIAL_ROWS
+from flexhybrid.runtime.kernels.attention import Extent, ScoreRule, Weighed, attend_and_weigh
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Tensors that hold the blocks of a step: pools of the device, a loaded slot, recomputed rows, unpacked ones, projected
+#: ones. A block's entry has 3 bits for its memory.
+MEMORIES = tl.constexpr(7)
+BLOCK = tl.constexpr(BLOCK_TOKENS)
+ALIGNED_BYTES = tl.constexpr(16)
+#: Programs that fill a large GPU, of which each takes LEAST_BLOCKS of a context at least; parts of a context at most.
+PROGRAMS, LEAST_BLOCKS, MOST_PARTS = 1024, 8, 128
+PARTS, PARTS_AT_A_TIME = tl.constexpr(MOST_PARTS), tl.constexpr(16)
+TILE_ELEMENTS = 4096  #: of queries, and of what they get
+ALIGNMENT_VARIES = ("queries", "memories", "starts", "places", "kinds", "sinks", "target", "sums")
+OPTIONS = {"num_warps": 4, "num_stages": 2}
+
+
+class Table(NamedTuple):
+    """Where the blocks of a step's requests lie, on the device."""
+
+    starts: torch.Tensor  #: [B + 1] int64: a request's first place in the others, and the one behind its last
+    places: torch.Tensor  #: [n] int64: a block's first element in its memory
+    kinds: (
+        torch.Tensor
+    )  #: [n] int64: its memory | filled tokens << 3 | hidden ones << 8 | whether it is head-major << 13
+    groups: int  #: key heads
+    most: int  #: blocks of the request that has the most
+    parts: tuple[int, ...]  #: of each memory the first extent in it
+
+
+def table_of(
+    extents: Sequence[Extent],
+    names: Sequence[Hashable],
+    sizes: tuple[int, int],
+    to_device: Callable[[np.ndarray], torch.Tensor],
+) -> Table:
+    """Return the table of contexts that have a part in each extent. ``names``: of the extents' memories, alike where
+    they are one; ``sizes``: key heads and elements of a head. Raises ValueError for more memories than kernels take."""
+    groups, d = sizes
+    order = list(dict.fromkeys(names))
+    if len(order) > MEMORIES.value:
+        raise ValueError(f"keys and values lie in {len(order)} memories, kernels read {MEMORIES.value}")
+    places, kinds, present = [], [], []
+    for extent, name in zip(extents, names, strict=True):
+        first = np.arange(extent.blocks.shape[1]) * BLOCK_TOKENS
+        filled = np.clip(extent.tokens[:, None] - first, 0, BLOCK_TOKENS)
+        hidden = np.zeros_like(filled) if extent.hidden is None else extent.hidden
+        head_major = extent.head_stride == BLOCK_TOKENS * d
+        places.append(extent.blocks)
+        kinds.append(order.index(name) | filled << 3 | hidden << 8 | head_major << 13)
+        present.append(hidden < filled)
+    here = np.concatenate(present, axis=1)
+    counts = here.sum(axis=1)
+    rows = [np.r_[0, np.cumsum(counts)], *(np.concatenate(of, axis=1)[here] for of in (places, kinds))]
+    batch, total = len(counts), int(counts.sum())
+    starts, of_places, of_kinds = to_device(np.concatenate(rows).astype(np.int64)).split((batch + 1, total, total))
+    parts = tuple(names.index(name) for name in order)
+    return Table(starts, of_places, of_kinds, groups, int(counts.max()), parts)
+
+
+def attend(q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], table: Table, rule: ScoreRule) -> torch.Tensor:
+    """Attend with one query a request over its whole context, the rule's sinks included; return [B, H·d] in the
+    queries' dtype. ``memories``: of each of the table's extents, as it was made, a contiguous tensor that holds it."""
+    return _attended(q_BHd, memories, table, rule, None)[0].flatten(1)
+
+
+def attend_and_sum(
+    q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], table: Table, rule: ScoreRule, parts: int | None = None
+) -> Weighed:
+    """Attend as ``attend`` does, but for sinks; return float32 [B, G, r, d], and the logarithm of what it was divided
+    by, [B, G, r]. ``parts``: in how many each context is read; None: as many as fill a GPU."""
+    sums = q_BHd.new_empty(q_BHd.shape[:2], dtype=torch.float32)
+    attended, _ = _attended(q_BHd, memories, table, rule._replace(sinks_H=None), sums, parts)
+    by_head = (table.groups, q_BHd.shape[1] // table.groups)
+    return attended.unflatten(1, by_head), sums.unflatten(1, by_head)
+
+
+def _attended(
+    query: torch.Tensor,
+    memories: Sequence[torch.Tensor],
+    table: Table,
+    rule: ScoreRule,
+    sums: torch.Tensor | None,
+    parts: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what queries [B, H, d] get, in their dtype; with ``sums`` [B, H] to be written, in float32."""
+    batch, heads, d = query.shape
+    if query.stride()[1:] != (d, 1):
+        query = query.contiguous()
+    parts = num_parts(batch, heads, table) if parts is None else parts
+    target = query.new_empty(batch, heads, d, dtype=query.dtype if sums is None else torch.float32)
+    partial = None
+    if parts > 1:
+        partial = target.new_empty(batch * heads, parts, d + 2, dtype=torch.float32)
+    launch(query, [memories[part] for part in table.parts], table, rule, (target, sums), partial)
+    return target, sums
+
+
+def num_parts(batch: int, heads: int, table: Table) -> int:
+    """Return in how many parts each request's context is read: of many queries in one, that of a few in several."""
+    items = batch * table.groups
+    return max(1, min(PROGRAMS // items, PARTIAL_ROWS // (batch * heads), table.most // LEAST_BLOCKS, MOST_PARTS))
+
+
+def launch(
+    query: torch.Tensor,
+    memories: Sequence[torch.Tensor],
+    table: Table,
+    rule: ScoreRule,
+    given: tuple[torch.Tensor, torch.Tensor | None],
+    partial: torch.Tensor | None,
+) -> None:
+    """Enqueue the kernels. ``given``: [B, H, d] and, where they are asked for, [B, H]; ``partial``: float32
+    [B · H, parts, d + 2], weighted values, the highest score and the sum of weights."""
+    (batch, heads, d), (target, sums) = query.shape, given
+    queries, width = heads // table.groups, triton.next_power_of_2(d)
+    sizes = tile_sizes(queries, width, query.itemsize)
+    sinks = {"sinks": target if rule.sinks_H is None else rule.sinks_H, "SINKS": rule.sinks_H is not None}
+    weighs = {"SUMS": sums is not None, "D": d, "WIDTH": width}
+    unused = query if sums is None else sums
+    wide = d * query.itemsize % ALIGNED_BYTES.value == 0
+    wide = wide and not any(memory.data_ptr() % ALIGNED_BYTES.value for memory in memories)
+    padded = (*memories, *[memories[0]] * (MEMORIES.value - len(memories)))
+    parts = 1 if partial is None else partial.shape[1]
+    with torch.cuda.device_of(query):
+        _attend_kernel[(batch * table.groups * triton.cdiv(queries, sizes["TILE"]), parts)](
+            query,
+            memories=padded,
+            starts=table.starts,
+            places=table.places,
+            kinds=table.kinds,
+            target=target if partial is None else partial,
+            sums=unused,
+            query_stride=query.stride(0),
+            scaling=rule.scaling,
+            softcap=rule.softcap or 1.0,
+            GROUPS=table.groups,
+            QUERIES=queries,
+            SOFTCAP=rule.softcap is not None,
+            WHOLE=partial is None,
+            WIDE=wide,
+            **sizes,
+            **sinks,
+            **weighs,
+            **OPTIONS,
+        )
+        if partial is not None:
+            _add_kernel[(batch * heads,)](
+                partial, target=target, sums=unused, parts=parts, HEADS=heads, **sinks, **weighs, **OPTIONS
+            )
+
+
+def tile_sizes(queries: int, width: int, itemsize: int) -> dict[str, int]:
+    """Return the queries of a program, padded, whether tensor cores multiply them, and the blocks it has in work."""
+    if queries == 1:
+        return {"TILE": 1, "PRODUCTS": False, "BLOCKS": max(1, 4096 // (width * BLOCK_TOKENS))}
+    tile = min(max(16, int(triton.next_power_of_2(queries))), max(16, TILE_ELEMENTS // width))
+    return {"TILE": tile, "PRODUCTS": True, "BLOCKS": max(1, (16384 // itemsize) // (width * BLOCK_TOKENS))}
+
+
+@triton.jit(do_not_specialize=["query_stride"], do_not_specialize_on_alignment=ALIGNMENT_VARIES)
+def _attend_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
+    queries, memories, starts, places, kinds, sinks, target, sums,
+    query_stride: tl.int64, scaling: tl.float32, softcap: tl.float32,
+    GROUPS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    BLOCKS: tl.constexpr, PRODUCTS: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SUMS: tl.constexpr,
+    WHOLE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    TILES: tl.constexpr = (QUERIES + TILE - 1) // TILE
+    item = tl.program_id(0)
+    head, request = item // TILES % GROUPS, item // TILES // GROUPS
+    query, dim = item % TILES * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
+    real = (query < QUERIES)[:, None] & (dim < D)[None, :]
+    row = request.to(tl.int64) * query_stride + head * QUERIES * D
+    own = tl.load(queries + row + query[:, None] * D + dim[None, :], mask=real, other=0.0)
+    if not PRODUCTS:
+        own = own.to(tl.float32)
+    begin, end = tl.load(starts + request).to(tl.int32), tl.load(starts + request + 1).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(end - begin, tl.num_programs(1)), BLOCKS) * BLOCKS
+    first = begin + tl.program_id(1) * share
+    last = tl.minimum(first + share, end)
+    peak = tl.full([TILE], float("-inf"), tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    attended = tl.zeros([TILE, WIDTH], tl.float32)
+    column = tl.arange(0, BLOCKS * BLOCK)
+    for block in range(first, last, BLOCKS):
+        index = block + column // BLOCK
+        kind = tl.load(kinds + index, mask=index < last, other=0).to(tl.int32)
+        place = tl.load(places + index, mask=index < last, other=0)
+        keys, apart = _keys(memories, kind, place, column % BLOCK, head, GROUPS=GROUPS, D=D)
+        values = keys + apart
+        if WIDE:
+            keys, values = tl.multiple_of(keys, [ALIGNED_BYTES]), tl.multiple_of(values, [ALIGNED_BYTES])
+        seen = (column % BLOCK >= (kind >> 8 & 31)) & (column % BLOCK < (kind >> 3 & 31))
+        read = seen[:, None] & (dim < D)[None, :]
+        k = tl.load(keys[:, None] + dim[None, :], mask=read, other=0.0)
+        v = tl.load(values[:, None] + dim[None, :], mask=read, other=0.0)
+        if PRODUCTS:
+            scores = tl.dot(own, tl.trans(k), input_precision="ieee") * scaling
+        else:
+            scores = tl.sum(own[:, None, :] * k.to(tl.float32)[None, :, :], 2) * scaling
+        if SOFTCAP:  # the hyperbolic tangent
+            scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        highest = tl.maximum(peak, tl.max(scores, 1))
+        finite = tl.where(highest == float("-inf"), 0.0, highest)  # of what is hidden the difference stays -inf
+        weights, scale = tl.exp(scores - finite[:, None]), tl.exp(peak - finite)
+        peak, total = highest, total * scale + tl.sum(weights, 1)
+        if PRODUCTS:
+            attended = tl.dot(weights.to(v.dtype), v, attended * scale[:, None], input_precision="ieee")
+        else:
+            attended = attended * scale[:, None] + tl.sum(weights[:, :, None] * v.to(tl.float32)[None, :, :], 1)
+    rows = (request * GROUPS + head) * QUERIES + query
+    if WHOLE:
+        given = sinks + head * QUERIES + query
+        _give(
+            attended,
+            peak,
+            total,
+            rows,
+            query < QUERIES,
+            sinks=given,
+            target=target,
+            sums=sums,
+            D=D,
+            WIDTH=WIDTH,
+            SINKS=SINKS,
+            SUMS=SUMS,
+        )
+    else:
+        part = target + (rows.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (D + 2)
+        tl.store(part[:, None] + dim[None, :], attended, mask=real)
+        tl.store(part + D, peak, mask=query < QUERIES)
+        tl.store(part + D + 1, total, mask=query < QUERIES)
+
+
+@triton.jit
+def _keys(memories, kind, place, token, head, GROUPS: tl.constexpr, D: tl.constexpr):
+    """Return where tokens' keys of a head are, and how far behind them their values."""
+    base = tl.where((kind & 7) == 1, memories[1], memories[0])
+    for memory in tl.static_range(2, MEMORIES):
+        base = tl.where((kind & 7) == memory, memories[memory], base)
+    head_major = (kind >> 13 & 1) != 0
+    offset = place + tl.where(head_major, head * BLOCK * D + token * D, head * D + token * (2 * GROUPS * D))
+    return base + offset, tl.where(head_major, GROUPS * BLOCK * D, GROUPS * D)
+
+
+@triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=ALIGNMENT_VARIES)
+def _add_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
+    partial, sinks, target, sums, parts: tl.int32,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """Add up what the parts of a context gave a query."""
+    row, dim = tl.program_id(0), tl.arange(0, WIDTH)
+    of_row = partial + row.to(tl.int64) * parts * (D + 2)
+    part = tl.arange(0, PARTS)
+    peaks = tl.load(of_row + part * (D + 2) + D, mask=part < parts, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    finite = tl.where(peak == float("-inf"), 0.0, peak)
+    totals = tl.load(of_row + part * (D + 2) + D + 1, mask=part < parts, other=0.0)
+    total = tl.sum(totals * tl.exp(peaks - finite), 0)
+    attended = tl.zeros([WIDTH], tl.float32)
+    for first in range(0, parts, PARTS_AT_A_TIME):
+        some = first + tl.arange(0, PARTS_AT_A_TIME)
+        scale = tl.exp(tl.load(of_row + some * (D + 2) + D, mask=some < parts, other=float("-inf")) - finite)
+        here = (some < parts)[:, None] & (dim < D)[None, :]
+        given = tl.load(of_row + some[:, None] * (D + 2) + dim[None, :], mask=here, other=0.0)
+        attended += tl.sum(given * scale[:, None], 0)
+    one = tl.arange(0, 1)
+    peak, total = peak + tl.zeros([1], tl.float32), total + tl.zeros([1], tl.float32)
+    _give(
+        attended[None, :],
+        peak,
+        total,
+        row + one,
+        one == 0,
+        sinks=sinks + row % HEADS + one,
+        target=target,
+        sums=sums,
+        D=D,
+        WIDTH=WIDTH,
+        SINKS=SINKS,
+        SUMS=SUMS,
+    )
+
+
+@triton.jit
+def _give(  # noqa: PLR0913 (a kernel takes pointers and constants)
+    attended, peak, total, rows, real, sinks, target, sums,
+    D: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """Write weighted values [·, WIDTH], divided by the sums of their weights; a query that sees nothing gets zeros."""
+    if SINKS:  # a score without a value
+        sink = tl.load(sinks, mask=real, other=0.0).to(tl.float32)
+        highest = tl.maximum(peak, sink)
+        scale = tl.exp(peak - highest)
+        attended, total = attended * scale[:, None], total * scale + tl.exp(sink - highest)
+    dim = tl.arange(0, WIDTH)
+    divided = attended / tl.where(total == 0.0, 1.0, total)[:, None]
+    place = target + rows.to(tl.int64)[:, None] * D + dim[None, :]
+    tl.store(place, divided.to(target.dtype.element_ty), mask=real[:, None] & (dim < D)[None, :])
+    if SUMS:
+        tl.store(sums + rows, peak + tl.log(total), mask=real)
+
+
+def prove(device: torch.device, dtype: torch.dtype, queries: int, d: int) -> None:
+    """Raise RuntimeError where the kernels give other results than plain torch on this device: for ``queries`` a key
+    head, heads of ``d`` elements, blocks of both layouts and a part in a window, in one part and in two."""
+    generator = torch.Generator().manual_seed(0)
+    groups, tokens = 2, np.array([37, 5])
+    width = groups * d
+    rows = torch.randn(2, width * (2 + queries), generator=generator).to(dtype)
+    pool = torch.randn(6, 2, groups, BLOCK_TOKENS, d, generator=generator).to(dtype)
+    blocks, hidden = np.array([[4, 0, 2], [1, 1, 1]]), np.array([[7, 0, 0], [0, 0, 0]])
+    own = Extent(np.arange(2)[:, None] * rows.shape[1], np.ones(2, np.int64), 0, d, width)
+    strides = ((d, BLOCK_TOKENS * d, BLOCK_TOKENS * width), (2 * width, d, width))
+    by_token = pool.transpose(1, 3).transpose(2, 3).contiguous()  # [6, 16, 2, G, d]
+    for memory, of_tokens in ((pool, strides[0]), (by_token, strides[1])):
+        extent = Extent(blocks * BLOCK_TOKENS * 2 * width, tokens, *of_tokens, hidden)
+        table = table_of([own, extent], ["own", "pool"], (groups, d), lambda array: torch.from_numpy(array).to(device))
+        there = rows.to(device), memory.to(device)
+        query = there[0][:, 2 * width :].view(2, -1, d)
+        for parts, sums in ((1, None), (2, torch.empty(2, groups * queries, device=device))):
+            ours, _ = _attended(query, there, table, ScoreRule(d**-0.5), sums, parts)
+            for request, count in enumerate(tokens):
+                laid = pool[blocks[request]].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, hidden[request, 0] : count]
+                own_tokens = rows[request, : 2 * width].view(2, groups, 1, d)
+                keys, values = torch.cat([own_tokens, laid], dim=2).float()[:, None]
+                of_request = rows[request, 2 * width :].view(1, -1, d).float()
+                wanted = attend_and_weigh(of_request, keys, values, None)[0]
+                error = float((ours[request].float().flatten().cpu() - wanted[0]).abs().max())
+                if not error < (1e-4 if dtype == torch.float32 else 3e-2):
+                    raise RuntimeError(f"on trial contexts its results differ by {error:.2g}")

@@ -1,0 +1,133 @@
+"""What a layer does to each row by itself, a kernel each on CUDA: RMSNorm, with the residual before it, rotation of
+keys and queries, and the gated activation (plain torch and the choice: ``kernels.norms``, ``kernels.rotary``).
+
+**Bits.** Every product and sum is rounded to the rows' dtype where plain torch rounds it; nothing is contracted.
+Residuals and rotations have plain torch's bits. A mean of squares is added up in another order, and the exponential is
+the GPU's own: norms and activations may differ in the last bit.
+"""
+
+# Triton's stubs have dtypes as values, and a jitted function as one that never returns.
+# pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+ELEMENTS = 1024  #: of gated rows, a program
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+def norm(
+    rows_Rn: torch.Tensor, added_Rn: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of both, or the rows themselves, and its rows of mean square 1 scaled by ``weight``."""
+    n, normed = rows_Rn.shape[1], torch.empty_like(rows_Rn, memory_format=torch.contiguous_format)
+    added = rows_Rn if added_Rn is None else added_Rn
+    summed = rows_Rn if added_Rn is None else torch.empty_like(normed)
+    width = triton.next_power_of_2(n)
+    warps = min(16, max(1, width // 512))
+    with torch.cuda.device_of(rows_Rn):
+        _norm_kernel[(len(rows_Rn),)](
+            rows_Rn,
+            added,
+            weight,
+            summed,
+            normed,
+            rows_stride=rows_Rn.stride(0),
+            added_stride=added.stride(0),
+            eps=eps,
+            N=n,
+            WIDTH=width,
+            ADDS=added_Rn is not None,
+            **OPTIONS | {"num_warps": warps},
+        )
+    return summed, normed
+
+
+def rotate_(
+    rows: torch.Tensor, spans: tuple[tuple[int, int], ...], rotation: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Rotate the heads of rows [R, ·] in place: of each of one or two ``spans`` so many, one after the other from an
+    element on. ``rotation``: cosines and sines, each [R, d]."""
+    cos_Rd, sin_Rd = rotation
+    (first, count), (other, others) = (*spans, (0, 0))[:2]
+    d, heads = cos_Rd.shape[1], triton.next_power_of_2(count + others)
+    with torch.cuda.device_of(rows):
+        _rotate_kernel[(len(rows),)](
+            rows,
+            cos_Rd,
+            sin_Rd,
+            rows.stride(0),
+            cos_Rd.stride(0),
+            sin_Rd.stride(0),
+            FIRST=first,
+            COUNT=count,
+            OTHER=other,
+            ALL=count + others,
+            D=d,
+            HEADS=heads,
+            WIDTH=triton.next_power_of_2(d // 2),
+            **OPTIONS,
+        )
+
+
+def gate_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Put silu(gate) · up in place of the gate, and return it; both are contiguous."""
+    with torch.cuda.device_of(gate):
+        _gate_kernel[(triton.cdiv(gate.numel(), ELEMENTS),)](gate, up, gate.numel(), ELEMENTS=ELEMENTS, **OPTIONS)
+    return gate
+
+
+@triton.jit(do_not_specialize=["rows_stride", "added_stride"])
+def _norm_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
+    rows, added, weight, summed, normed, rows_stride: tl.int64, added_stride: tl.int64, eps: tl.float32,
+    N: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    own = tl.load(rows + row * rows_stride + at, mask=at < N, other=0.0)
+    if ADDS:
+        other = tl.load(added + row * added_stride + at, mask=at < N, other=0.0)
+        own = (own.to(tl.float32) + other.to(tl.float32)).to(rows.dtype.element_ty)
+        tl.store(summed + row * N + at, own, mask=at < N)
+    wide = own.to(tl.float32)
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / N) + eps)
+    factor = tl.load(weight + at, mask=at < N, other=0.0).to(tl.float32)
+    scaled = factor * scaled.to(rows.dtype.element_ty).to(tl.float32)
+    tl.store(normed + row * N + at, scaled.to(normed.dtype.element_ty), mask=at < N)
+
+
+@triton.jit(do_not_specialize=["rows_stride", "cos_stride", "sin_stride"])
+def _rotate_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
+    rows, cos, sin, rows_stride: tl.int64, cos_stride: tl.int64, sin_stride: tl.int64,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, OTHER: tl.constexpr, ALL: tl.constexpr, D: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = D // 2
+    row, head, at = tl.program_id(0).to(tl.int64), tl.arange(0, HEADS), tl.arange(0, WIDTH)
+    first = rows + row * rows_stride + tl.where(head < COUNT, FIRST + head * D, OTHER + (head - COUNT) * D)
+    here = (head < ALL)[:, None] & (at < HALF)[None, :]
+    a = tl.load(first[:, None] + at[None, :], mask=here, other=0.0).to(tl.float32)
+    b = tl.load(first[:, None] + (at + HALF)[None, :], mask=here, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * cos_stride + at, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + row * sin_stride + at, mask=at < HALF, other=0.0).to(tl.float32)[None, :]
+    turned = _rounded(a * c, rows) - _rounded(b * s, rows)
+    other = _rounded(b * c, rows) + _rounded(a * s, rows)
+    tl.store(first[:, None] + at[None, :], turned.to(rows.dtype.element_ty), mask=here)
+    tl.store(first[:, None] + (at + HALF)[None, :], other.to(rows.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def _rounded(values, like):
+    """Return float32 values rounded to the dtype that ``like`` points to."""
+    return values.to(like.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gate_kernel(gate, up, count: tl.int64, ELEMENTS: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    own = tl.load(gate + at, mask=at < count, other=0.0).to(tl.float32)
+    active = _rounded(tl.div_rn(own, 1.0 + tl.exp(-own)), gate)
+    other = tl.load(up + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(gate + at, (active * other).to(gate.dtype.element_ty), mask=at < count)

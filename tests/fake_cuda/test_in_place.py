@@ -1,0 +1,102 @@
+"""On the fake device: attention that reads keys and values where they lie, by a table. Plain torch stands in for the
+kernels, so that every byte which a table points at is checked against the order of events."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+from fake_cuda.device import fake_cuda
+from fake_cuda.test_streams import (
+    EVERYWHERE,
+    LOSSY,
+    MAX_TOKENS,
+    POLICIES,
+    PROMPTS,
+    check_clean,
+    run_under,
+    undeclared,
+    without_hazard,
+)
+from models import InMemory, save_llama, save_opt
+from oracles import attend_table
+from tiny_models import greedy, save_tiny
+
+from flexhybrid.core.problem import AttentionPaths
+from flexhybrid.runtime.storage.loader import Checkpoint
+
+attend_triton = pytest.importorskip("flexhybrid.runtime.kernels.attend_triton", reason="triton is not installed")
+
+MODELS = ("gemma2", "gpt_oss")  #: with softcaps, and with sinks; both have windows
+IN_PLACE = AttentionPaths("fused", "products", "fused", in_place=True)
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch):
+    """The kernels' calls, which plain torch serves."""
+    made = []
+    monkeypatch.setattr(attend_triton, "launch", lambda *given: (made.append(given[3]), attend_table.launch(*given)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("opt")
+    model = save_opt(folder)
+    return Checkpoint(folder), InMemory(model).generate(PROMPTS, MAX_TOKENS, ignore_eos=True)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "mixed tiers", "everywhere"])
+def test_policies(checkpoint, launches, name):
+    source, expected = checkpoint
+    with fake_cuda(seed=len(name)) as watch:
+        result = run_under(source, EVERYWHERE if name == "everywhere" else POLICIES[name], attention=IN_PLACE)
+    assert result.tokens == expected and launches
+    assert "assemble" not in {event.task.verb for event in result.trace}
+    check_clean(result, watch)
+
+
+@pytest.mark.parametrize("kind", ["mistral", *MODELS])
+def test_windows_softcaps_and_sinks(tmp_path, launches, kind):
+    """All tiers at once; sinks and softcaps are the kernels' own work."""
+    if kind in MODELS:
+        expected = greedy(save_tiny(tmp_path, kind), PROMPTS, MAX_TOKENS)
+    else:
+        model = save_llama(tmp_path, kind=kind, sliding_window=9)
+        expected = InMemory(model).generate(PROMPTS, MAX_TOKENS, ignore_eos=True)
+    with fake_cuda() as watch:
+        result = run_under(Checkpoint(tmp_path), EVERYWHERE, attention=IN_PLACE)
+    assert result.tokens == expected and launches
+    assert any(rule.softcap for rule in launches) == (kind == "gemma2")
+    assert any(rule.sinks_H is not None for rule in launches) == (kind == "gpt_oss")
+    check_clean(result, watch)
+
+
+def test_few_bits_give_the_tokens_of_assembled_contexts(tmp_path, launches):
+    save_opt(tmp_path, heads=4, ffn=64)
+    source = Checkpoint(tmp_path)
+    with fake_cuda() as watch:
+        result = run_under(source, LOSSY["packed"], attention=IN_PLACE)
+    assert launches
+    check_clean(result, watch)
+    assert run_under(source, LOSSY["packed"], device=torch.device("cpu")).tokens == result.tokens
+
+
+PLANTED = {
+    "write after read": (partial(without_hazard, "write_after_read"), None),
+    "load_* writes its slot": (None, undeclared(writes="load_")),
+    "attend reads what is loaded": (None, undeclared(reads="attend")),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(checkpoint, name):
+    plant, changed = PLANTED[name]
+    with fake_cuda() as watch, pytest.MonkeyPatch.context() as monkeypatch:
+        if plant:
+            plant(monkeypatch)
+        with contextlib.suppress(Exception):  # wrong values may end as an error; the order is what is asked for here
+            run_under(checkpoint[0], POLICIES["kv"], changed, attention=IN_PLACE)
+        assert sum(watch.order.faults.values()) > 0

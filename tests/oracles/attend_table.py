@@ -1,0 +1,48 @@
+"""What a table of blocks says, read by plain torch: stands where Triton's kernels would be launched."""
+
+from __future__ import annotations
+
+import torch
+
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+
+
+def launch(query, memories, table, rule, given, partial) -> None:
+    """``attend_triton.launch``, by indices and products; the host waits for nothing."""
+    (batch, heads, d), (target, sums) = query.shape, given
+    groups, device = table.groups, query.device
+    index = table.starts[:-1, None] + torch.arange(table.most, device=device)
+    here = index < table.starts[1:, None]
+    index = torch.where(here, index, 0)
+    place, kind = table.places[index][:, None, :, None], torch.where(here, table.kinds[index], 0)[:, None, :, None]
+    token, head = torch.arange(BLOCK_TOKENS, device=device), torch.arange(groups, device=device)[:, None, None]
+    seen = (token >= (kind >> 8 & 31)) & (token < (kind >> 3 & 31))  # [B, 1, n, 16]
+    head_major = (kind >> 13 & 1) == 1
+    keys_at = place + torch.where(
+        head_major, head * BLOCK_TOKENS * d + token * d, head * d + token * 2 * groups * d
+    )  # [B, G, n, 16]
+    values_at = keys_at + torch.where(head_major, groups * BLOCK_TOKENS * d, groups * d)
+    element = torch.arange(d, device=device)
+
+    def read(at: torch.Tensor) -> torch.Tensor:
+        """Elements [B, G, n · 16, d], in float32; zeros in places that nobody sees."""
+        found = torch.zeros((*at.shape, d), dtype=memories[0].dtype, device=device)
+        for number, memory in enumerate(memories):
+            mine = ((kind & 7) == number) & seen
+            values = memory.view(-1)[torch.where(mine, at, 0)[..., None] + element]
+            found = torch.where(mine[..., None], values, found)
+        return found.flatten(2, 3).float()
+
+    scores = torch.matmul(query.unflatten(1, (groups, -1)).float(), read(keys_at).transpose(-1, -2)) * rule.scaling
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    scores = torch.where(seen.flatten(2)[:, :, None], scores, -torch.inf)
+    logarithm = torch.logsumexp(scores, dim=-1, keepdim=True)
+    if sums is not None:
+        sums.copy_(logarithm.view(batch, heads))
+    if rule.sinks_H is not None:
+        logarithm = torch.logaddexp(logarithm, rule.sinks_H.float().view(1, groups, -1, 1))
+    weights = torch.exp(scores - torch.where(logarithm == -torch.inf, 0.0, logarithm))
+    if partial is not None:
+        partial.fill_(0)
+    target.copy_(torch.matmul(weights, read(values_at)).view(batch, heads, d))

@@ -1,0 +1,39 @@
+"""Kernels compiled for GPUs that need not be there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import triton
+import warm_python
+
+POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}  #: to a dtype
+
+
+def run_interpreted(name: str) -> None:
+    """Run a file of this folder in a process of its own: TRITON_INTERPRET must be set before triton is imported."""
+    tests = Path(__file__).parent / name
+    program = "import sys, pytest; assert 'triton' not in sys.modules; sys.exit(pytest.main(sys.argv[1:]))"
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tests)]
+    result = warm_python.run([sys.executable, "-c", program, *options], cwd=tests.parents[2], timeout=280)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"\d+ passed", result.stdout) and "skipped" not in result.stdout
+
+
+def compile_for(kernel, types: dict, constants: dict, options: dict, architecture: int):
+    """Compile a kernel, whose parameters without a type are constants."""
+    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    source = triton.compiler.ASTSource(kernel, signature, constants)
+    target = triton.backends.compiler.GPUTarget("cuda", architecture, 32)
+    return triton.compile(source, target=target, options=options)
+
+
+def registers_and_stack(binary: bytes, path: Path) -> tuple[int, int]:
+    """Registers and bytes of stack (where spilled ones go) of a thread."""
+    path.write_bytes(binary)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"REG:(\d+)", usage)[1]), int(re.search(r"STACK:(\d+)", usage)[1])

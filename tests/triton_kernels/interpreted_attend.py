@@ -1,0 +1,181 @@
+"""The Triton kernels of decode attention against a softmax in float64, in Triton's interpreter: numpy, no GPU.
+
+Run by test_attend_triton in a process of its own: TRITON_INTERPRET must be set before triton is first imported, and a
+process that interprets cannot compile.
+"""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from interpreted import hasten
+from models import InMemory, save_llama
+from oracles import attend_table
+from toy_machine import machine
+
+from flexhybrid import LLM, Policy, SamplingParams
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.runtime.kernels import attend_triton
+from flexhybrid.runtime.kernels.attention import Extent, ScoreRule
+from flexhybrid.runtime.verbs import attending_in_place
+
+hasten(attend_triton._keys)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities and of what is not taken
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+
+
+def laid_out(generator, dtype, sizes, tokens, head_major):
+    """Keys and values of requests with so many tokens, [tokens, 2, G, d] each, the extent of their blocks, which lie
+    anywhere in a memory full of NaN, and that memory."""
+    groups, d = sizes
+    counts = ceil_blocks(np.array(tokens))
+    order = torch.randperm(int(counts.sum()) + 3, generator=generator).numpy()
+    memory = torch.full((len(order), 2, groups, BLOCK_TOKENS, d), float("nan"), dtype=dtype)
+    table = np.zeros((len(tokens), max(1, counts.max())), np.int64)
+    contexts, taken = [], 0
+    for request, length in enumerate(tokens):
+        blocks = order[taken : taken + counts[request]]
+        table[request, : len(blocks)], taken = blocks, taken + len(blocks)
+        context = torch.randn(length, 2, groups, d, generator=generator).to(dtype)
+        for token in range(length):
+            memory[blocks[token // BLOCK_TOKENS], :, :, token % BLOCK_TOKENS] = context[token]
+        contexts.append(context)
+    size, width = 2 * groups * d, groups * d
+    strides = (d, BLOCK_TOKENS * d, BLOCK_TOKENS * width) if head_major else (size, d, width)
+    if not head_major:
+        memory = memory.permute(0, 3, 1, 2, 4).contiguous()
+    return contexts, Extent(table * BLOCK_TOKENS * size, np.array(tokens, np.int64), *strides), memory
+
+
+def check(seed: int, dtype, sizes: tuple[int, int, int], part_tokens: list[list[int]], **asked) -> None:
+    """Attend with ``sizes`` (key heads, queries of each, elements of a head) over contexts that have ``part_tokens`` in
+    each part; ``asked``: hides, softcap, sinks, parts."""
+    groups, queries, d = sizes
+    generator, batch = torch.Generator().manual_seed(seed), len(part_tokens[0])
+    rows = torch.randn(batch, (2 * groups + groups * queries) * d, generator=generator).to(dtype)
+    own = Extent(np.arange(batch)[:, None] * rows.shape[1], np.ones(batch, np.int64), 0, d, groups * d)
+    own_tokens = [row[None, : 2 * groups * d].unflatten(1, (2, groups, d)) for row in rows]
+    pieces = [(own_tokens, own, rows)]
+    for index, tokens in enumerate(part_tokens):
+        contexts, extent, memory = laid_out(generator, dtype, (groups, d), tokens, head_major=index % 2 == 0)
+        if asked.get("hides"):
+            hidden = torch.randint(-8, 25, extent.blocks.shape, generator=generator).clamp(0, 16).numpy()
+            extent = extent._replace(hidden=hidden)
+        pieces.append((contexts, extent, memory))
+    sinks = torch.randn(groups * queries, generator=generator).to(dtype) if asked.get("sinks") else None
+    rule, names = ScoreRule(0.3, asked.get("softcap"), sinks), list(range(len(pieces)))
+    query = rows[:, 2 * groups * d :].view(batch, groups * queries, d)
+    extents, memories = [extent for _, extent, _ in pieces], [memory for _, _, memory in pieces]
+    table = attend_triton.table_of(extents, names, (groups, d), torch.from_numpy)
+    sums = None if sinks is not None else torch.empty(batch, groups * queries)
+    ours, _ = attend_triton._attended(query, memories, table, rule, sums, asked.get("parts"))
+    by_torch = torch.empty_like(ours), None if sums is None else torch.empty_like(sums)
+    attend_table.launch(query, memories, table, rule, by_torch, None)
+    close = {"atol": 2e-5, "rtol": 2e-5} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
+    assert ours.dtype == (dtype if sums is None else torch.float32)
+    for request in range(batch):
+        seen = []
+        for contexts, extent, _ in pieces:
+            hidden, place = extent.hidden, np.arange(len(contexts[request]))
+            first = 0 if hidden is None else hidden[request, place // BLOCK_TOKENS]
+            seen.append(contexts[request][place % BLOCK_TOKENS >= first])
+        context = torch.cat(seen).double()
+        keys, values = context[:, 0].transpose(0, 1), context[:, 1].transpose(0, 1)  # [G, T, d]
+        scores = query[request].double().view(groups, queries, d) @ keys.transpose(1, 2) * 0.3
+        if rule.softcap:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double().view(groups, queries, 1)], dim=-1)
+        expected = (torch.softmax(scores, -1)[..., : keys.shape[1]] @ values).flatten(0, 1)
+        torch.testing.assert_close(ours[request].double(), expected, **close)
+        torch.testing.assert_close(by_torch[0][request].double(), expected, **close)
+        if sums is not None:
+            logarithm = torch.logsumexp(scores, -1).flatten()
+            torch.testing.assert_close(sums[request].double(), logarithm, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(by_torch[1][request].double(), logarithm, atol=1e-4, rtol=1e-4)
+
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+LENGTHS = [[300, 0, 17], [15, 33, 0]]
+CASES = {
+    "one query": (F32, (2, 1, 16), LENGTHS, {}),
+    "one query, three parts": (F32, (3, 1, 24), LENGTHS, {"parts": 3, "hides": True}),
+    "groups": (F32, (2, 3, 16), LENGTHS, {"hides": True}),
+    "groups, more parts than blocks": (F32, (1, 4, 20), [[40, 1]], {"parts": 7}),
+    "many queries": (F32, (2, 70, 16), [[32, 48]], {"parts": 2}),
+    "softcap": (F32, (2, 2, 16), LENGTHS, {"softcap": 1.5, "hides": True}),
+    "softcap, one query, parts": (F32, (2, 1, 16), LENGTHS, {"softcap": 1.5, "parts": 2}),
+    "sinks": (F32, (2, 2, 16), LENGTHS, {"sinks": True}),
+    "sinks, parts": (F32, (2, 3, 16), LENGTHS, {"sinks": True, "parts": 3, "hides": True}),
+    "wide heads": (F32, (1, 2, 256), [[70]], {"parts": 2}),
+    "odd heads": (F32, (2, 1, 6), LENGTHS, {"hides": True}),
+    "bfloat16": (BF16, (2, 4, 32), LENGTHS, {"hides": True}),
+    "bfloat16, one query, parts": (BF16, (2, 1, 32), LENGTHS, {"parts": 2}),
+    "bfloat16, sinks, parts": (BF16, (2, 2, 16), LENGTHS, {"sinks": True, "parts": 2}),
+    "float16": (F16, (1, 5, 40), [[130, 3]], {"parts": 2, "softcap": 20.0}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_a_softmax_over_all_parts_of_each_context(name):
+    dtype, sizes, part_tokens, asked = CASES[name]
+    check(len(name), dtype, sizes, part_tokens, **asked)
+
+
+def test_who_sees_nothing_gets_zeros():
+    """Of parts that requests attend to together, one may lie behind a window."""
+    pool = torch.randn(2, 2, 1, BLOCK_TOKENS, 16)
+    hidden, query = np.array([[16, 16]]), torch.randn(1, 3, 16)
+    extent = Extent(np.array([[0, 512]]), np.array([32]), 16, 256, 256, hidden)
+    table = attend_triton.table_of([extent], ["pool"], (1, 16), torch.from_numpy)
+    for parts in (1, 2):
+        attended, sums = attend_triton.attend_and_sum(query, [pool], table, ScoreRule(0.25), parts)
+        assert not attended.any() and (sums == -torch.inf).all()
+
+
+def test_a_nan_is_given_on_and_what_is_not_seen_is_not():
+    generator = torch.Generator().manual_seed(1)
+    contexts, extent, memory = laid_out(generator, F32, (1, 16), [20, 20], head_major=True)
+    table = attend_triton.table_of([extent], ["pool"], (1, 16), torch.from_numpy)
+    query, rule = torch.randn(2, 2, 16, generator=generator), ScoreRule(0.25)
+    assert attend_triton.attend(query, [memory], table, rule).isfinite().all()
+    first = int(extent.blocks[0, 0]) // (2 * 16 * BLOCK_TOKENS)
+    memory[first, 0, 0, 3, 5] = torch.nan
+    attended = attend_triton.attend(query, [memory], table, rule)
+    assert attended[0].isnan().all() and attended[1].isfinite().all()
+
+
+def test_the_proof_is_passed_and_finds_other_results(monkeypatch):
+    for dtype, queries, d in ((F32, 1, 16), (BF16, 4, 24)):
+        attend_triton.prove(torch.device("cpu"), dtype, queries, d)
+    launch = attend_triton.launch
+
+    def other(query, memories, table, *others):
+        launch(query, memories, table._replace(kinds=table.kinds & ~(31 << 8)), *others)  # nothing is hidden
+
+    monkeypatch.setattr(attend_triton, "launch", other)
+    with pytest.raises(RuntimeError, match="differ by"):
+        attend_triton.prove(torch.device("cpu"), F32, 1, 16)
+
+
+def test_a_run_by_the_kernels_gives_transformers_tokens(tmp_path, monkeypatch):
+    """All tiers and representations, groups of queries, a window in the second layer's reach."""
+    model = save_llama(
+        tmp_path, kind="mistral", sliding_window=20, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=32
+    )
+    prompts = [[5, 9, 11], list(range(3, 40))]
+    launches, launch = [], attend_triton.launch
+    monkeypatch.setattr(attending_in_place, "by_numba", lambda state: False)
+    monkeypatch.setattr(attend_triton, "launch", lambda *args: (launches.append(args[5] is None), launch(*args)))
+    monkeypatch.setattr(attend_triton, "LEAST_BLOCKS", 2)  # so that some contexts are read in parts
+    policy = Policy(cache={"kv@host": 0.25, "kv@device": 0.25, "act@device": 0.25, "act@host": 0.25})
+    with LLM(tmp_path, policy, device="cpu", dtype="float32", hardware=machine()) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    assert [answer.outputs[0].token_ids for answer in answers] == InMemory(model).generate(prompts, 4, ignore_eos=True)
+    assert len(launches) == 2 * 3

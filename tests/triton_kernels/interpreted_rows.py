@@ -1,0 +1,97 @@
+"""The Triton kernels of norms, rotations and activations against plain torch, in Triton's interpreter: numpy, no GPU.
+
+Run by test_rows_triton in a process of its own: TRITON_INTERPRET must be set before triton is first imported, and a
+process that interprets cannot compile.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from interpreted import hasten
+from models import InMemory, save_llama
+from toy_machine import machine
+
+from flexhybrid import LLM, Policy, SamplingParams
+from flexhybrid.runtime.kernels import norms, rotary, rows_triton
+
+hasten(rows_triton._rounded)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
+
+
+def drawn(*size: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [8, 64, 256])
+def test_norms_of_whole_numbers_have_the_bits_of_plain_torch(dtype, n):
+    """Their squares add up to the same in any order, and are divided by a power of two: all else must round alike."""
+    generator = torch.Generator().manual_seed(n)
+    rows, added = (torch.randint(-9, 10, (4, n + 3), generator=generator).to(dtype)[:, :n] for _ in range(2))
+    weight = drawn(n, dtype=dtype)
+    summed, normed = rows_triton.norm(rows, added, weight, 1e-5)
+    assert torch.equal(summed, rows + added) and torch.equal(normed, norms.rms_norm(rows + added, weight, 1e-5))
+    alone, normed = rows_triton.norm(rows, None, weight, 1e-5)
+    assert alone is rows and torch.equal(normed, norms.rms_norm(rows, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_are_plain_torchs_but_for_the_order_of_the_sum(dtype):
+    rows, added, weight = drawn(5, 200, dtype=dtype), drawn(5, 200, dtype=dtype, seed=1), drawn(200, dtype=dtype)
+    summed, normed = rows_triton.norm(rows, added, weight, 1e-5)
+    assert torch.equal(summed, rows + added)
+    torch.testing.assert_close(normed, norms.rms_norm(rows + added, weight, 1e-5), rtol=norms.CLOSE[dtype], atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotations_have_the_bits_of_plain_torch(dtype):
+    """Keys alone and keys and queries, of heads whose number and size are no powers of two; what lies between stays."""
+    for groups, heads, d in ((1, 1, 8), (3, 6, 12), (2, 5, 80)):
+        kvq = drawn(5, (2 * groups + heads) * d + 4, dtype=dtype, seed=d)[:, :-4]
+        cos, sin = drawn(5, d, dtype=dtype, seed=1), drawn(5, d, dtype=dtype, seed=2)
+        for spans in (((0, groups),), ((0, groups), (2 * groups * d, heads))):
+            ours, wanted = kvq.clone(), kvq.clone()
+            rows_triton.rotate_(ours, spans, (cos, sin))
+            for first, count in spans:
+                rotary.rotate_(wanted[:, first : first + count * d].unflatten(1, (count, d)), cos, sin)
+            assert torch.equal(ours, wanted) and not torch.equal(ours, kvq)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_activations_are_plain_torchs_but_for_the_exponential(dtype):
+    gate, up = drawn(3, 700, dtype=dtype) * 4, drawn(3, 700, dtype=dtype, seed=1)
+    ours = gate.clone()
+    assert rows_triton.gate_(ours, up) is ours
+    torch.testing.assert_close(ours, norms.gate_(gate.clone(), up), rtol=norms.CLOSE[dtype], atol=0)
+
+
+def test_the_proof_is_passed_and_finds_other_results(monkeypatch):
+    for dtype in DTYPES:
+        norms.prove(rows_triton, torch.device("cpu"), dtype)
+    rotate = rows_triton.rotate_
+    monkeypatch.setattr(rows_triton, "rotate_", lambda rows, spans, rotation: rotate(rows, spans[:1], rotation))
+    with pytest.raises(ArithmeticError, match="differ"):
+        norms.prove(rows_triton, torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_run_by_the_kernels_gives_transformers_tokens(tmp_path, monkeypatch, kind):
+    model = save_llama(tmp_path, kind=kind, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=32)
+    asked = []
+    for module in (norms, rotary):
+        monkeypatch.setattr(module, "kernels_for", lambda rows: (asked.append(rows), rows_triton)[1])
+    prompts = [[5, 9, 11], list(range(3, 30))]
+    with LLM(
+        tmp_path, Policy(cache={"kv@host": 0.5, "act@host": 0.5}), device="cpu", dtype="float32", hardware=machine()
+    ) as llm:
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    assert [answer.outputs[0].token_ids for answer in answers] == InMemory(model).generate(prompts, 4, ignore_eos=True)
+    assert len(asked) > 4 * 2 * 4

@@ -1,0 +1,229 @@
+"""Decode attention by Triton: its kernels interpreted and compiled, where it is chosen, whole runs with plain torch in
+the kernels' place, and what only a GPU can show."""
+
+import functools
+import inspect
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from models import InMemory, save_llama, save_opt
+from toy_machine import machine
+
+from flexhybrid.arguments import LLMArguments
+from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.policy import Bits, Policy
+from flexhybrid.llm import LLM
+from flexhybrid.resolve import pick_device, resolve_problem
+from flexhybrid.runtime.profiling import attention_paths
+from flexhybrid.runtime.profiling.attention_paths import USUAL
+from flexhybrid.runtime.verbs import attending_in_place
+from flexhybrid.sampling_params import SamplingParams
+
+triton = pytest.importorskip("triton")
+
+from compiled import POINTERS, compile_for, registers_and_stack, run_interpreted  # noqa: E402
+from oracles import attend_table  # noqa: E402
+
+from flexhybrid.runtime.kernels import attend_triton  # noqa: E402
+
+
+def test_the_kernels_are_a_softmax():
+    run_interpreted("interpreted_attend.py")
+
+
+#: dtype, queries a key head, elements of a head, and what else varies: each value on both architectures.
+VARIANTS = {
+    "OPT": ("bfloat16", 1, 128, {}),
+    "OPT, small heads, parts": ("float16", 1, 64, {"WHOLE": False}),
+    "Llama 3": ("bfloat16", 4, 128, {}),
+    "Llama 3, parts": ("bfloat16", 8, 128, {"WHOLE": False}),
+    "Gemma 2": ("bfloat16", 2, 256, {"SOFTCAP": True}),
+    "gpt-oss": ("bfloat16", 8, 64, {"SINKS": True}),
+    "shared by many": ("float16", 200, 128, {"SUMS": True, "WHOLE": False}),
+    "float32": ("float32", 4, 128, {}),
+    "float32, one query": ("float32", 1, 128, {"SUMS": True}),
+    "heads of 80": ("bfloat16", 1, 80, {}),
+}
+
+
+def compiled(dtype: str, queries: int, d: int, asked: dict, architecture: int):
+    """The kernel of attention as ``launch`` has it compiled."""
+    own, width = POINTERS[dtype], triton.next_power_of_2(d)
+    sizes = attend_triton.tile_sizes(queries, width, {"float32": 4}.get(dtype, 2))
+    flags = dict.fromkeys(("SOFTCAP", "SINKS", "SUMS"), False) | {"WHOLE": True, "WIDE": True} | asked
+    constants = {"GROUPS": 8, "QUERIES": queries, "D": d, "WIDTH": width, **sizes, **flags}
+    types = {
+        "queries": own,
+        "memories": (own,) * attend_triton.MEMORIES.value,
+        "starts": "*i64",
+        "places": "*i64",
+        "kinds": "*i64",
+        "sinks": own,
+        "target": own if flags["WHOLE"] and not flags["SUMS"] else "*fp32",
+        "sums": "*fp32",
+        "query_stride": "i64",
+        "scaling": "fp32",
+        "softcap": "fp32",
+    }
+    return compile_for(attend_triton._attend_kernel, types, constants, attend_triton.OPTIONS, architecture).asm
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_every_variant_compiles_without_spilling(architecture, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for name, (dtype, queries, d, asked) in VARIANTS.items():
+        code = compiled(dtype, queries, d, asked, architecture)
+        registers, stack = registers_and_stack(code["cubin"], tmp_path / "kernel.cubin")
+        assert stack == 0 and registers <= 255, (name, registers, stack)
+        ptx = code["ptx"]  # keys and values come 16 bytes at a time
+        assert "ld.global.v4.b32" in ptx or "cp.async.cg.shared.global" in ptx, name
+        assert ("mma" in ptx) == (queries > 1 and dtype != "float32"), name
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+def test_the_kernel_that_adds_parts_compiles_without_spilling(architecture, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for d, sinks, sums in ((128, False, False), (256, True, False), (80, False, True)):
+        types = {"partial": "*fp32", "sinks": "*bf16", "sums": "*fp32", "parts": "i32"}
+        types["target"] = "*fp32" if sums else "*bf16"
+        constants = {"HEADS": 32, "D": d, "WIDTH": triton.next_power_of_2(d), "SINKS": sinks, "SUMS": sums}
+        code = compile_for(attend_triton._add_kernel, types, constants, attend_triton.OPTIONS, architecture).asm
+        registers, stack = registers_and_stack(code["cubin"], tmp_path / "kernel.cubin")
+        assert stack == 0 and registers <= 128
+
+
+@pytest.mark.parametrize(
+    "batch, heads, groups, blocks, parts",
+    [
+        (1, 32, 32, 4, 1),  # too short to be cut
+        (1, 32, 32, 640, 32),
+        (1, 64, 8, 6400, 64),  # as many as PARTIAL_ROWS holds
+        (16, 32, 8, 640, 8),
+        (2000, 32, 32, 640, 1),
+        (1, 1, 1, 10**6, 128),
+    ],
+)
+def test_few_contexts_are_read_in_parts(batch, heads, groups, blocks, parts):
+    table = attend_triton.Table(*[torch.empty(0)] * 3, groups, blocks, ())
+    assert attend_triton.num_parts(batch, heads, table) == parts
+    assert parts == 1 or parts * batch * heads <= attend_triton.PARTIAL_ROWS
+
+
+# ---- where it is chosen
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if there were a GPU; the proof of the kernels is the test's own."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    attention_paths.proved_on_gpu.cache_clear()
+    yield functools.partial(monkeypatch.setattr, attend_triton, "prove")
+    attention_paths.proved_on_gpu.cache_clear()
+
+
+def test_a_gpu_attends_in_place_where_the_kernels_are_proved(gpu):
+    asked, paths = [], inspect.unwrap(attention_paths.fastest_paths)
+    gpu(lambda *arguments: asked.append(arguments))
+    assert [paths("cuda", "bfloat16", 4, 64).in_place for _ in range(2)] == [True, True]
+    assert asked == [(torch.device("cuda", 0), torch.bfloat16, 4, 64)]
+
+
+def fails(*arguments):
+    raise RuntimeError("on trial contexts its results differ by 0.5\nmore")
+
+
+def test_a_gpu_lays_contexts_side_by_side_where_they_are_not(gpu):
+    gpu(fails)
+    paths = inspect.unwrap(attention_paths.fastest_paths)
+    with pytest.warns(UserWarning, match="slower than Triton's kernels: [^\n]* differ by 0.5$") as warned:
+        assert [paths("cuda", "bfloat16", 4).in_place for _ in range(2)] == [False, False]
+    assert len(warned) == 1
+
+
+def test_a_job_begun_with_triton_is_refused_in_words_where_it_does_not_run(monkeypatch):
+    monkeypatch.setattr("flexhybrid.resolve.proved_on_gpu", lambda *arguments: False)
+    monkeypatch.setattr("flexhybrid.resolve.named_hardware", lambda *arguments: None)
+    arguments = LLMArguments("none", dtype="float32", attention=USUAL._replace(in_place=True))
+    arguments = replace(arguments, budgets=dict.fromkeys(TIERS, "8GiB"))
+    with pytest.raises(InputError, match="pip install triton"):
+        resolve_problem(arguments, shape_by_name("opt-125m"), replace(pick_device("cpu"), device=torch.device("cuda")))
+
+
+# ---- whole runs: all but the kernels themselves
+
+PROMPTS = [np.random.default_rng(0).integers(3, 60, length).tolist() for length in (1, 15, 16, 40)]
+PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+POLICIES = {
+    "every tier": Policy(cache={"kv@device": 0.25, "kv@host": 0.25, "act@device": 0.25, "act@host": 0.25}),
+    "disk": Policy(cache={"kv@disk": 0.5, "act@disk": 0.5}),
+    "both": "kvpr_row",
+    "few bits": Policy(cache={"kv@host": 0.4, "kv@device": 0.3, "act@host": 0.3}, bits=Bits(kv=8)),
+    "static": Policy(cache={"kv@host": 0.5, "act@device": 0.5}, static_cache=True),
+}
+
+
+@pytest.fixture
+def by_table(monkeypatch):
+    """A CPU attends as a GPU does, with plain torch in the place of the kernels; the calls that it served."""
+    served = []
+    monkeypatch.setattr(attending_in_place, "by_numba", lambda state: False)
+    monkeypatch.setattr(attend_triton, "launch", lambda *given: (served.append(given), attend_table.launch(*given)))
+    return served
+
+
+def answers(folder, policy, scratch, prompts=PROMPTS, **more) -> list[list[int]]:
+    with LLM(folder, policy, device="cpu", dtype="float32", hardware=machine(), disk_dir=scratch, **more) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], PARAMS)
+    return [output.outputs[0].token_ids for output in outputs if output]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_tables_give_the_tokens_of_assembled_contexts(tiny, name, by_table, monkeypatch, tmp_path):
+    """In every representation and tier, for requests of different lengths in one mini-batch."""
+    ours = answers(tiny, POLICIES[name], tmp_path)
+    assert by_table
+    monkeypatch.setenv("FLEXHYBRID_ATTENTION", "fused")
+    assert ours == answers(tiny, POLICIES[name], tmp_path)
+
+
+@pytest.mark.parametrize("queries", [1, 99])
+def test_shared_beginnings_are_attended_to_together_or_alone(by_table, monkeypatch, tmp_path, queries):
+    """``queries`` a key head from which on requests attend together; with a window in which they never do."""
+    monkeypatch.setattr("flexhybrid.core.schedule.step_work.LEAST_QUERIES", queries)
+    model = save_llama(tmp_path, kind="mistral", sliding_window=None, layers=2, heads=4, kv_heads=2, positions=160)
+    common = list(range(3, 53))
+    prompts = [[*common, *range(5, 5 + tail)] for tail in (3, 9, 20)]
+    policy = Policy(cache={"kv@host": 0.4, "kv@device": 0.3, "act@host": 0.3}, max_mini_batch_tokens=600)
+    ours = answers(tmp_path, policy, tmp_path, prompts, enable_prefix_caching=True)
+    assert ours == InMemory(model).generate(prompts, 20, ignore_eos=True)
+    together = [given for given in by_table if given[4][1] is not None]
+    assert bool(together) == (queries == 1)
+
+
+# ---- on a GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", POINTERS)
+def test_a_gpu_gives_what_plain_torch_does(dtype):
+    device = torch.device("cuda", torch.cuda.current_device())
+    for queries, d in ((1, 64), (1, 80), (4, 128), (8, 64), (3, 256), (70, 128)):
+        attend_triton.prove(device, getattr(torch, dtype), queries, d)
+
+
+@pytest.mark.cuda
+def test_a_gpu_runs_by_the_kernels_and_gives_transformers_tokens(tmp_path, monkeypatch):
+    calls, launch = [], attend_triton.launch
+    monkeypatch.setattr(attend_triton, "launch", lambda *given: (calls.append(given), launch(*given)))
+    model = save_opt(tmp_path, layers=3, heads=4, head_dim=32, ffn=256)
+    with LLM(tmp_path, POLICIES["every tier"], device="cuda", dtype="float32", hardware=machine()) as llm:
+        assert llm.problem.attends_in_place
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
+    expected = InMemory(model).generate(PROMPTS, 20, ignore_eos=True)
+    assert [output.outputs[0].token_ids for output in outputs if output] == expected
+    assert len(calls) == 3 * 19
