@@ -16,7 +16,7 @@ from experiments.bench.harness import Table, seconds_in_turn, seconds_of
 from experiments.training.digits import fit_on, scored_on, splits, train_all
 from flexhybrid.cascade.models import ModelOutputs
 from flexhybrid.cascade.routes import Cascade, CascadeModel
-from flexhybrid.cascade.serving.ray_serve import APPLICATION, HOST, Size, deployed
+from flexhybrid.cascade.serving.ray_serve import HOST, ROUTER, ServeOptions, deployed
 from flexhybrid.cascade.thresholds.confidence import Scored, calibration_error, confidence
 from flexhybrid.cascade.thresholds.curve import Answers, accuracy_preserving
 from flexhybrid.cascade.thresholds.exact import exact_curve
@@ -185,22 +185,27 @@ class Instant:
 
 
 def bench_serve(table: Table) -> None:
-    """The router's addition to requests of 50 KB on Ray Serve, one at a time: through it, and straight to a replica."""
+    """The router's addition to requests of 50 KB on Ray Serve, one at a time: through it, and straight to a model's
+    process. Two applications on one cluster: models in the router's process, and each in a process of its own."""
     from ray import serve
 
-    cascade = Cascade((CascadeModel(Instant.name, energy_j=1.0),), ())
-    request = np.zeros(ROUTED_BYTES // 4, dtype=np.float32)
+    cascade = Cascade((CascadeModel(Instant.name), CascadeModel("larger")), (0.5,))
+    request, loads = np.zeros(ROUTED_BYTES // 4, dtype=np.float32), [Instant, Instant]
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
-    with deployed(cascade, [Instant], [Size()], port, tqdm.write):
-        router = serve.get_app_handle(APPLICATION)
-        replica = serve.get_deployment_handle(Instant.name, APPLICATION)
+    together = ServeOptions(port=port, name="together", route="/together")
+    apart = ServeOptions(port=port, name="apart", route="/apart", isolate=True)
+    with deployed(cascade, loads, together, tqdm.write), deployed(cascade, loads, apart, tqdm.write):
+        routers = {options.name: serve.get_deployment_handle(ROUTER, options.name) for options in (together, apart)}
+        process = serve.get_deployment_handle(Instant.name, apart.name)
         calls = {
-            "router": lambda turn: router.answer.remote(request, 0).result(),
-            "replica": lambda turn: replica.ask.remote(request).result(),
+            "together": lambda turn: routers["together"].answer.remote(request, 0).result(),
+            "apart": lambda turn: routers["apart"].answer.remote(request, 0).result(),
+            "process": lambda turn: process.ask.remote(0, request).result(),
         }
         seconds = seconds_in_turn(calls, NUM_ROUTED, WARM_UP)
-    straight, through = (1e3 * float(np.median(seconds[call])) for call in ("replica", "router"))
+    straight, *through = (1e3 * float(np.median(seconds[call])) for call in ("process", "together", "apart"))
     name = "cascade on Ray Serve: what the router adds to a request of 50 KB"
-    table.at_most(name, through - straight, 1, "ms", straight_ms=straight, through_ms=through)
+    for words, found in zip(("", ", each model in its own process"), through, strict=True):
+        table.at_most(name + words, found - straight, 2, "ms", straight_ms=straight, through_ms=found)

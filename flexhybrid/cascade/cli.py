@@ -44,7 +44,8 @@ def _add_fit(parts) -> None:
     parser.add_argument("--top-k", type=int, help="generation: likeliest tokens that confidence is read off (10)")
     for cost, unit in zip(COSTS, ("joules", "seconds", "money"), strict=True):
         parser.add_argument(flag(cost), nargs="+", type=float, metavar="X", help=f"{unit} of a request, one a model")
-    parser.add_argument("--watts", type=float, help="a stated power: energy is this times the seconds (none)")
+    parser.add_argument("--watts", type=float, help="a stated power: energy is this times the seconds, not measured")
+    _device(parser)
     parser.add_argument("-o", "--out", type=Path, required=True, help="JSON file to write")
     parser.set_defaults(run=_fit)
 
@@ -94,9 +95,51 @@ def _add_run(parts) -> None:
     _policies(parser)
     engines = "ray: deployments of Ray Serve with an HTTP endpoint, which without -i serves until Ctrl-C (local)"
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help=engines)
-    parser.add_argument("--plan", type=Path, help="ray: replicas and batches as `flexhybrid cascade plan` wrote them")
+    _device(parser)
+    parser.add_argument("--plan", type=Path, help="ray: replicas, batches and places by `flexhybrid cascade plan`")
+    parser.add_argument("--isolate", action="store_true", help="ray: a process for each model (one for all)")
     parser.add_argument("--port", type=int, default=8000, help="ray: of the endpoint on this machine (8000)")
+    parser.add_argument("--name", help="ray: of the application (cascade)")
+    parser.add_argument("--route", help="ray: path under which the endpoint has it (/)")
+    parser.add_argument("--timeout-s", type=float, help="ray: a model that takes longer is passed over (120)")
+    parser.add_argument("--queue", type=int, help="ray: HTTP requests under way; more get status 503 (256)")
+    parser.add_argument("--detach", action="store_true", help="ray: without -i, leave it serving on a running cluster")
     parser.set_defaults(run=_run)
+
+
+def _add_stop(parts) -> None:
+    parser = parts.add_parser(
+        "stop",
+        help="end a cascade that run --detach left serving",
+        description="End an application of Ray Serve by its name. Other applications of the cluster are left alone.",
+    )
+    parser.add_argument("--name", default="cascade", help="as it was given to run (cascade)")
+    parser.set_defaults(run=_stop)
+
+
+def _device(parser: argparse.ArgumentParser) -> None:
+    devices = "auto, cpu or cuda: where models compute; auto is the GPU, if there is one (auto)"
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help=devices)
+
+
+def _add_profile(parts) -> None:
+    parser = parts.add_parser(
+        "profile",
+        help="measure models' seconds, memory and utilisation over batch sizes",
+        description="Time local models at several batch sizes, with the memory that they take, the share of the "
+        "device's time that they use, and their energy where the machine counts it (Algorithm 3, lines 1 to 4). "
+        "Writes the profiles that plan and simulate read. For a machine that should do nothing else meanwhile.",
+    )
+    parser.add_argument("--models", nargs="+", required=True, metavar="NAME=PATH", help="local models, as fit's")
+    parser.add_argument("--data", type=Path, required=True, help="requests, as fit's; labels are not needed")
+    parser.add_argument("--task", choices=TASKS, default=TASKS[0], help=f"({TASKS[0]})")
+    parser.add_argument("--batches", nargs="+", type=int, metavar="B", help="requests of a batch (1 2 4 8 16)")
+    parser.add_argument("--repeats", type=int, help="of each batch size, of which the median counts (5)")
+    parser.add_argument("--max-tokens", type=int, default=1, help="generation: tokens of an answer (1)")
+    _policies(parser)
+    _device(parser)
+    parser.add_argument("-o", "--out", type=Path, required=True, help="JSON file of profiles to write")
+    parser.set_defaults(run=_profile)
 
 
 def _add_plan(parts) -> None:
@@ -164,14 +207,34 @@ def _search(args) -> dict:
 def _run(args) -> dict:
     from tqdm import tqdm
 
+    from flexhybrid.cascade.serving.ray_serve import ServeOptions
     from flexhybrid.cascade.serving.run import CascadeRunOptions, describe_run, run
     from flexhybrid.jobs.options import options_from
 
     with tqdm(desc="cascade", unit="request", file=sys.stderr, disable=args.json or None, leave=False) as bar:
-        options = options_from(CascadeRunOptions, args, on_progress=bar.update)
+        options = options_from(
+            CascadeRunOptions, args, serving=options_from(ServeOptions, args), on_progress=bar.update
+        )
         result = run(options, say=functools.partial(print, file=sys.stderr))
-    if not args.json and options.input:
+    if not args.json:
         print(describe_run(result))
+    return result
+
+
+def _profile(args) -> dict:
+    from flexhybrid.cascade.profiling import ProfileOptions, describe_profile, run_profile
+    from flexhybrid.jobs.options import options_from
+
+    result = run_profile(options_from(ProfileOptions, args), say=functools.partial(print, file=sys.stderr))
+    args.show(describe_profile(result))
+    return result
+
+
+def _stop(args) -> dict:
+    from flexhybrid.cascade.serving.ray_serve import stop
+
+    result = stop(args.name, functools.partial(print, file=sys.stderr))
+    args.show(f"ended: {result['ended']}")
     return result
 
 
@@ -247,4 +310,4 @@ def _power(args):
 
 
 #: The commands of the group: each adds its parser, with ``run`` set to a function of the arguments that returns a dict.
-PARTS = (_add_fit, _add_search, _add_run, _add_plan, _add_simulate)
+PARTS = (_add_fit, _add_search, _add_run, _add_stop, _add_profile, _add_plan, _add_simulate)

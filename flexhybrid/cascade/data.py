@@ -73,10 +73,15 @@ def read_logits(path: Path) -> ModelOutputs:
 def read_requests(path: Path, task: str) -> tuple[list | np.ndarray, list | np.ndarray | None]:
     """Read (requests, labels or None).
 
-    Generation: lines {"prompt": …, "answer": …} (.jsonl) or a prompt a line (.txt). Else arrays x [N, …] and labels.
+    Generation: lines {"prompt": …, "answer": …} (.jsonl) or a prompt a line (.txt). Else arrays x [N, …] and labels, or
+    for encoders lines {"text": …, "label": …} (.jsonl), a pair of texts where a request has two, and two labels of an
+    extraction: the tokens where its answer begins and ends.
     """
     if task == "generation":
-        return _read_prompts(path)
+        return _read_lines(path, task, "answer")
+    if path.suffix == ".jsonl":
+        requests, labels = _read_lines(path, task, "label")
+        return requests, None if labels is None else _whole_numbers(path, labels)
     arrays = read_arrays(path)
     requests = _field(path, arrays, "x", "requests")
     if not requests.ndim or not len(requests):
@@ -89,32 +94,41 @@ def read_requests(path: Path, task: str) -> tuple[list | np.ndarray, list | np.n
     return requests, labels
 
 
-def _read_prompts(path: Path) -> tuple[list, list | None]:
+def _whole_numbers(path: Path, labels: list) -> np.ndarray:
+    """Return labels, or lists of them, as an array [N, S]."""
+    rows = [label if isinstance(label, list) else [label] for label in labels]
+    if len({*map(len, rows)}) > 1 or not rows[0] or {type(number) for row in rows for number in row} != {int}:
+        raise InputError(f'{path}: every "label" must be a whole number, or every one a list of as many')
+    return np.array(rows, dtype=np.int64)
+
+
+def _read_lines(path: Path, task: str, label: str) -> tuple[list, list | None]:
+    """Read lines of JSON with a request each and, all or none of them, a field ``label``; .txt has a request a line."""
     with file_errors(f"read {path}"):
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise InputError(f"{path} has no requests")
     if path.suffix != ".jsonl":
         return lines, None
-    prompts, answers = [], []
+    requests, labels = [], []
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
         except ValueError:
             raise InputError(f"{path}, request {number}: not JSON") from None
         try:
-            prompts.append(request_of(record, "generation"))
+            requests.append(request_of(record, task))
         except InputError as error:
             raise InputError(f"{path}, request {number}: {error}") from None
-        answers.append(record.get("answer"))
-    missing = sum(answer is None for answer in answers)
-    if 0 < missing < len(answers):
-        raise InputError(f'{path}: "answer" is missing in {missing} of {len(answers)} requests')
-    return prompts, None if missing else answers
+        labels.append(record.get(label))
+    missing = sum(one is None for one in labels)
+    if 0 < missing < len(labels):
+        raise InputError(f'{path}: "{label}" is missing in {missing} of {len(labels)} requests')
+    return requests, None if missing else labels
 
 
 def request_of(record: object, task: str, x_dtype: str | None = None) -> str | list[int] | np.ndarray:
-    """Return the request of a JSON object: its "prompt" for generation, else its "x" as an array.
+    """Return the request of a JSON object: its "prompt" for generation, else its "text", or its "x" as an array.
 
     The array has the type ``x_dtype``; without one whole numbers stay whole (int64) and others become float32. Raises
     InputError for another object, and for numbers that the type cannot hold.
@@ -124,6 +138,11 @@ def request_of(record: object, task: str, x_dtype: str | None = None) -> str | l
         if isinstance(prompt, str) or isinstance(prompt, list) and prompt and {*map(type, prompt)} == {int}:
             return prompt
         raise InputError('it needs a "prompt", a text or a list of token ids')
+    if isinstance(record, dict) and "text" in record:
+        text = record["text"]
+        if isinstance(text, str) or isinstance(text, list) and [*map(type, text)] == [str, str]:
+            return text
+        raise InputError('its "text" must be a text, or a list of two')
     try:
         numbers = np.array(record["x"] if isinstance(record, dict) else None)
         kind = numbers.dtype.kind
@@ -162,6 +181,9 @@ def scored(name: str, prediction: ModelOutputs, labels: np.ndarray, task: str, t
         if ((labels < 0) | (labels >= num_classes)).any():
             wrong = int(np.flatnonzero(((labels < 0) | (labels >= num_classes)).any(axis=1))[0])
             raise InputError(f"label of request {wrong} is {labels[wrong].tolist()}; {name} has {num_classes} classes")
+        if (outside := np.isneginf(np.take_along_axis(logits, labels[..., None], axis=-1)).any(axis=(1, 2))).any():
+            wrong = int(np.flatnonzero(outside)[0])
+            raise InputError(f"label of request {wrong} is {labels[wrong].tolist()}, which {name} holds impossible")
         return Scored(logits, labels, counted)
     order = np.argsort(-logits, axis=-1, kind="stable")[..., : top_k or num_classes]
     classes = prediction.classes

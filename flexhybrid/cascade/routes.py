@@ -40,6 +40,7 @@ class CascadeModel:
     seconds: float | None = None
     money: float | None = None
     source: str | None = None
+    energy_source: str | None = None  #: where energy_j is from: "measured: …" or "stated: …"
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
@@ -48,8 +49,9 @@ class CascadeModel:
         for cost in COSTS:
             if getattr(self, cost) is not None:
                 _check_number(f"{cost} of {self.name}", getattr(self, cost), above=0.0)
-        if self.source is not None and not isinstance(self.source, str):
-            raise InputError(f"source of {self.name} must be text or null, not {self.source!r}")
+        for field, value in (("source", self.source), ("energy_source", self.energy_source)):
+            if value is not None and not isinstance(value, str):
+                raise InputError(f"{field} of {self.name} must be text or null, not {value!r}")
 
 
 @dataclass(frozen=True)

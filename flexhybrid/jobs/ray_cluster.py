@@ -97,6 +97,19 @@ def _listening(asked: str | None) -> str:
     return address
 
 
+def check_stays(what: str) -> None:
+    """Raise InputError unless there is a cluster that is there after this process: ``what`` needs one."""
+    try:
+        import ray
+    except ImportError:
+        return  # ``cluster`` says so
+    try:
+        if not ray.is_initialized():
+            _listening(os.environ.get("RAY_ADDRESS"))
+    except ConnectionError as error:
+        raise InputError(f"{what} needs a cluster that stays (`ray start --head` begins one): {error}") from None
+
+
 def _own_clusters(processes: Path = Path("/proc")) -> set[str]:
     """Return the addresses of the clusters that have a node here by a process of this user."""
     addresses = set()

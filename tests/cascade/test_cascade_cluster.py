@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
-import types
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,7 @@ from flexhybrid import cli
 from flexhybrid.cascade.cluster import simulation as cluster
 from flexhybrid.cascade.cluster.arrivals import poisson, read_trace
 from flexhybrid.cascade.cluster.deployment import deploy, place
-from flexhybrid.cascade.cluster.energy import Meter, PowerModel
+from flexhybrid.cascade.cluster.energy import PowerModel
 from flexhybrid.cascade.cluster.profiles import flow_of, offloaded_lines, read_profiles
 from flexhybrid.cascade.cluster.served import BatchLine, Flow, ServedModel, chain, direct, even_cluster
 from flexhybrid.cascade.placement.search import plan
@@ -266,37 +264,8 @@ def test_a_broken_profile_names_model_and_field(tmp_path, record, says):
         read_profiles(path, ["a"])
 
 
-# ---- energy
-
-
-def test_without_a_meter_energy_is_a_model_and_says_so(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # an import of it fails
-    with Meter(POWER, num_gpus=2) as meter:
-        meter.busy_s = 0.0
-    assert not meter.measured and "not measured" in meter.source and "of a test" in meter.source
+def test_a_stated_power_is_idle_and_busy_time_by_their_watts():
     assert POWER.joules(10.0, 4.0) == 10 * 10 + 60 * 4
-
-
-def test_nvml_is_read_over_time_and_integrated(monkeypatch):
-    """A stand-in for pynvml with two boards of 100 and 50 W."""
-    fake = types.SimpleNamespace(
-        NVMLError=RuntimeError, nvmlInit=lambda: None, nvmlShutdown=lambda: None, nvmlDeviceGetCount=lambda: 2,
-        nvmlDeviceGetHandleByIndex=lambda i: i, nvmlDeviceGetPowerUsage=lambda i: (100_000, 50_000)[i],
-    )  # fmt: skip
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    with Meter(POWER, interval_s=0.005) as meter:
-        while len(meter.samples) < 4:
-            pass
-    span = meter.samples[-1][0] - meter.samples[0][0]
-    assert meter.measured and meter.joules == pytest.approx(150.0 * span) and "NVML, 2 GPUs" in meter.source
-
-    def refuse():
-        raise fake.NVMLError
-
-    fake.nvmlInit = refuse  # a machine without a driver
-    with Meter(POWER) as meter:
-        pass
-    assert not meter.measured
 
 
 def test_the_page_about_clusters_works_as_written(tmp_path, monkeypatch, capsys):

@@ -6,6 +6,7 @@ import json
 import pickle
 from pathlib import Path
 
+import forced_machine
 import numpy as np
 import pandas as pd
 import pytest
@@ -426,6 +427,46 @@ def test_language_models_from_fit_to_run(cpu_dtype, tmp_path, capsys):
     assert cli.main([*run, "a=hybrid(0.5)", "b=kv_only"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["models"][0]["answered"] == result["num_requests"] == 40  # the same model: the first answers all
+    assert result["tokens"] == 40  # one each
+
+
+def test_the_largest_model_may_be_offloaded(tmp_path, monkeypatch, capsys):
+    """Its weights and caches lie on the host, as profile sees; what goes on to it is what transformers would say."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.setenv(forced_machine.FASTER_DTYPE, "float32")
+    folder = shipped.CHECKPOINT
+    (tmp_path / "in.txt").write_text("\n".join(["import sys", "class Name:", "for i in range(3):", "def main(argv):"]))
+    given = ["--policies", "small=resident", "large=offloaded", "--device", "cpu", "--max-tokens", "4"]
+    models = [f"small={folder}", f"large={folder}"]
+    profile = [
+        "cascade",
+        "profile",
+        "--task",
+        "generation",
+        "--data",
+        f"{tmp_path}/in.txt",
+        "--models",
+        *models,
+        *given,
+    ]
+    assert cli.main([*profile, "--batches", "1", "4", "--repeats", "1", "-o", f"{tmp_path}/profiles.json"]) == 0
+    profiles = json.loads((tmp_path / "profiles.json").read_text())["models"]
+    for (_, resident), (_, offloaded) in zip(*(profiles[name]["memory_bytes"] for name in ("small", "large"))):
+        assert offloaded < 0.8 * resident
+    cascade = Cascade((CascadeModel("small"), CascadeModel("large")), (1.0,), task="generation", top_k=10)
+    cascade.save(tmp_path / "cascade.json")
+    run = ["cascade", "run", "--cascade", f"{tmp_path}/cascade.json", "-i", f"{tmp_path}/in.txt", "--models", *models]
+    assert cli.main([*run, "-o", f"{tmp_path}/out.jsonl", *given]) == 0
+    told = capsys.readouterr().out
+    assert " tokens, energy " in told
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    for prompt, line in zip((tmp_path / "in.txt").read_text().splitlines(), lines, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        done = model.float().generate(ids, max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
+        assert (line["model"], line["visited"]) == ("large", ["small", "large"])
+        assert line["output"] == tokenizer.decode(done, skip_special_tokens=True) and line["tokens"] == len(done)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ FLOORS = {
     # Reads models' outputs: torch only inside the functions that run a model.
     "flexhybrid.cascade": Floor(
         names("flexhybrid.cascade flexhybrid.core sim policy_search numpy scipy tqdm"),
-        lazily=names("flexhybrid flexhybrid.runtime torch pandas pyarrow pulp pynvml ray starlette"),
+        lazily=names("flexhybrid flexhybrid.runtime torch transformers pandas pyarrow pulp pynvml ray starlette"),
         must_not_load=("torch", "transformers", "pandas", "pulp", "ray", "flexhybrid.runtime"),
     ),
     # The doors (DOORS below) load nothing heavy; what they open lazily may.

@@ -377,15 +377,16 @@ def test_a_cascade_answers_on_ray_as_it_does_here_and_loses_nothing_when_a_repli
     np.savez(tmp_path / "data.npz", x=x, labels=x[:, 0].astype(int) + 1)
     models = CascadeModel("small", source="cascade_toys:Small"), CascadeModel("large", source="cascade_toys:Large")
     Cascade(models, (0.9,)).save(tmp_path / "cascade.json")
-    sizes = {"small": 2, "large": 1}
-    planned = [{"name": name, "replicas": n, "partitions": 1, "batch": 8, "gpus": []} for name, n in sizes.items()]
-    (tmp_path / "plan.json").write_text(json.dumps({"models": planned, "gpus": []}))
+    sizes = {"small": [["one"], ["two"]], "large": [["two"]]}
+    planned = [{"name": name, "partitions": 1, "batch": 8, "gpus": gpus} for name, gpus in sizes.items()]
+    gpus = [{"name": name, "host": "here"} for name in ("one", "two")]
+    (tmp_path / "plan.json").write_text(json.dumps({"models": planned, "gpus": gpus}))
     command = ["cascade", "run", "--cascade", f"{tmp_path}/cascade.json", "-i", f"{tmp_path}/data.npz", "--json", "-o"]
     port, killed, over_http = free_port(), [], []
 
     def ask(i: int) -> tuple[int, dict]:
         if i == 20:
-            killed.extend(sorted(workers("ServeReplica:cascade:small"))[:1])
+            killed.extend(sorted(workers("ServeReplica:cascade:one"))[:1])
             os.kill(killed[0], signal.SIGKILL)
         return post(port, {"x": x[i].tolist()})
 
@@ -402,7 +403,7 @@ def test_a_cascade_answers_on_ray_as_it_does_here_and_loses_nothing_when_a_repli
     for name, more in (("here", []), ("ray", on_ray)):
         assert cli.main([*command, f"{tmp_path}/{name}.jsonl", *more]) == 0
         told = capsys.readouterr().out.splitlines()[-1]  # Ray outlives the command here, and may say something late
-        records.append(json.loads(told) | {"path": None})
+        records.append(json.loads(told) | dict.fromkeys(("path", "joules", "joules_per_request", "energy_source")))
         answers.append([json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()])
     here, in_bulk = answers
     assert killed and records[0] == records[1]

@@ -109,7 +109,7 @@ def test_digits_are_split_without_overlap_and_training_repeats(tmp_path):
     first, again = (digits.train("cnn-xs", data["training"], seed=5, epochs=1) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters()))
     digits.export(first, tmp_path / "x.pt2")
-    from flexhybrid.cascade.models import TorchModel
+    from flexhybrid.cascade.torch_models import TorchModel
 
     x = data["held out"].x[:7]
     found = TorchModel("x", str(tmp_path / "x.pt2")).predict(x.numpy())

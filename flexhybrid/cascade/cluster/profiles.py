@@ -7,6 +7,9 @@
 A model is profiled ([batch, seconds] and [batch, bytes] pairs, through which lines are fitted), or ``offloaded``: its
 weights and cache lie on the host, and the virtual clock predicts its batches' seconds, with the link to itself. The
 host memory that each replica also needs is not in the plan.
+
+``flexhybrid cascade profile`` measures models and writes the file (``profiling``). What it saw beside (``BESIDE``) is
+for people: nothing here computes with it.
 """
 
 from collections.abc import Sequence
@@ -25,6 +28,7 @@ from sim import catalogue
 VERSION = 1
 NUMBERS = ("output_bytes", "hidden_bytes")
 COUNTS = ("max_batch", "max_partitions")
+BESIDE = ("utilisation", "energy_j", "measured")  #: by ``flexhybrid cascade profile``
 OFFLOADED = {"model": str, "hardware": str, "prompt_len": int, "gen_len": int}
 OPTIONAL = ("system", "batches", "clock", "dtype")  #: of offloaded_lines
 
@@ -72,7 +76,7 @@ def read_profiles(path: str | Path, names: Sequence[str]) -> tuple[ServedModel, 
 def _model(name: str, record: object) -> ServedModel:
     if not isinstance(record, dict):
         raise InputError(f"it must be a JSON object, not {record!r}")
-    known = ("seconds", "memory_bytes", "offloaded", *NUMBERS, *COUNTS)
+    known = ("seconds", "memory_bytes", "offloaded", *NUMBERS, *COUNTS, *BESIDE)
     if strange := [key for key in record if key not in known]:
         raise unknown("field", strange[0], known)
     if "offloaded" in record:

@@ -28,6 +28,7 @@ class Answer:
     model: str | None = None  #: the model that answered; None: none could
     confidence: float | None = None
     is_fallback: bool = False  #: below that model's threshold, but all larger models failed
+    tokens: int = 0  #: or slots, that the answer has
     visited: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  #: model -> reason
 
@@ -41,6 +42,7 @@ class Judgement(NamedTuple):
     outputs: list  #: [N]
     sure: np.ndarray  #: [N] NaN where it failed
     reasons: list[str | None]  #: [N] of the failures
+    tokens: list[int]  #: [N] of each output
 
 
 def serve(
@@ -68,26 +70,28 @@ def judge(cascade: Cascade, i: int, model: Model, requests: Sequence | np.ndarra
         sure = confidence(top_k_logits(outputs.logits, cascade.top_k), outputs.counted, cascade.models[i].temperature)
     except Exception as error:  # any that a black box raises, or that its logits cause
         if len(requests) == 1:
-            return Judgement([None], np.array([np.nan]), [f"{type(error).__name__}: {first_line(error)}"])
+            return Judgement([None], np.array([np.nan]), [f"{type(error).__name__}: {first_line(error)}"], [0])
         singles = [judge(cascade, i, model, requests[j : j + 1]) for j in range(len(requests))]
         return Judgement(
             [output for single in singles for output in single.outputs],
             np.concatenate([single.sure for single in singles]),
             [reason for single in singles for reason in single.reasons],
+            [count for single in singles for count in single.tokens],
         )
-    return Judgement(outputs.outputs, sure, ["logits that are no numbers" if bad else None for bad in np.isnan(sure)])
+    reasons = ["logits that are no numbers" if bad else None for bad in np.isnan(sure)]
+    return Judgement(outputs.outputs, sure, reasons, outputs.counted.sum(axis=1).tolist())
 
 
 def note(cascade: Cascade, i: int, answers: list[Answer], judgement: Judgement) -> np.ndarray:
     """Record model i's judgement; return the model at which each request waits next (len(models): none)."""
     name, end = cascade.names[i], len(cascade.models)
     to = cascade.next_model(i, judgement.sure)
-    for j, (answer, output, sure, reason) in enumerate(zip(answers, *judgement, strict=True)):
+    for j, (answer, output, sure, reason, tokens) in enumerate(zip(answers, *judgement, strict=True)):
         answer.visited.append(name)
         if np.isnan(sure):
             answer.failed[name] = reason or "no reason"
             to[j] = i + 1
         elif to[j] == ANSWERED or answer.confidence is None or sure > answer.confidence:
-            answer.output, answer.model, answer.confidence = output, name, float(sure)
+            answer.output, answer.model, answer.confidence, answer.tokens = output, name, float(sure), tokens
             answer.is_fallback = bool(to[j] != ANSWERED)  # until a larger model answers
     return np.where(to == ANSWERED, end, to)

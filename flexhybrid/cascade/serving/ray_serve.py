@@ -1,14 +1,12 @@
-"""``flexhybrid cascade run --engine ray``: a deployment of Ray Serve for each model, and a router before them.
+"""``flexhybrid cascade run --engine ray``: a cascade as an application of Ray Serve.
 
-    HTTP, or a file ──▶ router ──▶ replica of model i ──▶ router ──▶ answer, or a replica of a larger model
+    HTTP, or a file ──▶ router ──▶ process with model i ──▶ router ──▶ answer, or a process with a larger model
 
-A replica holds a model, computes requests in batches, and returns each request's output and confidence; logits stay in
-the replica. No request is lost with a replica that dies: the router asks another one. If the router itself dies, a
-file's requests are sent again; HTTP requests under way get Ray Serve's status 500.
+Where all models are in one process (``processes``), the router is in it too. No request of a file is lost with a
+process that dies: another one, or its successor, is asked. If the router dies, a file's requests are sent again; HTTP
+requests under way get Ray Serve's status 500.
 """
 
-import asyncio
-import math
 import os
 import re
 import socket
@@ -21,163 +19,142 @@ from pathlib import Path
 
 import numpy as np
 
-from flexhybrid.cascade.data import request_of
-from flexhybrid.cascade.models import Model, first_line
-from flexhybrid.cascade.routes import Cascade, read_json
-from flexhybrid.cascade.serving.answers import BATCH, Answer, Judgement, judge, note
-from flexhybrid.core.errors import InputError
+from flexhybrid.cascade.routes import Cascade
+from flexhybrid.cascade.serving.answers import Answer
+from flexhybrid.cascade.serving.processes import Process, actor_options, processes_of
+from flexhybrid.cascade.serving.router import ASK_AGAIN, Limits, Load, LocalRouter, RemoteRouter, Worker
+from flexhybrid.core.errors import InputError, check
 
-APPLICATION, ROUTER = "cascade", "router"
+ROUTER = "router"
 HOST = "127.0.0.1"  #: the endpoint serves this machine alone: it has no access control
-BATCH_WAIT_S = 0.002  #: for which a replica waits for a batch to fill
-ASK_AGAIN = 8  #: replicas that may die during a request before it goes on to the next larger model
 LOADS = 2  #: attempts to load a model before the deployment fails
 START_S = 120  #: until which Ray Serve's HTTP endpoint must be up
-HEALTH_S = 2.0  #: between two health checks of a replica, and for which one that ends may finish
-
-#: Returns a model, in the process that will hold it.
-Load = Callable[[], Model]
-#: A model's output, its confidence (NaN where it failed), and the reason of a failure.
-ModelAnswer = tuple[object, float, str | None]
+HEALTH_S = 2.0  #: between two health checks of a process, and for which one that ends may finish
+FILE_REQUESTS = 10_000  #: of a file that the router may have at a time
 
 
 @dataclass(frozen=True)
-class Size:
-    """How a model is deployed."""
+class ServeOptions:
+    """How a cascade is served on Ray."""
 
-    replicas: int = 1
-    batch: int = BATCH
-    gpu_share: float | None = None  #: of a GPU, a replica, where the cluster has any; None: shared out evenly
+    plan: Path | None = None  #: the file of `flexhybrid cascade plan`; None: no plan
+    isolate: bool = False  #: a process for each model
+    device: str = "auto"  #: "cpu": no GPUs
+    port: int = 8000  #: of the HTTP endpoint
+    name: str = "cascade"  #: of the application
+    route: str = "/"  #: under which the endpoint has it
+    timeout_s: float = Limits.timeout_s
+    queue: int = Limits.queue
+    detach: bool = False  #: it stays when the command has ended
 
-
-def sizes_of(cascade: Cascade, plan: Path | None) -> list[Size]:
-    """Return each model's replicas, batch and GPU share by a file of ``flexhybrid cascade plan``; else a replica each.
-
-    A model that the plan leaves out, since no request should visit it, has one replica: requests of models that fail
-    go to it. Raises InputError for a plan of other models, or one with partitions, which no executor here runs.
-    """
-    if plan is None:
-        return [Size() for _ in cascade.models]
-    record = read_json(plan)
-    try:
-        planned = {model["name"]: model for model in record["models"]}
-        sharers = {gpu["name"]: len(gpu["holds"]) for gpu in record["gpus"]}
-        return [_size(planned[name], sharers) for name in cascade.names]
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{plan} is no plan of the cascade {', '.join(cascade.names)}: {error} is missing") from None
+    def __post_init__(self):
+        check("--timeout-s", self.timeout_s, 0 < self.timeout_s < float("inf"), "a number of seconds above 0")
+        check("--queue", self.queue, self.queue >= 1, "a whole number >= 1")
+        check("--route", self.route, self.route.startswith("/"), "a path that begins with /")
 
 
-def _size(planned: dict, sharers: dict[str, int]) -> Size:
-    if planned["partitions"] > 1:
-        raise InputError(
-            f"model {planned['name']} is planned in {planned['partitions']} partitions, and a replica here is one "
-            "executor: plan it in one partition, with its weights offloaded"
-        )
-    crowd = max((sharers[gpu] for replica in planned["gpus"] for gpu in replica), default=1)
-    return Size(max(1, planned["replicas"]), max(1, planned["batch"]), 1 / crowd)
+@dataclass(frozen=True)
+class Serving:
+    """A cascade at work."""
 
-
-class Replica:
-    """A model and its judgement; requests that come at about the same time are computed together."""
-
-    def __init__(self, cascade: Cascade, place: int, load: Load, batch: int):
-        from ray import serve
-
-        self.cascade, self.place, self.model = cascade, place, load()
-
-        @serve.batch(max_batch_size=batch, batch_wait_timeout_s=BATCH_WAIT_S)
-        async def together(requests: list) -> list[ModelAnswer]:
-            # on a thread, so that the replica still answers its controller
-            judgement = await asyncio.to_thread(judge, self.cascade, self.place, self.model, _stacked(requests))
-            return list(zip(judgement.outputs, judgement.sure.tolist(), judgement.reasons, strict=True))
-
-        self._together = together
-
-    async def ask(self, request) -> ModelAnswer:
-        return await self._together(request)
-
-
-def _stacked(requests: list) -> list | np.ndarray:
-    """Stack arrays of one shape; of several shapes, each request is judged alone, and the model may refuse it."""
-    shapes = {request.shape if isinstance(request, np.ndarray) else None for request in requests}
-    return requests if len(shapes) > 1 or None in shapes else np.stack(requests)
-
-
-class Router:
-    """Sends each request from model to model until one is sure. ``asks`` [models]: asks a replica of a model."""
-
-    def __init__(self, cascade: Cascade, *handles):
-        self.cascade = cascade
-        self.asks = [handle.ask.remote for handle in handles]
-
-    async def answer(self, request, index: int) -> Answer:
-        """Answer a request; ``index`` is its place in the file."""
-        answer, i = Answer(index), 0
-        while i < len(self.asks):
-            output, sure, reason = await self._ask(i, request)
-            i = int(note(self.cascade, i, [answer], Judgement([output], np.array([sure]), [reason]))[0])
-        return answer
-
-    async def _ask(self, i: int, request) -> ModelAnswer:
-        from ray.exceptions import RayActorError, RayError
-
-        for _ in range(ASK_AGAIN):
-            try:
-                return await self.asks[i](request)
-            except RayActorError:  # its replica died: another one is asked
-                await asyncio.sleep(BATCH_WAIT_S)
-            except RayError as error:
-                return None, math.nan, f"{type(error).__name__}: {first_line(error)}"
-        return None, math.nan, f"{ASK_AGAIN} of its replicas died of it"
-
-    async def __call__(self, http):
-        """Answer a POST of {"x": …}, or for generation {"prompt": …}, with the Answer as JSON (``request_of``).
-
-        The status is 503 where no model could answer, and 400 for a body that is no request.
-        """
-        from starlette.responses import JSONResponse
-
-        try:
-            request = request_of(await http.json(), self.cascade.task, self.cascade.x_dtype)
-        except ValueError as error:  # InputError, or no JSON
-            return JSONResponse({"error": f"the body is no request: {error}"}, status_code=400)
-        answer = await self.answer(request, 0)
-        return JSONResponse(answer.__dict__, status_code=503 if answer.model is None else 200)
+    #: Takes requests and the index of the first, returns their answers.
+    answer: Callable[[Sequence | np.ndarray, int], list[Answer]]
+    #: Returns the joules that its machines took since it is at work, or None, and by what they were measured.
+    energy: Callable[[], tuple[float | None, str]]
+    #: Returns what was counted (``Counts.record``), where requests may come from elsewhere too.
+    status: Callable[[], dict] | None = None
+    url: str | None = None
 
 
 @contextmanager
 def deployed(
-    cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size], port: int, say: Callable[[str], None]
-) -> Iterator[Callable[[Sequence | np.ndarray, int], list[Answer]]]:
-    """Serve the cascade at http://HOST:port/; yield a function from (requests, index of the first) to their answers.
+    cascade: Cascade, loads: Sequence[Load], options: ServeOptions, say: Callable[[str], None]
+) -> Iterator[Serving]:
+    """Serve the cascade at http://HOST:port/route; other applications of the cluster are left alone.
 
-    Raises InputError where Ray is not installed or serves another application, the port is taken, the cluster cannot
-    hold the replicas, or a model cannot be loaded.
+    Raises InputError where Ray is not installed, an application of this name or route is served already, the port is
+    taken, the cluster cannot hold the processes, or a model cannot be loaded.
     """
-    from flexhybrid.jobs.ray_cluster import cluster
+    from flexhybrid.jobs.ray_cluster import check_stays, cluster
 
+    processes = processes_of(cascade, options.plan, options.isolate)
+    if options.detach:
+        check_stays("--detach")
+    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(START_S))  # 5 s: too short on a busy machine
+    with redirect_stdout(sys.stderr), cluster(say) as ray:  # Ray prints its processes' output; stdout is for the result
+        from ray import serve
+        from ray.serve.exceptions import RayServeException
+
+        status = serve.status()
+        was_served = bool(status.proxies)
+        if options.name in status.applications:
+            raise InputError(
+                f"an application {options.name!r} is served on this cluster already: give another --name, or end it "
+                f"with `flexhybrid cascade stop --name {options.name}`"
+            )
+        port = _port_of_serve() if was_served else options.port
+        if not was_served:
+            _check_free(port)
+        application = _application(cascade, loads, processes, options, ray)
+        stays = False
+        try:
+            _start(serve, port)
+            try:
+                handle = serve.run(application, name=options.name, route_prefix=options.route)
+            except (RuntimeError, ValueError, RayServeException, ray.exceptions.RayError) as error:
+                raise InputError(f"Ray Serve could not deploy the cascade: {_cause(error)}") from error
+            url = f"http://{HOST}:{port}{options.route}"
+            say(f"cascade    {url}, {len(cascade.models)} models in {len(processes)} processes")
+            yield Serving(
+                answer=lambda requests, first: _answer_all(handle, requests, first),
+                energy=lambda: _energy(handle),
+                status=lambda: handle.status.remote().result(),
+                url=url,
+            )
+            stays = options.detach
+        finally:
+            if not stays:
+                _end(serve, options.name, was_served)
+
+
+def stop(name: str, say: Callable[[str], None]) -> dict:
+    """End an application that was detached; InputError where there is none of this name."""
+    from flexhybrid.jobs.ray_cluster import check_stays, cluster
+
+    check_stays("cascade stop")
+    with redirect_stdout(sys.stderr), cluster(say):
+        from ray import serve
+
+        served = sorted(serve.status().applications)
+        if name not in served:
+            raise InputError(f"no application {name!r} is served on this cluster; it has {', '.join(served) or 'none'}")
+        serve.delete(name)
+    return {"ended": name}
+
+
+def _end(serve, name: str, was_served: bool) -> None:
+    """End the application, and Serve with it where it began with it and has no other."""
+    if name in serve.status().applications:
+        serve.delete(name)
+    if not was_served and not serve.status().applications:
+        serve.shutdown()
+
+
+def _check_free(port: int) -> None:
     try:
         socket.create_server((HOST, port)).close()
     except (OSError, OverflowError) as error:
         raise InputError(f"--port {port}: {error}") from None
-    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(START_S))  # 5 s: too short on a busy machine
-    with redirect_stdout(sys.stderr), cluster(say) as ray:  # Ray prints its processes' output; stdout is for the result
-        from ray import serve
 
-        if serve.status().proxies:  # to shut Serve down ends all of its applications
-            raise InputError("Ray Serve is at work on this cluster already: end it first, with `serve shutdown`")
-        router = _application(cascade, loads, sizes, ray)
-        try:
-            _start(serve, port)
-            try:
-                handle = serve.run(router, name=APPLICATION, route_prefix="/")
-            except RuntimeError as error:
-                raise InputError(f"Ray Serve could not deploy the cascade: {_cause(error)}") from error
-            num = sum(size.replicas for size in sizes)
-            say(f"cascade    http://{HOST}:{port}/, {num} replicas of {len(sizes)} models")
-            yield lambda requests, first: _answer_all(handle, requests, first)
-        finally:
-            serve.shutdown()
+
+def _port_of_serve() -> int:
+    """Return the port of the endpoint that the cluster has; it cannot be changed while Serve is at work."""
+    from ray.serve.context import _get_global_client  # Serve has no public name for it
+
+    client = _get_global_client()
+    if client is None:
+        raise InputError("Ray Serve is ending on this cluster: try again")
+    return client.http_config.port
 
 
 def _start(serve, port: int) -> None:
@@ -193,8 +170,8 @@ def _start(serve, port: int) -> None:
         time.sleep(0.2)
 
 
-def _application(cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size], ray):
-    """Return the router with a deployment of each model behind it, ready for ``serve.run``."""
+def _application(cascade: Cascade, loads: Sequence[Load], processes: Sequence[Process], options: ServeOptions, ray):
+    """Return the router with a deployment of each process behind it, ready for ``serve.run``."""
     from ray import serve
 
     from flexhybrid.jobs.ray_cluster import ENVIRONMENT
@@ -203,49 +180,59 @@ def _application(cascade: Cascade, loads: Sequence[Load], sizes: Sequence[Size],
     own_folders = [folder or os.getcwd() for folder in sys.path if not folder.startswith(installed)]
     environment = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(own_folders)}
     free = ray.available_resources()
-    if cascade.task != "generation":
-        free.pop("GPU", None)  # torch modules compute on the CPU
-    cpus, shares = shared_out(sizes, free)
-    handles = []
-    for place, (name, load, size) in enumerate(zip(cascade.names, loads, sizes, strict=True)):
-        options = {"num_cpus": cpus, "num_gpus": shares[place], "runtime_env": {"env_vars": environment}}
-        replica = serve.deployment(Replica).options(
-            name=name,
-            num_replicas=size.replicas,
-            ray_actor_options=options,
-            health_check_period_s=HEALTH_S,
-            max_ongoing_requests=2 * size.batch,
-            graceful_shutdown_timeout_s=HEALTH_S,
-            max_constructor_retry_count=LOADS,
+    if options.device == "cpu":
+        free.pop("GPU", None)
+    limits = Limits(options.timeout_s, options.queue)
+    routing = {"max_ongoing_requests": FILE_REQUESTS + options.queue, "max_queued_requests": FILE_REQUESTS}
+    shared = {
+        "health_check_period_s": HEALTH_S,
+        "graceful_shutdown_timeout_s": HEALTH_S,
+        "max_constructor_retry_count": LOADS,
+    }
+    bound = []
+    for process, given in zip(processes, actor_options(processes, free, _machines(ray)), strict=True):
+        # "auto" of a model is then the GPU that Ray gives, and without one the CPU
+        blind = {} if given["num_gpus"] else {"CUDA_VISIBLE_DEVICES": ""}
+        actor = {**given, "runtime_env": {"env_vars": {**environment, **blind}}}
+        held = {place: loads[place] for place in process.batch}
+        if len(processes) == 1:
+            whole = serve.deployment(LocalRouter).options(name=ROUTER, ray_actor_options=actor, **routing, **shared)
+            return whole.bind(cascade, held, process.batch, limits)
+        most = 2 * sum(process.batch.values())
+        worker = serve.deployment(Worker).options(
+            name=process.name, ray_actor_options=actor, max_ongoing_requests=most, **shared
         )
-        handles.append(replica.bind(cascade, place, load, size.batch))
-    router = serve.deployment(Router).options(
-        name=ROUTER, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=10_000, health_check_period_s=HEALTH_S
+        bound.append(worker.bind(cascade, held, process.batch, options.timeout_s))
+    router = serve.deployment(RemoteRouter).options(
+        name=ROUTER, ray_actor_options={"num_cpus": 0}, health_check_period_s=HEALTH_S, **routing
     )
-    return router.bind(cascade, *handles)
+    return router.bind(cascade, [list(process.batch) for process in processes], limits, *bound)
 
 
-def shared_out(sizes: Sequence[Size], free: dict[str, float]) -> tuple[float, list[float]]:
-    """Return (CPUs of each replica, GPU share of a replica of each model), out of the cluster's ``free`` resources.
-
-    Raises InputError where a plan asks for more GPUs than are free: Serve would wait for ever.
-    """
-    num, gpus = sum(size.replicas for size in sizes), free.get("GPU", 0.0)
-    cpus = min(1.0, math.floor(100 * free.get("CPU", 1.0) / (num + 1)) / 100)
-    if not gpus:
-        return cpus, [0.0] * len(sizes)
-    even = 1 / math.ceil(num / gpus)
-    shares = [even if size.gpu_share is None else size.gpu_share for size in sizes]
-    needed = sum(share * size.replicas for share, size in zip(shares, sizes, strict=True))
-    if needed > gpus + 1e-6:
-        raise InputError(f"the replicas need {needed:.4g} GPUs, and the Ray cluster has {gpus:g} free: plan for those")
-    return cpus, shares
+def _machines(ray) -> dict[str, float]:
+    """Return Ray's resource that names a machine -> its GPUs, of the cluster's machines that have any."""
+    machines = {}
+    for node in ray.nodes():
+        has = node["Resources"]
+        names = [name for name in has if name.startswith("node:") and name != "node:__internal_head__"]
+        if node["Alive"] and names and has.get("GPU"):
+            machines[names[0]] = has["GPU"]
+    return machines
 
 
 def _cause(error: Exception) -> str:
     """Return the line with a failed deployment's reason: the last one of the traceback that Serve passes on."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in reversed(lines) if re.match(r"[\w.]+(Error|Exception): ", line)), lines[0])
+
+
+def _energy(handle) -> tuple[float | None, str]:
+    from ray.exceptions import RayError
+
+    try:
+        return handle.energy.remote().result()
+    except RayError as error:  # answers are not lost for it
+        return None, f"not measured: the router did not say ({type(error).__name__})"
 
 
 def _answer_all(handle, requests: Sequence | np.ndarray, first: int) -> list[Answer]:

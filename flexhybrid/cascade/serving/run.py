@@ -1,22 +1,24 @@
 """``flexhybrid cascade run``: a file of requests through a cascade of local models, or of deployments of Ray Serve.
 
 A chunk of requests goes through the models from small to large (``answers``); each model gets those that reach it.
+The energy is that of answering: loading the models is not in it.
 """
 
 import contextlib
 import functools
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from flexhybrid.cascade.data import read_requests
-from flexhybrid.cascade.models import Model, check_source, load_model, named_path, named_policies
+from flexhybrid.cascade.loading import check_source, load_model, named_path, named_policies
+from flexhybrid.cascade.metering import Meter, describe_energy
+from flexhybrid.cascade.models import Model
 from flexhybrid.cascade.routes import Cascade
-from flexhybrid.cascade.serving.answers import Answer, serve
+from flexhybrid.cascade.serving.answers import serve
+from flexhybrid.cascade.serving.counts import Counts
+from flexhybrid.cascade.serving.ray_serve import ServeOptions, Serving, deployed
 from flexhybrid.core.errors import InputError, file_errors
 
 CHUNK = 1024  #: requests on their way through the models together
@@ -33,8 +35,8 @@ class CascadeRunOptions:
     max_tokens: int = 1
     policies: Sequence[str] = ()  #: NAME=POLICY, of language models
     engine: str = "local"  #: or "ray"
-    plan: Path | None = None  #: Ray: the file of `flexhybrid cascade plan`; None: a replica of each model
-    port: int = 8000  #: Ray: of the endpoint
+    device: str = "auto"
+    serving: ServeOptions = field(default_factory=ServeOptions)  #: Ray
     restart: bool = False  #: over the answers of an earlier run
     on_progress: Callable[[int], object] | None = None
 
@@ -51,27 +53,38 @@ def run(options: CascadeRunOptions, say: Callable[[str], None] = print) -> dict:
         raise InputError(f"{options.output} is there already: name another file, or write over it with --restart")
     cascade = Cascade.load(options.cascade)
     loads = _loads(cascade, options)
-    if options.engine == "ray":
-        from flexhybrid.cascade.serving.ray_serve import deployed, sizes_of
-
-        opened = deployed(cascade, loads, sizes_of(cascade, options.plan), options.port, say)
-    else:
-        opened = _here(cascade, loads)
+    is_ray = options.engine == "ray"
+    opened = deployed(cascade, loads, options.serving, say) if is_ray else _here(cascade, loads)
     if options.input is None or options.output is None:
-        with opened, contextlib.suppress(KeyboardInterrupt):
-            while True:
-                time.sleep(3600)
-        return {"port": options.port}
+        return _serve(opened, options.serving.detach)
+    if options.serving.detach:
+        raise InputError("--detach serves without a file: -i and -o are answered by the command that has them")
     requests, labels = read_requests(options.input, cascade.task)
-    counts = _Counts(cascade)
-    with file_errors(f"write {options.output}"), opened as answer, options.output.open("w", encoding="utf-8") as out:
+    counts = Counts(cascade)
+    with file_errors(f"write {options.output}"), opened as at_work, options.output.open("w", encoding="utf-8") as out:
+        before, _ = at_work.energy()
         for start in range(0, len(requests), CHUNK):
-            answers = answer(requests[start : start + CHUNK], start)
+            answers = at_work.answer(requests[start : start + CHUNK], start)
             out.writelines(line.line() + "\n" for line in answers)
             counts.add(answers, None if labels is None else labels[start : start + CHUNK])
             if options.on_progress:
                 options.on_progress(len(answers))
-    return {"path": str(options.output), **counts.record()}
+        after, source = at_work.energy()
+    joules = None if before is None or after is None else after - before
+    if joules is not None and joules < 0:
+        joules, source = None, "not measured: the process that measured was replaced"
+    return {"path": str(options.output), **counts.record(joules, source)}
+
+
+def _serve(opened: contextlib.AbstractContextManager[Serving], detach: bool) -> dict:
+    """Serve until Ctrl-C, or go and leave the cascade serving; return its address and what it did."""
+    with opened as at_work:
+        if detach or at_work.status is None:
+            return {"url": at_work.url}
+        with contextlib.suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(3600)
+        return {"url": at_work.url, **at_work.status()}
 
 
 def _loads(cascade: Cascade, options: CascadeRunOptions) -> list[Callable[[], Model]]:
@@ -87,83 +100,32 @@ def _loads(cascade: Cascade, options: CascadeRunOptions) -> list[Callable[[], Mo
     policies, loads = named_policies(options.policies, cascade.names, cascade.task), []
     for name, source in sources.items():
         check_source(name, source or "", cascade.task)
-        more = policies.get(name, {})
+        more = {"device": options.device, **policies.get(name, {})}
         load = functools.partial(load_model, name, source, cascade.task, options.max_tokens, cascade.top_k, **more)
         loads.append(load)
     return loads
 
 
-#: Takes requests and the index of the first, returns their answers.
-AnswerAll = Callable[[Sequence | np.ndarray, int], list[Answer]]
-
-
 @contextlib.contextmanager
-def _here(cascade: Cascade, loads: Sequence[Callable[[], Model]]) -> Iterator[AnswerAll]:
+def _here(cascade: Cascade, loads: Sequence[Callable[[], Model]]) -> Iterator[Serving]:
     """Hold the models in this process."""
     with contextlib.ExitStack() as stack:
         models = []
         for load in loads:
             models.append(load())
             stack.callback(models[-1].close)
-        yield functools.partial(serve, cascade, models)
-
-
-class _Counts:
-    """How often each model computed, answered and failed."""
-
-    def __init__(self, cascade: Cascade):
-        self.cascade = cascade
-        self.answered, self.visited, self.failed = Counter(), Counter(), Counter()
-        self.first_failure: dict[str, str] = {}  # reason, by model
-        self.num_requests, self.num_right, self.num_fallbacks = 0, 0, 0
-        self.has_labels = True
-
-    def add(self, answers: list[Answer], labels) -> None:
-        self.num_requests += len(answers)
-        self.has_labels &= labels is not None
-        for i, answer in enumerate(answers):
-            self.answered[answer.model] += 1
-            self.visited.update(answer.visited)
-            self.failed.update(answer.failed.keys())
-            self.first_failure = answer.failed | self.first_failure
-            self.num_fallbacks += answer.is_fallback
-            if labels is not None:
-                self.num_right += _is_right(answer.output, labels[i])
-
-    def record(self) -> dict:
-        cascade, expected = self.cascade, self.cascade.expected
-        counters = {"answered": self.answered, "visited": self.visited, "failed": self.failed}
-        rows = []
-        for name in cascade.names:
-            counts = {key: counter[name] for key, counter in counters.items()}
-            rows.append({"name": name, **counts, "first_failure": self.first_failure.get(name)})
-        cost, share = None, None
-        if all(getattr(model, cascade.cost) is not None for model in cascade.models):  # a run needs no costs
-            cost = sum(row["visited"] * c for row, c in zip(rows, cascade.costs.tolist())) / self.num_requests
-            share = cost / float(cascade.costs[-1])
-        return {
-            "num_requests": self.num_requests,
-            "unanswered": self.answered[None],
-            "fallbacks": self.num_fallbacks,
-            "models": rows,
-            "accuracy": self.num_right / self.num_requests if self.has_labels else None,
-            "expected_accuracy": expected.accuracy if expected else None,
-            "cost": cascade.cost,
-            "cost_per_request": cost,
-            "share_of_largest": share,
-        }
-
-
-def _is_right(output, label) -> bool:
-    """Compare an output with a class, the positions of an extractive answer, or a text."""
-    if isinstance(label, np.ndarray):
-        return output is not None and np.array_equal(np.atleast_1d(output), label)
-    return output.strip() == label.strip() if isinstance(output, str) and isinstance(label, str) else output == label
+        on_gpu = any(getattr(model, "device", "cpu") == "cuda" for model in models)
+        meter = stack.enter_context(Meter("cuda" if on_gpu else "cpu"))
+        yield Serving(functools.partial(serve, cascade, models), lambda: (meter.joules, meter.source))
 
 
 def describe_run(result: dict) -> str:
-    """Return the record of a run as text."""
+    """Return the record of a run, or of serving, as text."""
+    if "num_requests" not in result:
+        return f"served at {result['url']} until `flexhybrid cascade stop`"
     num = result["num_requests"]
+    if not num:
+        return f"no requests: {result['url']}"
     lines = [f"{'model':16s} {'computes':>9s} {'answers':>8s} {'failed':>7s}"]
     for row in result["models"]:
         reason = f"  first: {row['first_failure']}" if row["failed"] else ""
@@ -180,4 +142,5 @@ def describe_run(result: dict) -> str:
             f"{result['cost']} of a request {result['cost_per_request']:.4g}, {result['share_of_largest']:.1%} of the "
             "largest's"
         )
-    return "\n".join([*lines, f"\n{', '.join(totals)}: {result['path']}"])
+    lines += ["", describe_energy(result)]
+    return "\n".join([*lines, f"{', '.join(totals)}: {result.get('path') or result['url']}"])

@@ -11,16 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from flexhybrid.cascade.data import NO_LABEL, check_labels, read_labels, read_logits, read_requests, scored
-from flexhybrid.cascade.models import (
-    TOP_K,
-    Generator,
-    Model,
-    ModelOutputs,
-    first_line,
-    load_model,
-    named_path,
-    named_policies,
-)
+from flexhybrid.cascade.loading import load_model, named_path, named_policies
+from flexhybrid.cascade.metering import MEASURED_S, Energy, Meter, describe_energy
+from flexhybrid.cascade.models import TOP_K, Generator, Model, ModelOutputs, first_line
 from flexhybrid.cascade.routes import COSTS, TASKS, VERSION, CascadeModel, costs_of, read_json
 from flexhybrid.cascade.thresholds.confidence import calibrate
 from flexhybrid.cascade.thresholds.curve import Answers
@@ -118,6 +111,7 @@ class FitOptions:
     top_k: int | None = None
     max_tokens: int = 1
     policies: Sequence[str] = ()  #: NAME=POLICY, of language models
+    device: str = "auto"
 
 
 def run_fit(options: FitOptions) -> dict:
@@ -143,51 +137,79 @@ def run_fit(options: FitOptions) -> dict:
     models = _priced(models, options)
     fitted = replace(fit(models, predictions, labels, options.task, top_k, where), x_dtype=x_dtype)
     fitted.save(options.out)
-    return record_of(fitted, str(options.out))
+    tokens = [int(one.counted.sum()) for one in predictions] if options.task == "generation" else None
+    return record_of(fitted, str(options.out), tokens)
 
 
 def _predict_all(
     named: list[tuple[str, str]], requests, answers, options: FitOptions, top_k: int | None
 ) -> tuple[list[CascadeModel], list[ModelOutputs], np.ndarray]:
-    """Run local models, one after another; return (models with measured seconds, predictions, labels [N, S])."""
+    """Run local models, one after another; return (models with their measured seconds, and joules where the machine
+    counts them, predictions, labels [N, S])."""
     models, predictions, labels = [], [], None
     policies = named_policies(options.policies, [name for name, _ in named], options.task)
     for name, source in named:
-        model = load_model(name, source, options.task, options.max_tokens, top_k, **policies.get(name, {}))
+        more = {"device": options.device, **policies.get(name, {})}
+        model = load_model(name, source, options.task, options.max_tokens, top_k, **more)
         try:
             if isinstance(model, Generator) and not predictions:
                 labels = _answer_tokens(model, answers, options.max_tokens)
-            prediction, seconds = _timed(model, requests)
+            prediction, costs = _measured(model, requests)
         finally:
             model.close()
         predictions.append(prediction)
-        models.append(CascadeModel(name, seconds=seconds, source=source))
+        models.append(CascadeModel(name, source=source, **costs))
     return models, predictions, np.asarray(answers) if labels is None else labels
 
 
-def _timed(model: Model, requests: Sequence) -> tuple[ModelOutputs, float]:
-    """Return (outputs for all requests, seconds of a request by the median batch); InputError if the model raises."""
-    parts, seconds = [], []
-    for start in range(0, len(requests), BATCH):
-        batch = requests[start : start + BATCH]
+def _measured(model: Model, requests: Sequence) -> tuple[ModelOutputs, dict]:
+    """Return (outputs for all requests, a request's seconds by the median batch and its joules).
+
+    Where joules can be measured, all requests are computed again until MEASURED_S have passed. Raises InputError if the
+    model raises.
+    """
+    parts, seconds, starts, num = [], [], range(0, len(requests), BATCH), 0
+    _predict(model, requests, 0, 1)  # what a first call loads and compiles
+    with Meter(getattr(model, "device", "cpu")) as meter:
         began = time.perf_counter()
-        try:
-            parts.append(model.predict(batch))
-        except InputError:
-            raise
-        except Exception as error:  # a black box may raise any
-            raise InputError(
-                f"model {model.name} failed at requests {start} to {start + len(batch) - 1}: {type(error).__name__}: "
-                f"{first_line(error)}"
-            ) from error
-        seconds.append((time.perf_counter() - began) / len(batch))
-    return joined(parts), float(np.median(seconds))
+        while not parts or meter.is_measured and time.perf_counter() - began < MEASURED_S:
+            is_first = not parts
+            for start in starts:
+                since = time.perf_counter()
+                outputs = _predict(model, requests, start, BATCH)
+                seconds.append((time.perf_counter() - since) / len(outputs.outputs))
+                num += len(outputs.outputs)
+                if is_first:
+                    parts.append(outputs)
+        joules, source = meter.joules, meter.source
+    if joules == 0:
+        source = "not measured: the counters did not move"
+    costs = {"seconds": float(np.median(seconds)), "energy_j": joules / num if joules else None}
+    return joined(parts), costs | {"energy_source": source}
+
+
+def _predict(model: Model, requests: Sequence, start: int, size: int) -> ModelOutputs:
+    batch = requests[start : start + size]
+    try:
+        return model.predict(batch)
+    except InputError:
+        raise
+    except Exception as error:  # a black box may raise any
+        raise InputError(
+            f"model {model.name} failed at requests {start} to {start + len(batch) - 1}: {type(error).__name__}: "
+            f"{first_line(error)}"
+        ) from error
 
 
 def joined(parts: Sequence[ModelOutputs]) -> ModelOutputs:
     """Join the outputs for parts of the requests."""
     outputs = [output for part in parts for output in part.outputs]
-    logits, counted = (np.concatenate([getattr(part, name) for part in parts]) for name in ("logits", "counted"))
+    most = max(part.logits.shape[-1] for part in parts)  # of texts, positions up to the longest one's of a batch
+    impossible = {"constant_values": -np.inf}
+    logits = np.concatenate(
+        [np.pad(part.logits, ((0, 0), (0, 0), (0, most - part.logits.shape[-1])), **impossible) for part in parts]
+    )
+    counted = np.concatenate([part.counted for part in parts])
     given = [part.classes for part in parts if part.classes is not None]
     classes = np.concatenate(given) if given else None
     return ModelOutputs(outputs, logits, counted, classes)
@@ -208,7 +230,8 @@ def _answer_tokens(model: Generator, answers: Sequence, max_tokens: int) -> np.n
 
 
 def _priced(models: list[CascadeModel], options: FitOptions) -> list[CascadeModel]:
-    """Return the models with the options' costs, and energy from a stated power where none is given."""
+    """Return the models with the options' costs. A given energy goes before one from a given power, and that before a
+    measured one."""
     for cost, values in (options.costs or {}).items():
         if values is None:
             continue
@@ -216,25 +239,31 @@ def _priced(models: list[CascadeModel], options: FitOptions) -> list[CascadeMode
             raise unknown("cost", cost, COSTS)
         if len(values) != len(models):
             raise InputError(f"{cost} has {len(values)} values for {len(models)} models")
-        models = [replace(model, **{cost: value}) for model, value in zip(models, values)]
+        more = {"energy_source": "stated: given to fit"} if cost == "energy_j" else {}
+        models = [replace(model, **{cost: value}, **more) for model, value in zip(models, values)]
     if options.watts is not None:
         if not options.watts > 0:
             raise InputError(f"watts is {options.watts:g}; it must be above 0")
         for i, model in enumerate(models):
             if model.seconds is None:
                 raise InputError("watts needs seconds: run local models, or give --seconds")
-            if model.energy_j is None:
-                models[i] = replace(model, energy_j=options.watts * model.seconds)
+            if (options.costs or {}).get("energy_j") is None:
+                energy_j, source = options.watts * model.seconds, f"stated: {options.watts:g} W of its seconds"
+                models[i] = replace(model, energy_j=energy_j, energy_source=source)
     return models
 
 
-def record_of(fitted: Fitted, path: str) -> dict:
-    """Return each model's costs, accuracy and calibration, for programs."""
-    rows = []
-    for model, correct, (before, after) in zip(fitted.models, fitted.correct, fitted.ece.tolist(), strict=True):
-        rows.append({**asdict(model), "accuracy": float(correct.mean()), "ece_before": before, "ece_after": after})
+def record_of(fitted: Fitted, path: str, tokens: Sequence[int] | None = None) -> dict:
+    """Return each model's costs, accuracy and calibration, for programs. ``tokens``: that each model answered with."""
+    rows, num = [], fitted.correct.shape[1]
+    for i, (model, (before, after)) in enumerate(zip(fitted.models, fitted.ece.tolist(), strict=True)):
+        source = model.energy_source or "not measured: no model ran"
+        joules = None if model.energy_j is None else model.energy_j * num
+        energy = Energy(joules, source, num, None if tokens is None else tokens[i]).record()
+        accuracy = {"accuracy": float(fitted.correct[i].mean()), "ece_before": before, "ece_after": after}
+        rows.append({**asdict(model), **energy, **accuracy})
     joint = float(fitted.correct.any(axis=0).mean())
-    return {"path": path, "num_requests": fitted.correct.shape[1], "joint_accuracy": joint, "models": rows}
+    return {"path": path, "num_requests": num, "joint_accuracy": joint, "models": rows}
 
 
 def describe_fit(result: dict) -> str:
@@ -248,6 +277,7 @@ def describe_fit(result: dict) -> str:
             f"{row['name']:16s} {row['accuracy']:8.2%} {row['temperature']:11.3f} {row['ece_before']:10.2%} "
             f"{row['ece_after']:7.2%}{priced}"
         )
+    lines += ["", *(f"{row['name']}: {describe_energy(row)}" for row in result["models"])]
     lines.append(
         f"\n{result['num_requests']} requests; at least one model has {result['joint_accuracy']:.2%} right: "
         f"{result['path']}"

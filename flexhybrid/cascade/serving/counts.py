@@ -1,0 +1,72 @@
+"""What a cascade did: who computed, answered and failed, and the energy of it."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from flexhybrid.cascade.metering import Energy
+from flexhybrid.cascade.routes import Cascade
+from flexhybrid.cascade.serving.answers import Answer
+
+
+class Counts:
+    """How often each model computed, answered and failed."""
+
+    def __init__(self, cascade: Cascade):
+        self.cascade = cascade
+        self.answered, self.visited, self.failed = Counter(), Counter(), Counter()
+        self.first_failure: dict[str, str] = {}  # reason, by model
+        self.num_requests, self.num_right, self.num_fallbacks, self.num_tokens = 0, 0, 0, 0
+        self.has_labels = True
+
+    def add(self, answers: Sequence[Answer], labels: Sequence | np.ndarray | None = None) -> None:
+        self.num_requests += len(answers)
+        self.has_labels &= labels is not None
+        for i, answer in enumerate(answers):
+            self.answered[answer.model] += 1
+            self.visited.update(answer.visited)
+            self.failed.update(answer.failed.keys())
+            self.first_failure = answer.failed | self.first_failure
+            self.num_fallbacks += answer.is_fallback
+            self.num_tokens += answer.tokens
+            if labels is not None:
+                self.num_right += _is_right(answer.output, labels[i])
+
+    def record(self, joules: float | None, source: str) -> dict:
+        """Return what was counted as plain JSON values. ``joules`` were measured, by ``source``; None: they were not,
+        and the energies of the cascade's models are summed, if they are known."""
+        cascade, expected, num = self.cascade, self.cascade.expected, self.num_requests
+        counters = {"answered": self.answered, "visited": self.visited, "failed": self.failed}
+        rows = []
+        for name in cascade.names:
+            counts = {key: counter[name] for key, counter in counters.items()}
+            rows.append({"name": name, **counts, "first_failure": self.first_failure.get(name)})
+        cost, share = None, None
+        if num and all(getattr(model, cascade.cost) is not None for model in cascade.models):  # a run needs no costs
+            cost = sum(row["visited"] * c for row, c in zip(rows, cascade.costs.tolist())) / num
+            share = cost / float(cascade.costs[-1])
+        if joules is None and all(model.energy_j is not None for model in cascade.models):
+            joules = sum(row["visited"] * (model.energy_j or 0.0) for row, model in zip(rows, cascade.models))
+            of_fit = sorted({model.energy_source or "given" for model in cascade.models})
+            source = f"stated: what fit has for each model ({', '.join(of_fit)}); {source}"
+        tokens = self.num_tokens if cascade.task == "generation" else None
+        return {
+            "num_requests": num,
+            "unanswered": self.answered[None],
+            "fallbacks": self.num_fallbacks,
+            "models": rows,
+            "accuracy": self.num_right / num if num and self.has_labels else None,
+            "expected_accuracy": expected.accuracy if expected else None,
+            "cost": cascade.cost,
+            "cost_per_request": cost,
+            "share_of_largest": share,
+            **Energy(joules, source, num, tokens).record(),
+        }
+
+
+def _is_right(output, label) -> bool:
+    """Compare an output with a class, the positions of an extractive answer, or a text."""
+    if isinstance(label, np.ndarray):
+        return output is not None and np.array_equal(np.atleast_1d(output), label)
+    return output.strip() == label.strip() if isinstance(output, str) and isinstance(label, str) else output == label

@@ -1,0 +1,240 @@
+"""The parts of a served cascade that run on Ray: processes that hold models, and the router that asks them.
+
+A process computes the requests for a model in batches, and returns each one's output and confidence; logits stay there.
+A request is passed on to the next larger model when its model fails, does not answer in time, or is not to be had.
+"""
+
+import asyncio
+import functools
+import math
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexhybrid.cascade.data import request_of
+from flexhybrid.cascade.metering import Meter
+from flexhybrid.cascade.models import Model, first_line
+from flexhybrid.cascade.routes import Cascade
+from flexhybrid.cascade.serving.answers import Answer, Judgement, judge, note
+from flexhybrid.cascade.serving.counts import Counts
+
+AGAIN_S = 0.002  #: before a process is asked in the place of one that died
+ASK_AGAIN = 8  #: processes that may die during a request before it goes on to the next larger model
+METER_S = 10.0  #: within which a process must say what its machine's meter shows
+
+#: Returns a model, in the process that will hold it.
+Load = Callable[[], Model]
+#: A model's output, its confidence (NaN where it failed), the reason of a failure, and the output's tokens.
+ModelAnswer = tuple[object, float, str | None, int]
+#: Asks a process that holds a model.
+Ask = Callable[[object], Awaitable[ModelAnswer]]
+#: A machine's name, the joules that its meter shows (None: it shows none), and by what it measures.
+Reading = tuple[str, float | None, str]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a served cascade bears. ``timeout_s``: of a batch on a model, and of an HTTP request at a model, waiting
+    included. ``queue``: HTTP requests under way; more get status 503."""
+
+    timeout_s: float = 120.0
+    queue: int = 256
+
+
+class Worker:
+    """Models in a process. Requests for a model that come while it computes are its next batch: a request that comes
+    alone waits for no other."""
+
+    def __init__(self, cascade: Cascade, loads: dict[int, Load], batch: dict[int, int], timeout_s: float):
+        self.cascade, self.timeout_s = cascade, timeout_s
+        self.models = {place: load() for place, load in loads.items()}
+        on_gpu = any(getattr(model, "device", "cpu") == "cuda" for model in self.models.values())
+        self.meter = Meter("cuda" if on_gpu else "cpu")
+        self.threads = {place: ThreadPoolExecutor(1, f"model {cascade.names[place]}") for place in loads}
+        self.since: dict[int, float] = {}  # model -> when the batch that it computes was begun
+        self.batch, self.at_work = batch, set()
+        self.waiting: dict[int, list[tuple[object, asyncio.Future]]] = {place: [] for place in loads}
+        self.tasks: set[asyncio.Task] = set()  # the loop itself keeps no reference
+
+    async def ask(self, place: int, request) -> ModelAnswer:
+        """Return model ``place``'s answer."""
+        answer = asyncio.get_running_loop().create_future()
+        self.waiting[place].append((request, answer))
+        if place not in self.at_work:
+            self.at_work.add(place)
+            task = asyncio.ensure_future(self._answer_waiting(place))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+        return await answer
+
+    async def energy(self) -> Reading:
+        return socket.gethostname(), self.meter.joules, self.meter.source
+
+    def check_health(self) -> None:
+        """Raise RuntimeError where a model has been at a batch for longer than the limit: Serve then replaces the
+        process, the only end of a thread that hangs."""
+        for place, since in list(self.since.items()):
+            if (took := time.monotonic() - since) > self.timeout_s:
+                raise RuntimeError(f"model {self.cascade.names[place]} has been at a batch for {took:.0f} s")
+
+    async def _answer_waiting(self, place: int) -> None:
+        while waiting := [(request, answer) for request, answer in self.waiting[place] if not answer.done()]:
+            now, self.waiting[place] = waiting[: self.batch[place]], waiting[self.batch[place] :]
+            try:
+                answers = await self.compute(place, [request for request, _ in now])
+            except Exception as error:  # none may wait for ever
+                answers = [(None, math.nan, f"{type(error).__name__}: {first_line(error)}", 0)] * len(now)
+            for (_, answer), value in zip(now, answers, strict=True):
+                if not answer.done():  # whoever asked may have given up
+                    answer.set_result(value)
+        self.waiting[place].clear()
+        self.at_work.discard(place)
+
+    async def compute(self, place: int, requests: Sequence) -> list[ModelAnswer]:
+        """Return a model's answers to a batch; where it takes too long, failures."""
+        late = [(None, math.nan, f"no answer within {self.timeout_s:g} s", 0)] * len(requests)
+        if place in self.since:  # its thread still is at a batch that was given up
+            return late
+        # on a thread, so that the process still answers its controller
+        job = functools.partial(judge, self.cascade, place, self.models[place], stacked(requests))
+        self.since[place] = time.monotonic()
+        work = asyncio.get_running_loop().run_in_executor(self.threads[place], job)
+        work.add_done_callback(lambda _: self.since.pop(place, None))
+        try:
+            judgement = await asyncio.wait_for(asyncio.shield(work), self.timeout_s)
+        except TimeoutError:
+            return late
+        return list(zip(judgement.outputs, judgement.sure.tolist(), judgement.reasons, judgement.tokens, strict=True))
+
+
+def stacked(requests: Sequence) -> list | np.ndarray:
+    """Stack arrays of one shape; of several shapes, each request is judged alone, and the model may refuse it."""
+    shapes = {request.shape if isinstance(request, np.ndarray) else None for request in requests}
+    return list(requests) if len(shapes) > 1 or None in shapes else np.stack(requests)
+
+
+class Router:
+    """Sends each request from model to model until one is sure.
+
+    ``asks`` [models][holders]: asks a process that holds the model; the one with the fewest requests is asked.
+    ``meters``: each returns the reading of a process's machine.
+    """
+
+    def __init__(
+        self,
+        cascade: Cascade,
+        asks: Sequence[Sequence[Ask]],
+        limits: Limits = Limits(),
+        meters: Sequence[Callable[[], Awaitable[Reading]]] = (),
+    ):
+        self.cascade, self.asks, self.limits, self.meters = cascade, asks, limits, meters
+        self.asked = [[0] * len(holders) for holders in asks]  # requests that each holder has
+        self.under_way, self.counts = 0, Counts(cascade)
+
+    async def answer(self, request, index: int, patience_s: float | None = None) -> Answer:
+        """Answer a request; ``index`` is its place in the file. A model that takes longer than ``patience_s`` is
+        passed over."""
+        answer, i = Answer(index), 0
+        while i < len(self.asks):
+            output, sure, reason, tokens = await self._ask(i, request, patience_s)
+            i = int(note(self.cascade, i, [answer], Judgement([output], np.array([sure]), [reason], [tokens]))[0])
+        self.counts.add([answer])
+        return answer
+
+    async def _ask(self, i: int, request, patience_s: float | None) -> ModelAnswer:
+        from ray.exceptions import RayActorError, RayError
+        from ray.serve.exceptions import RayServeException
+
+        asked, refused = self.asked[i], 0
+        while refused < ASK_AGAIN:
+            holder = min(range(len(asked)), key=lambda place: (asked[place], (place - refused) % len(asked)))
+            asked[holder] += 1
+            try:
+                return await asyncio.wait_for(self.asks[i][holder](request), patience_s)
+            except RayActorError:  # its process died: another one, or its successor, is asked
+                refused += 1
+                await asyncio.sleep(AGAIN_S)
+            except TimeoutError:
+                return None, math.nan, f"no answer within {patience_s or 0:g} s", 0
+            except (RayError, RayServeException) as error:
+                return None, math.nan, f"{type(error).__name__}: {first_line(error)}", 0
+            finally:
+                asked[holder] -= 1
+        return None, math.nan, f"{ASK_AGAIN} of its processes died of it", 0
+
+    async def energy(self) -> tuple[float | None, str]:
+        """Return the joules of the machines that hold models since they hold them, and by what they were measured."""
+        readings: dict[str, Reading] = {}
+        shown = await asyncio.gather(
+            *(asyncio.wait_for(meter(), METER_S) for meter in self.meters), return_exceptions=True
+        )
+        for reading in shown:
+            if isinstance(reading, BaseException):
+                return None, f"not measured: a process did not say what its machine's meter shows ({reading!r})"
+            name, joules, source = reading
+            if joules is None:
+                return None, f"{source} ({name})" if len(self.meters) > 1 else source
+            if name not in readings or joules > (readings[name][1] or 0.0):  # a process that was replaced began later
+                readings[name] = reading
+        if not readings:
+            return None, "not measured: no process has a meter"
+        total = sum(joules or 0.0 for _, joules, _ in readings.values())
+        sources = sorted({source for _, _, source in readings.values()})
+        more = f", {len(readings)} machines" if len(readings) > 1 else ""
+        return total, "; ".join(sources) + more
+
+    async def status(self) -> dict:
+        """Return what was counted since the router began, as plain JSON values."""
+        return {"under_way": self.under_way, **self.counts.record(*await self.energy())}
+
+    async def __call__(self, http):
+        """Answer a POST of {"x": …}, {"text": …}, or for generation {"prompt": …}, with the Answer as JSON; a GET with
+        the ``status``.
+
+        The status is 503 where no model could answer, or too many requests are under way (then with Retry-After), and
+        400 for a body that is no request.
+        """
+        from starlette.responses import JSONResponse
+
+        if http.method == "GET":
+            return JSONResponse(await self.status())
+        if self.under_way >= self.limits.queue:
+            full = {"error": f"{self.under_way} requests are under way, and more are not taken: ask again later"}
+            return JSONResponse(full, status_code=503, headers={"Retry-After": "1"})
+        self.under_way += 1
+        try:
+            try:
+                request = request_of(await http.json(), self.cascade.task, self.cascade.x_dtype)
+            except ValueError as error:  # InputError, or no JSON
+                return JSONResponse({"error": f"the body is no request: {error}"}, status_code=400)
+            answer = await self.answer(request, 0, self.limits.timeout_s)
+        finally:
+            self.under_way -= 1
+        return JSONResponse(answer.__dict__, status_code=503 if answer.model is None else 200)
+
+
+class RemoteRouter(Router):
+    """A router before processes of Ray. ``held`` [processes]: the models that each one holds."""
+
+    def __init__(self, cascade: Cascade, held: Sequence[Sequence[int]], limits: Limits, *handles):
+        asks: list[list[Ask]] = [[] for _ in cascade.models]
+        for places, handle in zip(held, handles, strict=True):
+            for place in places:
+                asks[place].append(functools.partial(handle.ask.remote, place))
+        super().__init__(cascade, asks, limits, [handle.energy.remote for handle in handles])
+
+
+class LocalRouter(Router):
+    """A router in one process with all models."""
+
+    def __init__(self, cascade: Cascade, loads: dict[int, Load], batch: dict[int, int], limits: Limits):
+        self.worker = Worker(cascade, loads, batch, limits.timeout_s)
+        asks = [[functools.partial(self.worker.ask, place)] for place in range(len(cascade.models))]
+        super().__init__(cascade, asks, limits, [self.worker.energy])
+
+    def check_health(self) -> None:
+        self.worker.check_health()

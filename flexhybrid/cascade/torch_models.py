@@ -1,0 +1,178 @@
+"""Torch modules as models of a cascade: any module, and encoders of transformers (BERT, ViT) by their folder.
+
+A request of an encoder is a text, a pair of texts (two sentences; a question and its context), a row of token ids, or
+the pixel values of an image. Texts of a batch are padded to the longest, and padding is never an answer.
+"""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flexhybrid.cascade.models import ModelOutputs, first_line
+from flexhybrid.core.errors import InputError
+
+
+class TorchModel:
+    """A torch module: rows [B, …] in, logits [B, C] out, or for extraction a pair of them: start and end."""
+
+    def __init__(self, name: str, source: str, task: str = "classification", place: Any = "cpu"):
+        import torch
+
+        self.name, self.task, self.place = name, task, torch.device(place)
+        self.device = self.place.type
+        self.module = self.load(source)
+
+    def load(self, source: str):
+        """Return the module, on its device."""
+        return _torch_module(self.name, source, self.place)
+
+    def logits(self, batch: Sequence | np.ndarray) -> Sequence:
+        """Return the module's logits of a batch: a tensor [B, C], or two of them."""
+        import torch
+
+        result = self.module(torch.as_tensor(np.asarray(batch)).to(self.place))
+        return result if isinstance(result, (tuple, list)) else (result,)
+
+    def predict(self, batch: Sequence | np.ndarray) -> ModelOutputs:
+        import torch
+
+        with torch.inference_mode():
+            parts = self.logits(batch)
+            logits = np.stack([part.double().cpu().numpy() for part in parts], axis=1)
+        num_slots = 2 if self.task == "extraction" else 1
+        if logits.ndim != 3 or logits.shape[:2] != (len(batch), num_slots):
+            raise ValueError(f"{self.name} gave logits of shape {logits.shape} for {len(batch)} requests")
+        chosen = logits.argmax(axis=-1)
+        outputs = chosen.tolist() if self.task == "extraction" else chosen[:, 0].tolist()
+        return ModelOutputs(outputs, logits, np.ones(logits.shape[:2], dtype=bool))
+
+    def memory_bytes(self, batch: Sequence | np.ndarray) -> int:
+        """Return the bytes of its weights, with the most that tensors take while it computes a batch.
+
+        On a GPU torch's allocator counts them, with what operators work in; on a CPU the tensors are counted.
+        """
+        import torch
+
+        from flexhybrid.runtime.models.allocations import peak_bytes
+
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        weights = sum(storages.values())
+        if self.device != "cuda":
+            return weights + peak_bytes(lambda: self.predict(batch))
+        torch.cuda.reset_peak_memory_stats()
+        others = torch.cuda.memory_allocated() - weights
+        self.predict(batch)
+        return torch.cuda.max_memory_allocated() - others
+
+    def close(self) -> None:
+        """Let go of the module."""
+        del self.module
+
+
+def _torch_module(name: str, source: str, place):
+    import torch
+
+    if source.endswith(".pt2"):
+        try:
+            program = torch.export.load(source)
+            if place.type != "cpu":
+                from torch.export.passes import move_to_device_pass
+
+                program = move_to_device_pass(program, place)
+            return program.module()
+        except Exception as error:  # torch raises many kinds for a damaged file
+            raise InputError(f"cannot read {source} of model {name}: {first_line(error)}") from None
+    place, colon, function = source.partition(":")
+    if not colon:
+        raise InputError(
+            f"model {name}: {source!r} is neither a checkpoint folder, nor a .pt2 file of torch.export, nor "
+            "module:function"
+        )
+    try:
+        module = getattr(importlib.import_module(place), function)()
+    except Exception as error:
+        raise InputError(f"model {name}: {source} gave no module: {first_line(error)}") from None
+    if not isinstance(module, torch.nn.Module):
+        raise InputError(f"model {name}: {source} returned {type(module).__name__}, not a torch module")
+    return module.eval().to(place)
+
+
+#: How the names of classes of transformers end that have a task's head.
+HEADS = {
+    "classification": ("ForSequenceClassification", "ForImageClassification"),
+    "extraction": ("ForQuestionAnswering",),
+}
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")  #: a folder with one of these has a tokenizer
+
+
+class Encoder(TorchModel):
+    """An encoder with the head that its config names, in the type of its checkpoint."""
+
+    def load(self, source: str):
+        import transformers
+
+        self.tokenizer = None
+        try:
+            config = transformers.AutoConfig.from_pretrained(source, local_files_only=True)
+            architecture = (config.architectures or ["none"])[0]
+        except Exception as error:  # transformers raises many kinds
+            raise InputError(
+                f"model {self.name}: {source} has no config of transformers: {first_line(error)}"
+            ) from None
+        if not architecture.endswith(HEADS[self.task]):
+            raise InputError(
+                f"model {self.name}: {source} holds {architecture}; {self.task} needs a class that ends with "
+                f"{' or '.join(HEADS[self.task])}"
+            )
+        try:
+            kind = getattr(transformers, architecture)
+            module = kind.from_pretrained(source, local_files_only=True)
+            if any((Path(source) / name).is_file() for name in TOKENIZERS):
+                self.tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=True)
+        except Exception as error:
+            raise InputError(
+                f"cannot load {architecture} in {source} of model {self.name}: {first_line(error)}"
+            ) from None
+        return module.eval().to(self.place)
+
+    def logits(self, batch: Sequence | np.ndarray) -> Sequence:
+        import torch
+
+        inputs = {name: tensor.to(self.place) for name, tensor in self._inputs(batch).items()}
+        result = self.module(**inputs)
+        if self.task == "classification":
+            return (result.logits,)
+        outside = inputs["attention_mask"] == 0
+        return [part.masked_fill(outside, -torch.inf) for part in (result.start_logits, result.end_logits)]
+
+    def _inputs(self, batch: Sequence | np.ndarray) -> dict:
+        """Return the module's arguments. ValueError for requests that the model does not take."""
+        import torch
+
+        if not isinstance(batch, np.ndarray) and any(isinstance(one, (str, list)) for one in batch):
+            return self._tokens(batch)
+        x = torch.as_tensor(np.asarray(batch))
+        if self.module.main_input_name == "pixel_values":
+            return {"pixel_values": x.to(self.module.dtype)}
+        if x.is_floating_point() or x.ndim != 2:
+            raise ValueError(f"{self.name} takes texts or rows of token ids, not {x.dtype} of shape {list(x.shape)}")
+        pad = self.module.config.pad_token_id
+        kept = torch.ones_like(x) if pad is None else x != pad
+        return {"input_ids": x.long(), "attention_mask": kept.long()}
+
+    def _tokens(self, batch: Sequence) -> dict:
+        if self.tokenizer is None:
+            raise ValueError(f"{self.name} has no tokenizer, and takes no texts")
+        pairs = [tuple(one) if isinstance(one, list) else (one, None) for one in batch]
+        if len({second is None for _, second in pairs}) > 1:
+            raise ValueError("texts and pairs of texts in one batch")
+        firsts, seconds = (list(part) for part in zip(*pairs))
+        encoded = self.tokenizer(firsts, None if seconds[0] is None else seconds, padding=True, return_tensors="pt")
+        most, length = getattr(self.module.config, "max_position_embeddings", None), encoded["input_ids"].shape[1]
+        if most is not None and length > most:
+            raise ValueError(f"a text has {length} tokens; {self.name} takes up to {most}")
+        return dict(encoded)

@@ -1,0 +1,207 @@
+"""Torch modules on their devices, and encoders of transformers by their folder, beside transformers itself."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from flexhybrid import InputError, cli, resolve
+from flexhybrid.cascade.loading import load_model
+from flexhybrid.cascade.routes import Cascade, CascadeModel
+from flexhybrid.cascade.torch_models import TorchModel
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = [*SPECIAL, "the", "cat", "dog", "sat", "on", "mat", "who", "where", "ran", "away"]
+TEXTS = ["the cat sat on the mat", "who ran", "the dog ran away on the mat", "dog", "where"]
+PAIRS = [["who sat", "the cat sat on the mat"], ["where", "on the mat"], ["who ran away", "the dog"]]
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """Folders of three encoders with random weights, and the modules of transformers that were saved there."""
+    from transformers import (
+        BertConfig,
+        BertForQuestionAnswering,
+        BertForSequenceClassification,
+        BertTokenizer,
+        ViTConfig,
+        ViTForImageClassification,
+    )
+
+    torch.manual_seed(0)
+    root = tmp_path_factory.mktemp("encoders")
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    bert = BertConfig(vocab_size=len(WORDS), max_position_embeddings=16, initializer_range=0.5, num_labels=3, **size)
+    vit = ViTConfig(image_size=8, patch_size=4, num_channels=1, initializer_range=0.5, num_labels=4, **size)
+    modules = {
+        "bert": BertForSequenceClassification(bert),
+        "squad": BertForQuestionAnswering(bert),
+        "vit": ViTForImageClassification(vit),
+    }
+    vocab = root / "vocab.txt"
+    vocab.write_text("\n".join(WORDS))
+    for name, module in modules.items():
+        module.eval().save_pretrained(root / name)
+    tokenizer = BertTokenizer(vocab={word: i for i, word in enumerate(WORDS)})
+    for name in ("bert", "squad"):
+        tokenizer.save_pretrained(root / name)
+    return types.SimpleNamespace(root=root, modules=modules, tokenizer=tokenizer)
+
+
+def alone(encoders, name: str, text: str | list[str]):
+    """What transformers gives for one request, without padding."""
+    texts = [text] if isinstance(text, str) else text
+    encoded = encoders.tokenizer(*([one] for one in texts), return_tensors="pt")
+    with torch.inference_mode():
+        return encoded["input_ids"], encoders.modules[name](**encoded)
+
+
+def test_texts_are_classified_as_by_transformers_alone(encoders):
+    model = load_model("m", str(encoders.root / "bert"), "classification", device="cpu")
+    for requests in (TEXTS, PAIRS):
+        found = model.predict(requests)
+        for i, request in enumerate(requests):
+            _, expected = alone(encoders, "bert", request)
+            np.testing.assert_allclose(found.logits[i, 0], expected.logits[0], rtol=1e-4, atol=1e-5)
+            assert found.outputs[i] == int(expected.logits.argmax())
+    ids = [alone(encoders, "bert", text)[0][0].tolist() for text in TEXTS]
+    padded = np.array([row + [0] * (12 - len(row)) for row in ids])  # rows of token ids, as a file of arrays has them
+    np.testing.assert_allclose(model.predict(padded).logits, model.predict(TEXTS).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_an_answer_in_a_text_is_never_padding(encoders):
+    model = load_model("m", str(encoders.root / "squad"), "extraction", device="cpu")
+    found = model.predict(PAIRS)
+    for i, pair in enumerate(PAIRS):
+        ids, expected = alone(encoders, "squad", pair)
+        length = ids.shape[1]
+        for slot, logits in enumerate((expected.start_logits, expected.end_logits)):
+            np.testing.assert_allclose(found.logits[i, slot, :length], logits[0], rtol=1e-4, atol=1e-5)
+            assert np.isneginf(found.logits[i, slot, length:]).all()
+            assert found.outputs[i][slot] == int(logits.argmax())
+
+
+def test_images_are_classified_as_by_transformers(encoders):
+    x = np.random.default_rng(0).normal(size=(3, 1, 8, 8)).astype(np.float32)
+    with torch.inference_mode():
+        expected = encoders.modules["vit"](pixel_values=torch.as_tensor(x)).logits
+    model = load_model("m", str(encoders.root / "vit"), "classification", device="cpu")
+    np.testing.assert_allclose(model.predict(x).logits[:, 0], expected, rtol=1e-4, atol=1e-5)
+    assert model.memory_bytes(x) > 4 * sum(parameter.numel() for parameter in encoders.modules["vit"].parameters())
+    with pytest.raises(ValueError, match="takes no texts"):
+        model.predict(TEXTS)
+
+
+@pytest.mark.parametrize("task", ["classification", "extraction"])
+def test_texts_from_fit_to_run(encoders, tmp_path, capsys, task):
+    """Lines of texts and labels; batches whose longest texts differ; a text that is too long fails alone."""
+    name = "bert" if task == "classification" else "squad"
+    requests = (TEXTS if name == "bert" else PAIRS) * 30
+    lines, answers = [], []
+    for i, request in enumerate(requests):
+        _, out = alone(encoders, name, request)
+        parts = [out.logits] if name == "bert" else [out.start_logits, out.end_logits]
+        right = [int(part.argmax()) for part in parts]
+        answers.append(right[0] if name == "bert" else right)
+        wrong = [int(part.argsort()[0, 0]) for part in parts]
+        label = wrong if i % 5 == 0 else right
+        lines.append(json.dumps({"text": request, "label": label[0] if name == "bert" else label}))
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    folder, fitted, cascade = str(encoders.root / name), f"{tmp_path}/fitted.json", f"{tmp_path}/cascade.json"
+    command = ["cascade", "fit", "--task", task, "--models", f"m={folder}", "--data", f"{tmp_path}/data.jsonl"]
+    assert cli.main([*command, "--energy-j", "1", "-o", fitted, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["models"][0]["accuracy"] == 0.8
+    Cascade((CascadeModel("m", source=folder),), (), task=task).save(cascade)
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines[:7], json.dumps({"text": "the " * 40, "label": answers[0]})]))
+    run = ["cascade", "run", "--cascade", cascade, "-i", f"{tmp_path}/in.jsonl", "-o", f"{tmp_path}/out.jsonl"]
+    assert cli.main([*run, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["output"] for line in written] == [*answers[:7], None] and result["unanswered"] == 1
+    assert "tokens; m takes up to 16" in written[-1]["failed"]["m"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (['{"text": 3, "label": 1}'], 'request 1: its "text" must be a text, or a list of two'),
+        (['{"text": ["a", "b", "c"], "label": 1}'], 'request 1: its "text" must be'),
+        (['{"text": "a", "label": 1}', '{"text": "b"}'], '"label" is missing in 1 of 2'),
+        (['{"text": "a", "label": 1}', '{"text": "b", "label": "c"}'], 'every "label" must be a whole number'),
+        (['{"text": "a", "label": 1}', '{"text": "b", "label": [1, 2]}'], 'every "label" must be'),
+    ],
+)
+def test_files_of_texts_are_read_strictly(tmp_path, capsys, lines, words):
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    command = ["cascade", "fit", "--models", "a=x:y", "--data", f"{tmp_path}/data.jsonl", "-o", f"{tmp_path}/out.json"]
+    assert cli.main(command) == 2 and words in capsys.readouterr().err
+
+
+def test_a_folder_without_the_task_s_head_is_refused_by_name(encoders, tmp_path):
+    with pytest.raises(InputError, match="holds ViTForImageClassification; extraction needs a class that ends with"):
+        load_model("m", str(encoders.root / "vit"), "extraction", device="cpu")
+    with pytest.raises(InputError, match="has no config of transformers"):
+        load_model("m", str(tmp_path), "classification", device="cpu")
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+SEEN: list[tuple[str, str]] = []
+
+
+class Watched(torch.nn.Module):
+    """Notes where its weight and its rows are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        SEEN.append((self.weight.device.type, x.device.type))
+        return torch.zeros(len(x), 2)
+
+
+def watched() -> Watched:
+    return Watched()
+
+
+def test_a_module_computes_on_the_device_that_is_given(monkeypatch):
+    """The meta device stands for a GPU: it has tensors' places, and no numbers."""
+    asked = []
+
+    def pick(name: str):
+        asked.append(name)
+        return types.SimpleNamespace(device=torch.device("meta"))
+
+    monkeypatch.setattr(resolve, "pick_device", pick)
+    SEEN.clear()
+    model = load_model("m", f"{__name__}:watched", "classification", device="cuda")
+    model.predict(np.ones((3, 2), dtype=np.float32))
+    assert asked == ["cuda"] and SEEN == [("meta", "meta")] and model.device == "meta"
+
+
+def test_an_exported_program_moves_to_its_device(tmp_path):
+    """Its constants, too: a program keeps the device of a tensor that it makes."""
+
+    class Shifted(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 2)
+
+        def forward(self, x):
+            return self.layer(x) + torch.arange(2.0, device="cpu")
+
+    program = torch.export.export(Shifted().eval(), (torch.zeros(2, 3),))
+    torch.export.save(program, tmp_path / "m.pt2")
+    model = TorchModel("m", str(tmp_path / "m.pt2"), place="meta")
+    (logits,) = model.logits(np.zeros((2, 3), dtype=np.float32))
+    assert logits.device.type == "meta"
+    assert {parameter.device.type for parameter in model.module.parameters()} == {"meta"}
+
+
+def test_a_device_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="torch finds no CUDA device"):
+        load_model("m", f"{__name__}:watched", "classification", device="cuda")
