@@ -1,5 +1,6 @@
 """--engine ray: the page's commands give the local engine's files, with an actor or a worker killed under way."""
 
+import functools
 import json
 import os
 import shlex
@@ -20,6 +21,7 @@ from forced_machine import ATTENTION
 from test_docs import COMMAND, MACHINE, ROOT
 
 from flexhybrid import LLM, InputError, cli
+from flexhybrid.cascade.loading import load_model
 from flexhybrid.cascade.routes import Cascade, CascadeModel
 from flexhybrid.cascade.serving import ray_serve
 from flexhybrid.core.policy import Policy
@@ -351,8 +353,8 @@ def test_the_clusters_of_this_user_are_told_from_those_of_others(two_cpus, monke
 # ---- a cascade -------------------------------------------------------------------------------------------------------
 
 
-def post(port: int, body: dict) -> tuple[int, dict]:
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/", json.dumps(body).encode())
+def post(port: int, body: dict, route: str = "") -> tuple[int, dict]:
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/{route}", json.dumps(body).encode())
     try:
         with urllib.request.urlopen(request, timeout=120) as response:
             return response.status, json.load(response)
@@ -414,3 +416,42 @@ def test_a_cascade_answers_on_ray_as_it_does_here_and_loses_nothing_when_a_repli
         for expected, found in zip(here, there, strict=True):  # a batch of another size may round otherwise
             assert expected | {"confidence": None} == found | {"confidence": None}
             assert (expected["confidence"] or 0) == pytest.approx(found["confidence"] or 0, rel=1e-5)
+
+
+def status_of(url: str) -> dict:
+    with urllib.request.urlopen(url, timeout=120) as response:
+        return json.load(response)
+
+
+def test_a_cascade_is_an_application_beside_others(two_cpus, tmp_path, monkeypatch, capsys):
+    """In one process with its router; another one comes, is left serving by its command, and goes alone."""
+    from ray import serve
+
+    monkeypatch.setattr(ray_serve, "START_S", 500)
+    models = CascadeModel("small", source="cascade_toys:Small"), CascadeModel("large", source="cascade_toys:Large")
+    cascade, port, said = Cascade(models, (0.9,)), free_port(), []
+    cascade.save(tmp_path / "cascade.json")
+    loads = [
+        functools.partial(load_model, model.name, model.source, "classification", device="cpu") for model in models
+    ]
+    one = ray_serve.ServeOptions(port=port, name="one", route="/one")
+    with ray_serve.deployed(cascade, loads, one, said.append) as at_work:
+        assert said[-1] == f"cascade    http://127.0.0.1:{port}/one, 2 models in 1 processes"
+        found = at_work.answer(np.array([[8.0], [3.0]], dtype=np.float32), 5)
+        assert [(answer.index, answer.model, answer.output) for answer in found] == [(5, "small", 9), (6, "large", 4)]
+        for name, route, words in (("one", "/x", "'one' is served"), ("other", "/one", "is being used by application")):
+            options = ray_serve.ServeOptions(name=name, route=route)
+            with pytest.raises(InputError, match=words), ray_serve.deployed(cascade, loads, options, said.append):
+                pass
+        command = ["cascade", "run", "--engine", "ray", "--cascade", f"{tmp_path}/cascade.json", "--device", "cpu"]
+        assert cli.main([*command, "--detach", "--name", "two", "--route", "/two"]) == 0
+        capsys.readouterr()
+        assert post(port, {"x": [8.0]}, "two")[0] == post(port, {"x": [8.0]}, "one")[0] == 200
+        assert status_of(f"http://127.0.0.1:{port}/two")["num_requests"] == 1
+        assert cli.main(["cascade", "stop", "--name", "two"]) == 0
+        assert cli.main(["cascade", "stop", "--name", "two"]) == 2
+        assert "no application 'two' is served on this cluster; it has one" in capsys.readouterr().err
+        assert list(serve.status().applications) == ["one"] and post(port, {"x": [3.0]}, "one")[1]["model"] == "large"
+        status = status_of(f"http://127.0.0.1:{port}/one")
+        assert [row["answered"] for row in status["models"]] == [2, 2] and status["under_way"] == 0
+    assert not serve.status().applications and not serve.status().proxies
