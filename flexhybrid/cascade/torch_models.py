@@ -157,6 +157,8 @@ class Encoder(TorchModel):
             return self._tokens(batch)
         x = torch.as_tensor(np.asarray(batch))
         if self.module.main_input_name == "pixel_values":
+            if not x.is_floating_point():
+                raise ValueError(f"{self.name} takes pixel values as its image processor makes them, not {x.dtype}")
             return {"pixel_values": x.to(self.module.dtype)}
         if x.is_floating_point() or x.ndim != 2:
             raise ValueError(f"{self.name} takes texts or rows of token ids, not {x.dtype} of shape {list(x.shape)}")

@@ -92,6 +92,8 @@ def test_images_are_classified_as_by_transformers(encoders):
     assert model.memory_bytes(x) > 4 * sum(parameter.numel() for parameter in encoders.modules["vit"].parameters())
     with pytest.raises(ValueError, match="takes no texts"):
         model.predict(TEXTS)
+    with pytest.raises(ValueError, match="pixel values as its image processor makes them, not torch.uint8"):
+        model.predict(np.zeros((3, 1, 8, 8), dtype=np.uint8))  # raw ones would be answered, and wrongly
 
 
 @pytest.mark.parametrize("task", ["classification", "extraction"])
