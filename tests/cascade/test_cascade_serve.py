@@ -444,6 +444,18 @@ def test_a_planned_gpu_is_a_process_with_the_models_that_share_it(tmp_path):
             processes_of(CASCADE, path)
 
 
+def test_language_models_that_share_a_gpu_have_the_plan_s_parts_of_its_memory(tmp_path):
+    language = Cascade(CASCADE.models, CASCADE.thresholds, task="generation")
+    record = plan()
+    for model, size in zip(record["models"], (2e9, 1e9, 6e9)):
+        model["memory_bytes"] = size
+    for gpu in record["gpus"]:
+        gpu["memory_bytes"] = 16_000_000_000
+    (tmp_path / "plan.json").write_text(json.dumps(record))
+    parts = [process.memory for process in processes_of(language, tmp_path / "plan.json")]
+    assert parts == [{0: 4_000_000_000, 2: 12_000_000_000}, {}, {}]  # one that is alone takes what is free
+
+
 def test_without_a_plan_models_share_a_process_where_they_may():
     whole = [Process("all", {0: 64, 1: 64, 2: 64})]
     apart = [Process(name, {place: 64}) for place, name in enumerate(CASCADE.names)]

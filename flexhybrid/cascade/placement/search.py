@@ -69,6 +69,7 @@ class Plan:
             placed = [[names[g] for g in replica] for replica in self.gpus_of(m)]
             counts = {name: int(getattr(layout, name)[m]) for name in ("replicas", "partitions", "batch")}
             shares = {"visits": float(layout.flow.visits[m]), "load": float(layout.load[m])}
+            shares["memory_bytes"] = float(model.memory(counts["batch"]))
             models.append({"name": model.name, **counts, **shares, "gpus": placed})
         for g, (gpu, used, load) in enumerate(zip(self.cluster.gpus, self.memory, self.load, strict=True)):
             holds = [layout.name(int(i)) for i in np.flatnonzero(self.gpu_of == g)]

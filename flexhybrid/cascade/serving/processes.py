@@ -8,7 +8,7 @@ there, and takes a whole GPU of a machine that stands for the plan's host.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from flexhybrid.cascade.routes import Cascade, read_json
@@ -24,6 +24,7 @@ class Process:
     batch: dict[int, int]  #: index of a model in the cascade -> most requests that it computes together
     gpus: float | None = None  #: where the cluster has any; None: they are shared out evenly
     host: str | None = None  #: the plan's name of its machine; None: any
+    memory: dict[int, int] = field(default_factory=dict)  #: of language models that share a GPU, each one's bytes of it
 
 
 def processes_of(cascade: Cascade, plan: Path | None, isolate: bool = False) -> list[Process]:
@@ -40,7 +41,7 @@ def processes_of(cascade: Cascade, plan: Path | None, isolate: bool = False) -> 
     record = read_json(plan)
     try:
         planned = {model["name"]: model for model in record["models"]}
-        hosts = {gpu["name"]: gpu["host"] for gpu in record["gpus"]}
+        gpus = {gpu["name"]: gpu for gpu in record["gpus"]}
         held: dict[str, dict[int, int]] = {}
         unplanned = []
         for place, name in enumerate(cascade.names):
@@ -54,11 +55,25 @@ def processes_of(cascade: Cascade, plan: Path | None, isolate: bool = False) -> 
                 held.setdefault(gpu, {})[place] = max(1, model["batch"])
             if not model["gpus"]:
                 unplanned.append(Process(name, {place: BATCH}, gpus=0.0))
-        return [Process(gpu, held[gpu], 1.0, hosts[gpu]) for gpu in hosts if gpu in held] + unplanned
+        shared = {name for name, places in held.items() if len(places) > 1 and cascade.task == "generation"}
+        return [
+            Process(
+                name, held[name], 1.0, gpu["host"], _parts(cascade, planned, held[name], gpu) if name in shared else {}
+            )
+            for name, gpu in gpus.items()
+            if name in held
+        ] + unplanned
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{plan} is no plan of the cascade {', '.join(cascade.names)}: {error} is missing") from None
+
+
+def _parts(cascade: Cascade, planned: dict, held: dict[int, int], gpu: dict) -> dict[int, int]:
+    """Return each model's part of a GPU's bytes, in proportion to what the plan counts for it: alone, each would take
+    all that it finds free."""
+    counted = {place: planned[cascade.names[place]]["memory_bytes"] for place in held}
+    return {place: int(gpu["memory_bytes"] * size / sum(counted.values())) for place, size in counted.items()}
 
 
 def actor_options(

@@ -7,6 +7,7 @@ process that dies: another one, or its successor, is asked. If the router dies, 
 requests under way get Ray Serve's status 500.
 """
 
+import functools
 import os
 import re
 import socket
@@ -195,6 +196,8 @@ def _application(cascade: Cascade, loads: Sequence[Load], processes: Sequence[Pr
         blind = {} if given["num_gpus"] else {"CUDA_VISIBLE_DEVICES": ""}
         actor = {**given, "runtime_env": {"env_vars": {**environment, **blind}}}
         held = {place: loads[place] for place in process.batch}
+        for place, size in process.memory.items() if given["num_gpus"] else ():
+            held[place] = functools.partial(loads[place], device_memory=size)
         if len(processes) == 1:
             whole = serve.deployment(LocalRouter).options(name=ROUTER, ray_actor_options=actor, **routing, **shared)
             return whole.bind(cascade, held, process.batch, limits)
