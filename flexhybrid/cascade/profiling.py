@@ -56,8 +56,8 @@ def run_profile(options: ProfileOptions, say: Callable[[str], None] = print) -> 
     policies = named_policies(options.policies, [name for name, _ in named], options.task)
     profiles = {}
     for name, source in named:
-        more = {"device": options.device, **policies.get(name, {})}
-        model = load_model(name, source, options.task, options.max_tokens, **more)
+        more = policies.get(name, {})
+        model = load_model(name, source, options.task, options.max_tokens, device=options.device, **more)
         try:
             profiles[name] = profile_model(model, requests, options, say)
         finally:
@@ -129,7 +129,6 @@ def num_cores() -> int:
 def kernel_seconds(run: Callable[[], object]) -> float:
     """Return for how many seconds a GPU executes kernels of ``run``: the paper's kernel utilisation, times its span."""
     import torch
-    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -138,7 +137,7 @@ def kernel_seconds(run: Callable[[], object]) -> float:
     kernels = (
         (event.time_range.start, event.time_range.end)
         for event in seen.events() or ()
-        if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
+        if event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset"))
     )
     return 1e-6 * covered(kernels)
 

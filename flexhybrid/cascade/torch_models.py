@@ -86,14 +86,14 @@ def _torch_module(name: str, source: str, place):
             return program.module()
         except Exception as error:  # torch raises many kinds for a damaged file
             raise InputError(f"cannot read {source} of model {name}: {first_line(error)}") from None
-    place, colon, function = source.partition(":")
+    module_name, colon, function = source.partition(":")
     if not colon:
         raise InputError(
-            f"model {name}: {source!r} is neither a checkpoint folder, nor a .pt2 file of torch.export, nor "
+            f"model {name}: {source!r} is neither a .pt2 file of torch.export, nor a checkpoint folder, nor "
             "module:function"
         )
     try:
-        module = getattr(importlib.import_module(place), function)()
+        module = getattr(importlib.import_module(module_name), function)()
     except Exception as error:
         raise InputError(f"model {name}: {source} gave no module: {first_line(error)}") from None
     if not isinstance(module, torch.nn.Module):

@@ -437,7 +437,7 @@ def test_the_largest_model_may_be_offloaded(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(forced_machine.FASTER_DTYPE, "float32")
     folder = shipped.CHECKPOINT
     (tmp_path / "in.txt").write_text("\n".join(["import sys", "class Name:", "for i in range(3):", "def main(argv):"]))
-    given = ["--policies", "small=resident", "large=offloaded", "--device", "cpu", "--max-tokens", "4"]
+    given = ["--policies", "small=resident", "large=kv_only", "--device", "cpu", "--max-tokens", "4"]
     models = [f"small={folder}", f"large={folder}"]
     profile = [
         "cascade",

@@ -33,11 +33,11 @@ def encoders(tmp_path_factory):
     torch.manual_seed(0)
     root = tmp_path_factory.mktemp("encoders")
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    bert = BertConfig(vocab_size=len(WORDS), max_position_embeddings=16, initializer_range=0.5, num_labels=3, **size)
+    bert = {"vocab_size": len(WORDS), "max_position_embeddings": 16, "initializer_range": 0.5, **size}
     vit = ViTConfig(image_size=8, patch_size=4, num_channels=1, initializer_range=0.5, num_labels=4, **size)
     modules = {
-        "bert": BertForSequenceClassification(bert),
-        "squad": BertForQuestionAnswering(bert),
+        "bert": BertForSequenceClassification(BertConfig(num_labels=3, **bert)),
+        "squad": BertForQuestionAnswering(BertConfig(num_labels=2, **bert)),
         "vit": ViTForImageClassification(vit),
     }
     vocab = root / "vocab.txt"

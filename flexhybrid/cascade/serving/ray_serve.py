@@ -197,7 +197,7 @@ def _application(cascade: Cascade, loads: Sequence[Load], processes: Sequence[Pr
         actor = {**given, "runtime_env": {"env_vars": {**environment, **blind}}}
         held = {place: loads[place] for place in process.batch}
         for place, size in process.memory.items() if given["num_gpus"] else ():
-            held[place] = functools.partial(loads[place], device_memory=size)
+            held[place] = functools.partial(loads[place], device_memory=size)  # type: ignore[call-arg]: load_model's
         if len(processes) == 1:
             whole = serve.deployment(LocalRouter).options(name=ROUTER, ray_actor_options=actor, **routing, **shared)
             return whole.bind(cascade, held, process.batch, limits)

@@ -84,6 +84,7 @@ class Worker:
     async def _answer_waiting(self, place: int) -> None:
         while waiting := [(request, answer) for request, answer in self.waiting[place] if not answer.done()]:
             now, self.waiting[place] = waiting[: self.batch[place]], waiting[self.batch[place] :]
+            answers: list[ModelAnswer]
             try:
                 answers = await self.compute(place, [request for request, _ in now])
             except Exception as error:  # none may wait for ever
@@ -96,7 +97,7 @@ class Worker:
 
     async def compute(self, place: int, requests: Sequence) -> list[ModelAnswer]:
         """Return a model's answers to a batch; where it takes too long, failures."""
-        late = [(None, math.nan, f"no answer within {self.timeout_s:g} s", 0)] * len(requests)
+        late: list[ModelAnswer] = [(None, math.nan, f"no answer within {self.timeout_s:g} s", 0)] * len(requests)
         if place in self.since:  # its thread still is at a batch that was given up
             return late
         # on a thread, so that the process still answers its controller

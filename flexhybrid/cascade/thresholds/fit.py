@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -169,7 +170,8 @@ def _measured(model: Model, requests: Sequence) -> tuple[ModelOutputs, dict]:
     model raises.
     """
     parts, seconds, starts, num = [], [], range(0, len(requests), BATCH), 0
-    _predict(model, requests, 0, 1)  # what a first call loads and compiles
+    with contextlib.suppress(Exception):  # one that comes again below, with its place
+        model.predict(requests[:1])  # what a first call loads and compiles
     with Meter(getattr(model, "device", "cpu")) as meter:
         began = time.perf_counter()
         while not parts or meter.is_measured and time.perf_counter() - began < MEASURED_S:
@@ -205,9 +207,9 @@ def joined(parts: Sequence[ModelOutputs]) -> ModelOutputs:
     """Join the outputs for parts of the requests."""
     outputs = [output for part in parts for output in part.outputs]
     most = max(part.logits.shape[-1] for part in parts)  # of texts, positions up to the longest one's of a batch
-    impossible = {"constant_values": -np.inf}
+    missing = [((0, 0), (0, 0), (0, most - part.logits.shape[-1])) for part in parts]
     logits = np.concatenate(
-        [np.pad(part.logits, ((0, 0), (0, 0), (0, most - part.logits.shape[-1])), **impossible) for part in parts]
+        [np.pad(part.logits, width, constant_values=-np.inf) for part, width in zip(parts, missing, strict=True)]
     )
     counted = np.concatenate([part.counted for part in parts])
     given = [part.classes for part in parts if part.classes is not None]
