@@ -20,7 +20,7 @@ from experiments.bench.harness import Table, seconds_in_turn
 from experiments.bench.kernels import TIMING, Sizes, memory_share, times_as_fast
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.runtime.kernels.compiled import Share
-from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize
+from flexhybrid.runtime.kernels.quantize import dequantize, quantize
 from flexhybrid.runtime.kernels.shared_attention import add_part
 from flexhybrid.runtime.threads import torch_threads
 from flexhybrid.runtime.verbs.moving import put_tokens, take_rows
@@ -30,6 +30,7 @@ QUERIES = 1, 4  #: for each key head
 BARS = {"quantize": 1 / 4, "dequantize": 1 / 2}  #: share of a plain copy's speed
 COPY_BAR = 1 / 2
 SETS = 4  #: of operands that take turns
+PACKED = 4096, 2048  #: rows, and elements of each
 
 
 def bench_host_kernels(table: Table, sizes: Sizes = TIMING) -> None:
@@ -99,9 +100,9 @@ def bench_attention_together(table: Table, sizes: Sizes) -> None:
 
 
 def bench_packing(table: Table, share: Share, where: str) -> None:
-    """Rows [4096, 2048] of bfloat16 in 8 and 4 bits."""
+    """Rows of bfloat16 in 8 and 4 bits."""
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randn(4096, 2048, generator=generator).bfloat16() for _ in range(SETS)]
+    rows = [torch.randn(*PACKED, generator=generator).bfloat16() for _ in range(SETS)]
     for bits in (8, 4):
         packed, restored = [quantize(one, bits) for one in rows], [torch.empty_like(one) for one in rows]
         calls = {
@@ -110,7 +111,7 @@ def bench_packing(table: Table, share: Share, where: str) -> None:
                 packed[n], bits, restored[n].dtype, restored[n], share=share
             ),
         }
-        num_bytes = (rows[0].nbytes + 4096 * packed_bytes(2048, bits)) // 2
+        num_bytes = (rows[0].nbytes + packed[0].nbytes) // 2
         for name, call in calls.items():
             _against_a_copy(table, f"{name}, {bits} bits, {where}", call, num_bytes, BARS[name])
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from experiments.bench import compression as bench_compression
+from experiments.bench import host_kernels
 from experiments.bench import selection as bench_selection
 from experiments.bench.copies import GENERATED, LOADS, STORES, TURN, copies_of
 from experiments.bench.harness import Table
@@ -27,6 +28,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.speed import PolicyRun
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
+from flexhybrid.runtime.threads import torch_threads
 from sim.presets import act_only, hybrid, kv_only
 
 SHAPE = ModelShape("opt-tiny", "opt", num_layers=2, hidden=64, num_heads=1, num_kv_heads=1, head_dim=64, ffn=64,
@@ -112,6 +114,20 @@ def test_a_task_starves_that_ends_as_soon_as_it_is_enqueued():
     assert found.idle_s == pytest.approx({"attend": 0.0, "finish": 0.5 + 0.49999, "sample": 0.0})
     assert found.idle_percent == pytest.approx(100 / 3, rel=1e-4)
     assert found.issuing_s == pytest.approx(0.2 + 0.79999 + 0.1)
+
+
+def test_the_bench_of_the_hosts_kernels_fills_its_rows(monkeypatch):
+    pytest.importorskip("numba")
+    monkeypatch.setattr("experiments.bench.kernels.LARGE_BYTES", 2**20)
+    monkeypatch.setattr("experiments.bench.kernels.REPEATS", 1)
+    monkeypatch.setattr(host_kernels, "PACKED", (16, 128))
+    table = Table()
+    with torch_threads(2):
+        host_kernels.bench_host_kernels(table, Sizes(2, 4, 64, 40, 32))
+    assert all(row["value"] > 0 for row in table.rows.values())
+    for name in ("attend_host", "quantize", "dequantize", "scatter", "gather"):
+        rows = [row for row in table.rows if row.startswith(name)]
+        assert any("one core" in row for row in rows) and any("2 cores" in row for row in rows)
 
 
 def test_the_gpu_bench_fills_its_rows(monkeypatch):

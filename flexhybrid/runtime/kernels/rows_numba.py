@@ -103,7 +103,7 @@ def copy_rows(count: int, target: Rows, source: Rows, pieces: Pieces, share: Sha
 
 @cache
 def compile_for(dtype: torch.dtype) -> None:
-    """Compile the kernels for a dtype, or load what was compiled before: some 2 seconds, or a tenth of one."""
+    """Compile the kernels for a dtype, or load what was compiled before: about a second, or a hundredth."""
     row = torch.zeros(1, GROUP_ELEMENTS, dtype=dtype)
     packed = torch.zeros(1, GROUP_ELEMENTS + 4, dtype=torch.uint8)
     quantize(row, 8, packed, GROUP_ELEMENTS, 1.0)
