@@ -58,10 +58,15 @@ def view_inside(shape: tuple[int, ...], dtype: torch.dtype, gaps: tuple[int, ...
 @converts
 @settings(max_examples=150)
 @given(
-    seed=st.integers(0, 2**32 - 1), leading=st.lists(st.integers(1, 4), max_size=3), groups=st.integers(1, 5),
-    group=st.sampled_from((64, 64, 64, 48, 40, 17, 8, 6, 1)), bits=st.sampled_from((8, 4, 2, 1)),
-    dtype=st.sampled_from(DTYPES), threads=st.integers(1, 3), spread_by=st.floats(-12, 12),
-)  # fmt: skip
+    seed=st.integers(0, 2**32 - 1),
+    leading=st.lists(st.integers(1, 4), max_size=3),
+    groups=st.integers(1, 5),
+    group=st.sampled_from((64, 64, 64, 48, 40, 17, 8, 6, 1)),
+    bits=st.sampled_from((8, 4, 2, 1)),
+    dtype=st.sampled_from(DTYPES),
+    threads=st.integers(1, 3),
+    spread_by=st.floats(-12, 12),
+)
 def test_packing_gives_the_bytes_of_plain_torch(pool, seed, leading, groups, group, bits, dtype, threads, spread_by):
     """Of any strides and magnitudes, edge values among them; nothing outside of the rows is touched."""
     generator = np.random.default_rng(seed)
@@ -183,9 +188,12 @@ def test_rows_are_put_where_numpy_puts_them(pool, case, head_major):
 
 @settings(max_examples=40)
 @given(
-    count=st.integers(0, 70), width=st.sampled_from((1, 6, 64, 300)), dtype=st.sampled_from((*DTYPES, torch.uint8)),
-    threads=st.integers(1, 3), seed=st.integers(0, 999),
-)  # fmt: skip
+    count=st.integers(0, 70),
+    width=st.sampled_from((1, 6, 64, 300)),
+    dtype=st.sampled_from((*DTYPES, torch.uint8)),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 999),
+)
 def test_rows_are_taken_from_where_numpy_takes_them(pool, count, width, dtype, threads, seed):
     generator = np.random.default_rng(seed)
     source = torch.from_numpy(generator.integers(0, 99, (50, width))).to(dtype)
