@@ -35,7 +35,8 @@ def test_the_kernels_are_a_softmax():
     run_interpreted("interpreted_attend.py")
 
 
-#: dtype, queries a key head, elements of a head, and what else varies: each value on both architectures.
+#: dtype, queries a key head, elements of a head, and what else varies. The first ON_BOTH are compiled for both
+#: architectures, the others in turn.
 VARIANTS = {
     "OPT": ("bfloat16", 1, 128, {}),
     "OPT, small heads, parts": ("float16", 1, 64, {"WHOLE": False}),
@@ -48,6 +49,9 @@ VARIANTS = {
     "float32, one query": ("float32", 1, 128, {"SUMS": True}),
     "heads of 80": ("bfloat16", 1, 80, {}),
 }
+
+
+ON_BOTH = 4
 
 
 def compiled(dtype: str, queries: int, d: int, asked: dict, architecture: int):
@@ -75,7 +79,9 @@ def compiled(dtype: str, queries: int, d: int, asked: dict, architecture: int):
 @pytest.mark.parametrize("architecture", [80, 90])
 def test_every_variant_compiles_without_spilling(architecture, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for name, (dtype, queries, d, asked) in VARIANTS.items():
+    for index, (name, (dtype, queries, d, asked)) in enumerate(VARIANTS.items()):
+        if index >= ON_BOTH and index % 2 == (architecture == 90):
+            continue
         code = compiled(dtype, queries, d, asked, architecture)
         registers, stack = registers_and_stack(code["cubin"], tmp_path / "kernel.cubin")
         assert stack == 0 and registers <= 255, (name, registers, stack)
