@@ -19,7 +19,7 @@ from flexhybrid.cascade.cluster.served import fit_batch_line
 from flexhybrid.cascade.data import read_requests
 from flexhybrid.cascade.loading import load_model, named_path, named_policies
 from flexhybrid.cascade.metering import MEASURED_S, Meter
-from flexhybrid.cascade.models import Model, first_line
+from flexhybrid.cascade.models import TOP_K, Model, first_line
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.files import check_new_file, save_text
 
@@ -57,7 +57,7 @@ def run_profile(options: ProfileOptions, say: Callable[[str], None] = print) -> 
     profiles = {}
     for name, source in named:
         more = policies.get(name, {})
-        model = load_model(name, source, options.task, options.max_tokens, device=options.device, **more)
+        model = load_model(name, source, options.task, options.max_tokens, TOP_K, options.device, **more)
         try:
             profiles[name] = profile_model(model, requests, options, say)
         finally:

@@ -23,9 +23,9 @@ class TorchModel:
 
         self.name, self.task, self.place = name, task, torch.device(place)
         self.device = self.place.type
-        self.module = self.load(source)
+        self.module: Any = self.load(source)
 
-    def load(self, source: str):
+    def load(self, source: str) -> Any:
         """Return the module, on its device."""
         return _torch_module(self.name, source, self.place)
 
@@ -112,7 +112,7 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")  #: a fold
 class Encoder(TorchModel):
     """An encoder with the head that its config names, in the type of its checkpoint."""
 
-    def load(self, source: str):
+    def load(self, source: str) -> Any:
         import transformers
 
         self.tokenizer = None
@@ -163,7 +163,7 @@ class Encoder(TorchModel):
         if x.is_floating_point() or x.ndim != 2:
             raise ValueError(f"{self.name} takes texts or rows of token ids, not {x.dtype} of shape {list(x.shape)}")
         pad = self.module.config.pad_token_id
-        kept = torch.ones_like(x) if pad is None else x != pad
+        kept = torch.ones_like(x) if pad is None else torch.ne(x, pad)
         return {"input_ids": x.long(), "attention_mask": kept.long()}
 
     def _tokens(self, batch: Sequence) -> dict:
