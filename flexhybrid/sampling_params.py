@@ -47,7 +47,7 @@ MOST_ANSWERS = 16_384  #: to one prompt; vLLM's bound
 #: Fields that are whole numbers: name, least value, what besides a number there may be.
 _COUNTS = (
     ("n", 1, f" and <= {MOST_ANSWERS}"),
-    ("max_tokens", 1, ", or None (JSON: null) for all that the model has room for"),
+    ("max_tokens", 1, ", or None (JSON: null) for all that the model has room for, or 0 in a request with echo"),
     ("min_tokens", 0, ""),
     ("top_k", -1, "; 0 or -1 turns it off"),
 )
