@@ -320,7 +320,7 @@ def test_wrong_sampling_params_are_errors_before_loading(tiny, params, words):
         ({"dtype": "float16"}, "float16"),
         ({"dtype": "int3"}, "int3"),
         ({"device": "tpu"}, "tpu"),
-        ({"policy": "magic"}, "known: kv_only"),
+        ({"policy": "magic"}, "known: auto, kv_only"),
         ({"policy": "nowhere.json"}, "cannot read policy file"),
         ({"link_gb_per_s": 0}, "must be a number of at least"),
         ({"host_memory": "1KiB"}, "host memory: .*needs at least"),

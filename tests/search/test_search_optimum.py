@@ -157,8 +157,16 @@ def test_no_share_between_the_blocks_is_better(weights_device):
     """What the main job asks: one batch, KV and ACT on the host, decode alone."""
     hardware, workload = machine(), Workload.uniform(32, 300, 12)
     space = replace(PLAIN, entries=("act@host", "kv@host"))
-    found = searched(SHAPE, hardware, workload, batch=32, weights_device=weights_device, space=space,
-                   objective="decode_throughput", mini_batch_tokens=(8192,))  # fmt: skip
+    found = searched(
+        SHAPE,
+        hardware,
+        workload,
+        batch=32,
+        weights_device=weights_device,
+        space=space,
+        objective="decode_throughput",
+        mini_batch_tokens=(8192,),
+    )
     shares = np.linspace(0, 1, 3001)
     policy = replace(hybrid(0.5, 8192), weights=Placement(device=weights_device, host=1 - weights_device))
     fine = predict(
@@ -223,12 +231,20 @@ def test_a_seed_is_never_worse_and_strangers_are_left_out():
     best = searched(SHAPE, hardware, workload, max_batch=64, budgets=mib(24, 48), space=PLAIN)
     narrow = replace(PLAIN, entries=("kv@host",))
     own = {"max_batch": 64, "budgets": mib(24, 48)}
-    seeded = searched(SHAPE, hardware, workload, seeds=[best.policy], space=replace(narrow, entries=PLAIN.entries),
-                    time_limit=0.0, **own)  # fmt: skip
+    seeded = searched(
+        SHAPE,
+        hardware,
+        workload,
+        seeds=[best.policy],
+        space=replace(narrow, entries=PLAIN.entries),
+        time_limit=0.0,
+        **own,
+    )
     assert seeded.prediction["tokens_per_s"] >= best.prediction["tokens_per_s"] * (1 - 1e-9)
     assert not seeded.complete
-    left_out = searched(SHAPE, hardware, workload, seeds=[hybrid(1.0), replace(best.policy, schedule="row")],
-                      space=narrow, **own)  # fmt: skip
+    left_out = searched(
+        SHAPE, hardware, workload, seeds=[hybrid(1.0), replace(best.policy, schedule="row")], space=narrow, **own
+    )
     assert left_out.policy.cache == {"kv@host": 1.0} and left_out.policy.schedule == "column"
 
 
@@ -238,8 +254,17 @@ def test_a_seed_is_never_worse_and_strangers_are_left_out():
 @pytest.mark.parametrize("space", [FULL, LOSSLESS, PLAIN], ids=["full", "lossless", "runnable"])
 def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path, monkeypatch):
     budgets = mib(16, 24, 64)
-    found = searched(SHAPE, machine(), Workload.uniform(1, 300, 12), budgets=budgets, space=space, max_batch=64,
-                   mini_batch_tokens=(1024,), confirm=True, write_lp=tmp_path / "winner.lp")  # fmt: skip
+    found = searched(
+        SHAPE,
+        machine(),
+        Workload.uniform(1, 300, 12),
+        budgets=budgets,
+        space=space,
+        max_batch=64,
+        mini_batch_tokens=(1024,),
+        confirm=True,
+        write_lp=tmp_path / "winner.lp",
+    )
     assert space.allows(found.policy)
     problem = Problem(shape=SHAPE, hardware=machine())
     plan = wave_plan(problem, found.policy, Workload.uniform(found.batch, 300, 12))
@@ -250,8 +275,12 @@ def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path, mo
     assert found.policy.max_batch == found.batch <= 64 and found.policy.max_mini_batch_tokens == 1024
     assert "device_memory_fits" in (tmp_path / "winner.lp").read_text()
     assert Policy.from_json(found.policy.to_json()) == found.policy
-    assert found.counts == {"choices": found.num_choices, "bounded_out": found.num_bounded_out, "lps": found.num_lps,
-                            "walked": found.num_walked}  # fmt: skip
+    assert found.counts == {
+        "choices": found.num_choices,
+        "bounded_out": found.num_bounded_out,
+        "lps": found.num_lps,
+        "walked": found.num_walked,
+    }
     if space is PLAIN:
         check_runnable(SHAPE, found.policy)
 
