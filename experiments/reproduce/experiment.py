@@ -24,6 +24,8 @@ KINDS = ("line", "bar")
 ASIDE = "aside"
 ARITHMETIC = "arithmetic"
 
+FAR = 0.3  #: |error| beyond which a held-out row must have an explanation
+
 Row = dict[str, Any]  #: a row before its error is computed: its cells by column
 Data = pd.DataFrame | Sequence[dict]  #: a figure's frame, or its points
 
@@ -248,7 +250,7 @@ def summary(rows: pd.DataFrame, role: str | None = None) -> ErrorSummary:
         worst=math.nan if none else float(signed[worst]),
         worst_what="" if none else str(judged["what"][worst]),
         within_10_percent=int((sizes <= 0.1).sum()),
-        beyond_30_percent=int((sizes > 0.3).sum()),
+        beyond_30_percent=int((sizes > FAR).sum()),
     )
 
 

@@ -1,8 +1,9 @@
 """The gate: the errors of all judged rows are kept in a file, and no change may worsen them without saying so.
 
 ``python -m experiments.reproduce.gate [--only PAPER …]`` (``make gate``) computes the rows anew and writes the file.
-Where a row that ran runs no more, or a system's median |error| in a paper is worse by more than a twentieth, it names
-the rows and writes nothing; with ``--accept`` it does. The suite fails where the file is not what a commit computes.
+Where a row that ran runs no more, a system's median |error| in a paper is worse by more than a twentieth, or a row
+beyond 30 % has no explanation, it names the rows and writes nothing; with ``--accept`` it does. The suite fails where
+the file is not what a commit computes.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import pandas as pd
 
 from experiments.reproduce import registry
 from experiments.reproduce.experiment import ASIDE, is_judged, summary
-from experiments.reproduce.paper import COMPARED, PAPERS, as_csv, compared
+from experiments.reproduce.paper import COMPARED, PAPERS, as_csv, compared, unexplained
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import write_by_rename
 
@@ -75,12 +76,13 @@ def stale(before: pd.DataFrame, after: pd.DataFrame) -> list[str]:
 
 
 def check(paper: str) -> list[str]:
-    """Return what is worse or stale in a paper's rows, computed now. Experiments without rows in the file are not run:
-    they have none that is compared, or are new, and the command adds them."""
+    """Return what is worse, stale or far off without an explanation in a paper's rows, computed now. Experiments
+    without rows in the file are not run: they have none that is compared, or are new, and the command adds them."""
     before = kept()
     before = before.loc[_of(before, [paper])]
-    after = compared([registry.run(name) for name in dict.fromkeys(before["experiment"])])
-    return worse(before, after) + stale(before, after)
+    experiments = [registry.run(name) for name in dict.fromkeys(before["experiment"])]
+    after = compared(experiments)
+    return worse(before, after) + stale(before, after) + unexplained(experiments)
 
 
 def _by_row(rows: pd.DataFrame) -> pd.DataFrame:
@@ -108,8 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name for name in registry.names() if name.partition("-")[0] in options.only]
     before = kept()
     others = before.loc[~_of(before, options.only)]
-    after = compared(registry.run_all(names))
-    complaints = worse(before.drop(others.index), after)
+    experiments = registry.run_all(names)
+    after = compared(experiments)
+    complaints = worse(before.drop(others.index), after) + unexplained(experiments)
     print("\n".join(complaints) or "Nothing is worse.")
     if complaints and not options.accept:
         print("Nothing was written. If this is meant: --accept", file=sys.stderr)

@@ -16,7 +16,17 @@ import numpy as np
 import pandas as pd
 
 from experiments import reference
-from experiments.reproduce.experiment import ASIDE, Constant, Experiment, Figure, Row, summary, table
+from experiments.reproduce.experiment import (
+    ASIDE,
+    FAR,
+    Constant,
+    Experiment,
+    Figure,
+    Row,
+    is_judged,
+    summary,
+    table,
+)
 
 _FOLDER = Path(__file__).parent
 
@@ -228,6 +238,43 @@ def compared(experiments: Iterable[Experiment]) -> pd.DataFrame:
         aside = rows[ASIDE] if ASIDE in rows.columns else ""
         tables.append(rows.assign(experiment=one.name, system=systems, aside=aside).loc[:, list(COMPARED)])
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=list(COMPARED))
+
+
+def explanations(paper: str) -> dict[tuple[str, str], str]:
+    """Return (experiment, row) -> why that row is far off: notes/<paper>.md under "Beyond 30 %", where an item is
+    "experiment | row | why"."""
+    items, _ = _remarks(paper).get("Beyond 30 %", ([], [])) if paper in PAPERS else ([], [])
+    parts = ([part.strip() for part in item.split(" | ", 2)] for item in items)
+    return {(name, what): why for name, what, why in parts}
+
+
+def far_off(experiments: Iterable[Experiment]) -> list[dict]:
+    """Return the held-out rows whose |error| is beyond FAR, worst first: experiment, what, paper, ours, unit, error and
+    ``why``, the explanation; "" where there is none.
+
+    Numbers fill the explanations: {ours}, {paper} and {error} are the row's own, {row[quantity]} is ours of another row
+    of its experiment, context too. Raises KeyError for a row that is not there.
+    """
+    found = []
+    for one in experiments:
+        known = explanations(one.name.partition("-")[0])
+        ours = dict(zip(reversed(one.rows["what"].tolist()), reversed(one.rows["ours"].tolist()), strict=True))
+        held_out = one.rows.loc[is_judged(one.rows) & (one.rows["role"] == "validate").to_numpy()]
+        for row in held_out.loc[held_out["error"].abs() > FAR].to_dict("records"):
+            cells = {name: row[name] for name in ("what", "paper", "ours", "unit", "error")}
+            why = known.get((one.name, row["what"]), "").format(row=ours, **cells)
+            found.append({"experiment": one.name, **cells, "why": why})
+    return sorted(found, key=lambda row: -abs(row["error"]))
+
+
+def unexplained(experiments: Sequence[Experiment]) -> list[str]:
+    """Return the rows beyond FAR without an explanation, and the explanations of rows that are not, or no more."""
+    far = {(row["experiment"], row["what"]): row["why"] for row in far_off(experiments)}
+    names = {one.name for one in experiments}
+    known = {key for paper in {name.partition("-")[0] for name in names} for key in explanations(paper)}
+    found = [f"beyond 30 % without an explanation: {', '.join(key)}" for key, why in far.items() if not why]
+    stale = sorted(key for key in known if key[0] in names and key not in far)
+    return found + [f"explained, but not beyond 30 %: {', '.join(key)}" for key in stale]
 
 
 def as_csv(rows: pd.DataFrame) -> str:

@@ -13,7 +13,7 @@ from jinja2 import Environment
 
 from experiments import reference
 from experiments.reproduce.experiment import ASIDE, ErrorSummary, Experiment, summary
-from experiments.reproduce.paper import PAPERS, Paper, as_csv, compared
+from experiments.reproduce.paper import PAPERS, Paper, as_csv, compared, far_off
 from figures.reproduce import draw
 from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.files import write_by_rename
@@ -151,7 +151,7 @@ def _macros() -> dict:
     functions["base64"] = lambda content: base64.b64encode(content).decode("ascii")
     environment.filters |= functions
     environment.globals |= functions | {"summary": summary, "shown": shown, "num_compared": num_compared}
-    environment.globals |= {"verdicts": verdicts, "machines": machines, "compared": compared}
+    environment.globals |= {"verdicts": verdicts, "machines": machines, "compared": compared, "far_off": far_off}
     environment.globals |= {"quoted": quoted, "notes": notes, "missing": MISSING, "aside": ASIDE, "folded": FOLDED}
     bounds = [f"{bound:.0%}" for bound in BOUNDS]
     environment.globals["labels"] = [*(f"up to {bound}" for bound in bounds), f"beyond {bounds[-1]}"]

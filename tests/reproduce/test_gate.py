@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.reproduce import gate
+from experiments.reproduce import gate, paper
 from experiments.reproduce.experiment import Experiment, table
-from experiments.reproduce.paper import KVPR, compared
+from experiments.reproduce.paper import KVPR, compared, far_off, unexplained
 from flexhybrid.core.errors import InputError
 
 
@@ -74,6 +74,21 @@ def test_rows_aside_are_not_judged_but_must_be_what_the_file_says():
     assert gate.stale(BEFORE, aside)[0].endswith("aside is arithmetic, in the file ")
 
 
+def test_a_row_beyond_30_percent_has_its_explanation_and_no_other_row_has(monkeypatch):
+    one = experiment([150.0, 120.0])
+    assert unexplained([one]) == [
+        f"beyond 30 % without an explanation: kvpr-table2, {system}, batch 0" for system in ("FlexGen", "KVPR")
+    ]
+    said = {"FlexGen, batch 0": "{error:+.0%} where KVPR has {row[KVPR, batch 1]:.0f}"}
+    said |= dict.fromkeys(("KVPR, batch 0", "KVPR, batch 1"), "so")
+    texts = {("kvpr-table2", what): why for what, why in said.items()}
+    monkeypatch.setattr(paper, "explanations", lambda key: texts if key == "kvpr" else {})
+    assert far_off([one])[0]["why"] == "+50% where KVPR has 120"
+    assert unexplained([one]) == ["explained, but not beyond 30 %: kvpr-table2, KVPR, batch 1"]
+    aside = experiment([150.0], aside="arithmetic")
+    assert far_off([aside]) == []
+
+
 def test_the_command_refuses_what_is_worse_until_it_is_accepted(monkeypatch, tmp_path, capsys):
     file = tmp_path / "summary.csv"
     monkeypatch.setattr(gate, "FILE", file)
@@ -84,7 +99,8 @@ def test_the_command_refuses_what_is_worse_until_it_is_accepted(monkeypatch, tmp
     monkeypatch.setattr(gate.registry, "run_all", lambda names: [experiment([150.0, 150.0, 70.0])])
     text = file.read_text(encoding="utf-8")
     assert gate.main(["--only", "kvpr"]) == 2 and file.read_text(encoding="utf-8") == text
-    assert "kvpr KVPR: median" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "kvpr KVPR: median" in said and "beyond 30 % without an explanation: kvpr-table2, KVPR, batch 1" in said
     assert gate.main(["--only", "kvpr", "--accept"]) == 0
     assert gate.kept()["ours"].tolist()[2:] == [150.0, 150.0, 150.0, 150.0, 70.0, 70.0]
     assert gate.kept()["ours"].tolist()[0] == 99.0  # another paper's rows stay

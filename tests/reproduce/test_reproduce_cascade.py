@@ -30,16 +30,23 @@ def test_models_that_hardly_answer_hand_their_requests_on():
 
 
 def test_routing_by_hand():
-    """ViT, EO: every request at XS, 40.4 % at S, 9.4 % at M, 4.9 % at L."""
+    """ViT, EO: every request at XS, then 40.4 % at S, 9.4 % at M, 4.9 % at L, or each at the one that answers it."""
     by_hand = 1 / (12 / 307 + 0.404 * 45 / 307 + 0.094 * 86 / 307 + 0.049)
+    assert routing_ratio(family("ViT"), "EO", "chain") == pytest.approx(by_hand)
+    by_hand = 1 / (12 / 307 + 0.31 * 45 / 307 + 0.045 * 86 / 307 + 0.049)
     assert routing_ratio(family("ViT"), "EO") == pytest.approx(by_hand)
     by_hand = 1 / (0.596 * 12 / 307 + 0.31 * 45 / 307 + 0.045 * 86 / 307 + 0.049)
     assert perfect_ratio(family("ViT"), "EO") == pytest.approx(by_hand) and by_hand < 19.2 / 2
 
 
 def test_what_is_possible_is_what_the_arithmetic_says():
-    possible = [(n, m) for n in FAMILIES for m in cascade_setup.MODES if not cascade_serving.is_impossible(n, m)]
-    assert possible == [("GPT", "EO")]
+    every = [
+        (name, mode, cascade_serving.printed_ratio(name, mode)) for name in FAMILIES for mode in cascade_setup.MODES
+    ]
+    assert [one[:2] for one in every if not cascade_serving.is_impossible(*one)] == [("GPT", "EO")]
+    # mean latencies of 610 and 385 ms for 3,420: 1.2 times what perfect routing saves is 4.8 and 9.2
+    assert cascade_serving.is_impossible("ViT", "AP", 3420 / 610)
+    assert not cascade_serving.is_impossible("ViT", "EO", 3420 / 385)
 
 
 def test_simulated_energy_has_the_printed_ratio_where_that_is_possible():
@@ -66,7 +73,7 @@ def test_throughput_is_an_experiment_like_the_others():
     found = registry.run("cascade-fig5")
     assert {"cascade-table4", "cascade-table5", "cascade-fig4", "cascade-fig6"} < set(registry.names())
     judged = found.rows[is_judged(found.rows)]
-    assert list(judged["paper"]) == [8.9, 2.9, 1.7] and (judged["ours"] > 1).all()
+    assert list(judged["paper"]) == [2.9, 1.7] and (judged["ours"] > 1).all()
 
 
 def test_no_row_is_worse_or_stale():

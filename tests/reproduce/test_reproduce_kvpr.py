@@ -242,6 +242,35 @@ def test_memory_of_the_latency_runs(name):
     assert on_gpu.min() > 0.15  # the activations were not there
 
 
+def test_a_latency_is_contradicted_by_a_shorter_step_that_copies_more():
+    found = {
+        (model, method, pair): kvpr_latency.contradicted(model, method, pair)
+        for model in kvpr_latency.TABLES.values()
+        for method in ("Accelerate", "KVPR")
+        for pair in setup.SHORT
+    }
+    texts = {key: text for key, text in found.items() if text}
+    assert set(texts) == {("OPT-6.7B", "Accelerate", (256, 32)), ("OPT-6.7B", "KVPR", (256, 32))}
+    assert "0.865 s, of 256+128, which copies more, 0.696 s" in texts["OPT-6.7B", "Accelerate", (256, 32)]
+    frame = rows("kvpr-table3")
+    aside = frame[frame["aside"].str.contains("contradicts it")]["what"]
+    assert set(aside) == {
+        "Accelerate, 256+32: decode latency", "KVPR, 256+32: decode latency",
+        "speedup of KVPR over Accelerate, 256+32",
+    }  # fmt: skip
+
+
+def test_page_locked_activations_alone_promise_more():
+    """With keys and values relayed as before: Sec. 3.3 by itself does not bring the printed gains."""
+    for model in kvpr_throughput.MODELS:
+        name = f"{model}: most gain over FlexGen"
+        relayed, locked = (ours("kvpr-fig6", f"{name}, paper rule{more}") for more in ("", ", activations page-locked"))
+        assert locked > 1.1 * relayed
+    hardware = setup.with_locked_act(setup.rtx5000())
+    act, kv, weights = (hardware.line(verb, "h2d").s_per_byte for verb in ("load_act", "load_kv", "load_weights"))
+    assert act == weights < kv
+
+
 def test_anomalous_rows_are_marked():
     frame = rows("kvpr-table3")
     marked = frame[frame["flag"].fillna("").str.contains("anomalous")]["what"]

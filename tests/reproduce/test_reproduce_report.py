@@ -183,6 +183,13 @@ def test_its_numbers(written):
         assert words in page.text, words
 
 
+def test_the_first_page_lists_rows_that_are_far_off():
+    rows = table([*ROWS, {**ROWS[1], "what": "far off", "ours": 30.0}])
+    page = Page(report.page([experiment(rows=rows, figures=())], [[]]))
+    assert "Held-out rows beyond 30 %, and why" in page.text and "fig-3 : far off 20 30 tokens/s +50.0% –" in page.text
+    assert "beyond 30 %, and why" not in Page(report.page([experiment(figures=())], [[]])).text
+
+
 def test_errors_have_the_colour_of_their_size_and_context_none():
     page = Page(report.rows_table(table(ROWS)))
     assert [attrs["class"] for attrs in page.cells("td") if "n e" in attrs.get("class", "")] == ["n e1", "n e2", "n e0"]

@@ -10,6 +10,7 @@ import pytest
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import profile_file
 from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.jobs.rates import costs
 from sim import catalogue
 from sim.datasheet import SHARES, load_datasheet
 
@@ -100,7 +101,7 @@ def test_every_line_is_a_stated_peak_times_a_stated_share_or_a_stated_rate(name)
 def test_every_number_has_a_source(name):
     sheet = load_datasheet(catalogue.FOLDER / f"{name}.json")
     numbers = {"tflops", "memory_gb_per_s", "link_gb_per_s", "device_memory", "device_reserve", "host_memory"}
-    numbers |= {"host_memory_gb_per_s", "host_tflops", "shares"}
+    numbers |= {"host_memory_gb_per_s", "host_tflops", "shares", "watts"}
     numbers |= {"disk_memory", "disk_read_gb_per_s", "disk_write_gb_per_s"} if sheet.disk_memory else set()
     assert numbers == sheet.sources.keys()
     assert all(len(text) > 20 for text in sheet.sources.values()) and len(sheet.source) > 20
@@ -114,6 +115,14 @@ def test_the_host_attends_more_slowly_than_the_device(name):
     hardware = catalogue.load(name)
     device, host = hardware.line("attend", "compute"), hardware.line("attend_host", "host_compute")
     assert host.seconds(1e9, 1e9) > device.seconds(1e9, 1e9)  # an operation a byte: keys and values in FP16
+
+
+def test_every_machine_says_the_energy_of_a_million_tokens():
+    """Tokens that come at the power limit: an hour at 100 tokens/s is 360,000 tokens and, on a T4, 0.07 kWh."""
+    for name in MACHINES:
+        found = costs(catalogue.load(name), 100.0)
+        assert 0.05 < found["kwh_per_million_tokens"] < 3 and "dollars_per_million_tokens" not in found
+    assert costs(catalogue.load("t4"), 100.0)["kwh_per_million_tokens"] == pytest.approx(0.07 / 0.36)
 
 
 def test_host_rates_worked_by_hand():

@@ -107,7 +107,8 @@ def figure13() -> Experiment:
 # ---- CAPTURE Fig. 10, HybridServe Fig. 14
 
 BATCHES = (32, 64, 128)
-SHORTER_PROMPTS = (256, 512, 1024, 1920)  #: the other likely set
+SHORTER_PROMPTS = (256, 512, 1024, 1920)  #: another likely set
+SHORT_PROMPTS = (128, 256, 512)  #: those of PowerInfer's table in the same papers
 
 
 def _busy(batch: int, prompts: tuple[int, ...], own_share: bool = False) -> float:
@@ -153,6 +154,13 @@ def figure14() -> Experiment:
     for batch, row_id in ((32, "ch033"), (128, "ch034")):
         quantity = f"GPU at work, hybrid_full, batch {batch}, mean over prompts of 256 to 1920"
         rows.append(CAPTURE.beside(row_id, _busy(batch, SHORTER_PROMPTS), quantity))
+    for batch, flexgen_id, full_id in ((32, "ch031", "ch033"), (128, "ch032", "ch034")):
+        flexgen = setup.run_flexgen(MODEL, np.array(SHORT_PROMPTS), batch).busy["compute"]
+        short = {("FlexGen", flexgen_id): 100 * float(flexgen.mean())}
+        short["hybrid_full", full_id] = _busy(batch, SHORT_PROMPTS)
+        for (system, row_id), percent in short.items():
+            quantity = f"GPU at work, {system}, batch {batch}, mean over prompts of 128 to 512"
+            rows.append(CAPTURE.beside(row_id, percent, quantity))
     device = {batch: _busy_on_device(batch) for batch in (32, 128)}
     for batch, row_id in ((32, "ch033"), (128, "ch034")):
         quantity = f"GPU at work, hybrid_full, batch {batch}, ACT in spare GPU memory, each batch's share"
@@ -196,6 +204,8 @@ def figure14() -> Experiment:
 
 # ---- CAPTURE Fig. 2, HybridServe Fig. 3
 
+#: What is read off a curve, with prompts of our choice: the texts give no batch at which loads are equal.
+TWO_BATCHES = "the papers name two batches for one curve, and no prompt length (note 3)"
 SATURATION_BATCHES = (16, 32, 64, 128, 256, 512)
 SATURATION_PROMPTS = (128, 256, 512, 1024)
 
@@ -234,8 +244,8 @@ def figure3() -> Experiment:
     outweighs, kv = "batch at which the cache outweighs the weights", "KV a decode step at 1024 tokens"
     linear = "throughput at batch 128 over batch 16 (linear: 8)"
     rows = [
-        *CAPTURE.headlines("ch004", knees[128], f"{outweighs}, prompt 128"),
-        *CAPTURE.headlines("ch050", knees[256], f"{outweighs}, prompt 256"),
+        CAPTURE.headline("ch004", knees[128], f"{outweighs}, prompt 128", aside=TWO_BATCHES),
+        CAPTURE.headline("ch050", knees[256], f"{outweighs}, prompt 256", aside=TWO_BATCHES),
         *CAPTURE.headlines("ch005", kv_gib_a_step(16, 1024), f"{kv}, batch 16 (GiB)", aside=ARITHMETIC),
         *CAPTURE.headlines("ch006 ch051", kv_gib_a_step(128, 1024), f"{kv}, batch 128 (GiB)", aside=ARITHMETIC),
         *(context(f"{outweighs}, prompt {prompt}", knees[prompt], "requests") for prompt in (512, 1024)),
@@ -253,6 +263,8 @@ def figure3() -> Experiment:
 
 # ---- CAPTURE Fig. 3, HybridServe Fig. 4
 
+#: Both texts print one number with another setting, so that neither can judge.
+TWO_RATIOS = "the papers name 50 % and 20 % for one number (note 2)"
 RECOMPUTED = np.arange(0.0, 0.51, 0.1)
 RECOMPUTE_SETTINGS = {"OPT-30B": 1024, "OPT-66B": 512}  #: context tokens
 RECOMPUTE_BATCH = 64
@@ -271,7 +283,7 @@ def recompute_factors(model: str, way: str) -> np.ndarray:
 @cache
 def _copies() -> dict[str, Hardware]:
     """Return the machines of the ways in which keys, values and weights may cross the link."""
-    relayed = setup.flexgen_hardware()
+    relayed = setup.RELAY.hardware(setup.hardware(), setup.flexgen_constant().value)
     line = relayed.line("load_kv", "h2d")
     return {
         "cache relayed": relayed,
@@ -287,7 +299,8 @@ def figure4() -> Experiment:
             of_way = factors[f"{model}, {way}"] = recompute_factors(model, way)
             for row_id, ratio in ((half_id, 0.5), (fifth_id, 0.2)):
                 quantity = f"step latency, {model}, {ratio:.0%} of tokens recomputed, {way}"
-                row = CAPTURE.headline(row_id, float(np.interp(ratio, RECOMPUTED, of_way)), quantity)
+                ours = float(np.interp(ratio, RECOMPUTED, of_way))
+                row = CAPTURE.headline(row_id, ours, quantity, aside=TWO_RATIOS)
                 rows.append(row if way == "cache relayed" else row | {"role": "context"})
     policy, cache_entries = presets.token_recompute(0.2), {"tok": np.array([0.0, 0.2]), "kv@host": np.array([1.0, 0.8])}
     candidates = Candidates(policy, RECOMPUTE_BATCH, 1280, 2, cache=cache_entries)

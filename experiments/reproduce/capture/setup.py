@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from experiments import reference
-from experiments.reproduce.calibrate import PCIE_SHARE, fit
+from experiments.reproduce.calibrate import ENGINE_GEMM, PCIE_SHARE, fit
 from experiments.reproduce.experiment import Constant
 from experiments.reproduce.paper import CAPTURE, values_of
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -290,9 +290,12 @@ def flexgen_constant(explanation: Explanation = RELAY) -> Constant:
 
 
 @cache
-def flexgen_hardware(explanation: Explanation = RELAY) -> Hardware:
-    """Return this testbed as FlexGen sees it: with its copies, and its attention in place of HybridServe's."""
-    seen = explanation.hardware(hardware(), flexgen_constant(explanation).value)
+def flexgen_hardware(explanation: Explanation | None = RELAY) -> Hardware:
+    """Return this testbed as FlexGen sees it: with its copies (None: page-locked ones), its matrix products, at the
+    share of the peak that its engine has on all testbeds, and its attention in place of HybridServe's."""
+    seen = explanation.hardware(hardware(), flexgen_constant(explanation).value) if explanation else hardware()
+    reached = 1 / (seen.line("project", "compute").s_per_flop * seen.notes["peak_flops"])
+    seen = on(Implementation("flexgen", gemm=ENGINE_GEMM / reached), seen)
     t4 = catalogue.load("t4").notes
     share = 1e12 * t4["published_fit"]["decode_attention_tflops"] / t4["memory_bytes_per_s"]  # an operation a byte
     attend = Line(PRIORS["overhead_us"] * 1e-6, s_per_byte=1 / (share * seen.notes["memory_bytes_per_s"]))
@@ -320,7 +323,7 @@ def run_flexgen(
     generated: int = GENERATED,
     overlap: Overlap | None = None,
 ) -> Prediction:
-    """Predict FlexGen over prompt lengths (or batches: both broadcast); None: with the copies of HybridServe's code.
+    """Predict FlexGen over prompt lengths (or batches: both broadcast); None: with page-locked copies.
 
     Each length has its own placement, and hidden states lie on the device where the search wants that for all of them.
     """
@@ -335,8 +338,8 @@ def run_flexgen(
         "weights_device": np.array([policy.weights.device for policy in placed]),
         "weights_disk": 0.0,
     }
-    seen_as = flexgen_hardware(explanation) if explanation else hardware()
-    return predict(problem(model, seen_as), Candidates(policy, batches, prompts, generated, **varied))
+    seen_as = problem(model, flexgen_hardware(explanation))
+    return predict(seen_as, Candidates(policy, batches, prompts, generated, **varied))
 
 
 def all_constants() -> tuple[Constant, ...]:

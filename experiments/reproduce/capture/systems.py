@@ -1,15 +1,18 @@
 """CAPTURE's comparison with other systems (CAPTURE Fig. 8, HybridServe Fig. 12), and what slows FlexGen's link down."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
 from scipy.stats import gmean
 
+from experiments import reference
 from experiments.reproduce.capture import setup
 from experiments.reproduce.capture.setup import MODELS, PROMPTS
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars
 from experiments.reproduce.paper import CAPTURE, context, values_of
 from policy_search.systems import Setting, run_system
+from sim.implementation import MEASURED
 
 SYSTEMS = ("DeepSpeed-Inference", "FlexGen", "act_only", "hybrid_full")
 HOST = next(explanation for explanation in setup.EXPLANATIONS if explanation.name == "the host's rate")
@@ -156,8 +159,14 @@ def _reading_rows() -> list[Row]:
     flex, deep = "hybrid_full over FlexGen, mean", "DeepSpeed-Inference of FlexGen, mean"
     locked, host = (100 * mean_ratio(deepspeed(cache_rate(how)), flexgen()) for how in (None, HOST))
     gain = mean_ratio(hybrid_full(), flexgen(None))
+    weights = cache_rate(None) * MEASURED["deepspeed"].weights_link
+    needed = weights * CAPTURE.value("ch025") / (100 * mean_ratio(deepspeed(), hybrid_full()))  # nothing else binds it
     return [
         *rows,
+        context("rate of DeepSpeed's weights", weights, "GB/s"),
+        context(
+            "rate of DeepSpeed's weights that its printed share of hybrid_full needs", needed, "GB/s", source="ch025"
+        ),
         CAPTURE.beside("ch020", gain, f"{flex}; FlexGen's copies as fast as page-locked ones"),
         CAPTURE.beside("ch024", locked, f"{deep}; weights as fast as page-locked ones"),
         CAPTURE.beside("ch024", host, f"{deep}; weights at {cache_rate(HOST):.1f} GB/s"),
@@ -246,6 +255,35 @@ def explanation_rows() -> list[Row]:
     return rows
 
 
+SOCKET_GB = 441  #: of the testbed's 882 GB of host memory
+#: FlexGen's weights in pageable memory too, as its authors' scripts have those of their largest model (--pin-weight 0).
+UNPINNED = replace(setup.RELAY, name="relay, weights too", rates=lambda x, reached, _: (1 / (1 / x + 1 / reached),) * 2)
+
+
+def size_rows() -> list[Row]:
+    """Return rows of how the gain over FlexGen goes with the model's size, and of what could turn it round."""
+    rows = []
+    for name, rates in (("", flexgen()), (", its weights relayed too", flexgen(UNPINNED))):
+        for model in MODELS:
+            for least, prompts in ((0, ""), (setup.PROMPT, f", prompt {setup.PROMPT} alone")):
+                gain = mean_ratio(hybrid_full(), rates, model, least)
+                rows.append(context(f"hybrid_full over FlexGen{name}, {model}{prompts}", gain, "x", explanation="size"))
+    for model, row_id in (("OPT-6.7B", "ch022"), ("OPT-66B", "ch023")):
+        measured = reference.value("capture_table3", model=model, variant="hybrid_full")
+        run = setup.run_flexgen(model, setup.PROMPT)
+        seconds = setup.BATCH * setup.GENERATED * CAPTURE.value(row_id) / measured - float(run.prefill_s[0])
+        moved = run.traffic_bytes["h2d"]
+        others = sum(float(moved[kind][0]) for kind in moved if kind != "kv") * (setup.GENERATED - 1) / setup.GENERATED
+        rate = 1e-9 * float(moved["kv"][0]) / (seconds - 1e-9 * others / cache_rate(None))
+        quantity = f"GB/s of FlexGen's cache that the printed gain means beside Table III, {model}"
+        rows.append(context(quantity, rate, "GB/s", source=row_id, explanation="size"))
+    beyond = 1 - SOCKET_GB * 1e9 / float(run.peak_bytes["host"][0])
+    other = beyond / (1 / rate - (1 - beyond) / cache_rate(setup.RELAY))
+    quantity = "GB/s of its copies from the other socket, were these alone behind it, OPT-66B"
+    rows.append(context(quantity, other, "GB/s", explanation="size"))
+    return rows
+
+
 def distance(rows: list[Row], name: str) -> float:
     """Return the mean |log(ours / paper)| of an explanation's rows."""
     return float(np.mean([abs(np.log(row["ours"] / row["paper"])) for row in rows if row["explanation"] == name]))
@@ -256,6 +294,7 @@ def flexgen_link() -> Experiment:
     names = list(dict.fromkeys(row["explanation"] for row in rows))
     distances = {name: distance(rows, name) for name in names}
     nearest = min(distances, key=lambda name: distances[name])
+    rows += (by_size := size_rows())
     for row_id, model in (("ch020", None), ("ch022", "OPT-6.7B"), ("ch023", "OPT-66B")):
         target = CAPTURE.value(row_id)
         quantity = f"GB/s of cache copies that {target:g}x needs ({model or 'all models'})"
@@ -281,4 +320,5 @@ def flexgen_link() -> Experiment:
         small=needed_rate(2.05, "OPT-6.7B"),
         large=needed_rate(2.33, "OPT-66B"),
         host_gb=host_gb,
+        size={row["what"]: row["ours"] for row in by_size},
     )

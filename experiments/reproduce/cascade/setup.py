@@ -95,7 +95,7 @@ def kept(family: Family, mode: str) -> tuple[list[int], np.ndarray]:
     return places, shares
 
 
-def routing_ratio(family: Family, mode: str, routing: str = "chain") -> float:
+def routing_ratio(family: Family, mode: str, routing: str = "direct") -> float:
     """Return the giant's energy over the cascade's, a request's energy being in proportion to the model's size."""
     places, shares = kept(family, mode)
     return 1 / float(ROUTINGS[routing](shares).visits @ family.relative[places])
@@ -127,11 +127,11 @@ def cluster():
 
 @dataclass(frozen=True)
 class CascadeSystem:
-    """A family's cascade in a mode, or its giant alone (mode "giant"), and how requests are routed."""
+    """A family's cascade in a mode, or its giant alone (mode "giant"), and how requests are routed, one of ROUTINGS."""
 
     family: str
     mode: str
-    routing: str = "chain"
+    routing: str = "direct"  #: "almost all requests can directly jump" by skip connections (Sec. VI-B)
 
     @property
     def name(self) -> str:

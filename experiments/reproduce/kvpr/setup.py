@@ -72,6 +72,12 @@ def as_flexgen(hardware: Hardware, relay_gb_per_s: float | None = None) -> Hardw
     return RELAY.hardware(hardware, relay_gb_per_s or flexgen_constant().value)
 
 
+def with_locked_act(hardware: Hardware) -> Hardware:
+    """Return a machine of ``as_flexgen`` whose activations alone are page-locked, as Sec. 3.3 has them."""
+    lines = {verb: hardware.line(resource, resource) for verb, resource in (("load_act", "h2d"), ("store_act", "d2h"))}
+    return replace(hardware, lines={**hardware.lines, **lines})
+
+
 def link_standard(name: str) -> float:
     """GB/s that the standard of a testbed's link allows."""
     return catalogue.load(name).notes["link_bytes_per_s"] / 1e9
