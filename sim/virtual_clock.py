@@ -7,7 +7,7 @@ and everything ``sim.cost`` leaves out.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,11 +22,16 @@ from flexhybrid.core.wave import Wave
 from sim.cost import line_seconds
 
 
-def run(tasks: Iterable[Task], hardware: Hardware, hazards: Iterable[str] = HAZARDS) -> list[TraceEvent]:
+def run(
+    tasks: Iterable[Task],
+    hardware: Hardware,
+    hazards: Iterable[str] = HAZARDS,
+    seconds_of: Callable[[Task], float] | None = None,
+) -> list[TraceEvent]:
     """Run tasks (``flexhybrid.core.plan.stream(wave)``) in virtual time; events in stream order, seconds from 0.
 
-    ``hazards`` leaves out a hazard on purpose, as in ``Dependencies``. Raises InputError when the hardware
-    has no line for a task.
+    ``hazards`` leaves out a hazard on purpose, as in ``Dependencies``. ``seconds_of`` says what a task takes; None: the
+    hardware's lines. Raises InputError when the hardware has no line for a task.
     """
     dependencies = Dependencies(hazards)
     ends: dict[str, list[float]] = {resource: [] for resource in RESOURCES}
@@ -47,7 +52,7 @@ def run(tasks: Iterable[Task], hardware: Hardware, hazards: Iterable[str] = HAZA
             end = ends[other][ordinal]
             if end > start:
                 start = end
-        end = start + line_seconds(line, resource, task.work)
+        end = start + (seconds_of(task) if seconds_of else line_seconds(line, resource, task.work))
         own.append(end)
         trace.append(TraceEvent(task, start, end))
     return trace
