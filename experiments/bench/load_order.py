@@ -63,7 +63,7 @@ NOMINAL = Hardware(
     {"compute": Line(4e-5, 1e-11, 1e-10), "h2d": Line(5e-5, 0.0, 1 / 0.14e9), "d2h": Line(5e-5, 0.0, 1 / 0.14e9)},
 )
 POLICIES = {hiding: kvpr_column("pipeline", hiding, max_mini_batch_tokens=1 << 20) for hiding in (True, False)}
-ROUNDS = 5
+ROUNDS = 31  #: of a quarter of a second for each order: single ones are up to 15 points apart
 LAST = -2  #: iteration of a trace that ends its window
 LEAST_GAIN, MOST_APART = 5.0, 3.0  #: percent; points between what is predicted and what is measured
 
