@@ -12,10 +12,11 @@ import torch
 from interpreted import hasten
 from models import InMemory, save_llama
 from oracles import attend_table
+from oracles.contexts import laid_out
 from toy_machine import machine
 
 from flexhybrid import LLM, Policy, SamplingParams
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.runtime.kernels import attend_triton
 from flexhybrid.runtime.kernels.attention import Extent, ScoreRule
 from flexhybrid.runtime.verbs import attending_in_place
@@ -29,29 +30,6 @@ def no_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_of", lambda tensor: contextlib.nullcontext())
 
 
-def laid_out(generator, dtype, sizes, tokens, head_major):
-    """Keys and values of requests with so many tokens, [tokens, 2, G, d] each, the extent of their blocks, which lie
-    anywhere in a memory full of NaN, and that memory."""
-    groups, d = sizes
-    counts = ceil_blocks(np.array(tokens))
-    order = torch.randperm(int(counts.sum()) + 3, generator=generator).numpy()
-    memory = torch.full((len(order), 2, groups, BLOCK_TOKENS, d), float("nan"), dtype=dtype)
-    table = np.zeros((len(tokens), max(1, counts.max())), np.int64)
-    contexts, taken = [], 0
-    for request, length in enumerate(tokens):
-        blocks = order[taken : taken + counts[request]]
-        table[request, : len(blocks)], taken = blocks, taken + len(blocks)
-        context = torch.randn(length, 2, groups, d, generator=generator).to(dtype)
-        for token in range(length):
-            memory[blocks[token // BLOCK_TOKENS], :, :, token % BLOCK_TOKENS] = context[token]
-        contexts.append(context)
-    size, width = 2 * groups * d, groups * d
-    strides = (d, BLOCK_TOKENS * d, BLOCK_TOKENS * width) if head_major else (size, d, width)
-    if not head_major:
-        memory = memory.permute(0, 3, 1, 2, 4).contiguous()
-    return contexts, Extent(table * BLOCK_TOKENS * size, np.array(tokens, np.int64), *strides), memory
-
-
 def check(seed: int, dtype, sizes: tuple[int, int, int], part_tokens: list[list[int]], **asked) -> None:
     """Attend with ``sizes`` (key heads, queries of each, elements of a head) over contexts that have ``part_tokens`` in
     each part; ``asked``: hides, softcap, sinks, parts."""
@@ -62,7 +40,7 @@ def check(seed: int, dtype, sizes: tuple[int, int, int], part_tokens: list[list[
     own_tokens = [row[None, : 2 * groups * d].unflatten(1, (2, groups, d)) for row in rows]
     pieces = [(own_tokens, own, rows)]
     for index, tokens in enumerate(part_tokens):
-        contexts, extent, memory = laid_out(generator, dtype, (groups, d), tokens, head_major=index % 2 == 0)
+        contexts, extent, memory = laid_out(generator, dtype, groups, d, tokens, head_major=index % 2 == 0)
         if asked.get("hides"):
             hidden = torch.randint(-8, 25, extent.blocks.shape, generator=generator).clamp(0, 16).numpy()
             extent = extent._replace(hidden=hidden)
@@ -140,7 +118,7 @@ def test_who_sees_nothing_gets_zeros():
 
 def test_a_nan_is_given_on_and_what_is_not_seen_is_not():
     generator = torch.Generator().manual_seed(1)
-    contexts, extent, memory = laid_out(generator, F32, (1, 16), [20, 20], head_major=True)
+    contexts, extent, memory = laid_out(generator, F32, 1, 16, [20, 20], head_major=True)
     table = attend_triton.table_of([extent], ["pool"], (1, 16), torch.from_numpy)
     query, rule = torch.randn(2, 2, 16, generator=generator), ScoreRule(0.25)
     assert attend_triton.attend(query, [memory], table, rule).isfinite().all()

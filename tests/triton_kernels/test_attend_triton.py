@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from models import InMemory, save_llama, save_opt
+from oracles.contexts import POLICIES
 from toy_machine import machine
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_by_name
-from flexhybrid.core.policy import Bits, Policy
+from flexhybrid.core.policy import Policy
 from flexhybrid.llm import LLM
 from flexhybrid.resolve import pick_device, resolve_problem
 from flexhybrid.runtime.profiling import attention_paths
@@ -164,13 +165,6 @@ def test_a_job_begun_with_triton_is_refused_in_words_where_it_does_not_run(monke
 
 PROMPTS = [np.random.default_rng(0).integers(3, 60, length).tolist() for length in (1, 15, 16, 40)]
 PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-POLICIES = {
-    "every tier": Policy(cache={"kv@device": 0.25, "kv@host": 0.25, "act@device": 0.25, "act@host": 0.25}),
-    "disk": Policy(cache={"kv@disk": 0.5, "act@disk": 0.5}),
-    "both": "kvpr_row",
-    "few bits": Policy(cache={"kv@host": 0.4, "kv@device": 0.3, "act@host": 0.3}, bits=Bits(kv=8)),
-    "static": Policy(cache={"kv@host": 0.5, "act@device": 0.5}, static_cache=True),
-}
 
 
 @pytest.fixture

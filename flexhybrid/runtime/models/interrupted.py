@@ -82,16 +82,8 @@ def _call(function: Callable[[], Result]) -> Result:
 class Run:
     """A function that is running, in the thread that has started it."""
 
-    def __init__(self):
-        import greenlet
-
-        if _host.base is None:
-            raise RuntimeError("functions that are interrupted run within hosted()")
-        if _host.idle:
-            self._worker: _Worker | None = _host.idle.pop()
-        else:
-            self._worker = _Worker(greenlet.greenlet(_serve, _host.base), [])
-            _host.workers.add(self._worker.greenlet)
+    def __init__(self, worker: _Worker):
+        self._worker: _Worker | None = worker
 
     @property
     def ended(self) -> bool:
@@ -117,19 +109,26 @@ class Run:
         """End the function where it is."""
         self.resume(_LEFT)
 
-    def _begin(self, function: Callable[[], Any]) -> Any:
-        place = self._worker.place if self._worker else []
-        place.append(function)
-        return self.resume(place)
-
 
 def started(function: Callable[[], Any]) -> tuple[Run, Any]:
     """Run a function until it is interrupted, or to its end: return what it was interrupted with, or its result.
 
     Raise what it raises, and RuntimeError outside of ``hosted``.
     """
-    run = Run()
-    return run, run._begin(function)
+    if _host.base is None:
+        raise RuntimeError("functions that are interrupted run within hosted()")
+    worker = _host.idle.pop() if _host.idle else _new_worker()
+    worker.place.append(function)
+    run = Run(worker)
+    return run, run.resume(worker.place)
+
+
+def _new_worker() -> _Worker:
+    import greenlet
+
+    worker = _Worker(greenlet.greenlet(_serve, _host.base), [])
+    _host.workers.add(worker.greenlet)
+    return worker
 
 
 def interrupt(value: Any) -> Any:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from oracles.contexts import POLICIES, laid_out
 from toy_machine import machine
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
-from flexhybrid.core.policy import Bits, Policy
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.llm import LLM
 from flexhybrid.runtime.threads import torch_threads
 from flexhybrid.runtime.verbs.attending_in_place import attend_blocks_in_place
@@ -27,29 +27,6 @@ def contexts(draw):
     lengths = st.lists(st.sampled_from([0, 1, 15, 16, 40, 300]), min_size=batch, max_size=batch)
     parts = [*draw(st.lists(lengths, max_size=2)), [1] * batch]  # the new token is never missing
     return batch, groups, queries, draw(st.sampled_from([4, 6, 32, 80])), parts, draw(st.integers(0, 2**16))
-
-
-def laid_out(generator, dtype, groups, d, tokens, head_major):
-    """Keys and values of requests with so many tokens, [tokens, 2, G, d] each, an extent of blocks that lie anywhere
-    in a memory full of NaN, and that memory."""
-    counts = ceil_blocks(np.array(tokens))
-    order = torch.randperm(int(counts.sum()) + 3, generator=generator).numpy()
-    memory = torch.full((len(order), 2, groups, BLOCK_TOKENS, d), float("nan"), dtype=dtype)
-    table = np.zeros((len(tokens), max(1, counts.max())), np.int64)
-    contexts, taken = [], 0
-    for request, length in enumerate(tokens):
-        blocks = order[taken : taken + counts[request]]
-        table[request, : len(blocks)], taken = blocks, taken + len(blocks)
-        context = torch.randn(length, 2, groups, d, generator=generator).to(dtype)
-        for token in range(length):
-            memory[blocks[token // BLOCK_TOKENS], :, :, token % BLOCK_TOKENS] = context[token]
-        contexts.append(context)
-    size, width = 2 * groups * d, groups * d
-    strides = (d, BLOCK_TOKENS * d, BLOCK_TOKENS * width) if head_major else (size, d, width)
-    if not head_major:
-        memory = memory.permute(0, 3, 1, 2, 4).contiguous()
-    extent = in_place.Extent(table * BLOCK_TOKENS * size, np.array(tokens, np.int64), *strides)
-    return contexts, extent, memory
 
 
 @pytest.mark.parametrize("dtype", in_place.KINDS, ids=str)
@@ -132,15 +109,6 @@ def test_the_host_attends_on_the_threads_of_its_lane(dtype, monkeypatch):
         wanted = torch.softmax(scores, -1) @ context[1]
         torch.testing.assert_close(found[0][0][request].double(), wanted, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found[0][1][request].double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
-
-
-POLICIES = {
-    "every tier": Policy(cache={"kv@device": 0.25, "kv@host": 0.25, "act@device": 0.25, "act@host": 0.25}),
-    "disk": Policy(cache={"kv@disk": 0.5, "act@disk": 0.5}),
-    "both": "kvpr_row",
-    "few bits": Policy(cache={"kv@host": 0.4, "kv@device": 0.3, "act@host": 0.3}, bits=Bits(kv=8)),
-    "static": Policy(cache={"kv@host": 0.5, "act@device": 0.5}, static_cache=True),
-}
 
 
 @pytest.mark.parametrize("name", POLICIES)
