@@ -29,6 +29,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window, check_trace
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.compare.speed import LAST
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import RandomWeights
@@ -64,7 +65,6 @@ NOMINAL = Hardware(
 )
 POLICIES = {hiding: kvpr_column("pipeline", hiding, max_mini_batch_tokens=1 << 20) for hiding in (True, False)}
 ROUNDS = 31  #: of a quarter of a second for each order: single ones are up to 15 points apart
-LAST = -2  #: iteration of a trace that ends its window
 LEAST_GAIN, MOST_APART = 5.0, 3.0  #: percent; points between what is predicted and what is measured
 
 

@@ -32,6 +32,7 @@ from flexhybrid.core.task import Task
 from flexhybrid.core.trace import LaneTimes, TraceEvent, Window, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.compare.speed import LAST
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, measure_hardware
 from flexhybrid.resolve import PacedDevice
@@ -49,7 +50,6 @@ from sim.presets import hybrid, kv_only, kvpr_column
 BATCH, CONTEXT, MAX_TOKENS, MINI_BATCH = 16, 512, 6, 4
 WORKLOAD = Workload.uniform(BATCH, CONTEXT, MAX_TOKENS)
 ROUNDS = 3
-LAST = -2  #: iteration of a trace that ends its window (``flexhybrid.core.trace.Window``)
 BAR, JUDGED_BALANCE = 0.92, 0.7  #: design section 11: judged where the second ideal is this share of the first
 SLOWEST, FASTEST = 0.02, 20.0  #: GB/s, bounds of the virtual clock's balanced rate
 FAST_LINK = 4.0  #: GB/s of the link where the disk is paced
