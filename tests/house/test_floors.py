@@ -67,7 +67,7 @@ FLOORS = {
             "flexhybrid flexhybrid.cascade flexhybrid.core flexhybrid.runtime sim policy_search "
             "numpy pandas torch transformers tokenizers safetensors tqdm pyarrow ray lm_eval"
         ),
-        lazily=names("experiments figures jinja2"),  # experiments: flexhybrid.cli alone (the reproduce command)
+        lazily=names("experiments figures jinja2 scipy"),  # experiments: flexhybrid.cli alone (the reproduce command)
         must_not_load=("torch", "transformers", "scipy", "pandas", "matplotlib", "ray"),
     ),
     "experiments": Floor(
