@@ -47,7 +47,10 @@ def _choice(request: Request, output: RequestOutput, completion: CompletionOutpu
         text, ids = echo.text + text, output.prompt_token_ids + ids
         logprobs = None if logprobs is None else (output.prompt_logprobs or []) + logprobs
     if logprobs is not None:
-        shown = _completion_logprobs(ids, logprobs, request.params.logprobs or 0, echo.first_token if echo else "")
+        num_top, first_token = request.params.logprobs or 0, echo.first_token if echo else ""
+        shown = _completion_logprobs(ids, logprobs, num_top, first_token)
+        if not text.startswith(first_token):  # a begin token, which the text leaves out
+            shown["text_offset"] = [max(offset - len(first_token), 0) for offset in shown["text_offset"]]
     choice = {
         "index": completion.index,
         "text": text,

@@ -209,13 +209,15 @@ def describe(outcome: SimulatedRun) -> str:
     o = outcome
     memory = ", ".join(f"{tier} {gib(size)}" for tier, size in o.peak_bytes.items() if size)
     busy = ", ".join(f"{name} {share:.0%}" for name, share in o.busy.items() if share >= 0.005)
+    decodes = o.decode_s > 0  # an answer of one token comes out of the prefill
+    rate = f"decode {o.decode_tokens_per_s:.4g} tokens/s" if decodes else "no decode, each answer is one token"
     lines = [
-        f"{o.policy.name}: {o.tokens_per_s:.4g} tokens/s; decode {o.decode_tokens_per_s:.4g} tokens/s",
+        f"{o.policy.name}: {o.tokens_per_s:.4g} tokens/s; {rate}",
         f"  prefill {o.prefill_s:.4g} s, decode {o.decode_s:.4g} s; {counted(o.batch, 'request')} in {_waves(o)}, "
         f"{o.num_mini_batches} mini-batch{'es' * (o.num_mini_batches > 1)} {'a wave' if o.num_waves > 1 else 'in all'}",
         f"  weights {shares_text(asdict(o.policy.weights))}; cache {shares_text(o.policy.cache)}",
         f"  memory: {memory}",
-        f"  busy while decoding: {busy or 'nothing'}; bound by {o.binding}",
+        f"  busy {'while decoding' if decodes else 'in the prefill'}: {busy or 'nothing'}; bound by {o.binding}",
     ]
     if o.policy.name == "resident" and o.policy.weights.device < 1:
         lines.insert(3, f"  not resident: {WEIGHTS_STREAMED}")

@@ -153,6 +153,8 @@ def test_a_file_of_completions_gives_what_generate_gives(tmp_path, monkeypatch, 
     echo = got["echo"]["choices"][0]
     length = len(answer.prompt_token_ids)
     assert echo["text"] == prompt + output.text and echo["logprobs"]["tokens"][length:] == logprobs["tokens"]
+    offsets = dict(zip(echo["logprobs"]["text_offset"], echo["logprobs"]["tokens"], strict=True))
+    assert all(echo["text"].startswith(token, offset) for offset, token in offsets.items())
     assert echo["logprobs"]["token_logprobs"][0] is None and echo["logprobs"]["top_logprobs"][0] is None
     score = got["score"]["choices"][0]
     assert score["text"] == prompt and got["score"]["usage"]["completion_tokens"] == 0

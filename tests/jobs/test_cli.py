@@ -152,6 +152,13 @@ def test_waves_are_told_as_they_run(batch, room_for_four, words):
     assert words in jobs.describe(jobs.run_simulate(point, budgets=budgets))
 
 
+def test_answers_of_one_token_have_no_decode():
+    point = {"system": "kv_only", "model": "opt-125m", "hardware": "t4", "batch": 4, "prompt_len": 64, "gen_len": 1}
+    said = jobs.describe(jobs.run_simulate(point))
+    assert "no decode, each answer is one token" in said and "busy in the prefill: " in said
+    assert "busy while decoding: " in jobs.describe(jobs.run_simulate({**point, "gen_len": 2}))
+
+
 def test_a_resident_system_that_streams_says_so(capsys):
     small = ("simulate", "--system", "resident", "--model", "opt-125m", "--hardware", "t4", "--batch", "1", *LENGTHS)
     assert cli.main(list(small)) == 0
