@@ -7,34 +7,27 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
-import numpy as np
 import torch
 
 from experiments.bench.harness import Table
 from experiments.bench.kernels import Sizes, bench_kernels
 from experiments.gpu.attend import bench_attend_cuda
 from experiments.gpu.quantize import bench_quantize_cuda
+from experiments.gpu.setting import Setting, make_bench
 from flexhybrid.core.memory import CONTEXT_BYTES, memory_plan, total_bytes
-from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
-from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window, idle_though_ready
-from flexhybrid.jobs.compare.speed import Bench, PolicyRun
-from flexhybrid.resolve import PacedDevice
+from flexhybrid.jobs.compare.speed import PolicyRun
 from flexhybrid.runtime.clock import Clock
-from flexhybrid.runtime.storage.loader import RandomWeights
-from flexhybrid.runtime.storage.weights import Weights
 from sim.presets import hybrid
 
-MODEL, DTYPE = "opt-6.7b", "float16"
-BATCH, CONTEXT, MAX_TOKENS, MINI_BATCH = 64, 512, 8, 16
-BOUND = MINI_BATCH * (34 * 16 + 1)
-KERNELS = Sizes(MINI_BATCH, 32, 128, 520, 256)
+SETTING = Setting("opt-6.7b", "float16", 64, 512, 8, 16)
+KERNELS = Sizes(SETTING.mini_batch, 32, 128, 520, 256)
 
 #: A task starved when it ended on the device within this time after the host had enqueued it. Twice the error of
 #: placing an event on the host's clock.
@@ -44,11 +37,11 @@ STARVED_BAR, OVERHEAD_BAR = 1.0, 2.0  #: percent of the compute lane's tasks, an
 
 def policies() -> list[Policy]:
     """Return policies: weights streamed, everything on the device (the fastest launches), and four bits."""
-    on_device = Placement(device=1.0)
+    on_device, bound = Placement(device=1.0), SETTING.mini_batch_tokens
     return [
-        hybrid(0.5, BOUND),
-        Policy("device", on_device, cache={"kv@device": 1.0}, max_mini_batch_tokens=BOUND),
-        Policy("4 bits", bits=Bits(4, 4, 4), cache={"act@host": 0.5, "kv@host": 0.5}, max_mini_batch_tokens=BOUND),
+        hybrid(0.5, bound),
+        Policy("device", on_device, cache={"kv@device": 1.0}, max_mini_batch_tokens=bound),
+        Policy("4 bits", bits=Bits(4, 4, 4), cache={"act@host": 0.5, "kv@host": 0.5}, max_mini_batch_tokens=bound),
     ]
 
 
@@ -125,18 +118,9 @@ def bench_launcher(table: Table, contender: PolicyRun) -> None:
     table.at_most(row, launch.idle_percent, OVERHEAD_BAR, "%")
 
 
-def make_bench(shape: ModelShape, device: torch.device, dtype: str) -> Bench:
-    generator = np.random.default_rng(0)
-    prompts = [generator.integers(3, shape.vocab, CONTEXT).tolist() for _ in range(BATCH)]
-    source = RandomWeights(shape, device=device.type)
-    problem = Problem(shape=shape, dtype=dtype, device=device.type)
-    make_weights = partial(Weights, shape, source, dtype, device)
-    return Bench(make_weights, problem, prompts, MAX_TOKENS, PacedDevice(device))
-
-
 def bench_gpu(table: Table, on_progress: Callable[[str], None] = print) -> None:
     """Add all rows, with one policy's weights and pools at a time."""
-    shape, device = shape_by_name(MODEL), torch.device("cuda")
+    shape, device = shape_by_name(SETTING.model), torch.device("cuda")
     bench_quantize_cuda(table)
     bench_attend_cuda(table)
     for index, policy in enumerate(policies()):
@@ -144,7 +128,7 @@ def bench_gpu(table: Table, on_progress: Callable[[str], None] = print) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_reserved()
-        with make_bench(shape, device, DTYPE) as bench:
+        with make_bench(shape, device, SETTING) as bench:
             contender = PolicyRun(bench, policy)
             sizes = buffer_sizes(contender.wave)
             planned = total_bytes(memory_plan(contender.wave.problem, policy, sizes))["device"]

@@ -1,9 +1,11 @@
 """``make gpu``: measurements on a GPU, in steps of at most eight minutes, each of which writes its results row by row.
 
 Runs with the machine's own python3: torch, numpy, scipy, pandas, matplotlib, safetensors, transformers, tqdm, pytest.
-The steps: the tests marked cuda; the GPU bench (experiments.gpu.bench); the comparison on OPT-6.7B and OPT-13B shapes
-with random weights, the device budget enforced by the allocator so that offloading is real; and the peers installed for
-this python3 (experiments.peers.gpu_peers). Results go to experiments/results/<GPU>/.
+The steps: the tests marked cuda; the smallest of them under torch's CUDA sanitizer, and under compute-sanitizer where
+it is installed; overlap at balanced settings (experiments.gpu.overlap); the logits of recomputed caches
+(experiments.gpu.logits); the peers installed for this python3, in two cases (experiments.peers.gpu_peers); the bench of
+kernels and launches (experiments.gpu.bench); and the comparison on OPT shapes with random weights, the device budget
+enforced by the allocator so that offloading is real. Results go to experiments/results/<GPU>/.
 """
 
 import argparse
@@ -15,8 +17,10 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
+from experiments.gpu.sanitizers import run_sanitizers
 from flexhybrid.core.units import parse_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,8 +30,11 @@ COMPARISONS = {
     # name: batch, context, tokens, requests a mini-batch, host budget
     "opt-6.7b": (64, 512, 6, 16, "64GiB"),
     "opt-13b": (48, 512, 6, 12, "96GiB"),
+    "opt-30b": (32, 512, 6, 8, "96GiB"),
 }
-STEPS = ("tests", "bench", "opt-6.7b", "peers", "opt-13b")  #: most important first: a machine may be lent
+PEERS = {"peers": "18GiB", "peers-both-offload": "12GiB"}  #: step -> case
+#: Most important first: a machine may be lent.
+STEPS = ("tests", "sanitizers", "overlap", "logits", *PEERS, "bench", *COMPARISONS)
 DEVICE_MEMORY = "12GiB"
 
 
@@ -55,16 +62,20 @@ def cuda_test_files() -> list[Path]:
     ]
 
 
-def run_bench() -> int:
-    """Write the rows of the GPU bench. Rows that miss their bar are kept, and are no failure."""
+def run_rows(part: str) -> int:
+    """Write the rows of a part of the GPU bench. Rows that miss their bar are kept, and are no failure."""
     import torch
 
     from experiments.bench.harness import Table
     from experiments.gpu.bench import bench_gpu
+    from experiments.gpu.logits import bench_logits
+    from experiments.gpu.overlap import bench_overlap_cuda
 
-    table = Table(torch.cuda.get_device_name(), path=results_folder() / "bench.json")
-    table.renew("gpu")
-    bench_gpu(table)
+    path, parts = results_folder() / "bench.json", {"bench": "gpu", "overlap": "gpu overlap", "logits": "gpu logits"}
+    table = Table(torch.cuda.get_device_name(), path=path)
+    table.read(path, set(parts.values()))
+    table.renew(parts[part])
+    {"bench": bench_gpu, "overlap": bench_overlap_cuda, "logits": bench_logits}[part](table)
     return 0
 
 
@@ -105,11 +116,18 @@ def run_comparison(name: str) -> int:
     return 1 if result["trace_violations"] or inexact or over else 0
 
 
-def run_peers() -> int:
+def run_peers(step: str) -> int:
+    """Run one case beside its peers; print the claims of the cases that have results."""
     from experiments.peers import gpu_peers
 
-    out = results_folder() / "peers" / "compare.json"
-    return gpu_peers.main(["--seconds", str(STEP_SECONDS - 20), "--out", str(out)])  # less than the step's own limit
+    folder = results_folder() / "peers"
+    out, seconds = folder / f"{PEERS[step]}.json", str(STEP_SECONDS - 20)  # less than the step's own limit
+    code = gpu_peers.main(["--case", PEERS[step], "--seconds", seconds, "--out", str(out)])
+    files = [file for case in PEERS.values() if (file := folder / f"{case}.json").is_file()]
+    claims = gpu_peers.claims([json.loads(file.read_text(encoding="utf-8")) for file in files])
+    for peer, ratio in claims.items():
+        print(f"claim: {ratio:.2f} times {peer}, the smallest ratio of {len(files)} of {len(PEERS)} cases")
+    return code
 
 
 def run_limited(command: list[str], log: Path, seconds: float) -> int:
@@ -146,6 +164,15 @@ def run_step(step: str) -> int:
     return code
 
 
+def run_inside(step: str) -> int:
+    """Do a step's work in this process."""
+    if step in PEERS:
+        return run_peers(step)
+    if step in COMPARISONS:
+        return run_comparison(step)
+    return {"tests": run_tests, "sanitizers": run_sanitizers}.get(step, partial(run_rows, step))()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--step", choices=STEPS, nargs="+", default=STEPS, help="these steps alone (default: all)")
@@ -162,8 +189,7 @@ def main() -> int:
         return 2
     if args.inside:
         end_when_told()
-        runs = {"tests": run_tests, "bench": run_bench, "peers": run_peers}
-        return runs[args.inside]() if args.inside in runs else run_comparison(args.inside)
+        return run_inside(args.inside)
     worst = 0
     for step in args.step:
         print(f"== {step}", flush=True)

@@ -13,6 +13,7 @@ The request (``experiments.peers.child``):
     folder         of FlexGen, for what it would keep on a disk
     mini_batch     of ours and of FlexGen: requests that are computed together
     weight_percent of FlexGen: weights on the GPU
+    cache_percent  of FlexGen: keys and values on the GPU
 
 The answer: {"seconds", "device_peak_bytes", "host_peak_bytes"} (and ours: "policy", "num_waves"), or "missing" or
 "error" alone. Weights are random (FlexGen's dummy weights are ones), since only sizes matter; loading is not timed, and
@@ -97,7 +98,7 @@ def run_offloaded_cache(request: dict) -> dict:
 
 
 def run_flexgen(request: dict) -> dict:
-    """Time FlexGen's engine over dummy weights: cache on the host, activations on the GPU, as in its published runs."""
+    """Time FlexGen's engine over dummy weights: activations on the GPU, as in its published runs."""
     from flexgen.compression import CompressionConfig
     from flexgen.flex_opt import OptLM, Policy
     from flexgen.pytorch_backend import TorchDevice, TorchDisk, TorchMixedDevice
@@ -107,12 +108,12 @@ def run_flexgen(request: dict) -> dict:
         raise RuntimeError("flexgen runs on CUDA alone")
     gpu, cpu, disk = TorchDevice("cuda:0"), TorchDevice("cpu"), TorchDisk(request["folder"])
     env = ExecutionEnv(gpu=gpu, cpu=cpu, disk=disk, mixed=TorchMixedDevice([gpu, cpu, disk]))
-    on_gpu, mini_batch = request["weight_percent"], request["mini_batch"]
+    on_gpu, cached, mini_batch = request["weight_percent"], request["cache_percent"], request["mini_batch"]
     packed = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False)
     policy = Policy(
         gpu_batch_size=mini_batch, num_gpu_batches=len(request["prompts"]) // mini_batch, w_gpu_percent=on_gpu,
-        w_cpu_percent=100 - on_gpu, cache_gpu_percent=0, cache_cpu_percent=100, act_gpu_percent=100, act_cpu_percent=0,
-        overlap=True, sep_layer=True, pin_weight=True, cpu_cache_compute=False, attn_sparsity=1.0,
+        w_cpu_percent=100 - on_gpu, cache_gpu_percent=cached, cache_cpu_percent=100 - cached, act_gpu_percent=100,
+        act_cpu_percent=0, overlap=True, sep_layer=True, pin_weight=True, cpu_cache_compute=False, attn_sparsity=1.0,
         compress_weight=False, comp_weight_config=packed, compress_cache=False, comp_cache_config=packed,
     )  # fmt: skip
     try:

@@ -15,6 +15,8 @@ from experiments.bench.copies import GENERATED, LOADS, STORES, TURN, copies_of
 from experiments.bench.harness import Table
 from experiments.bench.kernels import Sizes, bench_kernels
 from experiments.gpu import bench as bench_gpu
+from experiments.gpu import logits, overlap
+from experiments.gpu.setting import Setting, make_bench
 from flexhybrid import shipped
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.model.shape import ModelShape
@@ -135,12 +137,12 @@ def test_the_gpu_bench_fills_its_rows(monkeypatch):
     monkeypatch.setattr("experiments.bench.kernels.LARGE_BYTES", 2**20)
     monkeypatch.setattr("experiments.bench.kernels.REPEATS", 1)
     monkeypatch.setattr(bench_gpu, "AT_THE_HEELS_S", 60.0)  # however busy this machine is
-    monkeypatch.setattr(bench_gpu, "BATCH", 4)
-    monkeypatch.setattr(bench_gpu, "CONTEXT", 40)
+    setting = Setting("tiny", "float32", 4, 40, 8, 2)
+    monkeypatch.setattr(bench_gpu, "SETTING", setting)
     shape = replace(SHAPE, hidden=128, num_heads=2, num_kv_heads=2)
     for number, policy in enumerate(bench_gpu.policies()):
         table = Table()
-        with bench_gpu.make_bench(shape, torch.device("cpu"), "float32") as bench:
+        with make_bench(shape, torch.device("cpu"), setting) as bench:
             contender = PolicyRun(bench, policy)
             if not number:
                 bench_kernels(table, contender, Sizes(2, 4, 64, 40, 32))
@@ -149,3 +151,25 @@ def test_the_gpu_bench_fills_its_rows(monkeypatch):
         starved = table.rows[f"launch, {policy.name}: tasks that starved"]
         assert starved["value"] == 100 and set(starved["idle_s_by_verb"]) >= {"embed", "project", "attend", "sample"}
         assert 0 < starved["issuing_share"] <= 1
+
+
+def test_the_gpu_rows_of_overlap_have_ideals_of_kernels_and_of_launched_steps(monkeypatch):
+    setting = Setting("tiny", "float32", 4, 40, 6, 2)
+    monkeypatch.setattr(overlap, "shape_by_name", lambda name: replace(SHAPE, hidden=128, num_heads=2, num_kv_heads=2))
+    table = Table()
+    overlap.bench_overlap_cuda(table, {"tiny": setting}, lambda said: None)
+    assert len(table.rows) == 2 * 4 and all(row["value"] > 0 for row in table.rows.values())
+    for policy in overlap.policies(setting.mini_batch_tokens):
+        ideals = table.rows[f"GPU, tiny, {policy.name}: balance of link and kernels"]
+        by_kernels = table.rows[f"GPU, tiny, {policy.name}: overlap, by kernels"]["value"]
+        assert by_kernels == pytest.approx(max(ideals["link_s"], ideals["kernels_s"]) / ideals["wall_s"])
+
+
+def test_recomputed_keys_and_values_change_logits_less_than_bfloat16_does():
+    shape, setting = replace(SHAPE, hidden=128, num_heads=2, num_kv_heads=2), Setting("tiny", "bfloat16", 4, 40, 5, 2)
+    table = Table()
+    logits.bench_logits(table, shape, setting, lambda said: None)
+    assert len(table.rows) == 2 and all(row["ok"] and row["own_error"] > 0 for row in table.rows.values())
+    exact = logits.forced_logprobs(shape, setting._replace(dtype="float32"), "KV")
+    assert torch.allclose(exact.exp().sum(-1), torch.ones(4, 5), atol=1e-4)
+    assert torch.allclose(exact, logits.forced_logprobs(shape, setting._replace(dtype="float32"), "ACT"), atol=1e-4)

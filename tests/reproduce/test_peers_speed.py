@@ -207,4 +207,24 @@ def test_flexgen_keeps_what_fits_of_its_weights():
 
 def test_every_peer_of_the_gpu_runs_has_a_way_to_be_had():
     assert {run.side for run in gpu_peers.RUNS} == set(gpu_peers.SIDES) == {"ours", *gpu_peers.HOW_TO_GET}
-    assert all(run.batch % run.mini_batch == 0 for run in gpu_peers.RUNS if run.side == "flexgen")
+    for *_, runs in gpu_peers.CASES.values():
+        assert all(run.batch % run.mini_batch == 0 for run in runs if run.side == "flexgen")
+
+
+def test_flexgens_weights_leave_room_for_its_share_of_the_cache(tiny, tmp_path, monkeypatch):
+    """Half of 4 requests of 7 tokens: what three quarters of the rest hold."""
+    asked = []
+    monkeypatch.setattr(children, "ask", lambda child, request, *more: asked.append(request) or {"seconds": 1.0})
+    shape = shape_from_config(tiny[0])
+    weights = shape.num_layers * shape.layer_bytes(4) + shape.embedding_bytes(4)
+    cached = 2 * 7 * shape.num_layers * shape.kv_token_bytes(4)
+    options = gpu_options(tiny, tmp_path)
+    options[options.index("1GiB")] = str(int(cached + 0.36 * weights))
+    gpu_peers.main(options, (PeerRun("flexgen", 4, 2, 50), PeerRun("flexgen", 4, 2)))
+    assert [request["cache_percent"] for request in asked] == [50, 0]
+    assert asked[0]["weight_percent"] in (26, 27) and asked[1]["weight_percent"] > 27
+
+
+def test_a_claim_is_the_smallest_ratio_of_peers_that_every_case_measured():
+    cases = [{"ratios": {"flexgen": 5.0, "accelerate": 3.0}}, {"ratios": {"flexgen": 2.5}}]
+    assert gpu_peers.claims(cases) == {"flexgen": 2.5} and gpu_peers.claims([]) == {}

@@ -1,0 +1,117 @@
+"""Bench rows of overlap on a GPU, at settings for which the link and the device need nearly equally long.
+
+Weights are resident and the cache lies on the host, as layer inputs alone or as three quarters of them: what crosses
+the link and what the device recomputes then take about as long on a PCIe 5 machine. Compute's ideal is the time of its
+kernels. The time of the same steps as they are launched, without the link, stands beside it: where launching takes
+longer than the kernels, an ideal of launched steps would call a slow launcher good overlap.
+"""
+
+import statistics
+from collections.abc import Callable
+from itertools import groupby
+
+import torch
+
+from experiments.bench.harness import Table, seconds_of
+from experiments.gpu.quantize import median_seconds
+from experiments.gpu.setting import Setting, make_bench
+from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.task import Task
+from flexhybrid.core.trace import Window
+from flexhybrid.jobs.compare.speed import LAST, PolicyRun
+
+SETTINGS = {name: Setting(name, "float16", 64, 512, 128, 16) for name in ("opt-6.7b", "opt-13b")}
+OVERLAP_BAR, BALANCE_BAR = 0.92, 0.7  #: design section 11
+LAUNCHING_BAR = 1.1  #: seconds of launched steps over seconds of their kernels
+LINK_BYTES = 256 << 20  #: of a copy that measures the link
+SAMPLED_ITERATIONS = 5  #: whose kernels are timed
+LONGEST_SLEEP_S = 2.0
+CYCLES_PER_S = 2e9  #: of a GPU's clock, roughly
+
+
+def policies(bound: int) -> list[Policy]:
+    """Return the policies; ``bound``: tokens of a mini-batch."""
+    caches = {
+        "resident, ACT": {"act@host": 1.0},
+        "resident, 3/4 ACT": {"act@host": 0.75, "kv@host": 0.25},
+    }
+    on_device = Placement(device=1.0)
+    return [Policy(name, on_device, cache=cache, max_mini_batch_tokens=bound) for name, cache in caches.items()]
+
+
+def bench_overlap_cuda(
+    table: Table, settings: dict[str, Setting] = SETTINGS, on_progress: Callable[[str], None] = print
+) -> None:
+    """Add the rows of all models and policies, one policy's buffers at a time."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bytes_per_s = link_bytes_per_s(device)
+    for name, setting in settings.items():
+        for policy in policies(setting.mini_batch_tokens):
+            on_progress(f"overlap, {name}, {policy.name}")
+            with make_bench(shape_by_name(name), device, setting) as bench:
+                _add_rows(table, f"{name}, {policy.name}", PolicyRun(bench, policy), bytes_per_s)
+
+
+def _add_rows(table: Table, name: str, run: PolicyRun, bytes_per_s: float) -> None:
+    window = Window(run.decode()[0], LAST)
+    link_s = window.moved_bytes("h2d") / bytes_per_s
+    launched_s, kernels_s = run.compute_alone_s(), kernel_seconds(run, window.num_iterations)
+    low, high = sorted((link_s, kernels_s))
+    ideals = {"link_s": link_s, "kernels_s": kernels_s, "launched_s": launched_s, "wall_s": window.seconds}
+    table.at_least(f"GPU, {name}: balance of link and kernels", low / high, BALANCE_BAR, "x", **ideals)
+    table.at_least(f"GPU, {name}: overlap, by kernels", high / window.seconds, OVERLAP_BAR, "x", balance=low / high)
+    launched = max(link_s, launched_s) / window.seconds
+    table.at_least(f"GPU, {name}: overlap, by launched steps", launched, OVERLAP_BAR, "x")
+    table.at_most(f"GPU, {name}: launching over kernels", launched_s / kernels_s, LAUNCHING_BAR, "x")
+
+
+def link_bytes_per_s(device: torch.device) -> float:
+    """Return the rate of large copies from page-locked memory (of a CPU: within its memory)."""
+    on_gpu = device.type == "cuda"
+    there = torch.empty(LINK_BYTES if on_gpu else 1 << 20, dtype=torch.uint8, device=device)
+    here = torch.empty_like(there, device="cpu", pin_memory=on_gpu)
+
+    def copy(_: int = 0) -> None:
+        there.copy_(here, non_blocking=True)
+
+    return here.nbytes / (median_seconds({"h2d": copy})["h2d"] if on_gpu else seconds_of(copy))
+
+
+def kernel_seconds(run: PolicyRun, num_iterations: int) -> float:
+    """Return the seconds of the compute tasks of so many decode iterations, without the link and without the launcher:
+    of a few of them, evenly spread, each launched as a whole behind a sleep of the device.
+
+    Raises RuntimeError where no sleep is long enough: a task waits for the device.
+    """
+    tasks = (task for task in stream(run.wave, first_iteration=1) if task.resource == "compute")
+    iterations = [list(group) for _, group in groupby(tasks, key=lambda task: task.iteration)]
+    chosen = iterations[1 : 1 + num_iterations][:: max(1, num_iterations // SAMPLED_ITERATIONS)]
+    run.engine.copies.enabled = False
+    try:
+        with run.engine.process_settings():
+            timed = _behind_a_sleep if run.engine.device.type == "cuda" else _one_after_another
+            return statistics.mean(timed(run, iteration) for iteration in chosen) * num_iterations
+    finally:
+        run.engine.copies.enabled = True
+
+
+def _behind_a_sleep(run: PolicyRun, tasks: list[Task]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    sleep_s = 0.1
+    while sleep_s <= LONGEST_SLEEP_S:
+        torch.cuda._sleep(int(sleep_s * CYCLES_PER_S))
+        begin.record()
+        _one_after_another(run, tasks)
+        end.record()
+        asleep = not begin.query()  # all was launched before the first kernel could run
+        torch.cuda.synchronize()
+        if asleep:
+            return 1e-3 * begin.elapsed_time(end)
+        sleep_s *= 2
+    raise RuntimeError(f"launching an iteration takes longer than {LONGEST_SLEEP_S:g} s, or waits for the device")
+
+
+def _one_after_another(run: PolicyRun, tasks: list[Task]) -> float:
+    return seconds_of(lambda: [run.session.executor.perform(task) for task in tasks])
