@@ -161,7 +161,7 @@ def _add_accuracy(commands) -> None:
     )  # fmt: skip
     parser.add_argument("--length", type=int, help="tokens of a text (all the model's positions, at most 2048)")
     parser.add_argument("--prompt-tokens", type=int, help="of those, in the prompt: what h2o(0.5) takes half of (1/8)")
-    parser.add_argument("--num-texts", type=int, help="texts of that length, evenly over the file (4)")
+    parser.add_argument("--num-texts", type=int, help="texts of that length, evenly over the file (14)")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="(float32)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--hardware", help="machine by name or file, for policies that it decides (what was measured)")

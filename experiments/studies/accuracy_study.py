@@ -95,7 +95,7 @@ def study(model: Path, num_texts: int, folder: Path) -> dict:
             "infinigen": measure(skewed, [infinigen(cap=round(share, 4))], tokens)["policies"],
         }
     with LLM(model, resident(), device="cpu", dtype="float32") as llm:
-        (text,) = read_texts(llm, shipped.HELD_OUT, length, 1)
+        (text,) = read_texts(llm, shipped.HELD_OUT, length, 1).ids
     fields = ("family", "num_layers", "num_heads", "num_kv_heads", "head_dim", "kv_group")
     return (
         {"model": shape.name}

@@ -14,6 +14,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
+from flexhybrid.jobs.accuracy import bootstrap
 from flexhybrid.jobs.accuracy.job import AccuracyOptions, _show, accuracy, read_texts
 from flexhybrid.jobs.compare.report import Report
 from flexhybrid.llm import LLM
@@ -71,7 +72,7 @@ def measured(checkpoint, text_file, tmp_path_factory):
         (folder / name).write_text(policy.to_json())
         names.append(str(folder / name))
     options = AccuracyOptions(
-        checkpoint[0], text_file, tuple(names), LENGTH, PROMPT, num_texts=3, device="cpu",
+        checkpoint[0], text_file, tuple(names), LENGTH, PROMPT, num_texts=4, device="cpu",
         hardware="rtx4090", out=folder / "out",
     )  # fmt: skip
     return accuracy(options, quiet=True), folder / "out"
@@ -84,8 +85,8 @@ def by_name(result):
 def test_full_cache_s_perplexity_is_transformers_own_loss(checkpoint, text_file, measured):
     result, _ = measured
     with LLM(checkpoint[0], "resident", device="cpu") as llm:
-        ids = torch.tensor(read_texts(llm, text_file, LENGTH, 3))
-    assert ids.shape == (3, LENGTH) and (ids[:, 0] == 2).all()
+        ids = torch.tensor(read_texts(llm, text_file, LENGTH, 4).ids)
+    assert ids.shape == (4, LENGTH) and (ids[:, 0] == 2).all()
     labels = ids.clone()
     labels[:, :PROMPT] = -100  # the prompt's tokens are given
     with torch.inference_mode():
@@ -149,7 +150,7 @@ def test_a_selection_s_cosine_is_that_of_the_tokens_it_keeps(checkpoint, text_fi
     )
     found = by_name(accuracy(options, quiet=True))["h2o(0.8,whole_layers=0)"]["cosine_by_layer"][0]
     with LLM(folder, "resident", device="cpu") as llm:
-        ids = torch.tensor(read_texts(llm, text_file, PROMPT + 2, 1))[:, :-1]
+        ids = torch.tensor(read_texts(llm, text_file, PROMPT + 2, 1).ids)[:, :-1]
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         (weights,) = model(ids, output_attentions=True).attentions[0]  # [H, T, T]
@@ -174,10 +175,33 @@ def test_tables_figure_and_json_say_the_same(measured, capsys):
     assert f"h2o(0.5) keeps {kept} of {prompt} tokens here, {kept / result['length']:.1%} of a text" in said
     assert json.loads((out / "accuracy.json").read_text()) == result
     lines = (out / "accuracy.csv").read_text().splitlines()
-    assert lines[0] == "policy,perplexity,over_full,over_full_low,over_full_high,agreement,cosine,looked_at,moved"
+    measures = ("over_full", "agreement", "cosine", "looked_at")
+    columns = [f"{measure}{end}" for measure in measures for end in ("", "_low", "_high")]
+    assert lines[0] == ",".join(["policy", "perplexity", *columns, "moved"])
     assert len(lines) == 1 + len(result["policies"])
     assert all(row["over_full_low"] <= row["over_full"] <= row["over_full_high"] for row in result["policies"])
     assert all((out / f"accuracy.{ending}").stat().st_size > 1000 for ending in ("png", "pdf", "svg"))
+
+
+def test_intervals_are_of_documents_and_of_pairs(measured):
+    """Three texts of the first document count as one draw; the full cache's own difficulty cancels."""
+    result, _ = measured
+    rows, weights = by_name(result), result["texts_by_document"]
+    assert weights == [3, 1]
+    row, full = rows["h2o(0.8,whole_layers=1)"], rows["full_cache"]
+    found = bootstrap.perplexity_ratio(row["logprob_by_document"], full["logprob_by_document"], weights)
+    assert [row["over_full"], row["over_full_low"], row["over_full_high"]] == pytest.approx(list(found))
+    ratios = np.exp(np.array(full["logprob_by_document"]) - row["logprob_by_document"])
+    assert math.log(found.value) == pytest.approx(np.log(ratios) @ weights / 4) and row["over_full"] == pytest.approx(
+        row["perplexity"] / full["perplexity"]
+    )
+    assert row["agreement"] == pytest.approx(np.average(row["agreement_by_document"], weights=weights))
+
+
+def test_one_document_has_no_interval(checkpoint, text_file, tmp_path):
+    options = AccuracyOptions(checkpoint[0], text_file, ("h2o(0.5)",), LENGTH, PROMPT, 1, device="cpu", out=tmp_path)
+    row = by_name(accuracy(options))["h2o(0.5)"]
+    assert row["over_full"] > 0 and row["over_full_low"] is row["over_full_high"] is row["cosine_low"] is None
 
 
 def test_what_infinigen_fetched_is_what_a_prediction_takes(checkpoint, text_file, tmp_path):
@@ -204,9 +228,10 @@ def test_chunks_are_256_positions_and_average_to_the_whole(checkpoint, text_file
 
 def test_texts_are_cut_within_documents_and_taken_evenly(checkpoint, text_file):
     with LLM(checkpoint[0], "resident", device="cpu") as llm:
-        every = read_texts(llm, text_file, 50, 99)
-        assert len(every) == 4 + 1  # 200 // 49 and 90 // 49; the middle one is too short
-        assert read_texts(llm, text_file, 50, 2) == [every[0], every[2]]
+        every, documents = read_texts(llm, text_file, 50, 99)
+        assert documents.tolist() == [0, 0, 0, 0, 2]  # 200 // 49 and 90 // 49; the middle one is too short
+        two = read_texts(llm, text_file, 50, 2)
+        assert two.ids == [every[0], every[2]] and two.documents.tolist() == [0, 0]
         with pytest.raises(InputError, match="longest document has 200 tokens; a text takes 299"):
             read_texts(llm, text_file, 300, 1)
 

@@ -71,7 +71,7 @@ class FullCache:
 
 @dataclass(frozen=True)
 class Seen:
-    """Means over texts and heads of a run, by decode step and layer: [S, L] on the device."""
+    """Means over heads of a run, by text, decode step and layer: [N, S, L] on the device."""
 
     cosine: torch.Tensor  #: of the attention weights with the full cache's; a token not looked at has weight 0
     looked_at: torch.Tensor  #: share of the tokens so far
@@ -79,23 +79,22 @@ class Seen:
 
     @staticmethod
     def empty(full: FullCache) -> Seen:
-        _, num_layers, num_steps = full.queries.shape[:3]
-        size = (num_steps, num_layers)
+        num_texts, num_layers, num_steps = full.queries.shape[:3]
+        size = (num_texts, num_steps, num_layers)
         return Seen(torch.zeros(size, device=full.keys.device), torch.zeros(size, device=full.keys.device), np.zeros(1))
 
     def watch(self, executor: Executor, members: np.ndarray, full: FullCache) -> None:
         """Add up the tokens that the executor's attention looks at, and the bytes loaded for it."""
-        attend, num_texts, positions_of = executor.verbs["attend"], len(full.keys), watch_positions(executor)
+        attend, positions_of = executor.verbs["attend"], watch_positions(executor)
 
         def attended(executor: Executor, task: Task) -> None:
             if task.iteration:
-                step, at = task.payload.step, (task.iteration - 1, task.layer)
                 weights, positions = attention_weights(executor, task), positions_of(task)
-                texts = executor.to_device(members[step.requests])
+                texts = executor.to_device(members[task.payload.step.requests])
                 other = full.weights(texts, task.layer, task.iteration - 1)
-                share = len(texts) / num_texts
-                self.cosine[at] += _cosine(weights, positions, other).mean() * share
-                self.looked_at[at] += (positions >= 0).sum(-1).float().mean() / other.shape[-1] * share
+                at = (texts, task.iteration - 1, task.layer)
+                self.cosine[at] = _cosine(weights, positions, other).mean((1, 2))
+                self.looked_at[at] = (positions >= 0).sum(-1).float().mean(1) / other.shape[-1]
             attend(executor, task)
 
         def counted(load):

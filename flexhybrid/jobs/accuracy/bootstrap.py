@@ -1,8 +1,8 @@
 """Intervals of figures over a sample of texts: a bootstrap that draws whole texts, the same for both sides of a pair.
 
-The unit is what was drawn independently: a text. Tokens or questions of one text depend on each other, so that callers
-pass one number a text (its mean), not one a token. Two policies are compared on the same texts: their difference is
-paired, which takes the texts' own difficulty out of its interval.
+The unit is what was drawn independently: a text, or a document that several texts were cut from. Its tokens and
+questions depend on each other, so that callers pass one number a text (its mean), not one a token. Two policies are
+compared on the same texts: their difference is paired, which takes the texts' own difficulty out of its interval.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ class Interval(NamedTuple):
         return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
 
 
-def mean(values) -> Interval:
-    """Return the mean of ``values`` [N], one a text."""
-    return interval(lambda v, axis=-1: v.mean(axis), values)
+def mean(values, weights=None) -> Interval:
+    """Return the mean of ``values`` [N], one a text; ``weights`` [N]: how many tokens or pieces each stands for."""
+    if weights is None:
+        return interval(lambda v, axis=-1: v.mean(axis), values)
+    return ratio_of_means(np.asarray(values, float) * weights, weights)
 
 
-def mean_difference(ours, others) -> Interval:
-    """Return the mean of ours - others; [N] each, pairs by text."""
-    return mean(np.asarray(ours, float) - np.asarray(others, float))
+def mean_difference(ours, others, weights=None) -> Interval:
+    """Return the mean of ours - others; [N] each, pairs by text; ``weights`` as in ``mean``."""
+    return mean(np.asarray(ours, float) - np.asarray(others, float), weights)
 
 
 def ratio_of_means(ours, others) -> Interval:
@@ -49,9 +51,10 @@ def ratio_of_means(ours, others) -> Interval:
     return interval(lambda a, b, axis=-1: a.mean(axis) / b.mean(axis), ours, others)
 
 
-def perplexity_ratio(ours, others) -> Interval:
-    """Return the perplexity of ours over others', from mean log-probabilities of a token [N], pairs by text."""
-    return Interval(*(math.exp(end) for end in mean_difference(others, ours)))
+def perplexity_ratio(ours, others, weights=None) -> Interval:
+    """Return the perplexity of ours over others', from mean log-probabilities of a token [N], pairs by text;
+    ``weights`` as in ``mean``."""
+    return Interval(*(math.exp(end) for end in mean_difference(others, ours, weights)))
 
 
 def interval(statistic: Callable[..., np.ndarray], *samples, level: float = LEVEL, seed: int = 0) -> Interval:

@@ -2,7 +2,8 @@
 
 Each text is cut into a prompt and an answer, and the answer's own tokens are fed to the executor one by one, so that
 every policy's own cache is what is read (``flexhybrid.scoring``). The full cache, all of it on the device in the
-compute dtype, is the measure of the others.
+compute dtype, is the measure of the others: differences are of the same texts, and their intervals (95 %) a bootstrap
+over documents (``bootstrap``), since texts that were cut from one document are alike.
 """
 
 import json
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,6 +25,7 @@ from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.policy import Policy, Selection
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.accuracy import bootstrap
 from flexhybrid.jobs.accuracy.attention_watch import FullCache, Seen
 from flexhybrid.jobs.compare.report import Report
 from flexhybrid.jobs.paths import check_writable
@@ -46,7 +49,7 @@ class AccuracyOptions:
     policies: tuple[str, ...] = ("kv_only", "act_only", "int4", "h2o(0.5)", "infinigen")
     length: int | None = None  #: tokens of a text; None: what the model has positions for, at most 2,048
     prompt_tokens: int | None = None  #: of those; None: an eighth
-    num_texts: int = 4
+    num_texts: int = 14
     dtype: str = "float32"
     device: str = "auto"
     hardware: str | None = None  #: what policies that the machine decides reckon with; None: what was measured here
@@ -56,7 +59,7 @@ class AccuracyOptions:
 
 @dataclass(frozen=True)
 class AccuracyRun:
-    """One policy's run. Arrays are [texts, answer tokens], those of ``seen`` [decode steps, layers]."""
+    """One policy's run. Arrays are [texts, answer tokens], of attention [texts, decode steps, layers]."""
 
     policy: str
     logprobs: np.ndarray
@@ -65,6 +68,17 @@ class AccuracyRun:
     looked_at: np.ndarray | None
     moved: float  #: bytes loaded for the context over those of all its keys and values in the compute dtype
     selection: Selection
+    documents: np.ndarray  #: [texts], the document that each was cut from
+
+    def by_document(self, values: np.ndarray) -> np.ndarray:
+        """Return the mean of each document's ``values`` [texts, ...]: [documents]."""
+        of_texts = values.reshape(len(values), -1).mean(axis=1)
+        return np.array([of_texts[self.documents == document].mean() for document in np.unique(self.documents)])
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Texts of each document."""
+        return np.unique(self.documents, return_counts=True)[1]
 
 
 def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
@@ -89,13 +103,13 @@ def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
                 f"{full_llm.shape.max_context}, and the prompt must leave some to foretell"
             )
         texts = read_texts(full_llm, options.text or shipped.HELD_OUT, length, options.num_texts)
-        workload = Workload.uniform(len(texts), prompt, length - prompt)
+        workload = Workload.uniform(len(texts.ids), prompt, length - prompt)
         for llm in llms.values():
             with llm.waves(workload):
                 pass  # settled and split without complaint; nothing is run yet
         check_writable(options.out)
-        full = FullCache.empty(full_llm.shape, len(texts), length, length - prompt, full_llm.device)
-        tokens = len(llms) * len(texts) * (length - prompt)
+        full = FullCache.empty(full_llm.shape, len(texts.ids), length, length - prompt, full_llm.device)
+        tokens = len(llms) * len(texts.ids) * (length - prompt)
         with (
             Progress(tokens, FULL_CACHE, "token", quiet) as progress,
             torch_threads(threads_for(full_llm.device.type, full_llm.shape.hidden)),
@@ -106,7 +120,8 @@ def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
         "model": full_llm.shape.name,
         "dtype": full_llm.problem.dtype,
         "text": str(options.text or "shipped"),
-        "num_texts": len(texts),
+        "num_texts": len(texts.ids),
+        "texts_by_document": runs[0].weights.tolist(),
         "length": length,
         "prompt_tokens": prompt,
         "policies": [_policy_row(run, runs[0]) for run in runs],
@@ -129,7 +144,14 @@ def _named(texts: tuple[str, ...]) -> dict[str, Policy | str]:
     return named
 
 
-def read_texts(llm: LLM, path: Path, length: int, max_texts: int) -> list[list[int]]:
+class Texts(NamedTuple):
+    """Token ids of texts of one length, and the number of the document that each was cut from."""
+
+    ids: list[list[int]]
+    documents: np.ndarray
+
+
+def read_texts(llm: LLM, path: Path, length: int, max_texts: int) -> Texts:
     """Return up to ``max_texts`` texts of ``length`` tokens from a file, each with the model's token of beginning.
 
     Form feeds separate documents; each document is cut into consecutive texts, which are taken evenly over the file.
@@ -140,21 +162,25 @@ def read_texts(llm: LLM, path: Path, length: int, max_texts: int) -> list[list[i
     with file_errors(f"read text file {path}"):
         documents = path.read_text(encoding="utf-8").split(DOCUMENT_END)
     start = [] if (bos := llm.tokenizer.bos_token_id) is None else [bos]
-    size, longest, texts = length - len(start), 0, []
-    for document in documents:
+    size, longest, texts, numbers = length - len(start), 0, [], []
+    for number, document in enumerate(documents):
         ids = llm.tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]
         longest = max(longest, len(ids))
         texts += [start + ids[i : i + size] for i in range(0, len(ids) - size + 1, size)]
+        numbers += [number] * (len(texts) - len(numbers))
     if not longest:
         raise InputError(f"{path} is empty")
     if not texts:
         raise InputError(f"{path}: its longest document has {longest} tokens; a text takes {size}: give --length")
-    return [texts[i * len(texts) // max_texts] for i in range(max_texts)] if len(texts) > max_texts else texts
+    count = min(len(texts), max_texts)
+    taken = [i * len(texts) // count for i in range(count)]
+    return Texts([texts[i] for i in taken], np.array([numbers[i] for i in taken]))
 
 
-def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCache, progress: Progress) -> AccuracyRun:
+def _run(name: str, llm: LLM, cut: Texts, prompt: int, full: FullCache, progress: Progress) -> AccuracyRun:
     """Score the texts under one policy. The run of the full cache, which is the first, fills ``full``."""
     progress.turn_to(name)
+    texts = cut.ids
     seen = Seen.empty(full)
 
     def watch(executor, members) -> None:
@@ -178,32 +204,50 @@ def _run(name: str, llm: LLM, texts: list[list[int]], prompt: int, full: FullCac
         seen.looked_at.cpu().numpy() if watched else None,
         float(seen.moved_bytes[0] / cache_bytes),
         selection=llm.settled_policy.selection,
+        documents=cut.documents,
     )
 
 
 def _row(run: AccuracyRun, full: AccuracyRun, tokens: slice) -> dict:
-    """Return means over a range of the answer's tokens. The prompt alone gives the first one, without a cache."""
+    """Return means over a range of the answer's tokens, with the ends of their intervals (None: of one document).
+
+    The prompt alone gives the first token, without a cache.
+    """
     steps = slice(max(tokens.start or 0, 1) - 1, None if tokens.stop is None else tokens.stop - 1)
-    logprobs, reference = run.logprobs[:, tokens], full.logprobs[:, tokens]
-    of_texts = np.exp(reference.mean(axis=1) - logprobs.mean(axis=1))
-    return {
-        "policy": run.policy,
-        "perplexity": math.exp(-logprobs.mean()),
-        "over_full": math.exp(reference.mean() - logprobs.mean()),
-        "over_full_low": float(of_texts.min()),
-        "over_full_high": float(of_texts.max()),
-        "agreement": float((run.greedy[:, tokens] == full.greedy[:, tokens]).mean()),
-        "cosine": None if run.cosine is None else float(run.cosine[steps].mean()),
-        "looked_at": None if run.looked_at is None else float(run.looked_at[steps].mean()),
+    logprobs, reference = run.by_document(run.logprobs[:, tokens]), run.by_document(full.logprobs[:, tokens])
+    row = {"policy": run.policy, "perplexity": math.exp(-run.logprobs[:, tokens].mean())}
+    row |= _ends("over_full", bootstrap.perplexity_ratio(logprobs, reference, run.weights))
+    figures = {
+        "agreement": run.greedy[:, tokens] == full.greedy[:, tokens],
+        "cosine": None if run.cosine is None else run.cosine[:, steps],
+        "looked_at": None if run.looked_at is None else run.looked_at[:, steps],
     }
+    for name, values in figures.items():
+        found = None
+        if values is not None and values.size:  # the first token has no step of the decode
+            found = bootstrap.mean(run.by_document(values), run.weights)
+        row |= _ends(name, found)
+    return row
+
+
+def _ends(name: str, found: bootstrap.Interval | None) -> dict[str, float | None]:
+    """Return a figure and the ends of its interval as cells of a row."""
+    value, low, high = found or (None, None, None)
+    known = low is not None and not math.isnan(low)
+    return {name: value, f"{name}_low": low if known else None, f"{name}_high": high if known else None}
 
 
 def _policy_row(run: AccuracyRun, full: AccuracyRun) -> dict:
     def by_layer(values: np.ndarray | None) -> list[float] | None:
-        return None if values is None else values.mean(0).tolist()
+        return None if values is None else values.mean((0, 1)).tolist()
 
-    layers = {"cosine_by_layer": by_layer(run.cosine), "looked_at_by_layer": by_layer(run.looked_at)}
-    row = {**_row(run, full, slice(None)), "moved": run.moved, **layers}
+    lists = {
+        "cosine_by_layer": by_layer(run.cosine),
+        "looked_at_by_layer": by_layer(run.looked_at),
+        "logprob_by_document": run.by_document(run.logprobs).tolist(),
+        "agreement_by_document": run.by_document(run.greedy == full.greedy).tolist(),
+    }
+    row = {**_row(run, full, slice(None)), "moved": run.moved, **lists}
     if run.selection.method == "speculative" and run.looked_at is not None and run.selection.alpha != math.inf:
         chosen = run.looked_at[..., int(first_choosing(run.selection)) :]
         row |= {"alpha": run.selection.alpha, "fetched": float(chosen.mean())}  # for infinigen(expected=accuracy.json)
@@ -222,10 +266,20 @@ def _chunk_rows(run: AccuracyRun, full: AccuracyRun, prompt: int) -> Iterator[di
 def _show(report: Report, result: dict) -> None:
     num_tokens = result["num_texts"] * (result["length"] - result["prompt_tokens"])
     report.say(
-        f"{result['model']}, {result['dtype']}: {result['num_texts']} texts of {result['length']} tokens, of which the "
-        f"last {result['length'] - result['prompt_tokens']} are foretold one by one ({num_tokens} in all)\n"
+        f"{result['model']}, {result['dtype']}: {result['num_texts']} texts of {result['length']} tokens from "
+        f"{len(result['texts_by_document'])} documents; the last {result['length'] - result['prompt_tokens']} tokens "
+        f"of each are foretold one by one ({num_tokens} in all)\n"
     )
-    columns = ("perplexity", "over_full", "agreement", "cosine", "looked_at", "moved")
+    columns = (
+        "perplexity",
+        "over_full",
+        "over_full_low",
+        "over_full_high",
+        "agreement",
+        "cosine",
+        "looked_at",
+        "moved",
+    )
     rows = pd.DataFrame(result["policies"], columns=pd.Index(["policy", *columns]))
     report.say(_rounded(rows).to_string(index=False))
     chunks = pd.DataFrame(result["chunks"])
@@ -236,12 +290,13 @@ def _show(report: Report, result: dict) -> None:
     prompt = result["prompt_tokens"]
     half = int(kept_tokens(Selection("heavy_hitter", budget=0.5), prompt, prompt, prompt))
     report.say(
-        f"\nover_full: perplexity over {FULL_CACHE}'s; agreement: greedy tokens that are {FULL_CACHE}'s; cosine:\n"
-        "of the attention weights with the full cache's, mean over steps, layers and heads; looked_at: share of the\n"
-        "tokens so far that a head attends to; moved: bytes loaded for the context over those of all its keys and\n"
-        f"values. The budget of h2o is a share of the prompt in whole blocks of {BLOCK_TOKENS} tokens: h2o(0.5) keeps\n"
-        f"{half} of {prompt} tokens here, {half / result['length']:.1%} of a text (--prompt-tokens), but in layers\n"
-        "0 and 1, which keep all; h2o(0.5,whole_layers=0): there too."
+        f"\nover_full: perplexity over {FULL_CACHE}'s of the same texts, with its 95 % interval (bootstrap\n"
+        "over documents): where 1 lies between them, no difference is shown. agreement: greedy tokens that are\n"
+        f"{FULL_CACHE}'s; cosine: of the attention weights with the full cache's, mean over steps, layers and heads;\n"
+        "looked_at: share of the tokens so far that a head attends to; moved: bytes loaded for the context over\n"
+        f"those of all its keys and values. The budget of h2o is a share of the prompt, in blocks of {BLOCK_TOKENS}:\n"
+        f"h2o(0.5) keeps {half} of {prompt} tokens here, {half / result['length']:.1%} of a text (--prompt-tokens),\n"
+        "but in layers 0 and 1, which keep all; h2o(0.5,whole_layers=0): there too."
     )
 
 
@@ -252,8 +307,8 @@ def _rounded(table: pd.DataFrame) -> pd.DataFrame:
 
 def _write(result: dict, out: Path) -> None:
     write_by_rename(out / "accuracy.json", json.dumps(result, indent=1))
-    layers = ["cosine_by_layer", "looked_at_by_layer"]
-    policies = pd.DataFrame(result["policies"]).drop(columns=layers)
+    policies = pd.DataFrame(result["policies"])
+    policies = policies.drop(columns=[name for name in policies if "_by_" in str(name)])
     write_by_rename(out / "accuracy.csv", policies.to_csv(index=False))
     write_by_rename(out / "accuracy-chunks.csv", pd.DataFrame(result["chunks"]).to_csv(index=False))
     from figures import accuracy as draw  # last: a run is not lost where there is nothing to draw with
