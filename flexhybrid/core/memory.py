@@ -22,7 +22,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import kind_layouts
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import Budgets, Problem, attends_in_place
+from flexhybrid.core.problem import Budgets, Problem, attends_in_place, without_graphs
 from flexhybrid.core.schedule.buffer_sizes import BufferSizes, larger
 from flexhybrid.core.units import gib
 from flexhybrid.core.wave import stored_layers
@@ -43,6 +43,11 @@ HOST_THREADS, WIDENED_ELEMENTS = {"cpu": 1, "cuda": 16}, 1 << 19
 #: Attention in place on a CUDA device: where several programs share a context, so many rows at most, each of a query's
 #: weighted values and two sums in float32, are held until they are added up.
 PARTIAL_ROWS = 4096
+
+#: CUDA graphs of decode steps: verbs that may be captured at a time, and bytes that the driver keeps of each: of eight
+#: kernels, 64 KiB each, which is what grows from 500 to 2,000 kernels (forums.developer.nvidia.com/t/244901, CUDA 11.2;
+#: not measured here). Segments of the allocator that their memory pool may leave half empty.
+GRAPHED_VERBS, GRAPHED_VERB_BYTES, GRAPH_POOL_BYTES = 256, 8 << 16, 22 << 20
 
 #: Device bytes set aside beyond all named parts: masks, places of stored rows, the libraries' own workspaces (cuBLAS
 #: takes up to 64 MiB for each stream that multiplies: 32 MiB on Hopper, and as many for cublasLt).
@@ -147,6 +152,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "attended rows": NUM_SLOTS * sizes.decode_batch * shape.query_width * p if on_host else 0,
         "workspace": workspace
         + (generated * (shape.hidden + shape.query_width + 2 * shape.kv_width) * p if shape.modules else 0),
+        "CUDA graphs": _graph_bytes(shape, p, sizes) if without_graphs(problem, policy) is None else 0,
         "libraries": SLACK_BYTES[device],
     }
     in_host = {
@@ -169,6 +175,20 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "host": pools["host"] | in_host | chosen["host"] | states["host"],
         "disk": pools["disk"] | {"weights": weights.on_disk},
     }
+
+
+def _graph_bytes(shape: ModelShape, p: int, sizes: BufferSizes):
+    """Device bytes of CUDA graphs: what the driver keeps, what their kernels have in work, and what they read and write
+    at fixed addresses (hidden states, keys, values and queries, what attention gives, rotations, places, tables)."""
+    in_work = workspace_bytes(shape, p, sizes.decode_batch, 0, 1)
+    row = NUM_SLOTS * (shape.kv_width + shape.query_width) + shape.query_width
+    rotation = 2 * shape.head_dim if shape.rotary else 0
+    of_places = shape.passed_width + len(shape.windows or (None,)) * rotation
+    index = 8 * (
+        3 * sizes.places * len(sizes.staged_rows) + 4 * (sizes.cached_tokens // BLOCK_TOKENS + 4 * sizes.places)
+    )
+    fixed = p * (row * sizes.decode_batch + of_places * sizes.places) + index * len(shape.windows or (None,))
+    return GRAPHED_VERBS * GRAPHED_VERB_BYTES + GRAPH_POOL_BYTES + in_work + fixed
 
 
 def _state_parts(shape: ModelShape, policy: Policy, sizes: BufferSizes, p: int, workspace) -> dict[str, dict]:

@@ -68,6 +68,7 @@ class Problem:
     budgets: Budgets = NO_BUDGETS
     device: str = ""  #: "cpu" or "cuda"; by default the hardware record's, "cpu" without a record
     attention: AttentionPaths | None = None  #: None: the fastest ones of the machine that runs it
+    cuda_graphs: bool = True  #: whether decode steps are launched by CUDA graphs, where they can be
 
     def __post_init__(self):
         if not self.device:
@@ -125,3 +126,17 @@ def attends_in_place(problem: Problem, policy: Policy) -> bool:
     """Whether decode steps under a policy read keys and values where they lie, instead of laying them side by side."""
     attends_to_all = policy.attention == "device" and policy.selection.method == "none"
     return problem.attends_in_place and attends_to_all and "tok" not in policy.cache_entries
+
+
+def without_graphs(problem: Problem, policy: Policy) -> str | None:
+    """Return why a run launches its decode steps kernel by kernel; None where CUDA graphs launch them."""
+    reasons = (
+        (problem.device != "cuda", "the device is no GPU"),
+        (not problem.cuda_graphs, "they are switched off"),
+        (bool(problem.shape.modules), "the layers are transformers' own, whose Python values change"),
+        (policy.attention == "host", "the host attends"),
+        (policy.selection.method != "none", "the selection of tokens depends on data"),
+        ("tok" in policy.cache_entries, "a prefix of each prompt is recomputed, which grows"),
+        (not problem.attends_in_place, "each context is copied and padded, which grows: Triton's kernels do not run"),
+    )
+    return next((reason for holds, reason in reasons if holds), None)

@@ -16,6 +16,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import HOST_THREADS
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import without_graphs
 from flexhybrid.core.schedule.buffer_sizes import BufferSizes
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import LaneTimes, TraceEvent
@@ -36,6 +37,7 @@ from flexhybrid.runtime.selections.speculative import Speculation
 from flexhybrid.runtime.step_tensors import Prompts, SamplingPlans
 from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 from flexhybrid.runtime.verbs import verbs_under
+from flexhybrid.runtime.verbs.graphed import attach
 
 #: Request (its index in the queue) -> function that takes its next token and returns the text that ends it, or None.
 StopText = Callable[[int], Callable[[int], str | None] | None]
@@ -154,6 +156,8 @@ class Engine:
         check_runnable(wave.shape, wave.policy)
         executor = Executor(parts, wave, prompts, plan, self._selection(wave))
         executor.verbs = verbs_under(executor.selection)
+        if self.device.type == "cuda" and without_graphs(wave.problem, wave.policy) is None:
+            attach(executor)
         return executor
 
     def _selection(self, wave: Wave) -> SelectionHooks:

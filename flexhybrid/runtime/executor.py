@@ -152,6 +152,7 @@ class Executor(Generic[SelectionT]):
 
             compile_for(parts.weights.dtype)
         self.selection = selection
+        self.graphs: Any = None  #: ``verbs.graphed.Graphs``; None: verbs are issued kernel by kernel
         self.layer_weights = LayerWeights(parts.weights, parts.slots)
         self.steps = StepMaker(wave, prompts, plan, parts.weights.dtype, self.device)
         #: of each request of the queue, as far as they are known; a part of the prompt of one that comes back
@@ -193,9 +194,7 @@ class Executor(Generic[SelectionT]):
         if task.payload.step.joins:
             self.steps.enter(task.payload.step, self.answers)
         self.selection.begin_step(task.payload.step)
-        tensors = self.steps.make(task.payload.step)
-        self.step_tensors[*step_key(task), task.payload.step.window] = task.payload.step, tensors
-        return tensors
+        return self._make_tensors(task)
 
     def score_rule(self, task: Task) -> ScoreRule:
         """Return what becomes of scores in the task's layer."""
@@ -223,9 +222,16 @@ class Executor(Generic[SelectionT]):
         if step is task.payload.step and tensors is not None:
             return tensors
         if self.shape.windows:  # only the segments differ
-            self.step_tensors[key] = task.payload.step, self.steps.make(task.payload.step)
-            return self.step_tensors[key][1]
+            return self._make_tensors(task)
         return self.begin_step(task)
+
+    def _make_tensors(self, task: Task) -> StepTensors:
+        step = task.payload.step
+        tensors = self.steps.make(step)
+        if self.graphs:
+            tensors = self.graphs.fix_step(step, tensors)
+        self.step_tensors[*step_key(task), step.window] = step, tensors
+        return tensors
 
     def resolve(self, task: Task, work: Work) -> None:
         """Note what a task really moves, where the plan has only what is expected."""

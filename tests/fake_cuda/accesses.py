@@ -111,7 +111,10 @@ class Watch:
             self.order.access(self.thread(), place, write, f"{self.verb} ({what})")
 
     def by_stream(self, stream, place: Place, write: bool, what: str) -> None:
-        """Check an access of what the calling thread enqueues now."""
+        """Check an access of what the calling thread enqueues now; of what it captures, note it."""
+        if (captured := getattr(self.here, "captured", None)) is not None:
+            captured.append((place, write, what))
+            return
         agent = self.stream(stream)
         self.order.learn(agent, self.order.now(self.thread()))
         self.order.access(agent, place, write, f"{self.verb} ({what})")
@@ -127,7 +130,7 @@ class Watch:
         """Check that a stream may have memory that ``thread``, who knew ``known``, has let go of. If that was not the
         thread that feeds the stream, this one may have been as far back as the other one knew."""
         agent, feeder = self.stream(stream), self.thread()
-        if thread != feeder:
+        if thread != feeder and getattr(self.here, "captured", None) is None:
             at = known[feeder] if feeder < len(known) else 0
             least = max((one for one in self.progress[agent] if one[0] <= at), default=(0, []))[1]
             known = [max(pair) for pair in zip_longest(known, least, fillvalue=0)]

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from flexhybrid.runtime import cuda
 from flexhybrid.runtime.kernels import quantize
+from flexhybrid.runtime.verbs import graphed
 
 DEVICE = torch.device("cuda")
 DEVICE_OF, IS_CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
@@ -53,6 +54,19 @@ class Block(np.ndarray):
             thread = self.watch.thread()
             place = Span(self.__array_interface__["data"][0], self.shape, self.strides, 1)
             self.freed.append((place, thread, self.watch.order.now(thread)))
+
+
+class Illegal(RuntimeError):
+    """What CUDA refuses while a stream is captured."""
+
+
+class Memory:
+    """Where the tensors of a stream, or of the graphs of a pool, get their memory from."""
+
+    def __init__(self):
+        self.free: defaultdict[int, list[int]] = defaultdict(list)  #: addresses, by size
+        #: what Python has let go of since, by which thread, and what that knew
+        self.freed: deque[tuple[Span, int, list[int]]] = deque()
 
 
 class Device(Plain):
@@ -101,7 +115,7 @@ class Device(Plain):
         elements = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
         size = max(ALIGNMENT, -(-elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
         with self._making:
-            if free := stream.free[size]:
+            if free := stream.memory.free[size]:
                 address = free.pop()
                 self.reused += 1
             else:
@@ -110,19 +124,20 @@ class Device(Plain):
                 if self.used > ARENA_BYTES:
                     raise MemoryError("the fake device's arena is full")
         block = self.arena[address - self.base :][:size].view(Block)
-        block.freed, block.watch = stream.freed, self.watch
+        block.freed, block.watch = stream.memory.freed, self.watch
         flat = torch.frombuffer(block, dtype=dtype)
         return flat.as_strided(shape, stride)
 
     def take_back(self, stream: Stream) -> None:
         """Overwrite what Python has let go of: it may be another tensor's memory from now on."""
-        while stream.freed:
-            place, thread, known = stream.freed.popleft()
+        memory = stream.memory
+        while memory.freed:
+            place, thread, known = memory.freed.popleft()
             (size,) = place.shape
             whole = self.views[torch.uint8][place.address - self.base :][:size].view(torch.int32)
             self.watch.reuse(stream, place, thread, known)
             stream.put(lambda whole=whole: whole.fill_(POISON))
-            stream.free[size].append(place.address)
+            memory.free[size].append(place.address)
             self.poisoned += 1
 
     # ---- operations
@@ -135,6 +150,8 @@ class Device(Plain):
         if info.returns:
             stream.put(lambda: func(*raw_args, **raw_kwargs))
             given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+            if not func._schema.returns:
+                return None
             made = [given[name] for name in info.returns]
             return made[0] if len(made) == 1 else tuple(made)
         made = pytree.tree_map_only(
@@ -272,12 +289,24 @@ class Stream:
         self.device = device
         self.queue: deque[Callable[[], Any]] = deque()
         self.waits: dict[Callable, Mark] = {}
-        self.free: defaultdict[int, list[int]] = defaultdict(list)  #: addresses, by size
-        #: memory that Python has let go of since, by which thread, and what that knew
-        self.freed: deque[tuple[Span, int, list[int]]] = deque()
+        self.own = Memory()
+        self.captured: Graph | None = None
         device.streams.append(self)
 
+    @property
+    def memory(self) -> Memory:
+        """Where what is made now gets its memory from."""
+        return self.captured.memory if self.captured else self.own
+
+    def refuse_in_capture(self, what: str) -> None:
+        """Raise Illegal while this stream is captured."""
+        if self.captured:
+            raise Illegal(f"{what} while the stream is captured")
+
     def put(self, work: Callable[[], Any]) -> None:
+        if self.captured:
+            self.captured.work.append(work)
+            return
         self.queue.append(work)
         if not self.device.deferred:
             self.run_all()
@@ -295,6 +324,7 @@ class Stream:
     def wait(self, mark: Mark) -> None:
         def waited() -> None: ...
 
+        self.refuse_in_capture("waiting for work outside of it")
         self.waits[waited] = mark
         self.put(waited)
 
@@ -306,6 +336,7 @@ class Stream:
 
     def run_all(self) -> None:
         """Run all that is enqueued here."""
+        self.refuse_in_capture("waiting for the stream")
         self.queue.append(mark := Mark())
         self.device.run_until(mark)
 
@@ -321,14 +352,17 @@ class Event:
         type(self).made += 1
 
     def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self.device.current()
+        stream.refuse_in_capture("recording an event that others wait for")
         self.mark = Mark()
-        (stream or self.device.current()).put(self.mark)
+        stream.put(self.mark)
 
     def wait(self, stream: Stream | None = None) -> None:
         if self.mark:
             (stream or self.device.current()).wait(self.mark)
 
     def synchronize(self) -> None:
+        self.device.current().refuse_in_capture("waiting for an event")
         if self.mark:
             self.device.run_until(self.mark)
 
@@ -337,6 +371,53 @@ class Event:
 
     def elapsed_time(self, end: Event) -> float:
         return (end.mark.at_s - self.mark.at_s) * 1e3
+
+
+class Pool:
+    """``torch.cuda.MemPool``."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self):
+        self.id = (0, next(Pool.numbers))
+
+
+class Graph:
+    """``torch.cuda.CUDAGraph``: while its stream is captured nothing runs. What is launched then is recorded with its
+    addresses and its Python values, and runs with these, and no others, at each replay."""
+
+    device: Device
+    pools: defaultdict[Any, Memory]
+    made: list[Graph]
+
+    def __init__(self):
+        self.work: list[Callable[[], Any]] = []
+        self.memory, self.stream, self.ended, self.replays = Memory(), None, False, 0
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self.stream = self.device.current()
+        self.stream.refuse_in_capture("beginning another capture")
+        if self.stream is self.device.default:
+            raise Illegal("the default stream cannot be captured")
+        if capture_error_mode == "global":
+            raise Illegal("other threads allocate memory and wait for events meanwhile")
+        self.memory = self.pools[pool if pool is not None else id(self)]
+        self.stream.captured = self
+        self.made.append(self)
+
+    def capture_end(self) -> None:
+        if self.stream is not self.device.current() or self.stream.captured is not self:
+            raise Illegal("this graph's capture has not begun on the current stream")
+        self.stream.captured, self.ended = None, True
+
+    def replay(self) -> None:
+        if not self.ended:
+            raise Illegal("a graph that was not captured")
+        stream = self.device.current()
+        stream.refuse_in_capture("replaying a graph")
+        self.replays += 1
+        for work in self.work:
+            stream.put(work)
 
 
 class Runtime:
@@ -381,6 +462,7 @@ class Placed(Arrays):
 
     def _pinned(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return page-locked memory of torch's own allocator, which gives none of it to another tensor too early."""
+        self.watch.runs.current().refuse_in_capture("allocating page-locked memory")
         size = -(-max(1, shape.numel()) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         memory = (ctypes.c_char * size)()
         address = ctypes.addressof(memory)
@@ -429,18 +511,22 @@ def fake_cuda(seed: int = 0, deferred: bool = True) -> Iterator[Watch]:
         monkeypatch.setattr(torch.cuda, "Event", event_type)
         monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(device.here, "stream", stream))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda of=None: device.current())
+        graph_type = type("CUDAGraph", (Graph,), {"device": device, "pools": defaultdict(Memory), "made": []})
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", graph_type)
+        monkeypatch.setattr(torch.cuda, "MemPool", Pool, raising=False)
         monkeypatch.setattr(torch.cuda, "cudart", Runtime)
         monkeypatch.setattr(cuda, "memcpy_2d", lambda: device.copy_rows)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of=None: (7, 5))
         monkeypatch.setattr(quantize, "KERNELS", {})
         device.streams.clear()
         device.default = stream_type()
-        for kept in (cuda.lane_streams, cuda.lane_events):
+        kept_ones = (cuda.lane_streams, cuda.lane_events, graphed.graph_pool)
+        for kept in kept_ones:
             kept.cache_clear()
         try:
             with watching(device, Placed) as watch:
                 device.watch = watch
                 yield watch
         finally:
-            for kept in (cuda.lane_streams, cuda.lane_events):
+            for kept in kept_ones:
                 kept.cache_clear()

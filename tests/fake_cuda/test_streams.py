@@ -65,16 +65,19 @@ POLICIES = {
 }
 
 
-def run_under(source, policy, changed=None, device=DEVICE, plan=None, keep_trace=True, attention=None):
-    """Run the prompts. ``changed``: task -> what is run in its place."""
-    machine = {"hardware": catalogue.load("t4"), "device": device.type, "attention": attention}
+def run_under(
+    source, policy, changed=None, device=DEVICE, plan=None, keep_trace=True, requests=(PROMPTS, MAX_TOKENS), **others
+):
+    """Run prompts to their lengths. ``changed``: task -> what is run in its place; ``others``: of the problem."""
+    prompts, max_tokens = requests
+    machine = {"hardware": catalogue.load("t4"), "device": device.type, "cuda_graphs": False} | others
     problem = Problem(shape=source.shape, dtype="float32", **machine)
-    workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
+    workload = Workload(np.array([len(p) for p in prompts]), np.broadcast_to(max_tokens, len(prompts)).copy())
     wave = admit(problem, policy, workload)
     weights = Weights(source.shape, source, "float32", device, policy)
     engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
     try:
-        executor = engine.executor(wave, PROMPTS, plan or greedy_plan(len(PROMPTS)))
+        executor = engine.executor(wave, prompts, plan or greedy_plan(len(prompts)))
         tasks = map(changed, stream(wave)) if changed else None
         return engine.run(executor, RunControl(keep_trace=keep_trace), tasks)
     finally:

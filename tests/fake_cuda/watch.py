@@ -126,6 +126,28 @@ def _watch_events(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
     monkeypatch.setattr(stream_type, "synchronize", finished)
 
 
+def _watch_graphs(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
+    """Let graphs keep the accesses of what they capture, and make them anew at each replay."""
+    graph_type = torch.cuda.CUDAGraph
+    begin, end, replay = graph_type.capture_begin, graph_type.capture_end, graph_type.replay
+
+    def begun(graph, *args, **kwargs):
+        begin(graph, *args, **kwargs)
+        watch.here.captured = graph.accesses = []
+
+    def ended(graph):
+        watch.here.captured = None
+        end(graph)
+
+    def replayed(graph):
+        for access in getattr(graph, "accesses", ()):
+            watch.by_stream(torch.cuda.current_stream(), *access)
+        replay(graph)
+
+    for name, function in (("capture_begin", begun), ("capture_end", ended), ("replay", replayed)):
+        monkeypatch.setattr(graph_type, name, function)
+
+
 class Registering:
     """The CUDA runtime's binding; what it page-locks is watched."""
 
@@ -153,6 +175,7 @@ def watching(runs: Plain | None = None, modes: Callable[[Watch], Arrays] = Array
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         _watch_events(monkeypatch, watch)
+        _watch_graphs(monkeypatch, watch)
         monkeypatch.setattr(compiled, "has_numba", lambda: False)
         runtime = host_memory._cuda_runtime()
         monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: Registering(runtime, watch))

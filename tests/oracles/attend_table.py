@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -46,3 +48,34 @@ def launch(query, memories, table, rule, given, partial) -> None:
     if partial is not None:
         partial.fill_(0)
     target.copy_(torch.matmul(weights, read(values_at)).view(batch, heads, d))
+
+
+#: The same as one operation that takes addresses and constants, as a kernel does: what the table says, how far it goes
+#: as well, is read when it runs.
+LIBRARY = torch.library.Library("flexhybrid_oracles", "DEF")
+LIBRARY.define(
+    "attend(Tensor query, Tensor[] memories, Tensor starts, Tensor places, Tensor kinds, Tensor? sinks, int groups, "
+    "float scaling, float? softcap, Tensor(a!) target, Tensor(b!)? sums, Tensor(c!)? partial) -> ()"
+)
+
+
+def _attend(query, memories, starts, places, kinds, sinks, groups, scaling, softcap, target, sums, partial) -> None:
+    starts = starts[: len(query) + 1]
+    table = SimpleNamespace(starts=starts, places=places, kinds=kinds, groups=groups, most=int(starts.diff().max()))
+    launch(
+        query,
+        memories,
+        table,
+        SimpleNamespace(scaling=scaling, softcap=softcap, sinks_H=sinks),
+        (target, sums),
+        partial,
+    )
+
+
+LIBRARY.impl("attend", _attend, "CPU")
+
+
+def launch_by_address(query, memories, table, rule, given, partial) -> None:
+    """``attend_triton.launch``, by this operation."""
+    where = (query, list(memories), table.starts, table.places, table.kinds, rule.sinks_H)
+    torch.ops.flexhybrid_oracles.attend(*where, table.groups, rule.scaling, rule.softcap, *given, partial)

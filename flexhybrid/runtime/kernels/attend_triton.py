@@ -87,10 +87,17 @@ def table_of(
     return Table(starts, of_places, of_kinds, groups, int(counts.max()), parts)
 
 
-def attend(q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], table: Table, rule: ScoreRule) -> torch.Tensor:
+def attend(
+    q_BHd: torch.Tensor,
+    memories: Sequence[torch.Tensor],
+    table: Table,
+    rule: ScoreRule,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attend with one query a request over its whole context, the rule's sinks included; return [B, H·d] in the
-    queries' dtype. ``memories``: of each of the table's extents, as it was made, a contiguous tensor that holds it."""
-    return _attended(q_BHd, memories, table, rule, None)[0].flatten(1)
+    queries' dtype. ``memories``: of each of the table's extents, as it was made, a contiguous tensor that holds it;
+    ``out``: [B, H·d], takes the result."""
+    return _attended(q_BHd, memories, table, rule, None, out=out)[0].flatten(1)
 
 
 def attend_and_sum(
@@ -111,13 +118,18 @@ def _attended(
     rule: ScoreRule,
     sums: torch.Tensor | None,
     parts: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return what queries [B, H, d] get, in their dtype; with ``sums`` [B, H] to be written, in float32."""
+    """Return what queries [B, H, d] get, in their dtype; with ``sums`` [B, H] to be written, in float32. ``out``:
+    [B, H·d], takes it."""
     batch, heads, d = query.shape
     if query.stride()[1:] != (d, 1):
         query = query.contiguous()
     parts = num_parts(batch, heads, table) if parts is None else parts
-    target = query.new_empty(batch, heads, d, dtype=query.dtype if sums is None else torch.float32)
+    if out is None:
+        target = query.new_empty(batch, heads, d, dtype=query.dtype if sums is None else torch.float32)
+    else:
+        target = out.view(batch, heads, d)
     partial = None
     if parts > 1:
         partial = target.new_empty(batch * heads, parts, d + 2, dtype=torch.float32)

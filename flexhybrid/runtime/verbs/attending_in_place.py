@@ -40,12 +40,8 @@ class StepExtents(NamedTuple):
 
 def attend_in_place(state: State, task: Task) -> None:
     """Attend with one new token a request over its context, but for what is attended to together: [B, H·d]."""
-    step, rows = task.payload.step, state.kvq[task.payload.slot]
-    window, rule = state.window_of(task), state.score_rule(task)
-    kept = state.extents.get((task.mini_batch, window))
-    if kept is None or kept[0] is not step:
-        kept = state.extents[task.mini_batch, window] = step, _step_extents(state, step, window)
-    segments, layout, _ = kept[1]
+    rows, rule = state.kvq[task.payload.slot], state.score_rule(task)
+    segments, layout, _ = extents_of(state, task, state.window_of(task))
     memories = [rows, *(_memory(state, task, segment) for segment in segments)]
     query = _queries(state, rows)
     if "attend_shared" in task.payload.works:
@@ -53,7 +49,8 @@ def attend_in_place(state: State, task: Task) -> None:
     elif not by_numba(state):
         from flexhybrid.runtime.kernels import attend_triton
 
-        state.attended = attend_triton.attend(query, memories, cast("Table", layout), rule)
+        out = state.graphs.attended(task.payload.step) if state.graphs else None
+        state.attended = attend_triton.attend(query, memories, cast("Table", layout), rule, out)
     elif rule.changes_scores:
         state.weighed = _attend_and_sum(state, query, memories, layout, rule)
         state.finish_attention(task)
@@ -61,6 +58,23 @@ def attend_in_place(state: State, task: Task) -> None:
         from flexhybrid.runtime.kernels import in_place
 
         state.attended = in_place.attend(query, memories, cast("Layout", layout), state.compute_share, rule.scaling)
+
+
+def extents_of(state: State, task: Task, window: int | None) -> StepExtents:
+    """Return where keys and values of the task's step lie: worked out in the first layer that asks."""
+    step = task.payload.step
+    of_step, extents = state.extents.get((task.mini_batch, window), (None, None))
+    if of_step is not step:
+        extents = _step_extents(state, step, window)
+        if state.graphs:
+            extents = state.graphs.fix_extents(state, step, window, extents)
+        state.extents[task.mini_batch, window] = step, extents
+    return cast("StepExtents", extents)
+
+
+def memory_names(state: State, segments: Sequence[Segment]) -> list[str]:
+    """Return what holds the keys and values of each segment."""
+    return [_memory_name(state, segment) for segment in segments]
 
 
 def add_shared_in_place(state: State, task: Task) -> None:

@@ -133,7 +133,8 @@ def _project(state: State, task: Task, w: dict[str, Parts]) -> None:
     """Project, norm and rotate by hand-written functions."""
     slot, tensors = task.payload.slot, state.tensors(task)
     state.act = state.model.attention_input(state.shape, w, state.hidden.of(task))
-    kvq = state.kvq[slot] = linear(state.act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
+    out = state.graphs.kvq(task) if state.graphs else None
+    kvq = state.kvq[slot] = linear(state.act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None, out)
     if tensors.rotation_R:
         keys = (0, state.shape.num_kv_heads, w.get("k_norm.weight"))
         queries = (state.shape.kv_width, state.shape.num_heads, w.get("q_norm.weight"))
@@ -152,8 +153,8 @@ def _stage_stores(state: State, task: Task, packed: bool) -> None:
         if state.buffers.packed(store.representation) != packed:
             continue
         source = state.act if store.representation == "act" else state.kvq[slot][:, : state.shape.kv_width]
-        target = state.buffers.staging[store.space][slot, : len(store.rows)]
         rows = tensors.stores[store.space].rows
+        target = state.buffers.staging[store.space][slot, : len(store.rows) if rows is None else len(rows)]
         if packed:
             new = source if rows is None else source[rows]
             state.buffers.formats[store.representation].pack(new, target, state.compute_share)
@@ -170,7 +171,8 @@ def scatter_device(state: State, task: Task) -> None:
         if store.tier != "device":
             continue
         place, pool = tensors.stores[store.space], state.buffers.pools[store.space][task.layer]
-        rows = state.buffers.staging[store.space][slot, : len(store.rows)]
+        count = len(store.rows) if place.blocks is None else len(place.blocks)
+        rows = state.buffers.staging[store.space][slot, :count]
         if state.selection.chooses_places(task.payload.step):
             rows = rows.view(-1, 2, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
             blocks, heads, offsets = state.cells(store, state.selection.places[slot])

@@ -1,0 +1,304 @@
+"""CUDA graphs of what decode steps compute in a layer: one is captured for each form, and launched in one call.
+
+A **form** is all that a graph holds for good: addresses and Python values. What changes from step to step lies on the
+device at addresses that do not change: hidden states, keys, values and queries, rotations, the places of new rows, and
+the table of blocks that attention reads. Weights and pools have the addresses of their layer; a streamed layer has
+those of its slot, so that all layers that come into one slot share a graph.
+
+A form is run without a graph when it is first seen: libraries load kernels and take memory then. Where it comes a
+second time its graph is captured, on the compute lane's stream and while other lanes go on. Temporaries of all graphs
+lie in one memory pool and lie over each other, because graphs run one after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+
+from flexhybrid.core.memory import GRAPHED_VERBS, NUM_SLOTS
+from flexhybrid.core.schedule.steps import MiniBatchStep
+from flexhybrid.core.task import Task
+from flexhybrid.core.wave import Wave
+from flexhybrid.runtime.buffers import Buffers
+from flexhybrid.runtime.executor import NOTHING, Executor, HiddenStates
+from flexhybrid.runtime.step_tensors import StepTensors, StorePlace
+from flexhybrid.runtime.verbs.attending_in_place import StepExtents, extents_of, memory_names
+
+if TYPE_CHECKING:
+    from flexhybrid.runtime.kernels.attend_triton import Table
+
+#: Verbs that are captured: few kernels, whose number and shapes do not grow with the context. Products over whole
+#: contexts, and the unpacking of what is loaded, take longer than their launch.
+VERBS = ("project", "attend", "finish", "scatter_device")
+KEPT_STEPS = 4  #: a graph that no mini-batch has used in so many of its steps may go for another one
+MOST_FORMS = 1 << 14  #: that are remembered as seen once
+
+Verb = Callable[[Any, Task], None]
+
+
+@lru_cache
+def graph_pool(_device: torch.device) -> Any:
+    """Return the memory pool of a device's graphs, which all runs share: what the graphs of a run that has ended held
+    is the next one's."""
+    return torch.cuda.MemPool() if hasattr(torch.cuda, "MemPool") else None
+
+
+class Fixed:
+    """Tensors of steps, by name, at addresses that change only where one outgrows its memory."""
+
+    def __init__(self):
+        self.memory: dict[Any, torch.Tensor] = {}
+
+    def put(self, name: Any, tensor: torch.Tensor, room: int) -> torch.Tensor:
+        """Copy a tensor [n, …] to its memory, made for ``room`` rows where there is none yet; return all of that."""
+        held = self.memory.get(name)
+        if held is None or len(held) < len(tensor):
+            held = self.memory[name] = tensor.new_zeros(max(room, len(tensor)), *tensor.shape[1:])
+        held[: len(tensor)].copy_(tensor)
+        return held
+
+
+class Recording(NamedTuple):
+    """A graph, and what its verbs left for verbs outside of it."""
+
+    graph: torch.cuda.CUDAGraph
+    act: torch.Tensor
+
+
+class FixedHiddenStates(HiddenStates):
+    """Hidden states of decode steps at an address of their mini-batch."""
+
+    def __init__(self, wave: Wave, buffers: Buffers, dtype: torch.dtype, device: torch.device):
+        super().__init__(wave, buffers)
+        groups = [] if self.on_host else wave.mini_batches
+        self.fixed = [torch.zeros(len(g), wave.shape.passed_width, dtype=dtype, device=device) for g in groups]
+
+    def keep(self, task: Task, hidden_Rh: torch.Tensor) -> None:
+        if self.on_host or not task.payload.step.decodes:
+            super().keep(task, hidden_Rh)
+        else:
+            self.take_back(task, len(hidden_Rh)).copy_(hidden_Rh)
+
+    def take_back(self, task: Task, num_rows: int) -> torch.Tensor:
+        """Return the rows of a decode step, from now on its hidden states: what a graph has written."""
+        if self.on_host:
+            return self.slot(task, num_rows)
+        rows = self.rows[self._key(task)] = self.fixed[task.mini_batch][:num_rows]
+        return rows
+
+
+class Graphs:
+    """The graphs of a wave, and what they read and write at fixed addresses. Used by the compute lane alone."""
+
+    def __init__(self, state: Executor):
+        shape, sizes = state.shape, state.buffers.sizes
+        make = partial(torch.zeros, dtype=state.weights.dtype, device=state.device)
+        self._kvq = make(NUM_SLOTS, sizes.decode_batch, shape.kv_width + shape.query_width)
+        self._attended = make(sizes.decode_batch, shape.query_width)
+        self._fixed, self._pool = Fixed(), graph_pool(state.device)
+        self._packs_act = state.buffers.packed("act")
+        self._staged = {space: rows.shape[1] for space, rows in state.buffers.staging.items()}
+        self._recordings: dict[tuple, Recording | None] = {}  #: by form; None: seen once
+        self._used: dict[tuple, int] = {}  #: by form that is captured: the step that used it last
+        self._places: dict[tuple, int] = {}
+        self._place_of: dict[tuple[int, int], int] = {}
+        self._forms: dict[tuple[int, int | None], tuple[MiniBatchStep, tuple]] = {}  #: by mini-batch and window
+        self._tables: dict[tuple[int, int | None], tuple] = {}
+        self._num_kinds = len(state.wave.mini_batches) * max(1, len(state.wave.windows))
+        self.num_verbs = 0  #: in captured graphs
+        self.steps = self.launches = self.refused = 0
+        self.failed: str | None = None  #: why no more graphs are captured
+
+    # ---- what is at fixed addresses
+
+    def fix_step(self, step: MiniBatchStep, tensors: StepTensors) -> StepTensors:
+        """Return the tensors of a step, with those that graphs read at fixed addresses if it decodes."""
+        if not step.decodes:
+            return tensors
+        self.steps += 1
+        key, batch = (step.mini_batch, step.window), len(step.requests)
+        parts: list[tuple[int, int]] = []
+
+        def put(name: Any, tensor: torch.Tensor) -> torch.Tensor:
+            held = self._fixed.put((*key, name), tensor, batch)[: len(tensor)]
+            parts.append((held.data_ptr(), len(held)))
+            return held
+
+        stores, rotation = {}, tensors.rotation_R
+        for space, place in tensors.stores.items():
+            count = min(batch, self._staged[space])
+            own = enumerate((place.rows, place.blocks, place.offsets))
+            stores[space] = StorePlace(*(None if t is None else put((space, i), _filled(t, count)) for i, t in own))
+        if rotation is not None:
+            rotation = put("cos", rotation[0]), put("sin", rotation[1])
+        whole = tuple((space, place.rows is None) for space, place in stores.items())
+        self._forms[key] = step, (step.mini_batch, batch, whole, *parts)
+        return replace(tensors, rotation_R=rotation, stores=stores)
+
+    def fix_extents(
+        self, state: Executor, step: MiniBatchStep, window: int | None, extents: StepExtents
+    ) -> StepExtents:
+        """Return where contexts lie, with the table at fixed addresses. ``starts`` alone says how much of it counts."""
+        from flexhybrid.runtime.kernels.attend_triton import num_parts
+
+        key, table = (step.mini_batch, window), cast("Table", extents.layout)
+        room = {"starts": len(table.starts), "places": 2 * len(table.places), "kinds": 2 * len(table.kinds)}
+        fixed = {name: self._fixed.put((*key, name), getattr(table, name), rows) for name, rows in room.items()}
+        names = ["rows", *memory_names(state, extents.segments)]
+        parts = num_parts(len(step.requests), state.shape.num_heads, table)
+        memories = tuple(names[part] for part in table.parts)
+        self._tables[key] = parts, table.parts, memories, tuple(held.data_ptr() for held in fixed.values())
+        return extents._replace(layout=table._replace(**fixed))
+
+    def kvq(self, task: Task) -> torch.Tensor | None:
+        """Return memory for the keys, values and queries of a step, if it decodes."""
+        step = task.payload.step
+        return self._kvq[task.payload.slot, : len(step.requests)] if step.decodes else None
+
+    def attended(self, step: MiniBatchStep) -> torch.Tensor:
+        """Return memory for what attention gives."""
+        return self._attended[: len(step.requests)]
+
+    # ---- forms
+
+    def _form(self, state: Executor, task: Task, verbs: tuple[str, ...]) -> tuple | None:
+        """Return the form of these verbs of a task; None where they are not captured."""
+        position = task.payload
+        step, works = position.step, position.works
+        if not step.decodes or "attend" in verbs and "attend_shared" in works:
+            return None
+        state.tensors(task)
+        of_step, form = self._forms[step.mini_batch, step.window]
+        if of_step is not step:
+            raise RuntimeError(f"{task.label()} has tensors of another step")
+        table = ()
+        if "attend" in verbs:
+            window = state.window_of(task)
+            extents_of(state, task, window)
+            table = window, self._tables[step.mini_batch, window]
+        return verbs, self._place(state, task), position.slot, form, table
+
+    def _place(self, state: Executor, task: Task) -> int:
+        """Return a number of the addresses, and of the kind, of a task's layer."""
+        key = task.layer, task.payload.weight_slot
+        if (number := self._place_of.get(key)) is None:
+            parts = tuple(p.data_ptr() for tensor in state.layer_weights.of(task).values() for p in tensor)
+            pools = tuple(pool[task.layer].data_ptr() for pool in state.buffers.pools.values())
+            place = parts, pools, state.shape.layer_kinds[task.layer], state.shape.attention_of(task.layer)
+            number = self._place_of[key] = self._places.setdefault(place, len(self._places))
+        return number
+
+    # ---- capture and launch
+
+    def run(self, state: Executor, task: Task, verbs: tuple[str, ...], functions: Sequence[Verb]) -> None:
+        """Run verbs of a task: by their graph where they have one."""
+        form = None if self.failed else self._form(state, task, verbs)
+        if form is not None and "finish" in verbs and "attend" not in verbs:
+            self._take_attended(state, task)
+        recording = None if form is None else self._recording(state, task, form, functions)
+        if recording is None:
+            for function in functions:
+                function(state, task)
+            return
+        recording.graph.replay()
+        self.launches += 1
+        self._leave(state, task, verbs, recording)
+
+    def _take_attended(self, state: Executor, task: Task) -> None:
+        """Let what attention gave lie where graphs read it; what was added up of shared contexts lies elsewhere."""
+        fixed = self.attended(task.payload.step)
+        if state.attended.data_ptr() != fixed.data_ptr():
+            state.attended = fixed.copy_(state.attended)
+
+    def _recording(self, state: Executor, task: Task, form: tuple, functions: Sequence[Verb]) -> Recording | None:
+        """Return a form's graph, captured now if this is the second time that the form is seen; None without one."""
+        if form not in self._recordings:
+            if len(self._recordings) > MOST_FORMS:
+                self._recordings = {of: recording for of, recording in self._recordings.items() if recording}
+            self._recordings[form] = None
+            return None
+        recording = self._recordings[form]
+        if recording is None:
+            if not self._has_room(len(functions)):
+                self.refused += 1
+                return None
+            recording = self._recordings[form] = self._capture(state, task, functions)
+            if recording is None:
+                return None
+            self.num_verbs += len(functions)
+        self._used[form] = self.steps
+        return recording
+
+    def _has_room(self, count: int) -> bool:
+        """Return whether so many verbs more may be captured, once graphs that are no longer used are gone."""
+        if self.num_verbs + count > GRAPHED_VERBS:
+            oldest = self.steps - KEPT_STEPS * self._num_kinds
+            for form in [form for form, step in self._used.items() if step < oldest]:
+                self.num_verbs -= len(form[0])
+                del self._used[form], self._recordings[form]
+        return self.num_verbs + count <= GRAPHED_VERBS
+
+    def _capture(self, state: Executor, task: Task, functions: Sequence[Verb]) -> Recording | None:
+        """Capture the verbs; where that fails, warn, and leave all as it was."""
+        before = dict(state.kvq), state.act, state.attended, dict(state.hidden.rows)
+        graph, pool = torch.cuda.CUDAGraph(), None if self._pool is None else self._pool.id
+        try:
+            # What other lanes do meanwhile is no error of this capture.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                for function in functions:
+                    function(state, task)
+            except BaseException:
+                with contextlib.suppress(Exception):  # the first error says more
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        except Exception as error:  # whatever a library raises that cannot be captured: it runs without a graph
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            self.failed = f"{task.verb} could not be captured: {reason}"
+            warnings.warn(f"no more CUDA graphs are made: {self.failed}", stacklevel=2)
+            state.kvq, state.act, state.attended, state.hidden.rows = before
+            return None
+        return Recording(graph, state.act if self._packs_act else NOTHING)
+
+    def _leave(self, state: Executor, task: Task, verbs: tuple[str, ...], recording: Recording) -> None:
+        """Leave what the verbs would have left for those after them."""
+        step, slot = task.payload.step, task.payload.slot
+        for verb in verbs:
+            if verb == "project":
+                state.kvq[slot], state.act = self._kvq[slot, : len(step.requests)], recording.act
+            elif verb == "attend":
+                state.attended = self.attended(step)
+            elif verb == "finish":
+                state.act = state.attended = NOTHING
+                state.kvq.clear()
+                cast("FixedHiddenStates", state.hidden).take_back(task, len(step.requests))
+
+    def summary(self) -> str:
+        """Return how many graphs there are and how often they were launched, in words."""
+        more = f"; {self.refused} times there was no room for another" if self.refused else ""
+        more += f"; {self.failed}" if self.failed else ""
+        return f"{len(self._used)} CUDA graphs of {self.num_verbs} verbs, launched {self.launches} times{more}"
+
+
+def _filled(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Return indices [n] as ``count``, the last one repeated: what it names is copied to the same place once more."""
+    return torch.cat([rows, rows[-1:].expand(count - len(rows))]) if 0 < len(rows) < count else rows
+
+
+def attach(state: Executor) -> None:
+    """Let an executor run its verbs by graphs."""
+    state.graphs = Graphs(state)
+    state.hidden = FixedHiddenStates(state.wave, state.buffers, state.weights.dtype, state.device)
+    for name in VERBS:
+        state.verbs[name] = partial(_graphed, name=name, function=state.verbs[name])
+
+
+def _graphed(state: Executor, task: Task, name: str, function: Verb) -> None:
+    state.graphs.run(state, task, (name,), (function,))

@@ -1,0 +1,306 @@
+"""CUDA graphs on the fake device, whose replays run what was recorded: those kernels, addresses and Python values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from fake_cuda.device import Illegal, fake_cuda
+from fake_cuda.test_attention_in_place import IN_PLACE
+from fake_cuda.test_streams import EVERYWHERE, POLICIES, check_clean, run_under
+from models import InMemory, save_llama
+from oracles import attend_table
+
+from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.problem import Problem, without_graphs
+from flexhybrid.runtime import engine as engine_module
+from flexhybrid.runtime.executor import HiddenStates, step_key
+from flexhybrid.runtime.step_tensors import computed_positions
+from flexhybrid.runtime.storage.loader import Checkpoint
+from flexhybrid.runtime.verbs import VERB_FUNCTIONS, computing, graphed
+from flexhybrid.runtime.verbs.graphed import Graphs
+
+attend_triton = pytest.importorskip("flexhybrid.runtime.kernels.attend_triton", reason="triton is not installed")
+
+#: Contexts grow over the ends of blocks, of the longest one too; one request leaves before the others.
+PROMPTS = [[5, 9, 11], [*range(3, 50)], [7] * 17, [*range(10, 19)]]
+MAX_TOKENS = (3, 8, 8, 8)
+ON_DEVICE = Policy(weights=Placement(device=1.0), cache={"kv@device": 1.0}, max_mini_batch_tokens=160)
+CASES = {
+    "streamed": ("qwen3", POLICIES["hybrid"]),
+    "on the device": ("qwen3", ON_DEVICE),
+    "cache on the host": ("qwen3", replace(ON_DEVICE, cache={"kv@host": 1.0}, max_mini_batch_tokens=400)),
+    "everywhere": ("mistral", EVERYWHERE),
+    "few bits": ("qwen2", replace(POLICIES["hybrid"], bits=Bits(8, 4, 8))),
+}
+SIZES = {"mistral": {"sliding_window": 9}, "qwen2": {"kv_heads": 4, "ffn": 64}}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """An operation that reads the table when it runs stands in for the kernels."""
+    monkeypatch.setattr(attend_triton, "launch", attend_table.launch_by_address)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory):
+    """Return a case's weights, its policy and the tokens that are right."""
+    sources, cases = {}, {}
+
+    def of(name: str):
+        kind, policy = CASES[name]
+        if kind not in sources:
+            folder = tmp_path_factory.mktemp(kind)
+            model = save_llama(folder, kind=kind, layers=3, **SIZES.get(kind, {}))
+            expected = InMemory(model).generate(PROMPTS, max(MAX_TOKENS), ignore_eos=True)
+            sources[kind] = Checkpoint(folder), [t[:n] for t, n in zip(expected, MAX_TOKENS, strict=True)]
+        if name not in cases:
+            source, expected = sources[kind]
+            if policy.bits != Bits():  # there is no reference but our own run
+                with fake_cuda():
+                    expected = run(source, policy, cuda_graphs=False).tokens
+            cases[name] = source, policy, expected
+        return cases[name]
+
+    return of
+
+
+def run(source, policy, cuda_graphs=True, **others):
+    """Run the prompts, with attention in place."""
+    machine = {"attention": IN_PLACE, "cuda_graphs": cuda_graphs}
+    return run_under(source, policy, requests=(PROMPTS, MAX_TOKENS), **machine, **others)
+
+
+@pytest.mark.parametrize("name", ["streamed", "on the device", "everywhere", "few bits"])
+def test_replays_give_the_tokens_of_kernels_that_are_launched_one_by_one(case, name):
+    source, policy, expected = case(name)
+    with fake_cuda(seed=len(name)) as watch:
+        result = run(source, policy)
+        graphs = torch.cuda.CUDAGraph.made
+    assert result.tokens == expected
+    check_clean(result, watch)
+    launched = sum(graph.replays for graph in graphs)
+    assert len(graphs) > 10 and launched > len(graphs), (len(graphs), launched)
+
+
+# ---- faults that must be found
+
+
+def positions_as_python_values(monkeypatch):
+    """Rotations are put together row by row, from rows that the host picks."""
+    project = computing._project
+
+    def baked(state, task, w):
+        at = computed_positions(task.payload.step).reshape(-1).tolist()
+        rotation = tuple(torch.cat([table[position : position + 1] for position in at]) for table in state.steps.rotary)
+        tensors = replace(state.tensors(task), rotation_R=rotation)
+        state.step_tensors[*step_key(task), task.payload.step.window] = task.payload.step, tensors
+        project(state, task, w)
+
+    monkeypatch.setattr(computing, "_project", baked)
+
+
+def lengths_as_python_values(monkeypatch):
+    """Attention goes as far as the longest context did when it was captured."""
+
+    def launch(query, memories, table, *others):
+        attend_table.launch(query, memories, table._replace(starts=table.starts[: len(query) + 1]), *others)
+
+    monkeypatch.setattr(attend_triton, "launch", launch)
+
+
+def step_tensors_elsewhere(monkeypatch, **names):
+    """Tensors of a step lie where that step's were made."""
+    fix = Graphs.fix_step
+
+    def elsewhere(self, step, tensors):
+        return replace(fix(self, step, tensors), **{name: getattr(tensors, name) for name in names})
+
+    monkeypatch.setattr(Graphs, "fix_step", elsewhere)
+
+
+def the_table_elsewhere(monkeypatch):
+    fix = Graphs.fix_extents
+    monkeypatch.setattr(Graphs, "fix_extents", lambda self, *given: fix(self, *given) and given[-1])
+
+
+def hidden_states_elsewhere(monkeypatch):
+    monkeypatch.setattr(graphed.FixedHiddenStates, "keep", HiddenStates.keep)
+
+
+def one_form_for(part: int, monkeypatch):
+    """Forms that differ in this part alone share a graph."""
+    form = Graphs._form
+
+    def without(self, *given):
+        made = form(self, *given)
+        return made and (*made[:part], *made[part + 1 :])
+
+    monkeypatch.setattr(Graphs, "_form", without)
+
+
+def memory_of_others(monkeypatch):
+    """Graphs take memory that the stream gives to others between their launches."""
+    graph_type = torch.cuda.CUDAGraph
+    begin = graph_type.capture_begin
+
+    def begun(graph, *args, **kwargs):
+        begin(graph, *args, **kwargs)
+        graph.memory = graph.stream.own
+
+    monkeypatch.setattr(graph_type, "capture_begin", begun)
+
+
+PLANTED = {
+    "positions as Python values": ("on the device", positions_as_python_values),
+    "lengths as Python values": ("on the device", lengths_as_python_values),
+    "rotations elsewhere": ("on the device", partial(step_tensors_elsewhere, rotation_R=True)),
+    "places elsewhere": ("on the device", partial(step_tensors_elsewhere, stores=True)),
+    "the table elsewhere": ("on the device", the_table_elsewhere),
+    "hidden states elsewhere": ("on the device", hidden_states_elsewhere),
+    "one graph for all layers": ("on the device", partial(one_form_for, 1)),
+    "one graph for both slots": ("cache on the host", partial(one_form_for, 2)),
+    "one graph for all sizes": ("on the device", partial(one_form_for, 3)),
+    "memory of others": ("on the device", memory_of_others),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(case, name):
+    """It gives other tokens, or ends in an error."""
+    of_case, plant = PLANTED[name]
+    source, policy, expected = case(of_case)
+    with fake_cuda(), pytest.MonkeyPatch.context() as monkeypatch:
+        plant(monkeypatch)
+        try:
+            found = run(source, policy, keep_trace=False).tokens
+        except Exception as error:
+            found = error
+        assert any(graph.replays for graph in torch.cuda.CUDAGraph.made)
+    assert found != expected
+
+
+# ---- what cannot be captured
+
+
+def wait_for_a_value(tensor):
+    tensor.sum().item()
+
+
+def wait_for_the_stream(tensor):
+    torch.cuda.current_stream().synchronize()
+
+
+def wait_for_another_stream(tensor):
+    other = torch.cuda.Stream()
+    event = torch.cuda.Event()
+    event.record(other)
+    event.wait()
+
+
+def copy_from_pageable_memory(tensor):
+    tensor.copy_(torch.zeros(tensor.shape), non_blocking=True)
+
+
+def allocate_page_locked_memory(tensor):
+    torch.zeros(4).pin_memory()
+
+
+def record_for_others(tensor):
+    torch.cuda.Event().record()
+
+
+def capture_twice(tensor):
+    torch.cuda.CUDAGraph().capture_begin(capture_error_mode="thread_local")
+
+
+@pytest.mark.parametrize(
+    "work",
+    [wait_for_a_value, wait_for_the_stream, wait_for_another_stream, copy_from_pageable_memory,
+     allocate_page_locked_memory, record_for_others, capture_twice],
+)  # fmt: skip
+def test_the_fake_refuses_what_cuda_refuses(work):
+    with fake_cuda():
+        tensor, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+        with pytest.raises(Illegal, match="default stream"):
+            graph.capture_begin(capture_error_mode="thread_local")
+        torch.cuda.set_stream(torch.cuda.Stream())
+        work_is_legal_outside = work is not capture_twice
+        if work_is_legal_outside:
+            work(tensor)
+        with pytest.raises(Illegal, match="other threads"):
+            graph.capture_begin()
+        graph.capture_begin(capture_error_mode="thread_local")
+        with pytest.raises(Illegal):
+            work(tensor)
+        graph.capture_end()
+
+
+def test_a_replay_is_what_was_recorded():
+    """Nothing runs in a capture; a replay has the addresses and the Python values of then."""
+    with fake_cuda():
+        source, target = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+        torch.cuda.current_stream().synchronize()
+        torch.cuda.set_stream(torch.cuda.Stream())
+        graph, factor = torch.cuda.CUDAGraph(), 2
+        with pytest.raises(Illegal):
+            graph.replay()
+        graph.capture_begin(capture_error_mode="thread_local")
+        target.copy_(source * factor + 1)
+        graph.capture_end()
+        assert target.tolist() == [0] * 4
+        graph.replay()
+        assert target.tolist() == [3] * 4
+        source.fill_(5)
+        factor = source = 0
+        graph.replay()
+        assert target.tolist() == [11] * 4
+
+
+def test_what_cannot_be_captured_is_launched_kernel_by_kernel(case, monkeypatch):
+    """The run goes on with the right tokens, and says why."""
+    source, policy, expected = case("on the device")
+    finish, executors = VERB_FUNCTIONS["finish"], []
+
+    def looking(state, task):
+        finish(state, task)
+        executors.append(state)
+        float(state.hidden.of(task).sum())
+
+    monkeypatch.setitem(VERB_FUNCTIONS, "finish", looking)
+    with fake_cuda(), pytest.warns(UserWarning, match="finish could not be captured: waiting for the stream"):
+        assert run(source, policy).tokens == expected
+    assert "finish could not be captured" in executors[-1].graphs.summary()
+
+
+def test_no_more_are_captured_than_are_planned(case, monkeypatch):
+    """Those that no step uses any more go for others; where there is no room kernels are launched one by one."""
+    source, policy, expected = case("on the device")
+    made, attach = [], graphed.attach
+    monkeypatch.setattr(engine_module, "attach", lambda state: (attach(state), made.append(state.graphs)))
+    monkeypatch.setattr(graphed, "GRAPHED_VERBS", 5)
+    monkeypatch.setattr(graphed, "KEPT_STEPS", 2)
+    with fake_cuda():
+        assert run(source, policy).tokens == expected
+        count = len(torch.cuda.CUDAGraph.made)
+    (graphs,) = made
+    assert graphs.num_verbs <= 5 < count and graphs.refused
+    assert f"{graphs.refused} times there was no room" in graphs.summary()
+
+
+def test_why_there_are_none():
+    shape = shape_by_name("opt-125m")
+    machine = {"shape": shape, "device": "cuda", "attention": IN_PLACE}
+    assert without_graphs(Problem(**machine), ON_DEVICE) is None
+    for changed, policy, reason in (
+        ({"device": "cpu"}, ON_DEVICE, "no GPU"),
+        ({"cuda_graphs": False}, ON_DEVICE, "switched off"),
+        ({}, Policy(attention="host"), "the host attends"),
+        ({}, replace(ON_DEVICE, selection=Selection("heavy_hitter", 0.5)), "selection"),
+        ({}, Policy(cache={"tok": 0.5, "kv@host": 0.5}), "recomputed"),
+        ({"attention": IN_PLACE._replace(in_place=False)}, ON_DEVICE, "copied and padded"),
+    ):
+        assert reason in str(without_graphs(Problem(**machine | changed), policy))
