@@ -217,19 +217,25 @@ def capture_twice(tensor):
     torch.cuda.CUDAGraph().capture_begin(capture_error_mode="thread_local")
 
 
-@pytest.mark.parametrize(
-    "work",
-    [wait_for_a_value, wait_for_the_stream, wait_for_another_stream, copy_from_pageable_memory,
-     allocate_page_locked_memory, record_for_others, capture_twice],
-)  # fmt: skip
+REFUSED = (
+    wait_for_a_value,
+    wait_for_the_stream,
+    wait_for_another_stream,
+    copy_from_pageable_memory,
+    allocate_page_locked_memory,
+    record_for_others,
+    capture_twice,
+)
+
+
+@pytest.mark.parametrize("work", REFUSED)
 def test_the_fake_refuses_what_cuda_refuses(work):
     with fake_cuda():
         tensor, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
         with pytest.raises(Illegal, match="default stream"):
             graph.capture_begin(capture_error_mode="thread_local")
         torch.cuda.set_stream(torch.cuda.Stream())
-        work_is_legal_outside = work is not capture_twice
-        if work_is_legal_outside:
+        if work is not capture_twice:  # all else is legal outside
             work(tensor)
         with pytest.raises(Illegal, match="other threads"):
             graph.capture_begin()
