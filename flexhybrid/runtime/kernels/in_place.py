@@ -6,7 +6,8 @@ looks at the file of a kernel alone, so all that is compiled together stands her
 
 The scores of CHUNK_BLOCKS blocks are computed first, then their softmax, then the sum of their values (the running
 softmax of Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", a chunk at a time). Kernels compute
-in float32 with vectors of 8 elements (``Lanes``), which LLVM maps to what the processor has, from memory addresses.
+in float32 with vectors of the processor's width (``Lanes``), from memory addresses. Up to four queries of a key head
+pass over its keys and values together (``_pass``): what they load is converted once for all of them.
 
 Shapes: B requests, G key/value heads, r query heads for each of them, d head size. An item is a request and a key head.
 """
@@ -21,6 +22,7 @@ import numba
 import numpy as np
 import torch
 from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
 from numba import extending
 from numba.core import cgutils, types
 from numba.extending import models, register_model
@@ -39,8 +41,8 @@ LOWEST = np.float32(-3e38)
 #: query reads its own keys, and 1.5 million where eight read the same ones.
 SHARED_PRODUCTS = 1 << 20
 CHUNK_BLOCKS = 8  #: whose scores are kept at a time
-UNIT = 16  #: elements of a head that are loaded at a time, as two vectors
-VECTOR_BYTES = 32  #: of 8 float32
+LANES = 16 if get_host_cpu_features().get("avx512f") else 8  #: float32 of a vector
+VECTOR_BYTES = 4 * LANES
 ROW_BYTES = CHUNK_BLOCKS * BLOCK_TOKENS * 4  #: of a query's scores
 #: Queries, and elements of them, that pass over a chunk together: their scores and sums stay in a core's first cache,
 #: while the memory of several heads is read in a row.
@@ -130,23 +132,24 @@ def bounds_of(tokens_B: np.ndarray, groups: int, num_threads: int, width: int) -
 @cache
 def compile_for(dtype: torch.dtype) -> None:
     """Compile the kernels for a compute dtype, or load what was compiled before: some 10 seconds, or 1."""
-    block = torch.zeros(2, BLOCK_TOKENS, UNIT, dtype=dtype)
-    extent = Extent(np.zeros((1, 1), np.int64), np.ones(1, np.int64), UNIT, 0, BLOCK_TOKENS * UNIT)
-    attend(torch.zeros(1, 1, UNIT), [block], layout_of([extent], 1, 1), map)
+    block = torch.zeros(2, BLOCK_TOKENS, LANES, dtype=dtype)
+    extent = Extent(np.zeros((1, 1), np.int64), np.ones(1, np.int64), LANES, 0, BLOCK_TOKENS * LANES)
+    attend(torch.zeros(1, 1, LANES), [block], layout_of([extent], 1, 1), map)
 
 
-FLOATS, WORDS, HALVES = (ir.VectorType(of, 8) for of in (ir.FloatType(), ir.IntType(32), ir.HalfType()))
-FLOAT, FUSED = ir.FloatType(), ("contract",)
+FLOAT, HALF, I16, I32, I64 = ir.FloatType(), ir.HalfType(), *(ir.IntType(bits) for bits in (16, 32, 64))
+FLOATS, HALVES, SHORTS, WORDS = (ir.VectorType(of, LANES) for of in (FLOAT, HALF, I16, I32))
+FUSED = ("contract",)
 
 
 class Lanes(types.Type):
-    """Type of a vector of 8 float32, in kernels alone."""
+    """Type of a vector of LANES float32, in kernels alone."""
 
     def __init__(self):
         super().__init__("Lanes")
 
 
-LANES = Lanes()
+VECTOR = Lanes()
 
 
 @register_model(Lanes)
@@ -168,16 +171,16 @@ def _typed(result, arguments, emit):
 
 
 def _words(*values):
-    return ir.Constant(ir.VectorType(ir.IntType(32), len(values)), values)
+    return ir.Constant(ir.VectorType(I32, len(values)), values)
 
 
 def _floats(value):
-    return ir.Constant(FLOATS, [float(np.float32(value))] * 8)
+    return ir.Constant(FLOATS, [float(np.float32(value))] * LANES)
 
 
-def _read(builder, address, vector):
-    loaded = builder.load(builder.inttoptr(address, ir.PointerType(vector)), typ=vector)
-    loaded.align = 4 if vector in (FLOATS, FLOAT) else 2
+def _read(builder, address, of):
+    loaded = builder.load(builder.inttoptr(address, ir.PointerType(of)), typ=of)
+    loaded.align = 2 if of in (SHORTS, HALVES) else 4
     return loaded
 
 
@@ -185,9 +188,14 @@ def _write(builder, address, value):
     builder.store(value, builder.inttoptr(address, ir.PointerType(value.type))).align = 4
 
 
+def _to_all(builder, value):
+    vector = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(vector, vector, _words(*[0] * LANES))
+
+
 @intrinsic
 def _load(_context, address):
-    return _typed(LANES, (address,), lambda builder, address: _read(builder, address, FLOATS))
+    return _typed(VECTOR, (address,), lambda builder, address: _read(builder, address, FLOATS))
 
 
 @intrinsic
@@ -196,53 +204,23 @@ def _store(_context, address, lanes):
 
 
 @intrinsic
-def _store_parts(_context, first, second, lanes):
-    """Store four lanes at one address, and four at another."""
-
-    def emit(builder, first, second, value):
-        for address, lane in ((first, 0), (second, 4)):
-            _write(builder, address, builder.shuffle_vector(value, value, _words(*range(lane, lane + 4))))
-
-    return _typed(types.void, (first, second, lanes), emit)
-
-
-@intrinsic
 def _fill(_context, value):
-    def emit(builder, value):
-        vector = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-        return builder.shuffle_vector(vector, vector, _words(*[0] * 8))
-
-    return _typed(LANES, (value,), emit)
-
-
-@intrinsic
-def _value_at(_context, address):
-    return _typed(types.float32, (address,), lambda builder, address: _read(builder, address, FLOAT))
-
-
-@intrinsic
-def _put(_context, address, value):
-    return _typed(types.void, (address, value), _write)
+    return _typed(VECTOR, (value,), _to_all)
 
 
 @intrinsic
 def _add(_context, lanes, others):
-    return _typed(LANES, (lanes, others), lambda builder, *values: builder.fadd(*values))
+    return _typed(VECTOR, (lanes, others), lambda builder, *values: builder.fadd(*values))
 
 
 @intrinsic
 def _scale(_context, lanes, factors):
-    return _typed(LANES, (lanes, factors), lambda builder, *values: builder.fmul(*values))
+    return _typed(VECTOR, (lanes, factors), lambda builder, *values: builder.fmul(*values))
 
 
 def _fuse(builder, factor, other, added):
+    """Return factor · other + added, in one instruction where the processor has it."""
     return builder.fadd(builder.fmul(factor, other, flags=FUSED), added, flags=FUSED)
-
-
-@intrinsic
-def _fused(_context, factors, others, added):
-    """Return factors · others + added, in one instruction where the processor has it."""
-    return _typed(LANES, (factors, others, added), _fuse)
 
 
 def _larger(builder, one, other):
@@ -251,63 +229,28 @@ def _larger(builder, one, other):
 
 @intrinsic
 def _highest(_context, lanes, others):
-    return _typed(LANES, (lanes, others), _larger)
+    return _typed(VECTOR, (lanes, others), _larger)
 
 
-def _folded(result, fold):
-    """Return an intrinsic that folds the 8 lanes of a vector to one value."""
+def _folded(fold):
+    """Return an intrinsic that folds the lanes of a vector to one value."""
 
     def emit(builder, value):
-        for distance in (4, 2, 1):
-            value = fold(
-                builder, value, builder.shuffle_vector(value, value, _words(*range(distance, 8), *[0] * distance))
-            )
-        return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
+        distance = LANES // 2
+        while distance:
+            moved = builder.shuffle_vector(value, value, _words(*range(distance, LANES), *[0] * distance))
+            value, distance = fold(builder, value, moved), distance // 2
+        return builder.extract_element(value, I32(0))
 
     @intrinsic
     def of_lanes(_context, lanes):
-        return _typed(result, (lanes,), emit)
+        return _typed(types.float32, (lanes,), emit)
 
     return of_lanes
 
 
-_total = _folded(types.float32, lambda builder, one, other: builder.fadd(one, other))
-_peak = _folded(types.float32, _larger)
-
-
-def _shuffled(*lanes):
-    """Return an intrinsic that takes these lanes of two vectors' sixteen."""
-
-    @intrinsic
-    def of_two(_context, one, other):
-        return _typed(LANES, (one, other), lambda builder, *values: builder.shuffle_vector(*values, _words(*lanes)))
-
-    return of_two
-
-
-_even, _odd = _shuffled(*range(0, 16, 2)), _shuffled(*range(1, 16, 2))
-_first_pairs, _last_pairs = (
-    _shuffled(*np.arange(16).reshape(2, 8).T.ravel()[half].tolist()) for half in (slice(8), slice(8, 16))
-)
-
-
-@intrinsic
-def _sums_of(_context, a, b, c, d, e, f, g, h):
-    """Return the sum of each of eight vectors, in their order: neighbours are added, three times."""
-
-    def emit(builder, *vectors):
-        def added(one, other, lanes, next_lanes):
-            return builder.fadd(*(builder.shuffle_vector(one, other, _words(*of)) for of in (lanes, next_lanes)))
-
-        for _ in range(2):  # within each half of a vector, as processors do it
-            pairs = zip(vectors[::2], vectors[1::2], strict=True)
-            vectors = [
-                added(one, other, (0, 2, 8, 10, 4, 6, 12, 14), (1, 3, 9, 11, 5, 7, 13, 15)) for one, other in pairs
-            ]
-        one, other = vectors
-        return added(one, other, (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15))
-
-    return _typed(LANES, (a, b, c, d, e, f, g, h), emit)
+_total = _folded(lambda builder, one, other: builder.fadd(one, other))
+_peak = _folded(_larger)
 
 
 #: Of (e^x - 1 - x) / x², from the highest power down, for |x| <= log(2) / 2 (Cephes, expf; 1e-7 relative).
@@ -330,21 +273,10 @@ def _exp(_context, lanes):
         for term in EXP_TERMS[1:]:
             series = _fuse(builder, series, x, _floats(term))
         series = builder.fadd(_fuse(builder, series, builder.fmul(x, x), x), _floats(1))
-        exponent = builder.add(builder.bitcast(shifted, WORDS), _words(*[127] * 8))
-        return builder.fmul(series, builder.bitcast(builder.shl(exponent, _words(*[23] * 8)), FLOATS))
+        exponent = builder.add(builder.bitcast(shifted, WORDS), _words(*[127] * LANES))
+        return builder.fmul(series, builder.bitcast(builder.shl(exponent, _words(*[23] * LANES)), FLOATS))
 
-    return _typed(LANES, (lanes,), emit)
-
-
-@intrinsic
-def _prefetch(_context, address):
-    def emit(builder, address):
-        byte, flag = ir.PointerType(ir.IntType(8)), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-        builder.call(function, [builder.inttoptr(address, byte), flag(0), flag(2), flag(1)])  # to read, second cache
-
-    return _typed(types.void, (address,), emit)
+    return _typed(VECTOR, (lanes,), emit)
 
 
 @intrinsic
@@ -356,32 +288,144 @@ def _copy(_context, target, source, num_bytes):
     return _typed(types.void, (target, source, num_bytes), emit)
 
 
-#: How to load one half of UNIT elements, by kind: the even bfloat16 (a lower half of a word, shifted up, is a
-#: float32) and the odd ones (the upper half), else, of float32 and float16, the first and the last.
-LOADS = {
-    types.float32: (
-        lambda builder, at: _read(builder, at, FLOATS),
-        lambda builder, at: _read(builder, builder.add(at, at.type(VECTOR_BYTES)), FLOATS),
-    ),
-    types.uint16: (
-        lambda builder, at: builder.bitcast(builder.shl(_read(builder, at, WORDS), _words(*[16] * 8)), FLOATS),
-        lambda builder, at: builder.bitcast(builder.and_(_read(builder, at, WORDS), _words(*[-(2**16)] * 8)), FLOATS),
-    ),
-    types.int16: (
-        lambda builder, at: builder.fpext(_read(builder, at, HALVES), FLOATS),
-        lambda builder, at: builder.fpext(_read(builder, builder.add(at, at.type(VECTOR_BYTES // 2)), HALVES), FLOATS),
-    ),
-}
+def _elements(builder, kind, address):
+    """Load LANES elements of a kind as float32."""
+    if kind == types.float32:
+        return _read(builder, address, FLOATS)
+    if kind == types.int16:
+        return builder.fpext(_read(builder, address, HALVES), FLOATS)
+    words = builder.zext(_read(builder, address, SHORTS), WORDS)  # the upper half of a float32 is a bfloat16
+    return builder.bitcast(builder.shl(words, _words(*[16] * LANES)), FLOATS)
+
+
+def _prefetch(builder, address):
+    byte = ir.PointerType(ir.IntType(8))
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(2), I32(1)])  # to read, second cache
+
+
+def _merges():
+    """Return how vectors of LANES become one of their sums: by which lanes of two neighbours, twice, each step makes
+    one of them; and in which order the vectors must stand at first.
+
+    A step adds the first halves of groups of lanes to their last halves. Groups of 32 bytes and more go beside those
+    of the other vector, smaller ones beside those in the same 16 bytes, as processors shuffle in one instruction.
+    """
+    steps, owners, half = [], np.arange(LANES)[:, None].repeat(LANES, 1), LANES // 2
+    while half:
+        span = LANES if half >= 4 else 4
+        lanes = np.arange(2 * LANES).reshape(2, LANES // span, span // (2 * half), 2, half).swapaxes(0, 1)
+        steps.append([lanes[..., which, :].ravel() for which in range(2)])
+        owners, half = owners.reshape(-1, 2 * LANES)[:, steps[-1][0]], half // 2
+    return [[_words(*of.tolist()) for of in step] for step in steps], np.argsort(owners[0])
+
+
+MERGES, MERGED = _merges()
+
+
+def _sums_of(builder, vectors):
+    """Return a vector of the sum of each of LANES vectors, in their order."""
+    vectors = [vectors[i] for i in MERGED]
+    for step in MERGES:
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [builder.fadd(*(builder.shuffle_vector(*pair, lanes) for lanes in step)) for pair in pairs]
+    return vectors[0]
+
+
+def _behind(builder, address, index, step):
+    """Return the address of the element of this index where so many bytes lie from one to the next."""
+    return builder.add(address, builder.mul(index, step if isinstance(step, ir.Value) else I64(step)))
+
+
+def _fuse_in(builder, sums, factor, other):
+    """Add a product to sums in registers."""
+    builder.store(_fuse(builder, factor, other, builder.load(sums)), sums)
+
+
+def _pass(queries, emit):
+    """Return an intrinsic that passes over ``count`` tokens of a head with so many of its queries. ``tile``: addresses
+    of their scores, or weights, and of their elements, or sums, and bytes from one query's to the next; ``rows``:
+    address of the tokens' keys, or values, bytes from one token to the next, and from what is read to what is
+    prefetched."""
+
+    @intrinsic
+    def of_head(_context, kind, tile, rows, count):
+        def unpacked(builder, _, tile, rows, count):
+            tile, rows = (cgutils.unpack_tuple(builder, one, 3) for one in (tile, rows))
+            emit(builder, kind, queries, tile, rows, count)
+
+        return _typed(types.void, (kind, tile, rows, count), unpacked)
+
+    return of_head
+
+
+def _emit_scores(builder, kind, queries, tile, rows, count):
+    """Write the scores of tokens, as many at a time as give a vector of them."""
+    (scores, taken, row), (keys, step, ahead), tokens = tile, rows, LANES // queries
+    with cgutils.for_range_slice(builder, I64(0), count, I64(tokens)) as (token, _):
+        sums = [cgutils.alloca_once_value(builder, _floats(0)) for _ in range(LANES)]
+        first = _behind(builder, keys, token, step)
+        with cgutils.for_range(builder, builder.udiv(row, I64(VECTOR_BYTES))) as vector:
+            at = _behind(builder, first, vector.index, LANES * kind.bitwidth // 8)
+            places = [_behind(builder, at, I64(i), step) for i in range(tokens)]
+            for place in places:
+                _prefetch(builder, builder.add(place, ahead))
+            elements = [_elements(builder, kind, place) for place in places]
+            at = _behind(builder, taken, vector.index, VECTOR_BYTES)
+            for query in range(queries):
+                own = _read(builder, _behind(builder, at, I64(query), row), FLOATS)
+                for i in range(tokens):
+                    _fuse_in(builder, sums[query * tokens + i], own, elements[i])
+        found = _sums_of(builder, [builder.load(one) for one in sums])
+        for query in range(queries):
+            own = builder.shuffle_vector(found, found, _words(*range(query * tokens, (query + 1) * tokens)))
+            _write(builder, builder.add(_behind(builder, scores, token, 4), I64(query * ROW_BYTES)), own)
+
+
+def _emit_sums(builder, kind, queries, tile, rows, count):
+    """Add values, by their weights, to sums: of 64 elements in a pass over the tokens, or of as many as registers
+    hold for all queries, then of a vector in a pass."""
+    (weights, sums, row), (values, step, ahead), element_bytes = tile, rows, kind.bitwidth // 8
+
+    def add(vector, vectors):
+        places = [
+            builder.add(_behind(builder, _behind(builder, sums, vector, VECTOR_BYTES), I64(query), row), I64(offset))
+            for query in range(queries)
+            for offset in range(0, vectors * VECTOR_BYTES, VECTOR_BYTES)
+        ]
+        kept = [cgutils.alloca_once_value(builder, _read(builder, place, FLOATS)) for place in places]
+        first = _behind(builder, values, vector, LANES * element_bytes)
+        with cgutils.for_range(builder, count) as token:
+            at = _behind(builder, first, token.index, step)
+            for line in range(0, vectors * LANES * element_bytes, 64):
+                _prefetch(builder, builder.add(builder.add(at, ahead), I64(line)))
+            elements = [
+                _elements(builder, kind, builder.add(at, I64(i * LANES * element_bytes))) for i in range(vectors)
+            ]
+            at = _behind(builder, weights, token.index, 4)
+            for query in range(queries):
+                weight = _to_all(builder, _read(builder, builder.add(at, I64(query * ROW_BYTES)), FLOAT))
+                for i in range(vectors):
+                    _fuse_in(builder, kept[query * vectors + i], weight, elements[i])
+        for place, one in zip(places, kept, strict=True):
+            _write(builder, place, builder.load(one))
+
+    total, wide = builder.udiv(row, I64(VECTOR_BYTES)), min(64 // LANES, LANES // queries)
+    end = builder.sub(total, builder.urem(total, I64(wide)))
+    with cgutils.for_range_slice(builder, I64(0), end, I64(wide)) as (vector, _):
+        add(vector, wide)
+    with cgutils.for_range_slice(builder, end, total, I64(1)) as (vector, _):
+        add(vector, 1)
+
+
+_score_four, _score_two, _score_one = (_pass(queries, _emit_scores) for queries in (4, 2, 1))
+_weigh_four, _weigh_two, _weigh_one = (_pass(queries, _emit_sums) for queries in (4, 2, 1))
 
 
 @intrinsic
-def _low(_context, kind, address):
-    return _typed(LANES, (kind, address), lambda builder, _, at: LOADS[kind][0](builder, at))
-
-
-@intrinsic
-def _high(_context, kind, address):
-    return _typed(LANES, (kind, address), lambda builder, _, at: LOADS[kind][1](builder, at))
+def _put(_context, address, value):
+    return _typed(types.void, (address, value), _write)
 
 
 @intrinsic
@@ -390,26 +434,19 @@ def _size_of(_context, kind):
     return _typed(types.int64, (kind,), lambda builder, _: ir.IntType(64)(kind.bitwidth // 8))
 
 
-@intrinsic
-def _alternates(_context, kind):
-    """Return whether ``_low`` loads the even elements."""
-    return _typed(types.boolean, (kind,), lambda builder, _: ir.IntType(1)(kind == types.uint16))
-
-
 @numba.njit(**NUMBA)
 def _attend(kind, source, memories, layout, target, first, end):
     """Attend with the queries of items [first, end). ``source``: address of the queries, bytes from a request to the
     next, G, r, d, factor of scores. ``target``: address of what is attended, and an array for the logarithms of the
     sums."""
     groups, queries, d, factor = source[2:]
-    units = (d + UNIT - 1) // UNIT
     heads = max(1, min(TILE_QUERIES, TILE_ELEMENTS // d) // queries)
-    rows, row = heads * queries, 2 * VECTOR_BYTES * units
+    rows, row = heads * queries, (d + LANES - 1) // LANES * VECTOR_BYTES
     scores = np.empty(rows * ROW_BYTES, np.uint8)
     taken, sums = np.empty(rows * row, np.uint8), np.empty(rows * row, np.uint8)
     softmax, padded = np.empty((2, rows), np.float32), np.zeros((BLOCK_TOKENS + 2) * row, np.uint8)
     tile = _address_of(scores), _address_of(taken), _address_of(sums), _address_of(padded)
-    sizes = units, queries, d * _size_of(kind), units * UNIT * _size_of(kind)
+    sizes = row, queries, d * _size_of(kind), row // 4 * _size_of(kind)
     begin, behind = first // groups, (end + groups - 1) // groups
     most = 1
     for request in range(begin, behind):
@@ -421,15 +458,15 @@ def _attend(kind, source, memories, layout, target, first, end):
         for head in range(max(first - request * groups, 0), until, heads):
             count = min(heads, until - head)
             at = (request * groups + head) * queries
-            _take(kind, source[0] + request * source[1] + head * queries * d * 4, tile, count * queries, (d, factor))
+            _take(source[0] + request * source[1] + head * queries * d * 4, tile, count * queries, (d, row, factor))
             _begin(tile[2], softmax, count * queries, row)
             for block in range(0, total, CHUNK_BLOCKS):
                 chunk = block, min(total, block + CHUNK_BLOCKS)
                 _score(kind, found, tile, sizes, chunk, (head, head + count))
                 for query in range(count * queries):
-                    _soften(tile[0] + query * ROW_BYTES, chunk[1] - block, softmax, query, tile[2] + query * row, units)
+                    _soften(tile[0] + query * ROW_BYTES, chunk[1] - block, softmax, query, tile[2] + query * row, row)
                 _weigh(kind, found, tile, sizes, chunk, (head, head + count))
-            _give(kind, target[0] + at * d * 4, tile, softmax, count * queries, d)
+            _give(target[0] + at * d * 4, tile, softmax, count * queries, (d, row))
             for query in range(count * queries):
                 target[1][at + query] = softmax[0, query] + np.log(softmax[1, query])
     scores[0] = taken[0] = sums[0] = padded[0] = 0  # until here they are in use
@@ -480,64 +517,38 @@ def _begin(sums, softmax, count, row):
 
 
 @numba.njit(**PART)
-def _take(kind, source, tile, count, size_factor):
-    """Lay queries side by side, scaled, padded to units and in the order in which elements are loaded."""
-    d = size_factor[0]
-    size = (d + UNIT - 1) // UNIT * 2 * VECTOR_BYTES
-    factor, row = _fill(size_factor[1]), tile[3] + BLOCK_TOKENS * size
+def _take(source, tile, count, sizes):
+    """Lay queries side by side, scaled and padded to whole vectors."""
+    d, row, factor = sizes
+    padded = tile[3] + BLOCK_TOKENS * row
     for query in range(count):
-        _copy(row, source + query * d * 4, d * 4)
-        for at in range(0, size, 2 * VECTOR_BYTES):
-            low, high = _scale(_load(row + at), factor), _scale(_load(row + at + VECTOR_BYTES), factor)
-            to = tile[1] + query * size + at
-            if _alternates(kind):
-                _store(to, _even(low, high))
-                _store(to + VECTOR_BYTES, _odd(low, high))
-            else:
-                _store(to, low)
-                _store(to + VECTOR_BYTES, high)
+        _copy(padded, source + query * d * 4, d * 4)
+        for at in range(0, row, VECTOR_BYTES):
+            _store(tile[1] + query * row + at, _scale(_load(padded + at), _fill(factor)))
 
 
 @numba.njit(**PART)
-def _give(kind, target, tile, softmax, count, d):
-    """Write the weighted values of queries, divided by the sums of their weights, in the order of a head's elements."""
-    size = (d + UNIT - 1) // UNIT * 2 * VECTOR_BYTES
-    row = tile[3] + (BLOCK_TOKENS + 1) * size
+def _give(target, tile, softmax, count, sizes):
+    """Write the weighted values of queries, divided by the sums of their weights."""
+    d, row = sizes
     for query in range(count):
-        factor = _fill(np.float32(1) / softmax[1, query])
-        for at in range(0, size, 2 * VECTOR_BYTES):
-            source = tile[2] + query * size + at
-            low, high = _scale(_load(source), factor), _scale(_load(source + VECTOR_BYTES), factor)
-            if _alternates(kind):
-                _store(row + at, _first_pairs(low, high))
-                _store(row + at + VECTOR_BYTES, _last_pairs(low, high))
-            else:
-                _store(row + at, low)
-                _store(row + at + VECTOR_BYTES, high)
-        _copy(target + query * d * 4, row, d * 4)
+        sums, factor = tile[2] + query * row, _fill(np.float32(1) / softmax[1, query])
+        for at in range(0, row, VECTOR_BYTES):
+            _store(sums + at, _scale(_load(sums + at), factor))
+        _copy(target + query * d * 4, sums, d * 4)
 
 
 @numba.njit(**PART)
-def _ahead(found, block, chunk, of_values, head):
-    """Return what is prefetched beside a block's keys, or values: the next block's; behind a chunk's last keys its
-    first values, behind its last values the next keys. Address, bytes from a token to the next, tokens."""
+def _ahead(found, block, chunk, of_values):
+    """Return how many bytes behind a block's keys, or values, those lie that come next for the same head: of the next
+    block; behind a chunk's last keys its first values, behind its last values the next keys."""
     first, end = chunk
     following, values = block + 1, of_values
     if following == end:
         values = not of_values
         following = end if of_values else first
-    address = found[following, 0] + head * found[following, 2]
-    return (address + found[following, 3] if values else address), found[following, 1], found[following, 4]
-
-
-@numba.njit(**PART)
-def _fetch(coming, head_bytes, turn, turns):
-    """Prefetch one of ``turns`` parts of the rows of a head in a block."""
-    address, stride, count = coming
-    rows = (BLOCK_TOKENS + turns - 1) // turns
-    for token in range(turn * rows, min(count, (turn + 1) * rows)):
-        for at in range(0, head_bytes, 64):
-            _prefetch(address + token * stride + at)
+    ahead = found[following, 0] - found[block, 0]
+    return ahead + values * found[following, 3] - of_values * found[block, 3]
 
 
 @numba.njit(**PART)
@@ -555,31 +566,28 @@ def _rows(rows, count, sizes, padded):
 @numba.njit(**PART)
 def _score(kind, found, tile, sizes, chunk, heads):
     """Write the scores of a chunk's tokens with the queries of some heads."""
-    units, queries, head_bytes, _ = sizes
-    row = 2 * VECTOR_BYTES * units
+    row, queries = sizes[:2]
     for block in range(*chunk):
-        count = found[block, 4]
+        ahead, count = _ahead(found, block, chunk, False), found[block, 4]
         for head in range(*heads):
-            coming = _ahead(found, block, chunk, False, head)
             keys, step = _rows((found[block, 0] + head * found[block, 2], found[block, 1]), count, sizes, tile[3])
-            query = 0
+            first = (head - heads[0]) * queries
+            all_scores = tile[0] + first * ROW_BYTES + (block - chunk[0]) * BLOCK_TOKENS * 4
+            rows, query = (keys, step, ahead), 0
             while query < queries:
-                place = (head - heads[0]) * queries + query
-                scores, taken = (
-                    tile[0] + place * ROW_BYTES + (block - chunk[0]) * BLOCK_TOKENS * 4,
-                    tile[1] + place * row,
-                )
-                _fetch(coming, head_bytes, query, queries)
-                if query + 1 < queries:
-                    _fetch(coming, head_bytes, query + 1, queries)
-                    for token in range(0, count, 4):
-                        _score_two(kind, taken, keys + token * step, step, units, scores + 4 * token)
-                    _hide(scores + ROW_BYTES, found[block, 5], count)
+                own = all_scores + query * ROW_BYTES, tile[1] + (first + query) * row, row
+                if query + 4 <= queries:
+                    _score_four(kind, own, rows, count)
+                    query += 4
+                elif query + 2 <= queries:
+                    _score_two(kind, own, rows, count)
+                    query += 2
                 else:
-                    for token in range(0, count, 8):
-                        _score_one(kind, taken, keys + token * step, step, units, scores + 4 * token)
-                _hide(scores, found[block, 5], count)
-                query += 2
+                    _score_one(kind, own, rows, count)
+                    query += 1
+            if count < BLOCK_TOKENS or found[block, 5]:
+                for query in range(queries):
+                    _hide(all_scores + query * ROW_BYTES, found[block, 5], count)
 
 
 @numba.njit(**PART)
@@ -592,54 +600,7 @@ def _hide(scores, first, count):
 
 
 @numba.njit(**PART)
-def _score_one(kind, query, keys, stride, units, scores):
-    """Write the scores of 8 tokens with a query."""
-    a = b = c = d = e = f = g = h = _fill(np.float32(0))
-    for _ in range(units):
-        first, second, more = _load(query), _load(query + VECTOR_BYTES), keys + 4 * stride
-        a = _fused(second, _high(kind, keys), _fused(first, _low(kind, keys), a))
-        b = _fused(second, _high(kind, keys + stride), _fused(first, _low(kind, keys + stride), b))
-        c = _fused(second, _high(kind, keys + 2 * stride), _fused(first, _low(kind, keys + 2 * stride), c))
-        d = _fused(second, _high(kind, keys + 3 * stride), _fused(first, _low(kind, keys + 3 * stride), d))
-        e = _fused(second, _high(kind, more), _fused(first, _low(kind, more), e))
-        f = _fused(second, _high(kind, more + stride), _fused(first, _low(kind, more + stride), f))
-        g = _fused(second, _high(kind, more + 2 * stride), _fused(first, _low(kind, more + 2 * stride), g))
-        h = _fused(second, _high(kind, more + 3 * stride), _fused(first, _low(kind, more + 3 * stride), h))
-        query, keys = query + 2 * VECTOR_BYTES, keys + UNIT * _size_of(kind)
-    _store(scores, _sums_of(a, b, c, d, e, f, g, h))
-
-
-@numba.njit(**PART)
-def _score_two(kind, query, keys, stride, units, scores):
-    """Write the scores of 4 tokens with a query and with the next one."""
-    a = b = c = d = e = f = g = h = _fill(np.float32(0))
-    next_query = query + 2 * VECTOR_BYTES * units
-    for _ in range(units):
-        one, two = _load(query), _load(next_query)
-        k, m, n, p = (
-            _low(kind, keys),
-            _low(kind, keys + stride),
-            _low(kind, keys + 2 * stride),
-            _low(kind, keys + 3 * stride),
-        )
-        a, b, c, d = _fused(one, k, a), _fused(one, m, b), _fused(one, n, c), _fused(one, p, d)
-        e, f, g, h = _fused(two, k, e), _fused(two, m, f), _fused(two, n, g), _fused(two, p, h)
-        one, two = _load(query + VECTOR_BYTES), _load(next_query + VECTOR_BYTES)
-        k, m, n, p = (
-            _high(kind, keys),
-            _high(kind, keys + stride),
-            _high(kind, keys + 2 * stride),
-            _high(kind, keys + 3 * stride),
-        )
-        a, b, c, d = _fused(one, k, a), _fused(one, m, b), _fused(one, n, c), _fused(one, p, d)
-        e, f, g, h = _fused(two, k, e), _fused(two, m, f), _fused(two, n, g), _fused(two, p, h)
-        query, next_query = query + 2 * VECTOR_BYTES, next_query + 2 * VECTOR_BYTES
-        keys += UNIT * _size_of(kind)
-    _store_parts(scores, scores + ROW_BYTES, _sums_of(a, b, c, d, e, f, g, h))
-
-
-@numba.njit(**PART)
-def _soften(scores, blocks, softmax, query, sums, units):
+def _soften(scores, blocks, softmax, query, sums, row):
     """Turn a query's scores of a chunk into weights, relative to the highest score so far; scale what was summed with
     others. ``softmax``: of each query the highest score, and the sum of its weights."""
     size, highest = blocks * BLOCK_TOKENS * 4, _load(scores)
@@ -649,7 +610,7 @@ def _soften(scores, blocks, softmax, query, sums, units):
     if peak > softmax[0, query]:
         scale = np.exp(softmax[0, query] - peak)
         softmax[0, query], softmax[1, query] = peak, softmax[1, query] * scale
-        for at in range(0, 2 * VECTOR_BYTES * units, VECTOR_BYTES):
+        for at in range(0, row, VECTOR_BYTES):
             _store(sums + at, _scale(_load(sums + at), _fill(scale)))
     less, total = _fill(-softmax[0, query]), _fill(np.float32(0))
     for at in range(0, size, VECTOR_BYTES):
@@ -662,99 +623,23 @@ def _soften(scores, blocks, softmax, query, sums, units):
 @numba.njit(**PART)
 def _weigh(kind, found, tile, sizes, chunk, heads):
     """Add a chunk's values, by their weights, to the sums of the queries of some heads."""
-    units, queries, head_bytes, _ = sizes
-    row = 2 * VECTOR_BYTES * units
+    row, queries = sizes[:2]
     for block in range(*chunk):
-        count = found[block, 4]
+        ahead, count = _ahead(found, block, chunk, True), found[block, 4]
         for head in range(*heads):
-            coming, first = _ahead(found, block, chunk, True, head), found[block, 0] + head * found[block, 2]
-            values, step = _rows((first + found[block, 3], found[block, 1]), count, sizes, tile[3])
-            query = 0
+            first = found[block, 0] + head * found[block, 2] + found[block, 3]
+            values, step = _rows((first, found[block, 1]), count, sizes, tile[3])
+            first = (head - heads[0]) * queries
+            all_weights = tile[0] + first * ROW_BYTES + (block - chunk[0]) * BLOCK_TOKENS * 4
+            rows, query = (values, step, ahead), 0
             while query < queries:
-                place = (head - heads[0]) * queries + query
-                weights, sums = (
-                    tile[0] + place * ROW_BYTES + (block - chunk[0]) * BLOCK_TOKENS * 4,
-                    tile[2] + place * row,
-                )
-                _fetch(coming, head_bytes, query, queries)
-                if query + 1 < queries:
-                    _fetch(coming, head_bytes, query + 1, queries)
-                    _weigh_two(kind, weights, values, step, sums, (units, count))
+                own = all_weights + query * ROW_BYTES, tile[2] + (first + query) * row, row
+                if query + 4 <= queries:
+                    _weigh_four(kind, own, rows, count)
+                    query += 4
+                elif query + 2 <= queries:
+                    _weigh_two(kind, own, rows, count)
+                    query += 2
                 else:
-                    _weigh_one(kind, weights, values, step, sums, (units, count))
-                query += 2
-
-
-@numba.njit(**PART)
-def _weigh_one(kind, weights, values, stride, sums, sizes):
-    """Add values, each by its weight, to a query's sums: 64 elements in a pass over the tokens, then 16."""
-    units, count = sizes
-    step, unit = UNIT * _size_of(kind), 0
-    while unit + 4 <= units:
-        to, at = sums + 64 * unit, values + step * unit
-        a, b, c, d = _load(to), _load(to + 32), _load(to + 64), _load(to + 96)
-        e, f, g, h = _load(to + 128), _load(to + 160), _load(to + 192), _load(to + 224)
-        for token in range(count):
-            weight = _fill(_value_at(weights + 4 * token))
-            a, b = _fused(weight, _low(kind, at), a), _fused(weight, _high(kind, at), b)
-            c, d = _fused(weight, _low(kind, at + step), c), _fused(weight, _high(kind, at + step), d)
-            e, f = _fused(weight, _low(kind, at + 2 * step), e), _fused(weight, _high(kind, at + 2 * step), f)
-            g, h = _fused(weight, _low(kind, at + 3 * step), g), _fused(weight, _high(kind, at + 3 * step), h)
-            at += stride
-        _store_four(to, a, b, c, d)
-        _store_four(to + 128, e, f, g, h)
-        unit += 4
-    while unit < units:
-        to, at, token = sums + 64 * unit, values + step * unit, 0
-        a, b, c, d = _load(to), _load(to + 32), _fill(np.float32(0)), _fill(np.float32(0))
-        while token + 2 <= count:
-            weight, other = _fill(_value_at(weights + 4 * token)), _fill(_value_at(weights + 4 * token + 4))
-            a, b = _fused(weight, _low(kind, at), a), _fused(weight, _high(kind, at), b)
-            c, d = _fused(other, _low(kind, at + stride), c), _fused(other, _high(kind, at + stride), d)
-            at, token = at + 2 * stride, token + 2
-        if token < count:
-            weight = _fill(_value_at(weights + 4 * token))
-            a, b = _fused(weight, _low(kind, at), a), _fused(weight, _high(kind, at), b)
-        _store(to, _add(a, c))
-        _store(to + 32, _add(b, d))
-        unit += 1
-
-
-@numba.njit(**PART)
-def _weigh_two(kind, weights, values, stride, sums, sizes):
-    """Add values to the sums of a query and of the next one: 32 elements in a pass over the tokens, then 16."""
-    units, count = sizes
-    step, unit, behind = UNIT * _size_of(kind), 0, 64 * units
-    while unit + 2 <= units:
-        to, at = sums + 64 * unit, values + step * unit
-        a, b, c, d = _load(to), _load(to + 32), _load(to + 64), _load(to + 96)
-        e, f, g, h = _load(to + behind), _load(to + behind + 32), _load(to + behind + 64), _load(to + behind + 96)
-        for token in range(count):
-            one, two = _fill(_value_at(weights + 4 * token)), _fill(_value_at(weights + 4 * token + ROW_BYTES))
-            k, m, n, p = _low(kind, at), _high(kind, at), _low(kind, at + step), _high(kind, at + step)
-            a, b, c, d = _fused(one, k, a), _fused(one, m, b), _fused(one, n, c), _fused(one, p, d)
-            e, f, g, h = _fused(two, k, e), _fused(two, m, f), _fused(two, n, g), _fused(two, p, h)
-            at += stride
-        _store_four(to, a, b, c, d)
-        _store_four(to + behind, e, f, g, h)
-        unit += 2
-    if unit < units:
-        to, at = sums + 64 * unit, values + step * unit
-        a, b, e, f = _load(to), _load(to + 32), _load(to + behind), _load(to + behind + 32)
-        for token in range(count):
-            one, two = _fill(_value_at(weights + 4 * token)), _fill(_value_at(weights + 4 * token + ROW_BYTES))
-            k, m = _low(kind, at), _high(kind, at)
-            a, b, e, f = _fused(one, k, a), _fused(one, m, b), _fused(two, k, e), _fused(two, m, f)
-            at += stride
-        _store(to, a)
-        _store(to + 32, b)
-        _store(to + behind, e)
-        _store(to + behind + 32, f)
-
-
-@numba.njit(**PART)
-def _store_four(address, a, b, c, d):
-    _store(address, a)
-    _store(address + 32, b)
-    _store(address + 64, c)
-    _store(address + 96, d)
+                    _weigh_one(kind, own, rows, count)
+                    query += 1
