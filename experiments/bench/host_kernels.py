@@ -2,6 +2,7 @@
 memory; packing, unpacking, scattering and gathering against a plain copy that reads and writes as many bytes.
 
 All operands are larger than the caches, or take turns that are: a host's blocks are in no cache when their turn comes.
+They, and what a plain copy copies, lie in pages like a run's pools (``laid_in_host_memory``).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from experiments.bench import kernels
 from experiments.bench.harness import Table, seconds_in_turn
-from experiments.bench.kernels import TIMING, Sizes, memory_share, times_as_fast
+from experiments.bench.kernels import TIMING, Sizes, laid_in_host_memory, memory_share, times_as_fast
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.runtime.kernels.compiled import Share
 from flexhybrid.runtime.kernels.quantize import dequantize, quantize
@@ -102,9 +103,10 @@ def bench_attention_together(table: Table, sizes: Sizes) -> None:
 def bench_packing(table: Table, share: Share, where: str) -> None:
     """Rows of bfloat16 in 8 and 4 bits."""
     generator = torch.Generator().manual_seed(0)
-    rows = [torch.randn(*PACKED, generator=generator).bfloat16() for _ in range(SETS)]
+    rows = [laid_in_host_memory(torch.randn(*PACKED, generator=generator).bfloat16()) for _ in range(SETS)]
     for bits in (8, 4):
-        packed, restored = [quantize(one, bits) for one in rows], [torch.empty_like(one) for one in rows]
+        packed = [laid_in_host_memory(quantize(one, bits)) for one in rows]
+        restored = [laid_in_host_memory(one) for one in rows]
         calls = {
             "quantize": lambda n, bits=bits, packed=packed: quantize(rows[n], bits, packed[n], share=share),
             "dequantize": lambda n, bits=bits, packed=packed, restored=restored: dequantize(
@@ -121,8 +123,8 @@ def bench_moving(table: Table, sizes: Sizes, share: Share, where: str) -> None:
     from anywhere: of single heads, and of all."""
     tokens, width = kernels.LARGE_BYTES // 2**16, 2 * sizes.heads * sizes.head_dim
     num_blocks = SETS * tokens // BLOCK_TOKENS * 4
-    pool = torch.ones(num_blocks, 2, sizes.heads, BLOCK_TOKENS, sizes.head_dim, dtype=torch.bfloat16)
-    rows = torch.ones(tokens, width, dtype=torch.bfloat16)
+    shape = num_blocks, 2, sizes.heads, BLOCK_TOKENS, sizes.head_dim
+    pool, rows = (laid_in_host_memory(torch.ones(size, dtype=torch.bfloat16)) for size in (shape, (tokens, width)))
     places, anywhere = np.arange(tokens), np.random.default_rng(0).permutation(num_blocks)
 
     def of_prompts(turn: int) -> None:
@@ -141,7 +143,7 @@ def bench_moving(table: Table, sizes: Sizes, share: Share, where: str) -> None:
         source = pool.view(-1, piece)
         count = rows.numel() // piece
         taken = np.random.default_rng(0).integers(0, len(source), (SETS, count))
-        target = torch.empty(SETS, count, piece, dtype=pool.dtype)
+        target = laid_in_host_memory(torch.zeros(SETS, count, piece, dtype=pool.dtype))
         _against_a_copy(
             table,
             f"gather, rows of {name}, {where}",
@@ -153,7 +155,7 @@ def bench_moving(table: Table, sizes: Sizes, share: Share, where: str) -> None:
 
 def _against_a_copy(table: Table, name: str, call: Callable[[int], object], num_bytes: int, bar: float) -> None:
     """Add the speed of a call, which reads and writes ``num_bytes`` each on average, as a share of a plain copy's."""
-    plain = torch.ones(2, SETS, num_bytes, dtype=torch.uint8)
+    plain = laid_in_host_memory(torch.ones(2, SETS, num_bytes, dtype=torch.uint8))
     calls = {
         "copy": lambda turn: plain[1, turn % SETS].copy_(plain[0, turn % SETS]),
         "ours": lambda turn: call(turn % SETS),

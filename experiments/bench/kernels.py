@@ -21,6 +21,7 @@ from flexhybrid.runtime.kernels.attention import Path, ScoreRule
 from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.kernels.shared_attention import attend_in_parts
 from flexhybrid.runtime.step_tensors import mask_of
+from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.verbs.attending import gather_blocks
 
 REPEATS = 7
@@ -63,14 +64,21 @@ def times_as_fast(plain, ours, device: torch.device = CPU) -> float:
     return statistics.median(theirs / own for theirs, own in turns)
 
 
+def laid_in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy; on a CPU in memory of the pages, huge ones where the system has them, that pools of a run have."""
+    if tensor.device.type != "cpu":
+        return tensor.clone()
+    return HostMemory(pinned=False).zeros(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+
+
 def memory_share(operands: torch.Tensor, ours) -> float:
     """Return the read bandwidth of ``ours(operands)`` over the best of this machine, that of a sum over a large buffer.
 
     Copies of the operands take turns, like layers, so that none is still in a cache when its turn comes.
     """
     device = operands.device
-    large = torch.ones(LARGE_BYTES // 8, dtype=torch.int64, device=device)
-    turns = cycle([operands.clone() for _ in range(-(-LARGE_BYTES // operands.nbytes))])
+    large = laid_in_host_memory(torch.ones(LARGE_BYTES // 8, dtype=torch.int64, device=device))
+    turns = cycle([laid_in_host_memory(operands) for _ in range(-(-LARGE_BYTES // operands.nbytes))])
     shares = []
     for _ in range(REPEATS):
         bandwidth = LARGE_BYTES / median_seconds(lambda: large.sum(), 5, device)

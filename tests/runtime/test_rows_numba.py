@@ -203,14 +203,26 @@ def test_rows_are_taken_from_where_numpy_takes_them(pool, count, width, dtype, t
     )
 
 
+@pytest.mark.parametrize("offset", (0, 64, 4))
+def test_more_rows_than_caches_hold_are_taken_from_where_numpy_takes_them(pool, offset):
+    """Of whole lines of a cache, which are written past the caches, and of lines that lie across two."""
+    count = kernels.FAR_BYTES // 64 + 3
+    source = torch.arange(500 * 64).to(torch.uint8).view(500, 64)
+    taken = np.random.default_rng(0).integers(0, 500, count)
+    memory = torch.zeros(offset + count * 64, dtype=torch.uint8)
+    both_ways(lambda of: take_rows(source, taken, of[offset:].view(-1, 64), pool.map), memory, 1)
+
+
+@pytest.mark.parametrize("d", (4, 16, 32))
 @pytest.mark.parametrize("block, offset", [(-1, 0), (3, 0), (2, 16)])
-def test_a_row_outside_of_its_memory_is_refused(block, offset):
+def test_a_row_outside_of_its_memory_is_refused(block, offset, d):
     """A layer of a pool is a memory of its own."""
-    layers = torch.zeros(3, 3, 2, 1, BLOCK_TOKENS, 4)
+    layers = torch.zeros(3, 3, 2, 1, BLOCK_TOKENS, d)
     with pytest.raises(IndexError, match="1 of 2 rows lie outside of the memory"):
-        put_tokens(layers[1], torch.ones(2, 8), np.array([0, block]), np.array([0, offset]))
+        put_tokens(layers[1], torch.ones(2, 2 * d), np.array([0, block]), np.array([0, offset]))
+    assert layers[1, 0, :, :, 0].all() and layers[1].sum() == 2 * d
     with pytest.raises(IndexError, match="1 of 1 rows"):
-        take_rows(layers[1].view(-1, 4), np.array([3 * 16 * 2]), torch.zeros(1, 4))
+        take_rows(layers[1].view(-1, d), np.array([3 * 16 * 2]), torch.zeros(1, d))
     assert not layers[0].any() and not layers[2].any()
 
 

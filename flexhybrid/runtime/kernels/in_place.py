@@ -40,13 +40,13 @@ LOWEST = np.float32(-3e38)
 #: in 200 us, of which a second thread would save half, one thread of an AMD EPYC (Zen 3) does half a million where a
 #: query reads its own keys, and 1.5 million where eight read the same ones.
 SHARED_PRODUCTS = 1 << 20
-CHUNK_BLOCKS = 8  #: whose scores are kept at a time
+CHUNK_BLOCKS = 4  #: whose scores are kept at a time
 LANES = 16 if get_host_cpu_features().get("avx512f") else 8  #: float32 of a vector
 VECTOR_BYTES = 4 * LANES
 ROW_BYTES = CHUNK_BLOCKS * BLOCK_TOKENS * 4  #: of a query's scores
-#: Queries, and elements of them, that pass over a chunk together: their scores and sums stay in a core's first cache,
+#: Queries, and elements of them, that pass over a chunk together: their scores and sums stay in a core's caches,
 #: while the memory of several heads is read in a row.
-TILE_QUERIES, TILE_ELEMENTS = 16, 1024
+TILE_QUERIES, TILE_ELEMENTS = 64, 4096
 
 #: No "fastmath": it would let LLVM drop the rounding in ``_exp``. Sums are vectors by hand, products and sums fuse.
 NUMBA: dict[str, Any] = {"nogil": True, "error_model": "numpy", "cache": True}

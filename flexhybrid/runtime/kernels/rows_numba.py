@@ -374,6 +374,29 @@ def _copy(_context, target, source, num_bytes):
     return _typed(types.void, (target, source, num_bytes), emit)
 
 
+@intrinsic
+def _put_lines(_context, target, source, num_bytes):
+    """Copy whole lines of a cache past the caches: else a processor reads a line before it writes it."""
+
+    def emit(builder, target, source, num_bytes):
+        line = ir.VectorType(I64, 8)
+        with cgutils.for_range_slice(builder, I64(0), num_bytes, I64(64)) as (at, _):
+            to, from_ = (builder.inttoptr(builder.add(one, at), ir.PointerType(line)) for one in (target, source))
+            value = builder.load(from_, typ=line)
+            value.align = 1
+            stored = builder.store(value, to)
+            stored.align = 64
+            stored.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
+
+    return _typed(types.void, (target, source, num_bytes), emit)
+
+
+@intrinsic
+def _finish(_context):
+    """Let all that was written past the caches be seen by other threads."""
+    return _typed(types.void, (), lambda builder: builder.fence("seq_cst"))
+
+
 def _prefetching(to_write):
     @intrinsic
     def prefetch(_context, address):
@@ -395,6 +418,9 @@ _prefetch, _prefetch_to_write = _prefetching(0), _prefetching(1)
 
 #: Bytes that are prefetched of a row or piece to come, and of those between it and the one that is copied.
 EARLY_BYTES, AHEAD_BYTES = 512, 4096
+#: Of a piece that is written past the caches, at most (memcpy copies longer ones as fast), and of a target in order,
+#: at least: what fewer bytes are written to is read from a cache soon.
+PAST_BYTES, FAR_BYTES = 512, 4 << 20
 IN_ORDER = np.zeros(0, np.int64)
 HALVES, BYTES = np.int16(0), np.uint8(0)
 TINY = np.float32(2.0**-126)  #: float32's smallest normal number, as in plain torch
@@ -505,6 +531,11 @@ def _copy_rows(target, source, pieces, first, end):
     outside, row, places = 0, first, target[0]
     early = min(num_bytes, EARLY_BYTES)
     ahead = max(1, AHEAD_BYTES // num_bytes)
+    later_rows, later_pieces = ahead // count, ahead % count
+    address, unit, _ = target[1]
+    read_later = len(places) > 0 or (end - first) * count * num_bytes >= FAR_BYTES
+    past = read_later and num_bytes <= PAST_BYTES and (address | unit | target_step | num_bytes) % 64 == 0
+    fetches_target, fetches_source = len(places) > 0 and not past, len(source[0]) > 0
     while row < end:
         behind = row + 1
         while (
@@ -514,20 +545,46 @@ def _copy_rows(target, source, pieces, first, end):
             and places[behind] == places[behind - 1] + 1
         ):
             behind += 1
-        for piece in range(count):
-            if behind == row + 1:
-                coming, place = row + (piece + ahead) // count, (piece + ahead) % count
-                if coming < end:
-                    _fetch(max(0, _place(target, coming)) + place * target_step, early, True)
-                    _fetch(max(0, _place(source, coming)) + place * source_step, early, False)
-            for token in range(row, behind):
-                to, from_ = _place(target, token), _place(source, token)
-                if to < 0 or from_ < 0:
-                    outside += piece == 0
-                else:
-                    _copy(to + piece * target_step, from_ + piece * source_step, num_bytes)
+        if behind == row + 1:
+            to, from_ = _place(target, row), _place(source, row)
+            is_outside = to < 0 or from_ < 0
+            outside += is_outside
+            # The pieces that come lie in a later row, and behind its last one in the next.
+            cut = count - later_pieces
+            for begin, behind_last, coming in ((0, cut, row + later_rows), (cut, count, row + later_rows + 1)):
+                soon_to = soon_from = np.int64(0)
+                if coming < end and begin < behind_last:
+                    shift = later_pieces if begin == 0 else -cut
+                    soon_to = max(0, _place(target, coming)) + shift * target_step
+                    soon_from = max(0, _place(source, coming)) + shift * source_step
+                for piece in range(begin, behind_last):
+                    if soon_to:
+                        if fetches_target:
+                            _fetch(soon_to + piece * target_step, early, True)
+                        if fetches_source:
+                            _fetch(soon_from + piece * source_step, early, False)
+                    if not is_outside:
+                        _copy_piece(to + piece * target_step, from_ + piece * source_step, num_bytes, past)
+        else:
+            for piece in range(count):
+                for token in range(row, behind):
+                    to, from_ = _place(target, token), _place(source, token)
+                    if to < 0 or from_ < 0:
+                        outside += piece == 0
+                    else:
+                        _copy_piece(to + piece * target_step, from_ + piece * source_step, num_bytes, past)
         row = behind
+    if past:
+        _finish()
     return outside
+
+
+@numba.njit(**PART)
+def _copy_piece(target, source, num_bytes, past):
+    if past:
+        _put_lines(target, source, num_bytes)
+    else:
+        _copy(target, source, num_bytes)
 
 
 @numba.njit(**PART)
