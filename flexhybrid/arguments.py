@@ -24,4 +24,5 @@ class LLMArguments:
     max_model_len: int | None = None  #: most tokens of a prompt and its answer together; None: the model's positions
     enable_prefix_caching: bool = True  #: prompts that begin alike are computed and kept once as far as they do
     generation_config: str = "auto"  #: where requests that name no sampling have it from (``default_sampling``)
+    cuda_graphs: bool = True  #: whether decode steps on a GPU are launched by CUDA graphs, where they can be
     attention: AttentionPaths | None = None  #: of an earlier run or another process; None: the fastest ones here

@@ -76,6 +76,8 @@ class LLM:
     ``generation_config``: "auto" takes the sampling of requests that name none from the checkpoint's file, "none" (or
     "vllm", as there) leaves it be; the tokens that end an answer are the file's either way.
     ``enable_prefix_caching`` (True): prompts that begin alike are computed and kept once as far as they do.
+    ``cuda_graphs`` (True): a GPU's decode steps are launched by CUDA graphs where they can be; ``graphs`` says how many
+    there were in the latest batch, or why none. vLLM's ``enforce_eager=True`` switches them off too.
     Further arguments of vLLM's are taken where they ask for nothing; what to write in the place of the others, their
     error says.
 
@@ -104,10 +106,12 @@ class LLM:
         max_model_len: int | None = None,
         enable_prefix_caching: bool | None = None,
         generation_config: str | None = None,
+        cuda_graphs: bool = True,
         **others,
     ):
         shares = enable_prefix_caching
         check("enable_prefix_caching", shares, shares in (None, True, False), "True or False")
+        check("cuda_graphs", cuda_graphs, isinstance(cuda_graphs, bool), "True or False")
         check_vllm_arguments(others, model, list(inspect.signature(LLM).parameters)[:-1])
         self._resolve(
             LLMArguments(
@@ -123,6 +127,7 @@ class LLM:
                 link_gb_per_s=link_gb_per_s,
                 disk_dir=disk_dir,
                 disk_gb_per_s=disk_gb_per_s,
+                cuda_graphs=cuda_graphs and not others.get("enforce_eager"),
             )
         )
         for note in notes_on(self.device, self.problem.budgets, None):
@@ -141,6 +146,7 @@ class LLM:
         self._in_waves = False
         self._closed = False
         self.at_a_time = 0  #: requests that ran together in the latest batch
+        self.graphs = ""  #: ``WaveResult.graphs`` of the latest batch
         self.num_shared = 0  #: prompt tokens of all batches so far that others had computed
         self._num_prompts = 0  # that generate was given so far
         if not isinstance(arguments.model, (str, Path)) or not str(arguments.model):
@@ -288,6 +294,7 @@ class LLM:
                     self.open_engine, wave, members, running, codec=self.codec, completed=completed, control=control
                 )
                 self.num_shared += wave.sharing.num_tokens if wave.sharing else 0
+                self.graphs = result.graphs
                 if on_trace:
                     on_trace(result)
                     on_trace = None

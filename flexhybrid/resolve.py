@@ -92,7 +92,13 @@ def resolve_problem(arguments: LLMArguments, shape: ModelShape, paced: PacedDevi
             "install triton, or begin it anew with another --output"
         )
     return Problem(
-        shape=shape, dtype=dtype, hardware=hardware, budgets=Budgets(**sizes), device=device, attention=attention
+        shape=shape,
+        dtype=dtype,
+        hardware=hardware,
+        budgets=Budgets(**sizes),
+        device=device,
+        attention=attention,
+        cuda_graphs=arguments.cuda_graphs,
     )
 
 

@@ -196,7 +196,10 @@ def _advice(device: torch.device, hardware: Hardware | None, measured: bool, fit
         slow = f"attention copies and pads each context, and {slow}" if device.type == "cpu" else slow
         yield f"{slow}, for want of compiled kernels: pip install numba"
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        yield "attention copies and pads each context, for want of compiled kernels: pip install triton"
+        yield (
+            "attention copies and pads each context, and no CUDA graphs launch decode steps, for want of compiled "
+            "kernels: pip install triton"
+        )
     if importlib.util.find_spec("pyarrow") is None:
         yield "parquet files need pyarrow: pip install pyarrow"
 

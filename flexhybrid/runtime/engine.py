@@ -81,6 +81,7 @@ class WaveResult:
     trace: list[TraceEvent]
     lanes: dict[str, LaneTimes] = field(default_factory=dict)  #: by resource, of those that had tasks; {} untraced
     launch_s: float = 0.0  #: ``Clock.launch_s``
+    graphs: str = ""  #: of a GPU: how many CUDA graphs launched its decode steps, or why none did
 
 
 class Engine:
@@ -229,7 +230,15 @@ class Engine:
             raise
         trace = [_resolved(event, resolved or {}) for event in trace]
         lanes = {name: lane.times for name, lane in clock.lanes.items() if trace and lane.submitted}
-        return WaveResult(*collector.results(), trace, lanes, clock.launch_s)
+        return WaveResult(*collector.results(), trace, lanes, clock.launch_s, self._told_of_graphs(executor))
+
+    def _told_of_graphs(self, executor: Executor) -> str:
+        """Return ``WaveResult.graphs``."""
+        if self.device.type != "cuda":
+            return ""
+        if executor.graphs:
+            return executor.graphs.summary()
+        return f"no CUDA graphs: {without_graphs(executor.wave.problem, executor.policy)}"
 
 
 _SETTING_THREADS = threading.Lock()

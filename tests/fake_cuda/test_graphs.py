@@ -13,6 +13,8 @@ from fake_cuda.test_streams import EVERYWHERE, POLICIES, check_clean, run_under
 from models import InMemory, save_llama
 from oracles import attend_table
 
+from flexhybrid import LLM
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem, without_graphs
@@ -310,3 +312,19 @@ def test_why_there_are_none():
         ({"attention": IN_PLACE._replace(in_place=False)}, ON_DEVICE, "copied and padded"),
     ):
         assert reason in str(without_graphs(Problem(**machine | changed), policy))
+
+
+def test_the_switch_and_what_is_told(case):
+    """A run says how many graphs it had, or why none; vLLM's name for the switch is taken."""
+    source, policy, _ = case("on the device")
+    with fake_cuda():
+        told = run(source, policy, keep_trace=False).graphs
+        assert told == f"{told.split()[0]} CUDA graphs of {told.split()[0]} verbs, launched {told.split()[-2]} times"
+        assert (
+            run(source, policy, cuda_graphs=False, keep_trace=False).graphs == "no CUDA graphs: they are switched off"
+        )
+    for given, wanted in (({}, True), ({"enforce_eager": True}, False), ({"cuda_graphs": False}, False)):
+        with LLM(source.path, device="cpu", **given) as llm:
+            assert llm.problem.cuda_graphs is wanted and llm.graphs == ""
+    with pytest.raises(InputError, match="cuda_graphs is 2"):
+        LLM(source.path, device="cpu", cuda_graphs=2)

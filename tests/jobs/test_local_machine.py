@@ -146,7 +146,7 @@ def test_a_stopped_run_counts_what_was_computed_and_blames_no_profile(left):
     vars(options).update(dict.fromkeys(("parquet", "errors", "trace", "report")))
     counts = {"lines": 9, "answered": 9 - left, "refused": 0, "left": left, "done_before": 0}
     work = Work(1000.0, 100.0, 20.0, None, 1900 if left else 0)
-    outcome, said = Outcome(options, SimpleNamespace(num_shared=0), counts, work, 100, {}, [], False), []
+    outcome, said = Outcome(options, SimpleNamespace(num_shared=0, graphs=""), counts, work, 100, {}, [], False), []
     outcome.say(said.append, 21.0)
     told = "\n".join(said)
     if left:

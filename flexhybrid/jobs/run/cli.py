@@ -84,6 +84,8 @@ def add_run(commands, common: Callable) -> None:
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
         help="compute and keep what prompts begin with alike once for all of them (yes)",
     )  # fmt: skip
+    graphs = "launch decode steps on a GPU by CUDA graphs, where they can be (yes)"
+    parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help=graphs)
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help="ray: on a Ray cluster (local)")
     parser.add_argument("--actors", type=int, metavar="N", help="executors on the Ray cluster (one a GPU, or a node)")
     parser.add_argument("--ordered", action="store_true", help="put the output in the input's order at the end")

@@ -92,6 +92,8 @@ class Outcome(NamedTuple):
         if shared := self.llm.num_shared:
             saved = "computed" if stores_exactly(self.llm.settled_policy) else "stored again"
             say(f"shared     {shared:,} prompt tokens were not {saved}: other prompts begin alike")
+        if self.llm.graphs:
+            say(f"graphs     {self.llm.graphs}")
         for change in self.replanned:
             say(f"replanned  {change}")
         table = f"{options.parquet}, " if options.parquet and not stopped else ""
@@ -119,6 +121,7 @@ class Outcome(NamedTuple):
             **self.counts,
             "tokens": self.tokens,
             "shared_prompt_tokens": self.llm.num_shared,
+            "cuda_graphs": self.llm.graphs or None,
             "tokens_dropped": self.dropped,
             "tokens_lost_before": self.lost,
             "seconds": work.seconds if work else 0.0,

@@ -113,7 +113,8 @@ class Graphs:
         self._num_kinds = len(state.wave.mini_batches) * max(1, len(state.wave.windows))
         self.num_verbs = 0  #: in captured graphs
         self.steps = self.launches = self.refused = 0
-        self.failed: str | None = None  #: why no more graphs are captured
+        self.enabled = True  #: False: kernels are launched one by one, over the same memory
+        self.failed = ""  #: why no more graphs are captured
 
     # ---- what is at fixed addresses
 
@@ -198,7 +199,7 @@ class Graphs:
 
     def run(self, state: Executor, task: Task, verbs: tuple[str, ...], functions: Sequence[Verb]) -> None:
         """Run verbs of a task: by their graph where they have one."""
-        form = None if self.failed else self._form(state, task, verbs)
+        form = self._form(state, task, verbs) if self.enabled and not self.failed else None
         if form is not None and "finish" in verbs and "attend" not in verbs:
             self._take_attended(state, task)
         recording = None if form is None else self._recording(state, task, form, functions)
