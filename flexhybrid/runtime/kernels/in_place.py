@@ -48,6 +48,8 @@ ROW_BYTES = CHUNK_BLOCKS * BLOCK_TOKENS * 4  #: of a query's scores
 #: while the memory of several heads is read in a row.
 TILE_QUERIES, TILE_ELEMENTS = 64, 4096
 
+AHEAD_BYTES = 8192  #: of a block's keys, or values, between what is read and what is prefetched
+
 #: No "fastmath": it would let LLVM drop the rounding in ``_exp``. Sums are vectors by hand, products and sums fuse.
 NUMBA: dict[str, Any] = {"nogil": True, "error_model": "numpy", "cache": True}
 PART: dict[str, Any] = {
@@ -302,7 +304,7 @@ def _prefetch(builder, address):
     byte = ir.PointerType(ir.IntType(8))
     kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
     function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(2), I32(1)])  # to read, second cache
+    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])  # to read
 
 
 def _merges():
@@ -552,6 +554,16 @@ def _ahead(found, block, chunk, of_values):
 
 
 @numba.njit(**PART)
+def _soon(ahead, head, heads, step, head_bytes):
+    """Return how many bytes behind those of a head the keys, or values, lie that are prefetched beside them: of a later
+    head of the block, or of one that comes first in what lies ``ahead``. ``step``: from a head to the next."""
+    later, count = max(1, AHEAD_BYTES // (BLOCK_TOKENS * head_bytes)), heads[1] - heads[0]
+    if head + later < heads[1]:
+        return later * step
+    return ahead + (min(later, count) - count) * step
+
+
+@numba.njit(**PART)
 def _rows(rows, count, sizes, padded):
     """Return the address and stride of a head's rows in a block: themselves, or copies that zeros fill to units."""
     address, stride = rows
@@ -573,7 +585,7 @@ def _score(kind, found, tile, sizes, chunk, heads):
             keys, step = _rows((found[block, 0] + head * found[block, 2], found[block, 1]), count, sizes, tile[3])
             first = (head - heads[0]) * queries
             all_scores = tile[0] + first * ROW_BYTES + (block - chunk[0]) * BLOCK_TOKENS * 4
-            rows, query = (keys, step, ahead), 0
+            rows, query = (keys, step, _soon(ahead, head, heads, found[block, 2], sizes[2])), 0
             while query < queries:
                 own = all_scores + query * ROW_BYTES, tile[1] + (first + query) * row, row
                 if query + 4 <= queries:
@@ -631,7 +643,7 @@ def _weigh(kind, found, tile, sizes, chunk, heads):
             values, step = _rows((first, found[block, 1]), count, sizes, tile[3])
             first = (head - heads[0]) * queries
             all_weights = tile[0] + first * ROW_BYTES + (block - chunk[0]) * BLOCK_TOKENS * 4
-            rows, query = (values, step, ahead), 0
+            rows, query = (values, step, _soon(ahead, head, heads, found[block, 2], sizes[2])), 0
             while query < queries:
                 own = all_weights + query * ROW_BYTES, tile[2] + (first + query) * row, row
                 if query + 4 <= queries:
