@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -15,7 +16,7 @@ from experiments.bench.kernels import Sizes, bench_kernels
 from experiments.gpu.attend import bench_attend_cuda
 from experiments.gpu.quantize import bench_quantize_cuda
 from experiments.gpu.setting import Setting, make_bench
-from flexhybrid.core.memory import CONTEXT_BYTES, memory_plan, total_bytes
+from flexhybrid.core.memory import CONTEXT_BYTES, GRAPHED_VERB_BYTES, memory_plan, total_bytes
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
@@ -24,6 +25,7 @@ from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window, idle_though_ready
 from flexhybrid.jobs.compare.speed import PolicyRun
 from flexhybrid.runtime.clock import Clock
+from flexhybrid.runtime.session import Session
 from sim.presets import hybrid
 
 SETTING = Setting("opt-6.7b", "float16", 64, 512, 8, 16)
@@ -32,6 +34,8 @@ KERNELS = Sizes(SETTING.mini_batch, 32, 128, 520, 256)
 #: A task starved when it ended on the device within this time after the host had enqueued it. Twice the error of
 #: placing an event on the host's clock.
 AT_THE_HEELS_S = 1e-4
+#: What graphs make of the time to launch at least: a layer's 13 launches and their views become four calls.
+GRAPHS_BAR, GRAPH_TURNS = 2.0, 3
 STARVED_BAR, OVERHEAD_BAR = 1.0, 2.0  #: percent of the compute lane's tasks, and of the decode's time
 
 
@@ -118,6 +122,38 @@ def bench_launcher(table: Table, contender: PolicyRun) -> None:
     table.at_most(row, launch.idle_percent, OVERHEAD_BAR, "%")
 
 
+def bench_graphs(table: Table, contender: PolicyRun, free_bytes: Callable[[], int]) -> None:
+    """Add what CUDA graphs save of a decode's launches and of its time, and what the driver keeps for them, where the
+    policy has them; both sides compute over the same memory, in turn. ``free_bytes``: of the device."""
+    name = contender.policy.name
+    contender.session = session = Session(contender.engine, contender.wave, contender.bench.prompts)
+    graphs = session.executor.graphs
+    if graphs is None:
+        return
+    graphs.enabled = False
+    session.generate()
+    held, free = torch.cuda.memory_reserved(), free_bytes()
+    graphs.enabled = True
+    session.decode()  # forms are seen, and captured
+    kept = (free - free_bytes()) - (torch.cuda.memory_reserved() - held)
+    launches: dict[bool, list[Launch]] = {True: [], False: []}
+    for enabled in (True, False) * GRAPH_TURNS:
+        graphs.enabled = enabled
+        launches[enabled].append(watched_decode(contender))
+    graphs.enabled = True
+    issuing, seconds = (
+        {enabled: median(getattr(one, of) for one in found) for enabled, found in launches.items()}
+        for of in ("issuing_s", "seconds")
+    )
+    told = {"graphs": graphs.summary(), "issuing_s": issuing[True], "issuing_without_s": issuing[False]}
+    row = f"CUDA graphs, {name}: the compute lane's time to launch without them, over with them"
+    table.at_least(row, issuing[False] / issuing[True], GRAPHS_BAR, "x", **told)
+    row = f"CUDA graphs, {name}: a decode's time without them, over with them"
+    table.at_least(row, seconds[False] / seconds[True], 1.0, "x", with_s=seconds[True], without_s=seconds[False])
+    row = f"CUDA graphs, {name}: bytes that the driver keeps of a captured verb, over those that the plan counts"
+    table.at_most(row, kept / (GRAPHED_VERB_BYTES * graphs.num_verbs), 1.0, "x", bytes=kept)
+
+
 def bench_gpu(table: Table, on_progress: Callable[[str], None] = print) -> None:
     """Add all rows, with one policy's weights and pools at a time."""
     shape, device = shape_by_name(SETTING.model), torch.device("cuda")
@@ -137,5 +173,6 @@ def bench_gpu(table: Table, on_progress: Callable[[str], None] = print) -> None:
             table.at_most(f"memory, {policy.name}: what the allocator holds, over the plan", share, 1.0, "x")
             if index == 0:
                 bench_kernels(table, contender, KERNELS)
+            bench_graphs(table, contender, lambda: torch.cuda.mem_get_info()[0])
             bench_launcher(table, contender)
         contender = None  # frees its buffers before the next policy's are allocated

@@ -10,6 +10,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.problem import Problem
 from flexhybrid.jobs.compare.speed import Bench
 from flexhybrid.resolve import PacedDevice
+from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 
@@ -35,6 +36,8 @@ def make_bench(shape: ModelShape, device: torch.device, setting: Setting) -> Ben
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, shape.vocab, setting.context).tolist() for _ in range(setting.batch)]
     source = RandomWeights(shape, device=device.type)
-    problem = Problem(shape=shape, dtype=setting.dtype, device=device.type)
+    heads = shape.queries_per_key, shape.head_dim  # a GPU's runs attend in place, as those of users do
+    paths = fastest_paths(device.type, setting.dtype, *heads) if device.type == "cuda" else None
+    problem = Problem(shape=shape, dtype=setting.dtype, device=device.type, attention=paths)
     make_weights = partial(Weights, shape, source, setting.dtype, device)
     return Bench(make_weights, problem, prompts, setting.max_tokens, PacedDevice(device))
