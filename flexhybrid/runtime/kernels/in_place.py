@@ -464,10 +464,10 @@ def _attend(kind, source, memories, layout, target, first, end):
             _begin(tile[2], softmax, count * queries, row)
             for block in range(0, total, CHUNK_BLOCKS):
                 chunk = block, min(total, block + CHUNK_BLOCKS)
-                _score(kind, found, tile, sizes, chunk, (head, head + count))
+                _go_over(kind, found, tile, sizes, chunk, (head, head + count), False)
                 for query in range(count * queries):
                     _soften(tile[0] + query * ROW_BYTES, chunk[1] - block, softmax, query, tile[2] + query * row, row)
-                _weigh(kind, found, tile, sizes, chunk, (head, head + count))
+                _go_over(kind, found, tile, sizes, chunk, (head, head + count), True)
             _give(target[0] + at * d * 4, tile, softmax, count * queries, (d, row))
             for query in range(count * queries):
                 target[1][at + query] = softmax[0, query] + np.log(softmax[1, query])
@@ -576,30 +576,32 @@ def _rows(rows, count, sizes, padded):
 
 
 @numba.njit(**PART)
-def _score(kind, found, tile, sizes, chunk, heads):
-    """Write the scores of a chunk's tokens with the queries of some heads."""
-    row, queries = sizes[:2]
+def _go_over(kind, found, tile, sizes, chunk, heads, of_values):
+    """Write the scores of a chunk's tokens with the queries of some heads; or add its values, by their weights, to the
+    sums of these queries."""
+    row, queries, head_bytes, _ = sizes
     for block in range(*chunk):
-        ahead, count = _ahead(found, block, chunk, False), found[block, 4]
+        ahead, count, hidden = _ahead(found, block, chunk, of_values), found[block, 4], found[block, 5]
         for head in range(*heads):
-            keys, step = _rows((found[block, 0] + head * found[block, 2], found[block, 1]), count, sizes, tile[3])
-            first = (head - heads[0]) * queries
-            all_scores = tile[0] + first * ROW_BYTES + (block - chunk[0]) * BLOCK_TOKENS * 4
-            rows, query = (keys, step, _soon(ahead, head, heads, found[block, 2], sizes[2])), 0
+            first = found[block, 0] + head * found[block, 2] + of_values * found[block, 3]
+            first, step = _rows((first, found[block, 1]), count, sizes, tile[3])
+            rows = first, step, _soon(ahead, head, heads, found[block, 2], head_bytes)
+            place, query = (head - heads[0]) * queries, 0
+            scores = tile[0] + place * ROW_BYTES + (block - chunk[0]) * BLOCK_TOKENS * 4
             while query < queries:
-                own = all_scores + query * ROW_BYTES, tile[1] + (first + query) * row, row
+                own = scores + query * ROW_BYTES, tile[1 + of_values] + (place + query) * row, row
                 if query + 4 <= queries:
-                    _score_four(kind, own, rows, count)
+                    _weigh_four(kind, own, rows, count) if of_values else _score_four(kind, own, rows, count)
                     query += 4
                 elif query + 2 <= queries:
-                    _score_two(kind, own, rows, count)
+                    _weigh_two(kind, own, rows, count) if of_values else _score_two(kind, own, rows, count)
                     query += 2
                 else:
-                    _score_one(kind, own, rows, count)
+                    _weigh_one(kind, own, rows, count) if of_values else _score_one(kind, own, rows, count)
                     query += 1
-            if count < BLOCK_TOKENS or found[block, 5]:
+            if not of_values and (hidden or count < BLOCK_TOKENS):
                 for query in range(queries):
-                    _hide(all_scores + query * ROW_BYTES, found[block, 5], count)
+                    _hide(scores + query * ROW_BYTES, hidden, count)
 
 
 @numba.njit(**PART)
@@ -630,28 +632,3 @@ def _soften(scores, blocks, softmax, query, sums, row):
         _store(scores + at, weights)
         total = _add(total, weights)
     softmax[1, query] += _total(total)
-
-
-@numba.njit(**PART)
-def _weigh(kind, found, tile, sizes, chunk, heads):
-    """Add a chunk's values, by their weights, to the sums of the queries of some heads."""
-    row, queries = sizes[:2]
-    for block in range(*chunk):
-        ahead, count = _ahead(found, block, chunk, True), found[block, 4]
-        for head in range(*heads):
-            first = found[block, 0] + head * found[block, 2] + found[block, 3]
-            values, step = _rows((first, found[block, 1]), count, sizes, tile[3])
-            first = (head - heads[0]) * queries
-            all_weights = tile[0] + first * ROW_BYTES + (block - chunk[0]) * BLOCK_TOKENS * 4
-            rows, query = (values, step, _soon(ahead, head, heads, found[block, 2], sizes[2])), 0
-            while query < queries:
-                own = all_weights + query * ROW_BYTES, tile[2] + (first + query) * row, row
-                if query + 4 <= queries:
-                    _weigh_four(kind, own, rows, count)
-                    query += 4
-                elif query + 2 <= queries:
-                    _weigh_two(kind, own, rows, count)
-                    query += 2
-                else:
-                    _weigh_one(kind, own, rows, count)
-                    query += 1
