@@ -309,7 +309,7 @@ def check_policies(count: int) -> None:
         machine = {"hardware": catalogue.load("t4"), "budgets": Budgets(1 << 50), "device": "cuda"}
         problem = Problem(shape=shape, attention=paths, **machine)
         wave = admit(problem, policy, workload)
-        iterations = 2 if without_graphs(problem, policy) is None else 1  # forms that come again are captured
+        iterations = 3 if without_graphs(problem, policy) is None else 1  # forms that come again are captured
         found = reserved_by(wave, expandable, from_files=from_files, iterations=iterations)
         plan = planned(wave)
         captured.append(found.kept)
@@ -319,8 +319,10 @@ def check_policies(count: int) -> None:
     worst: list[float] = []
     captured: list[int] = []
     check()
-    assert attend_triton is None or sum(map(bool, captured)) > count / 8, "hardly a policy had graphs"
-    print(f"{len(worst)} policies: at most {max(worst):.3f} of their plans, {sum(worst) / len(worst):.3f} on average")
+    assert attend_triton is None or sum(map(bool, captured)) > count / 10, "hardly a policy had graphs"
+    print(
+        f"{sum(map(bool, captured))} with graphs; {len(worst)} policies: at most {max(worst):.3f} of their plans, {sum(worst) / len(worst):.3f} on average"
+    )
 
 
 if __name__ == "__main__":
