@@ -320,8 +320,9 @@ def check_policies(count: int) -> None:
     captured: list[int] = []
     check()
     assert attend_triton is None or sum(map(bool, captured)) > count / 10, "hardly a policy had graphs"
+    graphs, mean = sum(map(bool, captured)), sum(worst) / len(worst)
     print(
-        f"{sum(map(bool, captured))} with graphs; {len(worst)} policies: at most {max(worst):.3f} of their plans, {sum(worst) / len(worst):.3f} on average"
+        f"{len(worst)} policies, {graphs} with graphs: at most {max(worst):.3f} of their plans, {mean:.3f} on average"
     )
 
 
