@@ -48,6 +48,7 @@ ROW_BYTES = CHUNK_BLOCKS * BLOCK_TOKENS * 4  #: of a query's scores
 #: while the memory of several heads is read in a row.
 TILE_QUERIES, TILE_ELEMENTS = 64, 4096
 
+LINE_BYTES = 64  #: of a cache
 AHEAD_BYTES = 8192  #: of a block's keys, or values, between what is read and what is prefetched
 
 #: No "fastmath": it would let LLVM drop the rounding in ``_exp``. Sums are vectors by hand, products and sums fuse.
@@ -362,23 +363,38 @@ def _pass(queries, emit):
     return of_head
 
 
+def _in_steps(builder, total, wide, step):
+    """Emit step(first vector, number of vectors) for all of ``total`` vectors: ``wide`` at a time, then one by one."""
+    end = builder.sub(total, builder.urem(total, I64(wide)))
+    with cgutils.for_range_slice(builder, I64(0), end, I64(wide)) as (vector, _):
+        step(vector, wide)
+    with cgutils.for_range_slice(builder, end, total, I64(1)) as (vector, _):
+        step(vector, 1)
+
+
 def _emit_scores(builder, kind, queries, tile, rows, count):
-    """Write the scores of tokens, as many at a time as give a vector of them."""
+    """Write the scores of tokens, as many at a time as give a vector of them; a line of a cache at a time is read of
+    each, and prefetched."""
     (scores, taken, row), (keys, step, ahead), tokens = tile, rows, LANES // queries
+    vector_bytes = LANES * kind.bitwidth // 8
     with cgutils.for_range_slice(builder, I64(0), count, I64(tokens)) as (token, _):
         sums = [cgutils.alloca_once_value(builder, _floats(0)) for _ in range(LANES)]
         first = _behind(builder, keys, token, step)
-        with cgutils.for_range(builder, builder.udiv(row, I64(VECTOR_BYTES))) as vector:
-            at = _behind(builder, first, vector.index, LANES * kind.bitwidth // 8)
+
+        def add(vector, vectors):
+            at = _behind(builder, first, vector, vector_bytes)
             places = [_behind(builder, at, I64(i), step) for i in range(tokens)]
             for place in places:
                 _prefetch(builder, builder.add(place, ahead))
-            elements = [_elements(builder, kind, place) for place in places]
-            at = _behind(builder, taken, vector.index, VECTOR_BYTES)
-            for query in range(queries):
-                own = _read(builder, _behind(builder, at, I64(query), row), FLOATS)
-                for i in range(tokens):
-                    _fuse_in(builder, sums[query * tokens + i], own, elements[i])
+            for other in range(vectors):
+                elements = [_elements(builder, kind, builder.add(of, I64(other * vector_bytes))) for of in places]
+                at = builder.add(_behind(builder, taken, vector, VECTOR_BYTES), I64(other * VECTOR_BYTES))
+                for query in range(queries):
+                    own = _read(builder, _behind(builder, at, I64(query), row), FLOATS)
+                    for i in range(tokens):
+                        _fuse_in(builder, sums[query * tokens + i], own, elements[i])
+
+        _in_steps(builder, builder.udiv(row, I64(VECTOR_BYTES)), LINE_BYTES // vector_bytes, add)
         found = _sums_of(builder, [builder.load(one) for one in sums])
         for query in range(queries):
             own = builder.shuffle_vector(found, found, _words(*range(query * tokens, (query + 1) * tokens)))
@@ -400,7 +416,7 @@ def _emit_sums(builder, kind, queries, tile, rows, count):
         first = _behind(builder, values, vector, LANES * element_bytes)
         with cgutils.for_range(builder, count) as token:
             at = _behind(builder, first, token.index, step)
-            for line in range(0, vectors * LANES * element_bytes, 64):
+            for line in range(0, vectors * LANES * element_bytes, LINE_BYTES):
                 _prefetch(builder, builder.add(builder.add(at, ahead), I64(line)))
             elements = [
                 _elements(builder, kind, builder.add(at, I64(i * LANES * element_bytes))) for i in range(vectors)
@@ -413,12 +429,7 @@ def _emit_sums(builder, kind, queries, tile, rows, count):
         for place, one in zip(places, kept, strict=True):
             _write(builder, place, builder.load(one))
 
-    total, wide = builder.udiv(row, I64(VECTOR_BYTES)), min(64 // LANES, LANES // queries)
-    end = builder.sub(total, builder.urem(total, I64(wide)))
-    with cgutils.for_range_slice(builder, I64(0), end, I64(wide)) as (vector, _):
-        add(vector, wide)
-    with cgutils.for_range_slice(builder, end, total, I64(1)) as (vector, _):
-        add(vector, 1)
+    _in_steps(builder, builder.udiv(row, I64(VECTOR_BYTES)), min(64 // LANES, LANES // queries), add)
 
 
 _score_four, _score_two, _score_one = (_pass(queries, _emit_scores) for queries in (4, 2, 1))

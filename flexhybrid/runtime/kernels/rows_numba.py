@@ -218,8 +218,8 @@ def _wide(builder, kind, bits):
     return builder.bitcast(builder.shl(builder.zext(bits, words), _all(words, 16)), floats)
 
 
-def _narrow(builder, kind, value):
-    """Return the bits of float32 in a kind, rounded to nearest even."""
+def _narrow(builder, kind, value, numbers=False):
+    """Return the bits of float32 in a kind, rounded to nearest even. ``numbers``: there is no NaN among them."""
     words, halves = _as(I32, value), _as(I16, value)
     if kind == types.uint32:
         return builder.bitcast(value, words)
@@ -228,8 +228,9 @@ def _narrow(builder, kind, value):
     bits = builder.bitcast(value, words)
     odd = builder.and_(builder.lshr(bits, _all(words, 16)), _all(words, 1))
     rounded = builder.lshr(builder.add(bits, builder.add(odd, _all(words, 0x7FFF))), _all(words, 16))
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.trunc(builder.select(is_nan, _all(words, 0x7FC0), rounded), halves)
+    if not numbers:
+        rounded = builder.select(builder.fcmp_unordered("uno", value, value), _all(words, 0x7FC0), rounded)
+    return builder.trunc(rounded, halves)
 
 
 def _coded(builder, kind, bits, numbers):
@@ -244,12 +245,12 @@ def _coded(builder, kind, bits, numbers):
     return builder.trunc(builder.shl(code, shift), _as(I8, bits))
 
 
-def _decoded(builder, kind, byte, numbers):
+def _decoded(builder, kind, byte, place, scaling, numbers=False):
     """Return the bits of elements whose codes have a place in bytes."""
-    shift, levels, scale, minimum = numbers
+    (shift, levels), (scale, minimum) = place, scaling
     code = builder.lshr(builder.zext(byte, _as(I32, byte)), shift)
     code = builder.sitofp(builder.and_(code, levels), _as(FLOAT, byte))
-    return _narrow(builder, kind, builder.fadd(builder.fmul(code, scale), minimum))
+    return _narrow(builder, kind, builder.fadd(builder.fmul(code, scale), minimum), numbers)
 
 
 @intrinsic
@@ -280,7 +281,7 @@ def _value(_context, kind, byte, shift, levels, scale, minimum):
 
     def emit(builder, _, byte, shift, levels, scale, minimum):
         shift, levels = builder.trunc(shift, I32), builder.trunc(levels, I32)
-        return _decoded(builder, kind, byte, (shift, levels, scale, minimum))
+        return _decoded(builder, kind, byte, (shift, levels), (scale, minimum))
 
     return _typed(kind, (kind, byte, shift, levels, scale, minimum), emit)
 
@@ -346,15 +347,14 @@ def _pack_group(_context, kind, group, codes, numbers, shift):
 
 @intrinsic
 def _unpack_group(_context, kind, codes, group, place, scaling):
-    """Write a group whose codes have a place in bytes: a shift, and the highest code. ``scaling``: scale
-    and minimum."""
+    """Write a group whose codes have a place in bytes: a shift, and the highest code. ``scaling``: scale and minimum,
+    which are finite."""
 
     def emit(builder, _, codes, group, place, scaling):
         to, _ = _group_at(builder, group, kind.bitwidth)
-        numbers = [builder.trunc(number, I32) for number in cgutils.unpack_tuple(builder, place, 2)]
-        numbers += cgutils.unpack_tuple(builder, scaling, 2)
-        bytes_of = _group(builder, codes, 8)
-        value = _decoded(builder, kind, bytes_of, [_to_all(builder, n) for n in numbers])
+        place = [_to_all(builder, builder.trunc(of, I32)) for of in cgutils.unpack_tuple(builder, place, 2)]
+        scaling = [_to_all(builder, of) for of in cgutils.unpack_tuple(builder, scaling, 2)]
+        value = _decoded(builder, kind, _group(builder, codes, 8), place, scaling, numbers=True)
         builder.store(value, to).align = 1
 
     return _typed(types.void, (kind, codes, group, place, scaling), emit)
@@ -434,16 +434,23 @@ def _pack(kind, addresses, sizes, extreme, first, end):
     part, levels = elements * bits // 8, np.float32(2**bits - 1)
     for row in range(first, end):
         values, codes, parameters = _pointer(sources[row]), _pointer(targets[row]), _pointer(targets[row] + part)
-        behind = 0  # the part of the row that groups lie in
+        # A group's parameters are a long chain of instructions: those of several groups overlap where nothing else does.
         for place in range(elements // group):
             begin = place * group
-            low, high = _extremes(kind, values, begin, group)
+            if group == GROUP_ELEMENTS:
+                low, high = _lowest(kind, (values, begin)), _highest(kind, (values, begin))
+            else:
+                low, high = _extremes(kind, values, begin, group)
+            low, high = _float(kind, _key(low)), _float(kind, _key(high))
             scale, minimum = _parameters(low, high, extreme, levels)
             _set(parameters, 2 * place, scale)
             _set(parameters, 2 * place + 1, minimum)
-            least, inverse = _float(HALVES, minimum), TINY
-            if _float(HALVES, scale) != np.float32(0):
-                inverse = np.float32(1) / _float(HALVES, scale)
+        behind = 0  # the part of the row that groups lie in
+        for place in range(elements // group):
+            begin = place * group
+            scale = _float(HALVES, _get(HALVES, parameters, 2 * place))
+            least = _float(HALVES, _get(HALVES, parameters, 2 * place + 1))
+            inverse = np.float32(1) / scale if scale != np.float32(0) else TINY
             if group == GROUP_ELEMENTS and part % group == 0:
                 behind += begin == (behind + 1) * part
                 at, shift = (codes, begin - behind * part), behind * bits
@@ -472,15 +479,12 @@ def _pack_odd(kind, values, codes, sizes, numbers):
 
 @numba.njit(**PART)
 def _extremes(kind, values, begin, group):
-    """Return the lowest and the highest element of a group in float32; NaN in one of them where there is one."""
-    if group == GROUP_ELEMENTS:
-        low, high = _lowest(kind, (values, begin)), _highest(kind, (values, begin))
-    else:
-        low = high = _key(_get(kind, values, begin))
-        for i in range(begin + 1, begin + group):
-            key = _key(_get(kind, values, i))
-            low, high = _lower(low, key), _higher(high, key)
-    return _float(kind, _key(low)), _float(kind, _key(high))
+    """Return the keys of the lowest and the highest element of a group; NaN is one of them where there is one."""
+    low = high = _key(_get(kind, values, begin))
+    for i in range(begin + 1, begin + group):
+        key = _key(_get(kind, values, i))
+        low, high = _lower(low, key), _higher(high, key)
+    return low, high
 
 
 @numba.njit(**PART)
@@ -509,8 +513,8 @@ def _unpack(kind, addresses, sizes, first, end):
             scale = _float(HALVES, _get(HALVES, parameters, 2 * place))
             minimum = _float(HALVES, _get(HALVES, parameters, 2 * place + 1))
             at, end_of_group = place * group, (place + 1) * group
-            if group == GROUP_ELEMENTS and part % group == 0:
-                behind += at == (behind + 1) * part
+            behind += at == (behind + 1) * part
+            if group == GROUP_ELEMENTS and part % group == 0 and np.isfinite(scale + minimum):
                 bytes_of = codes, at - behind * part
                 _unpack_group(kind, bytes_of, (values, at), (behind * bits, levels), (scale, minimum))
                 at = end_of_group
