@@ -1,4 +1,4 @@
-# Every target but gpu makes its own .venv first; the stamp makes a second call instant.
+# Every target but gpu and gpu-peers makes its own .venv first; the stamp makes a second call instant.
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
@@ -12,7 +12,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Kept bytecode, whatever this shell says of it: tests start many processes, and each would compile all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run test soak fuzz reserved check check-models gate lint bench models gpu clean
+.PHONY: setup run test soak fuzz reserved check check-models gate lint bench models gpu gpu-peers clean
 .DELETE_ON_ERROR:
 
 run: $(INSTALLED)  ## the main job: tables, figures, trace
@@ -79,6 +79,9 @@ $(CHECKPOINTS)/digits/held_out.npz: | $(TESTING)
 
 gpu:  ## with the machine's own python3 and torch, no .venv
 	$(PYTHON) -m experiments.gpu $(ARGS)
+
+gpu-peers:  ## FlexGen, in a folder that goes along to a GPU machine without a network
+	$(PYTHON) -m pip install --quiet --no-deps --upgrade --target experiments/peers/installed flexgen==0.1.8 attrs tqdm
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -14,6 +14,8 @@ import torch
 
 from experiments.bench.harness import Table
 from experiments.gpu import steps
+from experiments.peers import children
+from flexhybrid.core.files import profile_file
 from flexhybrid.core.task import Task, Work
 from flexhybrid.jobs.compare.job import _keeping_rows
 from flexhybrid.runtime import cuda
@@ -165,6 +167,48 @@ def test_every_test_that_needs_a_gpu_is_run_by_make_gpu():
                 imports |= {ast.unparse(node).split()[1].split(".")[0] for node in names}
     assert set(steps.cuda_test_files()) == {file for file, is_marked in marked.items() if is_marked}
     assert len(steps.cuda_test_files()) > 2 and "hypothesis" not in imports
+
+
+def test_a_step_is_over_within_eight_minutes():
+    """With the time that it has to end in, and what starting python3 and torch takes."""
+    assert steps.STEP_SECONDS + steps.END_SECONDS <= 470
+
+
+def test_peers_that_are_carried_along_are_found(tmp_path, monkeypatch):
+    """The folder goes to every side's process; without it, what this python3 has installed counts."""
+    asked = []
+    monkeypatch.setattr(steps, "results_folder", lambda: tmp_path)
+    monkeypatch.setattr(steps, "PEER_FOLDER", tmp_path / "installed")
+    monkeypatch.setattr(
+        children, "ask", lambda child, request, limit_s, folders: asked.append(folders) or {"error": ""}
+    )
+    assert steps.run_inside("peers") == 1  # our side did not run
+    assert asked and not any(asked)
+    (tmp_path / "installed").mkdir()
+    asked.clear()
+    steps.run_inside("peers-both-offload")
+    assert asked and all(folders == [tmp_path / "installed"] for folders in asked)
+
+
+def test_peers_go_by_the_profile_of_an_earlier_step(tmp_path, monkeypatch):
+    """Kept beside the results, so that it is carried from call to call."""
+    monkeypatch.setattr(steps, "results_folder", lambda: tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("FLEXHYBRID_CACHE", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # what the step sets is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--inside", "profile"])
+    monkeypatch.setattr(steps, "end_when_told", lambda: None)
+    asked = []
+
+    def measured(shape, dtype, paced, save_to=None, **_):
+        asked.append((shape.name, dtype, paced.device.type, save_to or profile_file(paced.device.type)))
+        return None, []
+
+    monkeypatch.setattr("flexhybrid.jobs.profile.job.measure_hardware", measured)
+    assert steps.main() == 0
+    assert asked == [("opt-6.7b", "float16", "cuda", tmp_path / "profiles" / "hardware-cuda.json")]
+    assert steps.STEPS.index("profile") < min(map(steps.STEPS.index, steps.PEERS))
 
 
 def test_a_step_that_runs_out_of_time_keeps_what_it_has(tmp_path, monkeypatch):
