@@ -19,7 +19,7 @@ from flexhybrid.core.files import profile_file
 from flexhybrid.core.task import Task, Work
 from flexhybrid.jobs.compare.job import _keeping_rows
 from flexhybrid.runtime import cuda
-from flexhybrid.runtime.clock import Clock, StreamLane
+from flexhybrid.runtime.clock import Clock, Lane, StreamLane
 from flexhybrid.runtime.cuda import CudaClock, Events, Recorded
 from flexhybrid.runtime.process_settings import NO_TF32
 
@@ -61,6 +61,38 @@ def test_the_first_error_of_a_device_is_told_and_every_lane_joined():
     assert drained == ["compute", "h2d", "d2h"]
     assert all(lane._ended.done() and not lane.lanes for lane in made)
     assert sys.getswitchinterval() == interval
+
+
+class IdleStream:
+    """A stream whose device does nothing until the host waits for it: the calls that are enqueued and not yet done."""
+
+    def __init__(self):
+        self.enqueued = self.done = self.most = 0
+
+    def enter(self) -> None: ...
+
+    def _enqueue(self, calls: int) -> int:
+        self.enqueued += calls
+        self.most = max(self.most, self.enqueued - self.done)
+        return self.enqueued
+
+    def run(self, function) -> None:
+        function()
+        self._enqueue(5)  # kernels or copies, as a task has
+
+    def record(self, timed: bool = True):
+        at = self._enqueue(1)
+        return SimpleNamespace(synchronize=lambda: setattr(self, "done", max(self.done, at)))
+
+
+def test_a_stream_is_not_given_more_calls_than_it_takes_without_blocking(monkeypatch):
+    """Some 1,000; with as many tasks ahead as a lane of the host has, there would be more."""
+    for lookahead, is_within in ((StreamLane.lookahead, True), (Lane.lookahead, False)):
+        monkeypatch.setattr(StreamLane, "lookahead", lookahead)
+        stream = IdleStream()
+        tasks = (Task(i, 0, 0, "work", "compute", Work(), (), ()) for i in range(4 * Lane.lookahead))
+        Clock([StreamLane("compute", lambda task: None, stream)]).run(tasks, keep_trace=False)
+        assert (stream.most < 1000) is is_within and stream.enqueued == 4 * Lane.lookahead * 6
 
 
 class Countable:
