@@ -69,6 +69,11 @@ class Sizes:
     def tokens(self) -> int:
         return self.prompt_tokens + 2 * self.queries
 
+    @property
+    def mean_context(self) -> float:
+        """Cached tokens at a step of the decode, on average: the last token of a text is never fed."""
+        return self.prompt_tokens + self.queries - 1
+
 
 def draw_texts(sizes: Sizes, num_texts: int, rng: np.random.Generator) -> np.ndarray:
     """Return token ids of texts, int64 [num_texts, sizes.tokens]. Raise ValueError for more facts than there are names

@@ -51,6 +51,48 @@ def build(hidden, layers, head_size) -> OPTForCausalLM:
     return model
 
 
+TOKEN, PREVIOUS, PLACE = slice(0, 48), slice(48, 96), slice(96, 128)
+
+@torch.no_grad()
+def wire(model, s=0.1, lookup=True):
+    """Set an induction circuit: layer 0 copies the token before, layer 2 looks up."""
+    decoder = model.model.decoder
+    layers = decoder.layers
+    d = model.config.hidden_size
+    for layer in layers:
+        layer.fc2.weight.mul_(0.3)
+        layer.self_attn.out_proj.weight.mul_(0.3)
+    decoder.embed_tokens.weight.zero_()
+    decoder.embed_tokens.weight[:, TOKEN].normal_(0, s)
+    n = (PLACE.stop - PLACE.start) // 2
+    w = 2.5 * ((torch.arange(n) + 0.5) / n) ** 2
+    table = decoder.embed_positions.weight
+    table.zero_()
+    angles = torch.arange(len(table))[:, None] * w
+    table[:, PLACE] = torch.cat([angles.sin(), angles.cos()], 1) * s * 2**0.5
+    a = layers[0].self_attn
+    hd = model.config.hidden_size // model.config.num_attention_heads
+    beta = 6.0
+    q, k = torch.zeros(2 * n, 2 * n), torch.eye(2 * n)
+    c, si = w.cos().diag(), w.sin().diag()
+    # sin(x - w) = sin x cos w - cos x sin w ; cos(x - w) = cos x cos w + sin x sin w
+    q[:n, :n], q[:n, n:], q[n:, :n], q[n:, n:] = c, -si, si, c
+    a.q_proj.weight[:hd] = 0; a.k_proj.weight[:hd] = 0; a.v_proj.weight[:hd] = 0; a.out_proj.weight[:, :hd] = 0
+    a.q_proj.weight[: 2 * n, PLACE] = q * beta**0.5
+    a.k_proj.weight[: 2 * n, PLACE] = k * beta**0.5
+    a.v_proj.weight[:48, TOKEN] = torch.eye(48)
+    a.out_proj.weight[PREVIOUS, :48] = torch.eye(48) * s
+    if not lookup:
+        return
+    a = layers[2].self_attn
+    beta = 4.0
+    a.q_proj.weight[:hd] = 0; a.k_proj.weight[:hd] = 0; a.v_proj.weight[:hd] = 0; a.out_proj.weight[:, :hd] = 0
+    a.q_proj.weight[:48, TOKEN] = torch.eye(48) * beta**0.5
+    a.k_proj.weight[:48, PREVIOUS] = torch.eye(48) * beta**0.5
+    a.v_proj.weight[:48, TOKEN] = torch.eye(48)
+    a.out_proj.weight[TOKEN, :48] = torch.eye(48) * 3 * s
+
+
 def local_first(model, mask_of):
     for layer in model.model.decoder.layers[:LOCAL_LAYERS]:
         def hook(module, args, kwargs):
@@ -71,6 +113,8 @@ def main() -> None:
     p.add_argument("--lr", type=float, default=LEARNING_RATE)
     p.add_argument("--local-share", type=float, default=LOCAL_SHARE)
     p.add_argument("--alike", type=float, default=0.0)
+    p.add_argument("--half", action="store_true")
+    p.add_argument("--wired", action="store_true")
     p.add_argument("--threads", type=int, default=1)
     a = p.parse_args()
     torch.set_num_threads(a.threads)
@@ -83,6 +127,8 @@ def main() -> None:
                 attn = layer.self_attn
                 attn.q_proj.weight.normal_(0, a.alike * a.hidden**-0.5)
                 attn.k_proj.weight.copy_(attn.q_proj.weight)
+    if a.wired:
+        wire(model, lookup=not a.half)
     mask_of = {"mask": None}
     local_first(model, mask_of)
     opt = torch.optim.AdamW(model.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.01)

@@ -1,0 +1,226 @@
+"""Recall of facts that are asked for after the eviction (MQAR), under H2O, InfiniGen and fewer bits.
+
+Each text's facts and filler are prefilled, its queries pass the decode token by token, through the executor; every
+answer is judged. Beside them, by transformers under a mask: caches that keep K facts in all heads of the thinned
+layers, at random or those that will be asked, which a real policy cannot know. Writes
+experiments/results/accuracy/recall/MODEL.json, from which ``experiments.reproduce.infinigen.recall`` makes the figure.
+
+Usage::
+
+    python -m experiments.studies.recall_study [--model experiments/checkpoints/opt-recall] [--num-texts 48]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from experiments import CHECKPOINTS
+from experiments.reproduce.infinigen.accuracy_policies import infinigen, quantized
+from experiments.reproduce.infinigen.recall import RESULTS
+from experiments.training import recall
+from experiments.training.recall import Sizes
+from flexhybrid.core.context.selection import num_whole
+from flexhybrid.core.files import write_by_rename
+from flexhybrid.core.task import Task
+from flexhybrid.jobs.accuracy.attention_watch import LOADS, watch_positions
+from flexhybrid.jobs.skew import skew
+from flexhybrid.llm import LLM
+from flexhybrid.runtime.executor import Executor
+from flexhybrid.runtime.threads import torch_threads
+from flexhybrid.scoring import score
+
+MODEL = CHECKPOINTS / "opt-recall"
+SEED = 1  #: of the texts; the training's is another
+SIZES = Sizes(facts=128, filler=63, queries=64)
+PLACES = (16, 32, 64, 96, 128, 192, 256)  #: whole blocks of a prompt's 320 tokens
+WHOLE_LAYERS = (1, 2)  #: the fewest that InfiniGen can have, and those of the authors' code
+ALPHAS = (1.0, 2.0, 4.0, 6.0, 8.0)
+RATIOS = (0.1, 0.6, 1.0)  #: of columns, beside the paper's 0.3
+BITS = (8, 4, 2)
+CAP = 0.2  #: the paper's most, of a context
+MIDDLE = 64  #: places at which variants are compared
+
+
+class Watch:
+    """What the attention of a run reads: bytes that move, tokens that thinned layers look at, and which asked facts
+    they still hold. ``texts`` are token ids [N, tokens]."""
+
+    def __init__(self, texts: np.ndarray, sizes: Sizes, whole_layers: int):
+        self.sizes, self.whole_layers = sizes, whole_layers
+        self.facts = torch.tensor(asked_facts(texts, sizes))  # [N, Q]
+        self.held = torch.zeros(self.facts.shape, dtype=torch.bool)  #: in any head of any thinned layer
+        self.looked_at: list[float] = []
+        self.moved_bytes = 0.0
+
+    def __call__(self, executor: Executor, members: np.ndarray) -> None:
+        attend, positions_of = executor.verbs["attend"], watch_positions(executor)
+
+        def attended(executor: Executor, task: Task) -> None:
+            if task.iteration and task.layer >= self.whole_layers:
+                self._look(positions_of(task), members[task.payload.step.requests], task.iteration)
+            attend(executor, task)
+
+        def counted(load):
+            def loaded(executor: Executor, task: Task) -> None:
+                load(executor, task)
+                if task.iteration:
+                    self.moved_bytes += (executor.resolved or {}).get(task.key, task.work).link_bytes
+
+            return loaded
+
+        executor.verbs["attend"] = attended
+        for verb in LOADS:
+            executor.verbs[verb] = counted(executor.verbs[verb])
+
+    def _look(self, positions_BGT: torch.Tensor, texts: np.ndarray, iteration: int) -> None:
+        present = positions_BGT >= 0
+        context = self.sizes.prompt_tokens + iteration
+        self.looked_at.append(float(present.sum(-1).float().mean()) / context)
+        query, is_answer = divmod(iteration - 1, 2)
+        if not is_answer:  # the step that takes a name gives its number
+            rows = torch.tensor(texts)
+            name = 1 + 2 * self.facts[rows, query][:, None, None]
+            self.held[rows, query] |= ((positions_BGT == name) | (positions_BGT == name + 1)).any(-1).any(-1)
+
+
+def asked_facts(texts: np.ndarray, sizes: Sizes) -> np.ndarray:
+    """Return which fact each query of a text asks for, [N, Q]."""
+    names = texts[:, 1 : 1 + 2 * sizes.facts : 2]
+    return (names[:, None] == texts[:, sizes.prompt_tokens :: 2, None]).argmax(-1)
+
+
+def measure(model: Path, policy: str, texts: np.ndarray, sizes: Sizes) -> dict:
+    """Return what one policy answers: shares by text, and counts of right answers where a fact was held and not."""
+    forced = 2 * sizes.queries
+    with LLM(model, policy, device="cpu", dtype="float32", hardware="rtx4090") as llm:
+        shape, selection = llm.shape, llm.settled_policy.selection
+        first = num_whole(selection, shape.num_layers) if selection.method != "none" else 0
+        watch = Watch(texts, sizes, first)
+        scores = score(llm, texts.tolist(), forced, watch)
+        token_bytes = shape.num_layers * shape.kv_token_bytes(llm.problem.bytes_per_element)
+    right = np.stack([run.greedy[1::2] for run in scores]) == texts[:, sizes.prompt_tokens + 1 :: 2]
+    held = watch.held.numpy()
+    cache_bytes = token_bytes * len(texts) * sizes.mean_context * (forced - 1)
+    return {
+        "whole_layers": first,
+        "right": float(right.mean()),
+        "right_by_text": right.mean(1).tolist(),
+        "held": float(held.mean()),
+        "held_by_text": held.mean(1).tolist(),
+        "lost_facts": int((~held).sum()),
+        "right_of_lost": int((right & ~held).sum()),
+        "looked_at": float(np.mean(watch.looked_at)),
+        "moved": watch.moved_bytes / cache_bytes,
+    }
+
+
+@torch.inference_mode()
+def under_mask(model: Path, texts: np.ndarray, sizes: Sizes, seen_NHP: torch.Tensor, whole_layers: int) -> np.ndarray:
+    """Return which answers are right, [N, Q], by transformers: in layers behind ``whole_layers`` the tokens behind the
+    prompt see these places of it alone, bool [N, heads or 1, prompt tokens]."""
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
+    ids, prompt = torch.tensor(texts[:, :-1]), sizes.prompt_tokens
+    causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
+    mask = causal.expand(len(ids), seen_NHP.shape[1], -1, -1).clone()
+    mask[:, :, prompt:, :prompt] = seen_NHP[:, :, None]
+
+    def masked(_module, arguments, words):
+        return arguments, words | {"attention_mask": mask}
+
+    for layer in network.model.decoder.layers[whole_layers:]:
+        layer.self_attn.register_forward_pre_hook(masked, with_kwargs=True)
+    answers = network(ids).logits[:, prompt::2].argmax(-1).numpy()
+    return answers == texts[:, prompt + 1 :: 2]
+
+
+def kept_facts(texts: np.ndarray, sizes: Sizes, count: int, which: str, rng: np.random.Generator) -> torch.Tensor:
+    """Return the places [N, 1, prompt tokens] of a cache that has ``count`` facts, both tokens of each, and all that is
+    not a fact: those drawn at random ("random"), or those that will be asked, then others ("asked")."""
+    num_texts = len(texts)
+    order = rng.random((num_texts, sizes.facts))
+    if which == "asked":
+        np.put_along_axis(order, asked_facts(texts, sizes), -1.0, axis=1)
+    keeps = order.argsort(1).argsort(1) < count
+    seen = np.ones((num_texts, 1, sizes.prompt_tokens), dtype=bool)
+    seen[:, 0, 1 : 1 + 2 * sizes.facts] = keeps.repeat(2, axis=1)
+    return torch.tensor(seen)
+
+
+def policies(sizes: Sizes) -> list[dict]:
+    """Return the policies with what sets them apart: the checkpoint that they run (plain or skewed), method, whole
+    layers, places. At K places H2O keeps K of the prompt's tokens in each thinned layer, and InfiniGen fetches as large a
+    share of the context as K is of the decode's mean context: equal bytes in equal layers."""
+    rows = [{"checkpoint": "plain", "method": "full", "policy": "resident"}]
+    rows += [{"checkpoint": "plain", "method": "bits", "bits": bits, "policy": quantized(bits)} for bits in BITS]
+    for layers in WHOLE_LAYERS:
+        for places in PLACES:
+            policy = f"h2o({places / sizes.prompt_tokens:.6g},whole_layers={layers})"
+            rows.append({"checkpoint": "plain", "method": "h2o", "places": places, "policy": policy})
+        for part in ("plain", "skewed"):
+            guess = {"checkpoint": part, "method": "infinigen"}
+            for places in PLACES:
+                rows.append(guess | {"places": places, "policy": fetching(places, sizes, layers)})
+            for alpha in ALPHAS:
+                rows.append(guess | {"alpha": alpha, "policy": infinigen(alpha, CAP, whole_layers=layers)})
+        guess |= {"places": MIDDLE}
+        for ratio in RATIOS:
+            rows.append(guess | {"ratio": ratio, "policy": fetching(MIDDLE, sizes, layers, partial_ratio=ratio)})
+        rows.append(guess | {"columns": "request", "policy": fetching(MIDDLE, sizes, layers, columns="request")})
+    return rows
+
+
+def fetching(places: int, sizes: Sizes, whole_layers: int, **more) -> str:
+    """Return InfiniGen that fetches ``places`` at the mean context, whatever the scores."""
+    return infinigen(cap=round(places / sizes.mean_context, 6), whole_layers=whole_layers, **more)
+
+
+def study(model: Path, num_texts: int, folder: Path, sizes: Sizes = SIZES) -> dict:
+    """Measure all figures of a model. ``folder`` takes the skewed checkpoint and its sample text."""
+    rng = np.random.default_rng(SEED)
+    texts = recall.draw_texts(sizes, num_texts, rng)
+    words = recall.words()
+    sample = folder / "sample.txt"
+    sample.write_text(" ".join(words[token] for token in recall.draw_texts(sizes, 1, rng)[0, 1:]), encoding="utf-8")
+    skew(model, sample, folder / "skewed")
+    paths = {"plain": model, "skewed": folder / "skewed"}
+    rows = []
+    for row in policies(sizes):
+        rows.append(row | measure(paths[row["checkpoint"]], row["policy"], texts, sizes))
+        say(rows[-1])
+    oracles = []
+    for layers in WHOLE_LAYERS:
+        for which in ("random", "asked"):
+            for count in (0, *(places for places in PLACES if places <= sizes.facts)):
+                seen = kept_facts(texts, sizes, count, which, rng)
+                right = under_mask(model, texts, sizes, seen, layers)
+                oracles.append({"keeps": which, "facts": count, "whole_layers": layers, "right": float(right.mean()), "right_by_text": right.mean(1).tolist()})
+                say(oracles[-1])
+    return {"model": model.name, **asdict(sizes), "num_texts": num_texts, "seed": SEED, "policies": rows, "oracles": oracles}
+
+
+def say(row: dict) -> None:
+    print(json.dumps({name: cell for name, cell in row.items() if not name.endswith("_by_text")}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--num-texts", type=int, default=48)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    with torch_threads(1), tempfile.TemporaryDirectory() as folder:
+        figures = study(args.model, args.num_texts, Path(folder))
+    write_by_rename(args.out / f"{args.model.name}.json", json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()
