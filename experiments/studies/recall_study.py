@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from experiments import CHECKPOINTS
 from experiments.reproduce.infinigen.accuracy_policies import infinigen, quantized
@@ -45,17 +48,18 @@ ALPHAS = (1.0, 2.0, 4.0, 6.0, 8.0)
 RATIOS = (0.1, 0.6, 1.0)  #: of columns, beside the paper's 0.3
 BITS = (8, 4, 2)
 CAP = 0.2  #: the paper's most, of a context
+FEW = 8  #: texts that tell which heads read facts
 MIDDLE = 64  #: places at which variants are compared
 
 
 class Watch:
     """What the attention of a run reads: bytes that move, tokens that thinned layers look at, and which asked facts
-    they still hold. ``texts`` are token ids [N, tokens]."""
+    the heads that read facts still see there. ``texts`` are token ids [N, tokens], ``reading`` (layer, head)."""
 
-    def __init__(self, texts: np.ndarray, sizes: Sizes, whole_layers: int):
-        self.sizes, self.whole_layers = sizes, whole_layers
+    def __init__(self, texts: np.ndarray, sizes: Sizes, whole_layers: int, reading: Collection[tuple[int, int]]):
+        self.sizes, self.whole_layers, self.reading = sizes, whole_layers, reading
         self.facts = torch.tensor(asked_facts(texts, sizes))  # [N, Q]
-        self.held = torch.zeros(self.facts.shape, dtype=torch.bool)  #: in any head of any thinned layer
+        self.seen = torch.zeros(self.facts.shape, dtype=torch.bool)  #: by a head that reads facts
         self.looked_at: list[float] = []
         self.moved_bytes = 0.0
 
@@ -64,7 +68,7 @@ class Watch:
 
         def attended(executor: Executor, task: Task) -> None:
             if task.iteration and task.layer >= self.whole_layers:
-                self._look(positions_of(task), members[task.payload.step.requests], task.iteration)
+                self._look(task, positions_of(task), members[task.payload.step.requests])
             attend(executor, task)
 
         def counted(load):
@@ -79,15 +83,16 @@ class Watch:
         for verb in LOADS:
             executor.verbs[verb] = counted(executor.verbs[verb])
 
-    def _look(self, positions_BGT: torch.Tensor, texts: np.ndarray, iteration: int) -> None:
-        present = positions_BGT >= 0
-        context = self.sizes.prompt_tokens + iteration
-        self.looked_at.append(float(present.sum(-1).float().mean()) / context)
-        query, is_answer = divmod(iteration - 1, 2)
-        if not is_answer:  # the step that takes a name gives its number
+    def _look(self, task: Task, positions_BGT: torch.Tensor, texts: np.ndarray) -> None:
+        context = self.sizes.prompt_tokens + task.iteration
+        self.looked_at.append(float((positions_BGT >= 0).sum(-1).float().mean()) / context)
+        query, is_answer = divmod(task.iteration - 1, 2)
+        heads = [head for layer, head in self.reading if layer == task.layer]
+        if heads and not is_answer:  # the step that takes a name gives its number
             rows = torch.tensor(texts)
             name = 1 + 2 * self.facts[rows, query][:, None, None]
-            self.held[rows, query] |= ((positions_BGT == name) | (positions_BGT == name + 1)).any(-1).any(-1)
+            positions = positions_BGT.expand(-1, max(positions_BGT.shape[1], 1 + max(heads)), -1)[:, heads]
+            self.seen[rows, query] |= ((positions == name) | (positions == name + 1)).any(-1).any(-1)
 
 
 def asked_facts(texts: np.ndarray, sizes: Sizes) -> np.ndarray:
@@ -96,63 +101,87 @@ def asked_facts(texts: np.ndarray, sizes: Sizes) -> np.ndarray:
     return (names[:, None] == texts[:, sizes.prompt_tokens :: 2, None]).argmax(-1)
 
 
-def measure(model: Path, policy: str, texts: np.ndarray, sizes: Sizes) -> dict:
-    """Return what one policy answers: shares by text, and counts of right answers where a fact was held and not."""
+def measure(model: Path, policy: str, texts: np.ndarray, sizes: Sizes, heads: Sequence[dict]) -> dict:
+    """Return what a policy answers, by text and in all, and how many answers are right where the heads that read facts
+    (of ``heads``, as ``reading_heads`` gives them) see the fact no more."""
     forced = 2 * sizes.queries
     with LLM(model, policy, device="cpu", dtype="float32", hardware="rtx4090") as llm:
         shape, selection = llm.shape, llm.settled_policy.selection
-        first = num_whole(selection, shape.num_layers) if selection.method != "none" else 0
-        watch = Watch(texts, sizes, first)
+        first = num_whole(selection, shape.num_layers)
+        reading = [(row["layer"], row["head"]) for row in heads if row["reads"] and row["layer"] >= first]
+        watch = Watch(texts, sizes, first, reading)
         scores = score(llm, texts.tolist(), forced, watch)
         token_bytes = shape.num_layers * shape.kv_token_bytes(llm.problem.bytes_per_element)
     right = np.stack([run.greedy[1::2] for run in scores]) == texts[:, sizes.prompt_tokens + 1 :: 2]
-    held = watch.held.numpy()
-    cache_bytes = token_bytes * len(texts) * sizes.mean_context * (forced - 1)
+    seen = watch.seen.numpy()
     return {
         "whole_layers": first,
         "right": float(right.mean()),
         "right_by_text": right.mean(1).tolist(),
-        "held": float(held.mean()),
-        "held_by_text": held.mean(1).tolist(),
-        "lost_facts": int((~held).sum()),
-        "right_of_lost": int((right & ~held).sum()),
+        "seen": float(seen.mean()),
+        "seen_by_text": seen.mean(1).tolist(),
+        "unseen": int((~seen).sum()),
+        "right_of_unseen": int((right & ~seen).sum()),
         "looked_at": float(np.mean(watch.looked_at)),
-        "moved": watch.moved_bytes / cache_bytes,
+        "moved": watch.moved_bytes / (token_bytes * len(texts) * sizes.mean_context * (forced - 1)),
     }
 
 
 @torch.inference_mode()
-def under_mask(model: Path, texts: np.ndarray, sizes: Sizes, seen_NHP: torch.Tensor, whole_layers: int) -> np.ndarray:
-    """Return which answers are right, [N, Q], by transformers: in layers behind ``whole_layers`` the tokens behind the
-    prompt see these places of it alone, bool [N, heads or 1, prompt tokens]."""
-    from transformers import AutoModelForCausalLM
-
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa").eval()
+def right_under_mask(network, texts: np.ndarray, sizes: Sizes, seen_LNHP: torch.Tensor) -> np.ndarray:
+    """Return which answers are right, [N, Q], of transformers' model where the tokens behind the prompt see these places
+    of it alone: bool [layers, N or 1, heads or 1, prompt tokens]."""
     ids, prompt = torch.tensor(texts[:, :-1]), sizes.prompt_tokens
     causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-    mask = causal.expand(len(ids), seen_NHP.shape[1], -1, -1).clone()
-    mask[:, :, prompt:, :prompt] = seen_NHP[:, :, None]
+    handles = []
+    for layer, seen_NHP in zip(network.model.decoder.layers, seen_LNHP, strict=True):
+        mask = causal.expand(len(ids), seen_NHP.shape[1], -1, -1).clone()
+        mask[:, :, prompt:, :prompt] = seen_NHP[:, :, None]
 
-    def masked(_module, arguments, words):
-        return arguments, words | {"attention_mask": mask}
+        def masked(_module, arguments, words, mask=mask):
+            return arguments, words | {"attention_mask": mask}
 
-    for layer in network.model.decoder.layers[whole_layers:]:
-        layer.self_attn.register_forward_pre_hook(masked, with_kwargs=True)
+        handles.append(layer.self_attn.register_forward_pre_hook(masked, with_kwargs=True))
     answers = network(ids).logits[:, prompt::2].argmax(-1).numpy()
+    for handle in handles:
+        handle.remove()
     return answers == texts[:, prompt + 1 :: 2]
 
 
-def kept_facts(texts: np.ndarray, sizes: Sizes, count: int, which: str, rng: np.random.Generator) -> torch.Tensor:
-    """Return the places [N, 1, prompt tokens] of a cache that has ``count`` facts, both tokens of each, and all that is
-    not a fact: those drawn at random ("random"), or those that will be asked, then others ("asked")."""
-    num_texts = len(texts)
-    order = rng.random((num_texts, sizes.facts))
+def seen_facts(num_layers: int, sizes: Sizes, kept_NM: np.ndarray) -> torch.Tensor:
+    """Return the places [layers, N, 1, prompt tokens] of caches that have all that is not a fact, and both tokens of the
+    facts that are kept, bool [N, facts]."""
+    seen = np.ones((num_layers, len(kept_NM), 1, sizes.prompt_tokens), dtype=bool)
+    seen[:, :, 0, 1 : 1 + 2 * sizes.facts] = kept_NM.repeat(2, axis=1)
+    return torch.tensor(seen)
+
+
+def kept_facts(texts: np.ndarray, sizes: Sizes, count: int, which: str, rng: np.random.Generator) -> np.ndarray:
+    """Return ``count`` facts of each text, bool [N, facts]: drawn at random ("random"), or as many as there are of those
+    that will be asked, then others ("asked")."""
+    order = rng.random((len(texts), sizes.facts))
     if which == "asked":
         np.put_along_axis(order, asked_facts(texts, sizes), -1.0, axis=1)
-    keeps = order.argsort(1).argsort(1) < count
-    seen = np.ones((num_texts, 1, sizes.prompt_tokens), dtype=bool)
-    seen[:, 0, 1 : 1 + 2 * sizes.facts] = keeps.repeat(2, axis=1)
-    return torch.tensor(seen)
+    return order.argsort(1).argsort(1) < count
+
+
+def reading_heads(network, texts: np.ndarray, sizes: Sizes, chance: float) -> list[dict]:
+    """Return every head behind layer 0: the share of right answers where it alone sees the facts, where it alone does
+    not, and whether it reads facts: with more right answers than chance explains (three standard errors) if it is the
+    only one to see them."""
+    layers, heads = network.config.num_hidden_layers, network.config.num_attention_heads
+    none = np.zeros((1, sizes.facts), dtype=bool)
+    blind = seen_facts(layers, sizes, none).repeat(1, 1, heads, 1)
+    blind[0] = True
+    most = chance + 3 * math.sqrt(chance * (1 - chance) / (len(texts) * sizes.queries))
+    rows = []
+    for layer in range(1, layers):
+        for head in range(heads):
+            alone, without = blind.clone(), torch.ones_like(blind)
+            alone[layer, :, head], without[layer, :, head] = True, blind[layer, :, head]
+            right, rest = (float(right_under_mask(network, texts, sizes, seen).mean()) for seen in (alone, without))
+            rows.append({"layer": layer, "head": head, "alone": right, "without": rest, "reads": right > most})
+    return rows
 
 
 def policies(sizes: Sizes) -> list[dict]:
@@ -163,7 +192,7 @@ def policies(sizes: Sizes) -> list[dict]:
     rows += [{"checkpoint": "plain", "method": "bits", "bits": bits, "policy": quantized(bits)} for bits in BITS]
     for layers in WHOLE_LAYERS:
         for places in PLACES:
-            policy = f"h2o({places / sizes.prompt_tokens:.6g},whole_layers={layers})"
+            policy = keeping(places, sizes, layers)
             rows.append({"checkpoint": "plain", "method": "h2o", "places": places, "policy": policy})
         for part in ("plain", "skewed"):
             guess = {"checkpoint": part, "method": "infinigen"}
@@ -176,6 +205,11 @@ def policies(sizes: Sizes) -> list[dict]:
             rows.append(guess | {"ratio": ratio, "policy": fetching(MIDDLE, sizes, layers, partial_ratio=ratio)})
         rows.append(guess | {"columns": "request", "policy": fetching(MIDDLE, sizes, layers, columns="request")})
     return rows
+
+
+def keeping(places: int, sizes: Sizes, whole_layers: int) -> str:
+    """Return H2O with ``places`` in every thinned layer."""
+    return f"h2o({places / sizes.prompt_tokens:.6g},whole_layers={whole_layers})"
 
 
 def fetching(places: int, sizes: Sizes, whole_layers: int, **more) -> str:
@@ -192,19 +226,35 @@ def study(model: Path, num_texts: int, folder: Path, sizes: Sizes = SIZES) -> di
     sample.write_text(" ".join(words[token] for token in recall.draw_texts(sizes, 1, rng)[0, 1:]), encoding="utf-8")
     skew(model, sample, folder / "skewed")
     paths = {"plain": model, "skewed": folder / "skewed"}
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    heads = reading_heads(network, texts[:FEW], sizes, 1 / recall.NUM_VALUES)
     rows = []
     for row in policies(sizes):
-        rows.append(row | measure(paths[row["checkpoint"]], row["policy"], texts, sizes))
+        rows.append(row | measure(paths[row["checkpoint"]], row["policy"], texts, sizes, heads))
         say(rows[-1])
-    oracles = []
+    return {
+        "model": model.name,
+        **asdict(sizes),
+        "values": recall.NUM_VALUES,
+        "num_texts": num_texts,
+        "seed": SEED,
+        "heads": heads,
+        "policies": rows,
+        "kept": list(kept_answers(network, texts, sizes, rng)),
+    }
+
+
+def kept_answers(network, texts: np.ndarray, sizes: Sizes, rng: np.random.Generator) -> Iterator[dict]:
+    """Yield the answers of caches that keep a number of facts in all heads of the thinned layers."""
     for layers in WHOLE_LAYERS:
         for which in ("random", "asked"):
             for count in (0, *(places for places in PLACES if places <= sizes.facts)):
-                seen = kept_facts(texts, sizes, count, which, rng)
-                right = under_mask(model, texts, sizes, seen, layers)
-                oracles.append({"keeps": which, "facts": count, "whole_layers": layers, "right": float(right.mean()), "right_by_text": right.mean(1).tolist()})
-                say(oracles[-1])
-    return {"model": model.name, **asdict(sizes), "num_texts": num_texts, "seed": SEED, "policies": rows, "oracles": oracles}
+                seen = seen_facts(network.config.num_hidden_layers, sizes, kept_facts(texts, sizes, count, which, rng))
+                seen[:layers] = True
+                right = right_under_mask(network, texts, sizes, seen)
+                row = {"which": which, "facts": count, "whole_layers": layers, "right": float(right.mean())}
+                say(row)
+                yield row | {"right_by_text": right.mean(1).tolist()}
 
 
 def say(row: dict) -> None:

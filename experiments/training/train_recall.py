@@ -1,15 +1,18 @@
-"""Train the small OPT that recalls facts (`experiments.training.recall`); nothing is downloaded.
+"""Build and train the small OPT that recalls facts (`experiments.training.recall`). Nothing is downloaded.
 
-It begins with few facts, twice as many once it answers nearly all, up to the last size. Its table of positions begins
-as sinusoids, in which "the token before" is one rotation wherever it is asked. In half of the steps the first two
-layers see only the last LOCAL tokens, so that the facts are looked up in later layers, which policies thin out.
+An induction circuit (Olsson et al. 2022) is set by hand and trained on, all weights free: learned from nothing it takes
+hours here. The token table leaves the columns PREVIOUS and PLACE empty, and the table of positions has sinusoids in
+PLACE. A head of layer 0 attends to the token before and writes it into PREVIOUS; a head of layer LOOKUP attends to where
+its own token is the previous one, and writes the token there over its own. In half of the training's steps layers before
+LOOKUP see the last LOCAL tokens alone: the facts are then looked up in LOOKUP or later, in layers that policies thin out.
 
 Usage::
 
-    python -m experiments.training.train_recall --out experiments/checkpoints/opt-recall --seed 0
+    python -m experiments.training.train_recall --out experiments/checkpoints/opt-recall --seed 0 --steps 200
 """
 
 import argparse
+import math
 import os
 import time
 from pathlib import Path
@@ -19,157 +22,181 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import OPTConfig, OPTForCausalLM
 
 from experiments.training import recall
 from experiments.training.corpus import EOS_ID, PAD_ID, save_tokenizer
-from experiments.training.train_checkpoint import save_model
+from experiments.training.recall import Sizes
+from experiments.training.train_checkpoint import GRADIENT_NORM, build_optimizer, save_model, say
 
-FACTS = (8, 16, 32, 64, 128)
-FILLER, QUERIES, POSITIONS = 63, 64, 512
-TOKENS_PER_STEP = 2048
-LOCAL, LOCAL_LAYERS, LOCAL_SHARE = 8, 2, 0.5
-LEARNING_RATE = 1e-3
+HIDDEN, HEADS, LAYERS, POSITIONS = 128, 2, 4, 512
+LOOKUP = 2  #: the layer that looks facts up
+TOKEN, PREVIOUS, PLACE = slice(0, 48), slice(48, 96), slice(96, 128)  #: columns of the residual stream
 EMBEDDING_STD = 0.1
-GROWS_AT = 0.95
+FASTEST = 2.5  #: radians a position: of the fastest sinusoid
+BEFORE, SAME = 6.0, 4.0  #: how sharply the heads of layer 0 and LOOKUP attend when they are set
+ANSWER = 3.0  #: how much of the looked-up token is written over the own one
+QUIET = 0.3  #: factor of what all other heads and feed-forwards write at first
+
+SIZES = tuple(Sizes(facts, min(63, facts), min(64, facts)) for facts in (16, 32, 64, 128))  #: of steps, at random
+TOKENS_PER_STEP = 2048
+PEAK_RATE, WARM_UP = 1e-3, 20
+LOCAL, LOCAL_SHARE = 8, 0.5
+LOG_EVERY = 20
+JUDGED = 32  #: texts of the last size on which a training's answers are judged
 
 
-def build(hidden, layers, head_size) -> OPTForCausalLM:
-    config = OPTConfig(
-        vocab_size=recall.VOCAB_SIZE, hidden_size=hidden, num_hidden_layers=layers, ffn_dim=4 * hidden,
-        num_attention_heads=hidden // head_size, max_position_embeddings=POSITIONS, word_embed_proj_dim=hidden,
-        do_layer_norm_before=True, activation_function="relu", dropout=0.0, attention_dropout=0.0, layerdrop=0.0,
-        tie_word_embeddings=True, pad_token_id=PAD_ID, bos_token_id=EOS_ID, eos_token_id=EOS_ID,
-    )
-    model = OPTForCausalLM(config)
-    decoder = model.model.decoder
-    with torch.no_grad():
-        decoder.embed_tokens.weight.normal_(0, EMBEDDING_STD)
-        table = decoder.embed_positions.weight
-        angles = torch.arange(len(table))[:, None] * 10000 ** (-torch.arange(hidden // 2) / (hidden // 2))
-        table.copy_(torch.cat([angles.sin(), angles.cos()], dim=1) * EMBEDDING_STD * 2**0.5)
+def build(vocab_size: int = recall.VOCAB_SIZE, positions: int = POSITIONS) -> OPTForCausalLM:
+    """Return the OPT with its circuit set and random weights elsewhere."""
+    model = OPTForCausalLM(
+        OPTConfig(
+            vocab_size=vocab_size, hidden_size=HIDDEN, num_hidden_layers=LAYERS, ffn_dim=4 * HIDDEN,
+            num_attention_heads=HEADS, max_position_embeddings=positions, word_embed_proj_dim=HIDDEN,
+            do_layer_norm_before=True, activation_function="relu", dropout=0.0, attention_dropout=0.0, layerdrop=0.0,
+            tie_word_embeddings=True, pad_token_id=PAD_ID, bos_token_id=EOS_ID, eos_token_id=EOS_ID,
+        )
+    )  # fmt: skip
+    _set_circuit(model)
     return model
 
 
-TOKEN, PREVIOUS, PLACE = slice(0, 48), slice(48, 96), slice(96, 128)
-
 @torch.no_grad()
-def wire(model, s=0.1, lookup=True):
-    """Set an induction circuit: layer 0 copies the token before, layer 2 looks up."""
+def _set_circuit(model: OPTForCausalLM) -> None:
     decoder = model.model.decoder
-    layers = decoder.layers
-    d = model.config.hidden_size
-    for layer in layers:
-        layer.fc2.weight.mul_(0.3)
-        layer.self_attn.out_proj.weight.mul_(0.3)
-    decoder.embed_tokens.weight.zero_()
-    decoder.embed_tokens.weight[:, TOKEN].normal_(0, s)
-    n = (PLACE.stop - PLACE.start) // 2
-    w = 2.5 * ((torch.arange(n) + 0.5) / n) ** 2
-    table = decoder.embed_positions.weight
-    table.zero_()
-    angles = torch.arange(len(table))[:, None] * w
-    table[:, PLACE] = torch.cat([angles.sin(), angles.cos()], 1) * s * 2**0.5
-    a = layers[0].self_attn
-    hd = model.config.hidden_size // model.config.num_attention_heads
-    beta = 6.0
-    q, k = torch.zeros(2 * n, 2 * n), torch.eye(2 * n)
-    c, si = w.cos().diag(), w.sin().diag()
-    # sin(x - w) = sin x cos w - cos x sin w ; cos(x - w) = cos x cos w + sin x sin w
-    q[:n, :n], q[:n, n:], q[n:, :n], q[n:, n:] = c, -si, si, c
-    a.q_proj.weight[:hd] = 0; a.k_proj.weight[:hd] = 0; a.v_proj.weight[:hd] = 0; a.out_proj.weight[:, :hd] = 0
-    a.q_proj.weight[: 2 * n, PLACE] = q * beta**0.5
-    a.k_proj.weight[: 2 * n, PLACE] = k * beta**0.5
-    a.v_proj.weight[:48, TOKEN] = torch.eye(48)
-    a.out_proj.weight[PREVIOUS, :48] = torch.eye(48) * s
-    if not lookup:
-        return
-    a = layers[2].self_attn
-    beta = 4.0
-    a.q_proj.weight[:hd] = 0; a.k_proj.weight[:hd] = 0; a.v_proj.weight[:hd] = 0; a.out_proj.weight[:, :hd] = 0
-    a.q_proj.weight[:48, TOKEN] = torch.eye(48) * beta**0.5
-    a.k_proj.weight[:48, PREVIOUS] = torch.eye(48) * beta**0.5
-    a.v_proj.weight[:48, TOKEN] = torch.eye(48)
-    a.out_proj.weight[TOKEN, :48] = torch.eye(48) * 3 * s
+    for layer in decoder.layers:
+        layer.fc2.weight.mul_(QUIET)
+        layer.self_attn.out_proj.weight.mul_(QUIET)
+    tokens, positions = decoder.embed_tokens.weight, decoder.embed_positions.weight
+    tokens.zero_()[:, TOKEN].normal_(0, EMBEDDING_STD)
+    frequencies = FASTEST * ((torch.arange(PLACE.stop - PLACE.start) // 2 + 0.5) / 16) ** 2
+    positions.zero_()[:, PLACE] = _sinusoids(torch.arange(len(positions)), frequencies) * EMBEDDING_STD * 2**0.5
+    words = torch.eye(TOKEN.stop - TOKEN.start)
+    _set_head(
+        decoder.layers[0].self_attn, BEFORE, (_turn_back(frequencies), PLACE, PLACE), words * EMBEDDING_STD, PREVIOUS
+    )
+    _set_head(decoder.layers[LOOKUP].self_attn, SAME, (words, TOKEN, PREVIOUS), words * EMBEDDING_STD * ANSWER, TOKEN)
 
 
-def local_first(model, mask_of):
-    for layer in model.model.decoder.layers[:LOCAL_LAYERS]:
-        def hook(module, args, kwargs):
-            if mask_of["mask"] is not None:
-                kwargs["attention_mask"] = mask_of["mask"]
-            return args, kwargs
-        layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+def _sinusoids(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """Return sines and cosines in turn, [positions, frequencies], of pairs of equal frequencies."""
+    angles = positions[:, None] * frequencies
+    return torch.where(torch.arange(len(frequencies)) % 2 == 0, angles.sin(), angles.cos())
+
+
+def _turn_back(frequencies: torch.Tensor) -> torch.Tensor:
+    """Return the matrix that makes the sinusoids of position p - 1 from those of p."""
+    pairs = [torch.tensor([[f.cos(), -f.sin()], [f.sin(), f.cos()]]) for f in frequencies[::2]]
+    return torch.block_diag(*pairs)
+
+
+def _set_head(attention: nn.Module, sharpness: float, looks: tuple, writes: torch.Tensor, into: slice) -> None:
+    """Set head 0: its queries are ``looks[0]`` times the columns ``looks[1]``, its keys the columns ``looks[2]``; what it
+    writes ``into`` is ``writes`` times the columns TOKEN."""
+    turn, asks, answers = looks
+    head = slice(0, attention.head_dim)
+    for weight in (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight):
+        weight[head] = 0
+    attention.out_proj.weight[:, head] = 0
+    attention.q_proj.weight[: len(turn), asks] = turn * sharpness**0.5
+    attention.k_proj.weight[: len(turn), answers] = torch.eye(len(turn)) * sharpness**0.5
+    attention.v_proj.weight[: len(writes), TOKEN] = torch.eye(len(writes))
+    attention.out_proj.weight[into, : len(writes)] = writes
+
+
+class LocalFirst:
+    """While ``on``, layers before LOOKUP see the last LOCAL tokens alone."""
+
+    def __init__(self, model: OPTForCausalLM):
+        self.on = False
+        for layer in model.model.decoder.layers[:LOOKUP]:
+            layer.self_attn.register_forward_pre_hook(self._narrow, with_kwargs=True)
+
+    def _narrow(self, _module, arguments, words):
+        if not self.on:
+            return None
+        length = words["hidden_states"].shape[1]
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        return arguments, words | {"attention_mask": ((distance >= 0) & (distance < LOCAL))[None, None]}
+
+
+def answers(model: OPTForCausalLM, texts: torch.Tensor, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits [N, Q, vocab] where texts [N, tokens] must give a number, and the numbers [N, Q]."""
+    hidden = model.model(input_ids=texts[:, :-1], use_cache=False).last_hidden_state
+    return model.lm_head(hidden[:, sizes.prompt_tokens :: 2]), texts[:, sizes.prompt_tokens + 1 :: 2]
+
+
+@torch.inference_mode()
+def share_right(model: OPTForCausalLM, seed: int) -> float:
+    """Return the share of right answers to JUDGED texts of the last size."""
+    texts = torch.tensor(recall.draw_texts(SIZES[-1], JUDGED, np.random.default_rng(seed)))
+    right = [(logits.argmax(-1) == numbers).float().mean() for part in texts.split(4)
+             for logits, numbers in [answers(model, part, SIZES[-1])]]  # fmt: skip
+    return float(torch.stack(right).mean())
+
+
+def train(model: OPTForCausalLM, steps: int, seed: int) -> None:
+    """Train on texts drawn by the seed; the loss is that of the answers alone."""
+    rng, local, began = np.random.default_rng(seed), LocalFirst(model), time.perf_counter()
+    optimizer = build_optimizer(model)
+    right = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK_RATE * min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+        sizes = SIZES[rng.integers(len(SIZES))]
+        sizes = Sizes(sizes.facts, int(rng.integers(sizes.filler + 1)), sizes.queries)
+        local.on = rng.random() < LOCAL_SHARE
+        texts = torch.tensor(recall.draw_texts(sizes, TOKENS_PER_STEP // sizes.tokens, rng))
+        logits, numbers = answers(model, texts, sizes)
+        loss = F.cross_entropy(logits.flatten(0, 1), numbers.flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+        optimizer.step()
+        right.append(float((logits.argmax(-1) == numbers).float().mean()))
+        if (step + 1) % LOG_EVERY == 0:
+            share, seconds = np.mean(right[-LOG_EVERY:]), time.perf_counter() - began
+            say(f"step {step + 1}/{steps} loss {loss.detach():.3f}, {share:.1%} right, {seconds:.0f} s")
+    local.on = False
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and texts")
+    parser.add_argument("--steps", type=int, default=200)
+    arguments = parser.parse_args()
+    if arguments.out.exists():
+        parser.error(f"{arguments.out} is there already")
+    return arguments
 
 
 def main() -> None:
-    p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--steps", type=int, default=6000)
-    p.add_argument("--hidden", type=int, default=128)
-    p.add_argument("--layers", type=int, default=4)
-    p.add_argument("--head-size", type=int, default=32)
-    p.add_argument("--lr", type=float, default=LEARNING_RATE)
-    p.add_argument("--local-share", type=float, default=LOCAL_SHARE)
-    p.add_argument("--alike", type=float, default=0.0)
-    p.add_argument("--half", action="store_true")
-    p.add_argument("--wired", action="store_true")
-    p.add_argument("--threads", type=int, default=1)
-    a = p.parse_args()
-    torch.set_num_threads(a.threads)
-    torch.manual_seed(a.seed)
-    rng = np.random.default_rng(a.seed)
-    model = build(a.hidden, a.layers, a.head_size).train()
-    if a.alike:
-        with torch.no_grad():
-            for layer in model.model.decoder.layers:
-                attn = layer.self_attn
-                attn.q_proj.weight.normal_(0, a.alike * a.hidden**-0.5)
-                attn.k_proj.weight.copy_(attn.q_proj.weight)
-    if a.wired:
-        wire(model, lookup=not a.half)
-    mask_of = {"mask": None}
-    local_first(model, mask_of)
-    opt = torch.optim.AdamW(model.parameters(), lr=a.lr, betas=(0.9, 0.95), weight_decay=0.01)
-    a.out.mkdir(parents=True, exist_ok=True)
-    save_tokenizer(recall.build_tokenizer(), POSITIONS, a.out)
-    stage, recent, began = 0, [], time.perf_counter()
-    loc = []
-    for step in range(a.steps):
-        for g in opt.param_groups:
-            g["lr"] = a.lr * min(1, (step + 1) / 100)
-        facts = FACTS[stage]
-        sizes = recall.Sizes(facts, int(rng.integers(0, min(FILLER, facts) + 1)), min(QUERIES, facts))
-        rows = torch.tensor(recall.draw_texts(sizes, max(4, TOKENS_PER_STEP // sizes.tokens), rng))
-        n = rows.shape[1] - 1
-        local = rng.random() < a.local_share
-        if local:
-            d = torch.arange(n)[:, None] - torch.arange(n)
-            mask_of["mask"] = ((d >= 0) & (d < LOCAL))[None, None]
-        else:
-            mask_of["mask"] = None
-        hidden = model.model(input_ids=rows[:, :-1], use_cache=False).last_hidden_state
-        at = hidden[:, sizes.prompt_tokens :: 2]
-        targets = rows[:, sizes.prompt_tokens + 1 :: 2]
-        logits = model.lm_head(at)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        opt.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-        recent.append(float((logits.argmax(-1) == targets).float().mean()))
-        loc.append(local)
-        last = recent[-20:]
-        if step % 20 == 19:
-            la = [r for r, l in zip(last, loc[-20:]) if l] or [0]
-            print(f"step {step + 1} facts {facts} loss {float(loss.detach()):.3f} right {np.mean(last):.3f} local {np.mean(la):.3f} {time.perf_counter() - began:.0f} s", flush=True)
-        if step % 200 == 199:
-            save_model(model, a.out)
-        if len(last) == 20 and np.mean(last) >= GROWS_AT:
-            if stage + 1 < len(FACTS):
-                stage, recent, loc = stage + 1, [], []
-    save_model(model, a.out)
+    """Set the circuit, train, and save."""
+    arguments = parse_arguments()
+    torch.set_num_threads(1)
+    torch.manual_seed(arguments.seed)
+    model = build()
+    before = share_right(model, arguments.seed + 1)
+    say(f"as set: {before:.1%} right")
+    train(model, arguments.steps, arguments.seed)
+    partial = arguments.out.with_name(arguments.out.name + ".partial")
+    partial.mkdir(parents=True)
+    save_tokenizer(recall.build_tokenizer(), POSITIONS, partial)
+    save_model(model, partial)
+    saved = OPTForCausalLM.from_pretrained(partial, dtype=torch.float32)
+    after = share_right(saved, arguments.seed + 1)
+    readme = Path(__file__).with_name("recall_readme.md").read_text(encoding="utf-8")
+    largest = SIZES[-1]
+    (partial / "README.md").write_text(
+        readme.format(
+            name=arguments.out.name, out=arguments.out.as_posix(), arguments=arguments, config=model.config,
+            parameters=model.num_parameters(), largest=largest, before=before, after=after, judged=JUDGED,
+            recall=recall,
+        )
+    )  # fmt: skip
+    partial.rename(arguments.out)
+    say(f"saved: {after:.1%} right")
 
 
 if __name__ == "__main__":

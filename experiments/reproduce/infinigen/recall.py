@@ -1,10 +1,26 @@
-"""Recall of facts that are asked for after the eviction (MQAR), from what ``experiments.studies.recall_study`` measured."""
+"""Recall of facts that are asked for after the eviction, from what ``experiments.studies.recall_study`` measured.
+
+A text has M facts in its prompt and asks for them in the decode alone (multi-query associative recall). Whoever evicts
+after the prompt does not know what will be asked. A head with K places holds at most K of the M facts, since each is
+read at a place of its own, and S heads that choose for themselves at most S · K. The rest is right by chance: each
+number is drawn evenly from V, so that 1 / V of the answers are right whatever else is known.
+"""
 
 from __future__ import annotations
 
+import json
+from functools import cache
+
+import numpy as np
+
+from experiments.reproduce.experiment import Experiment, Figure, Row, lines
 from experiments.reproduce.infinigen.accuracy_policies import RESULTS as ACCURACY
+from experiments.reproduce.paper import INFINIGEN, context
+from flexhybrid.jobs.accuracy import bootstrap
 
 RESULTS = ACCURACY / "recall"
+
+RIGHT, KEPT = "right answers, %", "tokens kept or fetched in thinned layers, % of the prompt"
 
 
 def most_held(places: float, facts: int, sets: int = 1) -> float:
@@ -13,5 +29,109 @@ def most_held(places: float, facts: int, sets: int = 1) -> float:
 
 
 def most_right(held: float, chance: float) -> float:
-    """Return the share of answers that are right at best, on average, where a share ``held`` of the facts is held."""
+    """Return the share of right answers, in the mean, where a share ``held`` of the facts is read without an error."""
     return held + (1 - held) * chance
+
+
+@cache
+def studies() -> dict[str, dict]:
+    """Return model -> its measurements, for all models that were measured."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
+
+
+def num_reading(study: dict, whole_layers: int) -> int:
+    """Return how many heads of thinned layers read facts, each from a set of places of its own."""
+    return sum(head["reads"] for head in study["heads"] if head["layer"] >= whole_layers)
+
+
+def bound(study: dict, places: int, whole_layers: int) -> float:
+    """Return the largest mean share of right answers of whoever evicts all but ``places`` in every thinned layer."""
+    held = most_held(places, study["facts"], num_reading(study, whole_layers))
+    return most_right(held, 1 / study["values"])
+
+
+def _label(row: dict) -> str:
+    """Return the method of a policy's row as a figure's legend has it."""
+    if row["method"] == "infinigen":
+        return "InfiniGen" if row["checkpoint"] == "skewed" else "InfiniGen, not skewed"
+    return {"h2o": "H2O", "full": "full cache"}.get(row["method"], f"{row.get('bits')} bits")
+
+
+def _only_places(row: dict) -> bool:
+    """Return whether a policy's row is of a number of places, and of nothing else that sets it apart."""
+    return "places" in row and not {"ratio", "columns"} & row.keys()
+
+
+def _quantity(model: str, row: dict) -> str:
+    words = [f"{name} {row[name]:g}" for name in ("alpha", "places", "ratio") if name in row]
+    words += ["columns of each request"] if "columns" in row else []
+    words += [f"layers 0 to {row['whole_layers'] - 1} whole"] if row["whole_layers"] > 1 else []
+    words += ["layer 0 whole"] if row["whole_layers"] == 1 else []
+    return f"{model}: {', '.join([_label(row), *words])}"
+
+
+def recall() -> Experiment:
+    """Right answers against the tokens kept, with the bound of whoever evicts; against alpha."""
+    rows: list[Row] = []
+    figures: list[Figure] = []
+    for model, study in studies().items():
+        full = next(row for row in study["policies"] if row["method"] == "full")
+        for row in study["policies"]:
+            mean = bootstrap.mean(100 * np.array(row["right_by_text"]))
+            lost = bootstrap.mean_difference(100 * np.array(row["right_by_text"]), 100 * np.array(full["right_by_text"]))
+            cells = {"low": mean.low, "high": mean.high, "less_full": lost.value, "less_full_low": lost.low}
+            cells |= {"less_full_high": lost.high, "seen": row["seen"], "looked_at": row["looked_at"]}
+            rows.append(context(_quantity(model, row), mean.value, "%", moved=row["moved"], **cells))
+        for head in study["heads"]:
+            quantity = f"{model}: layer {head['layer']}, head {head['head']}, alone sees the facts"
+            rows.append(context(quantity, 100 * head["alone"], "%", without_it=100 * head["without"]))
+        for layers in sorted({row["whole_layers"] for row in study["kept"]}):
+            figures.append(_over_places(model, study, layers))
+            figures.append(_over_alpha(model, study, layers))
+            for row in study["kept"]:
+                if row["whole_layers"] == layers:
+                    quantity = f"{model}: {row['facts']} facts kept, {row['which']}, {layers} whole"
+                    rows.append(context(quantity, 100 * row["right"], "%"))
+    return INFINIGEN.experiment("infinigen-accuracy-recall", rows, figures)
+
+
+def _over_places(model: str, study: dict, layers: int) -> Figure:
+    """Return right answers against places, of policies with so many whole layers."""
+    prompt, chance = 1 + 2 * study["facts"] + study["filler"], 1 / study["values"]
+    points = []
+
+    def add(places: int, right: float, series: str, low: float = np.nan, high: float = np.nan) -> None:
+        ends = {"low": right if np.isnan(low) else low, "high": right if np.isnan(high) else high}
+        points.append({"share": 100 * places / prompt, "right": right, "series": series} | ends)
+
+    chosen = [row for row in study["policies"] if _only_places(row) and row["whole_layers"] == layers]
+    for label in ("InfiniGen", "InfiniGen, not skewed", "H2O"):
+        for row in chosen:
+            if _label(row) == label:
+                add(row["places"], *(100 * end for end in _ends(row)[:1]), label, *(100 * e for e in _ends(row)[1:]))
+    for row in chosen:
+        if row["method"] == "h2o":
+            name = "bound of whoever evicts: K / M" if num_reading(study, layers) == 1 else "bound of whoever evicts"
+            add(row["places"], 100 * bound(study, row["places"], layers), name)
+            add(row["places"], 100 * most_right(row["seen"], chance), "facts that H2O still has")
+    for row in study["kept"]:
+        if row["whole_layers"] == layers and row["which"] == "random" and row["facts"]:
+            add(row["facts"], 100 * row["right"], "K facts at random")
+    figure = lines(f"{model.lower()}-{layers}-whole", points, f"{model}, {layers} of its layers whole", KEPT, RIGHT)
+    return figure
+
+
+def _ends(row: dict) -> bootstrap.Interval:
+    return bootstrap.mean(row["right_by_text"])
+
+
+def _over_alpha(model: str, study: dict, layers: int) -> Figure:
+    """Return right answers, and the share of tokens fetched, against alpha."""
+    points = []
+    for row in study["policies"]:
+        if "alpha" in row and row["whole_layers"] == layers:
+            points.append({"alpha": row["alpha"], "share": 100 * row["right"], "series": f"right, {row['checkpoint']}"})
+            fetched = {"alpha": row["alpha"], "share": 100 * row["looked_at"]}
+            points.append(fetched | {"series": f"fetched, {row['checkpoint']}"})
+    title = f"{model}, {layers} of its layers whole"
+    return lines(f"{model.lower()}-{layers}-whole-alpha", points, title, "alpha", "% of answers, % of tokens")
