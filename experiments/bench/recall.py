@@ -19,9 +19,9 @@ def bench_recall(table: Table, num_texts: int = 20) -> None:
     study = studies()[MODEL.name]
     with torch_threads(1):
         run = partial(measure, MODEL, texts=texts, sizes=SIZES, heads=study["heads"])
-        full = run("resident")["right"]
-        evicting = run(keeping(MIDDLE, SIZES, WHOLE_LAYERS))["right"]
-        guessing = run(fetching(MIDDLE, SIZES, WHOLE_LAYERS))["right"]
+        full = run("resident", 0)["right"]
+        evicting = run(keeping(MIDDLE, SIZES, WHOLE_LAYERS), WHOLE_LAYERS)["right"]
+        guessing = run(fetching(MIDDLE, SIZES, WHOLE_LAYERS), WHOLE_LAYERS)["right"]
     conditions = {"texts": num_texts, "queries": SIZES.queries, "facts": SIZES.facts, "places": MIDDLE}
     table.at_least("recall: right answers of the full cache", full, 0.98, "", **conditions)
     name = f"recall: right answers of H2O with {MIDDLE} places"

@@ -7,7 +7,7 @@ experiments/results/accuracy/recall/MODEL.json, from which ``experiments.reprodu
 
 Usage::
 
-    python -m experiments.studies.recall_study [--model experiments/checkpoints/opt-recall] [--num-texts 48]
+    python -m experiments.studies.recall_study [--model experiments/checkpoints/opt-recall] [--num-texts 24]
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from experiments.reproduce.infinigen.accuracy_policies import infinigen, quantiz
 from experiments.reproduce.infinigen.recall import RESULTS
 from experiments.training import recall
 from experiments.training.recall import Sizes
-from flexhybrid.core.context.selection import num_whole
 from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.task import Task
 from flexhybrid.jobs.accuracy.attention_watch import LOADS, watch_positions
@@ -42,10 +41,10 @@ from flexhybrid.scoring import score
 MODEL = CHECKPOINTS / "opt-recall"
 SEED = 1  #: of the texts; the training's is another
 SIZES = Sizes(facts=128, filler=63, queries=64)
-PLACES = (16, 32, 64, 96, 128, 192, 256)  #: whole blocks of a prompt's 320 tokens
+PLACES = (16, 32, 64, 128, 192)  #: whole blocks of a prompt's 320 tokens
 WHOLE_LAYERS = (1, 2)  #: the fewest that InfiniGen can have, and those of the authors' code
-ALPHAS = (1.0, 2.0, 4.0, 6.0, 8.0)
-RATIOS = (0.1, 0.6, 1.0)  #: of columns, beside the paper's 0.3
+ALPHAS = (1.0, 2.0, 4.0, 8.0)
+RATIOS = (0.1, 1.0)  #: of columns, beside the paper's 0.3
 BITS = (8, 4, 2)
 CAP = 0.2  #: the paper's most, of a context
 FEW = 8  #: texts that tell which heads read facts
@@ -101,21 +100,21 @@ def asked_facts(texts: np.ndarray, sizes: Sizes) -> np.ndarray:
     return (names[:, None] == texts[:, sizes.prompt_tokens :: 2, None]).argmax(-1)
 
 
-def measure(model: Path, policy: str, texts: np.ndarray, sizes: Sizes, heads: Sequence[dict]) -> dict:
-    """Return what a policy answers, by text and in all, and how many answers are right where the heads that read facts
-    (of ``heads``, as ``reading_heads`` gives them) see the fact no more."""
+def measure(
+    model: Path, policy: str, whole_layers: int, texts: np.ndarray, sizes: Sizes, heads: Sequence[dict]
+) -> dict:
+    """Return what a policy that has so many whole layers answers, by text and in all, and how many answers are right
+    where the heads of the others that read facts (of ``heads``, as ``reading_heads`` gives them) see the fact no more.
+    """
     forced = 2 * sizes.queries
     with LLM(model, policy, device="cpu", dtype="float32", hardware="rtx4090") as llm:
-        shape, selection = llm.shape, llm.settled_policy.selection
-        first = num_whole(selection, shape.num_layers)
-        reading = [(row["layer"], row["head"]) for row in heads if row["reads"] and row["layer"] >= first]
-        watch = Watch(texts, sizes, first, reading)
+        reading = [(row["layer"], row["head"]) for row in heads if row["reads"] and row["layer"] >= whole_layers]
+        watch = Watch(texts, sizes, whole_layers, reading)
         scores = score(llm, texts.tolist(), forced, watch)
-        token_bytes = shape.num_layers * shape.kv_token_bytes(llm.problem.bytes_per_element)
+        token_bytes = llm.shape.num_layers * llm.shape.kv_token_bytes(llm.problem.bytes_per_element)
     right = np.stack([run.greedy[1::2] for run in scores]) == texts[:, sizes.prompt_tokens + 1 :: 2]
     seen = watch.seen.numpy()
     return {
-        "whole_layers": first,
         "right": float(right.mean()),
         "right_by_text": right.mean(1).tolist(),
         "seen": float(seen.mean()),
@@ -129,8 +128,8 @@ def measure(model: Path, policy: str, texts: np.ndarray, sizes: Sizes, heads: Se
 
 @torch.inference_mode()
 def right_under_mask(network, texts: np.ndarray, sizes: Sizes, seen_LNHP: torch.Tensor) -> np.ndarray:
-    """Return which answers are right, [N, Q], of transformers' model where the tokens behind the prompt see these places
-    of it alone: bool [layers, N or 1, heads or 1, prompt tokens]."""
+    """Return which answers are right, [N, Q], of transformers' model whose tokens behind the prompt see these places of
+    it alone: bool [layers, N or 1, heads or 1, prompt tokens]."""
     ids, prompt = torch.tensor(texts[:, :-1]), sizes.prompt_tokens
     causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
     handles = []
@@ -149,16 +148,16 @@ def right_under_mask(network, texts: np.ndarray, sizes: Sizes, seen_LNHP: torch.
 
 
 def seen_facts(num_layers: int, sizes: Sizes, kept_NM: np.ndarray) -> torch.Tensor:
-    """Return the places [layers, N, 1, prompt tokens] of caches that have all that is not a fact, and both tokens of the
-    facts that are kept, bool [N, facts]."""
+    """Return the places [layers, N, 1, prompt tokens] of caches that have all that is not a fact, and both tokens of
+    the facts that are kept, bool [N, facts]."""
     seen = np.ones((num_layers, len(kept_NM), 1, sizes.prompt_tokens), dtype=bool)
     seen[:, :, 0, 1 : 1 + 2 * sizes.facts] = kept_NM.repeat(2, axis=1)
     return torch.tensor(seen)
 
 
 def kept_facts(texts: np.ndarray, sizes: Sizes, count: int, which: str, rng: np.random.Generator) -> np.ndarray:
-    """Return ``count`` facts of each text, bool [N, facts]: drawn at random ("random"), or as many as there are of those
-    that will be asked, then others ("asked")."""
+    """Return ``count`` facts of each text, bool [N, facts]: drawn at random ("random"), or those that will be asked,
+    and others if these are fewer ("asked")."""
     order = rng.random((len(texts), sizes.facts))
     if which == "asked":
         np.put_along_axis(order, asked_facts(texts, sizes), -1.0, axis=1)
@@ -186,24 +185,24 @@ def reading_heads(network, texts: np.ndarray, sizes: Sizes, chance: float) -> li
 
 def policies(sizes: Sizes) -> list[dict]:
     """Return the policies with what sets them apart: the checkpoint that they run (plain or skewed), method, whole
-    layers, places. At K places H2O keeps K of the prompt's tokens in each thinned layer, and InfiniGen fetches as large a
-    share of the context as K is of the decode's mean context: equal bytes in equal layers."""
-    rows = [{"checkpoint": "plain", "method": "full", "policy": "resident"}]
-    rows += [{"checkpoint": "plain", "method": "bits", "bits": bits, "policy": quantized(bits)} for bits in BITS]
+    layers, places. At K places H2O keeps K of the prompt's tokens in each thinned layer, and InfiniGen fetches as large
+    a share of the context as K is of the decode's mean context: equal bytes in equal layers."""
+    plain = {"checkpoint": "plain", "whole_layers": 0}
+    rows = [plain | {"method": "full", "policy": "resident"}]
+    rows += [plain | {"method": "bits", "bits": bits, "policy": quantized(bits)} for bits in BITS]
     for layers in WHOLE_LAYERS:
+        plain = {"checkpoint": "plain", "whole_layers": layers}
+        skewed = {"checkpoint": "skewed", "whole_layers": layers, "method": "infinigen"}
         for places in PLACES:
-            policy = keeping(places, sizes, layers)
-            rows.append({"checkpoint": "plain", "method": "h2o", "places": places, "policy": policy})
-        for part in ("plain", "skewed"):
-            guess = {"checkpoint": part, "method": "infinigen"}
-            for places in PLACES:
-                rows.append(guess | {"places": places, "policy": fetching(places, sizes, layers)})
-            for alpha in ALPHAS:
-                rows.append(guess | {"alpha": alpha, "policy": infinigen(alpha, CAP, whole_layers=layers)})
-        guess |= {"places": MIDDLE}
+            rows.append(plain | {"method": "h2o", "places": places, "policy": keeping(places, sizes, layers)})
+            guess = {"method": "infinigen", "places": places, "policy": fetching(places, sizes, layers)}
+            rows += [plain | guess, skewed | guess]
+        rows += [skewed | {"alpha": alpha, "policy": infinigen(alpha, CAP, whole_layers=layers)} for alpha in ALPHAS]
         for ratio in RATIOS:
-            rows.append(guess | {"ratio": ratio, "policy": fetching(MIDDLE, sizes, layers, partial_ratio=ratio)})
-        rows.append(guess | {"columns": "request", "policy": fetching(MIDDLE, sizes, layers, columns="request")})
+            policy = fetching(MIDDLE, sizes, layers, partial_ratio=ratio)
+            rows.append(skewed | {"places": MIDDLE, "ratio": ratio, "policy": policy})
+        policy = fetching(MIDDLE, sizes, layers, columns="request")
+        rows.append(skewed | {"places": MIDDLE, "columns": "request", "policy": policy})
     return rows
 
 
@@ -230,7 +229,8 @@ def study(model: Path, num_texts: int, folder: Path, sizes: Sizes = SIZES) -> di
     heads = reading_heads(network, texts[:FEW], sizes, 1 / recall.NUM_VALUES)
     rows = []
     for row in policies(sizes):
-        rows.append(row | measure(paths[row["checkpoint"]], row["policy"], texts, sizes, heads))
+        path = paths[row["checkpoint"]]
+        rows.append(row | measure(path, row["policy"], row["whole_layers"], texts, sizes, heads))
         say(rows[-1])
     return {
         "model": model.name,
@@ -264,7 +264,7 @@ def say(row: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--num-texts", type=int, default=48)
+    parser.add_argument("--num-texts", type=int, default=24)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     with torch_threads(1), tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,11 @@
 """Build and train the small OPT that recalls facts (`experiments.training.recall`). Nothing is downloaded.
 
-An induction circuit (Olsson et al. 2022) is set by hand and trained on, all weights free: learned from nothing it takes
-hours here. The token table leaves the columns PREVIOUS and PLACE empty, and the table of positions has sinusoids in
-PLACE. A head of layer 0 attends to the token before and writes it into PREVIOUS; a head of layer LOOKUP attends to where
-its own token is the previous one, and writes the token there over its own. In half of the training's steps layers before
-LOOKUP see the last LOCAL tokens alone: the facts are then looked up in LOOKUP or later, in layers that policies thin out.
+An induction circuit (Olsson et al. 2022) is set by hand and then trained, all weights free: learned from nothing it
+takes hours on two cores. The token table leaves the columns PREVIOUS and PLACE empty, and the table of positions has
+sinusoids in PLACE. A head of layer 0 attends to the token before and writes it into PREVIOUS; a head of layer LOOKUP
+attends to where its own token is the previous one, and writes the token there over its own. In half of the steps layers
+before LOOKUP see the last LOCAL tokens alone, so that the facts stay looked up in LOOKUP or later, in layers that
+policies thin out.
 
 Usage::
 
@@ -91,8 +92,8 @@ def _turn_back(frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _set_head(attention: nn.Module, sharpness: float, looks: tuple, writes: torch.Tensor, into: slice) -> None:
-    """Set head 0: its queries are ``looks[0]`` times the columns ``looks[1]``, its keys the columns ``looks[2]``; what it
-    writes ``into`` is ``writes`` times the columns TOKEN."""
+    """Set head 0: its queries are ``looks[0]`` times the columns ``looks[1]``, its keys the columns ``looks[2]``; what
+    it writes ``into`` is ``writes`` times the columns TOKEN."""
     turn, asks, answers = looks
     head = slice(0, attention.head_dim)
     for weight in (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight):

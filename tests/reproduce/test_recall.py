@@ -77,7 +77,9 @@ def test_texts_that_cannot_be_drawn_are_refused(sizes):
 # ---- the bound
 
 
-@pytest.mark.parametrize(("facts", "places", "sets", "values"), [(3, 1, 1, 2), (4, 2, 1, 3), (4, 1, 2, 2), (3, 2, 2, 3)])
+@pytest.mark.parametrize(
+    ("facts", "places", "sets", "values"), [(3, 1, 1, 2), (4, 2, 1, 3), (4, 1, 2, 2), (3, 2, 2, 3)]
+)
 def test_no_eviction_answers_more_than_the_bound_and_the_best_reaches_it(facts, places, sets, values):
     """Over all ways to keep places of facts, and to answer what is not kept with a number of the facts that are (or any
     fixed one), in all texts and queries."""
@@ -170,7 +172,9 @@ def study(folder, tmp_path_factory):
 
 
 def find(study, **cells):
-    (row,) = [row for row in study["policies"] if cells.items() <= row.items() and not {"ratio", "columns"} & row.keys()]
+    (row,) = [
+        row for row in study["policies"] if cells.items() <= row.items() and not {"ratio", "columns"} & row.keys()
+    ]
     return row
 
 

@@ -78,7 +78,9 @@ def recall() -> Experiment:
         full = next(row for row in study["policies"] if row["method"] == "full")
         for row in study["policies"]:
             mean = bootstrap.mean(100 * np.array(row["right_by_text"]))
-            lost = bootstrap.mean_difference(100 * np.array(row["right_by_text"]), 100 * np.array(full["right_by_text"]))
+            lost = bootstrap.mean_difference(
+                100 * np.array(row["right_by_text"]), 100 * np.array(full["right_by_text"])
+            )
             cells = {"low": mean.low, "high": mean.high, "less_full": lost.value, "less_full_low": lost.low}
             cells |= {"less_full_high": lost.high, "seen": row["seen"], "looked_at": row["looked_at"]}
             rows.append(context(_quantity(model, row), mean.value, "%", moved=row["moved"], **cells))
