@@ -89,9 +89,9 @@ class Watch:
         heads = [head for layer, head in self.reading if layer == task.layer]
         if heads and not is_answer:  # the step that takes a name gives its number
             rows = torch.tensor(texts)
-            name = 1 + 2 * self.facts[rows, query][:, None, None]
+            number = 2 + 2 * self.facts[rows, query]  # where the fact is read, as ``one_token_of_each`` shows
             positions = positions_BGT.expand(-1, max(positions_BGT.shape[1], 1 + max(heads)), -1)[:, heads]
-            self.seen[rows, query] |= ((positions == name) | (positions == name + 1)).any(-1).any(-1)
+            self.seen[rows, query] |= (positions == number[:, None, None]).any(-1).any(-1)
 
 
 def asked_facts(texts: np.ndarray, sizes: Sizes) -> np.ndarray:
@@ -162,6 +162,17 @@ def kept_facts(texts: np.ndarray, sizes: Sizes, count: int, which: str, rng: np.
     if which == "asked":
         np.put_along_axis(order, asked_facts(texts, sizes), -1.0, axis=1)
     return order.argsort(1).argsort(1) < count
+
+
+def one_token_of_each(network, texts: np.ndarray, sizes: Sizes) -> dict[str, float]:
+    """Return the share of right answers where layers behind layer 0 see only the names, or only the numbers."""
+    shares = {}
+    for token, name in enumerate(("names", "numbers")):
+        seen = seen_facts(network.config.num_hidden_layers, sizes, np.zeros((1, sizes.facts), dtype=bool))
+        seen[0] = True
+        seen[..., 1 + token : 1 + 2 * sizes.facts : 2] = True
+        shares[name] = float(right_under_mask(network, texts, sizes, seen).mean())
+    return shares
 
 
 def reading_heads(network, texts: np.ndarray, sizes: Sizes, chance: float) -> list[dict]:
@@ -239,6 +250,7 @@ def study(model: Path, num_texts: int, folder: Path, sizes: Sizes = SIZES) -> di
         "num_texts": num_texts,
         "seed": SEED,
         "heads": heads,
+        "one_token": one_token_of_each(network, texts[:FEW], sizes),
         "policies": rows,
         "kept": list(kept_answers(network, texts, sizes, rng)),
     }
