@@ -42,6 +42,7 @@ MODEL = CHECKPOINTS / "opt-recall"
 SEED = 1  #: of the texts; the training's is another
 SIZES = Sizes(facts=128, filler=63, queries=64)
 PLACES = (16, 32, 64, 128, 192)  #: whole blocks of a prompt's 320 tokens
+FEWER_PLACES = (4, 8)  #: less than a block, which InfiniGen may fetch and H2O may not keep
 WHOLE_LAYERS = (1, 2)  #: the fewest that InfiniGen can have, and those of the authors' code
 ALPHAS = (1.0, 2.0, 4.0, 8.0)
 RATIOS = (0.1, 1.0)  #: of columns, beside the paper's 0.3
@@ -206,6 +207,7 @@ def policies(sizes: Sizes) -> list[dict]:
         skewed = {"checkpoint": "skewed", "whole_layers": layers, "method": "infinigen"}
         for places in PLACES:
             rows.append(plain | {"method": "h2o", "places": places, "policy": keeping(places, sizes, layers)})
+        for places in (*FEWER_PLACES, *PLACES):
             guess = {"method": "infinigen", "places": places, "policy": fetching(places, sizes, layers)}
             rows += [plain | guess, skewed | guess]
         rows += [skewed | {"alpha": alpha, "policy": infinigen(alpha, CAP, whole_layers=layers)} for alpha in ALPHAS]
