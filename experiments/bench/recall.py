@@ -6,11 +6,11 @@ import numpy as np
 
 from experiments.bench.harness import Table
 from experiments.reproduce.infinigen.recall import bound, studies
-from experiments.studies.recall_study import MIDDLE, MODEL, SEED, SIZES, fetching, keeping, measure
+from experiments.studies.recall_study import MODEL, SEED, SIZES, WHOLE_LAYERS, fetching, keeping, measure
 from experiments.training import recall
 from flexhybrid.runtime.threads import torch_threads
 
-WHOLE_LAYERS = 2  #: as in the authors' code
+PLACES = 64  #: a fifth of the prompt
 
 
 def bench_recall(table: Table, num_texts: int = 20) -> None:
@@ -20,11 +20,11 @@ def bench_recall(table: Table, num_texts: int = 20) -> None:
     with torch_threads(1):
         run = partial(measure, MODEL, texts=texts, sizes=SIZES, heads=study["heads"])
         full = run("resident", 0)["right"]
-        evicting = run(keeping(MIDDLE, SIZES, WHOLE_LAYERS), WHOLE_LAYERS)["right"]
-        guessing = run(fetching(MIDDLE, SIZES, WHOLE_LAYERS), WHOLE_LAYERS)["right"]
-    conditions = {"texts": num_texts, "queries": SIZES.queries, "facts": SIZES.facts, "places": MIDDLE}
+        evicting = run(keeping(PLACES, SIZES, WHOLE_LAYERS), WHOLE_LAYERS)["right"]
+        guessing = run(fetching(PLACES, SIZES, WHOLE_LAYERS), WHOLE_LAYERS)["right"]
+    conditions = {"texts": num_texts, "queries": SIZES.queries, "facts": SIZES.facts, "places": PLACES}
     table.at_least("recall: right answers of the full cache", full, 0.98, "", **conditions)
-    name = f"recall: right answers of H2O with {MIDDLE} places"
-    table.at_most(name, evicting, bound(study, MIDDLE, WHOLE_LAYERS), "", **conditions)
-    name = f"recall: InfiniGen's right answers over the full cache's, {MIDDLE} tokens fetched"
+    name = f"recall: right answers of H2O with {PLACES} places"
+    table.at_most(name, evicting, bound(study, PLACES, WHOLE_LAYERS), "", **conditions)
+    name = f"recall: InfiniGen's right answers over the full cache's, {PLACES} tokens fetched"
     table.at_least(name, guessing / full, 0.95, "x", **conditions)

@@ -7,7 +7,7 @@ experiments/results/accuracy/recall/MODEL.json, from which ``experiments.reprodu
 
 Usage::
 
-    python -m experiments.studies.recall_study [--model experiments/checkpoints/opt-recall] [--num-texts 24]
+    python -m experiments.studies.recall_study [--model experiments/checkpoints/opt-recall] [--num-texts 48]
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ from flexhybrid.scoring import score
 
 MODEL = CHECKPOINTS / "opt-recall"
 SEED = 1  #: of the texts; the training's is another
-SIZES = Sizes(facts=128, filler=63, queries=64)
+SIZES = Sizes(facts=128, filler=63, queries=32)
+WHOLE_LAYERS = 2  #: as in the authors' code
 PLACES = (16, 32, 64, 128, 192)  #: whole blocks of a prompt's 320 tokens
 FEWER_PLACES = (4, 8)  #: less than a block, which InfiniGen may fetch and H2O may not keep
-WHOLE_LAYERS = (1, 2)  #: the fewest that InfiniGen can have, and those of the authors' code
+ONE_WHOLE = (16, 64)  #: places that are tried with layer 0 alone whole, the fewest that InfiniGen can have
+NOT_SKEWED = (4, 16, 64)  #: places that InfiniGen is tried with on the plain checkpoint
 ALPHAS = (1.0, 2.0, 4.0, 8.0)
 RATIOS = (0.1, 1.0)  #: of columns, beside the paper's 0.3
-BITS = (8, 4, 2)
+BITS = (8, 4, 2, 1)
 CAP = 0.2  #: the paper's most, of a context
+VARIED = 16  #: places at which variants are compared
 FEW = 8  #: texts that tell which heads read facts
-MIDDLE = 64  #: places at which variants are compared
 
 
 class Watch:
@@ -199,23 +201,27 @@ def policies(sizes: Sizes) -> list[dict]:
     """Return the policies with what sets them apart: the checkpoint that they run (plain or skewed), method, whole
     layers, places. At K places H2O keeps K of the prompt's tokens in each thinned layer, and InfiniGen fetches as large
     a share of the context as K is of the decode's mean context: equal bytes in equal layers."""
-    plain = {"checkpoint": "plain", "whole_layers": 0}
-    rows = [plain | {"method": "full", "policy": "resident"}]
-    rows += [plain | {"method": "bits", "bits": bits, "policy": quantized(bits)} for bits in BITS]
-    for layers in WHOLE_LAYERS:
-        plain = {"checkpoint": "plain", "whole_layers": layers}
-        skewed = {"checkpoint": "skewed", "whole_layers": layers, "method": "infinigen"}
-        for places in PLACES:
-            rows.append(plain | {"method": "h2o", "places": places, "policy": keeping(places, sizes, layers)})
-        for places in (*FEWER_PLACES, *PLACES):
-            guess = {"method": "infinigen", "places": places, "policy": fetching(places, sizes, layers)}
-            rows += [plain | guess, skewed | guess]
-        rows += [skewed | {"alpha": alpha, "policy": infinigen(alpha, CAP, whole_layers=layers)} for alpha in ALPHAS]
-        for ratio in RATIOS:
-            policy = fetching(MIDDLE, sizes, layers, partial_ratio=ratio)
-            rows.append(skewed | {"places": MIDDLE, "ratio": ratio, "policy": policy})
-        policy = fetching(MIDDLE, sizes, layers, columns="request")
-        rows.append(skewed | {"places": MIDDLE, "columns": "request", "policy": policy})
+    plain, skewed = {"checkpoint": "plain"}, {"checkpoint": "skewed"}
+    exact = plain | {"whole_layers": 0}
+    rows = [exact | {"method": "full", "policy": "resident"}]
+    rows += [exact | {"method": "bits", "bits": bits, "policy": quantized(bits)} for bits in BITS]
+
+    def h2o(places: int, layers: int) -> dict:
+        cells = plain | {"whole_layers": layers, "method": "h2o", "places": places}
+        return cells | {"policy": keeping(places, sizes, layers)}
+
+    def guess(part: dict, places: int, layers: int = WHOLE_LAYERS, **more) -> dict:
+        cells = part | {"whole_layers": layers, "method": "infinigen", "places": places}
+        return cells | more | {"policy": fetching(places, sizes, layers, **more)}
+
+    rows += [row for places in PLACES for row in (h2o(places, WHOLE_LAYERS), guess(skewed, places))]
+    rows += [row for places in ONE_WHOLE for row in (h2o(places, 1), guess(skewed, places, 1))]
+    rows += [guess(skewed, places) for places in FEWER_PLACES] + [guess(plain, places) for places in NOT_SKEWED]
+    rows += [guess(skewed, VARIED, partial_ratio=ratio) for ratio in RATIOS]
+    rows.append(guess(skewed, VARIED, columns="request"))
+    for alpha in ALPHAS:
+        cells = skewed | {"whole_layers": WHOLE_LAYERS, "method": "infinigen", "alpha": alpha}
+        rows.append(cells | {"policy": infinigen(alpha, CAP, whole_layers=WHOLE_LAYERS)})
     return rows
 
 
@@ -259,16 +265,18 @@ def study(model: Path, num_texts: int, folder: Path, sizes: Sizes = SIZES) -> di
 
 
 def kept_answers(network, texts: np.ndarray, sizes: Sizes, rng: np.random.Generator) -> Iterator[dict]:
-    """Yield the answers of caches that keep a number of facts in all heads of the thinned layers."""
-    for layers in WHOLE_LAYERS:
-        for which in ("random", "asked"):
-            for count in (0, *(places for places in PLACES if places <= sizes.facts)):
-                seen = seen_facts(network.config.num_hidden_layers, sizes, kept_facts(texts, sizes, count, which, rng))
-                seen[:layers] = True
-                right = right_under_mask(network, texts, sizes, seen)
-                row = {"which": which, "facts": count, "whole_layers": layers, "right": float(right.mean())}
-                say(row)
-                yield row | {"right_by_text": right.mean(1).tolist()}
+    """Yield the answers of caches that keep a number of facts in all heads of the thinned layers: at random; or those
+    that will be asked, then others; or none, with layer 0 alone whole."""
+    random = [("random", count, WHOLE_LAYERS) for count in (0, *PLACES) if count <= sizes.facts]
+    for which, count, layers in (*random, ("asked", PLACES[0], WHOLE_LAYERS), ("random", 0, 1)):
+        kept = kept_facts(texts, sizes, count, which, rng)
+        seen = seen_facts(network.config.num_hidden_layers, sizes, kept)
+        seen[:layers] = True
+        right = right_under_mask(network, texts, sizes, seen)
+        row = {"which": which, "facts": count, "whole_layers": layers, "right": float(right.mean())}
+        row |= {"right_by_text": right.mean(1).tolist()}
+        say(row)
+        yield row
 
 
 def say(row: dict) -> None:
@@ -278,7 +286,7 @@ def say(row: dict) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--num-texts", type=int, default=24)
+    parser.add_argument("--num-texts", type=int, default=48)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     with torch_threads(1), tempfile.TemporaryDirectory() as folder:

@@ -3,7 +3,7 @@
 A text is ``</s>``, M facts (a name and its number), filler words, and queries (a name of the facts and its number
 again)::
 
-    </s> bako 17 duri 84 … the of and … duri 84 bako 17 …
+    </s> bano 17 pero 84 … veg zit vom … pero 84 bano 17 …
          facts              filler       queries: asked in the decode alone
 
 Names of a text differ. Each number is drawn by itself, evenly from all of them, so that whoever does not have a fact

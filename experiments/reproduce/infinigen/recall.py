@@ -59,14 +59,17 @@ def _label(row: dict) -> str:
 
 def _only_places(row: dict) -> bool:
     """Return whether a policy's row is of a number of places, and of nothing else that sets it apart."""
-    return "places" in row and not {"ratio", "columns"} & row.keys()
+    return "places" in row and not {"partial_ratio", "columns"} & row.keys()
+
+
+def _whole(row: dict) -> str:
+    return "layers 0 and 1 whole" if row["whole_layers"] == 2 else "layer 0 whole"
 
 
 def _quantity(model: str, row: dict) -> str:
-    words = [f"{name} {row[name]:g}" for name in ("alpha", "places", "ratio") if name in row]
+    words = [f"{name.replace('_', ' ')} {row[name]:g}" for name in ("alpha", "places", "partial_ratio") if name in row]
     words += ["columns of each request"] if "columns" in row else []
-    words += [f"layers 0 to {row['whole_layers'] - 1} whole"] if row["whole_layers"] > 1 else []
-    words += ["layer 0 whole"] if row["whole_layers"] == 1 else []
+    words += [_whole(row)] if row["whole_layers"] else []
     return f"{model}: {', '.join([_label(row), *words])}"
 
 
@@ -83,57 +86,53 @@ def recall() -> Experiment:
             )
             cells = {"low": mean.low, "high": mean.high, "less_full": lost.value, "less_full_low": lost.low}
             cells |= {"less_full_high": lost.high, "seen": row["seen"], "looked_at": row["looked_at"]}
-            rows.append(context(_quantity(model, row), mean.value, "%", moved=row["moved"], **cells))
+            moved = row["moved"] * (2 if row["method"] == "bits" else 1)  # over a cache of 16 bits; it ran in 32
+            rows.append(context(_quantity(model, row), mean.value, "%", moved=moved, **cells))
+        for tokens, right in study["one_token"].items():
+            rows.append(context(f"{model}: layers 1 and later see only the {tokens} of facts", 100 * right, "%"))
         for head in study["heads"]:
             quantity = f"{model}: layer {head['layer']}, head {head['head']}, alone sees the facts"
             rows.append(context(quantity, 100 * head["alone"], "%", without_it=100 * head["without"]))
-        for layers in sorted({row["whole_layers"] for row in study["kept"]}):
-            figures.append(_over_places(model, study, layers))
-            figures.append(_over_alpha(model, study, layers))
-            for row in study["kept"]:
-                if row["whole_layers"] == layers:
-                    quantity = f"{model}: {row['facts']} facts kept, {row['which']}, {layers} whole"
-                    rows.append(context(quantity, 100 * row["right"], "%"))
+        for row in study["kept"]:
+            words = f"{row['facts']} facts kept ({row['which']}), {_whole(row)}"
+            rows.append(context(f"{model}: {words}", 100 * row["right"], "%"))
+        figures += [_over_places(model, study), _over_alpha(model, study)]
     return INFINIGEN.experiment("infinigen-accuracy-recall", rows, figures)
 
 
-def _over_places(model: str, study: dict, layers: int) -> Figure:
-    """Return right answers against places, of policies with so many whole layers."""
+def _over_places(model: str, study: dict) -> Figure:
+    """Return right answers against places, of policies with layers 0 and 1 whole, and the bounds of whoever evicts."""
     prompt, chance = 1 + 2 * study["facts"] + study["filler"], 1 / study["values"]
     points = []
 
-    def add(places: int, right: float, series: str, low: float = np.nan, high: float = np.nan) -> None:
-        ends = {"low": right if np.isnan(low) else low, "high": right if np.isnan(high) else high}
-        points.append({"share": 100 * places / prompt, "right": right, "series": series} | ends)
+    def add(series: str, places: int, right: bootstrap.Interval) -> None:
+        value, low, high = (100 * end for end in right)
+        points.append({"share": 100 * places / prompt, "right": value, "series": series, "low": low, "high": high})
 
-    chosen = [row for row in study["policies"] if _only_places(row) and row["whole_layers"] == layers]
-    for label in ("InfiniGen", "InfiniGen, not skewed", "H2O"):
-        for row in chosen:
-            if _label(row) == label:
-                add(row["places"], *(100 * end for end in _ends(row)[:1]), label, *(100 * e for e in _ends(row)[1:]))
+    chosen = [row for row in study["policies"] if _only_places(row) and row["whole_layers"] == 2]
+    for row in chosen:
+        add(_label(row), row["places"], bootstrap.mean(row["right_by_text"]))
+    for row in study["kept"]:
+        if row["which"] == "random" and row["facts"] and row["whole_layers"] == 2:
+            add("K facts at random", row["facts"], bootstrap.mean(row["right_by_text"]))
+    name = "bound of whoever evicts" + (", K / M" if num_reading(study, 2) == 1 else "")
     for row in chosen:
         if row["method"] == "h2o":
-            name = "bound of whoever evicts: K / M" if num_reading(study, layers) == 1 else "bound of whoever evicts"
-            add(row["places"], 100 * bound(study, row["places"], layers), name)
-            add(row["places"], 100 * most_right(row["seen"], chance), "facts that H2O still has")
-    for row in study["kept"]:
-        if row["whole_layers"] == layers and row["which"] == "random" and row["facts"]:
-            add(row["facts"], 100 * row["right"], "K facts at random")
-    figure = lines(f"{model.lower()}-{layers}-whole", points, f"{model}, {layers} of its layers whole", KEPT, RIGHT)
-    return figure
+            add(name, row["places"], _exactly(bound(study, row["places"], 2)))
+            add("facts that H2O still has", row["places"], _exactly(most_right(row["seen"], chance)))
+    return lines(f"{model.lower()}-places", points, f"{model}: M = {study['facts']} facts", KEPT, RIGHT)
 
 
-def _ends(row: dict) -> bootstrap.Interval:
-    return bootstrap.mean(row["right_by_text"])
+def _exactly(value: float) -> bootstrap.Interval:
+    """Return a number that no sample was drawn for."""
+    return bootstrap.Interval(value, value, value)
 
 
-def _over_alpha(model: str, study: dict, layers: int) -> Figure:
+def _over_alpha(model: str, study: dict) -> Figure:
     """Return right answers, and the share of tokens fetched, against alpha."""
     points = []
     for row in study["policies"]:
-        if "alpha" in row and row["whole_layers"] == layers:
-            points.append({"alpha": row["alpha"], "share": 100 * row["right"], "series": f"right, {row['checkpoint']}"})
-            fetched = {"alpha": row["alpha"], "share": 100 * row["looked_at"]}
-            points.append(fetched | {"series": f"fetched, {row['checkpoint']}"})
-    title = f"{model}, {layers} of its layers whole"
-    return lines(f"{model.lower()}-{layers}-whole-alpha", points, title, "alpha", "% of answers, % of tokens")
+        if "alpha" in row:
+            points.append({"alpha": row["alpha"], "share": 100 * row["right"], "series": "right answers"})
+            points.append({"alpha": row["alpha"], "share": 100 * row["looked_at"], "series": "tokens fetched"})
+    return lines(f"{model.lower()}-alpha", points, f"{model}, skewed", "alpha", "%")
