@@ -25,6 +25,6 @@ def bench_recall(table: Table, num_texts: int = 20) -> None:
     conditions = {"texts": num_texts, "queries": SIZES.queries, "facts": SIZES.facts, "places": PLACES}
     table.at_least("recall: right answers of the full cache", full, 0.98, "", **conditions)
     name = f"recall: right answers of H2O with {PLACES} places"
-    table.at_most(name, evicting, bound(study, PLACES, WHOLE_LAYERS), "", **conditions)
+    table.at_most(name, evicting, bound(study, PLACES), "", **conditions)
     name = f"recall: InfiniGen's right answers over the full cache's, {PLACES} tokens fetched"
     table.at_least(name, guessing / full, 0.95, "x", **conditions)

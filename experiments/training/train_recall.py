@@ -1,11 +1,11 @@
 """Build and train the small OPT that recalls facts (`experiments.training.recall`). Nothing is downloaded.
 
-An induction circuit (Olsson et al. 2022) is set by hand and then trained, all weights free: learned from nothing it
-takes hours on two cores. The token table leaves the columns PREVIOUS and PLACE empty, and the table of positions has
-sinusoids in PLACE. A head of layer 0 attends to the token before and writes it into PREVIOUS; a head of layer LOOKUP
-attends to where its own token is the previous one, and writes the token there over its own. In half of the steps layers
-before LOOKUP see the last LOCAL tokens alone, so that the facts stay looked up in LOOKUP or later, in layers that
-policies thin out.
+An induction circuit (Olsson et al. 2022) is set by hand and then trained, all weights free. Random weights had not
+learned to recall 8 facts after 380 steps. The token table leaves the columns PREVIOUS and PLACE empty, and the table of
+positions has sinusoids in PLACE. A head of layer 0 attends to the token before and writes it into PREVIOUS; a head of
+layer LOOKUP attends to where its own token is the previous one, and writes the token there over its own. In half of the
+steps layers before LOOKUP see the last LOCAL tokens alone, so that facts stay looked up in LOOKUP or later, in layers
+that policies thin out.
 
 Usage::
 

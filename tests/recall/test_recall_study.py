@@ -1,4 +1,4 @@
-"""The bound of whoever evicts, the model that is built to recall, and the study of it, whole, on a small one."""
+"""The bound of an evicting cache, the model that is built to recall, and the study of it, whole, on a small one."""
 
 from __future__ import annotations
 
@@ -85,8 +85,7 @@ def test_facts_that_no_thinned_layer_sees_are_not_recalled_whatever_layer_0_sees
 
 def test_a_mask_that_hides_nothing_changes_no_answer(network, texts):
     right = under(network, texts, np.ones((len(texts), SMALL.facts), bool))
-    ids = torch.tensor(texts)
-    for row, text in zip(right, ids, strict=True):
+    for row, text in zip(right[:2], torch.tensor(texts[:2]), strict=True):
         for query, is_right in enumerate(row.tolist()):
             begun = text[None, : SMALL.prompt_tokens + 2 * query + 1]
             answer = network.generate(begun, attention_mask=torch.ones_like(begun), max_new_tokens=1, do_sample=False)
@@ -166,9 +165,9 @@ def test_the_experiment_has_rows_and_figures_of_what_was_measured(study, tmp_pat
     experiment = registry.run.__wrapped__("infinigen-accuracy-recall")
     recalled.studies.cache_clear()
     assert set(experiment.rows["role"]) == {"context"} and experiment.rows["what"].is_unique
-    assert np.isfinite(experiment.rows["ours"]).all() and len(experiment.figures) == 2
+    assert np.isfinite(experiment.rows["ours"]).all() and len(experiment.figures) == 1
     over_places = experiment.figures[0].frame.set_index(["series", "share"])
-    assert over_places.loc[("bound of whoever evicts, K / M", 25.0), "right"] == pytest.approx(
+    assert over_places.loc[("bound of an evicting cache, K / M", 25.0), "right"] == pytest.approx(
         100 * (16 / 24 + 8 / 24 / 100)
     )
     full = experiment.rows.set_index("what").loc["small: full cache"]
@@ -178,19 +177,33 @@ def test_the_experiment_has_rows_and_figures_of_what_was_measured(study, tmp_pat
 # ---- what ships
 
 
-def test_the_shipped_study_shows_what_it_claims():
-    """The stored figures: whoever evicts stays at its bound, and InfiniGen at the full cache's where H2O loses half."""
+def test_the_shipped_study_shows_what_the_page_claims():
+    """H2O stays at the bound of an evicting cache, and InfiniGen near the full cache's answers where H2O loses half."""
     (study,) = recalled.studies().values()
-    assert study["num_texts"] >= 20 and find(study, method="full")["right"] >= 0.98
+    full = find(study, method="full")["right"]
+    assert study["num_texts"] >= 20 and full >= 0.98
+    compared = 0
     for row in study["policies"]:
-        if row["method"] == "h2o":
-            assert row["right"] <= bound(study, row["places"], row["whole_layers"])
-        if row["unseen"] and row["method"] == "h2o":
-            error = (0.01 * 0.99 / row["unseen"]) ** 0.5
-            assert row["right_of_unseen"] / row["unseen"] < 0.01 + 4 * error
+        if row["method"] != "h2o":
+            continue
+        assert row["right"] <= bound(study, row["places"])
+        error = (0.01 * 0.99 / row["unseen"]) ** 0.5
+        assert abs(row["right_of_unseen"] / row["unseen"] - 0.01) < 4 * error
+        same = {name: row[name] for name in ("places", "whole_layers")}
+        guessed = find(study, method="infinigen", checkpoint="skewed", **same)
+        assert guessed["moved"] == pytest.approx(row["moved"], abs=0.002)
+        if row["right"] < 0.5:
+            compared += 1
+            assert guessed["right"] >= 0.95 * full
+    assert compared == 7
+    for row in study["kept"]:
+        if row["which"] == "random":
+            expected = most_right(most_held(row["facts"], study["facts"]), 1 / study["values"])
+            deviation = (0.25 / (study["num_texts"] * study["queries"])) ** 0.5
+            assert row["right"] == pytest.approx(expected, abs=4 * deviation)
 
 
-def test_bench_rows_of_the_shipped_model(monkeypatch):
+def test_the_bench_rows_hold_on_a_few_texts():
     table = Table()
     bench_recall(table, num_texts=2)
     assert len(table.rows) == 3 and all(row["ok"] for row in table.rows.values()), table.rows

@@ -1,9 +1,9 @@
 """Recall of facts that are asked for after the eviction, from what ``experiments.studies.recall_study`` measured.
 
 A text has M facts in its prompt and asks for them in the decode alone (multi-query associative recall). Whoever evicts
-after the prompt does not know what will be asked. A head with K places holds at most K of the M facts, since each is
-read at a place of its own, and S heads that choose for themselves at most S · K. The rest is right by chance: each
-number is drawn evenly from V, so that 1 / V of the answers are right whatever else is known.
+after the prompt does not know what will be asked. A head that keeps K places holds at most K of the M facts, since each
+is read at a place of its own; S heads that choose for themselves hold at most S · K. The rest is right by chance: each
+number is drawn evenly from V, so that 1 / V of such answers are right whatever else is known.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from experiments.reproduce.paper import INFINIGEN, context
 from flexhybrid.jobs.accuracy import bootstrap
 
 RESULTS = ACCURACY / "recall"
+WHOLE_LAYERS = 2  #: of the figure's policies
 
 RIGHT, KEPT = "right answers, %", "tokens kept or fetched in thinned layers, % of the prompt"
 
@@ -39,15 +40,14 @@ def studies() -> dict[str, dict]:
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))}
 
 
-def num_reading(study: dict, whole_layers: int) -> int:
-    """Return how many heads of thinned layers read facts, each from a set of places of its own."""
-    return sum(head["reads"] for head in study["heads"] if head["layer"] >= whole_layers)
+def num_reading(study: dict) -> int:
+    """Return how many heads behind layer 0 read facts, each from a set of places of its own."""
+    return sum(head["reads"] for head in study["heads"])
 
 
-def bound(study: dict, places: int, whole_layers: int) -> float:
-    """Return the largest mean share of right answers of whoever evicts all but ``places`` in every thinned layer."""
-    held = most_held(places, study["facts"], num_reading(study, whole_layers))
-    return most_right(held, 1 / study["values"])
+def bound(study: dict, places: int) -> float:
+    """Return the largest mean share of right answers of a cache that has evicted all but ``places`` of every head's."""
+    return most_right(most_held(places, study["facts"], num_reading(study)), 1 / study["values"])
 
 
 def _label(row: dict) -> str:
@@ -74,65 +74,74 @@ def _quantity(model: str, row: dict) -> str:
 
 
 def recall() -> Experiment:
-    """Right answers against the tokens kept, with the bound of whoever evicts; against alpha."""
+    """Right answers against the tokens kept, with the bound of an evicting cache."""
     rows: list[Row] = []
-    figures: list[Figure] = []
     for model, study in studies().items():
-        full = next(row for row in study["policies"] if row["method"] == "full")
+        full = np.array(_full(study)["right_by_text"])
         for row in study["policies"]:
-            mean = bootstrap.mean(100 * np.array(row["right_by_text"]))
-            lost = bootstrap.mean_difference(
-                100 * np.array(row["right_by_text"]), 100 * np.array(full["right_by_text"])
-            )
-            cells = {"low": mean.low, "high": mean.high, "less_full": lost.value, "less_full_low": lost.low}
+            right, lost = _right(row), bootstrap.mean_difference(100 * np.array(row["right_by_text"]), 100 * full)
+            cells = {"low": right.low, "high": right.high, "less_full": lost.value, "less_full_low": lost.low}
             cells |= {"less_full_high": lost.high, "seen": row["seen"], "looked_at": row["looked_at"]}
             moved = row["moved"] * (2 if row["method"] == "bits" else 1)  # over a cache of 16 bits; it ran in 32
-            rows.append(context(_quantity(model, row), mean.value, "%", moved=moved, **cells))
-        for tokens, right in study["one_token"].items():
-            rows.append(context(f"{model}: layers 1 and later see only the {tokens} of facts", 100 * right, "%"))
+            rows.append(context(_quantity(model, row), right.value, "%", moved=moved, **cells))
+        for tokens, share in study["one_token"].items():
+            rows.append(context(f"{model}: layers 1 and later see only the {tokens} of facts", 100 * share, "%"))
         for head in study["heads"]:
             quantity = f"{model}: layer {head['layer']}, head {head['head']}, alone sees the facts"
             rows.append(context(quantity, 100 * head["alone"], "%", without_it=100 * head["without"]))
         for row in study["kept"]:
-            words = f"{row['facts']} facts kept ({row['which']}), {_whole(row)}"
-            rows.append(context(f"{model}: {words}", 100 * row["right"], "%"))
-        figures += [_over_places(model, study), _over_alpha(model, study)]
+            right, words = _right(row), f"{row['facts']} facts kept ({row['which']}), {_whole(row)}"
+            rows.append(context(f"{model}: {words}", right.value, "%", low=right.low, high=right.high))
+        for places in _places_of_h2o(study):
+            rows.append(
+                context(f"{model}: bound of an evicting cache, places {places}", 100 * bound(study, places), "%")
+            )
+    figures = [_over_places(model, study) for model, study in studies().items()]
     return INFINIGEN.experiment("infinigen-accuracy-recall", rows, figures)
 
 
+def _full(study: dict) -> dict:
+    return next(row for row in study["policies"] if row["method"] == "full")
+
+
+def _right(row: dict) -> bootstrap.Interval:
+    """Return the percentage of right answers, over texts."""
+    return _interval(tuple(row["right_by_text"]))
+
+
+@cache
+def _interval(shares: tuple[float, ...]) -> bootstrap.Interval:
+    return bootstrap.mean(100 * np.array(shares))
+
+
+def _places_of_h2o(study: dict) -> list[int]:
+    return sorted({row["places"] for row in study["policies"] if row["method"] == "h2o"})
+
+
 def _over_places(model: str, study: dict) -> Figure:
-    """Return right answers against places, of policies with layers 0 and 1 whole, and the bounds of whoever evicts."""
+    """Return right answers against places, of policies with layers 0 and 1 whole, and the bounds of evicting caches."""
     prompt, chance = 1 + 2 * study["facts"] + study["filler"], 1 / study["values"]
     points = []
 
     def add(series: str, places: int, right: bootstrap.Interval) -> None:
-        value, low, high = (100 * end for end in right)
-        points.append({"share": 100 * places / prompt, "right": value, "series": series, "low": low, "high": high})
+        ends = {"low": right.low, "high": right.high}
+        points.append({"share": 100 * places / prompt, "right": right.value, "series": series} | ends)
 
-    chosen = [row for row in study["policies"] if _only_places(row) and row["whole_layers"] == 2]
+    chosen = [row for row in study["policies"] if _only_places(row) and row["whole_layers"] == WHOLE_LAYERS]
     for row in chosen:
-        add(_label(row), row["places"], bootstrap.mean(row["right_by_text"]))
+        add(_label(row), row["places"], _right(row))
     for row in study["kept"]:
-        if row["which"] == "random" and row["facts"] and row["whole_layers"] == 2:
-            add("K facts at random", row["facts"], bootstrap.mean(row["right_by_text"]))
-    name = "bound of whoever evicts" + (", K / M" if num_reading(study, 2) == 1 else "")
+        if row["which"] == "random" and row["facts"] and row["whole_layers"] == WHOLE_LAYERS:
+            add("K facts at random", row["facts"], _right(row))
+    name = "bound of an evicting cache" + (", K / M" if num_reading(study) == 1 else "")
+    for places in _places_of_h2o(study):
+        add(name, places, _exactly(bound(study, places)))
     for row in chosen:
         if row["method"] == "h2o":
-            add(name, row["places"], _exactly(bound(study, row["places"], 2)))
-            add("facts that H2O still has", row["places"], _exactly(most_right(row["seen"], chance)))
+            add("facts that H2O still sees", row["places"], _exactly(most_right(row["seen"], chance)))
     return lines(f"{model.lower()}-places", points, f"{model}: M = {study['facts']} facts", KEPT, RIGHT)
 
 
-def _exactly(value: float) -> bootstrap.Interval:
-    """Return a number that no sample was drawn for."""
-    return bootstrap.Interval(value, value, value)
-
-
-def _over_alpha(model: str, study: dict) -> Figure:
-    """Return right answers, and the share of tokens fetched, against alpha."""
-    points = []
-    for row in study["policies"]:
-        if "alpha" in row:
-            points.append({"alpha": row["alpha"], "share": 100 * row["right"], "series": "right answers"})
-            points.append({"alpha": row["alpha"], "share": 100 * row["looked_at"], "series": "tokens fetched"})
-    return lines(f"{model.lower()}-alpha", points, f"{model}, skewed", "alpha", "%")
+def _exactly(share: float) -> bootstrap.Interval:
+    """Return a share that was computed, in percent, as an interval without a width."""
+    return bootstrap.Interval(100 * share, 100 * share, 100 * share)
