@@ -31,7 +31,7 @@ from experiments.training import recall
 from experiments.training.recall import Sizes
 from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.task import Task
-from flexhybrid.jobs.accuracy.attention_watch import LOADS, watch_positions
+from flexhybrid.jobs.accuracy.attention_watch import watch_loads, watch_positions
 from flexhybrid.jobs.skew import skew
 from flexhybrid.llm import LLM
 from flexhybrid.runtime.executor import Executor
@@ -73,17 +73,11 @@ class Watch:
                 self._look(task, positions_of(task), members[task.payload.step.requests])
             attend(executor, task)
 
-        def counted(load):
-            def loaded(executor: Executor, task: Task) -> None:
-                load(executor, task)
-                if task.iteration:
-                    self.moved_bytes += (executor.resolved or {}).get(task.key, task.work).link_bytes
-
-            return loaded
+        def add(num_bytes: float) -> None:
+            self.moved_bytes += num_bytes
 
         executor.verbs["attend"] = attended
-        for verb in LOADS:
-            executor.verbs[verb] = counted(executor.verbs[verb])
+        watch_loads(executor, add)
 
     def _look(self, task: Task, positions_BGT: torch.Tensor, texts: np.ndarray) -> None:
         context = self.sizes.prompt_tokens + task.iteration
