@@ -52,12 +52,24 @@ def build(vocab_size: int = recall.VOCAB_SIZE, positions: int = POSITIONS) -> OP
     """Return the OPT with its circuit set and random weights elsewhere."""
     model = OPTForCausalLM(
         OPTConfig(
-            vocab_size=vocab_size, hidden_size=HIDDEN, num_hidden_layers=LAYERS, ffn_dim=4 * HIDDEN,
-            num_attention_heads=HEADS, max_position_embeddings=positions, word_embed_proj_dim=HIDDEN,
-            do_layer_norm_before=True, activation_function="relu", dropout=0.0, attention_dropout=0.0, layerdrop=0.0,
-            tie_word_embeddings=True, pad_token_id=PAD_ID, bos_token_id=EOS_ID, eos_token_id=EOS_ID,
+            vocab_size=vocab_size,
+            hidden_size=HIDDEN,
+            num_hidden_layers=LAYERS,
+            ffn_dim=4 * HIDDEN,
+            num_attention_heads=HEADS,
+            max_position_embeddings=positions,
+            word_embed_proj_dim=HIDDEN,
+            do_layer_norm_before=True,
+            activation_function="relu",
+            dropout=0.0,
+            attention_dropout=0.0,
+            layerdrop=0.0,
+            tie_word_embeddings=True,
+            pad_token_id=PAD_ID,
+            bos_token_id=EOS_ID,
+            eos_token_id=EOS_ID,
         )
-    )  # fmt: skip
+    )
     _set_circuit(model)
     return model
 
@@ -131,8 +143,8 @@ def answers(model: OPTForCausalLM, texts: torch.Tensor, sizes: Sizes) -> tuple[t
 def share_right(model: OPTForCausalLM, seed: int) -> float:
     """Return the share of right answers to JUDGED texts of the last size."""
     texts = torch.tensor(recall.draw_texts(SIZES[-1], JUDGED, np.random.default_rng(seed)))
-    right = [(logits.argmax(-1) == numbers).float().mean() for part in texts.split(4)
-             for logits, numbers in [answers(model, part, SIZES[-1])]]  # fmt: skip
+    answered = [answers(model, part, SIZES[-1]) for part in texts.split(4)]
+    right = [(logits.argmax(-1) == numbers).float().mean() for logits, numbers in answered]
     return float(torch.stack(right).mean())
 
 
@@ -182,20 +194,26 @@ def main() -> None:
     say(f"as set: {before:.1%} right")
     train(model, arguments.steps, arguments.seed)
     partial = arguments.out.with_name(arguments.out.name + ".partial")
-    partial.mkdir(parents=True)
+    partial.mkdir(parents=True, exist_ok=True)
     save_tokenizer(recall.build_tokenizer(), POSITIONS, partial)
     save_model(model, partial)
     saved = OPTForCausalLM.from_pretrained(partial, dtype=torch.float32)
     after = share_right(saved, arguments.seed + 1)
     readme = Path(__file__).with_name("recall_readme.md").read_text(encoding="utf-8")
-    largest = SIZES[-1]
     (partial / "README.md").write_text(
         readme.format(
-            name=arguments.out.name, out=arguments.out.as_posix(), arguments=arguments, config=model.config,
-            parameters=model.num_parameters(), largest=largest, before=before, after=after, judged=JUDGED,
+            name=arguments.out.name,
+            out=arguments.out.as_posix(),
+            arguments=arguments,
+            config=model.config,
+            parameters=model.num_parameters(),
+            largest=SIZES[-1],
+            before=before,
+            after=after,
+            judged=JUDGED,
             recall=recall,
         )
-    )  # fmt: skip
+    )
     partial.rename(arguments.out)
     say(f"saved: {after:.1%} right")
 
