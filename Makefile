@@ -54,7 +54,7 @@ TRAIN := -m experiments.training.train_checkpoint --documents whole --positions 
 
 SHIPPED_QWEN3 := flexhybrid/shipped/qwen3-stdlib-4m
 MODELS := opt-stdlib-2k/config.json llama-stdlib-2k/config.json opt-stdlib-300k/config.json opt-stdlib-1m/config.json \
-	digits/held_out.npz
+	opt-recall/config.json digits/held_out.npz
 SMALL := -m experiments.training.train_checkpoint --positions 640 --seed 0 --steps 700
 
 models: $(SHIPPED_QWEN3)/config.json $(addprefix $(CHECKPOINTS)/,$(MODELS))  ## those that are not there
@@ -73,6 +73,9 @@ $(CHECKPOINTS)/opt-stdlib-300k/config.json: | $(INSTALLED)
 
 $(CHECKPOINTS)/opt-stdlib-1m/config.json: | $(INSTALLED)
 	$(BIN)/python $(SMALL) --out $(@D) --hidden 128 --layers 3
+
+$(CHECKPOINTS)/opt-recall/config.json: | $(INSTALLED)
+	$(BIN)/python -m experiments.training.train_recall --out $(@D) --seed 0 --steps 200
 
 $(CHECKPOINTS)/digits/held_out.npz: | $(TESTING)
 	$(BIN)/python -m experiments.training.digits --out $(@D)

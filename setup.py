@@ -25,7 +25,7 @@ setup(
             *("checkpoints/**/*", "grid.toml", "reference/*.csv", "reference/README.md"),
             *("reproduce/*.csv", "reproduce/notes/*.md", "reproduce/report.*", "training/*.md"),
             # what our own models and cascades did, for reproduce; what peers found, to compare with
-            *("results/accuracy/*.json", "results/cascade/*.json", "results/peers/*.json"),
+            *("results/accuracy/**/*.json", "results/cascade/*.json", "results/peers/*.json"),
         ],
     },
     entry_points={"console_scripts": ["flexhybrid = flexhybrid.cli:main"]},

@@ -42,6 +42,7 @@ from experiments.bench.queues.prefixes import bench_prefixes
 from experiments.bench.queues.refill import bench_density, bench_queue_overlap, bench_refill
 from experiments.bench.queues.replanning import bench_replanning
 from experiments.bench.queues.run import bench_run
+from experiments.bench.recall import bench_recall
 from experiments.bench.selection import bench_selection
 from experiments.peers.flexgen_search import MACHINES
 from flexhybrid import shipped
@@ -312,6 +313,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "executor": (bench_overlap,),
     "load order": (bench_load_order,),
     "selection": (bench_selection,),
+    "recall": (bench_recall,),
     "layers": (bench_layer_kinds,),
     "run": (bench_census, bench_run),
     "replanning": (bench_replanning,),
