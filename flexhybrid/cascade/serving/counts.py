@@ -20,7 +20,13 @@ class Counts:
         self.num_requests, self.num_right, self.num_fallbacks, self.num_tokens = 0, 0, 0, 0
         self.has_labels = True
 
-    def add(self, answers: Sequence[Answer], labels: Sequence | np.ndarray | None = None) -> None:
+    def add(
+        self,
+        answers: Sequence[Answer],
+        labels: Sequence | np.ndarray | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """Count answers; ``max_tokens``: the most that a generated one has."""
         self.num_requests += len(answers)
         self.has_labels &= labels is not None
         for i, answer in enumerate(answers):
@@ -31,7 +37,9 @@ class Counts:
             self.num_fallbacks += answer.is_fallback
             self.num_tokens += answer.tokens
             if labels is not None:
-                self.num_right += _is_right(answer.output, labels[i])
+                is_right = _is_right(answer, labels[i], max_tokens)
+                self.has_labels &= is_right is not None
+                self.num_right += bool(is_right)
 
     def record(self, joules: float | None, source: str) -> dict:
         """Return what was counted as plain JSON values. ``joules`` were measured, by ``source``; None: they were not,
@@ -65,8 +73,19 @@ class Counts:
         }
 
 
-def _is_right(output, label) -> bool:
-    """Compare an output with a class, the positions of an extractive answer, or a text."""
+def _is_right(answer: Answer, label, max_tokens: int | None) -> bool | None:
+    """Compare an output with a class, the positions of an extractive answer, or a text: one that begins with its label
+    is right, or with as much of it as ``max_tokens`` hold, as in ``fit``. None for a text beside a label of token ids.
+    """
+    output = answer.output
     if isinstance(label, np.ndarray):
         return output is not None and np.array_equal(np.atleast_1d(output), label)
-    return output.strip() == label.strip() if isinstance(output, str) and isinstance(label, str) else output == label
+    if isinstance(output, str) and isinstance(label, str):
+        output, label = output.lstrip(), label.strip()
+        return output.startswith(label) or bool(output and answer.tokens == max_tokens and label.startswith(output))
+    if isinstance(output, str) and isinstance(label, list):
+        return None
+    if isinstance(output, list) and isinstance(label, list):
+        label = label[:max_tokens]
+        return output[: len(label)] == label
+    return output == label

@@ -66,7 +66,7 @@ def run(options: CascadeRunOptions, say: Callable[[str], None] = print) -> dict:
         for start in range(0, len(requests), CHUNK):
             answers = at_work.answer(requests[start : start + CHUNK], start)
             out.writelines(line.line() + "\n" for line in answers)
-            counts.add(answers, None if labels is None else labels[start : start + CHUNK])
+            counts.add(answers, None if labels is None else labels[start : start + CHUNK], options.max_tokens)
             if options.on_progress:
                 options.on_progress(len(answers))
         after, source = at_work.energy()
