@@ -8,6 +8,7 @@ are over files, drawn whole, both sides of a pair together. Energy is stated: mu
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -90,18 +91,22 @@ def _rows(array: np.ndarray | None, kept: np.ndarray) -> np.ndarray | None:
 
 
 def answered(requests: Sequence[Request]) -> Answered:
-    """Let every model answer every request."""
+    """Let every model answer every request; the models' seconds are processor time, of a request."""
     prompts = [token_ids(request.prompt) for request in requests]
     labels = np.array([token_ids(request.answer)[1:] for request in requests])
     ngrams = NGrams.load()
-    models = [CascadeModel(NGRAMS, energy_j=lookup_j(ngrams), energy_source=STATED)]
+    since = time.process_time()
     predictions = [NGramModel(NGRAMS, ngrams, ANSWER_TOKENS).predict(prompts)]
+    seconds = (time.process_time() - since) / len(prompts)
+    models = [CascadeModel(NGRAMS, energy_j=lookup_j(ngrams), energy_source=STATED, seconds=seconds)]
     for name, folder in CHECKPOINTS_OF.items():
         generator = Generator(name, str(folder), ANSWER_TOKENS, policy="resident", dtype="float32", device="cpu")
+        since = time.process_time()
         parts = [generator.predict(prompts[at : at + BATCH]) for at in range(0, len(prompts), BATCH)]
+        seconds = (time.process_time() - since) / len(prompts)
         energy = multiply_adds(generator.llm.shape, float(np.mean([len(ids) for ids in prompts]))) * PICOJOULES * 1e-12
         generator.close()
-        models.append(CascadeModel(name, energy_j=energy, energy_source=STATED))
+        models.append(CascadeModel(name, energy_j=energy, energy_source=STATED, seconds=seconds))
         predictions.append(joined(parts))
     return Answered(models, predictions, labels, *map(np.array, zip(*((r.file, r.type) for r in requests))))
 
@@ -160,8 +165,8 @@ def all_knowing(answers: Answers, as_the_largest: bool = False) -> Judged:
     No cascade is more accurate, and none that is as accurate and begins with this model is cheaper. ``as_the_largest``:
     the dearest requests that are not needed for the largest model's accuracy stay at the first model, too.
     """
-    to = np.where(answers.correct.any(axis=0), answers.correct.argmax(axis=0), 0)
-    right = answers.correct.any(axis=0)
+    right = np.logical_or.reduce(answers.correct)
+    to = np.where(right, answers.correct.argmax(axis=0), 0)
     if as_the_largest:
         spare = int(right.sum() - answers.correct[-1].sum())
         dearest = np.argsort(-to, kind="stable")[:spare]
@@ -174,8 +179,8 @@ def knowing_the_smaller(answers: Answers) -> Judged:
     """Know which of the smaller models are right, as a perfect confidence would, and nothing of the largest: to it goes
     what all smaller ones have wrong."""
     smaller = answers.correct[:-1]
-    to = np.where(smaller.any(axis=0), smaller.argmax(axis=0), answers.num_models - 1)
-    return Judged(answers.correct.any(axis=0), _straight(answers, to))
+    to = np.where(np.logical_or.reduce(smaller), smaller.argmax(axis=0), answers.num_models - 1)
+    return Judged(np.logical_or.reduce(answers.correct), _straight(answers, to))
 
 
 def _straight(answers: Answers, to: np.ndarray) -> np.ndarray:
@@ -230,6 +235,7 @@ def line_study(answers: Answered) -> dict:
     return {
         "num_files": len(np.unique(answers.files)),
         "num_requests": len(answers.files),
+        "processor_s": [model.seconds for model in answers.models],
         "cost_of_largest": (whole.cost / whole.cost[-1]).tolist(),
         "surest": surest(whole),
         "ways": {name: judged.record(largest, answers.files) for name, judged in ways.items()},

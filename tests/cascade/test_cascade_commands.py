@@ -428,7 +428,7 @@ def test_language_models_from_fit_to_run(cpu_dtype, tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["models"][0]["answered"] == result["num_requests"] == 40  # the same model: the first answers all
     assert result["tokens"] == 40  # one each
-    assert result["accuracy"] is None  # texts, beside labels of token ids
+    assert result["accuracy"] == pytest.approx(record.correct[0].mean())  # by token ids, whatever texts they make
 
 
 def test_a_run_is_as_sure_and_as_right_as_fit_was(cpu_dtype, tmp_path, capsys):
