@@ -53,9 +53,8 @@ SHIPPED := flexhybrid/shipped/opt-stdlib-4m
 TRAIN := -m experiments.training.train_checkpoint --documents whole --positions 2048 --seed 0
 
 SHIPPED_QWEN3 := flexhybrid/shipped/qwen3-stdlib-4m
-MODELS := opt-stdlib-2k/config.json llama-stdlib-2k/config.json opt-stdlib-300k/config.json opt-stdlib-1m/config.json \
-	opt-recall/config.json digits/held_out.npz
-SMALL := -m experiments.training.train_checkpoint --positions 640 --seed 0 --steps 700
+MODELS := opt-stdlib-2k/config.json llama-stdlib-2k/config.json opt-recall/config.json ngrams-stdlib.npz \
+	digits/held_out.npz
 
 models: $(SHIPPED_QWEN3)/config.json $(addprefix $(CHECKPOINTS)/,$(MODELS))  ## those that are not there
 
@@ -68,11 +67,8 @@ $(CHECKPOINTS)/opt-stdlib-2k/config.json: | $(INSTALLED)
 $(CHECKPOINTS)/llama-stdlib-2k/config.json: | $(INSTALLED)
 	$(BIN)/python $(TRAIN) --out $(@D) --architecture llama --steps 800
 
-$(CHECKPOINTS)/opt-stdlib-300k/config.json: | $(INSTALLED)
-	$(BIN)/python $(SMALL) --out $(@D) --hidden 64 --layers 2
-
-$(CHECKPOINTS)/opt-stdlib-1m/config.json: | $(INSTALLED)
-	$(BIN)/python $(SMALL) --out $(@D) --hidden 128 --layers 3
+$(CHECKPOINTS)/ngrams-stdlib.npz: | $(INSTALLED)
+	$(BIN)/python -m experiments.training.ngrams --out $@
 
 $(CHECKPOINTS)/opt-recall/config.json: | $(INSTALLED)
 	$(BIN)/python -m experiments.training.train_recall --out $(@D) --seed 0 --steps 200

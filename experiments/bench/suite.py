@@ -27,6 +27,7 @@ from experiments.bench.device import bench_device
 from experiments.bench.harness import Table, seconds_of
 from experiments.bench.host_kernels import bench_host_kernels
 from experiments.bench.kernels import bench_kernels
+from experiments.bench.language_cascade import bench_language_cascade
 from experiments.bench.launch import bench_launch
 from experiments.bench.load_order import bench_load_order
 from experiments.bench.models.layer_kinds import bench_layer_kinds
@@ -321,7 +322,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "prefixes": (bench_prefixes,),
     "packing": (bench_packing,),
     "speed": (bench_speed,),
-    "cascade": (bench_cascade, bench_cluster),
+    "cascade": (bench_cascade, bench_language_cascade, bench_cluster),
 }
 TIMED = ("kernels", "executor", "load order", "selection", "packing", "speed")
 
