@@ -11,14 +11,16 @@ import heapq
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, fields
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
-from flexhybrid.core.context.packing import chunk_tokens, longest_piece
+from flexhybrid.core.context.packing import chunk_tokens, longest_piece, num_chunks
 from flexhybrid.core.context.prefixes import Steering
 from flexhybrid.core.schedule.buffer_sizes import SharedLengths, first_builds, holds_lengths
+from flexhybrid.core.schedule.positions import num_awaited
 from flexhybrid.core.schedule.refill import (
     LOOKED_AT,
     MOST_FAILURES,
@@ -42,7 +44,7 @@ class Stints:
     prompt_tokens: np.ndarray  #: with the tokens that it had before it stepped back
     joined: np.ndarray  #: iteration that computes the prompt
     left: np.ndarray  #: first iteration without it
-    surplus: np.ndarray  #: whether its last step is for nothing: an end is known an iteration late
+    surplus: np.ndarray  #: whether its last step is for nothing: its end is known an iteration late
     shared_tokens: np.ndarray  #: of its prompt, that lie with others'
     found_tokens: np.ndarray  #: of these, that others had computed
 
@@ -118,8 +120,9 @@ class _Member(NamedTuple):
 
     request: int
     joined: int
-    left: int  #: iteration in which it will be gone
+    left: int  #: iteration in which it will be gone; one later where its end is known late
     place: int
+    surplus: bool = False  #: that is so
 
 
 class _Queue:
@@ -143,6 +146,7 @@ class _Queue:
         self.reserved = self.entries.most_blocks(self.prompts, workload.cached_tokens)  # where blocks do not grow
         self.places = [group.tolist() for group in wave.mini_batches]  # that are free
         self.sharing, self.now = wave.sharing, 0  # the iteration whose builds it holds
+        self.unknown: set[tuple[int, bool]] = set()  # steps before it whose tokens nobody waits for: ``_unknown``
         self.steering = Steering(wave.sharing.tree) if wave.sharing else None
         self.exact, self.piece = stores_exactly(wave.policy), chunk_tokens(wave.policy.max_mini_batch_tokens)
         self.depth, self.found = np.zeros((2, workload.num_requests), dtype=np.int64)  # shared blocks of those who run
@@ -167,9 +171,10 @@ class _Queue:
             iteration, k = heapq.heappop(self.changes)
             while self.changes and self.changes[0] == (iteration, k):
                 heapq.heappop(self.changes)
-            if self.sharing and iteration > self.now:
-                self.sharing.take_builds(range(len(self.sharing.depth)))
-                self.now = iteration
+            if iteration > self.now:
+                if self.sharing:
+                    self.sharing.take_builds(range(len(self.sharing.depth)))
+                self.now, self.unknown = iteration, self._unknown(iteration - 1)
             self._leave(k, iteration)
             if self.wave.grows:
                 self._step_back(k, iteration)
@@ -182,8 +187,7 @@ class _Queue:
 
     def _enter(self, k: int, requests: list[int], places: list[int], iteration: int) -> None:
         for request, place in zip(requests, places):
-            end = int(self.ends[request])
-            left = iteration + end + (end < self.limits[request])  # its last step is for nothing
+            left = iteration + int(self.ends[request])
             self.running[k].append(_Member(request, iteration, left, place))
             heapq.heappush(self.changes, (left, k))
 
@@ -198,6 +202,28 @@ class _Queue:
         if self.sharing:
             shared = SharedLengths(self.depth[requests], self.depth[joining] * self.exact, self.common_blocks[k])
         return buffers_hold(self.wave, cached, self.prompts[joining], shared)
+
+    def _unknown(self, iteration: int) -> set[tuple[int, bool]]:
+        """Return the steps, as mini-batch and whether it computes prompts, whose tokens are not waited for before the
+        next iteration is settled. Nobody has left since then. Left out: steps that compute shared blocks."""
+        decode = [k for k, group in enumerate(self.running) if group and group[0].joined < iteration]
+        pieces = {}
+        for k, group in enumerate(self.running):  # who has joined last stands last
+            if joining := [*takewhile(lambda member: member.joined == iteration, reversed(group))]:
+                pieces[k] = self._num_pieces(joining)
+        if self.wave.policy.schedule == "row":  # the last group is the last mini-batch's
+            last = max([*decode, *pieces], default=-1)
+            decode, pieces = [k for k in decode if k == last], {k: count for k, count in pieces.items() if k == last}
+        steps = [(0, k, False) for k in decode]  # ``MiniBatchStep.chunk``, mini-batch, whether it computes prompts
+        steps += [((k in decode) + piece, k, True) for k, count in pieces.items() for piece in range(count)]
+        latest = {(k, prompts): at for at, (_, k, prompts) in enumerate(sorted(steps))}
+        return {step for step, at in latest.items() if at >= num_awaited(len(steps))}
+
+    def _num_pieces(self, joining: list[_Member]) -> int:
+        """Return in how many pieces the prompts of those who join together are computed."""
+        requests = [member.request for member in joining]
+        own = self.prompts[requests] - BLOCK_TOKENS * self.found[requests] * self.exact
+        return num_chunks(self.wave.policy, own)
 
     def _end_stint(self, k: int, member: _Member, left: int, surplus: bool) -> None:
         request, shared = member.request, BLOCK_TOKENS * np.array([self.depth, self.found])[:, member.request]
@@ -233,14 +259,21 @@ class _Queue:
             self.depth[request] = self.found[request] = 0
 
     def _leave(self, k: int, iteration: int) -> None:
+        stay = []
         for member in self.running[k]:
-            if member.left <= iteration:
-                request = member.request
-                self._end_stint(k, member, member.left, bool(self.ends[request] < self.limits[request]))
-                self.learned.end(int(self.ends[request]))
-                if self.sharing:
-                    self.sharing.tree.forget(request)
-        self.running[k] = [member for member in self.running[k] if member.left > iteration]
+            request = member.request
+            ended_early = member.left == iteration and self.ends[request] < self.limits[request]
+            if ended_early and not member.surplus and (k, member.joined == iteration - 1) in self.unknown:
+                member = member._replace(left=iteration + 1, surplus=True)
+                heapq.heappush(self.changes, (iteration + 1, k))
+            if member.left > iteration:
+                stay.append(member)
+                continue
+            self._end_stint(k, member, member.left, member.surplus)
+            self.learned.end(int(self.ends[request]))
+            if self.sharing:
+                self.sharing.tree.forget(request)
+        self.running[k] = stay
 
     def _step_back(self, k: int, iteration: int) -> None:
         """Let the youngest wait again, before all others, while blocks are too few."""
