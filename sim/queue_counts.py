@@ -140,6 +140,7 @@ class _Queue:
         self.changes: list[tuple[int, int]] = []  # (iteration, mini-batch) in which somebody leaves or steps back
         self.rows: list[tuple] = []  # of the stints
         self.not_before: dict[int, int] = {}  # request that has stepped back -> first iteration of its return
+        self.full = [False] * len(wave.mini_batches)  # of a mini-batch: nobody fits before somebody has left
         self.pools = np.array([[part.pools[pool.name].num_blocks for pool in wave.pools] for part in wave.blocks])
         self.first = groups = [wave.workload.select(group) for group in wave.mini_batches]
         alone = int(ceil_blocks(workload.cached_tokens).max())
@@ -178,7 +179,7 @@ class _Queue:
             self._leave(k, iteration)
             if self.wave.grows:
                 self._step_back(k, iteration)
-            if self.waiting and (self.singly or not self.running[k]):
+            if self.waiting and not self.full[k] and (self.singly or not self.running[k]):
                 self._join(k, iteration)
             if self.wave.grows:
                 self._foresee(k, iteration)
@@ -269,6 +270,7 @@ class _Queue:
             if member.left > iteration:
                 stay.append(member)
                 continue
+            self.full[k] = False
             self._end_stint(k, member, member.left, member.surplus)
             self.learned.end(int(self.ends[request]))
             if self.sharing:
@@ -278,7 +280,7 @@ class _Queue:
     def _step_back(self, k: int, iteration: int) -> None:
         """Let the youngest wait again, before all others, while blocks are too few."""
         while len(self.running[k]) > 1 and not self._fits(k, iteration):
-            member = self.running[k].pop()
+            member, self.full[k] = self.running[k].pop(), False
             self._end_stint(k, member, iteration, False)
             request, given = member.request, iteration - member.joined
             self.prompts[request] += given
@@ -307,7 +309,7 @@ class _Queue:
 
     def _join(self, k: int, iteration: int) -> None:
         """Let those who wait join in their turn; after one that does not fit, only shorter ones may."""
-        group = self.running[k]
+        group, self.full[k] = self.running[k], True
         room = self.pools[k] - (self._expected(group, iteration) if group else 0)
         free, failures = len(self.wave.mini_batches[k]) - len(group), 0
         members = [member.request for member in group]
@@ -327,7 +329,7 @@ class _Queue:
             needed = self.wave.by_pool(expected[at] - self._dealt(request))
             if joining and not self._prefills([*joining, request], places):
                 self._detach(k, request, places.pop())
-                heapq.heappush(self.changes, (iteration + 1, k))  # it may join in the next iteration
+                self._try_again(k, iteration)
                 break
             fits = not (needed > room).any() and self._buffers_hold(
                 k, [*members, *joining, request], [*joining, request]
@@ -340,13 +342,18 @@ class _Queue:
             joining.append(request)
             room = room - needed
         if not joining and not group or len(first) < min(len(self.waiting), max(LOOKED_AT, free)):
-            heapq.heappush(self.changes, (iteration + 1, k))
+            self._try_again(k, iteration)
         taken = set(joining)
         tail = len(self.waiting) - max(LOOKED_AT, free) if len(self.waiting) > max(LOOKED_AT, free) else 0
         self.waiting[tail:] = [request for request in self.waiting[tail:] if request not in taken]
         if self.steering:
             self.steering.join(joining)
         self._enter(k, joining, places, iteration)
+
+    def _try_again(self, k: int, iteration: int) -> None:
+        """Let those who wait join in the next iteration, whether somebody leaves or not."""
+        self.full[k] = False
+        heapq.heappush(self.changes, (iteration + 1, k))
 
     def _prefills(self, joining: list[int], places: list[int]) -> bool:
         """Return whether an iteration computes the prompts of those who join in these places."""

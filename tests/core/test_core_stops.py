@@ -25,7 +25,7 @@ def share_in_use(places: int, at_a_time: int, schedule: str, ends: np.ndarray = 
     workload = Workload(np.full(count, 9), np.full(count, 8), ends)
     shape = ModelShape("tiny", "opt", 2, 8, 2, 2, 4, 16, 32, 64)
     policy = Policy(
-        weights=Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=33 * at_a_time, schedule=schedule
+        weights=Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=17 * at_a_time, schedule=schedule
     )
     wave = open_batch(Problem(shape=shape, dtype="float32"), policy, workload, places)
     assert len(wave.mini_batches) == -(-places // at_a_time)

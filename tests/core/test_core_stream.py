@@ -415,7 +415,7 @@ def test_the_planner_waits_for_what_is_sampled_while_others_compute(wave_and_sto
     """Each iteration is settled once, with all tokens of those before the one that runs. While the planner waits for a
     token, a later position of that iteration stands in the stream: the lanes have work."""
     wave, stops = wave_and_stops
-    assume(schedule == "column" or wave.shape.num_layers > 1)
+    assume(wave.shape.num_layers > 1)
     wave = replace(wave, policy=replace(wave.policy, schedule=schedule))
     known, sampled, positions_behind = Known(stops), [], []
     until = known.until

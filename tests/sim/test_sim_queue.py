@@ -196,7 +196,7 @@ def test_late_ends_are_counted_as_the_plan_has_them(schedule, at_a_time):
     workload = Workload(np.full(150, 16), limits, answers)
     problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
     bound = at_a_time * 33
-    policy = Policy("plain", Placement(host=1), {"kv@host": 1.0}, max_mini_batch_tokens=bound, schedule=schedule)
+    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=bound, schedule=schedule)
     counted = stints(open_batch(problem, policy, workload, 12), workload)
     steps = [
         (task.iteration, len(task.payload.step.queued))
