@@ -22,7 +22,7 @@ from flexhybrid.core.context.selection import num_whole
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.positions import StopsUntil
+from flexhybrid.core.schedule.positions import Stops
 from flexhybrid.core.schedule.refill import stores_exactly
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
@@ -381,12 +381,12 @@ class _Price:
     def _walk(self, start: int) -> None:
         """Walk iterations ``start`` and ``start`` + 1, and what of the next one begins before their end. The end of the
         second does not depend on how the first began."""
-        wave, known = self._members(start)
+        wave, stops = self._members(start)
 
         def both(task: Task) -> bool:
             return task.iteration <= start + 1 or task.verb != "finish"
 
-        tasks = takewhile(both, stream(wave, known, first_iteration=start))
+        tasks = takewhile(both, stream(wave, stops, first_iteration=start))
         trace = virtual_clock.run(tasks, self.hardware)
         self.num_tasks = len(trace)
         ends = np.diff(iteration_ends(trace), prepend=0.0)
@@ -396,8 +396,8 @@ class _Price:
                 self.walked[iteration] = float(seconds) + self.more_layers * self._pace(of_iteration)
                 self.work[iteration] = self._work(of_iteration)
 
-    def _members(self, start: int) -> tuple[Wave, StopsUntil]:
-        """Return the batch of iterations ``start`` to ``start`` + 2, and who leaves it until each."""
+    def _members(self, start: int) -> tuple[Wave, Stops]:
+        """Return the batch of iterations ``start`` to ``start`` + 2, and who leaves it before each."""
         all_stints, wave = self.stints, self.wave
         chosen = np.flatnonzero((all_stints.joined <= start + 2) & (all_stints.left > start))
         groups = [np.flatnonzero(all_stints.mini_batch[chosen] == k) for k in range(len(wave.mini_batches))]
@@ -416,10 +416,11 @@ class _Price:
         if depth.any():
             members = replace(members, sharing=self._shared(members, room, chosen, start))
 
-        def known(iteration: int) -> Collection[int]:
-            return set(np.flatnonzero(left <= iteration + 2).tolist())
+        def until(iteration: int, _num_steps: int) -> Collection[int]:
+            return set(np.flatnonzero(left <= iteration).tolist())
 
-        return members, known
+        may_come = bool((self.workload.answers < self.workload.max_tokens).any())
+        return members, Stops(until, lambda requests: may_come and bool(requests))
 
     def _shared(self, members: Wave, room: dict[str, int], chosen: np.ndarray, start: int) -> SharedBlocks:
         """Return the shared blocks of the chosen stints, with those that are computed from iteration ``start`` on."""

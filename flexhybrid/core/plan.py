@@ -1,9 +1,10 @@
 """The stream of tasks of a wave, in FlexGen's zig-zag (column) order or row by row (core/positions.py).
 
 While a position computes, the link loads a slice of the next group's weights and the next position's cache. There is no
-edge between iterations: the last group of iteration i carries the first loads of iteration i + 1. A request leaves when
-it has its tokens, or, after a stop token, one iteration late: what iteration i + 1 does is settled while iteration i
-runs.
+edge between iterations: the last group of iteration i carries the first loads of weights of iteration i + 1, and of the
+cache where nobody may stop in it. A request leaves when it has its tokens. Where it may stop by itself, iteration i + 1
+is settled with the stops of iteration i but for those of its last positions, which are still queued then: who stops in
+these leaves one iteration late (``positions.num_awaited``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from flexhybrid.core.context.selection import first_choosing
 from flexhybrid.core.schedule import places
 from flexhybrid.core.schedule.places import Places, cell, host_hidden
-from flexhybrid.core.schedule.positions import Position, StopsUntil, no_stops, positions
+from flexhybrid.core.schedule.positions import NO_STOPS, Group, Position, Stops, positions
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.wave import Wave
@@ -39,21 +40,20 @@ class WeightSlice(NamedTuple):
     disk_end: int = 0
 
 
-def stream(wave: Wave, stops_until: StopsUntil = no_stops, first_iteration: int = 0) -> Iterator[Task]:
+def stream(wave: Wave, stops: Stops = NO_STOPS, first_iteration: int = 0) -> Iterator[Task]:
     """The tasks of a wave in stream order, from the first prompt token to the last sampled one.
 
     ``first_iteration`` 1 starts at the first decode iteration, over a cache that is already filled.
 
-    ``stops_until(i)``: requests that sampled a stop token in iterations up to i. It is asked with i - 1 when iteration
-    i + 1 is laid out, at the start of iteration i's last group (the stop lags one iteration), and may block until the
-    answer is known.
+    ``stops``: who stops by itself. It is asked once an iteration, when every task is handed out that the answer hangs
+    on, and may block until it is known.
     """
-    return _Stream(wave, stops_until).ordered(first_iteration)
+    return _Stream(wave, stops).ordered(first_iteration)
 
 
 def numbered_stream(wave: Wave) -> Iterator[tuple[int, Task]]:
     """``stream`` where nobody stops, with the number, from 1, of the position during which a task is handed out."""
-    state = _Stream(wave, no_stops)
+    state = _Stream(wave, NO_STOPS)
     return ((state.number, task) for task in state.ordered(0))
 
 
@@ -69,8 +69,8 @@ def _met(task: Task, number: int) -> Task:
 class _Stream:
     """The state of the stream. Emits tasks verb by verb."""
 
-    def __init__(self, wave: Wave, stops_until: StopsUntil):
-        self.wave, self.stops_until = wave, stops_until
+    def __init__(self, wave: Wave, stops: Stops):
+        self.wave, self.stops = wave, stops
         self.num_layers = wave.shape.num_layers
         self.number = 1  # of the position at hand
         self.first_choosing = first_choosing(wave.policy.selection)
@@ -94,28 +94,29 @@ class _Stream:
         return (_met(task, self.number) for task in tasks) if overlap == "step" else tasks
 
     def tasks(self, first_iteration: int) -> Iterator[Task]:
-        groups = positions(self.wave, self.stops_until, first_iteration)
+        groups = positions(self.wave, self.stops, first_iteration)
         current, opened = next(groups, None), None
         if current:
-            yield from self._load_weights(current, 0, 1)
-            yield from self._part(self._load_cache, current[0])
+            yield from self._load_weights(current, current.positions[0], 0, 1)
+            yield from self._part(self._load_cache, current.positions[0])
         while current:
-            following = next(groups, None)
-            for index, position in enumerate(current):
+            following, num_positions = next(groups, None), len(current.positions)
+            upcoming = [*current.positions[1:], *(following.positions[:1] if following else ())]
+            for index, position in enumerate(current.positions):
                 yield from self.held
                 on_host = "attend_host" in position.works
                 # What attention on the host gave comes before the weights: the device waits for it, and not yet for
                 # them. Peers that meet after each step (FlexGen) load their weights first.
                 weights_last = on_host and self.wave.policy.overlap == "full"
-                ahead = current[index + 1] if index + 1 < len(current) else following[0] if following else None
+                ahead = upcoming[index] if index < len(upcoming) else None
                 # What the position stores or selects now may be what the next one loads.
                 late = self._loads_late(position, ahead) if ahead else None
                 cache = self._part(self._load_cache, ahead) if ahead and not late else []
-                yield from self._loads([] if weights_last else following or [], index, len(current), cache)
+                yield from self._loads(None if weights_last else following, position, index, num_positions, cache)
                 if opened is not position:
                     yield from self._part(self._open, position)
                 opened = None
-                if ahead and self._opens_early(position, ahead, len(current)):
+                if ahead and self._opens_early(position, ahead, num_positions):
                     yield from self._part(self._open, ahead)
                     opened = ahead
                 if ahead and late == "selected":
@@ -123,7 +124,7 @@ class _Stream:
                 if on_host:
                     yield from self._part(self._load_attended, position)
                 if following and weights_last:
-                    yield from self._load_weights(following, index, len(current))
+                    yield from self._load_weights(following, position, index, num_positions)
                 yield from self._part(self._close, position)
                 if self.wave.policy.overlap == "step":
                     self.held = self._part(self._store, position)
@@ -131,8 +132,15 @@ class _Stream:
                     yield from self._part(self._store, position)
                 if position.layer == self.num_layers - 1 and position.step.last:
                     yield from self._part(self._sample, position)
-                if ahead and late == "stored":
+                settles = index + 1 == num_positions and following is not None and not following.positions
+                if settles:
+                    following = next(groups, None)
+                    ahead = following.positions[0] if following else None
+                    late = self._loads_late(position, ahead) if ahead else None
+                if late == "stored":
                     yield from self.held
+                    self.held = []
+                if ahead and (settles or late == "stored"):
                     yield from self._part(self._load_cache, ahead)
                 self.number += 1
             current = following
@@ -180,15 +188,17 @@ class _Stream:
 
     # ---- loads
 
-    def _loads(self, group: list[Position], index: int, num_slices: int, cache: list[Task]) -> Iterator[Task]:
+    def _loads(
+        self, group: Group | None, position: Position, index: int, num_slices: int, cache: list[Task]
+    ) -> Iterator[Task]:
         """The loads of a position: a slice of the next group's weights, then the next position's cache.
 
         ``kv_act_first``: ACT before the slice, and of a layer that comes at once W_K and W_V before it. Recomputing
         then runs while the rest of the weights and the keys and values cross the link (KVPR, Fig. 5b).
         """
         early = self.wave.policy.weight_order == "kv_act_first"
-        cut = early and num_slices == 1 and bool(group) and self.wave.cuts_layer(group[0].layer)
-        weights = list(self._load_weights(group, index, num_slices, cut)) if group else []
+        cut = early and num_slices == 1 and group is not None and self.wave.cuts_layer(group.layer)
+        weights = list(self._load_weights(group, position, index, num_slices, cut)) if group else []
         if early:
             yield from weights[:1] if cut else ()
             yield from (task for task in cache if task.verb in LOADS_OF_ACT)
@@ -196,17 +206,21 @@ class _Stream:
         yield from weights
         yield from cache
 
-    def _load_weights(self, group: list[Position], index: int, num_slices: int, cut: bool = False) -> Iterator[Task]:
+    def _load_weights(
+        self, group: Group, position: Position, index: int, num_slices: int, cut: bool = False
+    ) -> Iterator[Task]:
         """Slice of a group's streamed bytes: one slice a position of the group before keeps the link evenly busy.
 
         What lies on the host and what lies on the disk are sliced alike, so that the disk is evenly busy too. ``cut``:
-        in two loads, what recomputing reads before the rest.
+        in two loads, what recomputing reads before the rest. ``position``: that carries the slice, which is named after
+        its mini-batch where the group is not settled yet.
         """
-        position = group[min(index, len(group) - 1)]
-        slice_key = self.wave.shape.weights_kind(position.layer), position.weight_slot, index, num_slices, cut
+        slice_key = self.wave.shape.weights_kind(group.layer), group.weight_slot, index, num_slices, cut
         if slice_key not in self.slices:
             self.slices[slice_key] = tuple(self._slice_tasks(*slice_key))
-        key = (position.step.iteration, position.layer, position.step.mini_batch)
+        if group.positions:
+            position = group.positions[min(index, len(group.positions) - 1)]
+        key = (group.iteration, group.layer, position.step.mini_batch)
         for verb, *parts in self.slices[slice_key]:
             yield Task(*key, verb, RESOURCE_OF[verb], *parts)
 

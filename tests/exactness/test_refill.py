@@ -1,5 +1,6 @@
 """Requests that join a running batch: tokens stay those that each gets alone, whoever comes, goes or steps back."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -148,13 +149,70 @@ def test_every_kind_of_policy_takes_new_requests(mixed, tmp_path, batches, name)
 
 
 def test_a_place_that_is_free_is_taken_at_once(tmp_path, batches):
-    """Of equal requests each place has the next one in the iteration after the lag of a stop; none waits for others."""
+    """Of equal requests each place has the next one as soon as its stop is known; none waits for others."""
     model = InMemory(save_opt(tmp_path))
     prompts = [np.random.default_rng(i).integers(3, 61, 20).tolist() for i in range(12)]
     stops = [1 + i % 5 for i in range(12)]
     tokens = answers(Checkpoint(tmp_path), Policy(), prompts, [30] * 12, stops, 3, tmp_path)
     assert len(batches) == 1
     assert tokens == [model.generate([p], stop, True)[0] for p, stop in zip(prompts, stops, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def labels(tmp_path_factory):
+    """A checkpoint, 48 prompts, and how many tokens each answer has, of 8 at most."""
+    folder = tmp_path_factory.mktemp("labels")
+    save_opt(folder)
+    rng = np.random.default_rng(5)
+    return Checkpoint(folder), [rng.integers(3, 61, 9).tolist() for _ in range(48)], rng.integers(1, 9, 48)
+
+
+def labelled(labels, at_a_time: int, stops: bool = True):
+    """Answer the queue of labels in 8 places; return the trace, what was heard of tokens, and the tokens. ``stops``:
+    whether answers end by themselves; else at their limits."""
+    checkpoint, prompts, ends = labels
+    policy = Policy(weights=Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=17 * at_a_time)
+    problem = Problem(shape=checkpoint.shape, dtype="float32", hardware=machine())
+    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy)
+    limits = np.full(48, 8) if stops else ends
+    wave = open_batch(problem, policy, Workload(np.full(48, 9), limits), 8)
+    assert len(wave.mini_batches) == 8 // at_a_time
+    engine, given, heard = Engine(weights, policy, buffer_sizes(wave), num_threads=1), Counter(), []
+
+    def ends_with(request: int):
+        def push(_token: int) -> str | None:
+            given[request] += 1
+            return "end" if given[request] == ends[request] else None
+
+        return push if stops else None
+
+    control = RunControl(stop_text=ends_with, keep_trace=True, on_tokens=heard.append)
+    result = engine.run(engine.executor(wave, prompts, greedy_plan(48)), control)
+    engine.close()
+    weights.close()
+    assert check_trace(result.trace) == []
+    return [event.task for event in result.trace], heard, result.tokens
+
+
+@pytest.mark.parametrize("at_a_time", (8, 4, 1))
+def test_a_run_computes_few_tokens_for_nothing(labels, at_a_time):
+    tasks, heard, tokens = labelled(labels, at_a_time)
+    num_sampled = sum(len(task.payload.step.queued) for task in tasks if task.verb == "sample")
+    assert [len(answer) for answer in tokens] == labels[2].tolist()
+    assert tokens == labelled(labels, at_a_time, stops=False)[2]
+    assert num_sampled - labels[2].sum() < 0.5 * 48  # 42 where each end is known an iteration late
+    # each iteration is heard of once, the latest tokens of the last one besides
+    assert sum(heard) == labels[2].sum() and tasks[-1].iteration <= len(heard) <= tasks[-1].iteration + 2
+
+
+def test_only_where_a_request_may_stop_its_context_comes_after_the_last_step(labels):
+    """Whose lengths are known need not be waited for: their context is loaded while the last step computes."""
+    early = {}
+    for stops in (False, True):
+        tasks = labelled(labels, 4, stops)[0]
+        load = next(at for at, task in enumerate(tasks) if task.verb == "load_kv" and task.iteration == 3)
+        early[stops] = load < max(at for at, task in enumerate(tasks) if task.verb == "finish" and task.iteration == 2)
+    assert early == {False: True, True: False}
 
 
 @pytest.fixture(scope="module")

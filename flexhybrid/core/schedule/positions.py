@@ -7,7 +7,7 @@ in a layer) within them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby, product
 from typing import NamedTuple
@@ -20,12 +20,30 @@ from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
 from flexhybrid.core.task import Work
 from flexhybrid.core.wave import Wave
 
-StopsUntil = Callable[[int], Collection[int]]
+QUEUED_SHARE = 4  #: a fourth of a group's positions is still queued while the planner waits for tokens
 
 
-def no_stops(_iteration: int) -> frozenset[int]:
-    """Nobody stops early: the lengths alone decide (ignore_eos, and every prediction)."""
-    return frozenset()
+class Stops(NamedTuple):
+    """What a stream asks about requests that end by themselves, before their limits.
+
+    ``until(iteration, num_steps)``: when ``iteration`` is settled, those that have ended with a token of the stream's
+    first ``num_steps`` steps that sample; it may block until these tokens are known. ``may_come(requests)``: whether
+    one of them may end by itself.
+    """
+
+    until: Callable[[int, int], Collection[int]]
+    may_come: Callable[[Iterable[int]], bool]
+
+
+#: Nobody ends before its limit (ignore_eos, and predictions of fixed lengths).
+NO_STOPS = Stops(lambda iteration, num_steps: frozenset(), lambda requests: False)
+
+
+def num_awaited(num_positions: int) -> int:
+    """Return how many of the last positions of an iteration, from the first on, have their tokens waited for before the
+    next iteration is settled. The others, at least one, are what the lanes work on meanwhile; who stops in them leaves
+    an iteration late."""
+    return num_positions - max(1, num_positions // QUEUED_SHARE)
 
 
 StepWorks = tuple[MiniBatchStep, dict[str, Work]]
@@ -47,10 +65,25 @@ class Position(NamedTuple):
         return self.step.mini_batch == other.step.mini_batch or bool(other.step.builds and self.step.commons)
 
 
-def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iterator[list[Position]]:
-    """Runs of positions that share a layer's weights. Iteration i + 1 is settled when i's last group is taken."""
+class Group(NamedTuple):
+    """Positions that share a layer's weights."""
+
+    iteration: int
+    layer: int
+    weight_slot: int
+    positions: list[Position]  #: in turn; empty: not settled yet
+
+
+def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[Group]:
+    """Yield the groups of an iteration, then those of the next one.
+
+    Iteration i + 1 is settled when the group behind i's last one is taken, with the stops of the groups before that
+    last one. Where stops may come in the last group too, this yields the first group of i + 1 without positions, for
+    the loads of its weights. Taken again, behind the last position, it settles i + 1 with the stops of the positions
+    that ``num_awaited`` counts, and yields the group with its positions.
+    """
     first = num_whole(wave.policy.selection, wave.shape.num_layers)
-    iteration, number, slot = first_iteration, 0, 0
+    iteration, number, slot, num_steps = first_iteration, 0, 0, 0
     forms: dict[tuple, int] = {}
     batch = RunningBatch(wave)
     laid_out = _lay_out(batch, iteration, frozenset(), forms)
@@ -62,6 +95,7 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
             if column
             else [list(chunk_positions) for _, chunk_positions in groupby(laid_out, lambda s: s[0].mini_batch)]
         )
+        group: list[Position] = []
         for members, layer in product(sharing, layers):
             group = []
             for _, by_kind, whole, step_form in members:
@@ -72,10 +106,25 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
                 form = forms.setdefault((layer, slots, leads, step_form), len(forms))
                 group.append(Position(step, layer, works, *slots, leads, form))
                 number += 1
+            yield Group(iteration, layer, slot % 2, group)
             slot += 1
-            yield group
         iteration += 1
-        laid_out = _lay_out(batch, iteration, stops_until(iteration - 2), forms)
+        num_steps += sum(step.last for step, *_ in laid_out)
+        unknown, awaited = group, num_awaited(len(group))
+        if stops.may_come(_running_on(wave, iteration, group[:awaited])):
+            yield Group(iteration, 0, slot % 2, [])
+            unknown = group[awaited:]
+        known = num_steps - sum(position.step.last for position in unknown)
+        laid_out = _lay_out(batch, iteration, stops.until(iteration, known), forms)
+
+
+def _running_on(wave: Wave, iteration: int, sampling: list[Position]) -> list[int]:
+    """Return the requests to which these positions give a token and which run in ``iteration`` unless it ends them."""
+    requests: list[int] = []
+    for step in (position.step for position in sampling if position.step.last):
+        runs_on = wave.workload.max_tokens[step.requests] > iteration - wave.joined[step.requests]
+        requests += step.queued[runs_on].tolist()
+    return requests
 
 
 def _lay_out(
