@@ -82,7 +82,7 @@ def open_batch(
     if given and not may_grow(policy):
         raise ValueError(f"requests under policy {policy.name} cannot go on behind tokens that they have")
     num_requests, tree = workload.num_requests, tree or known_tree(workload)
-    first = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
+    first = Workload(workload.prompt_tokens[:count].copy(), workload.max_tokens[:count].copy())  # who joins is written
     mini_batches, room, paths = _packed(problem, policy, workload, count, tree)
     if count == num_requests and share == 1 and not any(paths) and not given:
         return admit(problem, policy, workload, gives=gives)
@@ -102,7 +102,7 @@ def open_batch(
         wave = replace(wave, whole=replace(wave.whole, workload=first))
     # One that steps back comes back with all the tokens that it has.
     returns = share < 1 or given
-    longest = Workload(workload.cached_tokens, np.ones_like(workload.max_tokens)) if returns else workload
+    longest = Workload(alone.cached_tokens, np.ones_like(alone.max_tokens)) if returns else alone
     limits = queue_sizes(wave, longest, joins_singly(policy))
     queue = RequestQueue(workload, following=0 if given else count, given=dict(given))
     wave = replace(wave, queue=queue, limits=limits, expected_share=share, empty=bool(given))

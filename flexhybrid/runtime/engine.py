@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -38,6 +39,8 @@ from flexhybrid.runtime.step_tensors import Prompts, SamplingPlans
 from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 from flexhybrid.runtime.verbs import verbs_under
 from flexhybrid.runtime.verbs.graphed import attach
+
+LAG = 2  #: iterations after a request has left in which its last step may still be prepared, or its last token come
 
 #: Request (its index in the queue) -> function that takes its next token and returns the text that ends it, or None.
 StopText = Callable[[int], Callable[[int], str | None] | None]
@@ -280,12 +283,17 @@ class _Collector:
         workload = queue.workload if queue else executor.wave.workload
         count = workload.num_requests
         self.executor, self.clock, self.control = executor, clock, control
-        self.num_given = list(control.num_given or [0] * count)
-        self.max_tokens = workload.max_tokens - np.array(self.num_given)
+        self.num_given = {request: given for request, given in enumerate(control.num_given or ()) if given}
+        self.max_tokens = workload.max_tokens
+        if self.num_given:
+            self.max_tokens = workload.max_tokens - np.array(control.num_given)
         self.num_requests = count
         self.tokens = _Answers(control.answer_of, queue.given if queue else ())  #: by request, those that have begun
         executor.answers = self.tokens
         self.stops: dict[int, int | str | None] = {}
+        self._left: deque[tuple[int, int]] = deque()  # (iteration, request) of those that the planner has let go
+        if queue:
+            queue.on_leave = partial(self._leaves, queue.on_leave)
         self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in the plan's order
         self._stopped_requests: set[int] = set()
         self._first: list[tuple[int, int]] = []  # (layer, ordinal) of the last task of each step of the first iteration
@@ -301,6 +309,13 @@ class _Collector:
             self._first.append((task.layer, ordinal))
         if task.verb == "store_out":
             self._pending.append((task, ordinal))
+
+    def _leaves(self, on_leave: Callable[[int, int], None], request: int, iteration: int) -> None:
+        """Forget the stop of a request once its surplus token was passed over: a long queue has many."""
+        on_leave(request, iteration)
+        self._left.append((iteration, request))
+        while self._left[0][0] + LAG < iteration:
+            self._stopped_requests.discard(self._left.popleft()[1])
 
     def stops_until(self, iteration: int) -> Collection[int]:
         """Return the requests that stopped in iterations up to this one, once that is known; all when the run shall
@@ -321,7 +336,7 @@ class _Collector:
             for request, token in zip(step.queued.tolist(), sampled.tolist(), strict=True):
                 if request in self._stopped_requests:
                     continue  # the surplus token of a stop that was seen one iteration late
-                if self.num_given[request]:
+                if self.num_given.get(request):
                     self.num_given[request] -= 1
                     continue
                 if token == NO_TOKEN:

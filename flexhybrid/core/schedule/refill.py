@@ -359,8 +359,9 @@ class RunningBatch:
                 self.full[k] = False  # it may join in the next iteration
                 break
             failures, shared = failures + 1, self._would_share(ready)
-            tokens = queue.workload.cached_tokens[ready] - shared
-            prompts = queue.workload.prompt_tokens[ready] - (shared if self.sharing and self.sharing.exact else 0)
+            lengths = queue.workload.select(ready)
+            tokens = lengths.cached_tokens - shared
+            prompts = lengths.prompt_tokens - (shared if self.sharing and self.sharing.exact else 0)
             ready = [ready[place] for place in shorter(prompts, tokens, failures == 1)]
         for request in wave.request[joining].tolist():
             queue.on_join(request, k)
