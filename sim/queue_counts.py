@@ -45,6 +45,7 @@ class Stints:
     surplus: np.ndarray  #: whether its last step is for nothing: an end is known an iteration late
     shared_tokens: np.ndarray  #: of its prompt, that lie with others'
     found_tokens: np.ndarray  #: of these, that others had computed
+    moved: np.ndarray  #: whether its context comes from the parking area, and is not computed
 
     @property
     def num_iterations(self) -> int:
@@ -120,6 +121,7 @@ class _Member(NamedTuple):
     joined: int
     left: int  #: iteration in which it will be gone
     place: int
+    moved: bool  #: ``Stints.moved``
 
 
 class _Queue:
@@ -143,6 +145,7 @@ class _Queue:
         self.reserved = self.entries.most_blocks(self.prompts, workload.cached_tokens)  # where blocks do not grow
         self.places = [group.tolist() for group in wave.mini_batches]  # that are free
         self.sharing, self.now = wave.sharing, 0  # the iteration whose builds it holds
+        self.parking = wave.parking
         self.steering = Steering(wave.sharing.tree) if wave.sharing else None
         self.exact, self.piece = stores_exactly(wave.policy), chunk_tokens(wave.policy.max_mini_batch_tokens)
         self.depth, self.found = np.zeros((2, workload.num_requests), dtype=np.int64)  # shared blocks of those who run
@@ -184,11 +187,18 @@ class _Queue:
         for request, place in zip(requests, places):
             end = int(self.ends[request])
             left = iteration + end + (end < self.limits[request])  # its last step is for nothing
-            self.running[k].append(_Member(request, iteration, left, place))
+            moved = self._is_parked(request)
+            self.running[k].append(_Member(request, iteration, left, place, moved))
+            if moved:
+                self.parking.area.release(request)
             heapq.heappush(self.changes, (left, k))
+
+    def _is_parked(self, request: int) -> bool:
+        return self.parking is not None and self.parking.has(request)
 
     def _buffers_hold(self, k: int, requests: list[int], joining: list[int]) -> bool:
         """Return whether the buffers hold these members of a mini-batch, of whom ``joining`` join."""
+        joining = [request for request in joining if not self._is_parked(request)]
         cached = self.prompts[requests] + self.limits[requests] - 1
         if not self.singly:  # each is padded to the longest
             return len(requests) * int(ceil_blocks(cached.max())) <= self.most_padded
@@ -201,7 +211,7 @@ class _Queue:
 
     def _end_stint(self, k: int, member: _Member, left: int, surplus: bool) -> None:
         request, shared = member.request, BLOCK_TOKENS * np.array([self.depth, self.found])[:, member.request]
-        self.rows.append((request, k, self.prompts[request], member.joined, left, surplus, *shared))
+        self.rows.append((request, k, self.prompts[request], member.joined, left, surplus, *shared, member.moved))
         self._detach(k, request, member.place)
 
     def _attach(self, k: int, request: int) -> int:
@@ -248,6 +258,8 @@ class _Queue:
             member = self.running[k].pop()
             self._end_stint(k, member, iteration, False)
             request, given = member.request, iteration - member.joined
+            if self.parking:
+                self.parking.take(request, int(self.prompts[request]) + given - 1)
             self.prompts[request] += given
             self.limits[request] -= given
             self.ends[request] = max(1, self.ends[request] - given)
@@ -320,6 +332,8 @@ class _Queue:
         own = self.prompts[joining] - BLOCK_TOKENS * self.depth[joining] * self.exact
         if not self.singly:
             return len(joining) * longest_piece(self.wave.policy, own) <= self.wave.limits.step_rows
+        if not len(own := own[[not self._is_parked(request) for request in joining]]):
+            return True
         return computed_together(self.wave, own, first_builds(self.wave, np.array(places)) if self.sharing else [])
 
     def _shorter(self, places: list[int], first: list[int], failures: int) -> list[int]:
