@@ -275,6 +275,20 @@ class _Answers(dict[int, list[int]]):
         return self.setdefault(request, self._answer_of(request))
 
 
+def _forgetting(stopped: set[int], on_leave: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Return ``on_leave`` (``RequestQueue``) that forgets who has stopped, once the surplus token was passed over: a
+    long queue has many."""
+    left: deque[tuple[int, int]] = deque()
+
+    def leave(request: int, iteration: int) -> None:
+        on_leave(request, iteration)
+        left.append((iteration, request))
+        while left[0][0] + LAG < iteration:
+            stopped.discard(left.popleft()[1])
+
+    return leave
+
+
 class _Collector:
     """Gathers sampled tokens as their copies to the host complete, and knows which requests have stopped."""
 
@@ -291,11 +305,10 @@ class _Collector:
         self.tokens = _Answers(control.answer_of, queue.given if queue else ())  #: by request, those that have begun
         executor.answers = self.tokens
         self.stops: dict[int, int | str | None] = {}
-        self._left: deque[tuple[int, int]] = deque()  # (iteration, request) of those that the planner has let go
-        if queue:
-            queue.on_leave = partial(self._leaves, queue.on_leave)
         self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in the plan's order
         self._stopped_requests: set[int] = set()
+        if queue:
+            queue.on_leave = _forgetting(self._stopped_requests, queue.on_leave)
         self._first: list[tuple[int, int]] = []  # (layer, ordinal) of the last task of each step of the first iteration
 
     def first_share(self) -> float:
@@ -309,13 +322,6 @@ class _Collector:
             self._first.append((task.layer, ordinal))
         if task.verb == "store_out":
             self._pending.append((task, ordinal))
-
-    def _leaves(self, on_leave: Callable[[int, int], None], request: int, iteration: int) -> None:
-        """Forget the stop of a request once its surplus token was passed over: a long queue has many."""
-        on_leave(request, iteration)
-        self._left.append((iteration, request))
-        while self._left[0][0] + LAG < iteration:
-            self._stopped_requests.discard(self._left.popleft()[1])
 
     def stops_until(self, iteration: int) -> Collection[int]:
         """Return the requests that stopped in iterations up to this one, once that is known; all when the run shall

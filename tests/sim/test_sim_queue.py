@@ -127,10 +127,9 @@ def growing_queue(link: float, gflops: float, device: float = 0.0) -> tuple[Prob
     rng = np.random.default_rng(0)
     answers = np.where(rng.random(30) < 0.5, 100, 12)
     workload = Workload(rng.integers(16, 100, 30), np.full(30, 100), answers)
-    shape, resident = replace(SHAPE, num_layers=2), 6.3e6 * device
-    budgets = Budgets(device=18e6 + resident)
+    shape, budgets = replace(SHAPE, num_layers=2), Budgets(device=24.3e6)
     problem = Problem(shape=shape, dtype="float32", hardware=machine(link=link, gflops=gflops), budgets=budgets)
-    policy = Policy("grows", Placement(device=device, host=1 - device), {"kv@device": 1.0}, max_mini_batch_tokens=2048)
+    policy = Policy("grows", Placement(device=device, host=1 - device), cache={"kv@device": 1.0})
     return problem, policy, workload
 
 
