@@ -13,6 +13,7 @@ from strategies import lossless_policies, speculative_policies
 from toy_machine import machine
 
 from flexhybrid.core.context.prefixes import PromptTree
+from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule import positions
@@ -23,6 +24,7 @@ from flexhybrid.core.trace import check_trace
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import compare_tokens
+from flexhybrid.runtime import engine
 from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -43,8 +45,8 @@ def answers(
         workload = Workload(np.array([len(prompts[i]) for i in left]), np.array([max_tokens[i] for i in left]))
         tree = PromptTree(lambda i, left=left: prompts[left[i]]) if sharing else None
         wave = open_batch(problem, policy, workload, min(count, len(left)), share, tree)
-        engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1, disk=disk)
-        executor = engine.executor(wave, [prompts[i] for i in left], greedy_plan(len(left)))
+        runner = Engine(weights, policy, buffer_sizes(wave), num_threads=1, disk=disk)
+        executor = runner.executor(wave, [prompts[i] for i in left], greedy_plan(len(left)))
 
         counts = dict.fromkeys(range(len(left)), 0)
 
@@ -56,8 +58,8 @@ def answers(
             return stop
 
         control = RunControl(stop_text=heard, keep_trace=True)
-        result = engine.run(executor, control)
-        engine.close()
+        result = runner.run(executor, control)
+        runner.close()
         assert check_trace(result.trace) == []
         waiting = wave.queue.waiting if wave.queue else np.arange(0)
         for i in set(range(len(left))) - set(waiting.tolist()):
@@ -158,6 +160,26 @@ def test_a_place_that_is_free_is_taken_at_once(tmp_path, batches):
     tokens = answers(Checkpoint(tmp_path), Policy(), prompts, [30] * 12, stops, 3, tmp_path)
     assert len(batches) == 1
     assert tokens == [model.generate([p], stop, True)[0] for p, stop in zip(prompts, stops, strict=True)]
+
+
+def test_who_has_stopped_is_forgotten(tmp_path, monkeypatch):
+    """A long queue keeps nothing of those who have left: at most of the three places of a few iterations."""
+    model, kept = InMemory(save_opt(tmp_path)), []
+
+    def watched(wave, stops_until):
+        def asked(iteration):
+            stopped = stops_until(iteration)
+            kept.append(len(stopped))
+            return stopped
+
+        return stream(wave, asked)
+
+    monkeypatch.setattr(engine, "stream", watched)
+    prompts = [np.random.default_rng(i).integers(3, 61, 5).tolist() for i in range(40)]
+    stops = [1 + i % 2 for i in range(40)]
+    tokens = answers(Checkpoint(tmp_path), Policy(), prompts, [30] * 40, stops, 3, tmp_path)
+    assert tokens == [model.generate([p], stop, True)[0] for p, stop in zip(prompts, stops, strict=True)]
+    assert 0 < max(kept) <= 3 * (engine.LAG + 3)
 
 
 @pytest.fixture(scope="module")
