@@ -55,8 +55,9 @@ class Census:
         """Return the census of a file of which nothing is counted yet."""
         offsets, digest = find_lines(lines)
         num_lines = len(offsets) - 1
-        types = np.int32, np.int32, np.int16, bool, np.int32
-        return Census(offsets, *(np.zeros(num_lines, dtype) for dtype in types), digest)
+        prompts, limits, beginning = np.zeros((3, num_lines), np.int32)
+        more, duplicates = np.zeros(num_lines, np.int16), np.zeros(num_lines, bool)
+        return Census(offsets, prompts, limits, more, duplicates, beginning, digest)
 
     @property
     def num_lines(self) -> int:
@@ -73,7 +74,7 @@ class Census:
             prefixes = self.beginnings.prefixes(self.beginning[each] - 1)
         return Workload(self.prompt_tokens[each], self.max_tokens[each], prefixes=prefixes)
 
-    def num_answers(self, places: np.ndarray) -> np.ndarray:
+    def num_answers(self, places: np.ndarray | slice) -> np.ndarray:
         """Return how many answers each of the lines at ``places`` asks for."""
         return self.more_answers[places] + np.int16(1)
 

@@ -85,7 +85,7 @@ class Workload:
             raise InputError(f"a batch of {num_requests:,} requests is more than {MOST_REQUESTS:,}")
         return Workload(np.full(num_requests, prompt_tokens), np.full(num_requests, max_tokens))
 
-    def select(self, indices: np.ndarray | slice) -> Workload:
+    def select(self, indices: np.ndarray | slice | list[int]) -> Workload:
         """Return the lengths of the requests at ``indices``."""
         answers = None if self.answer_tokens is None else self.answer_tokens[indices]
         shared = self.prefixes and self.prefixes.with_requests(self.prefixes.of_request[indices])

@@ -117,12 +117,13 @@ def test_requests_that_join_leave_and_step_back(made):
 
 @pytest.mark.parametrize("kind", ("opt", "llama"))
 def test_contexts_of_requests_that_step_back_are_parked(made, monkeypatch, kind):
-    """KV and ACT cross the link both ways, beside requests that take their blocks at once."""
+    """KV and ACT cross the link both ways, beside requests that take their blocks at once. In one mini-batch: an access
+    by an index counts as one of the whole pool, in which mini-batches have parts of their own."""
     monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: True)
     model, source = made(kind)
     generator = np.random.default_rng(5)
     prompts = [generator.integers(3, 61, length).tolist() for length in (1, 17, 30, 16, 9)]
-    requests, policy = (prompts, [20] * 5, [20, 20, 7, 20, 20]), replace(HYBRID, cache=dict.fromkeys(IN_DEVICE, 0.5))
+    requests, policy = (prompts, [20] * 5, [20, 20, 7, 20, 20]), Policy(cache=dict.fromkeys(IN_DEVICE, 0.5))
     with fake_cuda(seed=1) as watch:
         result, waiting = queue_under(source, policy, requests, 4, 0.01)
     assert not waiting and {"park", "unpark"} <= {event.task.verb for event in result.trace}

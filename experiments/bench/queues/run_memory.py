@@ -42,9 +42,10 @@ def answer_at_once(_engine, executor, control, _tasks=None):
     """Answer in the place of ``Engine.run``: each request stops with its first token. The plan maker, the queue and the
     files do as in any run."""
     from flexhybrid.core.schedule.refill import RunningBatch
+    from flexhybrid.runtime.clock import Clock
     from flexhybrid.runtime.engine import WaveResult, _Collector
 
-    collector, batch, stopped = _Collector(executor, None, control), RunningBatch(executor.wave), set()
+    collector, batch, stopped = _Collector(executor, Clock([]), control), RunningBatch(executor.wave), set()
     for iteration in itertools.count():
         before, stopped = stopped, set()
         for *_, places in batch.steps(iteration, before):

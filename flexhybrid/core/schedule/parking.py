@@ -11,8 +11,7 @@ ago. Bits are those that were stored, so its tokens do not change.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import defaultdict
 from functools import cached_property
 
 from flexhybrid.core.context.blocks import BlockManager
@@ -77,7 +76,10 @@ class Parking:
         """Seconds by which moving a context out and back makes two iterations longer."""
         shape, stored = self.wave.shape, self.wave.stored
         moved = move_blocks(shape, stored, self.held(tokens))
-        return sum(self._longer(self._seconds({verb: moved})) for verb in ("park", "unpark"))
+        return sum(
+            self._longer({VERBS[verb].resource: shape.num_layers * self._task(verb, moved)})
+            for verb in ("park", "unpark")
+        )
 
     def computing_s(self, tokens: int) -> float:
         """Seconds by which an iteration is longer that computes a prompt of so many tokens beside its decode."""
@@ -94,9 +96,10 @@ class Parking:
     @cached_property
     def _decode(self) -> Seconds:
         """Seconds of each resource in an iteration of the batch behind its first prompts."""
-        wave, seconds = self.wave, Counter()
+        wave, seconds = self.wave, defaultdict[str, float](float)
         for k, group in enumerate(wave.mini_batches):
-            seconds.update(self._of_layers(counts_of(make_step(wave, 1, k, group), wave)))
+            for resource, spent in self._of_layers(counts_of(make_step(wave, 1, k, group), wave)).items():
+                seconds[resource] += spent
         for layer in range(wave.shape.num_layers):
             placed = wave.placed_of(layer)
             streamed = placed.layout.total_bytes - placed.streamed_from
@@ -104,24 +107,17 @@ class Parking:
                 seconds["h2d"] += self._task("load_weights", Work(link_bytes=streamed))
             if placed.disk_bytes:
                 seconds["disk_read"] += self._task("read_weights", Work(link_bytes=placed.disk_bytes))
-        return dict(seconds)
+        return seconds
 
     def _of_layers(self, counts: StepCounts) -> Seconds:
         """Seconds of a step of these counts, in all layers."""
-        shape, policy, seconds = self.wave.shape, self.wave.policy, Counter()
-        for kind in dict.fromkeys(shape.layer_kinds):
+        shape, policy, seconds = self.wave.shape, self.wave.policy, defaultdict[str, float](float)
+        kinds = shape.layer_kinds
+        for kind in dict.fromkeys(kinds):
             works = work_of_kind(shape.of_weights(kind.weights), policy, self.wave.stored, counts, False, kind)
-            of_layer = {verb: of for verb, of in works.items() if VERBS[verb].per != "iteration"}
-            for resource, spent in self._seconds(of_layer, 1).items():
-                seconds[resource] += shape.layer_kinds.count(kind) * spent
-        once = {verb: of for verb, of in works.items() if VERBS[verb].per == "iteration"}
-        seconds.update(self._seconds(once, 1))
-        return dict(seconds)
-
-    def _seconds(self, works: Mapping[str, Work], layers: int | None = None) -> Seconds:
-        seconds: Counter[str] = Counter()
-        for verb, of in works.items():
-            seconds[VERBS[verb].resource] += (layers or self.wave.shape.num_layers) * self._task(verb, of)
+            for verb, of in works.items():
+                times = kinds.count(kind) if VERBS[verb].per != "iteration" else kind == kinds[0]
+                seconds[VERBS[verb].resource] += times * self._task(verb, of)
         return seconds
 
     def _task(self, verb: str, of: Work) -> float:
