@@ -49,7 +49,7 @@ def answer_at_once(_engine, executor, control, _tasks=None):
     for iteration in itertools.count():
         before, stopped = stopped, set()
         for *_, places in batch.steps(iteration, before):
-            for request in set(executor.wave.request[places].tolist()) - before:
+            for request in set(executor.wave.request[places].tolist()) - before - stopped:
                 collector.tokens[request].append(5)
                 control.on_finish(request, collector.tokens.pop(request), 5)
                 stopped.add(request)
