@@ -72,7 +72,7 @@ class Pace:
 
     def seconds(self, counted: Stints, prefixes: Prefixes | None = None, moved: np.ndarray | None = None) -> np.ndarray:
         """Return the seconds of each iteration of these stints, of requests that share ``prefixes``. ``moved``
-        [stints]: whose contexts are there without being computed (nobody's)."""
+        [stints]: whose contexts are there without being computed (None: ``Stints.moved``)."""
         loads = iteration_loads(counted, self.num_mini_batches, prefixes, self.exact, moved)
         longest = np.max(list(self._work(loads).values()), axis=0)
         return longest * np.where(loads[:, JOINING] > 0, self.waiting[1], self.waiting[0])
@@ -104,7 +104,7 @@ def iteration_loads(
     prompts, pairs that these attend to; of shared context the tokens attended to and loaded.
 
     ``exact``: see ``Pace``; ``moved``: see ``Pace.seconds``."""
-    ones = np.ones(len(counted.request)) if moved is None else 1.0 - moved
+    ones = 1.0 - (counted.moved if moved is None else moved)
     tokens = counted.prompt_tokens.astype(float)
     shared, found = counted.shared_tokens.astype(float), counted.found_tokens * float(exact)
     running, joining = counted.per_iteration(), counted.joining(ones)  # those who compute their prompts
@@ -307,7 +307,7 @@ class _Price:
         self.more_layers = wave.shape.num_layers - len(self.layers)
         self.exact = stores_exactly(wave.policy)
         computed = self.stints.prompt_tokens - self.stints.found_tokens * self.exact
-        self.joining_tokens = self.stints.joining(computed.astype(float))
+        self.joining_tokens = self.stints.joining(computed * (1.0 - self.stints.moved))
         self.walked: dict[int, float] = {}  # iteration -> seconds
         self.work: dict[int, dict[str, float]] = {}  # iteration -> resource -> seconds of work
 
@@ -332,6 +332,8 @@ class _Price:
         for start in self._windows(int(np.clip(walked_tasks // per_window, least, most))):
             self._walk(start)
         seconds, work, pace = self._spread()
+        for stint in np.flatnonzero(self.stints.moved).tolist():
+            seconds[self.stints.joined[stint]] += self.wave.parking.moving_s(int(self.stints.prompt_tokens[stint]) - 1)
         running = self.stints.per_iteration()
         surplus = np.bincount(self.stints.left[self.stints.surplus] - 1, minlength=self.num_iterations)
         begin, end = self.bounds.values()
@@ -355,7 +357,8 @@ class _Price:
         """Return ``QueueRun.recomputing``."""
         if not (returned := self.stints.returned).any():
             return 0.0
-        computed, moved = (pace.seconds(self.stints, self.workload.prefixes, of) for of in (None, returned))
+        of_all = self.stints.moved, returned
+        computed, moved = (pace.seconds(self.stints, self.workload.prefixes, of) for of in of_all)
         return float(np.maximum(computed - moved, 0.0).sum() / computed.sum())
 
     # ---- the iterations that are walked
@@ -403,7 +406,9 @@ class _Price:
         groups = [np.flatnonzero(all_stints.mini_batch[chosen] == k) for k in range(len(wave.mini_batches))]
         requests, left = all_stints.request[chosen], all_stints.left[chosen]
         given = all_stints.prompt_tokens[chosen] - self.workload.prompt_tokens[requests]
-        lengths = Workload(all_stints.prompt_tokens[chosen], self.workload.max_tokens[requests] - given)
+        moved = all_stints.moved[chosen].astype(np.int64)  # they decode in their first iteration
+        limits = self.workload.max_tokens[requests] - given
+        lengths = Workload(all_stints.prompt_tokens[chosen] - moved, limits + moved)
         problem = replace(wave.problem, shape=wave.shape.of_layers(self.layers))
         depth = all_stints.shared_tokens[chosen] // BLOCK_TOKENS
         groups = [group for group in groups if len(group)]
@@ -411,7 +416,7 @@ class _Price:
             (depth, dict.fromkeys(wave.entries.names, int(depth.max()) * len(depth))) if depth.any() else (None, {})
         )
         members = admit(problem, wave.policy, lengths, mini_batches=groups, shared=shared, room=room)
-        joined = all_stints.joined[chosen]
+        joined = all_stints.joined[chosen] - moved
         members = replace(members, joined=joined, whole=members.whole and replace(members.whole, joined=joined))
         if depth.any():
             members = replace(members, sharing=self._shared(members, room, chosen, start))

@@ -47,6 +47,7 @@ class Stints:
     surplus: np.ndarray  #: whether its last step is for nothing: its end is known an iteration late
     shared_tokens: np.ndarray  #: of its prompt, that lie with others'
     found_tokens: np.ndarray  #: of these, that others had computed
+    moved: np.ndarray  #: whether its context comes from the parking area, and is not computed
 
     @property
     def num_iterations(self) -> int:
@@ -122,7 +123,12 @@ class _Member(NamedTuple):
     joined: int
     left: int  #: iteration in which it will be gone; one later where its end is known late
     place: int
-    surplus: bool = False  #: that is so
+    moved: bool  #: ``Stints.moved``
+    surplus: bool = False  #: its end is known late
+
+    def computes_prompt(self, iteration: int) -> bool:
+        """Return whether it has its prompt computed then."""
+        return self.joined == iteration and not self.moved
 
 
 class _Queue:
@@ -148,6 +154,7 @@ class _Queue:
         self.places = [group.tolist() for group in wave.mini_batches]  # that are free
         self.sharing, self.now = wave.sharing, 0  # the iteration whose builds it holds
         self.unknown: set[tuple[int, bool]] = set()  # steps before it whose tokens nobody waits for: ``_unknown``
+        self.parking = wave.parking
         self.steering = Steering(wave.sharing.tree) if wave.sharing else None
         self.exact, self.piece = stores_exactly(wave.policy), chunk_tokens(wave.policy.max_mini_batch_tokens)
         self.depth, self.found = np.zeros((2, workload.num_requests), dtype=np.int64)  # shared blocks of those who run
@@ -188,12 +195,18 @@ class _Queue:
 
     def _enter(self, k: int, requests: list[int], places: list[int], iteration: int) -> None:
         for request, place in zip(requests, places):
-            left = iteration + int(self.ends[request])
-            self.running[k].append(_Member(request, iteration, left, place))
+            left, moved = iteration + int(self.ends[request]), self._is_parked(request)
+            self.running[k].append(_Member(request, iteration, left, place, moved))
+            if moved:
+                self.parking.area.release(request)
             heapq.heappush(self.changes, (left, k))
+
+    def _is_parked(self, request: int) -> bool:
+        return self.parking is not None and self.parking.has(request)
 
     def _buffers_hold(self, k: int, requests: list[int], joining: list[int]) -> bool:
         """Return whether the buffers hold these members of a mini-batch, of whom ``joining`` join."""
+        joining = [request for request in joining if not self._is_parked(request)]
         cached = self.prompts[requests] + self.limits[requests] - 1
         if not self.singly:  # each is padded to the longest
             return len(requests) * int(ceil_blocks(cached.max())) <= self.most_padded
@@ -207,18 +220,21 @@ class _Queue:
     def _unknown(self, iteration: int) -> set[tuple[int, bool]]:
         """Return the steps, as mini-batch and whether it computes prompts, whose tokens are not waited for before the
         next iteration is settled. Nobody has left since then. Left out: steps that compute shared blocks."""
-        decode = [k for k, group in enumerate(self.running) if group and group[0].joined < iteration]
-        pieces = {}
+        decode, pieces = [], {}
         for k, group in enumerate(self.running):  # who has joined last stands last
-            if joining := [*takewhile(lambda member: member.joined == iteration, reversed(group))]:
+            latest = [*takewhile(lambda member: member.joined == iteration, reversed(group))]
+            joining = [member for member in latest if not member.moved]
+            if len(joining) < len(group):
+                decode.append(k)
+            if joining:
                 pieces[k] = self._num_pieces(joining)
         if self.wave.policy.schedule == "row":  # the last group is the last mini-batch's
             last = max([*decode, *pieces], default=-1)
             decode, pieces = [k for k in decode if k == last], {k: count for k, count in pieces.items() if k == last}
         steps = [(0, k, False) for k in decode]  # ``MiniBatchStep.chunk``, mini-batch, whether it computes prompts
         steps += [((k in decode) + piece, k, True) for k, count in pieces.items() for piece in range(count)]
-        latest = {(k, prompts): at for at, (_, k, prompts) in enumerate(sorted(steps))}
-        return {step for step, at in latest.items() if at >= num_awaited(len(steps))}
+        last_at = {(k, prompts): at for at, (_, k, prompts) in enumerate(sorted(steps))}
+        return {step for step, at in last_at.items() if at >= num_awaited(len(steps))}
 
     def _num_pieces(self, joining: list[_Member]) -> int:
         """Return in how many pieces the prompts of those who join together are computed."""
@@ -228,7 +244,7 @@ class _Queue:
 
     def _end_stint(self, k: int, member: _Member, left: int, surplus: bool) -> None:
         request, shared = member.request, BLOCK_TOKENS * np.array([self.depth, self.found])[:, member.request]
-        self.rows.append((request, k, self.prompts[request], member.joined, left, surplus, *shared))
+        self.rows.append((request, k, self.prompts[request], member.joined, left, surplus, *shared, member.moved))
         self._detach(k, request, member.place)
 
     def _attach(self, k: int, request: int) -> int:
@@ -264,7 +280,7 @@ class _Queue:
         for member in self.running[k]:
             request = member.request
             ended_early = member.left == iteration and self.ends[request] < self.limits[request]
-            if ended_early and not member.surplus and (k, member.joined == iteration - 1) in self.unknown:
+            if ended_early and not member.surplus and (k, member.computes_prompt(iteration - 1)) in self.unknown:
                 member = member._replace(left=iteration + 1, surplus=True)
                 heapq.heappush(self.changes, (iteration + 1, k))
             if member.left > iteration:
@@ -283,6 +299,8 @@ class _Queue:
             member, self.full[k] = self.running[k].pop(), False
             self._end_stint(k, member, iteration, False)
             request, given = member.request, iteration - member.joined
+            if self.parking:
+                self.parking.take(request, int(self.prompts[request]) + given - 1)
             self.prompts[request] += given
             self.limits[request] -= given
             self.ends[request] = max(1, self.ends[request] - given)
@@ -360,6 +378,8 @@ class _Queue:
         own = self.prompts[joining] - BLOCK_TOKENS * self.depth[joining] * self.exact
         if not self.singly:
             return len(joining) * longest_piece(self.wave.policy, own) <= self.wave.limits.step_rows
+        if not len(own := own[[not self._is_parked(request) for request in joining]]):
+            return True
         return computed_together(self.wave, own, first_builds(self.wave, np.array(places)) if self.sharing else [])
 
     def _shorter(self, places: list[int], first: list[int], failures: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -39,6 +40,8 @@ from flexhybrid.runtime.step_tensors import Prompts, SamplingPlans
 from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 from flexhybrid.runtime.verbs import verbs_under
 from flexhybrid.runtime.verbs.graphed import attach
+
+LAG = 2  #: iterations after a request has left in which its last step may still be prepared, or its last token come
 
 #: Request (its index in the queue) -> function that takes its next token and returns the text that ends it, or None.
 StopText = Callable[[int], Callable[[int], str | None] | None]
@@ -273,6 +276,20 @@ class _Answers(dict[int, list[int]]):
         return self.setdefault(request, self._answer_of(request))
 
 
+def _forgetting(stopped: set[int], on_leave: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Return ``on_leave`` (``RequestQueue``) that forgets who has stopped, once the surplus token was passed over: a
+    long queue has many."""
+    left: deque[tuple[int, int]] = deque()
+
+    def leave(request: int, iteration: int) -> None:
+        on_leave(request, iteration)
+        left.append((iteration, request))
+        while left[0][0] + LAG < iteration:
+            stopped.discard(left.popleft()[1])
+
+    return leave
+
+
 class _Collector:
     """Gathers sampled tokens as their copies to the host complete, and knows which requests have stopped."""
 
@@ -281,8 +298,10 @@ class _Collector:
         workload = queue.workload if queue else executor.wave.workload
         count = workload.num_requests
         self.executor, self.clock, self.control = executor, clock, control
-        self.num_given = list(control.num_given or [0] * count)
-        self.max_tokens = workload.max_tokens - np.array(self.num_given)
+        self.num_given = {request: given for request, given in enumerate(control.num_given or ()) if given}
+        self.max_tokens = workload.max_tokens
+        if self.num_given:
+            self.max_tokens = workload.max_tokens - np.array(control.num_given)
         self.num_requests = count
         self.tokens = _Answers(control.answer_of, queue.given if queue else ())  #: by request, those that have begun
         executor.answers = self.tokens
@@ -292,6 +311,8 @@ class _Collector:
         self._iteration = self._reported = -1  # the latest with a token that was collected, and that was reported
         self._fresh = 0  # tokens that are not reported
         self._stopped_requests: set[int] = set()
+        if queue:
+            queue.on_leave = _forgetting(self._stopped_requests, queue.on_leave)
         self._first: list[tuple[int, int]] = []  # (layer, ordinal) of the last task of each step of the first iteration
 
     def first_share(self) -> float:
@@ -334,7 +355,7 @@ class _Collector:
             for request, token in zip(step.queued.tolist(), sampled.tolist(), strict=True):
                 if request in self._stopped_requests:
                     continue  # the surplus token of a stop that was seen an iteration late
-                if self.num_given[request]:
+                if self.num_given.get(request):
                     self.num_given[request] -= 1
                     continue
                 if token == NO_TOKEN:

@@ -17,6 +17,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import holds_lengths, running_sizes
+from flexhybrid.core.schedule.parking import Parking
 from flexhybrid.core.schedule.refill import RunningBatch, buffers_hold, stores_exactly
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
@@ -111,6 +112,7 @@ def test_contexts_that_are_moved_are_not_computed():
         surplus=nobody,
         shared_tokens=none,
         found_tokens=none,
+        moved=nobody,
     )
     assert counted.returned.tolist() == [False, False, True]
     pace = Pace({"compute": np.array([0.0] * 6 + [1.0] + [0.0] * 3)}, 1, (1.0, 1.0))
@@ -118,6 +120,45 @@ def test_contexts_that_are_moved_are_not_computed():
     assert pace.seconds(counted, moved=counted.returned).sum() == 40 + 30
     context = iteration_loads(counted, 1, moved=counted.returned)[12:14, 4]  # it decodes at once
     assert context.tolist() == [30 + 12 + 50, 30 + 13 + 51]
+
+
+def growing_queue(link: float, gflops: float, device: float = 0.0) -> tuple[Problem, Policy, Workload]:
+    """A queue half of whose answers take their limits, in device memory for a few requests; ``device``: share of the
+    weights that stay there."""
+    rng = np.random.default_rng(0)
+    answers = np.where(rng.random(30) < 0.5, 100, 12)
+    workload = Workload(rng.integers(16, 100, 30), np.full(30, 100), answers)
+    shape, budgets = replace(SHAPE, num_layers=2), Budgets(device=24.3e6)
+    problem = Problem(shape=shape, dtype="float32", hardware=machine(link=link, gflops=gflops), budgets=budgets)
+    policy = Policy("grows", Placement(device=device, host=1 - device), cache={"kv@device": 1.0})
+    return problem, policy, workload
+
+
+@pytest.mark.parametrize(("link", "gflops", "device", "moves"), (
+    (0.1, 60, 1.0, True), (8.0, 20, 1.0, True), (0.4, 2000, 0.0, False), (20.0, 20, 0.0, True),
+    (0.02, 2000, 1.0, False),
+))  # fmt: skip
+def test_who_steps_back_is_parked_where_the_virtual_clock_is_faster_for_it(monkeypatch, link, gflops, device, moves):
+    """Every task of the queue, with all who step back moved, with all computed anew, and as ``is_cheaper`` decides."""
+    problem, policy, workload = growing_queue(link, gflops, device)
+    places, share = batch_size(problem, policy, workload, 64)
+    parking = open_batch(problem, policy, workload, places, share).parking
+    assert share < 1 and (parking is not None) == moves
+    seconds = {"decided": walk_queue(problem, policy, workload, 64).total_s}
+    for way in ("moved", "computed"):
+        with monkeypatch.context() as forced:
+            forced.setattr(Parking, "is_cheaper", lambda self, tokens, way=way: way == "moved")
+            seconds[way] = walk_queue(problem, policy, workload, 64).total_s
+    assert seconds["moved"] != seconds["computed"]
+    assert seconds["decided"] <= 1.005 * min(seconds.values())
+
+
+def test_a_queue_of_parked_contexts_is_priced_as_walked(monkeypatch):
+    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: True)
+    problem, policy, workload = growing_queue(8.0, 20, 1.0)
+    priced, walked = price_queue(problem, policy, workload, 64), walk_queue(problem, policy, workload, 64)
+    assert priced.step_backs > 0
+    assert priced.total_s == pytest.approx(walked.total_s, rel=0.06)
 
 
 def bound_on_moving(cache: dict[str, float], link: float) -> float:
@@ -135,8 +176,9 @@ def bound_on_moving(cache: dict[str, float], link: float) -> float:
 
 
 @pytest.mark.parametrize("cache", ({"kv@host": 1.0}, {"act@host": 1.0}, {"kv@device": 1.0}))
-def test_moving_a_cache_a_tier_down_could_save_little(cache):
-    """Why who steps back is computed anew: docs/simulating.md."""
+def test_moving_a_cache_a_tier_down_could_save_little(monkeypatch, cache):
+    """Why caches of the host are not parked on the disk: docs/simulating.md."""
+    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: False)
     assert 0 < bound_on_moving(cache, link=0.4) < 0.005
     assert 0 < bound_on_moving(cache, link=100.0) < 0.035
 
