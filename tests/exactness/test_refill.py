@@ -167,13 +167,13 @@ def test_who_has_stopped_is_forgotten(tmp_path, monkeypatch):
     """A long queue keeps nothing of those who have left: at most of the three places of a few iterations."""
     model, kept = InMemory(save_opt(tmp_path)), []
 
-    def watched(wave, stops_until):
-        def asked(iteration):
-            stopped = stops_until(iteration)
+    def watched(wave, stops):
+        def until(iteration, num_steps):
+            stopped = stops.until(iteration, num_steps)
             kept.append(len(stopped))
             return stopped
 
-        return stream(wave, asked)
+        return stream(wave, stops._replace(until=until))
 
     monkeypatch.setattr(engine, "stream", watched)
     prompts = [np.random.default_rng(i).integers(3, 61, 5).tolist() for i in range(40)]
