@@ -229,3 +229,5 @@ def bench_serve(table: Table) -> None:
         straight, through = ms["process"], ms[call]
         conditions = {"straight_ms": straight, "through_ms": through, "hop_of_plain_actors_ms": rays}
         table.at_most(name + words, through - straight, 2, "ms", **conditions)
+    name = "cascade on Ray Serve: the router's hop to another process, over that of two plain actors of Ray"
+    table.at_most(name, (ms["apart"] - ms["process"]) / rays, 1.5, "x", hop_of_plain_actors_ms=rays)
