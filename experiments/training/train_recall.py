@@ -17,6 +17,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -77,7 +78,8 @@ def build(vocab_size: int = recall.VOCAB_SIZE, positions: int = POSITIONS) -> OP
 @torch.no_grad()
 def _set_circuit(model: OPTForCausalLM) -> None:
     decoder = model.model.decoder
-    for layer in decoder.layers:
+    layers: list[Any] = list(decoder.layers)
+    for layer in layers:
         layer.fc2.weight.mul_(QUIET)
         layer.self_attn.out_proj.weight.mul_(QUIET)
     tokens, positions = decoder.embed_tokens.weight, decoder.embed_positions.weight
@@ -85,10 +87,8 @@ def _set_circuit(model: OPTForCausalLM) -> None:
     frequencies = FASTEST * ((torch.arange(PLACE.stop - PLACE.start) // 2 + 0.5) / 16) ** 2
     positions.zero_()[:, PLACE] = _sinusoids(torch.arange(len(positions)), frequencies) * EMBEDDING_STD * 2**0.5
     words = torch.eye(TOKEN.stop - TOKEN.start)
-    _set_head(
-        decoder.layers[0].self_attn, BEFORE, (_turn_back(frequencies), PLACE, PLACE), words * EMBEDDING_STD, PREVIOUS
-    )
-    _set_head(decoder.layers[LOOKUP].self_attn, SAME, (words, TOKEN, PREVIOUS), words * EMBEDDING_STD * ANSWER, TOKEN)
+    _set_head(layers[0].self_attn, BEFORE, (_turn_back(frequencies), PLACE, PLACE), words * EMBEDDING_STD, PREVIOUS)
+    _set_head(layers[LOOKUP].self_attn, SAME, (words, TOKEN, PREVIOUS), words * EMBEDDING_STD * ANSWER, TOKEN)
 
 
 def _sinusoids(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,7 @@ def _turn_back(frequencies: torch.Tensor) -> torch.Tensor:
     return torch.block_diag(*pairs)
 
 
-def _set_head(attention: nn.Module, sharpness: float, looks: tuple, writes: torch.Tensor, into: slice) -> None:
+def _set_head(attention: Any, sharpness: float, looks: tuple, writes: torch.Tensor, into: slice) -> None:
     """Set head 0: its queries are ``looks[0]`` times the columns ``looks[1]``, its keys the columns ``looks[2]``; what
     it writes ``into`` is ``writes`` times the columns TOKEN."""
     turn, asks, answers = looks
@@ -122,7 +122,8 @@ class LocalFirst:
 
     def __init__(self, model: OPTForCausalLM):
         self.on = False
-        for layer in model.model.decoder.layers[:LOOKUP]:
+        layers: list[Any] = list(model.model.decoder.layers[:LOOKUP])
+        for layer in layers:
             layer.self_attn.register_forward_pre_hook(self._narrow, with_kwargs=True)
 
     def _narrow(self, _module, arguments, words):

@@ -80,7 +80,7 @@ def recall() -> Experiment:
         full = np.array(_full(study)["right_by_text"])
         for row in study["policies"]:
             right, lost = _right(row), bootstrap.mean_difference(100 * np.array(row["right_by_text"]), 100 * full)
-            cells = {"low": right.low, "high": right.high, "less_full": lost.value, "less_full_low": lost.low}
+            cells: Row = {"low": right.low, "high": right.high, "less_full": lost.value, "less_full_low": lost.low}
             cells |= {"less_full_high": lost.high, "seen": row["seen"], "looked_at": row["looked_at"]}
             moved = row["moved"] * (2 if row["method"] == "bits" else 1)  # over a cache of 16 bits; it ran in 32
             rows.append(context(_quantity(model, row), right.value, "%", moved=moved, **cells))
