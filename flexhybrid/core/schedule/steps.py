@@ -243,8 +243,13 @@ class MiniBatchStep:
         return sum(segment.max_tokens for segment in self.segments) + self.computed_width
 
     def of(self, representation: str) -> tuple[Segment, ...]:
-        own = tuple(s for s in self.segments if s.representation == representation and s.max_tokens)
-        return own + tuple(s for s in self.shared_segments if s.representation == representation)
+        """The segments of "kv" or "act" that have tokens, and behind them those that requests share."""
+        return self._by_representation[representation]
+
+    @cached_property
+    def _by_representation(self) -> dict[str, tuple[Segment, ...]]:
+        read = (*(s for s in self.segments if s.max_tokens), *self.shared_segments)
+        return {name: tuple(s for s in read if s.representation == name) for name in ("act", "kv")}
 
     @cached_property
     def shared_segments(self) -> tuple[Segment, ...]:
