@@ -1,11 +1,11 @@
 """What one mini-batch does in one iteration: its tokens and where they lie, request by request."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
+from flexhybrid.core.cached import cached_property
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
 from flexhybrid.core.context.cache_entries import Pool, StoredCopy, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks
@@ -302,7 +302,8 @@ def make_step(
     if wave.sharing is not None:
         held_from = entries.dealt(depth)
         before = np.maximum(before, held_from)  # what is shared is never dropped
-    tokens_by_entry = entries.stored(kept) - before * BLOCK_TOKENS
+    stored = entries.stored(kept)
+    tokens_by_entry = stored - before * BLOCK_TOKENS
     segments: list[Segment] = []
     for i, entry in enumerate(entries.names):
         pool = Pool(entry, window).name
@@ -311,7 +312,7 @@ def make_step(
         )
         segments += _segments(wave, mini_batch, entry, extent, tokens_by_entry[:, i])
     recomputed = entries.tok_tokens(context) if entries.tok_share else None
-    stores = _stores(wave, requests, context, new_tokens, window)
+    stores = _stores(wave, requests, (context, new_tokens, stored if kept is context else None), window)
     commons = () if wave.sharing is None else _known_commons(wave, mini_batch, requests, depth)
     decodes = bool(age[0]) and built is None
     if window and commons and not (decodes and wave.policy.attention == "host"):  # the host reads blocks by itself
@@ -430,7 +431,9 @@ def _segments(wave, mini_batch: int, entry: str, extent: Extent, tokens) -> list
     ]
 
 
-def _stores(wave, requests, context, new_tokens, window) -> tuple[Store, ...]:
+def _stores(wave, requests, lengths, window) -> tuple[Store, ...]:
+    """Where new tokens go. ``lengths``: tokens cached before, new ones, and what the former stored (None: not known)"""
+    context, new_tokens, token_index = lengths
     width = int(new_tokens.max())
     if width == 1:
         batch_row, within, positions = np.arange(len(requests)), np.zeros_like(context), context
@@ -454,7 +457,8 @@ def _stores(wave, requests, context, new_tokens, window) -> tuple[Store, ...]:
         fresh = positions >= (wave.shared.stored_before[requests] * BLOCK_TOKENS)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
     entry_index = wave.entries.entry_of(positions)
-    token_index = wave.entries.stored(positions)  # how many tokens of each entry came before, dropped ones included
+    if token_index is None or positions is not context:
+        token_index = wave.entries.stored(positions)  # tokens of each entry that came before, dropped ones included
     stores, shared, own_from = [], np.zeros(len(positions), dtype=bool), np.zeros(0, dtype=np.int64)
     if wave.sharing is not None:
         shared = positions < (wave.shared.depth[requests] * BLOCK_TOKENS)[batch_row]
