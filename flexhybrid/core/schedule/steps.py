@@ -305,14 +305,13 @@ def make_step(
     stored = entries.stored(kept)
     tokens_by_entry = stored - before * BLOCK_TOKENS
     segments: list[Segment] = []
-    for i, entry in enumerate(entries.names):
-        pool = Pool(entry, window).name
-        extent = Extent(
-            held_blocks(wave, pool, requests), held_from[..., i], before[:, i], wave.num_blocks[pool][requests]
-        )
+    holdings = [held_blocks(wave, Pool(entry, window).name, requests) for entry in entries.names]
+    for i, (entry, (held, reserved)) in enumerate(zip(entries.names, holdings, strict=True)):
+        extent = Extent(held, held_from[..., i], before[:, i], reserved)
         segments += _segments(wave, mini_batch, entry, extent, tokens_by_entry[:, i])
     recomputed = entries.tok_tokens(context) if entries.tok_share else None
-    stores = _stores(wave, requests, (context, new_tokens, stored if kept is context else None), window)
+    lengths = context, new_tokens, stored if kept is context else None
+    stores = _stores(wave, requests, lengths, holdings, window)
     commons = () if wave.sharing is None else _known_commons(wave, mini_batch, requests, depth)
     decodes = bool(age[0]) and built is None
     if window and commons and not (decodes and wave.policy.attention == "host"):  # the host reads blocks by itself
@@ -390,9 +389,10 @@ def _commons(wave, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...
     return tuple(commons)
 
 
-def held_blocks(wave, pool: str, requests: np.ndarray) -> np.ndarray:
-    """Return the blocks that requests of a wave hold of a pool, in order: [B, most], padded."""
-    return wave.tables[pool][requests, : max(1, int(wave.num_blocks[pool][requests].max()))]
+def held_blocks(wave, pool: str, requests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the blocks that requests of a wave hold of a pool, in order, [B, most], padded; and how many, [B]."""
+    counts = wave.num_blocks[pool][requests]
+    return wave.tables[pool][requests, : max(1, int(counts.max()))], counts
 
 
 class Extent(NamedTuple):
@@ -431,8 +431,9 @@ def _segments(wave, mini_batch: int, entry: str, extent: Extent, tokens) -> list
     ]
 
 
-def _stores(wave, requests, lengths, window) -> tuple[Store, ...]:
-    """Where new tokens go. ``lengths``: tokens cached before, new ones, and what the former stored (None: not known)"""
+def _stores(wave, requests, lengths, holdings, window) -> tuple[Store, ...]:
+    """Where new tokens go. ``lengths``: tokens cached before, new ones, and what the former stored (None: not known);
+    ``holdings``: ``held_blocks`` of each entry."""
     context, new_tokens, token_index = lengths
     width = int(new_tokens.max())
     if width == 1:
@@ -467,10 +468,8 @@ def _stores(wave, requests, lengths, window) -> tuple[Store, ...]:
         chosen = entry_index == i
         if not chosen.any():
             continue
-        pool = Pool(entry, window).name
-        reserved = wave.num_blocks[pool][requests][batch_row[chosen]]
-        index = token_index[chosen, i]
-        held = held_blocks(wave, pool, requests)
+        held, counts = holdings[i]
+        reserved, index = counts[batch_row[chosen]], token_index[chosen, i]
         rows = batch_row[chosen] * width + within[chosen]
         if wave.sharing is not None:
             index = index - own_from[batch_row[chosen], i]
