@@ -109,6 +109,20 @@ def test_what_keeps_tasks_in_order_changes_none_of_them(overlap, num_layers):
         assert tasks[0] == tasks[1] and tasks[0], name
 
 
+@pytest.mark.parametrize("overlap", ("full", "step"))
+def test_tasks_are_the_same_without_scripts(overlap, monkeypatch):
+    """Scripts stand for tasks that would be worked out turn by turn."""
+    workload = Workload(np.array([40, 70, 33, 20]), np.array([3, 40, 4, 20]))
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
+    for name, policy in wider_policies(200, 120, 32).items():
+        runs = []
+        for most in (1 << 20, 0):
+            monkeypatch.setattr("flexhybrid.core.plan.MOST_SCRIPTS", most)
+            tasks = stream(admit(problem, replace(policy, overlap=overlap), workload))
+            runs.append([(*task[:-1], of_payload(task)) for task in tasks])
+        assert runs[0] == runs[1], name
+
+
 def test_a_property_is_computed_once_and_found_on_its_class():
     class Square:
         def __init__(self, side: int):
