@@ -119,18 +119,18 @@ class Lane:
             return
         (woken := threading.Lock()).acquire()
         with self._lock:
-            if waits := self.passed <= ordinal and not self.failed:
-                self._waiting.append((ordinal, woken))
-        while waits and not woken.acquire(timeout=LOOK_UP_S):
+            self._waiting.append((ordinal, woken))
+        # The lane counts first and then looks who waits, here it is the other way round: one of both sees the other.
+        while self.passed <= ordinal and not self.failed and not woken.acquire(timeout=LOOK_UP_S):
             pass
         if self.passed <= ordinal:
             raise Aborted
 
     def _pass(self) -> None:
         """Count the task that others may build on now, and wake those that wait for it."""
-        with self._lock:
-            self.passed += 1
-        self._wake(self.passed)
+        self.passed += 1  # by no other thread
+        if self._waiting:
+            self._wake(self.passed)
 
     def _wake(self, passed: float) -> None:
         """Wake the threads that wait for a task before this ordinal."""
@@ -163,24 +163,29 @@ class Lane:
             self.times.preemptions = after.preemptions - before.preemptions
 
     def _run(self, task: Task, waits, submitted_s: float) -> None:
-        ended_s = max((self.lanes[resource].wait_complete(ordinal) for resource, ordinal in waits), default=-math.inf)
+        ended_s = -math.inf
+        for resource, ordinal in waits:
+            ended_s = max(ended_s, self.lanes[resource].wait_complete(ordinal))
         TURN.ready_s = max(submitted_s, ended_s)
-        start, cpu_s, paced_s = time.perf_counter(), time.thread_time(), TURN.paced_s
+        traced, number = self.num_spans, self.passed
+        before = (time.thread_time(), TURN.paced_s) if traced else None
+        start = time.perf_counter()
         self.perform(task)
-        end = self._end_s[self.passed] = time.perf_counter()
+        end = self._end_s[number] = time.perf_counter()
+        cpu_s = time.thread_time() if traced else 0.0
+        self._pass()  # what others may wait for comes before all that is only counted
         self.busy_s += end - start
-        if self.num_spans:
-            ended_s = max(ended_s, self._end_s.get(self.passed - 1, -math.inf))
+        if before:
+            ended_s = max(ended_s, self._end_s.get(number - 1, -math.inf))
             self.times.tasks += 1
             self.times.planned_late_s += max(0.0, submitted_s - ended_s) if ended_s > -math.inf else 0.0
             self.times.hand_over_s += start - max(submitted_s, ended_s)
             self.times.busy_s += end - start
-            self.times.cpu_s += time.thread_time() - cpu_s
-            self.times.paced_s += TURN.paced_s - paced_s
-        if self.passed < self.num_spans:
-            self._spans.append((start, end))
-        self._end_s.pop(self.passed - 2 * self.lookahead, None)
-        self._pass()
+            self.times.cpu_s += cpu_s - before[0]
+            self.times.paced_s += TURN.paced_s - before[1]
+            if number < self.num_spans:
+                self._spans.append((start, end))
+        self._end_s.pop(number - 2 * self.lookahead, None)
 
     def span(self, ordinal: int) -> tuple[float, float]:
         """Return (start, end) of a finished task whose span is kept, on the clock of ``time.perf_counter``."""
@@ -243,6 +248,11 @@ class StreamLane(Lane):
             raise Aborted
         return time.perf_counter()
 
+    def _run_tasks(self) -> None:
+        before_s = time.thread_time()
+        super()._run_tasks()
+        self.times.cpu_s = time.thread_time() - before_s
+
     def _run(self, task: Task, waits, _submitted_s: float) -> None:
         for resource, ordinal in waits:
             lane = self.lanes[resource]
@@ -250,13 +260,12 @@ class StreamLane(Lane):
                 lane.wait_complete(ordinal)
             elif event := lane.wait_enqueued(ordinal):
                 self.stream.wait(event)
-        traced, cpu_s = self.passed < self.num_spans, time.thread_time()
+        traced = self.passed < self.num_spans
         if traced:
             self._begins.append(self.stream.record())
         self.stream.run(lambda: self.perform(task))
         self._ends[self.passed] = self.stream.record(timed=traced)
         self.times.tasks += 1
-        self.times.cpu_s += time.thread_time() - cpu_s
         if (old := self.passed - 2 * self.lookahead) >= self.num_spans:
             self._ends.pop(old, None)
         self._pass()

@@ -190,11 +190,12 @@ class Engine:
             all_threads = partial(_compute_with, self.num_threads)
             lanes = [Lane("compute", perform, all_threads, threads["compute"])]
             lanes += [Lane(name, perform, None, threads[name]) for name in ("h2d", "d2h")]
-        if executor.modules:
-            next(lane for lane in lanes if lane.name == "compute").around = hosted
         host = Lane("host_compute", perform, partial(_compute_with, self.host_threads), threads["host_compute"])
-        disk = [Lane(name, perform, None, threads[name]) for name in ("disk_read", "disk_write")]
-        return [*lanes, host, *disk]
+        lanes += [host, *(Lane(name, perform, None, threads[name]) for name in ("disk_read", "disk_write"))]
+        for lane in lanes:
+            on_stack = executor.modules is not None and lane.name == "compute"
+            lane.around = partial(_infer, hosted if on_stack else lane.around)
+        return lanes
 
     @contextmanager
     def process_settings(self) -> Iterator[None]:
@@ -257,6 +258,12 @@ def _compute_with(num_threads: int) -> None:
     with _SETTING_THREADS:
         torch.set_num_threads(num_threads)
         torch.get_num_threads()
+
+
+def _infer(around: Callable[[Callable[[], None]], None], tasks: Callable[[], None]) -> None:
+    """Run a lane's tasks without what autograd keeps: entered once, since that takes as long as some operations."""
+    with torch.inference_mode():
+        around(tasks)
 
 
 def _resolved(event: TraceEvent, resolved: dict[tuple, Work]) -> TraceEvent:

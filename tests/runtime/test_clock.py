@@ -97,6 +97,34 @@ def test_threads_give_the_reference_tokens(checkpoint, policy):
     assert check_trace(result.trace) == []
 
 
+@pytest.mark.parametrize("policy", POLICIES[1:3], ids=["hybrid", "mixed tiers"])
+def test_views_that_are_made_anew_each_time_change_nothing(checkpoint, policy, monkeypatch):
+    """Views of buffers are kept up to a number: here of one alone, so that each takes another's place."""
+    monkeypatch.setattr("flexhybrid.runtime.buffers.MOST_VIEWS", 1)
+    monkeypatch.setattr("flexhybrid.runtime.links.CpuCopies.MOST_KNOWN", 1)
+    source, expected = checkpoint
+    result, engine = run(source, policy, lambda *of: Engine(*of, num_threads=1))
+    assert result.tokens == expected and check_trace(result.trace) == []
+    assert len(engine.buffers._views) == 1 and len(engine.copies._known) == 1
+
+
+def test_a_task_that_passes_before_its_waiting_is_noted_is_seen(monkeypatch):
+    """Nobody wakes a thread that a lane has not seen waiting: it looks for itself, once it can be seen."""
+    monkeypatch.setattr("flexhybrid.runtime.clock.LOOK_UP_S", 60.0)
+    lane = Lane("compute", lambda task: None)
+
+    class PassesFirst(list):
+        def append(self, waiting):
+            lane.passed += 1  # as the lane does, which has found no one in the list
+            super().append(waiting)
+
+    lane._waiting = PassesFirst()
+    waited = threading.Thread(target=lane.wait_complete, args=(0,), daemon=True)
+    waited.start()
+    waited.join(timeout=30)
+    assert not waited.is_alive()
+
+
 @pytest.mark.parametrize("dropped", HAZARDS)
 def test_dropping_a_kind_of_dependency_is_seen_on_the_real_clock(dropped):
     """A two-lane ping-pong that needs each kind of dependency in turn; random delays bring the hazard out."""

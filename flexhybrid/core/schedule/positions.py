@@ -13,7 +13,6 @@ from itertools import groupby, product
 from typing import NamedTuple
 
 from flexhybrid.core.context.selection import num_whole
-from flexhybrid.core.model.shape import LayerKind
 from flexhybrid.core.schedule.refill import RunningBatch
 from flexhybrid.core.schedule.step_work import StepCounts, counts_of, moved_contexts, step_work, work_of_kind
 from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
@@ -74,6 +73,9 @@ class Group(NamedTuple):
     positions: list[Position]  #: in turn; empty: not settled yet
 
 
+_new = tuple.__new__  #: half of what calling a NamedTuple takes
+
+
 def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[Group]:
     """Yield the groups of an iteration, then those of the next one.
 
@@ -85,6 +87,8 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[Group]
     first = num_whole(wave.policy.selection, wave.shape.num_layers)
     iteration, number, slot, num_steps = first_iteration, 0, 0, 0
     forms: dict[tuple, int] = {}
+    kinds = tuple(dict.fromkeys(wave.shape.layer_kinds))
+    kind_of = [kinds.index(kind) for kind in wave.shape.layer_kinds]
     batch = RunningBatch(wave)
     laid_out = _lay_out(batch, iteration, frozenset(), forms)
     while laid_out:
@@ -98,15 +102,14 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[Group]
         group: list[Position] = []
         for members, layer in product(sharing, layers):
             group = []
+            weight_slot, kind = slot % 2, kind_of[layer]
             for _, by_kind, whole, step_form in members:
-                slots = number % 2, slot % 2
-                kind = wave.shape.layer_kinds[layer]
-                step, works = by_kind[kind] if layer >= first else whole[kind.weights]
+                step, works = by_kind[kind] if layer >= first else whole[kinds[kind].weights]
                 leads = not group
-                form = forms.setdefault((layer, slots, leads, step_form), len(forms))
-                group.append(Position(step, layer, works, *slots, leads, form))
+                form = forms.setdefault((layer, number % 2, weight_slot, leads, step_form), len(forms))
+                group.append(_new(Position, (step, layer, works, number % 2, weight_slot, leads, form)))
                 number += 1
-            yield Group(iteration, layer, slot % 2, group)
+            yield Group(iteration, layer, weight_slot, group)
             slot += 1
         iteration += 1
         num_steps += sum(step.last for step, *_ in laid_out)
@@ -129,13 +132,14 @@ def _running_on(wave: Wave, iteration: int, sampling: list[Position]) -> list[in
 
 def _lay_out(
     batch: RunningBatch, iteration: int, stopped: Collection[int], forms: dict[tuple, int]
-) -> list[tuple[MiniBatchStep, dict[LayerKind, StepWorks], dict[int, StepWorks], int]]:
-    """Of the mini-batches that have a request: the step; it and its works in layers that look at a choice of tokens, by
-    their kind, and in those that look at all, by their kind of weights, and their form: what else than the layer and
-    its slots decides the forms of its positions.
+) -> list[tuple[MiniBatchStep, list[StepWorks], dict[int, StepWorks], int]]:
+    """Of the mini-batches that have a request: the step; it and its works in layers that look at a choice of tokens, of
+    each kind in the order of their first layers, and in those that look at all, by their kind of weights, and their
+    form: what else than the layer and its slots decides the forms of its positions.
     """
     steps, wave = [], batch.wave
-    weights_kinds = {kind.weights for kind in wave.shape.layer_kinds}
+    kinds = tuple(dict.fromkeys(wave.shape.layer_kinds))
+    shapes = {kind.weights: wave.shape.of_weights(kind.weights) for kind in kinds}
     for k, chunk, piece, built, requests in batch.steps(iteration, stopped):
         of_windows: dict[int | None, tuple[MiniBatchStep, StepCounts]] = {}
         parks, returns = batch.moves.pop(k, ((), ()))  # with the first step of the mini-batch, which decodes
@@ -145,14 +149,13 @@ def _lay_out(
                 step = replace(step, parks=tuple(parks), returns=tuple(returns))
             of_windows[window] = step, counts_of(step, wave)
         step, counts = of_windows[wave.windows[-1]]  # of the kind of layers that keeps the most
-        whole_step, shapes, policy = step, {kind: wave.shape.of_weights(kind) for kind in weights_kinds}, wave.policy
-        by_kind: dict[LayerKind, StepWorks] = {}
-        for kind in dict.fromkeys(wave.shape.layer_kinds):
+        whole_step, policy, by_kind = step, wave.policy, []
+        for kind in kinds:
             of_step, of_counts = of_windows.get(kind.window, (step, counts))  # a selection has one kind
             works = work_of_kind(shapes[kind.weights], policy, wave.stored, of_counts, False, kind)
             works |= moved_contexts(shapes[kind.weights], wave.stored, of_step)
-            by_kind[kind] = of_step, works
-        whole = {kind.weights: of for kind, of in by_kind.items()}
+            by_kind.append((of_step, works))
+        whole: dict[int, StepWorks] = {kind.weights: of for kind, of in zip(kinds, by_kind, strict=True)}
         if wave.whole:
             whole_step = replace(make_step(wave.whole, iteration, k, requests, chunk, piece), whole=True)
             counts, policy = counts_of(whole_step, wave.whole), wave.whole.policy
@@ -162,9 +165,9 @@ def _lay_out(
                 for kind, shape in shapes.items()
             }
         form = k, chunk, step.prefill, step.last, step.builds
-        for of_kind, works in (*by_kind.values(), *whole.values()):
+        for of_kind, works in (*by_kind, *whole.values()):
             stored = tuple((s.entry, s.representation, s.own, s.shared) for s in of_kind.stores)
             common = tuple(sorted({segment.entry for segment in of_kind.shared_segments}))
-            form += stored, common, tuple(works)
+            form += stored, common, bool(of_kind.commons), tuple(works)
         steps.append((step, by_kind, whole, forms.setdefault(form, len(forms))))
     return steps

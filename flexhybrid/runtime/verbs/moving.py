@@ -112,7 +112,7 @@ def store_cache(state: State, task: Task, representation: str) -> None:
     for store in task.payload.step.stores:
         if store.representation == representation and store.tier != "device":
             rows = len(store.rows)
-            state.copies.copy_d2h(buffers.strips[store.space][slot, :rows], buffers.staging[store.space][slot, :rows])
+            state.copies.copy_d2h(buffers.landed(store.space, slot, rows), buffers.staged(store.space, slot, rows))
     if state.selection.chooses_places(task.payload.step):
         places = state.selection.places[slot]
         state.copies.copy_d2h(buffers.place_strip[slot, : len(places)], places)
@@ -123,7 +123,7 @@ def scatter(state: State, task: Task) -> None:
     slot = task.payload.slot
     for store in task.payload.step.stores:
         if store.tier == "host":
-            put_rows(state, task, store, state.buffers.strips[store.space][slot, : len(store.rows)])
+            put_rows(state, task, store, state.buffers.landed(store.space, slot, len(store.rows)))
 
 
 def put_rows(state: State, task: Task, store: Store, rows: torch.Tensor) -> None:
