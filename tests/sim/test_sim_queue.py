@@ -134,10 +134,12 @@ def growing_queue(link: float, gflops: float, device: float = 0.0) -> tuple[Prob
     return problem, policy, workload
 
 
-@pytest.mark.parametrize(("link", "gflops", "device", "moves"), (
-    (0.1, 60, 1.0, True), (8.0, 20, 1.0, True), (0.4, 2000, 0.0, False), (20.0, 20, 0.0, True),
-    (0.02, 2000, 1.0, False),
-))  # fmt: skip
+#: A link in GB/s, GFLOP/s, the share of the weights on the device, and whether contexts had better be moved.
+WHO_MOVES = [(0.1, 60, 1.0, True), (8.0, 20, 1.0, True), (0.4, 2000, 0.0, False), (20.0, 20, 0.0, True)]
+WHO_MOVES += [(0.02, 2000, 1.0, False)]
+
+
+@pytest.mark.parametrize(("link", "gflops", "device", "moves"), WHO_MOVES)
 def test_who_steps_back_is_parked_where_the_virtual_clock_is_faster_for_it(monkeypatch, link, gflops, device, moves):
     """Every task of the queue, with all who step back moved, with all computed anew, and as ``is_cheaper`` decides."""
     problem, policy, workload = growing_queue(link, gflops, device)
