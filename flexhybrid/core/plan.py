@@ -238,10 +238,13 @@ class _Stream:
         if following and weights_last:
             yield FOLLOWING, self._load_weights(following, turn.index, turn.num_slices)
         yield POSITION, self._part(self._close, position)
-        if not holds:
+        by_step = self.wave.policy.overlap == "step"
+        if not by_step:
             yield POSITION, self._part(self._store, position)
         if position.layer == self.num_layers - 1 and position.step.last:
             yield POSITION, self._part(self._sample, position)
+        if by_step and not holds:
+            yield POSITION, self._part(self._store, position)
         if ahead and late == "stored":
             yield AHEAD, self._part(self._load_cache, ahead)
 

@@ -27,7 +27,7 @@ from flexhybrid.core.task import Task
 from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.runtime.cuda import CudaStream, Recorded
 from flexhybrid.runtime.links import TURN
-from flexhybrid.runtime.process_settings import SHORT_SWITCH_INTERVAL
+from flexhybrid.runtime.process_settings import NO_OLD_GARBAGE, SHORT_SWITCH_INTERVAL
 from flexhybrid.runtime.profiling.cpu_use import ThreadAccount
 
 #: Tasks of one lane that may wait in its queue: far enough ahead to never starve, small enough to bound memory.
@@ -73,6 +73,7 @@ class Lane:
         self.failed = False
         self.passed = 0
         self.submitted = 0
+        self.room = self.lookahead  #: how many tasks may have been submitted before some are waited for
         self.num_spans = math.inf  #: the number of first tasks whose start and end are kept
         self.times = LaneTimes()
         self.busy_s = 0.0  #: from the tasks' starts to their ends so far; of a stream lane not known
@@ -332,7 +333,7 @@ class Clock:
         """
         submitted: list[tuple[Task, Lane, int]] = []
         num_traced = math.inf if keep_trace is True else int(keep_trace)
-        with SHORT_SWITCH_INTERVAL.held():
+        with SHORT_SWITCH_INTERVAL.held(), NO_OLD_GARBAGE.held() if num_traced else contextlib.nullcontext():
             self.began_s, before_s = time.perf_counter(), time.thread_time()
             try:
                 for lane in self.lanes.values():
@@ -369,10 +370,16 @@ class Clock:
         return trace
 
     def _submit(self, task: Task) -> tuple[Lane, int]:
-        """Give a task to its lane, once the lane's queue has room; raise Aborted when a lane has failed."""
+        """Give a task to its lane, once the lane's queue has room; raise Aborted when a lane has failed.
+
+        A queue that is full has room again when the lane has worked off half of it: a planner that is woken for each
+        task takes several times as long, and the interpreter's lock from those that work.
+        """
         lane = self.lanes[task.resource]
-        if lane.submitted >= lane.lookahead:
-            self.wait(task.resource, lane.submitted - lane.lookahead)
+        if lane.submitted >= lane.room:
+            awaited = lane.submitted - max(1, lane.lookahead // 2)
+            self.wait(task.resource, awaited)
+            lane.room = awaited + lane.lookahead
         if self._error:
             raise Aborted
         return lane, lane.submit(task, self._dependencies.add(task))
