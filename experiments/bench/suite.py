@@ -33,6 +33,7 @@ from experiments.bench.load_order import bench_load_order
 from experiments.bench.models.layer_kinds import bench_layer_kinds
 from experiments.bench.models.module_path import bench_module_path
 from experiments.bench.models.path_speeds import bench_path_speeds
+from experiments.bench.models.recall import bench_recall
 from experiments.bench.overlap import bench_overlap
 from experiments.bench.predictions.promises import bench_promises
 from experiments.bench.predictions.simulator import bench_papers, bench_peer, bench_search_time
@@ -43,7 +44,6 @@ from experiments.bench.queues.prefixes import bench_prefixes
 from experiments.bench.queues.refill import bench_density, bench_queue_overlap, bench_refill
 from experiments.bench.queues.replanning import bench_replanning
 from experiments.bench.queues.run import bench_run
-from experiments.bench.recall import bench_recall
 from experiments.bench.selection import bench_selection
 from experiments.peers.flexgen_search import MACHINES
 from flexhybrid import shipped

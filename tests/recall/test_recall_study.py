@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from experiments.bench.harness import Table
-from experiments.bench.recall import bench_recall
+from experiments.bench.models.recall import bench_recall
 from experiments.reproduce import registry
 from experiments.reproduce.infinigen import recall as recalled
 from experiments.reproduce.infinigen.recall import bound, most_held, most_right
