@@ -158,11 +158,9 @@ class _Stream:
             upcoming = [*current.positions[1:], *(following.positions[:1] if following else ())]
             for index, position in enumerate(current.positions):
                 ahead = upcoming[index] if index < len(upcoming) else None
-                key = (
-                    position.form, ahead and ahead.form, before and before.form,
-                    following and 2 * self.kinds[following.layer] + following.weight_slot,
-                    index, num_slices, opened, by_step and self.number % 2,
-                )  # fmt: skip
+                forms = position.form, ahead and ahead.form, before and before.form
+                slices = following and 2 * self.kinds[following.layer] + following.weight_slot
+                key = forms, slices, index, num_slices, opened, by_step and self.number % 2
                 script = self.scripts.get(key)
                 if script is None:
                     if len(self.scripts) >= MOST_SCRIPTS:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from policies import wider_policies
 from toy_machine import SHAPE, machine
 
-from flexhybrid.core.cached import cached_property
+from flexhybrid.core.schedule.cached import cached_property
 from flexhybrid.core.plan import stream
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule import dependencies
@@ -55,10 +55,8 @@ def by_cells(tasks: list[Task], hazards) -> list[dict[str, int]]:
 def streams(draw) -> list[Task]:
     """Tasks that name a few tuples of accesses again and again, as those of forms do; extents overlap, and a task may
     split what it reads itself."""
-    access = st.builds(
-        lambda space, lo, size: Access((space,), lo, lo + size),
-        st.sampled_from("ab"), st.integers(0, 6), st.integers(0, 5),
-    )  # fmt: skip
+    extents = st.sampled_from("ab"), st.integers(0, 6), st.integers(0, 5)
+    access = st.builds(lambda space, lo, size: Access((space,), lo, lo + size), *extents)
     tuples = draw(st.lists(st.lists(access, max_size=3).map(tuple), min_size=1, max_size=6))
     pick, resource = st.integers(0, len(tuples) - 1), st.sampled_from(RESOURCES[:3])
     drawn = draw(st.lists(st.tuples(resource, pick, pick), max_size=40))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexhybrid.core.cached import cached_property
+from flexhybrid.core.schedule.cached import cached_property
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
 from flexhybrid.core.context.cache_entries import Pool, StoredCopy, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks
