@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from policies import wider_policies
 from toy_machine import SHAPE, machine
 
-from flexhybrid.core.schedule.cached import cached_property
 from flexhybrid.core.plan import stream
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule import dependencies
+from flexhybrid.core.schedule.cached import cached_property
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.schedule.positions import Position
 from flexhybrid.core.task import RESOURCES, Access, Task, Work

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexhybrid.core.schedule.cached import cached_property
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
 from flexhybrid.core.context.cache_entries import Pool, StoredCopy, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks
@@ -13,6 +12,7 @@ from flexhybrid.core.context.prefixes import shared_runs
 from flexhybrid.core.context.selection import kept_tokens, limits_cache
 from flexhybrid.core.context.split import split_point
 from flexhybrid.core.problem import attends_in_place
+from flexhybrid.core.schedule.cached import cached_property
 
 
 class BlockRun(NamedTuple):
