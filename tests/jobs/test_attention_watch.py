@@ -99,7 +99,7 @@ def test_a_run_that_was_watched_leaves_no_buffers(tmp_path):
 
     def watch(executor, members) -> None:
         watch_positions(executor)
-        FullCache().record(executor, members)
+        FullCache.empty(executor.shape, 1, 5, 2, torch.device("cpu")).record(executor, members)
         made.append(weakref.ref(executor.buffers))
 
     gc.collect()
