@@ -86,11 +86,12 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[Group]
     """
     first = num_whole(wave.policy.selection, wave.shape.num_layers)
     iteration, number, slot, num_steps = first_iteration, 0, 0, 0
-    forms: dict[tuple, int] = {}
+    forms: dict[tuple, int] = {}  # of positions
+    step_forms: dict[tuple, int] = {}
     kinds = tuple(dict.fromkeys(wave.shape.layer_kinds))
     kind_of = [kinds.index(kind) for kind in wave.shape.layer_kinds]
     batch = RunningBatch(wave)
-    laid_out = _lay_out(batch, iteration, frozenset(), forms)
+    laid_out = _lay_out(batch, iteration, frozenset(), step_forms)
     while laid_out:
         layers, column = range(wave.shape.num_layers), wave.policy.schedule == "column"
         in_turn = sorted(laid_out, key=lambda s: s[0].chunk)  # so that a chunk need not wait for the one before
@@ -118,7 +119,7 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[Group]
             yield Group(iteration, 0, slot % 2, [])
             unknown = group[awaited:]
         known = num_steps - sum(position.step.last for position in unknown)
-        laid_out = _lay_out(batch, iteration, stops.until(iteration, known), forms)
+        laid_out = _lay_out(batch, iteration, stops.until(iteration, known), step_forms)
 
 
 def _running_on(wave: Wave, iteration: int, sampling: list[Position]) -> list[int]:
