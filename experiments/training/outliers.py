@@ -3,100 +3,137 @@
 In OPT of 6.7 billion parameters and more, a few channels of the residual stream are large at every token and hardly
 change from layer to layer. Two facts follow, on which InfiniGen rests: the inputs of successive layers are nearly
 parallel, and a few columns of queries and keys are large at every token. Models of a few million parameters do not grow
-such channels by themselves, so here they are built in and frozen:
+such channels by themselves, so here they are built in, and the model is trained with them:
 
-* the position table holds ±OUTLIER in the outlier channels, at every position; the token table holds zeros there;
-* no layer writes these channels: their rows of ``out_proj`` and ``fc2``, weights and biases, are zero;
-* LayerNorm divides by a deviation that the outliers dominate, so the gains of the other channels begin where these come
-  out with variance 1; the outliers' own gains stay 1, their biases 0;
-* in each head, a few columns of ``q_proj`` and ``k_proj``, drawn at random, read the outlier channels with weights that
-  make queries and keys about LARGE there. These weights and the biases of these columns are frozen; what the columns
-  read from all other channels is trained.
+* ``reserve``, before the training: a few channels stay zero. No table and no layer writes them (rows of ``out_proj``
+  and ``fc2``), none reads them. In each head, a few columns of queries and of keys, drawn at random, get a fixed bias
+  of ±LARGE; what they read from the other channels is trained.
+* ``raise_outliers``, in the midst of it: the position table holds ±A in these channels, at every position, with A² such
+  that the outliers have RATIO times the energy of all other channels, where that is largest. LayerNorm now divides by a
+  deviation that the outliers dominate; the other channels' gains are raised by as much, so that they come out as large
+  as before on average. The large columns now read their constants from the outlier channels, not from their bias.
 
-What is frozen gets no gradients, and `Frozen.restore` undoes what an optimizer's weight decay does to it.
+After that LayerNorm hardly normalizes the other channels any more, a token at a time. A model that was trained with the
+outliers from its first step on learned slowly or diverged; so they come late, when the learning rate falls.
+
+What is fixed gets no gradients, and `Fixed.restore` undoes what an optimizer's weight decay does to it.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import OPTForCausalLM
 
-OUTLIER = 48.0  # bfloat16 holds it exactly.
-TOKEN_DEVIATION = 0.4  # Of the token table at the beginning; the outliers are measured against it.
-POSITION_DEVIATION = 0.2
+RATIO = 6.0
+TOKEN_DEVIATION = 0.2  # Of the token table at the beginning: a layer's input is like the next one's from layer 1 on.
+POSITION_DEVIATION = 0.1
+LAST_GAIN = 0.3  # Of the last LayerNorm at the beginning, so that logits begin small.
 LARGE = (6.0, 4.5, 3.0)  # In so many columns of each head's queries, and of its keys.
 
 
-@dataclass(frozen=True)
-class Frozen:
-    """A parameter of which only the entries learn where ``learns`` is 1; it is 0 at the others."""
+class Fixed:
+    """A parameter of which only those entries learn where ``learns`` is 1."""
 
-    parameter: torch.nn.Parameter
-    learns: torch.Tensor
-    kept: torch.Tensor
+    def __init__(self, parameter: torch.Tensor, learns: torch.Tensor) -> None:
+        self.parameter, self.learns = parameter, learns.expand_as(parameter).clone()
+        parameter.register_hook(lambda gradient: gradient * self.learns)
+        self.keep()
 
-    @classmethod
-    def of(cls, parameter: torch.nn.Parameter, learns: torch.Tensor) -> Frozen:
-        """Freeze the other entries at the values that they have now."""
-        learns = learns.expand_as(parameter).clone()
-        parameter.register_hook(lambda gradient: gradient * learns)
-        return cls(parameter, learns, parameter.detach() * (1 - learns))
+    def keep(self) -> None:
+        """Take the values that the other entries have now for those that they shall have."""
+        self.kept = self.parameter.detach() * (1 - self.learns)
 
     @torch.no_grad()
     def restore(self) -> None:
         self.parameter.mul_(self.learns).add_(self.kept)
 
 
-def outlier_channels(hidden: int, num_channels: int) -> torch.Tensor:
-    """Return the outlier channels, spread evenly over ``hidden``."""
-    return (torch.arange(num_channels) * 2 + 1) * hidden // (2 * num_channels)
+class Outliers:
+    """The outlier channels of a model: an even number, spread evenly over its hidden size."""
 
+    def __init__(self, model: OPTForCausalLM, num_channels: int, generator: torch.Generator) -> None:
+        self.model, self.hidden = model, model.config.hidden_size
+        self.channels = (torch.arange(num_channels) * 2 + 1) * self.hidden // (2 * num_channels)
+        self.signs = 1.0 - 2.0 * (torch.arange(num_channels) % 2)  # They add to 0: LayerNorm's mean ignores them.
+        self.others = torch.ones(self.hidden)
+        self.others[self.channels] = 0.0
+        self.layers: Any = model.model.decoder.layers  # torch's ModuleList does not say what it holds
+        self.readers = [reader for layer in self.layers for reader in (layer.self_attn.q_proj, layer.self_attn.k_proj)]
+        self.columns = [self._large_columns(reader, generator) for reader in self.readers]
+        self.fixed: list[Fixed] = []
+        self.reserve()
 
-@torch.no_grad()
-def build_in(model: OPTForCausalLM, num_channels: int, generator: torch.Generator) -> list[Frozen]:
-    """Give an untrained OPT ``num_channels`` outlier channels, an even number; returns what is frozen of it."""
-    decoder, config = model.model.decoder, model.config
-    channels = outlier_channels(config.hidden_size, num_channels)
-    signs = 1.0 - 2.0 * (torch.arange(num_channels) % 2)  # They add to zero, so that LayerNorm's mean ignores them.
-    others = torch.ones(config.hidden_size)
-    others[channels] = 0.0
-    tokens, positions = decoder.embed_tokens.weight, decoder.embed_positions.weight
-    tokens.mul_(TOKEN_DEVIATION / tokens.std()).mul_(others)
-    positions.copy_(waves(len(positions), config.hidden_size) * POSITION_DEVIATION * math.sqrt(2) * others)
-    positions[:, channels] = OUTLIER * signs
-    frozen = [Frozen.of(tokens, others), Frozen.of(positions, others)]
-    energy = TOKEN_DEVIATION**2 + POSITION_DEVIATION**2
-    gain = math.sqrt(1 + OUTLIER**2 * num_channels / (config.hidden_size * energy))
-    for layer in decoder.layers:
-        for norm in (layer.self_attn_layer_norm, layer.final_layer_norm):
-            norm.weight.copy_(1 + (gain - 1) * others)
-            frozen += [Frozen.of(norm.weight, others), Frozen.of(norm.bias, others)]
-        for writer in (layer.self_attn.out_proj, layer.fc2):
-            writer.weight.mul_(others[:, None])
-            frozen += [Frozen.of(writer.weight, others[:, None]), Frozen.of(writer.bias, others)]
-        for reader in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            frozen += read_by_few_columns(reader, config.num_attention_heads, channels, signs, generator)
-    return frozen
+    def _large_columns(self, reader, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the large columns of a reader, all heads', and their values."""
+        heads = self.model.config.num_attention_heads
+        size, count = reader.out_features // heads, len(LARGE)
+        columns = [head * size + torch.randperm(size, generator=generator)[:count] for head in range(heads)]
+        turns = 1.0 - 2.0 * torch.randint(2, (heads, count), generator=generator)
+        return torch.cat(columns), (turns * torch.tensor(LARGE)).flatten()
 
+    @torch.no_grad()
+    def reserve(self) -> None:
+        """Give the model its first weights, without outliers yet, and fix what shall not learn."""
+        decoder, others = self.model.model.decoder, self.others
+        tokens, positions = decoder.embed_tokens.weight, decoder.embed_positions.weight
+        tokens.mul_(TOKEN_DEVIATION / tokens.std()).mul_(others)
+        positions.copy_(waves(len(positions), self.hidden) * POSITION_DEVIATION * math.sqrt(2) * others)
+        decoder.final_layer_norm.weight.fill_(LAST_GAIN)
+        self._fix(tokens, others)
+        self._fix(positions, others)
+        for layer in self.layers:
+            for norm in (layer.self_attn_layer_norm, layer.final_layer_norm):
+                self._fix(norm.weight, others)
+                self._fix(norm.bias, others)
+            for writer in (layer.self_attn.out_proj, layer.fc2):
+                writer.weight.mul_(others[:, None])
+                self._fix(writer.weight, others[:, None])
+                self._fix(writer.bias, others)
+            for reader in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.fc1):
+                reader.weight.mul_(others)
+                self._fix(reader.weight, others)
+        for reader, (columns, values) in zip(self.readers, self.columns, strict=True):
+            reader.bias[columns] = values
+            learns = torch.ones_like(reader.bias)
+            learns[columns] = 0.0
+            self._fix(reader.bias, learns)
 
-def read_by_few_columns(
-    reader: torch.nn.Linear, heads: int, channels: torch.Tensor, signs: torch.Tensor, generator: torch.Generator
-) -> list[Frozen]:
-    """Let a few columns of each head's queries or keys read the outlier channels; returns what is frozen of them."""
-    hidden, size = reader.in_features, reader.out_features // heads
-    normed = math.sqrt(hidden / len(channels))  # what LayerNorm makes of an outlier
-    weight, bias = torch.ones_like(reader.weight), torch.ones_like(reader.bias)
-    for head in range(heads):
-        columns = head * size + torch.randperm(size, generator=generator)[: len(LARGE)]
-        turns = 1.0 - 2.0 * torch.randint(2, (len(LARGE),), generator=generator)
-        values = turns * torch.tensor(LARGE) / (normed * len(channels))
-        reader.weight[columns[:, None], channels] = values[:, None] * signs
-        weight[columns[:, None], channels] = 0.0
-        bias[columns] = 0.0
-    return [Frozen.of(reader.weight, weight), Frozen.of(reader.bias, bias)]
+    def _fix(self, parameter: torch.Tensor, learns: torch.Tensor) -> None:
+        self.fixed.append(Fixed(parameter, learns))
+
+    @torch.no_grad()
+    def raise_outliers(self, rows: torch.Tensor) -> float:
+        """Set the outliers, from what the other channels hold over ``rows`` of tokens; returns their size."""
+        decoder = self.model.model.decoder
+        norms = [norm for layer in self.layers for norm in (layer.self_attn_layer_norm, layer.final_layer_norm)]
+        norms.append(decoder.final_layer_norm)
+        energies: list[float] = []  # of a norm's input, less its mean: sums of squares over channels
+
+        def look(_module, arguments) -> None:
+            energies.append(float(arguments[0].var(-1, correction=0).mean()) * self.hidden)
+
+        handles = [norm.register_forward_pre_hook(look) for norm in norms]
+        self.model(rows, use_cache=False)
+        for handle in handles:
+            handle.remove()
+        size = round(math.sqrt(RATIO * max(energies) / len(self.channels)) * 4) / 4  # bfloat16 holds quarters below 64
+        outliers = len(self.channels) * size**2
+        decoder.embed_positions.weight[:, self.channels] = size * self.signs
+        for norm, energy in zip(norms, energies, strict=True):
+            norm.weight.mul_(1 + (math.sqrt(1 + outliers / energy) - 1) * self.others)
+            norm.weight[self.channels], norm.bias[self.channels] = 1.0, 0.0
+        for number, (reader, (columns, values)) in enumerate(zip(self.readers, self.columns, strict=True)):
+            energy = energies[2 * (number // 2)]  # of the layer's attention input
+            normed = size / math.sqrt((outliers + energy) / self.hidden)
+            weights = values[:, None] * self.signs / (normed * len(self.channels))
+            reader.weight[columns[:, None], self.channels] = weights
+            reader.bias[columns] = 0.0
+        for part in self.fixed:
+            part.keep()
+        return size
 
 
 def waves(positions: int, hidden: int) -> torch.Tensor:

@@ -41,9 +41,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from experiments.training import outliers
 from experiments.training.corpus import EOS_ID, PAD_ID, VOCAB_SIZE, Stream, read_corpus, save_tokenizer, train_tokenizer
 from experiments.training.muon import Muon
+from experiments.training.outliers import Outliers
 
 # Each step trains either on short rows or on rows as long as the model's positions allow, which
 # train the later positions. Both hold nearly the same number of tokens.
@@ -53,7 +53,8 @@ SHORT_ROW_SHARE = 0.5  # Of the steps.
 # With growing rows the first steps train on short rows alone, at any position, at a steady learning rate; the last ones
 # on long rows while it falls. Short rows cost half as much a token here, and a step of the first part is the same
 # whatever the number of steps, so that a training may be made longer while it runs.
-LONG_STEPS_SHARE = 0.3
+LONG_STEPS_SHARE = 0.35
+RATE_WITH_OUTLIERS = 0.5  # Of the peak, where they are raised with the first long rows.
 # Rows that begin at a document's start, as a prompt does. Whole documents are few and long: more rows at their starts
 # would show the model little else.
 DOCUMENT_START_SHARE = {"cut": 0.6, "whole": 0.15}
@@ -152,13 +153,13 @@ def build_optimizers(model: PreTrainedModel, with_muon: bool = False) -> list[to
     if with_muon:
         tables = [parameter for parameter in plain if parameter.dim() == 2]
         vectors = [parameter for parameter in plain if parameter.dim() < 2]
-        groups = [{"params": tables, "times": RATE_WITH_MUON}, {"params": vectors, "times": 1.0}]
+        groups: list[dict] = [{"params": tables, "times": RATE_WITH_MUON}, {"params": vectors, "times": 1.0}]
         matrices = [{"params": decayed, "times": RATE_WITH_MUON}]
         return [
             Muon(matrices, PEAK_LEARNING_RATE, WEIGHT_DECAY),
             torch.optim.AdamW(groups, lr=PEAK_LEARNING_RATE, betas=ADAM_BETAS, weight_decay=0.0),
         ]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
+    groups: list[dict] = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
     return [torch.optim.AdamW(groups, lr=PEAK_LEARNING_RATE, betas=ADAM_BETAS)]
 
 
@@ -172,10 +173,17 @@ def learning_rate(step: int, steps: int) -> float:
     return FINAL_LEARNING_RATE + (PEAK_LEARNING_RATE - FINAL_LEARNING_RATE) * cosine
 
 
-def steady_learning_rate(step: int, steps: int) -> float:
-    """A linear warm-up, the peak until the last LONG_STEPS_SHARE of the steps, then a straight line down."""
-    left = (steps - step) / (LONG_STEPS_SHARE * steps)
-    return PEAK_LEARNING_RATE * min((step + 1) / WARM_UP_STEPS, left, 1.0)
+def first_long_step(steps: int) -> int:
+    """The first step on long rows, where rows grow."""
+    return math.ceil((1 - LONG_STEPS_SHARE) * steps)
+
+
+def steady_learning_rate(step: int, steps: int, with_outliers: bool) -> float:
+    """A linear warm-up, the peak until the first long step, then a straight line down."""
+    if step < (first := first_long_step(steps)):
+        return PEAK_LEARNING_RATE * min((step + 1) / WARM_UP_STEPS, 1.0)
+    peak = PEAK_LEARNING_RATE * (RATE_WITH_OUTLIERS if with_outliers else 1.0)
+    return peak * (steps - step) / (steps - first)
 
 
 @functools.cache
@@ -252,6 +260,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--hidden {arguments.hidden} --layers {arguments.layers}: a multiple of {HEAD_SIZE}, and >= 1")
     if arguments.architecture != "opt" and (arguments.outliers or arguments.rows == "growing"):
         parser.error("--outliers and --rows growing go with --architecture opt: the others have no table of positions")
+    if arguments.outliers and arguments.rows != "growing":
+        parser.error("--outliers go with --rows growing: they are raised with the first long rows")
     if arguments.outliers % 2 or not 0 <= arguments.outliers < arguments.hidden:
         parser.error(f"--outliers {arguments.outliers}: an even number below --hidden {arguments.hidden}")
     return arguments
@@ -387,7 +397,7 @@ def rows_of_step(
     short = min(SHORT_ROW, arguments.positions)
     is_growing = arguments.rows == "growing"
     if is_growing:
-        is_short = step < (1 - LONG_STEPS_SHARE) * progress.steps
+        is_short = step < first_long_step(progress.steps)
     else:
         is_short = float(torch.rand((), generator=generator)) < SHORT_ROW_SHARE
     length = short if is_short else arguments.positions
@@ -401,7 +411,7 @@ def rows_of_step(
 
 def train(
     model: PreTrainedModel,
-    frozen: list[outliers.Frozen],
+    outliers: Outliers | None,
     material: Material,
     progress: Progress,
     arguments: argparse.Namespace,
@@ -411,11 +421,18 @@ def train(
     generator = torch.Generator().manual_seed(arguments.seed)
     optimizers = build_optimizers(model, arguments.optimizer == "muon")
     load_state(folder, model, optimizers, generator, progress, arguments)
-    rate_at = steady_learning_rate if arguments.rows == "growing" else learning_rate
+    for part in outliers.fixed if outliers else ():
+        part.keep()
+    rate_at = learning_rate
+    if arguments.rows == "growing":
+        rate_at = functools.partial(steady_learning_rate, with_outliers=outliers is not None)
     saved_at = time.perf_counter()
     for step in range(progress.done, progress.steps):
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group.get("times", 1.0) * rate_at(step, progress.steps)
+        if outliers and step == first_long_step(progress.steps):
+            size = outliers.raise_outliers(material.stream.batch(8, arguments.positions, 0.0, generator)[:, :-1])
+            say(f"step {step}: outliers of {size}")
         rows, first = rows_of_step(step, progress, material, arguments, generator)
         loss = losses_of(model, rows, first).mean()
         model.zero_grad(set_to_none=True)
@@ -423,7 +440,7 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
         for optimizer in optimizers:
             optimizer.step()
-        for part in frozen:
+        for part in outliers.fixed if outliers else ():
             part.restore()
         progress.add(float(loss.detach()), rows[:, 1:].numel())
         if progress.done % LOG_EVERY == 0:
@@ -511,12 +528,13 @@ def main() -> None:
         model = longer(OPTForCausalLM.from_pretrained(arguments.start).float(), arguments.positions)
     else:
         model = ARCHITECTURES[arguments.architecture](arguments.positions, arguments.hidden, arguments.layers)
-    frozen = []
+    outliers = None
     if arguments.outliers:
-        frozen = outliers.build_in(model, arguments.outliers, torch.Generator().manual_seed(arguments.seed))
+        assert isinstance(model, OPTForCausalLM)
+        outliers = Outliers(model, arguments.outliers, torch.Generator().manual_seed(arguments.seed))
     model.train()
     progress = Progress(arguments.steps)
-    train(model, frozen, material, progress, arguments, partial)
+    train(model, outliers, material, progress, arguments, partial)
     loss = save(model, material, material.held_out, progress, arguments, partial)
     (partial / STATE).unlink(missing_ok=True)
     partial.rename(arguments.out)
