@@ -119,7 +119,7 @@ class Outliers:
         self.model(rows, use_cache=False)
         for handle in handles:
             handle.remove()
-        size = round(math.sqrt(RATIO * max(energies) / len(self.channels)) * 4) / 4  # bfloat16 holds quarters below 64
+        size = float(torch.tensor(math.sqrt(RATIO * max(energies) / len(self.channels))).bfloat16())  # as it is saved
         outliers = len(self.channels) * size**2
         decoder.embed_positions.weight[:, self.channels] = size * self.signs
         for norm, energy in zip(norms, energies, strict=True):

@@ -13,11 +13,12 @@ from models import save_opt
 from experiments.reproduce import registry
 from experiments.reproduce.infinigen import accuracy as infinigen_accuracy
 from experiments.reproduce.infinigen import accuracy_policies as studied
-from experiments.studies import accuracy_study
+from experiments.reproduce.infinigen import accuracy_rows, authors_pool
+from experiments.studies import accuracy_study, attention_study
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.runtime.storage.loader import Checkpoint
 
-LENGTH = 48
+LENGTH, TEXTS = 48, 3
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def study(folder, tmp_path_factory):
-    return accuracy_study.study(folder, 1, tmp_path_factory.mktemp("study"))
+    return accuracy_study.study(folder, TEXTS, tmp_path_factory.mktemp("study"))
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +63,7 @@ def test_h2o_and_infinigen_are_compared_at_equal_bytes_in_equal_layers():
     """In what is stored: layers 0 and 1 whole, and as many bytes moved, but for whole blocks."""
     for study in infinigen_accuracy.studies().values():
         rows = {row["policy"]: row for part in ("plain", "skewed") for row in study[part]["policies"]}
+        assert study["plain"]["num_texts"] == len(study["plain"]["texts_by_document"]) >= 20
         block = BLOCK_TOKENS / study["prompt_tokens"]
         for share in studied.SHARES:
             ranked, guessed = rows[studied.h2o(share)], rows[studied.infinigen(cap=share)]
@@ -71,23 +73,61 @@ def test_h2o_and_infinigen_are_compared_at_equal_bytes_in_equal_layers():
             assert ranked["moved"] == pytest.approx(guessed["moved"], abs=block / 2)
 
 
-def test_skewing_alone_changes_nothing_and_all_tokens_are_exact(study):
+def test_every_figure_has_an_interval_that_holds_it(results):
+    for one in results.values():
+        rows = one.rows[one.rows["low"].notna()]
+        assert len(rows) > 0.4 * len(one.rows) - 3 and (rows["low"] <= rows["ours"]).all()
+        assert (rows["ours"] <= rows["high"]).all()
+
+
+def test_no_difference_inside_its_interval_is_called_one(results):
+    for name in ("table2", "fig13", "fig19"):
+        rows = results[f"infinigen-accuracy-{name}"].rows.dropna(subset="shown")
+        assert len(rows) >= 3
+        for compared in rows.to_dict("records"):
+            outside = compared["low"] > 1 or compared["high"] < 1
+            assert (compared["shown"] == "no difference shown") == (not outside)
+            assert (compared["shown"] == "worse") == (outside and compared["ours"] > 1)
+
+
+def test_a_comparison_is_of_the_same_texts():
+    """Policies that differ by the same factor on texts of very different difficulty: the factor, without a spread."""
+    hard = np.array([-1.0, -3.0, -9.0, -2.0])
+    part = {"texts_by_document": [1, 1, 1, 1]}
+    ours, others = ({"logprob_by_document": (hard - less).tolist()} for less in (0.1, 0.0))
+    compared, words = accuracy_rows.comparison("ours over others", part, ours, others)
+    assert compared["low"] == pytest.approx(math.exp(0.1)) == compared["high"] == compared["ours"]
+    assert compared["shown"] == "worse" and "1.105" in words
+    same, _ = accuracy_rows.comparison("ours over itself", part, ours, ours)
+    assert same["shown"] == "no difference shown"
+
+
+def test_skewing_alone_changes_nothing(study):
     assert study["skewing_alone"] < 1e-4
-    every = next(row for row in study["skewed"]["policies"] if row["policy"] == "infinigen(alpha=inf,cap=1.0)")
-    assert every["over_full"] == pytest.approx(1, abs=1e-5) and every["agreement"] == 1
+
+
+def test_the_authors_evaluation_drops_the_same_key_again_and_again():
+    """By hand: 3 of the 4 older keys are chosen by every query, so that key 2 is the least used until it is dropped,
+    and thereafter."""
+    scores = np.zeros((10, 10))
+    scores[:, 2] = -100.0
+    assert authors_pool.victims(scores, "counter", 8) == [2] and authors_pool.victims(scores, "lru", 8) == [2]
+    longer = np.zeros((40, 40))
+    longer[:, 2] = -100.0
+    for rule in ("lru", "counter"):
+        assert set(authors_pool.victims(longer, rule, 30)) == {2}
+    assert authors_pool.victims(longer, "fifo", 30) == list(range(9))
 
 
 def test_attention_is_transformers_own(folder, study):
     """Key tokens for 0.9 of the weight, from the weights that transformers gives."""
     from transformers import AutoModelForCausalLM
 
-    from experiments.studies.accuracy_study import attention_needs
-
     text = np.random.default_rng(0).integers(3, 120, LENGTH).tolist()
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     with torch.inference_mode():
         weights = model(torch.tensor([text]), output_attentions=True).attentions
-    found = attention_needs(Checkpoint(folder), text)
+    found = attention_study.attention_needs(Checkpoint(folder), [text, text], every=1)
     for layer, of in enumerate(found["layers"]):
         needed = []
         for row in weights[layer][0].flatten(0, 1).tolist():  # of one head and query
@@ -97,15 +137,16 @@ def test_attention_is_transformers_own(folder, study):
                 if total >= found["weight"]:
                     break
             needed.append(count)
-        assert of["needed_by_chunk"][0] == pytest.approx(np.mean(needed), rel=0.01)
-        assert sum(of["histogram"]) == len(needed)
+        assert of["needed_by_chunk"][0] == pytest.approx(2 * [np.mean(needed)], rel=0.01)
+        assert sum(of["histogram"]) == 2 * len(needed)
 
 
 def test_skewing_gathers_squares_in_few_columns(study):
     for layer in study["columns"]:
-        assert layer["skewed query"] > layer["plain query"] - 0.02 and layer["skewed query"] <= 1 + 1e-6
-    assert all(-1 <= value <= 1 for values in study["inputs"].values() for value in values)
-    assert math.isfinite(study["by_length"][LENGTH]["h2o"][1]["perplexity"])
+        plain, skewed = (layer[f"{name} query, {studied.PARTIAL:g}"] for name in ("plain", "skewed"))
+        assert len(plain) == TEXTS and np.mean(skewed) > np.mean(plain) - 0.02 and max(skewed) <= 1 + 1e-6
+    assert all(len(of) == TEXTS and min(of) >= -1 for layers in study["inputs"].values() for of in layers)
+    assert math.isfinite(study["by_length"][LENGTH]["h2o"]["policies"][1]["perplexity"])
 
 
 def test_revival_finds_the_key_that_was_planted():
@@ -115,7 +156,7 @@ def test_revival_finds_the_key_that_was_planted():
     weights[1, :, 77] = 0
     weights[1, 3900, 77] = 4 * length
     weights[0, 3000:, 5] = length
-    found = accuracy_study.revival(weights / weights.sum(-1, keepdim=True))
+    found = attention_study.revival((weights / weights.sum(-1, keepdim=True))[:, -length // 4 :])
     assert (found["head"], found["key"]) == (1, 77) and found["of_loud"] == 0.5
     assert len(found["weights"]) == length // 4 and np.argmax(found["weights"]) == 3900 - 3 * length // 4
     assert max(found["weights"]) > 0.7 and sorted(found["weights"])[-2] == 0
