@@ -20,7 +20,7 @@ import math
 import os
 import platform
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +44,7 @@ from transformers import (
 from experiments.training.corpus import EOS_ID, PAD_ID, VOCAB_SIZE, Stream, read_corpus, save_tokenizer, train_tokenizer
 from experiments.training.muon import Muon
 from experiments.training.outliers import Outliers
+from experiments.training.progress import LAST_STEPS, Learning, Progress, forget
 
 # Each step trains either on short rows or on rows as long as the model's positions allow, which
 # train the later positions. Both hold nearly the same number of tokens.
@@ -67,7 +68,6 @@ ADAM_BETAS = (0.9, 0.95)
 GRADIENT_NORM = 1.0
 EVALUATE_EVERY = 250
 EVALUATION_TOKENS = 16_384  # Held-out tokens at each interval; the final figure uses all of them.
-LOG_EVERY = 50
 SAVE_EVERY_SECONDS = 300
 CHUNK = 256  # Positions; the final held-out loss is also given for the first and the last so many of a row.
 
@@ -302,33 +302,6 @@ def read_material(arguments: argparse.Namespace, folder: Path) -> Material:
     return Material(stream, DOCUMENT_START_SHARE[arguments.documents], held_out, held_out[picked])
 
 
-@dataclass
-class Progress:
-    """Where the training stands."""
-
-    steps: int
-    began: float = field(default_factory=time.perf_counter)  #: less the seconds of runs before this one
-    done: int = 0
-    tokens: int = 0
-    recent: list[float] = field(default_factory=list)  #: losses of the last LOG_EVERY steps
-
-    @property
-    def loss(self) -> float:
-        return sum(self.recent) / len(self.recent)
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.began
-
-    def add(self, loss: float, tokens: int) -> None:
-        self.done += 1
-        self.tokens += tokens
-        self.recent = [*self.recent[-LOG_EVERY + 1 :], loss]
-
-    def speed(self) -> str:
-        return f"{self.tokens / self.seconds:.0f} tokens/s, {self.seconds / 60:.1f} min"
-
-
 def save(
     model: PreTrainedModel,
     material: Material,
@@ -360,7 +333,7 @@ def save(
             others=f"went into it; it went on\nfrom {start.name}" if start else "and\nno other model went into it",
             command=command_words(arguments, progress.steps),
             corpus=len(material.stream.tokens),
-            log_every=LOG_EVERY,
+            log_every=LAST_STEPS,
             loss=float(losses.mean()),
             first=float(losses[:CHUNK].mean()),
             last=float(losses[-CHUNK:].mean()),
@@ -409,6 +382,14 @@ def rows_of_step(
     return rows, first * (torch.arange(num_rows) % 2)[:, None]  # every other row begins at position 0
 
 
+MAY_CHANGE = {"steps", "threads"}  # Arguments with which a training may go on.
+
+
+def kept_arguments(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the arguments by which a training is told from another one."""
+    return {name: str(value) for name, value in vars(arguments).items() if name not in MAY_CHANGE}
+
+
 def train(
     model: PreTrainedModel,
     outliers: Outliers | None,
@@ -420,7 +401,9 @@ def train(
     """All steps, with a line now and then, and a copy in the folder every few minutes."""
     generator = torch.Generator().manual_seed(arguments.seed)
     optimizers = build_optimizers(model, arguments.optimizer == "muon")
-    load_state(folder, model, optimizers, generator, progress, arguments)
+    learning = Learning(model, optimizers, generator, progress, kept_arguments(arguments))
+    if learning.go_on(folder):
+        say(f"goes on behind step {progress.done}")
     for part in outliers.fixed if outliers else ():
         part.keep()
     rate_at = learning_rate
@@ -443,7 +426,7 @@ def train(
         for part in outliers.fixed if outliers else ():
             part.restore()
         progress.add(float(loss.detach()), rows[:, 1:].numel())
-        if progress.done % LOG_EVERY == 0:
+        if progress.done % LAST_STEPS == 0:
             say(f"step {progress.done}/{progress.steps} loss {progress.loss:.3f}, {progress.speed()}")
         if progress.done % EVALUATE_EVERY == 0:
             losses = evaluate(model, material.picked)
@@ -453,62 +436,8 @@ def train(
             )
         if time.perf_counter() - saved_at > SAVE_EVERY_SECONDS:
             save(model, material, material.picked, progress, arguments, folder)
-            save_state(folder, model, optimizers, generator, progress, arguments)
+            learning.save(folder)
             saved_at = time.perf_counter()
-
-
-STATE = "state.pt"
-MAY_CHANGE = {"steps", "threads"}  # arguments with which a training may go on
-
-
-def kept_arguments(arguments: argparse.Namespace) -> dict[str, str]:
-    return {name: str(value) for name, value in vars(arguments).items() if name not in MAY_CHANGE}
-
-
-def save_state(
-    folder: Path,
-    model: PreTrainedModel,
-    optimizers: list[torch.optim.Optimizer],
-    generator: torch.Generator,
-    progress: Progress,
-    arguments: argparse.Namespace,
-) -> None:
-    """Write all that the training needs to go on from here."""
-    state = {
-        "arguments": kept_arguments(arguments),
-        "model": model.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
-        "generator": generator.get_state(),
-        "progress": {name: getattr(progress, name) for name in ("done", "tokens", "recent", "seconds")},
-    }
-    written = folder / f"{STATE}.new"
-    torch.save(state, written)
-    written.replace(folder / STATE)
-
-
-def load_state(
-    folder: Path,
-    model: PreTrainedModel,
-    optimizers: list[torch.optim.Optimizer],
-    generator: torch.Generator,
-    progress: Progress,
-    arguments: argparse.Namespace,
-) -> None:
-    """Go on from the state in the folder, if there is one; raises SystemExit where it is another training's."""
-    if not (folder / STATE).exists():
-        return
-    state = torch.load(folder / STATE, weights_only=True)
-    if state["arguments"] != kept_arguments(arguments):
-        raise SystemExit(
-            f"{folder} holds another training, with {state['arguments']}: remove it, or choose another --out"
-        )
-    model.load_state_dict(state["model"])
-    for optimizer, of_optimizer in zip(optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(of_optimizer)
-    generator.set_state(state["generator"])
-    progress.done, progress.tokens, progress.recent = (state["progress"][name] for name in ("done", "tokens", "recent"))
-    progress.began = time.perf_counter() - state["progress"]["seconds"]
-    say(f"goes on behind step {progress.done}")
 
 
 def say(line: str) -> None:
@@ -536,7 +465,7 @@ def main() -> None:
     progress = Progress(arguments.steps)
     train(model, outliers, material, progress, arguments, partial)
     loss = save(model, material, material.held_out, progress, arguments, partial)
-    (partial / STATE).unlink(missing_ok=True)
+    forget(partial)
     partial.rename(arguments.out)
     say(f"final held-out loss {loss:.3f}, {progress.tokens:,} tokens, {progress.speed()}")
 

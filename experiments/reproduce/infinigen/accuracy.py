@@ -18,6 +18,7 @@ from experiments.reproduce.infinigen.accuracy_policies import at_ratio, h2o, inf
 from experiments.reproduce.infinigen.accuracy_rows import (
     Study,
     against,
+    beside,
     by_policy,
     cell,
     comparison,
@@ -28,6 +29,7 @@ from experiments.reproduce.infinigen.accuracy_rows import (
 )
 from experiments.reproduce.infinigen.authors_pool import distinct_victims
 from experiments.reproduce.paper import INFINIGEN, context
+from flexhybrid.jobs.accuracy import bootstrap
 
 OVER_FULL, LOOKED = "perplexity over the full cache's", "% of tokens that choosing layers look at"
 
@@ -204,9 +206,31 @@ def _h2o_against_infinigen() -> tuple[list[Row], list[str]]:
 
 def figure_11() -> Experiment:
     """Greedy tokens against the relative size of the cache, on the local task."""
-    return INFINIGEN.experiment(
-        "infinigen-accuracy-fig11", *_against_size("agreement", "greedy tokens that are the full cache's")
-    )
+    rows, figures = _against_size("agreement", "greedy tokens that are the full cache's")
+    of_tasks, drawn, said = _tasks()
+    return INFINIGEN.experiment("infinigen-accuracy-fig11", [*rows, *of_tasks], [*figures, *drawn], said=said)
+
+
+def _tasks() -> tuple[list[Row], list[Figure], list[str]]:
+    """Return right answers to the harness's tasks: rows, bars, and comparisons with the full cache in words."""
+    rows, figures, said = [], [], []
+    for model, found in beside(studied.TASK_RESULTS).items():
+        points = []
+        for task, policies in found["tasks"].items():
+            full = policies["full cache"]
+            for name, answered in policies.items():
+                right = bootstrap.mean(answered["right"], answered["questions"])
+                points.append(point(right, "policy", name, task, times=100))
+                rows.append(row(f"{model}, {task}: {name}, right answers", right, "%", times=100))
+                if name != "full cache":
+                    less = bootstrap.mean_difference(answered["right"], full["right"], full["questions"])
+                    verdict = "no difference shown" if not less.excludes(0.0) else "shown"
+                    quantity = f"{model}, {task}: {name} less full cache"
+                    rows.append(row(quantity, less, "points", times=100, shown=verdict))
+                    value, low, high = (100 * number for number in less)
+                    said.append(f"{quantity}: {value:+.1f} points [{low:+.1f}, {high:+.1f}], {verdict}")
+        figures.append(bars(f"{model.lower()}-tasks", points, model, "policy", "% right, chance is 25"))
+    return rows, figures, said
 
 
 def figure_19() -> Experiment:
@@ -302,7 +326,34 @@ def figure_17() -> Experiment:
         lines(f"{name}-{'over' if y_label == OVER_FULL else 'looked'}", points, "Small models", label, y_label)
         for (name, label, y_label), points in drawn.items()
     ]
-    return INFINIGEN.experiment("infinigen-accuracy-fig17", rows, figures)
+    of_latency, drawn, said = _latency()
+    return INFINIGEN.experiment("infinigen-accuracy-fig17", [*rows, *of_latency], [*figures, *drawn], latency=said)
+
+
+def _latency() -> tuple[list[Row], list[Figure], list[str]]:
+    """Return measured times of a decode iteration over the threshold (Fig. 17a): rows, lines, and what they are of."""
+    rows, points, said = [], [], []
+    for model, found in beside(studied.LATENCY_RESULTS).items():
+        full = found["policies"]["full cache"]
+        for name, measured in found["policies"].items():
+            step_ms = [1e3 * seconds for seconds in measured["rounds_s"]]
+            more = {"low": min(step_ms), "high": max(step_ms), "moved": measured["moved"]}
+            rows.append(context(f"{model}: {name}, decode iteration", 1e3 * measured["step_s"], "ms", **more))
+            if name != "full cache":
+                alpha = float(name.removeprefix("alpha "))
+                points.append({"alpha": alpha, "y": 1e3 * measured["step_s"], "series": model, **_ends(step_ms)})
+                all_of_it = {"alpha": alpha, "y": 1e3 * full["step_s"], "series": f"{model}, full cache"}
+                points.append(all_of_it | _ends([1e3 * seconds for seconds in full["rounds_s"]]))
+        said.append(
+            f"(a) is measured: {model}, {found['batch']} requests behind {found['prompt_tokens']:,} tokens, a link of "
+            f"{found['link_gb_per_s']:g} GB/s, {found['machine']}; error bars are the rounds."
+        )
+    drawn = [lines("latency", points, "Decode latency", "alpha", "ms an iteration")] if points else []
+    return rows, drawn, said
+
+
+def _ends(values: list[float]) -> dict[str, float]:
+    return {"low": min(values), "high": max(values)}
 
 
 def table_2() -> Experiment:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 from experiments.reproduce.experiment import Row
 from experiments.reproduce.infinigen import accuracy_policies as studied
@@ -24,6 +25,12 @@ Study = dict  #: what ``experiments.studies.accuracy_study`` has written of a mo
 def studies() -> dict[str, Study]:
     """Return model -> its measurements, for all models that were measured."""
     return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(studied.RESULTS.glob("*.json"))}
+
+
+def beside(folder: Path) -> dict[str, dict]:
+    """Return model -> what another study has written of it into ``folder``, of the models with a study of accuracy."""
+    paths = {model: folder / f"{model}.json" for model in studies()}
+    return {model: json.loads(path.read_text(encoding="utf-8")) for model, path in paths.items() if path.is_file()}
 
 
 def by_policy(part: dict) -> dict[str, dict]:

@@ -79,19 +79,21 @@ def earlier_names(document: str, generator: random.Random, tokenizer: Tokenizer)
     """Yield questions of a document: a context of NAME_CONTEXT tokens, and four words that were last seen long ago."""
     encoding = tokenizer.encode(document, add_special_tokens=False)
     texts = [document[begin:end] for begin, end in encoding.offsets]
-    words = [place for place in range(1, len(texts)) if is_word(encoding, place, document)]
     found: list[dict[str, Any]] = []
-    last_seen: dict[str, int] = {}  #: of the words before a place
-    for place in words:
+    last_seen: dict[str, int] = {}  #: of the tokens before a place, be they words or parts of words
+    words: set[str] = set()  #: of these, those that were whole words
+    for place in range(1, len(texts)):
         first, word = place - NAME_CONTEXT, texts[place]
-        spaced = word.startswith(" ")
-        distant = sorted(
-            text for text, at in last_seen.items() if first <= at <= place - FAR and text.startswith(" ") == spaced
-        )
-        if first >= 0 and word in distant and len(distant) >= CHOICES:
-            distant.remove(word)
-            context = document[encoding.offsets[first][0] : encoding.offsets[place][0]]
-            found.append(question(context, word, generator.sample(distant, CHOICES - 1), generator))
+        if is_word(encoding, place, document):
+            spaced = word.startswith(" ")
+            distant = sorted(
+                text for text in words if first <= last_seen[text] <= place - FAR and text.startswith(" ") == spaced
+            )
+            if first >= 0 and word in distant and len(distant) >= CHOICES:
+                distant.remove(word)
+                context = document[encoding.offsets[first][0] : encoding.offsets[place][0]]
+                found.append(question(context, word, generator.sample(distant, CHOICES - 1), generator))
+            words.add(word)
         last_seen[word] = place
     yield from generator.sample(found, min(NAMES_OF_DOCUMENT, len(found)))
 
