@@ -53,7 +53,7 @@ SHIPPED := flexhybrid/shipped/opt-stdlib-4m
 TRAIN := -m experiments.training.train_checkpoint --documents whole --positions 2048 --seed 0
 
 SHIPPED_QWEN3 := flexhybrid/shipped/qwen3-stdlib-4m
-MODELS := opt-stdlib-2k/config.json llama-stdlib-2k/config.json opt-stdlib-300k/config.json opt-stdlib-1m/config.json \
+MODELS := opt-stdlib-2k/config.json opt-stdlib-deep/config.json opt-stdlib-300k/config.json opt-stdlib-1m/config.json \
 	digits/held_out.npz
 SMALL := -m experiments.training.train_checkpoint --positions 640 --seed 0 --steps 700
 
@@ -65,8 +65,8 @@ $(SHIPPED_QWEN3)/config.json: | $(INSTALLED)
 $(CHECKPOINTS)/opt-stdlib-2k/config.json: | $(INSTALLED)
 	$(BIN)/python $(TRAIN) --out $(@D) --start $(SHIPPED) --steps 1000
 
-$(CHECKPOINTS)/llama-stdlib-2k/config.json: | $(INSTALLED)
-	$(BIN)/python $(TRAIN) --out $(@D) --architecture llama --steps 800
+$(CHECKPOINTS)/opt-stdlib-deep/config.json: | $(INSTALLED)
+	$(BIN)/python $(TRAIN) --out $(@D) --hidden 160 --layers 12 --outliers 4 --rows growing --optimizer muon --steps 1500
 
 $(CHECKPOINTS)/opt-stdlib-300k/config.json: | $(INSTALLED)
 	$(BIN)/python $(SMALL) --out $(@D) --hidden 64 --layers 2

@@ -18,6 +18,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.runtime.selections.skew import forward
 from flexhybrid.runtime.storage.loader import Checkpoint
 
+LARGEST = 4  #: channels of a block's input
 EVERY = 16  #: queries looked at; sorting the weights of all takes minutes a text
 SHOWN = (500, 998, 999, 1000, 1001, 1002, 1500, 2000)  #: queries whose key tokens Fig. 5 and its text count
 CHUNK = 256
@@ -27,9 +28,12 @@ OfTexts = list[float]  #: a number for each text
 
 @torch.inference_mode()
 def block_inputs(model: Path, texts: Sequence[list[int]]) -> dict[str, list[OfTexts]]:
-    """Return, for each layer from 1 on and each text, mean cosines over tokens: of the block's input with the preceding
-    block's input, attention output and FFN output (Table 1), and of the normed attention inputs, from which queries
-    are guessed."""
+    """Return, for each layer from 1 on and each text, mean cosines over tokens.
+
+    Of the block's input with the preceding block's input, attention output and FFN output (Table 1); with the preceding
+    block's input without the LARGEST channels, which outliers may be; and of the normed attention inputs, from which
+    queries are guessed.
+    """
     from transformers import AutoModelForCausalLM
 
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -55,6 +59,7 @@ def block_inputs(model: Path, texts: Sequence[list[int]]) -> dict[str, list[OfTe
 
     pairs = {
         "block input": ("input", "input"),
+        "block input, other channels": ("others", "others"),
         "attention output": ("input", "attention"),
         "FFN output": ("input", "ffn"),
         "normed input": ("normed", "normed"),
@@ -63,6 +68,8 @@ def block_inputs(model: Path, texts: Sequence[list[int]]) -> dict[str, list[OfTe
     for text in texts:
         kept.update({name: [] for name in ("input", "attention", "ffn", "normed")})
         network(torch.tensor([text]), use_cache=False)
+        largest = kept["input"][-1].square().mean(0).topk(LARGEST).indices
+        kept["others"] = [states.index_fill(-1, largest, 0.0) for states in kept["input"]]
         for name, pair in pairs.items():
             found[name].append(cosines(*pair))
     return {name: [list(of_layer) for of_layer in zip(*of_texts, strict=True)] for name, of_texts in found.items()}

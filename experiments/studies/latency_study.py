@@ -57,15 +57,13 @@ def policies() -> dict[str, Policy]:
     return {"full cache": offloaded(overlap="full"), **thresholds}
 
 
-def measure(
-    policy: Policy, weights: Weights, prompts: list[list[int]], rounds: int = ROUNDS, rate: float = RATE
-) -> dict:
+def measure(policy: Policy, weights: Weights, prompts: list[list[int]]) -> dict:
     """Return seconds per decode iteration of each round, the share of the cache that moved, and how much of the
     processors others used; rounds are the least disturbed ones."""
     workload = Workload.uniform(len(prompts), len(prompts[0]), MAX_TOKENS)
-    with Session.of(weights, policy, workload, prompts, make_engine=partial(Engine, link_gb_per_s=rate)) as session:
+    with Session.of(weights, policy, workload, prompts, make_engine=partial(Engine, link_gb_per_s=RATE)) as session:
         session.generate()
-        done = least_disturbed(session.decode, rounds)
+        done = least_disturbed(session.decode, ROUNDS)
         windows = [Window(each.result, LAST) for each in done]
         moved = moved_share(windows[0], session.wave)
     steps = [window.seconds / window.num_iterations for window in windows]

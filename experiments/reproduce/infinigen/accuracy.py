@@ -57,11 +57,12 @@ def table_1() -> Experiment:
             beside = {"paper": paper, "source": f"infinigen Table 1, {paper_model}"}
             rows.append(row(f"{model}: {name}, mean of layers 1 and later", _mean_of_layers(inputs[name]), **beside))
             rows.append(row(f"{model}: {name}, layer 1", over_texts(inputs[name][0])))
-        for layer, cosines in enumerate(inputs["normed input"], 1):
-            rows.append(row(f"{model}: normed input, layer {layer}", over_texts(cosines)))
+        for name in ("block input, other channels", "normed input"):
+            for layer, cosines in enumerate(inputs[name], 1):
+                rows.append(row(f"{model}: {name}, layer {layer}", over_texts(cosines)))
         points += [
             point(over_texts(cosines), "layer", layer, f"{model}, {name}")
-            for name in (*names, "normed input")
+            for name in inputs
             for layer, cosines in enumerate(inputs[name], 1)
         ]
         least = min((over_texts(cosines).value, layer) for layer, cosines in enumerate(inputs["block input"], 1))
