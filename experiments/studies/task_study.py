@@ -38,15 +38,17 @@ DECODE_CONTEXT = 0.5  #: of a context, token by token, under lossy policies
 
 def answers(model: Path, policy: str, manager, tasks: tuple[str, ...] = TASKS_OF_HARNESS) -> dict[str, list[dict]]:
     """Return task -> the harness's samples under a policy. The full cache answers after a prefill alone."""
-    import lm_eval
+    from lm_eval import evaluator
 
-    from flexhybrid.lm_eval_adapter import FlexHybridLM
+    from flexhybrid import lm_eval_adapter
 
+    make: Any = lm_eval_adapter.FlexHybridLM  # the harness hides its arguments behind a decorator
     options: dict[str, Any] = {"dtype": "float32", "hardware": "rtx4090", "enable_prefix_caching": False}
-    lm = FlexHybridLM(str(model), policy=policy, device="cpu", **options)
+    lm = make(str(model), policy=policy, device="cpu", **options)
     if lm.decode_context:
         lm.decode_context = DECODE_CONTEXT
-    result = lm_eval.simple_evaluate(lm, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=True)
+    asked = {"tasks": list(tasks), "task_manager": manager, "bootstrap_iters": 0, "log_samples": True}
+    result: Any = evaluator.simple_evaluate(lm, **asked)
     lm.llm.close()
     return {task: sorted(result["samples"][task], key=lambda each: each["doc_id"]) for task in tasks}
 

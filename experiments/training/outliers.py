@@ -56,6 +56,9 @@ class Outliers:
 
     def __init__(self, model: OPTForCausalLM, num_channels: int, generator: torch.Generator) -> None:
         self.model, self.hidden = model, model.config.hidden_size
+        last_norm = model.model.decoder.final_layer_norm
+        assert last_norm is not None  # only OPT of 350 million parameters has none
+        self.last_norm = last_norm
         self.channels = (torch.arange(num_channels) * 2 + 1) * self.hidden // (2 * num_channels)
         self.signs = 1.0 - 2.0 * (torch.arange(num_channels) % 2)  # They add to 0: LayerNorm's mean ignores them.
         self.others = torch.ones(self.hidden)
@@ -81,7 +84,7 @@ class Outliers:
         tokens, positions = decoder.embed_tokens.weight, decoder.embed_positions.weight
         tokens.mul_(TOKEN_DEVIATION / tokens.std()).mul_(others)
         positions.copy_(waves(len(positions), self.hidden) * POSITION_DEVIATION * math.sqrt(2) * others)
-        decoder.final_layer_norm.weight.fill_(LAST_GAIN)
+        self.last_norm.weight.fill_(LAST_GAIN)
         self._fix(tokens, others)
         self._fix(positions, others)
         for layer in self.layers:
@@ -109,7 +112,7 @@ class Outliers:
         """Set the outliers, from what the other channels hold over ``rows`` of tokens; returns their size."""
         decoder = self.model.model.decoder
         norms = [norm for layer in self.layers for norm in (layer.self_attn_layer_norm, layer.final_layer_norm)]
-        norms.append(decoder.final_layer_norm)
+        norms.append(self.last_norm)
         energies: list[float] = []  # of a norm's input, less its mean: sums of squares over channels
 
         def look(_module, arguments) -> None:

@@ -52,7 +52,7 @@ def over_texts(values: Sequence[float]) -> Interval:
 def row(quantity: str, found: Interval, unit: str = "", times: float = 1.0, **more) -> Row:
     """Return a context row of a figure with its interval, in a unit that is so many times its own."""
     ends = {"low": times * found.low, "high": times * found.high}
-    return context(quantity, times * found.value, unit, **(ends | more))
+    return context(quantity, times * found.value, unit) | ends | more
 
 
 def point(found: Interval, x: str, at: object, series: str, times: float = 1.0) -> dict:
@@ -63,8 +63,8 @@ def point(found: Interval, x: str, at: object, series: str, times: float = 1.0) 
 
 def against(part: dict, ours: dict, others: dict) -> Interval:
     """Return the perplexity of a policy over another one's of the same texts."""
-    logprobs = (each["logprob_by_document"] for each in (ours, others))
-    return bootstrap.perplexity_ratio(*logprobs, part["texts_by_document"])
+    name = "logprob_by_document"
+    return bootstrap.perplexity_ratio(ours[name], others[name], part["texts_by_document"])
 
 
 def comparison(quantity: str, part: dict, ours: dict, others: dict) -> tuple[Row, str]:
