@@ -1,4 +1,4 @@
-# Every target but gpu makes its own .venv first; the stamp makes a second call instant.
+# Every target but gpu and gpu-peers makes its own .venv first; the stamp makes a second call instant.
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
@@ -12,7 +12,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Kept bytecode, whatever this shell says of it: tests start many processes, and each would compile all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run test soak fuzz reserved check check-models gate lint bench models gpu clean
+.PHONY: setup run test soak fuzz reserved check check-models gate lint bench models gpu gpu-peers clean
 .DELETE_ON_ERROR:
 
 run: $(INSTALLED)  ## the main job: tables, figures, trace
@@ -53,9 +53,8 @@ SHIPPED := flexhybrid/shipped/opt-stdlib-4m
 TRAIN := -m experiments.training.train_checkpoint --documents whole --positions 2048 --seed 0
 
 SHIPPED_QWEN3 := flexhybrid/shipped/qwen3-stdlib-4m
-MODELS := opt-stdlib-2k/config.json opt-stdlib-deep/config.json opt-stdlib-300k/config.json opt-stdlib-1m/config.json \
+MODELS := opt-stdlib-2k/config.json opt-stdlib-deep/config.json opt-recall/config.json ngrams-stdlib.npz \
 	digits/held_out.npz
-SMALL := -m experiments.training.train_checkpoint --positions 640 --seed 0 --steps 700
 
 models: $(SHIPPED_QWEN3)/config.json $(addprefix $(CHECKPOINTS)/,$(MODELS))  ## those that are not there
 
@@ -68,17 +67,20 @@ $(CHECKPOINTS)/opt-stdlib-2k/config.json: | $(INSTALLED)
 $(CHECKPOINTS)/opt-stdlib-deep/config.json: | $(INSTALLED)
 	$(BIN)/python $(TRAIN) --out $(@D) --hidden 160 --layers 12 --outliers 4 --rows growing --optimizer muon --steps 1500
 
-$(CHECKPOINTS)/opt-stdlib-300k/config.json: | $(INSTALLED)
-	$(BIN)/python $(SMALL) --out $(@D) --hidden 64 --layers 2
+$(CHECKPOINTS)/ngrams-stdlib.npz: | $(INSTALLED)
+	$(BIN)/python -m experiments.training.ngrams --out $@
 
-$(CHECKPOINTS)/opt-stdlib-1m/config.json: | $(INSTALLED)
-	$(BIN)/python $(SMALL) --out $(@D) --hidden 128 --layers 3
+$(CHECKPOINTS)/opt-recall/config.json: | $(INSTALLED)
+	$(BIN)/python -m experiments.training.train_recall --out $(@D) --seed 0 --steps 200
 
 $(CHECKPOINTS)/digits/held_out.npz: | $(TESTING)
 	$(BIN)/python -m experiments.training.digits --out $(@D)
 
 gpu:  ## with the machine's own python3 and torch, no .venv
 	$(PYTHON) -m experiments.gpu $(ARGS)
+
+gpu-peers:  ## FlexGen, in a folder that goes along to a GPU machine without a network
+	$(PYTHON) -m pip install --quiet --no-deps --upgrade --target experiments/peers/installed flexgen==0.1.8 attrs tqdm
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

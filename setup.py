@@ -23,9 +23,9 @@ setup(
         "flexhybrid": ["shipped/*.txt", "shipped/*/*", "core/context/*.csv"],
         "experiments": [
             *("checkpoints/**/*", "grid.toml", "reference/*.csv", "reference/README.md"),
-            *("reproduce/*.csv", "reproduce/notes/*.md", "reproduce/report.*", "training/*.md"),
+            *("reproduce/*.csv", "reproduce/notes/*.md", "reproduce/report.*", "training/*.md", "training/*.jsonl"),
             # what our own models and cascades did, for reproduce; what peers found, to compare with
-            *("results/accuracy/*.json", "results/cascade/*.json", "results/peers/*.json"),
+            *("results/accuracy/**/*.json", "results/cascade/*.json", "results/peers/*.json"),
         ],
     },
     entry_points={"console_scripts": ["flexhybrid = flexhybrid.cli:main"]},

@@ -8,11 +8,12 @@ CHECKPOINTS = Path(__file__).parent / "checkpoints"  #: models that only experim
 
 def token_ids(text: str) -> list[int]:
     """Return a text's token ids by the tokenizer that all checkpoints of this repository share."""
-    return _tokenizer()(text, verbose=False)["input_ids"]
+    return tokenizer()(text, verbose=False)["input_ids"]
 
 
 @functools.cache
-def _tokenizer():
+def tokenizer():
+    """Return the tokenizer that all checkpoints of this repository share."""
     from flexhybrid import shipped
     from flexhybrid.requests import load_tokenizer
 

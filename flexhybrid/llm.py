@@ -280,7 +280,7 @@ class LLM:
         where the policy cannot do that (``open_batch``).
         """
         running = RunningRequests(open_request)
-        running.begin(np.arange(workload.num_requests))
+        running.begin(np.arange(workload.num_requests, dtype=np.int32))
         for request in begun:
             running.join(request)
         with self.waves(workload, running if joining else None) as waves:
@@ -380,9 +380,11 @@ class LLM:
         self, problem: Problem, workload: Workload, joining: RunningRequests | None
     ) -> Iterator[tuple[np.ndarray, Wave]]:
         """Yield batch after batch."""
-        policy, left = self.settled_policy, np.arange(workload.num_requests)
+        policy, left = self.settled_policy, np.arange(workload.num_requests, dtype=np.int32)
         while len(left):
-            lengths = replace(workload.select(left), prefixes=None)  # of the prompts themselves all is known
+            lengths = workload if len(left) == workload.num_requests else workload.select(left)
+            if lengths.prefixes:
+                lengths = replace(lengths, prefixes=None)  # of the prompts themselves all is known
             if joining:
                 joining.begin(left)
                 tree = PromptTree(joining.prompt) if self.arguments.enable_prefix_caching else None

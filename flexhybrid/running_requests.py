@@ -10,7 +10,7 @@ import numpy as np
 
 from flexhybrid.core.wave import Wave
 from flexhybrid.requests import CompletionOutput, Generated, RequestCodec, RequestOutput
-from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
+from flexhybrid.runtime.engine import LAG, Engine, RunControl, WaveResult
 from flexhybrid.runtime.forcing import force_tokens
 from flexhybrid.runtime.kernels.sampling import SamplingPlan, joined_plans
 
@@ -18,7 +18,6 @@ from flexhybrid.runtime.kernels.sampling import SamplingPlan, joined_plans
 OpenRequest = Callable[[int], tuple[Generated, SamplingPlan]]
 
 KEPT_PLANS = 8192  #: rows of sampling plans, each of which serves a mini-batch until its members change
-LAG = 2  #: iterations after a request has left in which its last step may still be prepared
 
 
 class RunningRequests:

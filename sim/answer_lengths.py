@@ -10,6 +10,7 @@ from flexhybrid.core.workload import Workload
 
 GOLDEN = (5**0.5 - 1) / 2  #: multiples of it, less their whole parts, are spread evenly over 0 … 1
 PRIOR_ANSWERS = 2.0  #: as many answers as a mean that was given counts for at each length
+TOGETHER = 1 << 16  #: answers whose lengths are computed at once: those of a long file would take much memory
 FEW = 4  #: answers; a length that fewer have reached ends as the longer half of the answers do
 
 
@@ -49,11 +50,16 @@ class ObservedAnswers:
     def expected(self, limits: np.ndarray, ages: np.ndarray | None = None) -> np.ndarray:
         """Return lengths for answers with these limits that have ``ages`` tokens (0), spread as those of the others:
         they stand for the answers to come. ``ages`` count as answers that run."""
-        ages = np.zeros(len(limits), np.int64) if ages is None else np.minimum(ages, len(self.ended) - 1)
-        survival = self.survival(ages[ages > 0])
-        shares = np.modf(GOLDEN * (1 + np.arange(len(limits))))[0] * survival[ages]
-        lengths = np.searchsorted(-survival, -shares)  # the first length that fewer exceed
-        return np.clip(lengths, np.minimum(ages + 1, limits), limits)
+        begun = np.zeros(0, np.int64) if ages is None else np.minimum(ages[ages > 0], len(self.ended) - 1)
+        survival, expected = self.survival(begun), np.empty(len(limits), np.int64)
+        for first in range(0, len(limits), TOGETHER):
+            part = slice(first, first + TOGETHER)
+            limit = limits[part]
+            age = np.zeros(len(limit), np.int64) if ages is None else np.minimum(ages[part], len(self.ended) - 1)
+            shares = np.modf(GOLDEN * (1 + first + np.arange(len(limit))))[0] * survival[age]
+            lengths = np.searchsorted(-survival, -shares)  # the first length that fewer exceed
+            expected[part] = np.clip(lengths, np.minimum(age + 1, limit), limit)
+        return expected
 
 
 def with_mean(workload: Workload, mean: float) -> Workload:

@@ -22,7 +22,7 @@ from flexhybrid.core.context.selection import num_whole
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.positions import StopsUntil
+from flexhybrid.core.schedule.positions import Stops
 from flexhybrid.core.schedule.refill import stores_exactly
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
@@ -72,7 +72,7 @@ class Pace:
 
     def seconds(self, counted: Stints, prefixes: Prefixes | None = None, moved: np.ndarray | None = None) -> np.ndarray:
         """Return the seconds of each iteration of these stints, of requests that share ``prefixes``. ``moved``
-        [stints]: whose contexts are there without being computed (nobody's)."""
+        [stints]: whose contexts are there without being computed (None: ``Stints.moved``)."""
         loads = iteration_loads(counted, self.num_mini_batches, prefixes, self.exact, moved)
         longest = np.max(list(self._work(loads).values()), axis=0)
         return longest * np.where(loads[:, JOINING] > 0, self.waiting[1], self.waiting[0])
@@ -104,7 +104,7 @@ def iteration_loads(
     prompts, pairs that these attend to; of shared context the tokens attended to and loaded.
 
     ``exact``: see ``Pace``; ``moved``: see ``Pace.seconds``."""
-    ones = np.ones(len(counted.request)) if moved is None else 1.0 - moved
+    ones = 1.0 - (counted.moved if moved is None else moved)
     tokens = counted.prompt_tokens.astype(float)
     shared, found = counted.shared_tokens.astype(float), counted.found_tokens * float(exact)
     running, joining = counted.per_iteration(), counted.joining(ones)  # those who compute their prompts
@@ -307,7 +307,7 @@ class _Price:
         self.more_layers = wave.shape.num_layers - len(self.layers)
         self.exact = stores_exactly(wave.policy)
         computed = self.stints.prompt_tokens - self.stints.found_tokens * self.exact
-        self.joining_tokens = self.stints.joining(computed.astype(float))
+        self.joining_tokens = self.stints.joining(computed * (1.0 - self.stints.moved))
         self.walked: dict[int, float] = {}  # iteration -> seconds
         self.work: dict[int, dict[str, float]] = {}  # iteration -> resource -> seconds of work
 
@@ -332,6 +332,8 @@ class _Price:
         for start in self._windows(int(np.clip(walked_tasks // per_window, least, most))):
             self._walk(start)
         seconds, work, pace = self._spread()
+        for stint in np.flatnonzero(self.stints.moved).tolist():
+            seconds[self.stints.joined[stint]] += self.wave.parking.moving_s(int(self.stints.prompt_tokens[stint]) - 1)
         running = self.stints.per_iteration()
         surplus = np.bincount(self.stints.left[self.stints.surplus] - 1, minlength=self.num_iterations)
         begin, end = self.bounds.values()
@@ -355,7 +357,8 @@ class _Price:
         """Return ``QueueRun.recomputing``."""
         if not (returned := self.stints.returned).any():
             return 0.0
-        computed, moved = (pace.seconds(self.stints, self.workload.prefixes, of) for of in (None, returned))
+        of_all = self.stints.moved, returned
+        computed, moved = (pace.seconds(self.stints, self.workload.prefixes, of) for of in of_all)
         return float(np.maximum(computed - moved, 0.0).sum() / computed.sum())
 
     # ---- the iterations that are walked
@@ -381,12 +384,12 @@ class _Price:
     def _walk(self, start: int) -> None:
         """Walk iterations ``start`` and ``start`` + 1, and what of the next one begins before their end. The end of the
         second does not depend on how the first began."""
-        wave, known = self._members(start)
+        wave, stops = self._members(start)
 
         def both(task: Task) -> bool:
             return task.iteration <= start + 1 or task.verb != "finish"
 
-        tasks = takewhile(both, stream(wave, known, first_iteration=start))
+        tasks = takewhile(both, stream(wave, stops, first_iteration=start))
         trace = virtual_clock.run(tasks, self.hardware)
         self.num_tasks = len(trace)
         ends = np.diff(iteration_ends(trace), prepend=0.0)
@@ -396,14 +399,16 @@ class _Price:
                 self.walked[iteration] = float(seconds) + self.more_layers * self._pace(of_iteration)
                 self.work[iteration] = self._work(of_iteration)
 
-    def _members(self, start: int) -> tuple[Wave, StopsUntil]:
-        """Return the batch of iterations ``start`` to ``start`` + 2, and who leaves it until each."""
+    def _members(self, start: int) -> tuple[Wave, Stops]:
+        """Return the batch of iterations ``start`` to ``start`` + 2, and who leaves it before each."""
         all_stints, wave = self.stints, self.wave
         chosen = np.flatnonzero((all_stints.joined <= start + 2) & (all_stints.left > start))
         groups = [np.flatnonzero(all_stints.mini_batch[chosen] == k) for k in range(len(wave.mini_batches))]
         requests, left = all_stints.request[chosen], all_stints.left[chosen]
         given = all_stints.prompt_tokens[chosen] - self.workload.prompt_tokens[requests]
-        lengths = Workload(all_stints.prompt_tokens[chosen], self.workload.max_tokens[requests] - given)
+        moved = all_stints.moved[chosen].astype(np.int64)  # they decode in their first iteration
+        limits = self.workload.max_tokens[requests] - given
+        lengths = Workload(all_stints.prompt_tokens[chosen] - moved, limits + moved)
         problem = replace(wave.problem, shape=wave.shape.of_layers(self.layers))
         depth = all_stints.shared_tokens[chosen] // BLOCK_TOKENS
         groups = [group for group in groups if len(group)]
@@ -411,15 +416,16 @@ class _Price:
             (depth, dict.fromkeys(wave.entries.names, int(depth.max()) * len(depth))) if depth.any() else (None, {})
         )
         members = admit(problem, wave.policy, lengths, mini_batches=groups, shared=shared, room=room)
-        joined = all_stints.joined[chosen]
+        joined = all_stints.joined[chosen] - moved
         members = replace(members, joined=joined, whole=members.whole and replace(members.whole, joined=joined))
         if depth.any():
             members = replace(members, sharing=self._shared(members, room, chosen, start))
 
-        def known(iteration: int) -> Collection[int]:
-            return set(np.flatnonzero(left <= iteration + 2).tolist())
+        def until(iteration: int, _num_steps: int) -> Collection[int]:
+            return set(np.flatnonzero(left <= iteration).tolist())
 
-        return members, known
+        may_come = bool((self.workload.answers < self.workload.max_tokens).any())
+        return members, Stops(until, lambda requests: may_come and bool(requests))
 
     def _shared(self, members: Wave, room: dict[str, int], chosen: np.ndarray, start: int) -> SharedBlocks:
         """Return the shared blocks of the chosen stints, with those that are computed from iteration ``start`` on."""

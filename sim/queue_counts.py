@@ -11,14 +11,16 @@ import heapq
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, fields
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
-from flexhybrid.core.context.packing import chunk_tokens, longest_piece
+from flexhybrid.core.context.packing import chunk_tokens, longest_piece, num_chunks
 from flexhybrid.core.context.prefixes import Steering
 from flexhybrid.core.schedule.buffer_sizes import SharedLengths, first_builds, holds_lengths
+from flexhybrid.core.schedule.positions import num_awaited
 from flexhybrid.core.schedule.refill import (
     LOOKED_AT,
     MOST_FAILURES,
@@ -42,9 +44,10 @@ class Stints:
     prompt_tokens: np.ndarray  #: with the tokens that it had before it stepped back
     joined: np.ndarray  #: iteration that computes the prompt
     left: np.ndarray  #: first iteration without it
-    surplus: np.ndarray  #: whether its last step is for nothing: an end is known an iteration late
+    surplus: np.ndarray  #: whether its last step is for nothing: its end is known an iteration late
     shared_tokens: np.ndarray  #: of its prompt, that lie with others'
     found_tokens: np.ndarray  #: of these, that others had computed
+    moved: np.ndarray  #: whether its context comes from the parking area, and is not computed
 
     @property
     def num_iterations(self) -> int:
@@ -118,8 +121,14 @@ class _Member(NamedTuple):
 
     request: int
     joined: int
-    left: int  #: iteration in which it will be gone
+    left: int  #: iteration in which it will be gone; one later where its end is known late
     place: int
+    moved: bool  #: ``Stints.moved``
+    surplus: bool = False  #: its end is known late
+
+    def computes_prompt(self, iteration: int) -> bool:
+        """Return whether it has its prompt computed then."""
+        return self.joined == iteration and not self.moved
 
 
 class _Queue:
@@ -137,12 +146,15 @@ class _Queue:
         self.changes: list[tuple[int, int]] = []  # (iteration, mini-batch) in which somebody leaves or steps back
         self.rows: list[tuple] = []  # of the stints
         self.not_before: dict[int, int] = {}  # request that has stepped back -> first iteration of its return
+        self.full = [False] * len(wave.mini_batches)  # of a mini-batch: nobody fits before somebody has left
         self.pools = np.array([[part.pools[pool.name].num_blocks for pool in wave.pools] for part in wave.blocks])
         self.first = groups = [wave.workload.select(group) for group in wave.mini_batches]
         alone = int(ceil_blocks(workload.cached_tokens).max())
         self.reserved = self.entries.most_blocks(self.prompts, workload.cached_tokens)  # where blocks do not grow
         self.places = [group.tolist() for group in wave.mini_batches]  # that are free
         self.sharing, self.now = wave.sharing, 0  # the iteration whose builds it holds
+        self.unknown: set[tuple[int, bool]] = set()  # steps before it whose tokens nobody waits for: ``_unknown``
+        self.parking = wave.parking
         self.steering = Steering(wave.sharing.tree) if wave.sharing else None
         self.exact, self.piece = stores_exactly(wave.policy), chunk_tokens(wave.policy.max_mini_batch_tokens)
         self.depth, self.found = np.zeros((2, workload.num_requests), dtype=np.int64)  # shared blocks of those who run
@@ -167,13 +179,14 @@ class _Queue:
             iteration, k = heapq.heappop(self.changes)
             while self.changes and self.changes[0] == (iteration, k):
                 heapq.heappop(self.changes)
-            if self.sharing and iteration > self.now:
-                self.sharing.take_builds(range(len(self.sharing.depth)))
-                self.now = iteration
+            if iteration > self.now:
+                if self.sharing:
+                    self.sharing.take_builds(range(len(self.sharing.depth)))
+                self.now, self.unknown = iteration, self._unknown(iteration - 1)
             self._leave(k, iteration)
             if self.wave.grows:
                 self._step_back(k, iteration)
-            if self.waiting and (self.singly or not self.running[k]):
+            if self.waiting and not self.full[k] and (self.singly or not self.running[k]):
                 self._join(k, iteration)
             if self.wave.grows:
                 self._foresee(k, iteration)
@@ -182,13 +195,18 @@ class _Queue:
 
     def _enter(self, k: int, requests: list[int], places: list[int], iteration: int) -> None:
         for request, place in zip(requests, places):
-            end = int(self.ends[request])
-            left = iteration + end + (end < self.limits[request])  # its last step is for nothing
-            self.running[k].append(_Member(request, iteration, left, place))
+            left, moved = iteration + int(self.ends[request]), self._is_parked(request)
+            self.running[k].append(_Member(request, iteration, left, place, moved))
+            if moved:
+                self.parking.area.release(request)
             heapq.heappush(self.changes, (left, k))
+
+    def _is_parked(self, request: int) -> bool:
+        return self.parking is not None and self.parking.has(request)
 
     def _buffers_hold(self, k: int, requests: list[int], joining: list[int]) -> bool:
         """Return whether the buffers hold these members of a mini-batch, of whom ``joining`` join."""
+        joining = [request for request in joining if not self._is_parked(request)]
         cached = self.prompts[requests] + self.limits[requests] - 1
         if not self.singly:  # each is padded to the longest
             return len(requests) * int(ceil_blocks(cached.max())) <= self.most_padded
@@ -199,9 +217,34 @@ class _Queue:
             shared = SharedLengths(self.depth[requests], self.depth[joining] * self.exact, self.common_blocks[k])
         return buffers_hold(self.wave, cached, self.prompts[joining], shared)
 
+    def _unknown(self, iteration: int) -> set[tuple[int, bool]]:
+        """Return the steps, as mini-batch and whether it computes prompts, whose tokens are not waited for before the
+        next iteration is settled. Nobody has left since then. Left out: steps that compute shared blocks."""
+        decode, pieces = [], {}
+        for k, group in enumerate(self.running):  # who has joined last stands last
+            latest = [*takewhile(lambda member: member.joined == iteration, reversed(group))]
+            joining = [member for member in latest if not member.moved]
+            if len(joining) < len(group):
+                decode.append(k)
+            if joining:
+                pieces[k] = self._num_pieces(joining)
+        if self.wave.policy.schedule == "row":  # the last group is the last mini-batch's
+            last = max([*decode, *pieces], default=-1)
+            decode, pieces = [k for k in decode if k == last], {k: count for k, count in pieces.items() if k == last}
+        steps = [(0, k, False) for k in decode]  # ``MiniBatchStep.chunk``, mini-batch, whether it computes prompts
+        steps += [((k in decode) + piece, k, True) for k, count in pieces.items() for piece in range(count)]
+        last_at = {(k, prompts): at for at, (_, k, prompts) in enumerate(sorted(steps))}
+        return {step for step, at in last_at.items() if at >= num_awaited(len(steps))}
+
+    def _num_pieces(self, joining: list[_Member]) -> int:
+        """Return in how many pieces the prompts of those who join together are computed."""
+        requests = [member.request for member in joining]
+        own = self.prompts[requests] - BLOCK_TOKENS * self.found[requests] * self.exact
+        return num_chunks(self.wave.policy, own)
+
     def _end_stint(self, k: int, member: _Member, left: int, surplus: bool) -> None:
         request, shared = member.request, BLOCK_TOKENS * np.array([self.depth, self.found])[:, member.request]
-        self.rows.append((request, k, self.prompts[request], member.joined, left, surplus, *shared))
+        self.rows.append((request, k, self.prompts[request], member.joined, left, surplus, *shared, member.moved))
         self._detach(k, request, member.place)
 
     def _attach(self, k: int, request: int) -> int:
@@ -233,21 +276,31 @@ class _Queue:
             self.depth[request] = self.found[request] = 0
 
     def _leave(self, k: int, iteration: int) -> None:
+        stay = []
         for member in self.running[k]:
-            if member.left <= iteration:
-                request = member.request
-                self._end_stint(k, member, member.left, bool(self.ends[request] < self.limits[request]))
-                self.learned.end(int(self.ends[request]))
-                if self.sharing:
-                    self.sharing.tree.forget(request)
-        self.running[k] = [member for member in self.running[k] if member.left > iteration]
+            request = member.request
+            ended_early = member.left == iteration and self.ends[request] < self.limits[request]
+            if ended_early and not member.surplus and (k, member.computes_prompt(iteration - 1)) in self.unknown:
+                member = member._replace(left=iteration + 1, surplus=True)
+                heapq.heappush(self.changes, (iteration + 1, k))
+            if member.left > iteration:
+                stay.append(member)
+                continue
+            self.full[k] = False
+            self._end_stint(k, member, member.left, member.surplus)
+            self.learned.end(int(self.ends[request]))
+            if self.sharing:
+                self.sharing.tree.forget(request)
+        self.running[k] = stay
 
     def _step_back(self, k: int, iteration: int) -> None:
         """Let the youngest wait again, before all others, while blocks are too few."""
         while len(self.running[k]) > 1 and not self._fits(k, iteration):
-            member = self.running[k].pop()
+            member, self.full[k] = self.running[k].pop(), False
             self._end_stint(k, member, iteration, False)
             request, given = member.request, iteration - member.joined
+            if self.parking:
+                self.parking.take(request, int(self.prompts[request]) + given - 1)
             self.prompts[request] += given
             self.limits[request] -= given
             self.ends[request] = max(1, self.ends[request] - given)
@@ -274,7 +327,7 @@ class _Queue:
 
     def _join(self, k: int, iteration: int) -> None:
         """Let those who wait join in their turn; after one that does not fit, only shorter ones may."""
-        group = self.running[k]
+        group, self.full[k] = self.running[k], True
         room = self.pools[k] - (self._expected(group, iteration) if group else 0)
         free, failures = len(self.wave.mini_batches[k]) - len(group), 0
         members = [member.request for member in group]
@@ -294,7 +347,7 @@ class _Queue:
             needed = self.wave.by_pool(expected[at] - self._dealt(request))
             if joining and not self._prefills([*joining, request], places):
                 self._detach(k, request, places.pop())
-                heapq.heappush(self.changes, (iteration + 1, k))  # it may join in the next iteration
+                self._try_again(k, iteration)
                 break
             fits = not (needed > room).any() and self._buffers_hold(
                 k, [*members, *joining, request], [*joining, request]
@@ -307,7 +360,7 @@ class _Queue:
             joining.append(request)
             room = room - needed
         if not joining and not group or len(first) < min(len(self.waiting), max(LOOKED_AT, free)):
-            heapq.heappush(self.changes, (iteration + 1, k))
+            self._try_again(k, iteration)
         taken = set(joining)
         tail = len(self.waiting) - max(LOOKED_AT, free) if len(self.waiting) > max(LOOKED_AT, free) else 0
         self.waiting[tail:] = [request for request in self.waiting[tail:] if request not in taken]
@@ -315,11 +368,18 @@ class _Queue:
             self.steering.join(joining)
         self._enter(k, joining, places, iteration)
 
+    def _try_again(self, k: int, iteration: int) -> None:
+        """Let those who wait join in the next iteration, whether somebody leaves or not."""
+        self.full[k] = False
+        heapq.heappush(self.changes, (iteration + 1, k))
+
     def _prefills(self, joining: list[int], places: list[int]) -> bool:
         """Return whether an iteration computes the prompts of those who join in these places."""
         own = self.prompts[joining] - BLOCK_TOKENS * self.depth[joining] * self.exact
         if not self.singly:
             return len(joining) * longest_piece(self.wave.policy, own) <= self.wave.limits.step_rows
+        if not len(own := own[[not self._is_parked(request) for request in joining]]):
+            return True
         return computed_together(self.wave, own, first_builds(self.wave, np.array(places)) if self.sharing else [])
 
     def _shorter(self, places: list[int], first: list[int], failures: int) -> list[int]:

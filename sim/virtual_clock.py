@@ -2,8 +2,8 @@
 
 Each resource runs its tasks first in, first out; a task starts when its resource is free and what it depends on has
 ended. Dependencies are derived by the same function that guards the real run. Tasks are launched one after the other,
-in the time that the machine's record has for it. What is left out: that a real run launches only so many tasks ahead,
-and everything ``sim.cost`` leaves out.
+in the time that the machine's record has for it. What is left out: that a real run launches only so many tasks ahead
+and waits for stops before it settles an iteration, and everything ``sim.cost`` leaves out.
 """
 
 from collections import Counter
@@ -16,6 +16,7 @@ import numpy as np
 from flexhybrid.core.hardware import LINKS, Hardware, Line
 from flexhybrid.core.plan import stream
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
+from flexhybrid.core.schedule.positions import Stops
 from flexhybrid.core.task import RESOURCES, Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.wave import Wave
@@ -60,20 +61,24 @@ def run(
 
 def answered(wave: Wave, answer_tokens: np.ndarray) -> Iterator[Task]:
     """Return the stream of a batch whose requests end by themselves after ``answer_tokens`` [requests of its queue]:
-    as in a run, an end is known an iteration late."""
+    as in a run, an end is known when the next iteration is settled, or one later."""
     num_sampled: Counter[int] = Counter()
-    ended_in: dict[int, int] = {}  #: request -> iteration that sampled its last token
+    ended: list[list[int]] = []  #: by step that samples, the requests that end with it
+    known, counted = set(), 0  #: those of the first steps, and how many steps these are
 
-    def stops_until(iteration: int) -> Collection[int]:
-        return {request for request, last in ended_in.items() if last <= iteration}
+    def until(_iteration: int, num_steps: int) -> Collection[int]:
+        nonlocal counted
+        known.update(*ended[counted:num_steps])
+        counted = num_steps
+        return known
 
-    for task in stream(wave, stops_until):
+    limits = (wave.queue.workload if wave.queue else wave.workload).max_tokens
+    stops = Stops(until, lambda requests: bool((answer_tokens < limits).any()) and bool(requests))
+    for task in stream(wave, stops):
         if task.verb == "sample":
-            requests = task.payload.step.queued
-            num_sampled.update(requests.tolist())
-            for request in requests.tolist():
-                if num_sampled[request] == answer_tokens[request]:
-                    ended_in[request] = task.iteration
+            requests = task.payload.step.queued.tolist()
+            num_sampled.update(requests)
+            ended.append([request for request in requests if num_sampled[request] == answer_tokens[request]])
         yield task
 
 

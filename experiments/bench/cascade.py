@@ -184,9 +184,21 @@ class Instant:
         pass
 
 
+class Holder:
+    """A plain actor of Ray that answers a request at once, or by asking another one."""
+
+    def __init__(self, other=None):
+        self.other = other
+
+    async def ask(self, request):
+        return 0 if self.other is None else await self.other.ask.remote(request)
+
+
 def bench_serve(table: Table) -> None:
     """The router's addition to requests of 50 KB on Ray Serve, one at a time: through it, and straight to a model's
-    process. Two applications on one cluster: models in the router's process, and each in a process of its own."""
+    process. Two applications on one cluster: models in the router's process, and each in a process of its own. Beside
+    them the same hop between two plain actors of Ray, below which no router in another process can come."""
+    import ray
     from ray import serve
 
     cascade = Cascade((CascadeModel(Instant.name), CascadeModel("larger")), (0.5,))
@@ -199,13 +211,23 @@ def bench_serve(table: Table) -> None:
     with deployed(cascade, loads, together, tqdm.write), deployed(cascade, loads, apart, tqdm.write):
         routers = {options.name: serve.get_deployment_handle(ROUTER, options.name) for options in (together, apart)}
         process = serve.get_deployment_handle(Instant.name, apart.name)
+        actor = ray.remote(num_cpus=0)(Holder)
+        last = actor.remote()
+        first = actor.remote(last)
         calls = {
             "together": lambda turn: routers["together"].answer.remote(request, 0).result(),
             "apart": lambda turn: routers["apart"].answer.remote(request, 0).result(),
             "process": lambda turn: process.ask.remote(0, request).result(),
+            "two actors": lambda turn: ray.get(first.ask.remote(request)),
+            "actor": lambda turn: ray.get(last.ask.remote(request)),
         }
         seconds = seconds_in_turn(calls, NUM_ROUTED, WARM_UP)
-    straight, *through = (1e3 * float(np.median(seconds[call])) for call in ("process", "together", "apart"))
+    ms = {call: 1e3 * float(np.median(taken)) for call, taken in seconds.items()}
+    rays = ms["two actors"] - ms["actor"]
     name = "cascade on Ray Serve: what the router adds to a request of 50 KB"
-    for words, found in zip(("", ", each model in its own process"), through, strict=True):
-        table.at_most(name + words, found - straight, 2, "ms", straight_ms=straight, through_ms=found)
+    for words, call in (("", "together"), (", each model in its own process", "apart")):
+        straight, through = ms["process"], ms[call]
+        conditions = {"straight_ms": straight, "through_ms": through, "hop_of_plain_actors_ms": rays}
+        table.at_most(name + words, through - straight, 2, "ms", **conditions)
+    name = "cascade on Ray Serve: the router's hop to another process, over that of two plain actors of Ray"
+    table.at_most(name, (ms["apart"] - ms["process"]) / rays, 1.5, "x", hop_of_plain_actors_ms=rays)

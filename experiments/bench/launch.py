@@ -32,7 +32,8 @@ from sim.presets import hybrid, kv_only, kvpr_column, token_recompute
 
 BATCH, CONTEXT = 32, 512
 BOUND = 8 * (34 * 16 + 1)
-PLANNING_BAR_US, HAND_OFF_BAR_US, POSITION_BAR_US = 10, 50, 1000
+PLANNING_BAR_US, HAND_OFF_BAR_US, POSITION_BAR_US = 4, 30, 300
+KNOWN_FORMS = 3  #: iterations after which a decode has had every form of its positions
 REPEATS = 5
 #: Contexts are short, so that nothing takes long but calling; lengths differ, so that masks count.
 SHORT = Workload(48 + np.arange(8), np.full(8, 24))
@@ -63,28 +64,35 @@ def bench_launch(table: Table) -> None:
     bench_hand_off(table)
     with torch_threads(1):
         bench_verbs(table)
+        bench_python(table)
 
 
 def bench_planning(table: Table) -> None:
-    """Microseconds per task of the stream and its dependencies, for the slowest kind of policy.
+    """Microseconds per task of the stream and its dependencies, for the slowest kind of policy: of a short run from its
+    prompts on, and of its decode once every form of position has been laid out.
 
     A step is laid out once for all layers, so the number of layers matters; it is OPT-6.7B's.
     """
-    shape, workload, by_policy = shape_by_name("opt-6.7b"), Workload.uniform(BATCH, CONTEXT, 8), {}
+    shape, workload = shape_by_name("opt-6.7b"), Workload.uniform(BATCH, CONTEXT, 8)
     problem = Problem(shape=shape, dtype="float16", hardware=_MACHINE)
+    whole, decode = {}, {}
     for policy in policies():
         times = []
         for _ in range(REPEATS):
-            wave, dependencies, count = admit(problem, policy, workload), Dependencies(), 0
-            start = time.thread_time()
-            for task in stream(wave):
+            wave, dependencies = admit(problem, policy, workload), Dependencies()
+            counts, marks = [0], [time.thread_time()]  # at the first task of each iteration
+            for number, task in enumerate(stream(wave)):
                 dependencies.add(task)
-                count += 1
-            times.append((time.thread_time() - start) / count * 1e6)
-        by_policy[policy.name] = min(times)
-    kinds = f"slowest of {len(by_policy)} kinds of policy"
-    name = f"planning and dependencies, a task of {shape.num_layers} layers: {kinds}"
-    table.at_most(name, max(by_policy.values()), PLANNING_BAR_US, "µs", by_policy=by_policy)
+                if task.iteration == len(marks):
+                    counts.append(number)
+                    marks.append(time.thread_time())
+            counts, marks = [*counts, number + 1], [*marks, time.thread_time()]
+            times.append([(marks[-1] - marks[i]) / (counts[-1] - counts[i]) * 1e6 for i in (0, KNOWN_FORMS)])
+        whole[policy.name], decode[policy.name] = (min(seconds) for seconds in zip(*times, strict=True))
+    kinds = f"a task of {shape.num_layers} layers: slowest of {len(whole)} kinds of policy"
+    for name, by_policy in (("", whole), (" of known forms", decode)):
+        name = f"planning and dependencies{name}, {kinds}"
+        table.at_most(name, max(by_policy.values()), PLANNING_BAR_US, "µs", by_policy=by_policy)
 
 
 def bench_hand_off(table: Table) -> None:
@@ -120,3 +128,26 @@ def bench_verbs(table: Table) -> None:
     slowest = max(step_us, key=lambda name: step_us[name])
     name = f"launch: embed, head and sample of a mini-batch ({slowest})"
     table.at_most(name, step_us[slowest], POSITION_BAR_US, "µs", by_policy=step_us)
+
+
+def bench_python(table: Table) -> None:
+    """Microseconds of a processor that a mini-batch takes in a layer of a decode: planning, lanes and verbs of all
+    resources. Copies and products are in it: on a model so small they take the lesser part.
+
+    What a step makes once for all layers is shared out among as many as OPT-6.7B has.
+    """
+    shape, us = replace(TINY, num_layers=32), {}
+    for policy in policies():
+        policy = replace(policy, max_mini_batch_tokens=4 * 200)
+        weights = Weights(shape, RandomWeights(shape), "float32", torch.device("cpu"), policy)
+        with Session.of(weights, policy, SHORT, hardware=_MACHINE) as session:
+            iterations, rounds = int(SHORT.max_tokens.max()) - 1, []
+            for _ in range(REPEATS):
+                start = time.process_time()
+                session.engine.run(session.executor, tasks=stream(session.wave, first_iteration=1))
+                rounds.append(time.process_time() - start)
+            count = iterations * shape.num_layers * len(session.wave.mini_batches)
+            us[policy.name] = 1e6 * min(rounds) / count
+    slowest = max(us, key=lambda name: us[name])
+    name = f"launch: planning, lanes and all verbs, a mini-batch and layer, slowest of {len(us)} kinds ({slowest})"
+    table.at_most(name, us[slowest], POSITION_BAR_US, "µs", by_policy=us)

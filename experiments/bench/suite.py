@@ -23,14 +23,17 @@ from experiments.bench.cascade import bench_cascade
 from experiments.bench.cluster import bench_cluster
 from experiments.bench.compression import bench_compression
 from experiments.bench.copies import bench_copies
+from experiments.bench.device import bench_device
 from experiments.bench.harness import Table, seconds_of
 from experiments.bench.host_kernels import bench_host_kernels
 from experiments.bench.kernels import bench_kernels
+from experiments.bench.language_cascade import bench_language_cascade
 from experiments.bench.launch import bench_launch
 from experiments.bench.load_order import bench_load_order
 from experiments.bench.models.layer_kinds import bench_layer_kinds
 from experiments.bench.models.module_path import bench_module_path
 from experiments.bench.models.path_speeds import bench_path_speeds
+from experiments.bench.models.recall import bench_recall
 from experiments.bench.overlap import bench_overlap
 from experiments.bench.predictions.promises import bench_promises
 from experiments.bench.predictions.simulator import bench_papers, bench_peer, bench_search_time
@@ -307,9 +310,11 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "modules": (bench_module_path, bench_path_speeds),
     "kernels": (lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),),
     "host kernels": (bench_host_kernels,),
+    "device": (bench_device,),
     "executor": (bench_overlap,),
     "load order": (bench_load_order,),
     "selection": (bench_selection,),
+    "recall": (bench_recall,),
     "layers": (bench_layer_kinds,),
     "run": (bench_census, bench_run),
     "replanning": (bench_replanning,),
@@ -317,7 +322,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "prefixes": (bench_prefixes,),
     "packing": (bench_packing,),
     "speed": (bench_speed,),
-    "cascade": (bench_cascade, bench_cluster),
+    "cascade": (bench_cascade, bench_language_cascade, bench_cluster),
 }
 TIMED = ("kernels", "executor", "load order", "selection", "packing", "speed")
 

@@ -4,8 +4,9 @@ OPT-6.7B's shapes with random weights.
 """
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 
@@ -24,8 +25,10 @@ from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window, idle_though_ready
 from flexhybrid.jobs.compare.speed import PolicyRun
-from flexhybrid.runtime.clock import Clock
+from flexhybrid.runtime.clock import STREAM_LOOKAHEAD_TASKS, Clock
+from flexhybrid.runtime.cuda import Recorded, lane_events, lane_streams
 from flexhybrid.runtime.session import Session
+from flexhybrid.runtime.storage.host_memory import HostMemory
 from sim.presets import hybrid
 
 SETTING = Setting("opt-6.7b", "float16", 64, 512, 8, 16)
@@ -36,6 +39,9 @@ KERNELS = Sizes(SETTING.mini_batch, 32, 128, 520, 256)
 AT_THE_HEELS_S = 1e-4
 #: What graphs make of the time to launch at least: a layer's 13 launches and their views become four calls.
 GRAPHS_BAR, GRAPH_TURNS = 2.0, 3
+#: On others' machines eight threads touched a GiB, and the driver locked it, in 0.10 to 0.14 s (``host_memory``).
+PAGE_LOCKED_BYTES, PAGE_LOCKING_BAR_S = 4 << 30, 0.2
+RECORDS, RECORD_BAR_US = 3000, 50
 STARVED_BAR, OVERHEAD_BAR = 1.0, 2.0  #: percent of the compute lane's tasks, and of the decode's time
 
 
@@ -154,9 +160,39 @@ def bench_graphs(table: Table, contender: PolicyRun, free_bytes: Callable[[], in
     table.at_most(row, kept / (GRAPHED_VERB_BYTES * graphs.num_verbs), 1.0, "x", bytes=kept)
 
 
+def bench_page_locking(table: Table) -> None:
+    """Add the seconds that a GiB of page-locked memory takes, whose pages several threads touch first."""
+    memory, seconds = HostMemory(pinned=True), []
+    for _ in range(GRAPH_TURNS):
+        start = time.perf_counter()
+        memory.bytes(PAGE_LOCKED_BYTES)  # and unlocked at once
+        seconds.append((time.perf_counter() - start) / (PAGE_LOCKED_BYTES / 2**30))
+    table.at_most("memory: page-locking a GiB", median(seconds), PAGE_LOCKING_BAR_S, "s", samples=seconds)
+
+
+def bench_events(table: Table, device: torch.device) -> None:
+    """Add what the slowest hundredth of records takes while three threads record, as the lanes do."""
+
+    def recorded(stream: torch.cuda.Stream) -> list[float]:
+        events, times, held = lane_events(device), [], deque(maxlen=STREAM_LOOKAHEAD_TASKS)
+        for _ in range(RECORDS):
+            start = time.perf_counter()
+            held.append(Recorded(events, stream, False))
+            times.append(time.perf_counter() - start)
+        return times
+
+    streams = lane_streams(device).values()
+    with ThreadPoolExecutor(len(streams)) as threads:
+        times = sorted(took for of in threads.map(recorded, streams) for took in of)
+    slow = times[len(times) * 99 // 100]
+    table.at_most("events: 99 of 100 records take at most", 1e6 * slow, RECORD_BAR_US, "µs", most_us=1e6 * times[-1])
+
+
 def bench_gpu(table: Table, on_progress: Callable[[str], None] = print) -> None:
     """Add all rows, with one policy's weights and pools at a time."""
     shape, device = shape_by_name(SETTING.model), torch.device("cuda")
+    bench_page_locking(table)
+    bench_events(table, device)
     bench_quantize_cuda(table)
     bench_attend_cuda(table)
     for index, policy in enumerate(policies()):

@@ -1,11 +1,13 @@
-"""``make gpu``: measurements on a GPU, in steps of at most eight minutes, each of which writes its results row by row.
+"""``make gpu``: measurements on a GPU, in steps of under eight minutes, each of which writes its results row by row.
 
 Runs with the machine's own python3: torch, numpy, scipy, pandas, matplotlib, safetensors, transformers, tqdm, pytest.
 The steps: the tests marked cuda; the smallest of them under torch's CUDA sanitizer, and under compute-sanitizer where
 it is installed; overlap at balanced settings (experiments.gpu.overlap); the logits of recomputed caches
-(experiments.gpu.logits); the peers installed for this python3, in two cases (experiments.peers.gpu_peers); the bench of
-kernels and launches (experiments.gpu.bench); and the comparison on OPT shapes with random weights, the device budget
-enforced by the allocator so that offloading is real. Results go to experiments/results/<GPU>/.
+(experiments.gpu.logits); the profile that our side of the peers goes by; the peers, installed for this python3 or
+carried along in PEER_FOLDER, in two cases (experiments.peers.gpu_peers); the bench of kernels and launches
+(experiments.gpu.bench); and the comparison on OPT shapes with random weights, the device budget enforced by the
+allocator so that offloading is real. Results go to experiments/results/<GPU>/, profiles too: with that folder carried
+from call to call, each step may run on a bare machine.
 """
 
 import argparse
@@ -24,8 +26,10 @@ from experiments.gpu.sanitizers import run_sanitizers
 from flexhybrid.core.units import parse_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
-STEP_SECONDS = 480
+STEP_SECONDS = 450
 END_SECONDS = 15  #: that a step has to end in once it is told to
+#: What `make gpu-peers` installs, for a machine without a network.
+PEER_FOLDER = ROOT / "experiments" / "peers" / "installed"
 COMPARISONS = {
     # name: batch, context, tokens, requests a mini-batch, host budget
     "opt-6.7b": (64, 512, 6, 16, "64GiB"),
@@ -34,7 +38,7 @@ COMPARISONS = {
 }
 PEERS = {"peers": "18GiB", "peers-both-offload": "12GiB"}  #: step -> case
 #: Most important first: a machine may be lent.
-STEPS = ("tests", "sanitizers", "overlap", "logits", *PEERS, "bench", *COMPARISONS)
+STEPS = ("tests", "sanitizers", "overlap", "logits", "profile", *PEERS, "bench", *COMPARISONS)
 DEVICE_MEMORY = "12GiB"
 
 
@@ -116,13 +120,27 @@ def run_comparison(name: str) -> int:
     return 1 if result["trace_violations"] or inexact or over else 0
 
 
+def run_profile() -> int:
+    """Measure the machine at the layer sizes of the peers' model: "auto" goes by the record."""
+    import torch
+
+    from flexhybrid.core.model.shape import shape_by_name
+    from flexhybrid.jobs.profile.job import measure_hardware
+    from flexhybrid.resolve import PacedDevice
+
+    _, disagreements = measure_hardware(shape_by_name("opt-6.7b"), "float16", PacedDevice(torch.device("cuda")))
+    print(*disagreements, sep="\n")
+    return 0
+
+
 def run_peers(step: str) -> int:
     """Run one case beside its peers; print the claims of the cases that have results."""
     from experiments.peers import gpu_peers
 
     folder = results_folder() / "peers"
     out, seconds = folder / f"{PEERS[step]}.json", str(STEP_SECONDS - 20)  # less than the step's own limit
-    code = gpu_peers.main(["--case", PEERS[step], "--seconds", seconds, "--out", str(out)])
+    carried = ["--peers", str(PEER_FOLDER)] if PEER_FOLDER.is_dir() else []
+    code = gpu_peers.main(["--case", PEERS[step], "--seconds", seconds, "--out", str(out), *carried])
     files = [file for case in PEERS.values() if (file := folder / f"{case}.json").is_file()]
     claims = gpu_peers.claims([json.loads(file.read_text(encoding="utf-8")) for file in files])
     for peer, ratio in claims.items():
@@ -170,7 +188,8 @@ def run_inside(step: str) -> int:
         return run_peers(step)
     if step in COMPARISONS:
         return run_comparison(step)
-    return {"tests": run_tests, "sanitizers": run_sanitizers}.get(step, partial(run_rows, step))()
+    own = {"tests": run_tests, "sanitizers": run_sanitizers, "profile": run_profile}
+    return own.get(step, partial(run_rows, step))()
 
 
 def main() -> int:
@@ -187,6 +206,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("experiments.gpu.steps: torch finds no CUDA device here", file=sys.stderr)
         return 2
+    os.environ.setdefault("FLEXHYBRID_CACHE", str(results_folder() / "profiles"))
     if args.inside:
         end_when_told()
         return run_inside(args.inside)

@@ -34,7 +34,7 @@ CHILD = Path(__file__).with_name("gpu_child.py")
 HOW_TO_GET = {
     "accelerate": "pip install accelerate",
     "offloaded_cache": "pip install transformers",
-    "flexgen": "pip install --no-deps flexgen==0.1.8 attrs tqdm",
+    "flexgen": "make gpu-peers, or pip install --no-deps flexgen==0.1.8 attrs tqdm",
 }
 SIDES = ("ours", *HOW_TO_GET)
 

@@ -1,9 +1,9 @@
 """What the cascade does on real data, as one file of numbers that the reproduction shows beside the paper's.
 
-    python -m experiments.studies.cascade_study            # experiments/results/cascade/{digits,next_tokens}.json
+    python -m experiments.studies.cascade_study            # experiments/results/cascade/{digits,code_lines}.json
 
-Ten splits and trainings of four CNNs on handwritten digits, and three language models on the next token of held-out
-text; accuracies are of data that nothing was fitted on.
+Ten splits and trainings of four CNNs on handwritten digits, and three language models that finish lines of code from
+held-out files (``line_cascade``); accuracies are of data that nothing was fitted on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from experiments.bench.cascade import OPTIONS, SEEDS, Trial, trial
 from experiments.bench.harness import seconds_of
-from experiments.training import next_tokens
+from experiments.studies.line_cascade import answered, line_study
+from experiments.training import code_lines
 from flexhybrid.cascade.routes import Cascade, CascadeModel
 from flexhybrid.cascade.thresholds.confidence import confidence
 from flexhybrid.cascade.thresholds.exact import exact_curve
@@ -104,17 +105,18 @@ def routing() -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--only", choices=("digits", "next_tokens"), help="(both)")
+    parser.add_argument("--only", choices=("digits", "code_lines"), help="(both)")
     parser.add_argument("--out", type=Path, default=FOLDER, help="(experiments/results/cascade)")
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help=f"splits and trainings of digits ({len(SEEDS)})")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    if arguments.only != "next_tokens":
+    if arguments.only != "code_lines":
         record = study([trial(seed) for seed in tqdm(range(SEEDS[0], SEEDS[0] + arguments.seeds), unit="seed")])
         write_by_rename(arguments.out / "digits.json", json.dumps(record, indent=1))
     if arguments.only != "digits":
-        record = study([next_tokens.trial()])
-        write_by_rename(arguments.out / "next_tokens.json", json.dumps(record, indent=1))
+        answers = answered(code_lines.read())
+        record = study([answers.trial(fold) for fold in answers.folds()]) | {"lines": line_study(answers)}
+        write_by_rename(arguments.out / "code_lines.json", json.dumps(record, indent=1))
 
 
 if __name__ == "__main__":

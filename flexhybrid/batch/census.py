@@ -32,14 +32,17 @@ BLOCK_BYTES = 1 << 20  #: of the file that are searched for line ends at once
 
 @dataclass
 class Census:
-    """Counts of the lines of a file, by line number less one; 23 bytes a line, and 8 a beginning of prompts."""
+    """Counts of the lines of a file, by line number less one; 16 bytes a line, 7 more where lines ask for several
+    answers, repeat a custom_id or begin alike (pages of zeros take no memory until they are written), and 8 a beginning
+    of prompts."""
 
     offsets: np.ndarray  #: [lines + 1] int64, of the first byte of each line
     prompt_tokens: np.ndarray  #: [lines] int32; 0: the line is refused, or not counted yet
     max_tokens: np.ndarray  #: [lines] int32
-    num_answers: np.ndarray  #: [lines] int16, at least 1
+    more_answers: np.ndarray  #: [lines] int16, answers beyond the first
     duplicates: np.ndarray  #: [lines] bool: an earlier line has the same custom_id
-    beginning: np.ndarray  #: [lines] int32, what its prompt begins with as others do (``beginnings``); -1: nothing
+    #: [lines] int32, one more than the number of what its prompt begins with as others do (``beginnings``); 0: nothing
+    beginning: np.ndarray
     sha256: str
     beginnings: Beginnings | None = None
     counted: int = 0  #: lines that are counted, from the first on
@@ -52,9 +55,9 @@ class Census:
         """Return the census of a file of which nothing is counted yet."""
         offsets, digest = find_lines(lines)
         num_lines = len(offsets) - 1
-        prompts, limits = np.zeros(num_lines, np.int32), np.zeros(num_lines, np.int32)
-        answers, duplicates = np.ones(num_lines, np.int16), np.zeros(num_lines, bool)
-        return Census(offsets, prompts, limits, answers, duplicates, np.full(num_lines, -1, np.int32), digest)
+        prompts, limits, beginning = np.zeros((3, num_lines), np.int32)
+        more, duplicates = np.zeros(num_lines, np.int16), np.zeros(num_lines, bool)
+        return Census(offsets, prompts, limits, more, duplicates, beginning, digest)
 
     @property
     def num_lines(self) -> int:
@@ -66,9 +69,14 @@ class Census:
 
     def workload(self, places: np.ndarray) -> Workload:
         """Return the lengths of all answers of the lines at ``places`` (line numbers less one)."""
-        each = np.repeat(places, self.num_answers[places])
-        prefixes = self.beginnings and self.beginnings.prefixes(self.beginning[each])
+        each, prefixes = per_answer(places, self.num_answers(places)), None
+        if self.beginnings and self.beginnings.tokens:
+            prefixes = self.beginnings.prefixes(self.beginning[each] - 1)
         return Workload(self.prompt_tokens[each], self.max_tokens[each], prefixes=prefixes)
+
+    def num_answers(self, places: np.ndarray | slice) -> np.ndarray:
+        """Return how many answers each of the lines at ``places`` asks for."""
+        return self.more_answers[places] + np.int16(1)
 
     @property
     def valid(self) -> np.ndarray:
@@ -122,6 +130,11 @@ class Census:
         with self._grown:
             self._grown.notify_all()
         return size
+
+
+def per_answer(places: np.ndarray, num_answers: np.ndarray) -> np.ndarray:
+    """Return each of ``places`` [lines] as often as it has answers; the very array where all have one."""
+    return places if num_answers.max(initial=1) == 1 else np.repeat(places, num_answers)
 
 
 def find_lines(lines: BinaryIO) -> tuple[np.ndarray, str]:
@@ -192,16 +205,19 @@ def _counting(census: Census, lines: BinaryIO, read: LineReader, max_context: in
         drafts: dict[int, Draft] = {}
         for place, raw in enumerate(chunk, census.counted):
             draft, custom_id = _draft(read, raw, place + 1)
-            census.duplicates[place] = custom_id is not None and names.stands_before(custom_id, place + 1)
-            if draft is not None and not census.duplicates[place]:
+            if custom_id is not None and names.stands_before(custom_id, place + 1):
+                census.duplicates[place] = True
+            elif draft is not None:
                 drafts[place] = draft
         for (place, draft), size in zip(drafts.items(), read.prompt_tokens(list(drafts.values()))):
             if size:
                 limit = min(draft.params.max_tokens or max_context, max_context - size)
                 census.prompt_tokens[place], census.max_tokens[place] = size, limit
-                census.num_answers[place] = draft.params.n
-        if drafts:
-            census.beginning[list(drafts)] = census.beginnings.find(list(drafts.values()))
+                if draft.params.n > 1:
+                    census.more_answers[place] = draft.params.n - 1
+        for place, beginning in zip(drafts, census.beginnings.find(list(drafts.values())), strict=True):
+            if beginning >= 0:
+                census.beginning[place] = beginning + 1
         first, census.counted = census.counted, census.counted + len(chunk)
         yield int(census.offsets[census.counted] - census.offsets[first])
 

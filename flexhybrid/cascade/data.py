@@ -176,7 +176,7 @@ def scored(name: str, prediction: ModelOutputs, labels: np.ndarray, task: str, t
     bad = ~np.isfinite(logits.max(axis=-1)) | np.isnan(logits).any(axis=-1)
     if bad.any():
         raise InputError(f"logits of {name} are not numbers at request {int(np.flatnonzero(bad.any(axis=1))[0])}")
-    counted = prediction.counted & (labels != NO_LABEL)
+    counted = labels != NO_LABEL
     if task != "generation":
         if ((labels < 0) | (labels >= num_classes)).any():
             wrong = int(np.flatnonzero(((labels < 0) | (labels >= num_classes)).any(axis=1))[0])
@@ -184,11 +184,12 @@ def scored(name: str, prediction: ModelOutputs, labels: np.ndarray, task: str, t
         if (outside := np.isneginf(np.take_along_axis(logits, labels[..., None], axis=-1)).any(axis=(1, 2))).any():
             wrong = int(np.flatnonzero(outside)[0])
             raise InputError(f"label of request {wrong} is {labels[wrong].tolist()}, which {name} holds impossible")
-        return Scored(logits, labels, counted)
+        return Scored(logits, labels, counted, prediction.counted)
     order = np.argsort(-logits, axis=-1, kind="stable")[..., : top_k or num_classes]
     classes = prediction.classes
     if classes is None:
         classes = np.broadcast_to(np.arange(num_classes), logits.shape)
-    is_label = np.take_along_axis(classes, order, axis=-1) == labels[..., None]
+    is_label = (np.take_along_axis(classes, order, axis=-1) == labels[..., None]) & prediction.counted[..., None]
     places = np.where(is_label.any(axis=-1), is_label.argmax(axis=-1), OUTSIDE)
-    return Scored(top_k_logits(np.take_along_axis(logits, order, axis=-1), top_k), places, counted)
+    kept = top_k_logits(np.take_along_axis(logits, order, axis=-1), top_k)
+    return Scored(kept, places, counted, prediction.counted)

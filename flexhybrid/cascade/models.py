@@ -5,9 +5,10 @@ project with its weights and caches where its policy puts them. An object with `
 model too.
 """
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -118,6 +119,12 @@ def _keep_logits(executor, members: np.ndarray, logits: np.ndarray, classes: np.
         sample(executor, task)
 
     executor.verbs["sample"] = kept
+
+
+def called(source: str) -> Any:
+    """Return what the function "package.module:function" returns. Raises what the import or the function raises."""
+    module, _, function = source.partition(":")
+    return getattr(importlib.import_module(module), function)()
 
 
 def first_line(error: Exception) -> str:

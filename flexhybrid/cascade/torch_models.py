@@ -4,14 +4,13 @@ A request of an encoder is a text, a pair of texts (two sentences; a question an
 the pixel values of an image. Texts of a batch are padded to the longest, and padding is never an answer.
 """
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flexhybrid.cascade.models import ModelOutputs, first_line
+from flexhybrid.cascade.models import ModelOutputs, called, first_line
 from flexhybrid.core.errors import InputError
 
 
@@ -86,14 +85,13 @@ def _torch_module(name: str, source: str, place):
             return program.module()
         except Exception as error:  # torch raises many kinds for a damaged file
             raise InputError(f"cannot read {source} of model {name}: {first_line(error)}") from None
-    module_name, colon, function = source.partition(":")
-    if not colon:
+    if ":" not in source:
         raise InputError(
             f"model {name}: {source!r} is neither a .pt2 file of torch.export, nor a checkpoint folder, nor "
             "module:function"
         )
     try:
-        module = getattr(importlib.import_module(module_name), function)()
+        module = called(source)
     except Exception as error:
         raise InputError(f"model {name}: {source} gave no module: {first_line(error)}") from None
     if not isinstance(module, torch.nn.Module):

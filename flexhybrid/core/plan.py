@@ -1,20 +1,23 @@
 """The stream of tasks of a wave, in FlexGen's zig-zag (column) order or row by row (core/positions.py).
 
 While a position computes, the link loads a slice of the next group's weights and the next position's cache. There is no
-edge between iterations: the last group of iteration i carries the first loads of iteration i + 1. A request leaves when
-it has its tokens, or, after a stop token, one iteration late: what iteration i + 1 does is settled while iteration i
-runs.
+edge between iterations: the last group of iteration i carries the first loads of weights of iteration i + 1, and of the
+cache where nobody may stop in it. A request leaves when it has its tokens. Where it may stop by itself, iteration i + 1
+is settled with the stops of iteration i but for those of its last positions, which are still queued then: who stops in
+these leaves one iteration late (``positions.num_awaited``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from flexhybrid.core.context.selection import first_choosing
 from flexhybrid.core.schedule import places
 from flexhybrid.core.schedule.places import Places, cell, host_hidden
-from flexhybrid.core.schedule.positions import Position, StopsUntil, no_stops, positions
+from flexhybrid.core.schedule.positions import NO_STOPS, Group, Position, Stops, positions
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.wave import Wave
@@ -23,7 +26,8 @@ PAGE_BYTES = 4096  #: slices of a streamed layer end on whole pages
 LOADS_OF_ACT = ("read_act", "load_act")
 
 
-Outline = tuple[str, tuple[Access, ...], tuple[Access, ...]]  #: a task's verb, reads and writes
+Accesses = tuple[Access, ...]
+Outline = tuple[str, Accesses, Accesses]  #: a task's verb, reads and writes
 
 
 class WeightSlice(NamedTuple):
@@ -39,39 +43,95 @@ class WeightSlice(NamedTuple):
     disk_end: int = 0
 
 
-def stream(wave: Wave, stops_until: StopsUntil = no_stops, first_iteration: int = 0) -> Iterator[Task]:
+def stream(wave: Wave, stops: Stops = NO_STOPS, first_iteration: int = 0) -> Iterator[Task]:
     """The tasks of a wave in stream order, from the first prompt token to the last sampled one.
 
     ``first_iteration`` 1 starts at the first decode iteration, over a cache that is already filled.
 
-    ``stops_until(i)``: requests that sampled a stop token in iterations up to i. It is asked with i - 1 when iteration
-    i + 1 is laid out, at the start of iteration i's last group (the stop lags one iteration), and may block until the
-    answer is known.
+    ``stops``: who stops by itself. It is asked once an iteration, when every task is handed out that the answer hangs
+    on, and may block until it is known.
     """
-    return _Stream(wave, stops_until).ordered(first_iteration)
+    return _Stream(wave, stops).tasks(first_iteration)
 
 
 def numbered_stream(wave: Wave) -> Iterator[tuple[int, Task]]:
     """``stream`` where nobody stops, with the number, from 1, of the position during which a task is handed out."""
-    state = _Stream(wave, no_stops)
-    return ((state.number, task) for task in state.ordered(0))
+    state = _Stream(wave, NO_STOPS)
+    return ((state.number, task) for task in state.tasks(0))
 
 
-def _met(task: Task, number: int) -> Task:
-    """A barrier after each position, as FlexGen has one: its tasks wait for all tasks of the position before."""
-    lane = RESOURCES.index(task.resource)
-    before = Access(("barrier", (number - 1) % 2), 0, len(RESOURCES))
-    return task._replace(
-        reads=(*task.reads, before), writes=(*task.writes, Access(("barrier", number % 2), lane, lane + 1))
-    )
+class Slice(NamedTuple):
+    """A task that brings a slice of weights, without its key."""
+
+    verb: str
+    reads: Accesses
+    writes: Accesses
+    work: Work
+    payload: WeightSlice
+
+
+class Turn(NamedTuple):
+    """Whose tasks are handed out while a position has its turn."""
+
+    position: Position
+    ahead: Position | None  #: the position behind it
+    before: Position | None  #: the one before it, where its stores were held back
+    following: Group | None  #: the next group, of whose weights a slice is loaded
+    index: int  #: of the position in its group
+    num_slices: int  #: positions of its group
+    opened: bool  #: the turn before it has begun to compute the position
+
+
+POSITION, AHEAD, BEFORE, FOLLOWING = range(4)  #: in a ``Turn``
+#: Scripts that are kept at most. Where requests join one by one, which positions follow each other goes on changing.
+MOST_SCRIPTS = 8192
+
+#: A part of a script: the index in ``Turn`` of the position whose tasks these are, and the tasks.
+Part = tuple[int, Iterable[Outline] | Iterable[Slice]]
+
+
+class Script(NamedTuple):
+    """The tasks of a turn. They are those of every turn whose positions have the same forms: the positions say the
+    rest."""
+
+    parts: tuple[tuple[int, Callable[..., list[Task]], tuple[tuple, ...]], ...]  #: whose, what makes them of what
+    opens: bool  #: they begin to compute the position ahead
+    holds: bool  #: the stores of the position are held back
+
+
+def _tasks(position: Position, entries: Iterable[tuple]) -> list[Task]:
+    """The tasks of a position that a script has."""
+    step, works = position.step, position.works
+    iteration, layer, k = step.iteration, position.layer, step.mini_batch
+    return [
+        _new(Task, (iteration, layer, k, verb, resource, works[verb], reads, writes, position))
+        for verb, resource, reads, writes in entries
+    ]
+
+
+def _loads_of_weights(key: tuple[int, int, int], entries: Iterable[tuple]) -> list[Task]:
+    """The tasks that bring weights; ``key``: iteration and layer that they are for, and a mini-batch."""
+    return [_new(Task, (*key, *entry)) for entry in entries]
+
+
+def _slice_key(group: Group, position: Position, index: int) -> tuple[int, int, int]:
+    """The key of a group's slice of weights that comes in the turn of a position, the one with this index: it is named
+    after the mini-batch that has the index in the group, or after the position's where the group is not settled."""
+    if group.positions:
+        position = group.positions[min(index, len(group.positions) - 1)]
+    return group.iteration, group.layer, position.step.mini_batch
+
+
+_new = tuple.__new__  #: half of what calling a NamedTuple takes
 
 
 class _Stream:
-    """The state of the stream. Emits tasks verb by verb."""
+    """The state of the stream. Emits tasks turn by turn."""
 
-    def __init__(self, wave: Wave, stops_until: StopsUntil):
-        self.wave, self.stops_until = wave, stops_until
+    def __init__(self, wave: Wave, stops: Stops):
+        self.wave, self.stops = wave, stops
         self.num_layers = wave.shape.num_layers
+        self.kinds = [wave.shape.weights_kind(layer) for layer in range(self.num_layers)]
         self.number = 1  # of the position at hand
         self.first_choosing = first_choosing(wave.policy.selection)
         # Bytes of each kind of layer that recomputing and projecting wait for; in natural order W_K and W_V come no
@@ -79,64 +139,112 @@ class _Stream:
         natural, layouts = wave.policy.weight_order == "natural", [placed.layout for placed in wave.placed]
         self.needed = [(of.total_bytes,) * 2 if natural else (of.kv_end, of.qkv_end) for of in layouts]
         self.at = Places(wave)
-        self.slices: dict[
-            tuple[int, int, int, int, bool], tuple[tuple, ...]
-        ] = {}  # the tasks that bring a slice of weights
+        self.slices: dict[tuple[int, int, int, int, bool], tuple[Slice, ...]] = {}  # that bring a slice of weights
         self.outlines: dict[tuple, tuple[Outline, ...]] = {}  # of the parts of positions
-        self.held: list[Task] = []  # stores that wait for the next position (barriers only)
-
-    def ordered(self, first_iteration: int) -> Iterator[Task]:
-        """The tasks, with what keeps them in order where the policy lets them overlap less."""
-        tasks, overlap = self.tasks(first_iteration), self.wave.policy.overlap
-        if overlap == "none":  # every task passes through one cell, so that it waits for the one before
-            turn = Access(("turn",), 0, 1)
-            return (task._replace(writes=(*task.writes, turn)) for task in tasks)
-        return (_met(task, self.number) for task in tasks) if overlap == "step" else tasks
+        self.scripts: dict[tuple, Script] = {}
 
     def tasks(self, first_iteration: int) -> Iterator[Task]:
-        groups = positions(self.wave, self.stops_until, first_iteration)
-        current, opened = next(groups, None), None
+        """The tasks in stream order."""
+        groups = positions(self.wave, self.stops, first_iteration)
+        current, before, opened = next(groups, None), None, False
+        by_step = self.wave.policy.overlap == "step"
         if current:
-            yield from self._load_weights(current, 0, 1)
-            yield from self._part(self._load_cache, current[0])
+            first = current.positions[0]
+            key = current.iteration, current.layer, first.step.mini_batch
+            yield from _loads_of_weights(key, self._entries(self._load_weights(current, 0, 1)))
+            yield from self._tasks_of(self._load_cache, first)
         while current:
-            following = next(groups, None)
-            for index, position in enumerate(current):
-                yield from self.held
-                on_host = "attend_host" in position.works
-                # What attention on the host gave comes before the weights: the device waits for it, and not yet for
-                # them. Peers that meet after each step (FlexGen) load their weights first.
-                weights_last = on_host and self.wave.policy.overlap == "full"
-                ahead = current[index + 1] if index + 1 < len(current) else following[0] if following else None
-                # What the position stores or selects now may be what the next one loads.
-                late = self._loads_late(position, ahead) if ahead else None
-                cache = self._part(self._load_cache, ahead) if ahead and not late else []
-                yield from self._loads([] if weights_last else following or [], index, len(current), cache)
-                if opened is not position:
-                    yield from self._part(self._open, position)
-                opened = None
-                if ahead and self._opens_early(position, ahead, len(current)):
-                    yield from self._part(self._open, ahead)
-                    opened = ahead
-                if ahead and late == "selected":
-                    yield from self._part(self._load_cache, ahead)
-                if on_host:
-                    yield from self._part(self._load_attended, position)
-                if following and weights_last:
-                    yield from self._load_weights(following, index, len(current))
-                yield from self._part(self._close, position)
-                if self.wave.policy.overlap == "step":
-                    self.held = self._part(self._store, position)
-                else:
-                    yield from self._part(self._store, position)
-                if position.layer == self.num_layers - 1 and position.step.last:
-                    yield from self._part(self._sample, position)
-                if ahead and late == "stored":
-                    yield from self.held
-                    yield from self._part(self._load_cache, ahead)
+            following, num_slices = next(groups, None), len(current.positions)
+            upcoming = [*current.positions[1:], *(following.positions[:1] if following else ())]
+            for index, position in enumerate(current.positions):
+                ahead = upcoming[index] if index < len(upcoming) else None
+                forms = position.form, ahead and ahead.form, before and before.form
+                slices = following and 2 * self.kinds[following.layer] + following.weight_slot
+                key = forms, slices, index, num_slices, opened, by_step and self.number % 2
+                script = self.scripts.get(key)
+                if script is None:
+                    if len(self.scripts) >= MOST_SCRIPTS:
+                        self.scripts.clear()
+                    turn = Turn(position, ahead, before, following, index, num_slices, opened)
+                    script = self.scripts[key] = self._script(turn)
+                of = position, ahead, before, following and _slice_key(following, position, index)
+                for whose, make, entries in script.parts:
+                    yield from make(of[whose], entries)
+                opened, before = script.opens, position if script.holds else None
+                if following and not following.positions and index + 1 == num_slices:  # it is settled now
+                    following = next(groups, None)
+                    if ahead := following.positions[0] if following else None:
+                        if before and self._loads_late(position, ahead) == "stored":
+                            yield from self._tasks_of(self._store, before)
+                            before = None
+                        yield from self._tasks_of(self._load_cache, ahead)
                 self.number += 1
             current = following
-        yield from self.held
+        if before:
+            yield from self._tasks_of(self._store, before)
+
+    def _script(self, turn: Turn) -> Script:
+        """Write down the tasks of a turn."""
+        position, ahead = turn.position, turn.ahead
+        # What the position stores or selects now may be what the next one loads.
+        late = self._loads_late(position, ahead) if ahead else None
+        opens = ahead is not None and self._opens_early(position, ahead, turn.num_slices)
+        holds = self.wave.policy.overlap == "step" and late != "stored"
+        parts = []
+        for whose, outlines in groupby(self._parts(turn, late, opens, holds), itemgetter(0)):
+            entries = tuple(entry for _, part in outlines for entry in self._entries(part))
+            parts.append((whose, _loads_of_weights if whose == FOLLOWING else _tasks, entries))
+        return Script(tuple(part for part in parts if part[2]), opens, holds)
+
+    def _entries(self, outlines: Iterable[Outline] | Iterable[Slice]) -> Iterator[tuple]:
+        """Yield what a script has of tasks, with what keeps them in order where the policy lets them overlap less.
+
+        With a barrier after each position, as FlexGen has one, they wait for all tasks of the position before. One at a
+        time, every task passes through one cell, so that it waits for the one before.
+        """
+        overlap = self.wave.policy.overlap
+        for verb, reads, writes, *rest in outlines:
+            resource = RESOURCE_OF[verb]
+            if overlap == "step":
+                lane = RESOURCES.index(resource)
+                reads = *reads, Access(("barrier", (self.number - 1) % 2), 0, len(RESOURCES))
+                writes = *writes, Access(("barrier", self.number % 2), lane, lane + 1)
+            elif overlap == "none":
+                writes = *writes, Access(("turn",), 0, 1)
+            work, payload = rest or (None, None)
+            yield (verb, resource, work, reads, writes, payload) if rest else (verb, resource, reads, writes)
+
+    def _parts(self, turn: Turn, late: str | None, opens: bool, holds: bool) -> Iterator[Part]:
+        """Yield the tasks of a turn, each with whose it is."""
+        position, ahead, before, following, *_, opened = turn
+        if before:
+            yield BEFORE, self._part(self._store, before)
+        on_host = "attend_host" in position.works
+        # What attention on the host gave comes before the weights: the device waits for it, and not yet for
+        # them. Peers that meet after each step (FlexGen) load their weights first.
+        weights_last = on_host and self.wave.policy.overlap == "full"
+        cache = self._part(self._load_cache, ahead) if ahead and not late else ()
+        yield from self._loads(turn, cache, weights_last)
+        if not opened:
+            yield POSITION, self._part(self._open, position)
+        if ahead and opens:
+            yield AHEAD, self._part(self._open, ahead)
+        if ahead and late == "selected":
+            yield AHEAD, self._part(self._load_cache, ahead)
+        if on_host:
+            yield POSITION, self._part(self._load_attended, position)
+        if following and weights_last:
+            yield FOLLOWING, self._load_weights(following, turn.index, turn.num_slices)
+        yield POSITION, self._part(self._close, position)
+        by_step = self.wave.policy.overlap == "step"
+        if not by_step:
+            yield POSITION, self._part(self._store, position)
+        if position.layer == self.num_layers - 1 and position.step.last:
+            yield POSITION, self._part(self._sample, position)
+        if by_step and not holds:
+            yield POSITION, self._part(self._store, position)
+        if ahead and late == "stored":
+            yield AHEAD, self._part(self._load_cache, ahead)
 
     def _loads_late(self, position: Position, ahead: Position) -> str | None:
         """ "stored": the next position loads what this one stores; "selected": what it selects; None: neither."""
@@ -165,53 +273,53 @@ class _Stream:
 
     # ---- the tasks of a position
 
-    def _part(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> list[Task]:
+    def _part(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> tuple[Outline, ...]:
         """The tasks of a part of a position. What they read and write is the same in all positions of its form, and
         worked out in the first."""
         key = part.__name__, position.form
         outline = self.outlines.get(key)
         if outline is None:
             outline = self.outlines[key] = tuple(part(position))
-        layer, works, iteration, k = position.layer, position.works, position.step.iteration, position.step.mini_batch
-        return [
-            Task(iteration, layer, k, verb, RESOURCE_OF[verb], works[verb], reads, writes, position)
-            for verb, reads, writes in outline
-        ]
+        return outline
+
+    def _tasks_of(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> list[Task]:
+        """The tasks of a part of a position, outside of a script."""
+        return _tasks(position, self._entries(self._part(part, position)))
 
     # ---- loads
 
-    def _loads(self, group: list[Position], index: int, num_slices: int, cache: list[Task]) -> Iterator[Task]:
+    def _loads(self, turn: Turn, cache: tuple[Outline, ...], weights_last: bool) -> Iterator[Part]:
         """The loads of a position: a slice of the next group's weights, then the next position's cache.
 
         ``kv_act_first``: ACT before the slice, and of a layer that comes at once W_K and W_V before it. Recomputing
         then runs while the rest of the weights and the keys and values cross the link (KVPR, Fig. 5b).
         """
-        early = self.wave.policy.weight_order == "kv_act_first"
-        cut = early and num_slices == 1 and bool(group) and self.wave.cuts_layer(group[0].layer)
-        weights = list(self._load_weights(group, index, num_slices, cut)) if group else []
+        following, early = turn.following, self.wave.policy.weight_order == "kv_act_first"
+        weights: tuple[Slice, ...] = ()
+        cut = False
+        if following and not weights_last:
+            cut = early and turn.num_slices == 1 and self.wave.cuts_layer(following.layer)
+            weights = self._load_weights(following, turn.index, turn.num_slices, cut)
         if early:
-            yield from weights[:1] if cut else ()
-            yield from (task for task in cache if task.verb in LOADS_OF_ACT)
-            weights, cache = weights[cut:], [task for task in cache if task.verb not in LOADS_OF_ACT]
-        yield from weights
-        yield from cache
+            yield FOLLOWING, weights[:1] if cut else ()
+            yield AHEAD, [outline for outline in cache if outline[0] in LOADS_OF_ACT]
+            weights, cache = weights[cut:], tuple(outline for outline in cache if outline[0] not in LOADS_OF_ACT)
+        yield FOLLOWING, weights
+        yield AHEAD, cache
 
-    def _load_weights(self, group: list[Position], index: int, num_slices: int, cut: bool = False) -> Iterator[Task]:
+    def _load_weights(self, group: Group, index: int, num_slices: int, cut: bool = False) -> tuple[Slice, ...]:
         """Slice of a group's streamed bytes: one slice a position of the group before keeps the link evenly busy.
 
         What lies on the host and what lies on the disk are sliced alike, so that the disk is evenly busy too. ``cut``:
         in two loads, what recomputing reads before the rest.
         """
-        position = group[min(index, len(group) - 1)]
-        slice_key = self.wave.shape.weights_kind(position.layer), position.weight_slot, index, num_slices, cut
-        if slice_key not in self.slices:
-            self.slices[slice_key] = tuple(self._slice_tasks(*slice_key))
-        key = (position.step.iteration, position.layer, position.step.mini_batch)
-        for verb, *parts in self.slices[slice_key]:
-            yield Task(*key, verb, RESOURCE_OF[verb], *parts)
+        key = self.kinds[group.layer], group.weight_slot, index, num_slices, cut
+        if key not in self.slices:
+            self.slices[key] = tuple(self._slice_tasks(*key))
+        return self.slices[key]
 
-    def _slice_tasks(self, kind: int, slot: int, index: int, num_slices: int, cut: bool) -> Iterator[tuple]:
-        """The tasks that bring a slice of a kind of layer, without their keys."""
+    def _slice_tasks(self, kind: int, slot: int, index: int, num_slices: int, cut: bool) -> Iterator[Slice]:
+        """The tasks that bring a slice of a kind of layer."""
         layout, first, disk_first = self.wave.placed[kind]
         (low, high), (disk_start, disk_end) = (_slice(*part, index, num_slices) for part in self._streamed(kind))
         on_disk = disk_end - disk_start
@@ -224,13 +332,17 @@ class _Stream:
             if on_disk:
                 reads = (Access(("weights_staging", slot), disk_start - disk_first, disk_end - disk_first),)
                 writes += places.bytes_of_slot(slot, disk_start - first, disk_end - first)
-                yield "read_weights", Work(link_bytes=on_disk, num_copies=1), (), reads, payload
+                yield Slice("read_weights", (), reads, Work(link_bytes=on_disk, num_copies=1), payload)
             moved = Work(link_bytes=end - start + on_disk, num_copies=len(writes))
-            yield "load_weights", moved, reads, writes, payload
+            yield Slice("load_weights", reads, writes, moved, payload)
 
     def _load_cache(self, ahead: Position) -> Iterator[Outline]:
         """ACT before KV: recomputing comes before assembling. Disk blocks go through staging."""
         step, slot, works = ahead.step, ahead.slot, ahead.works
+        if "park" in works:  # before those who take their blocks write them
+            yield "park", self.at.own_pools(ahead), (self.at.parked(ahead),)
+        if "unpark" in works:
+            yield "unpark", (self.at.parked(ahead),), self.at.own_pools(ahead)
         if "load_hidden" in works and ahead.layer:
             yield "load_hidden", (host_hidden(step),), (self.at.hidden(ahead),)
         if "load_state" in works:

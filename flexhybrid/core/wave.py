@@ -111,6 +111,8 @@ class Wave:
     expected_share: float = 1.0
     empty: bool = False  #: as the batch begins: all of its queue wait
     sharing: SharedBlocks | None = None  #: what prompts that begin alike share; None: nothing
+    #: where contexts of requests that step back wait (``core.schedule.parking.Parking``); None: they are computed anew
+    parking: Any = None
 
     @property
     def begun(self) -> np.ndarray:

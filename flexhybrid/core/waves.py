@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockManager, ceil_blocks
 from flexhybrid.core.context.packing import chunk_tokens, pack
 from flexhybrid.core.context.prefixes import PromptTree, SharedBlocks
 from flexhybrid.core.context.selection import pool_blocks
@@ -20,6 +20,7 @@ from flexhybrid.core.memory import MemoryPlan, check_budget, fits, memory_plan, 
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes, queue_sizes
+from flexhybrid.core.schedule.parking import Parking, can_park
 from flexhybrid.core.schedule.refill import FIRST_RUN, LOOKED_AT, joins_singly, may_grow, may_share, stores_exactly
 from flexhybrid.core.wave import RequestQueue, Wave, admit, give_blocks, leave_place, take_blocks_back
 from flexhybrid.core.workload import Workload
@@ -82,7 +83,7 @@ def open_batch(
     if given and not may_grow(policy):
         raise ValueError(f"requests under policy {policy.name} cannot go on behind tokens that they have")
     num_requests, tree = workload.num_requests, tree or known_tree(workload)
-    first = Workload(workload.prompt_tokens[:count], workload.max_tokens[:count])
+    first = Workload(workload.prompt_tokens[:count].copy(), workload.max_tokens[:count].copy())  # who joins is written
     mini_batches, room, paths = _packed(problem, policy, workload, count, tree)
     if count == num_requests and share == 1 and not any(paths) and not given:
         return admit(problem, policy, workload, gives=gives)
@@ -102,10 +103,12 @@ def open_batch(
         wave = replace(wave, whole=replace(wave.whole, workload=first))
     # One that steps back comes back with all the tokens that it has.
     returns = share < 1 or given
-    longest = Workload(workload.cached_tokens, np.ones_like(workload.max_tokens)) if returns else workload
+    longest = Workload(alone.cached_tokens, np.ones_like(alone.max_tokens)) if returns else alone
     limits = queue_sizes(wave, longest, joins_singly(policy))
     queue = RequestQueue(workload, following=0 if given else count, given=dict(given))
     wave = replace(wave, queue=queue, limits=limits, expected_share=share, empty=bool(given))
+    if can_park(wave):
+        wave = _with_parking(wave, int(alone.cached_tokens.max()))
     if not gives:
         return wave
     if given:
@@ -120,6 +123,25 @@ def open_batch(
                 prompt = wave.own_blocks(place, first.prompt_tokens[place])
                 give_blocks(wave, k, place, np.minimum(prompt + FIRST_RUN, held))
     return wave
+
+
+def _with_parking(wave: Wave, longest: int) -> Wave:
+    """Return the wave with room to park the longest request of each mini-batch, as far as host memory has it beside
+    all else, where that is cheaper than to compute it anew."""
+    parking = Parking(wave)
+    if not parking.is_cheaper(longest):
+        return wave
+    wanted = {entry: len(wave.mini_batches) * blocks for entry, blocks in parking.held(longest).items()}
+    limits, budget = replace(wave.limits, parked_blocks=wanted), wave.problem.budgets.host
+    if budget is not None:
+        host = memory_plan(wave.problem, wave.policy, limits)["host"]
+        parked = host.pop("parked contexts")
+        share = max(0.0, min(1.0, (budget - sum(host.values())) / parked))
+        limits = replace(limits, parked_blocks={entry: int(share * blocks) for entry, blocks in wanted.items()})
+    if not any(limits.parked_blocks.values()):
+        return wave
+    parking.area = BlockManager(limits.parked_blocks)
+    return replace(wave, limits=limits, parking=parking)
 
 
 class _Packed(NamedTuple):

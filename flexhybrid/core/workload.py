@@ -55,7 +55,8 @@ class Prefixes:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompt lengths and generation lengths of the requests, in tokens; arrays of equal length."""
+    """Prompt lengths and generation lengths of the requests, in tokens; arrays of equal length, which are not copied
+    where they are of int64."""
 
     prompt_tokens: np.ndarray
     max_tokens: np.ndarray
@@ -68,7 +69,7 @@ class Workload:
             array = np.asarray(getattr(self, name))
             if array.dtype.kind not in "iu":
                 raise InputError(f"workload: {name} must be whole numbers")
-            array = array.astype(np.int64)  # a copy: a running batch writes those who join into it
+            array = array.astype(np.int64, copy=False)
             object.__setattr__(self, name, array)
             if array.ndim != 1 or array.size == 0 or array.min() < 1:
                 raise InputError(f"workload: {name} must name at least one request, each with at least 1 token")
@@ -84,7 +85,7 @@ class Workload:
             raise InputError(f"a batch of {num_requests:,} requests is more than {MOST_REQUESTS:,}")
         return Workload(np.full(num_requests, prompt_tokens), np.full(num_requests, max_tokens))
 
-    def select(self, indices: np.ndarray | slice) -> Workload:
+    def select(self, indices: np.ndarray | slice | list[int]) -> Workload:
         """Return the lengths of the requests at ``indices``."""
         answers = None if self.answer_tokens is None else self.answer_tokens[indices]
         shared = self.prefixes and self.prefixes.with_requests(self.prefixes.of_request[indices])

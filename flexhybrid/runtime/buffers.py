@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -85,16 +86,22 @@ class Context(NamedTuple):
     commons: tuple[SharedPart, ...] = ()  #: what requests attend to together
 
 
+#: Views that are kept at most: contexts grow, and what a step loads lies in other places every few steps.
+MOST_VIEWS = 4096
+
+
 class Buffers:
     """Every tensor that outlives a task. All start at zero: padding is masked, but must never be NaN.
 
-    ``pools[space]`` is [layer, block, …]; layers of a kind have as many blocks, and one id serves them all. A block is
+    ``pools[space]`` is [layer][block, …]; layers of a kind have as many blocks, and one id serves them all. A block is
     [16, row], token by token. But a native KV block in memory is head-major, [2, G, 16, d], so that attention finds the
     keys of a head side by side.
     """
 
     def __init__(self, shape: ModelShape, policy: Policy, sizes: BufferSizes, dtype: torch.dtype, device: torch.device):
         self.shape, self.policy, self.sizes = shape, policy, sizes
+        #: what ``_view`` has made: making a view takes as long as a small kernel, and each layer wants the same ones
+        self._views: dict[tuple, torch.Tensor] = {}
         self.disk: DiskSpace | None = None  #: space of ``disk_bytes``, for the owner to make
         self.disk_bytes = 0  #: of all pools on the disk
         self.host_memory = HostMemory(pinned=device.type == "cuda")
@@ -111,7 +118,8 @@ class Buffers:
 
         makers = {"device": on_device, "host": on_host}
         self.states = StatePools(shape, policy.state_tier, sizes.places, sizes.batch, dtype, makers)
-        self.pools: dict[str, torch.Tensor | tuple[torch.Tensor, ...]] = {}
+        self.pools: dict[str, tuple[torch.Tensor, ...]] = {}
+        self.parked: dict[str, torch.Tensor] = {}  #: [layer, block, …] of contexts that wait on the host
         self.disk_pools: dict[str, DiskPool] = {}
         self.staging: dict[str, torch.Tensor] = {}
         self.strips: dict[str, torch.Tensor] = {}
@@ -128,10 +136,12 @@ class Buffers:
                 make = on_device if part.tier == "device" else on_host
                 block = (2, groups, BLOCK_TOKENS, d) if self.head_major(part) else (BLOCK_TOKENS, width)
                 if len(set(of_layers)) == 1:
-                    self.pools[part.space] = make(len(of_layers), of_layers[0], *block, dtype=row_dtype)
+                    self.pools[part.space] = make(len(of_layers), of_layers[0], *block, dtype=row_dtype).unbind()
                 else:
                     made = [make(blocks, *block, dtype=row_dtype) for blocks in of_layers]
                     self.pools[part.space] = tuple(made[shape.source_of(layer)] for layer in range(shape.num_layers))
+            if parked := sizes.parked_blocks.get(part.entry, 0):
+                self.parked[part.space] = on_host(len(of_layers), parked, *block, dtype=row_dtype)
             self.staging[part.space] = on_device(NUM_SLOTS, rows, width, dtype=row_dtype)
             if part.tier != "device":
                 self.strips[part.space] = on_host(NUM_SLOTS, rows, width, dtype=row_dtype)
@@ -183,9 +193,28 @@ class Buffers:
         keys, values = self.attention[0, used], self.attention[1, used]
         return keys.view(batch, groups, tokens, d), values.view(batch, groups, tokens, d)
 
+    def _view(self, key: tuple, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return the view of buffers that a key names, made at its first use."""
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            view = self._views[key] = make()
+        return view
+
+    def staged(self, space: str, slot: int, count: int) -> torch.Tensor:
+        """Return the first ``count`` rows of a slot of the device's staging for a pool."""
+        return self._view(("staged", space, slot, count), lambda: self.staging[space][slot, :count])
+
+    def landed(self, space: str, slot: int, count: int) -> torch.Tensor:
+        """Return the first ``count`` rows of a slot of the landing strip for a pool."""
+        return self._view(("landed", space, slot, count), lambda: self.strips[space][slot, :count])
+
     def act_rows(self, slot: int, count: int) -> torch.Tensor:
         """Return ACT rows [count, width] in the compute dtype: as they were loaded, or unpacked."""
-        return self.plain["act"][:count] if self.packed("act") else self.chosen_rows(self.loaded, "act", slot, count)
+        if self.packed("act"):
+            return self.plain["act"][:count]
+        return self._view(("act", slot, count), lambda: self.chosen_rows(self.loaded, "act", slot, count))
 
     def each_head(self, representation: str) -> bool:
         """Return whether each head may choose tokens of its own: where blocks are head-major. Elsewhere one row serves
@@ -206,15 +235,29 @@ class Buffers:
         The regions of a slot lie side by side. Native ACT of the device has one too: it is copied beside what the link
         brings.
         """
-        copies_all = segment.representation == "act" and not self.packed("act")
-        loaded = self.loaded[segment.representation][slot]
-        return _region(loaded, step, segment, lambda other: copies_all or other.tier != "device")
+        name = segment.representation
+        copies_all = name == "act" and not self.packed("act")
+        before = 0
+        for other in step.of(name):
+            if other is segment:
+                break
+            if copies_all or other.tier != "device":
+                before += other.block_table.size
+        shape = segment.block_table.shape
+        return self._view(
+            ("loaded", name, slot, before, shape), lambda: _region(self.loaded[name][slot], before, shape)
+        )
 
     def read_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
         """Return the region of a slot in host memory for a segment's blocks from the disk: as its
         ``block_table``, [·, ·, 16 · row]."""
-        read = self.read[segment.representation][slot]
-        return _region(read, step, segment, lambda other: other.tier == "disk")
+        before = 0
+        for other in step.of(segment.representation):
+            if other is segment:
+                break
+            if other.tier == "disk":
+                before += other.block_table.size
+        return _region(self.read[segment.representation][slot], before, segment.block_table.shape)
 
 
 def layer_blocks(shape: ModelShape, policy: Policy, sizes: BufferSizes, entry: str) -> list[int]:
@@ -228,18 +271,9 @@ def layer_blocks(shape: ModelShape, policy: Policy, sizes: BufferSizes, entry: s
     return blocks
 
 
-def _region(
-    buffer: torch.Tensor, step: MiniBatchStep, segment: Segment, has_region: Callable[[Segment], bool]
-) -> torch.Tensor:
-    """Return a segment's part of a slot that the segments of a step share, in their order."""
-    start = 0
-    for other in step.of(segment.representation):
-        if other is segment:
-            break
-        if has_region(other):
-            start += other.block_table.size
-    table = segment.block_table
-    return buffer[start : start + table.size].view(*table.shape, -1)
+def _region(buffer: torch.Tensor, before: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the blocks of a slot behind ``before`` others, laid out as a table of this shape."""
+    return buffer[before : before + math.prod(shape)].view(*shape, -1)
 
 
 def run_view(blocks: torch.Tensor, run: BlockRun) -> torch.Tensor:

@@ -27,7 +27,7 @@ from flexhybrid.core.task import Task
 from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.runtime.cuda import CudaStream, Recorded
 from flexhybrid.runtime.links import TURN
-from flexhybrid.runtime.process_settings import SHORT_SWITCH_INTERVAL
+from flexhybrid.runtime.process_settings import NO_OLD_GARBAGE, SHORT_SWITCH_INTERVAL
 from flexhybrid.runtime.profiling.cpu_use import ThreadAccount
 
 #: Tasks of one lane that may wait in its queue: far enough ahead to never starve, small enough to bound memory.
@@ -73,6 +73,7 @@ class Lane:
         self.failed = False
         self.passed = 0
         self.submitted = 0
+        self.room = self.lookahead  #: how many tasks may have been submitted before some are waited for
         self.num_spans = math.inf  #: the number of first tasks whose start and end are kept
         self.times = LaneTimes()
         self.busy_s = 0.0  #: from the tasks' starts to their ends so far; of a stream lane not known
@@ -119,18 +120,18 @@ class Lane:
             return
         (woken := threading.Lock()).acquire()
         with self._lock:
-            if waits := self.passed <= ordinal and not self.failed:
-                self._waiting.append((ordinal, woken))
-        while waits and not woken.acquire(timeout=LOOK_UP_S):
+            self._waiting.append((ordinal, woken))
+        # The lane counts first and then looks who waits, here it is the other way round: one of both sees the other.
+        while self.passed <= ordinal and not self.failed and not woken.acquire(timeout=LOOK_UP_S):
             pass
         if self.passed <= ordinal:
             raise Aborted
 
     def _pass(self) -> None:
         """Count the task that others may build on now, and wake those that wait for it."""
-        with self._lock:
-            self.passed += 1
-        self._wake(self.passed)
+        self.passed += 1  # by no other thread
+        if self._waiting:
+            self._wake(self.passed)
 
     def _wake(self, passed: float) -> None:
         """Wake the threads that wait for a task before this ordinal."""
@@ -163,24 +164,29 @@ class Lane:
             self.times.preemptions = after.preemptions - before.preemptions
 
     def _run(self, task: Task, waits, submitted_s: float) -> None:
-        ended_s = max((self.lanes[resource].wait_complete(ordinal) for resource, ordinal in waits), default=-math.inf)
+        ended_s = -math.inf
+        for resource, ordinal in waits:
+            ended_s = max(ended_s, self.lanes[resource].wait_complete(ordinal))
         TURN.ready_s = max(submitted_s, ended_s)
-        start, cpu_s, paced_s = time.perf_counter(), time.thread_time(), TURN.paced_s
+        traced, number = self.num_spans, self.passed
+        before = (time.thread_time(), TURN.paced_s) if traced else None
+        start = time.perf_counter()
         self.perform(task)
-        end = self._end_s[self.passed] = time.perf_counter()
+        end = self._end_s[number] = time.perf_counter()
+        cpu_s = time.thread_time() if traced else 0.0
+        self._pass()  # what others may wait for comes before all that is only counted
         self.busy_s += end - start
-        if self.num_spans:
-            ended_s = max(ended_s, self._end_s.get(self.passed - 1, -math.inf))
+        if before:
+            ended_s = max(ended_s, self._end_s.get(number - 1, -math.inf))
             self.times.tasks += 1
             self.times.planned_late_s += max(0.0, submitted_s - ended_s) if ended_s > -math.inf else 0.0
             self.times.hand_over_s += start - max(submitted_s, ended_s)
             self.times.busy_s += end - start
-            self.times.cpu_s += time.thread_time() - cpu_s
-            self.times.paced_s += TURN.paced_s - paced_s
-        if self.passed < self.num_spans:
-            self._spans.append((start, end))
-        self._end_s.pop(self.passed - 2 * self.lookahead, None)
-        self._pass()
+            self.times.cpu_s += cpu_s - before[0]
+            self.times.paced_s += TURN.paced_s - before[1]
+            if number < self.num_spans:
+                self._spans.append((start, end))
+        self._end_s.pop(number - 2 * self.lookahead, None)
 
     def span(self, ordinal: int) -> tuple[float, float]:
         """Return (start, end) of a finished task whose span is kept, on the clock of ``time.perf_counter``."""
@@ -243,6 +249,11 @@ class StreamLane(Lane):
             raise Aborted
         return time.perf_counter()
 
+    def _run_tasks(self) -> None:
+        before_s = time.thread_time()
+        super()._run_tasks()
+        self.times.cpu_s = time.thread_time() - before_s
+
     def _run(self, task: Task, waits, _submitted_s: float) -> None:
         for resource, ordinal in waits:
             lane = self.lanes[resource]
@@ -250,13 +261,12 @@ class StreamLane(Lane):
                 lane.wait_complete(ordinal)
             elif event := lane.wait_enqueued(ordinal):
                 self.stream.wait(event)
-        traced, cpu_s = self.passed < self.num_spans, time.thread_time()
+        traced = self.passed < self.num_spans
         if traced:
             self._begins.append(self.stream.record())
         self.stream.run(lambda: self.perform(task))
         self._ends[self.passed] = self.stream.record(timed=traced)
         self.times.tasks += 1
-        self.times.cpu_s += time.thread_time() - cpu_s
         if (old := self.passed - 2 * self.lookahead) >= self.num_spans:
             self._ends.pop(old, None)
         self._pass()
@@ -323,7 +333,7 @@ class Clock:
         """
         submitted: list[tuple[Task, Lane, int]] = []
         num_traced = math.inf if keep_trace is True else int(keep_trace)
-        with SHORT_SWITCH_INTERVAL.held():
+        with SHORT_SWITCH_INTERVAL.held(), NO_OLD_GARBAGE.held() if num_traced else contextlib.nullcontext():
             self.began_s, before_s = time.perf_counter(), time.thread_time()
             try:
                 for lane in self.lanes.values():
@@ -360,10 +370,16 @@ class Clock:
         return trace
 
     def _submit(self, task: Task) -> tuple[Lane, int]:
-        """Give a task to its lane, once the lane's queue has room; raise Aborted when a lane has failed."""
+        """Give a task to its lane, once the lane's queue has room; raise Aborted when a lane has failed.
+
+        A queue that is full has room again when the lane has worked off half of it: a planner that is woken for each
+        task takes several times as long, and the interpreter's lock from those that work.
+        """
         lane = self.lanes[task.resource]
-        if lane.submitted >= lane.lookahead:
-            self.wait(task.resource, lane.submitted - lane.lookahead)
+        if lane.submitted >= lane.room:
+            awaited = lane.submitted - max(1, lane.lookahead // 2)
+            self.wait(task.resource, awaited)
+            lane.room = awaited + lane.lookahead
         if self._error:
             raise Aborted
         return lane, lane.submit(task, self._dependencies.add(task))

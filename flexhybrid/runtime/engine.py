@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import without_graphs
 from flexhybrid.core.schedule.buffer_sizes import BufferSizes
+from flexhybrid.core.schedule.positions import Stops
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.core.wave import Wave
@@ -38,6 +40,8 @@ from flexhybrid.runtime.step_tensors import Prompts, SamplingPlans
 from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 from flexhybrid.runtime.verbs import verbs_under
 from flexhybrid.runtime.verbs.graphed import attach
+
+LAG = 2  #: iterations after a request has left in which its last step may still be prepared, or its last token come
 
 #: Request (its index in the queue) -> function that takes its next token and returns the text that ends it, or None.
 StopText = Callable[[int], Callable[[int], str | None] | None]
@@ -186,11 +190,12 @@ class Engine:
             all_threads = partial(_compute_with, self.num_threads)
             lanes = [Lane("compute", perform, all_threads, threads["compute"])]
             lanes += [Lane(name, perform, None, threads[name]) for name in ("h2d", "d2h")]
-        if executor.modules:
-            next(lane for lane in lanes if lane.name == "compute").around = hosted
         host = Lane("host_compute", perform, partial(_compute_with, self.host_threads), threads["host_compute"])
-        disk = [Lane(name, perform, None, threads[name]) for name in ("disk_read", "disk_write")]
-        return [*lanes, host, *disk]
+        lanes += [host, *(Lane(name, perform, None, threads[name]) for name in ("disk_read", "disk_write"))]
+        for lane in lanes:
+            on_stack = executor.modules is not None and lane.name == "compute"
+            lane.around = partial(_infer, hosted if on_stack else lane.around)
+        return lanes
 
     @contextmanager
     def process_settings(self) -> Iterator[None]:
@@ -217,7 +222,7 @@ class Engine:
         collector = _Collector(executor, clock, control)
         if control.on_start:
             control.on_start(collector.first_share)
-        tasks = stream(executor.wave, collector.stops_until) if tasks is None else tasks
+        tasks = stream(executor.wave, Stops(collector.stops_until, collector.may_stop)) if tasks is None else tasks
         if self.device.type == "cuda":
             # Buffers and index tensors were made on the default stream; lanes read them from others.
             torch.cuda.current_stream(self.device).synchronize()
@@ -255,6 +260,12 @@ def _compute_with(num_threads: int) -> None:
         torch.get_num_threads()
 
 
+def _infer(around: Callable[[Callable[[], None]], None], tasks: Callable[[], None]) -> None:
+    """Run a lane's tasks without what autograd keeps: entered once, since that takes as long as some operations."""
+    with torch.inference_mode():
+        around(tasks)
+
+
 def _resolved(event: TraceEvent, resolved: dict[tuple, Work]) -> TraceEvent:
     """Return the event with what its task really moved, where that was known only when it ran."""
     work = resolved.get(event.task.key)
@@ -272,6 +283,20 @@ class _Answers(dict[int, list[int]]):
         return self.setdefault(request, self._answer_of(request))
 
 
+def _forgetting(stopped: set[int], on_leave: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """Return ``on_leave`` (``RequestQueue``) that forgets who has stopped, once the surplus token was passed over: a
+    long queue has many."""
+    left: deque[tuple[int, int]] = deque()
+
+    def leave(request: int, iteration: int) -> None:
+        on_leave(request, iteration)
+        left.append((iteration, request))
+        while left[0][0] + LAG < iteration:
+            stopped.discard(left.popleft()[1])
+
+    return leave
+
+
 class _Collector:
     """Gathers sampled tokens as their copies to the host complete, and knows which requests have stopped."""
 
@@ -280,14 +305,21 @@ class _Collector:
         workload = queue.workload if queue else executor.wave.workload
         count = workload.num_requests
         self.executor, self.clock, self.control = executor, clock, control
-        self.num_given = list(control.num_given or [0] * count)
-        self.max_tokens = workload.max_tokens - np.array(self.num_given)
+        self.num_given = {request: given for request, given in enumerate(control.num_given or ()) if given}
+        self.max_tokens = workload.max_tokens
+        if self.num_given:
+            self.max_tokens = workload.max_tokens - np.array(control.num_given)
         self.num_requests = count
         self.tokens = _Answers(control.answer_of, queue.given if queue else ())  #: by request, those that have begun
         executor.answers = self.tokens
         self.stops: dict[int, int | str | None] = {}
         self._pending: list[tuple[Task, int]] = []  # store_out tasks not yet collected, in the plan's order
+        self._num_collected = 0  # of these tasks
+        self._iteration = self._reported = -1  # the latest with a token that was collected, and that was reported
+        self._fresh = 0  # tokens that are not reported
         self._stopped_requests: set[int] = set()
+        if queue:
+            queue.on_leave = _forgetting(self._stopped_requests, queue.on_leave)
         self._first: list[tuple[int, int]] = []  # (layer, ordinal) of the last task of each step of the first iteration
 
     def first_share(self) -> float:
@@ -302,26 +334,35 @@ class _Collector:
         if task.verb == "store_out":
             self._pending.append((task, ordinal))
 
-    def stops_until(self, iteration: int) -> Collection[int]:
-        """Return the requests that stopped in iterations up to this one, once that is known; all when the run shall
-        stop."""
-        self.collect(iteration)
+    def may_stop(self, requests: Iterable[int]) -> bool:
+        """Return whether one of these requests may end before its limit."""
+        control = self.control
+        return any(control.stop_ids(request) or control.stop_text(request) for request in requests)
+
+    def stops_until(self, _iteration: int, num_steps: int) -> Collection[int]:
+        """Return the requests that stopped in the first so many steps that sample, once that is known; all when the run
+        shall stop."""
+        self.collect(num_steps)
         if self.control.should_stop and self.control.should_stop():
             return range(self.num_requests)
         return self._stopped_requests
 
-    def collect(self, last_iteration: int | None = None) -> None:
-        """Take the tokens of iterations up to this one (None: of all), once they are known."""
-        fresh = 0
-        while self._pending and (last_iteration is None or self._pending[0][0].iteration <= last_iteration):
+    def collect(self, num_steps: int | None = None) -> None:
+        """Take the tokens of the first so many steps that sample (None: of all), once they are known. They are reported
+        once an iteration, those of its last steps with the next one's."""
+        while self._pending and (num_steps is None or self._num_collected < num_steps):
             task, ordinal = self._pending.pop(0)
+            self._num_collected += 1
+            if task.iteration > self._iteration:
+                self._report()
+                self._iteration = task.iteration
             self.clock.wait(task.resource, ordinal)
             step = task.payload.step
             sampled, noted = self.executor.tokens_of(step), self.executor.logprobs.take(step)
             for request, token in zip(step.queued.tolist(), sampled.tolist(), strict=True):
                 if request in self._stopped_requests:
-                    continue  # the surplus token of a stop that was seen one iteration late
-                if self.num_given[request]:
+                    continue  # the surplus token of a stop that was seen an iteration late
+                if self.num_given.get(request):
                     self.num_given[request] -= 1
                     continue
                 if token == NO_TOKEN:
@@ -333,7 +374,7 @@ class _Collector:
                 self.tokens[request].append(token)
                 if request in noted and self.control.on_noted:
                     self.control.on_noted(request, noted[request])
-                fresh += 1
+                self._fresh += 1
                 stop = self.stops[request] = self._stop_with(request, token)
                 if stop is not None:
                     self._stopped_requests.add(request)
@@ -344,10 +385,17 @@ class _Collector:
                     self.executor.masks.finished.append(request)
                 if finished and self.control.forget:
                     del self.tokens[request], self.stops[request]
-        if fresh and self.control.on_busy:
+        self._report(num_steps is None)
+
+    def _report(self, is_last: bool = False) -> None:
+        """Say how many tokens are new where some came of an iteration of which nothing was said (``is_last``: any)."""
+        if self._iteration == self._reported and not is_last or not self._fresh:
+            return
+        count, self._fresh, self._reported = self._fresh, 0, self._iteration
+        if self.control.on_busy:
             self.control.on_busy({name: lane.busy_s for name, lane in self.clock.lanes.items() if lane.busy_s})
-        if fresh and self.control.on_tokens:
-            self.control.on_tokens(fresh)
+        if self.control.on_tokens:
+            self.control.on_tokens(count)
 
     def _stop_with(self, request: int, token: int) -> int | str | None:
         """Return what ends the request with this token: the token itself, a text that it completes, or None."""

@@ -176,10 +176,13 @@ class Executor(Generic[SelectionT]):
         #: by task key: the work of tasks that is known only when they run; None: not recorded
         self.resolved: dict[tuple, Work] | None = None
 
-    @torch.inference_mode()
     def perform(self, task: Task) -> None:
         """Run one task; what a device computes asynchronously is enqueued."""
-        self.verbs[task.verb](self, task)
+        if torch.is_inference_mode_enabled():  # once for all tasks of a lane
+            self.verbs[task.verb](self, task)
+            return
+        with torch.inference_mode():
+            self.verbs[task.verb](self, task)
 
     def tokens_of(self, step: MiniBatchStep) -> np.ndarray:
         """Return the sampled token ids [B] of a step whose store_out is complete, in the order of ``step.requests``."""
@@ -193,6 +196,8 @@ class Executor(Generic[SelectionT]):
             _free_chunks(self.step_tensors, task.mini_batch)
         if task.payload.step.joins:
             self.steps.enter(task.payload.step, self.answers)
+        for move in task.payload.step.returns:
+            self.steps.enter(task.payload.step, self.answers, move.place)
         self.selection.begin_step(task.payload.step)
         return self._make_tensors(task)
 

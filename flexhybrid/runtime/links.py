@@ -1,5 +1,6 @@
 """Links of a CPU: real copies, paced to a set rate by a running deadline."""
 
+import ctypes
 import math
 import threading
 import time
@@ -74,13 +75,14 @@ def copy_runs(target: np.ndarray, source: np.ndarray, runs: tuple[BlockRun, ...]
     copy. numpy releases the GIL while it copies and starts no threads.
     """
     for row, rows, column, first, stride, blocks in runs:
-        if rows == 1:  # common in ragged batches: making a strided view takes longer than copying a block
+        if rows == 1:
             np.copyto(target[row, column : column + blocks], source[first : first + blocks])
             continue
         window = source[first : first + (rows - 1) * stride + blocks]
         shape = (rows, blocks, *source.shape[1:])
         strides = (stride * source.strides[0], *source.strides)
-        view = np.lib.stride_tricks.as_strided(window, shape, strides, writeable=False)
+        # What as_strided() returns, which takes several times as long.
+        view = np.ndarray(shape, source.dtype, window, strides=strides)
         np.copyto(target[row : row + rows, column : column + blocks], view)
 
 
@@ -96,9 +98,12 @@ class CpuCopies:
     link, which measures the ideal compute time.
     """
 
+    MOST_KNOWN = 4096  #: tensors whose memory is kept as numpy arrays
+
     def __init__(self, gb_per_s: float | None = None):
         self.host_memory = HostMemory(pinned=False)
         self.enabled = True
+        self._known: dict[int, tuple[torch.Tensor, np.ndarray]] = {}  #: by identity, which a tensor has while it lives
         self.set_rate(gb_per_s)
 
     def set_rate(self, gb_per_s: float | None) -> None:
@@ -117,17 +122,31 @@ class CpuCopies:
         self._copy(self.d2h, target, source)
 
     def copy_blocks_h2d(self, target: torch.Tensor, pool: torch.Tensor, runs: tuple[BlockRun, ...]) -> None:
-        """target [B, columns, block], pool [blocks, …]: copy the blocks of all runs."""
+        """target [B, columns, block], pool [blocks, …], both of buffers that stay: copy the blocks of all runs."""
         if not self.enabled:
             return
-        began = self.h2d.begin()
-        copy_runs(as_bytes(target), as_bytes(pool.flatten(1)), runs)
-        self.h2d.end(began, num_blocks(runs) * pool[0].nbytes)
+        began, blocks = self.h2d.begin(), self._memory(pool, 2)
+        copy_runs(self._memory(target, 3), blocks, runs)
+        self.h2d.end(began, num_blocks(runs) * blocks.shape[1])
+
+    def _memory(self, tensor: torch.Tensor, num_dims: int) -> np.ndarray:
+        """Return the bytes of a buffer's tensor, whose dimensions from the last of these on are one."""
+        known = self._known.get(id(tensor))
+        if known is None:
+            if len(self._known) >= self.MOST_KNOWN:
+                self._known.clear()
+            known = self._known[id(tensor)] = tensor, as_bytes(tensor.flatten(num_dims - 1))
+        return known[1]
 
     def _copy(self, pacer: Pacer, target: torch.Tensor, source: torch.Tensor) -> None:
         if not self.enabled and pacer is self.h2d:
             return
         began = pacer.begin()
-        np.copyto(as_bytes(target), as_bytes(source))
+        alike = target.dtype == source.dtype and target.shape == source.shape
+        if alike and target.is_contiguous() and source.is_contiguous():
+            # As numpy does with contiguous memory, but without two arrays: no threads are started, the GIL is released.
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+        else:
+            np.copyto(as_bytes(target), as_bytes(source))
         if self.enabled:
-            pacer.end(began, target.numel() * target.element_size())
+            pacer.end(began, target.nbytes)

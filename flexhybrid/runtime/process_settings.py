@@ -1,5 +1,6 @@
 """Settings of the whole process that a run needs, held while any run lasts."""
 
+import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -41,6 +42,11 @@ class HeldSetting(Generic[T]):
 #: Seconds between two forced switches of Python threads while lanes run: the default of 5 ms would let a busy planner
 #: hold back a copy that is due.
 SHORT_SWITCH_INTERVAL = HeldSetting(sys.getswitchinterval, sys.setswitchinterval, 5e-4)
+
+#: Objects from before the run are left out of garbage collections. A trace keeps so many new ones that Python looks
+#: through all that there are, torch's own included, again and again: planning then takes three times as long as without
+#: a trace, and a profile, which needs one, would say so.
+NO_OLD_GARBAGE = HeldSetting(lambda: False, lambda frozen: gc.freeze() if frozen else gc.unfreeze(), True)
 
 #: cuDNN's attention builds a graph for every new context length, on the host, in the middle of a decode.
 NO_CUDNN_ATTENTION = HeldSetting(torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False)

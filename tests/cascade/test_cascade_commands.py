@@ -428,6 +428,78 @@ def test_language_models_from_fit_to_run(cpu_dtype, tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert result["models"][0]["answered"] == result["num_requests"] == 40  # the same model: the first answers all
     assert result["tokens"] == 40  # one each
+    assert result["accuracy"] == pytest.approx(record.correct[0].mean())  # by token ids, whatever texts they make
+
+
+def test_a_run_is_as_sure_and_as_right_as_fit_was(cpu_dtype, tmp_path, capsys):
+    """Answers of one to three tokens are completed by three: no label says at a run where the right one ends."""
+    from transformers import AutoTokenizer
+
+    folder = shipped.CHECKPOINT
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = shipped.HELD_OUT.read_text(encoding="utf-8")[:20_000]
+    offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+    words = [at for at in range(30, 1500, 25) if not text[offsets[at][0]].isalnum()]
+    lines = []
+    for i, at in enumerate(words):
+        prompt, answer = (text[offsets[a][0] : offsets[b][0]] for a, b in ((at - 25, at), (at, at + 1 + i % 3)))
+        lines.append({"prompt": prompt, "answer": answer} if answer.strip() else {"prompt": prompt, "answer": "x"})
+    data, fitted, cascade, out = (tmp_path / name for name in ("data.jsonl", "fitted.json", "cascade.json", "o.jsonl"))
+    data.write_text("\n".join(map(json.dumps, lines)))
+    common = ["--max-tokens", "3", "--policies", "a=kv_only"]
+    fit = ["cascade", "fit", "--task", "generation", "--models", f"a={folder}", "--data", str(data), "-o", str(fitted)]
+    assert cli.main([*fit, *common, "--energy-j", "1"]) == 0
+    record = Fitted.load(fitted)
+    Cascade(record.models, (), task="generation", top_k=10).save(cascade)
+    capsys.readouterr()
+    run = ["cascade", "run", "--cascade", str(cascade), "-i", str(data), "-o", str(out), "--json"]
+    assert cli.main([*run, *common]) == 0
+    sure = [json.loads(line)["confidence"] for line in out.read_text().splitlines()]
+    assert sure == pytest.approx(record.confidence[0].tolist(), rel=1e-4)
+    assert json.loads(capsys.readouterr().out)["accuracy"] == record.correct[0].mean() > 0
+
+
+class Successor:
+    """A language model of one's own: token t is followed by t + 1, of which it is surer the larger t is."""
+
+    def predict(self, batch) -> ModelOutputs:
+        last = np.array([prompt[-1] for prompt in batch])
+        logits = np.stack([last / 4, np.zeros(len(last))], axis=1)[:, None]
+        classes = np.stack([last + 1, last + 2], axis=1)[:, None]
+        return ModelOutputs([[token + 1] for token in last.tolist()], logits, np.ones((len(last), 1), bool), classes)
+
+    def close(self) -> None:
+        pass
+
+
+def successor() -> Successor:
+    return Successor()
+
+
+def test_a_language_model_of_one_s_own(tmp_path, capsys):
+    data, fitted, cascade, out = (
+        str(tmp_path / name) for name in ("data.jsonl", "fit.json", "cascade.json", "o.jsonl")
+    )
+    rows = [{"prompt": [3, t], "answer": [t + (1 if t > 4 or t % 2 else 2)]} for t in range(1, 12)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    own = f"{__name__}:successor"
+    fit = ["cascade", "fit", "--task", "generation", "--data", data, "--energy-j", "1", "2", "-o", fitted, "--models"]
+    assert cli.main([*fit, f"a={own}", f"b={own}"]) == 0
+    record = Fitted.load(fitted)
+    assert [model.name for model in record.models] == ["a", "b"]
+    assert record.correct[0].tolist() == [t > 4 or t % 2 == 1 for t in range(1, 12)]
+    assert cli.main(["cascade", "search", fitted, "--drop", "none", "-o", cascade]) == 0
+    capsys.readouterr()
+    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, "-o", out, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["accuracy"] == pytest.approx(9 / 11)
+    for more, words in (
+        ([f"a={own}", f"b={__name__}:nothing"], f"model b: {__name__}:nothing gave no model: AttributeError"),
+        ([f"a={own}", "b=json:JSONDecoder"], "returned JSONDecoder, which lacks predict or close"),
+        ([f"a={own}", "b=nowhere"], "nowhere is no folder of a checkpoint, nor module:function"),
+        ([f"a={own}", f"b={own}", "--policies", "a=kv_only"], "policy is for checkpoints, and"),
+    ):
+        assert cli.main([*fit, *more]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_the_largest_model_may_be_offloaded(tmp_path, monkeypatch, capsys):

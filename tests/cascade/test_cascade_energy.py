@@ -187,12 +187,12 @@ def test_power_is_integrated_by_trapezoids():
 def test_boards_without_a_counter_are_read_by_their_power(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", Nvml(None, [100_000, 50_000]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    began = time.perf_counter()  # before the meter, whose thread reads at once
     with Meter("cuda", powercap=tmp_path, interval_s=0.001) as meter:
-        begun = [sensor.last_s for sensor in meter._sensors]
         joules = meter.joules
         while not joules:
             joules = meter.joules
-        spans = [sensor.last_s - since for sensor, since in zip(meter._sensors, begun)]
+        spans = [sensor.last_s - began for sensor in meter._sensors]
     # the thread may have read once more between the sum and the spans
     assert 0 < joules <= 100 * spans[0] + 50 * spans[1] + 1e-9 and "(their power)" in meter.source
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
+from flexhybrid.core.schedule.positions import Stops
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.trace import (
     LaneTimes,
@@ -88,13 +91,53 @@ def waves_with_stops(draw) -> tuple[Wave, dict[int, int]]:
     return wave, stops
 
 
+class Known:
+    """What a planner knows of stops (request -> iteration): those among the tokens that were sampled so far, of the
+    steps that the stream asks about."""
+
+    def __init__(self, stops: dict[int, int]):
+        self.stops = stops
+        self.steps: list[list[int]] = []  # that sample: who stops in them
+        self.asked: list[tuple[int, int]] = []
+
+    def until(self, iteration: int, num_steps: int) -> set[int]:
+        assert num_steps <= len(self.steps)  # what stands in the stream: else the planner would wait for ever
+        self.asked.append((iteration, num_steps))
+        return {request for step in self.steps[:num_steps] for request in step}
+
+    def tasks(self, wave: Wave) -> Iterator[Task]:
+        for task in stream(wave, Stops(self.until, lambda requests: any(r in self.stops for r in requests))):
+            if task.verb == "sample":
+                requests = task.payload.step.requests.tolist()
+                self.steps.append([r for r in requests if self.stops.get(r, -1) == task.iteration])
+            yield task
+
+
 def stream_with_stops(wave: Wave, stops: dict[int, int]) -> list[Task]:
-    return list(stream(wave, lambda until: {request for request, at in stops.items() if at <= until}))
+    return list(Known(stops).tasks(wave))
 
 
-def runs_in(wave: Wave, stops: dict[int, int], request: int, iteration: int) -> bool:
-    """A stop token sampled in iteration s still lets the request take part in s + 1: its surplus token is dropped."""
-    return iteration < wave.workload.max_tokens[request] and iteration <= stops.get(request, 10**9) + 1
+def runs(wave: Wave, stops: dict[int, int]) -> list[int]:
+    """In how many iterations each request takes part: all of its limit, or those up to the one in which it stops, and
+    one more where that token came in the last fourth of an iteration's steps in the last layer, or in its last step."""
+    limits = wave.workload.max_tokens.tolist()
+    ends = [min(limit, stops.get(request, limit) + 1) for request, limit in enumerate(limits)]
+    counts, groups = list(ends), [group.tolist() for group in wave.mini_batches]
+    chunks = [num_chunks(wave.policy, wave.workload.prompt_tokens[group]) for group in groups]
+    for iteration in range(max(limits)):
+        steps = [
+            (chunk, k)
+            for k, group in enumerate(groups)
+            for chunk in range(1 if iteration else chunks[k])
+            if any(counts[request] > iteration for request in group)
+        ]
+        steps.sort()
+        for at, (chunk, k) in enumerate(steps):
+            if at >= len(steps) - max(1, len(steps) // 4) and (iteration or chunk == chunks[k] - 1):
+                late = [request for request in groups[k] if ends[request] == iteration + 1 < limits[request]]
+                for request in late:
+                    counts[request] = ends[request] + 1
+    return counts
 
 
 # --- what a stream does -----------------------------------------------------------------------------------------------
@@ -103,7 +146,7 @@ def runs_in(wave: Wave, stops: dict[int, int], request: int, iteration: int) -> 
 @given(waves_with_stops())
 def test_every_running_request_takes_part_exactly_once_an_iteration(wave_and_stops):
     wave, stops = wave_and_stops
-    took_part = Counter()
+    took_part, num_iterations = Counter(), runs(wave, stops)
     for task in stream_with_stops(wave, stops):
         if task.verb.startswith("attend") or task.verb in ("embed", "project", "finish", "head", "sample", "store_out"):
             for request in task.payload.step.requests.tolist():
@@ -113,23 +156,22 @@ def test_every_running_request_takes_part_exactly_once_an_iteration(wave_and_sto
     for group in wave.mini_batches:
         chunks = num_chunks(wave.policy, wave.workload.prompt_tokens[group])
         for request in group.tolist():
-            for iteration in range(int(wave.workload.max_tokens[request])):
-                if runs_in(wave, stops, request, iteration):
-                    steps = 1 if iteration else chunks
-                    expected["embed", iteration, 0, request] += steps
-                    for verb in ("head", "sample", "store_out"):
-                        expected[verb, iteration, last, request] += 1
-                    for layer in range(last + 1):
-                        for verb in ("project", "finish"):
-                            expected[verb, iteration, layer, request] += steps
-                        expected["attend_prefill", iteration, layer, request] += iteration == 0
-                        expected["attend_chunk", iteration, layer, request] += (steps - 1) * (iteration == 0)
-                        expected["attend", iteration, layer, request] += iteration > 0
+            for iteration in range(num_iterations[request]):
+                steps = 1 if iteration else chunks
+                expected["embed", iteration, 0, request] += steps
+                for verb in ("head", "sample", "store_out"):
+                    expected[verb, iteration, last, request] += 1
+                for layer in range(last + 1):
+                    for verb in ("project", "finish"):
+                        expected[verb, iteration, layer, request] += steps
+                    expected["attend_prefill", iteration, layer, request] += iteration == 0
+                    expected["attend_chunk", iteration, layer, request] += (steps - 1) * (iteration == 0)
+                    expected["attend", iteration, layer, request] += iteration > 0
     assert took_part == +expected
 
 
 def test_who_ends_at_the_limit_leaves_at_once_and_the_next_one_takes_the_place():
-    """No surplus iteration, though stops are known two iterations late: four places are full until nobody waits."""
+    """No surplus iteration, though no stop is ever known: four places are full until nobody waits."""
     limits = np.sort(np.random.default_rng(0).integers(1, 7, 40))[
         ::-1
     ]  # the longest first, whose blocks hold the others
@@ -137,7 +179,7 @@ def test_who_ends_at_the_limit_leaves_at_once_and_the_next_one_takes_the_place()
     policy = Policy(cache={"kv@device": 1.0})
     wave = open_batch(Problem(shape=tiny_shape(1, 1), dtype="float32"), policy, workload, 4)
     took_part = defaultdict(list)
-    for task in stream(wave, lambda until: ()):
+    for task in stream(wave, Stops(lambda iteration, num_steps: (), lambda requests: True)):
         if task.verb == "sample":
             for request in task.payload.step.queued.tolist():
                 took_part[request].append(task.iteration)
@@ -275,7 +317,7 @@ def test_run_in_order_every_verb_finds_the_weights_and_all_cached_tokens(wave_an
     # Every token but the last sampled one is stored once, in every layer.
     stored = Counter((layer, token) for (_, layer, _, _), token in memory.pools.items())
     for request in range(wave.workload.num_requests):
-        iterations = sum(runs_in(wave, stops, request, i) for i in range(int(wave.workload.max_tokens[request])))
+        iterations = runs(wave, stops)[request]
         for layer in range(wave.shape.num_layers):
             for position in range(int(wave.workload.prompt_tokens[request]) + iterations - 1):
                 assert stored.pop((layer, (request, position))) == 1
@@ -345,40 +387,54 @@ def test_stores_move_each_new_token_once(wave):
 
 @given(waves_with_stops())
 def test_no_edge_between_iterations(wave_and_stops):
-    """The first loads of iteration i + 1 stand in the stream before the last layer of iteration i is finished."""
+    """The first loads of iteration i + 1 stand in the stream before the last layer of iteration i is finished: of its
+    weights at any rate, of its context where nobody may stop in iteration i."""
     wave, stops = wave_and_stops
     assume(wave.shape.num_layers > 1 or wave.placed[0].streamed_bytes)
-    opening_loads, first_embed, last_finish = {}, {}, {}
-    for number, task in enumerate(stream_with_stops(wave, stops)):
-        if task.resource == "h2d" and task.layer == 0:
-            opening_loads.setdefault((task.iteration, task.mini_batch), []).append(number)
-        if task.verb == "embed":
-            first_embed.setdefault(task.iteration, task.mini_batch)
-        if task.verb == "finish":
-            last_finish[task.iteration] = number
-    for iteration, mini_batch in first_embed.items():
-        if iteration > 0 and (iteration, mini_batch) in opening_loads:
-            assert min(opening_loads[iteration, mini_batch]) < last_finish[iteration - 1]
+    kinds = [(("load_weights",), stops)]
+    if wave.shape.num_layers > 1:  # else it loads what was just stored
+        kinds.append((("load_act", "load_kv"), {}))
+    for verbs, who in kinds:
+        opening_loads, begun, last_finish = {}, set(), {}
+        first_embed: dict[int, int] = {}
+        for number, task in enumerate(stream_with_stops(wave, who)):
+            if task.verb in verbs and task.layer == 0:
+                opening_loads.setdefault((task.iteration, task.mini_batch), number)
+            if task.verb == "embed":
+                first_embed.setdefault(task.iteration, task.mini_batch)
+            if task.verb == "finish":
+                last_finish[task.iteration] = number
+        for iteration, mini_batch in first_embed.items():
+            if iteration > 0 and (iteration, mini_batch) in opening_loads:
+                begun.add(opening_loads[iteration, mini_batch] < last_finish[iteration - 1])
+        assert begun <= {True}
 
 
-@given(waves_with_stops())
-def test_stops_are_asked_for_only_when_they_are_known(wave_and_stops):
-    """When iteration i + 1 is laid out every token of iteration i - 1 has been sampled: asking cannot deadlock."""
+@given(waves_with_stops(), st.sampled_from(("column", "row")))
+def test_the_planner_waits_for_what_is_sampled_while_others_compute(wave_and_stops, schedule):
+    """Each iteration is settled once, with all tokens of those before the one that runs. While the planner waits for a
+    token, a later position of that iteration stands in the stream: the lanes have work."""
     wave, stops = wave_and_stops
-    asked, sampled = [], Counter()
+    assume(wave.shape.num_layers > 1)
+    wave = replace(wave, policy=replace(wave.policy, schedule=schedule))
+    known, sampled, positions_behind = Known(stops), [], []
+    until = known.until
 
-    def stops_until(until: int) -> set[int]:
-        wanted = sum(runs_in(wave, stops, request, until) for request in range(wave.workload.num_requests))
-        assert sampled[until] == (wanted if until >= 0 else 0)
-        asked.append(until)
-        return {request for request, at in stops.items() if at <= until}
+    def asks(iteration: int, num_steps: int) -> set[int]:
+        assert num_steps >= sum(at <= iteration - 2 for at in sampled)
+        assert num_steps == 0 or positions_behind[num_steps - 1] > 0
+        return until(iteration, num_steps)
 
+    known.until = asks
     num_iterations = 0
-    for task in stream(wave, stops_until):
+    for task in known.tasks(wave):
         num_iterations = task.iteration + 1
+        if task.verb == "finish":
+            positions_behind = [count + 1 for count in positions_behind]
         if task.verb == "sample":
-            sampled[task.iteration] += len(task.payload.step.requests)
-    assert asked == list(range(-1, num_iterations - 1))
+            sampled.append(task.iteration)
+            positions_behind.append(0)
+    assert [iteration for iteration, _ in known.asked] == list(range(1, num_iterations + 1))
 
 
 @given(waves())

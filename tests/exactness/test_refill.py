@@ -1,11 +1,12 @@
 """Requests that join a running batch: tokens stay those that each gets alone, whoever comes, goes or steps back."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from models import InMemory, save_llama, save_opt
 from policies import wider_policies
@@ -13,18 +14,23 @@ from strategies import lossless_policies, speculative_policies
 from toy_machine import machine
 
 from flexhybrid.core.context.prefixes import PromptTree
+from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule import positions
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
+from flexhybrid.core.schedule.parking import Parking
 from flexhybrid.core.schedule.refill import AnswerLengths, may_grow
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import compare_tokens
+from flexhybrid.runtime import engine
 from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
+from flexhybrid.runtime.verbs import VERB_FUNCTIONS
 
 
 def answers(
@@ -40,8 +46,8 @@ def answers(
         workload = Workload(np.array([len(prompts[i]) for i in left]), np.array([max_tokens[i] for i in left]))
         tree = PromptTree(lambda i, left=left: prompts[left[i]]) if sharing else None
         wave = open_batch(problem, policy, workload, min(count, len(left)), share, tree)
-        engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1, disk=disk)
-        executor = engine.executor(wave, [prompts[i] for i in left], greedy_plan(len(left)))
+        runner = Engine(weights, policy, buffer_sizes(wave), num_threads=1, disk=disk)
+        executor = runner.executor(wave, [prompts[i] for i in left], greedy_plan(len(left)))
 
         counts = dict.fromkeys(range(len(left)), 0)
 
@@ -53,8 +59,8 @@ def answers(
             return stop
 
         control = RunControl(stop_text=heard, keep_trace=True)
-        result = engine.run(executor, control)
-        engine.close()
+        result = runner.run(executor, control)
+        runner.close()
         assert check_trace(result.trace) == []
         waiting = wave.queue.waiting if wave.queue else np.arange(0)
         for i in set(range(len(left))) - set(waiting.tolist()):
@@ -148,13 +154,90 @@ def test_every_kind_of_policy_takes_new_requests(mixed, tmp_path, batches, name)
 
 
 def test_a_place_that_is_free_is_taken_at_once(tmp_path, batches):
-    """Of equal requests each place has the next one in the iteration after the lag of a stop; none waits for others."""
+    """Of equal requests each place has the next one as soon as its stop is known; none waits for others."""
     model = InMemory(save_opt(tmp_path))
     prompts = [np.random.default_rng(i).integers(3, 61, 20).tolist() for i in range(12)]
     stops = [1 + i % 5 for i in range(12)]
     tokens = answers(Checkpoint(tmp_path), Policy(), prompts, [30] * 12, stops, 3, tmp_path)
     assert len(batches) == 1
     assert tokens == [model.generate([p], stop, True)[0] for p, stop in zip(prompts, stops, strict=True)]
+
+
+def test_who_has_stopped_is_forgotten(tmp_path, monkeypatch):
+    """A long queue keeps nothing of those who have left: at most of the three places of a few iterations."""
+    model, kept = InMemory(save_opt(tmp_path)), []
+
+    def watched(wave, stops):
+        def until(iteration, num_steps):
+            stopped = stops.until(iteration, num_steps)
+            kept.append(len(stopped))
+            return stopped
+
+        return stream(wave, stops._replace(until=until))
+
+    monkeypatch.setattr(engine, "stream", watched)
+    prompts = [np.random.default_rng(i).integers(3, 61, 5).tolist() for i in range(40)]
+    stops = [1 + i % 2 for i in range(40)]
+    tokens = answers(Checkpoint(tmp_path), Policy(), prompts, [30] * 40, stops, 3, tmp_path)
+    assert tokens == [model.generate([p], stop, True)[0] for p, stop in zip(prompts, stops, strict=True)]
+    assert 0 < max(kept) <= 3 * (engine.LAG + 3)
+
+
+@pytest.fixture(scope="module")
+def labels(tmp_path_factory):
+    """A checkpoint, 48 prompts, and how many tokens each answer has, of 8 at most."""
+    folder = tmp_path_factory.mktemp("labels")
+    save_opt(folder)
+    rng = np.random.default_rng(5)
+    return Checkpoint(folder), [rng.integers(3, 61, 9).tolist() for _ in range(48)], rng.integers(1, 9, 48)
+
+
+def labelled(labels, at_a_time: int, stops: bool = True):
+    """Answer the queue of labels in 8 places; return the trace, what was heard of tokens, and the tokens. ``stops``:
+    whether answers end by themselves; else at their limits."""
+    checkpoint, prompts, ends = labels
+    policy = Policy(weights=Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=17 * at_a_time)
+    problem = Problem(shape=checkpoint.shape, dtype="float32", hardware=machine())
+    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy)
+    limits = np.full(48, 8) if stops else ends
+    wave = open_batch(problem, policy, Workload(np.full(48, 9), limits), 8)
+    assert len(wave.mini_batches) == 8 // at_a_time
+    engine, given, heard = Engine(weights, policy, buffer_sizes(wave), num_threads=1), Counter(), []
+
+    def ends_with(request: int):
+        def push(_token: int) -> str | None:
+            given[request] += 1
+            return "end" if given[request] == ends[request] else None
+
+        return push if stops else None
+
+    control = RunControl(stop_text=ends_with, keep_trace=True, on_tokens=heard.append)
+    result = engine.run(engine.executor(wave, prompts, greedy_plan(48)), control)
+    engine.close()
+    weights.close()
+    assert check_trace(result.trace) == []
+    return [event.task for event in result.trace], heard, result.tokens
+
+
+@pytest.mark.parametrize("at_a_time", (8, 4, 1))
+def test_a_run_computes_few_tokens_for_nothing(labels, at_a_time):
+    tasks, heard, tokens = labelled(labels, at_a_time)
+    num_sampled = sum(len(task.payload.step.queued) for task in tasks if task.verb == "sample")
+    assert [len(answer) for answer in tokens] == labels[2].tolist()
+    assert tokens == labelled(labels, at_a_time, stops=False)[2]
+    assert num_sampled - labels[2].sum() < 0.5 * 48  # 42 where each end is known an iteration late
+    # each iteration is heard of once, the latest tokens of the last one besides
+    assert sum(heard) == labels[2].sum() and tasks[-1].iteration <= len(heard) <= tasks[-1].iteration + 2
+
+
+def test_only_where_a_request_may_stop_its_context_comes_after_the_last_step(labels):
+    """Whose lengths are known need not be waited for: their context is loaded while the last step computes."""
+    early = {}
+    for stops in (False, True):
+        tasks = labelled(labels, 4, stops)[0]
+        load = next(at for at, task in enumerate(tasks) if task.verb == "load_kv" and task.iteration == 3)
+        early[stops] = load < max(at for at, task in enumerate(tasks) if task.verb == "finish" and task.iteration == 2)
+    assert early == {False: True, True: False}
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +257,97 @@ def test_pools_of_the_least_size_answer_everything(four_answers, order, schedule
     prompts, expected = ([values[i] for i in order] for values in (prompts, expected))
     policy = Policy(cache={"kv@host": 0.5, "act@host": 0.5}, weights=Placement(host=1), schedule=schedule)
     assert answers(Checkpoint(folder), policy, prompts, [12] * 4, [12] * 4, 4, folder, share=0.01) == expected
+
+
+ON_DEVICE = ({"kv@device": 1.0}, {"act@device": 1.0}, {"kv@device": 0.5, "act@device": 0.5})
+
+
+@pytest.fixture
+def parked(monkeypatch):
+    """Let a test choose how all who step back return: "moved" or "computed". Counts contexts that were parked, and that
+    returned; no block of the parking area is ever lost."""
+    counts = dict.fromkeys(("parks", "returns"), 0)
+
+    def make_step(*arguments, **more):
+        step = made(*arguments, **more)
+        if area := arguments[0].parking:
+            area.area.check()
+        return step
+
+    def count(step, **moves):
+        counts.update({name: counts[name] + len(moves.get(name, ())) for name in counts})
+        return replace(step, **moves)
+
+    made = positions.make_step
+    monkeypatch.setattr(positions, "make_step", make_step)
+    monkeypatch.setattr(positions, "replace", count)
+
+    def choose(way: str) -> dict[str, int]:
+        counts.update(parks=0, returns=0)
+        monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: way == "moved")
+        return counts
+
+    return choose
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.permutations(range(4)),
+    st.sampled_from(("column", "row")),
+    st.sampled_from(ON_DEVICE),
+    st.sampled_from((0.0, 1.0)),
+)
+def test_parked_contexts_answer_everything_in_every_order(
+    four_answers, parked, batches, order, schedule, cache, resident
+):
+    """Pools of the device that hold one request of full length: who steps back is parked, and its context returns."""
+    folder, prompts, expected = four_answers
+    prompts, expected = ([values[i] for i in order] for values in (prompts, expected))
+    policy = Policy(cache=cache, weights=Placement(device=resident, host=1 - resident), schedule=schedule)
+    for way in ("moved", "computed"):
+        counts, before = parked(way), len(batches)
+        tokens = answers(Checkpoint(folder), policy, prompts, [12] * 4, [12] * 4, 4, folder, share=0.01)
+        assert tokens == expected
+        stepped_back = any(batch.num_back for batch in batches[before:])
+        assert (counts["parks"] > 0) == (way == "moved" and stepped_back)
+        assert counts["parks"] == counts["returns"]
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 99), st.sampled_from(ON_DEVICE), st.integers(2, 6), st.sampled_from((16, 50, 8192)))
+def test_parked_contexts_keep_the_references_tokens(mixed, parked, seed, cache, places, most_tokens):
+    """Answers that end by themselves, also while their requests wait; mini-batches of several sizes."""
+    folder, (prompts, max_tokens, stops), expected = mixed
+    order = np.random.default_rng(seed).permutation(len(prompts)).tolist()
+    prompts, max_tokens, stops, expected = ([of[i] for i in order] for of in (prompts, max_tokens, stops, expected))
+    policy = Policy(cache=cache, weights=Placement(host=1), max_mini_batch_tokens=most_tokens)
+    parked("moved")
+    tokens = answers(Checkpoint(folder), policy, prompts, max_tokens, stops, places, folder, share=0.05)
+    assert tokens == expected
+
+
+def test_requests_are_parked_and_return_to_other_places(tmp_path, batches, parked):
+    model = InMemory(save_opt(tmp_path, positions=96))
+    prompts = [np.random.default_rng(i).integers(3, 61, 1 + 3 * i).tolist() for i in range(6)]
+    counts, policy = parked("moved"), Policy(cache={"kv@device": 1.0})
+    tokens = answers(Checkpoint(tmp_path), policy, prompts, [60] * 6, [60, 20, 60, 45, 60, 60], 4, tmp_path, share=0.2)
+    ends = [60, 20, 60, 45, 60, 60]
+    assert tokens == [model.generate([p], end, True)[0] for p, end in zip(prompts, ends, strict=True)]
+    assert counts["parks"] == counts["returns"] > 0 and len(batches) == 1
+    assert not any(pool.held for pool in batches[0].wave.parking.area.pools.values())
+
+
+@pytest.mark.parametrize("verb", ("park", "unpark"))
+def test_a_failure_while_a_context_is_moved_ends_the_run(tmp_path, parked, monkeypatch, verb):
+    """Nothing hangs, and a run after it, which knows nothing of what was parked, gives the same tokens."""
+    model = InMemory(save_opt(tmp_path, positions=96))
+    prompts = [np.random.default_rng(i).integers(3, 61, 1).tolist() for i in range(4)]
+    parked("moved")
+    job = Policy(cache={"kv@device": 1.0}), prompts, [60] * 4, [60] * 4, 4, tmp_path, 0.2
+    with monkeypatch.context() as failing, pytest.raises(OSError, match="the link"):
+        failing.setitem(VERB_FUNCTIONS, verb, lambda state, task: (_ for _ in ()).throw(OSError("the link is gone")))
+        answers(Checkpoint(tmp_path), *job)
+    assert answers(Checkpoint(tmp_path), *job) == [model.generate([p], 60, True)[0] for p in prompts]
 
 
 def test_requests_step_back_and_the_oldest_never_does(tmp_path, batches):

@@ -23,6 +23,7 @@ from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem, without_graphs
 from flexhybrid.jobs.compare.speed import PolicyRun
+from flexhybrid.runtime import clock as lanes
 from flexhybrid.runtime import engine as engine_module
 from flexhybrid.runtime.executor import HiddenStates, step_key
 from flexhybrid.runtime.profiling import attention_paths
@@ -334,6 +335,19 @@ def test_the_switch_and_what_is_told(case):
             assert llm.problem.cuda_graphs is wanted and llm.graphs == ""
     with pytest.raises(InputError, match="cuda_graphs is 2"):
         LLM(source.path, device="cpu", cuda_graphs=2)
+
+
+def test_the_gpu_bench_fills_its_rows_of_memory_and_events(monkeypatch):
+    monkeypatch.setattr(bench, "PAGE_LOCKED_BYTES", 1 << 20)
+    monkeypatch.setattr(bench, "RECORDS", 100)
+    table = Table()
+    with fake_cuda() as watch:
+        bench.bench_page_locking(table)
+        bench.bench_events(table, DEVICE)
+        made = torch.cuda.Event.made
+        assert not watch.registered
+    assert len(table.rows) == 2 and all(row["value"] > 0 for row in table.rows.values())
+    assert made <= 3 * (lanes.STREAM_LOOKAHEAD_TASKS + 1)  # of 300 that are recorded
 
 
 def test_the_gpu_bench_fills_its_rows_of_graphs(monkeypatch):

@@ -17,6 +17,7 @@ from tiny_models import greedy, save_tiny
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
+from flexhybrid.core.schedule.parking import Parking
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
@@ -28,6 +29,7 @@ from flexhybrid.runtime.token_masks import _Copy
 from sim import catalogue
 
 MAX_TOKENS, VOCAB = 6, 97
+IN_DEVICE = "act@device", "kv@device"
 HYBRID = Policy(cache={"act@host": 0.5, "kv@host": 0.5}, max_mini_batch_tokens=100)
 ON_DEVICE = Policy(cache=MIXED, weights=Placement(device=0.4, host=0.6), states="device", max_mini_batch_tokens=100)
 KINDS = {
@@ -109,6 +111,24 @@ def test_requests_that_join_leave_and_step_back(made):
     assert not waiting and len({event.task.iteration for event in result.trace}) > MAX_TOKENS
     for prompt, length, stop, tokens in zip(*requests, result.tokens, strict=True):
         assert tokens == greedy(model, [prompt], min(length, stop))[0]
+    assert dict(watch.order.faults) == {} and {verb for _, verb in watch.waits} <= {"-"}
+    assert check_trace(result.trace) == []
+
+
+@pytest.mark.parametrize("kind", ("opt", "llama"))
+def test_contexts_of_requests_that_step_back_are_parked(made, monkeypatch, kind):
+    """KV and ACT cross the link both ways, beside requests that take their blocks at once. In one mini-batch: an access
+    by an index counts as one of the whole pool, in which mini-batches have parts of their own."""
+    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: True)
+    model, source = made(kind)
+    generator = np.random.default_rng(5)
+    prompts = [generator.integers(3, 61, length).tolist() for length in (1, 17, 30, 16, 9)]
+    requests, policy = (prompts, [20] * 5, [20, 20, 7, 20, 20]), Policy(cache=dict.fromkeys(IN_DEVICE, 0.5))
+    with fake_cuda(seed=1) as watch:
+        result, waiting = queue_under(source, policy, requests, 4, 0.01)
+    assert not waiting and {"park", "unpark"} <= {event.task.verb for event in result.trace}
+    for prompt, stop, tokens in zip(prompts, requests[2], result.tokens, strict=True):
+        assert tokens == greedy(model, [prompt], stop)[0]
     assert dict(watch.order.faults) == {} and {verb for _, verb in watch.waits} <= {"-"}
     assert check_trace(result.trace) == []
 

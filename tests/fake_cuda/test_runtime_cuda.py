@@ -14,10 +14,12 @@ import torch
 
 from experiments.bench.harness import Table
 from experiments.gpu import steps
+from experiments.peers import children
+from flexhybrid.core.files import profile_file
 from flexhybrid.core.task import Task, Work
 from flexhybrid.jobs.compare.job import _keeping_rows
 from flexhybrid.runtime import cuda
-from flexhybrid.runtime.clock import Clock, StreamLane
+from flexhybrid.runtime.clock import Clock, Lane, StreamLane
 from flexhybrid.runtime.cuda import CudaClock, Events, Recorded
 from flexhybrid.runtime.process_settings import NO_TF32
 
@@ -59,6 +61,38 @@ def test_the_first_error_of_a_device_is_told_and_every_lane_joined():
     assert drained == ["compute", "h2d", "d2h"]
     assert all(lane._ended.done() and not lane.lanes for lane in made)
     assert sys.getswitchinterval() == interval
+
+
+class IdleStream:
+    """A stream whose device does nothing until the host waits for it: the calls that are enqueued and not yet done."""
+
+    def __init__(self):
+        self.enqueued = self.done = self.most = 0
+
+    def enter(self) -> None: ...
+
+    def _enqueue(self, calls: int) -> int:
+        self.enqueued += calls
+        self.most = max(self.most, self.enqueued - self.done)
+        return self.enqueued
+
+    def run(self, function) -> None:
+        function()
+        self._enqueue(5)  # kernels or copies, as a task has
+
+    def record(self, timed: bool = True):
+        at = self._enqueue(1)
+        return SimpleNamespace(synchronize=lambda: setattr(self, "done", max(self.done, at)))
+
+
+def test_a_stream_is_not_given_more_calls_than_it_takes_without_blocking(monkeypatch):
+    """Some 1,000; with as many tasks ahead as a lane of the host has, there would be more."""
+    for lookahead, is_within in ((StreamLane.lookahead, True), (Lane.lookahead, False)):
+        monkeypatch.setattr(StreamLane, "lookahead", lookahead)
+        stream = IdleStream()
+        tasks = (Task(i, 0, 0, "work", "compute", Work(), (), ()) for i in range(4 * Lane.lookahead))
+        Clock([StreamLane("compute", lambda task: None, stream)]).run(tasks, keep_trace=False)
+        assert (stream.most < 1000) is is_within and stream.enqueued == 4 * Lane.lookahead * 6
 
 
 class Countable:
@@ -165,6 +199,48 @@ def test_every_test_that_needs_a_gpu_is_run_by_make_gpu():
                 imports |= {ast.unparse(node).split()[1].split(".")[0] for node in names}
     assert set(steps.cuda_test_files()) == {file for file, is_marked in marked.items() if is_marked}
     assert len(steps.cuda_test_files()) > 2 and "hypothesis" not in imports
+
+
+def test_a_step_is_over_within_eight_minutes():
+    """With the time that it has to end in, and what starting python3 and torch takes."""
+    assert steps.STEP_SECONDS + steps.END_SECONDS <= 470
+
+
+def test_peers_that_are_carried_along_are_found(tmp_path, monkeypatch):
+    """The folder goes to every side's process; without it, what this python3 has installed counts."""
+    asked = []
+    monkeypatch.setattr(steps, "results_folder", lambda: tmp_path)
+    monkeypatch.setattr(steps, "PEER_FOLDER", tmp_path / "installed")
+    monkeypatch.setattr(
+        children, "ask", lambda child, request, limit_s, folders: asked.append(folders) or {"error": ""}
+    )
+    assert steps.run_inside("peers") == 1  # our side did not run
+    assert asked and not any(asked)
+    (tmp_path / "installed").mkdir()
+    asked.clear()
+    steps.run_inside("peers-both-offload")
+    assert asked and all(folders == [tmp_path / "installed"] for folders in asked)
+
+
+def test_peers_go_by_the_profile_of_an_earlier_step(tmp_path, monkeypatch):
+    """Kept beside the results, so that it is carried from call to call."""
+    monkeypatch.setattr(steps, "results_folder", lambda: tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("FLEXHYBRID_CACHE", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "")  # what the step sets is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--inside", "profile"])
+    monkeypatch.setattr(steps, "end_when_told", lambda: None)
+    asked = []
+
+    def measured(shape, dtype, paced, save_to=None, **_):
+        asked.append((shape.name, dtype, paced.device.type, save_to or profile_file(paced.device.type)))
+        return None, []
+
+    monkeypatch.setattr("flexhybrid.jobs.profile.job.measure_hardware", measured)
+    assert steps.main() == 0
+    assert asked == [("opt-6.7b", "float16", "cuda", tmp_path / "profiles" / "hardware-cuda.json")]
+    assert steps.STEPS.index("profile") < min(map(steps.STEPS.index, steps.PEERS))
 
 
 def test_a_step_that_runs_out_of_time_keeps_what_it_has(tmp_path, monkeypatch):

@@ -110,7 +110,7 @@ def test_every_kind_of_policy(checkpoint, name):
     check_clean(result, watch)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", *MODULES])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "phi3", *MODULES])
 def test_every_architecture(tmp_path, kind):
     """Layers of our own, and transformers' with softcaps, sinks, windows, experts and lent keys; all tiers at once."""
     if kind in MODULES:

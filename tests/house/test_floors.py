@@ -230,7 +230,8 @@ def test_importing_a_floor_leaves_the_heavy_libraries_out(floor):
     if importlib.util.find_spec("triton") is None:  # not for every system
         modules = [module for module in modules if not module.endswith("_triton")]
     if importlib.util.find_spec("numba") is None:
-        modules = [module for module in modules if not module.endswith(("kernels.in_place", "kernels.rows_numba"))]
+        of_numba = ("kernels.in_place", "kernels.rows_numba", "kernels.compiled.attention", "kernels.compiled.rows")
+        modules = [module for module in modules if not module.endswith(of_numba)]
     if not modules:
         pytest.skip(f"{floor} has no module yet")
     tops = {top for top in names(" ".join(FLOORS)) if "." not in top}

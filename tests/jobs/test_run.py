@@ -767,7 +767,7 @@ def test_a_long_file_takes_no_more_memory_than_its_census(tiny, tmp_path, monkey
     source.write_text(
         "".join(line(f"r{i}", prompt=[5] * (1 + i % 40), max_tokens=1 + i % 9) + "\n" for i in range(lines))
     )
-    monkeypatch.setattr(LLM, "answer", answer_at_once)
+    monkeypatch.setattr(Engine, "run", answer_at_once)
     assert run(source, tmp_path / "out.jsonl", tiny) == 0
     assert len(by_id(tmp_path / "out.jsonl")) == lines
     kept = {}

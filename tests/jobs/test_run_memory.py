@@ -69,7 +69,7 @@ def test_a_longer_file_takes_no_more_than_its_census(tmp_path, monkeypatch, warm
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     model = make_checkpoint(tmp_path / "tiny", ModelShape("tiny", "opt", 1, 64, 1, 1, 64, 64, 100, 64), "float32")
     peaks = []
-    for count in (1500, 6500):  # both hold a whole window of lines
+    for count in (5000, 10000):  # both hold what a batch has open: a window of lines, and those that have just ended
         write_requests(tmp_path / "in.jsonl", count, 8, 4, 100)
         peaks.append(peak_bytes([*command(tmp_path, model, "kv_only"), "--restart"], fake=True))
         assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == count

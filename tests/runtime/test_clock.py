@@ -1,5 +1,6 @@
 """The launcher with threads: the same tokens and clean traces, errors, lookahead, times. With streams: fake_cuda."""
 
+import gc
 import threading
 import time
 from collections import Counter
@@ -22,7 +23,7 @@ from flexhybrid.runtime import clock as lanes
 from flexhybrid.runtime.clock import Clock, Lane
 from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.kernels.sampling import greedy_plan
-from flexhybrid.runtime.links import TURN
+from flexhybrid.runtime.links import TURN, CpuCopies
 from flexhybrid.runtime.profiling.cpu_use import ThreadAccount
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
@@ -95,6 +96,58 @@ def test_threads_give_the_reference_tokens(checkpoint, policy):
     result, _ = run(source, policy, lambda *of: Engine(*of, num_threads=1))
     assert result.tokens == expected
     assert check_trace(result.trace) == []
+
+
+@pytest.mark.parametrize("policy", POLICIES[1:3], ids=["hybrid", "mixed tiers"])
+def test_views_that_are_made_anew_each_time_change_nothing(checkpoint, policy, monkeypatch):
+    """Views of buffers are kept up to a number: here of one alone, so that each takes another's place."""
+    monkeypatch.setattr("flexhybrid.runtime.buffers.MOST_VIEWS", 1)
+    monkeypatch.setattr("flexhybrid.runtime.links.CpuCopies.MOST_KNOWN", 1)
+    source, expected = checkpoint
+    result, engine = run(source, policy, lambda *of: Engine(*of, num_threads=1))
+    assert result.tokens == expected and check_trace(result.trace) == []
+    assert isinstance(engine.copies, CpuCopies)
+    assert len(engine.buffers._views) == 1 and len(engine.copies._known) == 1
+
+
+@pytest.mark.parametrize("lookahead", (1, 2, 16))
+def test_a_planner_ahead_of_its_lane_waits_for_half_a_queue(monkeypatch, lookahead):
+    """It is woken once for so many tasks, and never has more than a queue of them before the lane."""
+    monkeypatch.setattr(Lane, "lookahead", lookahead)
+    waits, ahead = [], []
+    wait = Clock.wait
+    monkeypatch.setattr(Clock, "wait", lambda self, *of: (waits.append(of), wait(self, *of)))
+    lane = Lane("compute", lambda task: time.sleep(1e-4))
+    tasks = [Task(i, 0, 0, "work", "compute", Work(), (), ()) for i in range(160)]
+    trace = Clock([lane]).run(tasks, on_submit=lambda task, ordinal: ahead.append(ordinal + 1 - lane.passed))
+    assert len(trace) == 160 and max(ahead) <= lookahead
+    assert len(waits) <= 160 / max(1, lookahead // 2) + 2
+
+
+def test_a_trace_leaves_older_objects_out_of_collections():
+    frozen, lanes_of = [], lambda: [Lane("compute", lambda task: frozen.append(gc.get_freeze_count()))]
+    tasks = [Task(0, 0, 0, "work", "compute", Work(), (), ())]
+    before = gc.get_freeze_count()
+    for keep_trace in (True, False):
+        Clock(lanes_of()).run(tasks, keep_trace=keep_trace)
+    assert frozen[0] > before == frozen[1] == gc.get_freeze_count()
+
+
+def test_a_task_that_passes_before_its_waiting_is_noted_is_seen(monkeypatch):
+    """Nobody wakes a thread that a lane has not seen waiting: it looks for itself, once it can be seen."""
+    monkeypatch.setattr("flexhybrid.runtime.clock.LOOK_UP_S", 60.0)
+    lane = Lane("compute", lambda task: None)
+
+    class PassesFirst(list):
+        def append(self, waiting):
+            lane.passed += 1  # as the lane does, which has found no one in the list
+            super().append(waiting)
+
+    lane._waiting = PassesFirst()
+    waited = threading.Thread(target=lane.wait_complete, args=(0,), daemon=True)
+    waited.start()
+    waited.join(timeout=30)
+    assert not waited.is_alive()
 
 
 @pytest.mark.parametrize("dropped", HAZARDS)

@@ -1,5 +1,6 @@
 """The compiled kernels for rows against plain torch and numpy, bit for bit, on one thread and on several."""
 
+import importlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -23,6 +24,7 @@ from flexhybrid.runtime.verbs.moving import put_heads, put_tokens, take_rows
 from flexhybrid.sampling_params import SamplingParams
 
 kernels = pytest.importorskip("flexhybrid.runtime.kernels.rows_numba", reason="numba is not installed")
+FAR_BYTES = importlib.import_module("flexhybrid.runtime.kernels.compiled.rows").FAR_BYTES
 converts = pytest.mark.skipif(not compiled.converts_float16(), reason="this processor does not convert float16")
 EDGES = (0.0, -0.0, 1e-45, -1e-40, 2.0**-24, -(2.0**-25), 1 / 3, LIMIT, -LIMIT, -1e5, 3e38, np.inf, -np.inf, np.nan)
 DTYPES = tuple(kernels.KINDS)
@@ -106,11 +108,29 @@ def test_packing_gives_the_bytes_of_plain_torch(pool, seed, leading, groups, gro
 
 
 @converts
+@pytest.mark.parametrize("into", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", (8, 4))
+def test_any_parameters_unpack_as_in_plain_torch(bits, into):
+    """Infinite ones and every kind of NaN among them, which packing never writes."""
+    generator = np.random.default_rng(bits)
+    packed = torch.from_numpy(generator.integers(0, 256, (4000, packed_bytes(128, bits)), dtype=np.uint8))
+    parameters = packed[:, -8:].view(torch.int16)
+    odd = generator.random(parameters.shape) < 0.2
+    kinds = np.array([0x7C00, -0x400, 0x7C01, 0x7FFF, -1, 0x7E00], np.int16)
+    parameters[odd] = torch.from_numpy(generator.choice(kinds, int(odd.sum())))
+    wanted, found = torch.empty(4000, 128), torch.empty(4000, 128, dtype=into)
+    plain._dequantize(packed, bits, wanted, 64)
+    kernels.dequantize(packed, bits, found, 64)
+    assert wanted.isnan().any() and wanted.isinf().any()
+    torch.testing.assert_close(found, wanted.to(into), rtol=0, atol=0, equal_nan=True)
+
+
+@converts
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_kernels_prove_themselves_and_serve(dtype, recwarn, monkeypatch):
     served = []
-    monkeypatch.setattr(kernels, "_pack", lambda *args, kernel=kernels._pack: (served.append(1), kernel(*args)))
-    monkeypatch.setattr(kernels, "_unpack", lambda *args, kernel=kernels._unpack: (served.append(2), kernel(*args)))
+    monkeypatch.setattr(kernels, "pack", lambda *args, kernel=kernels.pack: (served.append(1), kernel(*args)))
+    monkeypatch.setattr(kernels, "unpack", lambda *args, kernel=kernels.unpack: (served.append(2), kernel(*args)))
     plain._proven_kernels.cache_clear()
     rows = torch.randn(3, 128).to(dtype)
     for bits in (8, 4):
@@ -206,7 +226,7 @@ def test_rows_are_taken_from_where_numpy_takes_them(pool, count, width, dtype, t
 @pytest.mark.parametrize("offset", (0, 64, 4))
 def test_more_rows_than_caches_hold_are_taken_from_where_numpy_takes_them(pool, offset):
     """Of whole lines of a cache, which are written past the caches, and of lines that lie across two."""
-    count = kernels.FAR_BYTES // 64 + 3
+    count = FAR_BYTES // 64 + 3
     source = torch.arange(500 * 64).to(torch.uint8).view(500, 64)
     taken = np.random.default_rng(0).integers(0, 500, count)
     memory = torch.zeros(offset + count * 64, dtype=torch.uint8)

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -241,6 +242,28 @@ def test_a_file_shortened_under_way_is_an_error_that_tells_where(tmp_path):
         back = aligned_host_bytes(MIB)
         space.read([(0, back)])  # what is still there can be read
         assert torch.equal(back, noise(8 * MIB)[:MIB])
+
+
+def test_an_error_that_nobody_keeps_is_freed_at_once(tmp_path):
+    """Two lanes may fail on one shortened file. Only one of their errors is raised; the other holds the frames of its
+    lane, and with them the buffers, until it is freed."""
+
+    def failed() -> weakref.ref:
+        try:
+            space.read(pieces)
+        except DiskError as error:
+            return weakref.ref(error)
+        raise AssertionError("the read of a shortened file did not fail")
+
+    with DiskSpace(tmp_path, 64 * ALIGN) as space:
+        pieces = [(at * ALIGN, torch.empty(ALIGN, dtype=torch.uint8)) for at in range(0, 64, 2)]
+        os.ftruncate(space._file.fd, 0)
+        gc.collect()
+        gc.disable()
+        try:
+            assert failed()() is None
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])

@@ -149,3 +149,19 @@ def test_without_a_pace_nothing_sleeps(clock):
     copies.copy_h2d(target, source)
     copies.copy_d2h(source, target)
     assert clock.num_sleeps == 0 and (target == 1).all()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int64))
+@pytest.mark.parametrize("strided", ("neither", "target", "source", "both"))
+def test_copies_do_not_touch_what_lies_between_rows(dtype, strided):
+    """Contiguous memory is copied as a whole, rows that lie apart are not."""
+    memories = [torch.zeros(5, 7, dtype=dtype), torch.arange(35).view(5, 7).to(dtype) + 1]
+    target, source = (
+        memory[:, :3] if strided in (name, "both") else memory.view(-1)[:15].view(5, 3)
+        for name, memory in zip(("target", "source"), memories, strict=True)
+    )
+    copies = CpuCopies()
+    for copy in (copies.copy_h2d, copies.copy_d2h):
+        target.zero_()
+        copy(target, source)
+        assert (target == source).all() and (memories[0] != 0).sum() == 15

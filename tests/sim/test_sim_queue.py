@@ -4,6 +4,7 @@ against a plain account."""
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import holds_lengths, running_sizes
+from flexhybrid.core.schedule.parking import Parking
 from flexhybrid.core.schedule.refill import RunningBatch, buffers_hold, stores_exactly
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
@@ -110,6 +112,7 @@ def test_contexts_that_are_moved_are_not_computed():
         surplus=nobody,
         shared_tokens=none,
         found_tokens=none,
+        moved=nobody,
     )
     assert counted.returned.tolist() == [False, False, True]
     pace = Pace({"compute": np.array([0.0] * 6 + [1.0] + [0.0] * 3)}, 1, (1.0, 1.0))
@@ -117,6 +120,47 @@ def test_contexts_that_are_moved_are_not_computed():
     assert pace.seconds(counted, moved=counted.returned).sum() == 40 + 30
     context = iteration_loads(counted, 1, moved=counted.returned)[12:14, 4]  # it decodes at once
     assert context.tolist() == [30 + 12 + 50, 30 + 13 + 51]
+
+
+def growing_queue(link: float, gflops: float, device: float = 0.0) -> tuple[Problem, Policy, Workload]:
+    """A queue half of whose answers take their limits, in device memory for a few requests; ``device``: share of the
+    weights that stay there."""
+    rng = np.random.default_rng(0)
+    answers = np.where(rng.random(30) < 0.5, 100, 12)
+    workload = Workload(rng.integers(16, 100, 30), np.full(30, 100), answers)
+    shape, budgets = replace(SHAPE, num_layers=2), Budgets(device=24.3e6)
+    problem = Problem(shape=shape, dtype="float32", hardware=machine(link=link, gflops=gflops), budgets=budgets)
+    policy = Policy("grows", Placement(device=device, host=1 - device), cache={"kv@device": 1.0})
+    return problem, policy, workload
+
+
+#: A link in GB/s, GFLOP/s, the share of the weights on the device, and whether contexts had better be moved.
+WHO_MOVES = [(0.1, 60, 1.0, True), (8.0, 20, 1.0, True), (0.4, 2000, 0.0, False), (20.0, 20, 0.0, True)]
+WHO_MOVES += [(0.02, 2000, 1.0, False)]
+
+
+@pytest.mark.parametrize(("link", "gflops", "device", "moves"), WHO_MOVES)
+def test_who_steps_back_is_parked_where_the_virtual_clock_is_faster_for_it(monkeypatch, link, gflops, device, moves):
+    """Every task of the queue, with all who step back moved, with all computed anew, and as ``is_cheaper`` decides."""
+    problem, policy, workload = growing_queue(link, gflops, device)
+    places, share = batch_size(problem, policy, workload, 64)
+    parking = open_batch(problem, policy, workload, places, share).parking
+    assert share < 1 and (parking is not None) == moves
+    seconds = {"decided": walk_queue(problem, policy, workload, 64).total_s}
+    for way in ("moved", "computed"):
+        with monkeypatch.context() as forced:
+            forced.setattr(Parking, "is_cheaper", lambda self, tokens, way=way: way == "moved")
+            seconds[way] = walk_queue(problem, policy, workload, 64).total_s
+    assert seconds["moved"] != seconds["computed"]
+    assert seconds["decided"] <= 1.005 * min(seconds.values())
+
+
+def test_a_queue_of_parked_contexts_is_priced_as_walked(monkeypatch):
+    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: True)
+    problem, policy, workload = growing_queue(8.0, 20, 1.0)
+    priced, walked = price_queue(problem, policy, workload, 64), walk_queue(problem, policy, workload, 64)
+    assert priced.step_backs > 0
+    assert priced.total_s == pytest.approx(walked.total_s, rel=0.06)
 
 
 def bound_on_moving(cache: dict[str, float], link: float) -> float:
@@ -134,10 +178,11 @@ def bound_on_moving(cache: dict[str, float], link: float) -> float:
 
 
 @pytest.mark.parametrize("cache", ({"kv@host": 1.0}, {"act@host": 1.0}, {"kv@device": 1.0}))
-def test_moving_a_cache_a_tier_down_could_save_little(cache):
-    """Why who steps back is computed anew: docs/simulating.md."""
+def test_moving_a_cache_a_tier_down_could_save_little(monkeypatch, cache):
+    """Why caches of the host are not parked on the disk: docs/simulating.md."""
+    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: False)
     assert 0 < bound_on_moving(cache, link=0.4) < 0.005
-    assert 0 < bound_on_moving(cache, link=100.0) < 0.03
+    assert 0 < bound_on_moving(cache, link=100.0) < 0.035
 
 
 @pytest.mark.parametrize("common", (0, 200))
@@ -158,7 +203,8 @@ def test_buffers_limit_who_joins_as_in_a_run(cache, common):
 
 
 def test_counts_are_those_of_a_list_of_places():
-    """Where memory holds everybody's length, a request takes the place that is free first."""
+    """Where memory holds everybody's length, a request takes the place that is free first. Who stops in a step that
+    decodes leaves at once where prompts are computed behind it, and else an iteration late."""
     rng = np.random.default_rng(1)
     limits = np.full(60, 30)
     answers = rng.integers(1, 31, 60)
@@ -166,16 +212,49 @@ def test_counts_are_those_of_a_list_of_places():
     problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
     policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 14)
     counted = stints(open_batch(problem, policy, workload, 7), workload)
-    free, ends = [0] * 7, {}
-    for request in range(60):
-        begins = min(free)
-        free[free.index(begins)] = ends[request] = begins + answers[request] + (answers[request] < 30)
+    waiting, given, running, ends, late = list(range(60)), Counter(), [], {}, set()
+    for iteration in itertools.count():
+        joining, waiting = waiting[: 7 - len(running)], waiting[7 - len(running) :]
+        given.update([*running, *joining])
+        done = [request for request in (*running, *joining) if given[request] >= answers[request]]
+        known = [request for request in done if request in late or answers[request] == 30]
+        known += [request for request in done if request not in known and request in running and joining]
+        late.update(done)
+        ends |= dict.fromkeys(known, iteration + 1)
+        running = [request for request in (*running, *joining) if request not in known]
+        if not running and not waiting:
+            break
     assert dict(zip(counted.request.tolist(), counted.left.tolist(), strict=True)) == ends
+    late_ends = [given[request] > answers[request] for request in counted.request.tolist()]
+    assert counted.surplus.tolist() == late_ends and 0 < sum(late_ends) < 50
     assert counted.num_iterations == max(ends.values())
     assert counted.per_iteration().max() == 7
 
 
+@pytest.mark.parametrize("schedule", ("column", "row"))
+@pytest.mark.parametrize("at_a_time", (1, 3, 12))
+def test_late_ends_are_counted_as_the_plan_has_them(schedule, at_a_time):
+    """Answers of one token and more, in mini-batches of ``at_a_time``."""
+    rng = np.random.default_rng(4)
+    limits, answers = np.full(150, 8), rng.integers(1, 9, 150)
+    workload = Workload(np.full(150, 16), limits, answers)
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
+    bound = at_a_time * 33
+    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=bound, schedule=schedule)
+    counted = stints(open_batch(problem, policy, workload, 12), workload)
+    steps = [
+        (task.iteration, len(task.payload.step.queued))
+        for task in virtual_clock.answered(open_batch(problem, policy, workload, 12), answers)
+        if task.verb == "sample"
+    ]
+    assert counted.num_iterations == pytest.approx(steps[-1][0] + 1, abs=1)
+    surplus = sum(count for _, count in steps) - answers.sum()
+    assert counted.surplus.sum() == pytest.approx(surplus, rel=0.15, abs=3)
+    assert surplus < 0.3 * 150
+
+
 def test_answers_that_end_by_themselves_take_an_iteration_more():
+    """Where nothing else is computed meanwhile: nobody joins in the iterations that end them."""
     workload = Workload(np.array([20, 20, 20]), np.array([8, 8, 8]))
     problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
     policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0})

@@ -18,6 +18,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem, attends_in_place
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
+from flexhybrid.core.schedule.positions import Stops
 from flexhybrid.core.schedule.steps import make_step
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
@@ -148,7 +149,10 @@ def test_those_who_stop_early_need_nothing_more():
         workload = Workload(*lengths)
         wave = admit(case.problem, case.policy, workload)
         stop_after = rng.integers(0, case.max_tokens + 1, case.batch)
-        tasks = stream(wave, lambda i, stop_after=stop_after: set(np.flatnonzero(stop_after <= i).tolist()))
+        lags = rng.integers(1, 3, case.batch)  # iterations after which a stop is known
+        known_in = stop_after + lags
+        stops = Stops(lambda i, _, known_in=known_in: set(np.flatnonzero(known_in <= i).tolist()), bool)
+        tasks = stream(wave, stops)
         beyond = differences(peak_parts(tasks, wave), plan_of(case, wave))
         assert all(size > 0 for size in beyond.values()), case
 

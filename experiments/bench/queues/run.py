@@ -39,7 +39,7 @@ NUM_REQUESTS = 240
 OVERHEAD, ERROR, BEYOND_BUDGET, BYTES_A_LINE = 1.02, 15, 1.05, 64  #: bars
 CALLBACKS = ("on_tokens", "on_finish", "should_stop")  #: of an engine's RunControl
 LINK_GB_PER_S = 0.4  #: of the prediction over a paced link
-SHORT_LINES, LONG_LINES = 2_000, 100_000
+SHORT_LINES, LONG_LINES = 10_000, 100_000  #: both hold what a batch has open, thousands of requests that begin or end
 MIB = 2**20
 
 

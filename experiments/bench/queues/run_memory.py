@@ -4,6 +4,7 @@ The job runs in a process of its own, whose anonymous and shared resident memory
 only); page cache and mapped files do not count.
 """
 
+import itertools
 import json
 import os
 import random
@@ -21,7 +22,8 @@ import sys
 import flexhybrid.jobs.run.job, flexhybrid.jobs.run.cli, policy_search.search, policy_search.systems, sim.array_clock
 from transformers import AutoTokenizer
 from experiments.bench.queues.run_memory import answer_at_once
-from flexhybrid import cli, llm
+from flexhybrid import cli
+from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
 
 if can_attend_in_place("float32"):
@@ -29,20 +31,31 @@ if can_attend_in_place("float32"):
     from flexhybrid.runtime.kernels.in_place import compile_for
     compile_for(torch.float32)
 if sys.argv[1] == "fake":
-    llm.LLM.answer = answer_at_once
+    Engine.run = answer_at_once
 print("ready", flush=True)
 sys.stdin.readline()
 sys.exit(cli.main(sys.argv[2:]))
 """
 
 
-def answer_at_once(_llm, workload, open_request, completed, hears, _on_trace=None, **_more) -> None:
-    """Answer in the place of ``LLM.answer``: one token a request, one request after the other."""
-    for request in range(workload.num_requests):
-        generated, _ = open_request(request)
-        generated.token_ids = [5]
-        completed(request, generated)
-        hears.on_tokens(1)
+def answer_at_once(_engine, executor, control, _tasks=None):
+    """Answer in the place of ``Engine.run``: each request stops with its first token. The plan maker, the queue and the
+    files do as in any run."""
+    from flexhybrid.core.schedule.refill import RunningBatch
+    from flexhybrid.runtime.clock import Clock
+    from flexhybrid.runtime.engine import WaveResult, _Collector
+
+    collector, batch, stopped = _Collector(executor, Clock([]), control), RunningBatch(executor.wave), set()
+    for iteration in itertools.count():
+        before, stopped = stopped, set()
+        for *_, places in batch.steps(iteration, before):
+            for request in set(executor.wave.request[places].tolist()) - before - stopped:
+                collector.tokens[request].append(5)
+                control.on_finish(request, collector.tokens.pop(request), 5)
+                stopped.add(request)
+        if not stopped:
+            return WaveResult([], [], [])
+        control.on_tokens(len(stopped))
 
 
 def held_bytes(pid: int) -> int:

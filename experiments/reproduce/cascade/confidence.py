@@ -23,7 +23,7 @@ from flexhybrid.cascade.thresholds.skips import energy_benefit
 TASKS = ("CoLA", "QQP", "SST-2", "QNLI", "RTE")
 SIZES = ("Distil-BERT", "BERT-base", "BERT-large")
 FAMILIES = ("T5", "GPT", "ViT")  #: in the order of Table III
-STUDIES = ("digits", "next_tokens")
+STUDIES = ("digits", "code_lines")
 BOUND = "the paper gives a bound, not a value"
 OWN_TABLE = "the paper's own table says otherwise"
 PAPERS_WAY = "AP, the paper's"
@@ -58,7 +58,7 @@ def table1() -> Experiment:
         ("sh021", reach.max(), "requests that reach the giant, most of five tasks", OWN_TABLE),
     )
     rows += [CASCADE.headline(row_id, percent, quantity, aside=aside) for row_id, percent, quantity, aside in quoted]
-    digits, words = study("digits"), study("next_tokens")
+    digits, words = study("digits"), study("code_lines")
     by_task = {task: dict(zip(SIZES, parts[task], strict=True)) for task in TASKS}
     by_task |= {f"{name} (ours)": first_right(name) for name in STUDIES}
     contributions = [
@@ -157,7 +157,9 @@ def table3() -> Experiment:
         papers=_gain(PAPERS_WAY),
         ap=_gain("AP"),
         careful=f"{_gain(CAREFUL):+.2f} with a caution of {CAUTION}",
-        eo=_gain("EO", "next_tokens"),
+        eo=_of_lines("EO", "gained_points"),
+        lines=_of_lines("AP", "gained_points"),
+        cost=_of_lines("AP", "cost_of_largest"),
     )
 
 
@@ -181,6 +183,11 @@ def _gain(mode: str, name: str = "digits") -> float:
     """Return the mean held-out accuracy less the largest model's, in points, of one of our cascades."""
     accuracy = np.array([trial["accuracy"] for trial in study(name)["modes"][mode]])
     return 100 * float((accuracy - np.array(study(name)["alone"])[:, -1]).mean())
+
+
+def _of_lines(mode: str, figure: str) -> float:
+    """Return a figure of the cascade on lines of code, over all files."""
+    return study("code_lines")["lines"]["ways"][mode][figure][0]
 
 
 def _share_sums() -> list[Row]:

@@ -98,15 +98,19 @@ def simulate(
     )
 
 
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms" if seconds < 10 else f"{1e3 * seconds:.0f} ms"
+
+
 def describe(served: Served) -> str:
     """Return the results of a run as text."""
     s = served
     answers = ", ".join(f"{name} {share:.1%}" for name, share in s.answered.items() if share)
     batches = ", ".join(f"{name} {size:.2f}" for name, size in s.mean_batch.items())
-    mean, median, tail = (1e3 * seconds for seconds in (s.mean_latency_s, s.median_latency_s, s.tail_latency_s))
+    mean, median, tail = map(_milliseconds, (s.mean_latency_s, s.median_latency_s, s.tail_latency_s))
     return (
         f"{s.num_requests} requests in {s.span_s:.4g} s: {s.throughput:.4g} requests/s, busiest GPU rho {s.rho:.2f}\n"
-        f"  latency: mean {mean:.4g} ms, median {median:.4g} ms, {TAIL:g} % {tail:.4g} ms\n"
+        f"  latency: mean {mean}, median {median}, {TAIL:g} % {tail}\n"
         f"  energy: {s.joules_per_request:.4g} J a request, {s.idle_joules_per_request:.4g} J of it the idle power of "
         f"{s.num_powered} GPUs (predicted: {s.power})\n"
         f"  answered by {answers}; batches of {batches}"

@@ -1,7 +1,8 @@
 """What a cascade did: who computed, answered and failed, and the energy of it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -9,18 +10,27 @@ from flexhybrid.cascade.metering import Energy
 from flexhybrid.cascade.routes import Cascade
 from flexhybrid.cascade.serving.answers import Answer
 
+#: Returns the token ids of a text.
+Tokenize = Callable[[str], list[int]]
+
 
 class Counts:
-    """How often each model computed, answered and failed."""
+    """How often each model computed, answered and failed. With ``tokenize`` texts are compared with labels by token."""
 
-    def __init__(self, cascade: Cascade):
-        self.cascade = cascade
+    def __init__(self, cascade: Cascade, tokenize: Tokenize | None = None):
+        self.cascade, self.tokenize = cascade, tokenize
         self.answered, self.visited, self.failed = Counter(), Counter(), Counter()
         self.first_failure: dict[str, str] = {}  # reason, by model
         self.num_requests, self.num_right, self.num_fallbacks, self.num_tokens = 0, 0, 0, 0
         self.has_labels = True
 
-    def add(self, answers: Sequence[Answer], labels: Sequence | np.ndarray | None = None) -> None:
+    def add(
+        self,
+        answers: Sequence[Answer],
+        labels: Sequence | np.ndarray | None = None,
+        max_tokens: int | None = None,
+    ) -> None:
+        """Count answers; ``max_tokens``: the most that a generated one has."""
         self.num_requests += len(answers)
         self.has_labels &= labels is not None
         for i, answer in enumerate(answers):
@@ -31,7 +41,9 @@ class Counts:
             self.num_fallbacks += answer.is_fallback
             self.num_tokens += answer.tokens
             if labels is not None:
-                self.num_right += _is_right(answer.output, labels[i])
+                is_right = _is_right(answer, labels[i], max_tokens, self.tokenize)
+                self.has_labels &= is_right is not None
+                self.num_right += bool(is_right)
 
     def record(self, joules: float | None, source: str) -> dict:
         """Return what was counted as plain JSON values. ``joules`` were measured, by ``source``; None: they were not,
@@ -65,8 +77,18 @@ class Counts:
         }
 
 
-def _is_right(output, label) -> bool:
-    """Compare an output with a class, the positions of an extractive answer, or a text."""
+def _is_right(answer: Answer, label, max_tokens: int | None, tokenize: Tokenize | None) -> bool | None:
+    """Compare an output with a class, the positions of an extractive answer, or the tokens that an answer begins with.
+
+    As in ``fit``, of a label as many tokens count as an answer may have. None for a text beside a label of token ids
+    where there is no tokenizer.
+    """
+    output: Any = answer.output
     if isinstance(label, np.ndarray):
         return output is not None and np.array_equal(np.atleast_1d(output), label)
-    return output.strip() == label.strip() if isinstance(output, str) and isinstance(label, str) else output == label
+    if isinstance(output, str) and tokenize is None:
+        return None if isinstance(label, list) else output.strip() == label.strip()
+    if isinstance(label, str | list) and isinstance(output, str | list):
+        found, wanted = (tokenize(one) if tokenize and isinstance(one, str) else one for one in (output, label))
+        return found[: len(wanted[:max_tokens])] == wanted[:max_tokens]
+    return output == label

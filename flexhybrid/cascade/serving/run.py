@@ -17,7 +17,7 @@ from flexhybrid.cascade.metering import Meter, describe_energy
 from flexhybrid.cascade.models import Model
 from flexhybrid.cascade.routes import Cascade
 from flexhybrid.cascade.serving.answers import serve
-from flexhybrid.cascade.serving.counts import Counts
+from flexhybrid.cascade.serving.counts import Counts, Tokenize
 from flexhybrid.cascade.serving.ray_serve import ServeOptions, Serving, deployed
 from flexhybrid.core.errors import InputError, file_errors
 
@@ -60,13 +60,13 @@ def run(options: CascadeRunOptions, say: Callable[[str], None] = print) -> dict:
     if options.serving.detach:
         raise InputError("--detach serves without a file: -i and -o are answered by the command that has them")
     requests, labels = read_requests(options.input, cascade.task)
-    counts = Counts(cascade)
+    counts = Counts(cascade, _tokenize(loads) if cascade.task == "generation" and labels is not None else None)
     with file_errors(f"write {options.output}"), opened as at_work, options.output.open("w", encoding="utf-8") as out:
         before, _ = at_work.energy()
         for start in range(0, len(requests), CHUNK):
             answers = at_work.answer(requests[start : start + CHUNK], start)
             out.writelines(line.line() + "\n" for line in answers)
-            counts.add(answers, None if labels is None else labels[start : start + CHUNK])
+            counts.add(answers, None if labels is None else labels[start : start + CHUNK], options.max_tokens)
             if options.on_progress:
                 options.on_progress(len(answers))
         after, source = at_work.energy()
@@ -87,7 +87,16 @@ def _serve(opened: contextlib.AbstractContextManager[Serving], detach: bool) -> 
         return {"url": at_work.url, **at_work.status()}
 
 
-def _loads(cascade: Cascade, options: CascadeRunOptions) -> list[Callable[[], Model]]:
+def _tokenize(loads: Sequence[functools.partial]) -> Tokenize | None:
+    """Return the tokenizer of the first model that has one, without what it puts around a text."""
+    from flexhybrid.requests import load_tokenizer
+
+    folders = (Path(load.args[1]) for load in loads)
+    tokenizer = next(filter(None, (load_tokenizer(folder) for folder in folders if folder.is_dir())), None)
+    return None if tokenizer is None else lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _loads(cascade: Cascade, options: CascadeRunOptions) -> list[functools.partial[Model]]:
     """Return a function for each model that loads it; raises InputError for a model that cannot be found."""
     sources = {model.name: model.source for model in cascade.models}
     for text in options.models:

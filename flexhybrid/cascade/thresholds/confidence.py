@@ -30,18 +30,27 @@ class Scored:
 
     logits: np.ndarray  #: [N, S, C]; -inf where a class is impossible
     labels: np.ndarray  #: [N, S] indices among the C classes, or OUTSIDE
-    counted: np.ndarray  #: [N, S] bool: slots that the answer has
+    counted: np.ndarray  #: [N, S] bool: slots that have a label
+    answered: np.ndarray | None = None  #: [N, S] bool: slots that the model's answer has; None: those of the label
 
     def __post_init__(self):
-        if self.logits.ndim != 3 or not self.labels.shape == self.logits.shape[:2] == self.counted.shape:
+        answered = self.counted if self.answered is None else self.answered
+        if self.logits.ndim != 3 or not (
+            self.labels.shape == self.logits.shape[:2] == self.counted.shape == answered.shape
+        ):
             raise InputError(
                 f"logits {self.logits.shape}, labels {self.labels.shape} and slots {self.counted.shape} do not match"
             )
 
     @property
     def correct(self) -> np.ndarray:
-        """Return whether every slot of an answer is right [N]."""
+        """Return whether every slot that has a label is right [N]."""
         return (~self.counted | (self.logits.argmax(axis=-1) == self.labels)).all(axis=1)
+
+    def confidence(self, temperature: float = 1.0) -> np.ndarray:
+        """Return the confidence of the answers [N]: over all slots that an answer has, as it is where no label says how
+        long the right one is."""
+        return confidence(self.logits, self.counted if self.answered is None else self.answered, temperature)
 
 
 def top_k_logits(logits: np.ndarray, k: int | None) -> np.ndarray:
@@ -129,10 +138,10 @@ def calibrate(scored: Scored, generated: bool = False) -> Calibration:
     Neither the least loss nor the least confidence of several slots guarantees a smaller calibration error.
     """
     correct = scored.correct
-    plain = confidence(scored.logits, scored.counted)
+    plain = scored.confidence()
     before = calibration_error(plain, correct)
     temperature = fit_temperature(scored, generated)
-    fitted = confidence(scored.logits, scored.counted, temperature)
+    fitted = scored.confidence(temperature)
     after = calibration_error(fitted, correct)
     if after > before:
         return Calibration(1.0, before, before, plain)

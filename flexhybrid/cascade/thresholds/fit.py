@@ -153,13 +153,15 @@ def _predict_all(
         more = {"device": options.device, **policies.get(name, {})}
         model = load_model(name, source, options.task, options.max_tokens, top_k, **more)
         try:
-            if isinstance(model, Generator) and not predictions:
-                labels = _answer_tokens(model, answers, options.max_tokens)
+            if isinstance(model, Generator) and labels is None:
+                labels = answer_tokens(model.llm.tokenizer, answers, options.max_tokens)
             prediction, costs = _measured(model, requests)
         finally:
             model.close()
         predictions.append(prediction)
         models.append(CascadeModel(name, source=source, **costs))
+    if labels is None and options.task == "generation":  # all models are the user's own
+        labels = answer_tokens(None, answers, options.max_tokens)
     return models, predictions, np.asarray(answers) if labels is None else labels
 
 
@@ -217,14 +219,17 @@ def joined(parts: Sequence[ModelOutputs]) -> ModelOutputs:
     return ModelOutputs(outputs, logits, counted, classes)
 
 
-def _answer_tokens(model: Generator, answers: Sequence, max_tokens: int) -> np.ndarray:
-    """Return answers, texts or token ids, as token ids [N, max_tokens]; all models of a cascade share a tokenizer."""
+def answer_tokens(tokenizer, answers: Sequence, max_tokens: int) -> np.ndarray:
+    """Return answers, texts or token ids, as token ids [N, max_tokens]; all models of a cascade share a tokenizer.
+
+    Raises InputError for an empty answer, and for a text where there is no tokenizer.
+    """
     labels = np.full((len(answers), max_tokens), NO_LABEL)
     for row, answer in zip(labels, answers):
         if isinstance(answer, str):
-            if model.llm.tokenizer is None:
-                raise InputError(f"{model.name} has no tokenizer: give answers as token ids")
-            answer = model.llm.tokenizer(answer, add_special_tokens=False)["input_ids"]
+            if tokenizer is None:
+                raise InputError("the model has no tokenizer: give answers as token ids")
+            answer = tokenizer(answer, add_special_tokens=False)["input_ids"]
         if not answer:
             raise InputError("an answer is empty")
         row[: len(answer)] = answer[:max_tokens]

@@ -225,6 +225,14 @@ class BlockEntries(Dealing):
         num_blocks = np.asarray(num_blocks)
         return self._reaching(num_blocks)[0][num_blocks]
 
+    def stored(self, num_tokens) -> np.ndarray:
+        """Tokens of each entry that the first ``num_tokens`` ever stored: [..., entry]."""
+        num_tokens = np.asarray(num_tokens)
+        full = num_tokens // BLOCK_TOKENS
+        counts = self._reaching(full + 1)[0]
+        dealt = counts[full]
+        return dealt * BLOCK_TOKENS + (num_tokens - full * BLOCK_TOKENS)[..., None] * (counts[full + 1] - dealt)
+
     def dropped_blocks(self, num_tokens, window: int | None = None) -> np.ndarray:
         """Blocks of each entry among the ``passed_blocks`` of the first ``num_tokens``: [..., entry]."""
         if not self.keeps_ids and window is None:

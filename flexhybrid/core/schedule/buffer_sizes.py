@@ -58,6 +58,7 @@ class BufferSizes:
     places: int = 0  #: requests that run together, which keep a state where layers are recurrent
     #: entry -> blocks in layers that keep all tokens although the others do not
     whole_blocks: dict[str, int] = field(default_factory=dict)
+    parked_blocks: dict[str, int] = field(default_factory=dict)  #: entry -> blocks of the parking area, in each layer
 
     def merge(self, other: BufferSizes) -> BufferSizes:
         """Enough for either."""

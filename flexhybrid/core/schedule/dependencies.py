@@ -18,10 +18,11 @@ Mark = tuple[str, int]
 class _Span:
     """Cells [lo, hi) that share a last writer and the readers since: resource -> latest ordinal."""
 
-    __slots__ = ("lo", "hi", "writer", "readers")
+    __slots__ = ("lo", "hi", "writer", "written", "readers")
 
-    def __init__(self, lo: int, hi: int, writer: Mark | None, readers: dict[str, int]):
-        self.lo, self.hi, self.writer, self.readers = lo, hi, writer, readers
+    def __init__(self, lo: int, hi: int, writer: str | None, written: int, readers: dict[str, int]):
+        self.lo, self.hi, self.readers = lo, hi, readers
+        self.writer, self.written = writer, written  #: the resource and the ordinal of the last task that wrote
 
 
 class _Space:
@@ -38,6 +39,13 @@ class _Space:
         self.accesses: list[Access] = []
 
 
+Accesses = tuple[Access, ...]
+Spans = tuple[_Span, ...]
+
+#: Footprints that are kept at most: those of a hundred layers, as many mini-batches and twelve tasks.
+MOST_FOOTPRINTS = 1 << 17
+
+
 class Dependencies:
     """Feed tasks in stream order; ``add`` returns what each must wait for.
 
@@ -46,43 +54,60 @@ class Dependencies:
 
     def __init__(self, hazards: Iterable[str] = HAZARDS):
         hazards = set(hazards)
-        self._raw = "read_after_write" in hazards
-        self._war = "write_after_read" in hazards
-        self._waw = "write_after_write" in hazards
+        self._hazards = tuple(hazard in hazards for hazard in HAZARDS)
         self._spaces: dict[tuple, _Space] = {}
-        self._covered: dict[Access, tuple[_Span, ...]] = {}  # of all spaces: one look-up an access
+        self._covered: dict[Access, Spans] = {}  # of all spaces
+        # By the identities of the tuples that a task names its reads and writes with, which the tasks of a form share:
+        # their spans, and the tuples, whose identities are theirs as long as they are kept.
+        self._footprints: dict[tuple[int, int], tuple[Spans, Spans, Accesses, Accesses]] = {}
         self._issued: dict[str, int] = {}
 
     def add(self, task: Task) -> tuple[Mark, ...]:
-        own, covered = task.resource, self._covered
+        own, reads, writes = task.resource, task.reads, task.writes
         ordinal = self._issued.get(own, 0)
         self._issued[own] = ordinal + 1
+        footprint = self._footprints.get((id(reads), id(writes)))
+        read, written, _, _ = footprint or self._footprint(reads, writes)
+        after_write, after_read, write_after_write = self._hazards
         waits: dict[str, int] = {}
-        for access in task.reads:
-            spans = covered.get(access)
-            for span in self._cover(access) if spans is None else spans:
-                if self._raw and span.writer is not None:
-                    resource, number = span.writer
-                    if waits.get(resource, -1) < number:
-                        waits[resource] = number
-                span.readers[own] = ordinal
-        for access in task.writes:
-            spans = covered.get(access)
-            for span in self._cover(access) if spans is None else spans:
-                if self._waw and span.writer is not None:
-                    resource, number = span.writer
-                    if waits.get(resource, -1) < number:
-                        waits[resource] = number
-                if self._war:
-                    for resource, number in span.readers.items():
-                        if waits.get(resource, -1) < number:
+        for span in read:
+            resource = span.writer
+            if resource is not None and resource != own and after_write and waits.get(resource, -1) < span.written:
+                waits[resource] = span.written
+            span.readers[own] = ordinal
+        for span in written:
+            resource, readers = span.writer, span.readers
+            if (
+                resource is not None
+                and resource != own
+                and write_after_write
+                and waits.get(resource, -1) < span.written
+            ):
+                waits[resource] = span.written
+            if readers:
+                if after_read:
+                    for resource, number in readers.items():
+                        if resource != own and waits.get(resource, -1) < number:
                             waits[resource] = number
-                span.writer, span.readers = (own, ordinal), {}
-        waits.pop(own, None)
-        return tuple(waits.items())
+                readers.clear()
+            span.writer, span.written = own, ordinal
+        return tuple(waits.items()) if waits else ()
 
-    def _cover(self, access: Access) -> tuple[_Span, ...]:
-        """The spans that cover the access exactly, made or split where needed."""
+    def _footprint(self, reads: Accesses, writes: Accesses) -> tuple[Spans, Spans, Accesses, Accesses]:
+        """The spans that a task reads, and those that it writes."""
+        covered = self._covered
+        for access in (*reads, *writes) * 2:  # twice: one may split the spans of another
+            if access not in covered:
+                self._cover(access)
+        read, written = ([span for access in of for span in covered[access]] for of in (reads, writes))
+        if len(self._footprints) >= MOST_FOOTPRINTS:
+            self._footprints.clear()
+        footprint = tuple(read), tuple(written), reads, writes
+        self._footprints[id(reads), id(writes)] = footprint
+        return footprint
+
+    def _cover(self, access: Access) -> None:
+        """Note the spans that cover the access exactly, made or split where needed."""
         space = self._spaces.get(access.space)
         if space is None:
             space = self._spaces[access.space] = _Space()
@@ -90,10 +115,9 @@ class Dependencies:
             for known in space.accesses:
                 del self._covered[known]
             space.accesses.clear()
+            self._footprints.clear()
         space.accesses.append(access)
-        found = tuple(span for span in space.spans if access.lo <= span.lo < access.hi)
-        self._covered[access] = found
-        return found
+        self._covered[access] = tuple(span for span in space.spans if access.lo <= span.lo < access.hi)
 
 
 def _split(spans: list[_Span], lo: int, hi: int) -> bool:
@@ -101,10 +125,10 @@ def _split(spans: list[_Span], lo: int, hi: int) -> bool:
     if lo >= hi:
         return False
     if not spans or spans[-1].hi <= lo:  # the common case
-        spans.append(_Span(lo, hi, None, {}))
+        spans.append(_Span(lo, hi, None, 0, {}))
         return False
     beyond = [
-        _Span(cell, span.hi, span.writer, dict(span.readers))
+        _Span(cell, span.hi, span.writer, span.written, dict(span.readers))
         for cell in (hi, lo)  # hi first: where one span holds both, the part from lo on ends at hi
         for span in spans
         if span.lo < cell < span.hi
@@ -113,10 +137,10 @@ def _split(spans: list[_Span], lo: int, hi: int) -> bool:
     for span in spans:
         if lo < span.hi and span.lo < hi:
             if position < span.lo:
-                gaps.append(_Span(position, span.lo, None, {}))
+                gaps.append(_Span(position, span.lo, None, 0, {}))
             position = span.hi
     if position < hi:
-        gaps.append(_Span(position, hi, None, {}))
+        gaps.append(_Span(position, hi, None, 0, {}))
     spans += [*beyond, *gaps]
     spans.sort(key=lambda span: span.lo)
     for span, following in zip(spans, spans[1:], strict=False):

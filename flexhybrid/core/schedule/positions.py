@@ -7,25 +7,42 @@ in a layer) within them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import groupby, product
 from typing import NamedTuple
 
 from flexhybrid.core.context.selection import num_whole
-from flexhybrid.core.model.shape import LayerKind
 from flexhybrid.core.schedule.refill import RunningBatch
-from flexhybrid.core.schedule.step_work import StepCounts, counts_of, step_work, work_of_kind
+from flexhybrid.core.schedule.step_work import StepCounts, counts_of, moved_contexts, step_work, work_of_kind
 from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
 from flexhybrid.core.task import Work
 from flexhybrid.core.wave import Wave
 
-StopsUntil = Callable[[int], Collection[int]]
+QUEUED_SHARE = 4  #: a fourth of a group's positions is still queued while the planner waits for tokens
 
 
-def no_stops(_iteration: int) -> frozenset[int]:
-    """Nobody stops early: the lengths alone decide (ignore_eos, and every prediction)."""
-    return frozenset()
+class Stops(NamedTuple):
+    """What a stream asks about requests that end by themselves, before their limits.
+
+    ``until(iteration, num_steps)``: when ``iteration`` is settled, those that have ended with a token of the stream's
+    first ``num_steps`` steps that sample; it may block until these tokens are known. ``may_come(requests)``: whether
+    one of them may end by itself.
+    """
+
+    until: Callable[[int, int], Collection[int]]
+    may_come: Callable[[Iterable[int]], bool]
+
+
+#: Nobody ends before its limit (ignore_eos, and predictions of fixed lengths).
+NO_STOPS = Stops(lambda iteration, num_steps: frozenset(), lambda requests: False)
+
+
+def num_awaited(num_positions: int) -> int:
+    """Return how many of the last positions of an iteration, from the first on, have their tokens waited for before the
+    next iteration is settled. The others, at least one, are what the lanes work on meanwhile; who stops in them leaves
+    an iteration late."""
+    return num_positions - max(1, num_positions // QUEUED_SHARE)
 
 
 StepWorks = tuple[MiniBatchStep, dict[str, Work]]
@@ -47,11 +64,31 @@ class Position(NamedTuple):
         return self.step.mini_batch == other.step.mini_batch or bool(other.step.builds and self.step.commons)
 
 
-def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iterator[list[Position]]:
-    """Runs of positions that share a layer's weights. Iteration i + 1 is settled when i's last group is taken."""
+class Group(NamedTuple):
+    """Positions that share a layer's weights."""
+
+    iteration: int
+    layer: int
+    weight_slot: int
+    positions: list[Position]  #: in turn; empty: not settled yet
+
+
+_new = tuple.__new__  #: half of what calling a NamedTuple takes
+
+
+def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[Group]:
+    """Yield the groups of an iteration, then those of the next one.
+
+    Iteration i + 1 is settled when the group behind i's last one is taken, with the stops of the groups before that
+    last one. Where stops may come in the last group too, this yields the first group of i + 1 without positions, for
+    the loads of its weights. Taken again, behind the last position, it settles i + 1 with the stops of the positions
+    that ``num_awaited`` counts, and yields the group with its positions.
+    """
     first = num_whole(wave.policy.selection, wave.shape.num_layers)
-    iteration, number, slot = first_iteration, 0, 0
+    iteration, number, slot, num_steps = first_iteration, 0, 0, 0
     forms: dict[tuple, int] = {}
+    kinds = tuple(dict.fromkeys(wave.shape.layer_kinds))
+    kind_of = [kinds.index(kind) for kind in wave.shape.layer_kinds]
     batch = RunningBatch(wave)
     laid_out = _lay_out(batch, iteration, frozenset(), forms)
     while laid_out:
@@ -62,44 +99,63 @@ def positions(wave: Wave, stops_until: StopsUntil, first_iteration: int) -> Iter
             if column
             else [list(chunk_positions) for _, chunk_positions in groupby(laid_out, lambda s: s[0].mini_batch)]
         )
+        group: list[Position] = []
         for members, layer in product(sharing, layers):
             group = []
+            weight_slot, kind = slot % 2, kind_of[layer]
             for _, by_kind, whole, step_form in members:
-                slots = number % 2, slot % 2
-                kind = wave.shape.layer_kinds[layer]
-                step, works = by_kind[kind] if layer >= first else whole[kind.weights]
+                step, works = by_kind[kind] if layer >= first else whole[kinds[kind].weights]
                 leads = not group
-                form = forms.setdefault((layer, slots, leads, step_form), len(forms))
-                group.append(Position(step, layer, works, *slots, leads, form))
+                form = forms.setdefault((layer, number % 2, weight_slot, leads, step_form), len(forms))
+                group.append(_new(Position, (step, layer, works, number % 2, weight_slot, leads, form)))
                 number += 1
+            yield Group(iteration, layer, weight_slot, group)
             slot += 1
-            yield group
         iteration += 1
-        laid_out = _lay_out(batch, iteration, stops_until(iteration - 2), forms)
+        num_steps += sum(step.last for step, *_ in laid_out)
+        unknown, awaited = group, num_awaited(len(group))
+        if stops.may_come(_running_on(wave, iteration, group[:awaited])):
+            yield Group(iteration, 0, slot % 2, [])
+            unknown = group[awaited:]
+        known = num_steps - sum(position.step.last for position in unknown)
+        laid_out = _lay_out(batch, iteration, stops.until(iteration, known), forms)
+
+
+def _running_on(wave: Wave, iteration: int, sampling: list[Position]) -> list[int]:
+    """Return the requests to which these positions give a token and which run in ``iteration`` unless it ends them."""
+    requests: list[int] = []
+    for step in (position.step for position in sampling if position.step.last):
+        runs_on = wave.workload.max_tokens[step.requests] > iteration - wave.joined[step.requests]
+        requests += step.queued[runs_on].tolist()
+    return requests
 
 
 def _lay_out(
     batch: RunningBatch, iteration: int, stopped: Collection[int], forms: dict[tuple, int]
-) -> list[tuple[MiniBatchStep, dict[LayerKind, StepWorks], dict[int, StepWorks], int]]:
-    """Of the mini-batches that have a request: the step; it and its works in layers that look at a choice of tokens, by
-    their kind, and in those that look at all, by their kind of weights, and their form: what else than the layer and
-    its slots decides the forms of its positions.
+) -> list[tuple[MiniBatchStep, list[StepWorks], dict[int, StepWorks], int]]:
+    """Of the mini-batches that have a request: the step; it and its works in layers that look at a choice of tokens, of
+    each kind in the order of their first layers, and in those that look at all, by their kind of weights, and their
+    form: what else than the layer and its slots decides the forms of its positions.
     """
     steps, wave = [], batch.wave
-    weights_kinds = {kind.weights for kind in wave.shape.layer_kinds}
+    kinds = tuple(dict.fromkeys(wave.shape.layer_kinds))
+    shapes = {kind.weights: wave.shape.of_weights(kind.weights) for kind in kinds}
     for k, chunk, piece, built, requests in batch.steps(iteration, stopped):
         of_windows: dict[int | None, tuple[MiniBatchStep, StepCounts]] = {}
+        parks, returns = batch.moves.pop(k, ((), ()))  # with the first step of the mini-batch, which decodes
         for window in wave.windows:
             step = make_step(wave, iteration, k, requests, chunk, piece, built, window)
+            if parks or returns:
+                step = replace(step, parks=tuple(parks), returns=tuple(returns))
             of_windows[window] = step, counts_of(step, wave)
         step, counts = of_windows[wave.windows[-1]]  # of the kind of layers that keeps the most
-        whole_step, shapes, policy = step, {kind: wave.shape.of_weights(kind) for kind in weights_kinds}, wave.policy
-        by_kind: dict[LayerKind, StepWorks] = {}
-        for kind in dict.fromkeys(wave.shape.layer_kinds):
+        whole_step, policy, by_kind = step, wave.policy, []
+        for kind in kinds:
             of_step, of_counts = of_windows.get(kind.window, (step, counts))  # a selection has one kind
             works = work_of_kind(shapes[kind.weights], policy, wave.stored, of_counts, False, kind)
-            by_kind[kind] = of_step, works
-        whole = {kind.weights: of for kind, of in by_kind.items()}
+            works |= moved_contexts(shapes[kind.weights], wave.stored, of_step)
+            by_kind.append((of_step, works))
+        whole: dict[int, StepWorks] = {kind.weights: of for kind, of in zip(kinds, by_kind, strict=True)}
         if wave.whole:
             whole_step = replace(make_step(wave.whole, iteration, k, requests, chunk, piece), whole=True)
             counts, policy = counts_of(whole_step, wave.whole), wave.whole.policy
@@ -109,9 +165,9 @@ def _lay_out(
                 for kind, shape in shapes.items()
             }
         form = k, chunk, step.prefill, step.last, step.builds
-        for of_kind, works in (*by_kind.values(), *whole.values()):
+        for of_kind, works in (*by_kind, *whole.values()):
             stored = tuple((s.entry, s.representation, s.own, s.shared) for s in of_kind.stores)
             common = tuple(sorted({segment.entry for segment in of_kind.shared_segments}))
-            form += stored, common, tuple(works)
+            form += stored, common, bool(of_kind.commons), tuple(works)
         steps.append((step, by_kind, whole, forms.setdefault(form, len(forms))))
     return steps

@@ -7,9 +7,9 @@ IV.B forms mini-batches anew at each iteration; here a request stays where its b
 belongs to a whole mini-batch (``joins_singly``), a mini-batch takes new requests when its last one has left.
 
 Where requests take blocks as they need them (``Wave.grows``), a pool may run full before answers end. Then the youngest
-requests of the mini-batch step back: their blocks are free again, and they come back, with the tokens that they have as
-a part of the prompt, when there is room. The oldest request always has room: alone, each fits its mini-batch's part. So
-it ends some time, and progress is certain.
+requests of the mini-batch step back: their blocks are free again, and they come back when there is room, with the
+tokens that they have as a part of the prompt, or with their context where it was parked meanwhile (``parking``). The
+oldest request always has room: alone, each fits its mini-batch's part. So it ends some time, and progress is certain.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from flexhybrid.core.schedule.buffer_sizes import (
     running_sizes,
     shared_lengths,
 )
+from flexhybrid.core.schedule.steps import ContextMove
 from flexhybrid.core.wave import Wave, give_blocks, leave_place, take_blocks_back, trim_blocks
 
 LOOKED_AT = 64  #: waiting requests, at least, among which a mini-batch seeks those that fit it
@@ -148,6 +149,9 @@ class RunningBatch:
     def __init__(self, wave: Wave):
         self.wave, self.groups = wave, [NOBODY if wave.empty else group for group in wave.mini_batches]
         self.limits = wave.limits
+        self.now = 0  #: the iteration that is laid out
+        #: mini-batch -> contexts that are parked in it, and that return
+        self.moves: dict[int, tuple[list[ContextMove], list[ContextMove]]] = {}
         if wave.queue is None:
             return
         self.queue, self.singly = wave.queue, joins_singly(wave.policy)
@@ -222,7 +226,7 @@ class RunningBatch:
 
     def _change(self, k: int, iteration: int, running: np.ndarray, stopped) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of mini-batch ``k`` that run on, and those that are taken now."""
-        wave, group = self.wave, self.groups[k]
+        wave, group, self.now = self.wave, self.groups[k], iteration
         left = np.setdiff1d(group, running) if len(running) < len(group) else NOBODY
         for place in left.tolist():
             request = int(wave.request[place])
@@ -247,6 +251,8 @@ class RunningBatch:
 
     def _forget(self, request: int, iteration: int) -> None:
         self.queue.on_leave(request, iteration)
+        if self.wave.parking:
+            self.wave.parking.area.release(request)
         if self.sharing:
             self.sharing.tree.forget(request)
 
@@ -302,7 +308,9 @@ class RunningBatch:
         """Let the youngest request, the last one, give its blocks back and wait again, before all others; return the
         rest."""
         wave, place = self.wave, int(running[-1])
-        request = int(wave.request[place])
+        request, age = int(wave.request[place]), iteration - int(wave.joined[place])
+        if wave.parking and wave.parking.take(request, int(wave.workload.prompt_tokens[place]) + age - 1):
+            self.moves.setdefault(k, ([], []))[0].append(wave.parking.move(request, place))
         self.queue.put_back(request, self._sampled(place, iteration))
         self.not_before[request] = iteration + 1  # its last token is known then
         self.num_back += 1
@@ -359,11 +367,16 @@ class RunningBatch:
                 self.full[k] = False  # it may join in the next iteration
                 break
             failures, shared = failures + 1, self._would_share(ready)
-            tokens = queue.workload.cached_tokens[ready] - shared
-            prompts = queue.workload.prompt_tokens[ready] - (shared if self.sharing and self.sharing.exact else 0)
+            lengths = queue.workload.select(ready)
+            tokens = lengths.cached_tokens - shared
+            prompts = lengths.prompt_tokens - (shared if self.sharing and self.sharing.exact else 0)
             ready = [ready[place] for place in shorter(prompts, tokens, failures == 1)]
-        for request in wave.request[joining].tolist():
+        for place, request in zip(joining.tolist(), wave.request[joining].tolist(), strict=True):
             queue.on_join(request, k)
+            if self._is_parked(request):  # it goes on as if it had never left
+                self.moves.setdefault(k, ([], []))[1].append(wave.parking.move(request, place))
+                wave.parking.area.release(request)
+                del queue.given[request], self.not_before[request]
         if self.steering:
             self.steering.join(joining)
         if taken:
@@ -381,14 +394,22 @@ class RunningBatch:
         arrays, lengths = self._arrays(), self.queue.workload
         before = {name: array[places] for name, array in arrays.items()}
         given = np.array([self.queue.given.get(request, 0) for request in requests])
-        arrays["prompt"][places] = lengths.prompt_tokens[requests] + given
-        arrays["max"][places] = lengths.max_tokens[requests] - given
-        arrays["joined"][places] = iteration
+        ages = np.where([self._is_parked(request) for request in requests], given, 0)
+        arrays["prompt"][places] = lengths.prompt_tokens[requests] + given - ages
+        arrays["max"][places] = lengths.max_tokens[requests] - given + ages
+        arrays["joined"][places] = iteration - ages
         arrays["request"][places] = requests
         if self.sharing:
             for place, request in zip(places.tolist(), requests, strict=True):
                 self.sharing.attach(place, self.sharing.tree.shared(request))
         return before
+
+    def _is_parked(self, request: int) -> bool:
+        return self.wave.parking is not None and self.wave.parking.has(request)
+
+    def _computing(self, joining: np.ndarray) -> np.ndarray:
+        """Those of the places whose prompts are computed: not those whose contexts return."""
+        return joining[self.wave.joined[joining] == self.now]
 
     def _restore(self, places: np.ndarray, before: dict[str, np.ndarray]) -> None:
         if self.sharing:
@@ -420,6 +441,7 @@ class RunningBatch:
             expected = wave.own_blocks(group, self._expected(group)).sum(axis=0)
             if (expected > [wave.blocks[k].pools[pool.name].num_blocks for pool in wave.pools]).any():
                 return False
+        joining = self._computing(joining)
         shared = shared_lengths(wave, group, joining)
         return buffers_hold(wave, lengths.cached_tokens[group], lengths.prompt_tokens[joining], shared)
 
@@ -430,7 +452,9 @@ class RunningBatch:
 
     def _prefills(self, joining: np.ndarray) -> bool:
         """Whether one step, or the pieces of one prompt, compute these prompts."""
-        wave = self.wave
+        wave, joining = self.wave, self._computing(joining)
+        if not len(joining):
+            return True
         prompts = wave.workload.prompt_tokens[joining] - wave.skipped_tokens(joining)
         return computed_together(wave, prompts, first_builds(wave, joining) if self.sharing else [])
 
@@ -439,7 +463,7 @@ class RunningBatch:
         wave, lengths = self.wave, self.wave.workload
         prompts, cached = lengths.prompt_tokens[places], lengths.cached_tokens[places]
         if wave.grows:
-            need = wave.own_blocks(places, prompts)
+            need = wave.own_blocks(places, prompts + self.now - wave.joined[places])
             wanted = np.minimum(need + FIRST_RUN, wave.own_blocks(places, cached))
         elif self.sharing:
             need = wanted = wave.own_blocks(places, cached)
@@ -461,5 +485,5 @@ class RunningBatch:
 
     def _expected(self, places: np.ndarray) -> np.ndarray:
         """Return the tokens that requests are expected to cache half-way to their ends, [places]."""
-        lengths, joined = self.wave.workload, self.wave.joined[places]
-        return self.answers.halfway(lengths.prompt_tokens[places], joined.max() - joined, lengths.max_tokens[places])
+        lengths, ages = self.wave.workload, self.now - self.wave.joined[places]
+        return self.answers.halfway(lengths.prompt_tokens[places], ages, lengths.max_tokens[places])

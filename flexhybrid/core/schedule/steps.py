@@ -1,7 +1,6 @@
 """What one mini-batch does in one iteration: its tokens and where they lie, request by request."""
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +12,7 @@ from flexhybrid.core.context.prefixes import shared_runs
 from flexhybrid.core.context.selection import kept_tokens, limits_cache
 from flexhybrid.core.context.split import split_point
 from flexhybrid.core.problem import attends_in_place
+from flexhybrid.core.schedule.cached import cached_property
 
 
 class BlockRun(NamedTuple):
@@ -173,6 +173,14 @@ class Common:
         return (self.last - self.first) * BLOCK_TOKENS
 
 
+class ContextMove(NamedTuple):
+    """A whole context, KV and ACT of all layers, on its way between its request's place and the parking area."""
+
+    place: int
+    #: entry -> physical blocks [n] of its pool, of the place; and of the parking area, in the same order
+    blocks: dict[str, tuple[np.ndarray, np.ndarray]]
+
+
 @dataclass(frozen=True)
 class MiniBatchStep:
     """What one mini-batch does in one iteration; the same for all layers that keep as many tokens.
@@ -204,6 +212,8 @@ class MiniBatchStep:
     decodes: bool = False  #: one new token of each request, behind its whole prompt
     in_place: bool = False  #: it decodes, and reads keys and values where they lie
     window: int | None = None  #: of layers with such a window: segments hold what some new token sees; None: all
+    parks: tuple[ContextMove, ...] = ()  #: contexts of requests that step back (``core.schedule.parking``)
+    returns: tuple[ContextMove, ...] = ()  #: contexts of requests that have come back; they decode at once
 
     @cached_property
     def prefill(self) -> bool:
@@ -233,8 +243,13 @@ class MiniBatchStep:
         return sum(segment.max_tokens for segment in self.segments) + self.computed_width
 
     def of(self, representation: str) -> tuple[Segment, ...]:
-        own = tuple(s for s in self.segments if s.representation == representation and s.max_tokens)
-        return own + tuple(s for s in self.shared_segments if s.representation == representation)
+        """The segments of "kv" or "act" that have tokens, and behind them those that requests share."""
+        return self._by_representation[representation]
+
+    @cached_property
+    def _by_representation(self) -> dict[str, tuple[Segment, ...]]:
+        read = (*(s for s in self.segments if s.max_tokens), *self.shared_segments)
+        return {name: tuple(s for s in read if s.representation == name) for name in ("act", "kv")}
 
     @cached_property
     def shared_segments(self) -> tuple[Segment, ...]:
@@ -287,16 +302,16 @@ def make_step(
     if wave.sharing is not None:
         held_from = entries.dealt(depth)
         before = np.maximum(before, held_from)  # what is shared is never dropped
-    tokens_by_entry = entries.stored(kept) - before * BLOCK_TOKENS
+    stored = entries.stored(kept)
+    tokens_by_entry = stored - before * BLOCK_TOKENS
     segments: list[Segment] = []
-    for i, entry in enumerate(entries.names):
-        pool = Pool(entry, window).name
-        extent = Extent(
-            held_blocks(wave, pool, requests), held_from[..., i], before[:, i], wave.num_blocks[pool][requests]
-        )
+    holdings = [held_blocks(wave, Pool(entry, window).name, requests) for entry in entries.names]
+    for i, (entry, (held, reserved)) in enumerate(zip(entries.names, holdings, strict=True)):
+        extent = Extent(held, held_from[..., i], before[:, i], reserved)
         segments += _segments(wave, mini_batch, entry, extent, tokens_by_entry[:, i])
     recomputed = entries.tok_tokens(context) if entries.tok_share else None
-    stores = _stores(wave, requests, context, new_tokens, window)
+    lengths = context, new_tokens, stored if kept is context else None
+    stores = _stores(wave, requests, lengths, holdings, window)
     commons = () if wave.sharing is None else _known_commons(wave, mini_batch, requests, depth)
     decodes = bool(age[0]) and built is None
     if window and commons and not (decodes and wave.policy.attention == "host"):  # the host reads blocks by itself
@@ -374,9 +389,10 @@ def _commons(wave, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...
     return tuple(commons)
 
 
-def held_blocks(wave, pool: str, requests: np.ndarray) -> np.ndarray:
-    """Return the blocks that requests of a wave hold of a pool, in order: [B, most], padded."""
-    return wave.tables[pool][requests, : max(1, int(wave.num_blocks[pool][requests].max()))]
+def held_blocks(wave, pool: str, requests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the blocks that requests of a wave hold of a pool, in order, [B, most], padded; and how many, [B]."""
+    counts = wave.num_blocks[pool][requests]
+    return wave.tables[pool][requests, : max(1, int(counts.max()))], counts
 
 
 class Extent(NamedTuple):
@@ -415,7 +431,10 @@ def _segments(wave, mini_batch: int, entry: str, extent: Extent, tokens) -> list
     ]
 
 
-def _stores(wave, requests, context, new_tokens, window) -> tuple[Store, ...]:
+def _stores(wave, requests, lengths, holdings, window) -> tuple[Store, ...]:
+    """Where new tokens go. ``lengths``: tokens cached before, new ones, and what the former stored (None: not known);
+    ``holdings``: ``held_blocks`` of each entry."""
+    context, new_tokens, token_index = lengths
     width = int(new_tokens.max())
     if width == 1:
         batch_row, within, positions = np.arange(len(requests)), np.zeros_like(context), context
@@ -439,7 +458,8 @@ def _stores(wave, requests, context, new_tokens, window) -> tuple[Store, ...]:
         fresh = positions >= (wave.shared.stored_before[requests] * BLOCK_TOKENS)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
     entry_index = wave.entries.entry_of(positions)
-    token_index = wave.entries.stored(positions)  # how many tokens of each entry came before, dropped ones included
+    if token_index is None or positions is not context:
+        token_index = wave.entries.stored(positions)  # tokens of each entry that came before, dropped ones included
     stores, shared, own_from = [], np.zeros(len(positions), dtype=bool), np.zeros(0, dtype=np.int64)
     if wave.sharing is not None:
         shared = positions < (wave.shared.depth[requests] * BLOCK_TOKENS)[batch_row]
@@ -448,10 +468,8 @@ def _stores(wave, requests, context, new_tokens, window) -> tuple[Store, ...]:
         chosen = entry_index == i
         if not chosen.any():
             continue
-        pool = Pool(entry, window).name
-        reserved = wave.num_blocks[pool][requests][batch_row[chosen]]
-        index = token_index[chosen, i]
-        held = held_blocks(wave, pool, requests)
+        held, counts = holdings[i]
+        reserved, index = counts[batch_row[chosen]], token_index[chosen, i]
         rows = batch_row[chosen] * width + within[chosen]
         if wave.sharing is not None:
             index = index - own_from[batch_row[chosen], i]

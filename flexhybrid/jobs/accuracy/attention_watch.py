@@ -97,17 +97,26 @@ class Seen:
                 self.looked_at[at] = (positions >= 0).sum(-1).float().mean(1) / other.shape[-1]
             attend(executor, task)
 
-        def counted(load):
-            def loaded(executor: Executor, task: Task) -> None:
-                load(executor, task)
-                if task.iteration:
-                    self.moved_bytes[0] += (executor.resolved or {}).get(task.key, task.work).link_bytes
-
-            return loaded
+        def add(num_bytes: float) -> None:
+            self.moved_bytes[0] += num_bytes
 
         executor.verbs["attend"] = attended
-        for verb in LOADS:
-            executor.verbs[verb] = counted(executor.verbs[verb])
+        watch_loads(executor, add)
+
+
+def watch_loads(executor: Executor, on_bytes: Callable[[float], None]) -> None:
+    """Make the executor tell the bytes of each load of context that its decode does, as they really move."""
+
+    def counted(load):
+        def loaded(executor: Executor, task: Task) -> None:
+            load(executor, task)
+            if task.iteration:
+                on_bytes((executor.resolved or {}).get(task.key, task.work).link_bytes)
+
+        return loaded
+
+    for verb in LOADS:
+        executor.verbs[verb] = counted(executor.verbs[verb])
 
 
 def attention_weights(executor: Executor, task: Task) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from flexhybrid.batch.census import per_answer
 from flexhybrid.batch.in_flight import Tokens
 from flexhybrid.batch.openai import Request
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -140,8 +141,12 @@ class Batch:
     def run(self, places: np.ndarray, on_trace: OnTrace | None) -> None:
         """Answer the lines at ``places`` until all are, or the batch shall break off."""
         num_answers, workload = self.requests.num_answers(places), self.requests.workload(places)
-        self.place = np.repeat(places, num_answers)
-        self.index = np.arange(len(self.place)) - np.repeat(np.cumsum(num_answers) - num_answers, num_answers)
+        self.place = per_answer(places, num_answers)
+        self.index = np.broadcast_to(np.int16(0), self.place.shape)  # takes no memory
+        if len(self.place) > len(places):
+            first = np.repeat(np.cumsum(num_answers, dtype=np.int64) - num_answers, num_answers)
+            self.index = (np.arange(len(self.place)) - first).astype(np.int16)
+        del num_answers
         given, begun = None, range(len(self.begun))
         if self.open_lines:
             in_order = self._begun_first()

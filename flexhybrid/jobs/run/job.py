@@ -18,7 +18,7 @@ import transformers
 
 import flexhybrid
 from flexhybrid.batch.answers import ANSWERED, FAILED, PENDING, AnswerFile
-from flexhybrid.batch.census import RequestFile, file_state, take_census
+from flexhybrid.batch.census import RequestFile, file_state, per_answer, take_census
 from flexhybrid.batch.formats import format_of, open_lines
 from flexhybrid.batch.in_flight import InFlight, Tokens
 from flexhybrid.batch.manifest import NOTHING_SERVED, check_same, load_manifest, model_record, save_manifest
@@ -124,7 +124,7 @@ class Job:
         self.answers = files[options.output]
         self.errors = files[options.errors or options.output]
         self.states = np.full(self.census.num_lines, PENDING, dtype=np.uint8)
-        self._order = np.empty(0, dtype=np.int64)
+        self._order = np.empty(0, dtype=np.int32)
         self._taken = 0  #: lines of the census that are in the order, or refused
         self._earlier = 0  #: lines that earlier runs have done
         self.tokens = 0  #: that this run has generated, of answers that it has written
@@ -278,12 +278,11 @@ class Job:
 
     def _settle_policy(self) -> None:
         """Choose the policy for the lines counted so far, where any can be served."""
-        valid = np.flatnonzero(self.census.valid)
-        if not len(valid):
+        if not self.census.valid.any():
             return
         asked = self.options.max_batch
         max_batch = min(WINDOW, asked or WINDOW)
-        lengths = self._expected(self.workload(self._sorted(valid)))
+        lengths = self._expected(self.workload(self._sorted(self.census.valid)))
         count = max_batch * (1 if lengths.answer_tokens is None else REFILLS)
         begins = _representative(lengths, count)
         if self.measure and not (self.census.complete and is_brief(self.llm, lengths, begins)):
@@ -332,7 +331,7 @@ class Job:
 
     def _learn(self, states: np.ndarray, num_tokens: np.ndarray) -> None:
         """Take in the lengths of the answers of the run before, and how far those were that it left unfinished."""
-        limits, counts = self.census.max_tokens, self.census.num_answers
+        limits, counts = self.census.max_tokens, self.census.num_answers(slice(None))
         answered = np.flatnonzero((states == ANSWERED) & self.census.valid)
         if len(answered) < LEAST_ANSWERS:
             return
@@ -363,19 +362,23 @@ class Job:
             return replace(lengths, answer_tokens=self.lengths.expected(lengths.max_tokens))
         return lengths if mean is None else with_mean(lengths, mean)
 
-    def _sorted(self, places: np.ndarray) -> np.ndarray:
+    def _sorted(self, chosen: np.ndarray) -> np.ndarray:
+        """Return the line numbers less one of the lines ``chosen`` [lines from the first on], in the order in which
+        they are to run; int32."""
+        places = np.flatnonzero(chosen).astype(np.int32)
         return places[sorted_by_length(self.census.prompt_tokens[places], self.census.max_tokens[places])]
 
     def _plan(self, say: Callable[[str], None]) -> Forecast:
         """Return the forecast of the pending requests, after saying it. Raise InputError when the largest requests do
         not fit the budgets."""
         pending = self.pending()
-        lengths, lines = self.workload(pending), np.repeat(pending, self.num_answers(pending)) + 1
+        lengths = self.workload(pending)
         for largest in {int(lengths.prompt_tokens.argmax()), int(lengths.cached_tokens.argmax())}:
             try:
                 self.llm.first_wave(lengths.select(slice(largest, largest + 1)))
             except InputError as error:
-                raise InputError(f"line {lines[largest]}: {error}") from None
+                line = per_answer(pending, self.num_answers(pending))[largest] + 1
+                raise InputError(f"line {line}: {error}") from None
         plan = forecast(self.llm, self._expected(lengths))
         if self.crew and plan.seconds is not None:
             plan = replace(plan, seconds=plan.seconds / self.crew.size)
@@ -416,18 +419,17 @@ class Job:
             return
         self._taken = counted
         self._write_refusals(counted)
-        pending = self.census.valid[:counted] & (self.states[:counted] == PENDING)
-        self._order = self._sorted(np.flatnonzero(pending))
+        self._order = self._sorted(self.census.valid[:counted] & (self.states[:counted] == PENDING))
         if self.census.complete:  # the plan took the lines counted by then for all
-            most = self.census.max_tokens[self._order].astype(np.int64) * self.census.num_answers[self._order]
-            self.progress.expect(self.progress.done + len(self._order), self.tokens + int(most.sum()))
+            most = int(np.dot(self.census.max_tokens[self._order], self.num_answers(self._order).astype(np.int64)))
+            self.progress.expect(self.progress.done + len(self._order), self.tokens + most)
 
     def workload(self, places: np.ndarray) -> Workload:
         lengths = self.census.workload(places)
         return lengths if self.llm.arguments.enable_prefix_caching else replace(lengths, prefixes=None)
 
     def num_answers(self, places: np.ndarray) -> np.ndarray:
-        return self.census.num_answers[places]
+        return self.census.num_answers(places)
 
     def request(self, number: int) -> Request:
         return self.source.request(number)
@@ -446,7 +448,7 @@ class Job:
         for number, _, num_tokens in answered:
             self.states[number - 1] = ANSWERED
             self.tokens += num_tokens
-            most = int(self.census.max_tokens[number - 1]) * int(self.census.num_answers[number - 1])
+            most = int(self.census.max_tokens[number - 1]) * (1 + int(self.census.more_answers[number - 1]))
             self.progress.finished(most - num_tokens)
         self.answers.sync_if_due()
 

@@ -19,6 +19,7 @@ from sim.queue_counts import Stints, UnderWay, stints
 
 TRUSTED_S = 1.0  #: seconds of the predicted pace that count beside those that are measured
 KEPT_BUSY = 4096  #: iterations whose resources' busy seconds are kept
+RECENT = 2**16  #: answers that have ended since the iteration from which on a long queue's pace is judged
 KEPT_ENDS = 2**17  #: iterations whose ends are kept: more than any window has
 LEAST_BUSY = 0.2  #: share of the time; how a resource fares that is busy for less says nothing
 MOST_COUNTED = 2048  #: requests that wait; of more every so manieth stands for those beside it
@@ -70,7 +71,8 @@ class Outlook:
         open_wave: Callable[[], Wave] | None = None,
     ):
         self.pace, self.workload, self.open_wave = pace, workload, open_wave
-        self.given = np.zeros(workload.num_requests, np.int64) if given is None else given
+        # Of every line of a file: what nobody writes takes no memory, the rest as little as it may.
+        self.given = np.broadcast_to(np.int64(0), workload.num_requests) if given is None else given
         longest = int(workload.max_tokens.max())
         self.answers = ObservedAnswers(longest, mean_answer)
         #: lengths of answers that the policy in use was chosen for
@@ -78,9 +80,9 @@ class Outlook:
         if seen and len(seen.ended) > longest:
             self.answers = seen
             self.assumed = self._expected(np.arange(workload.num_requests), self.given)
-        self.begun_in = np.full(workload.num_requests, -1)  #: iteration; -1: it waits
-        self.mini_batch = np.zeros(workload.num_requests, np.int32)  #: in which it runs, or ran
-        self.ended_in = np.full(workload.num_requests, -1)  #: iteration; -1: it has not ended
+        self.begun_in = np.full(workload.num_requests, -1, np.int32)  #: iteration; -1: it waits
+        self.mini_batch = np.zeros(workload.num_requests, np.int16)  #: in which it runs, or ran
+        self.ended_in = np.full(workload.num_requests, -1, np.int32)  #: iteration; -1: it has not ended
         self.num_iterations = 0
         self.busy: dict[int, dict[str, float]] = {}  #: iteration -> resource -> busy seconds until its end
         self._told: tuple[float, float, float] | None = None  #: seconds left, when that was told, when it is told anew
@@ -124,19 +126,29 @@ class Outlook:
     def _foretold(self) -> float:
         """Foretell by the work of each resource, as much slower as it was so far: what binds the drain, where few run,
         may be another one than in the iterations that were measured. What is left of the difference is waiting."""
-        now, elapsed = self.num_iterations, self.latest - self.began
-        counted, times = self.stints()
-        seconds = self.pace.slowed(self.slower_resources(0, TRUSTED_S)).seconds(counted, self.workload.prefixes)
+        now, first = self.num_iterations, self._recent()
+        elapsed = self.latest - self.ends.get(first, self.began)
+        counted, times = self.stints(first)
+        seconds = self.pace.slowed(self.slower_resources(first, TRUSTED_S)).seconds(counted, self.workload.prefixes)
         drains = 1 + int(counted.joined.max())
-        past, left = float(seconds[:now].sum()), float(seconds[now:].sum() + (times - 1) * seconds[now:drains].sum())
+        past = float(seconds[first:now].sum())
+        left = float(seconds[now:].sum() + (times - 1) * seconds[now:drains].sum())
         slower = (elapsed + TRUSTED_S) / (past + TRUSTED_S)
         return left * slower - (time.monotonic() - self.latest)
+
+    def _recent(self) -> int:
+        """Return the iteration from which on the pace is judged: 0, or in a long queue one since which about RECENT
+        answers have ended."""
+        if np.count_nonzero(self.ended_in >= 0) <= RECENT:
+            return 0
+        since = int(np.partition(self.ended_in, -RECENT)[-RECENT])
+        return max(since, self.num_iterations - KEPT_BUSY + 1)
 
     def slower(self, first: int) -> float:
         """Return how many times as long the iterations from ``first`` on took as is predicted of what was done in them;
         who ran is known, so the lengths of answers have no part in it."""
         now = self.num_iterations
-        predicted = float(self.pace.seconds(self._ran(), self.workload.prefixes)[first:now].sum())
+        predicted = float(self.pace.seconds(self._ran(first), self.workload.prefixes)[first:now].sum())
         return (self.ends[now] - self.ends[first]) / max(predicted, 1e-300)
 
     def slower_resources(self, first: int, trusted_s: float = 0.0) -> dict[str, float]:
@@ -144,7 +156,7 @@ class Outlook:
         that is not measured. ``trusted_s``: seconds as predicted that count beside the measured ones."""
         now = self.num_iterations
         before, busy = self.busy.get(first, {}), self.busy.get(now, {})
-        predicted = self.pace.work(self._ran(), self.workload.prefixes)
+        predicted = self.pace.work(self._ran(first), self.workload.prefixes)
         return {
             resource: (busy[resource] - before.get(resource, 0.0) + trusted_s)
             / max(float(work[first:now].sum()) + trusted_s, 1e-300)
@@ -152,15 +164,19 @@ class Outlook:
             if busy.get(resource, 0.0) - before.get(resource, 0.0) > LEAST_BUSY * (self.ends[now] - self.ends[first])
         }
 
-    def _ran(self) -> Stints:
-        """Return who has run when, as far as is known."""
-        begun, now = np.flatnonzero(self.begun_in >= 0), self.num_iterations
+    def _ran(self, first: int = 0) -> Stints:
+        """Return who has run when, of those that ran in iteration ``first`` or later, as far as is known."""
+        open_or_late = (self.ended_in < 0) | (self.ended_in >= first)
+        begun, now = np.flatnonzero((self.begun_in >= 0) & open_or_late), self.num_iterations
         last = np.where(self.ended_in[begun] < 0, now - 1, self.ended_in[begun])
         return self._stints(begun, self.begun_in[begun], np.maximum(last, self.begun_in[begun]) + 1)
 
-    def waiting(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return those who wait, and the lengths that their answers are expected to have by those that have ended."""
+    def waiting(self, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return those who wait, and the lengths that their answers are expected to have by those that have ended.
+        ``most``: of more than so many every so manieth."""
         waits = np.flatnonzero(self.begun_in < 0)
+        if most and len(waits) > most:
+            waits = waits[every_so_manieth(len(waits), most, False)]
         runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
         ages = np.r_[self.given[waits], self.given[runs] + self.num_iterations - self.begun_in[runs]]
         return waits, self._expected(np.r_[waits, runs], ages)[: len(waits)]
@@ -174,7 +190,7 @@ class Outlook:
         more = self._expected(runs, ages) - ages
         prompts = self.workload.prompt_tokens[runs] + ages
         places = np.arange(len(runs))
-        shared = self.workload.shared_tokens[runs]
+        shared = self.workload.select(runs).shared_tokens
         return Stints(
             request=places,
             mini_batch=places,
@@ -184,6 +200,7 @@ class Outlook:
             surplus=places < 0,
             shared_tokens=shared,
             found_tokens=shared,
+            moved=places < 0,
         )
 
     def _expected(self, requests: np.ndarray, ages: np.ndarray) -> np.ndarray:
@@ -191,9 +208,10 @@ class Outlook:
         limits = self.workload.max_tokens[requests]
         return self.answers.expected(limits, np.minimum(ages, limits - 1))
 
-    def stints(self) -> tuple[Stints, float]:
-        """Return who has run when, and who is expected to run when, as the batch counts its queue; and how many times
-        as long it takes to their last joining, where not all who wait are counted. Raise ValueError without one."""
+    def stints(self, first: int = 0) -> tuple[Stints, float]:
+        """Return who has run when, of those that ran in iteration ``first`` or later, and who is expected to run when,
+        as the batch counts its queue; and how many times as long it takes to their last joining, where not all who wait
+        are counted. Raise ValueError without a batch."""
         if self.open_wave is None:
             raise ValueError("nobody knows the batch")
         now, wave, workload = self.num_iterations, self.open_wave(), self.workload
@@ -201,20 +219,18 @@ class Outlook:
             wave.queue.ended = self.answers.ended + self.answers.cut
         groups, back = self._members(wave)
         runs = np.array([request for group in groups for request in group], dtype=np.int64)
-        waits = np.r_[back, np.flatnonzero(self.begun_in < 0)].astype(np.int64)
-        open_requests = np.r_[runs, waits]
-        ages = np.r_[now - self.begun_in[runs], np.zeros(len(waits), np.int64)] + self.given[open_requests]
-        ages = np.minimum(ages, workload.max_tokens[open_requests] - 1)
-        given, answers = np.zeros((2, workload.num_requests), np.int64)
-        given[open_requests], answers[open_requests] = ages, self._expected(open_requests, ages)
-        left = replace(workload, answer_tokens=np.maximum(answers, 1)).behind(given)
-        known, chosen, times = self._ran(), waits, 1.0
+        waits, times = np.r_[back, np.flatnonzero(self.begun_in < 0)].astype(np.int64), 1.0
         if len(waits) > MOST_COUNTED:
             chosen = waits[every_so_manieth(len(waits), MOST_COUNTED, workload.prefixes is not None)]
-            times = float(left.answers[waits].sum() / left.answers[chosen].sum())
+            waits, times = chosen, len(waits) / len(chosen)
+        open_requests = np.r_[runs, waits]
+        known = self._ran(first)
         if not len(open_requests):
             return known, times
-        counted = stints(wave, left, UnderWay(groups, chosen.tolist()))
+        ages = np.r_[now - self.begun_in[runs], np.zeros(len(waits), np.int64)] + self.given[open_requests]
+        ages = np.minimum(ages, workload.max_tokens[open_requests] - 1)
+        answers = np.maximum(self._expected(open_requests, ages), 1)
+        counted = _counted(wave, workload, UnderWay(groups, waits.tolist()), open_requests, ages, answers)
         goes_on = (counted.joined == 0) & np.isin(counted.request, runs)
         known.left[np.searchsorted(known.request, counted.request[goes_on])] = now + counted.left[goes_on]
         more = counted.select(~goes_on)
@@ -238,14 +254,35 @@ class Outlook:
         return groups, back
 
     def _stints(self, requests: np.ndarray, begun: np.ndarray, ended: np.ndarray) -> Stints:
-        shared = self.workload.shared_tokens[requests]  # by all but the first
+        lengths = self.workload.select(requests)
+        shared = lengths.shared_tokens  # by all but the first
         return Stints(
             request=requests,
-            mini_batch=self.mini_batch[requests] % self.pace.num_mini_batches,
-            prompt_tokens=self.workload.prompt_tokens[requests] + self.given[requests],
-            joined=begun,
-            left=ended,
+            mini_batch=self.mini_batch[requests].astype(np.int64) % self.pace.num_mini_batches,
+            prompt_tokens=lengths.prompt_tokens + self.given[requests],
+            joined=begun.astype(np.int64),
+            left=ended.astype(np.int64),
             surplus=np.zeros(len(requests), bool),
             shared_tokens=shared,
             found_tokens=shared,
+            moved=np.zeros(len(requests), bool),
         )
+
+
+def _counted(
+    wave: Wave, workload: Workload, under_way: UnderWay, requests: np.ndarray, given: np.ndarray, answers: np.ndarray
+) -> Stints:
+    """Count a queue of which ``requests`` are open, with ``given`` tokens each and answers of ``answers`` in all.
+
+    Only where prompts share what they begin with, which is known by request, are arrays over all requests made.
+    """
+    if wave.sharing:
+        given_of_all, answers_of_all = np.zeros_like(workload.max_tokens), np.ones_like(workload.max_tokens)
+        given_of_all[requests], answers_of_all[requests] = given, answers
+        return stints(wave, replace(workload, answer_tokens=answers_of_all).behind(given_of_all), under_way)
+    number = {request: place for place, request in enumerate(requests.tolist())}
+    running = [[number[request] for request in group] for group in under_way.running]
+    waiting = [number[request] for request in under_way.waiting]
+    few = replace(workload.select(requests), answer_tokens=answers).behind(given)
+    counted = stints(wave, few, UnderWay(running, waiting))
+    return replace(counted, request=requests[counted.request])

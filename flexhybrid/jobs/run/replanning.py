@@ -22,7 +22,7 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.refill import may_grow
 from flexhybrid.core.waves import check_longest
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.run.outlook import ChangeCosts, Outlook, change_costs
+from flexhybrid.jobs.run.outlook import MOST_COUNTED, ChangeCosts, Outlook, change_costs
 from flexhybrid.llm import LLM, MOST_AT_A_TIME
 from flexhybrid.resolve import auto_settings
 from sim.queue_clock import QueueRun, price_queue
@@ -66,7 +66,7 @@ class Watch:
         now = outlook.num_iterations
         if now - self.first < WINDOW_ITERATIONS or outlook.ends[now] - outlook.ends[self.first] < WINDOW_S:
             return None
-        waits, answers = outlook.waiting()
+        waits, answers = outlook.waiting(MOST_COUNTED)
         if not len(waits):
             return None
         mean, assumed = float(answers.mean()), float(outlook.assumed[waits].mean())

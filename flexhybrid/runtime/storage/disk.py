@@ -257,7 +257,10 @@ class DiskSpace:
                 if not helper.cancel():
                     helper.result()  # no buffer may be touched after this call has returned
         if errors:
-            raise errors[0]
+            try:
+                raise errors[0]
+            finally:
+                errors.clear()  # the error's traceback holds this frame: a circle would keep the buffers
         if closed:
             raise DiskError(f"{self._file} was closed during a {direction}")
 

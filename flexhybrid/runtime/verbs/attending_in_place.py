@@ -126,7 +126,7 @@ def _layout(
 
 def _queries(state: State, rows: torch.Tensor) -> torch.Tensor:
     """Return the queries [B, H, d] of projected rows."""
-    return rows[:, state.shape.kv_width :].unflatten(1, (state.shape.num_heads, state.shape.head_dim))
+    return rows[:, state.shape.kv_width :].view(len(rows), state.shape.num_heads, state.shape.head_dim)
 
 
 def attend_blocks_in_place(

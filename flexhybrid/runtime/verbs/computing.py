@@ -154,7 +154,7 @@ def _stage_stores(state: State, task: Task, packed: bool) -> None:
             continue
         source = state.act if store.representation == "act" else state.kvq[slot][:, : state.shape.kv_width]
         rows = tensors.stores[store.space].rows
-        target = state.buffers.staging[store.space][slot, : len(store.rows) if rows is None else len(rows)]
+        target = state.buffers.staged(store.space, slot, len(store.rows) if rows is None else len(rows))
         if packed:
             new = source if rows is None else source[rows]
             state.buffers.formats[store.representation].pack(new, target, state.compute_share)
@@ -172,7 +172,7 @@ def scatter_device(state: State, task: Task) -> None:
             continue
         place, pool = tensors.stores[store.space], state.buffers.pools[store.space][task.layer]
         count = len(store.rows) if place.blocks is None else len(place.blocks)
-        rows = state.buffers.staging[store.space][slot, :count]
+        rows = state.buffers.staged(store.space, slot, count)
         if state.selection.chooses_places(task.payload.step):
             rows = rows.view(-1, 2, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
             blocks, heads, offsets = state.cells(store, state.selection.places[slot])

@@ -1,0 +1,556 @@
+"""The kernels of decode attention on a CPU, which ``kernels.in_place`` calls.
+
+numba compiles them (https://numba.pydata.org); the results are kept beside this file, or in the user's cache folder.
+numba's cache looks at the file of a kernel alone, so all that is compiled together stands here.
+
+The scores of CHUNK_BLOCKS blocks are computed first, then their softmax, then the sum of their values (the running
+softmax of Milakov and Gimelshein 2018, "Online normalizer calculation for softmax", a chunk at a time). Kernels compute
+in float32 with vectors of the processor's width (``Lanes``), from memory addresses. Up to four queries of a key head
+pass over its keys and values together (``_pass``): what they load is converted once for all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from llvmlite.binding import get_host_cpu_features
+from numba import extending
+from numba.core import cgutils, types
+from numba.extending import models, register_model
+
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.runtime.kernels.compiled import converts_float16
+
+#: By dtype of keys and values: a value of the type by which numba chooses how the kernels load them.
+KINDS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+if converts_float16():
+    KINDS[torch.float16] = np.int16(0)
+LOWEST = np.float32(-3e38)
+CHUNK_BLOCKS = 4  #: whose scores are kept at a time
+LANES = 16 if get_host_cpu_features().get("avx512f") else 8  #: float32 of a vector
+VECTOR_BYTES = 4 * LANES
+ROW_BYTES = CHUNK_BLOCKS * BLOCK_TOKENS * 4  #: of a query's scores
+#: Queries, and elements of them, that pass over a chunk together: their scores and sums stay in a core's caches,
+#: while the memory of several heads is read in a row.
+TILE_QUERIES, TILE_ELEMENTS = 64, 4096
+
+LINE_BYTES = 64  #: of a cache
+AHEAD_BYTES = 8192  #: of a block's keys, or values, between what is read and what is prefetched
+
+#: No "fastmath": it would let LLVM drop the rounding in ``_exp``. Sums are vectors by hand, products and sums fuse.
+NUMBA: dict[str, Any] = {"nogil": True, "error_model": "numpy", "cache": True}
+PART: dict[str, Any] = {
+    **NUMBA,
+    "no_cpython_wrapper": True,
+    "no_cfunc_wrapper": True,
+}  #: kernels call it, Python cannot
+
+intrinsic: Any = extending.intrinsic  #: a kernel calls what it decorates without the context
+
+FLOAT, HALF, I16, I32, I64 = ir.FloatType(), ir.HalfType(), *(ir.IntType(bits) for bits in (16, 32, 64))
+FLOATS, HALVES, SHORTS, WORDS = (ir.VectorType(of, LANES) for of in (FLOAT, HALF, I16, I32))
+FUSED = ("contract",)
+
+
+class Lanes(types.Type):
+    """Type of a vector of LANES float32, in kernels alone."""
+
+    def __init__(self):
+        super().__init__("Lanes")
+
+
+VECTOR = Lanes()
+
+
+@register_model(Lanes)
+class LanesModel(models.PrimitiveModel):
+    """A vector register."""
+
+    def __init__(self, manager, lanes):
+        super().__init__(manager, lanes, FLOATS)
+
+
+def _typed(result, arguments, emit):
+    """Return what numba asks of an intrinsic: its signature, and what writes its code: emit(builder, *values)."""
+
+    def generate(context, builder, _signature, values):
+        value = emit(builder, *values)
+        return context.get_dummy_value() if result == types.void else value
+
+    return result(*arguments), generate
+
+
+def _words(*values):
+    return ir.Constant(ir.VectorType(I32, len(values)), values)
+
+
+def _floats(value):
+    return ir.Constant(FLOATS, [float(np.float32(value))] * LANES)
+
+
+def _read(builder, address, of):
+    loaded = builder.load(builder.inttoptr(address, ir.PointerType(of)), typ=of)
+    loaded.align = 2 if of in (SHORTS, HALVES) else 4
+    return loaded
+
+
+def _write(builder, address, value):
+    builder.store(value, builder.inttoptr(address, ir.PointerType(value.type))).align = 4
+
+
+def _to_all(builder, value):
+    vector = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), value, I32(0))
+    return builder.shuffle_vector(vector, vector, _words(*[0] * LANES))
+
+
+@intrinsic
+def _load(_context, address):
+    return _typed(VECTOR, (address,), lambda builder, address: _read(builder, address, FLOATS))
+
+
+@intrinsic
+def _store(_context, address, lanes):
+    return _typed(types.void, (address, lanes), _write)
+
+
+@intrinsic
+def _fill(_context, value):
+    return _typed(VECTOR, (value,), _to_all)
+
+
+@intrinsic
+def _add(_context, lanes, others):
+    return _typed(VECTOR, (lanes, others), lambda builder, *values: builder.fadd(*values))
+
+
+@intrinsic
+def _scale(_context, lanes, factors):
+    return _typed(VECTOR, (lanes, factors), lambda builder, *values: builder.fmul(*values))
+
+
+def _fuse(builder, factor, other, added):
+    """Return factor · other + added, in one instruction where the processor has it."""
+    return builder.fadd(builder.fmul(factor, other, flags=FUSED), added, flags=FUSED)
+
+
+def _larger(builder, one, other):
+    return builder.select(builder.fcmp_ordered(">", one, other), one, other)
+
+
+@intrinsic
+def _highest(_context, lanes, others):
+    return _typed(VECTOR, (lanes, others), _larger)
+
+
+def _folded(fold):
+    """Return an intrinsic that folds the lanes of a vector to one value."""
+
+    def emit(builder, value):
+        distance = LANES // 2
+        while distance:
+            moved = builder.shuffle_vector(value, value, _words(*range(distance, LANES), *[0] * distance))
+            value, distance = fold(builder, value, moved), distance // 2
+        return builder.extract_element(value, I32(0))
+
+    @intrinsic
+    def of_lanes(_context, lanes):
+        return _typed(types.float32, (lanes,), emit)
+
+    return of_lanes
+
+
+_total = _folded(lambda builder, one, other: builder.fadd(one, other))
+_peak = _folded(_larger)
+
+
+#: Of (e^x - 1 - x) / x², from the highest power down, for |x| <= log(2) / 2 (Cephes, expf; 1e-7 relative).
+EXP_TERMS = 1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1
+LOG_2_PARTS = 0.693359375, -2.12194440e-4  #: their sum, the first one exact in few bits
+ROUNDING = 1.5 * 2**23  #: a float32 so large that adding to it rounds to an integer, in its lowest bits
+
+
+@intrinsic
+def _exp(_context, lanes):
+    """Return e^x for x <= 0; 0 for x < -87.7, not a number for what is none."""
+
+    def emit(builder, x):
+        x = builder.select(builder.fcmp_ordered("<", x, _floats(-88)), _floats(-88), x)
+        shifted = _fuse(builder, x, _floats(1 / np.log(2)), _floats(ROUNDING))
+        power = builder.fsub(shifted, _floats(ROUNDING))
+        for part in LOG_2_PARTS:
+            x = _fuse(builder, power, _floats(-part), x)
+        series = _floats(EXP_TERMS[0])
+        for term in EXP_TERMS[1:]:
+            series = _fuse(builder, series, x, _floats(term))
+        series = builder.fadd(_fuse(builder, series, builder.fmul(x, x), x), _floats(1))
+        exponent = builder.add(builder.bitcast(shifted, WORDS), _words(*[127] * LANES))
+        return builder.fmul(series, builder.bitcast(builder.shl(exponent, _words(*[23] * LANES)), FLOATS))
+
+    return _typed(VECTOR, (lanes,), emit)
+
+
+@intrinsic
+def _copy(_context, target, source, num_bytes):
+    def emit(builder, target, source, num_bytes):
+        byte = ir.PointerType(ir.IntType(8))
+        cgutils.raw_memcpy(builder, builder.inttoptr(target, byte), builder.inttoptr(source, byte), num_bytes, 1)
+
+    return _typed(types.void, (target, source, num_bytes), emit)
+
+
+def _elements(builder, kind, address):
+    """Load LANES elements of a kind as float32."""
+    if kind == types.float32:
+        return _read(builder, address, FLOATS)
+    if kind == types.int16:
+        return builder.fpext(_read(builder, address, HALVES), FLOATS)
+    words = builder.zext(_read(builder, address, SHORTS), WORDS)  # the upper half of a float32 is a bfloat16
+    return builder.bitcast(builder.shl(words, _words(*[16] * LANES)), FLOATS)
+
+
+def _prefetch(builder, address):
+    byte = ir.PointerType(ir.IntType(8))
+    kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
+    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])  # to read
+
+
+def _merges():
+    """Return how vectors of LANES become one of their sums: by which lanes of two neighbours, twice, each step makes
+    one of them; and in which order the vectors must stand at first.
+
+    A step adds the first halves of groups of lanes to their last halves. Groups of 32 bytes and more go beside those
+    of the other vector, smaller ones beside those in the same 16 bytes, as processors shuffle in one instruction.
+    """
+    steps, owners, half = [], np.arange(LANES)[:, None].repeat(LANES, 1), LANES // 2
+    while half:
+        span = LANES if half >= 4 else 4
+        lanes = np.arange(2 * LANES).reshape(2, LANES // span, span // (2 * half), 2, half).swapaxes(0, 1)
+        steps.append([lanes[..., which, :].ravel() for which in range(2)])
+        owners, half = owners.reshape(-1, 2 * LANES)[:, steps[-1][0]], half // 2
+    return [[_words(*of.tolist()) for of in step] for step in steps], np.argsort(owners[0])
+
+
+MERGES, MERGED = _merges()
+
+
+def _sums_of(builder, vectors):
+    """Return a vector of the sum of each of LANES vectors, in their order."""
+    vectors = [vectors[i] for i in MERGED]
+    for step in MERGES:
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [builder.fadd(*(builder.shuffle_vector(*pair, lanes) for lanes in step)) for pair in pairs]
+    return vectors[0]
+
+
+def _behind(builder, address, index, step):
+    """Return the address of the element of this index where so many bytes lie from one to the next."""
+    return builder.add(address, builder.mul(index, step if isinstance(step, ir.Value) else I64(step)))
+
+
+def _fuse_in(builder, sums, factor, other):
+    """Add a product to sums in registers."""
+    builder.store(_fuse(builder, factor, other, builder.load(sums)), sums)
+
+
+def _pass(queries, emit):
+    """Return an intrinsic that passes over ``count`` tokens of a head with so many of its queries. ``tile``: addresses
+    of their scores, or weights, and of their elements, or sums, and bytes from one query's to the next; ``rows``:
+    address of the tokens' keys, or values, bytes from one token to the next, and from what is read to what is
+    prefetched."""
+
+    @intrinsic
+    def of_head(_context, kind, tile, rows, count):
+        def unpacked(builder, _, tile, rows, count):
+            tile, rows = (cgutils.unpack_tuple(builder, one, 3) for one in (tile, rows))
+            emit(builder, kind, queries, tile, rows, count)
+
+        return _typed(types.void, (kind, tile, rows, count), unpacked)
+
+    return of_head
+
+
+def _in_steps(builder, total, wide, step):
+    """Emit step(first vector, number of vectors) for all of ``total`` vectors: ``wide`` at a time, then one by one."""
+    end = builder.sub(total, builder.urem(total, I64(wide)))
+    with cgutils.for_range_slice(builder, I64(0), end, I64(wide)) as (vector, _):
+        step(vector, wide)
+    with cgutils.for_range_slice(builder, end, total, I64(1)) as (vector, _):
+        step(vector, 1)
+
+
+def _emit_scores(builder, kind, queries, tile, rows, count):
+    """Write the scores of tokens, as many at a time as give a vector of them; a line of a cache at a time is read of
+    each, and prefetched."""
+    (scores, taken, row), (keys, step, ahead), tokens = tile, rows, LANES // queries
+    vector_bytes = LANES * kind.bitwidth // 8
+    with cgutils.for_range_slice(builder, I64(0), count, I64(tokens)) as (token, _):
+        sums = [cgutils.alloca_once_value(builder, _floats(0)) for _ in range(LANES)]
+        first = _behind(builder, keys, token, step)
+
+        def add(vector, vectors):
+            at = _behind(builder, first, vector, vector_bytes)
+            places = [_behind(builder, at, I64(i), step) for i in range(tokens)]
+            for place in places:
+                _prefetch(builder, builder.add(place, ahead))
+            for other in range(vectors):
+                elements = [_elements(builder, kind, builder.add(of, I64(other * vector_bytes))) for of in places]
+                at = builder.add(_behind(builder, taken, vector, VECTOR_BYTES), I64(other * VECTOR_BYTES))
+                for query in range(queries):
+                    own = _read(builder, _behind(builder, at, I64(query), row), FLOATS)
+                    for i in range(tokens):
+                        _fuse_in(builder, sums[query * tokens + i], own, elements[i])
+
+        _in_steps(builder, builder.udiv(row, I64(VECTOR_BYTES)), LINE_BYTES // vector_bytes, add)
+        found = _sums_of(builder, [builder.load(one) for one in sums])
+        for query in range(queries):
+            own = builder.shuffle_vector(found, found, _words(*range(query * tokens, (query + 1) * tokens)))
+            _write(builder, builder.add(_behind(builder, scores, token, 4), I64(query * ROW_BYTES)), own)
+
+
+def _emit_sums(builder, kind, queries, tile, rows, count):
+    """Add values, by their weights, to sums: of 64 elements in a pass over the tokens, or of as many as registers
+    hold for all queries, then of a vector in a pass."""
+    (weights, sums, row), (values, step, ahead), element_bytes = tile, rows, kind.bitwidth // 8
+
+    def add(vector, vectors):
+        places = [
+            builder.add(_behind(builder, _behind(builder, sums, vector, VECTOR_BYTES), I64(query), row), I64(offset))
+            for query in range(queries)
+            for offset in range(0, vectors * VECTOR_BYTES, VECTOR_BYTES)
+        ]
+        kept = [cgutils.alloca_once_value(builder, _read(builder, place, FLOATS)) for place in places]
+        first = _behind(builder, values, vector, LANES * element_bytes)
+        with cgutils.for_range(builder, count) as token:
+            at = _behind(builder, first, token.index, step)
+            for line in range(0, vectors * LANES * element_bytes, LINE_BYTES):
+                _prefetch(builder, builder.add(builder.add(at, ahead), I64(line)))
+            elements = [
+                _elements(builder, kind, builder.add(at, I64(i * LANES * element_bytes))) for i in range(vectors)
+            ]
+            at = _behind(builder, weights, token.index, 4)
+            for query in range(queries):
+                weight = _to_all(builder, _read(builder, builder.add(at, I64(query * ROW_BYTES)), FLOAT))
+                for i in range(vectors):
+                    _fuse_in(builder, kept[query * vectors + i], weight, elements[i])
+        for place, one in zip(places, kept, strict=True):
+            _write(builder, place, builder.load(one))
+
+    _in_steps(builder, builder.udiv(row, I64(VECTOR_BYTES)), min(64 // LANES, LANES // queries), add)
+
+
+_score_four, _score_two, _score_one = (_pass(queries, _emit_scores) for queries in (4, 2, 1))
+_weigh_four, _weigh_two, _weigh_one = (_pass(queries, _emit_sums) for queries in (4, 2, 1))
+
+
+@intrinsic
+def _put(_context, address, value):
+    return _typed(types.void, (address, value), _write)
+
+
+@intrinsic
+def _size_of(_context, kind):
+    """Return the bytes of an element."""
+    return _typed(types.int64, (kind,), lambda builder, _: ir.IntType(64)(kind.bitwidth // 8))
+
+
+@numba.njit(**NUMBA)
+def attend_items(kind, source, memories, layout, target, first, end):
+    """Attend with the queries of items [first, end). ``source``: address of the queries, bytes from a request to the
+    next, G, r, d, factor of scores. ``target``: address of what is attended, and an array for the logarithms of the
+    sums."""
+    groups, queries, d, factor = source[2:]
+    heads = max(1, min(TILE_QUERIES, TILE_ELEMENTS // d) // queries)
+    rows, row = heads * queries, (d + LANES - 1) // LANES * VECTOR_BYTES
+    scores = np.empty(rows * ROW_BYTES, np.uint8)
+    taken, sums = np.empty(rows * row, np.uint8), np.empty(rows * row, np.uint8)
+    softmax, padded = np.empty((2, rows), np.float32), np.zeros((BLOCK_TOKENS + 2) * row, np.uint8)
+    tile = _address_of(scores), _address_of(taken), _address_of(sums), _address_of(padded)
+    sizes = row, queries, d * _size_of(kind), row // 4 * _size_of(kind)
+    begin, behind = first // groups, (end + groups - 1) // groups
+    most = 1
+    for request in range(begin, behind):
+        most = max(most, _num_blocks(layout[0], request))
+    found = np.empty((most + 1, 6), np.int64)
+    for request in range(begin, behind):
+        total = _find_blocks(layout, memories, request, _size_of(kind), found)
+        until = min(end - request * groups, groups)
+        for head in range(max(first - request * groups, 0), until, heads):
+            count = min(heads, until - head)
+            at = (request * groups + head) * queries
+            _take(source[0] + request * source[1] + head * queries * d * 4, tile, count * queries, (d, row, factor))
+            _begin(tile[2], softmax, count * queries, row)
+            for block in range(0, total, CHUNK_BLOCKS):
+                chunk = block, min(total, block + CHUNK_BLOCKS)
+                _go_over(kind, found, tile, sizes, chunk, (head, head + count), False)
+                for query in range(count * queries):
+                    _soften(tile[0] + query * ROW_BYTES, chunk[1] - block, softmax, query, tile[2] + query * row, row)
+                _go_over(kind, found, tile, sizes, chunk, (head, head + count), True)
+            _give(target[0] + at * d * 4, tile, softmax, count * queries, (d, row))
+            for query in range(count * queries):
+                target[1][at + query] = softmax[0, query] + np.log(softmax[1, query])
+    scores[0] = taken[0] = sums[0] = padded[0] = 0  # until here they are in use
+
+
+@numba.njit(**PART)
+def _address_of(array):
+    return np.int64(array.ctypes.data)  # numba adds an unsigned and a signed number to a float
+
+
+@numba.njit(**PART)
+def _num_blocks(tokens, request):
+    total = 0
+    for part in range(len(tokens)):
+        total += (tokens[part, request] + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    return total
+
+
+@numba.njit(**PART)
+def _find_blocks(layout, memories, request, size, found):
+    """Write of each block of a request: address of its first head's keys, bytes from a token, a head, and from keys to
+    values, filled tokens, hidden ones among them; behind the last one the first again. Return how many there are."""
+    tokens, blocks, strides = layout
+    total = 0
+    for part in range(len(memories)):
+        first = strides[part, 0] + request * strides[part, 1]
+        for block in range((tokens[part, request] + BLOCK_TOKENS - 1) // BLOCK_TOKENS):
+            if blocks[1, first + block] == BLOCK_TOKENS:
+                continue
+            found[total, 0] = memories[part] + size * blocks[0, first + block]
+            for i in range(1, 4):
+                found[total, i] = size * strides[part, 1 + i]
+            found[total, 4] = min(BLOCK_TOKENS, tokens[part, request] - block * BLOCK_TOKENS)
+            found[total, 5] = blocks[1, first + block]
+            total += 1
+    for i in range(6):
+        found[total, i] = found[0, i]
+    return total
+
+
+@numba.njit(**PART)
+def _begin(sums, softmax, count, row):
+    """Let no token be attended to yet."""
+    for at in range(0, count * row, VECTOR_BYTES):
+        _store(sums + at, _fill(np.float32(0)))
+    for query in range(count):
+        softmax[0, query], softmax[1, query] = LOWEST, np.float32(0)
+
+
+@numba.njit(**PART)
+def _take(source, tile, count, sizes):
+    """Lay queries side by side, scaled and padded to whole vectors."""
+    d, row, factor = sizes
+    padded = tile[3] + BLOCK_TOKENS * row
+    for query in range(count):
+        _copy(padded, source + query * d * 4, d * 4)
+        for at in range(0, row, VECTOR_BYTES):
+            _store(tile[1] + query * row + at, _scale(_load(padded + at), _fill(factor)))
+
+
+@numba.njit(**PART)
+def _give(target, tile, softmax, count, sizes):
+    """Write the weighted values of queries, divided by the sums of their weights."""
+    d, row = sizes
+    for query in range(count):
+        sums, factor = tile[2] + query * row, _fill(np.float32(1) / softmax[1, query])
+        for at in range(0, row, VECTOR_BYTES):
+            _store(sums + at, _scale(_load(sums + at), factor))
+        _copy(target + query * d * 4, sums, d * 4)
+
+
+@numba.njit(**PART)
+def _ahead(found, block, chunk, of_values):
+    """Return how many bytes behind a block's keys, or values, those lie that come next for the same head: of the next
+    block; behind a chunk's last keys its first values, behind its last values the next keys."""
+    first, end = chunk
+    following, values = block + 1, of_values
+    if following == end:
+        values = not of_values
+        following = end if of_values else first
+    ahead = found[following, 0] - found[block, 0]
+    return ahead + values * found[following, 3] - of_values * found[block, 3]
+
+
+@numba.njit(**PART)
+def _soon(ahead, head, heads, step, head_bytes):
+    """Return how many bytes behind those of a head the keys, or values, lie that are prefetched beside them: of a later
+    head of the block, or of one that comes first in what lies ``ahead``. ``step``: from a head to the next."""
+    later, count = max(1, AHEAD_BYTES // (BLOCK_TOKENS * head_bytes)), heads[1] - heads[0]
+    if head + later < heads[1]:
+        return later * step
+    return ahead + (min(later, count) - count) * step
+
+
+@numba.njit(**PART)
+def _rows(rows, count, sizes, padded):
+    """Return the address and stride of a head's rows in a block: themselves, or copies that zeros fill to units."""
+    address, stride = rows
+    _, _, head_bytes, unit_bytes = sizes
+    if head_bytes == unit_bytes:
+        return rows
+    for token in range(count):
+        _copy(padded + token * unit_bytes, address + token * stride, head_bytes)
+    return padded, unit_bytes
+
+
+@numba.njit(**PART)
+def _go_over(kind, found, tile, sizes, chunk, heads, of_values):
+    """Write the scores of a chunk's tokens with the queries of some heads; or add its values, by their weights, to the
+    sums of these queries."""
+    row, queries, head_bytes, _ = sizes
+    for block in range(*chunk):
+        ahead, count, hidden = _ahead(found, block, chunk, of_values), found[block, 4], found[block, 5]
+        for head in range(*heads):
+            first = found[block, 0] + head * found[block, 2] + of_values * found[block, 3]
+            first, step = _rows((first, found[block, 1]), count, sizes, tile[3])
+            rows = first, step, _soon(ahead, head, heads, found[block, 2], head_bytes)
+            place, query = (head - heads[0]) * queries, 0
+            scores = tile[0] + place * ROW_BYTES + (block - chunk[0]) * BLOCK_TOKENS * 4
+            while query < queries:
+                own = scores + query * ROW_BYTES, tile[1 + of_values] + (place + query) * row, row
+                if query + 4 <= queries:
+                    _weigh_four(kind, own, rows, count) if of_values else _score_four(kind, own, rows, count)
+                    query += 4
+                elif query + 2 <= queries:
+                    _weigh_two(kind, own, rows, count) if of_values else _score_two(kind, own, rows, count)
+                    query += 2
+                else:
+                    _weigh_one(kind, own, rows, count) if of_values else _score_one(kind, own, rows, count)
+                    query += 1
+            if not of_values and (hidden or count < BLOCK_TOKENS):
+                for query in range(queries):
+                    _hide(scores + query * ROW_BYTES, hidden, count)
+
+
+@numba.njit(**PART)
+def _hide(scores, first, count):
+    """Let a block's tokens before the first one and behind the last one weigh nothing."""
+    for token in range(first):
+        _put(scores + 4 * token, LOWEST)
+    for token in range(count, BLOCK_TOKENS):
+        _put(scores + 4 * token, LOWEST)
+
+
+@numba.njit(**PART)
+def _soften(scores, blocks, softmax, query, sums, row):
+    """Turn a query's scores of a chunk into weights, relative to the highest score so far; scale what was summed with
+    others. ``softmax``: of each query the highest score, and the sum of its weights."""
+    size, highest = blocks * BLOCK_TOKENS * 4, _load(scores)
+    for at in range(VECTOR_BYTES, size, VECTOR_BYTES):
+        highest = _highest(highest, _load(scores + at))
+    peak = _peak(highest)
+    if peak > softmax[0, query]:
+        scale = np.exp(softmax[0, query] - peak)
+        softmax[0, query], softmax[1, query] = peak, softmax[1, query] * scale
+        for at in range(0, row, VECTOR_BYTES):
+            _store(sums + at, _scale(_load(sums + at), _fill(scale)))
+    less, total = _fill(-softmax[0, query]), _fill(np.float32(0))
+    for at in range(0, size, VECTOR_BYTES):
+        weights = _exp(_add(_load(scores + at), less))
+        _store(scores + at, weights)
+        total = _add(total, weights)
+    softmax[1, query] += _total(total)

@@ -1,0 +1,60 @@
+"""When a place is free again: a request that ends by itself leaves when the next iteration is settled, or one later."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule import positions
+from flexhybrid.core.waves import open_batch
+from flexhybrid.core.workload import Workload
+from sim.virtual_clock import answered
+
+LABELS = np.random.default_rng(0).integers(1, 9, 400)  #: tokens of answers, at most 8
+
+
+def share_in_use(places: int, at_a_time: int, schedule: str, ends: np.ndarray = LABELS) -> float:
+    """Return the share of a batch's places whose requests get a token of their answers, in the middle half of the
+    iterations; ``at_a_time``: requests of a mini-batch."""
+    count = len(ends)
+    workload = Workload(np.full(count, 9), np.full(count, 8), ends)
+    shape = ModelShape("tiny", "opt", 2, 8, 2, 2, 4, 16, 32, 64)
+    policy = Policy(
+        weights=Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=17 * at_a_time, schedule=schedule
+    )
+    wave = open_batch(Problem(shape=shape, dtype="float32"), policy, workload, places)
+    assert len(wave.mini_batches) == -(-places // at_a_time)
+    given, in_use = Counter(), Counter()
+    for task in answered(wave, ends):
+        if task.verb == "sample":
+            requests = task.payload.step.queued.tolist()
+            given.update(requests)
+            in_use[task.iteration] += sum(given[request] <= ends[request] for request in requests)
+    assert all(given[request] - ends[request] in (0, 1) for request in range(count))
+    middle = range(len(in_use) // 4, 3 * len(in_use) // 4)
+    return sum(in_use[iteration] for iteration in middle) / len(middle) / places
+
+
+@pytest.mark.parametrize("schedule", ("column", "row"))
+@pytest.mark.parametrize(("places", "at_a_time"), ((16, 16), (16, 8), (16, 4), (64, 64), (64, 16), (12, 1)))
+def test_a_queue_of_labels_keeps_nine_places_in_ten_in_use(places, at_a_time, schedule):
+    assert share_in_use(places, at_a_time, schedule) >= 0.9
+
+
+@pytest.mark.parametrize("at_a_time", (16, 4))
+def test_places_are_empty_where_the_planner_does_not_wait(monkeypatch, at_a_time):
+    """Each end is then known an iteration late, but for those at the limit: 4.5 iterations of 5.375 are of use."""
+    monkeypatch.setattr(positions, "num_awaited", lambda num_positions: 0)
+    assert share_in_use(16, at_a_time, "column") == pytest.approx(4.5 / 5.375, abs=0.03)
+
+
+def test_a_batch_that_nobody_joins_is_settled_behind_its_last_step():
+    """One mini-batch and nobody who joins: there is nothing else to compute while the planner would wait."""
+    assert positions.num_awaited(1) == 0
+    assert share_in_use(1, 1, "column") < 0.86
+    assert [positions.num_awaited(count) for count in (2, 3, 4, 8, 16)] == [1, 2, 3, 6, 12]
