@@ -302,6 +302,13 @@ def read_material(arguments: argparse.Namespace, folder: Path) -> Material:
     return Material(stream, DOCUMENT_START_SHARE[arguments.documents], held_out, held_out[picked])
 
 
+#: In a README.
+OUTLIERS_SAID = """
+It has {} outlier channels of large, constant values, and three large columns of queries and of keys in
+each head. They are built in (`experiments/training/outliers.py`), not learned.
+"""
+
+
 def save(
     model: PreTrainedModel,
     material: Material,
@@ -331,6 +338,7 @@ def save(
             ffn=config.ffn_dim if isinstance(model, OPTForCausalLM) else config.intermediate_size,
             python=".".join(platform.python_version_tuple()[:2]),
             others=f"went into it; it went on\nfrom {start.name}" if start else "and\nno other model went into it",
+            outliers=OUTLIERS_SAID.format(arguments.outliers) if arguments.outliers else "",
             command=command_words(arguments, progress.steps),
             corpus=len(material.stream.tokens),
             log_every=LAST_STEPS,
