@@ -5,8 +5,8 @@ layer fetches as many tokens as its threshold lets through. The cache lies on th
 (both this machine's memory) take the time of a link of RATE GB/s. Weights are resident, as in the paper. One run of the
 prompts fills the cache; the decode is repeated over it.
 
-Writes experiments/results/accuracy/latency/MODEL.json, from which ``experiments.reproduce.infinigen.accuracy`` makes Fig. 17a.
-Run it on an idle machine: it takes some two minutes.
+Writes experiments/results/accuracy/latency/MODEL.json, from which ``experiments.reproduce.infinigen.accuracy`` makes
+Fig. 17a. Run it on an idle machine: it takes some two minutes.
 
 Usage::
 

@@ -5,9 +5,9 @@ of files that the models have not learned from, and run by the harness through `
 lossy policy the second half of each context passes the decode, since a prefill attends to everything. H2O's budget is a
 share of the first half, its prompt, and stays what it is: at ``h2o(2f)`` it keeps the share f of the whole context.
 
-Writes experiments/results/accuracy/tasks/MODEL.json: of each task and policy the share of right answers by document, from which
-``experiments.reproduce.infinigen.accuracy`` makes rows. Needs lm_eval (requirements-test.txt). On one core a quarter of
-an hour for a model of twelve layers.
+Writes experiments/results/accuracy/tasks/MODEL.json: of each task and policy the share of right answers by document,
+from which ``experiments.reproduce.infinigen.accuracy`` makes rows. Needs lm_eval (requirements-test.txt). On one core a
+quarter of an hour for a model of twelve layers.
 
 Usage::
 
