@@ -148,6 +148,7 @@ class QueueRun:
     at_a_time: int  #: places
     pace: Pace | None = None  #: by which others than these lengths are priced; None: of the virtual clock
     step_backs: float = 0.0  #: times that a request gave its blocks back and waited again
+    parked: float = 0.0  #: of these, times that its context was parked meanwhile, and not computed anew
     #: share of the time, at most, that their contexts take, computed anew: what a cache that is moved a tier down and
     #: back could save if moving took no time
     recomputing: float = 0.0
@@ -350,6 +351,7 @@ class _Price:
             at_a_time=self.wave.workload.num_requests,
             pace=pace,
             step_backs=self.times * float(self.stints.returned.sum()),
+            parked=self.times * float(self.stints.moved.sum()),
             recomputing=self._recomputing(pace),
         )
 
@@ -402,13 +404,16 @@ class _Price:
     def _members(self, start: int) -> tuple[Wave, Stops]:
         """Return the batch of iterations ``start`` to ``start`` + 2, and who leaves it before each."""
         all_stints, wave = self.stints, self.wave
-        chosen = np.flatnonzero((all_stints.joined <= start + 2) & (all_stints.left > start))
+        # Who returns with its context decodes at once: as if it had joined two iterations before, so that it is there
+        # at ``start`` and its prompt is computed in none of those that are walked.
+        earlier = 2 * all_stints.moved.astype(np.int64)
+        chosen = np.flatnonzero((all_stints.joined + earlier // 2 <= start + 2) & (all_stints.left > start))
+        earlier = earlier[chosen]
         groups = [np.flatnonzero(all_stints.mini_batch[chosen] == k) for k in range(len(wave.mini_batches))]
         requests, left = all_stints.request[chosen], all_stints.left[chosen]
         given = all_stints.prompt_tokens[chosen] - self.workload.prompt_tokens[requests]
-        moved = all_stints.moved[chosen].astype(np.int64)  # they decode in their first iteration
         limits = self.workload.max_tokens[requests] - given
-        lengths = Workload(all_stints.prompt_tokens[chosen] - moved, limits + moved)
+        lengths = Workload(np.maximum(1, all_stints.prompt_tokens[chosen] - earlier), limits + earlier)
         problem = replace(wave.problem, shape=wave.shape.of_layers(self.layers))
         depth = all_stints.shared_tokens[chosen] // BLOCK_TOKENS
         groups = [group for group in groups if len(group)]
@@ -416,7 +421,7 @@ class _Price:
             (depth, dict.fromkeys(wave.entries.names, int(depth.max()) * len(depth))) if depth.any() else (None, {})
         )
         members = admit(problem, wave.policy, lengths, mini_batches=groups, shared=shared, room=room)
-        joined = all_stints.joined[chosen] - moved
+        joined = all_stints.joined[chosen] - earlier
         members = replace(members, joined=joined, whole=members.whole and replace(members.whole, joined=joined))
         if depth.any():
             members = replace(members, sharing=self._shared(members, room, chosen, start))

@@ -42,7 +42,7 @@ class Stints:
     request: np.ndarray  #: index in the queue
     mini_batch: np.ndarray
     prompt_tokens: np.ndarray  #: with the tokens that it had before it stepped back
-    joined: np.ndarray  #: iteration that computes the prompt
+    joined: np.ndarray  #: iteration that computes the prompt, or in which a context that was ``moved`` returns
     left: np.ndarray  #: first iteration without it
     surplus: np.ndarray  #: whether its last step is for nothing: its end is known an iteration late
     shared_tokens: np.ndarray  #: of its prompt, that lie with others'
@@ -124,11 +124,12 @@ class _Member(NamedTuple):
     left: int  #: iteration in which it will be gone; one later where its end is known late
     place: int
     moved: bool  #: ``Stints.moved``
+    prefills: bool  #: its prompt is computed in the iteration in which it joins
     surplus: bool = False  #: its end is known late
 
     def computes_prompt(self, iteration: int) -> bool:
         """Return whether it has its prompt computed then."""
-        return self.joined == iteration and not self.moved
+        return self.joined == iteration and self.prefills
 
 
 class _Queue:
@@ -137,6 +138,7 @@ class _Queue:
         self.prompts, self.limits, self.ends = (
             of.copy() for of in (workload.prompt_tokens, workload.max_tokens, workload.answers)
         )
+        self.given = np.zeros_like(self.ends)  # tokens that they had when they stepped back, a part of their prompts
         count, queue = wave.workload.num_requests, wave.queue
         self.learned = AnswerLengths(wave.expected_share, int(self.limits.max()), queue.ended if queue else None)
         begin = UnderWay([group.tolist() for group in wave.mini_batches], list(range(count, workload.num_requests)))
@@ -170,7 +172,8 @@ class _Queue:
             for place in np.concatenate(self.wave.mini_batches)[::-1].tolist():
                 self.sharing.detach(place)
         for k, members in enumerate(self.begin.running):
-            self._enter(k, members, [self._attach(k, request) for request in members], 0)
+            places = [self._attach(k, request) for request in members]
+            self._enter(k, members, places, 0, prefills=not self.is_under_way)
             heapq.heappush(self.changes, (0, k))
         if self.sharing and self.is_under_way:
             self.sharing.take_builds(range(len(self.sharing.depth)))
@@ -193,10 +196,10 @@ class _Queue:
         columns = [np.array(column) for column in zip(*self.rows, strict=True)]
         return Stints(*columns)
 
-    def _enter(self, k: int, requests: list[int], places: list[int], iteration: int) -> None:
+    def _enter(self, k: int, requests: list[int], places: list[int], iteration: int, prefills: bool = True) -> None:
         for request, place in zip(requests, places):
             left, moved = iteration + int(self.ends[request]), self._is_parked(request)
-            self.running[k].append(_Member(request, iteration, left, place, moved))
+            self.running[k].append(_Member(request, iteration, left, place, moved, prefills and not moved))
             if moved:
                 self.parking.area.release(request)
             heapq.heappush(self.changes, (left, k))
@@ -223,7 +226,7 @@ class _Queue:
         decode, pieces = [], {}
         for k, group in enumerate(self.running):  # who has joined last stands last
             latest = [*takewhile(lambda member: member.joined == iteration, reversed(group))]
-            joining = [member for member in latest if not member.moved]
+            joining = [member for member in latest if member.prefills]
             if len(joining) < len(group):
                 decode.append(k)
             if joining:
@@ -288,7 +291,7 @@ class _Queue:
                 continue
             self.full[k] = False
             self._end_stint(k, member, member.left, member.surplus)
-            self.learned.end(int(self.ends[request]))
+            self.learned.end(int(self.given[request] + self.ends[request]))
             if self.sharing:
                 self.sharing.tree.forget(request)
         self.running[k] = stay
@@ -296,16 +299,19 @@ class _Queue:
     def _step_back(self, k: int, iteration: int) -> None:
         """Let the youngest wait again, before all others, while blocks are too few."""
         while len(self.running[k]) > 1 and not self._fits(k, iteration):
-            member, self.full[k] = self.running[k].pop(), False
+            member = self.running[k].pop()
             self._end_stint(k, member, iteration, False)
             request, given = member.request, iteration - member.joined
             if self.parking:
                 self.parking.take(request, int(self.prompts[request]) + given - 1)
+            self.given[request] += given
             self.prompts[request] += given
             self.limits[request] -= given
             self.ends[request] = max(1, self.ends[request] - given)
             self.waiting.append(request)
             self.not_before[request] = iteration + 1
+            for other in range(len(self.running)):  # another mini-batch may have room for it
+                self._try_again(other, iteration)
 
     def _fits(self, k: int, iteration: int) -> bool:
         """Return whether the pools of a mini-batch hold what its members need in an iteration."""
@@ -401,5 +407,7 @@ class _Queue:
         to the ends that are expected of them: [requests, entry]."""
         if not self.wave.grows:
             return self.reserved[requests] - self._dealt(requests)
-        tokens = self.learned.halfway(self.prompts[requests], ages, self.limits[requests])
+        given = self.given[requests]
+        prompts, limits = self.prompts[requests] - given, self.limits[requests] + given
+        tokens = self.learned.halfway(prompts, ages + given, limits)
         return self.entries.held(tokens) - self._dealt(requests)

@@ -98,7 +98,9 @@ class Wave:
     windows: tuple[int | None, ...]  #: kinds of layers (``layers_by_window``); each has pools of its own
     tables: dict[str, np.ndarray]  #: pool -> [places, most], the physical blocks that a request holds, in order
     num_blocks: dict[str, np.ndarray]  #: pool -> [places], how many these are
-    joined: np.ndarray  #: [places], the iteration that computes the prompt
+    #: [places], the iteration that computes the prompt; of a context that was parked, as many before its return as it
+    #: has tokens of its answer (below 0, perhaps)
+    joined: np.ndarray
     request: np.ndarray  #: [places], index of the request in the queue
     blocks: tuple[BlockManager, ...]  #: of each mini-batch; they own the blocks of the pools
     placed: tuple[PlacedLayer, ...]  #: the weights of each kind of layer (``ModelShape.weights_kind``)

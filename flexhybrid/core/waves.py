@@ -30,6 +30,9 @@ EXPECTED_SHARE = 0.25
 #: Of so many requests that run, room is set aside for what one that follows them shares: it joins before all have left
 #: who share what the one before it shared.
 FOLLOWERS = 4
+#: Contexts for which the parking area has room, at most: who steps back returns soon, and what finds no room is
+#: computed anew. Page-locking an area for every mini-batch would take more of the host than the run itself.
+MOST_PARKED = 4
 NOTHING_GIVEN: Mapping[int, int] = MappingProxyType({})
 SHORT_REQUEST_TOKENS = 16  #: prompt tokens of the request that ``check_least`` tries
 
@@ -126,12 +129,13 @@ def open_batch(
 
 
 def _with_parking(wave: Wave, longest: int) -> Wave:
-    """Return the wave with room to park the longest request of each mini-batch, as far as host memory has it beside
-    all else, where that is cheaper than to compute it anew."""
+    """Return the wave with room to park ``MOST_PARKED`` contexts of the longest request, at most one a mini-batch, as
+    far as the host has it beside all else, where that is cheaper than to compute them anew."""
     parking = Parking(wave)
     if not parking.is_cheaper(longest):
         return wave
-    wanted = {entry: len(wave.mini_batches) * blocks for entry, blocks in parking.held(longest).items()}
+    count = min(len(wave.mini_batches), MOST_PARKED)
+    wanted = {entry: count * blocks for entry, blocks in parking.held(longest).items()}
     limits, budget = replace(wave.limits, parked_blocks=wanted), wave.problem.budgets.host
     if budget is not None:
         host = memory_plan(wave.problem, wave.policy, limits)["host"]

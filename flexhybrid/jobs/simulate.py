@@ -130,6 +130,7 @@ class SimulatedQueue(NamedTuple):
             "busy": run.busy,
             "binding": run.binding,
             "step_backs": run.step_backs,
+            "parked": run.parked,
             "recomputing": run.recomputing,
             "peak_bytes": self.peak_bytes,
             "policy": self.system.policy.to_dict(),
@@ -200,8 +201,9 @@ def _step_backs(run: QueueRun) -> list[str]:
     """Return the line about requests that gave their blocks back; none where nobody did."""
     if not run.step_backs:
         return []
-    contexts = f"computing their contexts anew takes {run.recomputing:.1%} of the time"
-    return [f"  stepped back: {run.step_backs:,.0f} times; {contexts}"]
+    parked = f", with {run.parked:,.0f} contexts parked in host memory meanwhile" if run.parked else ""
+    contexts = f"computing contexts anew takes {run.recomputing:.1%} of the time"
+    return [f"  stepped back: {run.step_backs:,.0f} times{parked}; {contexts}"]
 
 
 def describe(outcome: SimulatedRun) -> str:

@@ -257,7 +257,14 @@ class Buffers:
                 break
             if other.tier == "disk":
                 before += other.block_table.size
-        return _region(self.read[segment.representation][slot], before, segment.block_table.shape)
+        name, shape = segment.representation, segment.block_table.shape
+        return self._view(("read", name, slot, before, shape), lambda: _region(self.read[name][slot], before, shape))
+
+    def staged_blocks(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
+        """Return the region that ``read_region`` returns as a list of blocks, [·, 16 · row]."""
+        region = self.read_region(step, segment, slot)
+        key = ("staged blocks", region.data_ptr(), region.dtype, region.shape)
+        return self._view(key, lambda: region.flatten(0, 1))
 
 
 def layer_blocks(shape: ModelShape, policy: Policy, sizes: BufferSizes, entry: str) -> list[int]:

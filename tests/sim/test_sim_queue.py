@@ -14,15 +14,16 @@ from hypothesis import strategies as st
 
 from flexhybrid.core.context.packing import chunk_tokens
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import holds_lengths, running_sizes
 from flexhybrid.core.schedule.parking import Parking
 from flexhybrid.core.schedule.refill import RunningBatch, buffers_hold, stores_exactly
-from flexhybrid.core.waves import batch_size, open_batch
+from flexhybrid.core.waves import MOST_PARKED, batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
-from sim.queue_clock import Pace, iteration_loads, least_seconds, price_queue, walk_queue
+from sim.queue_clock import Pace, _Price, iteration_loads, least_seconds, price_queue, walk_queue
 from sim.queue_counts import Stints, stints
 from tests.toy_machine import SHAPE, machine
 
@@ -161,6 +162,74 @@ def test_a_queue_of_parked_contexts_is_priced_as_walked(monkeypatch):
     priced, walked = price_queue(problem, policy, workload, 64), walk_queue(problem, policy, workload, 64)
     assert priced.step_backs > 0
     assert priced.total_s == pytest.approx(walked.total_s, rel=0.06)
+
+
+def test_a_walked_iteration_computes_the_prompts_of_those_who_join_without_their_contexts(monkeypatch):
+    """A context that returns from the parking area is computed neither then nor in the iterations around it."""
+    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: True)
+    problem, policy, workload = growing_queue(8.0, 20, 1.0)
+    places, share = batch_size(problem, policy, workload, 64)
+    price = _Price(open_batch(problem, policy, workload, places, share), workload, 1.0)
+    counted, num_moved = price.stints, 0
+    for start in range(price.num_iterations - 2):
+        wave, stops = price._members(start)
+        computing = [0, 0, 0]
+        for task in stream(wave, stops, first_iteration=start):
+            if task.verb == "sample" and task.iteration <= start + 2:
+                step = task.payload.step
+                computing[task.iteration - start] += 0 if step.decodes else len(step.requests)
+        joined = [counted.joined == iteration for iteration in range(start, start + 2)]
+        num_moved += np.count_nonzero(joined[1] & counted.moved)
+        assert computing[:2] == [np.count_nonzero(of & ~counted.moved) for of in joined], start
+    assert num_moved
+
+
+def test_the_parking_area_holds_a_few_contexts_however_many_mini_batches_there_are(monkeypatch):
+    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: True)
+    problem, policy, workload = growing_queue(8.0, 20, 1.0)
+    policy = replace(policy, max_mini_batch_tokens=100)
+    for share in (0.2, 0.5):
+        wave = open_batch(problem, policy, workload, 12, share)
+        assert len(wave.mini_batches) > MOST_PARKED
+        longest = -(-int(workload.cached_tokens.max()) // 16)
+        assert wave.limits.parked_blocks == {"kv@device": MOST_PARKED * longest}
+    tight = replace(problem, budgets=Budgets(device=24.3e6, host=0))
+    assert open_batch(tight, policy, workload, 12, 0.2).parking is None
+
+
+def test_a_request_that_returns_is_expected_to_end_as_one_that_never_left(monkeypatch):
+    """Whether its context was parked or is computed anew; most answers have 12 tokens, this one has 50 already."""
+    problem, policy, workload = growing_queue(8.0, 20, 1.0)
+    expected = {}
+    for way in ("moved", "computed", "never left"):
+        monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens, way=way: way == "moved")
+        batch = RunningBatch(open_batch(problem, policy, workload, 4, 0.2))
+        for _ in range(20):
+            batch.answers.end(12)
+        batch.answers.end(100)
+        batch.now, place, request = 60, np.array([0]), int(batch.wave.request[0])
+        batch.wave.joined[0] = 10
+        if way != "never left":
+            [*batch.steps(0, set())]
+            batch.wave.joined[0] = 10
+            batch._step_back(0, 60, np.array([0]))
+            batch.now = 62
+            batch._enter(place, [request], 62)
+        expected[way] = batch._expected(place).tolist()
+    assert expected["moved"] == expected["computed"] == expected["never left"]
+
+
+def test_a_request_that_is_stopped_while_it_waits_leaves_its_length_and_nothing_else(monkeypatch):
+    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: True)
+    problem, policy, workload = growing_queue(8.0, 20, 1.0)
+    batch = RunningBatch(open_batch(problem, policy, workload, 4, 0.2))
+    [*batch.steps(0, set())]
+    request, parking = int(batch.wave.request[0]), batch.wave.parking
+    batch.groups[0] = batch._step_back(0, 7, np.array([1, 2, 3, 0]))
+    assert batch.queue.given == {request: 7} and parking.has(request)
+    [*batch.steps(8, {request})]
+    assert not parking.has(request) and request not in {*batch.queue.given, *batch.not_before}
+    assert batch.answers.ended[7] == 1
 
 
 def bound_on_moving(cache: dict[str, float], link: float) -> float:

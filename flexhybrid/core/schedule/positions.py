@@ -39,9 +39,9 @@ NO_STOPS = Stops(lambda iteration, num_steps: frozenset(), lambda requests: Fals
 
 
 def num_awaited(num_positions: int) -> int:
-    """Return how many of the last positions of an iteration, from the first on, have their tokens waited for before the
-    next iteration is settled. The others, at least one, are what the lanes work on meanwhile; who stops in them leaves
-    an iteration late."""
+    """Return how many positions of an iteration's last group, counted from its first, have their tokens waited for
+    before the next iteration is settled. The others, at least one, are what the lanes work on meanwhile; who stops in
+    them leaves an iteration late."""
     return num_positions - max(1, num_positions // QUEUED_SHARE)
 
 

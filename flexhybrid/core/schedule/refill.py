@@ -69,7 +69,8 @@ def stores_exactly(policy: Policy) -> bool:
 
 def may_grow(policy: Policy) -> bool:
     """Whether requests take blocks as they need them. A request that has stepped back has its answer so far computed
-    again as a part of the prompt: only without loss are those the tokens that it would have got."""
+    again as a part of the prompt, where its context is not parked: only without loss are those the tokens that it would
+    have got."""
     return joins_singly(policy) and stores_exactly(policy)
 
 
@@ -232,8 +233,6 @@ class RunningBatch:
             request = int(wave.request[place])
             leave_place(wave, k, place)
             self.answers.end(self._sampled(place, iteration))
-            self.queue.given.pop(request, None)
-            self.not_before.pop(request, None)
             self._forget(request, iteration)
         if wave.grows and iteration > 0:
             running = self._grow(k, iteration, running)
@@ -250,6 +249,8 @@ class RunningBatch:
         return given + iteration - int(self.wave.joined[place])
 
     def _forget(self, request: int, iteration: int) -> None:
+        self.queue.given.pop(request, None)
+        self.not_before.pop(request, None)
         self.queue.on_leave(request, iteration)
         if self.wave.parking:
             self.wave.parking.area.release(request)
@@ -334,6 +335,8 @@ class RunningBatch:
             first = [request for request in first if request in queue.given]
         taken = {request for request in first if request in stopped}
         for request in taken:
+            if request in queue.given:
+                self.answers.end(queue.given[request])
             self._forget(request, iteration)
         ready = [request for request in first if self.not_before.get(request, 0) <= iteration and request not in taken]
         self.full[k] = len(ready) + len(taken) == len(first)
@@ -486,4 +489,8 @@ class RunningBatch:
     def _expected(self, places: np.ndarray) -> np.ndarray:
         """Return the tokens that requests are expected to cache half-way to their ends, [places]."""
         lengths, ages = self.wave.workload, self.now - self.wave.joined[places]
-        return self.answers.halfway(lengths.prompt_tokens[places], ages, lengths.max_tokens[places])
+        requests = self.wave.request[places].tolist()
+        # Tokens that are a part of the prompt since they are computed anew; a parked context has them in its age.
+        given = np.array([0 if self._is_parked(request) else self.queue.given.get(request, 0) for request in requests])
+        prompts, limits = lengths.prompt_tokens[places] - given, lengths.max_tokens[places] + given
+        return self.answers.halfway(prompts, ages + given, limits)

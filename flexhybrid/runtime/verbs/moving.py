@@ -69,9 +69,9 @@ def load_cache(state: State, task: Task, representation: str) -> None:
         if segment.tier == "host":
             state.copies.copy_blocks_h2d(target, state.buffers.pools[segment.space][task.layer], segment.runs)
         else:
-            staged, width = state.buffers.read_region(step, segment, slot), target.shape[1]
+            staged, width = state.buffers.staged_blocks(step, segment, slot), target.shape[1]
             runs = tuple(r._replace(first=r.row * width + r.column, stride=width) for r in segment.runs)
-            state.copies.copy_blocks_h2d(target, staged.flatten(0, 1), runs)  # without the padding
+            state.copies.copy_blocks_h2d(target, staged, runs)  # without the padding
 
 
 # ---- contexts of requests that step back
