@@ -104,6 +104,7 @@ def _score_wave(llm: LLM, wave: Wave, texts, members: np.ndarray, last_tokens, w
     if watch:
         watch(executor, members)
     session.generate(RunControl(keep_trace=watch is not None, on_tokens=on_tokens))
+    executor.verbs = {}  # Those that watch the run know the executor: so it goes, with its buffers, when it is let go.
     return [
         Score(logprobs[i, :count].cpu().numpy(), greedy[i, :count].cpu().numpy(), last_logprobs[i])
         for i, count in enumerate(counts)

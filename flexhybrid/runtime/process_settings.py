@@ -43,10 +43,10 @@ class HeldSetting(Generic[T]):
 #: hold back a copy that is due.
 SHORT_SWITCH_INTERVAL = HeldSetting(sys.getswitchinterval, sys.setswitchinterval, 5e-4)
 
-#: Objects from before the run are left out of garbage collections. A trace keeps so many new ones that Python looks
+#: Garbage collections leave out objects that have outlived two of them. A trace keeps so many that Python would look
 #: through all that there are, torch's own included, again and again: planning then takes three times as long as without
 #: a trace, and a profile, which needs one, would say so.
-NO_OLD_GARBAGE = HeldSetting(lambda: False, lambda frozen: gc.freeze() if frozen else gc.unfreeze(), True)
+NO_OLD_GARBAGE = HeldSetting(gc.get_threshold, lambda of: gc.set_threshold(*of), (*gc.get_threshold()[:2], 1 << 30))
 
 #: cuDNN's attention builds a graph for every new context length, on the host, in the middle of a decode.
 NO_CUDNN_ATTENTION = HeldSetting(torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False)

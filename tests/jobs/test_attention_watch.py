@@ -1,5 +1,8 @@
 """Which token each column of the attention buffer holds, under every selection: by the keys that lie there."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -87,6 +90,26 @@ def test_columns_hold_the_keys_of_the_tokens_they_are_said_to_hold(checkpoint, r
         score(llm, texts, FORCED, watch)
     assert len(seen) >= (FORCED - 1) * full.keys.shape[1]
     assert max(seen) <= 1 and (min(seen) == 1) == (name in ("mixed", "tok"))
+
+
+def test_a_run_that_was_watched_leaves_no_buffers(tmp_path):
+    """Without a garbage collection: a collection may come late, and each policy that is compared has a cache."""
+    save_opt(tmp_path)
+    made = []
+
+    def watch(executor, members) -> None:
+        watch_positions(executor)
+        FullCache().record(executor, members)
+        made.append(weakref.ref(executor.buffers))
+
+    gc.collect()
+    gc.disable()
+    try:
+        with LLM(tmp_path, resident(), device="cpu", dtype="float32") as llm:
+            score(llm, [[5, 9, 3, 7, 8]], 2, watch)
+        assert [buffers() for buffers in made] == [None]
+    finally:
+        gc.enable()
 
 
 def test_the_full_cache_s_weights_are_transformers_own(checkpoint, recorded):

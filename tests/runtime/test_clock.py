@@ -125,12 +125,13 @@ def test_a_planner_ahead_of_its_lane_waits_for_half_a_queue(monkeypatch, lookahe
 
 
 def test_a_trace_leaves_older_objects_out_of_collections():
-    frozen, lanes_of = [], lambda: [Lane("compute", lambda task: frozen.append(gc.get_freeze_count()))]
+    thresholds, lanes_of = [], lambda: [Lane("compute", lambda task: thresholds.append(gc.get_threshold()))]
     tasks = [Task(0, 0, 0, "work", "compute", Work(), (), ())]
-    before = gc.get_freeze_count()
+    before, kept = gc.get_threshold(), gc.get_freeze_count()
     for keep_trace in (True, False):
         Clock(lanes_of()).run(tasks, keep_trace=keep_trace)
-    assert frozen[0] > before == frozen[1] == gc.get_freeze_count()
+    assert thresholds[0][2] > 1 << 20 and thresholds[1] == before == gc.get_threshold()
+    assert gc.get_freeze_count() == kept
 
 
 def test_a_task_that_passes_before_its_waiting_is_noted_is_seen(monkeypatch):
