@@ -48,8 +48,9 @@ def results(study, tmp_path_factory):
     infinigen_accuracy.studies.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(infinigen_accuracy.studied, "RESULTS", path)
-        yield {name: registry.run.__wrapped__(name) for name in registry.names("infinigen.accuracy")}
+        made = {name: registry.run.__wrapped__(name) for name in registry.names("infinigen.accuracy")}
     infinigen_accuracy.studies.cache_clear()
+    return made
 
 
 def test_every_experiment_has_rows_figures_and_no_verdict(results):
@@ -61,16 +62,19 @@ def test_every_experiment_has_rows_figures_and_no_verdict(results):
 
 def test_h2o_and_infinigen_are_compared_at_equal_bytes_in_equal_layers():
     """In what is stored: layers 0 and 1 whole, and as many bytes moved, but for whole blocks."""
-    for study in infinigen_accuracy.studies().values():
+    studies = infinigen_accuracy.studies()
+    assert set(studies) == {"opt-stdlib-4m", "opt-stdlib-deep"}
+    for study in studies.values():
         rows = {row["policy"]: row for part in ("plain", "skewed") for row in study[part]["policies"]}
-        assert study["plain"]["num_texts"] == len(study["plain"]["texts_by_document"]) >= 20
+        assert study["plain"]["num_texts"] == sum(study["plain"]["texts_by_document"]) >= 20
         block = BLOCK_TOKENS / study["prompt_tokens"]
         for share in studied.SHARES:
             ranked, guessed = rows[studied.h2o(share)], rows[studied.infinigen(cap=share)]
             for row in (ranked, guessed):
                 assert row["looked_at_by_layer"][:2] == pytest.approx([1, 1])
             assert ranked["looked_at_by_layer"][2:] == pytest.approx(guessed["looked_at_by_layer"][2:], abs=block)
-            assert ranked["moved"] == pytest.approx(guessed["moved"], abs=block / 2)
+            in_choosing = block * (study["num_layers"] - 2) / study["num_layers"]
+            assert ranked["moved"] == pytest.approx(guessed["moved"], abs=in_choosing)
 
 
 def test_every_figure_has_an_interval_that_holds_it(results):

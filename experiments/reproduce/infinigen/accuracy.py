@@ -187,7 +187,8 @@ def _against_size(column: str, y_label: str, log: str = "x") -> tuple[list[Row],
 
 
 def _h2o_against_infinigen() -> tuple[list[Row], list[str]]:
-    """Return the paired comparisons of H2O with InfiniGen at equal shares, as rows and in words."""
+    """Return the paired comparisons of H2O with InfiniGen, at equal shares and at the largest threshold that moves no
+    more bytes, as rows and in words."""
     rows, said = [], []
     for model, study in studies().items():
         plain, skewed = by_policy(study["plain"]), by_policy(study["skewed"])
@@ -196,6 +197,15 @@ def _h2o_against_infinigen() -> tuple[list[Row], list[str]]:
             compared = comparison(quantity, study["plain"], plain[h2o(share)], skewed[infinigen(cap=share)])
             rows.append(compared[0])
             said.append(compared[1])
+        for share in studied.SHARES:
+            most = plain[h2o(share)]["moved"]
+            alpha = max((a for a in studied.ALPHAS if skewed[infinigen(a)]["moved"] <= most), default=None)
+            if alpha is not None:
+                moved = f"{most:.1%} and {skewed[infinigen(alpha)]['moved']:.1%} of the bytes moved"
+                quantity = f"{model}: H2O at {share:.0%} over InfiniGen at alpha {alpha:g}, {moved}"
+                compared = comparison(quantity, study["plain"], plain[h2o(share)], skewed[infinigen(alpha)])
+                rows.append(compared[0])
+                said.append(compared[1])
         fewest = min(by_policy(study["skewed"]).values(), key=lambda each: each["moved"] or 1)
         found, moved = cell(fewest, "over_full"), fewest["moved"]
         said.append(
