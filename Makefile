@@ -53,7 +53,7 @@ SHIPPED := flexhybrid/shipped/opt-stdlib-4m
 TRAIN := -m experiments.training.train_checkpoint --documents whole --positions 2048 --seed 0
 
 SHIPPED_QWEN3 := flexhybrid/shipped/qwen3-stdlib-4m
-MODELS := opt-stdlib-2k/config.json llama-stdlib-2k/config.json opt-recall/config.json ngrams-stdlib.npz \
+MODELS := opt-stdlib-2k/config.json opt-stdlib-deep/config.json opt-recall/config.json ngrams-stdlib.npz \
 	digits/held_out.npz
 
 models: $(SHIPPED_QWEN3)/config.json $(addprefix $(CHECKPOINTS)/,$(MODELS))  ## those that are not there
@@ -64,8 +64,8 @@ $(SHIPPED_QWEN3)/config.json: | $(INSTALLED)
 $(CHECKPOINTS)/opt-stdlib-2k/config.json: | $(INSTALLED)
 	$(BIN)/python $(TRAIN) --out $(@D) --start $(SHIPPED) --steps 1000
 
-$(CHECKPOINTS)/llama-stdlib-2k/config.json: | $(INSTALLED)
-	$(BIN)/python $(TRAIN) --out $(@D) --architecture llama --steps 800
+$(CHECKPOINTS)/opt-stdlib-deep/config.json: | $(INSTALLED)
+	$(BIN)/python $(TRAIN) --out $(@D) --hidden 160 --layers 12 --outliers 4 --rows growing --optimizer muon --steps 1500
 
 $(CHECKPOINTS)/ngrams-stdlib.npz: | $(INSTALLED)
 	$(BIN)/python -m experiments.training.ngrams --out $@

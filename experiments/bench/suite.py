@@ -32,6 +32,7 @@ from experiments.bench.launch import bench_launch
 from experiments.bench.load_order import bench_load_order
 from experiments.bench.models.layer_kinds import bench_layer_kinds
 from experiments.bench.models.module_path import bench_module_path
+from experiments.bench.models.outliers import bench_outliers
 from experiments.bench.models.path_speeds import bench_path_speeds
 from experiments.bench.models.recall import bench_recall
 from experiments.bench.overlap import bench_overlap
@@ -315,6 +316,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "load order": (bench_load_order,),
     "selection": (bench_selection,),
     "recall": (bench_recall,),
+    "outliers": (bench_outliers,),
     "layers": (bench_layer_kinds,),
     "run": (bench_census, bench_run),
     "replanning": (bench_replanning,),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import json
 import random
 import re
@@ -260,13 +261,20 @@ class Stream:
         return self.tokens.unfold(0, length + 1, length)
 
 
-def write_held_out(path: Path, seed: int) -> None:
-    """Write the beginnings of the long held-out documents, separated by form feeds."""
-    long = [
-        document for document in read_corpus(seed, full_files=True).held_out if len(document) >= HELD_OUT_CHARACTERS
-    ]
+def long_tests(seed: int, count: int) -> list[str]:
+    """The code of ``count`` long files of the library's own tests, drawn by the seed; no model learns from any."""
+    files = sorted((Path(sysconfig.get_paths()["stdlib"]) / "test").rglob("test_*.py"))
+    random.Random(seed).shuffle(files)
+    documents = (document for path in files for group in documents_of(path, full_files=True) for document in group)
+    return list(itertools.islice((each for each in documents if len(each) >= HELD_OUT_CHARACTERS), count))
+
+
+def write_held_out(path: Path, seed: int, num_tests: int) -> None:
+    """Write the beginnings of the long held-out documents and of long tests, separated by form feeds."""
+    held_out = read_corpus(seed, full_files=True).held_out
+    long = [document for document in held_out if len(document) >= HELD_OUT_CHARACTERS] + long_tests(seed, num_tests)
     path.write_text("\f".join(document[:HELD_OUT_CHARACTERS].rstrip() + "\n" for document in long), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    write_held_out(Path(sys.argv[1]), seed=0)
+    write_held_out(Path(sys.argv[1]), seed=0, num_tests=int(sys.argv[2]) if len(sys.argv) > 2 else 0)

@@ -9,7 +9,8 @@ Usage::
     python -m experiments.training.train_checkpoint --out flexhybrid/shipped/opt-stdlib-4m \\
         --steps 5771 --positions 640 --seed 0
 
-``make models`` trains the checkpoints that are missing.
+``make models`` trains the checkpoints that are missing. A training that was stopped goes on where it last saved its
+state, when its command is given again; it may then be given more steps.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import math
 import os
 import platform
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,24 +42,32 @@ from transformers import (
 )
 
 from experiments.training.corpus import EOS_ID, PAD_ID, VOCAB_SIZE, Stream, read_corpus, save_tokenizer, train_tokenizer
+from experiments.training.muon import Muon
+from experiments.training.outliers import Outliers
+from experiments.training.progress import LAST_STEPS, Learning, Progress, forget
 
 # Each step trains either on short rows or on rows as long as the model's positions allow, which
 # train the later positions. Both hold nearly the same number of tokens.
 TOKENS_PER_STEP = 4096
 SHORT_ROW = 256
 SHORT_ROW_SHARE = 0.5  # Of the steps.
+# With growing rows the first steps train on short rows alone, at any position, at a steady learning rate; the last ones
+# on long rows while it falls. Short rows cost half as much a token here, and a step of the first part is the same
+# whatever the number of steps, so that a training may be made longer while it runs.
+LONG_STEPS_SHARE = 0.35
+RATE_WITH_OUTLIERS = 0.5  # Of the peak, where they are raised with the first long rows.
 # Rows that begin at a document's start, as a prompt does. Whole documents are few and long: more rows at their starts
 # would show the model little else.
 DOCUMENT_START_SHARE = {"cut": 0.6, "whole": 0.15}
 PEAK_LEARNING_RATE = 2e-3
 FINAL_LEARNING_RATE = 2e-5
+RATE_WITH_MUON = 4.0  # Times the learning rate, of matrices and tables: their held-out loss falls faster so.
 WARM_UP_STEPS = 150
 WEIGHT_DECAY = 0.1  # For matrices only; biases, norms and embeddings have none.
 ADAM_BETAS = (0.9, 0.95)
 GRADIENT_NORM = 1.0
 EVALUATE_EVERY = 250
 EVALUATION_TOKENS = 16_384  # Held-out tokens at each interval; the final figure uses all of them.
-LOG_EVERY = 50
 SAVE_EVERY_SECONDS = 300
 CHUNK = 256  # Positions; the final held-out loss is also given for the first and the last so many of a row.
 
@@ -136,16 +145,22 @@ def longer(model: OPTForCausalLM, positions: int) -> OPTForCausalLM:
     return new
 
 
-def build_optimizer(model: PreTrainedModel) -> torch.optim.AdamW:
-    """AdamW with weight decay on the layers' matrices alone."""
+def build_optimizers(model: PreTrainedModel, with_muon: bool = False) -> list[torch.optim.Optimizer]:
+    """AdamW, with weight decay on the layers' matrices alone; or Muon for these matrices, and AdamW for the rest."""
     decayed, plain = [], []
     for name, parameter in model.named_parameters():
         (decayed if parameter.dim() == 2 and "embed" not in name else plain).append(parameter)
-    return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}],
-        lr=PEAK_LEARNING_RATE,
-        betas=ADAM_BETAS,
-    )
+    if with_muon:
+        tables = [parameter for parameter in plain if parameter.dim() == 2]
+        vectors = [parameter for parameter in plain if parameter.dim() < 2]
+        groups: list[dict] = [{"params": tables, "times": RATE_WITH_MUON}, {"params": vectors, "times": 1.0}]
+        matrices = [{"params": decayed, "times": RATE_WITH_MUON}]
+        return [
+            Muon(matrices, PEAK_LEARNING_RATE, WEIGHT_DECAY),
+            torch.optim.AdamW(groups, lr=PEAK_LEARNING_RATE, betas=ADAM_BETAS, weight_decay=0.0),
+        ]
+    groups: list[dict] = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]
+    return [torch.optim.AdamW(groups, lr=PEAK_LEARNING_RATE, betas=ADAM_BETAS)]
 
 
 def learning_rate(step: int, steps: int) -> float:
@@ -156,6 +171,19 @@ def learning_rate(step: int, steps: int) -> float:
     progress = (step - warm_up) / max(1, steps - warm_up)
     cosine = 0.5 * (1 + math.cos(math.pi * progress))
     return FINAL_LEARNING_RATE + (PEAK_LEARNING_RATE - FINAL_LEARNING_RATE) * cosine
+
+
+def first_long_step(steps: int) -> int:
+    """The first step on long rows, where rows grow."""
+    return math.ceil((1 - LONG_STEPS_SHARE) * steps)
+
+
+def steady_learning_rate(step: int, steps: int, with_outliers: bool) -> float:
+    """A linear warm-up, the peak until the first long step, then a straight line down."""
+    if step < (first := first_long_step(steps)):
+        return PEAK_LEARNING_RATE * min((step + 1) / WARM_UP_STEPS, 1.0)
+    peak = PEAK_LEARNING_RATE * (RATE_WITH_OUTLIERS if with_outliers else 1.0)
+    return peak * (steps - step) / (steps - first)
 
 
 @functools.cache
@@ -172,10 +200,17 @@ def bfloat16_is_faster() -> bool:
     return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
-def losses_of(model: PreTrainedModel, rows: torch.Tensor) -> torch.Tensor:
-    """The cross-entropy [rows, positions], in nats, of rows that carry their last target."""
+def losses_of(model: PreTrainedModel, rows: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
+    """The cross-entropy [rows, positions], in nats, of rows that carry their last target.
+
+    ``first`` [rows, 1] are the positions of the rows' first tokens, if not 0.
+    """
+    placed = {}
+    if first is not None:
+        placed["position_ids"] = first + torch.arange(rows.shape[1] - 1)
+        placed["attention_mask"] = torch.ones_like(rows[:, :-1])
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bfloat16_is_faster()):
-        logits = model(input_ids=rows[:, :-1], use_cache=False).logits
+        logits = model(input_ids=rows[:, :-1], use_cache=False, **placed).logits
     return F.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten(), reduction="none").view(len(rows), -1)
 
 
@@ -208,6 +243,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--positions", type=int, default=640, help="longest text, in tokens")
     parser.add_argument("--hidden", type=int, default=HIDDEN, help=f"hidden size, a multiple of {HEAD_SIZE} ({HIDDEN})")
     parser.add_argument("--layers", type=int, default=LAYERS, help=f"({LAYERS})")
+    parser.add_argument("--outliers", type=int, default=0, help="frozen channels of large values: even; OPT alone (0)")
+    kinds = "long and short ones mixed; or short ones at any position first, then long ones (growing, OPT alone)"
+    parser.add_argument("--rows", choices=("mixed", "growing"), default="mixed", help=kinds)
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw", help="of the layers' matrices")
     parser.add_argument("--seed", type=int, default=0, help="of the shuffle, weights and rows")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads")
     arguments = parser.parse_args()
@@ -219,6 +258,12 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--start has a size of its own: leave --hidden and --layers out")
     if arguments.hidden < HEAD_SIZE or arguments.hidden % HEAD_SIZE or arguments.layers < 1:
         parser.error(f"--hidden {arguments.hidden} --layers {arguments.layers}: a multiple of {HEAD_SIZE}, and >= 1")
+    if arguments.architecture != "opt" and (arguments.outliers or arguments.rows == "growing"):
+        parser.error("--outliers and --rows growing go with --architecture opt: the others have no table of positions")
+    if arguments.outliers and arguments.rows != "growing":
+        parser.error("--outliers go with --rows growing: they are raised with the first long rows")
+    if arguments.outliers % 2 or not 0 <= arguments.outliers < arguments.hidden:
+        parser.error(f"--outliers {arguments.outliers}: an even number below --hidden {arguments.hidden}")
     return arguments
 
 
@@ -257,31 +302,11 @@ def read_material(arguments: argparse.Namespace, folder: Path) -> Material:
     return Material(stream, DOCUMENT_START_SHARE[arguments.documents], held_out, held_out[picked])
 
 
-@dataclass
-class Progress:
-    """Where the training stands."""
-
-    steps: int
-    began: float = field(default_factory=time.perf_counter)
-    done: int = 0
-    tokens: int = 0
-    recent: list[float] = field(default_factory=list)  #: losses of the last LOG_EVERY steps
-
-    @property
-    def loss(self) -> float:
-        return sum(self.recent) / len(self.recent)
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.began
-
-    def add(self, loss: float, tokens: int) -> None:
-        self.done += 1
-        self.tokens += tokens
-        self.recent = [*self.recent[-LOG_EVERY + 1 :], loss]
-
-    def speed(self) -> str:
-        return f"{self.tokens / self.seconds:.0f} tokens/s, {self.seconds / 60:.1f} min"
+#: In a README.
+OUTLIERS_SAID = """
+It has {} outlier channels of large, constant values, and three large columns of queries and of keys in
+each head. They are built in (`experiments/training/outliers.py`), not learned.
+"""
 
 
 def save(
@@ -313,12 +338,15 @@ def save(
             ffn=config.ffn_dim if isinstance(model, OPTForCausalLM) else config.intermediate_size,
             python=".".join(platform.python_version_tuple()[:2]),
             others=f"went into it; it went on\nfrom {start.name}" if start else "and\nno other model went into it",
+            outliers=OUTLIERS_SAID.format(arguments.outliers) if arguments.outliers else "",
             command=command_words(arguments, progress.steps),
             corpus=len(material.stream.tokens),
-            log_every=LOG_EVERY,
+            log_every=LAST_STEPS,
             loss=float(losses.mean()),
             first=float(losses[:CHUNK].mean()),
+            second=float(losses[CHUNK : 2 * CHUNK].mean()),
             last=float(losses[-CHUNK:].mean()),
+            alone=float(evaluate(model, rows[:, -2 * CHUNK - 1 :])[-CHUNK:].mean()),
             chunk=CHUNK,
             held_out=rows[:, 1:].numel(),
             minutes=progress.seconds / 60,
@@ -337,32 +365,78 @@ def command_words(arguments: argparse.Namespace, steps: int) -> str:
         words.append(f"--start {arguments.start.as_posix()}")
     elif (arguments.hidden, arguments.layers) != (HIDDEN, LAYERS):
         words.append(f"--hidden {arguments.hidden} --layers {arguments.layers}")
+    if arguments.outliers:
+        words.append(f"--outliers {arguments.outliers}")
+    words.append(f"--rows {arguments.rows} --optimizer {arguments.optimizer}")
     words.append(f"--documents {arguments.documents} --positions {arguments.positions}")
     words.append(f"--seed {arguments.seed} --steps {steps}")
     return " ".join(words)
 
 
+def rows_of_step(
+    step: int, progress: Progress, material: Material, arguments: argparse.Namespace, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The rows of a step, and the positions of their first tokens, if not 0."""
+    short = min(SHORT_ROW, arguments.positions)
+    is_growing = arguments.rows == "growing"
+    if is_growing:
+        is_short = step < first_long_step(progress.steps)
+    else:
+        is_short = float(torch.rand((), generator=generator)) < SHORT_ROW_SHARE
+    length = short if is_short else arguments.positions
+    num_rows = max(1, TOKENS_PER_STEP // length)
+    rows = material.stream.batch(num_rows, length, material.start_share, generator)
+    if not (is_growing and is_short):
+        return rows, None
+    first = torch.randint(arguments.positions - short + 1, (num_rows, 1), generator=generator)
+    return rows, first * (torch.arange(num_rows) % 2)[:, None]  # every other row begins at position 0
+
+
+MAY_CHANGE = {"steps", "threads"}  # Arguments with which a training may go on.
+
+
+def kept_arguments(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the arguments by which a training is told from another one."""
+    return {name: str(value) for name, value in vars(arguments).items() if name not in MAY_CHANGE}
+
+
 def train(
-    model: PreTrainedModel, material: Material, progress: Progress, arguments: argparse.Namespace, folder: Path
+    model: PreTrainedModel,
+    outliers: Outliers | None,
+    material: Material,
+    progress: Progress,
+    arguments: argparse.Namespace,
+    folder: Path,
 ) -> None:
     """All steps, with a line now and then, and a copy in the folder every few minutes."""
     generator = torch.Generator().manual_seed(arguments.seed)
-    optimizer = build_optimizer(model)
-    saved_at = progress.began
-    for step in range(progress.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, progress.steps)
-        is_short = float(torch.rand((), generator=generator)) < SHORT_ROW_SHARE
-        length = min(SHORT_ROW, arguments.positions) if is_short else arguments.positions
-        num_rows = max(1, TOKENS_PER_STEP // length)
-        rows = material.stream.batch(num_rows, length, material.start_share, generator)
-        loss = losses_of(model, rows).mean()
-        optimizer.zero_grad(set_to_none=True)
+    optimizers = build_optimizers(model, arguments.optimizer == "muon")
+    learning = Learning(model, optimizers, generator, progress, kept_arguments(arguments))
+    if learning.go_on(folder):
+        say(f"goes on behind step {progress.done}")
+    for part in outliers.fixed if outliers else ():
+        part.keep()
+    rate_at = learning_rate
+    if arguments.rows == "growing":
+        rate_at = functools.partial(steady_learning_rate, with_outliers=outliers is not None)
+    saved_at = time.perf_counter()
+    for step in range(progress.done, progress.steps):
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group.get("times", 1.0) * rate_at(step, progress.steps)
+        if outliers and step == first_long_step(progress.steps):
+            size = outliers.raise_outliers(material.stream.batch(8, arguments.positions, 0.0, generator)[:, :-1])
+            say(f"step {step}: outliers of {size}")
+        rows, first = rows_of_step(step, progress, material, arguments, generator)
+        loss = losses_of(model, rows, first).mean()
+        model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
+        for part in outliers.fixed if outliers else ():
+            part.restore()
         progress.add(float(loss.detach()), rows[:, 1:].numel())
-        if progress.done % LOG_EVERY == 0:
+        if progress.done % LAST_STEPS == 0:
             say(f"step {progress.done}/{progress.steps} loss {progress.loss:.3f}, {progress.speed()}")
         if progress.done % EVALUATE_EVERY == 0:
             losses = evaluate(model, material.picked)
@@ -372,6 +446,7 @@ def train(
             )
         if time.perf_counter() - saved_at > SAVE_EVERY_SECONDS:
             save(model, material, material.picked, progress, arguments, folder)
+            learning.save(folder)
             saved_at = time.perf_counter()
 
 
@@ -392,10 +467,15 @@ def main() -> None:
         model = longer(OPTForCausalLM.from_pretrained(arguments.start).float(), arguments.positions)
     else:
         model = ARCHITECTURES[arguments.architecture](arguments.positions, arguments.hidden, arguments.layers)
+    outliers = None
+    if arguments.outliers:
+        assert isinstance(model, OPTForCausalLM)
+        outliers = Outliers(model, arguments.outliers, torch.Generator().manual_seed(arguments.seed))
     model.train()
     progress = Progress(arguments.steps)
-    train(model, material, progress, arguments, partial)
+    train(model, outliers, material, progress, arguments, partial)
     loss = save(model, material, material.held_out, progress, arguments, partial)
+    forget(partial)
     partial.rename(arguments.out)
     say(f"final held-out loss {loss:.3f}, {progress.tokens:,} tokens, {progress.speed()}")
 

@@ -30,7 +30,7 @@ from transformers import OPTConfig, OPTForCausalLM
 from experiments.training import recall
 from experiments.training.corpus import EOS_ID, PAD_ID, save_tokenizer
 from experiments.training.recall import Sizes
-from experiments.training.train_checkpoint import GRADIENT_NORM, build_optimizer, save_model, say
+from experiments.training.train_checkpoint import GRADIENT_NORM, build_optimizers, save_model, say
 
 HIDDEN, HEADS, LAYERS, POSITIONS = 128, 2, 4, 512
 LOOKUP = 2  #: the layer that looks facts up
@@ -152,7 +152,7 @@ def share_right(model: OPTForCausalLM, seed: int) -> float:
 def train(model: OPTForCausalLM, steps: int, seed: int) -> None:
     """Train on texts drawn by the seed; the loss is that of the answers alone."""
     rng, local, began = np.random.default_rng(seed), LocalFirst(model), time.perf_counter()
-    optimizer = build_optimizer(model)
+    (optimizer,) = build_optimizers(model)
     right = []
     for step in range(steps):
         for group in optimizer.param_groups:

@@ -188,14 +188,14 @@ def test_selected_tokens_are_infinigens_and_never_more_than_the_share():
 
 def test_alpha_says_how_many_tokens_are_selected():
     """A model's own counts, on straight lines between them; of a model without counts, OPT-13B's at alpha 4, which grow
-    with alpha as opt-stdlib-2k's do (by hand: 5.372, 38.28 and 156.3 of 1,792 tokens at alpha 1, 4 and 9)."""
+    with alpha as opt-stdlib-deep's do (by hand: 6.947, 89.06 and 307.1 of 1,984 tokens at alpha 1, 4 and 9)."""
 
     def tokens(alpha: float, context: int, model: str = "") -> int:
         return int(selected_tokens(speculative(alpha=alpha, max_fraction=1.0), context, model))
 
-    assert [tokens(alpha, 2048) for alpha in (1.0, 4.0, 9.0)] == [math.ceil(73 * 5.372 / 38.28), 73, 299]
-    assert tokens(5.0, 1792, "llama-stdlib-2k") == 984 and tokens(5.5, 1792, "llama-stdlib-2k") == 1093
-    assert tokens(0.0, 2048) == tokens(0.0, 1792, "llama-stdlib-2k") == 1  # the largest is always there
+    assert [tokens(alpha, 2048) for alpha in (1.0, 4.0, 9.0)] == [math.ceil(73 * 6.947 / 89.06), 73, 252]
+    assert tokens(5.0, 620, "opt-stdlib-4m") == 47 and tokens(5.5, 620, "opt-stdlib-4m") == 54
+    assert tokens(0.0, 2048) == tokens(0.0, 620, "opt-stdlib-4m") == 1  # the largest is always there
     counts = [tokens(alpha, 2048) for alpha in np.linspace(0, 30, 61)]
     assert counts == sorted(counts) and counts[-1] > counts[20]
 

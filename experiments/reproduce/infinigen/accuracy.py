@@ -1,36 +1,37 @@
 """InfiniGen's accuracy tables and figures on small models, from what ``experiments.studies.accuracy_study`` measured.
 
-The models are small (4 M parameters, 4 layers; the paper's have 6.7 to 30 billion), so none of the paper's numbers is
-judged: they stand beside ours. With layers 0 and 1 whole, four layers move half of the cache at least; where the paper
-has a relative size of the cache, the share that the other layers look at is shown too.
+The models are small (4 M parameters; the paper's have 6.7 to 30 billion), so none of the paper's numbers is judged:
+they stand beside ours. Every figure has its interval over texts, every comparison of two policies is paired.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 
 from experiments import reference
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars, lines
 from experiments.reproduce.infinigen import accuracy_policies as studied
-from experiments.reproduce.infinigen.accuracy_policies import h2o, infinigen, quantized, share_of_all_layers
+from experiments.reproduce.infinigen.accuracy_policies import at_ratio, h2o, infinigen, quantized
+from experiments.reproduce.infinigen.accuracy_rows import (
+    Study,
+    against,
+    beside,
+    by_policy,
+    cell,
+    comparison,
+    over_texts,
+    point,
+    row,
+    studies,
+)
+from experiments.reproduce.infinigen.authors_pool import distinct_victims
 from experiments.reproduce.paper import INFINIGEN, context
+from flexhybrid.jobs.accuracy import bootstrap
 
 OVER_FULL, LOOKED = "perplexity over the full cache's", "% of tokens that choosing layers look at"
-
-
-@cache
-def studies() -> dict[str, dict]:
-    """Return model -> its measurements, for all models that were measured."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(studied.RESULTS.glob("*.json"))}
-
-
-def _rows(study: dict, part: str) -> dict[str, dict]:
-    """Return policy -> its row of a part of a study."""
-    return {row["policy"]: row for row in study[part]["policies"]}
 
 
 def _figure(model: str, points: list[dict], x_label: str, y_label: str, log: str = "") -> Figure:
@@ -38,7 +39,7 @@ def _figure(model: str, points: list[dict], x_label: str, y_label: str, log: str
     return lines(model.lower(), points, model, x_label, y_label, log=log)
 
 
-def _paper_model(study: dict) -> str:
+def _paper_model(study: Study) -> str:
     return "OPT-6.7B" if study["family"] == "opt" else "Llama-2-7B"
 
 
@@ -48,54 +49,56 @@ def _paper_model(study: dict) -> str:
 def table_1() -> Experiment:
     """Cosine of a block's input with the input and the outputs of the block before."""
     names = {"block input": "Tblock_in_{i-1}", "attention output": "Attn_out_{i-1}", "FFN output": "FFN_out_{i-1}"}
-    rows, points = [], []
+    rows, points, facts = [], [], []
     for model, study in studies().items():
         paper_model, inputs = _paper_model(study), study["inputs"]
         for name, item in names.items():
             paper = reference.value("infinigen_tables", table=1, model=paper_model, item=item)
-            mean, source = np.mean(inputs[name][1:]), f"infinigen Table 1, {paper_model}"
-            rows.append(context(f"{model}: {name}, mean of layers 2 and later", mean, "", paper, source))
-            rows.append(context(f"{model}: {name}, layer 1", inputs[name][0]))
-        for layer, cosine in enumerate(inputs["normed input"], 1):
-            rows.append(context(f"{model}: normed input, layer {layer}", cosine))
+            beside = {"paper": paper, "source": f"infinigen Table 1, {paper_model}"}
+            rows.append(row(f"{model}: {name}, mean of layers 1 and later", _mean_of_layers(inputs[name]), **beside))
+            rows.append(row(f"{model}: {name}, layer 1", over_texts(inputs[name][0])))
+        for name in ("block input, other channels", "normed input"):
+            for layer, cosines in enumerate(inputs[name], 1):
+                rows.append(row(f"{model}: {name}, layer {layer}", over_texts(cosines)))
         points += [
-            {"layer": layer, "cosine": cosine, "series": f"{model}, {name}"}
-            for name in (*names, "normed input")
-            for layer, cosine in enumerate(inputs[name], 1)
+            point(over_texts(cosines), "layer", layer, f"{model}, {name}")
+            for name in inputs
+            for layer, cosines in enumerate(inputs[name], 1)
         ]
+        least = min((over_texts(cosines).value, layer) for layer, cosines in enumerate(inputs["block input"], 1))
+        facts.append(f"{model}: block inputs have a cosine of at least {least[0]:.2f} (layer {least[1]})")
     figure = lines("cosine", points, "A block's input and the block before", "layer i", "cosine")
-    return INFINIGEN.experiment("infinigen-accuracy-table1", rows, [figure])
+    return INFINIGEN.experiment("infinigen-accuracy-table1", rows, [figure], least=facts)
+
+
+def _mean_of_layers(layers: list[list[float]]):
+    """Return the mean over layers of a number for each layer and text."""
+    return over_texts(np.mean(layers, axis=0))
 
 
 def figure_4() -> Experiment:
     """Attention weights of H2O, InfiniGen and the best possible choice against the full cache's."""
     rows, figures = [], []
     for model, study in studies().items():
-        share = studied.KEPT * 2 / (1 + studied.PROMPT_SHARE) / study["length"]  # the best KEPT, of the mean context
         layers, points = study["attention"]["layers"], []
         compared = (
-            ("H2O", "plain", h2o(0.2)),
-            ("H2O, no layer whole,", "plain", h2o(0.2, 0)),
-            ("InfiniGen", "skewed", infinigen(cap=0.2)),
+            ("H2O", "plain", h2o(0.1)),
+            ("H2O, no layer whole,", "plain", h2o(0.1, 0)),
+            ("InfiniGen", "skewed", infinigen(cap=0.1)),
         )
         for name, part, policy in compared:
-            points += [
-                {"position": row["end"], "cosine": row["cosine"], "series": f"{name} 20 %"}
-                for row in study[part]["chunks"]
-                if row["policy"] == policy
-            ]
-            for layer, cosine in enumerate(_rows(study, part)[policy]["cosine_by_layer"]):
-                rows.append(context(f"{model}: {name} at 20 %, layer {layer}", cosine))
-        best, series = f"best {studied.KEPT} tokens", f"best {studied.KEPT} tokens of each query"
-        by_chunk = np.mean([layer["best_cosine_by_chunk"] for layer in layers], axis=0)
-        for chunk, cosine in enumerate(by_chunk, 1):
-            end = min(256 * chunk, study["length"])
-            if end > study["prompt_tokens"]:
-                points.append({"position": end, "cosine": float(cosine), "series": series})
+            found = by_policy(study[part])[policy]
+            rows.append(row(f"{model}: {name} at 10 %, mean of layers", cell(found, "cosine")))
+            for layer, cosine in enumerate(found["cosine_by_layer"]):
+                points.append({"layer": layer, "cosine": cosine, "series": f"{name} 10 %"})
+        share = studied.KEPT * 2 / (study["prompt_tokens"] + study["length"])
         for number, layer in enumerate(layers):
-            quantity = f"{model}: {best} ({share:.0%} of the context), layer {number}"
-            rows.append(context(quantity, layer["best_cosine_by_chunk"][-1]))
-        figures.append(_figure(model, points, "position in the text", "cosine with the full cache's weights"))
+            best = over_texts(layer["best_cosine_by_chunk"][-1])
+            rows.append(row(f"{model}: best {studied.KEPT} tokens ({share:.0%} of the context), layer {number}", best))
+            points.append(
+                {"layer": number, "cosine": best.value, "series": f"best {studied.KEPT} tokens of each query"}
+            )
+        figures.append(_figure(model, points, "layer", "cosine with the full cache's weights"))
     return INFINIGEN.experiment("infinigen-accuracy-fig4", rows, figures)
 
 
@@ -114,11 +117,11 @@ def figure_5() -> Experiment:
                 for i, share in enumerate(counts / counts.sum())
             ]
         for number, layer in enumerate(layers):
-            entropy = np.mean(layer["relative_entropy_by_head"])
-            rows.append(context(f"{model}: entropy over even weights', layer {number}", entropy))
+            found = over_texts(layer["relative_entropy"])
+            rows.append(row(f"{model}: entropy over even weights', layer {number}", found))
         for query, needed in layers[-1]["needed_at"].items():
-            quantity = f"{model}: key tokens of query {query}, layer {last}"
-            rows.append(INFINIGEN.beside(id_of[int(query)], needed, quantity))
+            quantity, found = f"{model}: key tokens of query {query}, layer {last}", over_texts(needed)
+            rows.append(INFINIGEN.beside(id_of[int(query)], found.value, quantity, low=found.low, high=found.high))
         figures.append(_figure(model, points, "key tokens for 0.9 of the weight", "share of queries and heads"))
     return INFINIGEN.experiment("infinigen-accuracy-fig5", rows, figures)
 
@@ -129,18 +132,19 @@ def figure_20() -> Experiment:
     for model, study in studies().items():
         layers, spikes = study["attention"]["layers"], []
         for i, _ in enumerate(layers[0]["needed_by_chunk"]):
-            share = 100 * float(np.mean([layer["below_a_percent_by_chunk"][i] for layer in layers]))
-            end = min(study["length"], 256 * (i + 1))
-            shares.append({"position": end, "share": share, "series": model})
-            rows.append(context(f"{model}: positions up to {end}", share, "%"))
+            found = _mean_of_layers([layer["below_a_percent_by_chunk"][i] for layer in layers])
+            end = min(study["length"], study["attention"]["chunk"] * (i + 1))
+            shares.append(point(found, "position", end, model, times=100))
+            rows.append(row(f"{model}: positions up to {end}", found, "%", times=100))
         for number, layer in enumerate(layers):
             revival = layer["revival"]
-            weights, loud = revival["weights"], 100 * revival["of_loud"]
+            weights = revival["weights"]
             series = f"layer {number}, head {revival['head']}, key {revival['key']}"
-            for position, weight in enumerate(weights, study["length"] - len(weights)):
-                spikes.append({"position": position, "weight": max(weight, 1e-6), "series": series})
+            if number in {0, len(layers) // 2, len(layers) - 1}:
+                for position, weight in enumerate(weights, study["length"] - len(weights)):
+                    spikes.append({"position": position, "weight": max(weight, 1e-6), "series": series})
             quantity = f"{model}: weights of {studied.LOUD:g} on keys below {studied.QUIET:g} before, layer {number}"
-            rows.append(context(quantity, loud, "%", largest=max(weights)))
+            rows.append(row(quantity, over_texts(revival["of_loud"]), "%", times=100, largest=max(weights)))
         figure = _figure(model, spikes, "position of the query", "attention weight of one key", log="y")
         figures.append(replace(figure, name=f"{figure.name}-again"))
     title = "0.9 of the weight on less than 1 % of the tokens"
@@ -153,16 +157,17 @@ def figure_20() -> Experiment:
 # ---- what a policy costs
 
 
-def _by_size(study: dict) -> dict[str, list[tuple[dict, float]]]:
-    """Return method -> (row, share of the context that its choosing layers look at) by growing share."""
-    plain, skewed = _rows(study, "plain"), _rows(study, "skewed")
-    return {
-        "H2O": [(plain[h2o(share)], share) for share in studied.SHARES],
-        "H2O, no layer whole": [(plain[h2o(share, 0)], share) for share in studied.SHARES],
-        "InfiniGen": [(skewed[infinigen(cap=share)], share) for share in studied.SHARES],
-        "InfiniGen, not skewed": [(plain[infinigen(cap=share)], share) for share in studied.SHARES],
-        "fewer bits": [(plain[quantized(bits)], (bits + 32 / study["kv_group"]) / 16) for bits in sorted(studied.BITS)],
-    }
+def _by_size(study: Study) -> Iterator[tuple[str, str, str, float]]:
+    """Yield method, part of the study, policy and the share of the context that its choosing layers look at."""
+    for share in studied.SHARES:
+        yield "H2O", "plain", h2o(share), share
+    yield "H2O, no layer whole", "plain", h2o(0.1, 0), 0.1
+    for share in studied.SHARES:
+        yield "InfiniGen", "skewed", infinigen(cap=share), share
+    for share in studied.SHARES:
+        yield "InfiniGen, not skewed", "plain", infinigen(cap=share), share
+    for bits in sorted(studied.BITS):
+        yield "fewer bits", "plain", quantized(bits), (bits + 32 / study["kv_group"]) / 16
 
 
 def _against_size(column: str, y_label: str, log: str = "x") -> tuple[list[Row], list[Figure]]:
@@ -170,133 +175,226 @@ def _against_size(column: str, y_label: str, log: str = "x") -> tuple[list[Row],
     rows, figures = [], []
     for model, study in studies().items():
         points = []
-        for method, of_size in _by_size(study).items():
-            for row, share in of_size:
-                points.append({"share": 100 * share, column: row[column], "series": method})
-                rows.append(context(f"{model}: {method}, {share:.0%}", row[column], moved_of_all_layers=row["moved"]))
-        for share in (0.1, 0.2):  # H2O with as many bytes as InfiniGen moves over all layers
-            of_all = share_of_all_layers(study["num_layers"], share)
-            row = _rows(study, "plain")[h2o(of_all, 0)]
-            quantity = f"{model}: H2O, {of_all:.0%} of every layer: what InfiniGen moves in all at {share:.0%}"
-            rows.append(context(quantity, row[column], moved_of_all_layers=row["moved"]))
-        full = _rows(study, "plain")["full_cache"][column]
-        points += [{"share": 100 * share, column: full, "series": "full cache"} for share in studied.SHARES]
-        rows.append(context(f"{model}: full cache", full))
+        for method, part, policy, share in _by_size(study):
+            measured = by_policy(study[part])[policy]
+            found = cell(measured, column)
+            points.append(point(found, "share", 100 * share, method))
+            rows.append(row(f"{model}: {method}, {share:.0%}", found, moved_of_all_layers=measured["moved"]))
         x_label = "relative size of the cache, % (choosing layers)"
         figure = _figure(model, points, x_label, y_label, log=log)
         figures.append(replace(figure, title=f"{model}, {study['length']} tokens"))
     return rows, figures
 
 
+def _h2o_against_infinigen() -> tuple[list[Row], list[str]]:
+    """Return the paired comparisons of H2O with InfiniGen, at equal shares and at the largest threshold that moves no
+    more bytes, as rows and in words."""
+    rows, said = [], []
+    for model, study in studies().items():
+        plain, skewed = by_policy(study["plain"]), by_policy(study["skewed"])
+        for share in studied.SHARES:
+            quantity = f"{model}: H2O over InfiniGen at {share:.0%} of choosing layers"
+            compared = comparison(quantity, study["plain"], plain[h2o(share)], skewed[infinigen(cap=share)])
+            rows.append(compared[0])
+            said.append(compared[1])
+        for share in studied.SHARES:
+            most = plain[h2o(share)]["moved"]
+            alpha = max((a for a in studied.ALPHAS if skewed[infinigen(a)]["moved"] <= most), default=None)
+            if alpha is not None:
+                moved = f"{most:.1%} and {skewed[infinigen(alpha)]['moved']:.1%} of the bytes moved"
+                quantity = f"{model}: H2O at {share:.0%} over InfiniGen at alpha {alpha:g}, {moved}"
+                compared = comparison(quantity, study["plain"], plain[h2o(share)], skewed[infinigen(alpha)])
+                rows.append(compared[0])
+                said.append(compared[1])
+        fewest = min(by_policy(study["skewed"]).values(), key=lambda each: each["moved"] or 1)
+        found, moved = cell(fewest, "over_full"), fewest["moved"]
+        said.append(
+            f"{model}: the least that moves is {moved:.1%} of the cache ({fewest['policy']}): perplexity over the full "
+            f"cache's {found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+        )
+    return rows, said
+
+
 def figure_11() -> Experiment:
     """Greedy tokens against the relative size of the cache, on the local task."""
-    return INFINIGEN.experiment(
-        "infinigen-accuracy-fig11", *_against_size("agreement", "greedy tokens that are the full cache's")
-    )
+    rows, figures = _against_size("agreement", "greedy tokens that are the full cache's")
+    of_tasks, drawn, said = _tasks()
+    return INFINIGEN.experiment("infinigen-accuracy-fig11", [*rows, *of_tasks], [*figures, *drawn], said=said)
+
+
+def _tasks() -> tuple[list[Row], list[Figure], list[str]]:
+    """Return right answers to the harness's tasks: rows, bars, and comparisons with the full cache in words."""
+    rows, figures, said = [], [], []
+    for model, found in beside(studied.TASK_RESULTS).items():
+        points = []
+        for task, policies in found["tasks"].items():
+            full = policies["full cache"]
+            for name, answered in policies.items():
+                right = bootstrap.mean(answered["right"], answered["questions"])
+                points.append(point(right, "policy", name, task, times=100))
+                rows.append(row(f"{model}, {task}: {name}, right answers", right, "%", times=100))
+                if name != "full cache":
+                    less = bootstrap.mean_difference(answered["right"], full["right"], full["questions"])
+                    verdict = "no difference shown" if not less.excludes(0.0) else "shown"
+                    quantity = f"{model}, {task}: {name} less full cache"
+                    rows.append(row(quantity, less, "points", times=100, shown=verdict))
+                    value, low, high = (100 * number for number in less)
+                    said.append(f"{quantity}: {value:+.1f} points [{low:+.1f}, {high:+.1f}], {verdict}")
+        figures.append(bars(f"{model.lower()}-tasks", points, model, "policy", "% right, chance is 25"))
+    return rows, figures, said
 
 
 def figure_19() -> Experiment:
     """Perplexity against the relative size, and with a fixed number of tokens against the length."""
-    rows, figures = _against_size("perplexity", "perplexity", log="xy")
+    rows, figures = _against_size("over_full", OVER_FULL)
     for model, study in studies().items():
         points = []
         for length, of_length in study["by_length"].items():
-            (_, *of_h2o), (_, of_infinigen) = of_length["h2o"], of_length["infinigen"]
-            for method, row in zip(("H2O", "H2O, no layer whole", "InfiniGen"), (*of_h2o, of_infinigen), strict=True):
-                points.append({"length": int(length), "over": row["over_full"], "series": method})
-                quantity = f"{model}: {method}, {studied.KEPT} of {length} tokens, over full cache"
-                rows.append(context(quantity, row["over_full"]))
+            for method, name in (("H2O", "h2o"), ("InfiniGen", "infinigen")):
+                _, measured = of_length[name]["policies"]
+                found = cell(measured, "over_full")
+                points.append(point(found, "length", int(length), method))
+                rows.append(row(f"{model}: {method}, {studied.KEPT} of {length} tokens, over full cache", found))
         title, name = f"{model}, {studied.KEPT} tokens kept", f"{model.lower()}-lengths"
         figures.append(lines(name, points, title, "tokens of a text", OVER_FULL))
-    return INFINIGEN.experiment("infinigen-accuracy-fig19", rows, figures)
+    compared, said = _h2o_against_infinigen()
+    return INFINIGEN.experiment("infinigen-accuracy-fig19", [*rows, *compared], figures, said=said)
 
 
 def figure_12() -> Experiment:
     """Perplexity by chunk of 256 positions."""
     rows, figures = [], []
     for model, study in studies().items():
-        points = []
+        points, followed = [], study["by_position"]
+        early = 0.5
         paths = {
-            "full cache": ("plain", "full_cache"),
             "INT4": ("plain", quantized(4)),
-            "H2O, 20 %": ("plain", h2o(0.2)),
-            "H2O, 20 %, no layer whole": ("plain", h2o(0.2, 0)),
-            "InfiniGen": ("skewed", infinigen(study["alpha"], 0.2)),
+            "H2O, 10 %": ("plain", h2o(0.1, prompt_share=early)),
+            "InfiniGen, 10 %": ("skewed", infinigen(cap=0.1)),
         }
         for name, (part, policy) in paths.items():
-            for row in study[part]["chunks"]:
-                if row["policy"] == policy:
-                    points.append({"position": row["end"], "perplexity": row["perplexity"], "series": name})
-                    rows.append(context(f"{model}: {name}, positions to {row['end']}", row["perplexity"]))
-        figures.append(_figure(model, points, "position in the text", "perplexity of 256 tokens", log="y"))
+            for chunk in followed[part]["chunks"]:
+                if chunk["policy"] == policy:
+                    found = cell(chunk, "over_full")
+                    points.append(point(found, "position", chunk["end"], name))
+                    perplexity = chunk["perplexity"]
+                    rows.append(row(f"{model}: {name}, positions to {chunk['end']}", found, perplexity=perplexity))
+        figures.append(_figure(model, points, "position in the text", OVER_FULL))
     return INFINIGEN.experiment("infinigen-accuracy-fig12", rows, figures)
 
 
 def figure_13() -> Experiment:
-    """With and without skewing at fixed shares of the cache."""
-    rows, figures = [], []
+    """With and without skewing at fixed shares of the cache and of the columns."""
+    rows, figures, said = [], [], []
     for model, study in studies().items():
         points = []
-        for name, part in (("skewed", "skewed"), ("not skewed", "plain")):
-            for share in studied.SHARES:
-                row = _rows(study, part)[infinigen(cap=share)]
-                over, agreement = row["over_full"], row["agreement"]
-                points.append({"share": f"{share:.0%}", "over": over, "series": name})
-                quantity = f"{model}: {name}, {share:.0%}, perplexity over full cache"
-                rows.append(context(quantity, over, agreement=agreement))
+        plain, skewed = by_policy(study["plain"]), by_policy(study["skewed"])
+        settings = [(ratio, share) for ratio in studied.SKEWED_RATIOS for share in studied.SKEWED_SHARES]
+        settings += [(studied.PARTIAL, share) for share in studied.SHARES]
+        for ratio, share in settings:
+            policy, where = at_ratio(share, ratio), f"{ratio:g} of columns, {share:.0%}"
+            for name, of_part in (("skewed", skewed), ("not skewed", plain)):
+                found = cell(of_part[policy], "over_full")
+                points.append(point(found, "share", f"{ratio:g}, {share:.0%}", name))
+                agreement = of_part[policy]["agreement"]
+                rows.append(row(f"{model}: {name}, {where}, perplexity over full cache", found, agreement=agreement))
+            quantity = f"{model}: skewed over not skewed, {where}"
+            compared = comparison(quantity, study["plain"], skewed[policy], plain[policy])
+            rows.append(compared[0])
+            said.append(compared[1])
         for layer, columns in enumerate(study["columns"]):
             for part in ("query", "key"):
-                quantity = f"{model}: squares of {part} in {studied.PARTIAL:.0%} of columns, layer {layer}"
-                rows.append(context(quantity, columns[f"skewed {part}"], not_skewed=columns[f"plain {part}"]))
+                largest = over_texts(columns[f"plain {part}, largest column"])
+                rows.append(row(f"{model}: squares of {part} in the largest column of a head, layer {layer}", largest))
+                for ratio in studied.RATIOS_OF_COLUMNS:
+                    what = f"{part}, varying, {ratio:g}"
+                    found, before = (over_texts(columns[f"{name} {what}"]) for name in ("skewed", "plain"))
+                    quantity = f"{model}: varying squares of {part} in {ratio:.0%} of columns, layer {layer}"
+                    rows.append(row(quantity, found, not_skewed=before.value))
         rows.append(context(f"{model}: largest change of a logit by skewing alone", study["skewing_alone"]))
-        x_label, y_label = "share fetched in layers that choose", OVER_FULL
-        figures.append(bars(model.lower(), points, model, x_label, y_label))
-    return INFINIGEN.experiment("infinigen-accuracy-fig13", rows, figures)
+        figures.append(bars(model.lower(), points, model, "share of columns, share fetched", OVER_FULL))
+    return INFINIGEN.experiment("infinigen-accuracy-fig13", rows, figures, said=said)
 
 
 def figure_17() -> Experiment:
     """Threshold and partial weight ratio."""
     rows, drawn = [], {}
     for model, study in studies().items():
-        skewed, alpha = _rows(study, "skewed"), study["alpha"]
+        skewed, alpha = by_policy(study["skewed"]), study["alpha"]
         alphas = {threshold: infinigen(threshold) for threshold in studied.ALPHAS}
         ratios = {ratio: infinigen(alpha, 0.2, partial_ratio=ratio) for ratio in studied.RATIOS}
         ratios[studied.PARTIAL] = infinigen(alpha, 0.2)
         for name, label, policies in (("alpha", "alpha", alphas), ("ratio", "partial weight ratio", ratios)):
             for x, policy in policies.items():
-                row = skewed[policy]
-                over, looked = row["over_full"], np.mean(row["looked_at_by_layer"][2:])
-                drawn.setdefault((name, label, OVER_FULL), []).append({"x": x, "y": over, "series": model})
-                drawn.setdefault((name, label, LOOKED), []).append({"x": x, "y": 100 * looked, "series": model})
-                quantity = f"{model}: {label} {x:g}, perplexity over full cache"
-                rows.append(context(quantity, over, looked_at=looked, agreement=row["agreement"]))
+                measured = skewed[policy]
+                found, looked = cell(measured, "over_full"), float(np.mean(measured["looked_at_by_layer"][2:]))
+                drawn.setdefault((name, label, OVER_FULL), []).append(point(found, "x", x, model))
+                looked_point = {"x": x, "y": 100 * looked, "series": model}
+                drawn.setdefault((name, label, LOOKED), []).append(looked_point)
+                more = {"looked_at": looked, "agreement": measured["agreement"], "moved": measured["moved"]}
+                rows.append(row(f"{model}: {label} {x:g}, perplexity over full cache", found, **more))
     figures = [
         lines(f"{name}-{'over' if y_label == OVER_FULL else 'looked'}", points, "Small models", label, y_label)
         for (name, label, y_label), points in drawn.items()
     ]
-    return INFINIGEN.experiment("infinigen-accuracy-fig17", rows, figures)
+    of_latency, drawn, said = _latency()
+    return INFINIGEN.experiment("infinigen-accuracy-fig17", [*rows, *of_latency], [*figures, *drawn], latency=said)
+
+
+def _latency() -> tuple[list[Row], list[Figure], list[str]]:
+    """Return measured times of a decode iteration over the threshold (Fig. 17a): rows, lines, and what they are of."""
+    rows, points, said = [], [], []
+    for model, found in beside(studied.LATENCY_RESULTS).items():
+        full = found["policies"]["full cache"]
+        for name, measured in found["policies"].items():
+            step_ms = [1e3 * seconds for seconds in measured["rounds_s"]]
+            more = {"low": min(step_ms), "high": max(step_ms), "moved": measured["moved"]}
+            rows.append(context(f"{model}: {name}, decode iteration", 1e3 * measured["step_s"], "ms", **more))
+            if name != "full cache":
+                alpha = float(name.removeprefix("alpha "))
+                points.append({"alpha": alpha, "y": 1e3 * measured["step_s"], "series": model, **_ends(step_ms)})
+                all_of_it = {"alpha": alpha, "y": 1e3 * full["step_s"], "series": f"{model}, full cache"}
+                points.append(all_of_it | _ends([1e3 * seconds for seconds in full["rounds_s"]]))
+        said.append(
+            f"(a) is measured: {model}, {found['batch']} requests behind {found['prompt_tokens']:,} tokens, a link of "
+            f"{found['link_gb_per_s']:g} GB/s, {found['machine']}; error bars are the rounds."
+        )
+    drawn = [lines("latency", points, "Decode latency", "alpha", "ms an iteration")] if points else []
+    return rows, drawn, said
+
+
+def _ends(values: list[float]) -> dict[str, float]:
+    return {"low": min(values), "high": max(values)}
 
 
 def table_2() -> Experiment:
-    """A pool of 80 % and its victims."""
-    rows, points = [], []
+    """A pool of 80 % and its victims, with prompts that are larger than the pool."""
+    rows, points, said = [], [], []
     paper_items = {"fifo": "80-FIFO%", "lru": "80-LRU%", "counter": "80-Counter%"}
     for model, study in studies().items():
-        skewed, alpha, paper_model = _rows(study, "skewed"), study["alpha"], _paper_model(study)
-        unlimited = skewed[infinigen(alpha, 0.2)]["perplexity"]
+        skewed, alpha, paper_model = by_policy(study["skewed"]), study["alpha"], _paper_model(study)
+        unlimited = skewed[infinigen(alpha, 0.2)]
         find = {"table": 2, "model": paper_model, "dataset": "WikiText-2"}
-        rows.append(context(f"{model}: no limit, perplexity", unlimited))
+        rows.append(row(f"{model}: no limit, perplexity over full cache", cell(unlimited, "over_full")))
         for victim, item in paper_items.items():
             paper, full = (reference.value("infinigen_tables", item=i, **find) for i in (item, "100%"))
-            over = skewed[infinigen(alpha, 0.2, pool=studied.POOL, victim=victim)]["perplexity"] / unlimited
-            points.append({"victim": victim, "over": over, "series": model})
-            quantity, source = (
-                f"{model}: pool of {studied.POOL:.0%}, {victim}, over no limit",
-                f"{paper_model}, WikiText-2",
-            )
-            rows.append(context(quantity, over, "", paper / full, f"infinigen Table 2, {source}"))
+            limited = skewed[infinigen(alpha, 0.2, pool=studied.POOL, victim=victim)]
+            quantity = f"{model}: pool of {studied.POOL:.0%}, {victim}, over no limit"
+            compared, words = comparison(quantity, study["skewed"], limited, unlimited)
+            beside = {"paper": paper / full, "source": f"infinigen Table 2, {paper_model}, WikiText-2"}
+            rows.append(compared | beside)
+            said.append(words)
+            points.append(point(against(study["skewed"], limited, unlimited), "victim", victim, model))
+    evictions, distinct = distinct_victims()
+    for rule, numbers in distinct.items():
+        quantity = f"authors' evaluation code, {rule}: distinct tokens of {evictions} evictions"
+        rows.append(context(quantity, float(np.mean(numbers)), least=min(numbers), most=max(numbers)))
+    title = f"A pool of {studied.POOL:.0%}, prompts of {studied.PROMPT_SHARE:.0%}"
     return INFINIGEN.experiment(
         "infinigen-accuracy-table2",
         rows,
-        [bars("over", points, f"A pool of {studied.POOL:.0%}", "", "perplexity over no limit")],
+        [bars("over", points, title, "", "perplexity over no limit")],
+        said=said,
+        evictions=evictions,
+        counts=", ".join(f"{rule} {min(numbers)} to {max(numbers)}" for rule, numbers in distinct.items()),
     )

@@ -19,15 +19,15 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Selection
 
 #: First layers that look at all their tokens, unless a policy names their number. A layer is guessed from the one
-#: before, so one would do; InfiniGen's own code has two, and a small model needs them: the inputs of its layers 0 and 1
-#: have nothing in common (``experiments.studies.accuracy_study``).
+#: before, so one would do; InfiniGen's own code has two, and a model without outlier channels needs them: the inputs of
+#: its layers 0 and 1 have nothing in common (``experiments.studies.accuracy_study``).
 WHOLE_LAYERS = 2
 
 _ROUNDING = 1e-9  #: of a share times a count: 0.2 of 35 tokens are 7
 
 #: Whose tokens stand for a model that has none in the file: InfiniGen reports its (Sec. 5.3), at REPORTED_ALPHA alone.
 #: With alpha they are taken to grow as GROWS_AS's do, of the measured models the nearest in family and length.
-REPORTED, REPORTED_ALPHA, GROWS_AS = "opt-13b", 4.0, "opt-stdlib-2k"
+REPORTED, REPORTED_ALPHA, GROWS_AS = "opt-13b", 4.0, "opt-stdlib-deep"
 
 
 @cache
