@@ -24,6 +24,7 @@ setup(
         "experiments": [
             *("checkpoints/**/*", "grid.toml", "reference/*.csv", "reference/README.md"),
             *("reproduce/*.csv", "reproduce/notes/*.md", "reproduce/report.*", "training/*.md", "training/*.jsonl"),
+            *("studies/*.txt", "studies/tasks/*.jsonl", "studies/tasks/*.yaml"),
             # what our own models and cascades did, for reproduce; what peers found, to compare with
             *("results/accuracy/**/*.json", "results/cascade/*.json", "results/peers/*.json"),
         ],

@@ -76,7 +76,7 @@ def test_a_longer_file_takes_no_more_than_its_census(tmp_path, monkeypatch, warm
     assert peaks[1] - peaks[0] < 5000 * 64 + 2 * MIB
 
 
-#: Prints, after so many answers: bytes held, live tensors, and the threads that have run a task so far.
+#: Prints, after so many answers: bytes held, live tensors but for views, and the threads that have run a task so far.
 ANSWERS = """
 import gc, json, os, sys, threading
 import numpy as np, torch
@@ -95,8 +95,9 @@ with LLM(sys.argv[1], policy=sys.argv[2], device="cpu", dtype="float32", disk_di
         llm.generate(prompts, SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
         if answers in (20, 100, 200, 300):
             gc.collect()
-            tensors = sum(type(one) is torch.Tensor for one in gc.get_objects())
-            print(json.dumps([held_bytes(os.getpid()), tensors, len(threads)]))
+            kept = (each for each in gc.get_objects() if type(each) is torch.Tensor)
+            memories = {each.untyped_storage().data_ptr() for each in kept}
+            print(json.dumps([held_bytes(os.getpid()), len(memories), len(threads)]))
 """
 
 

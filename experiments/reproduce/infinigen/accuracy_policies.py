@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 
 RESULTS = Path(__file__).parents[2] / "results" / "accuracy"
-TASK_RESULTS, LATENCY_RESULTS = RESULTS / "tasks", RESULTS / "latency"
+TASK_RESULTS, LATENCY_RESULTS, CHOICE_RESULTS = (RESULTS / part for part in ("tasks", "latency", "choice"))
 TASKS_OF_HARNESS = ("next_line", "earlier_name")  #: of lm-evaluation-harness, made by ``experiments.studies.tasks``
 PROMPT_SHARE = 15 / 16  #: of a text: the paper's 1,920 of 2,048 tokens
 SHARES = (0.05, 0.1, 0.2)  #: of the context, in layers that choose
