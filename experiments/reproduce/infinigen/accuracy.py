@@ -258,7 +258,24 @@ def figure_19() -> Experiment:
         title, name = f"{model}, {studied.KEPT} tokens kept", f"{model.lower()}-lengths"
         figures.append(lines(name, points, title, "tokens of a text", OVER_FULL))
     compared, said = _h2o_against_infinigen()
-    return INFINIGEN.experiment("infinigen-accuracy-fig19", [*rows, *compared], figures, said=said)
+    of_choice, known = _choices()
+    rows += [*compared, *of_choice]
+    return INFINIGEN.experiment("infinigen-accuracy-fig19", rows, figures, said=[*said, *known])
+
+
+def _choices() -> tuple[list[Row], list[str]]:
+    """Return what a share of the keys costs where their true weights are known: perplexities over the full cache's."""
+    rows, said = [], []
+    for model, found in beside(studied.CHOICE_RESULTS).items():
+        full = {"logprob_by_document": found["full"]}
+        where = {"layer": f"layer {found['layer']}, the broadest", "others": "the other choosing layers"}
+        for rule, variants in found["rules"].items():
+            for part, logprobs in variants.items():
+                quantity = f"{model}: {found['share']:.0%} of the keys, {rule}, in {where[part]}, over full cache"
+                compared = comparison(quantity, found, {"logprob_by_document": logprobs}, full)
+                rows.append(compared[0])
+                said.append(compared[1])
+    return rows, said
 
 
 def figure_12() -> Experiment:
