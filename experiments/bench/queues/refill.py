@@ -39,8 +39,9 @@ LOG_NORMAL, LABELS = "log-normal answers", "labels of 1 to 8 tokens"
 CASES = ((LOG_NORMAL, 64, 3.0), (LABELS, 16, 1.5), (LABELS, 64, 1.5))
 OVERLAP = 0.92
 RUNNING = 0.9  #: least share of the batch's places in use in the middle half of the iterations
-#: Iterations by which overlap is judged, timed in turn with the paced link and without; the first fill the batch.
-WINDOW, ROUNDS = slice(60, 160), 3
+#: Iterations by which overlap is judged, timed in turn with the paced link and without: the first fill the batch, and a
+#: queue of labels takes some 150.
+WINDOW, ROUNDS = slice(40, 120), 3
 DENSER = 2.0  #: times as many requests in the same memory as with room for the longest answers
 
 
