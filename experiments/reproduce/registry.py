@@ -120,4 +120,5 @@ def describe(result: dict) -> str:
 #: What the columns of the table mean.
 LEGEND = """held out: numbers that nothing was fitted on; mean, median and worst of |ours / paper - 1| are of these.
 fitted: rows that constants were fitted on. aside: not judged, with its reason in the report: the same number printed
-again, arithmetic that tests no model, or a number that the paper itself contradicts. Context is in the report alone."""
+again, arithmetic that tests no model, or a number that the paper itself contradicts. Context is in the report alone: an
+experiment of zeros has nothing else."""

@@ -119,6 +119,8 @@ def figure_5() -> Experiment:
         for number, layer in enumerate(layers):
             found = over_texts(layer["relative_entropy"])
             rows.append(row(f"{model}: entropy over even weights', layer {number}", found))
+            for query, needed in list(layer["needed_at"].items())[-2:-1]:
+                rows.append(row(f"{model}: key tokens of query {query} by layer, layer {number}", over_texts(needed)))
         for query, needed in layers[-1]["needed_at"].items():
             quantity, found = f"{model}: key tokens of query {query}, layer {last}", over_texts(needed)
             rows.append(INFINIGEN.beside(id_of[int(query)], found.value, quantity, low=found.low, high=found.high))
@@ -206,6 +208,10 @@ def _h2o_against_infinigen() -> tuple[list[Row], list[str]]:
                 compared = comparison(quantity, study["plain"], plain[h2o(share)], skewed[infinigen(alpha)])
                 rows.append(compared[0])
                 said.append(compared[1])
+        for policy in (infinigen(study["alpha"], 0.2, whole_layers=1), infinigen(cap=0.05, whole_layers=1)):
+            found = cell(skewed[policy], "over_full")
+            quantity = f"{model}: {policy}, perplexity over full cache"
+            rows.append(row(quantity, found, moved_of_all_layers=skewed[policy]["moved"]))
         fewest = min(by_policy(study["skewed"]).values(), key=lambda each: each["moved"] or 1)
         found, moved = cell(fewest, "over_full"), fewest["moved"]
         said.append(
