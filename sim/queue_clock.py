@@ -404,11 +404,10 @@ class _Price:
     def _members(self, start: int) -> tuple[Wave, Stops]:
         """Return the batch of iterations ``start`` to ``start`` + 2, and who leaves it before each."""
         all_stints, wave = self.stints, self.wave
+        chosen = np.flatnonzero((all_stints.joined + all_stints.moved <= start + 2) & (all_stints.left > start))
         # Who returns with its context decodes at once: as if it had joined two iterations before, so that it is there
         # at ``start`` and its prompt is computed in none of those that are walked.
-        earlier = 2 * all_stints.moved.astype(np.int64)
-        chosen = np.flatnonzero((all_stints.joined + earlier // 2 <= start + 2) & (all_stints.left > start))
-        earlier = earlier[chosen]
+        earlier = 2 * all_stints.moved[chosen].astype(np.int64)
         groups = [np.flatnonzero(all_stints.mini_batch[chosen] == k) for k in range(len(wave.mini_batches))]
         requests, left = all_stints.request[chosen], all_stints.left[chosen]
         given = all_stints.prompt_tokens[chosen] - self.workload.prompt_tokens[requests]

@@ -237,12 +237,7 @@ class Buffers:
         """
         name = segment.representation
         copies_all = name == "act" and not self.packed("act")
-        before = 0
-        for other in step.of(name):
-            if other is segment:
-                break
-            if copies_all or other.tier != "device":
-                before += other.block_table.size
+        before = _blocks_before(step, segment, lambda other: copies_all or other.tier != "device")
         shape = segment.block_table.shape
         return self._view(
             ("loaded", name, slot, before, shape), lambda: _region(self.loaded[name][slot], before, shape)
@@ -251,12 +246,7 @@ class Buffers:
     def read_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
         """Return the region of a slot in host memory for a segment's blocks from the disk: as its
         ``block_table``, [·, ·, 16 · row]."""
-        before = 0
-        for other in step.of(segment.representation):
-            if other is segment:
-                break
-            if other.tier == "disk":
-                before += other.block_table.size
+        before = _blocks_before(step, segment, lambda other: other.tier == "disk")
         name, shape = segment.representation, segment.block_table.shape
         return self._view(("read", name, slot, before, shape), lambda: _region(self.read[name][slot], before, shape))
 
@@ -276,6 +266,17 @@ def layer_blocks(shape: ModelShape, policy: Policy, sizes: BufferSizes, entry: s
         name = of_windows.get(shape.attention_of(layer).window, entry)
         blocks.append(sizes.pool_blocks[name] if layer in shape.attending else 0)
     return blocks
+
+
+def _blocks_before(step: MiniBatchStep, segment: Segment, has_region: Callable[[Segment], bool]) -> int:
+    """Return how many blocks of a slot lie before a segment's: of the step's earlier segments that have a region."""
+    before = 0
+    for other in step.of(segment.representation):
+        if other is segment:
+            break
+        if has_region(other):
+            before += other.block_table.size
+    return before
 
 
 def _region(buffer: torch.Tensor, before: int, shape: tuple[int, ...]) -> torch.Tensor:

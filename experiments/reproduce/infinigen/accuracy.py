@@ -31,6 +31,7 @@ from experiments.reproduce.infinigen.authors_pool import distinct_victims
 from experiments.reproduce.paper import INFINIGEN, context
 from flexhybrid.jobs.accuracy import bootstrap
 
+BY_LAYER = "1500"  #: the query whose key tokens are shown for every layer
 OVER_FULL, LOOKED = "perplexity over the full cache's", "% of tokens that choosing layers look at"
 
 
@@ -119,8 +120,9 @@ def figure_5() -> Experiment:
         for number, layer in enumerate(layers):
             found = over_texts(layer["relative_entropy"])
             rows.append(row(f"{model}: entropy over even weights', layer {number}", found))
-            for query, needed in list(layer["needed_at"].items())[-2:-1]:
-                rows.append(row(f"{model}: key tokens of query {query} by layer, layer {number}", over_texts(needed)))
+            if needed := layer["needed_at"].get(BY_LAYER):
+                quantity = f"{model}: key tokens of query {BY_LAYER} by layer, layer {number}"
+                rows.append(row(quantity, over_texts(needed)))
         for query, needed in layers[-1]["needed_at"].items():
             quantity, found = f"{model}: key tokens of query {query}, layer {last}", over_texts(needed)
             rows.append(INFINIGEN.beside(id_of[int(query)], found.value, quantity, low=found.low, high=found.high))

@@ -397,15 +397,23 @@ class RunningBatch:
         arrays, lengths = self._arrays(), self.queue.workload
         before = {name: array[places] for name, array in arrays.items()}
         given = np.array([self.queue.given.get(request, 0) for request in requests])
-        ages = np.where([self._is_parked(request) for request in requests], given, 0)
-        arrays["prompt"][places] = lengths.prompt_tokens[requests] + given - ages
-        arrays["max"][places] = lengths.max_tokens[requests] - given + ages
-        arrays["joined"][places] = iteration - ages
+        recomputed = self._recomputed(requests)
+        arrays["prompt"][places] = lengths.prompt_tokens[requests] + recomputed
+        arrays["max"][places] = lengths.max_tokens[requests] - recomputed
+        arrays["joined"][places] = iteration - (given - recomputed)
         arrays["request"][places] = requests
         if self.sharing:
             for place, request in zip(places.tolist(), requests, strict=True):
                 self.sharing.attach(place, self.sharing.tree.shared(request))
         return before
+
+    def _recomputed(self, requests: list[int]) -> np.ndarray:
+        """Return how many tokens of answers are computed anew as a part of the prompts, [requests]; a parked context
+        has them in its age."""
+        given = self.queue.given
+        if not given:  # mostly
+            return np.zeros(len(requests), dtype=np.int64)
+        return np.array([0 if self._is_parked(request) else given.get(request, 0) for request in requests])
 
     def _is_parked(self, request: int) -> bool:
         return self.wave.parking is not None and self.wave.parking.has(request)
@@ -489,8 +497,6 @@ class RunningBatch:
     def _expected(self, places: np.ndarray) -> np.ndarray:
         """Return the tokens that requests are expected to cache half-way to their ends, [places]."""
         lengths, ages = self.wave.workload, self.now - self.wave.joined[places]
-        requests = self.wave.request[places].tolist()
-        # Tokens that are a part of the prompt since they are computed anew; a parked context has them in its age.
-        given = np.array([0 if self._is_parked(request) else self.queue.given.get(request, 0) for request in requests])
-        prompts, limits = lengths.prompt_tokens[places] - given, lengths.max_tokens[places] + given
-        return self.answers.halfway(prompts, ages + given, limits)
+        recomputed = self._recomputed(self.wave.request[places].tolist())
+        prompts, limits = lengths.prompt_tokens[places] - recomputed, lengths.max_tokens[places] + recomputed
+        return self.answers.halfway(prompts, ages + recomputed, limits)
