@@ -225,11 +225,11 @@ def table(rows: Sequence[Row]) -> pd.DataFrame:
 
 def is_judged(rows: pd.DataFrame) -> np.ndarray:
     """Return which rows have a number of the paper that is judged: neither context nor put aside [rows]."""
-    return rows["paper"].notna().to_numpy() & (rows["role"] != "context").to_numpy() & ~_is_aside(rows)
+    return _is_compared(rows) & np.asarray(rows.get(ASIDE, "") == "")
 
 
-def _is_aside(rows: pd.DataFrame) -> np.ndarray:
-    return (rows[ASIDE] != "").to_numpy() if ASIDE in rows.columns else np.zeros(len(rows), dtype=bool)
+def _is_compared(rows: pd.DataFrame) -> np.ndarray:
+    return rows["paper"].notna().to_numpy() & (rows["role"] != "context").to_numpy()
 
 
 def summary(rows: pd.DataFrame, role: str | None = None) -> ErrorSummary:
@@ -244,7 +244,7 @@ def summary(rows: pd.DataFrame, role: str | None = None) -> ErrorSummary:
     return ErrorSummary(
         num_rows=len(signed),
         num_judged=len(judged),
-        num_aside=int(_is_aside(rows).sum()),
+        num_aside=int((_is_compared(rows) & ~is_judged(rows)).sum()),
         mean=float(sizes.mean()),
         median=float(sizes.median()),
         worst=math.nan if none else float(signed[worst]),

@@ -213,17 +213,6 @@ def refit_eviction() -> tuple[Constant, ...]:
     return fit(free, ours, _values(ids), f"published T4 runs: {', '.join(ids)}")
 
 
-def refit_baseline(system: str) -> Constant:
-    """Fit the share of the link that a baseline's copies of weights reach."""
-    free = FLEXGEN.constant(f"{system}_weights_link", 0.5)
-
-    def ours(values: dict[str, float]) -> np.ndarray:
-        code = Implementation(system, weights_link=values[free.name])
-        return np.array([baseline_rate(system, row_id, code) for row_id in FITTED[system]])
-
-    return fit((free,), ours, _values(FITTED[system]), f"published T4 runs: {', '.join(FITTED[system])}")[0]
-
-
 def _values(ids) -> np.ndarray:
     rows = pd.concat([reference.rows("published", id=row_id) for row_id in ids])
     return reference.check_role(rows, "calibrate")["value"].to_numpy()

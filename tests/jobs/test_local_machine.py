@@ -21,7 +21,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import machine as memory_here
 from flexhybrid.jobs.profile import job as profile_job
 from flexhybrid.jobs.run.forecast import Forecast, Foretold, describe, duration, plan_lines
-from flexhybrid.jobs.run.outcome import PARTED, TELLING_S, Outcome, Work, parted
+from flexhybrid.jobs.run.outcome import PARTED, TELLING_S, Outcome, Work, against, parted
 from flexhybrid.resolve import PacedDevice, best_policy
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
@@ -124,10 +124,23 @@ def test_a_record_from_before_the_mark_tells_by_its_passes():
 
 
 def test_far_from_the_prediction_means_more_than_half_as_much_again():
-    rates = (100 * PARTED + 1, 100 / PARTED - 1, 149.0, 67.0)
-    assert [parted(int(100 * rate), 100.0, 100.0) for rate in rates] == [True, True, False, False]
-    assert not parted(1000, 100.0, None) and not parted(0, 100.0, 10.0)
-    assert not parted(50, TELLING_S / 2, 100.0)  # a run so short says nothing of the machine
+    measured_s = (100 * PARTED + 1, 100 / PARTED - 1, 149.0, 67.0)
+    assert [parted(seconds, 100.0) for seconds in measured_s] == [True, True, False, False]
+    assert not parted(100.0, None)
+    assert not parted(TELLING_S / 2, TELLING_S / 10)  # a run so short says nothing of the machine
+
+
+def test_answers_shorter_than_their_limits_are_judged_by_what_was_predicted_for_such():
+    """On the line through both predictions, and never above the longer one."""
+    plan = Forecast(39.0, 100_000, 100_000, 16, {}, {}, shorter=Foretold(29.0, 25.0, 25_000))
+    assert plan.seconds_of(100_000) == 39.0 and plan.seconds_of(25_000) == pytest.approx(29.0)
+    assert plan.seconds_of(26_747) == pytest.approx(29.0 + 10 * 1_747 / 75_000)
+    assert plan.seconds_of(0) == pytest.approx(29.0 - 10 / 3) and plan.seconds_of(200_000) == 39.0
+    assert replace(plan, shorter=None).seconds_of(5) == 39.0 and replace(plan, seconds=None).seconds_of(5) is None
+    work = Work(39.0, 34.0, None, 0, plan.seconds_of(26_747))
+    assert against(work) == " (predicted 29 s for answers as long as these, 39 s at most)"
+    assert not parted(work.seconds, work.predicted_of_these_s)
+    assert against(work._replace(predicted_of_these_s=39.0)) == " (predicted 39 s)"
 
 
 @pytest.mark.parametrize("overhead_s, said", [(10.0, True), (None, False)])
@@ -145,7 +158,7 @@ def test_a_stopped_run_counts_what_was_computed_and_blames_no_profile(left):
     options = SimpleNamespace(llm=SimpleNamespace(hardware=None), restart=False, output="out.jsonl")
     vars(options).update(dict.fromkeys(("parquet", "errors", "trace", "report")))
     counts = {"lines": 9, "answered": 9 - left, "refused": 0, "left": left, "done_before": 0}
-    work = Work(1000.0, 100.0, 20.0, None, 1900 if left else 0)
+    work = Work(1000.0, 20.0, None, 1900 if left else 0, 1000.0)
     outcome, said = Outcome(options, SimpleNamespace(num_shared=0, graphs=""), counts, work, 100, {}, [], False), []
     outcome.say(said.append, 21.0)
     told = "\n".join(said)
@@ -205,7 +218,7 @@ def test_what_a_plan_says_is_plain():
         (5.0, 0.01, "or         less than a second and its start with answers of 1 token on average: done by "),
         (0.02, 0.01, ""),
     ):
-        plan = Forecast(seconds, 1, 1, 1, {}, {}, run, Foretold(shorter, 1.2))  # type: ignore[arg-type]
+        plan = Forecast(seconds, 1, 1, 1, {}, {}, run, Foretold(shorter, 1.2, 1))  # type: ignore[arg-type]
         (requests,) = (line for line in plan_lines(llm, plan, "1", False) if line.startswith("requests"))
         assert requests == "requests   1, at most 1 token of answers in all; 1 at a time"
         others = [line for line in plan_lines(llm, plan, "1", False) if line.startswith("or ")]

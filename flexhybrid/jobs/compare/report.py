@@ -109,10 +109,11 @@ class Report:
         reference = result["speed"][0]["reference"]
         self.table([speed_line(row) for row in result["speed"]])
         self.say(
-            "\nOf the decode's iterations but the first and the last. limit: if the busiest resource never waited;\n"
-            "closed form, virtual: predictions; error: virtual over measured; MB/iter: 10^6 bytes to the device an\n"
-            "iteration; overlap: the larger of ideal link and compute time over wall time, where link and device\n"
-            "alone work, at once (beyond 1 is noise: the ideal is measured by itself); compute, link: busy share;\n"
+            "\nOf the decode's iterations but the first and the last. limit: if the busiest resource never waited,\n"
+            "by the same profile (measurements may exceed it); closed form, virtual: predictions; error: virtual over\n"
+            "measured; MB/iter: 10^6 bytes to the device an iteration; overlap: the larger of ideal link and compute\n"
+            "time over wall time, where link and device alone work, at once (beyond 1 is noise: the ideal is measured\n"
+            "by itself); compute, link: busy share;\n"
             f"= {reference}: tokens equal to {reference}'s in {result['dtype']}, where rounding may part texts."
         )
         if any(is_disturbed(row) for row in result["speed"] + result["sweep"]):
@@ -126,9 +127,9 @@ class Report:
             self.table([speed_line(row) for row in result["sweep"]])
         violations = result["trace_violations"]
         self.say(f"\nTRACE VIOLATIONS: {violations[:3]}" if violations else "\nTraces: every read saw its version.")
-        shares = [share for row in result["speed"] + result["sweep"] for share in row["others_cpu_share"]]
-        disturbed = sum(share > MOST_OTHERS for share in shares)
-        if disturbed:
+        rows = {row["policy"]: row for row in result["speed"] + result["sweep"]}  # some are in both
+        shares = [share for row in rows.values() for share in row["others_cpu_share"]]
+        if disturbed := sum(share > MOST_OTHERS for share in shares):
             self.say(
                 f"In {disturbed} of {len(shares)} rounds other processes used more than {MOST_OTHERS:.0%} of the cores "
                 f"(at most {max(shares):.0%}): those are not clean."

@@ -24,10 +24,11 @@ WINDOW = MOST_AT_A_TIME  #: requests that a batch has at least, where there are 
 
 
 class Foretold(NamedTuple):
-    """A queue's seconds, and the mean tokens of its answers."""
+    """A queue's seconds, and the tokens of its answers: in the mean, and in all."""
 
     seconds: float
     answer_tokens: float
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,14 @@ class Forecast:
     run: QueueRun | None = None  #: None: nothing is known of the machine
     shorter: Foretold | None = None  #: if answers take EXPECTED_SHARE of their limits; None: their lengths are known
 
+    def seconds_of(self, tokens: int) -> float | None:
+        """Return the seconds predicted for answers of so many tokens in all, where their lengths were not known: on the
+        line through the two predictions."""
+        if self.seconds is None or self.shorter is None:
+            return self.seconds
+        fewer = (self.expected_tokens - tokens) / max(1, self.expected_tokens - self.shorter.tokens)
+        return min(max(self.seconds - fewer * (self.seconds - self.shorter.seconds), 0.0), self.seconds)
+
 
 def forecast(llm: LLM, workload: Workload) -> Forecast:
     """Predict requests, given in the order in which they will run, under the policy in use."""
@@ -51,7 +60,7 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
     if run is not None and workload.answer_tokens is None:
         answers = with_mean(workload, EXPECTED_SHARE * float(workload.max_tokens.mean()))
         if (priced := price(llm, answers, places, ROUGH_TASKS)) is not None:
-            shorter = Foretold(priced.total_s, float(answers.answers.mean()))
+            shorter = Foretold(priced.total_s, float(answers.answers.mean()), int(answers.answers.sum()))
     layers = {tier: memory[tier].get("resident weights" if tier == "device" else "weights", 0) for tier in TIERS}
     return Forecast(
         run and run.total_s,
@@ -101,7 +110,7 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
             predicted += " at the latest"
         limit = [f"limited by {plan.run.binding}, busy {plan.run.busy[plan.run.binding]:.0%} of the time"]
         if plan.shorter and foretold(plan.shorter.seconds) != foretold(plan.seconds):
-            shorter, mean = plan.shorter
+            shorter, mean, _ = plan.shorter
             limit.insert(
                 0,
                 f"or         {foretold(shorter)} with answers of {counted(round(mean), 'token')} on average: done by "

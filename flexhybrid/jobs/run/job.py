@@ -236,8 +236,10 @@ class Job:
         self.in_flight.remove()
         ended = CpuUse.now()
         others = None if self.crew else ended.others_since(started)
-        rate = plan.expected_tokens / plan.seconds if plan.seconds else None
-        return Work(plan.seconds, rate, ended.at_s - started.at_s, others, self.progress.count - self.tokens)
+        generated = self.progress.count
+        return Work(
+            plan.seconds, ended.at_s - started.at_s, others, generated - self.tokens, plan.seconds_of(generated)
+        )
 
     def _resume(self, say: Callable[[str], None]) -> None:
         """Take over the answers of an earlier run of this job, or begin anew where that loses nothing. Raise InputError

@@ -25,19 +25,26 @@ class Work(NamedTuple):
     """What answering took."""
 
     predicted_s: float | None
-    predicted_tokens_per_s: float | None
     seconds: float
     others_cpu_share: float | None  #: of the cores, used by other processes; None: not known
     unfinished_tokens: int  #: that were generated of answers that were not complete at the end
+    predicted_of_these_s: float | None  #: for answers as long as those that came, whose lengths nobody knew
 
 
-def parted(tokens: int, seconds: float, predicted: float | None) -> bool:
-    """Return whether tokens/s, measured and ``predicted``, differ by more than PARTED times; False without both, and
-    for a run that neither took nor should have taken TELLING_S seconds."""
-    tokens_per_s = tokens / seconds
-    if not predicted or not tokens or max(seconds, tokens / predicted) < TELLING_S:
+def parted(seconds: float, predicted_s: float | None) -> bool:
+    """Return whether the seconds of the same tokens, measured and predicted, differ by more than PARTED times; False
+    where nothing was predicted, and for a run that neither took nor should have taken TELLING_S seconds."""
+    if not predicted_s or max(seconds, predicted_s) < TELLING_S:
         return False
-    return max(tokens_per_s / predicted, predicted / tokens_per_s) > PARTED
+    return max(seconds / predicted_s, predicted_s / seconds) > PARTED
+
+
+def against(work: Work) -> str:
+    """Return what was predicted for a run, in words: for answers as long as they came, and at most."""
+    if not work.predicted_s or not work.predicted_of_these_s:
+        return ""
+    most, own = foretold(work.predicted_s), foretold(work.predicted_of_these_s)
+    return f" (predicted {own} for answers as long as these, {most} at most)" if most != own else f" (predicted {own})"
 
 
 class Outcome(NamedTuple):
@@ -76,19 +83,15 @@ class Outcome(NamedTuple):
             f"{counts['lines']:,} lines{before}"
         )
         if work:
-            # Nothing was predicted for a part of the requests: the longest come first.
-            against = f" (predicted {foretold(work.predicted_s)})" if work.predicted_s and not stopped else ""
+            predicted = "" if stopped else against(work)  # nothing for a part of the requests: the longest come first
             unfinished = f" and {work.unfinished_tokens:,} of unfinished answers" if self.dropped else ""
             tokens = f"{counted(self.tokens, 'token')}{unfinished} in {duration(work.seconds)}"
-            say(f"{tokens}: {self.tokens_per_s:.1f} tokens/s{against}; the whole command {duration(total_s)}")
+            say(f"{tokens}: {self.tokens_per_s:.1f} tokens/s{predicted}; the whole command {duration(total_s)}")
             if work.others_cpu_share and work.others_cpu_share > MOST_OTHERS:
                 say(f"busy       others used {work.others_cpu_share:.0%} of the cores; predictions assume none")
             blamed = options.llm.hardware is None and not stopped
-            if blamed and parted(self.tokens, work.seconds, work.predicted_tokens_per_s):
-                say(
-                    f"profile    the speed is far from the {work.predicted_tokens_per_s:.1f} tokens/s predicted: "
-                    "--reprofile measures the machine anew"
-                )
+            if blamed and self.tokens and parted(work.seconds, work.predicted_of_these_s):
+                say("profile    that is far from the prediction: --reprofile measures the machine anew")
         if shared := self.llm.num_shared:
             saved = "computed" if stores_exactly(self.llm.settled_policy) else "stored again"
             say(f"shared     {shared:,} prompt tokens were not {saved}: other prompts begin alike")
@@ -127,6 +130,7 @@ class Outcome(NamedTuple):
             "seconds": work.seconds if work else 0.0,
             "tokens_per_s": self.tokens_per_s,
             "predicted_s": work.predicted_s if work else None,
+            "predicted_of_these_s": work.predicted_of_these_s if work else None,
             "profile_in_company": self.llm.hardware.company if self.llm.hardware else None,
             "others_cpu_share": work.others_cpu_share if work else None,
             "policy": self.llm.settled_policy.to_dict(),
