@@ -10,7 +10,7 @@ these leaves one iteration late (``positions.num_awaited``).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -86,15 +86,17 @@ POSITION, AHEAD, BEFORE, FOLLOWING = range(4)  #: in a ``Turn``
 #: Scripts that are kept at most. Where requests join one by one, which positions follow each other goes on changing.
 MOST_SCRIPTS = 8192
 
+#: Tasks without what their position says: verb, resource, reads and writes; loads of weights with work and payload.
+Entries = tuple[tuple, ...]
 #: A part of a script: the index in ``Turn`` of the position whose tasks these are, and the tasks.
-Part = tuple[int, Iterable[Outline] | Iterable[Slice]]
+Part = tuple[int, Iterable[tuple]]
 
 
 class Script(NamedTuple):
     """The tasks of a turn. They are those of every turn whose positions have the same forms: the positions say the
     rest."""
 
-    parts: tuple[tuple[int, Callable[..., list[Task]], tuple[tuple, ...]], ...]  #: whose, what makes them of what
+    parts: tuple[tuple[int, Callable[..., list[Task]], Entries], ...]  #: whose, what makes them of what
     opens: bool  #: they begin to compute the position ahead
     holds: bool  #: the stores of the position are held back
 
@@ -139,8 +141,8 @@ class _Stream:
         natural, layouts = wave.policy.weight_order == "natural", [placed.layout for placed in wave.placed]
         self.needed = [(of.total_bytes,) * 2 if natural else (of.kv_end, of.qkv_end) for of in layouts]
         self.at = Places(wave)
-        self.slices: dict[tuple[int, int, int, int, bool], tuple[Slice, ...]] = {}  # that bring a slice of weights
-        self.outlines: dict[tuple, tuple[Outline, ...]] = {}  # of the parts of positions
+        self.slices: dict[tuple, Entries] = {}  # that bring a slice of weights
+        self.of_parts: dict[tuple, Entries] = {}  # of the parts of positions
         self.scripts: dict[tuple, Script] = {}
 
     def tasks(self, first_iteration: int) -> Iterator[Task]:
@@ -151,7 +153,7 @@ class _Stream:
         if current:
             first = current.positions[0]
             key = current.iteration, current.layer, first.step.mini_batch
-            yield from _loads_of_weights(key, self._entries(self._load_weights(current, 0, 1)))
+            yield from _loads_of_weights(key, self._load_weights(current, 0, 1))
             yield from self._tasks_of(self._load_cache, first)
         while current:
             following, num_slices = next(groups, None), len(current.positions)
@@ -191,10 +193,14 @@ class _Stream:
         opens = ahead is not None and self._opens_early(position, ahead, turn.num_slices)
         holds = self.wave.policy.overlap == "step" and late != "stored"
         parts = []
-        for whose, outlines in groupby(self._parts(turn, late, opens, holds), itemgetter(0)):
-            entries = tuple(entry for _, part in outlines for entry in self._entries(part))
+        for whose, of in groupby(self._parts(turn, late, opens, holds), itemgetter(0)):
+            entries = tuple(chain.from_iterable(part for _, part in of))
             parts.append((whose, _loads_of_weights if whose == FOLLOWING else _tasks, entries))
         return Script(tuple(part for part in parts if part[2]), opens, holds)
+
+    def _barrier(self) -> int:
+        """Return which of two barriers is the position's at hand; 0 where there are none."""
+        return self.number % 2 if self.wave.policy.overlap == "step" else 0
 
     def _entries(self, outlines: Iterable[Outline] | Iterable[Slice]) -> Iterator[tuple]:
         """Yield what a script has of tasks, with what keeps them in order where the policy lets them overlap less.
@@ -211,8 +217,7 @@ class _Stream:
                 writes = *writes, Access(("barrier", self.number % 2), lane, lane + 1)
             elif overlap == "none":
                 writes = *writes, Access(("turn",), 0, 1)
-            work, payload = rest or (None, None)
-            yield (verb, resource, work, reads, writes, payload) if rest else (verb, resource, reads, writes)
+            yield verb, resource, *rest[:1], reads, writes, *rest[1:]  # work and payload of loads of weights
 
     def _parts(self, turn: Turn, late: str | None, opens: bool, holds: bool) -> Iterator[Part]:
         """Yield the tasks of a turn, each with whose it is."""
@@ -273,49 +278,49 @@ class _Stream:
 
     # ---- the tasks of a position
 
-    def _part(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> tuple[Outline, ...]:
+    def _part(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> Entries:
         """The tasks of a part of a position. What they read and write is the same in all positions of its form, and
         worked out in the first."""
-        key = part.__name__, position.form
-        outline = self.outlines.get(key)
-        if outline is None:
-            outline = self.outlines[key] = tuple(part(position))
-        return outline
+        key = part.__name__, position.form, self._barrier()
+        entries = self.of_parts.get(key)
+        if entries is None:
+            entries = self.of_parts[key] = tuple(self._entries(part(position)))
+        return entries
 
     def _tasks_of(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> list[Task]:
         """The tasks of a part of a position, outside of a script."""
-        return _tasks(position, self._entries(self._part(part, position)))
+        return _tasks(position, self._part(part, position))
 
     # ---- loads
 
-    def _loads(self, turn: Turn, cache: tuple[Outline, ...], weights_last: bool) -> Iterator[Part]:
+    def _loads(self, turn: Turn, cache: Entries, weights_last: bool) -> Iterator[Part]:
         """The loads of a position: a slice of the next group's weights, then the next position's cache.
 
         ``kv_act_first``: ACT before the slice, and of a layer that comes at once W_K and W_V before it. Recomputing
         then runs while the rest of the weights and the keys and values cross the link (KVPR, Fig. 5b).
         """
         following, early = turn.following, self.wave.policy.weight_order == "kv_act_first"
-        weights: tuple[Slice, ...] = ()
+        weights: Entries = ()
         cut = False
         if following and not weights_last:
             cut = early and turn.num_slices == 1 and self.wave.cuts_layer(following.layer)
             weights = self._load_weights(following, turn.index, turn.num_slices, cut)
         if early:
             yield FOLLOWING, weights[:1] if cut else ()
-            yield AHEAD, [outline for outline in cache if outline[0] in LOADS_OF_ACT]
-            weights, cache = weights[cut:], tuple(outline for outline in cache if outline[0] not in LOADS_OF_ACT)
+            yield AHEAD, [entry for entry in cache if entry[0] in LOADS_OF_ACT]
+            weights, cache = weights[cut:], tuple(entry for entry in cache if entry[0] not in LOADS_OF_ACT)
         yield FOLLOWING, weights
         yield AHEAD, cache
 
-    def _load_weights(self, group: Group, index: int, num_slices: int, cut: bool = False) -> tuple[Slice, ...]:
+    def _load_weights(self, group: Group, index: int, num_slices: int, cut: bool = False) -> Entries:
         """Slice of a group's streamed bytes: one slice a position of the group before keeps the link evenly busy.
 
         What lies on the host and what lies on the disk are sliced alike, so that the disk is evenly busy too. ``cut``:
         in two loads, what recomputing reads before the rest.
         """
-        key = self.kinds[group.layer], group.weight_slot, index, num_slices, cut
-        if key not in self.slices:
-            self.slices[key] = tuple(self._slice_tasks(*key))
+        of = self.kinds[group.layer], group.weight_slot, index, num_slices, cut
+        if (key := (*of, self._barrier())) not in self.slices:
+            self.slices[key] = tuple(self._entries(self._slice_tasks(*of)))
         return self.slices[key]
 
     def _slice_tasks(self, kind: int, slot: int, index: int, num_slices: int, cut: bool) -> Iterator[Slice]:

@@ -93,13 +93,6 @@ def named_system(text: str, setting: Setting) -> System:
     return System(text, Policy.load(text), setting.machine) if is_policy_file(text) else system(text, setting)
 
 
-def run_simulate(point: dict, budgets: Budgets | None = None, note: Note | None = None) -> SimulatedRun:
-    """Return one predicted run of the point's system, a name or a policy file. ``budgets`` and ``note`` as in
-    ``setting_of``."""
-    setting = setting_of(point, budgets, note)
-    return simulate_system(setting, named_system(point["system"], setting), point.get("clock", "closed"))
-
-
 def simulate_system(setting: Setting, made: System, clock: str = "closed") -> SimulatedRun:
     """Return the predicted run of a system in a setting, on the machine as the system sees it."""
     problem = replace(setting.problem, hardware=made.hardware)

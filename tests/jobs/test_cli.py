@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from runs import run_simulate
 
 from flexhybrid import cli, shipped
 from flexhybrid.core.errors import InputError
@@ -147,16 +148,16 @@ def test_prompts_up_to_the_last_position_are_taken():
 )  # fmt: skip
 def test_waves_are_told_as_they_run(batch, room_for_four, words):
     point = {"system": "kv_only", "model": "opt-125m", "hardware": "t4", "batch": batch, "prompt_len": 64, "gen_len": 4}
-    whole = jobs.run_simulate({**point, "batch": 4})
+    whole = run_simulate({**point, "batch": 4})
     budgets = {"host": str(whole.peak_bytes["host"])} if room_for_four else None
-    assert words in jobs.describe(jobs.run_simulate(point, budgets=budgets))
+    assert words in jobs.describe(run_simulate(point, budgets=budgets))
 
 
 def test_answers_of_one_token_have_no_decode():
     point = {"system": "kv_only", "model": "opt-125m", "hardware": "t4", "batch": 4, "prompt_len": 64, "gen_len": 1}
-    said = jobs.describe(jobs.run_simulate(point))
+    said = jobs.describe(run_simulate(point))
     assert "no decode, each answer is one token" in said and "busy in the prefill: " in said
-    assert "busy while decoding: " in jobs.describe(jobs.run_simulate({**point, "gen_len": 2}))
+    assert "busy while decoding: " in jobs.describe(run_simulate({**point, "gen_len": 2}))
 
 
 def test_a_resident_system_that_streams_says_so(capsys):

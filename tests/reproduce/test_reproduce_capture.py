@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from runs import run_simulate
 
 from experiments import reference
 from experiments.reproduce import gate, machines, registry
@@ -21,7 +22,6 @@ from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.work import kv_gen
-from flexhybrid.jobs.simulate import run_simulate
 from sim import catalogue
 from sim.datasheet import load_datasheet
 from sim.simulate import simulate
