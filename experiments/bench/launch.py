@@ -9,6 +9,7 @@ import statistics
 import time
 from collections import defaultdict
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.dependencies import Dependencies
 from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.wave import admit
+from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.clock import Clock, Lane
 from flexhybrid.runtime.session import Session
@@ -33,6 +35,7 @@ from sim.presets import hybrid, kv_only, kvpr_column, token_recompute
 BATCH, CONTEXT = 32, 512
 BOUND = 8 * (34 * 16 + 1)
 PLANNING_BAR_US, HAND_OFF_BAR_US, POSITION_BAR_US = 4, 30, 300
+QUEUE_TASKS, QUEUE_BAR_US = 150_000, 10
 KNOWN_FORMS = 3  #: iterations after which a decode has had every form of its positions
 REPEATS = 5
 #: Contexts are short, so that nothing takes long but calling; lengths differ, so that masks count.
@@ -61,6 +64,7 @@ def policies() -> list[Policy]:
 
 def bench_launch(table: Table) -> None:
     bench_planning(table)
+    bench_planning_of_queue(table)
     bench_hand_off(table)
     with torch_threads(1):
         bench_verbs(table)
@@ -93,6 +97,20 @@ def bench_planning(table: Table) -> None:
     for name, by_policy in (("", whole), (" of known forms", decode)):
         name = f"planning and dependencies{name}, {kinds}"
         table.at_most(name, max(by_policy.values()), PLANNING_BAR_US, "µs", by_policy=by_policy)
+
+
+def bench_planning_of_queue(table: Table) -> None:
+    """The same where 1,000 requests of mixed lengths join and leave, 128 at a time: forms go on changing."""
+    generator, us = np.random.default_rng(0), {}
+    workload = Workload(generator.integers(16, 1000, 1000), generator.integers(8, 64, 1000))
+    problem = Problem(shape=shape_by_name("opt-6.7b"), dtype="float16", hardware=_MACHINE)
+    for policy in policies():
+        batch, dependencies, start = open_batch(problem, policy, workload, 128), Dependencies(), time.thread_time()
+        for task in islice(stream(batch), QUEUE_TASKS):
+            dependencies.add(task)
+        us[policy.name] = (time.thread_time() - start) / QUEUE_TASKS * 1e6
+    name = f"planning and dependencies of a queue of mixed lengths, a task: slowest of {len(us)} kinds of policy"
+    table.at_most(name, max(us.values()), QUEUE_BAR_US, "µs", by_policy=us)
 
 
 def bench_hand_off(table: Table) -> None:
