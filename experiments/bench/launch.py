@@ -7,7 +7,7 @@ processes do not show.
 
 import statistics
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import replace
 from itertools import islice
 
@@ -34,10 +34,9 @@ from sim.presets import hybrid, kv_only, kvpr_column, token_recompute
 
 BATCH, CONTEXT = 32, 512
 BOUND = 8 * (34 * 16 + 1)
-PLANNING_BAR_US, HAND_OFF_BAR_US, POSITION_BAR_US = 4, 30, 300
-QUEUE_TASKS, QUEUE_BAR_US = 150_000, 10
+PLANNING_BAR_US, QUEUE_BAR_US, HAND_OFF_BAR_US, POSITION_BAR_US = 4, 10, 30, 300
 KNOWN_FORMS = 3  #: iterations after which a decode has had every form of its positions
-REPEATS = 5
+REPEATS, QUEUE_TASKS = 5, 150_000
 #: Contexts are short, so that nothing takes long but calling; lengths differ, so that masks count.
 SHORT = Workload(48 + np.arange(8), np.full(8, 24))
 
@@ -46,6 +45,7 @@ TINY = ModelShape("opt-launch", "opt", num_layers=2, hidden=64, num_heads=1, num
 _MACHINE = Hardware(
     "launch", "cpu", {"compute": Line(s_per_flop=1e-11, s_per_byte=1e-11), "h2d": Line(s_per_byte=1e-9)}
 )
+PLANNED = Problem(shape=shape_by_name("opt-6.7b"), dtype="float16", hardware=_MACHINE)
 
 
 def policies() -> list[Policy]:
@@ -77,13 +77,12 @@ def bench_planning(table: Table) -> None:
 
     A step is laid out once for all layers, so the number of layers matters; it is OPT-6.7B's.
     """
-    shape, workload = shape_by_name("opt-6.7b"), Workload.uniform(BATCH, CONTEXT, 8)
-    problem = Problem(shape=shape, dtype="float16", hardware=_MACHINE)
+    shape, workload = PLANNED.shape, Workload.uniform(BATCH, CONTEXT, 8)
     whole, decode = {}, {}
     for policy in policies():
         times = []
         for _ in range(REPEATS):
-            wave, dependencies = admit(problem, policy, workload), Dependencies()
+            wave, dependencies = admit(PLANNED, policy, workload), Dependencies()
             counts, marks = [0], [time.thread_time()]  # at the first task of each iteration
             for number, task in enumerate(stream(wave)):
                 dependencies.add(task)
@@ -103,11 +102,9 @@ def bench_planning_of_queue(table: Table) -> None:
     """The same where 1,000 requests of mixed lengths join and leave, 128 at a time: forms go on changing."""
     generator, us = np.random.default_rng(0), {}
     workload = Workload(generator.integers(16, 1000, 1000), generator.integers(8, 64, 1000))
-    problem = Problem(shape=shape_by_name("opt-6.7b"), dtype="float16", hardware=_MACHINE)
     for policy in policies():
-        batch, dependencies, start = open_batch(problem, policy, workload, 128), Dependencies(), time.thread_time()
-        for task in islice(stream(batch), QUEUE_TASKS):
-            dependencies.add(task)
+        tasks, start = islice(stream(open_batch(PLANNED, policy, workload, 128)), QUEUE_TASKS), time.thread_time()
+        deque(map(Dependencies().add, tasks), maxlen=0)
         us[policy.name] = (time.thread_time() - start) / QUEUE_TASKS * 1e6
     name = f"planning and dependencies of a queue of mixed lengths, a task: slowest of {len(us)} kinds of policy"
     table.at_most(name, max(us.values()), QUEUE_BAR_US, "µs", by_policy=us)

@@ -225,10 +225,11 @@ def table(rows: Sequence[Row]) -> pd.DataFrame:
 
 def is_judged(rows: pd.DataFrame) -> np.ndarray:
     """Return which rows have a number of the paper that is judged: neither context nor put aside [rows]."""
-    return _is_compared(rows) & np.asarray(rows.get(ASIDE, "") == "")
+    return is_compared(rows) & np.asarray(rows.get(ASIDE, "") == "")
 
 
-def _is_compared(rows: pd.DataFrame) -> np.ndarray:
+def is_compared(rows: pd.DataFrame) -> np.ndarray:
+    """Return which rows have a number of the paper and are no context [rows]."""
     return rows["paper"].notna().to_numpy() & (rows["role"] != "context").to_numpy()
 
 
@@ -244,7 +245,7 @@ def summary(rows: pd.DataFrame, role: str | None = None) -> ErrorSummary:
     return ErrorSummary(
         num_rows=len(signed),
         num_judged=len(judged),
-        num_aside=int((_is_compared(rows) & ~is_judged(rows)).sum()),
+        num_aside=int(is_compared(rows).sum()) - len(judged),
         mean=float(sizes.mean()),
         median=float(sizes.median()),
         worst=math.nan if none else float(signed[worst]),

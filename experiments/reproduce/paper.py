@@ -23,6 +23,7 @@ from experiments.reproduce.experiment import (
     Experiment,
     Figure,
     Row,
+    is_compared,
     is_judged,
     summary,
     table,
@@ -233,10 +234,10 @@ def compared(experiments: Iterable[Experiment]) -> pd.DataFrame:
     tables = []
     for one in experiments:
         rows, paper = one.rows, PAPERS.get(one.name.partition("-")[0])
-        rows = rows.loc[rows["paper"].notna() & (rows["role"] != "context")]
+        rows = rows.loc[is_compared(rows)]
         systems = [paper.system_of(str(what)) if paper else "" for what in rows["what"]]
-        aside = rows[ASIDE] if ASIDE in rows.columns else ""
-        tables.append(rows.assign(experiment=one.name, system=systems, aside=aside).loc[:, list(COMPARED)])
+        rows = rows.assign(experiment=one.name, system=systems, aside=rows.get(ASIDE, ""))
+        tables.append(rows.loc[:, list(COMPARED)])
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=list(COMPARED))
 
 

@@ -25,7 +25,6 @@ from flexhybrid.core.wave import Wave
 PAGE_BYTES = 4096  #: slices of a streamed layer end on whole pages
 LOADS_OF_ACT = ("read_act", "load_act")
 
-
 Accesses = tuple[Access, ...]
 Outline = tuple[str, Accesses, Accesses]  #: a task's verb, reads and writes
 
@@ -135,6 +134,9 @@ class _Stream:
         self.num_layers = wave.shape.num_layers
         self.kinds = [wave.shape.weights_kind(layer) for layer in range(self.num_layers)]
         self.number = 1  # of the position at hand
+        self.by_step = (
+            wave.policy.overlap == "step"
+        )  # with a barrier after each position: one for odd, one for even ones
         self.first_choosing = first_choosing(wave.policy.selection)
         # Bytes of each kind of layer that recomputing and projecting wait for; in natural order W_K and W_V come no
         # sooner.
@@ -149,7 +151,6 @@ class _Stream:
         """The tasks in stream order."""
         groups = positions(self.wave, self.stops, first_iteration)
         current, before, opened = next(groups, None), None, False
-        by_step = self.wave.policy.overlap == "step"
         if current:
             first = current.positions[0]
             key = current.iteration, current.layer, first.step.mini_batch
@@ -162,7 +163,7 @@ class _Stream:
                 ahead = upcoming[index] if index < len(upcoming) else None
                 forms = position.form, ahead and ahead.form, before and before.form
                 slices = following and 2 * self.kinds[following.layer] + following.weight_slot
-                key = forms, slices, index, num_slices, opened, by_step and self.number % 2
+                key = forms, slices, index, num_slices, opened, self.by_step and self.number % 2
                 script = self.scripts.get(key)
                 if script is None:
                     if len(self.scripts) >= MOST_SCRIPTS:
@@ -191,16 +192,12 @@ class _Stream:
         # What the position stores or selects now may be what the next one loads.
         late = self._loads_late(position, ahead) if ahead else None
         opens = ahead is not None and self._opens_early(position, ahead, turn.num_slices)
-        holds = self.wave.policy.overlap == "step" and late != "stored"
+        holds = self.by_step and late != "stored"
         parts = []
         for whose, of in groupby(self._parts(turn, late, opens, holds), itemgetter(0)):
             entries = tuple(chain.from_iterable(part for _, part in of))
             parts.append((whose, _loads_of_weights if whose == FOLLOWING else _tasks, entries))
         return Script(tuple(part for part in parts if part[2]), opens, holds)
-
-    def _barrier(self) -> int:
-        """Return which of two barriers is the position's at hand; 0 where there are none."""
-        return self.number % 2 if self.wave.policy.overlap == "step" else 0
 
     def _entries(self, outlines: Iterable[Outline] | Iterable[Slice]) -> Iterator[tuple]:
         """Yield what a script has of tasks, with what keeps them in order where the policy lets them overlap less.
@@ -208,14 +205,13 @@ class _Stream:
         With a barrier after each position, as FlexGen has one, they wait for all tasks of the position before. One at a
         time, every task passes through one cell, so that it waits for the one before.
         """
-        overlap = self.wave.policy.overlap
         for verb, reads, writes, *rest in outlines:
             resource = RESOURCE_OF[verb]
-            if overlap == "step":
+            if self.by_step:
                 lane = RESOURCES.index(resource)
                 reads = *reads, Access(("barrier", (self.number - 1) % 2), 0, len(RESOURCES))
                 writes = *writes, Access(("barrier", self.number % 2), lane, lane + 1)
-            elif overlap == "none":
+            elif self.wave.policy.overlap == "none":
                 writes = *writes, Access(("turn",), 0, 1)
             yield verb, resource, *rest[:1], reads, writes, *rest[1:]  # work and payload of loads of weights
 
@@ -241,12 +237,11 @@ class _Stream:
         if following and weights_last:
             yield FOLLOWING, self._load_weights(following, turn.index, turn.num_slices)
         yield POSITION, self._part(self._close, position)
-        by_step = self.wave.policy.overlap == "step"
-        if not by_step:
+        if not self.by_step:
             yield POSITION, self._part(self._store, position)
         if position.layer == self.num_layers - 1 and position.step.last:
             yield POSITION, self._part(self._sample, position)
-        if by_step and not holds:
+        if self.by_step and not holds:
             yield POSITION, self._part(self._store, position)
         if ahead and late == "stored":
             yield AHEAD, self._part(self._load_cache, ahead)
@@ -281,7 +276,7 @@ class _Stream:
     def _part(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> Entries:
         """The tasks of a part of a position. What they read and write is the same in all positions of its form, and
         worked out in the first."""
-        key = part.__name__, position.form, self._barrier()
+        key = part.__name__, position.form, self.by_step and self.number % 2
         entries = self.of_parts.get(key)
         if entries is None:
             entries = self.of_parts[key] = tuple(self._entries(part(position)))
@@ -319,7 +314,7 @@ class _Stream:
         in two loads, what recomputing reads before the rest.
         """
         of = self.kinds[group.layer], group.weight_slot, index, num_slices, cut
-        if (key := (*of, self._barrier())) not in self.slices:
+        if (key := (*of, self.by_step and self.number % 2)) not in self.slices:
             self.slices[key] = tuple(self._entries(self._slice_tasks(*of)))
         return self.slices[key]
 

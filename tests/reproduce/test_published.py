@@ -46,7 +46,7 @@ def refit_baseline(system: str) -> Constant:
         code = Implementation(system, weights_link=values[free.name])
         return np.array([published.baseline_rate(system, row_id, code) for row_id in ids])
 
-    return fit((free,), ours, np.array([published.record(row_id)["value"] for row_id in ids]), ", ".join(ids))[0]
+    return fit((free,), ours, published._values(ids), f"published T4 runs: {', '.join(ids)}")[0]
 
 
 @pytest.mark.parametrize("name", published.BASELINE_ROWS)

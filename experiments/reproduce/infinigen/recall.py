@@ -77,7 +77,7 @@ def recall() -> Experiment:
     """Right answers against the tokens kept, with the bound of an evicting cache."""
     rows: list[Row] = []
     for model, study in studies().items():
-        full = np.array(_full(study)["right_by_text"])
+        full = np.array(next(row["right_by_text"] for row in study["policies"] if row["method"] == "full"))
         for row in study["policies"]:
             right, lost = _right(row), bootstrap.mean_difference(100 * np.array(row["right_by_text"]), 100 * full)
             cells: Row = {"low": right.low, "high": right.high, "less_full": lost.value, "less_full_low": lost.low}
@@ -98,10 +98,6 @@ def recall() -> Experiment:
             )
     figures = [_over_places(model, study) for model, study in studies().items()]
     return INFINIGEN.experiment("infinigen-accuracy-recall", rows, figures)
-
-
-def _full(study: dict) -> dict:
-    return next(row for row in study["policies"] if row["method"] == "full")
 
 
 def _right(row: dict) -> bootstrap.Interval:

@@ -105,17 +105,13 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
         predicted, limit = f"no speed: this machine {unknown}", []
     else:
         rate = f"{plan.expected_tokens / plan.seconds:.1f} tokens/s"
-        predicted = f"{rate}, {foretold(plan.seconds)}: done by {_end(plan.seconds)}"
-        if plan.shorter:
-            predicted += " at the latest"
+        latest = " at the latest" if plan.shorter else ""
+        predicted = f"{rate}, {foretold(plan.seconds)}: done by {_end(plan.seconds)}{latest}"
         limit = [f"limited by {plan.run.binding}, busy {plan.run.busy[plan.run.binding]:.0%} of the time"]
         if plan.shorter and foretold(plan.shorter.seconds) != foretold(plan.seconds):
             shorter, mean, _ = plan.shorter
-            limit.insert(
-                0,
-                f"or         {foretold(shorter)} with answers of {counted(round(mean), 'token')} on average: done by "
-                f"{_end(shorter)}",
-            )
+            end = f"answers of {counted(round(mean), 'token')} on average: done by {_end(shorter)}"
+            limit.insert(0, f"or         {foretold(shorter)} with {end}")
     unshared = sharing_limit(policy, llm.problem.shape) if llm.arguments.enable_prefix_caching else None
     note = "; a mix with recomputed context would not be faster" if plain else ""
     return [

@@ -234,9 +234,8 @@ class Job:
         if self.replanner:
             self.replanner.end()
         self.in_flight.remove()
-        ended = CpuUse.now()
+        generated, ended = self.progress.count, CpuUse.now()
         others = None if self.crew else ended.others_since(started)
-        generated = self.progress.count
         return Work(
             plan.seconds, ended.at_s - started.at_s, others, generated - self.tokens, plan.seconds_of(generated)
         )

@@ -41,10 +41,9 @@ def parted(seconds: float, predicted_s: float | None) -> bool:
 
 def against(work: Work) -> str:
     """Return what was predicted for a run, in words: for answers as long as they came, and at most."""
-    if not work.predicted_s or not work.predicted_of_these_s:
-        return ""
-    most, own = foretold(work.predicted_s), foretold(work.predicted_of_these_s)
-    return f" (predicted {own} for answers as long as these, {most} at most)" if most != own else f" (predicted {own})"
+    own, most = (foretold(s) if s else "" for s in (work.predicted_of_these_s, work.predicted_s))
+    longest = f" for answers as long as these, {most} at most" if most != own else ""
+    return own and f" (predicted {own}{longest})"
 
 
 class Outcome(NamedTuple):
