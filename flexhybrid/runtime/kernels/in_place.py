@@ -68,17 +68,15 @@ def attend_and_sum(
 ) -> Weighed:
     """Attend as ``attend`` does; return float32 [B, G, r, d], and the logarithm of what it was divided by [B, G, r]."""
     (batch, heads, d), groups = q_BHd.shape, layout.bounds[-1] // len(q_BHd)
-    query = q_BHd.float()
-    if query.stride()[1:] != (d, 1):
-        query = query.contiguous()
+    query = q_BHd if q_BHd.stride()[1:] == (d, 1) else q_BHd.contiguous()
     attended, sums = torch.empty(batch, groups, heads // groups, d), torch.empty(batch, groups, heads // groups)
-    factor = np.float32(scaling or d**-0.5)
-    source = query.data_ptr(), query.stride(0) * 4, groups, heads // groups, d, factor
+    strides = query.stride(0) * query.element_size(), groups, heads // groups, d
+    source = query.data_ptr(), *strides, np.float32(scaling or d**-0.5)
+    kinds, target = (KINDS[memories[0].dtype], KINDS[query.dtype]), (attended.data_ptr(), sums.data_ptr())
     addresses = np.array([memory.data_ptr() for memory in memories])
-    kind, target = KINDS[memories[0].dtype], (attended.data_ptr(), sums.numpy().reshape(-1))
 
     def of_items(first: int, end: int) -> None:
-        attend_items(kind, source, addresses, layout[:3], target, first, end)
+        attend_items(*kinds, source, addresses, layout[:3], target, first, end)
 
     others = share(of_items, layout.bounds[1:-1], layout.bounds[2:]) if len(layout.bounds) > 2 else ()
     of_items(*layout.bounds[:2])

@@ -39,6 +39,7 @@ ROW_BYTES = CHUNK_BLOCKS * BLOCK_TOKENS * 4  #: of a query's scores
 TILE_QUERIES, TILE_ELEMENTS = 64, 4096
 
 LINE_BYTES = 64  #: of a cache
+TOKENS_IN_TURN = min(4, LANES // 4)  #: whose keys are read a line of each after the other
 AHEAD_BYTES = 8192  #: of a block's keys, or values, between what is read and what is prefetched
 
 #: No "fastmath": it would let LLVM drop the rounding in ``_exp``. Sums are vectors by hand, products and sums fuse.
@@ -212,11 +213,19 @@ def _elements(builder, kind, address):
     return builder.bitcast(builder.shl(words, _words(*[16] * LANES)), FLOATS)
 
 
+@intrinsic
+def _convert(_context, kind, address):
+    """Load LANES elements of a kind as float32."""
+    emit = lambda builder, _, address: _elements(builder, kind, address)  # noqa: E731
+    return _typed(VECTOR, (kind, address), emit)
+
+
 def _prefetch(builder, address):
+    """Ask for a line in a core's second cache: more of them can be on their way than the first cache waits for."""
     byte = ir.PointerType(ir.IntType(8))
     kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
     function = builder.module.declare_intrinsic("llvm.prefetch", [byte], kind)
-    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(3), I32(1)])  # to read
+    builder.call(function, [builder.inttoptr(address, byte), I32(0), I32(2), I32(1)])  # to read
 
 
 def _merges():
@@ -284,32 +293,41 @@ def _in_steps(builder, total, wide, step):
 
 
 def _emit_scores(builder, kind, queries, tile, rows, count):
-    """Write the scores of tokens, as many at a time as give a vector of them; a line of a cache at a time is read of
-    each, and prefetched."""
+    """Write the scores of tokens, as many at a time as give a vector of them."""
     (scores, taken, row), (keys, step, ahead), tokens = tile, rows, LANES // queries
-    vector_bytes = LANES * kind.bitwidth // 8
     with cgutils.for_range_slice(builder, I64(0), count, I64(tokens)) as (token, _):
-        sums = [cgutils.alloca_once_value(builder, _floats(0)) for _ in range(LANES)]
-        first = _behind(builder, keys, token, step)
-
-        def add(vector, vectors):
-            at = _behind(builder, first, vector, vector_bytes)
-            places = [_behind(builder, at, I64(i), step) for i in range(tokens)]
-            for place in places:
-                _prefetch(builder, builder.add(place, ahead))
-            for other in range(vectors):
-                elements = [_elements(builder, kind, builder.add(of, I64(other * vector_bytes))) for of in places]
-                at = builder.add(_behind(builder, taken, vector, VECTOR_BYTES), I64(other * VECTOR_BYTES))
-                for query in range(queries):
-                    own = _read(builder, _behind(builder, at, I64(query), row), FLOATS)
-                    for i in range(tokens):
-                        _fuse_in(builder, sums[query * tokens + i], own, elements[i])
-
-        _in_steps(builder, builder.udiv(row, I64(VECTOR_BYTES)), LINE_BYTES // vector_bytes, add)
-        found = _sums_of(builder, [builder.load(one) for one in sums])
+        sums = [[cgutils.alloca_once_value(builder, _floats(0)) for _ in range(tokens)] for _ in range(queries)]
+        for first in range(0, tokens, TOKENS_IN_TURN):
+            own = [of_query[first : first + TOKENS_IN_TURN] for of_query in sums]
+            at = _behind(builder, keys, builder.add(token, I64(first)), step)
+            _emit_products(builder, kind, own, (taken, row), (at, step, ahead))
+        total = _sums_of(builder, [builder.load(one) for of_query in sums for one in of_query])
         for query in range(queries):
-            own = builder.shuffle_vector(found, found, _words(*range(query * tokens, (query + 1) * tokens)))
+            own = builder.shuffle_vector(total, total, _words(*range(query * tokens, (query + 1) * tokens)))
             _write(builder, builder.add(_behind(builder, scores, token, 4), I64(query * ROW_BYTES)), own)
+
+
+def _emit_products(builder, kind, sums, taken, rows):
+    """Add products of queries and keys to sums [queries][tokens] of vectors. A line of a cache at a time is read of
+    each token; as many are prefetched in the order in which they lie, which a processor's own prefetcher follows."""
+    (taken, row), (keys, step, ahead), vector_bytes = taken, rows, LANES * kind.bitwidth // 8
+    tokens, soon = len(sums[0]), cgutils.alloca_once_value(builder, builder.add(keys, ahead))
+
+    def add(vector, vectors):
+        at, following = _behind(builder, keys, vector, vector_bytes), builder.load(soon)
+        for i in range(tokens):
+            _prefetch(builder, builder.add(following, I64(i * LINE_BYTES)))
+        builder.store(builder.add(following, I64(tokens * LINE_BYTES)), soon)
+        for other in range(vectors):
+            places = [builder.add(_behind(builder, at, I64(i), step), I64(other * vector_bytes)) for i in range(tokens)]
+            elements = [_elements(builder, kind, place) for place in places]
+            of_query = builder.add(_behind(builder, taken, vector, VECTOR_BYTES), I64(other * VECTOR_BYTES))
+            for query, own_sums in enumerate(sums):
+                own = _read(builder, _behind(builder, of_query, I64(query), row), FLOATS)
+                for i in range(tokens):
+                    _fuse_in(builder, own_sums[i], own, elements[i])
+
+    _in_steps(builder, builder.udiv(row, I64(VECTOR_BYTES)), LINE_BYTES // vector_bytes, add)
 
 
 def _emit_sums(builder, kind, queries, tile, rows, count):
@@ -359,17 +377,17 @@ def _size_of(_context, kind):
 
 
 @numba.njit(**NUMBA)
-def attend_items(kind, source, memories, layout, target, first, end):
-    """Attend with the queries of items [first, end). ``source``: address of the queries, bytes from a request to the
-    next, G, r, d, factor of scores. ``target``: address of what is attended, and an array for the logarithms of the
-    sums."""
+def attend_items(kind, of_query, source, memories, layout, target, first, end):
+    """Attend with the queries of items [first, end). ``source``: address of the queries, of the type of ``of_query``,
+    bytes from a request to the next, G, r, d, factor of scores. ``target``: addresses of what is attended, and of the
+    logarithms of the sums."""
     groups, queries, d, factor = source[2:]
     heads = max(1, min(TILE_QUERIES, TILE_ELEMENTS // d) // queries)
     rows, row = heads * queries, (d + LANES - 1) // LANES * VECTOR_BYTES
-    scores = np.empty(rows * ROW_BYTES, np.uint8)
-    taken, sums = np.empty(rows * row, np.uint8), np.empty(rows * row, np.uint8)
-    softmax, padded = np.empty((2, rows), np.float32), np.zeros((BLOCK_TOKENS + 2) * row, np.uint8)
-    tile = _address_of(scores), _address_of(taken), _address_of(sums), _address_of(padded)
+    scores = np.empty(rows * ROW_BYTES + LINE_BYTES, np.uint8)
+    taken, sums = (np.empty(rows * row + LINE_BYTES, np.uint8), np.empty(rows * row + LINE_BYTES, np.uint8))
+    softmax, padded = np.empty((2, rows), np.float32), np.zeros((BLOCK_TOKENS + 2) * row + LINE_BYTES, np.uint8)
+    tile = _first_line(scores), _first_line(taken), _first_line(sums), _first_line(padded)
     sizes = row, queries, d * _size_of(kind), row // 4 * _size_of(kind)
     begin, behind = first // groups, (end + groups - 1) // groups
     most = 1
@@ -382,7 +400,8 @@ def attend_items(kind, source, memories, layout, target, first, end):
         for head in range(max(first - request * groups, 0), until, heads):
             count = min(heads, until - head)
             at = (request * groups + head) * queries
-            _take(source[0] + request * source[1] + head * queries * d * 4, tile, count * queries, (d, row, factor))
+            first_query = source[0] + request * source[1] + head * queries * d * _size_of(of_query)
+            _take(of_query, first_query, tile, count * queries, (d, row, factor))
             _begin(tile[2], softmax, count * queries, row)
             for block in range(0, total, CHUNK_BLOCKS):
                 chunk = block, min(total, block + CHUNK_BLOCKS)
@@ -392,13 +411,15 @@ def attend_items(kind, source, memories, layout, target, first, end):
                 _go_over(kind, found, tile, sizes, chunk, (head, head + count), True)
             _give(target[0] + at * d * 4, tile, softmax, count * queries, (d, row))
             for query in range(count * queries):
-                target[1][at + query] = softmax[0, query] + np.log(softmax[1, query])
+                _put(target[1] + 4 * (at + query), softmax[0, query] + np.log(softmax[1, query]))
     scores[0] = taken[0] = sums[0] = padded[0] = 0  # until here they are in use
 
 
 @numba.njit(**PART)
-def _address_of(array):
-    return np.int64(array.ctypes.data)  # numba adds an unsigned and a signed number to a float
+def _first_line(array):
+    """Return the address of an array's first whole line of a cache: a vector across two lines takes twice as long."""
+    address = np.int64(array.ctypes.data)  # numba adds an unsigned and a signed number to a float
+    return (address + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
 
 
 @numba.njit(**PART)
@@ -441,14 +462,14 @@ def _begin(sums, softmax, count, row):
 
 
 @numba.njit(**PART)
-def _take(source, tile, count, sizes):
+def _take(kind, source, tile, count, sizes):
     """Lay queries side by side, scaled and padded to whole vectors."""
     d, row, factor = sizes
-    padded = tile[3] + BLOCK_TOKENS * row
+    padded, size = tile[3] + BLOCK_TOKENS * row, _size_of(kind)
     for query in range(count):
-        _copy(padded, source + query * d * 4, d * 4)
-        for at in range(0, row, VECTOR_BYTES):
-            _store(tile[1] + query * row + at, _scale(_load(padded + at), _fill(factor)))
+        _copy(padded, source + query * d * size, d * size)
+        for at in range(0, row // 4, LANES):
+            _store(tile[1] + query * row + at * 4, _scale(_convert(kind, padded + at * size), _fill(factor)))
 
 
 @numba.njit(**PART)
