@@ -6,8 +6,8 @@ OPT-6.7B's shapes with random weights.
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import cycle, islice
 from statistics import median
 
 import torch
@@ -25,8 +25,9 @@ from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, Window, idle_though_ready
 from flexhybrid.jobs.compare.speed import PolicyRun
-from flexhybrid.runtime.clock import STREAM_LOOKAHEAD_TASKS, Clock
+from flexhybrid.runtime.clock import Clock
 from flexhybrid.runtime.cuda import Recorded, lane_events, lane_streams
+from flexhybrid.runtime.issuing import STREAM_LOOKAHEAD_TASKS
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.host_memory import HostMemory
 from sim.presets import hybrid
@@ -171,19 +172,14 @@ def bench_page_locking(table: Table) -> None:
 
 
 def bench_events(table: Table, device: torch.device) -> None:
-    """Add what the slowest hundredth of records takes while three threads record, as the lanes do."""
-
-    def recorded(stream: torch.cuda.Stream) -> list[float]:
-        events, times, held = lane_events(device), [], deque(maxlen=STREAM_LOOKAHEAD_TASKS)
-        for _ in range(RECORDS):
-            start = time.perf_counter()
-            held.append(Recorded(events, stream, False))
-            times.append(time.perf_counter() - start)
-        return times
-
-    streams = lane_streams(device).values()
-    with ThreadPoolExecutor(len(streams)) as threads:
-        times = sorted(took for of in threads.map(recorded, streams) for took in of)
+    """Add what the slowest hundredth of records takes, on the streams of the lanes in turn."""
+    events, times, streams = lane_events(device), [], lane_streams(device).values()
+    held = deque(maxlen=len(streams) * STREAM_LOOKAHEAD_TASKS)
+    for of in islice(cycle(streams), len(streams) * RECORDS):
+        start = time.perf_counter()
+        held.append(Recorded(events, of, False))
+        times.append(time.perf_counter() - start)
+    times.sort()
     slow = times[len(times) * 99 // 100]
     table.at_most("events: 99 of 100 records take at most", 1e6 * slow, RECORD_BAR_US, "µs", most_us=1e6 * times[-1])
 

@@ -1,15 +1,12 @@
-"""The real clock: one thread for each resource, first in, first out; a task waits only for those it depends on.
+"""The real clock: a lane for each resource, first in, first out; a task waits only for those it depends on.
 
-A *lane* is the thread of one resource: it runs the resource's tasks in the order of the plan. There are two kinds:
+A *lane* runs the tasks of one resource in the order of the plan. There are two kinds:
 
-- A **host lane** (CPU compute, paced links, host_compute, disk) has completed a task when its function returns.
-- A **stream lane** (CUDA compute and copies) only enqueues. Waiting on an event that has not been recorded does nothing
-  on CUDA, so a stream lane may enqueue a task only after its predecessors on other stream lanes are *enqueued* (it then
-  makes its stream wait for their events) and its predecessors on host lanes are *complete*. A host lane waits for the
-  event itself, on its own thread. Every task gets an event for which nobody waits any more. Nothing ever synchronises
-  the whole device.
+- A **host lane** (CPU compute, paced links, host_compute, disk) has a thread, and has completed a task when its
+  function returns.
+- A **stream lane** (CUDA compute and copies: ``issuing.StreamLane``) only enqueues; one thread does so for all of them.
 
-Each lane waits on its own thread, so waiting for a host task never keeps another resource from being fed.
+A lane that waits never keeps another one from being fed.
 """
 
 from __future__ import annotations
@@ -25,16 +22,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import LaneTimes, TraceEvent
-from flexhybrid.runtime.cuda import CudaStream, Recorded
 from flexhybrid.runtime.links import TURN
 from flexhybrid.runtime.process_settings import NO_OLD_GARBAGE, SHORT_SWITCH_INTERVAL
 from flexhybrid.runtime.profiling.cpu_use import ThreadAccount
 
 #: Tasks of one lane that may wait in its queue: far enough ahead to never starve, small enough to bound memory.
 LOOKAHEAD_TASKS = 256
-#: The same of a lane that enqueues on a stream. A CUDA stream takes about 1,000 calls before the thread that issues the
-#: next one blocks; a task has some five kernels or copies, and two to four calls of events.
-STREAM_LOOKAHEAD_TASKS = 64
 #: Seconds after which a thread that waits looks up. The system may hand a signal to any thread of the process, and only
 #: the main thread acts on it, once it runs.
 LOOK_UP_S = 0.5
@@ -51,8 +44,7 @@ class Lane:
     """The thread of a resource. ``passed`` counts the tasks that others may build on, here those that are complete. A
     task is named by its ordinal in the lane.
 
-    ``times`` adds up where the thread's time goes in a run that keeps a trace; a stream lane counts its tasks and what
-    enqueuing them takes of a processor.
+    ``times`` adds up where the thread's time goes in a run that keeps a trace.
     ``thread``: lent by the owner of several runs (``LaneThreads``); None: a new one, which ends with the lane.
     """
 
@@ -77,11 +69,13 @@ class Lane:
         self.num_spans = math.inf  #: the number of first tasks whose start and end are kept
         self.times = LaneTimes()
         self.busy_s = 0.0  #: from the tasks' starts to their ends so far; of a stream lane not known
+        self.enqueuing_s = 0.0  #: processor seconds of a thread that only enqueues
         self._spans: list[tuple[float, float]] = []
         self._end_s: dict[int, float] = {}  #: of the latest tasks
         self._on_start = on_start
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._waiting: list[tuple[int, threading.Lock]] = []  #: ordinals that threads wait for, and their locks
+        self._waiting: list[tuple[int, Callable[[], object]]] = []  #: ordinals that are waited for, and whom to call
+        self._awaited = math.inf  #: the first of these ordinals
         self._lock = threading.Lock()
         self._thread, self._lent = thread or LaneThreads()[name], thread is not None
         self._ended: Future | None = None
@@ -119,27 +113,33 @@ class Lane:
         if self.passed > ordinal:
             return
         (woken := threading.Lock()).acquire()
-        with self._lock:
-            self._waiting.append((ordinal, woken))
-        # The lane counts first and then looks who waits, here it is the other way round: one of both sees the other.
+        self.call_when_passed(ordinal, woken.release)
         while self.passed <= ordinal and not self.failed and not woken.acquire(timeout=LOOK_UP_S):
             pass
         if self.passed <= ordinal:
             raise Aborted
 
+    def call_when_passed(self, ordinal: int, call: Callable[[], object]) -> None:
+        """Let ``call`` be called when the task with this ordinal passes, or a lane fails; not where it passed before.
+        The lane counts first and then looks who waits: who asks here looks at ``passed`` afterwards."""
+        with self._lock:
+            self._waiting.append((ordinal, call))
+            self._awaited = min(self._awaited, ordinal)
+
     def _pass(self) -> None:
         """Count the task that others may build on now, and wake those that wait for it."""
         self.passed += 1  # by no other thread
-        if self._waiting:
+        if self._awaited < self.passed:
             self._wake(self.passed)
 
     def _wake(self, passed: float) -> None:
         """Wake the threads that wait for a task before this ordinal."""
         with self._lock:
-            reached = [woken for ordinal, woken in self._waiting if ordinal < passed]
-            self._waiting = [(ordinal, woken) for ordinal, woken in self._waiting if ordinal >= passed]
-        for woken in reached:
-            woken.release()
+            reached = [call for ordinal, call in self._waiting if ordinal < passed]
+            self._waiting = [(ordinal, call) for ordinal, call in self._waiting if ordinal >= passed]
+            self._awaited = min((ordinal for ordinal, _ in self._waiting), default=math.inf)
+        for call in reached:
+            call()
 
     def loop(self) -> None:
         """Run the tasks of the queue until it ends or a lane fails."""
@@ -222,62 +222,6 @@ class LaneThreads(dict[str, ThreadPoolExecutor]):
             self.popitem()[1].shutdown()
 
 
-class StreamLane(Lane):
-    """A lane that enqueues on a stream. ``passed`` counts its enqueued tasks: other stream lanes may build on them.
-
-    Events of tasks whose spans are not kept are dropped when older than the lookahead: the planner has waited for them
-    before it went on, so there is nothing left to wait for. The stream records them anew once nobody holds them.
-    """
-
-    lookahead = STREAM_LOOKAHEAD_TASKS
-
-    def __init__(self, name: str, perform: Perform, stream: CudaStream, thread: ThreadPoolExecutor | None = None):
-        super().__init__(name, perform, stream.enter, thread)
-        self.stream = stream
-        self._begins: list[Recorded] = []
-        self._ends: dict[int, Recorded] = {}
-
-    def wait_enqueued(self, ordinal: int) -> Recorded | None:
-        """Block until that task is enqueued; return its event, or None when it was dropped as long complete."""
-        self._block(ordinal)
-        return self._ends.get(ordinal)
-
-    def wait_complete(self, ordinal: int) -> float:
-        if event := self.wait_enqueued(ordinal):
-            event.synchronize()
-        if self.failed:
-            raise Aborted
-        return time.perf_counter()
-
-    def _run_tasks(self) -> None:
-        before_s = time.thread_time()
-        super()._run_tasks()
-        self.times.cpu_s = time.thread_time() - before_s
-
-    def _run(self, task: Task, waits, _submitted_s: float) -> None:
-        for resource, ordinal in waits:
-            lane = self.lanes[resource]
-            if not isinstance(lane, StreamLane):
-                lane.wait_complete(ordinal)
-            elif event := lane.wait_enqueued(ordinal):
-                self.stream.wait(event)
-        traced = self.passed < self.num_spans
-        if traced:
-            self._begins.append(self.stream.record())
-        self.stream.run(lambda: self.perform(task))
-        self._ends[self.passed] = self.stream.record(timed=traced)
-        self.times.tasks += 1
-        if (old := self.passed - 2 * self.lookahead) >= self.num_spans:
-            self._ends.pop(old, None)
-        self._pass()
-
-    def span(self, ordinal: int) -> tuple[float, float]:
-        return self.stream.seconds(self._begins[ordinal]), self.stream.seconds(self._ends[ordinal])
-
-    def drain(self) -> None:
-        self.stream.synchronize()
-
-
 class Clock:
     """Runs the tasks of a plan on lanes. One use: lanes are joined when ``run`` returns or raises.
 
@@ -356,7 +300,7 @@ class Clock:
                 self._fail(error)
             finally:
                 self._end_lanes()
-        self.launch_s += sum(lane.times.cpu_s for lane in self.lanes.values() if isinstance(lane, StreamLane))
+        self.launch_s += sum(lane.enqueuing_s for lane in self.lanes.values())
         if self._error:
             error, self._error = self._error, None
             try:

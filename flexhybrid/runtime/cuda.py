@@ -145,12 +145,8 @@ class CudaStream:
         return Recorded(self._events, self._stream, timed)
 
     def enter(self) -> None:
-        """Make the calling thread issue to this stream from now on; called once, by the lane's thread."""
-        torch.cuda.set_stream(self._stream)  # the current stream is a thread's own; asking for it each time costs 10 us
-
-    def run(self, function: Callable[[], None]) -> None:
-        """Enqueue the work that ``function`` issues; return at once."""
-        function()
+        """Make the calling thread issue to this stream from now on."""
+        torch.cuda.set_stream(self._stream)  # the current stream is a thread's own
 
     def synchronize(self) -> None:
         """Wait for all that was enqueued: at the end of a failed run, before its memory is freed."""

@@ -24,9 +24,10 @@ from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers
-from flexhybrid.runtime.clock import Clock, Lane, LaneThreads, StreamLane
+from flexhybrid.runtime.clock import Clock, Lane, LaneThreads
 from flexhybrid.runtime.cuda import CudaClock, CudaCopies, CudaStream, lane_events, lane_streams
 from flexhybrid.runtime.executor import EngineParts, Executor
+from flexhybrid.runtime.issuing import Issuer, StreamLane
 from flexhybrid.runtime.kernels.sampling import NO_TOKEN
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.logprob_log import Noted
@@ -180,22 +181,20 @@ class Engine:
         process do not disturb each other.
         """
         perform, threads = executor.perform, self.lane_threads
-        if self.device.type == "cuda":
-            clock, events = CudaClock(self.device), lane_events(self.device)
-            lanes: list[Lane] = [
-                StreamLane(name, perform, CudaStream(stream, clock, events), threads[name])
-                for name, stream in lane_streams(self.device).items()
-            ]
-        else:
-            all_threads = partial(_compute_with, self.num_threads)
-            lanes = [Lane("compute", perform, all_threads, threads["compute"])]
-            lanes += [Lane(name, perform, None, threads[name]) for name in ("h2d", "d2h")]
         host = Lane("host_compute", perform, partial(_compute_with, self.host_threads), threads["host_compute"])
-        lanes += [host, *(Lane(name, perform, None, threads[name]) for name in ("disk_read", "disk_write"))]
-        for lane in lanes:
-            on_stack = executor.modules is not None and lane.name == "compute"
+        lanes = [host, *(Lane(name, perform, None, threads[name]) for name in ("disk_read", "disk_write"))]
+        if self.device.type == "cuda":
+            clock, events, issuer = CudaClock(self.device), lane_events(self.device), Issuer(threads["issue"])
+            streams = lane_streams(self.device).items()
+            on_device = [StreamLane(name, perform, CudaStream(of, clock, events), issuer) for name, of in streams]
+            computes: Lane | Issuer = issuer
+        else:
+            computes = Lane("compute", perform, partial(_compute_with, self.num_threads), threads["compute"])
+            on_device = [computes, *(Lane(name, perform, None, threads[name]) for name in ("h2d", "d2h"))]
+        for lane in {*lanes, *on_device, computes}:
+            on_stack = executor.modules is not None and lane is computes
             lane.around = partial(_infer, hosted if on_stack else lane.around)
-        return lanes
+        return [*on_device, *lanes]
 
     @contextmanager
     def process_settings(self) -> Iterator[None]:

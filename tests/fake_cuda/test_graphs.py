@@ -23,8 +23,8 @@ from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem, without_graphs
 from flexhybrid.jobs.compare.speed import PolicyRun
-from flexhybrid.runtime import clock as lanes
 from flexhybrid.runtime import engine as engine_module
+from flexhybrid.runtime import issuing
 from flexhybrid.runtime.executor import HiddenStates, step_key
 from flexhybrid.runtime.profiling import attention_paths
 from flexhybrid.runtime.step_tensors import computed_positions
@@ -347,7 +347,7 @@ def test_the_gpu_bench_fills_its_rows_of_memory_and_events(monkeypatch):
         made = torch.cuda.Event.made
         assert not watch.registered
     assert len(table.rows) == 2 and all(row["value"] > 0 for row in table.rows.values())
-    assert made <= 3 * (lanes.STREAM_LOOKAHEAD_TASKS + 1)  # of 300 that are recorded
+    assert made <= 3 * (issuing.STREAM_LOOKAHEAD_TASKS + 1)  # of 300 that are recorded
 
 
 def test_the_gpu_bench_fills_its_rows_of_graphs(monkeypatch):

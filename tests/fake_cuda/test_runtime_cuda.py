@@ -19,8 +19,9 @@ from flexhybrid.core.files import profile_file
 from flexhybrid.core.task import Task, Work
 from flexhybrid.jobs.compare.job import _keeping_rows
 from flexhybrid.runtime import cuda
-from flexhybrid.runtime.clock import Clock, Lane, StreamLane
+from flexhybrid.runtime.clock import Clock, Lane
 from flexhybrid.runtime.cuda import CudaClock, Events, Recorded
+from flexhybrid.runtime.issuing import Issuer, StreamLane
 from flexhybrid.runtime.process_settings import NO_TF32
 
 TESTS = Path(__file__).parents[1]
@@ -39,9 +40,6 @@ class BrokenStream:
     def record(self, timed: bool = True):
         return SimpleNamespace(synchronize=lambda: None)
 
-    def run(self, function) -> None:
-        function()
-
     def synchronize(self) -> None:
         self.joined.append(self.name)
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -54,12 +52,13 @@ def test_the_first_error_of_a_device_is_told_and_every_lane_joined():
     def perform(task: Task) -> None:
         raise ValueError(f"{task.verb} broke first")
 
-    made = [StreamLane(name, perform, BrokenStream(drained, name)) for name in ("compute", "h2d", "d2h")]
+    issuer = Issuer()
+    made = [StreamLane(name, perform, BrokenStream(drained, name), issuer) for name in ("compute", "h2d", "d2h")]
     interval = sys.getswitchinterval()
     with pytest.raises(ValueError, match="embed broke first"):
         Clock(made).run([Task(0, 0, 0, "embed", "compute", Work(), (), ())])
     assert drained == ["compute", "h2d", "d2h"]
-    assert all(lane._ended.done() and not lane.lanes for lane in made)
+    assert issuer._ended.done() and not issuer.lanes and not any(lane.lanes for lane in made)
     assert sys.getswitchinterval() == interval
 
 
@@ -71,17 +70,13 @@ class IdleStream:
 
     def enter(self) -> None: ...
 
-    def _enqueue(self, calls: int) -> int:
+    def enqueue(self, calls: int) -> int:
         self.enqueued += calls
         self.most = max(self.most, self.enqueued - self.done)
         return self.enqueued
 
-    def run(self, function) -> None:
-        function()
-        self._enqueue(5)  # kernels or copies, as a task has
-
     def record(self, timed: bool = True):
-        at = self._enqueue(1)
+        at = self.enqueue(1)
         return SimpleNamespace(synchronize=lambda: setattr(self, "done", max(self.done, at)))
 
 
@@ -90,8 +85,12 @@ def test_a_stream_is_not_given_more_calls_than_it_takes_without_blocking(monkeyp
     for lookahead, is_within in ((StreamLane.lookahead, True), (Lane.lookahead, False)):
         monkeypatch.setattr(StreamLane, "lookahead", lookahead)
         stream = IdleStream()
+
+        def perform(_task, stream=stream):
+            stream.enqueue(5)  # kernels or copies
+
         tasks = (Task(i, 0, 0, "work", "compute", Work(), (), ()) for i in range(4 * Lane.lookahead))
-        Clock([StreamLane("compute", lambda task: None, stream)]).run(tasks, keep_trace=False)
+        Clock([StreamLane("compute", perform, stream, Issuer())]).run(tasks, keep_trace=False)
         assert (stream.most < 1000) is is_within and stream.enqueued == 4 * Lane.lookahead * 6
 
 

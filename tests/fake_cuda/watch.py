@@ -20,7 +20,8 @@ from fake_cuda.arrays import Arrays
 
 from flexhybrid.runtime import engine as engine_module
 from flexhybrid.runtime import token_masks
-from flexhybrid.runtime.clock import Lane, LaneThreads, StreamLane
+from flexhybrid.runtime.clock import Lane, LaneThreads
+from flexhybrid.runtime.issuing import StreamLane
 from flexhybrid.runtime.kernels import compiled
 from flexhybrid.runtime.storage import host_memory
 from flexhybrid.runtime.storage.disk import DiskSpace
@@ -69,12 +70,17 @@ def watched_lane(kind: type[Lane], watch: Watch) -> type[Lane]:
             self.given.append(order.now(watch.thread()))
             return super().submit(task, waits)
 
-        def _run(self, task, waits, submitted_s):
+        def _run(self, task, *others):
+            self._watched(super()._run, task, *others)
+
+        def enqueue(self, task, waits):
+            watch.streams[watch.thread()] = watch.stream(torch.cuda.current_stream())
+            self._watched(super().enqueue, task, waits)
+
+        def _watched(self, run, task, *others):
             order.learn(watch.thread(), self.given.popleft())
-            if isinstance(self, StreamLane):
-                watch.streams[watch.thread()] = watch.stream(torch.cuda.current_stream())
             watch.here.verb = task.verb
-            super()._run(task, waits, submitted_s)
+            run(task, *others)
             watch.here.verb = "-"
 
         def _pass(self):
