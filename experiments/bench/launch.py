@@ -1,15 +1,25 @@
 """Bench rows of a task's cost beside its work: planning, hand-off between threads, and the Python of the verbs.
 
-The verbs run on a model so small that their products take no time. What remains is the time of launching, which on a
-GPU is about as long, since each call of torch costs about as much there. Processor time is measured, so that other
-processes do not show.
+The verbs run on a model so small that their products take no time. What remains is the time of launching. Processor
+time is measured, so that other processes do not show.
+
+``as_on_a_gpu`` lets what Python does for a GPU be measured without one: it takes the place of the device's streams,
+events and copies, of CUDA graphs and of kernels, and its calls do nothing. Real ones take 2 to 10 us, those of Triton's
+kernels outside of graphs (to pack and unpack) more; a mini-batch has some 30 calls in a layer.
 """
 
+from __future__ import annotations
+
+import importlib.util
 import statistics
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
+from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -19,17 +29,24 @@ from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
-from flexhybrid.core.problem import Problem
+from flexhybrid.core.problem import Problem, without_graphs
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.dependencies import Dependencies
 from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.wave import admit
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.clock import Clock, Lane
+from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.executor import Executor
+from flexhybrid.runtime.issuing import Issuer, StreamLane
+from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.session import Session
+from flexhybrid.runtime.storage.host_memory import HostMemory
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.threads import torch_threads
+from flexhybrid.runtime.verbs import attending_in_place, graphed
 from sim.presets import hybrid, kv_only, kvpr_column, token_recompute
 
 BATCH, CONTEXT = 32, 512
@@ -42,6 +59,7 @@ SHORT = Workload(48 + np.arange(8), np.full(8, 24))
 
 TINY = ModelShape("opt-launch", "opt", num_layers=2, hidden=64, num_heads=1, num_kv_heads=1, head_dim=64, ffn=64,
                   vocab=64, max_positions=2048)  # fmt: skip
+LAYERS = replace(TINY, num_layers=32)  #: as OPT-6.7B has: what a step makes once for all layers is shared out
 _MACHINE = Hardware(
     "launch", "cpu", {"compute": Line(s_per_flop=1e-11, s_per_byte=1e-11), "h2d": Line(s_per_byte=1e-9)}
 )
@@ -69,6 +87,8 @@ def bench_launch(table: Table) -> None:
     with torch_threads(1):
         bench_verbs(table)
         bench_python(table)
+        if importlib.util.find_spec("triton"):
+            bench_python_as_on_a_gpu(table)
 
 
 def bench_planning(table: Table) -> None:
@@ -148,21 +168,98 @@ def bench_verbs(table: Table) -> None:
 def bench_python(table: Table) -> None:
     """Microseconds of a processor that a mini-batch takes in a layer of a decode: planning, lanes and verbs of all
     resources. Copies and products are in it: on a model so small they take the lesser part.
-
-    What a step makes once for all layers is shared out among as many as OPT-6.7B has.
     """
-    shape, us = replace(TINY, num_layers=32), {}
+    us = {}
     for policy in policies():
-        policy = replace(policy, max_mini_batch_tokens=4 * 200)
-        weights = Weights(shape, RandomWeights(shape), "float32", torch.device("cpu"), policy)
-        with Session.of(weights, policy, SHORT, hardware=_MACHINE) as session:
-            iterations, rounds = int(SHORT.max_tokens.max()) - 1, []
-            for _ in range(REPEATS):
-                start = time.process_time()
-                session.engine.run(session.executor, tasks=stream(session.wave, first_iteration=1))
-                rounds.append(time.process_time() - start)
-            count = iterations * shape.num_layers * len(session.wave.mini_batches)
-            us[policy.name] = 1e6 * min(rounds) / count
+        weights = Weights(LAYERS, RandomWeights(LAYERS), "float32", torch.device("cpu"), policy)
+        with Session.of(weights, replace(policy, max_mini_batch_tokens=4 * 200), SHORT, hardware=_MACHINE) as session:
+            us[policy.name] = _us_of_a_mini_batch(session)
     slowest = max(us, key=lambda name: us[name])
     name = f"launch: planning, lanes and all verbs, a mini-batch and layer, slowest of {len(us)} kinds ({slowest})"
     table.at_most(name, us[slowest], POSITION_BAR_US, "µs", by_policy=us)
+
+
+def _us_of_a_mini_batch(session: Session) -> float:
+    """Return microseconds of a processor for a mini-batch in a layer of a decode; forms have been seen before."""
+    iterations, rounds = int(session.wave.workload.max_tokens.max()) - 1, []
+    for _ in range(REPEATS):
+        start = time.process_time()
+        session.engine.run(session.executor, tasks=stream(session.wave, first_iteration=1))
+        rounds.append(time.process_time() - start)
+    return 1e6 * min(rounds) / (iterations * session.wave.shape.num_layers * len(session.wave.mini_batches))
+
+
+def bench_python_as_on_a_gpu(table: Table) -> None:
+    """The same as on a GPU: one thread enqueues for all streams, and graphs launch what they can."""
+    us, without = {}, {}
+    for policy in policies():
+        policy = replace(policy, max_mini_batch_tokens=4 * 200)
+        with as_on_a_gpu(policy) as session:
+            of = us if session.executor.graphs else without
+            of[policy.name] = _us_of_a_mini_batch(session)
+    slowest = max(us, key=lambda name: us[name])
+    kinds = f"slowest of {len(us)} kinds that graphs launch ({slowest})"
+    name = f"launch: all that Python does as on a GPU, a mini-batch and layer, {kinds}"
+    table.at_most(name, us[slowest], POSITION_BAR_US, "µs", by_policy=us, without_graphs=without)
+
+
+class NoDevice:
+    """Stands in for a stream, an event, a graph and copies: no call of it does anything."""
+
+    def __init__(self, *_):
+        self.host_memory = HostMemory(pinned=False)
+
+    def record(self, **_) -> NoDevice:
+        return self
+
+    def seconds(self, _event: NoDevice) -> float:
+        return 0.0
+
+    def __getattr__(self, _name: str) -> Callable[..., None]:
+        return _nothing
+
+
+def _nothing(*_, **__) -> None: ...
+
+
+def _left_out(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a product that leaves its ``out`` as it is."""
+    return lambda *factors, out=None: product(*factors) if out is None else out
+
+
+@contextmanager
+def as_on_a_gpu(policy: Policy) -> Iterator[Session]:
+    """Make a session of LAYERS whose tasks are those of a GPU, enqueued by the thread of its lanes, on no device."""
+    from flexhybrid.runtime.kernels import attend_triton, rows_numba
+
+    weights = Weights(LAYERS, RandomWeights(LAYERS), "float32", torch.device("cpu"), policy)
+    paths = fastest_paths("cpu", "float32", LAYERS.queries_per_key, LAYERS.head_dim)._replace(in_place=True)
+    problem = Problem(shape=LAYERS, dtype="float32", hardware=_MACHINE, device="cuda", attention=paths)
+    wave = admit(problem, policy, SHORT)
+    engine, nothing = Engine(weights, policy, buffer_sizes(wave)), cast("Any", NoDevice())
+    engine.copies, lanes_of = nothing, engine.lanes
+
+    def lanes(executor: Executor) -> list[Lane]:
+        issuer, (compute, *others) = Issuer(engine.lane_threads["issue"]), lanes_of(executor)
+        issuer.around = compute.around
+        names = "compute", "h2d", "d2h"
+        on_host = [lane for lane in others if lane.name not in names]
+        return [*(StreamLane(name, executor.perform, nothing, issuer) for name in names), *on_host]
+
+    with ExitStack() as held:
+        held.callback(engine.close)
+        for owner, name, stand_in in (
+            (engine, "lanes", lanes),
+            (torch.cuda, "CUDAGraph", NoDevice),
+            (torch, "addmm", _left_out(torch.addmm)),  # KV-Gen's product
+            (graphed, "graph_pool", _nothing),
+            (attend_triton, "launch", _nothing),
+            (rows_numba, "quantize", _nothing),
+            (rows_numba, "dequantize", _nothing),
+            (attending_in_place, "by_numba", _nothing),
+        ):
+            held.enter_context(patch.object(owner, name, stand_in))
+        session = Session(engine, wave)
+        if without_graphs(problem, policy) is None:
+            graphed.attach(session.executor)
+        yield session

@@ -59,9 +59,17 @@ class LayerWeights:
         self.has_slots = bool(slots.device)
         packed, by_layer = weights.bits != "native", layers if weights.modules else range(1)
         self.plain = [weights.plain_views(slots.plain, layer) for layer in by_layer if packed]
+        self._weights, self._pairs = weights, {}  #: by layer and slot
 
     def stored(self, task: Task) -> dict[str, Parts]:
         return self.by_slot[task.layer][task.payload.weight_slot if self.has_slots else 0]
+
+    def pairs(self, task: Task) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return ``Weights.plain_pairs`` of a task's layer."""
+        key = task.layer, task.payload.weight_slot
+        if key not in self._pairs:
+            self._pairs[key] = self._weights.plain_pairs(self.stored(task), self.of(task))
+        return self._pairs[key]
 
     def of(self, task: Task) -> dict[str, Parts]:
         """Return a task's layer in the compute dtype."""

@@ -39,7 +39,7 @@ import importlib
 import math
 import warnings
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -65,6 +65,7 @@ WORK_ELEMENTS = PACKING_ELEMENTS
 KERNELS = {"cuda": "quantize_triton", "cpu": "rows_numba"}
 
 
+@cache
 def row_unit(bits: int | str, group: int = GROUP_ELEMENTS) -> int:
     """Return what the elements of a packed row must be a multiple of: groups are whole, and codes fill pairs of bytes,
     so that float16 may follow. Raises InputError for bits that are not known."""
@@ -74,6 +75,7 @@ def row_unit(bits: int | str, group: int = GROUP_ELEMENTS) -> int:
     return math.lcm(group, 16 // bits)
 
 
+@cache
 def packed_bytes(elements: int, bits: int | str, group: int = GROUP_ELEMENTS) -> int:
     """Return the bytes of a packed row. Raises InputError where codes and groups do not fill it, or bits is unknown."""
     unit = row_unit(bits, group)
@@ -268,6 +270,7 @@ def _parts(packed: torch.Tensor, elements: int, bits: int) -> tuple[torch.Tensor
     return packed[..., :code_bytes], packed[..., code_bytes:].view(torch.float16).unflatten(-1, (-1, 2))
 
 
+@cache
 def _elements(num_bytes: int, bits: int, group: int) -> int:
     """Return the elements of a packed row. Raises InputError where no row packs into so many bytes."""
     unit = row_unit(bits, group)

@@ -1,6 +1,6 @@
 """Weights in memory and on the disk: one byte range per layer and tier, and tensors that are views of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -215,16 +215,35 @@ class Weights:
             return views
         return views | {"kv.weight": (views["kvq.weight"][0][: self.shape.kv_width],)}
 
-    def dequantize(self, stored: dict[str, Parts], plain: dict[str, Parts], share: Share = map) -> None:
-        """Write a layer's stored tensors to ``plain`` in the compute dtype; ``share`` as in ``kernels.quantize``."""
+    def dequantize(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], share: Share = map) -> None:
+        """Write a layer's stored tensors to those in the compute dtype (``plain_pairs``); ``share`` as in
+        ``kernels.quantize``."""
+        for part, target in pairs:
+            if isinstance(self.bits, int) and target.dim() > 1:
+                dequantize(part, self.bits, self.dtype, out=target, share=share)
+            else:
+                target.copy_(part)
+
+    def plain_pairs(self, stored: dict[str, Parts], plain: dict[str, Parts]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return each stored part beside its place in the compute dtype; vectors that are neighbours in both as one."""
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, (whole, *_) in plain.items():
-            if name not in stored or name == "kv.weight":
-                continue
             row = 0
-            for part in stored[name]:
-                target = whole[row : row + len(part)]
-                if isinstance(self.bits, int) and whole.dim() > 1:
-                    dequantize(part, self.bits, self.dtype, out=target, share=share)
-                else:
-                    target.copy_(part)
-                row += len(part)
+            for part in stored.get(name, ()) if name != "kv.weight" else ():
+                target, rows = whole[row : row + len(part)], len(part)
+                if pairs and all(map(_is_neighbour, pairs[-1], (part, target))):
+                    part, target = map(_joined, pairs.pop(), (part, target))
+                pairs.append((part, target))
+                row += rows
+        return pairs
+
+
+def _is_neighbour(before: torch.Tensor, vector: torch.Tensor) -> bool:
+    """Return whether a vector begins where another one of the same memory ends."""
+    alike = before.dim() == vector.dim() == 1 and before.dtype == vector.dtype
+    same_memory = alike and before.untyped_storage().data_ptr() == vector.untyped_storage().data_ptr()
+    return same_memory and before.data_ptr() + before.nbytes == vector.data_ptr()
+
+
+def _joined(before: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    return before.as_strided((len(before) + len(vector),), (1,))

@@ -35,7 +35,7 @@ def embed(state: State, task: Task) -> None:
 
 def dequantize_weights(state: State, task: Task) -> None:
     """Unpack the layer's matrices to the compute dtype."""
-    state.weights.dequantize(state.layer_weights.stored(task), state.layer_weights.of(task), state.compute_share)
+    state.weights.dequantize(state.layer_weights.pairs(task), state.compute_share)
 
 
 def dequantize_cache(state: State, task: Task, representation: str) -> None:
@@ -91,13 +91,7 @@ def generate(state: State, task: Task, act_rows: torch.Tensor, rotation: Rotatio
     if count < MIN_KV_GEN_ROWS:
         rows = torch.cat([rows, rows.new_zeros(MIN_KV_GEN_ROWS - count, rows.shape[1])])
     bias = w["kvq.bias"][0][: shape.kv_width] if "kvq.bias" in w else None
-    generated = state.buffers.generated[: len(rows)]
-    if len(w["kv.weight"]) == 1 and bias is not None:
-        torch.addmm(bias, rows, w["kv.weight"][0].t(), out=generated)
-    elif len(w["kv.weight"]) == 1:
-        torch.mm(rows, w["kv.weight"][0].t(), out=generated)
-    else:
-        generated.copy_(linear(rows, w["kv.weight"], bias))
+    generated = linear(rows, w["kv.weight"], bias, out=state.buffers.generated[: len(rows)])
     if rotation:
         keys = (0, shape.num_kv_heads, w.get("k_norm.weight"))
         norm_and_rotate_rows_(generated[:count], [keys], shape.norm_eps, rotation)
