@@ -36,7 +36,8 @@ class Parser(argparse.ArgumentParser):
         for argument in itertools.takewhile(lambda text: text != "--", args or ()):
             name = argument.partition("=")[0]
             if options and name.startswith("--") and " " not in name and name not in options:
-                self.error(str(unknown("option", name, options)))
+                text, guessed, _ = str(unknown("option", name, options)).partition("? known: ")
+                self.error(text + guessed[:1])  # --help has all of them
         known, others = super().parse_known_args(args, namespace)
         if others:
             self.error(f"unrecognized arguments: {' '.join(others)}")

@@ -80,7 +80,8 @@ def run_all(chosen: Sequence[str], workers: int | None = None, quiet: bool = Fal
                 done[futures[future]] = future.result()
                 bar.update()
         except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in multiprocessing.active_children():  # they ignore SIGINT, and keep nothing
+                worker.terminate()
             raise
     return [done[name] for name in chosen]
 

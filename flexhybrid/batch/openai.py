@@ -146,7 +146,9 @@ class Bodies:
             raise Refused("invalid_custom_id", message, "custom_id")
         try:
             if data.get("method") != "POST":
-                raise Refused("invalid_method", f'method is {_given(data, "method")}; it must be "POST"', "method")
+                alone = "" if "method" in data else ', unless the line is a body alone: {"prompt": …}'
+                message = f'method is {_given(data, "method")}; it must be "POST"{alone}'
+                raise Refused("invalid_method", message, "method")
             if data.get("url") not in URLS:
                 raise Refused("invalid_url", f"url is {_given(data, 'url')}; it must be {' or '.join(URLS)}", "url")
             body = data.get("body")

@@ -70,7 +70,7 @@ def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
         ((*SIMULATE, "-b", "3"), "unrecognized arguments: -b 3 (see flexhybrid simulate --help)"),
         (
             ("run", "-i", "a", "-o", "b", "--modle=c"),
-            "unknown option '--modle'; did you mean --model or --ordered? known: ",
+            "unknown option '--modle'; did you mean --model or --ordered? (see ",
         ),
         ((*SIMULATE, "--system", "kv_only", "--device-memory", "10"), "there are 10 bytes (1."),
         (("cascade", "plan", "--bach"), "flexhybrid cascade plan --help"),

@@ -399,11 +399,13 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
     lines = [line("r1", prompt=[5, 6], max_tokens=2), *bad, line("r2", prompt=[7], user="u", metadata={"a": "b"})]
     source.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe")
     assert run(source, out, tiny, "--errors", str(errors)) == 0
+    assert "errors.jsonl; most of them: invalid_value (7), invalid_json (4), " in capsys.readouterr().out
     assert [row["custom_id"] for row in read(out)] in (["r1", "r2"], ["r2", "r1"])
     params = {row["custom_id"]: row["response"]["body"]["error"]["param"] for row in read(errors)}
     wrong = {"typo": "max_token", "misspelt": "top_P", "hot": "temperature", "n": "best_of", "tools": "tools"}
     assert {name: params[name] for name in wrong} == wrong
     told = {row["custom_id"]: row["response"]["body"]["error"]["message"] for row in read(errors)}
+    assert "unless the line is a body alone" not in told["g"]
     assert "body is missing" in told["bare"] and "body is null" in told["null"] and "url is missing" in told["nowhere"]
     found = {row["id"]: row["response"] for row in read(errors)}
     for number, code in enumerate([*bad.values(), None, "invalid_utf8"], 2):

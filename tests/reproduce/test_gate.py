@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
+
 import numpy as np
 import pandas as pd
 import pytest
 
-from experiments.reproduce import gate, paper
+from experiments.reproduce import gate, paper, registry
 from experiments.reproduce.experiment import Experiment, table
 from experiments.reproduce.paper import KVPR, compared, far_off, unexplained
 from flexhybrid.core.errors import InputError
@@ -104,3 +107,16 @@ def test_the_command_refuses_what_is_worse_until_it_is_accepted(monkeypatch, tmp
     assert gate.main(["--only", "kvpr", "--accept"]) == 0
     assert gate.kept()["ours"].tolist()[2:] == [150.0, 150.0, 150.0, 150.0, 70.0, 70.0]
     assert gate.kept()["ours"].tolist()[0] == 99.0  # another paper's rows stay
+
+
+def test_a_stop_ends_the_workers_instead_of_waiting_for_their_experiments(monkeypatch):
+    workers = []
+
+    def stop(_futures):
+        workers.extend(multiprocessing.active_children())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(registry, "as_completed", stop)
+    with pytest.raises(KeyboardInterrupt):
+        registry.run_all(["kvpr-table2", "capture-fig12"], workers=2, quiet=True)
+    assert [worker.exitcode for worker in workers] == [-signal.SIGTERM] * 2

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -125,6 +126,7 @@ class Job:
         self.errors = files[options.errors or options.output]
         self.states = np.full(self.census.num_lines, PENDING, dtype=np.uint8)
         self._order = np.empty(0, dtype=np.int32)
+        self.refused_codes: Counter = Counter()  #: of the lines that this run has refused
         self._taken = 0  #: lines of the census that are in the order, or refused
         self._earlier = 0  #: lines that earlier runs have done
         self.tokens = 0  #: that this run has generated, of answers that it has written
@@ -195,6 +197,7 @@ class Job:
             work=work,
             tokens=self.tokens,
             lost=self.lost,
+            refused_codes=self.refused_codes,
             replanned=self.replanned,
             traced=bool(self.trace),
         )
@@ -352,8 +355,9 @@ class Job:
         """Write those of the first ``counted`` lines that cannot be served, with the reason."""
         missing = np.flatnonzero(~self.census.valid[:counted] & (self.states[:counted] == PENDING)) + 1
         refusals = self.source.refusals(missing.tolist())
-        while batch := [error_line(*refusal) for refusal in itertools.islice(refusals, ERRORS_AT_ONCE)]:
-            self.errors.append(batch)
+        while batch := list(itertools.islice(refusals, ERRORS_AT_ONCE)):
+            self.errors.append([error_line(*refusal) for refusal in batch])
+            self.refused_codes.update(refused.code for _, refused in batch)
         self.states[missing - 1] = FAILED
 
     def _expected(self, lengths: Workload) -> Workload:

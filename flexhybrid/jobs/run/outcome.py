@@ -1,5 +1,6 @@
 """What a run came to: the lines that it ends with, and its record."""
 
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -55,6 +56,7 @@ class Outcome(NamedTuple):
     work: Work | None  #: None: nothing was left to answer
     tokens: int  #: that were generated, of answers that were written
     lost: Tokens  #: that the end of the run before has cost
+    refused_codes: Counter  #: error code -> lines that this run has refused with it
     replanned: list[str]  #: what was changed on the way, and why
     traced: bool
 
@@ -101,7 +103,9 @@ class Outcome(NamedTuple):
         table = f"{options.parquet}, " if options.parquet and not stopped else ""
         say(f"answers    {table}{options.output}")
         if counts["refused"]:
-            say(f"refused    {options.errors or f'{options.output}, lines of status_code 400'}")
+            codes = ", ".join(f"{code} ({count:,})" for code, count in self.refused_codes.most_common(3))
+            where = options.errors or f"{options.output}, lines of status_code 400"
+            say(f"refused    {where}{f'; most of them: {codes}' if codes else ''}")
         if options.trace:
             say(f"trace      {options.trace} (open it at ui.perfetto.dev)" if self.traced else "trace      nothing ran")
         if options.report:
