@@ -42,8 +42,8 @@ def bench_host_kernels(table: Table, sizes: Sizes = TIMING) -> None:
         with ExitStack() as held:
             held.enter_context(torch_threads(threads))
             share: Share = held.enter_context(ThreadPoolExecutor(threads)).map if threads > 1 else map
-            for dtype, queries in product(DTYPES, QUERIES):
-                bench_attention(table, sizes, (dtype, queries), share, where)
+            for batch, dtype, queries in product((sizes.batch, 4 * sizes.batch), DTYPES, QUERIES):
+                bench_attention(table, sizes._replace(batch=batch), (dtype, queries), share, where)
             bench_packing(table, share, where)
             bench_moving(table, sizes, share, where)
     with torch_threads(1):
@@ -51,7 +51,8 @@ def bench_host_kernels(table: Table, sizes: Sizes = TIMING) -> None:
 
 
 def bench_attention(table: Table, sizes: Sizes, kind: tuple[torch.dtype, int], share: Share, where: str) -> None:
-    """Attention of one new token over blocks in place, in a dtype and with so many queries a key head."""
+    """Attention of one new token over blocks in place, in a dtype and with so many queries a key head. Of few requests
+    what precedes the kernel counts, and of two threads waking the other."""
     from flexhybrid.runtime.kernels import in_place
 
     (dtype, queries), (batch, heads, head_dim, _, _) = kind, sizes
@@ -59,7 +60,7 @@ def bench_attention(table: Table, sizes: Sizes, kind: tuple[torch.dtype, int], s
     query = torch.randn(batch, heads * queries, head_dim).to(dtype)
     layout = _layout(sizes, held, torch.get_num_threads(), queries)
     found = memory_share(blocks, lambda copy: in_place.attend_and_sum(query, [copy], layout, share))
-    name = f"attend_host, {str(dtype)[6:]}, query heads a key head {queries}, {where}"
+    name = f"attend_host, {batch} requests, {str(dtype)[6:]}, query heads a key head {queries}, {where}"
     table.at_least(f"{name}: share of the memory bandwidth", found, 0.6, "x")
 
 
@@ -87,7 +88,7 @@ def bench_attention_together(table: Table, sizes: Sizes) -> None:
     batch, heads, head_dim, _, _ = sizes
     blocks, held = _blocks(sizes, torch.float32)
     query = torch.randn(batch, heads, head_dim)
-    of_each, alike, of_all = (_layout(sizes, which, 1, 1) for which in (held, 0 * held, held[:1]))
+    of_each, alike, of_all = (_layout(sizes, which, 1, 1) for which in (held, held[:1].repeat(batch, 0), held[:1]))
     together, rows = query.transpose(0, 1).flatten(0, 1)[None], torch.arange(batch)[None]
     alone = in_place.attend_and_sum(query, [blocks], of_each, map)
 

@@ -14,9 +14,8 @@ from itertools import chain, groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from flexhybrid.core.context.selection import first_choosing
 from flexhybrid.core.schedule import places
-from flexhybrid.core.schedule.places import Places, cell, host_hidden
+from flexhybrid.core.schedule.outlines import Accesses, Outline, Outlines
 from flexhybrid.core.schedule.positions import NO_STOPS, Group, Position, Stops, positions
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.verbs import RESOURCE_OF
@@ -24,9 +23,6 @@ from flexhybrid.core.wave import Wave
 
 PAGE_BYTES = 4096  #: slices of a streamed layer end on whole pages
 LOADS_OF_ACT = ("read_act", "load_act")
-
-Accesses = tuple[Access, ...]
-Outline = tuple[str, Accesses, Accesses]  #: a task's verb, reads and writes
 
 
 class WeightSlice(NamedTuple):
@@ -134,15 +130,8 @@ class _Stream:
         self.num_layers = wave.shape.num_layers
         self.kinds = [wave.shape.weights_kind(layer) for layer in range(self.num_layers)]
         self.number = 1  # of the position at hand
-        self.by_step = (
-            wave.policy.overlap == "step"
-        )  # with a barrier after each position: one for odd, one for even ones
-        self.first_choosing = first_choosing(wave.policy.selection)
-        # Bytes of each kind of layer that recomputing and projecting wait for; in natural order W_K and W_V come no
-        # sooner.
-        natural, layouts = wave.policy.weight_order == "natural", [placed.layout for placed in wave.placed]
-        self.needed = [(of.total_bytes,) * 2 if natural else (of.kv_end, of.qkv_end) for of in layouts]
-        self.at = Places(wave)
+        self.by_step = wave.policy.overlap == "step"  # with a barrier after odd positions, and one after even ones
+        self.outlines = Outlines(wave)
         self.slices: dict[tuple, Entries] = {}  # that bring a slice of weights
         self.of_parts: dict[tuple, Entries] = {}  # of the parts of positions
         self.scripts: dict[tuple, Script] = {}
@@ -155,7 +144,7 @@ class _Stream:
             first = current.positions[0]
             key = current.iteration, current.layer, first.step.mini_batch
             yield from _loads_of_weights(key, self._load_weights(current, 0, 1))
-            yield from self._tasks_of(self._load_cache, first)
+            yield from self._tasks_of(self.outlines.load_cache, first)
         while current:
             following, num_slices = next(groups, None), len(current.positions)
             upcoming = [*current.positions[1:], *(following.positions[:1] if following else ())]
@@ -178,13 +167,13 @@ class _Stream:
                     following = next(groups, None)
                     if ahead := following.positions[0] if following else None:
                         if before and self._loads_late(position, ahead) == "stored":
-                            yield from self._tasks_of(self._store, before)
+                            yield from self._tasks_of(self.outlines.store, before)
                             before = None
-                        yield from self._tasks_of(self._load_cache, ahead)
+                        yield from self._tasks_of(self.outlines.load_cache, ahead)
                 self.number += 1
             current = following
         if before:
-            yield from self._tasks_of(self._store, before)
+            yield from self._tasks_of(self.outlines.store, before)
 
     def _script(self, turn: Turn) -> Script:
         """Write down the tasks of a turn."""
@@ -219,32 +208,32 @@ class _Stream:
         """Yield the tasks of a turn, each with whose it is."""
         position, ahead, before, following, *_, opened = turn
         if before:
-            yield BEFORE, self._part(self._store, before)
+            yield BEFORE, self._part(self.outlines.store, before)
         on_host = "attend_host" in position.works
         # What attention on the host gave comes before the weights: the device waits for it, and not yet for
         # them. Peers that meet after each step (FlexGen) load their weights first.
         weights_last = on_host and self.wave.policy.overlap == "full"
-        cache = self._part(self._load_cache, ahead) if ahead and not late else ()
+        cache = self._part(self.outlines.load_cache, ahead) if ahead and not late else ()
         yield from self._loads(turn, cache, weights_last)
         if not opened:
-            yield POSITION, self._part(self._open, position)
+            yield POSITION, self._part(self.outlines.open, position)
         if ahead and opens:
-            yield AHEAD, self._part(self._open, ahead)
+            yield AHEAD, self._part(self.outlines.open, ahead)
         if ahead and late == "selected":
-            yield AHEAD, self._part(self._load_cache, ahead)
+            yield AHEAD, self._part(self.outlines.load_cache, ahead)
         if on_host:
-            yield POSITION, self._part(self._load_attended, position)
+            yield POSITION, self._part(self.outlines.load_attended, position)
         if following and weights_last:
             yield FOLLOWING, self._load_weights(following, turn.index, turn.num_slices)
-        yield POSITION, self._part(self._close, position)
+        yield POSITION, self._part(self.outlines.close, position)
         if not self.by_step:
-            yield POSITION, self._part(self._store, position)
+            yield POSITION, self._part(self.outlines.store, position)
         if position.layer == self.num_layers - 1 and position.step.last:
-            yield POSITION, self._part(self._sample, position)
+            yield POSITION, self._part(self.outlines.sample, position)
         if self.by_step and not holds:
-            yield POSITION, self._part(self._store, position)
+            yield POSITION, self._part(self.outlines.store, position)
         if ahead and late == "stored":
-            yield AHEAD, self._part(self._load_cache, ahead)
+            yield AHEAD, self._part(self.outlines.load_cache, ahead)
 
     def _loads_late(self, position: Position, ahead: Position) -> str | None:
         """ "stored": the next position loads what this one stores; "selected": what it selects; None: neither."""
@@ -264,7 +253,7 @@ class _Stream:
             return False
         kind = self.wave.shape.weights_kind(ahead.layer)
         last = [_slice(*part, num_slices - 1, num_slices) for part in self._streamed(kind)]
-        return all(start == end or start >= self.needed[kind][1] for start, end in last)
+        return all(start == end or start >= self.outlines.needed[kind][1] for start, end in last)
 
     def _streamed(self, kind: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The streamed bytes [start, end) of a kind of layer: those from the host, and those from the disk."""
@@ -335,191 +324,6 @@ class _Stream:
                 yield Slice("read_weights", (), reads, Work(link_bytes=on_disk, num_copies=1), payload)
             moved = Work(link_bytes=end - start + on_disk, num_copies=len(writes))
             yield Slice("load_weights", reads, writes, moved, payload)
-
-    def _load_cache(self, ahead: Position) -> Iterator[Outline]:
-        """ACT before KV: recomputing comes before assembling. Disk blocks go through staging."""
-        step, slot, works = ahead.step, ahead.slot, ahead.works
-        if "park" in works:  # before those who take their blocks write them
-            yield "park", self.at.own_pools(ahead), (self.at.parked(ahead),)
-        if "unpark" in works:
-            yield "unpark", (self.at.parked(ahead),), self.at.own_pools(ahead)
-        if "load_hidden" in works and ahead.layer:
-            yield "load_hidden", (host_hidden(step),), (self.at.hidden(ahead),)
-        if "load_state" in works:
-            yield "load_state", (self.at.state(ahead),), (cell("state_buffer", slot),)
-        if "load_keys" in works and self._guesses(ahead.layer):
-            keys = cell("partial_keys", step.mini_batch, ahead.layer + 1)
-            yield "load_keys", (keys,), (cell("partial_buffer", slot),)
-        if "gather" in works:
-            gathered = cell("gathered", slot)
-            index = cell("host_index", step.mini_batch)
-            pools = (*self.at.pools(ahead, "act", "host"), *self.at.pools(ahead, "kv", "host"))
-            yield "gather", (index, *pools), (gathered,)
-            for representation in ("act", "kv"):
-                if f"load_{representation}" in works:
-                    buffer = cell(f"{representation}_buffer", slot)
-                    yield f"load_{representation}", (gathered,), (buffer,)
-            return
-        for representation in ("act", "kv"):
-            if f"load_{representation}" not in works:
-                continue
-            reads = self.at.pools(ahead, representation, "host")
-            if f"read_{representation}" in works:
-                staged = cell(f"{representation}_staging", slot)
-                pools = self.at.pools(ahead, representation, "disk")
-                yield f"read_{representation}", pools, (staged,)
-                reads = (*reads, staged)
-            buffer = cell(f"{representation}_buffer", slot)
-            yield f"load_{representation}", reads, (buffer,)
-
-    # ---- computing
-
-    def _open(self, position: Position) -> Iterator[Outline]:
-        """One mini-batch in one layer up to its queries: embedding, recomputing, projecting, speculating."""
-        step, layer, works = position.step, position.layer, position.works
-        kind, slot, k = self.wave.shape.weights_kind(layer), position.slot, step.mini_batch
-        kv_end, qkv_end = self.needed[kind]
-        hidden, qkv = self.at.hidden(position), self.at.qkv(position)
-        if layer == 0:
-            yield "embed", (cell("tokens", k),), (hidden,)
-        if "dequantize_weights" in works and position.leads:
-            weights = self.at.weights(position, 0, self.wave.placed[kind].layout.total_bytes)
-            yield "dequantize_weights", weights, places.PLAIN
-        if "kv_gen" in works:
-            buffer = cell("act_buffer", slot)
-            pools = self.at.pools(position, "act", "device")
-            reads, writes = (buffer, *self.at.matrices(position, 0, kv_end)), (places.GENERATED,)
-            if "dequantize_act" in works:
-                yield "dequantize_act", (buffer, *pools), (places.PLAIN_ACT,)
-                reads = (*reads, places.PLAIN_ACT)
-            elif pools:  # gathered into the buffer, beside what the link brought
-                reads, writes = (*reads, *pools), (*writes, buffer)
-            yield "kv_gen", reads, writes
-        if "project" not in works:  # the layer does not attend: all of it is in finish
-            return
-        staging, matrices = cell("staging", slot), self.at.matrices(position, 0, qkv_end)
-        writes = (qkv,) if self.wave.shape.borrows(layer) else (qkv, staging)
-        if layer >= self.first_choosing and not step.prefill:  # the new tokens' partial keys
-            writes += (cell("partial_keys", k, layer),)
-        states = self.at.computed_states(position)
-        yield "project", (hidden, *matrices, *states), (*writes, *states)
-        if "quantize" in works:
-            yield "quantize", (qkv,), (staging,)
-        ranks = (self.at.ranks(position),) if "rank" in works else ()
-        if ranks and step.prefill:  # only now it is known which rows stay
-            yield "rank", (qkv,), (*ranks, staging)
-        if "speculate" in works and step.prefill and layer >= self.first_choosing:
-            yield "speculate", (qkv, *ranks, *matrices), (cell("partial_keys", k, layer),)
-        elif "speculate" in works and not step.prefill and self._guesses(layer):
-            yield from self._speculate(position, qkv)
-        if "attend_host" in works:
-            yield from self._attend_on_host(position, qkv)
-
-    def _guesses(self, layer: int) -> bool:
-        """Whether a layer's input guesses what the next one looks at."""
-        return self.first_choosing <= layer + 1 < self.num_layers
-
-    def _speculate(self, position: Position, qkv: Access) -> Iterator[Outline]:
-        """The next layer's choice, from this layer's input; its index goes to the host, which gathers the rows."""
-        k, slot = position.step.mini_batch, position.slot
-        keys = cell("partial_keys", k, position.layer + 1)
-        source = cell("partial_buffer", slot) if "load_keys" in position.works else keys
-        index = cell("index", k)
-        yield "speculate", (qkv, source), (index,)
-        yield "store_index", (index,), (cell("host_index", k),)
-
-    def _attend_on_host(self, position: Position, qkv: Access) -> Iterator[Outline]:
-        slot = position.slot
-        query, out = cell("query_strip", slot), cell("out_strip", slot)
-        yield "store_query", (qkv,), (query,)
-        stores = () if self.wave.shape.borrows(position.layer) else position.step.stores
-        own = tuple(self.at.pool(position, store.entry, store.representation) for store in stores)
-        pools = self.at.pools(position, "kv", "host")
-        yield "attend_host", (query, *pools), (out, *own)
-        if "attend_host_shared" in position.works:
-            yield "attend_host_shared", (query, out, *pools), (out,)
-
-    def _load_attended(self, position: Position) -> Iterator[Outline]:
-        yield "load_attended", (cell("out_strip", position.slot),), (self.at.attended(position),)
-
-    def _close(self, position: Position) -> Iterator[Outline]:
-        """The rest of what it computes: attention and feed-forward."""
-        step, works = position.step, position.works
-        layout = self.wave.placed_of(position.layer).layout
-        hidden, qkv, states = self.at.hidden(position), self.at.qkv(position), self.at.computed_states(position)
-        if "project" not in works:
-            yield "finish", (hidden, *self.at.matrices(position, 0, layout.total_bytes), *states), (hidden, *states)
-            return
-        if step.prefill:
-            yield "attend_prefill", (qkv,), (self.at.attended(position),)
-        elif "attend_host" not in works:
-            yield from self._attend(position, qkv)
-        if "rank" in works and not step.prefill:
-            yield "rank", (self.at.attended(position), qkv), (self.at.ranks(position),)
-        reads = (self.at.attended(position), hidden, *self.at.matrices(position, 0, layout.vectors_end))
-        reads += self.at.matrices(position, layout.qkv_end, layout.total_bytes)
-        yield "finish", (*reads, *states), (hidden, *states)
-
-    def _attend(self, position: Position, qkv: Access) -> Iterator[Outline]:
-        works, slot = position.works, position.slot
-        buffer = cell("kv_buffer", slot)
-        pools = self.at.pools(position, "kv", "device")
-        reads = (qkv,)
-        if "kv_gen" in works:
-            reads += (places.GENERATED,)
-        if "dequantize_kv" in works:
-            yield "dequantize_kv", (buffer, *pools), (places.PLAIN_KV,)
-            reads += (places.PLAIN_KV,)
-        else:
-            reads += ((buffer,) if "load_kv" in works else ()) + pools
-        if "assemble" in works:
-            yield "assemble", reads, (places.ATTENTION,)
-            reads = (qkv, places.ATTENTION)
-        attended = self.at.attended(position)
-        yield "attend_chunk" if "attend_chunk" in works else "attend", reads, (attended,)
-        if "attend_shared" in works:
-            yield "attend_shared", (*reads, attended), (attended,)
-        if "attend_recomputed" in works:
-            yield "attend_recomputed", (qkv, places.ATTENTION), (places.ATTENDED,)
-
-    def _store(self, position: Position) -> Iterator[Outline]:
-        """New tokens: staging -> landing strip over the link, strip -> blocks by a host core or the disk; or on the
-        device. Hidden states that live on the host follow."""
-        works, slot, step = position.works, position.slot, position.step
-        staging, ranks = cell("staging", slot), (self.at.ranks(position),) if "rank" in works else ()
-        strips = {r: cell(f"{r}_strip", slot) for r in ("act", "kv") if f"store_{r}" in works}
-        for representation, strip in strips.items():
-            yield f"store_{representation}", (staging, *ranks), (strip,)
-
-        def pools(tier: str, *representations: str) -> tuple[Access, ...]:
-            return tuple(
-                self.at.pool(position, store.entry, store.representation, shared)
-                for store in step.stores
-                for shared, written in ((False, store.own), (True, store.shared))
-                if written and store.tier == tier and store.representation in representations
-            )
-
-        if "scatter" in works:
-            to_host = tuple(strip for r, strip in strips.items() if pools("host", r))
-            yield "scatter", to_host, pools("host", "act", "kv")
-        if "scatter_device" in works:
-            yield "scatter_device", (staging, *ranks), pools("device", "act", "kv")
-        for representation, strip in strips.items():
-            if f"write_{representation}" in works:
-                pool = pools("disk", representation)
-                yield f"write_{representation}", (strip,), pool
-        if "store_state" in works:
-            yield "store_state", (cell("state_buffer", slot),), (self.at.state(position),)
-        if "store_hidden" in works and position.layer < self.num_layers - 1:
-            yield "store_hidden", (self.at.hidden(position),), (host_hidden(step),)
-
-    def _sample(self, position: Position) -> Iterator[Outline]:
-        """The next token, from the last layer's hidden states."""
-        k, hidden = position.step.mini_batch, self.at.hidden(position)
-        tokens = cell("tokens", k)
-        yield "head", (hidden,), (places.LOGITS,)
-        yield "sample", (places.LOGITS,), (tokens,)
-        yield "store_out", (tokens,), (cell("token_log", k),)
 
 
 def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int]:

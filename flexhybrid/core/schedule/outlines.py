@@ -1,0 +1,215 @@
+"""The tasks of a position, part by part, as outlines: verbs, and what they read and write.
+
+A *position* is a mini-batch in a layer. In which order its parts come, and which of its neighbours' stand between them,
+says ``core.plan``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flexhybrid.core.context.selection import first_choosing
+from flexhybrid.core.schedule import places
+from flexhybrid.core.schedule.places import Places, cell, host_hidden
+from flexhybrid.core.schedule.positions import Position
+from flexhybrid.core.task import Access
+from flexhybrid.core.wave import Wave
+
+Accesses = tuple[Access, ...]
+Outline = tuple[str, Accesses, Accesses]  #: a task's verb, reads and writes
+
+
+class Outlines:
+    """The parts of a wave's positions; each method gives one part of a position."""
+
+    def __init__(self, wave: Wave):
+        self.wave, self.at = wave, Places(wave)
+        self.num_layers = wave.shape.num_layers
+        self.first_choosing = first_choosing(wave.policy.selection)
+        # Bytes of each kind of layer that recomputing and projecting wait for; in natural order W_K and W_V come no
+        # sooner.
+        natural, layouts = wave.policy.weight_order == "natural", [placed.layout for placed in wave.placed]
+        self.needed = [(of.total_bytes,) * 2 if natural else (of.kv_end, of.qkv_end) for of in layouts]
+
+    def load_cache(self, ahead: Position) -> Iterator[Outline]:
+        """ACT before KV: recomputing comes before assembling. Disk blocks go through staging."""
+        step, slot, works = ahead.step, ahead.slot, ahead.works
+        if "park" in works:  # before those who take their blocks write them
+            yield "park", self.at.own_pools(ahead), (self.at.parked(ahead),)
+        if "unpark" in works:
+            yield "unpark", (self.at.parked(ahead),), self.at.own_pools(ahead)
+        if "load_hidden" in works and ahead.layer:
+            yield "load_hidden", (host_hidden(step),), (self.at.hidden(ahead),)
+        if "load_state" in works:
+            yield "load_state", (self.at.state(ahead),), (cell("state_buffer", slot),)
+        if "load_keys" in works and self._guesses(ahead.layer):
+            keys = cell("partial_keys", step.mini_batch, ahead.layer + 1)
+            yield "load_keys", (keys,), (cell("partial_buffer", slot),)
+        if "gather" in works:
+            gathered = cell("gathered", slot)
+            index = cell("host_index", step.mini_batch)
+            pools = (*self.at.pools(ahead, "act", "host"), *self.at.pools(ahead, "kv", "host"))
+            yield "gather", (index, *pools), (gathered,)
+            for representation in ("act", "kv"):
+                if f"load_{representation}" in works:
+                    buffer = cell(f"{representation}_buffer", slot)
+                    yield f"load_{representation}", (gathered,), (buffer,)
+            return
+        for representation in ("act", "kv"):
+            if f"load_{representation}" not in works:
+                continue
+            reads = self.at.pools(ahead, representation, "host")
+            if f"read_{representation}" in works:
+                staged = cell(f"{representation}_staging", slot)
+                pools = self.at.pools(ahead, representation, "disk")
+                yield f"read_{representation}", pools, (staged,)
+                reads = (*reads, staged)
+            buffer = cell(f"{representation}_buffer", slot)
+            yield f"load_{representation}", reads, (buffer,)
+
+    def open(self, position: Position) -> Iterator[Outline]:
+        """One mini-batch in one layer up to its queries: embedding, recomputing, projecting, speculating."""
+        step, layer, works = position.step, position.layer, position.works
+        kind, slot, k = self.wave.shape.weights_kind(layer), position.slot, step.mini_batch
+        kv_end, qkv_end = self.needed[kind]
+        hidden, qkv = self.at.hidden(position), self.at.qkv(position)
+        if layer == 0:
+            yield "embed", (cell("tokens", k),), (hidden,)
+        if "dequantize_weights" in works and position.leads:
+            weights = self.at.weights(position, 0, self.wave.placed[kind].layout.total_bytes)
+            yield "dequantize_weights", weights, places.PLAIN
+        if "kv_gen" in works:
+            buffer = cell("act_buffer", slot)
+            pools = self.at.pools(position, "act", "device")
+            reads, writes = (buffer, *self.at.matrices(position, 0, kv_end)), (places.GENERATED,)
+            if "dequantize_act" in works:
+                yield "dequantize_act", (buffer, *pools), (places.PLAIN_ACT,)
+                reads = (*reads, places.PLAIN_ACT)
+            elif pools:  # gathered into the buffer, beside what the link brought
+                reads, writes = (*reads, *pools), (*writes, buffer)
+            yield "kv_gen", reads, writes
+        if "project" not in works:  # the layer does not attend: all of it is in finish
+            return
+        staging, matrices = cell("staging", slot), self.at.matrices(position, 0, qkv_end)
+        writes = (qkv,) if self.wave.shape.borrows(layer) else (qkv, staging)
+        if layer >= self.first_choosing and not step.prefill:  # the new tokens' partial keys
+            writes += (cell("partial_keys", k, layer),)
+        states = self.at.computed_states(position)
+        yield "project", (hidden, *matrices, *states), (*writes, *states)
+        if "quantize" in works:
+            yield "quantize", (qkv,), (staging,)
+        ranks = (self.at.ranks(position),) if "rank" in works else ()
+        if ranks and step.prefill:  # only now it is known which rows stay
+            yield "rank", (qkv,), (*ranks, staging)
+        if "speculate" in works and step.prefill and layer >= self.first_choosing:
+            yield "speculate", (qkv, *ranks, *matrices), (cell("partial_keys", k, layer),)
+        elif "speculate" in works and not step.prefill and self._guesses(layer):
+            yield from self._speculate(position, qkv)
+        if "attend_host" in works:
+            yield from self._attend_on_host(position, qkv)
+
+    def _guesses(self, layer: int) -> bool:
+        """Whether a layer's input guesses what the next one looks at."""
+        return self.first_choosing <= layer + 1 < self.num_layers
+
+    def _speculate(self, position: Position, qkv: Access) -> Iterator[Outline]:
+        """The next layer's choice, from this layer's input; its index goes to the host, which gathers the rows."""
+        k, slot = position.step.mini_batch, position.slot
+        keys = cell("partial_keys", k, position.layer + 1)
+        source = cell("partial_buffer", slot) if "load_keys" in position.works else keys
+        index = cell("index", k)
+        yield "speculate", (qkv, source), (index,)
+        yield "store_index", (index,), (cell("host_index", k),)
+
+    def _attend_on_host(self, position: Position, qkv: Access) -> Iterator[Outline]:
+        slot = position.slot
+        query, out = cell("query_strip", slot), cell("out_strip", slot)
+        yield "store_query", (qkv,), (query,)
+        stores = () if self.wave.shape.borrows(position.layer) else position.step.stores
+        own = tuple(self.at.pool(position, store.entry, store.representation) for store in stores)
+        pools = self.at.pools(position, "kv", "host")
+        yield "attend_host", (query, *pools), (out, *own)
+        if "attend_host_shared" in position.works:
+            yield "attend_host_shared", (query, out, *pools), (out,)
+
+    def load_attended(self, position: Position) -> Iterator[Outline]:
+        yield "load_attended", (cell("out_strip", position.slot),), (self.at.attended(position),)
+
+    def close(self, position: Position) -> Iterator[Outline]:
+        """The rest of what it computes: attention and feed-forward."""
+        step, works = position.step, position.works
+        layout = self.wave.placed_of(position.layer).layout
+        hidden, qkv, states = self.at.hidden(position), self.at.qkv(position), self.at.computed_states(position)
+        if "project" not in works:
+            yield "finish", (hidden, *self.at.matrices(position, 0, layout.total_bytes), *states), (hidden, *states)
+            return
+        if step.prefill:
+            yield "attend_prefill", (qkv,), (self.at.attended(position),)
+        elif "attend_host" not in works:
+            yield from self._attend(position, qkv)
+        if "rank" in works and not step.prefill:
+            yield "rank", (self.at.attended(position), qkv), (self.at.ranks(position),)
+        reads = (self.at.attended(position), hidden, *self.at.matrices(position, 0, layout.vectors_end))
+        reads += self.at.matrices(position, layout.qkv_end, layout.total_bytes)
+        yield "finish", (*reads, *states), (hidden, *states)
+
+    def _attend(self, position: Position, qkv: Access) -> Iterator[Outline]:
+        works, slot = position.works, position.slot
+        buffer = cell("kv_buffer", slot)
+        pools = self.at.pools(position, "kv", "device")
+        reads = (qkv,)
+        if "kv_gen" in works:
+            reads += (places.GENERATED,)
+        if "dequantize_kv" in works:
+            yield "dequantize_kv", (buffer, *pools), (places.PLAIN_KV,)
+            reads += (places.PLAIN_KV,)
+        else:
+            reads += ((buffer,) if "load_kv" in works else ()) + pools
+        if "assemble" in works:
+            yield "assemble", reads, (places.ATTENTION,)
+            reads = (qkv, places.ATTENTION)
+        attended = self.at.attended(position)
+        yield "attend_chunk" if "attend_chunk" in works else "attend", reads, (attended,)
+        if "attend_shared" in works:
+            yield "attend_shared", (*reads, attended), (attended,)
+        if "attend_recomputed" in works:
+            yield "attend_recomputed", (qkv, places.ATTENTION), (places.ATTENDED,)
+
+    def store(self, position: Position) -> Iterator[Outline]:
+        """New tokens: staging -> landing strip over the link, strip -> blocks by a host core or the disk; or on the
+        device. Hidden states that live on the host follow."""
+        works, slot, step = position.works, position.slot, position.step
+        staging, ranks = cell("staging", slot), (self.at.ranks(position),) if "rank" in works else ()
+        strips = {r: cell(f"{r}_strip", slot) for r in ("act", "kv") if f"store_{r}" in works}
+        for representation, strip in strips.items():
+            yield f"store_{representation}", (staging, *ranks), (strip,)
+
+        def pools(tier: str, *representations: str) -> tuple[Access, ...]:
+            return tuple(
+                self.at.pool(position, store.entry, store.representation, shared)
+                for store in step.stores
+                for shared, written in ((False, store.own), (True, store.shared))
+                if written and store.tier == tier and store.representation in representations
+            )
+
+        if "scatter" in works:
+            to_host = tuple(strip for r, strip in strips.items() if pools("host", r))
+            yield "scatter", to_host, pools("host", "act", "kv")
+        if "scatter_device" in works:
+            yield "scatter_device", (staging, *ranks), pools("device", "act", "kv")
+        for representation, strip in strips.items():
+            if f"write_{representation}" in works:
+                pool = pools("disk", representation)
+                yield f"write_{representation}", (strip,), pool
+        if "store_state" in works:
+            yield "store_state", (cell("state_buffer", slot),), (self.at.state(position),)
+        if "store_hidden" in works and position.layer < self.num_layers - 1:
+            yield "store_hidden", (self.at.hidden(position),), (host_hidden(step),)
+
+    def sample(self, position: Position) -> Iterator[Outline]:
+        """The next token, from the last layer's hidden states."""
+        k, hidden = position.step.mini_batch, self.at.hidden(position)
+        tokens = cell("tokens", k)
+        yield "head", (hidden,), (places.LOGITS,)
+        yield "sample", (places.LOGITS,), (tokens,)
+        yield "store_out", (tokens,), (cell("token_log", k),)
