@@ -46,6 +46,7 @@ class Census:
     sha256: str
     beginnings: Beginnings | None = None
     counted: int = 0  #: lines that are counted, from the first on
+    num_beyond: int = 0  #: lines of these that ask for more tokens than their prompts leave room for
     _rest: Iterator[int] | None = None  #: counts on
     _grown: threading.Condition = field(default_factory=threading.Condition)
     _error: BaseException | None = None  #: that ended the thread of ``count_meanwhile``
@@ -211,7 +212,9 @@ def _counting(census: Census, lines: BinaryIO, read: LineReader, max_context: in
                 drafts[place] = draft
         for (place, draft), size in zip(drafts.items(), read.prompt_tokens(list(drafts.values()))):
             if size:
-                limit = min(draft.params.max_tokens or max_context, max_context - size)
+                room = max_context - size
+                census.num_beyond += (draft.params.max_tokens or 0) > room
+                limit = min(draft.params.max_tokens or room, room)
                 census.prompt_tokens[place], census.max_tokens[place] = size, limit
                 if draft.params.n > 1:
                     census.more_answers[place] = draft.params.n - 1

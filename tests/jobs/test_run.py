@@ -369,6 +369,18 @@ def test_a_run_that_could_serve_nothing_leaves_the_output_to_its_correction(tiny
     assert run(source, out, tiny, "--seed", "5") == 2  # from now on there is something to lose
 
 
+def test_limits_beyond_what_the_model_takes_are_told(tiny, tmp_path, capsys):
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    limits = {"within": 90, "beyond": 91, "far": 10**6, "all": None}  # the model takes 96 tokens
+    lines = [line(name, prompt=[5] * 6, max_tokens=limit, stop=[]) for name, limit in limits.items()]
+    source.write_text("\n".join(lines) + "\n")
+    assert run(source, out, tiny) == 0
+    said = capsys.readouterr().out
+    assert "2 requests may end sooner than asked: max_tokens is more than the 96 tokens that this model takes" in said
+    source.write_text(lines[0] + "\n")
+    assert run(source, out, tiny, "--restart") == 0 and "sooner than asked" not in capsys.readouterr().out
+
+
 def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_path, capsys):
     bad = {
         "{broken": "invalid_json", "": "empty_line", '["a"]': "invalid_json", '{"x": NaN}': "invalid_json",

@@ -30,6 +30,7 @@ from flexhybrid.batch.table import write_table
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.trace import LaneTimes, TraceEvent
+from flexhybrid.core.units import counted
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.job import company_note
 from flexhybrid.jobs.progress import Progress, stop_on_signal
@@ -351,9 +352,9 @@ class Job:
         chat = asdict(self.source.rules.chat)
         return {"chat": chat} if any(chat.values()) else {}
 
-    def _write_refusals(self, counted: int) -> None:
-        """Write those of the first ``counted`` lines that cannot be served, with the reason."""
-        missing = np.flatnonzero(~self.census.valid[:counted] & (self.states[:counted] == PENDING)) + 1
+    def _write_refusals(self, num_counted: int) -> None:
+        """Write those of the first ``num_counted`` lines that cannot be served, with the reason."""
+        missing = np.flatnonzero(~self.census.valid[:num_counted] & (self.states[:num_counted] == PENDING)) + 1
         refusals = self.source.refusals(missing.tolist())
         while batch := list(itertools.islice(refusals, ERRORS_AT_ONCE)):
             self.errors.append([error_line(*refusal) for refusal in batch])
@@ -398,6 +399,9 @@ class Job:
         searched = self.options.llm.policy == "auto" and self.llm.settled_policy.name == "searched"
         for line in plan_lines(self.llm, plan, counts, searched):
             say(line)
+        if beyond := self.census.num_beyond:
+            room = f"the {self.llm.shape.max_context:,} tokens that this model takes leave room for"
+            say(f"limits     {counted(beyond, 'request')} may end sooner than asked: max_tokens is more than {room}")
         if plan.seconds and (note := company_note(self.llm.hardware)):
             say(f"profile    {note}")
         asked = self.options
@@ -420,11 +424,11 @@ class Job:
 
     def _take_counted(self) -> None:
         """Take in the lines that were counted since the last call."""
-        if self._taken == (counted := self.census.counted):
+        if self._taken == (num_counted := self.census.counted):
             return
-        self._taken = counted
-        self._write_refusals(counted)
-        self._order = self._sorted(self.census.valid[:counted] & (self.states[:counted] == PENDING))
+        self._taken = num_counted
+        self._write_refusals(num_counted)
+        self._order = self._sorted(self.census.valid[:num_counted] & (self.states[:num_counted] == PENDING))
         if self.census.complete:  # the plan took the lines counted by then for all
             most = int(np.dot(self.census.max_tokens[self._order], self.num_answers(self._order).astype(np.int64)))
             self.progress.expect(self.progress.done + len(self._order), self.tokens + most)
