@@ -58,7 +58,7 @@ def throughput(
     axes.errorbar(shares, measured, yerr=[low, high], **points)
     axes.axvline(chosen["act_share"], color=GREEN, lw=1.2, ls=":")
     best = [chosen["act_share"]], [chosen["measured_tokens_per_s"]]
-    axes.plot(*best, "*", color=GREEN, ms=14, label="searched policy")
+    axes.plot(*best, "*", color=GREEN, ms=14, label="searched policy, measured")
     axes.set_xlabel("ACT share of tokens (0: kv_only, 1: act_only)")
     axes.set_ylabel("decode tokens/s")
     axes.set_ylim(bottom=0)

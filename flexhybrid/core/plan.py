@@ -9,9 +9,7 @@ these leaves one iteration late (``positions.num_awaited``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, groupby
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from flexhybrid.core.schedule import places
@@ -84,7 +82,7 @@ MOST_SCRIPTS = 8192
 #: Tasks without what their position says: verb, resource, reads and writes; loads of weights with work and payload.
 Entries = tuple[tuple, ...]
 #: A part of a script: the index in ``Turn`` of the position whose tasks these are, and the tasks.
-Part = tuple[int, Iterable[tuple]]
+Part = tuple[int, Sequence[tuple]]
 
 
 class Script(NamedTuple):
@@ -131,6 +129,7 @@ class _Stream:
         self.kinds = [wave.shape.weights_kind(layer) for layer in range(self.num_layers)]
         self.number = 1  # of the position at hand
         self.by_step = wave.policy.overlap == "step"  # with a barrier after odd positions, and one after even ones
+        self.one_by_one = wave.policy.overlap == "none"
         self.outlines = Outlines(wave)
         self.slices: dict[tuple, Entries] = {}  # that bring a slice of weights
         self.of_parts: dict[tuple, Entries] = {}  # of the parts of positions
@@ -182,27 +181,29 @@ class _Stream:
         late = self._loads_late(position, ahead) if ahead else None
         opens = ahead is not None and self._opens_early(position, ahead, turn.num_slices)
         holds = self.by_step and late != "stored"
-        parts = []
-        for whose, of in groupby(self._parts(turn, late, opens, holds), itemgetter(0)):
-            entries = tuple(chain.from_iterable(part for _, part in of))
-            parts.append((whose, _loads_of_weights if whose == FOLLOWING else _tasks, entries))
-        return Script(tuple(part for part in parts if part[2]), opens, holds)
+        parts: list[tuple[int, list[tuple]]] = []
+        for whose, entries in self._parts(turn, late, opens, holds):
+            if entries and parts and parts[-1][0] == whose:
+                parts[-1][1].extend(entries)
+            elif entries:
+                parts.append((whose, [*entries]))
+        made = ((whose, _loads_of_weights if whose == FOLLOWING else _tasks, tuple(of)) for whose, of in parts)
+        return Script(tuple(made), opens, holds)
 
-    def _entries(self, outlines: Iterable[Outline] | Iterable[Slice]) -> Iterator[tuple]:
-        """Yield what a script has of tasks, with what keeps them in order where the policy lets them overlap less.
+    def _entry(self, verb: str, reads: Accesses, writes: Accesses) -> tuple[str, str, Accesses, Accesses]:
+        """What a script has of a task, with what keeps it in order where the policy lets tasks overlap less.
 
-        With a barrier after each position, as FlexGen has one, they wait for all tasks of the position before. One at a
+        With a barrier after each position, as FlexGen has one, it waits for all tasks of the position before. One at a
         time, every task passes through one cell, so that it waits for the one before.
         """
-        for verb, reads, writes, *rest in outlines:
-            resource = RESOURCE_OF[verb]
-            if self.by_step:
-                lane = RESOURCES.index(resource)
-                reads = *reads, Access(("barrier", (self.number - 1) % 2), 0, len(RESOURCES))
-                writes = *writes, Access(("barrier", self.number % 2), lane, lane + 1)
-            elif self.wave.policy.overlap == "none":
-                writes = *writes, Access(("turn",), 0, 1)
-            yield verb, resource, *rest[:1], reads, writes, *rest[1:]  # work and payload of loads of weights
+        resource = RESOURCE_OF[verb]
+        if self.by_step:
+            lane = RESOURCES.index(resource)
+            reads = *reads, Access(("barrier", (self.number - 1) % 2), 0, len(RESOURCES))
+            writes = *writes, Access(("barrier", self.number % 2), lane, lane + 1)
+        elif self.one_by_one:
+            writes = *writes, Access(("turn",), 0, 1)
+        return verb, resource, reads, writes
 
     def _parts(self, turn: Turn, late: str | None, opens: bool, holds: bool) -> Iterator[Part]:
         """Yield the tasks of a turn, each with whose it is."""
@@ -251,7 +252,7 @@ class _Stream:
             return True
         if "dequantize_weights" in ahead.works:
             return False
-        kind = self.wave.shape.weights_kind(ahead.layer)
+        kind = self.kinds[ahead.layer]
         last = [_slice(*part, num_slices - 1, num_slices) for part in self._streamed(kind)]
         return all(start == end or start >= self.outlines.needed[kind][1] for start, end in last)
 
@@ -268,7 +269,7 @@ class _Stream:
         key = part.__name__, position.form, self.by_step and self.number % 2
         entries = self.of_parts.get(key)
         if entries is None:
-            entries = self.of_parts[key] = tuple(self._entries(part(position)))
+            entries = self.of_parts[key] = tuple([self._entry(*outline) for outline in part(position)])
         return entries
 
     def _tasks_of(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> list[Task]:
@@ -304,7 +305,10 @@ class _Stream:
         """
         of = self.kinds[group.layer], group.weight_slot, index, num_slices, cut
         if (key := (*of, self.by_step and self.number % 2)) not in self.slices:
-            self.slices[key] = tuple(self._entries(self._slice_tasks(*of)))
+            self.slices[key] = tuple(
+                (*self._entry(verb, reads, writes)[:2], work, *self._entry(verb, reads, writes)[2:], payload)
+                for verb, reads, writes, work, payload in self._slice_tasks(*of)
+            )
         return self.slices[key]
 
     def _slice_tasks(self, kind: int, slot: int, index: int, num_slices: int, cut: bool) -> Iterator[Slice]:

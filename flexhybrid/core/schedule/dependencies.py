@@ -96,10 +96,13 @@ class Dependencies:
     def _footprint(self, reads: Accesses, writes: Accesses) -> tuple[Spans, Spans, Accesses, Accesses]:
         """The spans that a task reads, and those that it writes."""
         covered = self._covered
-        for access in (*reads, *writes) * 2:  # twice: one may split the spans of another
-            if access not in covered:
-                self._cover(access)
-        read, written = ([span for access in of for span in covered[access]] for of in (reads, writes))
+        try:
+            read, written = ([span for access in of for span in covered[access]] for of in (reads, writes))
+        except KeyError:
+            for access in (*reads, *writes) * 2:  # twice: one may split the spans of another
+                if access not in covered:
+                    self._cover(access)
+            read, written = ([span for access in of for span in covered[access]] for of in (reads, writes))
         if len(self._footprints) >= MOST_FOOTPRINTS:
             self._footprints.clear()
         footprint = tuple(read), tuple(written), reads, writes

@@ -184,23 +184,25 @@ class Outlines:
         for representation, strip in strips.items():
             yield f"store_{representation}", (staging, *ranks), (strip,)
 
-        def pools(tier: str, *representations: str) -> tuple[Access, ...]:
-            return tuple(
-                self.at.pool(position, store.entry, store.representation, shared)
-                for store in step.stores
-                for shared, written in ((False, store.own), (True, store.shared))
-                if written and store.tier == tier and store.representation in representations
-            )
-
+        pools: dict[str, list[tuple[str, Access]]] = {"device": [], "host": [], "disk": []}
+        for store in step.stores:
+            for shared, written in ((False, store.own), (True, store.shared)):
+                if written:
+                    pool = self.at.pool(position, store.entry, store.representation, shared)
+                    pools[store.tier].append((store.representation, pool))
         if "scatter" in works:
-            to_host = tuple(strip for r, strip in strips.items() if pools("host", r))
-            yield "scatter", to_host, pools("host", "act", "kv")
+            on_host = {representation for representation, _ in pools["host"]}
+            to_host = tuple(strip for representation, strip in strips.items() if representation in on_host)
+            yield "scatter", to_host, tuple(pool for _, pool in pools["host"])
         if "scatter_device" in works:
-            yield "scatter_device", (staging, *ranks), pools("device", "act", "kv")
+            yield "scatter_device", (staging, *ranks), tuple(pool for _, pool in pools["device"])
         for representation, strip in strips.items():
             if f"write_{representation}" in works:
-                pool = pools("disk", representation)
-                yield f"write_{representation}", (strip,), pool
+                yield (
+                    f"write_{representation}",
+                    (strip,),
+                    tuple(pool for r, pool in pools["disk"] if r == representation),
+                )
         if "store_state" in works:
             yield "store_state", (cell("state_buffer", slot),), (self.at.state(position),)
         if "store_hidden" in works and position.layer < self.num_layers - 1:

@@ -48,6 +48,10 @@ class Places:
     def __init__(self, wave: Wave):
         self.wave = wave
         self.on_host = wave.policy.attention == "host"
+        shape, layers = wave.shape, range(wave.shape.num_layers)
+        self._streamed_from = [wave.placed_of(layer).streamed_from for layer in layers]
+        self._sources = [shape.source_of(layer) for layer in layers]  # of keys and values
+        self._keeps_states = [(state := shape.state_of(layer)) is not None and bool(state.tensors) for layer in layers]
         # What every iteration names anew: the blocks of (pool, mini-batch), and the pools that a mini-batch's context
         # in a layer is read from.
         self._extents: dict[tuple[str, int], tuple[int, int]] = {}
@@ -59,7 +63,7 @@ class Places:
 
     def weights(self, position: Position, start: int, end: int) -> tuple[Access, ...]:
         """Streamed bytes of the position's layer within [start, end)."""
-        first = self.wave.placed_of(position.layer).streamed_from
+        first = self._streamed_from[position.layer]
         return bytes_of_slot(position.weight_slot, max(start, first) - first, end - first)
 
     def matrices(self, position: Position, start: int, end: int) -> tuple[Access, ...]:
@@ -90,8 +94,7 @@ class Places:
         none where it has none."""
         if "store_state" in position.works:
             return (cell("state_buffer", position.slot),)
-        state = self.wave.shape.state_of(position.layer)
-        return (self.state(position),) if state and state.tensors else ()
+        return (self.state(position),) if self._keeps_states[position.layer] else ()
 
     def qkv(self, position: Position) -> Access:
         """One buffer does for one compute resource; two where the next mini-batch projects early."""
@@ -127,4 +130,4 @@ class Places:
         if extent is None:
             part = (self.wave.shared.blocks if shared else self.wave.blocks[k]).pools[name]
             extent = self._extents[name, k] = part.first, part.first + part.num_blocks
-        return Access((space, self.wave.shape.source_of(position.layer)), *extent)
+        return Access((space, self._sources[position.layer]), *extent)
