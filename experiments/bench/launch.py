@@ -11,10 +11,11 @@ kernels outside of graphs (to pack and unpack) more; a mini-batch has some 30 ca
 from __future__ import annotations
 
 import importlib.util
+import os
 import statistics
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -87,7 +88,7 @@ def bench_launch(table: Table) -> None:
     with torch_threads(1):
         bench_verbs(table)
         bench_python(table)
-        if importlib.util.find_spec("triton"):
+        if importlib.util.find_spec("triton") and hasattr(os, "sched_setaffinity"):
             bench_python_as_on_a_gpu(table)
 
 
@@ -190,17 +191,31 @@ def _us_of_a_mini_batch(session: Session) -> float:
 
 
 def bench_python_as_on_a_gpu(table: Table) -> None:
-    """The same as on a GPU: one thread enqueues for all streams, and graphs launch what they can."""
-    us, without = {}, {}
-    for policy in policies():
-        policy = replace(policy, max_mini_batch_tokens=4 * 200)
-        with as_on_a_gpu(policy) as session:
-            of = us if session.executor.graphs else without
-            of[policy.name] = _us_of_a_mini_batch(session)
-    slowest = max(us, key=lambda name: us[name])
-    kinds = f"slowest of {len(us)} kinds that graphs launch ({slowest})"
-    name = f"launch: all that Python does as on a GPU, a mini-batch and layer, {kinds}"
-    table.at_most(name, us[slowest], POSITION_BAR_US, "µs", by_policy=us, without_graphs=without)
+    """The same as on a GPU: one thread enqueues for all streams, and graphs launch what they can. On one core, and on
+    all, where threads that wait for the interpreter's lock are woken on another core each time."""
+    for where, cores in (("one core", [min(os.sched_getaffinity(0))]), ("all cores", None)):
+        us: dict[str, float] = {}
+        without: dict[str, float] = {}
+        with _held_to(cores):
+            for policy in policies():
+                with as_on_a_gpu(replace(policy, max_mini_batch_tokens=4 * 200)) as session:
+                    of = us if session.executor.graphs else without
+                    of[policy.name] = _us_of_a_mini_batch(session)
+        slowest = max(us, key=lambda name: us[name])
+        kinds = f"slowest of {len(us)} kinds that graphs launch ({slowest})"
+        name = f"launch: all that Python does as on a GPU, {where}, a mini-batch and layer, {kinds}"
+        table.at_most(name, us[slowest], POSITION_BAR_US, "µs", by_policy=us, without_graphs=without)
+
+
+@contextmanager
+def _held_to(cores: Iterable[int] | None) -> Iterator[None]:
+    """Keep this thread, and those that it makes, to some cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, before if cores is None else cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 class NoDevice:

@@ -243,6 +243,21 @@ class Buffers:
             ("loaded", name, slot, before, shape), lambda: _region(self.loaded[name][slot], before, shape)
         )
 
+    def loaded_rows(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
+        """Return the region that ``loaded_region`` returns, row by row: [·, ·, 16, row]."""
+        region = self.loaded_region(step, segment, slot)
+        key = ("loaded rows", region.data_ptr(), region.shape)
+        return self._view(key, lambda: region.unflatten(-1, (BLOCK_TOKENS, -1)))
+
+    def plain_region(self, segment: Segment, first: int) -> torch.Tensor:
+        """Return where a segment's rows are unpacked to, from the ``first`` block on: as its ``block_table``,
+        [·, ·, 16, width]."""
+        name, shape = segment.representation, segment.block_table.shape
+        rows = slice(first * BLOCK_TOKENS, (first + math.prod(shape)) * BLOCK_TOKENS)
+        return self._view(
+            ("plain", name, first, shape), lambda: self.plain[name][rows].unflatten(0, (*shape, BLOCK_TOKENS))
+        )
+
     def read_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
         """Return the region of a slot in host memory for a segment's blocks from the disk: as its
         ``block_table``, [·, ·, 16 · row]."""

@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.schedule.steps import Segment
 from flexhybrid.core.task import Task
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
@@ -40,20 +39,18 @@ def dequantize_weights(state: State, task: Task) -> None:
 
 def dequantize_cache(state: State, task: Task, representation: str) -> None:
     """Unpack the blocks of all tiers to rows [·, width] of the compute dtype, one segment after the other."""
-    plain, first = state.buffers.plain[representation], 0
+    first = 0  #: block
     for segment in task.payload.step.of(representation):
-        size = segment.block_table.size * BLOCK_TOKENS
-        target = plain[first : first + size].view(*segment.block_table.shape, BLOCK_TOKENS, plain.shape[1])
-        _unpack(state, task, segment, target)
-        first += size
+        _unpack(state, task, segment, state.buffers.plain_region(segment, first))
+        first += segment.block_table.size
 
 
 def _unpack(state: State, task: Task, segment: Segment, target: torch.Tensor) -> None:
     """Unpack a segment's blocks to ``target``, as its ``block_table``: [·, ·, 16, width]."""
     unpack = state.buffers.formats[segment.representation].unpack
     if segment.tier != "device":
-        packed = state.buffers.loaded_region(task.payload.step, segment, task.payload.slot)
-        unpack(packed.view(*target.shape[:3], -1), target, state.compute_share)
+        packed = state.buffers.loaded_rows(task.payload.step, segment, task.payload.slot)
+        unpack(packed, target, state.compute_share)
         return
     pool, rows = state.buffers.pools[segment.space][task.layer], target.flatten(0, 1)
     table = state.tensors(task).block_tables[id(segment)].flatten()
