@@ -1,4 +1,5 @@
-"""How far the requests in flight are: a small file beside the output, by which the run after a kill says what was lost.
+"""How far the requests in flight are: a small file beside the output, by which the run after a kill says what was lost,
+and the run after a stop knows which answers are long.
 
 It is written now and then and never waited for: the output alone decides what is done.
 """
@@ -12,6 +13,7 @@ from pathlib import Path
 from flexhybrid.core.files import write_by_rename
 
 NOTE_S = 1.0  #: seconds between notes
+STOPPED = "stopped"
 
 #: Line of the input, from 1 -> tokens that its answers have so far.
 Tokens = dict[int, int]
@@ -31,12 +33,21 @@ class InFlight:
             write_by_rename(self.path, json.dumps(tokens()))
         self._noted_at = time.monotonic()
 
-    def earlier(self) -> Tokens:
-        """Return what a run that was killed has noted last; nothing after one that ended by itself."""
+    def earlier(self) -> tuple[Tokens, bool]:
+        """Return what an earlier run has noted last, and whether it was killed; nothing after one that came to its
+        end."""
         try:
-            return {int(line): int(tokens) for line, tokens in json.loads(self.path.read_bytes()).items()}
+            noted = json.loads(self.path.read_bytes())
+            tokens = {int(line): int(count) for line, count in noted.get(STOPPED, noted).items()}
+            return tokens, STOPPED not in noted
         except (OSError, ValueError, TypeError, AttributeError):
-            return {}
+            return {}, False
+
+    def stop(self) -> None:
+        """Keep the last note of a run that was asked to stop."""
+        if self.path.exists():
+            with contextlib.suppress(OSError):
+                write_by_rename(self.path, json.dumps({STOPPED: self.earlier()[0]}))
 
     def remove(self) -> None:
         """End the notes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,7 +137,11 @@ def test_answers_shorter_than_their_limits_are_judged_by_what_was_predicted_for_
     assert plan.seconds_of(100_000) == 39.0 and plan.seconds_of(25_000) == pytest.approx(29.0)
     assert plan.seconds_of(26_747) == pytest.approx(29.0 + 10 * 1_747 / 75_000)
     assert plan.seconds_of(0) == pytest.approx(29.0 - 10 / 3) and plan.seconds_of(200_000) == 39.0
-    assert replace(plan, shorter=None).seconds_of(5) == 39.0 and replace(plan, seconds=None).seconds_of(5) is None
+    assert replace(plan, shorter=None).seconds_of(5) == 39.0
+    # a mean that the user gave, or that the run before has shown: up to the limits of all
+    expected = replace(plan, shorter=None, longest=Foretold(99.0, 250.0, 250_000))
+    assert [expected.seconds_of(tokens) for tokens in (100_000, 175_000, 250_000, 999_999)] == [39.0, 69.0, 99.0, 99.0]
+    assert replace(plan, seconds=None).seconds_of(5) is None
     work = Work(39.0, 34.0, None, 0, plan.seconds_of(26_747))
     assert against(work) == " (predicted 29 s for answers as long as these, 39 s at most)"
     assert not parted(work.seconds, work.predicted_of_these_s)
@@ -159,7 +164,10 @@ def test_a_stopped_run_counts_what_was_computed_and_blames_no_profile(left):
     vars(options).update(dict.fromkeys(("parquet", "errors", "trace", "report")))
     counts = {"lines": 9, "answered": 9 - left, "refused": 0, "left": left, "done_before": 0}
     work = Work(1000.0, 20.0, None, 1900 if left else 0, 1000.0)
-    outcome, said = Outcome(options, SimpleNamespace(num_shared=0, graphs=""), counts, work, 100, {}, [], False), []
+    outcome, said = (
+        Outcome(options, SimpleNamespace(num_shared=0, graphs=""), counts, work, 100, {}, Counter(), [], False),
+        [],
+    )
     outcome.say(said.append, 21.0)
     told = "\n".join(said)
     if left:

@@ -579,6 +579,7 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path
                     os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(run_module.Progress, "advance", interrupted)
+    monkeypatch.setattr(in_flight_module, "NOTE_S", 0.0)
     assert run(source, out, tiny, "--restart") == 130
     assert len(heard) == 5 if times == 2 else 5 < len(heard) < 10
     told, warned = capsys.readouterr()
@@ -589,8 +590,20 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path
     assert bool(lost) == (times == 1) and (lost is None or f"{lost[1]} tokens of unfinished answers are lost" in told)
     assert (f"answers written so far are kept; {again}" in warned) == (times == 2)
     assert len(by_id(out)) == 4  # the short ones
+    learnt = []
+
+    def learn(self, states, num_tokens, unfinished, learn=run_module.Job._learn):
+        learn(self, states, num_tokens, unfinished)
+        learnt.append((unfinished, self._ages.tolist()))
+
+    monkeypatch.setattr(run_module.Job, "_learn", learn)
+    monkeypatch.setattr(run_module, "LEAST_ANSWERS", 4)
     assert run(source, out, tiny) == 0
-    assert by_id(out) == by_id(tmp_path / "whole.jsonl")
+    assert by_id(out) == by_id(tmp_path / "whole.jsonl") and not [*tmp_path.glob("*.in-flight*")]
+    unfinished, ages = learnt[0]  # the long answers count as such, or the short ones would promise too much
+    assert sorted(unfinished) == [2, 4, 6, 8] and min(unfinished.values()) > 3
+    assert ages == [unfinished.get(number, 0) for number in range(1, 9)]
+    assert ("computed again" in capsys.readouterr().out) == (times == 2)
 
 
 def test_an_interrupt_before_the_first_answer_says_what_it_leaves(tiny, tmp_path, capsys, monkeypatch):

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -42,25 +42,34 @@ class Forecast:
     memory: dict[str, int]  #: tier -> bytes that they need
     layer_bytes: dict[str, int]  #: tier -> bytes of the layers' weights
     run: QueueRun | None = None  #: None: nothing is known of the machine
-    shorter: Foretold | None = None  #: if answers take EXPECTED_SHARE of their limits; None: their lengths are known
+    shorter: Foretold | None = None  #: if answers take EXPECTED_SHARE of their limits; None: lengths are expected
+    longest: Foretold | None = None  #: if answers take their limits; None: ``seconds`` say so
 
     def seconds_of(self, tokens: int) -> float | None:
-        """Return the seconds predicted for answers of so many tokens in all, where their lengths were not known: on the
-        line through the two predictions."""
-        if self.seconds is None or self.shorter is None:
+        """Return the seconds predicted for answers of so many tokens in all: on the line through two predictions, where
+        there are two, and never above that for their limits."""
+        if self.seconds is None:
+            return None
+        own = Foretold(self.seconds, 0.0, self.expected_tokens)
+        most, other = self.longest or own, own if self.longest else self.shorter
+        if other is None:
             return self.seconds
-        fewer = (self.expected_tokens - tokens) / max(1, self.expected_tokens - self.shorter.tokens)
-        return min(max(self.seconds - fewer * (self.seconds - self.shorter.seconds), 0.0), self.seconds)
+        fewer = (most.tokens - tokens) / max(1, most.tokens - other.tokens)
+        return min(max(most.seconds - fewer * (most.seconds - other.seconds), 0.0), most.seconds)
 
 
 def forecast(llm: LLM, workload: Workload) -> Forecast:
     """Predict requests, given in the order in which they will run, under the policy in use."""
     places, memory = llm.first_batch(workload)
-    run, shorter = price(llm, workload, places), None
+    run, shorter, longest = price(llm, workload, places), None, None
     if run is not None and workload.answer_tokens is None:
         answers = with_mean(workload, EXPECTED_SHARE * float(workload.max_tokens.mean()))
         if (priced := price(llm, answers, places, ROUGH_TASKS)) is not None:
             shorter = Foretold(priced.total_s, float(answers.answers.mean()), int(answers.answers.sum()))
+    if run is not None and (workload.answers < workload.max_tokens).any():
+        limits = replace(workload, answer_tokens=None)
+        if (priced := price(llm, limits, places, ROUGH_TASKS)) is not None:
+            longest = Foretold(priced.total_s, float(limits.answers.mean()), int(limits.answers.sum()))
     layers = {tier: memory[tier].get("resident weights" if tier == "device" else "weights", 0) for tier in TIERS}
     return Forecast(
         run and run.total_s,
@@ -71,6 +80,7 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
         layer_bytes=layers,
         run=run,
         shorter=shorter,
+        longest=longest,
     )
 
 
@@ -112,6 +122,9 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
             shorter, mean, _ = plan.shorter
             end = f"answers of {counted(round(mean), 'token')} on average: done by {_end(shorter)}"
             limit.insert(0, f"or         {foretold(shorter)} with {end}")
+        if plan.longest and foretold(plan.longest.seconds) != foretold(plan.seconds):
+            end = f"answers that all take their limits: done by {_end(plan.longest.seconds)} at the latest"
+            limit.insert(0, f"or         {foretold(plan.longest.seconds)} with {end}")
     unshared = sharing_limit(policy, llm.problem.shape) if llm.arguments.enable_prefix_caching else None
     note = "; a mix with recomputed context would not be faster" if plain else ""
     return [

@@ -133,6 +133,7 @@ class Job:
         self.tokens = 0  #: that this run has generated, of answers that it has written
         self.in_flight = InFlight(options.output)
         self.lengths: ObservedAnswers | None = None
+        self._ages = np.zeros(self.census.num_lines, np.int32)  #: tokens of answers that the run before left unfinished
         self.lost: Tokens = {}  #: of lines that were in flight when the run before broke off
         self.manifest: dict = {}
         self.trace: list[TraceEvent] = []  #: of the first wave, where a trace or a report is asked for
@@ -237,7 +238,7 @@ class Job:
                 answer_on_cluster(self, self.source, self.crew, config, stop)
         if self.replanner:
             self.replanner.end()
-        self.in_flight.remove()
+        self.in_flight.stop() if stop.asked else self.in_flight.remove()
         generated, ended = self.progress.count, CpuUse.now()
         others = None if self.crew else ended.others_since(started)
         return Work(
@@ -250,14 +251,15 @@ class Job:
         options = self.options
         earlier, given_input = load_manifest(options.output), self._input()
         used = [file.path for file in self.files.values() if not file.is_empty]
-        if not options.restart and earlier and earlier.get("input") == given_input:
-            self.lost = self.in_flight.earlier()
+        unfinished, killed = self.in_flight.earlier()
+        if not options.restart and killed and earlier and earlier.get("input") == given_input:
+            self.lost = unfinished
         begins_anew = options.restart or not used or bool((earlier or {}).get(NOTHING_SERVED))
         states, num_tokens = self.states.copy(), np.zeros(self.census.num_lines, np.int32)
         if not begins_anew and earlier and earlier.get("input") == given_input:
             for file in self.files.values():
                 file.check(states, num_tokens)
-            self._learn(states, num_tokens)
+            self._learn(states, num_tokens, unfinished)
         self._settle_policy()
         now = self._identity()
         self.in_flight.remove()
@@ -287,7 +289,7 @@ class Job:
             return
         asked = self.options.max_batch
         max_batch = min(WINDOW, asked or WINDOW)
-        lengths = self._expected(self.workload(self._sorted(self.census.valid)))
+        lengths = self._expected(self._sorted(self.census.valid))
         count = max_batch * (1 if lengths.answer_tokens is None else REFILLS)
         begins = _representative(lengths, count)
         if self.measure and not (self.census.complete and is_brief(self.llm, lengths, begins)):
@@ -334,7 +336,7 @@ class Job:
     def _input(self) -> dict:
         return {"sha256": self.census.sha256, "lines": self.census.num_lines}
 
-    def _learn(self, states: np.ndarray, num_tokens: np.ndarray) -> None:
+    def _learn(self, states: np.ndarray, num_tokens: np.ndarray, unfinished: Tokens) -> None:
         """Take in the lengths of the answers of the run before, and how far those were that it left unfinished."""
         limits, counts = self.census.max_tokens, self.census.num_answers(slice(None))
         answered = np.flatnonzero((states == ANSWERED) & self.census.valid)
@@ -344,9 +346,9 @@ class Job:
         each = np.repeat(answered, counts[answered])
         for tokens, limit in zip((num_tokens // counts)[each].tolist(), limits[each].tolist(), strict=True):
             self.lengths.end(min(tokens, limit), limit)
-        for line, tokens in self.lost.items():
-            if line <= len(limits) and limits[line - 1]:
-                self.lengths.cut[min(tokens // int(counts[line - 1]), int(limits[line - 1]))] += 1
+        for line, tokens in unfinished.items():
+            if line <= len(limits) and limits[line - 1] and states[line - 1] == PENDING:
+                self._ages[line - 1] = min(tokens // int(counts[line - 1]), int(limits[line - 1]))
 
     def _chat_identity(self) -> dict:
         chat = asdict(self.source.rules.chat)
@@ -361,11 +363,13 @@ class Job:
             self.refused_codes.update(refused.code for _, refused in batch)
         self.states[missing - 1] = FAILED
 
-    def _expected(self, lengths: Workload) -> Workload:
-        """Return lengths with the answers that the user expects, or that the run before has shown."""
-        mean = self.options.answer_tokens
+    def _expected(self, places: np.ndarray) -> Workload:
+        """Return the lengths of the lines at ``places``, with the answers that the user expects, or that the run before
+        has shown: one that it left unfinished has as many tokens at least."""
+        lengths, mean = self.workload(places), self.options.answer_tokens
         if self.lengths:
-            return replace(lengths, answer_tokens=self.lengths.expected(lengths.max_tokens))
+            ages = self._ages[per_answer(places, self.num_answers(places))].astype(np.int64)
+            return replace(lengths, answer_tokens=self.lengths.expected(lengths.max_tokens, ages))
         return lengths if mean is None else with_mean(lengths, mean)
 
     def _sorted(self, chosen: np.ndarray) -> np.ndarray:
@@ -385,7 +389,7 @@ class Job:
             except InputError as error:
                 line = per_answer(pending, self.num_answers(pending))[largest] + 1
                 raise InputError(f"line {line}: {error}") from None
-        plan = forecast(self.llm, self._expected(lengths))
+        plan = forecast(self.llm, self._expected(pending))
         if self.crew and plan.seconds is not None:
             plan = replace(plan, seconds=plan.seconds / self.crew.size)
         refused, left = int((self.states == FAILED).sum()), int((self.states == PENDING).sum())

@@ -41,9 +41,11 @@ def parted(seconds: float, predicted_s: float | None) -> bool:
 
 
 def against(work: Work) -> str:
-    """Return what was predicted for a run, in words: for answers as long as they came, and at most."""
+    """Return what was predicted for a run, in words: for answers as long as they came, and at most, or as long as they
+    were expected."""
     own, most = (foretold(s) if s else "" for s in (work.predicted_of_these_s, work.predicted_s))
-    longest = f" for answers as long as these, {most} at most" if most != own else ""
+    than = "at most" if (work.predicted_of_these_s or 0.0) <= (work.predicted_s or 0.0) else "for those expected"
+    longest = f" for answers as long as these, {most} {than}" if most != own else ""
     return own and f" (predicted {own}{longest})"
 
 
