@@ -97,6 +97,13 @@ def batch_line(data: dict, number: int) -> dict:
     """Return the object of a line; one that is a request's body alone, with ``prompt`` or ``messages``, as that of a
     Batch line, whose id is ``custom_id`` or says the line's number."""
     url = url_of(data)
+    if url is None and {"custom_id", "body", "url", "method"}.isdisjoint(data):
+        fields = ", ".join(shown(name) for name in list(data)[:4]) or "nothing"
+        refused = Refused(
+            "missing_required_parameter", f"the line has no prompt and no messages, but {fields}", "prompt"
+        )
+        refused.custom_id = f"line-{number}"
+        raise refused
     if url is None or not {"body", "url", "method"}.isdisjoint(data):
         return data
     body = {name: value for name, value in data.items() if name != "custom_id"}

@@ -23,6 +23,9 @@ def file_errors(doing: str, advice: str = "") -> Iterator[None]:
         raise InputError(f"cannot {doing}: {getattr(error, 'strerror', None) or error}{advice}") from None
 
 
+AS_NEAR = 0.08  #: difference of likeness within which a name may be meant as well as the nearest
+
+
 def unknown(what: str, name: object, known: Iterable[str], *, other: str = "") -> InputError:
     """The error (to be raised) of a name that is none of ``known``: the nearest ones first, then all, in their order.
 
@@ -69,7 +72,10 @@ def _one_line(name: str) -> str:
 
 
 def _nearest(name: str, known: list[str]) -> list[str]:
-    """Up to three of ``known``, the likeliest first; capitals, and a folder before the name, do not count."""
+    """Up to three of ``known`` that are about as near as the nearest, in that order; capitals, and a folder before the
+    name, do not count."""
     by_lower = {known_name.lower(): known_name for known_name in known}
     last = name.rstrip("/").split("/")[-1][:SHOWN].lower()
-    return [by_lower[lower] for lower in difflib.get_close_matches(last, by_lower, n=3)]
+    near = difflib.get_close_matches(last, by_lower, n=3)
+    likeness = [difflib.SequenceMatcher(None, lower, last).ratio() for lower in near]
+    return [by_lower[lower] for lower, ratio in zip(near, likeness, strict=True) if ratio > likeness[0] - AS_NEAR]

@@ -70,8 +70,9 @@ def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
         ((*SIMULATE, "-b", "3"), "unrecognized arguments: -b 3 (see flexhybrid simulate --help)"),
         (
             ("run", "-i", "a", "-o", "b", "--modle=c"),
-            "unknown option '--modle'; did you mean --model or --ordered? (see ",
+            "unknown option '--modle'; did you mean --model? (see ",
         ),
+        (("run", "-i", "a", "-o", "b", "-i", "c"), "-i is given twice, a and c: a run reads a single file"),
         ((*SIMULATE, "--system", "kv_only", "--device-memory", "10"), "there are 10 bytes (1."),
         (("cascade", "plan", "--bach"), "flexhybrid cascade plan --help"),
         ((*SIMULATE, "--device-memory", "1MiB", "--system", "kv_only"), "does not fit"),

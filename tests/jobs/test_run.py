@@ -394,6 +394,7 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
         line("emb", "/v1/embeddings", input="x"): "invalid_url",
         line("chat", "/v1/chat/completions", messages=[{"role": "user", "content": "x"}]): "invalid_url",
         line("none"): "missing_required_parameter",
+        json.dumps({"prompts": [5], "n": 1}): "missing_required_parameter",  # a body alone, but for a letter
         line("stream", prompt=[5], stream=True): "unsupported_parameter",
         line("tools", prompt=[5], tools=[{}]): "unsupported_parameter",
         line("typo", prompt=[5], max_token=3): "unknown_parameter",
@@ -418,6 +419,7 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
     assert {name: params[name] for name in wrong} == wrong
     told = {row["custom_id"]: row["response"]["body"]["error"]["message"] for row in read(errors)}
     assert "unless the line is a body alone" not in told["g"]
+    assert [text for text in told.values() if 'no prompt and no messages, but "prompts", "n"' in text]
     assert "body is missing" in told["bare"] and "body is null" in told["null"] and "url is missing" in told["nowhere"]
     found = {row["id"]: row["response"] for row in read(errors)}
     for number, code in enumerate([*bad.values(), None, "invalid_utf8"], 2):
@@ -428,9 +430,9 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
             assert error["message"].startswith(f"line {number}: ") and error["type"] == "invalid_request_error"
     assert not found
     assert run(source, out, tiny, "--errors", str(errors)) == 0  # and both files are read again
-    assert "29 before this run" in capsys.readouterr().out
+    assert "30 before this run" in capsys.readouterr().out
     before = errors.read_bytes()
-    assert run(source, out, tiny, "--restart") == 0 and len(read(out)) == 29
+    assert run(source, out, tiny, "--restart") == 0 and len(read(out)) == 30
     assert "kept its refused lines in errors.jsonl, which is left as it is" in capsys.readouterr().out
     assert errors.read_bytes() == before
     assert run(source, out, tiny, "--restart") == 0 and "left as it is" not in capsys.readouterr().out
