@@ -118,18 +118,27 @@ def test_a_lane_that_waits_for_the_host_keeps_no_other_from_being_fed(blocked):
     assert len(ended) == 22 and ended.index(1) > ended.index(0) > 18  # of 20 the last one may not be noted yet
 
 
-@pytest.mark.parametrize("failing", ["host_compute", "compute"])
+@pytest.mark.parametrize("failing", ["host_compute", "compute", "the plan"])
 def test_an_error_ends_lanes_that_wait_for_it(failing):
-    """A stream lane waits for a host lane's task, and a host lane for a stream lane's, that never come."""
+    """A stream lane waits for a host lane's task, and a host lane for a stream lane's, that never come; or the host
+    lane's comes when the plan has broken."""
+    planned = threading.Event()
 
     def perform(task: Task) -> None:
         if task.resource == failing:
             raise ValueError(f"{failing} broke")
+        if task.resource == "host_compute" and failing == "the plan":
+            assert planned.wait(WAIT_S)
 
-    other = "compute" if failing == "host_compute" else "host_compute"
+    def tasks():
+        first, other = (failing, "host_compute") if failing == "compute" else ("host_compute", "compute")
+        yield from (task_of(0, first, writes=(0,)), task_of(1, other, reads=(0,)), task_of(2, "h2d", reads=(0,)))
+        if failing == "the plan":
+            planned.set()
+            raise ValueError("the plan broke")
+
     made, _ = lanes_of(perform)
-    tasks = [task_of(0, failing, writes=(0,)), task_of(1, other, reads=(0,)), task_of(2, "h2d", reads=(0,))]
     with pytest.raises(ValueError, match=f"{failing} broke"):
-        Clock(made).run(tasks, keep_trace=False)
+        Clock(made).run(tasks(), keep_trace=False)
     assert not any(lane.lanes for lane in made)
     assert made[0].issuer._ended.done() and not made[0].issuer.lanes
