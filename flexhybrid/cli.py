@@ -197,12 +197,11 @@ def _compare(args) -> dict:
 def _profile(args) -> dict:
     named = shape_from_config(args.model) if args.model else None
 
-    from tqdm import tqdm
-
     from flexhybrid.core.files import profile_file
     from flexhybrid.jobs.compare.report import Report
     from flexhybrid.jobs.profile.disk import measure_disk, with_disk
     from flexhybrid.jobs.profile.job import PROFILE_STEPS, TIMING_SHAPE, fastest_dtype, measure_hardware
+    from flexhybrid.jobs.progress import Progress
     from flexhybrid.resolve import pick_device
     from policy_search.fit import fit_report
 
@@ -214,8 +213,8 @@ def _profile(args) -> dict:
     disk = measure_disk(paced.disk) if args.disk else None
     shape = named or TIMING_SHAPE
     dtype = fastest_dtype(shape, paced.device)
-    with tqdm(total=PROFILE_STEPS, desc="profile", file=sys.stderr, disable=args.json or None, leave=False) as bar:
-        hardware, disagreements = measure_hardware(shape, dtype, paced, on_progress=bar.update)
+    with Progress(PROFILE_STEPS, "profile", "step", args.json) as progress:
+        hardware, disagreements = measure_hardware(shape, dtype, paced, on_progress=progress.advance)
     if disk:
         hardware = with_disk(hardware, disk[0])
         hardware.save(path)

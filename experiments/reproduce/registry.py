@@ -2,7 +2,6 @@
 
 import multiprocessing
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
@@ -14,6 +13,7 @@ from experiments.reproduce.infinigen.accuracy_policies import RESULTS
 from experiments.reproduce.paper import compared, listing
 from flexhybrid.core.errors import check, unknown
 from flexhybrid.jobs.paths import check_writable
+from flexhybrid.jobs.progress import Progress
 
 
 def names(module: str = "") -> list[str]:
@@ -65,20 +65,18 @@ def reproduce(only: Sequence[str] | None, out: Path, workers: int | None = None,
 
 def run_all(chosen: Sequence[str], workers: int | None = None, quiet: bool = False) -> list[Experiment]:
     """Run experiments in processes of their own, on all cores unless ``workers`` says otherwise."""
-    from tqdm import tqdm
-
     done: dict[str, Experiment] = {}
     context = multiprocessing.get_context("spawn")  # numpy's and scipy's threads do not survive a fork
     workers = min(workers or multiprocessing.cpu_count(), len(chosen))
     with (
         ProcessPoolExecutor(workers, mp_context=context) as pool,
-        tqdm(total=len(chosen), desc="reproduce", file=sys.stderr, disable=quiet or None, leave=False) as bar,
+        Progress(len(chosen), "reproduce", "experiment", quiet) as progress,
     ):
         futures = _submit(pool, chosen)
         try:
             for future in as_completed(futures):
                 done[futures[future]] = future.result()
-                bar.update()
+                progress.advance()
         except KeyboardInterrupt:
             for worker in multiprocessing.active_children():  # they ignore SIGINT, and keep nothing
                 worker.terminate()

@@ -50,7 +50,8 @@ class Progress:
         wide = self.terminal and os.get_terminal_size(sys.stderr.fileno()).columns > 0
         self.bar = tqdm(
             total=total, desc=title, unit=unit, unit_scale=True, file=sys.stderr, leave=False, bar_format=BAR,
-            disable=quiet or not self.terminal, ncols=None if wide else 80, dynamic_ncols=wide,
+            disable=quiet or not self.terminal, dynamic_ncols=wide,
+            ncols=None if wide else 80, nrows=None if wide else 24,
         )  # fmt: skip
 
     def __enter__(self) -> Progress:
@@ -77,7 +78,7 @@ class Progress:
         self.title = title
         self.bar.set_description(title)
 
-    def advance(self, count: int) -> None:
+    def advance(self, count: int = 1) -> None:
         """Count what has come."""
         if not self.count:
             self._first = time.monotonic(), count
@@ -90,6 +91,11 @@ class Progress:
         self.done += 1
         self.shortened += unused > 0
         self.total -= unused
+        self.bar.total = self.total
+
+    def grow(self, count: int) -> None:
+        """Take in that more is to come."""
+        self.total += count
         self.bar.total = self.total
 
     def expect(self, answers: int, total: int) -> None:

@@ -90,6 +90,20 @@ def test_the_clock_goes_on_without_tokens(monkeypatch, capsys):
     assert lines[0].startswith("tokens: 0 of 100, reading the prompts (prefill)")
 
 
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="terminals of this system are others")
+def test_a_terminal_that_has_no_size_shows_the_bar(monkeypatch):
+    """As one that a script has opened: 0 lines of 0 columns."""
+    controller, terminal = os.openpty()
+    with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)
+        with Progress(10, "steps", "step", quiet=False) as progress:
+            progress.advance(4)
+            progress.bar.refresh()
+    shown = os.read(controller, 4096)
+    os.close(controller)
+    assert b"steps:  40%" in shown
+
+
 def test_a_stop_does_not_wait_for_an_iteration_without_end(tiny, tmp_path, capsys, monkeypatch):
     """What is answered is kept and summed up as after a stop between two iterations."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))

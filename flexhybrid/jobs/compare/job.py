@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from tqdm import tqdm
 
 from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
@@ -36,6 +35,7 @@ from flexhybrid.jobs.machine import device_name, notes_on
 from flexhybrid.jobs.paths import check_writable
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk, with_earlier_disk
 from flexhybrid.jobs.profile.job import PROFILE_STEPS, measure_hardware
+from flexhybrid.jobs.progress import Progress
 from flexhybrid.llm import LLM
 from flexhybrid.requests import load_tokenizer
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
@@ -93,13 +93,13 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         print(f"flexhybrid: {note}", file=sys.stderr)
     check_writable(options.out, RESULT_FILES)
     algorithm1 = None
-    with tqdm(total=_num_steps(options), disable=quiet or None, file=sys.stderr, unit="step", leave=False) as bar:
+    with Progress(_num_steps(options), "profile", "step", quiet) as progress:
 
         def advance(label: str) -> None:
-            bar.set_description(label)
-            bar.update()
+            progress.turn_to(label)
+            progress.advance()
 
-        setting, disagreements, searched = _profile_and_search(setting, report, bar)
+        setting, disagreements, searched = _profile_and_search(setting, report, progress)
         if searched is None:
             named, sweep, shown = setting.systems(), [], None
             report.systems(named)
@@ -160,7 +160,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
 
 
 def _profile_and_search(
-    setting: ComparisonSetting, report: Report, bar: tqdm
+    setting: ComparisonSetting, report: Report, progress: Progress
 ) -> tuple[ComparisonSetting, list[str], SearchResult | None]:
     """Measure the machine; return the setting sized for it, the sizes that passes disagreed on, and the search's result
     (None for ``options.systems``). Where the options leave the link's rate open, take the first that gives a mix."""
@@ -170,11 +170,11 @@ def _profile_and_search(
     disk = measure_disk(setting.paced.disk) if options.disk_dir else None
 
     def profiled(link: float | None, heading: str = "Profile") -> tuple[ComparisonSetting, list[str]]:
-        bar.set_description("profile" if link is None else f"profile at {link} GB/s")
+        progress.turn_to("profile" if link is None else f"profile at {link} GB/s")
         path = options.out / f"hardware-{device.type}.json"
         paced = replace(setting.paced, link_gb_per_s=link)
         hardware, disagreements = measure_hardware(
-            setting.problem.shape, setting.problem.dtype, paced, path, bar.update
+            setting.problem.shape, setting.problem.dtype, paced, path, progress.advance
         )
         if disk:
             hardware, disagreements = with_disk(hardware, disk[0]), disagreements + disk[1]
@@ -194,7 +194,7 @@ def _profile_and_search(
         rates = (rate for rate in LINK_LADDER[1:] if mixes(setting.search(slow.with_link_rate(rate))))
         if rate := next(rates, None):
             report.faster_link(link, rate)
-            bar.total += PROFILE_STEPS
+            progress.grow(PROFILE_STEPS)
             setting, disagreements = profiled(rate, "Profile anew")
             result = setting.search(setting.machine)
     if setting.problem.shape.hidden >= SMALLEST_KEPT_HIDDEN:
