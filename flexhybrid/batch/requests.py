@@ -98,12 +98,9 @@ def batch_line(data: dict, number: int) -> dict:
     Batch line, whose id is ``custom_id`` or says the line's number."""
     url = url_of(data)
     if url is None and {"custom_id", "body", "url", "method"}.isdisjoint(data):
-        fields = ", ".join(shown(name) for name in list(data)[:4]) or "nothing"
-        refused = Refused(
-            "missing_required_parameter", f"the line has no prompt and no messages, but {fields}", "prompt"
-        )
-        refused.custom_id = f"line-{number}"
-        raise refused
+        others = f", but {', '.join(map(shown, list(data)[:4]))}" if data else ""
+        message = f"the line has no prompt and no messages{others}"
+        raise Refused("missing_required_parameter", message, "prompt", f"line-{number}")
     if url is None or not {"body", "url", "method"}.isdisjoint(data):
         return data
     body = {name: value for name, value in data.items() if name != "custom_id"}

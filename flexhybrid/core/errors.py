@@ -8,6 +8,7 @@ from typing import TypeGuard
 
 #: A value is shown whole up to this many characters: an error stays one readable line whatever was pasted in.
 SHOWN = 80
+AS_NEAR = 0.08  #: difference of likeness within which a name may be meant as well as the nearest
 
 
 class InputError(ValueError):
@@ -21,9 +22,6 @@ def file_errors(doing: str, advice: str = "") -> Iterator[None]:
         yield
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot {doing}: {getattr(error, 'strerror', None) or error}{advice}") from None
-
-
-AS_NEAR = 0.08  #: difference of likeness within which a name may be meant as well as the nearest
 
 
 def unknown(what: str, name: object, known: Iterable[str], *, other: str = "") -> InputError:

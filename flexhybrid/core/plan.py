@@ -305,10 +305,8 @@ class _Stream:
         """
         of = self.kinds[group.layer], group.weight_slot, index, num_slices, cut
         if (key := (*of, self.by_step and self.number % 2)) not in self.slices:
-            self.slices[key] = tuple(
-                (*self._entry(verb, reads, writes)[:2], work, *self._entry(verb, reads, writes)[2:], payload)
-                for verb, reads, writes, work, payload in self._slice_tasks(*of)
-            )
+            made = ((self._entry(verb, reads, writes), *rest) for verb, reads, writes, *rest in self._slice_tasks(*of))
+            self.slices[key] = tuple((*entry[:2], work, *entry[2:], payload) for entry, work, payload in made)
         return self.slices[key]
 
     def _slice_tasks(self, kind: int, slot: int, index: int, num_slices: int, cut: bool) -> Iterator[Slice]:

@@ -90,8 +90,7 @@ class Progress:
         """Count a complete answer; it is ``unused`` tokens shorter than its limit."""
         self.done += 1
         self.shortened += unused > 0
-        self.total -= unused
-        self.bar.total = self.total
+        self.grow(-unused)
 
     def grow(self, count: int) -> None:
         """Take in that more is to come."""

@@ -40,12 +40,43 @@ class Aborted(Exception):
 Perform = Callable[[Task], None]
 
 
-class Lane:
+class Worker:
+    """A thread of a run. ``thread``: lent by the owner of several runs (``LaneThreads``); None: a new one, which ends
+    with the run."""
+
+    def __init__(self, name: str, thread: ThreadPoolExecutor | None):
+        self.fail: Callable[[BaseException], None] = lambda error: None
+        self.around: Callable[[Callable[[], None]], None] = lambda tasks: tasks()  #: calls what runs the tasks
+        self.thread, self._lent = thread or LaneThreads()[name], thread is not None
+        self._ended: Future | None = None
+
+    def start(self) -> None:
+        self._ended = self.thread.submit(_loop, [self])
+
+    def join(self) -> None:
+        if self._ended:
+            self._ended.result()
+        if not self._lent:
+            self.thread.shutdown()
+
+    def loop(self) -> None:
+        """Run tasks until they end or a lane fails."""
+        try:
+            self.around(self._run_tasks)
+        except Aborted:
+            pass
+        except BaseException as error:  # raised again by Clock.run(); a thread must not die silently
+            self.fail(error)
+
+    def _run_tasks(self) -> None:
+        raise NotImplementedError
+
+
+class Lane(Worker):
     """The thread of a resource. ``passed`` counts the tasks that others may build on, here those that are complete. A
     task is named by its ordinal in the lane.
 
     ``times`` adds up where the thread's time goes in a run that keeps a trace.
-    ``thread``: lent by the owner of several runs (``LaneThreads``); None: a new one, which ends with the lane.
     """
 
     lookahead = LOOKAHEAD_TASKS
@@ -57,11 +88,10 @@ class Lane:
         on_start: Callable[[], None] | None = None,
         thread: ThreadPoolExecutor | None = None,
     ):
+        super().__init__(name, thread)
         self.name = name
         self.perform = perform
         self.lanes: dict[str, Lane] = {}
-        self.fail: Callable[[BaseException], None] = lambda error: None
-        self.around: Callable[[Callable[[], None]], None] = lambda tasks: tasks()  #: calls what runs the tasks
         self.failed = False
         self.passed = 0
         self.submitted = 0
@@ -77,11 +107,6 @@ class Lane:
         self._waiting: list[tuple[int, Callable[[], object]]] = []  #: ordinals that are waited for, and whom to call
         self._awaited = math.inf  #: the first of these ordinals
         self._lock = threading.Lock()
-        self._thread, self._lent = thread or LaneThreads()[name], thread is not None
-        self._ended: Future | None = None
-
-    def start(self) -> None:
-        self._ended = self._thread.submit(_loop, [self])
 
     def submit(self, task: Task, waits) -> int:
         ordinal = self.submitted
@@ -91,12 +116,6 @@ class Lane:
 
     def finish(self) -> None:
         self._queue.put(None)
-
-    def join(self) -> None:
-        if self._ended:
-            self._ended.result()
-        if not self._lent:
-            self._thread.shutdown()
 
     def abort(self) -> None:
         self.failed = True
@@ -140,15 +159,6 @@ class Lane:
             self._awaited = min((ordinal for ordinal, _ in self._waiting), default=math.inf)
         for call in reached:
             call()
-
-    def loop(self) -> None:
-        """Run the tasks of the queue until it ends or a lane fails."""
-        try:
-            self.around(self._run_tasks)
-        except Aborted:
-            pass
-        except BaseException as error:  # raised again by Clock.run(); a thread must not die silently
-            self.fail(error)
 
     def _run_tasks(self) -> None:
         if self._on_start:
@@ -200,9 +210,9 @@ class Lane:
         self.lanes, self.fail = {}, lambda error: None
 
 
-def _loop(lanes: list[Lane]) -> None:
-    """Run the one lane of a list, and take it from there: a thread pool keeps the arguments a moment too long."""
-    lanes.pop().loop()
+def _loop(workers: list[Worker]) -> None:
+    """Run the one worker of a list, and take it from there: a thread pool keeps the arguments a moment too long."""
+    workers.pop().loop()
 
 
 class LaneThreads(dict[str, ThreadPoolExecutor]):

@@ -1,4 +1,4 @@
-"""CUDA streams, events and copies, as the lanes and the verbs use them (``clock.StreamLane``, ``links.CpuCopies``)."""
+"""CUDA streams, events and copies, as lanes and verbs use them (``issuing.StreamLane``, ``links.CpuCopies``)."""
 
 import bisect
 import ctypes

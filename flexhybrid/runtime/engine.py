@@ -24,7 +24,7 @@ from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers
-from flexhybrid.runtime.clock import Clock, Lane, LaneThreads
+from flexhybrid.runtime.clock import Clock, Lane, LaneThreads, Worker
 from flexhybrid.runtime.cuda import CudaClock, CudaCopies, CudaStream, lane_events, lane_streams
 from flexhybrid.runtime.executor import EngineParts, Executor
 from flexhybrid.runtime.issuing import Issuer, StreamLane
@@ -187,13 +187,14 @@ class Engine:
             clock, events, issuer = CudaClock(self.device), lane_events(self.device), Issuer(threads["issue"])
             streams = lane_streams(self.device).items()
             on_device = [StreamLane(name, perform, CudaStream(of, clock, events), issuer) for name, of in streams]
-            computes: Lane | Issuer = issuer
+            workers: list[Worker] = [issuer]
         else:
-            computes = Lane("compute", perform, partial(_compute_with, self.num_threads), threads["compute"])
-            on_device = [computes, *(Lane(name, perform, None, threads[name]) for name in ("h2d", "d2h"))]
-        for lane in {*lanes, *on_device, computes}:
-            on_stack = executor.modules is not None and lane is computes
-            lane.around = partial(_infer, hosted if on_stack else lane.around)
+            compute = Lane("compute", perform, partial(_compute_with, self.num_threads), threads["compute"])
+            on_device = [compute, *(Lane(name, perform, None, threads[name]) for name in ("h2d", "d2h"))]
+            workers = [*on_device]
+        for worker in (*workers, *lanes):
+            on_stack = executor.modules is not None and worker is workers[0]  # which computes
+            worker.around = partial(_infer, hosted if on_stack else worker.around)
         return [*on_device, *lanes]
 
     @contextmanager

@@ -13,12 +13,11 @@ from __future__ import annotations
 import queue
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from flexhybrid.core.task import Task
-from flexhybrid.runtime.clock import Aborted, Lane, LaneThreads, Perform
+from flexhybrid.runtime.clock import Aborted, Lane, Perform, Worker
 from flexhybrid.runtime.cuda import CudaStream, Recorded
 
 #: Tasks of a stream lane that may wait in its queue or on its stream. A CUDA stream takes about 1,000 calls before the
@@ -26,7 +25,7 @@ from flexhybrid.runtime.cuda import CudaStream, Recorded
 STREAM_LOOKAHEAD_TASKS = 64
 
 
-class Issuer:
+class Issuer(Worker):
     """The thread that enqueues the tasks of all stream lanes, each lane's in their order, as soon as they may be.
 
     Its inbox holds the tasks that are submitted, and calls of host lanes that have completed what a task waits for: a
@@ -34,35 +33,23 @@ class Issuer:
     """
 
     def __init__(self, thread: ThreadPoolExecutor | None = None):
+        super().__init__("issue", thread)
         self.lanes: list[StreamLane] = []
         self.inbox: queue.SimpleQueue = queue.SimpleQueue()
-        self.around: Callable[[Callable[[], None]], None] = lambda tasks: tasks()  #: calls what enqueues the tasks
-        self.thread, self._lent = thread or LaneThreads()["issue"], thread is not None
         self._current: StreamLane | None = None  #: whose stream is the thread's
-        self._ended: Future | None = None
 
     def start(self) -> None:
-        if not self._ended:
-            self._ended = self.thread.submit(_loop, [self])
-
-    def join(self) -> None:
-        if self._ended:
-            self._ended.result()
-        if not self._lent:
-            self.thread.shutdown()
+        if not self._ended:  # each lane starts it
+            self.fail = self.lanes[0].fail
+            super().start()
 
     def loop(self) -> None:
-        """Enqueue until no lane gets more tasks, or one fails."""
         before_s = time.thread_time()
-        try:
-            self.around(self._enqueue_all)
-        except Aborted:
-            pass
-        except BaseException as error:  # raised again by Clock.run(); a thread must not die silently
-            self.lanes[0].fail(error)
+        super().loop()
         self.lanes[0].enqueuing_s = time.thread_time() - before_s
 
-    def _enqueue_all(self) -> None:
+    def _run_tasks(self) -> None:
+        """Enqueue until no lane gets more tasks, or one fails."""
         open_lanes = len(self.lanes)
         while open_lanes or any(lane.queued for lane in self.lanes):
             item = self.inbox.get()
@@ -90,11 +77,6 @@ class Issuer:
 
 
 ENDS, COMPLETED = "ends", "completed"  #: in the inbox: a lane gets no more tasks; what a task waited for is complete
-
-
-def _loop(issuers: list[Issuer]) -> None:
-    """Run the one issuer of a list, and take it from there: a thread pool keeps the arguments a moment too long."""
-    issuers.pop().loop()
 
 
 class StreamLane(Lane):
@@ -191,4 +173,4 @@ class StreamLane(Lane):
 
     def release(self) -> None:
         super().release()
-        self.issuer.lanes = []
+        self.issuer.lanes, self.issuer.fail = [], self.fail

@@ -50,12 +50,13 @@ class Forecast:
         there are two, and never above that for their limits."""
         if self.seconds is None:
             return None
-        own = Foretold(self.seconds, 0.0, self.expected_tokens)
-        most, other = self.longest or own, own if self.longest else self.shorter
-        if other is None:
-            return self.seconds
-        fewer = (most.tokens - tokens) / max(1, most.tokens - other.tokens)
-        return min(max(most.seconds - fewer * (most.seconds - other.seconds), 0.0), most.seconds)
+        less = most = self.seconds, self.expected_tokens
+        if self.longest:
+            most = self.longest.seconds, self.longest.tokens
+        elif self.shorter:
+            less = self.shorter.seconds, self.shorter.tokens
+        fewer = (most[1] - tokens) / max(1, most[1] - less[1])
+        return min(max(most[0] - fewer * (most[0] - less[0]), 0.0), most[0])
 
 
 def forecast(llm: LLM, workload: Workload) -> Forecast:

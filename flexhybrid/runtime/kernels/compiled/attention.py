@@ -216,8 +216,7 @@ def _elements(builder, kind, address):
 @intrinsic
 def _convert(_context, kind, address):
     """Load LANES elements of a kind as float32."""
-    emit = lambda builder, _, address: _elements(builder, kind, address)  # noqa: E731
-    return _typed(VECTOR, (kind, address), emit)
+    return _typed(VECTOR, (kind, address), lambda builder, _, address: _elements(builder, kind, address))
 
 
 def _prefetch(builder, address):
@@ -385,7 +384,7 @@ def attend_items(kind, of_query, source, memories, layout, target, first, end):
     heads = max(1, min(TILE_QUERIES, TILE_ELEMENTS // d) // queries)
     rows, row = heads * queries, (d + LANES - 1) // LANES * VECTOR_BYTES
     scores = np.empty(rows * ROW_BYTES + LINE_BYTES, np.uint8)
-    taken, sums = (np.empty(rows * row + LINE_BYTES, np.uint8), np.empty(rows * row + LINE_BYTES, np.uint8))
+    taken, sums = np.empty(rows * row + LINE_BYTES, np.uint8), np.empty(rows * row + LINE_BYTES, np.uint8)
     softmax, padded = np.empty((2, rows), np.float32), np.zeros((BLOCK_TOKENS + 2) * row + LINE_BYTES, np.uint8)
     tile = _first_line(scores), _first_line(taken), _first_line(sums), _first_line(padded)
     sizes = row, queries, d * _size_of(kind), row // 4 * _size_of(kind)
