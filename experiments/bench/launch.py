@@ -267,7 +267,6 @@ def as_on_a_gpu(policy: Policy) -> Iterator[Session]:
             (engine, "lanes", lanes),
             (torch.cuda, "CUDAGraph", NoDevice),
             (torch, "addmm", _left_out(torch.addmm)),  # KV-Gen's product
-            (graphed, "graph_pool", _nothing),
             (attend_triton, "launch", _nothing),
             (rows_numba, "quantize", _nothing),
             (rows_numba, "dequantize", _nothing),

@@ -15,9 +15,11 @@ import itertools
 import random
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -373,13 +375,11 @@ class Event:
         return (end.mark.at_s - self.mark.at_s) * 1e3
 
 
-class Pool:
-    """``torch.cuda.MemPool``."""
-
-    numbers = itertools.count(1)
+class GraphPool:
+    """Memory that graphs share, and the graphs that hold it."""
 
     def __init__(self):
-        self.id = (0, next(Pool.numbers))
+        self.memory, self.graphs = Memory(), weakref.WeakSet[Graph]()
 
 
 class Graph:
@@ -387,12 +387,16 @@ class Graph:
     addresses and its Python values, and runs with these, and no others, at each replay."""
 
     device: Device
-    pools: defaultdict[Any, Memory]
-    made: list[Graph]
+    pools: dict[int, GraphPool]
+    made: list[SimpleNamespace]  #: of each that was captured, also of those that are gone, its ``counts``
 
     def __init__(self):
         self.work: list[Callable[[], Any]] = []
-        self.memory, self.stream, self.ended, self.replays = Memory(), None, False, 0
+        self.memory, self.stream, self.ended, self.counts = Memory(), None, False, SimpleNamespace(replays=0)
+        self.pool_id: int | None = None
+
+    def pool(self) -> int | None:
+        return self.pool_id
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         self.stream = self.device.current()
@@ -401,9 +405,14 @@ class Graph:
             raise Illegal("the default stream cannot be captured")
         if capture_error_mode == "global":
             raise Illegal("other threads allocate memory and wait for events meanwhile")
-        self.memory = self.pools[pool if pool is not None else id(self)]
+        if pool is not None and not self.pools[pool].graphs:
+            raise Illegal("this pool's graphs have all gone (torch 2.11: use_count > 0 in CachingHostAllocator.h)")
+        self.pool_id = len(self.pools) if pool is None else pool
+        of_graph = self.pools.setdefault(self.pool_id, GraphPool())
+        of_graph.graphs.add(self)
+        self.memory = of_graph.memory
         self.stream.captured = self
-        self.made.append(self)
+        self.made.append(self.counts)
 
     def capture_end(self) -> None:
         if self.stream is not self.device.current() or self.stream.captured is not self:
@@ -415,7 +424,7 @@ class Graph:
             raise Illegal("a graph that was not captured")
         stream = self.device.current()
         stream.refuse_in_capture("replaying a graph")
-        self.replays += 1
+        self.counts.replays += 1
         for work in self.work:
             stream.put(work)
 
@@ -511,16 +520,15 @@ def fake_cuda(seed: int = 0, deferred: bool = True) -> Iterator[Watch]:
         monkeypatch.setattr(torch.cuda, "Event", event_type)
         monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(device.here, "stream", stream))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda of=None: device.current())
-        graph_type = type("CUDAGraph", (Graph,), {"device": device, "pools": defaultdict(Memory), "made": []})
+        graph_type = type("CUDAGraph", (Graph,), {"device": device, "pools": {}, "made": []})
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph_type)
-        monkeypatch.setattr(torch.cuda, "MemPool", Pool, raising=False)
         monkeypatch.setattr(torch.cuda, "cudart", Runtime)
         monkeypatch.setattr(cuda, "memcpy_2d", lambda: device.copy_rows)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of=None: (7, 5))
         monkeypatch.setattr(quantize, "KERNELS", {})
         device.streams.clear()
         device.default = stream_type()
-        kept_ones = (cuda.lane_streams, cuda.lane_events, graphed.graph_pool)
+        kept_ones = (cuda.lane_streams, cuda.lane_events, graphed.pool_keeper)
         for kept in kept_ones:
             kept.cache_clear()
         try:

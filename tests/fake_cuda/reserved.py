@@ -185,6 +185,8 @@ class Captured:
     def capture_end(self) -> None:
         self.lane.name = self.stream
 
+    def pool(self) -> None: ...
+
     def replay(self) -> None: ...
 
 
@@ -235,7 +237,6 @@ def reserved_by(
             prompts = [[3] * n for n in wave.workload.prompt_tokens.tolist()]
             run = engine.executor(wave, prompts, greedy_plan(len(prompts)))
             if without_graphs(problem, policy) is None:
-                monkeypatch.setattr(graphed, "graph_pool", lambda device: None)
                 graphed.attach(run)
         before, last = allocator.reserved, int(wave.workload.max_tokens.max())
         unused = before - allocator.allocated

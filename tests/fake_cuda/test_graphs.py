@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from functools import partial
 
@@ -81,6 +82,16 @@ def run(source, policy, cuda_graphs=True, **others):
     """Run the prompts, with attention in place."""
     machine = {"attention": IN_PLACE, "cuda_graphs": cuda_graphs}
     return run_under(source, policy, requests=(PROMPTS, MAX_TOKENS), **machine, **others)
+
+
+def test_each_run_captures_graphs(case):
+    """Also after all graphs of the run before have gone."""
+    source, policy, expected = case("on the device")
+    with fake_cuda():
+        for _ in range(3):
+            result = run(source, policy, keep_trace=False)
+            assert result.tokens == expected and "could not be captured" not in result.graphs
+            gc.collect()
 
 
 @pytest.mark.parametrize("name", ["streamed", "on the device", "everywhere", "few bits"])
@@ -252,6 +263,20 @@ def test_the_fake_refuses_what_cuda_refuses(work):
         with pytest.raises(Illegal):
             work(tensor)
         graph.capture_end()
+
+
+def test_a_pool_goes_with_its_last_graph():
+    with fake_cuda():
+        torch.cuda.set_stream(torch.cuda.Stream())
+        first = torch.cuda.CUDAGraph()
+        first.capture_begin(capture_error_mode="thread_local")
+        first.capture_end()
+        pool, second = first.pool(), torch.cuda.CUDAGraph()
+        second.capture_begin(pool=pool, capture_error_mode="thread_local")
+        second.capture_end()
+        first = second = None
+        with pytest.raises(Illegal, match="have all gone"):
+            torch.cuda.CUDAGraph().capture_begin(pool=pool, capture_error_mode="thread_local")
 
 
 def test_a_replay_is_what_was_recorded():

@@ -43,10 +43,19 @@ Verb = Callable[[Any, Task], None]
 
 
 @lru_cache
-def graph_pool(_device: torch.device) -> Any:
-    """Return the memory pool of a device's graphs, which all runs share: what the graphs of a run that has ended held
-    is the next one's."""
-    return torch.cuda.MemPool() if hasattr(torch.cuda, "MemPool") else None
+def pool_keeper(device: torch.device) -> torch.cuda.CUDAGraph:
+    """Return a graph whose memory pool is that of all graphs of a device: what the graphs of a run that has ended held
+    is the next one's. The first call captures it, on the current stream.
+
+    It is kept for good: torch 2.11 takes no pool again whose graphs have all gone (CachingHostAllocator.h, use_count).
+    """
+    keeper = torch.cuda.CUDAGraph()
+    keeper.capture_begin(capture_error_mode="thread_local")
+    try:
+        torch.zeros(1, device=device)
+    finally:
+        keeper.capture_end()
+    return keeper
 
 
 class Fixed:
@@ -101,7 +110,7 @@ class Graphs:
         make = partial(torch.zeros, dtype=state.weights.dtype, device=state.device)
         self._kvq = make(NUM_SLOTS, sizes.decode_batch, shape.kv_width + shape.query_width)
         self._attended = make(sizes.decode_batch, shape.query_width)
-        self._fixed, self._pool = Fixed(), graph_pool(state.device)
+        self._fixed = Fixed()
         self._packs_act = state.buffers.packed("act")
         self._staged = {space: rows.shape[1] for space, rows in state.buffers.staging.items()}
         self._recordings: dict[tuple, Recording | None] = {}  #: by form; None: seen once
@@ -248,8 +257,9 @@ class Graphs:
     def _capture(self, state: Executor, task: Task, functions: Sequence[Verb]) -> Recording | None:
         """Capture the verbs; where that fails, warn, and leave all as it was."""
         before = dict(state.kvq), state.act, state.attended, dict(state.hidden.rows)
-        graph, pool = torch.cuda.CUDAGraph(), None if self._pool is None else self._pool.id
+        graph = torch.cuda.CUDAGraph()
         try:
+            pool = pool_keeper(state.device).pool()
             # What other lanes do meanwhile is no error of this capture.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
