@@ -37,8 +37,8 @@ from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.wave import admit
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
-from flexhybrid.runtime.clock import Clock, Lane
-from flexhybrid.runtime.engine import Engine
+from flexhybrid.runtime.clock import Clock, HostLane, Lane
+from flexhybrid.runtime.engine import Engine, infer
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.issuing import Issuer, StreamLane
 from flexhybrid.runtime.profiling.attention_paths import fastest_paths
@@ -135,7 +135,7 @@ def bench_hand_off(table: Table) -> None:
     """Time a chain of tasks that changes lanes at every task, so that each hand-off wakes another thread."""
     lanes, cell = ("h2d", "compute", "d2h"), Access(("cell",), 0, 1)
     chain = [Task(i, 0, 0, "work", lanes[i % 3], Work(), (cell,), (cell,)) for i in range(3000)]
-    trace = Clock([Lane(name, lambda task: None) for name in lanes]).run(chain)
+    trace = Clock([HostLane(name, lambda task: None) for name in lanes]).run(chain)
     gaps = [later.start_s - earlier.end_s for earlier, later in zip(trace, trace[1:], strict=False)]
     table.at_most("hand-off to another CPU worker, median", statistics.median(gaps) * 1e6, HAND_OFF_BAR_US, "µs")
 
@@ -191,8 +191,8 @@ def _us_of_a_mini_batch(session: Session) -> float:
 
 
 def bench_python_as_on_a_gpu(table: Table) -> None:
-    """The same as on a GPU: one thread enqueues for all streams, and graphs launch what they can. On one core, and on
-    all, where threads that wait for the interpreter's lock are woken on another core each time."""
+    """The same as on a GPU: the planning thread enqueues for all streams, and graphs launch what they can. On one core,
+    and on all, where threads that wait for the interpreter's lock are woken on another core each time."""
     for where, cores in (("one core", [min(os.sched_getaffinity(0))]), ("all cores", None)):
         us: dict[str, float] = {}
         without: dict[str, float] = {}
@@ -244,7 +244,7 @@ def _left_out(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 @contextmanager
 def as_on_a_gpu(policy: Policy) -> Iterator[Session]:
-    """Make a session of LAYERS whose tasks are those of a GPU, enqueued by the thread of its lanes, on no device."""
+    """Make a session of LAYERS whose tasks are those of a GPU, enqueued as there, on no device."""
     from flexhybrid.runtime.kernels import attend_triton, rows_numba
 
     weights = Weights(LAYERS, RandomWeights(LAYERS), "float32", torch.device("cpu"), policy)
@@ -255,10 +255,8 @@ def as_on_a_gpu(policy: Policy) -> Iterator[Session]:
     engine.copies, lanes_of = nothing, engine.lanes
 
     def lanes(executor: Executor) -> list[Lane]:
-        issuer, (compute, *others) = Issuer(engine.lane_threads["issue"]), lanes_of(executor)
-        issuer.around = compute.around
-        names = "compute", "h2d", "d2h"
-        on_host = [lane for lane in others if lane.name not in names]
+        issuer, names = Issuer(infer), ("compute", "h2d", "d2h")
+        on_host = [lane for lane in lanes_of(executor) if lane.name not in names]
         return [*(StreamLane(name, executor.perform, nothing, issuer) for name in names), *on_host]
 
     with ExitStack() as held:

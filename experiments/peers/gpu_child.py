@@ -135,6 +135,7 @@ def run_ours(request: dict) -> dict:
     from flexhybrid.core.workload import Workload
     from flexhybrid.resolve import PacedDevice, best_policy, named_hardware
     from flexhybrid.runtime.engine import Engine, RunControl
+    from flexhybrid.runtime.profiling.attention_paths import fastest_paths
     from flexhybrid.runtime.session import Session
     from flexhybrid.runtime.storage.loader import RandomWeights
     from flexhybrid.runtime.storage.weights import Weights
@@ -147,6 +148,7 @@ def run_ours(request: dict) -> dict:
         hardware=named_hardware(None, PacedDevice(device)),
         budgets=Budgets(request["device_memory"], request["host_memory"]),
         device=device.type,
+        attention=fastest_paths(device.type, request["dtype"], shape.queries_per_key, shape.head_dim),
     )
     workload = Workload.uniform(len(prompts), len(prompts[0]), request["gen_tokens"])
     policy = best_policy(problem, workload)

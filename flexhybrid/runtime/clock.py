@@ -4,7 +4,8 @@ A *lane* runs the tasks of one resource in the order of the plan. There are two 
 
 - A **host lane** (CPU compute, paced links, host_compute, disk) has a thread, and has completed a task when its
   function returns.
-- A **stream lane** (CUDA compute and copies: ``issuing.StreamLane``) only enqueues; one thread does so for all of them.
+- A **stream lane** (CUDA compute and copies: ``issuing.StreamLane``) only enqueues; the planning thread does so for all
+  of them (``issuing.Issuer``).
 
 A lane that waits never keeps another one from being fed.
 """
@@ -18,6 +19,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
 
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import Task
@@ -25,6 +28,9 @@ from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.runtime.links import TURN
 from flexhybrid.runtime.process_settings import NO_OLD_GARBAGE, SHORT_SWITCH_INTERVAL
 from flexhybrid.runtime.profiling.cpu_use import ThreadAccount
+
+if TYPE_CHECKING:
+    from flexhybrid.runtime.issuing import Issuer
 
 #: Tasks of one lane that may wait in its queue: far enough ahead to never starve, small enough to bound memory.
 LOOKAHEAD_TASKS = 256
@@ -38,60 +44,24 @@ class Aborted(Exception):
 
 
 Perform = Callable[[Task], None]
+Around = Callable[[Callable[[], None]], None]  #: calls what runs the tasks of a thread
 
 
-class Worker:
-    """A thread of a run. ``thread``: lent by the owner of several runs (``LaneThreads``); None: a new one, which ends
-    with the run."""
+class Lane:
+    """The tasks of a resource, in the order of the plan. ``passed`` counts those that others may build on. A task is
+    named by its ordinal in the lane.
 
-    def __init__(self, name: str, thread: ThreadPoolExecutor | None):
-        self.fail: Callable[[BaseException], None] = lambda error: None
-        self.around: Callable[[Callable[[], None]], None] = lambda tasks: tasks()  #: calls what runs the tasks
-        self.thread, self._lent = thread or LaneThreads()[name], thread is not None
-        self._ended: Future | None = None
-
-    def start(self) -> None:
-        self._ended = self.thread.submit(_loop, [self])
-
-    def join(self) -> None:
-        if self._ended:
-            self._ended.result()
-        if not self._lent:
-            self.thread.shutdown()
-
-    def loop(self) -> None:
-        """Run tasks until they end or a lane fails."""
-        try:
-            self.around(self._run_tasks)
-        except Aborted:
-            pass
-        except BaseException as error:  # raised again by Clock.run(); a thread must not die silently
-            self.fail(error)
-
-    def _run_tasks(self) -> None:
-        raise NotImplementedError
-
-
-class Lane(Worker):
-    """The thread of a resource. ``passed`` counts the tasks that others may build on, here those that are complete. A
-    task is named by its ordinal in the lane.
-
-    ``times`` adds up where the thread's time goes in a run that keeps a trace.
+    ``times`` adds up where a run's time goes that keeps a trace.
     """
 
     lookahead = LOOKAHEAD_TASKS
+    issuer: Issuer | None = None
 
-    def __init__(
-        self,
-        name: str,
-        perform: Perform,
-        on_start: Callable[[], None] | None = None,
-        thread: ThreadPoolExecutor | None = None,
-    ):
-        super().__init__(name, thread)
+    def __init__(self, name: str, perform: Perform):
         self.name = name
         self.perform = perform
         self.lanes: dict[str, Lane] = {}
+        self.fail: Callable[[BaseException], None] = lambda error: None
         self.failed = False
         self.passed = 0
         self.submitted = 0
@@ -99,33 +69,31 @@ class Lane(Worker):
         self.num_spans = math.inf  #: the number of first tasks whose start and end are kept
         self.times = LaneTimes()
         self.busy_s = 0.0  #: from the tasks' starts to their ends so far; of a stream lane not known
-        self.enqueuing_s = 0.0  #: processor seconds of a thread that only enqueues
-        self._spans: list[tuple[float, float]] = []
-        self._end_s: dict[int, float] = {}  #: of the latest tasks
-        self._on_start = on_start
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._waiting: list[tuple[int, Callable[[], object]]] = []  #: ordinals that are waited for, and whom to call
         self._awaited = math.inf  #: the first of these ordinals
         self._lock = threading.Lock()
 
+    def start(self) -> None:
+        """Take tasks from now on."""
+
     def submit(self, task: Task, waits) -> int:
-        ordinal = self.submitted
-        self.submitted += 1
-        self._queue.put((task, waits, time.perf_counter()))
-        return ordinal
+        """Take a task that waits for tasks of lanes; return its ordinal."""
+        raise NotImplementedError
 
     def finish(self) -> None:
-        self._queue.put(None)
+        """Take no more tasks."""
+
+    def join(self) -> None:
+        """Return once nothing runs any more."""
 
     def abort(self) -> None:
+        """Run no more tasks, and wake all that wait for some."""
         self.failed = True
-        self._queue.put(None)
         self._wake(math.inf)
 
     def wait_complete(self, ordinal: int) -> float:
         """Block until the task with this ordinal is complete; return when it ended, -inf where that is long ago."""
-        self._block(ordinal)
-        return self._end_s.get(ordinal, -math.inf)
+        raise NotImplementedError
 
     def _block(self, ordinal: int) -> None:
         """Sleep until the task with this ordinal has passed, and not be woken by those before it."""
@@ -159,6 +127,76 @@ class Lane(Worker):
             self._awaited = min((ordinal for ordinal, _ in self._waiting), default=math.inf)
         for call in reached:
             call()
+
+    def span(self, ordinal: int) -> tuple[float, float]:
+        """Return (start, end) of a finished task whose span is kept, on the clock of ``time.perf_counter``."""
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        """Wait for the work that a failed run left enqueued: nothing, on a host lane."""
+
+    def release(self) -> None:
+        """Drop the references to the other lanes once all have ended: a circle would keep the run's buffers alive."""
+        self.lanes, self.fail = {}, lambda error: None
+
+
+class HostLane(Lane):
+    """A lane with a thread of its own, which runs its tasks; those have passed that are complete.
+
+    ``thread``: lent by the owner of several runs (``LaneThreads``); None: a new one, which ends with the run.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        perform: Perform,
+        on_start: Callable[[], None] | None = None,
+        thread: ThreadPoolExecutor | None = None,
+        around: Around = lambda tasks: tasks(),
+    ):
+        super().__init__(name, perform)
+        self._around = around
+        self.thread, self._lent = thread or LaneThreads()[name], thread is not None
+        self._spans: list[tuple[float, float]] = []
+        self._end_s: dict[int, float] = {}  #: of the latest tasks
+        self._on_start = on_start
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._ended: Future | None = None
+
+    def start(self) -> None:
+        self._ended = self.thread.submit(_loop, [self])
+
+    def submit(self, task: Task, waits) -> int:
+        ordinal = self.submitted
+        self.submitted += 1
+        self._queue.put((task, waits, time.perf_counter()))
+        return ordinal
+
+    def finish(self) -> None:
+        self._queue.put(None)
+
+    def join(self) -> None:
+        if self._ended:
+            self._ended.result()
+        if not self._lent:
+            self.thread.shutdown()
+
+    def abort(self) -> None:
+        super().abort()
+        self._queue.put(None)
+
+    def wait_complete(self, ordinal: int) -> float:
+        self._block(ordinal)
+        return self._end_s.get(ordinal, -math.inf)
+
+    def loop(self) -> None:
+        """Run tasks until they end or a lane fails."""
+        try:
+            self._around(self._run_tasks)
+        except Aborted:
+            pass
+        except BaseException as error:  # raised again by Clock.run(); a thread must not die silently
+            self.fail(error)
 
     def _run_tasks(self) -> None:
         if self._on_start:
@@ -199,20 +237,12 @@ class Lane(Worker):
         self._end_s.pop(number - 2 * self.lookahead, None)
 
     def span(self, ordinal: int) -> tuple[float, float]:
-        """Return (start, end) of a finished task whose span is kept, on the clock of ``time.perf_counter``."""
         return self._spans[ordinal]
 
-    def drain(self) -> None:
-        """Wait for the work that a failed run left enqueued: nothing, on a host lane."""
 
-    def release(self) -> None:
-        """Drop the references to the other lanes once all have ended: a circle would keep the run's buffers alive."""
-        self.lanes, self.fail = {}, lambda error: None
-
-
-def _loop(workers: list[Worker]) -> None:
-    """Run the one worker of a list, and take it from there: a thread pool keeps the arguments a moment too long."""
-    workers.pop().loop()
+def _loop(lanes: list[HostLane]) -> None:
+    """Run the one lane of a list, and take it from there: a thread pool keeps the arguments a moment too long."""
+    lanes.pop().loop()
 
 
 class LaneThreads(dict[str, ThreadPoolExecutor]):
@@ -246,6 +276,7 @@ class Clock:
         on_fail: Callable[[], None] = lambda: None,
     ):
         self.lanes = {lane.name: lane for lane in lanes}
+        self._issuer = next((lane.issuer for lane in self.lanes.values() if lane.issuer), None)
         self.began_s = math.nan  #: the zero of the trace, on the clock of ``time.perf_counter``
         #: processor seconds of what Python does task by task, whatever the lanes do: planning, handing over,
         #: collecting, and the calls that enqueue on streams
@@ -268,8 +299,11 @@ class Clock:
 
     def wait(self, resource: str, ordinal: int) -> None:
         """Block the calling (planning) thread until that task is complete; raise the error that stopped a lane."""
+        lane = self.lanes[resource]
         try:
-            self.lanes[resource].wait_complete(ordinal)
+            if self._issuer:
+                self._issuer.enqueue_until(lane, ordinal)
+            lane.wait_complete(ordinal)
         except Aborted:
             raise self._error or RuntimeError("the run was stopped") from None
 
@@ -287,30 +321,19 @@ class Clock:
         """
         submitted: list[tuple[Task, Lane, int]] = []
         num_traced = math.inf if keep_trace is True else int(keep_trace)
+        plan = partial(self._plan, tasks, on_submit, num_traced, submitted)
         with SHORT_SWITCH_INTERVAL.held(), NO_OLD_GARBAGE.held() if num_traced else contextlib.nullcontext():
             self.began_s, before_s = time.perf_counter(), time.thread_time()
             try:
                 for lane in self.lanes.values():
                     lane.num_spans = math.inf if num_traced else 0
                     lane.start()
-                for task in tasks:
-                    lane, ordinal = self._submit(task)
-                    if len(submitted) < num_traced:
-                        submitted.append((task, lane, ordinal))
-                        if len(submitted) == num_traced:
-                            for other in self.lanes.values():
-                                other.num_spans = other.submitted
-                    if on_submit:
-                        on_submit(task, ordinal)
+                self._issuer.around(plan) if self._issuer else plan()
                 self.launch_s = time.thread_time() - before_s
-                for lane in self.lanes.values():
-                    if lane.submitted:
-                        self.wait(lane.name, lane.submitted - 1)
             except BaseException as error:
                 self._fail(error)
             finally:
                 self._end_lanes()
-        self.launch_s += sum(lane.enqueuing_s for lane in self.lanes.values())
         if self._error:
             error, self._error = self._error, None
             try:
@@ -322,6 +345,27 @@ class Clock:
             start, end = lane.span(ordinal)
             trace.append(TraceEvent(task, start - self.began_s, end - self.began_s))
         return trace
+
+    def _plan(
+        self,
+        tasks: Iterable[Task],
+        on_submit: Callable[[Task, int], None] | None,
+        num_traced: float,
+        submitted: list[tuple[Task, Lane, int]],
+    ) -> None:
+        """Submit every task and wait for the end; ``submitted`` gets the first ``num_traced``."""
+        for task in tasks:
+            lane, ordinal = self._submit(task)
+            if len(submitted) < num_traced:
+                submitted.append((task, lane, ordinal))
+                if len(submitted) == num_traced:
+                    for other in self.lanes.values():
+                        other.num_spans = other.submitted
+            if on_submit:
+                on_submit(task, ordinal)
+        for lane in self.lanes.values():
+            if lane.submitted:
+                self.wait(lane.name, lane.submitted - 1)
 
     def _submit(self, task: Task) -> tuple[Lane, int]:
         """Give a task to its lane, once the lane's queue has room; raise Aborted when a lane has failed.

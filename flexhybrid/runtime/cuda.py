@@ -52,6 +52,10 @@ class Recorded:
         self._events, self.timed, self.event = events, timed, events.take(timed)
         self.event.record(stream)
 
+    def is_complete(self) -> bool:
+        """Return whether the stream has come to it."""
+        return self.event.query()
+
     def synchronize(self) -> None:
         """Wait on the calling thread until the stream has come to it."""
         self.event.synchronize()

@@ -24,7 +24,7 @@ from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers
-from flexhybrid.runtime.clock import Clock, Lane, LaneThreads, Worker
+from flexhybrid.runtime.clock import Around, Clock, HostLane, Lane, LaneThreads
 from flexhybrid.runtime.cuda import CudaClock, CudaCopies, CudaStream, lane_events, lane_streams
 from flexhybrid.runtime.executor import EngineParts, Executor
 from flexhybrid.runtime.issuing import Issuer, StreamLane
@@ -180,21 +180,21 @@ class Engine:
         OpenMP keeps its number of threads for each thread that uses it, so each lane sets its own, and engines of one
         process do not disturb each other.
         """
-        perform, threads = executor.perform, self.lane_threads
-        host = Lane("host_compute", perform, partial(_compute_with, self.host_threads), threads["host_compute"])
-        lanes = [host, *(Lane(name, perform, None, threads[name]) for name in ("disk_read", "disk_write"))]
+        perform = executor.perform
+        # What computes a model's own modules is on a stack that they can leave.
+        around_compute = infer if executor.modules is None else infer_hosted
+
+        def host_lane(name: str, num_threads: int | None = None, around: Around = infer) -> Lane:
+            on_start = partial(_compute_with, num_threads) if num_threads else None
+            return HostLane(name, perform, on_start, self.lane_threads[name], around)
+
+        lanes = [host_lane("host_compute", self.host_threads), host_lane("disk_read"), host_lane("disk_write")]
         if self.device.type == "cuda":
-            clock, events, issuer = CudaClock(self.device), lane_events(self.device), Issuer(threads["issue"])
+            clock, events, issuer = CudaClock(self.device), lane_events(self.device), Issuer(around_compute)
             streams = lane_streams(self.device).items()
             on_device = [StreamLane(name, perform, CudaStream(of, clock, events), issuer) for name, of in streams]
-            workers: list[Worker] = [issuer]
         else:
-            compute = Lane("compute", perform, partial(_compute_with, self.num_threads), threads["compute"])
-            on_device = [compute, *(Lane(name, perform, None, threads[name]) for name in ("h2d", "d2h"))]
-            workers = [*on_device]
-        for worker in (*workers, *lanes):
-            on_stack = executor.modules is not None and worker is workers[0]  # which computes
-            worker.around = partial(_infer, hosted if on_stack else worker.around)
+            on_device = [host_lane("compute", self.num_threads, around_compute), host_lane("h2d"), host_lane("d2h")]
         return [*on_device, *lanes]
 
     @contextmanager
@@ -202,6 +202,7 @@ class Engine:
         """Hold the settings of the process that a run on this device needs."""
         with ExitStack() as held:
             if self.device.type == "cuda":
+                held.enter_context(_current_stream_kept(self.device))
                 held.enter_context(NO_CUDNN_ATTENTION.held())
                 if self.weights.dtype == torch.float32:
                     held.enter_context(NO_TF32.held())
@@ -260,10 +261,24 @@ def _compute_with(num_threads: int) -> None:
         torch.get_num_threads()
 
 
-def _infer(around: Callable[[Callable[[], None]], None], tasks: Callable[[], None]) -> None:
-    """Run a lane's tasks without what autograd keeps: entered once, since that takes as long as some operations."""
+@contextmanager
+def _current_stream_kept(device: torch.device) -> Iterator[None]:
+    """Give this thread its current stream back: the planning thread enters those of the lanes."""
+    stream = torch.cuda.current_stream(device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(stream)
+
+
+def infer(tasks: Callable[[], None]) -> None:
+    """Run a thread's tasks without what autograd keeps: entered once, since that takes as long as some operations."""
     with torch.inference_mode():
-        around(tasks)
+        tasks()
+
+
+def infer_hosted(tasks: Callable[[], None]) -> None:
+    infer(partial(hosted, tasks))
 
 
 def _resolved(event: TraceEvent, resolved: dict[tuple, Work]) -> TraceEvent:

@@ -1,23 +1,22 @@
-"""Lanes that enqueue on CUDA streams, and the one thread that does it for all of them.
+"""Lanes whose tasks are enqueued on CUDA streams, by the thread that plans them.
 
 Waiting on an event that has not been recorded does nothing on CUDA, so a task may be enqueued only after its
 predecessors on other stream lanes are *enqueued* (its stream is then made to wait for their events) and its
 predecessors on host lanes are *complete*. A host lane waits for the event itself, on its own thread. Every task gets an
 event for which nobody waits any more. Nothing ever synchronises the whole device.
 
-A thread for each stream would spend more time on the interpreter's lock than on its calls (bench: launch).
+Threads that enqueue, one for each stream or one for all, would spend more time on the interpreter's lock than on their
+calls (bench: launch).
 """
 
 from __future__ import annotations
 
-import queue
+import threading
 import time
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 from flexhybrid.core.task import Task
-from flexhybrid.runtime.clock import Aborted, Lane, Perform, Worker
+from flexhybrid.runtime.clock import LOOK_UP_S, Aborted, Around, Lane, Perform
 from flexhybrid.runtime.cuda import CudaStream, Recorded
 
 #: Tasks of a stream lane that may wait in its queue or on its stream. A CUDA stream takes about 1,000 calls before the
@@ -25,45 +24,26 @@ from flexhybrid.runtime.cuda import CudaStream, Recorded
 STREAM_LOOKAHEAD_TASKS = 64
 
 
-class Issuer(Worker):
-    """The thread that enqueues the tasks of all stream lanes, each lane's in their order, as soon as they may be.
+#: Seconds between two looks at an event that the planning thread waits for while tasks wait for host lanes. The event
+#: is half of a lane's lookahead away from the device's idling.
+LOOK_S = 2e-4
 
-    Its inbox holds the tasks that are submitted, and calls of host lanes that have completed what a task waits for: a
-    lane whose next task waits keeps no other from being fed.
+
+class Issuer:
+    """Enqueues the tasks of all stream lanes, each lane's in their order, as soon as they may be: on the planning
+    thread, as it submits tasks and while it waits. A lane whose next task waits keeps no other from being fed.
     """
 
-    def __init__(self, thread: ThreadPoolExecutor | None = None):
-        super().__init__("issue", thread)
+    def __init__(self, around: Around = lambda tasks: tasks()):
+        self.around = around  #: calls what plans and enqueues
         self.lanes: list[StreamLane] = []
-        self.inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self.told = threading.Event()  #: a host lane has completed what a task waits for, or a lane has failed
         self._current: StreamLane | None = None  #: whose stream is the thread's
 
-    def start(self) -> None:
-        if not self._ended:  # each lane starts it
-            self.fail = self.lanes[0].fail
-            super().start()
-
-    def loop(self) -> None:
-        before_s = time.thread_time()
-        super().loop()
-        self.lanes[0].enqueuing_s = time.thread_time() - before_s
-
-    def _run_tasks(self) -> None:
-        """Enqueue until no lane gets more tasks, or one fails."""
-        open_lanes = len(self.lanes)
-        while open_lanes or any(lane.queued for lane in self.lanes):
-            item = self.inbox.get()
-            if self.lanes[0].failed:
-                return
-            if item is ENDS:
-                open_lanes -= 1
-            elif item is not COMPLETED:
-                lane, *queued = item
-                lane.queued.append(queued)
-                if len(lane.queued) > 1:
-                    continue
-            while any([self._enqueue(lane) for lane in self.lanes if lane.queued]):
-                pass
+    def enqueue(self) -> None:
+        """Enqueue all tasks that may be."""
+        while any([self._enqueue(lane) for lane in self.lanes if lane.queued]):
+            pass
 
     def _enqueue(self, lane: StreamLane) -> bool:
         """Enqueue tasks of a lane up to the first that waits; return whether there was one."""
@@ -75,47 +55,57 @@ class Issuer(Worker):
             lane.enqueue(*lane.queued.popleft())
         return lane.passed > before
 
+    def enqueue_until(self, lane: Lane, ordinal: int) -> None:
+        """Enqueue tasks until that one of a lane is complete, or of a stream lane until it is enqueued and no task is
+        left that waits for a host lane. Raises Aborted when a lane has failed."""
+        if not isinstance(lane, StreamLane):
+            lane.call_when_passed(ordinal, self.told.set)
+        self.enqueue()
+        while lane.passed <= ordinal:
+            self._sleep(lane, LOOK_UP_S)
+        if isinstance(lane, StreamLane) and (event := lane.wait_enqueued(ordinal)):
+            while any(other.queued for other in self.lanes) and not event.is_complete():
+                self._sleep(lane, LOOK_S)
 
-ENDS, COMPLETED = "ends", "completed"  #: in the inbox: a lane gets no more tasks; what a task waited for is complete
+    def _sleep(self, lane: Lane, seconds: float) -> None:
+        """Sleep until a host lane has completed what a task waits for, at most so long; enqueue what may be then."""
+        self.told.wait(seconds)
+        self.told.clear()
+        if lane.failed:
+            raise Aborted
+        self.enqueue()
 
 
 class StreamLane(Lane):
-    """A lane that enqueues on a stream. ``passed`` counts its enqueued tasks: other stream lanes may build on them.
-    ``times`` counts its tasks, and in a run that keeps a trace what enqueuing them takes of a processor.
+    """A lane whose tasks are enqueued on a stream; those have passed that are enqueued: other stream lanes may build on
+    them. ``times`` counts them, and in a run that keeps a trace what enqueuing them takes of a processor.
 
     Events of tasks whose spans are not kept are dropped when older than the lookahead: the planner has waited for them
     before it went on, so there is nothing left to wait for. The stream records them anew once nobody holds them.
     """
 
     lookahead = STREAM_LOOKAHEAD_TASKS
+    issuer: Issuer
 
     def __init__(self, name: str, perform: Perform, stream: CudaStream, issuer: Issuer):
-        super().__init__(name, perform, thread=issuer.thread)
+        super().__init__(name, perform)
         self.stream, self.issuer = stream, issuer
-        self.queued: deque[tuple[Task, list]] = deque()  #: of the issuer's thread alone
+        self.queued: deque[tuple[Task, list]] = deque()  #: submitted, and not enqueued yet
         self._asked: tuple[str, int] | None = None  #: host lane and ordinal whose completion the issuer will be told of
         self._begins: list[Recorded] = []
         self._ends: dict[int, Recorded] = {}
         issuer.lanes.append(self)
 
-    def start(self) -> None:
-        self.issuer.start()
-
     def submit(self, task: Task, waits) -> int:
         ordinal = self.submitted
         self.submitted += 1
-        self.issuer.inbox.put((self, task, waits))
+        self.queued.append((task, waits))
+        self.issuer.enqueue()
         return ordinal
-
-    def finish(self) -> None:
-        self.issuer.inbox.put(ENDS)
-
-    def join(self) -> None:
-        self.issuer.join()
 
     def abort(self) -> None:
         super().abort()
-        self.issuer.inbox.put(COMPLETED)
+        self.issuer.told.set()
 
     def may_enqueue(self, waits) -> bool:
         """Return whether all that a task waits for is enqueued or complete; else the issuer is told of a host lane's
@@ -126,7 +116,7 @@ class StreamLane(Lane):
                 continue
             if not isinstance(lane, StreamLane) and self._asked != (resource, ordinal):
                 self._asked = resource, ordinal
-                lane.call_when_passed(ordinal, partial(self.issuer.inbox.put, COMPLETED))
+                lane.call_when_passed(ordinal, self.issuer.told.set)
                 if lane.passed > ordinal:
                     continue
             return False
@@ -173,4 +163,4 @@ class StreamLane(Lane):
 
     def release(self) -> None:
         super().release()
-        self.issuer.lanes, self.issuer.fail = [], self.fail
+        self.issuer.lanes = []

@@ -20,7 +20,7 @@ from fake_cuda.arrays import Arrays
 
 from flexhybrid.runtime import engine as engine_module
 from flexhybrid.runtime import token_masks
-from flexhybrid.runtime.clock import Lane, LaneThreads
+from flexhybrid.runtime.clock import HostLane, Lane, LaneThreads
 from flexhybrid.runtime.issuing import StreamLane
 from flexhybrid.runtime.kernels import compiled
 from flexhybrid.runtime.storage import host_memory
@@ -185,7 +185,7 @@ def watching(runs: Plain | None = None, modes: Callable[[Watch], Arrays] = Array
         monkeypatch.setattr(compiled, "has_numba", lambda: False)
         runtime = host_memory._cuda_runtime()
         monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: Registering(runtime, watch))
-        monkeypatch.setattr(engine_module, "Lane", watched_lane(Lane, watch))
+        monkeypatch.setattr(engine_module, "HostLane", watched_lane(HostLane, watch))
         monkeypatch.setattr(engine_module, "StreamLane", watched_lane(StreamLane, watch))
         monkeypatch.setattr(engine_module, "LaneThreads", lambda: Threads(enter))
         monkeypatch.setattr(token_masks, "ThreadPoolExecutor", partial(Helper, watch, enter))

@@ -20,7 +20,7 @@ from flexhybrid.core.trace import LaneTimes, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime import clock as lanes
-from flexhybrid.runtime.clock import Clock, Lane
+from flexhybrid.runtime.clock import Clock, HostLane
 from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.links import TURN, CpuCopies
@@ -113,11 +113,11 @@ def test_views_that_are_made_anew_each_time_change_nothing(checkpoint, policy, m
 @pytest.mark.parametrize("lookahead", (1, 2, 16))
 def test_a_planner_ahead_of_its_lane_waits_for_half_a_queue(monkeypatch, lookahead):
     """It is woken once for so many tasks, and never has more than a queue of them before the lane."""
-    monkeypatch.setattr(Lane, "lookahead", lookahead)
+    monkeypatch.setattr(HostLane, "lookahead", lookahead)
     waits, ahead = [], []
     wait = Clock.wait
     monkeypatch.setattr(Clock, "wait", lambda self, *of: (waits.append(of), wait(self, *of)))
-    lane = Lane("compute", lambda task: time.sleep(1e-4))
+    lane = HostLane("compute", lambda task: time.sleep(1e-4))
     tasks = [Task(i, 0, 0, "work", "compute", Work(), (), ()) for i in range(160)]
     trace = Clock([lane]).run(tasks, on_submit=lambda task, ordinal: ahead.append(ordinal + 1 - lane.passed))
     assert len(trace) == 160 and max(ahead) <= lookahead
@@ -125,7 +125,7 @@ def test_a_planner_ahead_of_its_lane_waits_for_half_a_queue(monkeypatch, lookahe
 
 
 def test_a_trace_leaves_older_objects_out_of_collections():
-    thresholds, lanes_of = [], lambda: [Lane("compute", lambda task: thresholds.append(gc.get_threshold()))]
+    thresholds, lanes_of = [], lambda: [HostLane("compute", lambda task: thresholds.append(gc.get_threshold()))]
     tasks = [Task(0, 0, 0, "work", "compute", Work(), (), ())]
     before, kept = gc.get_threshold(), gc.get_freeze_count()
     for keep_trace in (True, False):
@@ -137,7 +137,7 @@ def test_a_trace_leaves_older_objects_out_of_collections():
 def test_a_task_that_passes_before_its_waiting_is_noted_is_seen(monkeypatch):
     """Nobody wakes a thread that a lane has not seen waiting: it looks for itself, once it can be seen."""
     monkeypatch.setattr("flexhybrid.runtime.clock.LOOK_UP_S", 60.0)
-    lane = Lane("compute", lambda task: None)
+    lane = HostLane("compute", lambda task: None)
 
     class PassesFirst(list):
         def append(self, waiting):
@@ -169,7 +169,7 @@ def test_dropping_a_kind_of_dependency_is_seen_on_the_real_clock(dropped):
         time.sleep(generator.random() * 1e-3)
 
     def violations(kinds):
-        clock = Clock([Lane(name, perform) for name in ("h2d", "compute", "d2h")], kinds)
+        clock = Clock([HostLane(name, perform) for name in ("h2d", "compute", "d2h")], kinds)
         return check_trace(clock.run(tasks))
 
     assert violations(HAZARDS) == []
@@ -192,7 +192,7 @@ def test_an_error_in_a_lane_reaches_the_caller_and_ends_every_thread():
         for i in range(50)
         for resource in ("h2d", "compute", "d2h")
     ]
-    clock = Clock([Lane(name, perform) for name in ("h2d", "compute", "d2h")])
+    clock = Clock([HostLane(name, perform) for name in ("h2d", "compute", "d2h")])
     with pytest.raises(RuntimeError, match="the copy failed"):
         clock.run(tasks)
     assert performed.count(20) == 1 and max(performed) == 20  # each task waits for the one before
@@ -206,7 +206,7 @@ def test_an_error_in_the_stream_of_tasks_ends_every_thread(checkpoint):
         yield Task(0, 0, 0, "load", "h2d", Work(), (), ())
         raise ValueError("planning failed")
 
-    clock = Clock([Lane(name, lambda task: None) for name in ("h2d", "compute")])
+    clock = Clock([HostLane(name, lambda task: None) for name in ("h2d", "compute")])
     with pytest.raises(ValueError, match="planning failed"):
         clock.run(broken())
     assert threading.active_count() == before
@@ -224,7 +224,7 @@ def test_planning_never_outruns_the_lookahead(checkpoint):
             issued.append((i, lane.passed))
             yield Task(i, 0, 0, "work", "compute", Work(), (), ())
 
-    lane = Lane("compute", perform)
+    lane = HostLane("compute", perform)
     Clock([lane]).run(tasks())
     assert max(i - complete for i, complete in issued) <= lanes.LOOKAHEAD_TASKS + 1
 
@@ -298,7 +298,7 @@ def test_the_times_of_a_lane_tell_what_it_waited_for(monkeypatch):
         ready.append(TURN.ready_s)
         time.now, time.cpu, TURN.paced_s = time.now + seconds, time.cpu + cpu_s, TURN.paced_s + paced_s
 
-    made = Clock([Lane("h2d", perform), Lane("compute", perform)]).lanes
+    made = Clock([HostLane("h2d", perform), HostLane("compute", perform)]).lanes
     for resource, waits, planned, begins, *_ in tasks:
         time.now = begins
         made[resource]._run(Task(0, 0, 0, "work", resource, Work(), (), ()), waits, planned)
@@ -309,7 +309,7 @@ def test_the_times_of_a_lane_tell_what_it_waited_for(monkeypatch):
 
 def test_a_thread_that_waits_for_a_task_sleeps_through_those_before_it():
     """Two threads wait for the 100th and the last of 101 tasks: each is woken once, not by every task."""
-    lane, account = Lane("h2d", lambda task: None), {}
+    lane, account = HostLane("h2d", lambda task: None), {}
 
     def wait(ordinal):
         before = ThreadAccount.now()

@@ -1,4 +1,4 @@
-"""Stream lanes and the thread that enqueues for them, on streams that only note what they are asked."""
+"""Stream lanes, which the planning thread feeds, on streams that only note what they are asked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexhybrid.core.task import Access, Task, Work
-from flexhybrid.runtime.clock import Clock, Lane
+from flexhybrid.runtime.clock import Clock, HostLane, Lane
 from flexhybrid.runtime.issuing import Issuer, StreamLane
 
 STREAMS, HOST = ("compute", "h2d", "d2h"), ("host_compute", "disk_read")
@@ -33,7 +33,7 @@ class NotedStream:
     def record(self, timed: bool = True):
         last = next(task for name, what, task in reversed(self.notes) if (name, what) == (self.name, "runs"))
         synchronize = lambda: self.notes.append((threading.get_ident(), "waits", last))  # noqa: E731
-        return SimpleNamespace(task=last, synchronize=synchronize)
+        return SimpleNamespace(task=last, synchronize=synchronize, is_complete=lambda: False)
 
     def synchronize(self) -> None: ...
 
@@ -52,7 +52,7 @@ def lanes_of(perform) -> tuple[list[Lane], list]:
         notes.append((who, "done" if on_host else "runs", task.iteration))
 
     of_streams = [StreamLane(name, noted, NotedStream(name, notes, current), issuer) for name in STREAMS]
-    return [*of_streams, *(Lane(name, noted) for name in HOST)], notes
+    return [*of_streams, *(HostLane(name, noted) for name in HOST)], notes
 
 
 def task_of(number: int, resource: str, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> Task:
@@ -141,4 +141,4 @@ def test_an_error_ends_lanes_that_wait_for_it(failing):
     with pytest.raises(ValueError, match=f"{failing} broke"):
         Clock(made).run(tasks(), keep_trace=False)
     assert not any(lane.lanes for lane in made)
-    assert made[0].issuer._ended.done() and not made[0].issuer.lanes
+    assert not made[0].issuer.lanes

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from flexhybrid.core.task import Task, Work
-from flexhybrid.runtime.clock import Clock, Lane
+from flexhybrid.runtime.clock import Clock, HostLane
 from flexhybrid.runtime.process_settings import SHORT_SWITCH_INTERVAL, HeldSetting
 
 
@@ -40,10 +40,10 @@ def test_two_clocks_at_once_leave_the_switch_interval_as_it_was():
 
     with SHORT_SWITCH_INTERVAL.held():
         short = sys.getswitchinterval()
-    first = threading.Thread(target=Clock([Lane("compute", wait)]).run, args=([task],))
+    first = threading.Thread(target=Clock([HostLane("compute", wait)]).run, args=([task],))
     first.start()
     assert started.wait(60)
-    Clock([Lane("compute", look)]).run([task])
+    Clock([HostLane("compute", look)]).run([task])
     seen.append(sys.getswitchinterval())
     may_end.set()
     first.join(60)

@@ -150,7 +150,7 @@ def test_a_run_by_the_kernels_gives_transformers_tokens(tmp_path, monkeypatch):
     launches, launch = [], attend_triton.launch
     monkeypatch.setattr(attending_in_place, "by_numba", lambda state: False)
     monkeypatch.setattr(attend_triton, "launch", lambda *args: (launches.append(args[5] is None), launch(*args)))
-    monkeypatch.setattr(attend_triton, "LEAST_BLOCKS", 2)  # so that some contexts are read in parts
+    monkeypatch.setitem(attend_triton.SPLITS, False, (1024, 2))  # so that some contexts are read in parts
     policy = Policy(cache={"kv@host": 0.25, "kv@device": 0.25, "act@device": 0.25, "act@host": 0.25})
     with LLM(tmp_path, policy, device="cpu", dtype="float32", hardware=machine()) as llm:
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -97,11 +97,11 @@ class PolicyRun:
         trace = self.session.decode()
         return trace, CpuUse.now().others_since(before)
 
-    def compute_alone_s(self) -> float:
-        """Return the wall time of the window's steps while nothing crosses the link; the best of ALONE_ROUNDS."""
+    def compute_alone_s(self, rounds: int = ALONE_ROUNDS) -> float:
+        """Return the wall time of the window's steps while nothing crosses the link; the best of some rounds."""
         self.engine.copies.enabled = False
         try:
-            return min(summarize_measured(self.decode()[0], LAST).decode_s for _ in range(ALONE_ROUNDS))
+            return min(summarize_measured(self.decode()[0], LAST).decode_s for _ in range(rounds))
         finally:
             self.engine.copies.enabled = True
 

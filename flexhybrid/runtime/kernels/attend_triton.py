@@ -7,8 +7,9 @@ share (flash-decoding: Dao et al. 2023). It reads keys and values once, with the
 Gimelshein 2018. Where several programs share a context, what each gives is kept in float32, and a second kernel adds it
 up. In how many parts a context is read follows from the step alone, not from the GPU.
 
-**Sizes**, by counting, not yet measured on a GPU: a program has up to 16 KiB of keys and as many of values in work at a
-time; a key head with one query multiplies and adds without tensor cores, which it would fill to a sixteenth.
+**Sizes** are the fastest of 72 measured on an H200. A key head with one query multiplies and adds without tensor cores,
+which it would fill to a sixteenth, and a program of it is a single warp with a block: warps that wait for each other
+at every sum took nearly twice as long. Many queries take 16 KiB of keys and as many of values, and two warps.
 
 **Parameters.** A kernel takes pointers, strides and constants one by one.
 """
@@ -36,12 +37,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MEMORIES = tl.constexpr(7)
 BLOCK = tl.constexpr(BLOCK_TOKENS)
 ALIGNED_BYTES = tl.constexpr(16)
-#: Programs that fill a large GPU, of which each takes LEAST_BLOCKS of a context at least; parts of a context at most.
-PROGRAMS, LEAST_BLOCKS, MOST_PARTS = 1024, 8, 128
+#: Programs that fill a large GPU, and blocks of a context that each of them takes at least: where a key head has one
+#: query, and where it has several.
+SPLITS = {True: (4096, 4), False: (1024, 8)}
+MOST_PARTS = 128  #: of a context
 PARTS, PARTS_AT_A_TIME = tl.constexpr(MOST_PARTS), tl.constexpr(16)
 TILE_ELEMENTS = 4096  #: of queries, and of what they get
 ALIGNMENT_VARIES = ("queries", "memories", "starts", "places", "kinds", "sinks", "target", "sums")
-OPTIONS = {"num_warps": 4, "num_stages": 2}
+ADDING = {"num_warps": 4, "num_stages": 2}
 
 
 class Table(NamedTuple):
@@ -140,7 +143,8 @@ def _attended(
 def num_parts(batch: int, heads: int, table: Table) -> int:
     """Return in how many parts each request's context is read: of many queries in one, that of a few in several."""
     items = batch * table.groups
-    return max(1, min(PROGRAMS // items, PARTIAL_ROWS // (batch * heads), table.most // LEAST_BLOCKS, MOST_PARTS))
+    programs, least = SPLITS[heads == table.groups]
+    return max(1, min(programs // items, PARTIAL_ROWS // (batch * heads), table.most // least, MOST_PARTS))
 
 
 def launch(
@@ -155,7 +159,7 @@ def launch(
     [B · H, parts, d + 2], weighted values, the highest score and the sum of weights."""
     (batch, heads, d), (target, sums) = query.shape, given
     queries, width = heads // table.groups, triton.next_power_of_2(d)
-    sizes = tile_sizes(queries, width, query.itemsize)
+    sizes, options = tile_sizes(queries, width, query.itemsize)
     sinks = {"sinks": target if rule.sinks_H is None else rule.sinks_H, "SINKS": rule.sinks_H is not None}
     weighs = {"SUMS": sums is not None, "D": d, "WIDTH": width}
     unused = query if sums is None else sums
@@ -183,20 +187,23 @@ def launch(
             **sizes,
             **sinks,
             **weighs,
-            **OPTIONS,
+            **options,
         )
         if partial is not None:
             _add_kernel[(batch * heads,)](
-                partial, target=target, sums=unused, parts=parts, HEADS=heads, **sinks, **weighs, **OPTIONS
+                partial, target=target, sums=unused, parts=parts, HEADS=heads, **sinks, **weighs, **ADDING
             )
 
 
-def tile_sizes(queries: int, width: int, itemsize: int) -> dict[str, int]:
-    """Return the queries of a program, padded, whether tensor cores multiply them, and the blocks it has in work."""
+def tile_sizes(queries: int, width: int, itemsize: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the queries of a program, padded, whether tensor cores multiply them, and the blocks it has in work; and
+    the options that it is compiled with."""
     if queries == 1:
-        return {"TILE": 1, "PRODUCTS": False, "BLOCKS": max(1, 4096 // (width * BLOCK_TOKENS))}
+        blocks, warps = max(1, 2048 // (width * BLOCK_TOKENS)), max(1, width // 128)
+        return {"TILE": 1, "PRODUCTS": False, "BLOCKS": blocks}, {"num_warps": warps, "num_stages": 2}
     tile = min(max(16, int(triton.next_power_of_2(queries))), max(16, TILE_ELEMENTS // width))
-    return {"TILE": tile, "PRODUCTS": True, "BLOCKS": max(1, (16384 // itemsize) // (width * BLOCK_TOKENS))}
+    blocks = max(1, (16384 // itemsize) // (width * BLOCK_TOKENS))
+    return {"TILE": tile, "PRODUCTS": True, "BLOCKS": blocks}, {"num_warps": max(2, tile // 8), "num_stages": 2}
 
 
 @triton.jit(do_not_specialize=["query_stride"], do_not_specialize_on_alignment=ALIGNMENT_VARIES)
