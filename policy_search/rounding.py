@@ -165,6 +165,10 @@ def candidates_of(
     return problem.candidates(policy, batch, tokens, cache=cache, weights_device=device, weights_disk=disk)
 
 
+#: Steps towards the most of the weights that fit: each leaves a thirtieth of what the one before it was off.
+PLACING_STEPS = 3
+
+
 def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (device share, disk share, whether it fits), [candidates]: the most of the weights on the device, the
     least on the disk.
@@ -197,18 +201,17 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
         device = np.ones(size)
     else:
         all_fit = peaks(1.0, 0.0)["device"] <= problem.limits["device"]
-        kept = (
-            mean_of(lambda layout: layout.resident_prefix(0.5))
-            + (problem.limits["device"] - peaks(0.5, 0.0)["device"]) / max(slope, 1)
-            - row
-        )
-        share = np.floor(kept / total * WEIGHT_STEPS) / WEIGHT_STEPS
-        share = np.where(
-            (kept > mean_of(lambda layout: layout.vectors_end)) & (slope > 0),
-            np.clip(share, 0.0, 1.0 - 1.0 / WEIGHT_STEPS),
-            0.0,
-        )
-        device = np.where(all_fit, 1.0, share)
+        vectors = mean_of(lambda layout: layout.vectors_end)
+        device = np.full(size, 0.5)
+        kept = np.full(size, mean_of(lambda layout: layout.resident_prefix(0.5)), dtype=float)
+        for step in range(PLACING_STEPS):  # in segments of the allocator a byte takes somewhat more than a byte
+            room = problem.limits["device"] - peaks(device, 0.0)["device"]
+            done = (room >= 0) if step else np.zeros(size, dtype=bool)
+            kept = np.where(done, kept, kept + room / max(slope, 1) - row)
+            share = np.floor(kept / total * WEIGHT_STEPS) / WEIGHT_STEPS
+            share = np.where((kept > vectors) & (slope > 0), np.clip(share, 0.0, 1.0 - 1.0 / WEIGHT_STEPS), 0.0)
+            device = np.where(done, device, share)
+        device = np.where(all_fit, 1.0, device)
     device = np.minimum(device, most)
     disk = np.full(size, problem.weights_disk or 0.0)
     may_spill = problem.weights_disk is None and "disk" in problem.tiers and "disk" in problem.space.weights

@@ -161,6 +161,10 @@ class CudaStream:
         return self._clock.seconds(recorded.event)
 
 
+#: Larger copies to the device are cut: the small ones of other streams, which compute waits for, come between.
+PIECE_BYTES = 16 << 20
+
+
 class CudaCopies:
     """Copies enqueued on the calling lane's stream, between page-locked host memory and the device.
 
@@ -175,8 +179,12 @@ class CudaCopies:
         """Copies that are enqueued end soon without help."""
 
     def copy_h2d(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        if self.enabled:
+        if self.enabled and source.nbytes <= PIECE_BYTES:
             target.copy_(source, non_blocking=True)
+        elif self.enabled:
+            piece = PIECE_BYTES // source.element_size()
+            for part, of_source in zip(target.view(-1).split(piece), source.view(-1).split(piece), strict=True):
+                part.copy_(of_source, non_blocking=True)
 
     def copy_d2h(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)

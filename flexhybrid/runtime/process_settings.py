@@ -48,6 +48,10 @@ SHORT_SWITCH_INTERVAL = HeldSetting(sys.getswitchinterval, sys.setswitchinterval
 #: a trace, and a profile, which needs one, would say so.
 NO_OLD_GARBAGE = HeldSetting(gc.get_threshold, lambda of: gc.set_threshold(*of), (*gc.get_threshold()[:2], 1 << 30))
 
+#: While a stream is captured its thread may free no page-locked memory, which garbage of an earlier run may hold: the
+#: driver would not let go of it, and refuse what is mapped there next.
+NO_GARBAGE = HeldSetting(gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable(), False)
+
 #: cuDNN's attention builds a graph for every new context length, on the host, in the middle of a decode.
 NO_CUDNN_ATTENTION = HeldSetting(torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp, False)
 

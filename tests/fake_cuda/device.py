@@ -432,10 +432,19 @@ class Graph:
 class Runtime:
     """The CUDA runtime's binding."""
 
+    def __init__(self, device: Device):
+        self.device, self.locked = device, set[int]()
+
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        if address in self.locked:
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        self.locked.add(address)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        if self.device.current().captured:
+            return 900  # cudaErrorStreamCaptureUnsupported
+        self.locked.remove(address)
         return 0
 
 
@@ -522,7 +531,8 @@ def fake_cuda(seed: int = 0, deferred: bool = True) -> Iterator[Watch]:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda of=None: device.current())
         graph_type = type("CUDAGraph", (Graph,), {"device": device, "pools": {}, "made": []})
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph_type)
-        monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+        runtime = Runtime(device)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
         monkeypatch.setattr(cuda, "memcpy_2d", lambda: device.copy_rows)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of=None: (7, 5))
         monkeypatch.setattr(quantize, "KERNELS", {})

@@ -106,6 +106,21 @@ def test_replays_give_the_tokens_of_kernels_that_are_launched_one_by_one(case, n
     assert len(graphs) > 10 and launched > len(graphs), (len(graphs), launched)
 
 
+def test_no_garbage_is_collected_in_a_capture(case, monkeypatch):
+    """It may hold page-locked memory, of which the driver would not let go."""
+    source, policy, expected = case("on the device")
+    finish, noted = VERB_FUNCTIONS["finish"], set()
+
+    def looking(state, task):
+        finish(state, task)
+        noted.add((torch.cuda.current_stream().captured is not None, gc.isenabled()))
+
+    monkeypatch.setitem(VERB_FUNCTIONS, "finish", looking)
+    with fake_cuda():
+        assert run(source, policy).tokens == expected
+    assert noted == {(True, False), (False, True)} and gc.isenabled()
+
+
 # ---- faults that must be found
 
 

@@ -26,6 +26,7 @@ class CountingRuntime:
         self.locked: dict[int, int] = {}
         self.calls: list[int] = []
         self.absent = 0  #: pages that the driver would have had to ask for
+        self.captures = False  #: a stream, when it lets go of nothing
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
         assert address % mmap.PAGESIZE == 0
@@ -40,6 +41,8 @@ class CountingRuntime:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        if self.captures:
+            return 900  # cudaErrorStreamCaptureUnsupported
         del self.locked[address]
         return 0
 
@@ -62,6 +65,20 @@ def test_memory_is_locked_piece_by_piece_and_unlocked_with_the_tensor(runtime):
     del tensor
     gc.collect()
     assert not runtime.locked
+
+
+def test_what_the_driver_does_not_let_go_of_stays_mapped_until_it_does(runtime):
+    """Else the system would map other memory there, which the driver refuses to lock."""
+    memory = HostMemory(pinned=True)
+    first = memory.bytes(9 * MIB)
+    runtime.captures = True
+    del first
+    gc.collect()
+    assert len(runtime.locked) == 3
+    second = memory.bytes(MIB)  # none of its pages is among those that are locked
+    runtime.captures = False
+    third = memory.bytes(MIB)
+    assert set(runtime.locked) == {second.data_ptr(), third.data_ptr()} and not host_memory.STILL_LOCKED
 
 
 @pytest.mark.parametrize("most", [0, 6 * MIB])

@@ -6,13 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracles.programs import solve_alone, solve_with_pulp
 from toy_machine import MIB, SHAPE, machine
 
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Placement
-from flexhybrid.core.problem import Budgets
+from flexhybrid.core.problem import AttentionPaths, Budgets
+from flexhybrid.core.workload import Workload
+from flexhybrid.resolve import auto_settings
 from policy_search.audit import write_lp
 from policy_search.grid import NUM_TIME_ROWS, ROWS, ChoiceGrid
 from policy_search.lower_bound import INFEASIBLE, OPEN, OPTIMAL, LowerBounds, simple_bounds, solve_side_by_side
@@ -26,7 +31,9 @@ from policy_search.rounding import (
     roundings,
     with_cache_fixed,
 )
+from policy_search.search import search
 from policy_search.search_problem import FULL, LOSSLESS, SearchProblem, batch_grid, pairs_of
+from sim import catalogue
 from sim.array_clock import predict
 from sim.candidate_memory import peak_bytes
 from sim.verb_seconds import resource_sums
@@ -45,6 +52,21 @@ def problem_with(
         max_tokens=tokens,
         space=space,
         **fields,
+    )
+
+
+def gpu_problem(model: str, paths: AttentionPaths, budget: float) -> SearchProblem:
+    """An H200 that may use so many bytes, for prompts of 1,536 tokens and answers of 32."""
+    return SearchProblem(
+        shape=shape_by_name(model),
+        dtype="float16",
+        device="cuda",
+        hardware=catalogue.load("h200"),
+        budgets=Budgets(budget, 2.0**40),
+        attention=paths,
+        prompt_tokens=1536,
+        max_tokens=32,
+        space=LOSSLESS,
     )
 
 
@@ -283,6 +305,39 @@ def test_weights_fill_the_device_and_the_host_but_no_more():
     assert (peaks["device"] <= problem.limits["device"]).all() and (peaks["host"] <= problem.limits["host"]).all()
     assert (more["device"] > problem.limits["device"]).all()
     assert (less["host"] > problem.limits["host"]).all()
+
+
+@settings(max_examples=40)
+@given(
+    model=st.sampled_from(["opt-1.3b", "opt-6.7b", "opt-30b"]),
+    share=st.floats(0.05, 0.98),
+    cache=st.sampled_from([{"kv@host": 1.0}, {"act@host": 1.0}, {"act@device": 0.1, "kv@host": 0.9}]),
+    batch=st.integers(1, 64),
+    in_place=st.booleans(),
+)
+def test_weights_fill_a_gpu_whose_allocator_takes_whole_segments(model, share, cache, batch, in_place):
+    """Of any budget between none and all of the weights, nearly all is used, and never more."""
+    paths = AttentionPaths("fused", "products", "fused", in_place, False)
+    problem = gpu_problem(model, paths, budget=float("inf"))
+    candidates = candidates_of(problem, [UnplacedPolicy.of(problem.options[0], batch, 4096, cache)])
+
+    def peak(device: float) -> float:
+        return float(peak_bytes(problem, replace(candidates, weights_device=np.array([device])))["device"][0])
+
+    none, whole = peak(0.0), peak(1.0)
+    budget = none + share * (whole - none)
+    device, _, fits = place_weights(gpu_problem(model, paths, budget), candidates)
+    assert fits[0] and peak(float(device[0])) <= budget
+    assert peak(min(1.0, float(device[0]) + 0.04)) > budget
+
+
+@pytest.mark.parametrize("budget", [11, 12, 14])
+@pytest.mark.parametrize("batch", [24, 48])
+def test_a_search_for_a_gpu_with_room_for_most_weights_ends_near_its_bound(budget, batch):
+    """What its programs round to fits: a policy twenty times slower than the best was the answer where nothing did."""
+    paths = AttentionPaths("fused", "products", "fused", True, True)
+    problem, workload = gpu_problem("opt-6.7b", paths, budget * 2.0**30), Workload.uniform(batch, 1536, 32)
+    assert search(problem, workload, auto_settings(problem.hardware, workload)).gaps["device"] < 0.1
 
 
 def test_equal_policies_are_equal_values():

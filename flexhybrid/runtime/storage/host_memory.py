@@ -1,5 +1,7 @@
 """Host memory for pools and weights: of exact size, and page-locked for a GPU."""
 
+from __future__ import annotations
+
 import contextlib
 import math
 import mmap
@@ -51,6 +53,11 @@ class HostMemory:
         return self.bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
+#: Mappings that nobody uses and the driver did not let go of, as it does not in a capture. They stay mapped until it
+#: does: it would refuse to lock what is mapped at their addresses.
+STILL_LOCKED: list[_Mapping] = []
+
+
 class _Mapping(mmap.mmap):
     """Anonymous memory that is unregistered before it is unmapped. The tensor over it keeps it alive."""
 
@@ -60,6 +67,9 @@ class _Mapping(mmap.mmap):
         """Page-lock the memory piece by piece. Raise InputError where the driver refuses one; then none is locked.
         ``locked_before``: bytes that its owner has locked already."""
         runtime = _cuda_runtime()
+        for mapping in STILL_LOCKED:
+            mapping._unlock()
+        STILL_LOCKED[:] = [mapping for mapping in STILL_LOCKED if mapping.registered]
         for start in range(0, size, PIECE_BYTES):
             piece = min(PIECE_BYTES, size - start)
             status = int(runtime.cudaHostRegister(address + start, piece, 0))
@@ -70,13 +80,14 @@ class _Mapping(mmap.mmap):
             self.registered = (*self.registered, address + start)
 
     def _unlock(self) -> None:
-        pieces, self.registered = self.registered, ()
-        for piece in pieces:
-            _cuda_runtime().cudaHostUnregister(piece)
+        runtime = _cuda_runtime()
+        self.registered = tuple(piece for piece in self.registered if int(runtime.cudaHostUnregister(piece)))
 
     def __del__(self):
         with contextlib.suppress(Exception):  # at the interpreter's exit CUDA may be gone already
             self._unlock()
+            if self.registered:
+                STILL_LOCKED.append(self)
 
 
 def _refusal(size: int, locked_before: int, status: int) -> str:

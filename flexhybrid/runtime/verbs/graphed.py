@@ -27,6 +27,7 @@ from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.executor import NOTHING, Executor, HiddenStates
+from flexhybrid.runtime.process_settings import NO_GARBAGE
 from flexhybrid.runtime.step_tensors import StepTensors, StorePlace
 from flexhybrid.runtime.verbs.attending_in_place import StepExtents, extents_of, memory_names
 
@@ -260,16 +261,17 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         try:
             pool = pool_keeper(state.device).pool()
-            # What other lanes do meanwhile is no error of this capture.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                for function in functions:
-                    function(state, task)
-            except BaseException:
-                with contextlib.suppress(Exception):  # the first error says more
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+            with NO_GARBAGE.held():
+                # What other lanes do meanwhile is no error of this capture.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    for function in functions:
+                        function(state, task)
+                except BaseException:
+                    with contextlib.suppress(Exception):  # the first error says more
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         except Exception as error:  # whatever a library raises that cannot be captured: it runs without a graph
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self.failed = f"{task.verb} could not be captured: {reason}"
