@@ -117,6 +117,9 @@ SHARED = (
 ALONE += _sharing(*_RESIDENT)
 RUNS = MIXES + SHARED + OTHERS + ALONE
 MOST_LAYERS = 8  #: that are profiled
+#: On a GPU so many at least: what the first layer of a step waits for, the step's index tensors behind a copy of
+#: weights, is then an outlier of its verb's times, as in a whole model, and not half of their mean.
+GPU_LAYERS = 4
 SHORTEST = 32  #: tokens of a context, below which no context is cut
 #: Times the median: longer samples are left out of the mean, as disturbed by other processes. Not three times: in a job
 #: one short task in ten waits that long for a thread or for Python's lock, and predictions were too early.
@@ -175,7 +178,7 @@ def profile(
     (bytes by tier). Runs that the executor refuses for this model (rows that do not pack) are left out, and their verbs
     have no line.
     """
-    small = profiled_layers(shape)
+    small = profiled_layers(shape, GPU_LAYERS if device.type == "cuda" else 2)
     placed: dict[object, tuple[Weights, WeightSlots]] = {}  # of the latest bits and placement
 
     def weights_of(policy: Policy) -> tuple[Weights, WeightSlots]:
@@ -215,13 +218,13 @@ def profile(
     return result
 
 
-def profiled_layers(shape: ModelShape) -> ModelShape:
-    """Return the first layers of a model, two at least, that have all of its kinds of weights (of MOST_LAYERS of them);
-    its windows take turns in them, wherever the model has them."""
+def profiled_layers(shape: ModelShape, least: int = 2) -> ModelShape:
+    """Return the first layers of a model, ``least`` at least, that have all of its kinds of weights (of MOST_LAYERS of
+    them); its windows take turns in them, wherever the model has them."""
     counts = enumerate(shape.weights_counts)
     first = [next(i for i in range(shape.num_layers) if shape.weights_kind(i) == kind) for kind, n in counts if n]
     windows = list(dict.fromkeys(kind.window for kind in shape.layer_kinds))
-    count = min(MOST_LAYERS, max(2, 1 + max(first), len(windows)))
+    count = min(MOST_LAYERS, max(least, 1 + max(first), len(windows)))
     small = shape.of_layers(range(min(count, shape.num_layers) if shape.modules else count))
     sources = map(small.source_of, range(small.num_layers))
     turns = (replace(small.attention[i], window=windows[of % len(windows)]) for i, of in enumerate(sources))
@@ -305,8 +308,9 @@ def _run(
     budgets: Budgets,
 ) -> list[Stretch]:
     """Run the prefill and three decode iterations, then repeat the decode, up to ``DECODES`` times, for
-    ``DECODE_SECONDS``; requests that share a prefix are decoded once. On a GPU all that is run once before. Return no stretch where the executor refuses the
-    model, the device cannot hold all of it, or the budgets hold not all of those that share."""
+    ``DECODE_SECONDS``; requests that share a prefix are decoded once. On a GPU all that is run once before. Return no
+    stretch where the executor refuses the model, the device cannot hold all of it, or the budgets hold not all of those
+    that share."""
     alone, run = run in ALONE, run._replace(context=min(run.context, shape.max_positions - SHARED_ANSWER))
     try:
         check_runnable(shape, run.policy)
