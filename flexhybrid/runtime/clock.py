@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import Task
@@ -28,9 +28,6 @@ from flexhybrid.core.trace import LaneTimes, TraceEvent
 from flexhybrid.runtime.links import TURN
 from flexhybrid.runtime.process_settings import NO_OLD_GARBAGE, SHORT_SWITCH_INTERVAL
 from flexhybrid.runtime.profiling.cpu_use import ThreadAccount
-
-if TYPE_CHECKING:
-    from flexhybrid.runtime.issuing import Issuer
 
 #: Tasks of one lane that may wait in its queue: far enough ahead to never starve, small enough to bound memory.
 LOOKAHEAD_TASKS = 256
@@ -47,6 +44,15 @@ Perform = Callable[[Task], None]
 Around = Callable[[Callable[[], None]], None]  #: calls what runs the tasks of a thread
 
 
+class Enqueuer(Protocol):
+    """What enqueues the tasks of stream lanes on the planning thread (``issuing.Issuer``)."""
+
+    around: Around
+
+    def enqueue_until(self, lane: Lane, ordinal: int) -> None:
+        """Enqueue until that task of a lane is complete, or nothing is left to enqueue."""
+
+
 class Lane:
     """The tasks of a resource, in the order of the plan. ``passed`` counts those that others may build on. A task is
     named by its ordinal in the lane.
@@ -55,7 +61,7 @@ class Lane:
     """
 
     lookahead = LOOKAHEAD_TASKS
-    issuer: Issuer | None = None
+    issuer: Enqueuer | None = None
 
     def __init__(self, name: str, perform: Perform):
         self.name = name

@@ -100,10 +100,12 @@ def is_within(module: str, package: str) -> bool:
 
 
 def source_files() -> dict[str, Path]:
-    """module name -> file, over all floors."""
-    files = {}
+    """module name -> file, over all floors, but for peers that ``make gpu-peers`` has installed."""
+    files, installed = {}, ROOT / "experiments" / "peers" / "installed"
     for top in sorted({floor.split(".")[0] for floor in FLOORS}):
         for path in sorted((ROOT / top).rglob("*.py")):
+            if path.is_relative_to(installed):
+                continue
             parts = path.relative_to(ROOT).with_suffix("").parts
             files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return files

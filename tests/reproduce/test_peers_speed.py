@@ -183,7 +183,7 @@ def test_our_side_runs_and_an_absent_peer_is_named_once(tiny, tmp_path, capsys, 
 def test_ratios_are_of_each_sides_best_batch(tiny, tmp_path, monkeypatch):
     seconds = {("ours", 4): 3.0, ("ours", 8): 4.0, ("accelerate", 2): 6.0}
 
-    def ask(child, request, limit_s, folders):
+    def ask(child, request, *_):
         return {"seconds": seconds[request["side"], len(request["prompts"])]}
 
     monkeypatch.setattr(children, "ask", ask)

@@ -24,7 +24,8 @@ import torch
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import ALONE_SUFFIX, LAUNCHER, LINKS
 from flexhybrid.core.memory import fits, memory_plan
-from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
@@ -34,7 +35,7 @@ from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.runtime.cuda import CudaCopies
-from flexhybrid.runtime.engine import Engine, WaveResult
+from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
@@ -116,6 +117,9 @@ SHARED = (
 )
 ALONE += _sharing(*_RESIDENT)
 RUNS = MIXES + SHARED + OTHERS + ALONE
+#: Policies of which Python's time for a task is the mean, and the layers of the model that they run.
+LAUNCHED = _mix(4, 100, 0.50, 2).policy, ProfileRun(4, 100, 2, *_RESIDENT).policy
+LAUNCHED_SHAPE = replace(shape_by_name("opt-125m"), num_layers=32, hidden=64, ffn=64, vocab=64, num_kv_heads=2)
 MOST_LAYERS = 8  #: that are profiled
 #: On a GPU so many at least: what the first layer of a step waits for, the step's index tensors behind a copy of
 #: weights, is then an outlier of its verb's times, as in a whole model, and not half of their mean.
@@ -206,6 +210,7 @@ def profile(
             times.setdefault(key, []).append(seconds)
         typical.append({key: _typical(samples) for key, samples in times.items()})
     result = typical_of_passes(*typical)
+    result.samples[LAUNCHER] = [(0.0, 0.0, launch_seconds(shape, dtype, device))]
     # Verbs without samples only move memory, like assemble on the device (or attend in place) and scatter on the host.
     result.samples["compute"] = result.samples.get("assemble", result.samples["attend"])
     result.samples["host_compute"] = result.samples["scatter"]
@@ -238,7 +243,6 @@ class Stretch(NamedTuple):
     seconds: float
     left: float  #: share of the seconds that the host did not steal (``CpuUse.left_since``)
     alone: bool  #: whether nothing crossed the link
-    launch_s: float = 0.0  #: ``Clock.launch_s``
 
 
 def mean_left(stretches: Sequence[Stretch]) -> float:
@@ -257,8 +261,6 @@ def kernel_times(stretches: Sequence[Stretch], mean_share: float, device: str) -
     on_cpu = {"host_compute", "compute"} if device == "cpu" else {"host_compute"}
     times: dict[tuple, list[float]] = {}
     for stretch in stretches:
-        if stretch.launch_s:  # of processor time nothing is stolen
-            times.setdefault((LAUNCHER, 0, 0), []).append(stretch.launch_s / len(stretch.trace))
         for task, start, end in stretch.trace:
             if (key := _line_key(task)) is None:
                 continue
@@ -339,19 +341,41 @@ def _run(
     if on_gpu and run.shared:
         session = Session(engine, _wave(problem, run))  # whose graphs are captured while it is measured
 
-    def timed(action: Callable[[], WaveResult], launches: bool) -> Stretch:
+    def timed(action: Callable[[], WaveResult]) -> Stretch:
         before = CpuUse.now()
         result = action()
         after = CpuUse.now()
-        launch_s = result.launch_s if launches else 0.0
-        return Stretch(result.trace, after.at_s - before.at_s, after.left_since(before), alone, launch_s)
+        return Stretch(result.trace, after.at_s - before.at_s, after.left_since(before), alone)
 
-    stretches = [timed(session.generate, launches=not (on_gpu and run.shared))]
+    stretches = [timed(session.generate)]
     if not run.shared:
         num_repeats = min(int(DECODE_SECONDS / Window(stretches[0].trace).seconds), DECODES - 1)
-        stretches += [timed(session.decode_result, launches=True) for _ in range(num_repeats)]
+        stretches += [timed(session.decode_result) for _ in range(num_repeats)]
     session.engine.close()
     return stretches
+
+
+def launch_seconds(shape: ModelShape, dtype: str, device: torch.device) -> float:
+    """Return the processor seconds that Python takes for a task of a decode, with the heads of a model.
+
+    By a model so narrow that nothing else takes long, and as deep as models are: what a step makes once is shared out
+    among its layers. With four layers a task seemed to take five times as long.
+    """
+    narrow = replace(LAUNCHED_SHAPE, num_heads=2 * shape.queries_per_key, head_dim=shape.head_dim)
+    lengths, source = Workload.uniform(4, 100, 8), RandomWeights(narrow, device=device.type)
+    seconds, num_tasks = 0.0, 0
+    for policy in LAUNCHED:
+        weights = Weights(narrow, source, dtype, device, policy)
+        with Session.of(weights, policy, lengths) as session:
+            session.generate(RunControl())  # kernels are compiled, and graphs captured
+            num_tasks += sum(1 for _ in stream(session.wave, first_iteration=1))
+            seconds += min(_launch_s(session) for _ in range(3))
+    return seconds / num_tasks
+
+
+def _launch_s(session: Session) -> float:
+    tasks = stream(session.wave, first_iteration=1)
+    return session.engine.run(session.executor, RunControl(), tasks).launch_s
 
 
 def _wave(problem: Problem, run: ProfileRun) -> Wave:
