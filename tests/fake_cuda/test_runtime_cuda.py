@@ -211,7 +211,7 @@ def test_peers_that_are_carried_along_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "results_folder", lambda: tmp_path)
     monkeypatch.setattr(steps, "PEER_FOLDER", tmp_path / "installed")
     monkeypatch.setattr(
-        children, "ask", lambda child, request, limit_s, folders: asked.append(folders) or {"error": ""}
+        children, "ask", lambda child, request, limit_s, folders, variables: asked.append(folders) or {"error": ""}
     )
     assert steps.run_inside("peers") == 1  # our side did not run
     assert asked and not any(asked)
