@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
+from flexhybrid.core.context.packing import chunk_tokens
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import BITS, Bits, CacheShares, Placement, Policy
@@ -254,8 +255,10 @@ def pairs_of(problem: SearchProblem, batches: np.ndarray, mini_batch_tokens) -> 
 
 
 def distinct_pairs(problem: SearchProblem, batch: np.ndarray, mini_batch_tokens) -> tuple[np.ndarray, np.ndarray]:
-    """Return, of pairs (batch, tokens of a mini-batch), the first of each different cut into mini-batches."""
+    """Return, of pairs (batch, tokens of a mini-batch), the first of each different cut into mini-batches, and of long
+    prompts into chunks."""
     batch, mini_batch_tokens = batch.astype(float), mini_batch_tokens.astype(float)
     count, _ = num_mini_batches(batch, problem.prompt_tokens, problem.max_tokens, mini_batch_tokens)
-    _, first = np.unique(np.stack([batch, count]), axis=1, return_index=True)
+    chunks = np.ceil(problem.prompt_tokens / chunk_tokens(mini_batch_tokens))
+    _, first = np.unique(np.stack([batch, count, chunks]), axis=1, return_index=True)
     return batch[first], mini_batch_tokens[first]

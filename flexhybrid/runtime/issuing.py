@@ -22,8 +22,6 @@ from flexhybrid.runtime.cuda import CudaStream, Recorded
 #: Tasks of a stream lane that may wait in its queue or on its stream. A CUDA stream takes about 1,000 calls before the
 #: thread that issues the next one blocks; a task has some five kernels or copies, and two to four calls of events.
 STREAM_LOOKAHEAD_TASKS = 64
-
-
 #: Seconds between two looks at an event that the planning thread waits for while tasks wait for host lanes. The event
 #: is half of a lane's lookahead away from the device's idling.
 LOOK_S = 2e-4

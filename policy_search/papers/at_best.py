@@ -144,7 +144,7 @@ def _coarse(most: int) -> Iterator[int]:
 
 def _waves(requests: int) -> list[int]:
     """Return the sizes of waves of nearly one size into which requests can be cut, in halves of halves."""
-    return list(dict.fromkeys(-(-requests // (1 << power)) for power in range(requests.bit_length())))
+    return list(dict.fromkeys(-(-requests // (1 << power)) for power in range(requests.bit_length() + 1)))
 
 
 def _fastest(

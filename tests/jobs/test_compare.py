@@ -25,7 +25,7 @@ from flexhybrid.jobs.compare import job
 from flexhybrid.jobs.compare.breakdown import CARGO, KINDS, bytes_per_step, kind_of, seconds_per_step
 from flexhybrid.jobs.compare.job import compare
 from flexhybrid.jobs.compare.predicted import closed_decode, virtual_decode
-from flexhybrid.jobs.compare.report import Report, speed_line
+from flexhybrid.jobs.compare.report import Report, faster_than_searched, speed_line
 from flexhybrid.jobs.compare.setting import LEAST_TOKENS, SIZES, TABLE_SECONDS, CompareOptions, settle
 from flexhybrid.jobs.compare.speed import LAST, Bench, PolicyRun
 from flexhybrid.jobs.options import split_names
@@ -443,3 +443,15 @@ def test_a_breakdown_adds_up_to_busy_time_and_to_the_bytes_that_really_moved(pol
         assert sum(of_link.values()) * steps == sum(t.work.link_bytes for t in tasks if t.resource == link), link
     for link, count in moved.items():
         assert sum(per_step[link].values()) * steps == count, link
+
+
+def test_a_policy_that_was_faster_than_the_searched_one_is_named():
+    def result(*measured: tuple[str, float, bool]) -> dict:
+        rows = [{"policy": name, "measured_tokens_per_s": speed, "lossless": same} for name, speed, same in measured]
+        return {"search": {"policy": "hybrid"}, "speed": rows[:2], "sweep": rows[2:]}
+
+    hybrid = ("hybrid", 100.0, True)
+    assert faster_than_searched(result(hybrid, ("act_only", 101.0, True), ("few bits", 200.0, False))) == ""
+    told = faster_than_searched(result(("act_only", 107.25, True), hybrid, ("hybrid(0.875)", 104.0, True)))
+    assert told == "The search missed: act_only was measured 7.2% faster than the searched mix."
+    assert faster_than_searched(result(hybrid) | {"search": None}) == ""

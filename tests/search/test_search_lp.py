@@ -340,6 +340,13 @@ def test_a_search_for_a_gpu_with_room_for_most_weights_ends_near_its_bound(budge
     assert search(problem, workload, auto_settings(problem.hardware, workload)).gaps["device"] < 0.1
 
 
+def test_a_prompt_in_chunks_is_another_choice_than_a_whole_one():
+    """Of one request at a time, mini-batches that hold its prompt were taken for those that do not."""
+    problem = problem_with(LOSSLESS, prompt=900)
+    batch, tokens = pairs_of(problem, np.array([1]), (256, 512, 1024, 2048))
+    assert list(zip(batch, tokens, strict=True)) == [(1, 1024), (1, 512), (1, 256)]
+
+
 def test_equal_policies_are_equal_values():
     problem = problem_with()
     wide = next(o for o in problem.options if (o.attention, o.kv_bits, o.act_bits) == ("device", "native", 4))
