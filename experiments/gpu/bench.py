@@ -66,7 +66,7 @@ class Launch:
     #: verb -> seconds that the device waited though the task was ready: before the task, and for a starved task until
     #: it was enqueued (its kernels took less than that, by an unknown amount)
     idle_s: dict[str, float]
-    issuing_s: float  #: seconds that the lane's thread spent enqueueing
+    issuing_s: float  #: seconds that the planning thread spent enqueueing them
 
     @property
     def starved_percent(self) -> float:

@@ -76,11 +76,11 @@ class Session:
         """Run the first ``num_iterations`` decode iterations (None: all) over the present cache; return the trace."""
         return self.decode_result(num_iterations).trace
 
-    def decode_result(self, num_iterations: int | None = None) -> WaveResult:
+    def decode_result(self, num_iterations: int | None = None, control: RunControl = TRACED) -> WaveResult:
         """Decode likewise; return the trace with the times of the lanes."""
         last = self.wave.workload.max_tokens.max() if num_iterations is None else num_iterations
         tasks = (task for task in stream(self.wave, first_iteration=1) if task.iteration <= last)
-        return self.engine.run(self.executor, TRACED, tasks)
+        return self.engine.run(self.executor, control, tasks)
 
     def close(self) -> None:
         """Give the wave's blocks back, and close the engine if ``Session.of`` has made it."""

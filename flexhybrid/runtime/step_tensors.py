@@ -37,11 +37,7 @@ class Places(NamedTuple):
     common: tuple[torch.Tensor, ...]  #: [g, T] of each of ``MiniBatchStep.commons``
 
 
-STORED = ("rows", "blocks", "offsets")
-
-
-@dataclass(frozen=True)
-class StorePlace:
+class StorePlace(NamedTuple):
     """The computed rows that a store takes, and the places of a device pool where they go."""
 
     rows: torch.Tensor | None  #: None: all of them, in order
@@ -245,7 +241,10 @@ class StepMaker:
         def by_segment(kind: str) -> dict[int, torch.Tensor]:
             return {id(s): there[kind, id(s)] for s in read if (kind, id(s)) in there}
 
-        stores = {store.space: StorePlace(*[there.get((store.space, of)) for of in STORED]) for store in step.stores}
+        stores = {
+            store.space: StorePlace(*[there.get((store.space, of)) for of in StorePlace._fields])
+            for store in step.stores
+        }
         return StepTensors(
             cells_R=there["cells"],
             positions_R=there["positions"],
@@ -294,7 +293,7 @@ class StepMaker:
         return cos[positions], sin[positions]
 
     def _of_store(self, step: MiniBatchStep, store: Store) -> dict[str, np.ndarray]:
-        """Return the arrays of a ``StorePlace``, by STORED."""
+        """Return the arrays of a ``StorePlace``, by name."""
         arrays = {"blocks": store.blocks, "offsets": store.offsets} if store.tier == "device" else {}
         if len(store.rows) < len(step.requests) * step.computed_width:
             request, token = np.divmod(store.rows, step.width)  # from the grid of new tokens to that of computed ones

@@ -369,13 +369,8 @@ def launch_seconds(shape: ModelShape, dtype: str, device: torch.device) -> float
         with Session.of(weights, policy, lengths) as session:
             session.generate(RunControl())  # kernels are compiled, and graphs captured
             num_tasks += sum(1 for _ in stream(session.wave, first_iteration=1))
-            seconds += min(_launch_s(session) for _ in range(2))
+            seconds += min(session.decode_result(control=RunControl()).launch_s for _ in range(2))
     return seconds / num_tasks
-
-
-def _launch_s(session: Session) -> float:
-    tasks = stream(session.wave, first_iteration=1)
-    return session.engine.run(session.executor, RunControl(), tasks).launch_s
 
 
 def _wave(problem: Problem, run: ProfileRun) -> Wave:
