@@ -67,6 +67,9 @@ _MACHINE = Hardware(
 PLANNED = Problem(shape=shape_by_name("opt-6.7b"), dtype="float16", hardware=_MACHINE)
 
 
+ON_DEVICE = Policy("on the device", Placement(device=1.0), cache={"kv@device": 1.0})  #: a graph launches a layer
+
+
 def policies() -> list[Policy]:
     """Return a policy of each kind of stream."""
     half = Placement(device=0.5, host=0.5)
@@ -197,7 +200,7 @@ def bench_python_as_on_a_gpu(table: Table) -> None:
         us: dict[str, float] = {}
         without: dict[str, float] = {}
         with _held_to(cores):
-            for policy in policies():
+            for policy in (*policies(), ON_DEVICE):
                 with as_on_a_gpu(replace(policy, max_mini_batch_tokens=4 * 200)) as session:
                     of = us if session.executor.graphs else without
                     of[policy.name] = _us_of_a_mini_batch(session)
@@ -257,7 +260,9 @@ def as_on_a_gpu(policy: Policy) -> Iterator[Session]:
     def lanes(executor: Executor) -> list[Lane]:
         issuer, names = Issuer(infer), ("compute", "h2d", "d2h")
         on_host = [lane for lane in lanes_of(executor) if lane.name not in names]
-        return [*(StreamLane(name, executor.perform, nothing, issuer) for name in names), *on_host]
+        together = graphed.JointLaunch(executor) if executor.graphs else None
+        joint = {"compute": together}
+        return [*(StreamLane(name, executor.perform, nothing, issuer, joint.get(name)) for name in names), *on_host]
 
     with ExitStack() as held:
         held.callback(engine.close)

@@ -27,6 +27,7 @@ from flexhybrid.core.trace import TraceEvent, Window, idle_though_ready
 from flexhybrid.jobs.compare.speed import PolicyRun
 from flexhybrid.runtime.clock import Clock
 from flexhybrid.runtime.cuda import Recorded, lane_events, lane_streams
+from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.issuing import STREAM_LOOKAHEAD_TASKS
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.host_memory import HostMemory
@@ -159,6 +160,24 @@ def bench_graphs(table: Table, contender: PolicyRun, free_bytes: Callable[[], in
     table.at_least(row, seconds[False] / seconds[True], 1.0, "x", with_s=seconds[True], without_s=seconds[False])
     row = f"CUDA graphs, {name}: bytes that the driver keeps of a captured verb, over those that the plan counts"
     table.at_most(row, kept / (GRAPHED_VERB_BYTES * graphs.num_verbs), 1.0, "x", bytes=kept)
+    times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for joins in (True, False) * (1 + GRAPH_TURNS):  # the first of each captures
+        graphs.joins = joins
+        times[joins].append(_untraced_decode(session))
+    graphs.joins = True
+    (together_s, launching_s), (apart_s, launching_apart_s) = (
+        map(median, zip(*times[joins][1:], strict=True)) for joins in (True, False)
+    )
+    told = {"together_s": together_s, "apart_s": apart_s, "launching_s": launching_s}
+    row = f"CUDA graphs, {name}: a decode's time with a graph a verb, over one for verbs with nothing between them"
+    table.at_least(row, apart_s / together_s, 1.0, "x", **told, launching_apart_s=launching_apart_s)
+
+
+def _untraced_decode(session: Session) -> tuple[float, float]:
+    """Return the seconds of a decode of which no trace is kept, and those that Python took."""
+    start = time.perf_counter()
+    launching_s = session.decode_result(control=RunControl()).launch_s
+    return time.perf_counter() - start, launching_s
 
 
 def bench_page_locking(table: Table) -> None:

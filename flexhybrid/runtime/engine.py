@@ -40,7 +40,7 @@ from flexhybrid.runtime.selections.speculative import Speculation
 from flexhybrid.runtime.step_tensors import Prompts, SamplingPlans
 from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 from flexhybrid.runtime.verbs import verbs_under
-from flexhybrid.runtime.verbs.graphed import attach
+from flexhybrid.runtime.verbs.graphed import JointLaunch, attach
 
 LAG = 2  #: iterations after a request has left in which its last step may still be prepared, or its last token come
 
@@ -192,7 +192,13 @@ class Engine:
         if self.device.type == "cuda":
             clock, events, issuer = CudaClock(self.device), lane_events(self.device), Issuer(around_compute)
             streams = lane_streams(self.device).items()
-            on_device = [StreamLane(name, perform, CudaStream(of, clock, events), issuer) for name, of in streams]
+            together = JointLaunch(executor) if executor.graphs else None
+            on_device = [
+                StreamLane(
+                    name, perform, CudaStream(of, clock, events), issuer, together if name == "compute" else None
+                )
+                for name, of in streams
+            ]
         else:
             on_device = [host_lane("compute", self.num_threads, around_compute), host_lane("h2d"), host_lane("d2h")]
         return [*on_device, *lanes]

@@ -5,6 +5,9 @@ predecessors on other stream lanes are *enqueued* (its stream is then made to wa
 predecessors on host lanes are *complete*. A host lane waits for the event itself, on its own thread. Every task gets an
 event for which nobody waits any more. Nothing ever synchronises the whole device.
 
+Tasks that a lane may **launch together** are enqueued in one call, behind what the first of them waits for, with one
+event for all. A task is held for those that may join it: until a task comes that does not, or something waits for it.
+
 Threads that enqueue, one for each stream or one for all, would spend more time on the interpreter's lock than on their
 calls (bench: launch).
 """
@@ -14,6 +17,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
 
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.clock import LOOK_UP_S, Aborted, Around, Lane, Perform
@@ -22,9 +27,21 @@ from flexhybrid.runtime.cuda import CudaStream, Recorded
 #: Tasks of a stream lane that may wait in its queue or on its stream. A CUDA stream takes about 1,000 calls before the
 #: thread that issues the next one blocks; a task has some five kernels or copies, and two to four calls of events.
 STREAM_LOOKAHEAD_TASKS = 64
+Waits = tuple[tuple[str, int], ...]  #: lanes, and ordinals of tasks that are awaited there
+Launch = tuple[list[Task], Waits]  #: tasks that are enqueued together, and what they wait for
 #: Seconds between two looks at an event that the planning thread waits for while tasks wait for host lanes. The event
 #: is half of a lane's lookahead away from the device's idling.
 LOOK_S = 2e-4
+
+
+class Together(Protocol):
+    """What launches several tasks of a position in one call (``verbs.graphed.JointLaunch``)."""
+
+    def next_verb(self, task: Task) -> str | None:
+        """Return the verb of the task that may be launched together with this one, if it comes next; None: none may."""
+
+    def perform(self, tasks: Sequence[Task]) -> None:
+        """Launch tasks, each the ``next_verb`` of the one before."""
 
 
 class Issuer:
@@ -39,12 +56,12 @@ class Issuer:
         self._current: StreamLane | None = None  #: whose stream is the thread's
 
     def enqueue(self) -> None:
-        """Enqueue all tasks that may be."""
-        while any([self._enqueue(lane) for lane in self.lanes if lane.queued]):
+        """Enqueue all tasks that may be, but for those that are held for others to join them."""
+        while any([self.feed(lane) for lane in self.lanes if lane.queued]):
             pass
 
-    def _enqueue(self, lane: StreamLane) -> bool:
-        """Enqueue tasks of a lane up to the first that waits; return whether there was one."""
+    def feed(self, lane: StreamLane) -> bool:
+        """Enqueue launches of a lane up to the first that waits; return whether there was one."""
         before = lane.passed
         while lane.queued and lane.may_enqueue(lane.queued[0][1]):
             if self._current is not lane:
@@ -58,6 +75,8 @@ class Issuer:
         left that waits for a host lane. Raises Aborted when a lane has failed."""
         if not isinstance(lane, StreamLane):
             lane.call_when_passed(ordinal, self.told.set)
+        for other in self.lanes:
+            other.hold_no_longer()
         self.enqueue()
         while lane.passed <= ordinal:
             self._sleep(lane, LOOK_UP_S)
@@ -78,6 +97,10 @@ class StreamLane(Lane):
     """A lane whose tasks are enqueued on a stream; those have passed that are enqueued: other stream lanes may build on
     them. ``times`` counts them, and in a run that keeps a trace what enqueuing them takes of a processor.
 
+    ``together`` says which tasks may be launched together, and does it; None: all are launched one by one, as are those
+    whose spans are kept. A task joins those before it if it waits for nothing else than they do: for what its stream
+    has waited for before, it need not wait again.
+
     Events of tasks whose spans are not kept are dropped when older than the lookahead: the planner has waited for them
     before it went on, so there is nothing left to wait for. The stream records them anew once nobody holds them.
     """
@@ -85,34 +108,67 @@ class StreamLane(Lane):
     lookahead = STREAM_LOOKAHEAD_TASKS
     issuer: Issuer
 
-    def __init__(self, name: str, perform: Perform, stream: CudaStream, issuer: Issuer):
+    def __init__(
+        self, name: str, perform: Perform, stream: CudaStream, issuer: Issuer, together: Together | None = None
+    ):
         super().__init__(name, perform)
-        self.stream, self.issuer = stream, issuer
-        self.queued: deque[tuple[Task, list]] = deque()  #: submitted, and not enqueued yet
+        self.stream, self.issuer, self.together = stream, issuer, together
+        self.queued: deque[Launch] = deque()  #: submitted, and not enqueued yet
+        self._held: Launch | None = None  #: the latest tasks, which others may join
+        self._joining: str | None = None  #: the verb of the task that may
+        self._latest: dict[str, int] = {}  #: by lane the latest task that one of this lane waits for
         self._asked: tuple[str, int] | None = None  #: host lane and ordinal whose completion the issuer will be told of
         self._begins: list[Recorded] = []
         self._ends: dict[int, Recorded] = {}
         issuer.lanes.append(self)
 
-    def submit(self, task: Task, waits) -> int:
+    def submit(self, task: Task, waits: Waits) -> int:
         ordinal = self.submitted
         self.submitted += 1
-        self.queued.append((task, waits))
+        if self.together is None:
+            self.queued.append(([task], waits))
+        else:
+            self._hold(self.together, task, waits)
         self.issuer.enqueue()
         return ordinal
+
+    def _hold(self, together: Together, task: Task, waits: Waits) -> None:
+        """Let a task join those that are held, or queue them; hold it where another one may join."""
+        latest, held = self._latest, self._held
+        joins = held and task.verb == self._joining and task.payload is held[0][0].payload
+        if held and joins and all([latest.get(lane, -1) >= ordinal for lane, ordinal in waits]):
+            held[0].append(task)
+        else:
+            self.hold_no_longer()
+            self._held = [task], waits
+        latest.update(waits)
+        self._joining = together.next_verb(task) if self.submitted > self.num_spans else None
+        if self._joining is None:
+            self.hold_no_longer()
+
+    def hold_no_longer(self) -> bool:
+        """Let nothing join the latest tasks any more; return whether there were any that something might join."""
+        if self._held is None:
+            return False
+        self.queued.append(self._held)
+        self._held = None
+        return True
 
     def abort(self) -> None:
         super().abort()
         self.issuer.told.set()
 
-    def may_enqueue(self, waits) -> bool:
+    def may_enqueue(self, waits: Waits) -> bool:
         """Return whether all that a task waits for is enqueued or complete; else the issuer is told of a host lane's
         task when it is complete, of a stream lane's it knows."""
         for resource, ordinal in waits:
             lane = self.lanes[resource]
             if lane.passed > ordinal:
                 continue
-            if not isinstance(lane, StreamLane) and self._asked != (resource, ordinal):
+            if isinstance(lane, StreamLane):
+                if lane.hold_no_longer() and self.issuer.feed(lane) and lane.passed > ordinal:
+                    continue
+            elif self._asked != (resource, ordinal):
                 self._asked = resource, ordinal
                 lane.call_when_passed(ordinal, self.issuer.told.set)
                 if lane.passed > ordinal:
@@ -120,8 +176,8 @@ class StreamLane(Lane):
             return False
         return True
 
-    def enqueue(self, task: Task, waits) -> None:
-        """Enqueue a task behind what it waits for."""
+    def enqueue(self, tasks: list[Task], waits: Waits) -> None:
+        """Enqueue tasks behind what they wait for."""
         for resource, ordinal in waits:
             lane = self.lanes[resource]
             if not isinstance(lane, StreamLane):
@@ -132,14 +188,19 @@ class StreamLane(Lane):
         before_s = time.thread_time() if traced else 0.0
         if traced:
             self._begins.append(self.stream.record())
-        self.perform(task)
-        self._ends[self.passed] = self.stream.record(timed=traced)
-        self.times.tasks += 1
+        if self.together and len(tasks) > 1:
+            self.together.perform(tasks)
+        else:
+            self.perform(tasks[0])
+        event = self.stream.record(timed=traced)
+        self.times.tasks += len(tasks)
         if traced:
             self.times.cpu_s += time.thread_time() - before_s
-        if (old := self.passed - 2 * self.lookahead) >= self.num_spans:
-            self._ends.pop(old, None)
-        self._pass()
+        for _ in tasks:
+            self._ends[self.passed] = event
+            if (old := self.passed - 2 * self.lookahead) >= self.num_spans:
+                self._ends.pop(old, None)
+            self._pass()
 
     def wait_enqueued(self, ordinal: int) -> Recorded | None:
         """Block until that task is enqueued; return its event, or None when it was dropped as long complete."""

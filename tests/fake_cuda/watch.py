@@ -71,16 +71,17 @@ def watched_lane(kind: type[Lane], watch: Watch) -> type[Lane]:
             return super().submit(task, waits)
 
         def _run(self, task, *others):
-            self._watched(super()._run, task, *others)
+            self._watched([task], super()._run, task, *others)
 
-        def enqueue(self, task, waits):
+        def enqueue(self, tasks, waits):
             watch.streams[watch.thread()] = watch.stream(torch.cuda.current_stream())
-            self._watched(super().enqueue, task, waits)
+            self._watched(tasks, super().enqueue, tasks, waits)
 
-        def _watched(self, run, task, *others):
-            order.learn(watch.thread(), self.given.popleft())
-            watch.here.verb = task.verb
-            run(task, *others)
+        def _watched(self, tasks, run, *arguments):
+            for _ in tasks:
+                order.learn(watch.thread(), self.given.popleft())
+            watch.here.verb = " and ".join(task.verb for task in tasks)
+            run(*arguments)
             watch.here.verb = "-"
 
         def _pass(self):

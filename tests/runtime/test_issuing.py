@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -31,16 +34,20 @@ class NotedStream:
         self.notes.append((self.name, "waits", event.task))
 
     def record(self, timed: bool = True):
-        last = next(task for name, what, task in reversed(self.notes) if (name, what) == (self.name, "runs"))
+        ran = (task for name, what, task in reversed(self.notes) if (name, what) == (self.name, "runs"))
+        last = next(ran, None)
         synchronize = lambda: self.notes.append((threading.get_ident(), "waits", last))  # noqa: E731
         return SimpleNamespace(task=last, synchronize=synchronize, is_complete=lambda: False)
 
     def synchronize(self) -> None: ...
 
 
-def lanes_of(perform) -> tuple[list[Lane], list]:
+ORDER = {"first": "second", "second": "third"}  #: verbs that may be launched together, one behind the other
+
+
+def lanes_of(perform, joint: list[list[int]] | None = None) -> tuple[list[Lane], list]:
     """Return a lane of each resource, and what will happen: (stream or thread of the host, "waits", "begins", "runs" or
-    "done", task)."""
+    "done", task). ``joint`` takes the tasks that are launched together; None: none may be."""
     notes, current, issuer = [], [], Issuer()
 
     def noted(task: Task) -> None:
@@ -51,13 +58,25 @@ def lanes_of(perform) -> tuple[list[Lane], list]:
         perform(task)
         notes.append((who, "done" if on_host else "runs", task.iteration))
 
-    of_streams = [StreamLane(name, noted, NotedStream(name, notes, current), issuer) for name in STREAMS]
+    def perform_together(tasks: Sequence[Task]) -> None:
+        assert joint is not None
+        joint.append([task.iteration for task in tasks])
+        for task in tasks:
+            noted(task)
+
+    together = SimpleNamespace(next_verb=lambda task: ORDER.get(task.verb), perform=perform_together)
+    of_streams = [
+        StreamLane(name, noted, NotedStream(name, notes, current), issuer, together if joint is not None else None)
+        for name in STREAMS
+    ]
     return [*of_streams, *(HostLane(name, noted) for name in HOST)], notes
 
 
-def task_of(number: int, resource: str, reads: tuple[int, ...] = (), writes: tuple[int, ...] = ()) -> Task:
+def task_of(
+    number: int, resource: str, reads: tuple[int, ...] = (), writes: tuple[int, ...] = (), verb="work", payload=None
+) -> Task:
     spaces = (tuple(Access(("cell",), cell, cell + 1) for cell in cells) for cells in (reads, writes))
-    return Task(number, 0, 0, "work", resource, Work(), *spaces)
+    return Task(number, 0, 0, verb, resource, Work(), *spaces, payload)
 
 
 def run_before(notes: list) -> dict[int, set[int]]:
@@ -77,24 +96,65 @@ def run_before(notes: list) -> dict[int, set[int]]:
 
 
 CELLS = st.lists(st.integers(0, 4), max_size=2, unique=True).map(tuple)
-TASKS = st.lists(st.tuples(st.sampled_from((*STREAMS, *HOST)), CELLS, CELLS), min_size=1, max_size=60)
+VERBS = st.sampled_from(("first", "second", "third"))
+TASKS = st.lists(st.tuples(st.sampled_from((*STREAMS, *HOST)), CELLS, CELLS, VERBS), min_size=1, max_size=60)
 
 
 @settings(deadline=None, max_examples=60)
-@given(TASKS)
-def test_each_task_begins_when_all_that_it_conflicts_with_have_run(drawn):
+@given(TASKS, st.booleans())
+def test_each_task_begins_when_all_that_it_conflicts_with_have_run(drawn, may_join):
     """By brute force over pairs of tasks that touch a cell, at least one of which writes it."""
-    made, notes = lanes_of(lambda task: None)
+    joint = [] if may_join else None
+    made, notes = lanes_of(lambda task: None, joint)
     Clock(made).run([task_of(i, *of) for i, of in enumerate(drawn)], keep_trace=False)
     before = run_before(notes)
     assert len(before) == len(drawn)
     for name in STREAMS:
         own = [task for who, what, task in notes if (who, what) == (name, "runs")]
         assert own == sorted(own)
-    for later, (_, reads, writes) in enumerate(drawn):
-        for earlier, (_, others, other_writes) in enumerate(drawn[:later]):
+    for later, (_, reads, writes, _) in enumerate(drawn):
+        for earlier, (_, others, other_writes, _) in enumerate(drawn[:later]):
             if {*writes} & {*others, *other_writes} or {*reads} & {*other_writes}:
                 assert earlier in before[later]
+    for tasks in joint or ():
+        verbs = [drawn[task][3] for task in tasks]
+        assert len(tasks) > 1 and all(ORDER.get(verb) == after for verb, after in pairwise(verbs))
+
+
+def test_tasks_of_a_position_with_nothing_between_them_are_launched_together(monkeypatch):
+    """Not behind a wait of their own, nor with another position, nor while spans are kept; what waits for one of them
+    lets the others come later."""
+    here, there = object(), object()
+    of = partial(task_of, resource="compute")
+    tasks = [
+        of(0, verb="first", payload=here),
+        of(1, verb="second", payload=here),
+        of(2, verb="third", payload=here),  # the first three
+        task_of(3, "h2d", writes=(1,)),
+        of(4, verb="first", reads=(1,), payload=there),
+        task_of(5, "h2d", writes=(2,)),
+        of(6, verb="second", reads=(2,), payload=there),  # waits
+        of(7, verb="third", reads=(1,), payload=there),  # waits no more
+        of(8, verb="first", writes=(3,), payload=here),
+        task_of(9, "d2h", reads=(3,)),  # waits for it
+        of(10, verb="second", payload=here),
+        of(11, verb="third", payload=there),  # of another position
+        of(12, verb="first", payload=here),
+        of(13, verb="third", payload=here),  # not the next one
+    ]
+    joint: list[list[int]] = []
+    made, notes = lanes_of(lambda task: None, joint)
+    Clock(made).run(tasks, keep_trace=False)
+    assert joint == [[0, 1, 2], [6, 7]]
+    own = [task for who, what, task in notes if (who, what) == ("compute", "runs")]
+    assert own == [0, 1, 2, 4, 6, 7, 8, 10, 11, 12, 13]
+    waits = [(who, task) for who, what, task in notes if what == "waits" and who in STREAMS]
+    assert waits == [("compute", 3), ("compute", 5), ("d2h", 8)]
+    monkeypatch.setattr(StreamLane, "span", lambda lane, ordinal: (0.0, 0.0))
+    for num_kept, launched in ((True, []), (5, [[6, 7]])):
+        joint.clear()
+        Clock(lanes_of(lambda task: None, joint)[0]).run(tasks, keep_trace=num_kept)
+        assert joint == launched
 
 
 @pytest.mark.parametrize("blocked", STREAMS)

@@ -95,19 +95,23 @@ class Dependencies:
 
     def _footprint(self, reads: Accesses, writes: Accesses) -> tuple[Spans, Spans, Accesses, Accesses]:
         """The spans that a task reads, and those that it writes."""
-        covered = self._covered
         try:
-            read, written = ([span for access in of for span in covered[access]] for of in (reads, writes))
+            read, written = self._spans(reads), self._spans(writes)
         except KeyError:
             for access in (*reads, *writes) * 2:  # twice: one may split the spans of another
-                if access not in covered:
+                if access not in self._covered:
                     self._cover(access)
-            read, written = ([span for access in of for span in covered[access]] for of in (reads, writes))
+            read, written = self._spans(reads), self._spans(writes)
         if len(self._footprints) >= MOST_FOOTPRINTS:
             self._footprints.clear()
-        footprint = tuple(read), tuple(written), reads, writes
+        footprint = read, written, reads, writes
         self._footprints[id(reads), id(writes)] = footprint
         return footprint
+
+    def _spans(self, accesses: Accesses) -> Spans:
+        """The spans of accesses. Raises KeyError where one is not covered yet."""
+        covered = self._covered
+        return tuple([span for access in accesses for span in covered[access]])
 
     def _cover(self, access: Access) -> None:
         """Note the spans that cover the access exactly, made or split where needed."""

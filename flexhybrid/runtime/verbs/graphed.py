@@ -5,6 +5,9 @@ device at addresses that do not change: hidden states, keys, values and queries,
 the table of blocks that attention reads. Weights and pools have the addresses of their layer; a streamed layer has
 those of its slot, so that all layers that come into one slot share a graph.
 
+Verbs of a position with nothing between them have one graph (``JointLaunch``): all of a layer, where weights and cache
+lie on the device.
+
 A form is run without a graph when it is first seen: libraries load kernels and take memory then. Where it comes a
 second time its graph is captured, on the compute lane's stream and while other lanes go on. Temporaries of all graphs
 lie in one memory pool and lie over each other, because graphs run one after the other.
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 #: Verbs that are captured: few kernels, whose number and shapes do not grow with the context. Products over whole
 #: contexts, and the unpacking of what is loaded, take longer than their launch.
 VERBS = ("project", "attend", "finish", "scatter_device")
+LATER = {verb: VERBS[place + 1 :] for place, verb in enumerate(VERBS)}  #: by verb those behind it
 KEPT_STEPS = 4  #: a graph that no mini-batch has used in so many of its steps may go for another one
 MOST_FORMS = 1 << 14  #: that are remembered as seen once
 
@@ -121,9 +125,11 @@ class Graphs:
         self._forms: dict[tuple[int, int | None], tuple[MiniBatchStep, tuple]] = {}  #: by mini-batch and window
         self._tables: dict[tuple[int, int | None], tuple] = {}
         self._num_kinds = len(state.wave.mini_batches) * max(1, len(state.wave.windows))
+        self.plain: dict[str, Verb] = {}  #: what is captured, by verb
         self.num_verbs = 0  #: in captured graphs
         self.steps = self.launches = self.refused = 0
         self.enabled = True  #: False: kernels are launched one by one, over the same memory
+        self.joins = True  #: verbs of a position with nothing between them; False: each has a graph of its own
         self.failed = ""  #: why no more graphs are captured
 
     # ---- what is at fixed addresses
@@ -207,19 +213,24 @@ class Graphs:
 
     # ---- capture and launch
 
-    def run(self, state: Executor, task: Task, verbs: tuple[str, ...], functions: Sequence[Verb]) -> None:
-        """Run verbs of a task: by their graph where they have one."""
+    def run(self, state: Executor, tasks: Sequence[Task]) -> None:
+        """Run tasks of a position, one behind the other: by their graph where they have one."""
+        task, verbs = tasks[0], tuple([task.verb for task in tasks])
         form = self._form(state, task, verbs) if self.enabled and not self.failed else None
         if form is not None and "finish" in verbs and "attend" not in verbs:
             self._take_attended(state, task)
-        recording = None if form is None else self._recording(state, task, form, functions)
+        recording = None if form is None else self._recording(state, tasks, form)
         if recording is None:
-            for function in functions:
-                function(state, task)
+            self._launch(state, tasks)
             return
         recording.graph.replay()
         self.launches += 1
         self._leave(state, task, verbs, recording)
+
+    def _launch(self, state: Executor, tasks: Sequence[Task]) -> None:
+        """Run tasks kernel by kernel."""
+        for task in tasks:
+            self.plain[task.verb](state, task)
 
     def _take_attended(self, state: Executor, task: Task) -> None:
         """Let what attention gave lie where graphs read it; what was added up of shared contexts lies elsewhere."""
@@ -227,7 +238,7 @@ class Graphs:
         if state.attended.data_ptr() != fixed.data_ptr():
             state.attended = fixed.copy_(state.attended)
 
-    def _recording(self, state: Executor, task: Task, form: tuple, functions: Sequence[Verb]) -> Recording | None:
+    def _recording(self, state: Executor, tasks: Sequence[Task], form: tuple) -> Recording | None:
         """Return a form's graph, captured now if this is the second time that the form is seen; None without one."""
         if form not in self._recordings:
             if len(self._recordings) > MOST_FORMS:
@@ -236,13 +247,13 @@ class Graphs:
             return None
         recording = self._recordings[form]
         if recording is None:
-            if not self._has_room(len(functions)):
+            if not self._has_room(len(tasks)):
                 self.refused += 1
                 return None
-            recording = self._recordings[form] = self._capture(state, task, functions)
+            recording = self._recordings[form] = self._capture(state, tasks)
             if recording is None:
                 return None
-            self.num_verbs += len(functions)
+            self.num_verbs += len(tasks)
         self._used[form] = self.steps
         return recording
 
@@ -255,8 +266,8 @@ class Graphs:
                 del self._used[form], self._recordings[form]
         return self.num_verbs + count <= GRAPHED_VERBS
 
-    def _capture(self, state: Executor, task: Task, functions: Sequence[Verb]) -> Recording | None:
-        """Capture the verbs; where that fails, warn, and leave all as it was."""
+    def _capture(self, state: Executor, tasks: Sequence[Task]) -> Recording | None:
+        """Capture tasks; where that fails, warn, and leave all as it was."""
         before = dict(state.kvq), state.act, state.attended, dict(state.hidden.rows)
         graph = torch.cuda.CUDAGraph()
         try:
@@ -265,8 +276,7 @@ class Graphs:
                 # What other lanes do meanwhile is no error of this capture.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
-                    for function in functions:
-                        function(state, task)
+                    self._launch(state, tasks)
                 except BaseException:
                     with contextlib.suppress(Exception):  # the first error says more
                         graph.capture_end()
@@ -274,7 +284,7 @@ class Graphs:
                 graph.capture_end()
         except Exception as error:  # whatever a library raises that cannot be captured: it runs without a graph
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self.failed = f"{task.verb} could not be captured: {reason}"
+            self.failed = f"{' and '.join(task.verb for task in tasks)} could not be captured: {reason}"
             warnings.warn(f"no more CUDA graphs are made: {self.failed}", stacklevel=2)
             state.kvq, state.act, state.attended, state.hidden.rows = before
             return None
@@ -307,11 +317,35 @@ def _filled(rows: torch.Tensor, count: int) -> torch.Tensor:
 
 def attach(state: Executor) -> None:
     """Let an executor run its verbs by graphs."""
-    state.graphs = Graphs(state)
+    graphs = state.graphs = Graphs(state)
     state.hidden = FixedHiddenStates(state.wave, state.buffers, state.weights.dtype, state.device)
-    for name in VERBS:
-        state.verbs[name] = partial(_graphed, name=name, function=state.verbs[name])
+    graphs.plain = {verb: state.verbs[verb] for verb in VERBS}
+    state.verbs |= dict.fromkeys(VERBS, _graphed)
 
 
-def _graphed(state: Executor, task: Task, name: str, function: Verb) -> None:
-    state.graphs.run(state, task, (name,), (function,))
+def _graphed(state: Executor, task: Task) -> None:
+    state.graphs.run(state, (task,))
+
+
+class JointLaunch(NamedTuple):
+    """Launches tasks of a position by one graph: an ``issuing.Together``."""
+
+    state: Executor
+
+    def next_verb(self, task: Task) -> str | None:
+        """Return the next verb of a decode step's position that a graph may hold; None behind the last one, and where
+        it or the task's own was replaced since (``executor.verbs``)."""
+        verbs, later = self.state.verbs, LATER.get(task.verb)
+        if not later or verbs[task.verb] is not _graphed or not self.state.graphs.joins:
+            return None
+        position = task.payload
+        if not position.step.decodes or "attend_shared" in position.works:
+            return None
+        for verb in later:
+            if verb in position.works:
+                return verb if verbs[verb] is _graphed else None
+        return None
+
+    def perform(self, tasks: Sequence[Task]) -> None:
+        """Launch tasks, each the ``next_verb`` of the one before."""
+        self.state.graphs.run(self.state, tasks)
