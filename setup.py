@@ -29,7 +29,7 @@ setup(
             *("results/accuracy/**/*.json", "results/cascade/*.json", "results/peers/*.json"),
         ],
     },
-    entry_points={"console_scripts": ["flexhybrid = flexhybrid.cli:main"]},
+    entry_points={"console_scripts": ["flexhybrid = flexhybrid.__main__:main"]},
     install_requires=[
         "torch>=2.4",
         "numpy",

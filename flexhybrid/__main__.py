@@ -1,8 +1,17 @@
-"""``python -m flexhybrid`` is the ``flexhybrid`` command."""
+"""The ``flexhybrid`` command, and ``python -m flexhybrid``."""
 
 import sys
 
-from flexhybrid.cli import main
+
+def main() -> int:
+    """Run the command of this process; return its exit status (``cli.main``)."""
+    try:
+        from flexhybrid.cli import main as run  # takes half a second, in which Ctrl-C may come
+    except KeyboardInterrupt:
+        print("flexhybrid: stopped", file=sys.stderr)
+        return 130
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -240,3 +240,19 @@ def test_the_command_alone_names_its_commands(capsys):
     assert cli.main([]) == 2
     said = capsys.readouterr()
     assert said.out == "" and all(f"    {command} " in said.err for command in ("run", "simulate", "search", "doctor"))
+
+
+def test_a_stop_while_the_command_loads_is_no_traceback():
+    """Ctrl-C comes while modules are imported."""
+    script = (
+        "import sys\n"
+        "class Stopped:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'flexhybrid.cli':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stopped())\n"
+        "from flexhybrid.__main__ import main\n"
+        "sys.exit(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "flexhybrid: stopped\n")
