@@ -114,6 +114,7 @@ def test_replays_give_the_tokens_of_kernels_that_are_launched_one_by_one(case, n
     [
         ("on the device", {("project", "attend", "finish", "scatter_device")}, False),
         ("cache on the host", {("project",), ("attend", "finish")}, False),
+        ("few bits", {("dequantize_weights",), ("project", "quantize"), ("attend", "finish")}, False),
         ("on the device", {("project",), ("attend",), ("finish",), ("scatter_device",)}, True),
     ],
 )
@@ -226,6 +227,27 @@ def one_form_for(part: int, monkeypatch):
     monkeypatch.setattr(Graphs, "_form", without)
 
 
+def weights_unpacked_from_one_slot(monkeypatch):
+    place = Graphs._place
+    monkeypatch.setattr(Graphs, "_place", lambda graphs, state, task, unpacks: place(graphs, state, task, False))
+
+
+def projections_without_graphs(monkeypatch):
+    """What is packed of their input lies wherever there is memory."""
+    recording = Graphs._recording
+
+    def of_others(graphs, state, tasks, form):
+        return None if tasks[0].verb == "project" else recording(graphs, state, tasks, form)
+
+    monkeypatch.setattr(Graphs, "_recording", of_others)
+    monkeypatch.setattr(graphed.JointLaunch, "next_verb", lambda joint, task: None)
+
+
+def packed_input_elsewhere(monkeypatch):
+    projections_without_graphs(monkeypatch)
+    one_form_for(5, monkeypatch)
+
+
 def memory_of_others(monkeypatch):
     """Graphs take memory that the stream gives to others between their launches."""
     graph_type = torch.cuda.CUDAGraph
@@ -248,6 +270,8 @@ PLANTED = {
     "one graph for all layers": ("on the device", partial(one_form_for, 1)),
     "one graph for both slots": ("cache on the host", partial(one_form_for, 2)),
     "one graph for all sizes": ("on the device", partial(one_form_for, 3)),
+    "weights unpacked from one slot": ("few bits", weights_unpacked_from_one_slot),
+    "packed input elsewhere": ("few bits", packed_input_elsewhere),
     "memory of others": ("on the device", memory_of_others),
 }
 
@@ -265,6 +289,13 @@ def test_a_planted_fault_is_found(case, name):
             found = error
         assert any(graph.replays for graph in torch.cuda.CUDAGraph.made)
     assert found != expected
+
+
+def test_what_is_packed_may_lie_elsewhere_each_time(case, monkeypatch):
+    source, policy, expected = case("few bits")
+    projections_without_graphs(monkeypatch)
+    with fake_cuda():
+        assert run(source, policy, keep_trace=False).tokens == expected
 
 
 # ---- what cannot be captured

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from flexhybrid.runtime.kernels.attend_triton import Table
 
 #: Verbs that are captured: few kernels, whose number and shapes do not grow with the context. Products over whole
-#: contexts, and the unpacking of what is loaded, take longer than their launch.
-VERBS = ("project", "attend", "finish", "scatter_device")
+#: contexts, and the unpacking of what the link brings of them, take longer than their launch.
+VERBS = ("dequantize_weights", "project", "quantize", "attend", "finish", "scatter_device")
 LATER = {verb: VERBS[place + 1 :] for place, verb in enumerate(VERBS)}  #: by verb those behind it
 KEPT_STEPS = 4  #: a graph that no mini-batch has used in so many of its steps may go for another one
 MOST_FORMS = 1 << 14  #: that are remembered as seen once
@@ -121,7 +121,7 @@ class Graphs:
         self._recordings: dict[tuple, Recording | None] = {}  #: by form; None: seen once
         self._used: dict[tuple, int] = {}  #: by form that is captured: the step that used it last
         self._places: dict[tuple, int] = {}
-        self._place_of: dict[tuple[int, int], int] = {}
+        self._place_of: dict[tuple[int, int, bool], int] = {}
         self._forms: dict[tuple[int, int | None], tuple[MiniBatchStep, tuple]] = {}  #: by mini-batch and window
         self._tables: dict[tuple[int, int | None], tuple] = {}
         self._num_kinds = len(state.wave.mini_batches) * max(1, len(state.wave.windows))
@@ -199,13 +199,18 @@ class Graphs:
             window = state.window_of(task)
             extents_of(state, task, window)
             table = window, self._tables[step.mini_batch, window]
-        return verbs, self._place(state, task), position.slot, form, table
+        # What is packed of the layer's input lies where the graph of its projection has it.
+        act = state.act.data_ptr() if self._packs_act and "quantize" in verbs and "project" not in verbs else 0
+        place = self._place(state, task, "dequantize_weights" in verbs)
+        return verbs, place, position.slot, form, table, act
 
-    def _place(self, state: Executor, task: Task) -> int:
-        """Return a number of the addresses, and of the kind, of a task's layer."""
-        key = task.layer, task.payload.weight_slot
+    def _place(self, state: Executor, task: Task, unpacks: bool) -> int:
+        """Return a number of the addresses, and of the kind, of a task's layer; ``unpacks``: also of where its weights
+        are unpacked from."""
+        key = task.layer, task.payload.weight_slot, unpacks
         if (number := self._place_of.get(key)) is None:
-            parts = tuple(p.data_ptr() for tensor in state.layer_weights.of(task).values() for p in tensor)
+            weights = [state.layer_weights.of(task), *([state.layer_weights.stored(task)] if unpacks else ())]
+            parts = tuple(p.data_ptr() for of in weights for tensor in of.values() for p in tensor)
             pools = tuple(pool[task.layer].data_ptr() for pool in state.buffers.pools.values())
             place = parts, pools, state.shape.layer_kinds[task.layer], state.shape.attention_of(task.layer)
             number = self._place_of[key] = self._places.setdefault(place, len(self._places))
