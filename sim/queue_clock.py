@@ -41,6 +41,7 @@ RUN = 64  #: of them, that follow each other
 WALKED_TASKS = 40_000  #: of a price: about a second
 ROUGH_TASKS, ROUGH_WINDOWS = 8_000, 12  #: of one that only ranks, at most
 LEAST_WINDOWS, MOST_WINDOWS = 5, 60  #: pairs of iterations that are walked
+THINNED = 2  #: iterations in which many join that are walked with fewer, where answers may end by themselves
 WALKED_LAYERS, PACE_LAYERS = 6, 2  #: layers that are walked of a model, and of them those whose pace the others have
 MIXED_POSITIONS = 3  #: mini-batches for which ``layer_loop`` counts the layers of several kinds that are walked
 MANY_MINI_BATCHES = 16  #: where more share a layer, two layers less show the pace
@@ -86,7 +87,7 @@ class Pace:
         return self._work(iteration_loads(counted, self.num_mini_batches, prefixes, self.exact))
 
     def _work(self, loads: np.ndarray) -> dict[str, np.ndarray]:
-        return {resource: np.maximum(loads @ factors, 0.0) for resource, factors in self.factors.items()}
+        return {resource: loads @ factors for resource, factors in self.factors.items()}
 
 
 JOINING = 5  #: column of ``iteration_loads``
@@ -311,6 +312,8 @@ class _Price:
         self.joining_tokens = self.stints.joining(computed * (1.0 - self.stints.moved))
         self.walked: dict[int, float] = {}  # iteration -> seconds
         self.work: dict[int, dict[str, float]] = {}  # iteration -> resource -> seconds of work
+        #: of iterations in which fewer join than in the queue: what they have to do, their ``work``, and ``walked``
+        self.thinner: list[tuple[np.ndarray, dict[str, float], float]] = []
 
     def _walked_layers(self) -> tuple[list[int], int, int]:
         """Return the layers that are walked, the place among them of the last one whose pace the others have, and how
@@ -330,8 +333,11 @@ class _Price:
         self._walk(0)
         per_window = max(1, self.num_tasks)
         least, most = (1, ROUGH_WINDOWS) if walked_tasks < WALKED_TASKS else (LEAST_WINDOWS, MOST_WINDOWS)
-        for start in self._windows(int(np.clip(walked_tasks // per_window, least, most))):
+        windows = self._windows(int(np.clip(walked_tasks // per_window, least, most)))
+        for start in windows:
             self._walk(start)
+        if least == LEAST_WINDOWS and self.workload.answer_tokens is None:
+            self._walk_thinner(windows)
         seconds, work, pace = self._spread()
         for stint in np.flatnonzero(self.stints.moved).tolist():
             seconds[self.stints.joined[stint]] += self.wave.parking.moving_s(int(self.stints.prompt_tokens[stint]) - 1)
@@ -384,9 +390,34 @@ class _Price:
         return sorted(iteration - 1 for iteration in chosen if iteration > 1)
 
     def _walk(self, start: int) -> None:
-        """Walk iterations ``start`` and ``start`` + 1, and what of the next one begins before their end. The end of the
-        second does not depend on how the first began."""
-        wave, stops = self._members(start)
+        """Walk iterations ``start`` and ``start`` + 1."""
+        for iteration, (seconds, work) in self._walked(start, self._around(start)).items():
+            self.walked[iteration], self.work[iteration] = seconds, work
+
+    def _walk_thinner(self, windows: list[int]) -> None:
+        """Walk the iterations in which the most join once more, with fewer who do. Answers that end by themselves let
+        requests join one by one; where all have their limits many join at once, and nothing says what one of them takes
+        and what a step does."""
+        counts = {start: int((self.stints.joined == start + 1).sum()) for start in windows}
+        for start in sorted((start for start in windows if counts[start] > 1), key=counts.__getitem__)[-THINNED:]:
+            around = self._around(start)
+            joining = around[self.stints.joined[around] == start + 1]
+            others = around[self.stints.joined[around] <= start]
+            for kept in {1, -(-len(joining) // 4)}:  # the first of them: others share what these compute
+                chosen = np.sort(np.r_[others, joining[np.linspace(0, len(joining) - 1, kept).astype(int)]])
+                seconds, work = self._walked(start, chosen)[start + 1]
+                loads = self._loads(self.stints.select(chosen))[start + 1]
+                self.thinner.append((loads, work, seconds))
+
+    def _around(self, start: int) -> np.ndarray:
+        """Return the stints of iterations ``start`` to ``start`` + 2."""
+        return np.flatnonzero((self.stints.joined + self.stints.moved <= start + 2) & (self.stints.left > start))
+
+    def _walked(self, start: int, chosen: np.ndarray) -> dict[int, tuple[float, dict[str, float]]]:
+        """Walk iterations ``start`` and ``start`` + 1 of some stints, and what of the next one begins before their end.
+        Return the seconds of the second, whose end does not depend on how the first began, and of iteration 0; and of
+        each resource's work in them."""
+        wave, stops = self._members(start, chosen)
 
         def both(task: Task) -> bool:
             return task.iteration <= start + 1 or task.verb != "finish"
@@ -394,17 +425,17 @@ class _Price:
         tasks = takewhile(both, stream(wave, stops, first_iteration=start))
         trace = virtual_clock.run(tasks, self.hardware)
         self.num_tasks = len(trace)
-        ends = np.diff(iteration_ends(trace), prepend=0.0)
+        ends, walked = np.diff(iteration_ends(trace), prepend=0.0), {}
         for iteration, seconds in list(enumerate(ends, start=start))[:2]:
             if iteration > start or not iteration:
                 of_iteration = [event for event in trace if event.task.iteration == iteration]
-                self.walked[iteration] = float(seconds) + self.more_layers * self._pace(of_iteration)
-                self.work[iteration] = self._work(of_iteration)
+                in_all = float(seconds) + self.more_layers * self._pace(of_iteration)
+                walked[iteration] = in_all, self._work(of_iteration)
+        return walked
 
-    def _members(self, start: int) -> tuple[Wave, Stops]:
-        """Return the batch of iterations ``start`` to ``start`` + 2, and who leaves it before each."""
+    def _members(self, start: int, chosen: np.ndarray) -> tuple[Wave, Stops]:
+        """Return the batch of some stints in iterations ``start`` to ``start`` + 2, and who leaves it before each."""
         all_stints, wave = self.stints, self.wave
-        chosen = np.flatnonzero((all_stints.joined + all_stints.moved <= start + 2) & (all_stints.left > start))
         # Who returns with its context decodes at once: as if it had joined two iterations before, so that it is there
         # at ``start`` and its prompt is computed in none of those that are walked.
         earlier = 2 * all_stints.moved[chosen].astype(np.int64)
@@ -480,19 +511,29 @@ class _Price:
 
     # ---- the others
 
+    def _loads(self, counted: Stints) -> np.ndarray:
+        """Return ``iteration_loads`` of stints of the queue."""
+        return iteration_loads(counted, len(self.wave.mini_batches), self.workload.prefixes, self.exact)
+
     def _spread(self) -> tuple[np.ndarray, dict[str, np.ndarray], Pace]:
         """Return the seconds of all iterations, those of each resource's work in them, and the pace behind both."""
+        from scipy.optimize import nnls  # takes a quarter of a second to load
+
         known = np.array(sorted(self.walked))
         seconds = np.array([self.walked[i] for i in known.tolist()])
-        loads = iteration_loads(self.stints, len(self.wave.mini_batches), self.workload.prefixes, self.exact)
+        loads = self._loads(self.stints)
         scale = np.maximum(loads.max(axis=0), 1e-300)
-        weights = 1.0 / np.maximum(seconds, 1e-12)  # a long first iteration shall not decide
+        rows = np.array([*loads[known], *(of for of, _, _ in self.thinner)]) / scale
+        works = [*(self.work[i] for i in known.tolist()), *(work for _, work, _ in self.thinner)]
+        lengths = np.array([*seconds, *(length for _, _, length in self.thinner)])
+        weights = 1.0 / np.maximum(lengths, 1e-12)  # a long first iteration shall not decide
         work, factors = {}, {}
         for resource in sorted({resource for work in self.work.values() for resource in work}):
-            spent = np.array([self.work[i].get(resource, 0.0) for i in known.tolist()])
-            fitted = np.linalg.lstsq((loads / scale)[known] * weights[:, None], spent * weights, rcond=1e-6)[0]
+            spent = np.array([work.get(resource, 0.0) for work in works])
+            # Not below zero: what always came together in the few that were walked comes apart in others.
+            fitted, _ = nnls(rows * weights[:, None], spent * weights)
             factors[resource] = fitted / scale
-            work[resource] = np.maximum(loads @ factors[resource], 0.0)
+            work[resource] = loads @ factors[resource]
         longest = np.maximum(np.max(list(work.values()), axis=0), 1e-12)
         result, joins = np.zeros(self.num_iterations), self.joining_tokens > 0
         everything, waiting = np.arange(self.num_iterations), []

@@ -260,17 +260,14 @@ class CustomIds:
         return False
 
 
-def first_url(lines: BinaryIO) -> str | None:
-    """Return the first endpoint that a line of a Batch file asks for; None when no line asks for one."""
+def first_urls(lines: BinaryIO, most: int = 64) -> set[str]:
+    """Return the endpoints that the first lines of a Batch file ask for, of so many that ask for one."""
+    urls: list[str] = []
     lines.seek(0)
-    while raw := lines.readline(MAX_LINE_BYTES):
-        try:
-            url = url_of(json_object(raw))
-        except Refused:
-            continue
-        if url:
-            return url
-    return None
+    while len(urls) < most and (raw := lines.readline(MAX_LINE_BYTES)):
+        with contextlib.suppress(Refused):
+            urls += filter(None, [url_of(json_object(raw))])
+    return set(urls)
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,9 @@ def json_object(raw: bytes) -> dict:
     except RecursionError:
         raise Refused("invalid_json", "the line is not JSON: it is nested too deeply") from None
     except ValueError as error:
-        # The decoder counts a line's own end as another line.
-        where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        where = str(error)
+        if isinstance(error, json.JSONDecodeError):  # it counts a line's own end as another line
+            where = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         raise Refused("invalid_json", f"the line is not JSON: {where}") from None
     if not isinstance(data, dict):
         raise Refused("invalid_json", f"the line must be a JSON object, not {shown(data)}")

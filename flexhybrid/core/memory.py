@@ -45,8 +45,8 @@ HOST_THREADS, WIDENED_ELEMENTS = {"cpu": 1, "cuda": 16}, 1 << 19
 PARTIAL_ROWS = 4096
 
 #: CUDA graphs of decode steps: verbs that may be captured at a time, and bytes that the driver keeps of each: of four
-#: kernels (a layer of native bits has 13 or 14 in its four verbs), 64 KiB each, by which a graph grows from 500 to 2,000
-#: kernels (forums.developer.nvidia.com/t/244901, CUDA 11.2); an H200's driver kept half of that. Segments of the
+#: kernels (a layer of native bits has 13 or 14 in its four verbs), 64 KiB each, by which a graph grows from 500 to
+#: 2,000 kernels (forums.developer.nvidia.com/t/244901, CUDA 11.2); an H200's driver kept half of that. Segments of the
 #: allocator that their memory pool may leave half empty.
 GRAPHED_VERBS, GRAPHED_VERB_BYTES, GRAPH_POOL_BYTES = 512, 4 << 16, 22 << 20
 

@@ -14,7 +14,8 @@ from functools import partial
 
 from tqdm import tqdm
 
-TICK_S, PLAIN_S = 1.0, 30.0  #: seconds between looks at the clock: on a terminal, and between lines elsewhere
+TICK_S = 1.0  #: seconds between looks at the clock
+FIRST_S, PLAIN_S = 5.0, 30.0  #: seconds until the first line, where there is no terminal, and from one to the next
 PRIOR_S = 3.0  #: seconds for which a prediction counts beside what is measured
 AGAIN_S = 0.05  #: seconds after which an interrupt that was lost is sent again
 STOP_S = 1.0  #: seconds after which a stop no longer waits for the end of the iteration
@@ -22,7 +23,8 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}
 
 
 class Progress:
-    """Shows progress on stderr: a bar on a terminal, elsewhere a line every PLAIN_S, nothing when ``quiet``.
+    """Shows progress on stderr: a bar on a terminal, elsewhere a line after FIRST_S and then every PLAIN_S, nothing
+    when ``quiet``.
 
     ``total`` counts the most that may come. With ``answers``, their number, what is still to come is expected by the
     answers that have ended before their limit. ``predicted_s``: of the total. A thread keeps the clock going between
@@ -67,11 +69,13 @@ class Progress:
         self.bar.close()
 
     def _tick(self) -> None:
-        while not self._ended.wait(TICK_S if self.terminal else PLAIN_S):
+        wait_s = TICK_S if self.terminal else FIRST_S
+        while not self._ended.wait(wait_s):
             if self.terminal:
                 self.bar.set_postfix_str(self.state(), refresh=True)
             else:
                 print(f"{self.title}: {self.count:,} of {self.total:,}, {self.state()}", file=sys.stderr, flush=True)
+                wait_s = PLAIN_S
 
     def turn_to(self, title: str) -> None:
         """Begin the part of the job called ``title``."""
@@ -83,8 +87,7 @@ class Progress:
         if not self.count:
             self._first = time.monotonic(), count
         self.count += count
-        self.bar.set_postfix_str(self.state(), refresh=False)
-        self.bar.update(count)
+        self.bar.update(count)  # what is left, which takes a while to foretell, the ticker says
 
     def finished(self, unused: int) -> None:
         """Count a complete answer; it is ``unused`` tokens shorter than its limit."""
@@ -131,8 +134,10 @@ class Progress:
         return self.expected_left() / rate
 
     def state(self) -> str:
-        """Return answers done, the pace and the time left, in words."""
+        """Return the time left, answers done and the pace, in words: a narrow terminal cuts off the last ones."""
         parts, elapsed = [], time.monotonic() - self.began
+        if (left := self.seconds_left()) is not None:
+            parts.append(f"{tqdm.format_interval(left)} left")
         if self.done:
             of = f" of {self.answers:,}" if self.answers else ""
             parts.append(f"{self.done:,}{of} done" + (f", {self.failed:,} refused" if self.failed else ""))
@@ -141,8 +146,6 @@ class Progress:
             parts.append(f"{self.count / elapsed:.1f}/s{predicted}" if elapsed else "")
         elif self.answers:
             parts.append("reading the prompts (prefill)" + (f", {self.first_share():.0%}" if self.first_share else ""))
-        if (left := self.seconds_left()) is not None:
-            parts.append(f"{tqdm.format_interval(left)} left")
         return ", ".join(part for part in parts if part)
 
     def note(self, text: str) -> None:

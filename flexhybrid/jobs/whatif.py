@@ -13,6 +13,7 @@ from flexhybrid.jobs.simulate import (
     MOST_AT_A_TIME,
     Note,
     SimulatedQueue,
+    is_policy_file,
     named_system,
     no_start,
     queue_setting,
@@ -22,7 +23,7 @@ from flexhybrid.jobs.simulate import (
     simulate_system,
 )
 from policy_search.papers.at_best import best_batch
-from policy_search.systems import Setting
+from policy_search.systems import Setting, check
 from sim.simulate import SimulatedRun
 
 LOSSY = "changes the tokens"  #: said of a system that does
@@ -109,7 +110,10 @@ def answers(
     note: Note | None = None,
 ) -> list[Answer]:
     """Return a run of every system at every value of the field that is varied. What cannot run has its error; raise
-    InputError where nothing can."""
+    InputError where nothing can, and for a name that is none of a system."""
+    for text in systems:
+        if not is_policy_file(text):
+            check(text)
     found = []
     for value in varied.values if varied else (None,):
         there, sizes = dict(point), dict(budgets)

@@ -195,7 +195,7 @@ def test_a_line_s_variables_of_the_template_come_before_those_of_the_command(tex
 
 def test_progress_is_shown_where_it_is_asked_for(tmp_path, capsys, monkeypatch):
     save_opt(tmp_path)
-    monkeypatch.setattr(progress, "PLAIN_S", 1e-4)
+    monkeypatch.setattr(progress, "FIRST_S", 1e-4)
     with LLM(tmp_path, "kv_only", device="cpu", dtype="float32") as llm:
         for shown in (None, False, True):
             llm.generate([[5, 6]], GREEDY, use_tqdm=shown)

@@ -182,3 +182,31 @@ def test_a_plan_says_what_lies_off_the_device():
     assert describe(policy, SHAPE).endswith("tokens")
     moved = replace(policy, attention="host", hidden="host")
     assert describe(moved, SHAPE).endswith("tokens; attention on the host; hidden states on the host")
+
+
+def test_the_end_is_foretold_anew_when_half_of_what_was_left_has_passed(monkeypatch):
+    """Not while it takes long to foretell, nor by two threads at once: who asks meanwhile hears what was told."""
+    clock, told, inside = [100.0], [60.0, 20.0, 4.0], []
+    monkeypatch.setattr(outlook_module.time, "monotonic", lambda: clock[0])
+    workload = Workload(np.full(4, 8), np.full(4, 8))
+    outlook = Outlook(ONE_SECOND, workload, open_wave=lambda: pytest.fail("nobody counts here"))
+
+    def foretold(_self) -> float:
+        clock[0] += 1.0
+        inside.append(outlook.seconds_left())
+        return told.pop(0)
+
+    monkeypatch.setattr(Outlook, "_foretold", foretold)
+    assert outlook.seconds_left() is None
+    outlook.advance()
+    assert outlook.seconds_left() == 60.0 and inside == [None]
+    clock[0] = 130.0  # half of 60 s are over at 131
+    assert outlook.seconds_left() == 31.0
+    clock[0] = 131.0
+    assert outlook.seconds_left() == 20.0 and inside == [None, 29.0]
+    clock[0] = 141.5  # at 142 half of 20 s are over
+    assert outlook.seconds_left() == 10.5
+    clock[0] = 142.0
+    assert outlook.seconds_left() == 4.0
+    clock[0] = 152.5  # it took a second to foretell: not before 153
+    assert outlook.seconds_left() == 0.0 and not told

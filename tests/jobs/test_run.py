@@ -491,6 +491,15 @@ def test_chat_lines_go_through_the_tokenizers_template(tmp_path, capsys):
     ]
     source.write_text("\n".join(lines))
     assert run(source, out, model) == 2 and "no chat template" in capsys.readouterr().err
+    completion = line("d", "/v1/completions", prompt="import", max_tokens=2)
+    for mixed in ([lines[0], completion], [completion, lines[0]]):  # whichever comes first
+        source.write_text("\n".join(mixed))
+        assert run(source, out, model) == 0
+        of = {row["custom_id"]: row for row in read(out)}
+        assert "no chat template" in json.dumps(of["a"]) and of["d"]["response"]["status_code"] == 200
+        out.unlink()
+        out.with_name("out.jsonl.manifest.json").unlink()
+    source.write_text("\n".join(lines))
     tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'odd' %}{{ raise_exception('odd role') }}{% endif %}"
         "{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"

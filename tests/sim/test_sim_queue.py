@@ -63,6 +63,22 @@ def test_a_few_iterations_price_a_queue_as_all_of_its_tasks_do():
     assert np.median(errors) < 0.01 and max(errors) < 0.03
 
 
+@pytest.mark.parametrize("limits", [[64], [32, 64, 128, 256]])
+def test_the_pace_of_a_queue_holds_where_answers_end_by_themselves(limits):
+    """Requests then join one by one; at their limits, which the pace is from, all at once, or a quarter of them."""
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        prompts, most = rng.integers(20, 200, 120), np.sort(rng.choice(limits, 120))[::-1].copy()
+        workload = Workload(prompts, most)
+        known = replace(workload, answer_tokens=np.minimum(most, rng.geometric(1 / 40, 120)))
+        policy = Policy("plain", Placement(device=1), cache={"kv@device": 1.0}, max_mini_batch_tokens=2048)
+        problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(link=10.0, gflops=30.0))
+        pace = price_queue(problem, policy, workload, 40).pace
+        counted = stints(open_batch(problem, policy, known, *batch_size(problem, policy, known, 40)), known)
+        assert pace and min(factors.min() for factors in pace.factors.values()) >= 0
+        assert pace.seconds(counted).sum() == pytest.approx(walk_queue(problem, policy, known, 40).total_s, rel=0.5)
+
+
 def test_no_queue_ends_before_its_least_seconds():
     """``least_seconds`` against every task of the queue."""
     for seed in range(1, 13):
@@ -172,7 +188,7 @@ def test_a_walked_iteration_computes_the_prompts_of_those_who_join_without_their
     price = _Price(open_batch(problem, policy, workload, places, share), workload, 1.0)
     counted, num_moved = price.stints, 0
     for start in range(price.num_iterations - 2):
-        wave, stops = price._members(start)
+        wave, stops = price._members(start, price._around(start))
         computing = [0, 0, 0]
         for task in stream(wave, stops, first_iteration=start):
             if task.verb == "sample" and task.iteration <= start + 2:

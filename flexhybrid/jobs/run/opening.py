@@ -9,7 +9,7 @@ from typing import BinaryIO, NamedTuple
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.answers import AnswerFile
-from flexhybrid.batch.census import first_url
+from flexhybrid.batch.census import first_urls
 from flexhybrid.batch.manifest import NOTHING_SERVED, check_same, load_manifest, manifest_path, model_record
 from flexhybrid.batch.openai import CHAT
 from flexhybrid.batch.requests import LineRules
@@ -140,9 +140,9 @@ def is_brief(llm: LLM, workload: Workload, begins: Workload) -> bool:
 
 
 def check_chats(rules: LineRules, lines: BinaryIO, llm: LLM) -> None:
-    """Raise InputError for chats without a template; tell of a template that completions leave unused."""
+    """Raise InputError for chats alone without a template; tell of a template that completions leave unused."""
     batch, has_template = rules.file_format == "jsonl", bool(getattr(llm.tokenizer, "chat_template", None))
-    chats = first_url(lines) == CHAT if batch else rules.chat.prompts
+    chats = first_urls(lines) == {CHAT} if batch else rules.chat.prompts
     if chats and not has_template and not rules.chat.template:
         raise InputError(
             f"{llm.checkpoint.path} has no chat template: it cannot serve {CHAT}; give one with --chat-template, or as "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -23,7 +24,9 @@ RECENT = 2**16  #: answers that have ended since the iteration from which on a l
 KEPT_ENDS = 2**17  #: iterations whose ends are kept: more than any window has
 LEAST_BUSY = 0.2  #: share of the time; how a resource fares that is busy for less says nothing
 MOST_COUNTED = 2048  #: requests that wait; of more every so manieth stands for those beside it
-REST = 50  #: times as long as it took to foretell the end nobody foretells it again
+#: Times as long as it took to foretell the end nobody foretells it again: as a rule, and where half of what was left
+#: then has passed.
+REST, LEAST_REST = 50, 10
 
 
 def batches(llm: LLM, workload: Workload, given: np.ndarray | None = None) -> Callable[[], Wave]:
@@ -86,6 +89,7 @@ class Outlook:
         self.num_iterations = 0
         self.busy: dict[int, dict[str, float]] = {}  #: iteration -> resource -> busy seconds until its end
         self._told: tuple[float, float, float] | None = None  #: seconds left, when that was told, when it is told anew
+        self._telling = threading.Lock()  #: one thread at a time foretells; others say what was told before
         self.began = self.latest = time.monotonic()
         self.ends = {0: self.began}  #: number of iterations -> when the last one of them ended
 
@@ -114,14 +118,18 @@ class Outlook:
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the last answer; None before the first iteration."""
-        asked, told = time.monotonic(), self._told
         if not self.num_iterations or self.open_wave is None:
             return None
-        if told is None or asked >= told[2]:
-            left = self._foretold()
-            spent = time.monotonic() - asked
-            told = self._told = left, asked, asked + REST * spent
-        return max(0.0, told[0] - (asked - told[1]))
+        asked, told = time.monotonic(), self._told
+        if (told is None or asked >= told[2]) and self._telling.acquire(blocking=False):
+            try:
+                left = self._foretold()
+            finally:
+                self._telling.release()
+            now = time.monotonic()
+            spent = now - asked
+            told = self._told = left, now, now + max(LEAST_REST * spent, min(REST * spent, left / 2))
+        return None if told is None else max(0.0, told[0] - (time.monotonic() - told[1]))
 
     def _foretold(self) -> float:
         """Foretell by the work of each resource, as much slower as it was so far: what binds the drain, where few run,
