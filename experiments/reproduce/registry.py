@@ -72,6 +72,7 @@ def run_all(chosen: Sequence[str], workers: int | None = None, quiet: bool = Fal
         ProcessPoolExecutor(workers, mp_context=context) as pool,
         Progress(len(chosen), "reproduce", "experiment", quiet) as progress,
     ):
+        progress.steps_alike = False
         futures = _submit(pool, chosen)
         try:
             for future in as_completed(futures):

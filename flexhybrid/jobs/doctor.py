@@ -226,12 +226,13 @@ def describe_doctor(record: dict) -> str:
         lines += ["", f"{head}, {lengths['prompt_tokens']} prompt and {lengths['max_tokens']} generated tokens, "
                   "nothing compressed:"]  # fmt: skip
         lines += ["", f"{'model':<14} {'weights':>10} {'dtype':<8} {'tokens/s':>9}  how"]
+    all_in_company = all(row["in_company"] for row in record["models"] if row["tokens_per_s"])  # the advice says so
     for row in record["models"]:
         rate = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.1f}"
         limit = f" (limited by {row['binding']})" if row["binding"] else ""
         limit += " (measured for this model)" if row["own_profile"] else ""
         limit += "" if row["path"] in (None, "a file of its own") else f" (runs through {row['path']})"
-        limit += " (profile taken in company)" if row["in_company"] else ""
+        limit += " (profile taken in company)" if row["in_company"] and not all_in_company else ""
         if row["checkpoint_dtype"] == "float32" != row["dtype"]:
             limit += (
                 f" (the checkpoint is float32, and run computes in it; the profile, and so this, is {row['dtype']})"

@@ -44,6 +44,7 @@ class Progress:
         self.title, self.quiet, self.failed, self.answers = title, quiet, failed, answers
         self.predicted_s, self.predicted_rate = predicted_s, total / predicted_s if predicted_s else None
         self.terminal = sys.stderr.isatty()
+        self.steps_alike = True  #: False: of steps that take seconds and others that take minutes nothing is foretold
         self.outlook: Callable[[], float | None] | None = None  #: says the seconds left, where somebody knows better
         self.first_share: Callable[[], float] | None = None  #: says how much of the prompts is read, before the first
         self.total, self.count, self.done, self.shortened = total, 0, 0, 0
@@ -120,6 +121,8 @@ class Progress:
         do. Before, what is left of the prediction. None where nothing is known."""
         if self.outlook and (told := self.outlook()) is not None:
             return told
+        if not self.steps_alike:
+            return None
         now = time.monotonic()
         if not self.count:
             return None if self.predicted_s is None else max(self.predicted_s - (now - self.began), 0.0)

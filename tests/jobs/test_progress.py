@@ -69,6 +69,15 @@ def test_the_time_left_is_the_prediction_s_before_the_first_token(clock):
     assert progress.seconds_left() == 0.0
 
 
+def test_nothing_is_foretold_of_steps_that_are_not_alike(clock):
+    progress = Progress(53, "reproduce", "experiment", quiet=True)
+    progress.advance(49)
+    clock[0] = 30.0
+    assert "left" in progress.state()
+    progress.steps_alike = False
+    assert progress.seconds_left() is None and progress.state() == "1.6/s"
+
+
 def test_the_prefill_is_not_taken_for_the_pace(clock):
     """60 s of prefill, then 100 tokens a second: as long is left as the tokens take, whatever was predicted."""
     for predicted_s in (None, 20.0, 2000.0):

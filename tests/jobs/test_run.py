@@ -923,3 +923,23 @@ def test_answers_so_far_count(tmp_path):
     file.close()
     assert states.tolist() == [FAILED, FAILED, 0] and ANSWERED not in states
     assert [row["id"][-1] for row in read(tmp_path / "out")] == ["1", "2"]
+
+
+def test_a_stop_says_what_is_kept(tiny, tmp_path, capsys, monkeypatch):
+    """Nothing, before there is an answer; else those of the run before as well."""
+    source, out = requests(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flexhybrid.jobs.run.job.take_census", stopped)
+        assert run(source, out, tiny) == 130
+        assert "stopped: nothing was written; give the same command again" in capsys.readouterr().err
+    assert run(source, out, tiny) == 0
+    capsys.readouterr()
+    with source.open("a") as more:
+        more.write("\n" + line("later", prompt=[5], max_tokens=1))
+    monkeypatch.setattr("flexhybrid.jobs.run.job.take_census", stopped)
+    assert run(source, out, tiny) == 130
+    assert "stopped: answers written so far are kept" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.breakdown import KINDS
 from flexhybrid.jobs.profile.job import company_note
+from flexhybrid.jobs.run.forecast import duration
 from flexhybrid.runtime.links import MOST_LATE_S
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 from policy_search.fit import PAPERS_R2, fit_report
@@ -103,7 +104,7 @@ class Report:
         self.say(
             f"\nRunning {num_policies} policies side by side: {workload.num_requests} requests of "
             f"{int(workload.prompt_tokens[0])} tokens, {shape.num_layers} layers of {shape.name}; "
-            f"about {max(1, round(seconds / 60))} min by the prediction."
+            f"about {duration(seconds)} by the prediction."
         )
 
     def speed(self, result: dict) -> None:

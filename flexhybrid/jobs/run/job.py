@@ -74,7 +74,13 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
     began = time.time() if began is None else began
     check_options(options)
     file_format = format_of(options.input, options.format)
-    with _hint("nothing was written; give the same command again"), contextlib.ExitStack() as stack:
+
+    def advice() -> str:
+        if any(path.exists() and path.stat().st_size for path in (options.output, options.errors) if path):
+            return f"answers written so far are kept; give {again(options)} to go on"
+        return "nothing was written; give the same command again"
+
+    with _hint(advice), contextlib.ExitStack() as stack:
         state = file_state(options.input)
         lines = stack.enter_context(contextlib.closing(open_lines(options.input, file_format, options.columns)))
         files = {path: open_answers(stack, path, options.output) for path in (options.output, options.errors) if path}
@@ -95,17 +101,16 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
             census = take_census(lines, counts, llm.shape.max_context, progress.advance, seconds)
         stack.enter_context(census.count_meanwhile(counts))
         job = Job(options, llm, RequestFile(options.input, state, lines, census, rules, read), files, crew, measure)
-        with _hint(f"answers written so far are kept; give {again(options)} to go on"):
-            return job.run(say, began)
+        return job.run(say, began)
 
 
 @contextlib.contextmanager
-def _hint(text: str) -> Iterator[None]:
+def _hint(advice: Callable[[], str]) -> Iterator[None]:
     """Put advice into a KeyboardInterrupt that has none."""
     try:
         yield
     except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt(*stop.args or (text,)) from None
+        raise KeyboardInterrupt(*stop.args or (advice(),)) from None
 
 
 class Job:
