@@ -332,11 +332,12 @@ class _Price:
     def run(self, walked_tasks: int) -> QueueRun:
         self._walk(0)
         per_window = max(1, self.num_tasks)
-        least, most = (1, ROUGH_WINDOWS) if walked_tasks < WALKED_TASKS else (LEAST_WINDOWS, MOST_WINDOWS)
+        only_ranks = walked_tasks < WALKED_TASKS
+        least, most = (1, ROUGH_WINDOWS) if only_ranks else (LEAST_WINDOWS, MOST_WINDOWS)
         windows = self._windows(int(np.clip(walked_tasks // per_window, least, most)))
         for start in windows:
             self._walk(start)
-        if least == LEAST_WINDOWS and self.workload.answer_tokens is None:
+        if self.workload.answer_tokens is None and not only_ranks:
             self._walk_thinner(windows)
         seconds, work, pace = self._spread()
         for stint in np.flatnonzero(self.stints.moved).tolist():
@@ -522,8 +523,8 @@ class _Price:
         known = np.array(sorted(self.walked))
         seconds = np.array([self.walked[i] for i in known.tolist()])
         loads = self._loads(self.stints)
-        scale = np.maximum(loads.max(axis=0), 1e-300)
-        rows = np.array([*loads[known], *(of for of, _, _ in self.thinner)]) / scale
+        rows = np.array([*loads[known], *(of for of, _, _ in self.thinner)])
+        scale = np.maximum(np.maximum(loads.max(axis=0), rows.max(axis=0)), 1e-300)
         works = [*(self.work[i] for i in known.tolist()), *(work for _, work, _ in self.thinner)]
         lengths = np.array([*seconds, *(length for _, _, length in self.thinner)])
         weights = 1.0 / np.maximum(lengths, 1e-12)  # a long first iteration shall not decide
@@ -531,7 +532,7 @@ class _Price:
         for resource in sorted({resource for work in self.work.values() for resource in work}):
             spent = np.array([work.get(resource, 0.0) for work in works])
             # Not below zero: what always came together in the few that were walked comes apart in others.
-            fitted, _ = nnls(rows * weights[:, None], spent * weights)
+            fitted, _ = nnls(rows / scale * weights[:, None], spent * weights)
             factors[resource] = fitted / scale
             work[resource] = loads @ factors[resource]
         longest = np.maximum(np.max(list(work.values()), axis=0), 1e-12)

@@ -119,6 +119,11 @@ class Lane:
             self._waiting.append((ordinal, call))
             self._awaited = min(self._awaited, ordinal)
 
+    def awaited(self) -> list[int]:
+        """Return the tasks that threads wait for."""
+        with self._lock:
+            return [ordinal for ordinal, _ in self._waiting]
+
     def _pass(self) -> None:
         """Count the task that others may build on now, and wake those that wait for it."""
         self.passed += 1  # by no other thread

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from flexhybrid.core.task import Task
@@ -73,11 +73,11 @@ class Issuer:
     def enqueue_until(self, lane: Lane, ordinal: int) -> None:
         """Enqueue tasks until that one of a lane is complete, or of a stream lane until it is enqueued and no task is
         left that waits for a host lane. Raises Aborted when a lane has failed."""
-        if not isinstance(lane, StreamLane):
+        if isinstance(lane, StreamLane):
+            lane.let_go(ordinal)
+        else:
             lane.call_when_passed(ordinal, self.told.set)
-        for other in self.lanes:
-            other.hold_no_longer()
-        self.enqueue()
+        self._enqueue_awaited()
         while lane.passed <= ordinal:
             self._sleep(lane, LOOK_UP_S)
         if isinstance(lane, StreamLane) and (event := lane.wait_enqueued(ordinal)):
@@ -90,6 +90,13 @@ class Issuer:
         self.told.clear()
         if lane.failed:
             raise Aborted
+        self._enqueue_awaited()
+
+    def _enqueue_awaited(self) -> None:
+        """Enqueue all tasks that may be, those as well that are held and that a host lane waits for."""
+        for lane in self.lanes:
+            for ordinal in lane.awaited():
+                lane.let_go(ordinal)
         self.enqueue()
 
 
@@ -146,13 +153,23 @@ class StreamLane(Lane):
         if self._joining is None:
             self.hold_no_longer()
 
-    def hold_no_longer(self) -> bool:
-        """Let nothing join the latest tasks any more; return whether there were any that something might join."""
-        if self._held is None:
+    def hold_no_longer(self) -> None:
+        """Let nothing join the latest tasks any more."""
+        if self._held:
+            self.queued.append(self._held)
+            self._held = None
+
+    def let_go(self, ordinal: int) -> bool:
+        """Hold the latest tasks no longer if that task is one of them; return whether it is. Others stay: what is
+        launched together shall not hang on when the planning thread waits, or each case would have its graph."""
+        if self._held is None or ordinal < self.submitted - len(self._held[0]):
             return False
-        self.queued.append(self._held)
-        self._held = None
+        self.hold_no_longer()
         return True
+
+    def call_when_passed(self, ordinal: int, call: Callable[[], object]) -> None:
+        super().call_when_passed(ordinal, call)
+        self.issuer.told.set()  # it may be held
 
     def abort(self) -> None:
         super().abort()
@@ -166,7 +183,7 @@ class StreamLane(Lane):
             if lane.passed > ordinal:
                 continue
             if isinstance(lane, StreamLane):
-                if lane.hold_no_longer() and self.issuer.feed(lane) and lane.passed > ordinal:
+                if lane.let_go(ordinal) and self.issuer.feed(lane) and lane.passed > ordinal:
                     continue
             elif self._asked != (resource, ordinal):
                 self._asked = resource, ordinal

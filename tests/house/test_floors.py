@@ -48,7 +48,8 @@ FLOORS = {
     ),
     "sim": Floor(
         names("sim flexhybrid.core numpy"),
-        must_not_load=("torch", "transformers", "flexhybrid.runtime", "policy_search"),
+        lazily=names("scipy"),  # where the pace of a queue is fitted
+        must_not_load=("torch", "transformers", "scipy", "flexhybrid.runtime", "policy_search"),
     ),
     "policy_search": Floor(
         names("policy_search sim flexhybrid.core numpy scipy"),

@@ -157,6 +157,27 @@ def test_tasks_of_a_position_with_nothing_between_them_are_launched_together(mon
         assert joint == launched
 
 
+@pytest.mark.parametrize("awaited", [False, True])
+def test_what_is_launched_together_does_not_hang_on_when_the_plan_waits(awaited):
+    """It waits for another lane's task; that one for nothing, or by way of a lane of the host for the task that is
+    held: then it comes alone."""
+    joint: list[list[int]] = []
+    made, notes = lanes_of(lambda task: None, joint)
+    clock, here = Clock(made), object()
+
+    def tasks():
+        yield task_of(0, "compute", writes=(1,), verb="first", payload=here)
+        yield task_of(1, "host_compute", reads=(1,) if awaited else (), writes=(2,))
+        yield task_of(2, "h2d", reads=(2,))
+        clock.wait("h2d", 0)
+        assert (("compute", "runs", 0) in notes) == awaited
+        yield task_of(3, "compute", verb="second", payload=here)
+
+    clock.run(tasks(), keep_trace=False)
+    assert joint == ([] if awaited else [[0, 3]])
+    assert [task for who, what, task in notes if (who, what) == ("compute", "runs")] == [0, 3]
+
+
 @pytest.mark.parametrize("blocked", STREAMS)
 def test_a_lane_that_waits_for_the_host_keeps_no_other_from_being_fed(blocked):
     """The host's task ends when the last task of the other lanes is enqueued; the blocked lane's comes first."""
