@@ -178,13 +178,6 @@ def test_a_budget_beyond_the_machine_is_remarked(capsys):
     assert cli.main([*SIMULATE, "--device-memory", "15GiB"]) == 0 and not capsys.readouterr().err
 
 
-def test_a_misspelt_system_is_no_row(capsys):
-    args = ["--model", "opt-6.7b", "--hardware", "t4", "--batch", "8", "--prompt-len", "100", "--gen-len", "9"]
-    assert cli.main(["simulate", "--compare", "kv_only,nope", *args]) == 2
-    said = capsys.readouterr()
-    assert not said.out and "unknown system 'nope'" in said.err
-
-
 def test_rivals_are_told_whole(capsys):
     """Each rival's error is there to its end, and each share of weights."""
     assert cli.main([*SEARCH, "--host-memory", "3GiB", "--max-batch", "4"]) == 0

@@ -143,7 +143,8 @@ def test_the_best_batch_is_the_best_of_all_batches(name):
         (("--batch", "2", "--plot", "x.png"), "name it, like --vary batch=1,2,4,8"),
         (("--vary", "batch=1,2", "--plot", "x.gif"), "a picture is a .png, .pdf, .svg file"),
         (("--vary", "batch=1,2", "--plot", "nowhere/x.png"), "cannot write"),
-        (("--batch", "2", "--compare", "kv_only,hybird(0.5)", "--host-memory", "1MiB"), "does not fit"),
+        (("--batch", "2", "--compare", "kv_only,hybrid(0.5)", "--host-memory", "1MiB"), "does not fit"),
+        (("--batch", "2", "--compare", "kv_only,hybird(0.5)"), "unknown system 'hybird'; did you mean hybrid?"),
         (("--batch", "2", "--system", "hybrid(0.5"), "its brackets do not match; write hybrid(0.5)"),
     ],
 )

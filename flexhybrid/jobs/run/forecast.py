@@ -116,15 +116,15 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
         predicted, limit = f"no speed: this machine {unknown}", []
     else:
         rate = f"{plan.expected_tokens / plan.seconds:.1f} tokens/s"
-        latest = " at the latest" if plan.shorter else ""
-        predicted = f"{rate}, {foretold(plan.seconds)}: done by {_end(plan.seconds)}{latest}"
+        longest = " with every answer at its limit" if plan.shorter else ""
+        predicted = f"{rate}, {foretold(plan.seconds)}: done by {_end(plan.seconds)}{longest}"
         limit = [f"limited by {plan.run.binding}, busy {plan.run.busy[plan.run.binding]:.0%} of the time"]
         if plan.shorter and foretold(plan.shorter.seconds) != foretold(plan.seconds):
             shorter, mean, _ = plan.shorter
             end = f"answers of {counted(round(mean), 'token')} on average: done by {_end(shorter)}"
             limit.insert(0, f"or         {foretold(shorter)} with {end}")
         if plan.longest and foretold(plan.longest.seconds) != foretold(plan.seconds):
-            end = f"answers that all take their limits: done by {_end(plan.longest.seconds)} at the latest"
+            end = f"answers that all take their limits: done by {_end(plan.longest.seconds)}"
             limit.insert(0, f"or         {foretold(plan.longest.seconds)} with {end}")
     unshared = sharing_limit(policy, llm.problem.shape) if llm.arguments.enable_prefix_caching else None
     note = "; a mix with recomputed context would not be faster" if plain else ""
