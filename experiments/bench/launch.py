@@ -66,8 +66,6 @@ _MACHINE = Hardware(
     "launch", "cpu", {"compute": Line(s_per_flop=1e-11, s_per_byte=1e-11), "h2d": Line(s_per_byte=1e-9)}
 )
 PLANNED = Problem(shape=shape_by_name("opt-6.7b"), dtype="float16", hardware=_MACHINE)
-
-
 ON_DEVICE = Policy("on the device", Placement(device=1.0), cache={"kv@device": 1.0})  #: a graph launches a layer
 
 
@@ -286,8 +284,7 @@ def as_on_a_gpu(policy: Policy) -> Iterator[Session]:
     def lanes(executor: Executor) -> list[Lane]:
         issuer, names = Issuer(infer), ("compute", "h2d", "d2h")
         on_host = [lane for lane in lanes_of(executor) if lane.name not in names]
-        together = graphed.JointLaunch(executor) if executor.graphs else None
-        joint = {"compute": together}
+        joint = {"compute": graphed.JointLaunch(executor)} if executor.graphs else {}
         return [*(StreamLane(name, executor.perform, nothing, issuer, joint.get(name)) for name in names), *on_host]
 
     with ExitStack() as held:

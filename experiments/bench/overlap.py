@@ -124,16 +124,12 @@ class OverlapRun:
         Attention on the host runs at the same time: two cores share one memory, unlike a device and its host, and that
         cost is not a fault of the schedule.
         """
-        self.session.engine.copies.enabled = False
-        try:
-            with ExitStack() as stack:
-                running = {}
-                for resource, count in self.computing.items():
-                    pool = ThreadPoolExecutor(1, initializer=partial(torch.set_num_threads, count))
-                    running[resource] = stack.enter_context(pool).submit(self._back_to_back, resource)
-                return {resource: future.result() for resource, future in running.items()}
-        finally:
-            self.session.engine.copies.enabled = True
+        with self.session.engine.without_copies(), ExitStack() as stack:
+            running = {}
+            for resource, count in self.computing.items():
+                pool = ThreadPoolExecutor(1, initializer=partial(torch.set_num_threads, count))
+                running[resource] = stack.enter_context(pool).submit(self._back_to_back, resource)
+            return {resource: future.result() for resource, future in running.items()}
 
     def _back_to_back(self, resource: str) -> float:
         seconds = 0.0

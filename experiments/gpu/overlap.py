@@ -7,8 +7,7 @@ longer than the kernels, an ideal of launched steps would call a slow launcher g
 """
 
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import groupby
 
 import torch
@@ -63,7 +62,7 @@ def _add_rows(table: Table, name: str, run: PolicyRun, bytes_per_s: float) -> No
     kernels_s = kernel_seconds(run, [task for task in plan if task.resource == "compute"])
     _decode_seconds(run)  # graphs of several verbs are captured
     wall_s = min(_decode_seconds(run) for _ in range(ROUNDS))
-    with _no_copies(run):
+    with run.engine.without_copies():
         launched_s = min(_decode_seconds(run) for _ in range(ROUNDS))
     low, high = sorted((link_s, kernels_s))
     ideals = {"link_s": link_s, "kernels_s": kernels_s, "launched_s": launched_s, "wall_s": wall_s}
@@ -72,16 +71,6 @@ def _add_rows(table: Table, name: str, run: PolicyRun, bytes_per_s: float) -> No
     launched = max(link_s, launched_s) / wall_s
     table.at_least(f"GPU, {name}: overlap, by launched steps", launched, OVERLAP_BAR, "x")
     table.at_most(f"GPU, {name}: launching over kernels", launched_s / kernels_s, LAUNCHING_BAR, "x")
-
-
-@contextmanager
-def _no_copies(run: PolicyRun) -> Iterator[None]:
-    """Let nothing cross the link to the device."""
-    run.engine.copies.enabled = False
-    try:
-        yield
-    finally:
-        run.engine.copies.enabled = True
 
 
 def _decode_seconds(run: PolicyRun) -> float:
@@ -109,7 +98,7 @@ def kernel_seconds(run: PolicyRun, tasks: list[Task]) -> float:
     """
     iterations = [list(group) for _, group in groupby(tasks, key=lambda task: task.iteration)]
     chosen = iterations[:: max(1, len(iterations) // SAMPLED_ITERATIONS)]
-    with _no_copies(run), run.engine.process_settings():
+    with run.engine.without_copies(), run.engine.process_settings():
         timed = _behind_a_sleep if run.engine.device.type == "cuda" else _one_after_another
         return statistics.mean(timed(run, iteration) for iteration in chosen) * len(iterations)
 

@@ -192,16 +192,23 @@ class Engine:
         if self.device.type == "cuda":
             clock, events, issuer = CudaClock(self.device), lane_events(self.device), Issuer(around_compute)
             streams = lane_streams(self.device).items()
-            together = JointLaunch(executor) if executor.graphs else None
+            joint = {"compute": JointLaunch(executor)} if executor.graphs else {}
             on_device = [
-                StreamLane(
-                    name, perform, CudaStream(of, clock, events), issuer, together if name == "compute" else None
-                )
+                StreamLane(name, perform, CudaStream(of, clock, events), issuer, joint.get(name))
                 for name, of in streams
             ]
         else:
             on_device = [host_lane("compute", self.num_threads, around_compute), host_lane("h2d"), host_lane("d2h")]
         return [*on_device, *lanes]
+
+    @contextmanager
+    def without_copies(self) -> Iterator[None]:
+        """Let nothing cross the link to the device."""
+        self.copies.enabled = False
+        try:
+            yield
+        finally:
+            self.copies.enabled = True
 
     @contextmanager
     def process_settings(self) -> Iterator[None]:

@@ -62,10 +62,9 @@ def bench_packing(table: Table, dtype: str) -> None:
         sessions = {}
         for way, wave in waves.items():
             engine = Engine(weights, policy, buffer_sizes(wave), LINK_GB_PER_S)
-            engine.copies.enabled = False  # the prompts are not what is timed
             sessions[way] = Session(engine, wave)
-            sessions[way].generate()
-            engine.copies.enabled = True
+            with engine.without_copies():  # the prompts are not what is timed
+                sessions[way].generate()
         calls = {way: lambda _, session=session: session.decode() for way, session in sessions.items()}
         seconds = {way: statistics.median(of) for way, of in seconds_in_turn(calls, ROUNDS, warm_up=1).items()}
         counts = {way: len(groups) for way, groups in ways.items()}

@@ -28,7 +28,6 @@ from policy_search.search import SearchResult
 SHOWN_LINES = ("h2d", "d2h", "h2d_both", "d2h_both", "disk_read", "disk_write", *VERBS)
 BUSY = "*"  #: marks a figure that was measured on a busy machine
 MOST_SPREAD = 0.15  #: (fastest - slowest) / median of a policy's rounds; an idle machine's rounds lie closer
-
 NOISE = 0.02  #: share by which measured policies may differ by chance
 
 

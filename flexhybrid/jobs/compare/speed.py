@@ -99,11 +99,8 @@ class PolicyRun:
 
     def compute_alone_s(self, rounds: int = ALONE_ROUNDS) -> float:
         """Return the wall time of the window's steps while nothing crosses the link; the best of some rounds."""
-        self.engine.copies.enabled = False
-        try:
+        with self.engine.without_copies():
             return min(summarize_measured(self.decode()[0], LAST).decode_s for _ in range(rounds))
-        finally:
-            self.engine.copies.enabled = True
 
     def measured(
         self, rounds: list[tuple[list[TraceEvent], float | None]], with_ideal: bool, on_progress: Callable[[str], None]

@@ -124,11 +124,11 @@ class Outlook:
         if (told is None or asked >= told[2]) and self._telling.acquire(blocking=False):
             try:
                 left = self._foretold()
+                now = time.monotonic()
+                spent = now - asked
+                told = self._told = left, now, now + max(LEAST_REST * spent, min(REST * spent, left / 2))
             finally:
                 self._telling.release()
-            now = time.monotonic()
-            spent = now - asked
-            told = self._told = left, now, now + max(LEAST_REST * spent, min(REST * spent, left / 2))
         return None if told is None else max(0.0, told[0] - (time.monotonic() - told[1]))
 
     def _foretold(self) -> float:
