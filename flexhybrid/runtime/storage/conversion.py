@@ -45,6 +45,18 @@ class Conversion:
             transform = deepcopy(of_pattern[pattern]) if pattern else WeightRenaming(name, target)
             self._steps.setdefault(target, (transform, []))[1].append((pattern or name, name))
 
+    @property
+    def sources(self) -> set[str]:
+        """The tensors of the checkpoint that are used."""
+        return {name for _, sources in self._steps.values() for _, name in sources}
+
+    @property
+    def sources_of_floats(self) -> set[str]:
+        """Those of ``sources`` that become floating-point numbers: not, for instance, indices of positions."""
+        own = self.model.state_dict()
+        steps = (sources for first, (_, sources) in self._steps.items() if own[first].is_floating_point())
+        return {name for sources in steps for _, name in sources}
+
     def __iter__(self) -> Iterator[str]:
         """The first tensor of each step."""
         return iter(self._steps)

@@ -7,7 +7,7 @@ refused at once. This module never opens a network connection.
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.shape import ModelShape, checkpoint_folder, has_own_file, shape_of_checkpoint
+from flexhybrid.core.model.stored import GIVE_PLAIN, method_of_part
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.models.empty_model import TensorNames, empty_model
 from flexhybrid.runtime.models.llama import packed_tensors
@@ -98,16 +99,15 @@ class Checkpoint:
                 f"{self.path}: config.json has a quantization_config; packed checkpoints are not read. Give the plain "
                 "one (policy bits pack it while loading)"
             )
-        for name, wanted in self._wanted():
+        needed = dict(self._wanted())
+        _check_plain(self.path, self._stored, needed, needed)
+        for name, wanted in needed.items():
             if name not in self._stored:
                 hint = " (it says tie_word_embeddings = false)" if name == "lm_head.weight" else ""
                 raise InputError(
                     f"{self.path}: tensor {name} is missing; config.json asks for shape {list(wanted)}{hint}"
                 )
             stored = self._stored[name]
-            if stored.dtype not in FLOATS.values():
-                allowed = ", ".join(FLOATS.values())
-                raise InputError(f"{self.path}: tensor {name} holds {stored.dtype}; weights must be one of {allowed}")
             if stored.shape != list(wanted):
                 raise InputError(
                     f"{self.path}: tensor {name} has shape {stored.shape}, config.json asks for {list(wanted)}"
@@ -170,6 +170,7 @@ class ModuleTensors:
         config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
         if "quantization_config" in config:
             raise InputError(f"{self.path}: config.json has a quantization_config; packed checkpoints are not read")
+        _check_plain(self.path, self._stored, self._conversion.sources, self._conversion.sources_of_floats)
         reads = {name: partial(torch.empty, part.shape, device="meta") for name, part in self._stored.items()}
         found = {}
         for first in self._conversion:
@@ -218,6 +219,7 @@ class _Stored(NamedTuple):
     shape: list[int]
     dtype: str  #: by safetensors' name
     read: Callable[[], torch.Tensor]
+    file: str = ""
 
     def rows(self, first: int, end: int) -> "_Stored":
         """Return rows first … end - 1 as a tensor."""
@@ -264,8 +266,21 @@ def _stored_tensors(path: Path) -> dict[str, _Stored]:
             names = [f"{stem}{suffix}"]
         else:
             continue
-        return {name: stored for file in names for name, stored in read(path / file).items()}
+        return {name: stored._replace(file=file) for file in names for name, stored in read(path / file).items()}
     raise InputError(f"{path} holds neither model.safetensors nor pytorch_model.bin (nor an index of shards)")
+
+
+def _check_plain(path: Path, stored: Mapping[str, _Stored], used: Collection[str], weights: Collection[str]) -> None:
+    """Raise InputError where one of the ``weights`` is stored as something else than plain floating-point numbers, or a
+    tensor that is not ``used`` is the scale, or another part, of a packed one."""
+    for name, tensor in stored.items():
+        if name in weights and tensor.dtype not in FLOATS.values():
+            found = f"tensor {name} holds {tensor.dtype}; weights must be one of {', '.join(FLOATS.values())}"
+        elif name not in used and (method := method_of_part(name)):
+            found = f"tensor {name} is a part of packed weights ({method})"
+        else:
+            continue
+        raise InputError(f"{path / tensor.file}: {found}. {GIVE_PLAIN}")
 
 
 DRAWN_AT_A_TIME = 1 << 24  #: elements of a layer's tensor that are drawn at a time: 64 MiB in float32

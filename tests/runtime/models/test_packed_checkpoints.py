@@ -1,0 +1,87 @@
+"""Packed checkpoints are refused by name before weights are read: no packed byte is taken for a weight.
+
+Tiny ones in the names and dtypes of the tools that write them.
+"""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import greedy, save_tiny
+
+from flexhybrid import LLM, SamplingParams
+from flexhybrid.core.errors import InputError
+from flexhybrid.runtime.storage.loader import Checkpoint
+
+pytest.importorskip("greenlet")
+
+FP8, PROMPT = torch.float8_e4m3fn, [5, 9, 33, 2, 17]
+
+
+def by_rows(dtype, scale="_scale"):
+    """Weights with a scale a row, as compressed-tensors and ModelOpt store FP8 and int8."""
+
+    def pack(name, tensor):
+        scales = tensor.abs().amax(-1, keepdim=True) / (127 if dtype == torch.int8 else 448)
+        return {name: (tensor / scales).to(dtype), name + scale: scales}
+
+    return pack
+
+
+def gptq(name, tensor):
+    rows, cols = tensor.shape
+    numbers = {"qweight": (cols // 8, rows), "qzeros": (1, rows // 8), "g_idx": (cols,)}
+    parts = {part: torch.zeros(size, dtype=torch.int32) for part, size in numbers.items()}
+    return {name.removesuffix("weight") + part: of for part, of in (parts | {"scales": torch.ones(1, rows)}).items()}
+
+
+#: What is done to a matrix -> what the refusal names.
+PACKED = {
+    "FP8 alone": (lambda name, tensor: {name: tensor.to(FP8)}, "weight holds .*(F8_E4M3|float8_e4m3fn); weights must"),
+    "FP8 of another kind": (lambda name, tensor: {name: tensor.to(torch.float8_e5m2)}, "weight holds .*(E5M2|e5m2);"),
+    "FP8 with scales": (by_rows(FP8, "_scale_inv"), "weight (holds|_scale_inv is)"),
+    "int8 with scales": (by_rows(torch.int8), "weight holds .*(I8|int8);"),
+    "int32": (lambda name, tensor: {name: tensor.to(torch.int32)}, "weight holds .*(I32|int32);"),
+    "int64": (lambda name, tensor: {name: tensor.to(torch.int64)}, "weight holds .*(I64|int64);"),
+    "bool": (lambda name, tensor: {name: tensor > 0}, "weight holds .*(BOOL|bool);"),
+    "GPTQ": (gptq, r"(qweight|qzeros|g_idx|scales) is a part of packed weights \((GPTQ or AWQ|an unknown method)\)"),
+    "scales beside floats": (
+        lambda name, tensor: {name: tensor, name + "_scale": torch.ones(len(tensor), 1)},
+        r"weight_scale is a part of packed weights \(FP8 or int8\)",
+    ),
+}
+
+
+def repack(folder, pack, suffix):
+    """Pack the key projections of a checkpoint, in a file of this kind."""
+    file, stored = folder / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        stored |= pack(name, tensor) if name.endswith("k_proj.weight") else {name: tensor}
+    file.unlink()
+    if suffix == ".safetensors":
+        save_file(stored, file, {"format": "pt"})
+    else:
+        torch.save(stored, folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+@pytest.mark.parametrize("modules", [False, True])
+@pytest.mark.parametrize("how", PACKED)
+def test_weights_that_are_no_plain_floats_are_refused_on_both_paths(tmp_path, how, modules, suffix):
+    save_tiny(tmp_path, "qwen3")
+    Checkpoint(tmp_path, modules)
+    pack, reason = PACKED[how]
+    repack(tmp_path, pack, suffix)
+    with pytest.raises(InputError, match=f"{suffix}: tensor .*{reason}"):
+        Checkpoint(tmp_path, modules)
+
+
+def test_buffers_of_whole_numbers_and_unused_tensors_are_no_sign_of_packing(tmp_path):
+    expected = greedy(save_tiny(tmp_path, "gpt2"), [PROMPT], 6)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    layer = next(name for name in tensors if name.endswith("c_attn.weight")).removesuffix("c_attn.weight")
+    old = {f"{layer}bias": torch.ones(1, 1, 128, 128, dtype=torch.uint8), f"{layer}masked_bias": torch.tensor(-1e4)}
+    save_file(tensors | old | {"position_ids": torch.arange(128), "logit_scale": torch.ones(())}, file)
+    with LLM(tmp_path, "kv_only", device="cpu", dtype="float32") as llm:
+        answers = llm.generate([PROMPT], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
+    assert [answer.outputs[0].token_ids for answer in answers] == expected
