@@ -1,12 +1,13 @@
 """Machines from their datasheets: a file of peaks, sizes and shares in people's units, and the record that follows.
 
-The numbers of the file are the ones that count: every line of the record is a peak times a share, or a rate that the
-file gives for that line under ``lines``. ``docs/simulating.md`` describes the format.
+The numbers of the file are the ones that count: every line of the record is a peak times a share, or a rate under
+``lines``, which changes with its peak and share. ``docs/simulating.md`` describes the format.
 """
 
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from math import isclose
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError, check, is_number, unknown
@@ -50,6 +51,9 @@ class Datasheet:
     overhead_us: dict = field(default_factory=dict)  #: in place of OVERHEAD_US
     scatter_gb_per_s: float = SCATTER_GB_PER_S
     lines: dict = field(default_factory=dict)  #: verb or resource -> tflops, gb_per_s, overhead_us, as they are
+    #: likewise: what the peaks and shares gave for ``lines`` when these were fitted (what they give). A line is scaled
+    #: by the ratio of what they give to this.
+    in_place_of: dict = field(default_factory=dict)
     rates: dict = field(default_factory=dict)  #: ``kind``, one of KINDS, with ``on`` and ``held_out`` in words
     source: str = ""
     sources: dict = field(default_factory=dict)  #: field -> where its number is from
@@ -70,11 +74,12 @@ class Datasheet:
             check(f"{where}the share {name}", value, value <= 1, "a share of the peak, at most 1")
         for name in ("rates", "sources", "published_fit"):
             check(where + name, getattr(self, name), isinstance(getattr(self, name), dict), "an object")
-        check(f"{where}lines", self.lines, isinstance(self.lines, dict), "an object, one a verb or resource")
-        for key, line in self.lines.items():
-            if resource_of_line(key) is None:
-                raise InputError(f"{where}lines: {key!r} is neither a resource nor a verb")
-            _check_table(f"{where}lines: {key}", line, ("tflops", "gb_per_s", "overhead_us"))
+        for name, table in (("lines", self.lines), ("in_place_of", self.in_place_of)):
+            check(where + name, table, isinstance(table, dict), "an object, one a verb or resource")
+            for key, line in table.items():
+                if resource_of_line(key) is None:
+                    raise InputError(f"{where}{name}: {key!r} is neither a resource nor a verb")
+                _check_table(f"{where}{name}: {key}", line, ("tflops", "gb_per_s", "overhead_us"))
         kind = self.rates.get("kind", "assumed")
         if kind not in KINDS:
             raise unknown(f"{where}rates: kind", kind, KINDS)
@@ -83,9 +88,10 @@ class Datasheet:
             raise InputError(
                 f"{where}a disk has disk_memory, disk_read_gb_per_s and disk_write_gb_per_s, or none of them"
             )
+        object.__setattr__(self, "in_place_of", self.in_place_of or self.replaced())
 
-    def hardware(self) -> Hardware:
-        """Return the record: lines of seconds a flop and a byte."""
+    def by_shares(self) -> dict[str, Line]:
+        """Return the lines that are made of peaks and shares alone."""
         shares, overhead = SHARES | self.shares, {k: 1e-6 * v for k, v in (OVERHEAD_US | self.overhead_us).items()}
 
         def line(where: str, tflops: float = 0.0, gb_per_s: float = 0.0) -> Line:
@@ -106,11 +112,25 @@ class Datasheet:
         if self.disk_read_gb_per_s and self.disk_write_gb_per_s:
             lines["disk_read"] = line("disk", gb_per_s=self.disk_read_gb_per_s)
             lines["disk_write"] = line("disk", gb_per_s=self.disk_write_gb_per_s)
+        return lines
+
+    def replaced(self) -> dict[str, dict[str, float]]:
+        """Return what peaks and shares give in place of the numbers of ``lines``, where they give any."""
+        plain, found = self.by_shares(), {}
+        for key, own in self.lines.items():
+            rates = in_rates(plain.get(key) or plain.get(resource_of_line(key) or "") or Line())
+            found[key] = {name: rates[name] for name in own if own[name] and name in rates}
+        return found
+
+    def hardware(self) -> Hardware:
+        """Return the record: lines of seconds a flop and a byte."""
+        lines, replaced = self.by_shares(), self.replaced()
         for key, own in self.lines.items():
             before = lines.get(key) or lines.get(resource_of_line(key) or "") or Line()
-            start = own.get("overhead_us")
-            seconds = before.overhead_s if start is None else 1e-6 * start
-            flops, moved = own.get("tflops"), own.get("gb_per_s")
+            then = replaced[key] | self.in_place_of.get(key, {})
+            now = {name: rate * replaced[key].get(name, 1) / (then.get(name) or 1) for name, rate in own.items()}
+            seconds = 1e-6 * now["overhead_us"] if "overhead_us" in now else before.overhead_s
+            flops, moved = now.get("tflops"), now.get("gb_per_s")
             lines[key] = Line(seconds, 1e-12 / flops if flops else 0.0, 1e-9 / moved if moved else 0.0)
         notes = {
             "gpu": self.gpu,
@@ -120,7 +140,7 @@ class Datasheet:
             "link_bytes_per_s": 1e9 * self.link_gb_per_s,
             "host_memory_bytes_per_s": 1e9 * self.host_memory_gb_per_s,
             "host_peak_flops": 1e12 * self.host_tflops,
-            "efficiency": shares,
+            "efficiency": SHARES | self.shares,
             "rates": {"kind": "assumed", "on": "shares of datasheet peaks", **self.rates},
             "sources": self.sources,
             "published_fit": self.published_fit,
@@ -164,9 +184,22 @@ def load_datasheet(path: str | Path) -> Datasheet:
     try:
         sheet = Datasheet(**data)
         sheet.hardware()  # its memories can be read
+        _check_replaced(sheet, data.get("in_place_of", {}))
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     return sheet
+
+
+def _check_replaced(sheet: Datasheet, noted: dict) -> None:
+    """Raise InputError where a peak or share and a line contradict each other, and no number says which holds."""
+    for key, given in sheet.replaced().items():
+        for name, rate in given.items():
+            own = sheet.lines[key][name]
+            if name not in noted.get(key, {}) and not isclose(rate, own):
+                remedy = f'remove it, or let it take their place by "in_place_of": {json.dumps({key: {name: rate}})}'
+                raise InputError(f"lines: {key} has {name} {own:g}, but peaks and shares give {rate:g}: {remedy}")
+    if strange := [key for key, own in noted.items() if own.keys() - sheet.lines.get(key, {}).keys()]:
+        raise InputError(f"in_place_of: {strange[0]} has rates that lines has not in their place")
 
 
 def is_record(path: str | Path) -> bool:
@@ -187,6 +220,13 @@ def load_machine(path: str | Path) -> Hardware:
             f'writes one) or "{RECORD}" (what `flexhybrid profile` measures)'
         )
     return load_hardware(path)
+
+
+def in_rates(line: Line) -> dict[str, float]:
+    """Return a line in people's units, without what costs nothing."""
+    rates = {"tflops": 1e12 * line.s_per_flop, "gb_per_s": 1e9 * line.s_per_byte}
+    rates = {"overhead_us": 1e6 * line.overhead_s} | {name: 1 / cost for name, cost in rates.items() if cost}
+    return {name: float(f"{rate:.12g}") for name, rate in rates.items()}
 
 
 def _default(known):

@@ -19,7 +19,7 @@ from experiments.reproduce.kvpr.throughput import table5_paper, table5_rates
 from experiments.reproduce.paper import INFINIGEN, values_of
 from flexhybrid.core.hardware import Hardware, Line
 from sim import catalogue
-from sim.datasheet import Datasheet, load_datasheet
+from sim.datasheet import Datasheet, in_rates, load_datasheet
 
 #: What all testbeds of FlexGen's engine have in common.
 SHARED = (
@@ -127,9 +127,7 @@ def _entry(base: Datasheet, name: str, testbed: Hardware, on: str, held_out: str
 
 def _in_rates(line: Line) -> dict[str, float]:
     """Return a line as a datasheet has it."""
-    rates = {"tflops": 1e-12 / line.s_per_flop if line.s_per_flop else 0.0}
-    rates |= {"gb_per_s": 1e-9 / line.s_per_byte if line.s_per_byte else 0.0}
-    return {"overhead_us": _rounded(1e6 * line.overhead_s)} | {k: _rounded(v) for k, v in rates.items() if v}
+    return {name: _rounded(rate) for name, rate in in_rates(line).items()}
 
 
 def _rounded(value: float) -> float:

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from flexhybrid.core.errors import InputError, flag
 from flexhybrid.core.files import check_new_file
+from flexhybrid.core.hardware import is_of_disk
 from flexhybrid.core.units import gib, parse_bytes
 from sim import catalogue
-from sim.datasheet import HOST, SHARES, Datasheet, load_datasheet
+from sim.datasheet import HOST, SHARES, Datasheet, in_rates, load_datasheet
 
 #: Flags that are fields of a datasheet -> their help. The first of them, and ``device_memory``, a new machine needs.
 PEAKS = {
@@ -28,6 +29,7 @@ SIZES = {
     "device_reserve": "of the device, what no program gets (1GiB)",
 }
 COSTS = {"price_per_hour": "US dollars an hour of the machine", "watts": "watts that the device draws at work"}
+LINES = ("lines", "in_place_of")  #: fields of a datasheet, by line
 NEEDED = ("tflops", "memory_gb_per_s", "link_gb_per_s", "device_memory")
 
 
@@ -102,11 +104,12 @@ def new_sheet(name: str, given: dict, shares: dict, like: Datasheet | None = Non
         said |= {field: "assumed" for field in HOST if field not in given}
         said.setdefault("shares", "assumed")
         return Datasheet(name=name, **given, shares=SHARES | shares, sources=said)
-    faster = given.keys() - COSTS.keys() or shares
-    lines = {} if faster else like.lines  # fitted lines are those of the machine as it was
-    rates = like.rates if lines == like.lines else {"kind": "assumed", "on": f"shares of peaks, begun from {like.name}"}
+    faster = given.keys() & PEAKS.keys() or shares
+    rates = {"kind": "assumed", "on": f"those of {like.name}, scaled to other peaks"} if faster else like.rates
+    disk = any("disk" in field for field in given.keys() & PEAKS.keys())  # copies reach all of such a rate
+    tables = {at: {k: v for k, v in getattr(like, at).items() if not (disk and is_of_disk(k))} for at in LINES}
     sources, shares = like.sources | said, SHARES | like.shares | shares
-    return replace(like, name=name, **given, shares=shares, lines=lines, rates=rates, sources=sources)
+    return replace(like, name=name, **given, **tables, shares=shares, rates=rates, sources=sources)
 
 
 def describe_sheet(sheet: Datasheet) -> str:
@@ -151,8 +154,8 @@ def _shown(args) -> dict:
     )
     args.show(describe_rates(hardware))
     args.show(f"  shares reached: {', '.join(f'{name} {value:g}' for name, value in (SHARES | sheet.shares).items())}")
-    for key, line in sheet.lines.items():
-        args.show(f"  line {key}: {', '.join(f'{name} {value:.4g}' for name, value in line.items())}")
+    for key in sheet.lines:
+        args.show(f"  line {key}: {', '.join(f'{k} {v:.4g}' for k, v in in_rates(hardware.lines[key]).items())}")
     for field, text in {"source": sheet.source, **sheet.sources}.items():
         args.show(f"  {field}: {text}")
     return asdict(sheet)

@@ -2,10 +2,14 @@
 
 import csv
 import json
+from functools import reduce
 
 import pytest
 
 from flexhybrid import cli
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import crosses_link
+from flexhybrid.core.policy import Policy
 from flexhybrid.jobs.rates import with_given_rates
 from sim import catalogue
 
@@ -120,8 +124,6 @@ def test_a_links_rate_means_the_same_wherever_it_is_named(name, tmp_path, capsys
     same = with_given_rates(catalogue.load(name), {"link_gb_per_s": own}, {}).lines
     for key, line in catalogue.load(name).lines.items():
         assert same[key].s_per_byte == pytest.approx(line.s_per_byte)
-    if name != "l4":
-        return  # whose fitted lines a file with another link has no more
     slower = str(tmp_path / "slower.json")
     told(capsys, "hardware", "--like", name, "--link-gb-per-s", "9", "--out", slower)
     run = ["simulate", "--system", "kv_only", *RUN]
@@ -129,7 +131,73 @@ def test_a_links_rate_means_the_same_wherever_it_is_named(name, tmp_path, capsys
     of_flag = told(capsys, *run, "--hardware", name, "--link-gb-per-s", "9")
     assert of_flag["tokens_per_s"] == pytest.approx(of_file["tokens_per_s"])
     assert cli.main([*run, "--hardware", name, "--link-gb-per-s", "9"]) == 0
-    assert "but --link-gb-per-s 9 (of which copies reach 7.2)" in capsys.readouterr().out
+    assert name != "l4" or "but --link-gb-per-s 9 (of which copies reach 7.2)" in capsys.readouterr().out
+
+
+def counted(machine) -> tuple:
+    """What predictions take from a machine."""
+    memories = machine.device_memory, machine.device_reserve, machine.host_memory, machine.disk_memory
+    return machine.lines, memories, machine.notes["watts"]
+
+
+def numbers_of(value, *place):
+    """Places of the numbers and sizes of a file."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from numbers_of(inner, *place, key)
+    elif isinstance(value, float) or place[-1].endswith(("_memory", "_reserve")):
+        yield place
+
+
+@pytest.mark.parametrize(
+    "name", ["l4", "a6000-infinigen", "rtx4090-capture", "rtx5000-kvpr", "a100-kvpr", "t4-flexgen"]
+)
+def test_no_number_of_a_file_is_ignored(name, tmp_path):
+    """Whichever is edited, the machine is another one; without what lines take the place of, the file is refused."""
+    text, path, own = (catalogue.FOLDER / f"{name}.json").read_text(), tmp_path / "mine.json", catalogue.load(name)
+    without_texts = {key: value for key, value in json.loads(text).items() if key not in ("sources", "published_fit")}
+    for *where, last in numbers_of(without_texts):
+        data = json.loads(text)
+        inner = reduce(dict.__getitem__, where, data)
+        inner[last] = inner[last] / 2 if isinstance(inner[last], float) else "2GB"
+        path.write_text(json.dumps(data))
+        if inner[last]:
+            assert counted(catalogue.load(path)) != counted(own), (where, last)
+    if own.rates["kind"] == "fitted":
+        data = json.loads(text)
+        del data["in_place_of"]
+        path.write_text(json.dumps(data))
+        with pytest.raises(InputError, match=r"has \w+ [\d.]+, but peaks and shares give [\d.]+: remove it"):
+            catalogue.load(path)
+
+
+def test_fitted_lines_change_with_their_peaks(tmp_path):
+    """Half of the link: all copies take twice as long; a tenth of the tensor cores: products ten times."""
+    own, path = catalogue.load("a100-kvpr"), tmp_path / "mine.json"
+    data = json.loads((catalogue.FOLDER / "a100-kvpr.json").read_text())
+    path.write_text(json.dumps(data | {"link_gb_per_s": 15.75, "tflops": 31.2}))
+    for key, line in catalogue.load(path).lines.items():
+        assert line.s_per_byte == pytest.approx((2 if crosses_link(key) else 1) * own.lines[key].s_per_byte)
+        assert key == "attend_host" or line.s_per_flop == pytest.approx(10 * own.lines[key].s_per_flop)
+
+
+@pytest.mark.parametrize(
+    "like, flags, same",
+    [
+        ("rtx5000-kvpr", ["--link-gb-per-s", "31.5"], None),
+        ("a100-kvpr", ["--host-memory", "100GiB"], None),
+        ("t4-flexgen", ["--disk-read-gb-per-s", "1", "--disk-write-gb-per-s", "1"], ["--disk-gb-per-s", "1"]),
+    ],
+)
+def test_a_number_means_the_same_in_a_file_and_as_a_flag(like, flags, same, tmp_path, capsys):
+    told(capsys, "hardware", "--like", like, *flags, "--out", str(tmp_path / "mine.json"))
+    policy = tmp_path / "policy.json"
+    disk = like == "t4-flexgen"
+    policy.write_text(Policy("x", cache={"kv@disk" if disk else "kv@host": 1.0}).to_json())
+    run = ["simulate", "--policy", str(policy), *RUN]
+    of_file = told(capsys, *run, "--hardware", str(tmp_path / "mine.json"))
+    of_flag = told(capsys, *run, "--hardware", like, *(same or flags))
+    assert of_flag["tokens_per_s"] == pytest.approx(of_file["tokens_per_s"], rel=1e-9)
 
 
 @pytest.mark.parametrize(
