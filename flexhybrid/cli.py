@@ -23,11 +23,30 @@ from flexhybrid.jobs.progress import lost_interrupts_again
 from flexhybrid.jobs.run.cli import DISK_DIR_HELP, add_doctor, add_run
 
 
+class _Once(argparse.Action):
+    """Store a value, like argparse's own action. An option that names files or several things is refused when it is
+    given twice, as the second value would replace the first unseen; of a number or a name the last one counts."""
+
+    several = ("vary", "system", "policy", "selection")  #: beside what has ``nargs``
+    seen: argparse.Namespace | None = None  #: the parse in which it was given
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        one = self.type is not Path and not self.nargs and self.dest not in self.several
+        if option_string and self.seen is namespace and not one:
+            before = getattr(namespace, self.dest)
+            texts = (" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in (before, values))
+            parser.error(f"{option_string} is given twice, {' and '.join(texts)}: give it once")
+        self.seen = namespace
+        setattr(namespace, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that takes no shortened flags and prints one line for a wrong argument."""
 
     def __init__(self, **options):
         super().__init__(allow_abbrev=False, **options)
+        for name in (None, "store"):
+            self.register("action", name, _Once)
 
     def parse_known_args(self, args=None, namespace=None):
         """Parse; a command reports the arguments that it does not know itself, instead of the parser above it, and

@@ -1,9 +1,12 @@
 """The commands that run no model: what they print for people, for programs, and for wrong input."""
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from runs import run_simulate
@@ -35,6 +38,34 @@ def strict_json(text: str) -> dict:
         raise AssertionError(f"{name} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
+
+
+def parsers(parser) -> Iterator[argparse.ArgumentParser]:
+    """The parser and those of its commands."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in dict.fromkeys(action.choices.values()):
+                yield from parsers(inner)
+
+
+def test_no_option_of_any_command_drops_a_value_unseen(capsys):
+    """What names files or several things is refused by name when given twice, unless it collects; of a number or a name
+    the last one counts; a second parse begins anew."""
+    for parser in parsers(cli.build_parser()):
+        for name, action in parser._option_string_actions.items():
+            if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+                continue
+            value = str(next(iter(action.choices))) if action.choices else "1"
+            for _ in range(2):
+                with pytest.raises(SystemExit):
+                    parser.parse_args([name, value, "-Z"])
+                assert "given twice" not in capsys.readouterr().err
+            with pytest.raises(SystemExit):
+                parser.parse_args([name, value, name, value, "-Z"])
+            refused = f"{name} is given twice, " in capsys.readouterr().err
+            several = action.nargs or action.type is Path or name in ("--vary", "--policy", "--system", "--selection")
+            assert refused == (bool(several) and name != "--keep"), name
 
 
 @pytest.mark.parametrize(
@@ -72,7 +103,13 @@ def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
             ("run", "-i", "a", "-o", "b", "--modle=c"),
             "unknown option '--modle'; did you mean --model? (see ",
         ),
-        (("run", "-i", "a", "-o", "b", "-i", "c"), "-i is given twice, a and c: a run reads a single file"),
+        (("run", "-i", "a", "-o", "b", "-i", "c"), "-i is given twice, a and c: give it once (see"),
+        ((*SIMULATE, "--vary", "batch=1,2", "--vary", "gen_len=8"), "--vary is given twice, batch=1,2 and gen_len=8"),
+        (("run", "-i", "-", "-o", "-", "--model", str(shipped.CHECKPOINT)), "the output is -: name a file"),
+        (
+            ("run", "-i", "a", "-o", "b", "--model", str(shipped.CHECKPOINT), "--report", "-"),
+            "--report is -: name a file",
+        ),
         ((*SIMULATE, "--system", "kv_only", "--device-memory", "10"), "there are 10 bytes (1."),
         (("cascade", "plan", "--bach"), "flexhybrid cascade plan --help"),
         ((*SIMULATE, "--device-memory", "1MiB", "--system", "kv_only"), "does not fit"),

@@ -23,15 +23,6 @@ SAMPLING = (
 )
 
 
-class _Once(argparse.Action):
-    """An option that may not be given twice: the second would take the place of the first unseen."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        if (before := getattr(namespace, self.dest)) is not None:
-            parser.error(f"{option_string} is given twice, {before} and {values}: a run reads a single file")
-        setattr(namespace, self.dest, values)
-
-
 def add_run(commands, common: Callable) -> None:
     """The command; ``common`` adds the arguments that all commands on a model share."""
     parser = commands.add_parser(
@@ -47,7 +38,6 @@ def add_run(commands, common: Callable) -> None:
         "-i",
         "--input",
         type=Path,
-        action=_Once,
         required=True,
         help="file of requests (also .gz), a dataset's folder, or - for stdin",
     )

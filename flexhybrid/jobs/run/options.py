@@ -93,6 +93,8 @@ def check_options(options: RunOptions) -> None:
     paths = {"the input": options.input, "the output": options.output, "--output": options.parquet, **flags}
     resolved: dict[Path, str] = {}
     for name, path in paths.items():
+        if path == STDIN and name != "the input":
+            raise InputError(f"{name} is -: name a file, as stdout cannot be read again when a run goes on")
         if path is not None and (other := resolved.setdefault(path.resolve(), name)) != name:
             raise InputError(f"{name} and {other} are the same file, {path}")
     for path in (options.output, options.parquet, *flags.values()):
