@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 from flexhybrid.jobs.compare.exactness import Reference
@@ -68,3 +70,19 @@ class InMemory(Reference):
 
     def __init__(self, model):
         self.model = model.eval()
+
+
+def loaded(folder):
+    """Return transformers' own model of a checkpoint's files, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+    ).eval()
+
+
+def edit_config(folder, **fields) -> None:
+    """Change fields of a checkpoint's config.json; those that are ``...`` are taken out."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))

@@ -15,6 +15,10 @@ class InputError(ValueError):
     """A request, file or setting that cannot be served. The command line prints its text and exits with status 2."""
 
 
+class NotBuiltIn(InputError):
+    """A configuration that the project's own layer functions do not cover; transformers' layers may run it."""
+
+
 @contextmanager
 def file_errors(doing: str, advice: str = "") -> Iterator[None]:
     """Raise an OSError or UnicodeDecodeError of the block as InputError: "cannot write FILE: REASON", with advice."""

@@ -169,21 +169,49 @@ CONFIGS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "rope, own",
-    [
-        ({"rope_type": "default"}, True),
-        ({"rope_type": "linear", "factor": 2.0}, True),
-        ({"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}, False),
-        ({"rope_type": "default", "partial_rotary_factor": 0.75}, False),
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
+OTHERS = {
+    "llama": [
+        {"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}, {"partial_rotary_factor": 0.5},
+        {"rope_scaling": LONGROPE}, {"sliding_window": 4}, {"rope_parameters": {"full_attention": {}}},
     ],
-)
-def test_phi3_runs_through_transformers_layers_where_its_rotation_is_none_of_ours(tmp_path, rope, own):
-    config = LLAMA_FIELDS | {"model_type": "phi3", "rope_scaling": rope}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert has_own_file(tmp_path) == own
-    if own:
-        assert shape_from_config(tmp_path).eos_token_ids == (32000,)
+    "mistral": [{"hidden_act": "gelu"}, {"rope_scaling": LONGROPE}],
+    "phi3": [{"rope_scaling": LONGROPE}, {"rope_scaling": {"type": "linear", "factor": 2.0}}],
+    "opt": [
+        {"activation_function": "gelu"}, {"enable_bias": False}, {"layer_norm_elementwise_affine": False},
+        {"_remove_final_layer_norm": True},
+    ],
+    "gemma2": [{}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_what_the_own_layers_cannot_do_runs_through_transformers_layers(tmp_path, kind):
+    fields = (OPT_FIELDS if kind == "opt" else LLAMA_FIELDS) | {"model_type": kind}
+    for other in OTHERS[kind]:
+        assert not has_own_file(write_config(tmp_path, **fields, **other)), other
+    assert has_own_file(write_config(tmp_path, **fields)) or kind == "gemma2"
+
+
+#: max_position_embeddings and scaling of published configurations -> the positions that vLLM derives for them.
+POSITIONS = {
+    "Qwen2.5-7B with YaRN": (32768, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+    "Qwen3 with YaRN": (40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+    "Yarn-Llama-2-64k": (65536, {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}, 65536),
+    "vicuna-7b-v1.5-16k": (4096, {"type": "linear", "factor": 4.0}, 16384),
+    "Llama-3.1-8B": (131072, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                              "original_max_position_embeddings": 8192}, 131072),
+    "YaRN without a factor": (256, {"type": "yarn", "factor": None, "original_max_position_embeddings": 64}, 256),
+    "its angles change behind": (4096, {"type": "dynamic", "factor": 2.0}, 4096),
+    "mscale of 0 is none": (64, {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0}, 256),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_scaled_rotations_have_the_positions_of_the_extended_context(tmp_path, name):
+    trained, scaling, positions = POSITIONS[name]
+    fields = LLAMA_FIELDS | {"max_position_embeddings": trained, "rope_scaling": scaling}
+    assert shape_from_config(write_config(tmp_path, **fields)).max_positions == positions
 
 
 @pytest.mark.parametrize("config_class, fields", CONFIGS)

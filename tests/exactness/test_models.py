@@ -109,7 +109,7 @@ def test_a_cache_that_forgets_what_the_mask_lets_see_is_refused():
         ("bloom", {}, "it attends by code of its own"),
         ("diffllama", {}, "attends twice|code of its own"),  # by version
         ("t5", {}, "has an encoder"),
-        ("doge", {"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "remote"),
+        ("mine", {"auto_map": {"AutoModelForCausalLM": "x.Y"}}, "remote"),
         ("nothing", {}, "cannot build it"),
         ("moshi", {}, "more than text"),
     ],

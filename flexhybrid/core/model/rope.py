@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError, check, is_number
+from flexhybrid.core.errors import InputError, NotBuiltIn, check, is_number
 
 #: rope_type -> the numbers it cannot do without. What else it may have: ``Rope``.
 ROPE_TYPES = {
@@ -37,34 +37,39 @@ class Rope:
     truncate: bool = True  #: yarn: whole dimensions bound the ramp
 
 
-def is_known_rotation(config: dict) -> bool:
-    """Return whether ``rope_from_config`` knows the type of rotation that a config.json asks for, of whole heads."""
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(given, dict):
-        return True  # for its error
-    whole = all(where.get("partial_rotary_factor") in (None, 1, 1.0) for where in (given, config))
-    return whole and (given.get("rope_type") or given.get("type") or "default") in ROPE_TYPES
+def scaled_positions(positions: int, kind: object, factor: float | None, original: float | None) -> int:
+    """Return the positions of a model with this scaled rotation, as vLLM derives them.
+
+    Linear scaling extends ``max_position_embeddings``, YaRN the context of pre-training; the others are for the
+    positions that the configuration names. ``factor`` None: the configuration names the extended positions.
+    """
+    if kind not in ("linear", "yarn") or factor is None:
+        return positions
+    return int((original or positions if kind == "yarn" else positions) * factor)
 
 
 def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:  # noqa: C901 (a field after the other)
     """The rotation that a config.json asks for, read as transformers reads it.
 
-    Raises InputError, with the file, for a type that is not supported (longrope among them), a missing or impossible
-    number, and for what turns only part of a head or differs between layers.
+    Raises InputError, with the file, for a missing or impossible number; NotBuiltIn for another type (longrope among
+    them), and for what turns only part of a head or differs between layers.
     """
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     check(f"{path}: rope_scaling", given, isinstance(given, dict), "an object")
     if nested := [key for key, value in given.items() if isinstance(value, dict)]:
-        raise InputError(f"{path}: rotary parameters of their own for {', '.join(nested)} are not supported")
-    kind = given.get("rope_type") or given.get("type") or "default"
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise InputError(f"{path}: rope_type {kind!r} is not supported; can: {', '.join(ROPE_TYPES)}")
+        raise NotBuiltIn(f"{path}: rotary parameters of their own for {', '.join(nested)} are not supported")
+    kind = given.get("rope_type", given.get("type", "default"))
+    known = ("default",) if config.get("model_type") == "phi3" else ROPE_TYPES  # Phi-3 calls its longrope yarn, too
+    if not isinstance(kind, str) or kind not in known:
+        raise NotBuiltIn(f"{path}: rope_type {kind!r} is not supported; can: {', '.join(ROPE_TYPES)}")
     for where in (given, config):
         if where.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise InputError(f"{path}: partial_rotary_factor {where['partial_rotary_factor']!r} is not supported")
+            raise NotBuiltIn(f"{path}: partial_rotary_factor {where['partial_rotary_factor']!r} is not supported")
 
     def number(key: str, where: dict, what: str) -> float | None:
         value = where.get(key)
+        if key in _OPTIONAL[1:] and value == 0:  # which transformers reads as not given
+            return None
         positive = value is None or is_number(value) and 0 < value < math.inf
         check(f"{path}: {what}", value, positive, "a positive number")
         return value

@@ -8,12 +8,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from flexhybrid.core.errors import InputError, check, is_number, unknown
+from flexhybrid.core.errors import InputError, NotBuiltIn, check, is_number, shown, unknown
 from flexhybrid.core.files import load_json
 from flexhybrid.core.model.attention import PLAIN, AttentionKind, kinds_from_config
 from flexhybrid.core.model.generation_config import end_tokens
 from flexhybrid.core.model.layers import ModuleLayers
-from flexhybrid.core.model.rope import Rope, is_known_rotation, rope_from_config
+from flexhybrid.core.model.rope import Rope, rope_from_config, scaled_positions
 from flexhybrid.core.model.states import LayerState
 from flexhybrid.core.policy import GROUP_ELEMENTS
 
@@ -328,6 +328,13 @@ OPT_POSITION_OFFSET = 2
 #: Head size of Qwen3, whatever its hidden size, where the configuration does not say.
 QWEN3_HEAD_DIM = 128
 
+#: Fields by which transformers' cache forgets tokens -> the kinds whose attention has them, too.
+_CACHE_FIELDS = {
+    "sliding_window": ("mistral", "phi3", "qwen2", "qwen3"),
+    "layer_types": ("qwen2", "qwen3"),
+    "attention_chunk_size": (),
+}
+
 #: model_type -> the end token where neither config.json nor generation_config.json names one; of the others it is 2.
 _END_TOKEN: dict[object, int | None] = {"qwen2": None, "qwen3": None, "phi3": 32000}
 
@@ -461,16 +468,16 @@ def shape_from_config(path: str | Path) -> ModelShape:
 
 
 def has_own_file(folder: Path) -> bool:
-    """Return whether a checkpoint is of ``FAMILIES``; others run through transformers' layers, and so does a Phi-3
-    whose rotation is none of ours (longrope, part of a head). True where its config.json does not say what it is."""
+    """Return whether the layer functions of ``FAMILIES`` run a checkpoint; others run through transformers' layers, and
+    so does a Llama with biases or a long rotation. True for a broken config.json, whose error ``shape_from_config``
+    raises."""
     try:
-        config = load_json(folder / "config.json")
-        kind = config.get("model_type")
-    except (InputError, OSError, AttributeError):
-        return True  # for the error of ``shape_from_config``
-    if kind == "phi3":
-        return is_known_rotation(config)
-    return not isinstance(kind, str) or kind in FAMILIES
+        shape_from_config(folder / "config.json")
+    except NotBuiltIn:
+        return False
+    except InputError:
+        pass
+    return True
 
 
 def shape_of_checkpoint(folder: Path) -> ModelShape:
@@ -532,7 +539,11 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        raise InputError(f"{path}: {unknown('architecture', model_type, sorted(FAMILIES))}")
+        error = NotBuiltIn if isinstance(model_type, str) else InputError
+        raise error(f"{path}: {unknown('architecture', model_type, sorted(FAMILIES))}")
+    for key, windowed in _CACHE_FIELDS.items():
+        if config.get(key) is not None and model_type not in windowed:  # its cache forgets what its mask lets see
+            raise NotBuiltIn(f"{path}: {key} = {shown(config[key])} is not supported for {model_type}")
 
     def size(*keys: str, default: int | None = None) -> int:
         for key in keys:
@@ -568,10 +579,10 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     if family == "opt":
         activation = config.get("activation_function", "relu")
         if activation != "relu":
-            raise InputError(f"{path}: activation_function {activation!r} is not supported; OPT uses relu")
-        for key, wanted in (("enable_bias", True), ("layer_norm_elementwise_affine", True)):
-            if config.get(key, wanted) is not wanted:
-                raise InputError(f"{path}: {key} = {config[key]!r} is not supported")
+            raise NotBuiltIn(f"{path}: activation_function {activation!r} is not supported; OPT uses relu")
+        for key in ("enable_bias", "layer_norm_elementwise_affine", "_remove_final_layer_norm"):
+            if config.get(key, wanted := not key.startswith("_remove")) is not wanted:
+                raise NotBuiltIn(f"{path}: {key} = {config[key]!r} is not supported")
         return ModelShape(
             **common,
             pre_norm=config.get("do_layer_norm_before", True),
@@ -580,10 +591,10 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
         )
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise InputError(f"{path}: hidden_act {activation!r} is not supported; the gated feed-forward uses silu")
+        raise NotBuiltIn(f"{path}: hidden_act {activation!r} is not supported; the gated feed-forward uses silu")
     for key in ("attention_bias", "mlp_bias"):  # Qwen2 has its biases without saying so
         if model_type != "qwen2" and config.get(key, False) is not False:
-            raise InputError(f"{path}: {key} = {config[key]!r} is not supported")
+            raise NotBuiltIn(f"{path}: {key} = {config[key]!r} is not supported")
     if not _is_count(common["head_dim"]) or common["head_dim"] % 2:
         raise InputError(f"{path}: head_dim {common['head_dim']!r} is not even; rotary positions turn pairs")
     shape = ModelShape(
@@ -597,4 +608,6 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
         norm_eps=config.get("rms_norm_eps", 1e-5 if model_type == "phi3" else 1e-6),
         attention=kinds_from_config(config, path, common["num_layers"]),
     )
-    return replace(shape, rope=rope_from_config(config, path, shape.max_positions))
+    rope = rope_from_config(config, path, shape.max_positions)
+    positions = scaled_positions(shape.max_positions, rope.type, rope.factor, rope.original_max_positions)
+    return replace(shape, rope=rope, max_positions=positions)

@@ -16,11 +16,20 @@ from flexhybrid.core.model import generation_config
 from flexhybrid.core.model.attention import AttentionKind
 from flexhybrid.core.model.generation_config import end_tokens
 from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
+from flexhybrid.core.model.rope import scaled_positions
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
 from flexhybrid.runtime.models.interrupted import hosted
 from flexhybrid.runtime.models.latent import tensors_in
 from flexhybrid.runtime.models.probe import ROWS, AttentionFacts, LayerFacts, look
-from flexhybrid.runtime.models.transformer import Layers, Refused, build, check_libraries, decoder_layers, one_line
+from flexhybrid.runtime.models.transformer import (
+    Layers,
+    Refused,
+    build,
+    check_libraries,
+    decoder_layers,
+    is_known_type,
+    one_line,
+)
 
 FAMILY = "module"  #: of shapes whose models run through transformers' layers
 UNLIMITED_POSITIONS = 1 << 20  #: of a model whose configuration names no limit
@@ -62,7 +71,7 @@ def _empty_model(folder: Path, configuration: str, generation: str) -> EmptyMode
     """``empty_model`` of a folder with these texts in its files."""
     config = json.loads(configuration)
     try:
-        if "auto_map" in config:
+        if "auto_map" in config and not is_known_type(config.get("model_type")):
             raise Refused("its code is remote, in the checkpoint; such code is never run")
         model = build(folder)
         return hosted(lambda: _looked_at(folder, model, "text_config" in config))
@@ -75,7 +84,7 @@ def _empty_model(folder: Path, configuration: str, generation: str) -> EmptyMode
 
 def _looked_at(folder: Path, model, is_part: bool) -> EmptyModel:
     with Layers(model) as layers:
-        facts = look(layers, _positions(model.config.get_text_config()))
+        facts = look(layers, _positions(model))
         return EmptyModel(_shape(folder, model, layers, facts, is_part), model, facts)
 
 
@@ -83,7 +92,7 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part
     text = model.config.get_text_config()
     attention = [fact.attention for fact in facts if fact.attention]
     keeping = {index: fact.attention for index, fact in enumerate(facts) if fact.attention and fact.source is None}
-    _check_cache(text, {index: of.window for index, of in keeping.items()}, _positions(text))
+    _check_cache(text, {index: of.window for index, of in keeping.items()}, _positions(model))
     widths = {(fact.heads, fact.groups) for fact in attention}
     if len(widths) > 1:
         raise Refused("its layers have different numbers of heads")
@@ -138,7 +147,7 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part
         head_dim=head_dim,
         ffn=modules.widest,
         vocab=text.vocab_size,
-        max_positions=_positions(text),
+        max_positions=_positions(model),
         gated_mlp=True,
         tied_head=bool(text.tie_word_embeddings),
         bias=False,
@@ -193,14 +202,24 @@ def _elements(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def _positions(text) -> int:
+def _positions(model) -> int:
     """Return the most positions up to which transformers' angles do not depend on the longest text of a batch, and no
     layer that attends chunk by chunk has more than one chunk: Llama 4's are full attention there."""
+    text = model.config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None) or UNLIMITED_POSITIONS
+    given = getattr(text, "rope_parameters", None) or {}
+    rotations = [given] if "rope_type" in given else [kind for kind in given.values() if isinstance(kind, dict)]
+    # Gemma 3 names the extended positions (vLLM's exception, too); tables, as GPT-J's, hold no more than the named.
+    if (
+        rotations
+        and "gemma3" not in text.model_type
+        and any(hasattr(module, "rope_type") for module in model.modules())
+    ):
+        keys = "rope_type", "factor", "original_max_position_embeddings"
+        positions = max(scaled_positions(positions, *map(kind.get, keys)) for kind in rotations)
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         positions = min(positions, text.attention_chunk_size or positions)
-    rope = getattr(text, "rope_parameters", None) or {}
-    for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+    for kind in rotations:
         if kind.get("rope_type") in CHANGING_ROTATIONS:
             first = kind.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", 0)
             positions = min(positions, first or positions)

@@ -71,6 +71,8 @@ class ModulePath:
         by_id = {id(own[name]): tensor for name, tensor in outer.items()}
         made: set[str] = set()  # modules with such buffers, and those around them, which may fill them
         for path, module in self.model.named_modules():
+            for key in [key for key, value in vars(module).items() if getattr(value, "is_meta", False)]:
+                delattr(module, key)  # what a forward without memory kept (the angles of longrope) is made again
             unknown = [k for k, b in module._buffers.items() if b is not None and b.is_meta and id(b) not in by_id]
             for key in unknown:
                 buffer: Any = module._buffers[key]

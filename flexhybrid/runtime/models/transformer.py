@@ -201,6 +201,13 @@ def build(folder: Path):
     return model.eval()
 
 
+def is_known_type(model_type: Any) -> bool:
+    """Return whether transformers has classes of its own for a ``model_type``."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
 def one_line(error: Exception) -> str:
     """Return an error as one line."""
     return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
