@@ -14,7 +14,7 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.context.split import recomputed_tokens
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.hardware import LAUNCHER, LINKS
-from flexhybrid.core.memory import memory_plan, total_bytes
+from flexhybrid.core.memory import kept_shares, memory_plan, total_bytes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
@@ -59,6 +59,8 @@ class SimulatedRun:
     #: entry both(…) -> tokens of each request that the first and the last decode step recompute
     recomputed_tokens: dict[str, list[int]]
     prompt_tokens: int  #: of each request, the most that eq. 11 of KVPR would have recomputed
+    kept_weights: dict[str, float]  #: tier -> share of the layers' bytes that it holds; the policy has what was asked
+    limited_by: str = ""  #: why no more requests run at a time; "" where all do
 
     @property
     def total_s(self) -> float:
@@ -194,6 +196,21 @@ def _in_turn(
         if max_tokens > 1
         else {},
         prompt_tokens=prompt,
+        kept_weights=kept_shares(problem, policy),
+        limited_by=_limit(problem, policy, (wave + 1, prompt, max_tokens)) if wave < batch else "",
+    )
+
+
+def _limit(problem: Problem, policy: Policy, lengths: Lengths) -> str:
+    """Return what keeps so many requests from running at a time: the policy, or each tier that they go over."""
+    if policy.max_batch and lengths[0] > policy.max_batch:
+        return f"max_batch {policy.max_batch} of the policy"
+    needed = {tier: float(peak[0]) for tier, peak in peak_bytes(problem, Candidates(policy, *lengths)).items()}
+    budgets = {tier: size for tier, size in problem.effective_budgets.items() if size is not None}
+    return " and ".join(
+        f"{tier} memory: {lengths[0]} would take {gib(needed[tier])} of {gib(size)}"
+        for tier, size in budgets.items()
+        if needed[tier] > size
     )
 
 

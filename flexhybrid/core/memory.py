@@ -69,10 +69,22 @@ MemoryPlan = dict[str, dict[str, int]]  #: tier -> part -> bytes
 
 def memory_plan(problem: Problem, policy: Policy, sizes: BufferSizes) -> MemoryPlan:
     """Bytes per tier and part: {"device": {"weight slots": …}, "host": {…}, "disk": {…}}."""
+    tiers = memory_parts(problem, policy, sizes, _placed_bytes(problem, policy))
+    return {tier: {part: int(size) for part, size in parts.items() if size} for tier, parts in tiers.items()}
+
+
+def kept_shares(problem: Problem, policy: Policy) -> dict[str, float]:
+    """Return the share of the layers' bytes that each tier holds. A policy asks for shares; where layers are modules,
+    whole tensors are placed."""
+    placed = _placed_bytes(problem, policy)
+    sizes = {"device": placed.resident, "host": placed.on_host, "disk": placed.on_disk}
+    return {tier: float(size) / sum(sizes.values()) for tier, size in sizes.items()}
+
+
+def _placed_bytes(problem: Problem, policy: Policy) -> LayerBytes:
     placed = stored_layers(problem, policy)
     resident, on_disk = np.array([(kind.streamed_from, kind.disk_bytes) for kind in placed]).T
-    tiers = memory_parts(problem, policy, sizes, layer_bytes(problem, policy, resident, on_disk))
-    return {tier: {part: int(size) for part, size in parts.items() if size} for tier, parts in tiers.items()}
+    return layer_bytes(problem, policy, resident, on_disk)
 
 
 class LayerBytes(NamedTuple):

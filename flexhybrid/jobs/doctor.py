@@ -131,7 +131,7 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
         run = simulate(problem, policy, lengths.num_requests, *mean_lengths(lengths))
     except InputError as error:
         return fit | {"how": str(error)}
-    how = f"{run.wave} at a time, {describe(policy, shape).split(': ', 1)[1]}"
+    how = f"{run.wave} at a time, {describe(policy, problem).split(': ', 1)[1]}"
     return fit | {"tokens_per_s": run.tokens_per_s, "how": how, "binding": run.binding}
 
 

@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from flexhybrid.core.errors import InputError, check, flag
 from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.memory import kept_shares
 from flexhybrid.core.policy import Bits, Policy, Selection
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import counted
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.rates import RATES
@@ -208,7 +210,7 @@ def _at_best(name: str, setting: Setting, free: bool) -> dict:
     try:
         made, run = at_best(name, setting, free)
         row |= {"tokens_per_s": run.tokens_per_s, "total_s": run.total_s, "policy": made.policy.to_dict()}
-        row |= {"weights_on_device": made.policy.weights.device}
+        row |= {"weights_on_device": run.kept_weights["device"]}
         row |= {"at_a_time": run.wave, "num_mini_batches": run.num_mini_batches}
     except InputError as error:
         row["error"] = str(error)
@@ -311,7 +313,7 @@ def describe_hangs(report: SearchReport) -> str:
         lines.append(
             f"  hangs on the assumed rate of {hang.words}, {hang.value:.3g} {hang.unit} (plausibly {low:.3g} to "
             f"{high:.3g}): {side} {hang.from_value:.3g} another policy is faster, by up to {hang.loses:.0%}: "
-            f"{_brief(hang.other, hang.batch)}"
+            f"{_brief(report.found.problem, hang.other, hang.batch)}"
         )
     if not lines:
         within = max(TOLERANCE, report.found.margin or 0.0)
@@ -320,10 +322,10 @@ def describe_hangs(report: SearchReport) -> str:
     return "\n".join(lines)
 
 
-def _brief(policy: Policy, batch: int) -> str:
+def _brief(problem: Problem, policy: Policy, batch: int) -> str:
     """Return a policy in a line."""
     bits = "" if policy.bits == Bits() else f", bits {policy.bits.weights}/{policy.bits.kv}/{policy.bits.act}"
-    where = f"weights {shares_text(asdict(policy.weights))}; cache {shares_text(policy.cache)}"
+    where = f"weights {shares_text(kept_shares(problem, policy))}; cache {shares_text(policy.cache)}"
     return f"{where}; attention on the {policy.attention}, {counted(batch, 'request')} at a time{bits}"
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from flexhybrid.core.errors import InputError, check, flag, is_integer
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.memory import memory_plan, total_bytes
+from flexhybrid.core.memory import kept_shares, memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
@@ -107,6 +107,7 @@ class SimulatedQueue(NamedTuple):
     run: QueueRun
     peak_bytes: dict[str, int]
     clock: str
+    kept_weights: dict[str, float]  #: tier -> share of the layers' bytes that it holds
 
     def to_dict(self) -> dict:
         """Plain JSON."""
@@ -126,6 +127,7 @@ class SimulatedQueue(NamedTuple):
             "parked": run.parked,
             "recomputing": run.recomputing,
             "peak_bytes": self.peak_bytes,
+            "kept_weights": self.kept_weights,
             "policy": self.system.policy.to_dict(),
             "lossless": self.system.policy.lossless,
             "clock": self.clock,
@@ -159,7 +161,7 @@ def simulate_queue(
         run = walk_queue(problem, made.policy, workload, setting.batch)
     wave = open_batch(problem, made.policy, workload, *places)
     memory = total_bytes(memory_plan(problem, made.policy, buffer_sizes(wave)))
-    return SimulatedQueue(made, workload, run, memory, clock)
+    return SimulatedQueue(made, workload, run, memory, clock, kept_shares(problem, made.policy))
 
 
 def describe_queue(outcome: SimulatedQueue) -> str:
@@ -181,7 +183,7 @@ def describe_queue(outcome: SimulatedQueue) -> str:
     return "\n".join(
         [
             *lines,
-            f"  weights {shares_text(asdict(policy.weights))}; cache {shares_text(policy.cache)}",
+            f"  weights {kept_text(policy, outcome.kept_weights)}; cache {shares_text(policy.cache)}",
             f"  memory: {memory}",
             f"  busy: {busy or 'nothing'}; bound by {run.binding}",
             *_step_backs(run),
@@ -210,10 +212,14 @@ def describe(outcome: SimulatedRun) -> str:
         f"{o.policy.name}: {o.tokens_per_s:.4g} tokens/s; {rate}",
         f"  prefill {o.prefill_s:.4g} s, decode {o.decode_s:.4g} s; {counted(o.batch, 'request')} in {_waves(o)}, "
         f"{o.num_mini_batches} mini-batch{'es' * (o.num_mini_batches > 1)} {'a wave' if o.num_waves > 1 else 'in all'}",
-        f"  weights {shares_text(asdict(o.policy.weights))}; cache {shares_text(o.policy.cache)}",
+        f"  weights {kept_text(o.policy, o.kept_weights)}; cache {shares_text(o.policy.cache)}",
         f"  memory: {memory}",
         f"  busy {'while decoding' if decodes else 'in the prefill'}: {busy or 'nothing'}; bound by {o.binding}",
     ]
+    if o.limited_by:
+        lines.insert(2, f"  at most {counted(o.wave, 'request')} at a time by {o.limited_by}")
+    if o.num_mini_batches == o.wave > 1:
+        lines.insert(2, f"  one request a mini-batch by max_mini_batch_tokens {o.policy.max_mini_batch_tokens:,}")
     if o.policy.name == "resident" and o.policy.weights.device < 1:
         lines.insert(3, f"  not resident: {WEIGHTS_STREAMED}")
     for entry, (first, last) in o.recomputed_tokens.items():
@@ -240,6 +246,13 @@ def _waves(o: SimulatedRun) -> str:
         return "1 wave"
     full = o.num_waves - (remainder > 0)
     return f"{f'{full} waves' if full > 1 else 'one wave'} of {o.wave}{f' and one of {remainder}' if remainder else ''}"
+
+
+def kept_text(policy: Policy, kept: Mapping[str, float]) -> str:
+    """Return ``shares_text`` of what each tier holds of the layers, and what was asked where that is another share."""
+    asked = policy.weights.device
+    note = f" ({asked:.1%} on the device asked; tensors are not cut)" if abs(kept["device"] - asked) > 1e-3 else ""
+    return shares_text(kept) + note
 
 
 def shares_text(shares: Mapping[str, float]) -> str:

@@ -163,7 +163,7 @@ def _by_system(found: list[Answer]) -> str:
             lines.append(f"  {answer.system:{width}}  does not run: {answer.error}")
             continue
         row = answer.run.to_dict()
-        placed = f"weights {shares_text(row['policy']['weights'])}; cache {shares_text(row['policy']['cache'])}"
+        placed = f"weights {shares_text(row['kept_weights'])}; cache {shares_text(row['policy']['cache'])}"
         requests, at_a_time = row.get("requests", row.get("batch")), row.get("at_a_time", row.get("wave"))
         lines.append(
             f"  {answer.system:{width}}  {row['tokens_per_s']:10.4g}  {row['total_s']:10.4g}  {requests:9}  "

@@ -186,10 +186,10 @@ def test_a_model_without_attention_has_no_cache_of_few_bits(models):
 def test_what_is_said_of_recurrent_layers(models, capfd):
     """Their states, and no context where no layer attends; no warning of kernels that no CPU has."""
     shapes = {kind: Checkpoint(folder).shape for kind, (folder, _) in models.items()}
-    assert "context" not in describe(hybrid(0.5), shapes["mamba"])
+    assert "context" not in describe(hybrid(0.5), Problem(shape=shapes["mamba"]))
     for kind in shapes:
-        assert "states of recurrent layers on the host" in describe(hybrid(0.5), shapes[kind])
-    assert "context 50% act@host + 50% kv@host" in describe(hybrid(0.5), shapes["lfm2"])
+        assert "states of recurrent layers on the host" in describe(hybrid(0.5), Problem(shape=shapes[kind]))
+    assert "context 50% act@host + 50% kv@host" in describe(hybrid(0.5), Problem(shape=shapes["lfm2"]))
     run_wave(Checkpoint(models["mamba"][0]), hybrid(0.5), [[3, 4, 5]], 2, hardware=machine())
     logger, told = logging.getLogger("transformers.integrations.hub_kernels"), []
     handler = logging.Handler()

@@ -214,7 +214,7 @@ def test_what_a_plan_says_is_plain():
     """No bound that stands for none, no answers of "1 tokens", no run of "0.0 s"."""
     whole, cut = kv_only(WHOLE_BATCH), kv_only(4096)
     assert whole.cut == "all in one mini-batch" and cut.cut == "mini-batches of 4096 tokens"
-    assert describe(whole, SHAPE).endswith("; column, all in one mini-batch")
+    assert describe(whole, Problem(shape=SHAPE)).endswith("; column, all in one mini-batch")
     assert [counted(number, "token") for number in (0, 1, 2000)] == ["0 tokens", "1 token", "2,000 tokens"]
     assert [duration(seconds) for seconds in (0.01, 0.5, 20)] == ["less than 0.1 s", "0.5 s", "20 s"]
     problem = Problem(shape=SHAPE, dtype="float32")

@@ -179,9 +179,9 @@ def test_a_batch_of_many_iterations_keeps_the_latest_ends_alone(monkeypatch):
 
 def test_a_plan_says_what_lies_off_the_device():
     policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0})
-    assert describe(policy, SHAPE).endswith("tokens")
+    assert describe(policy, Problem(shape=SHAPE)).endswith("tokens")
     moved = replace(policy, attention="host", hidden="host")
-    assert describe(moved, SHAPE).endswith("tokens; attention on the host; hidden states on the host")
+    assert describe(moved, Problem(shape=SHAPE)).endswith("tokens; attention on the host; hidden states on the host")
 
 
 def test_the_end_is_foretold_anew_when_half_of_what_was_left_has_passed(monkeypatch):

@@ -23,6 +23,7 @@ from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import representation_of, stored_copies
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.layout import placed_layers
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 
@@ -90,7 +91,8 @@ def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
         assemble = 0.0, 0.0
     generate = slope("kv_gen", "compute", lambda rows: work.kv_gen(shape, p, rows))
     unpack_act, unpack_kv = unpack("act", shape.act_width), unpack("kv", shape.kv_width)
-    streamed = shape.layers_bytes(stored.weights, p) / shape.num_layers * (1 - policy.weights.device)
+    placed = zip(shape.weights_counts, placed_layers(shape, policy.weights, stored.weights, p), strict=True)
+    streamed = sum(count * kind.streamed_bytes for count, kind in placed) / shape.num_layers
     return SplitLines(
         policy.split,
         gen_s=generate[1] + unpack_act[1],

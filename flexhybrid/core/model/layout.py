@@ -15,6 +15,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Placement
 
 ALIGN_BYTES = 64  #: a cache line; matrix kernels are slower on odd addresses
+SHARE_ERROR = 1e-6  #: of a share of a layer's bytes, as policies round it
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class LayerLayout:
     cuts: tuple[int, ...] = ()  #: where the resident prefix may end, in order; empty: at any matrix row
 
     def resident_prefix(self, share: float) -> int:
-        """Bytes kept on the device for a share of the layer, rounded to the nearest matrix row or ``cuts``."""
+        """Bytes kept on the device for a share of the layer, rounded to the nearest matrix row, or down to ``cuts``."""
         wanted = share * self.total_bytes
         if share >= 1.0:
             return self.total_bytes
         if self.cuts:
-            return min(self.cuts, key=lambda cut: abs(cut - wanted))
+            return max(cut for cut in self.cuts if cut <= wanted + SHARE_ERROR * self.total_bytes)
         if wanted < self.vectors_end / 2:
             return 0
         best = self.vectors_end

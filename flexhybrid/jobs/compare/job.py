@@ -102,7 +102,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         setting, disagreements, searched = _profile_and_search(setting, report, progress)
         if searched is None:
             named, sweep, shown = setting.systems(), [], None
-            report.systems(named)
+            report.systems(named, setting.problem)
             # a system is resolved again for the checkpoint's model
             subjects = [(policy, policy.name if policy.name in options.systems else policy) for policy in named]
         else:

@@ -8,10 +8,11 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.hardware import LINKS, Hardware
+from flexhybrid.core.memory import kept_shares
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import WHOLE_BATCH, Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.units import gib
 from flexhybrid.core.verbs import VERBS
@@ -81,9 +82,9 @@ class Report:
             f"device in the whole run; busy: {busy}; {p['binding']} binds."
         )
 
-    def systems(self, policies: list[Policy]) -> None:
+    def systems(self, policies: list[Policy], problem: Problem) -> None:
         self.say("\n2. Systems: the policy that each name stands for here\n")
-        self.table([policy_line(policy) for policy in policies])
+        self.table([policy_line(policy, problem) for policy in policies])
 
     def exactness(self, exact: dict) -> None:
         self.say(f"\n3. Exactness: float32, {exact['num_prompts']} prompts, against transformers\n")
@@ -207,13 +208,13 @@ def speed_line(row: dict) -> dict:
     }
 
 
-def policy_line(policy: Policy) -> dict:
+def policy_line(policy: Policy, problem: Problem) -> dict:
     """What a policy says, for people."""
     bits = policy.bits
     packed = {"weights": bits.weights, "kv": bits.kv, "act": bits.act}
     return {
         "policy": policy.name,
-        "weights": _shares({tier: getattr(policy.weights, tier) for tier in TIERS}),
+        "weights": _shares(kept_shares(problem, policy)),
         "context": _shares(policy.cache),
         "bits": " ".join(f"{name} {size}" for name, size in packed.items() if size != "native") or "native",
         "schedule": policy.schedule + ("" if policy.overlap == "full" else ", nothing at once"),

@@ -9,9 +9,9 @@ import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS, representation_of
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.memory import total_bytes
-from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.memory import kept_shares, total_bytes
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.refill import sharing_limit
 from flexhybrid.core.units import counted, gib
 from flexhybrid.core.waves import EXPECTED_SHARE
@@ -129,7 +129,7 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
     unshared = sharing_limit(policy, llm.problem.shape) if llm.arguments.enable_prefix_caching else None
     note = "; a mix with recomputed context would not be faster" if plain else ""
     return [
-        f"policy     {describe(policy, llm.problem.shape)}; in {llm.problem.dtype}{note}",
+        f"policy     {describe(policy, llm.problem)}; in {llm.problem.dtype}{note}",
         f"requests   {counts}, at most {counted(plan.tokens, 'token')} of answers in all; {plan.at_a_time} at a time",
         f"predicted  {predicted}",
         *limit[:-1],
@@ -144,14 +144,15 @@ def _end(seconds: float) -> str:
     return time.strftime("%a %H:%M", time.localtime(time.time() + seconds))
 
 
-def describe(policy: Policy, shape: ModelShape) -> str:
+def describe(policy: Policy, problem: Problem) -> str:
     """Return a policy in a line: where the weights of a model lie and what it keeps of requests, how it runs, and what
     of it off the device."""
+    shape = problem.shape
 
     def shares(places: Mapping[str, float]) -> str:
         return " + ".join(f"{share:.0%} {place}" for place, share in places.items() if share > 0)
 
-    weights = shares({tier: getattr(policy.weights, tier) for tier in TIERS})
+    weights = shares(kept_shares(problem, policy))
     bits = "" if policy.bits.native else f", bits {policy.bits.weights}/{policy.bits.kv}/{policy.bits.act}"
     moved = (("attention", policy.attention), ("hidden states", policy.hidden))
     elsewhere = "".join(f"; {what} on the {tier}" for what, tier in moved if tier != "device")

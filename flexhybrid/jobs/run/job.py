@@ -514,7 +514,7 @@ class Job:
         change = self.replanner.made()
         limits = [most for most in (self.options.max_batch, change.policy.max_batch) if most]
         self.llm.use(replace(change.policy, max_batch=min(limits, default=None)))
-        self.replanned.append(f"{change.reason}; on with {describe(self.llm.settled_policy, self.llm.shape)}")
+        self.replanned.append(f"{change.reason}; on with {describe(self.llm.settled_policy, self.llm.problem)}")
         self.note(self.replanned[-1])
 
 
