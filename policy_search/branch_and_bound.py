@@ -276,6 +276,22 @@ class BranchAndBound:
         if len(batch):
             self.explore(ChoiceGrid(self.problem, options, batch, tokens), GAIN)
 
+    def refine(self, batches: np.ndarray, mini_batch_tokens) -> None:
+        """Look for better policies around those that the grids led to."""
+        if self.prune:
+            self.finer_batches(batches, mini_batch_tokens)
+        self.exchange()
+        self.finer_shares()
+
+    def absorb(self, problem: SearchProblem, batches: np.ndarray, mini_batch_tokens) -> None:
+        """Search a narrower problem for policies that are better than the incumbent."""
+        part = BranchAndBound(problem, self.deadline, self.prune)
+        part.take([self.best] if self.best else [])
+        part.explore(ChoiceGrid(problem, problem.options, *pairs_of(problem, batches, mini_batch_tokens)))
+        part.refine(batches, mini_batch_tokens)
+        self.take(part.evaluated)
+        self.complete &= part.complete
+
     def _ranked(self) -> list[UnplacedPolicy]:
         """Return the policies evaluated that were not seeds, the best first."""
         ranked = sorted(self.evaluated, key=_seconds)

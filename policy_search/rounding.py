@@ -7,7 +7,7 @@ policy itself, with its waiting.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import combinations, compress
 
@@ -16,7 +16,7 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.model.layout import LayerLayout, kind_layouts
-from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.policy import Bits, Placement, Policy
 from policy_search.grid import ChoiceGrid, Programs
 from policy_search.lower_bound import solve_side_by_side
 from policy_search.search_problem import Option, SearchProblem
@@ -185,7 +185,8 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
 
     size, total = np.shape(candidates.batch), mean_of(lambda layout: layout.total_bytes)
     slope = max(shape.num_layers - 2 * max(layout.total_bytes for layout in layouts) / total, 0)
-    row = max(map(_step_bytes, layouts))  # a share is rounded
+    row = max((spot.row_bytes for of in layouts for spot in of.spots if spot.cols), default=0)  # a share is rounded
+    steps = whole_tensors(problem, [candidates.policy.bits.weights])
 
     def peaks(device, disk) -> dict[str, np.ndarray]:
         device, disk = np.broadcast_to(device, size), np.broadcast_to(disk, size)
@@ -199,6 +200,9 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
         device = np.zeros(size)
     elif np.isinf(problem.limits["device"]):
         device = np.ones(size)
+    elif len(steps):
+        device = _largest(steps, size, lambda share: peaks(share, 0.0)["device"] <= problem.limits["device"])
+        device = np.where(peaks(1.0, 0.0)["device"] <= problem.limits["device"], 1.0, device)
     else:
         all_fit = peaks(1.0, 0.0)["device"] <= problem.limits["device"]
         vectors = mean_of(lambda layout: layout.vectors_end)
@@ -216,17 +220,34 @@ def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.nd
     disk = np.full(size, problem.weights_disk or 0.0)
     may_spill = problem.weights_disk is None and "disk" in problem.tiers and "disk" in problem.space.weights
     if may_spill and np.isfinite(problem.limits["host"]):
-        over = peaks(device, disk)["host"] - problem.limits["host"]
+        limit = problem.limits["host"]
+        if len(steps):
+            stays = _largest(steps, size, lambda share: peaks(device, 1 - np.maximum(share, device))["host"] <= limit)
+            disk = 1.0 - np.maximum(stays, device)
+            return device, disk, _fits(problem, peaks(device, disk))
+        over = peaks(device, disk)["host"] - limit
         moved = np.ceil((over / max(slope, 1) + row) / total * WEIGHT_STEPS) / WEIGHT_STEPS
         disk = np.where(over > 0, np.minimum(moved if slope else 1.0, 1.0 - device), 0.0)
     return device, disk, _fits(problem, peaks(device, disk))
 
 
-def _step_bytes(layout: LayerLayout) -> int:
-    """Return how far two resident prefixes of a layer may lie apart at least: a row, or what lies between two cuts."""
-    if layout.cuts:
-        return max(end - start for start, end in zip(layout.cuts, layout.cuts[1:]))
-    return max(spot.row_bytes for spot in layout.spots if spot.cols)
+def whole_tensors(problem: SearchProblem, weights_bits: Iterable[str | int], apart: float = 0.0) -> np.ndarray:
+    """Return the shares of a layer that can be placed where its tensors are not cut, in order from 0 to 1; of those
+    less than ``apart`` from one another the largest. Empty where any row may be the last."""
+    stored = (problem.stored(Bits(bits)).weights for bits in weights_bits)
+    layouts = (of for width in stored for of in kind_layouts(problem.shape, width, problem.bytes_per_element))
+    shares = sorted({min(1.0, round(cut / of.total_bytes + 5e-7, 6)) for of in layouts for cut in of.cuts})
+    return np.array([share for share, after in zip(shares, [*shares[1:], 2.0]) if after - share > apart])
+
+
+def _largest(steps: np.ndarray, size: tuple[int, ...], fits: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return the largest of the ``steps`` that fits, of candidates [size]; the first where none does."""
+    low, high = np.zeros(size, dtype=int), np.full(size, len(steps) - 1)
+    while np.any(low < high):
+        middle = (low + high + 1) // 2
+        fit = fits(steps[middle])
+        low, high = np.where(fit, middle, low), np.where(fit, high, middle - 1)
+    return steps[low]
 
 
 def round_shares(grid: ChoiceGrid, choice: int, shares: np.ndarray) -> list[tuple[UnplacedPolicy, np.ndarray]]:

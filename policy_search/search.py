@@ -25,7 +25,7 @@ from flexhybrid.core.workload import Workload
 from policy_search.audit import write_lp
 from policy_search.branch_and_bound import BranchAndBound
 from policy_search.grid import ChoiceGrid
-from policy_search.rounding import EvaluatedPolicy
+from policy_search.rounding import EvaluatedPolicy, whole_tensors
 from policy_search.search_problem import (
     FULL,
     LOSSLESS,
@@ -53,6 +53,8 @@ MAX_BATCH = 1024  #: requests that are tried by default
 #: Share by which a prediction may be wrong: the largest error of the closed form in the committed comparisons
 #: (``error_closed`` of experiments/results/*/speed.csv), rounded up.
 MODEL_ERROR = 0.14
+#: Shares of the weights that differ by less are not searched each by itself, where only some are possible.
+LEAST_APART = 0.01
 MOST_CONTENDERS = 12  #: kinds of policies besides the winner's
 MOST_CONFIRMED = 8192  #: positions (mini-batches in layers) that the virtual clock walks one by one: half a second
 
@@ -206,10 +208,11 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
         if least is None or least.lacking:
             raise InputError(shortage(searched, smallest, tokens, least))
         solver.take(solver.evaluator.evaluate_policy(least.policy, batches[:1]))
-    if settings.prune:
-        solver.finer_batches(batches, tokens)
-    solver.exchange()
-    solver.finer_shares()
+    solver.refine(batches, tokens)
+    if settings.weights_device is None and "device" in settings.space.weights:
+        # The programs' shares of the weights are continuous. Where few are possible, each is searched by itself.
+        for share in whole_tensors(searched, settings.space.weights_bits, LEAST_APART):
+            solver.absorb(replace(searched, weights_device=float(share)), batches, tokens)
     if solver.best is None:
         raise RuntimeError("the tightest policy fits, but was not evaluated")
     result = _result(solver, solver.best, started, tokens)
