@@ -25,6 +25,7 @@ from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch import in_flight as in_flight_module
 from flexhybrid.batch.answers import ANSWERED, FAILED, AnswerFile
+from flexhybrid.batch.manifest import manifest_path
 from flexhybrid.batch.openai import Refused
 from flexhybrid.batch.replies import error_line
 from flexhybrid.batch.requests import line_seed
@@ -663,6 +664,30 @@ def test_an_output_of_another_model_is_refused_by_the_names_of_its_files(tiny, t
     error = capsys.readouterr().err
     assert "another model than --model names (config.json, model.safetensors differ)" in error and "--restart" in error
     assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--dtype", "bfloat16"], 'numbers.dtype was "float32", is "bfloat16"'),
+        (["--seed", "3"], "sampling.seed was 0, is 3"),
+        (["--errors", "ERRORS"], "errors was null"),
+        (["--no-manifest"], "no manifest is beside"),
+    ],
+)
+@pytest.mark.parametrize("measures", [["--reprofile"], ["--link-gb-per-s", "2"]])
+def test_an_output_of_another_run_is_refused_before_the_machine_is_measured(
+    more, words, measures, tiny, tmp_path, capsys, monkeypatch
+):
+    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+    assert run(source, out, tiny) == 0
+    if more == ["--no-manifest"]:
+        manifest_path(out).unlink()
+        more = []
+    monkeypatch.setattr(opening, "measure_for_model", lambda *_: pytest.fail("measured"))
+    more = [str(tmp_path / "errors") if text == "ERRORS" else text for text in more]
+    assert run(source, out, tiny, *measures, *more, policy="auto") == 2
+    assert words in capsys.readouterr().err
 
 
 def test_the_machine_is_measured_where_that_takes_less_than_the_answers(tiny, tmp_path, capsys, monkeypatch):

@@ -265,8 +265,19 @@ class Job:
             for file in self.files.values():
                 file.check(states, num_tokens)
             self._learn(states, num_tokens, unfinished)
-        self._settle_policy()
         now = self._identity()
+        if not begins_anew:
+            if earlier is None:
+                raise InputError(
+                    f"{used[0]} holds something, but no manifest is beside {options.output}: it was not written by a "
+                    "run, or the manifest was removed; choose another output, or overwrite it with --restart"
+                )
+            if self.llm.policy is None:  # the search chooses those two, once the machine is measured
+                now["numbers"] |= {name: earlier_numbers(options.output).get(name) for name in ("bits", "selection")}
+            check_same(options.output, earlier, now)
+            self.manifest = earlier
+        self._settle_policy()
+        now["numbers"] = self._numbers()
         self.in_flight.remove()
         if begins_anew:
             if (left := (earlier or {}).get("errors")) and left != now["errors"]:
@@ -277,13 +288,7 @@ class Job:
             save_manifest(options.output, now)
             self.manifest = now
             return
-        if earlier is None:
-            raise InputError(
-                f"{used[0]} holds something, but no manifest is beside {options.output}: it was not written by a run, "
-                "or the manifest was removed; choose another output, or overwrite it with --restart"
-            )
-        check_same(options.output, earlier, now)
-        self.manifest = earlier
+        check_same(options.output, self.manifest, now)
         for file in self.files.values():
             file.repair()
         self.states = states
@@ -297,7 +302,8 @@ class Job:
         lengths = self._expected(self._sorted(self.census.valid))
         count = max_batch * (1 if lengths.answer_tokens is None else REFILLS)
         begins = _representative(lengths, count)
-        if self.measure and not (self.census.complete and is_brief(self.llm, lengths, begins)):
+        always = self.options.reprofile or self.crew or not self.census.complete
+        if self.measure and (always or not is_brief(self.llm, lengths, begins)):
             self.llm.know(self.measure())
         policy = self.llm.settle(begins)
         if asked:
@@ -319,7 +325,6 @@ class Job:
     def _identity(self) -> dict:
         """Return what the results depend on: a run that goes on with this one must agree in it."""
         options, llm = self.options, self.llm
-        bits = llm.policy.bits if llm.policy else None
         return {
             "created": int(time.time()),
             "input": self._input(),
@@ -328,14 +333,19 @@ class Job:
             "columns": {"prompt": options.column, "custom_id": options.id_column},
             **self._chat_identity(),
             "errors": options.errors.name if options.errors else None,
-            "numbers": {
-                "dtype": llm.problem.dtype,
-                "attention": llm.problem.attention and llm.problem.attention._asdict(),
-                "device": llm.device.type,
-                "bits": [bits.weights, bits.kv, bits.act] if bits else None,
-                "selection": str(llm.policy.selection) if llm.policy else None,
-            },
+            "numbers": self._numbers(),
             "versions": {name: module.__version__ for name, module in VERSIONED.items()} | grammar_version(),
+        }
+
+    def _numbers(self) -> dict:
+        llm = self.llm
+        bits = llm.policy.bits if llm.policy else None
+        return {
+            "dtype": llm.problem.dtype,
+            "attention": llm.problem.attention and llm.problem.attention._asdict(),
+            "device": llm.device.type,
+            "bits": [bits.weights, bits.kv, bits.act] if bits else None,
+            "selection": str(llm.policy.selection) if llm.policy else None,
         }
 
     def _input(self) -> dict:

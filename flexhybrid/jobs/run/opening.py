@@ -10,7 +10,7 @@ from typing import BinaryIO, NamedTuple
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.answers import AnswerFile
 from flexhybrid.batch.census import first_urls
-from flexhybrid.batch.manifest import NOTHING_SERVED, check_same, load_manifest, manifest_path, model_record
+from flexhybrid.batch.manifest import load_manifest, manifest_path
 from flexhybrid.batch.openai import CHAT
 from flexhybrid.batch.requests import LineRules
 from flexhybrid.core.errors import InputError
@@ -60,17 +60,6 @@ def earlier_numbers(output: Path) -> dict:
     return numbers if isinstance(numbers, dict) else {}
 
 
-def check_model(options: RunOptions) -> None:
-    """Raise InputError for the output of a run of another model, before this one's machine is measured; the whole
-    comparison follows once the input is read."""
-    earlier = load_manifest(options.output)
-    if earlier is None or options.restart or options.verify or earlier.get(NOTHING_SERVED):
-        return
-    if options.output.is_file() and options.output.stat().st_size:
-        model = model_record(Checkpoint(options.llm.model).path, verify=False)
-        check_same(options.output, {"columns": None, "model": earlier.get("model")}, {"columns": None, "model": model})
-
-
 class Opened(NamedTuple):
     """The arguments of a model, and what measures the machine for it: None where nothing is to be measured."""
 
@@ -80,15 +69,14 @@ class Opened(NamedTuple):
 
 def model_arguments(options: RunOptions, earlier: dict, crew: Crew | None) -> Opened:
     """Return the arguments of the model, with budgets of the memory that is free, shared by the executors on each
-    machine, and with a profile of this machine where one is kept. Where the policy depends on one that is not, it is
-    measured now for a crew; a single executor first looks whether it is worth while (``is_brief``)."""
+    machine, and with a profile of this machine where one is kept. A machine that must be measured for the policy is
+    measured once all else is checked."""
     asked, paced = options.llm, paced_device(options.llm)
     named = {tier: parse_bytes(size) for tier, size in asked.budgets.items() if size is not None}
     budgets = free_budgets(paced.device, crew.actors_per_node if crew else 1) | named
     for note in notes_on(paced.device, Budgets(**named), asked.disk_dir):
         print(f"flexhybrid: {note}", file=sys.stderr)
     hardware, dtype, measure = asked.hardware, asked.dtype, None
-    check_model(options)
     if hardware is None:
         shape = Checkpoint(asked.model).shape
         kept = model_profile_path(shape, dtype, paced)
@@ -107,10 +95,7 @@ def model_arguments(options: RunOptions, earlier: dict, crew: Crew | None) -> Op
                 with_scratch = asked.policy == "auto" and asked.disk_dir
                 return with_disk(found, measure_disk(paced.disk)[0]) if with_scratch else found
 
-            if crew is None and not options.reprofile:
-                measure, dtype = measured, measured_dtype(shape, dtype, paced)
-            else:
-                hardware = measured()
+            measure, dtype = measured, measured_dtype(shape, dtype, paced)
         elif kept.is_file():
             hardware = load_hardware(kept)
             if asked.policy == "auto" and asked.disk_dir:
