@@ -40,6 +40,7 @@ from flexhybrid.running_requests import OpenRequest, Replies, RunningRequests, r
 from flexhybrid.runtime.clock import LaneThreads
 from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
+from flexhybrid.runtime.process_settings import on_cpu
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
@@ -56,7 +57,7 @@ def one_thread_at_a_time(method):
 
     @functools.wraps(method)
     def waiting(self, *args, **kwargs):
-        with self._lock:
+        with self._lock, on_cpu():
             return method(self, *args, **kwargs)
 
     return waiting
@@ -140,6 +141,7 @@ class LLM:
         llm._resolve(arguments)
         return llm
 
+    @on_cpu()
     def _resolve(self, arguments: LLMArguments) -> None:
         self.arguments = arguments
         self._lock = threading.RLock()

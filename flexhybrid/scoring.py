@@ -97,7 +97,7 @@ def _score_wave(llm: LLM, wave: Wave, texts, members: np.ndarray, last_tokens, w
         greedy[requests, step.iteration] = logits.argmax(dim=-1)
         for row, request in enumerate(step.requests.tolist()):
             if len(last_tokens[request]) and step.iteration == counts[request] - 1:
-                ids = torch.tensor(last_tokens[request], device=llm.device)
+                ids = torch.tensor(last_tokens[request], device=llm.device, dtype=torch.int64)
                 last_logprobs[request] = dict(zip(last_tokens[request], of_vocab[row, ids].tolist()))
 
     force_tokens(executor, texts, on_logits)

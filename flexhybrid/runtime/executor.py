@@ -32,7 +32,7 @@ from flexhybrid.runtime.storage.parts import Parts
 from flexhybrid.runtime.storage.weights import Weights, WeightSlots
 from flexhybrid.runtime.token_masks import TokenMasks
 
-NOTHING = torch.empty(0)  #: stands where no verb has made a tensor yet, or its memory is free again
+NOTHING = torch.empty(0, dtype=torch.float32)  #: where no verb has made a tensor yet, or its memory is free again
 
 SelectionT = TypeVar("SelectionT", bound=SelectionHooks, covariant=True)
 

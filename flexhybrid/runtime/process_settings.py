@@ -4,10 +4,12 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Generic, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 T = TypeVar("T")
 
@@ -73,3 +75,34 @@ def _set_product_precision(precision: tuple[str | None, str]) -> None:
 
 #: Exact tokens in float32: the environment of an image may have asked for products with ten bits.
 NO_TF32 = HeldSetting(_product_precision, _set_product_precision, ("highest", "ieee"))
+
+
+class _Float32Default(TorchFunctionMode):
+    """Computes in this thread what torch computes where its default dtype, a setting of the process, is float32."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if getattr(made, "dtype", None) != torch.get_default_dtype() or any(map(_decides, tree_leaves((args, kwargs)))):
+            return made
+        with suppress(TypeError):
+            if (named := func(*args, **kwargs | {"dtype": torch.float32})) is not NotImplemented:
+                return named
+        return func(*tree_map(lambda of: of.float() if torch.is_tensor(of) else of, args), **kwargs)  # of integers
+
+
+def _decides(given: object) -> bool:
+    """Return whether an argument decides the dtype of a result."""
+    return isinstance(given, torch.dtype) or isinstance(given, torch.Tensor) and given.is_floating_point()
+
+
+def float32_default() -> AbstractContextManager:
+    """Let modules of transformers that run in this thread find float32 as the default dtype."""
+    return nullcontext() if torch.get_default_dtype() == torch.float32 else _Float32Default()
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Let this thread make tensors on the CPU where no device is named, whatever torch's default device is."""
+    with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
+        yield

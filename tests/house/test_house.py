@@ -106,3 +106,27 @@ def test_calls_name_their_arguments():
     calls = [(module, line) for module, (text, _) in product_sources().items() for line in long_calls(text)]
     assert len(calls) <= MAX_LONG_CALLS, calls
     assert long_calls("f(1, 2, 3, 4, 5, 6, 7)") == [1] and not long_calls("f(1, 2, 3, 4, 5, 6, g=7)")
+
+
+#: Functions of torch that make a tensor: without a dtype it is of the process's default dtype, which anyone may change.
+MAKERS = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal"}
+MAKERS |= {"ones", "rand", "randint", "randn", "scalar_tensor", "tensor", "zeros"}
+
+
+def made_without_dtype(text: str) -> list[int]:
+    """Return the lines where torch makes a tensor of no dtype that is named."""
+    calls = [node for node in ast.walk(parsed(text)) if isinstance(node, ast.Call)]
+    made = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in MAKERS]
+    made = [call for call in made if isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"]
+    return [call.lineno for call in made if not {"dtype", None} & {keyword.arg for keyword in call.keywords}]
+
+
+def test_tensors_are_made_of_a_dtype_that_is_named():
+    of_engine = {
+        module: lines
+        for module, (text, _) in product_sources().items()
+        if module.startswith("flexhybrid.") and not module.startswith("flexhybrid.cascade")
+        if (lines := made_without_dtype(text))
+    }
+    assert of_engine == {}
+    assert made_without_dtype("torch.ones(2)\ntorch.ones(2, dtype=d)\nx.ones(2)\ntorch.tensor([1.0])") == [1, 4]

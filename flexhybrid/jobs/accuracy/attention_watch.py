@@ -39,8 +39,8 @@ class FullCache:
         """Return tensors for texts of ``length`` tokens, of which the last is never fed."""
         grid, groups, d = (num_texts, shape.num_layers), shape.num_kv_heads, shape.head_dim
         return FullCache(
-            torch.zeros(*grid, groups, length - 1, d, device=device),
-            torch.zeros(*grid, num_forced - 1, groups, shape.queries_per_key, d, device=device),
+            torch.zeros(*grid, groups, length - 1, d, device=device, dtype=torch.float32),
+            torch.zeros(*grid, num_forced - 1, groups, shape.queries_per_key, d, device=device, dtype=torch.float32),
         )
 
     def record(self, executor: Executor, members: np.ndarray) -> None:
@@ -81,7 +81,8 @@ class Seen:
     def empty(full: FullCache) -> Seen:
         num_texts, num_layers, num_steps = full.queries.shape[:3]
         size = (num_texts, num_steps, num_layers)
-        return Seen(torch.zeros(size, device=full.keys.device), torch.zeros(size, device=full.keys.device), np.zeros(1))
+        cosine, looked_at = full.keys.new_zeros((2, *size), dtype=torch.float32)
+        return Seen(cosine, looked_at, np.zeros(1))
 
     def watch(self, executor: Executor, members: np.ndarray, full: FullCache) -> None:
         """Add up the tokens that the executor's attention looks at, and the bytes loaded for it."""

@@ -51,7 +51,7 @@ class Reference:
         stop = {"eos_token_id": None} if ignore_eos else {}
         answers = []
         for prompt in prompts:
-            ids = torch.tensor([prompt])
+            ids = torch.tensor([prompt], dtype=torch.int64)
             out = self.model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=1,
                 **stop,
@@ -64,7 +64,7 @@ class Reference:
     @torch.inference_mode()
     def top_two_gap(self, ids: list[int]) -> float:
         """Return the gap between the two best next-token logits, in standard deviations of the logits."""
-        logits = self.model(torch.tensor([ids])).logits[0, -1]
+        logits = self.model(torch.tensor([ids], dtype=torch.int64)).logits[0, -1]
         best = logits.topk(2).values
         return float((best[0] - best[1]) / logits.std())
 

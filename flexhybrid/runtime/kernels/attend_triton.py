@@ -357,8 +357,8 @@ def prove(device: torch.device, dtype: torch.dtype, queries: int, d: int) -> Non
     generator = torch.Generator().manual_seed(0)
     groups, tokens = 2, np.array([37, 5])
     width = groups * d
-    rows = torch.randn(2, width * (2 + queries), generator=generator).to(dtype)
-    pool = torch.randn(6, 2, groups, BLOCK_TOKENS, d, generator=generator).to(dtype)
+    rows = torch.randn(2, width * (2 + queries), generator=generator, dtype=torch.float32).to(dtype)
+    pool = torch.randn(6, 2, groups, BLOCK_TOKENS, d, generator=generator, dtype=torch.float32).to(dtype)
     blocks, hidden = np.array([[4, 0, 2], [1, 1, 1]]), np.array([[7, 0, 0], [0, 0, 0]])
     own = Extent(np.arange(2)[:, None] * rows.shape[1], np.ones(2, np.int64), 0, d, width)
     strides = ((d, BLOCK_TOKENS * d, BLOCK_TOKENS * width), (2 * width, d, width))
@@ -368,7 +368,7 @@ def prove(device: torch.device, dtype: torch.dtype, queries: int, d: int) -> Non
         table = table_of([own, extent], ["own", "pool"], (groups, d), lambda array: torch.from_numpy(array).to(device))
         there = rows.to(device), memory.to(device)
         query = there[0][:, 2 * width :].view(2, -1, d)
-        for parts, sums in ((1, None), (2, torch.empty(2, groups * queries, device=device))):
+        for parts, sums in ((1, None), (2, torch.empty(2, groups * queries, device=device, dtype=torch.float32))):
             ours, _ = _attended(query, there, table, ScoreRule(d**-0.5), sums, parts)
             for request, count in enumerate(tokens):
                 laid = pool[blocks[request]].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, hidden[request, 0] : count]

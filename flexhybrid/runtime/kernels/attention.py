@@ -159,7 +159,7 @@ def attention_sums(q_BNHd: torch.Tensor, k_BNGd: torch.Tensor, lengths_B: torch.
     groups = k_BNGd.shape[2]
     keys = k_BNGd.permute(0, 2, 3, 1)[:, :, None]  # [B, G, 1, d, N]
     queries = q_BNHd.view(batch, new, groups, heads // groups, d).permute(0, 2, 3, 1, 4) * d**-0.5
-    positions = torch.arange(new, device=q_BNHd.device)
+    positions = torch.arange(new, device=q_BNHd.device, dtype=torch.int64)
     sums = torch.zeros(batch, groups, new, dtype=torch.float32, device=q_BNHd.device)
     for start in range(0, new, PREFILL_QUERIES):
         chunk = positions[start : start + PREFILL_QUERIES]
@@ -189,7 +189,7 @@ def attend_blocks(
     """
     batch, heads, d = q_BHd.shape
     query = (q_BHd * rule.scaling).view(batch, blocks.shape[2], -1, d).float()
-    attended, sums = torch.empty_like(query), torch.empty(query.shape[:3])
+    attended, sums = torch.empty_like(query), torch.empty(query.shape[:3], dtype=torch.float32)
     pieces: list[list[torch.Tensor]] = [[] for _ in range(batch)]
     for run in sorted(runs, key=lambda run: run.column):
         for row, piece in enumerate(run_view(blocks, run), start=run.row):

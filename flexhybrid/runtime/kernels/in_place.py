@@ -69,7 +69,8 @@ def attend_and_sum(
     """Attend as ``attend`` does; return float32 [B, G, r, d], and the logarithm of what it was divided by [B, G, r]."""
     (batch, heads, d), groups = q_BHd.shape, layout.bounds[-1] // len(q_BHd)
     query = q_BHd if q_BHd.stride()[1:] == (d, 1) else q_BHd.contiguous()
-    attended, sums = torch.empty(batch, groups, heads // groups, d), torch.empty(batch, groups, heads // groups)
+    attended = torch.empty(batch, groups, heads // groups, d, dtype=torch.float32)
+    sums = torch.empty(attended.shape[:3], dtype=torch.float32)
     strides = query.stride(0) * query.element_size(), groups, heads // groups, d
     source = query.data_ptr(), *strides, np.float32(scaling or d**-0.5)
     kinds, target = (KINDS[memories[0].dtype], KINDS[query.dtype]), (attended.data_ptr(), sums.data_ptr())
@@ -99,4 +100,4 @@ def compile_for(dtype: torch.dtype) -> None:
     """Compile the kernels for a compute dtype, or load what was compiled before: some 10 seconds, or 1."""
     block = torch.zeros(2, BLOCK_TOKENS, LANES, dtype=dtype)
     extent = Extent(np.zeros((1, 1), np.int64), np.ones(1, np.int64), LANES, 0, BLOCK_TOKENS * LANES)
-    attend(torch.zeros(1, 1, LANES), [block], layout_of([extent], 1, 1), map)
+    attend(torch.zeros(1, 1, LANES, dtype=torch.float32), [block], layout_of([extent], 1, 1), map)

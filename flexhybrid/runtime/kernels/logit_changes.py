@@ -181,7 +181,7 @@ def _penalise_(logits_BV: torch.Tensor, step: Penalties, tokens: torch.Tensor) -
     with the same value."""
     rows, vocab = step.rows_R1, logits_BV.shape[1]
     frequency, presence, repetition = step.values_3R1
-    places = torch.arange(step.longest, device=tokens.device)
+    places = torch.arange(step.longest, device=tokens.device, dtype=torch.int64)
     ids_RT = tokens[step.cells_R1 + places.clamp(max=step.lengths_R1 - 1)]  # padding repeats the last token
     score = logits_BV[rows, ids_RT]
     logits_BV.index_put_((rows, ids_RT), torch.where(score > 0, score / repetition, score * repetition))

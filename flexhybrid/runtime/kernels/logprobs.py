@@ -29,7 +29,8 @@ def _records(logits_RV: torch.Tensor, tokens_R1: torch.Tensor, num_top: int) -> 
     if num_top:
         vocab = logprobs.shape[1]
         # Values up to 0 order as the negated bits of their magnitude do; behind them the token id makes keys distinct.
-        keys = (logprobs.abs().view(torch.int32).to(torch.int64) << 32) + torch.arange(vocab, device=logprobs.device)
+        tokens = torch.arange(vocab, device=logprobs.device, dtype=torch.int64)
+        keys = (logprobs.abs().view(torch.int32).to(torch.int64) << 32) + tokens
         top = keys.topk(min(num_top, vocab), dim=-1, largest=False).values & 0xFFFFFFFF
         padding = (0, num_top - top.shape[1])
         parts.append(torch.nn.functional.pad(top, padding, value=-1))

@@ -69,8 +69,8 @@ def prove(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> None
     """Raise ArithmeticError where results for trial rows differ from plain torch's on the CPU: those of residuals and
     rotations by a bit, others by more than CLOSE."""
     generator = torch.Generator().manual_seed(0)
-    rows, added, factors = (torch.randn(3, 3 * 80, generator=generator).to(dtype) for _ in range(3))
-    cos, sin = (torch.randn(3, 80, generator=generator).to(dtype) for _ in range(2))
+    rows, added, factors = torch.randn(3, 3, 3 * 80, generator=generator, dtype=torch.float32).to(dtype)
+    cos, sin = torch.randn(2, 3, 80, generator=generator, dtype=torch.float32).to(dtype)
     there, added_there, turned = (tensor.to(device) for tensor in (rows, added, rows.clone()))
     summed, normed = kernels.norm(there, added_there, factors[0].to(device), 1e-5)
     kernels.rotate_(turned, ((0, 1), (160, 1)), (cos.to(device), sin.to(device)))

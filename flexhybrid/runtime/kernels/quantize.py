@@ -242,8 +242,9 @@ def _trial_rows(dtype: torch.dtype, bits: int, group: int) -> torch.Tensor:
     beside others and alone in their groups, and a NaN in the last row. A program of the kernels holds fewer groups; a
     number that codes of a byte do not divide is a case of its own."""
     generator, columns = torch.Generator().manual_seed(0), 33 * group if 33 * group * bits % 16 == 0 else 48 * group
-    rows = torch.randn(28, columns, generator=generator) * 2.0 ** torch.arange(-32, 24, 2).unsqueeze(1)
-    edges = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1 / 3, LIMIT, -1e5, 3e38, torch.inf, -torch.inf])
+    rows = torch.randn(28, columns, generator=generator, dtype=torch.float32)
+    rows *= 2.0 ** torch.arange(-32, 24, 2, dtype=torch.float32).unsqueeze(1)
+    edges = rows.new_tensor([0.0, -0.0, 1e-40, -1e-40, 1 / 3, LIMIT, -1e5, 3e38, torch.inf, -torch.inf])
     beside_others = rows[:, :: group + 5][:, : len(edges)]
     beside_others.copy_(edges[: beside_others.shape[1]])
     _groups(rows[20], group)[: len(edges)] = edges.unsqueeze(1)

@@ -21,7 +21,7 @@ def rotary_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (cos, sin) of positions 0 … P-1, each [P, d]; the second half of a row repeats the first."""
     frequencies, factor = inverse_frequencies(shape.rope, shape.head_dim)
-    angles = torch.arange(num_positions).float()[:, None] * frequencies
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
     angles = torch.cat((angles, angles), dim=-1)
     cos, sin = angles.cos() * factor, angles.sin() * factor
     return cos.to(dtype).to(device), sin.to(dtype).to(device)
@@ -78,7 +78,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[torch.Tensor, float]
     "dynamic" equals "default" here: its frequencies change only behind the model's last position, which the executor
     refuses.
     """
-    turns = rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    turns = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.type == "linear":
         return 1.0 / turns / rope.factor, 1.0
     if rope.type == "yarn":
@@ -111,7 +111,7 @@ def _yarn(rope: Rope, head_dim: int, turns: torch.Tensor) -> tuple[torch.Tensor,
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     high += 0.001 if low == high else 0  # no division by zero
-    kept = 1 - ((torch.arange(head_dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return 1.0 / (rope.factor * turns) * (1 - kept) + 1.0 / turns * kept, factor
 
 

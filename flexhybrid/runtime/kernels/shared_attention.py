@@ -79,7 +79,8 @@ def add_shared(
         if window is not None and columns is not None:
             hidden = columns[:, None, None] <= window.queries_BN[rows][..., None] - window.tokens  # [g, m, N, T]
             hidden = hidden[:, :, None].expand(-1, -1, q_BGrNd.shape[2], -1, -1).flatten(1, 3)
-            added = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)[:, None]
+            added = torch.zeros(hidden.shape, device=hidden.device, dtype=torch.float32)
+            added = added.masked_fill_(hidden, -torch.inf)[:, None]
         sees_some = added is None
         attend = partial(_attended, k_BGTd=keys, v_BGTd=values, added=added, rule=rule, sees_some=sees_some)
         add_part(own, q_BGrNd, rows, attend)

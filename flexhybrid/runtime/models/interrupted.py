@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+from flexhybrid.runtime.process_settings import float32_default
+
 Result = TypeVar("Result")
 
 _ENDED, _RAISED = object(), object()  #: what a greenlet gives when its function has ended, or raised an error
@@ -93,7 +95,8 @@ class Run:
         """Go on with the function, for which ``interrupt`` returns ``value``; return as ``started``."""
         if (worker := self._worker) is None:
             raise RuntimeError("the function has ended")
-        given = _host.base.switch(_Switch(worker.greenlet, value))
+        with float32_default():
+            given = _host.base.switch(_Switch(worker.greenlet, value))
         if given is not _ENDED and given is not _RAISED:
             return given
         result, self._worker = worker.place.pop(), None

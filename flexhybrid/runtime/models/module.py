@@ -21,6 +21,7 @@ from flexhybrid.runtime.models.latent import ActRows
 from flexhybrid.runtime.models.probe import Argument, AttentionFacts
 from flexhybrid.runtime.models.states import Group, RecurrentLayers, groups_of
 from flexhybrid.runtime.models.transformer import DTYPE, AttentionCall, LayerCall, Layers, Pending, call_directly
+from flexhybrid.runtime.process_settings import float32_default
 
 Held = Sequence[torch.Tensor] | None  #: states of a step's requests in a layer, [B, …] each
 
@@ -81,9 +82,10 @@ class ModulePath:
             if unknown:
                 made |= {path[:end] for end, character in enumerate(path) if character == "."} | {"", path}
         filled = {module for path, module in self.model.named_modules() if path in made}
-        for module, owner in _owned(self.model, self.model):
-            if module in filled:  # its parameters are on the meta device still
-                owner._init_weights(module)
+        with float32_default():
+            for module, owner in _owned(self.model, self.model):
+                if module in filled:  # its parameters are on the meta device still
+                    owner._init_weights(module)
         for module in self.model.modules():
             for places in (module._parameters, module._buffers):
                 for key, tensor in places.items():

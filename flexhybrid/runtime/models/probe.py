@@ -139,9 +139,9 @@ def window_of(mask_function, longest: int) -> int | None:
     for query in {0, 1, longest // 3, longest // 2, longest - 2, longest - 1}:
         if query < 0:
             continue
-        keys = torch.arange(query + 2)
+        keys = torch.arange(query + 2, dtype=torch.int64)
         with _NoPadding():
-            seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(len(keys))
+            seen = torch.as_tensor(mask_function(zero, zero, keys[query], keys), dtype=torch.bool).expand(len(keys))
         count = int(seen.sum())
         if bool(seen[-1]) or not bool(seen[query + 1 - count : query + 1].all()) or count == 0:
             raise Refused("its attention mask is neither causal nor a sliding window")

@@ -113,6 +113,7 @@ def masks_made_by(maker: Callable) -> Iterator[None]:
         _mask_maker.pop()
 
 
+_BUILDING = threading.Lock()  #: transformers sets torch's default dtype, which all threads have, and restores it
 _rows = threading.local()  #: ``asked``: this thread runs a forward over rows of any requests
 
 
@@ -183,7 +184,7 @@ def build(folder: Path):
                 f"its layers of kind {kinds[0]} keep or see something else than keys and values of all tokens"
             )
         config._attn_implementation, dtype = NAME, config.dtype
-        with torch.device("meta"), warnings.catch_warnings():
+        with _BUILDING, torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=DTYPE)
         model.config.dtype = dtype

@@ -156,8 +156,8 @@ def faster_cpu_dtype(shape: ModelShape) -> str:
 def _faster_product(hidden: int, width: int) -> str:
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
-        a = torch.randn(512, hidden).to(dtype)
-        b = torch.randn(width, hidden).to(dtype)
+        a = torch.randn(512, hidden, dtype=torch.float32).to(dtype)
+        b = torch.randn(width, hidden, dtype=torch.float32).to(dtype)
         times = []
         for _ in range(6):
             start = time.perf_counter()

@@ -59,7 +59,7 @@ class HeavyHitters(SelectionHooks):
         self.entry_of = wave.entries.entry_of(places)
         self.slot_of = wave.entries.stored(places)[places, self.entry_of]  # in the request's extent of its entry
         self.slots = to_device(self.slot_of, device)
-        self.weights_BGT = torch.empty(0)  #: attention weights of the new tokens by group
+        self.weights_BGT = torch.empty(0, dtype=torch.float32)  #: attention weights of the new tokens by group
         self._step_places: dict[int, StepPlaces] = {}  #: of the decode step of each mini-batch
 
     # ---- hooks
@@ -93,12 +93,13 @@ class HeavyHitters(SelectionHooks):
         kept, recent = (
             self._column(np.minimum(counts, step.new_tokens)) for counts in (step.most_kept, recent_tokens(step))
         )
-        positions = torch.arange(sums_BGP.shape[-1], device=self.device)
+        positions = torch.arange(sums_BGP.shape[-1], device=self.device, dtype=torch.int64)
         wanted = sums_BGP.masked_fill(positions >= lengths - recent, torch.inf)
         wanted = wanted.masked_fill(positions >= lengths, -torch.inf)
         num_kept = min(self.scores.shape[-1], sums_BGP.shape[-1])
         order = wanted.topk(num_kept, dim=-1).indices
-        order = order.masked_fill(torch.arange(num_kept, device=self.device) >= kept, sums_BGP.shape[-1])
+        places = torch.arange(num_kept, device=self.device, dtype=torch.int64)
+        order = order.masked_fill(places >= kept, sums_BGP.shape[-1])
         chosen = torch.minimum(order.sort(dim=-1).values, lengths - 1)
         requests = to_device(step.requests, self.device)
         layer -= self.first

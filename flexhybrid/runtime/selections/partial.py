@@ -62,7 +62,7 @@ class PartialCopies:
         if shape.rotary:
             self.skew = zeros(self.groups, shape.head_dim, shape.head_dim)
             for layer, matrices in enumerate(weights.skewing[self.first_layer :]):
-                self.skew[layer] = torch.eye(shape.head_dim) if matrices is None else matrices
+                self.skew[layer] = torch.eye(shape.head_dim, dtype=torch.float32) if matrices is None else matrices
         places = [int(kept[group].max()) for group in wave.mini_batches]
         sizes = [count * len(group) for count, group in zip(places, wave.mini_batches, strict=True)]
         self.keys = zeros(sum(sizes), self.groups, self.num_columns)
@@ -101,7 +101,7 @@ class PartialCopies:
             self.query_norm[layer - self.first_layer] = w["q_norm.weight"][0]
         if self.resident:
             return
-        rows = torch.arange(shape.query_width, device=self.device)
+        rows = torch.arange(shape.query_width, device=self.device, dtype=torch.int64)
         if not self.whole:
             heads = rows.view(self.groups, -1, shape.head_dim)  # [G, r, d]
             columns_GC = self.columns[mini_batch][layer - self.first_layer, 0]

@@ -67,5 +67,5 @@ class Uses:
     def victims(self, layer: int, mini_batch: int, rows_B, held_B) -> torch.Tensor:
         """Return the places [B, G] of the tokens to drop, among the first ``held_B`` of each request."""
         uses, born = (table[:, rows_B].long() for table in self.of(layer, mini_batch))
-        held = torch.arange(len(uses), device=uses.device)[:, None] < held_B
+        held = torch.arange(len(uses), device=uses.device, dtype=torch.int64)[:, None] < held_B
         return ((uses << 32) + born).masked_fill(~held[:, :, None], torch.iinfo(torch.int64).max).argmin(0)

@@ -46,8 +46,8 @@ def forward(checkpoint: Checkpoint, tokens: list[int], change: Change = unchange
     shape = checkpoint.shape
     model = architecture(shape)
     outer = {name: tensor.float() for name, tensor in checkpoint.outer_tensors()}
-    positions = torch.arange(len(tokens))
-    hidden = model.embed(shape, outer, torch.tensor(tokens), positions)
+    positions = torch.arange(len(tokens), dtype=torch.int64)
+    hidden = model.embed(shape, outer, torch.tensor(tokens, dtype=torch.int64), positions)
     rotation = rotary_tables(shape, len(tokens), torch.float32, "cpu") if shape.rotary else None
     for layer in range(shape.num_layers):
         w = _layer_weights(checkpoint, layer)

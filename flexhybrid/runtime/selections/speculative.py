@@ -47,7 +47,7 @@ def relative_to_best(scores_BGrT: torch.Tensor, held_BT: torch.Tensor) -> torch.
     ``TIE``, so that the one in the first place counts as the best."""
     scores = scores_BGrT.masked_fill(~held_BT[:, None, None], -torch.inf)
     relative = (scores - scores.amax(-1, keepdim=True)).amax(2)
-    return relative - torch.arange(relative.shape[-1], device=relative.device) * TIE
+    return relative - torch.arange(relative.shape[-1], device=relative.device, dtype=torch.float32) * TIE
 
 
 def choose_tokens(
@@ -65,7 +65,7 @@ def choose_tokens(
     count_B = torch.minimum((-(-within // groups)).clamp_(min=1), most_B)
     worth = relative_BGT if each_head else relative_BGT.exp().sum(1, keepdim=True)
     best = worth.topk(width, dim=-1).indices
-    surplus = torch.arange(width, device=best.device) >= count_B[:, None, None]
+    surplus = torch.arange(width, device=best.device, dtype=torch.int64) >= count_B[:, None, None]
     chosen = best.masked_fill_(surplus, tokens).sort(dim=-1).values
     return chosen.masked_fill_(chosen == tokens, -1).int()
 
@@ -170,7 +170,7 @@ class Speculation(SelectionHooks):
         layer, step = task.layer, task.payload.step
         if step.prefill:
             return
-        guess, heads = self.guess(step), torch.arange(self.groups, device=self.device)
+        guess, heads = self.guess(step), torch.arange(self.groups, device=self.device, dtype=torch.int64)
         rows, places = guess.rows_B[:, None], guess.places_B[:, None].repeat(1, self.groups)
         if self.uses and guess.full_B is not None:
             victims = self.uses.victims(layer, step.mini_batch, guess.rows_B, guess.held_B)
@@ -219,7 +219,7 @@ class Speculation(SelectionHooks):
         section = self.partial.section(layer, mini_batch)
         if self.uses:
             born = self.uses.of(layer, mini_batch)[1][:, rows]
-            requests, heads = (torch.arange(count, device=self.device) for count in born.shape[1:])
+            requests, heads = (torch.arange(count, device=self.device, dtype=torch.int64) for count in born.shape[1:])
             section[:, rows] = keys[requests[:, None], born.long(), heads]
         elif (step.new_tokens <= step.most_kept).all():
             section[: step.width, rows] = keys.transpose(0, 1)
@@ -254,12 +254,12 @@ class Speculation(SelectionHooks):
     ) -> None:
         """Do what ``fill_pools`` does, without waiting for the device."""
         lengths, kept = step.new_tokens, step.most_kept
-        heads = torch.arange(self.groups, device=self.device)
+        heads = torch.arange(self.groups, device=self.device, dtype=torch.int64)
         used, born = uses.of(layer, step.mini_batch)
         all_rows = self._rows(step)
         for table in (used, born):  # of those who had the places before
             table.index_fill_(1, all_rows, 0)
-        places = torch.arange(len(born), device=self.device)
+        places = torch.arange(len(born), device=self.device, dtype=torch.int64)
         scores_BGrCP = queries_BGrPd  # of a chunk of queries
         for position in range(step.width):
             if position % RANKED_QUERIES == 0:
@@ -269,7 +269,7 @@ class Speculation(SelectionHooks):
             held, full = np.minimum(position, kept[rows]), position >= kept[rows]
             query_rows, held_B = to_device(rows, self.device), to_device(held, self.device)
             rows_B = all_rows[query_rows]
-            taken = torch.full((len(rows), self.groups), position, device=self.device)
+            taken = torch.full((len(rows), self.groups), position, device=self.device, dtype=torch.int64)
             scores = scores_BGrCP[query_rows, :, :, position % RANKED_QUERIES]
             tokens = born[: max(1, held.max()), rows_B].permute(1, 2, 0).long()[:, :, None]
             tokens = tokens.expand(-1, -1, scores.shape[2], -1)

@@ -111,7 +111,7 @@ def _cuda_runtime():
 def _report_refusal() -> None:
     """Let torch report the refusal now: it would stay CUDA's last error, and come up in a later call."""
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, device="cuda", dtype=torch.uint8)
 
 
 def _mapped(size: int) -> tuple[_Mapping, torch.Tensor]:

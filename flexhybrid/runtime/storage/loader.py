@@ -295,11 +295,11 @@ class RandomWeights:
 
     def _random(self, name: str, size: tuple[int, ...]) -> torch.Tensor:
         if name.endswith(("norm1.weight", "norm2.weight", "norm.weight")):
-            return torch.ones(size)
+            return torch.ones(size, dtype=torch.float32)
         if name.endswith(".bias"):
-            return torch.zeros(size)
+            return torch.zeros(size, dtype=torch.float32)
         generator = torch.Generator(device=self.device).manual_seed(zlib.crc32(f"0 {name}".encode()))
-        return torch.empty(size, device=self.device).normal_(0.0, 0.02, generator=generator)
+        return torch.empty(size, device=self.device, dtype=torch.float32).normal_(0.0, 0.02, generator=generator)
 
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
         """Yield the tensors of a layer; of large ones some rows at a time, so that the device has room for them."""
@@ -328,7 +328,7 @@ class RandomWeights:
         """Return pieces as one tensor: on the host where there are several, because the device may lack the room."""
         if math.prod(size) <= DRAWN_AT_A_TIME:
             return next(pieces)
-        whole, first = torch.empty(size), 0
+        whole, first = torch.empty(size, dtype=torch.float32), 0
         for piece in pieces:
             whole[first : first + len(piece)] = piece
             first += len(piece)

@@ -212,7 +212,7 @@ def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
     keys, values, queries = split_heads(state.shape, grid)
     sides, rule, window = (keys.transpose(1, 2), values.transpose(1, 2)), state.score_rule(task), None
     if width := state.window_of(task):
-        places = torch.arange(grid.shape[1], device=grid.device)[None]
+        places = torch.arange(grid.shape[1], device=grid.device, dtype=torch.int64)[None]
         window = Window(width, places, places)
     if rule.changes_scores:
         return attend_in_parts(queries, (*sides, None), (), rule, window)

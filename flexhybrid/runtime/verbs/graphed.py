@@ -57,7 +57,7 @@ def pool_keeper(device: torch.device) -> torch.cuda.CUDAGraph:
     keeper = torch.cuda.CUDAGraph()
     keeper.capture_begin(capture_error_mode="thread_local")
     try:
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device, dtype=torch.uint8)
     finally:
         keeper.capture_end()
     return keeper

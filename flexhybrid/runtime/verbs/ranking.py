@@ -19,7 +19,7 @@ def rank(state: Executor[HeavyHitters | Speculation], task: Task) -> None:
     kvq = state.kvq[slot].unflatten(0, (len(step.requests), step.width))
     keys, values, queries = split_heads(state.shape, kvq)
     chosen = selection.rank_prompt(task.layer, step, queries, keys)
-    heads = torch.arange(state.shape.num_kv_heads, device=state.device)
+    heads = torch.arange(state.shape.num_kv_heads, device=state.device, dtype=torch.int64)
     for store in step.stores:
         request = state.to_device(store.rows // step.width)[:, None]
         positions = state.wave.entries.positions(

@@ -173,3 +173,30 @@ def test_errors_of_torch_are_raised_at_any_depth():
             called_deeper(begun, lambda run=run: run.resume(None))
 
     hosted(use)
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_function_computes_as_under_float32_whatever_the_default_dtype_is(default):
+    """What transformers' modules do without naming a dtype: make tensors, and numbers of integers."""
+    places = torch.arange(4097, 4100)
+
+    def function():
+        first = [torch.ones(2), torch.full((2,), 0.1), torch.tensor(1 / 3), torch.linspace(0, 1, 7), places / 7]
+        interrupt(None)
+        named = [places.to(default), torch.ones(2, dtype=default), places.half().to(default), places.new_ones(2)]
+        return [*first, *named, places * 0.1, torch.arange(0.0, 1.0, 0.3), places > 0, places.float() / 3, 2.0**places]
+
+    def use():
+        run, _ = started(function)
+        assert not torch.overrides._get_current_function_mode_stack()
+        return run.resume(None)
+
+    expected = hosted(use)
+    torch.set_default_dtype(default)
+    try:
+        made = hosted(use)
+        assert torch.ones(1).dtype == default
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [tensor.dtype for tensor in made] == [tensor.dtype for tensor in expected]
+    assert all(torch.equal(*pair) for pair in zip(made, expected, strict=True))
