@@ -212,9 +212,9 @@ class LLM:
         ``lora_request`` and ``priority`` must be left out or None.
 
         ``sampling_params``: one for all prompts, or a list of one a prompt; None: those of
-        ``get_default_sampling_params``. Random numbers depend on the seed, the
-        position in the text and, when one SamplingParams serves all, the prompt's place in the list. Answer k of n
-        draws with seed + k. A seed of a list gives its request the tokens that it gets alone, except for near ties and
+        ``get_default_sampling_params``. Random numbers depend on the seed and the position in the text, so that
+        equal prompts with one seed get equal answers; without a seed all differ. Answer k of n draws with seed + k. A
+        seed gives its request the tokens that it gets alone, except for near ties and
         under InfiniGen's selection, whose columns are chosen over all requests of a mini-batch. Raises InputError,
         before any work, for a prompt that is empty, too long or holds an unknown token id, and for budgets too small
         for a single one of the requests.

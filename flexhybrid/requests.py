@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flexhybrid.core.errors import InputError, is_integer
+from flexhybrid.core.errors import InputError, is_integer, shown
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
@@ -228,7 +228,7 @@ class RequestCodec:
         elif isinstance(prompt, (list, tuple)) and all(is_integer(token) for token in prompt):
             ids = [int(token) for token in prompt]
         else:
-            raise InputError(f"{name} must be a text or a list of token ids, not {str(prompt)[:60]!r}")
+            raise InputError(f"{name} must be a text or a list of token ids, not {shown(prompt)}")
         if not ids:
             raise InputError(f"{name} is empty")
         if len(ids) >= self.shape.max_context:
@@ -240,7 +240,7 @@ class RequestCodec:
     def _check_vocabulary(self, ids: list[int], name: str) -> None:
         if min(ids) < 0 or max(ids) >= self.shape.vocab:
             bad = next(token for token in ids if not 0 <= token < self.shape.vocab)
-            raise InputError(f"{name} holds token id {bad}; the vocabulary is 0 … {self.shape.vocab - 1}")
+            raise InputError(f"{name} holds token id {shown(bad)}; the vocabulary is 0 … {self.shape.vocab - 1}")
 
     def _encode(self, text: str, name: str, special_tokens: bool) -> list[int]:
         encode = functools.partial(self.tokenizer, verbose=False, add_special_tokens=special_tokens)
@@ -273,7 +273,6 @@ class RequestCodec:
         if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
             raise InputError(f"prompts must be a list of texts or of token-id lists, not {type(prompts).__name__}")
         plain: list = [plain_prompt(prompt) for prompt in prompts]
-        shared = sampling_params is None or isinstance(sampling_params, SamplingParams)
         params = params_per_prompt(sampling_params, len(plain))
         checked = self.check_all(list(zip(plain, params)), "prompt {}".format)
         if wrong := next((error for error in checked if isinstance(error, InputError)), None):
@@ -292,18 +291,15 @@ class RequestCodec:
                 )
         room = [self.shape.max_context - len(prompt_ids) for prompt_ids in ids]
         limits = [min(wanted.max_tokens or left, left) for wanted, left in zip(params, room)]
-        plan = self._sampling_plan(ids, params, shared)
+        plan = self._sampling_plan(ids, params)
         answers = [(i, k) for i, wanted in enumerate(params) for k in range(wanted.n)]
         places, number = np.array(answers, dtype=np.int64).reshape(-1, 2).T
         plan = _of_answers(plan.select(places), number)
         each = [[values[i] for i in places] for values in (ids, params, limits)]
         return Requests(plain, answers, *each, plan=plan, num_decoded=[decoded[i] for i in places])
 
-    def _sampling_plan(self, prompts: list[list[int]], params: list[SamplingParams], shared: bool) -> SamplingPlan:
-        """Return the sampling parameters of the prompts as arrays.
-
-        ``shared``: one SamplingParams serves all prompts. Its seed then gives each prompt random numbers of its own.
-        """
+    def _sampling_plan(self, prompts: list[list[int]], params: list[SamplingParams]) -> SamplingPlan:
+        """Return the sampling parameters of the prompts as arrays."""
         call_seed = secrets.randbits(63)
         return SamplingPlan(
             temperature=np.array([wanted.temperature for wanted in params], dtype=np.float64),
@@ -311,9 +307,7 @@ class RequestCodec:
             top_p=np.array([wanted.top_p for wanted in params], dtype=np.float64),
             min_p=np.array([wanted.min_p for wanted in params], dtype=np.float64),
             seeds=np.array([call_seed if wanted.seed is None else wanted.seed for wanted in params], dtype=np.uint64),
-            request_ids=np.array(
-                [i if shared or wanted.seed is None else 0 for i, wanted in enumerate(params)], dtype=np.int64
-            ),
+            request_ids=np.array([i if wanted.seed is None else 0 for i, wanted in enumerate(params)], dtype=np.int64),
             num_logprobs=np.array([_or_none(wanted.logprobs) for wanted in params], dtype=np.int64),
             num_prompt_logprobs=np.array([_or_none(wanted.prompt_logprobs) for wanted in params], dtype=np.int64),
             grammars=tuple(self.rules.grammar(wanted, f"prompt {i}") for i, wanted in enumerate(params)),
@@ -337,7 +331,7 @@ class RequestCodec:
         """Return what answer ``index`` to a checked prompt has before its first token, and how its tokens are chosen:
         as ``encode`` has it of a list of SamplingParams."""
         watch = StopWatch(self.decoder(params), prompt_ids, params.stop, params.min_tokens) if params.stop else None
-        plan = self._sampling_plan([prompt_ids], [params], shared=False)
+        plan = self._sampling_plan([prompt_ids], [params])
         return Generated(index, prompt_ids, params, watch), _of_answers(plan, np.array([index]))
 
     def completion(self, generated: Generated) -> CompletionOutput:

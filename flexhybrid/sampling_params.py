@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from flexhybrid.core.errors import InputError, check, is_integer, is_number, shown, unknown
+from flexhybrid.core.errors import SHOWN, InputError, check, is_integer, is_number, shown, unknown
 from flexhybrid.structured_outputs import StructuredOutputsParams
 
 #: vLLM's other fields (vllm/sampling_params.py, versions 0.4 to 0.20), with the values that ask for nothing.
@@ -44,6 +44,7 @@ OTHER_NAMES = {
 }
 
 MOST_ANSWERS = 16_384  #: to one prompt; vLLM's bound
+LARGEST_COUNT = 2**31 - 1  #: top_k and min_tokens beyond it are taken as this, more than any vocabulary or context
 #: Fields that are whole numbers: name, least value, what besides a number there may be.
 _COUNTS = (
     ("n", 1, f" and <= {MOST_ANSWERS}"),
@@ -114,7 +115,7 @@ class SamplingParams:
             if name not in NEUTRAL and written:
                 raise InputError(f"unknown sampling parameter {shown(name)}{written}")
             if name not in NEUTRAL:
-                near = difflib.get_close_matches(name.lower(), NEUTRAL, n=3)
+                near = difflib.get_close_matches(name[:SHOWN].lower(), NEUTRAL, n=3)
                 raise unknown("sampling parameter", name, [*supported, *near])
             value = getattr(values[name], "value", values[name])  # vLLM's output_kind is an Enum
             if not any(_same(value, neutral) for neutral in NEUTRAL[name]):
@@ -134,7 +135,7 @@ class SamplingParams:
             check(name, value, unlimited or is_integer(value) and value >= least, f"a whole number >= {least}{more}")
         check("n", self.n, self.n <= MOST_ANSWERS, f"at most {MOST_ANSWERS}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InputError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
+            raise InputError(f"min_tokens is {shown(self.min_tokens)}, more than max_tokens, {shown(self.max_tokens)}")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             known = value is None or is_integer(value) and 0 <= value <= MOST_LOGPROBS
@@ -149,7 +150,8 @@ class SamplingParams:
         allowed, form = self.allowed_token_ids, self.structured_outputs
         settled = {
             "structured_outputs": None if form is None else StructuredOutputsParams.of(form),
-            "top_k": max(self.top_k, 0),
+            "top_k": min(max(self.top_k, 0), LARGEST_COUNT),
+            "min_tokens": min(self.min_tokens, LARGEST_COUNT),
             "stop": _texts("stop", (self.stop,) if isinstance(self.stop, str) else self.stop, "a text or "),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "bad_words": _texts("bad_words", self.bad_words),
@@ -208,7 +210,8 @@ def _biases(value) -> tuple[tuple[int, float], ...]:
     check("logit_bias", value, settled or isinstance(value, Mapping), wanted)
     biases = {}
     for token, bias in dict(value).items():
-        token_id = int(token) if isinstance(token, str) and token.isdecimal() and token.isascii() else token
+        written = isinstance(token, str) and token.isdecimal() and token.isascii() and len(token) < SHOWN
+        token_id = int(token) if written else token
         right = is_integer(token_id) and token_id >= 0 and is_number(bias) and not math.isnan(bias)
         check("logit_bias", value, right and token_id not in biases, wanted)
         biases[int(token_id)] = min(max(float(bias), -LARGEST_BIAS), LARGEST_BIAS)

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, shown
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.runtime.kernels.logit_changes import LogitChanges
 from flexhybrid.sampling_params import SamplingParams
 from flexhybrid.structured_outputs import Grammar, Grammars
+
+LARGEST_PENALTY = 1e25  #: of repetition: logits times it are finite in float32
 
 
 @dataclass
@@ -50,7 +52,8 @@ class SamplingRules:
         if params.allowed_token_ids is not None:
             self._check_ids("allowed_token_ids", params.allowed_token_ids, name)
         self._check_choice(params, held, biases, name)
-        penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
+        repetition = min(max(params.repetition_penalty, 1 / LARGEST_PENALTY), LARGEST_PENALTY)
+        penalties = params.frequency_penalty, params.presence_penalty, repetition
         if not held and not biases and not words and params.allowed_token_ids is None and penalties == (0, 0, 1):
             return None
         allowed = params.allowed_token_ids
@@ -68,7 +71,7 @@ class SamplingRules:
     def _check_ids(self, field: str, ids: tuple[int, ...], name: str) -> None:
         if wrong := [token for token in ids if token >= self.shape.vocab]:
             vocabulary = f"the vocabulary is 0 … {self.shape.vocab - 1}"
-            raise InputError(f"{field} of {name} holds token id {wrong[0]}; {vocabulary}")
+            raise InputError(f"{field} of {name} holds token id {shown(wrong[0])}; {vocabulary}")
 
     def _held_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Return the token ids that the first min_tokens tokens may not be."""

@@ -218,7 +218,8 @@ def _counting(census: Census, lines: BinaryIO, read: LineReader, max_context: in
                 census.prompt_tokens[place], census.max_tokens[place] = size, limit
                 if draft.params.n > 1:
                     census.more_answers[place] = draft.params.n - 1
-        for place, beginning in zip(drafts, census.beginnings.find(list(drafts.values())), strict=True):
+        served = {place: draft for place, draft in drafts.items() if census.prompt_tokens[place]}
+        for place, beginning in zip(served, census.beginnings.find(list(served.values())), strict=True):
             if beginning >= 0:
                 census.beginning[place] = beginning + 1
         first, census.counted = census.counted, census.counted + len(chunk)
@@ -298,7 +299,7 @@ class RequestFile:
             except Refused as refused:
                 yield number, refused
             else:
-                raise InputError(f"the input has changed: line {number} can be read now, and could not before")
+                yield number, Refused("invalid_value", "the line could not be read when it was counted, and can be now")
 
     def check_unchanged(self) -> None:
         """Raise InputError when the file was written to after it was opened."""

@@ -5,10 +5,13 @@ supported is refused by name, never dropped.
 """
 
 import codecs
+import contextlib
 import difflib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from flexhybrid.batch.formats import ChatRules
@@ -35,10 +38,13 @@ NEUTRAL: dict[str, tuple] = {
     "suffix": ("",),
     "web_search_options": (),
 }
+MOST_MESSAGE = 1000  #: characters of an error's own text that a line's error repeats
 WHOLE_NUMBERS = {"max_tokens", "max_completion_tokens", "min_tokens", "n", "seed", "top_k"}
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  #: vLLM's names for forms of answers
 MESSAGE_TOOLS = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}  #: role -> what else its messages may have
 KNOWN_PARAMS = 1024  #: different sampling parameters of lines that are kept for the lines after them
+KNOWN_CHARACTERS = 4096  #: of a body's fields, at most, whose sampling parameters are kept
+MOST_NESTED = 256  #: levels of lists and objects in a line
 
 
 @dataclass(frozen=True)
@@ -86,15 +92,33 @@ class Refused(ValueError):
         self.code, self.message, self.param, self.custom_id = code, message, param, custom_id
 
 
+@contextlib.contextmanager
+def refusing(custom_id: str | None = None) -> Iterator[None]:
+    """Raise as Refused whatever the block raises for a line; not what concerns all lines: memory and files."""
+    try:
+        yield
+    except (Refused, MemoryError, OSError):
+        raise
+    except BaseException as error:
+        kind, text = type(error).__name__, " ".join(str(error)[:MOST_MESSAGE].split())
+        if not isinstance(error, Exception) and kind != "PanicException":  # which libraries in Rust raise
+            raise
+        text = text if isinstance(error, InputError) else f"the line cannot be served: {kind}: {text}"
+        param = "prompt" if text.startswith("the prompt") else None
+        raise Refused("invalid_value", text, param, custom_id) from None
+
+
 def json_object(raw: bytes) -> dict:
     """The JSON object of a line. Raises Refused."""
     text = utf8(raw)
     if not text or text.isspace():
         raise Refused("empty_line", "the line is empty")
+    if text.count("[") + text.count("{") > MOST_NESTED:
+        signs = re.sub(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', "", text, flags=re.DOTALL)
+        if max(accumulate((sign in "[{") - (sign in "]}") for sign in signs), default=0) > MOST_NESTED:
+            raise Refused("invalid_json", f"the line is nested too deeply: at most {MOST_NESTED} levels are read")
     try:
         data = _DECODER.decode(text)
-    except RecursionError:
-        raise Refused("invalid_json", "the line is not JSON: it is nested too deeply") from None
     except ValueError as error:
         where = str(error)
         if isinstance(error, json.JSONDecodeError):  # it counts a line's own end as another line
@@ -155,7 +179,8 @@ class Bodies:
             body = data.get("body")
             if not isinstance(body, dict):
                 raise Refused("invalid_body", f"body is {_given(data, 'body')}; it must be an object", "body")
-            return self._from_body(custom_id, body, data["url"])
+            with refusing():
+                return self._from_body(custom_id, body, data["url"])
         except Refused as refused:
             refused.custom_id = custom_id
             raise
@@ -170,7 +195,7 @@ class Bodies:
             body["max_tokens"] = 1  # computed, and left out of the answer
         name = "messages" if url == CHAT else "prompt"
         if name not in body:
-            near = difflib.get_close_matches(name, body, n=1)
+            near = difflib.get_close_matches(name, [key[:SHOWN] for key in body], n=1)
             guess = f"; unknown field {near[0]!r}: did you mean {name!r}?" if near else ""
             raise Refused("missing_required_parameter", f"{name} is missing{guess}", name)
         prompt, variables = body.pop(name), body.pop("chat_template_kwargs", None) if url == CHAT else None
@@ -216,17 +241,16 @@ class Bodies:
         """Return a body's sampling parameters; most lines of a file ask for those of a line before."""
         key = (url, repr(fields))  # tells 1 from 1.0 and true
         if (params := self._known.get(key)) is None:
+            params = _params(fields, url, self.sampling)
             if len(self._known) >= KNOWN_PARAMS:
                 self._known.clear()
-            params = self._known[key] = _params(fields, url, self.sampling)
+            if len(key[1]) <= KNOWN_CHARACTERS:
+                self._known[key] = params
         return params
 
     def request(self, draft: Draft) -> Request:
-        """Return a draft's request. Raise Refused when its prompt cannot be served."""
-        try:
-            ids = self.codec.check(draft.prompt, draft.params, "the prompt", draft.url != CHAT)
-        except InputError as error:
-            raise _refused(error, draft) from None
+        """Return a draft's request. Raise InputError when its prompt cannot be served."""
+        ids = self.codec.check(draft.prompt, draft.params, "the prompt", draft.url != CHAT)
         return_ids, before = draft.return_token_ids or self.codec.tokenizer is None, None
         if draft.echo:
             text = draft.prompt if isinstance(draft.prompt, str) else self.codec.text(ids)
@@ -248,14 +272,16 @@ class Bodies:
         for url in URLS:  # a chat template has written the special tokens itself
             places = [place for place, draft in enumerate(drafts) if draft.url == url]
             asked = [(drafts[place].prompt, drafts[place].params) for place in places]
-            for place, count in zip(places, self.codec.count_all(asked, special_tokens=url != CHAT)):
+            try:
+                with refusing():
+                    counts = self.codec.count_all(asked, special_tokens=url != CHAT)
+            except Refused:
+                if len(drafts) == 1:
+                    return [0]
+                return [self.prompt_tokens([draft])[0] for draft in drafts]  # one of them is to blame
+            for place, count in zip(places, counts):
                 lengths[place] = 0 if isinstance(count, InputError) else count
         return lengths
-
-
-def _refused(error: InputError, draft: Draft) -> Refused:
-    param = "prompt" if str(error).startswith("the prompt") else None
-    return Refused("invalid_value", str(error), param, draft.custom_id)
 
 
 def _given(data: dict, name: str) -> str:
@@ -304,9 +330,7 @@ def _params(body: dict, url: str, defaults: dict) -> SamplingParams:
         return SamplingParams(**{"max_tokens": None if url == CHAT else 16, **defaults, **wanted})
     except InputError as error:
         # The message begins with the wrong field; the known fields that it lists come later.
-        named = {name: re.search(rf"\b{re.escape(name)}\b", str(error)) for name in wanted}
-        starts = {name: match.start() for name, match in named.items() if match}
-        param = min(starts, key=starts.__getitem__, default=None)
+        param = next((word for word in re.findall(r"\w+", str(error)) if word in wanted), None)
         code = "unknown_parameter" if str(error).startswith("unknown") else "invalid_value"
         raise Refused(code, str(error), param) from None
 

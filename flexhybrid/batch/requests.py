@@ -15,6 +15,7 @@ from flexhybrid.batch.openai import (
     Request,
     json_object,
     one_prompt,
+    refusing,
     shown,
     url_of,
     utf8,
@@ -48,7 +49,9 @@ class LineReader:
 
     def __call__(self, raw: bytes, number: int) -> Request:
         """Return the request of a line, with a seed of its own where it has none. Raise Refused."""
-        request = self._bodies.request(self.draft(raw, number))
+        draft = self.draft(raw, number)
+        with refusing(draft.custom_id):
+            request = self._bodies.request(draft)
         if request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=line_seed(self.rules.seed, number)))
         return request
@@ -57,7 +60,8 @@ class LineReader:
         """Return what a line asks for. Raise Refused when it cannot be served, whatever its prompt."""
         if len(raw) > MAX_LINE_BYTES:
             raise Refused("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
-        return self._draft(raw, number)
+        with refusing():
+            return self._draft(raw, number)
 
     def take_own_tokenizer(self) -> None:
         """Work on a copy of the tokenizer from now on: one serves one thread at a time."""
@@ -74,12 +78,13 @@ class LineReader:
     def _draft_prompt(self, raw: bytes, number: int) -> Draft:
         value, custom_id = None, None if self.rules.has_ids else f"line-{number}"
         try:
-            value = utf8(raw).rstrip("\r\n") if self.rules.file_format == "text" else json.loads(raw)
-            if self.rules.has_ids:
-                given, value = value
-                custom_id = _custom_id(given)
-            url = CHAT if self.rules.chat.prompts else COMPLETIONS
-            prompt = self._chat(value) if self.rules.chat.prompts else _completion(value)
+            with refusing():
+                value = utf8(raw).rstrip("\r\n") if self.rules.file_format == "text" else json.loads(raw)
+                if self.rules.has_ids:
+                    given, value = value
+                    custom_id = _custom_id(given)
+                url = CHAT if self.rules.chat.prompts else COMPLETIONS
+                prompt = self._chat(value) if self.rules.chat.prompts else _completion(value)
         except Refused as refused:
             refused.custom_id = custom_id
             raise

@@ -54,13 +54,19 @@ def flag(name: str) -> str:
 
 def shown(value: object) -> str:
     """Return the value as code, cut to SHOWN characters."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a number of more than 4,300 digits, lists within lists
+        text = f"a {type(value).__name__}"
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value given by a user is a number; True and False are none."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Return whether a value given by a user is a number that a float can hold; True and False are none."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and float(value) is not None
+    except OverflowError:
+        return False
 
 
 def is_integer(value: object) -> TypeGuard[int]:

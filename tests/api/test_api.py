@@ -90,12 +90,9 @@ def test_without_a_seed_every_call_and_prompt_draws_anew(tiny):
     llm = LLM(tiny, "kv_only", device="cpu")
     prompts = [[5, 6, 7]] * 4
     seen = tokens(llm, prompts, max_tokens=12, ignore_eos=True, temperature=3.0)
-    seen += tokens(llm, prompts, max_tokens=12, ignore_eos=True, temperature=3.0, seed=1)
     answers = llm.generate(prompts, [SamplingParams(max_tokens=12, ignore_eos=True, temperature=3.0)] * 4)
     seen += [answer.outputs[0].token_ids for answer in answers]
-    assert len({tuple(one) for one in seen}) == 12
-    seeded = [SamplingParams(max_tokens=12, ignore_eos=True, temperature=3.0, seed=1)] * 4
-    assert {tuple(a.outputs[0].token_ids) for a in llm.generate(prompts, seeded)} == {tuple(seen[4])}
+    assert len({tuple(one) for one in seen}) == 8
 
 
 def test_top_k_of_one_is_greedy(tiny):

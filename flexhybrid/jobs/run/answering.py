@@ -1,6 +1,7 @@
 """Answering pending requests with the executor of this process, in a batch that they join and leave."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -9,7 +10,8 @@ import torch
 
 from flexhybrid.batch.census import per_answer
 from flexhybrid.batch.in_flight import Tokens
-from flexhybrid.batch.openai import Request
+from flexhybrid.batch.openai import Refused, Request, refusing
+from flexhybrid.batch.replies import error_line
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload
@@ -20,6 +22,8 @@ from flexhybrid.requests import Generated, RequestOutput
 from flexhybrid.running_requests import Replies
 from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
+from flexhybrid.sampling_params import SamplingParams
+from flexhybrid.text import StopWatch
 from sim.answer_lengths import ObservedAnswers
 
 CHECKED_LINES = 1024  #: after so many lines the input is looked at again: nobody may write to it meanwhile
@@ -31,6 +35,7 @@ class Answered(NamedTuple):
     number: int  #: of the input line, from 1
     line: bytes  #: of the output
     num_tokens: int  #: of all its choices
+    refused: str | None = None  #: code of the error that stands in its place
 
 
 class PendingRequests(Protocol):
@@ -130,7 +135,8 @@ class Batch:
         self.requests, self.llm, self.stop = requests, requests.llm, stop
         self.place = self.index = np.arange(0)  #: of each request: its line, and its number among the line's answers
         self.replies = Replies(self.llm.codec)
-        self.open_lines: dict[int, tuple[Request, list[Generated]]] = {}  #: by place, those that run
+        self.open_lines: dict[int, tuple[Request | None, list[Generated]]] = {}  #: by place, those that run
+        self.refused: dict[int, Refused] = {}  #: by place, those of which something failed; they run to their end
         #: by place and index, requests that have begun, and are not complete
         self.begun: dict[tuple[int, int], tuple[Generated, SamplingPlan]] = {}
         self.num_waiting = 0  #: requests that have not begun
@@ -153,6 +159,7 @@ class Batch:
             self.place, self.index, workload = self.place[in_order], self.index[in_order], workload.select(in_order)
             given = np.zeros(len(in_order), np.int64)
             given[: len(begun)] = [len(generated.token_ids) for generated, _ in self.begun.values()]
+        self.prompt_tokens = workload.prompt_tokens
         self.num_waiting = len(self.place) - len(begun)
         self.outlook = self.requests.watch(workload, given)
         joins = self.outlook.begin if self.outlook else None
@@ -198,23 +205,59 @@ class Batch:
             if not self.next_check:
                 self.requests.check_input_unchanged()
                 self.next_check = CHECKED_LINES
-            self.open_lines[place] = self.requests.request(place + 1), []
+            self.open_lines[place] = self._read(place, int(self.prompt_tokens[request])), []
         line, answers = self.open_lines[place]
-        generated, plan = self.begun[place, index] = self.llm.codec.open(line.token_ids, line.params, index)
-        answers.append(generated)
-        return generated, plan
+        if line:
+            with self._noting(place):
+                opened = self.llm.codec.open(line.token_ids, line.params, index)
+        if place in self.refused:  # the batch has a place for it: a request that ends with its first token
+            prompt = [0] * int(self.prompt_tokens[request])
+            opened = self.llm.codec.open(prompt, SamplingParams(temperature=0), index)
+            opened[0].watch = StopWatch(lambda ids: "." * len(ids), prompt, (".",))
+        self.begun[place, index] = opened
+        answers.append(opened[0])
+        return opened
+
+    def _read(self, place: int, prompt_tokens: int) -> Request | None:
+        """Return the request of a line; None where it is refused now."""
+        with self._noting(place):
+            line = self.requests.request(place + 1)
+            if len(line.token_ids) == prompt_tokens:
+                return line
+            message = f"the prompt has {len(line.token_ids)} tokens, and had {prompt_tokens} when it was counted"
+            raise Refused("invalid_value", message, "prompt", line.custom_id)
+        self.requests.check_input_unchanged()
+        return None
+
+    @contextlib.contextmanager
+    def _noting(self, place: int) -> Iterator[None]:
+        """Note what the block raises for a line as its error."""
+        line = self.open_lines.get(place, (None,))[0]
+        try:
+            with refusing(line and line.custom_id):
+                yield
+        except Refused as refused:
+            self.refused.setdefault(place, refused)
 
     def completed(self, request: int, generated: Generated) -> None:
         if self.outlook:
             self.outlook.end(request, len(generated.token_ids))
         place = int(self.place[request])
         del self.begun[place, generated.index]
-        reply = self.replies.add(place, generated, None, str(place))
-        if reply is None:
-            return
-        line = self.requests.line(place + 1, self.open_lines.pop(place)[0], reply)
-        num_tokens = sum(len(output.token_ids) for output in reply.outputs)
-        self.answered.append(Answered(place + 1, line, num_tokens))
+        line, answers = self.open_lines[place]
+        if line and place not in self.refused:
+            with self._noting(place):
+                if (reply := self.replies.add(place, generated, None, str(place))) is None:
+                    return
+                num_tokens = sum(len(output.token_ids) for output in reply.outputs)
+                self.answered.append(Answered(place + 1, self.requests.line(place + 1, line, reply), num_tokens))
+        if place in self.refused:
+            num_answers = int(self.requests.num_answers(np.array([place]))[0])
+            if len(answers) < num_answers or any((place, one.index) in self.begun for one in answers):
+                return
+            refused = self.refused.pop(place)
+            self.answered.append(Answered(place + 1, error_line(place + 1, refused), 0, refused.code))
+        del self.open_lines[place]
 
     def write(self) -> None:
         """Write all answers of an iteration at once."""

@@ -472,9 +472,11 @@ class Job:
         """Append the answers to the output; an answer to a line that has one already is dropped: a cluster may do a
         batch twice."""
         answered = [answer for answer in answered if self.states[answer.number - 1] == PENDING]
-        self.answers.append([answer.line for answer in answered])
-        for number, _, num_tokens in answered:
-            self.states[number - 1] = ANSWERED
+        self.answers.append([answer.line for answer in answered if not answer.refused])
+        self.errors.append([answer.line for answer in answered if answer.refused])
+        for number, _, num_tokens, refused in answered:
+            self.states[number - 1] = FAILED if refused else ANSWERED
+            self.refused_codes.update([refused] if refused else [])
             self.tokens += num_tokens
             most = int(self.census.max_tokens[number - 1]) * (1 + int(self.census.more_answers[number - 1]))
             self.progress.finished(most - num_tokens)

@@ -28,8 +28,8 @@ from ray.exceptions import RayError
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.census import RequestFile
 from flexhybrid.batch.in_flight import Tokens
-from flexhybrid.batch.openai import Request
-from flexhybrid.batch.replies import answer_line
+from flexhybrid.batch.openai import Refused, Request
+from flexhybrid.batch.replies import answer_line, error_line
 from flexhybrid.batch.requests import LineReader, LineRules
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload
@@ -46,12 +46,12 @@ BATCH_LINES = 8192  #: lines of a batch, which an actor answers as one queue; Ra
 HEARTBEAT_S = 1.0  #: predicted time between messages of an actor while no answer is complete
 HEARTBEAT_ITERATIONS = 32  #: iterations between them without a prediction, and at most
 
-#: A message of an actor: complete answers with their tokens; since the message before, the tokens generated for all
-#: requests of the batch, and the prompt tokens that they shared; a note for the user; and the error that keeps the
-#: actor from going on.
+#: A message of an actor: complete answers with their tokens and error codes; since the message before, the tokens
+#: generated for all requests of the batch, and the prompt tokens that they shared; a note for the user; and the error
+#: that keeps the actor from going on.
 MESSAGE = pa.schema([
-    *LINES, ("tokens", pa.list_(pa.int64())), ("generated", pa.int64()), ("shared", pa.int64()),
-    ("note", pa.string()), ("error", pa.string()),
+    *LINES, ("tokens", pa.list_(pa.int64())), ("refused", pa.list_(pa.string())), ("generated", pa.int64()),
+    ("shared", pa.int64()), ("note", pa.string()), ("error", pa.string()),
 ])  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def _take(requests: PendingRequests, message: dict) -> None:
         raise InputError(message["error"])
     if message["note"]:
         requests.note(message["note"])
-    answered = zip(message["numbers"], message["lines"], message["tokens"], strict=True)
+    answered = zip(*(message[name] for name in ("numbers", "lines", "tokens", "refused")), strict=True)
     requests.write([Answered(*fields) for fields in answered])
     requests.advance(message["generated"])
     requests.llm.num_shared += message["shared"]
@@ -225,8 +225,13 @@ class RemoteBatch:
 
     def __init__(self, llm: LLM, read: LineReader, config: ActorConfig, row: dict, send: Callable[[pa.Table], None]):
         self.llm, self.config, self.send = llm, config, send
-        self._requests = {n: read(raw, n) for n, raw in zip(row["numbers"], row["lines"], strict=True)}
+        self._requests: dict[int, Request] = {}
         self._answered: list[Answered] = []
+        for number, raw in zip(row["numbers"], row["lines"], strict=True):
+            try:
+                self._requests[number] = read(raw, number)
+            except Refused as refused:
+                self._answered.append(Answered(number, error_line(number, refused), 0, refused.code))
         self._iterations, self._generated, self._shared = 0, 0, llm.num_shared
 
     def pending(self) -> np.ndarray:
@@ -299,5 +304,5 @@ def _message(
     answered: Sequence[Answered] = (), generated: int = 0, shared: int = 0, note: str = "", error: str = ""
 ) -> pa.Table:
     """Return a table [1 row, MESSAGE]."""
-    numbers, lines, tokens = zip(*answered, strict=True) if answered else ((), (), ())
-    return pa.table([[numbers], [lines], [tokens], [generated], [shared], [note], [error]], MESSAGE)
+    columns = zip(*answered, strict=True) if answered else [()] * len(Answered._fields)
+    return pa.table([*([column] for column in columns), [generated], [shared], [note], [error]], MESSAGE)

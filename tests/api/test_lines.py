@@ -1,0 +1,167 @@
+"""Lines of requests: what one line breaks is that line's error, and the others are answered as without it."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from flexhybrid import SamplingParams, cli
+from flexhybrid.jobs.run.job import Job
+from flexhybrid.requests import RequestCodec
+
+COMPLETION = {"method": "POST", "url": "/v1/completions"}
+HUGE, DIGITS = 10**400, "1" * 5000
+
+
+@pytest.fixture(autouse=True)
+def no_profile(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
+
+
+def line(name: str, prompt=(5, 6), **body) -> str:
+    return json.dumps({"custom_id": name, **COMPLETION, "body": {"prompt": prompt, "max_tokens": 3, **body}})
+
+
+def run(folder, model, lines: list[str], *more: str) -> dict[str, dict]:
+    """Answer the lines; return the bodies by custom_id."""
+    (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
+    words = ["run", "-i", folder / "in.jsonl", "-o", folder / "out.jsonl", "--model", model, "--policy", "kv_only"]
+    assert cli.main([*map(str, words), "--device", "cpu", "--dtype", "float32", "--quiet", *more]) == 0
+    rows = [json.loads(raw) for raw in (folder / "out.jsonl").read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows)
+    return {row["custom_id"]: {**row["response"]["body"], "created": 0} for row in rows}
+
+
+def tokens(body: dict) -> list[list[int]]:
+    return [choice["token_ids"] for choice in body["choices"]]
+
+
+def nested(levels: int):
+    value: list = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+#: Line -> what its error says; None: it is answered.
+ODD = {
+    line("all", top_k=1e30, temperature=1.5, seed=3): None,
+    line("all, as an integer", top_k=HUGE, temperature=1.5, seed=3): None,
+    line("held", min_tokens=10**30, max_tokens=10**31, stop_token_ids=[7]): None,
+    line("long", max_tokens=HUGE, temperature=0): None,
+    line("steep", repetition_penalty=1e300, temperature=0): None,
+    line("flat", repetition_penalty=1e-310, temperature=0): None,
+    line("deep, and ignored", metadata=nested(200)): None,
+    line("hot", temperature=HUGE): "temperature is",
+    line("penalty", repetition_penalty=HUGE): "repetition_penalty is",
+    line("bias", logit_bias={"7": HUGE}): "logit_bias is",
+    line("key", logit_bias={DIGITS: 1}): "logit_bias is",
+    line("n", n=HUGE): "n is",
+    line("seed", seed=1.5e300): None,
+    line("ids", prompt=[5, HUGE]): "the prompt holds token id 1000",
+    line("below", prompt=[-1]): "the prompt holds token id -1; the vocabulary is 0 … 60",
+    line("beyond", prompt=[61]): "the prompt holds token id 61",
+    line("half", prompt=[5.5]): "prompt must be a text or a list of token ids",
+    line("flag", prompt=[True]): "prompt must be a text or a list of token ids",
+    line("stop", stop=nested(200)): "stop is",
+    line("name", **{"x" * 5000: 1}): "unknown sampling parameter 'xxx",
+    line("stop_token_ids", stop_token_ids=[HUGE]): "stop_token_ids of the prompt holds token id 1000",
+}
+#: What cannot be read far enough for its custom_id.
+UNREAD = [
+    *(line("deep", **{name: "@"}).replace('"@"', "[" * 1000 + "]" * 1000) for name in ("stop", "metadata")),
+    line("digits", seed="@").replace('"@"', DIGITS), line("nan", top_p=float("nan")),
+]  # fmt: skip
+
+
+def test_values_out_of_all_bounds_are_answered_or_refused_by_name(tiny, tmp_path, capsys):
+    plain = [line("free", temperature=1.5, seed=3), line("seed 2", seed=int(1.5e300) % 2**64)]
+    found = run(tmp_path, tiny, [*plain, *ODD, *UNREAD])
+    wanted = {json.loads(raw)["custom_id"]: message for raw, message in ODD.items()}
+    told = {name: body["error"]["message"] for name, body in found.items() if name and "error" in body}
+    assert set(told) == {name for name, message in wanted.items() if message}
+    assert [(name, text) for name, text in told.items() if wanted[name] not in text or len(text) > 900] == []
+    choices = {name: body["choices"] for name, body in found.items() if name in ("free", "all", "all, as an integer")}
+    assert choices["all"] == choices["all, as an integer"] == choices["free"]
+    assert found["seed"]["choices"] == found["seed 2"]["choices"]
+    out = capsys.readouterr().out
+    assert f"{len(plain) + sum(not text for text in ODD.values())} answered, " in out and " 0 left of " in out
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == len([*plain, *ODD, *UNREAD])
+
+
+class PanicException(BaseException):
+    """What libraries in Rust raise."""
+
+
+FAULTS = {
+    "counted": RecursionError("deep"), "read": PanicException("panicked"), "opened": OverflowError("x" * 10**6),
+    "completed": KeyError("k"), "written": PanicException("panicked"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", FAULTS)
+def test_what_fails_for_one_line_is_its_error(tiny, tmp_path, monkeypatch, stage):
+    """At any stage and for each of several answers; the other lines are as in a run where nothing fails."""
+    lines = [line(f"r{i}", [5 + i, 7], n=1 + i % 3, seed=i, logprobs=1) for i in range(8)]
+    bad = ([7, 7], [8, 7])
+    whole = run(tmp_path, tiny, lines)
+    check, open_, completion, written = RequestCodec.check, RequestCodec.open, RequestCodec.completion, Job.line
+    checked: list = []
+
+    def fails(prompt, index=0):
+        if list(prompt) in bad and index in (0, 1):
+            raise FAULTS[stage]
+
+    def checks(codec, prompt, *more):
+        checked.append(prompt)
+        if stage == "counted" or checked.count(prompt) > 1:
+            fails(prompt)
+        return check(codec, prompt, *more)
+
+    def opens(codec, prompt, params, index):
+        fails(prompt, index)
+        return open_(codec, prompt, params, index)
+
+    def completes(codec, generated):
+        fails(generated.prompt_ids, generated.index)
+        return completion(codec, generated)
+
+    def writes(job, number, request, output):
+        fails(output.prompt_token_ids)
+        return written(job, number, request, output)
+
+    replaced = {
+        "counted": (RequestCodec, "check", checks), "read": (RequestCodec, "check", checks),
+        "opened": (RequestCodec, "open", opens), "completed": (RequestCodec, "completion", completes),
+        "written": (Job, "line", writes),
+    }  # fmt: skip
+    monkeypatch.setattr(*replaced[stage])
+    found = run(tmp_path, tiny, lines, "--restart", "--max-batch", "3")
+    assert [name for name, body in found.items() if "error" in body] in (["r2", "r3"], ["r3", "r2"])
+    error = found["r3"]["error"]
+    assert type(FAULTS[stage]).__name__ in error["message"] and len(error["message"]) < 1200
+    assert {name: tokens(body) for name, body in found.items() if "error" not in body} == {
+        name: tokens(body) for name, body in whole.items() if name not in ("r2", "r3")
+    }
+
+
+def test_what_fails_for_all_lines_ends_the_run(tiny, tmp_path, monkeypatch):
+    def fails(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(RequestCodec, "open", fails)
+    with pytest.raises(MemoryError):
+        run(tmp_path, tiny, [line("a")])
+
+
+def test_one_seed_means_the_same_for_every_prompt(tiny, tiny_llm, tmp_path):
+    """Of a file, of one SamplingParams for all prompts, of a list of them; answers to one prompt differ."""
+    asked = {"seed": 7, "temperature": 3.0, "n": 2, "max_tokens": 8}
+    params = SamplingParams(**asked, ignore_eos=True)
+    lists = [tiny_llm.generate([[5, 6]] * 2, given) for given in (params, [params] * 2)]
+    found = run(tmp_path, tiny, [line(name, **asked, ignore_eos=True, return_token_ids=True) for name in "ab"])
+    lists.append([SimpleNamespace(outputs=[SimpleNamespace(**one) for one in found[name]["choices"]]) for name in "ab"])
+    tokens = {str([output.token_ids for output in answer.outputs]) for answers in lists for answer in answers}
+    assert len(tokens) == 1
+    first, second = json.loads(tokens.pop())
+    assert first != second
