@@ -12,8 +12,16 @@ def load_json(path: str | Path, kind: str = "", **options) -> Any:
     """Return what a JSON file holds. Raise InputError, which calls the file ``kind`` ("policy file "), for one that
     cannot be read. ``options`` as in ``parse_json``."""
     with file_errors(f"read {kind}{path}"):
+        check_no_pointer(Path(path))
         text = Path(path).read_text(encoding="utf-8-sig")
     return parse_json(text, f"{kind}{path}", **options)
+
+
+def check_no_pointer(path: Path) -> None:
+    """Raise InputError for a git-lfs pointer: a few lines of text that git leaves in place of a large file."""
+    with path.open("rb") as file:
+        if file.read(40).startswith(b"version https://git-lfs.github.com/spec/"):
+            raise InputError(f"{path} is a git-lfs pointer, not the file itself: run git lfs pull in its folder")
 
 
 def parse_json(text: str, name: str, **options) -> Any:

@@ -172,17 +172,24 @@ CONFIGS = [
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
 OTHERS = {
     "llama": [
-        {"attention_bias": True}, {"mlp_bias": True}, {"hidden_act": "gelu"}, {"partial_rotary_factor": 0.5},
-        {"rope_scaling": LONGROPE}, {"sliding_window": 4}, {"rope_parameters": {"full_attention": {}}},
+        {"attention_bias": True},
+        {"mlp_bias": True},
+        {"hidden_act": "gelu"},
+        {"partial_rotary_factor": 0.5},
+        {"rope_scaling": LONGROPE},
+        {"sliding_window": 4},
+        {"rope_parameters": {"full_attention": {}}},
     ],
     "mistral": [{"hidden_act": "gelu"}, {"rope_scaling": LONGROPE}],
     "phi3": [{"rope_scaling": LONGROPE}, {"rope_scaling": {"type": "linear", "factor": 2.0}}],
     "opt": [
-        {"activation_function": "gelu"}, {"enable_bias": False}, {"layer_norm_elementwise_affine": False},
+        {"activation_function": "gelu"},
+        {"enable_bias": False},
+        {"layer_norm_elementwise_affine": False},
         {"_remove_final_layer_norm": True},
     ],
     "gemma2": [{}],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -199,12 +206,21 @@ POSITIONS = {
     "Qwen3 with YaRN": (40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
     "Yarn-Llama-2-64k": (65536, {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096}, 65536),
     "vicuna-7b-v1.5-16k": (4096, {"type": "linear", "factor": 4.0}, 16384),
-    "Llama-3.1-8B": (131072, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                              "original_max_position_embeddings": 8192}, 131072),
+    "Llama-3.1-8B": (
+        131072,
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        131072,
+    ),
     "YaRN without a factor": (256, {"type": "yarn", "factor": None, "original_max_position_embeddings": 64}, 256),
     "its angles change behind": (4096, {"type": "dynamic", "factor": 2.0}, 4096),
     "mscale of 0 is none": (64, {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0}, 256),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", POSITIONS)

@@ -44,6 +44,7 @@ class ModuleLayers:
     streams: int = 1  #: hidden states of each token that pass from layer to layer (AltUp of Gemma 3n has several)
     call_elements: int = 0  #: of each token, beside positions, that layers take as arguments (per-layer inputs)
     text_part: bool = False  #: of a model that takes pictures or sound too, which are not taken here
+    untied: frozenset[str] = frozenset()  #: tensors that config.json ties to others, and the checkpoint does not
 
     def only(self, kind: int) -> "ModuleLayers":
         """Return layers that all have the tensors of one kind."""

@@ -542,8 +542,11 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
         error = NotBuiltIn if isinstance(model_type, str) else InputError
         raise error(f"{path}: {unknown('architecture', model_type, sorted(FAMILIES))}")
     for key, windowed in _CACHE_FIELDS.items():
-        if config.get(key) is not None and model_type not in windowed:  # its cache forgets what its mask lets see
-            raise NotBuiltIn(f"{path}: {key} = {shown(config[key])} is not supported for {model_type}")
+        value, positions = config.get(key), config.get("max_position_embeddings")
+        whole = isinstance(value, list) and set(map(str, value)) <= {"full_attention"}
+        whole = whole or is_number(value) and is_number(positions) and value >= positions
+        if value is not None and not whole and model_type not in windowed:
+            raise NotBuiltIn(f"{path}: {key} = {shown(value)} is not supported for {model_type}")
 
     def size(*keys: str, default: int | None = None) -> int:
         for key in keys:

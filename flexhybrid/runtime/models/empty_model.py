@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,26 +56,32 @@ class EmptyModel(NamedTuple):
         return {name: tuple(own[name].shape) for name in TensorNames.of(self).outside}
 
 
-def empty_model(folder: Path) -> EmptyModel:
-    """Return a checkpoint's model, built and looked at once as long as its configuration stays as it is.
+def empty_model(folder: Path, untied: frozenset[str] = frozenset()) -> EmptyModel:
+    """Return a checkpoint's model, built and looked at once as long as its configuration stays as it is. ``untied`` as
+    in ``ModuleLayers``.
 
     Raise InputError, with the reason, for a model that would not be exact.
     """
     check_libraries()
     folder = folder.absolute()
     files = [folder / name for name in ("config.json", generation_config.FILE)]
-    return _empty_model(folder, *(file.read_text(encoding="utf-8") if file.is_file() else "" for file in files))
+    texts = (file.read_text(encoding="utf-8") if file.is_file() else "" for file in files)
+    return _empty_model(folder, untied, *texts)
 
 
 @lru_cache(maxsize=2)
-def _empty_model(folder: Path, configuration: str, generation: str) -> EmptyModel:
+def _empty_model(folder: Path, untied: frozenset[str], configuration: str, generation: str) -> EmptyModel:
     """``empty_model`` of a folder with these texts in its files."""
     config = json.loads(configuration)
     try:
         if "auto_map" in config and not is_known_type(config.get("model_type")):
             raise Refused("its code is remote, in the checkpoint; such code is never run")
         model = build(folder)
-        return hosted(lambda: _looked_at(folder, model, "text_config" in config))
+        for name in untied:
+            module, _, key = name.rpartition(".")
+            own = torch.nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
+            setattr(model.get_submodule(module), key, own)
+        return hosted(lambda: _looked_at(folder, model, "text_config" in config, untied))
     except Exception as error:  # Refused; or whatever a model raises whose modules are built in a way of their own
         reason = error if isinstance(error, Refused) else f"its modules are not as expected ({one_line(error)})"
         raise InputError(
@@ -82,13 +89,15 @@ def _empty_model(folder: Path, configuration: str, generation: str) -> EmptyMode
         ) from None
 
 
-def _looked_at(folder: Path, model, is_part: bool) -> EmptyModel:
+def _looked_at(folder: Path, model, is_part: bool, untied: frozenset[str]) -> EmptyModel:
     with Layers(model) as layers:
         facts = look(layers, _positions(model))
-        return EmptyModel(_shape(folder, model, layers, facts, is_part), model, facts)
+        shape = _shape(folder, model, layers, facts)
+    modules = shape.modules and replace(shape.modules, text_part=is_part, untied=untied)
+    return EmptyModel(replace(shape, modules=modules, tied_head=shape.tied_head and not untied), model, facts)
 
 
-def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part: bool) -> ModelShape:
+def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> ModelShape:
     text = model.config.get_text_config()
     attention = [fact.attention for fact in facts if fact.attention]
     keeping = {index: fact.attention for index, fact in enumerate(facts) if fact.attention and fact.source is None}
@@ -132,7 +141,6 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts], is_part
         latent=latent,
         streams=layers.streams,
         call_elements=max(0, _call_elements(layers) - 2 * head_dim),
-        text_part=is_part,
     )
     dtype = str(model.config.dtype or "float32").removeprefix("torch.")
     if dtype not in DTYPE_BYTES:

@@ -40,7 +40,7 @@ class ModulePath:
         if shape.modules is None:
             raise ValueError(f"{shape.name} does not run through transformers' layers")
         self.shape, self.dtype, self.device = shape, dtype, device
-        self.model, self.facts = empty_model(Path(shape.modules.folder)).copy()
+        self.model, self.facts = empty_model(Path(shape.modules.folder), shape.modules.untied).copy()
         self.layers = Layers(self.model)
         self.slots = [_slots(layer, fact.lent) for layer, fact in zip(self.layers.layers, self.facts, strict=True)]
         self.sizes = [{t.name: t.size for t in shape.modules.kinds[kind]} for kind in shape.modules.kind_of]

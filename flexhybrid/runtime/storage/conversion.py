@@ -46,6 +46,11 @@ class Conversion:
             self._steps.setdefault(target, (transform, []))[1].append((pattern or name, name))
 
     @property
+    def renamed(self) -> dict[str, str]:
+        """{tensor of the model: the tensor of the checkpoint that it is, under another name or the same}."""
+        return {first: sources[0][1] for first, (_, sources) in self._steps.items() if len(sources) == 1}
+
+    @property
     def sources(self) -> set[str]:
         """The tensors of the checkpoint that are used."""
         return {name for _, sources in self._steps.values() for _, name in sources}

@@ -6,22 +6,27 @@ refused at once. This module never opens a network connection.
 
 import json
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, shown
+from flexhybrid.core.files import check_no_pointer, load_json
 from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.model.shape import ModelShape, checkpoint_folder, has_own_file, shape_of_checkpoint
 from flexhybrid.core.model.stored import GIVE_PLAIN, method_of_part
 from flexhybrid.runtime.models import architecture
-from flexhybrid.runtime.models.empty_model import TensorNames, empty_model
+from flexhybrid.runtime.models.empty_model import EmptyModel, TensorNames, empty_model
 from flexhybrid.runtime.models.llama import packed_tensors
+from flexhybrid.runtime.models.transformer import one_line
 from flexhybrid.runtime.storage.conversion import Conversion
 
 #: Dtypes of stored weights -> safetensors' names of them.
@@ -34,7 +39,8 @@ SKEW_FILE = "skew.safetensors"
 class Checkpoint:
     """A local checkpoint folder. Raises InputError when a tensor of the model is missing or has a wrong shape.
 
-    Tensors that the model does not use (rotary inv_freq of old checkpoints, the head of a tied model) are not read.
+    Tensors that the model does not use (rotary inv_freq of old checkpoints) are not read. A head that differs from the
+    embedding is used, whatever the configuration says of tied embeddings, as in transformers and vLLM.
 
     ``modules``: run it through transformers' layers, whether or not its architecture has a file of its own.
     """
@@ -50,6 +56,9 @@ class Checkpoint:
         self._model = architecture(self.shape)
         self._stored = _stored_tensors(self.path)
         self.prefix = self._find_prefix()
+        head = self._stored.get("lm_head.weight")
+        if self.shape.tied_head and head and not _is_same(head, self._stored[f"{self.prefix}embed_tokens.weight"]):
+            self.shape = replace(self.shape, tied_head=False)
         if self.shape.family == "llama":
             self._unpack(packed_tensors(self.shape))
         self._check_shapes()
@@ -156,13 +165,25 @@ class ModuleTensors:
     def __init__(self, path: Path):
         self.path = path
         empty = empty_model(path)
-        self.shape, model, _ = empty
         self._stored = _stored_tensors(path)
-        self._conversion = Conversion(model, list(self._stored))
+        self._conversion = Conversion(empty.model, list(self._stored))
+        if untied := self._untied(empty):
+            empty = empty_model(path, untied)
+            self._conversion = Conversion(empty.model, list(self._stored))
+        self.shape, model, _ = empty
         self._names = TensorNames.of(empty)
         self._sizes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
         self._steps: dict[int | None, list[str]] = {None: []}  # by layer; None: outside of all
         self._check()
+
+    def _untied(self, empty: EmptyModel) -> frozenset[str]:
+        """Return which tensors the configuration ties to others that differ from them in the files."""
+        own, untied = self._conversion.renamed, set()
+        for names in TensorNames.of(empty).outside.values():
+            stored = {name: self._stored[own[name]] for name in names if name in own}
+            first, *others = stored or names
+            untied |= {name for name in others if name in stored and not _is_same(stored[first], stored[name])}
+        return frozenset(untied)
 
     def _check(self) -> None:
         """Convert tensors without memory, and note which step gives what: raise InputError where one is missing or has
@@ -226,7 +247,14 @@ class _Stored(NamedTuple):
         return self._replace(shape=[end - first, *self.shape[1:]], read=lambda: self.read()[first:end])
 
 
+def _is_same(one: _Stored, other: _Stored) -> bool:
+    """Return whether two tensors are the same plain numbers."""
+    alike = one.shape == other.shape and one.dtype == other.dtype and one.dtype in FLOATS.values()
+    return alike and torch.equal(one.read(), other.read())
+
+
 def _open_safetensors(path: Path) -> dict[str, _Stored]:
+    check_no_pointer(path)
     try:
         file = safe_open(path, framework="pt")
         slices = {name: file.get_slice(name) for name in tuple(file.keys())}
@@ -239,31 +267,49 @@ def _open_safetensors(path: Path) -> dict[str, _Stored]:
 
 
 def _open_pickle(path: Path) -> dict[str, _Stored]:
-    """Open a pytorch_model.bin with weights_only: a pickle that would run code is refused."""
+    """Open a pytorch_model.bin with weights_only: a pickle that would run code is refused. Other values than tensors
+    are left out, as transformers leaves them out. Files of torch before 1.6 cannot be mapped: they are read whole."""
+    check_no_pointer(path)
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+        tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        stored = {
+            name: _Stored(list(tensor.shape), _dtype_of(tensor), partial(tensors.__getitem__, name))
+            for name, tensor in tensors.items()
+        }
     except Exception as error:  # torch raises many types for a broken or unsafe pickle
-        raise InputError(f"cannot open {path}: {str(error).splitlines()[0]}") from None
-    return {
-        name: _Stored(list(tensor.shape), FLOATS.get(tensor.dtype, str(tensor.dtype)), partial(tensors.get, name))
-        for name, tensor in tensors.items()
-    }
+        raise InputError(f"cannot open {path}: {one_line(error)}") from None
+    if not tensors:
+        raise InputError(
+            f"{path} holds no tensors by name, but {shown(list(found))}: save the model's state_dict alone"
+        )
+    return stored
+
+
+def _dtype_of(tensor: torch.Tensor) -> str:
+    """Return the dtype of a tensor by safetensors' name; what cannot be used as it is has another one."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        return f"{tensor.layout} of {tensor.device}"
+    return FLOATS.get(tensor.dtype, str(tensor.dtype))
 
 
 def _stored_tensors(path: Path) -> dict[str, _Stored]:
-    """Return {name: tensor} of all the checkpoint's files: safetensors first, shards by their index."""
+    """Return {name: tensor} of all the checkpoint's files, which are found as transformers finds them: safetensors
+    first, and a single file before an index of shards, which is older where both are there."""
     for stem, suffix, read in (("model", ".safetensors", _open_safetensors), ("pytorch_model", ".bin", _open_pickle)):
-        index = path / f"{stem}{suffix}.index.json"
-        if index.is_file():
+        index, single = path / f"{stem}{suffix}.index.json", path / f"{stem}{suffix}"
+        if single.is_file():
+            names = [single.name]
+            if index.is_file():
+                warnings.warn(f"weights come from {single}, as in transformers; {index.name} is ignored", stacklevel=2)
+        elif index.is_file():
             try:
-                names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-                raise InputError(f"cannot read {index}: {error}") from None
+                names = sorted({str(name) for name in load_json(index)["weight_map"].values()})
+            except (KeyError, AttributeError, TypeError) as error:
+                raise InputError(f"cannot read {index}: {one_line(error)}") from None
             for name in names:
                 if not (path / name).is_file():
                     raise InputError(f"{path / name} is missing: the checkpoint's index names it")
-        elif (path / f"{stem}{suffix}").is_file():
-            names = [f"{stem}{suffix}"]
         else:
             continue
         return {name: stored._replace(file=file) for file in names for name, stored in read(path / file).items()}
@@ -320,7 +366,10 @@ class RandomWeights:
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         modules = self.shape.modules
-        sizes = empty_model(Path(modules.folder)).outer_sizes if modules else self._model.outer_tensors(self.shape)
+        if modules:
+            sizes = empty_model(Path(modules.folder), modules.untied).outer_sizes
+        else:
+            sizes = self._model.outer_tensors(self.shape)
         for name, size in sizes.items():
             yield name, self._gathered(self._pieces(name, size), size)
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+
 import pytest
-from models import edit_config, loaded
+import torch
+from models import edit_config, loaded, save_llama
 from runs import run_wave
+from safetensors.torch import load_file, save_file
 from tiny_models import greedy, save_tiny
 
+from flexhybrid.core.errors import InputError
+from flexhybrid.jobs.paths import shape_to_simulate
 from flexhybrid.runtime.storage.loader import Checkpoint
 from sim.presets import hybrid
 
@@ -42,13 +50,21 @@ def test_prompts_reach_into_the_extended_context(tmp_path, model_type, scaling):
         {"attention_bias": True, "mlp_bias": True},
         {"hidden_act": "gelu"},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
-        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, "short_factor": [1.5] * 8,
-                             "long_factor": [4.0] * 8, "original_max_position_embeddings": 48}},
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "factor": 2.0,
+                "short_factor": [1.5] * 8,
+                "long_factor": [4.0] * 8,
+                "original_max_position_embeddings": 48,
+            }
+        },
         {"activation_function": "gelu", "enable_bias": False, "layer_norm_elementwise_affine": False},
         {"_remove_final_layer_norm": True},
     ],
     ids=lambda changes: " ".join(changes),
-)  # fmt: skip
+)
 def test_what_the_own_layers_do_not_cover_runs_through_transformers_layers(tmp_path, changes):
     save_tiny(tmp_path, "opt" if {"enable_bias", "_remove_final_layer_norm"} & {*changes} else "llama", **changes)
     assert check(tmp_path).shape.modules
@@ -61,3 +77,97 @@ def test_code_beside_the_weights_is_never_run_where_transformers_has_the_class(t
     edit_config(tmp_path, auto_map={"AutoConfig": "remote.Config", "AutoModelForCausalLM": "remote.Model"})
     check(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+# ---- a head of its own beside a configuration that says tied
+
+TIED = ["llama", "mistral", "qwen2", "qwen3", "opt", "gpt2", "gemma2", "phi", "cohere"]
+
+
+@pytest.mark.parametrize("model_type", TIED)
+def test_a_head_of_its_own_is_used_though_the_configuration_says_tied(tmp_path, model_type):
+    model = save_tiny(tmp_path, model_type, tie_word_embeddings=False)
+    edit_config(tmp_path, tie_word_embeddings=True)
+    shape = check(tmp_path).shape
+    head = model.get_output_embeddings().weight.numel() * 4
+    assert shape_to_simulate(tmp_path) == shape and not shape.tied_head
+    weights = load_file(tmp_path / "model.safetensors")
+    (name,) = (name for name, tensor in weights.items() if torch.equal(tensor, model.get_input_embeddings().weight))
+    save_file(weights | {"lm_head.weight": weights[name].clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    same = check(tmp_path).shape
+    assert same.tied_head and shape.embedding_bytes(4) - same.embedding_bytes(4) == head
+
+
+# ---- files of weights
+
+
+def as_bin(folder, weights, **options) -> None:
+    """Replace a checkpoint's weights by a pytorch_model.bin."""
+    torch.save(weights, folder / "pytorch_model.bin", **options)
+    (folder / "model.safetensors").unlink(missing_ok=True)
+
+
+def refusal(folder) -> str:
+    with pytest.raises(InputError) as error:
+        Checkpoint(folder)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+class Code:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_pickles_of_all_ages_are_read_and_run_no_code(tmp_path, zipped):
+    save_llama(tmp_path, tied=True, vocab=97)
+    weights = load_file(tmp_path / "model.safetensors")
+    options = {"_use_new_zipfile_serialization": zipped}
+    table = weights["model.embed_tokens.weight"]
+    as_bin(tmp_path, weights | {"lm_head.weight": table, "global_step": 3, "args": {"lr": 0.1}}, **options)
+    assert check(tmp_path).shape.tied_head
+    as_bin(tmp_path, weights | {"lm_head.weight": table.flip(0)}, **options)
+    assert not check(tmp_path).shape.tied_head
+    as_bin(tmp_path, {"state_dict": weights}, **options)
+    assert "no tensors by name, but ['state_dict']" in refusal(tmp_path)
+    as_bin(tmp_path, weights | {"model.norm.weight": table.to_sparse()}, **options)
+    assert "model.norm.weight holds torch.sparse_coo" in refusal(tmp_path)
+    for content in (weights | {"code": Code(tmp_path / "ran")}, Code(tmp_path / "ran"), [1], 1):
+        as_bin(tmp_path, content, **options)
+        assert "cannot open" in refusal(tmp_path) and not (tmp_path / "ran").exists()
+
+
+def test_a_single_file_comes_before_an_index_of_shards(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    save_llama(old, vocab=97, seed=1, max_shard_size="20KB")
+    save_llama(new, vocab=97, seed=2)
+    assert len(list(old.glob("model-*.safetensors"))) > 1
+    shutil.copy(new / "model.safetensors", old)
+    with pytest.warns(UserWarning, match="model.safetensors, as in transformers; model.safetensors.index.json is igno"):
+        check(old)
+    for shard in old.glob("model-*"):
+        shard.unlink()
+    with pytest.warns(UserWarning):
+        check(old)
+    (old / "model.safetensors").unlink()
+    assert "the checkpoint's index names it" in refusal(old)
+    for names in ({"a": 1}, {"a": ["b"]}, {"a": "\0"}, [], None, 3):
+        (old / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+        assert "index" in refusal(old)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"]
+)
+def test_git_lfs_pointers_are_named(tmp_path, name):
+    save_llama(tmp_path)
+    if "bin" in name or "index" in name:
+        (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5135149760\n")
+    assert f"{name} is a git-lfs pointer" in refusal(tmp_path)
