@@ -31,7 +31,8 @@ class _Once(argparse.Action):
     seen: argparse.Namespace | None = None  #: the parse in which it was given
 
     def __call__(self, parser, namespace, values, option_string=None):
-        one = self.type is not Path and not self.nargs and self.dest not in self.several
+        a_name = self.type is not Path or self.dest == "model"
+        one = a_name and not self.nargs and self.dest not in self.several
         if option_string and self.seen is namespace and not one:
             before = getattr(namespace, self.dest)
             texts = (" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in (before, values))

@@ -118,6 +118,7 @@ def page(tmp_path, monkeypatch) -> dict[str, list[str]]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(opening, "measure_for_model", lambda *setting: MACHINE)
+    monkeypatch.setattr(opening, "measured_dtype", lambda *setting: MACHINE.dtype)
     commands = COMMAND.findall((ROOT / "docs/on-a-cluster.md").read_text(encoding="utf-8"))
     assert [command.split()[0] for command in commands] == ["run", "sweep"]
     return {words[0]: words for words in map(shlex.split, commands)}
@@ -137,7 +138,8 @@ def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
     count = len((ROOT / "flexhybrid/shipped/prompts.txt").read_text().splitlines())
     words, few = page["run"], ["--max-batch", "8", "--seed", "2", "--quiet"]
     assert words[-4:] == [*RAY] and words[words.index("-o") + 1] == "cluster.jsonl"
-    assert cli.main([*words[:-4], *few, "--reprofile", "-o", "local.jsonl"]) == 0
+    local = [word.replace("cluster.jsonl", "local.jsonl") for word in words[:-4]]
+    assert cli.main([*local, *few, "--reprofile"]) == 0
     killed, writes, messages = [], [], []
 
     def iter_batches(self, iter_batches=Dataset.iter_batches, **options):
