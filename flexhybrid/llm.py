@@ -301,7 +301,7 @@ class LLM:
                     on_trace(result)
                     on_trace = None
 
-    def chat(
+    def chat(  # noqa: PLR0913 (vLLM's signature)
         self,
         messages: list,
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
@@ -309,18 +309,24 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: dict | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: list[dict] | None = None,
+        chat_template_content_format: str = "auto",
         **others,
     ) -> list[RequestOutput | None]:
         """Answer a conversation, which is a list of {"role": …, "content": …}, or each of a list of them.
 
         ``chat_template``: a Jinja text in place of the tokenizer's own; ``chat_template_kwargs``: further variables of
-        it; ``tools``: those that an answer may call, in the template's own form, in which
-        ``flexhybrid.batch.tool_calls.find_calls`` finds them. ``prompt`` of an answer is the text that the template
-        makes. The rest as in ``generate``; vLLM's other arguments must ask for nothing.
+        it; ``chat_template_content_format``: contents are given to it as a "string", as "openai" parts, or as it shows
+        them ("auto"); ``add_generation_prompt`` and ``continue_final_message`` are transformers'; ``tools``: those that
+        an answer may call, in the template's own form, in which ``flexhybrid.batch.tool_calls.find_calls`` finds them.
+        ``prompt`` of an answer is the text that the template makes. The rest as in ``generate``; vLLM's other arguments
+        must ask for nothing.
         """
-        others.pop("chat_template_content_format", None)
-        nothing_asked(**others, **{} if add_generation_prompt else {"add_generation_prompt=False": True})
+        nothing_asked(**others)
+        form, variables = chat_template_content_format, dict(chat_template_kwargs or {})
+        check("chat_template_content_format", form, form in ("auto", "string", "openai"), "auto, string or openai")
+        variables |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         if tools:
             check_tools(tools)
         many = bool(messages) and all(isinstance(one, (list, tuple)) for one in messages)
@@ -328,7 +334,7 @@ class LLM:
         for place, conversation in enumerate(messages if many else [messages]):
             try:
                 said = list(conversation)
-                texts.append(chat_text(said, self.tokenizer, chat_template, chat_template_kwargs, tools))
+                texts.append(chat_text(said, self.tokenizer, chat_template, variables, tools, form))
             except Refused as refused:
                 raise InputError(f"conversation {place}: {refused.message}") from None
         encoded = self.codec.check_all(

@@ -9,13 +9,13 @@ import contextlib
 import difflib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
 from flexhybrid.batch.formats import ChatRules
-from flexhybrid.batch.tool_calls import HERMES, ToolForm, check_tools, form_of, plain_call
+from flexhybrid.batch.tool_calls import DECODER, HERMES, ToolForm, check_tools, form_of, plain_call
 from flexhybrid.core.errors import SHOWN, InputError, is_integer
 from flexhybrid.requests import RequestCodec
 from flexhybrid.sampling_params import MOST_LOGPROBS, SamplingParams
@@ -41,7 +41,10 @@ NEUTRAL: dict[str, tuple] = {
 MOST_MESSAGE = 1000  #: characters of an error's own text that a line's error repeats
 WHOLE_NUMBERS = {"max_tokens", "max_completion_tokens", "min_tokens", "n", "seed", "top_k"}
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  #: vLLM's names for forms of answers
-MESSAGE_TOOLS = {"assistant": ("tool_calls",), "tool": ("tool_call_id",)}  #: role -> what else its messages may have
+#: Role -> what else its messages may have.
+MESSAGE_FIELDS = {"assistant": ("tool_calls", "reasoning", "reasoning_content"), "tool": ("tool_call_id",)}
+PROMPT_ENDS = ("add_generation_prompt", "continue_final_message")  #: fields of vLLM's, flags of transformers' templates
+KNOWN_TEMPLATES = 64  #: chat templates, by their variables, of which is kept what they show
 KNOWN_PARAMS = 1024  #: different sampling parameters of lines that are kept for the lines after them
 KNOWN_CHARACTERS = 4096  #: of a body's fields, at most, whose sampling parameters are kept
 MOST_NESTED = 256  #: levels of lists and objects in a line
@@ -118,7 +121,7 @@ def json_object(raw: bytes) -> dict:
         if max(accumulate((sign in "[{") - (sign in "]}") for sign in signs), default=0) > MOST_NESTED:
             raise Refused("invalid_json", f"the line is nested too deeply: at most {MOST_NESTED} levels are read")
     try:
-        data = _DECODER.decode(text)
+        data = DECODER.decode(text)
     except ValueError as error:
         where = str(error)
         if isinstance(error, json.JSONDecodeError):  # it counts a line's own end as another line
@@ -143,13 +146,6 @@ def url_of(data: dict) -> str | None:
     if data.get("url") in URLS:
         return data["url"]
     return CHAT if "messages" in data else COMPLETIONS if "prompt" in data else None
-
-
-def _not_json(name: str):
-    raise ValueError(f"{name} is no JSON number")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_not_json)
 
 
 @dataclass
@@ -199,13 +195,14 @@ class Bodies:
             guess = f"; unknown field {near[0]!r}: did you mean {name!r}?" if near else ""
             raise Refused("missing_required_parameter", f"{name} is missing{guess}", name)
         prompt, variables = body.pop(name), body.pop("chat_template_kwargs", None) if url == CHAT else None
+        ends = {end: _flag(body, end) for end in PROMPT_ENDS if end in body and url == CHAT}
         tools, form = self._take_tools(body) if url == CHAT else (None, None)
         params = self.params({name: value for name, value in body.items() if name not in IGNORED}, url)
         if echo and params.logprobs is not None:
             params = replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
         if form and form.name == HERMES and "<tool_call>" in self.codec.tokenizer.all_special_tokens:
             params = replace(params, skip_special_tokens=False)
-        prompt = self.chat_text(prompt, variables, tools) if url == CHAT else one_prompt(prompt)
+        prompt = self.chat_text(prompt, variables, tools, ends) if url == CHAT else one_prompt(prompt)
         return Draft(custom_id, prompt, params, model, url, return_token_ids, echo, echo_alone, form)
 
     def _take_tools(self, body: dict) -> tuple[list | None, ToolForm | None]:
@@ -224,17 +221,18 @@ class Bodies:
             check_tools(tools)
             if choice == "none":
                 return tools, None
-            return tools, ToolForm(form_of(template_of(self.codec.tokenizer, self.chat.template, tools)), parallel)
+            form = form_of(template_of(self.codec.tokenizer, self.chat.template, tools))
+            return tools, ToolForm(form, parallel) if form else None
         except InputError as error:
             raise Refused("invalid_value", str(error), "tools") from None
 
-    def chat_text(self, messages, variables=None, tools: list | None = None) -> str:
+    def chat_text(self, messages, variables=None, tools: list | None = None, ends: dict | None = None) -> str:
         """Return the messages in the template, up to where the assistant answers; ``variables``: further ones of the
         template. Raise Refused."""
         if not isinstance(variables, dict | None):
             message = f"chat_template_kwargs is {shown(variables)}; it must be an object"
             raise Refused("invalid_value", message, "chat_template_kwargs")
-        variables = (self.chat.variables or {}) | (variables or {})
+        variables = (self.chat.variables or {}) | (variables or {}) | (ends or {})
         return chat_text(messages, self.codec.tokenizer, self.chat.template, variables, tools)
 
     def params(self, fields: dict, url: str) -> SamplingParams:
@@ -393,61 +391,139 @@ def template_of(tokenizer, template: str | None, tools: list | None) -> str:
     """Return the text of a chat template: of the tokenizer's own for None. Raise Refused without one."""
     if not template and not getattr(tokenizer, "chat_template", None):
         raise Refused("invalid_url", NO_TEMPLATE, "url")
-    return tokenizer.get_chat_template(template, tools=tools)
+    try:
+        return tokenizer.get_chat_template(template, tools=tools)
+    except ValueError:
+        named = ", ".join(tokenizer.chat_template)
+        message = f"the model's chat templates are named {named}, and none is the default: give one as --chat-template"
+        raise Refused("invalid_url", message, "url") from None
+
+
+class Reading(NamedTuple):
+    """What a chat template shows of a message's content."""
+
+    text: bool = True  #: a text
+    parts: int = 0  #: so many of two parts with texts
+
+
+def _readings(tokenizer, template: str | None, variables: dict, tools: list | None) -> dict[str, Reading]:
+    """Return what a template shows, by role: seen in what it makes of words. A role is missing that it refuses."""
+    readings: dict[str, Reading] = {}
+    for roles in (("user",), ("system", "user"), ("user", "assistant", "user")):
+        seen = []
+        for as_parts in (False, True):
+            words = {role: (f"qz{role}qx", f"qy{role}qw") for role in roles}
+            contents = {role: _parts(texts) if as_parts else texts[0] for role, texts in words.items()}
+            said = [{"role": role, "content": contents[role]} for role in roles]
+            try:
+                text = tokenizer.apply_chat_template(
+                    said, tools, chat_template=template, tokenize=False, add_generation_prompt=True, **variables
+                )
+                printed = re.sub(r"""["']text["']: *["']\w+""", "", text.lower())  # parts themselves, as a text
+                seen.append({role: [word in printed for word in texts] for role, texts in words.items()})
+            except Exception:  # a template is a program: it raises what it likes
+                seen.append(None)
+        for role in roles if seen != [None, None] else ():
+            shown_text, shown_parts = (one[role] if one else [False, False] for one in seen)
+            readings.setdefault(role, Reading(shown_text[0], shown_parts[0] + all(shown_parts)))
+    return readings
+
+
+def readings_of(tokenizer, template: str | None, variables: dict, tools: list | None) -> dict[str, Reading]:
+    """Return ``_readings``, kept with the tokenizer."""
+    known = tokenizer.__dict__.setdefault("_template_readings", {})
+    key = template, bool(tools), repr(variables)
+    if key not in known:
+        if len(known) >= KNOWN_TEMPLATES:
+            known.clear()
+        known[key] = _readings(tokenizer, template, variables, tools)
+    return known[key]
 
 
 def chat_text(
-    messages, tokenizer, template: str | None = None, variables: dict | None = None, tools: list | None = None
+    messages,
+    tokenizer,
+    template: str | None = None,
+    variables: dict | None = None,
+    tools: list | None = None,
+    content_format: str = "auto",
 ) -> str:
     """Return the messages in a template, the tokenizer's own for None, up to where the assistant answers.
 
-    ``variables``: further ones of the template; ``tools``: those that the answer may call. Raise Refused.
+    ``variables``: further ones of the template, and add_generation_prompt and continue_final_message; ``tools``: those
+    that the answer may call; ``content_format``: contents are given as a "string", as "openai" parts, or as the
+    template shows them ("auto"). Raise Refused.
     """
-    if not template and not getattr(tokenizer, "chat_template", None):
-        raise Refused("invalid_url", NO_TEMPLATE, "url")
+    template_of(tokenizer, template, tools)
     if not isinstance(messages, list) or not messages:
         raise Refused("invalid_value", f"messages is {shown(messages)}; it must be a list of messages", "messages")
-    plain = []
-    for place, message in enumerate(messages):
-        where = f"messages[{place}]"
-        if not isinstance(message, dict):
-            raise Refused("invalid_value", f"{where} is {shown(message)}; it must be an object", "messages")
-        if not isinstance(message.get("role"), str):
-            raise Refused(
-                "invalid_value", f"{where}.role is {shown(message.get('role'))}; it must be a text", "messages"
-            )
-        plain.append(_plain_message(message, where))
-    try:
-        return tokenizer.apply_chat_template(
-            plain, tools=tools, chat_template=template, tokenize=False, add_generation_prompt=True, **variables or {}
-        )
-    except Exception as error:  # a template is a program: it raises what it likes
-        raise Refused("invalid_value", f"the chat template refuses the messages: {error}", "messages") from None
+    given = {"add_generation_prompt": True, **(variables or {})}
+    others = {name: value for name, value in given.items() if name not in PROMPT_ENDS}
+    readings = readings_of(tokenizer, template, others, tools) if content_format == "auto" else {}
+    if readings.get("user") == Reading(False, 0):
+        raise Refused("invalid_value", "the chat template leaves out what the user says", "messages")
+    error = None
+    for as_text in (False, True):  # arguments of calls: most templates take objects, some texts
+        plain = []
+        for place, message in enumerate(messages):
+            where = f"messages[{place}]"
+            if not isinstance(message, dict):
+                raise Refused("invalid_value", f"{where} is {shown(message)}; it must be an object", "messages")
+            if not isinstance(role := message.get("role"), str):
+                raise Refused("invalid_value", f"{where}.role is {shown(role)}; it must be a text", "messages")
+            message = _plain_message(message, where, as_text)
+            reading = readings.get(role, readings.get("user", Reading()))
+            plain.append({**message, "content": _content(message.get("content"), where, reading, content_format)})
+        calls = [call["function"]["arguments"] for message in plain for call in message.get("tool_calls", ())]
+        try:
+            text = tokenizer.apply_chat_template(plain, tools=tools, chat_template=template, tokenize=False, **given)
+        except Exception as raised:
+            error = error or raised
+        else:
+            if as_text or not any(arguments and repr(arguments) in text for arguments in calls):
+                return text
+        if not calls:
+            break
+    raise Refused("invalid_value", f"the chat template refuses the messages: {error}", "messages")
 
 
-def _plain_message(message: dict, where: str) -> dict:
-    """Return a message as templates take it. Raise Refused."""
-    message = {name: value for name, value in message.items() if value is not None or name == "content"}
-    if strange := sorted(set(message) - {"role", "content", "name", *MESSAGE_TOOLS.get(message["role"], ())}):
-        raise Refused("unsupported_parameter", f"{where}.{strange[0]} is not supported", "messages")
+def _plain_message(message: dict, where: str, as_text: bool) -> dict:
+    """Return a message as templates take it, with its content as it is; ``as_text``: arguments of calls. Raise
+    Refused."""
+    message = {
+        name: value for name, value in message.items() if name in ("role", "content") or value not in (None, "", [], {})
+    }
+    if strange := sorted(set(message) - {"role", "content", "name", *MESSAGE_FIELDS.get(message["role"], ())}):
+        raise Refused("unsupported_parameter", f"{where}.{shown(strange[0])} is not supported", "messages")
+    if thoughts := message.get("reasoning") or message.get("reasoning_content"):
+        if not isinstance(thoughts, str):
+            raise Refused("invalid_value", f"{where}.reasoning_content must be a text", "messages")
+        message |= {"reasoning": thoughts, "reasoning_content": thoughts}  # templates read either
     if calls := message.get("tool_calls"):
         try:
-            message["tool_calls"] = [plain_call(call) for call in calls]
+            message["tool_calls"] = [plain_call(call, as_text) for call in calls]
         except (ValueError, KeyError, TypeError, RecursionError):
             raise Refused("invalid_value", f"{where}.tool_calls are no calls of functions", "messages") from None
         if message.get("content") is None:
             return {**message, "content": ""}
-    return {**message, "content": _content(message.get("content"), where)}
+    return message
 
 
-def _content(content, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else []
+def _content(content, where: str, reading: Reading, content_format: str) -> str | list[dict]:
+    """Return a content in the form in which the template shows it. Raise Refused."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     is_text = [isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in parts]
     if not parts or not all(is_text):
         raise Refused("invalid_value", f"{where}.content must be a text, or a list of text parts", "messages")
-    return "".join(part["text"] for part in parts)
+    texts = [part["text"] for part in parts]
+    whole = content_format == "openai" or reading.parts == 2
+    if content_format == "string" or content_format == "auto" and reading.text and not (whole and parts is content):
+        return "".join(texts)
+    return _parts(texts if whole else ["".join(texts)])
+
+
+def _parts(texts: Sequence[str]) -> list[dict]:
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def shown(value) -> str:

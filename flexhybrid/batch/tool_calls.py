@@ -10,6 +10,20 @@ from typing import NamedTuple
 
 from flexhybrid.core.errors import InputError, shown
 
+
+def _not_json(name: str):
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _once(pairs: list[tuple]) -> dict:
+    """Return the object of these pairs. Raise ValueError for a name that comes twice."""
+    if len(named := dict(pairs)) < len(pairs):
+        raise ValueError("a name stands twice")
+    return named
+
+
+DECODER = json.JSONDecoder(parse_constant=_not_json)  #: of JSON alone: NaN and Infinity are none
+_CALLS = json.JSONDecoder(parse_constant=_not_json, object_pairs_hook=_once)
 HERMES, LLAMA = "hermes", "llama3_json"
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 _LLAMA_TAG = "<|python_tag|>"
@@ -29,15 +43,16 @@ class ToolCall(NamedTuple):
     arguments: str  #: JSON
 
 
-def form_of(template: str) -> str:
-    """Return the form of calls that a chat template asks for. Raise InputError where it asks for none that is known."""
+def form_of(template: str) -> str | None:
+    """Return the form of calls that a chat template asks for; None: another one, in which none are sought. Raise
+    InputError for a template without tools."""
     if "tools" not in template:
         raise InputError("the chat template knows no tools")
     if "<tool_call>" in template:
         return HERMES
     if _LLAMA_TAG in template or re.search(r'"parameters"\s*:', template):
         return LLAMA
-    raise InputError("the chat template asks for calls in another form than Hermes' <tool_call> and Llama 3's JSON")
+    return None
 
 
 def check_tools(tools) -> None:
@@ -55,7 +70,7 @@ def find_calls(text: str, form: ToolForm) -> tuple[str | None, list[ToolCall]]:
     or breaks off in one, is said as it stands."""
     said, bodies = text, []
     if form.name == HERMES:
-        said, bodies = text.partition("<tool_call>")[0], _HERMES_CALL.findall(text)
+        said, bodies = _HERMES_CALL.sub("", text), _HERMES_CALL.findall(text)
     elif (body := text.strip().removeprefix(_LLAMA_TAG).strip()).startswith("{"):
         said, bodies = "", [body]
     try:
@@ -71,11 +86,11 @@ def _calls(body: str, several: bool) -> list[ToolCall]:
     """Return the calls of a JSON text, with semicolons between ``several``. Raise ValueError, KeyError or TypeError."""
     calls, body = [], body.strip()
     while body or not calls:
-        call, end = json.JSONDecoder().raw_decode(body)
+        call, end = _CALLS.raw_decode(body)
         arguments = call["arguments"] if "arguments" in call else call["parameters"]
         if not isinstance(call["name"], str) or not isinstance(arguments, dict):
             raise TypeError
-        calls.append(ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False)))
+        calls.append(ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
         body = body[end:].strip()
         if body and not several:
             raise ValueError
@@ -83,12 +98,15 @@ def _calls(body: str, several: bool) -> list[ToolCall]:
     return calls
 
 
-def plain_call(call) -> dict:
-    """Return a call of an earlier message as templates take it: its arguments as an object. Raise ValueError, KeyError
-    or TypeError for what is none of OpenAI's."""
+def plain_call(call, as_text: bool = False) -> dict:
+    """Return a call of an earlier message as templates take it: its arguments as an object, or as JSON. Raise
+    ValueError, KeyError or TypeError for what is none of OpenAI's."""
     function = dict(call["function"])
-    if isinstance(function["arguments"], str):
-        function["arguments"] = json.loads(function["arguments"] or "{}")
-    if not isinstance(function["name"], str) or not isinstance(function["arguments"], dict):
+    text = arguments = function["arguments"]
+    if isinstance(arguments, str):
+        arguments = DECODER.decode(arguments or "{}")
+    else:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    if not isinstance(function["name"], str) or not isinstance(arguments, dict):
         raise TypeError
-    return {**call, "function": function}
+    return {**call, "function": function | {"arguments": text or "{}" if as_text else arguments}}

@@ -46,6 +46,8 @@ def test_calls_that_were_written_are_found(calls, said, parallel, word):
         "no call", "", "<tool_call>{", '<tool_call>{"name": "f"}</tool_call>', '{"name": "f"}', '{"a": 1}', "{", "[1]",
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>', '{"name": "f", "parameters": 3}',
         '<tool_call>[1]</tool_call>', '{"name": "f", "parameters": {}} and more',
+        *(f'<tool_call>{{"name": "f", "arguments": {{"x": {x}}}}}</tool_call>' for x in (
+            "NaN", "[-Infinity]", "1e999", '1, "x": 2', "9" * 5000, "1}}x{{", "1,")),
     ],
 )  # fmt: skip
 def test_what_is_no_call_is_said_as_it_stands(text):
@@ -56,8 +58,7 @@ def test_the_form_is_the_templates():
     assert form_of(HERMES_TEMPLATE) == HERMES and form_of(LLAMA_TEMPLATE) == LLAMA
     with pytest.raises(InputError, match="knows no tools"):
         form_of("{{ messages[0].content }}")
-    with pytest.raises(InputError, match="another form"):
-        form_of("{% for tool in tools %}[TOOL_CALLS]{% endfor %}")
+    assert form_of("{% for tool in tools %}[TOOL_CALLS]{% endfor %}") is None  # its calls are said as they stand
 
 
 def test_a_file_of_chats_calls_tools(tmp_path, monkeypatch, capsys):

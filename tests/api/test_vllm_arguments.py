@@ -135,7 +135,6 @@ def test_a_chat_is_its_template_s_text(text_llm):
     for arguments, words in (
         ({}, "the model has no chat template"),
         ({"chat_template": TEMPLATE, "tools": [{}]}, "tools is"),
-        ({"chat_template": TEMPLATE, "add_generation_prompt": False}, "add_generation_prompt=False"),
         ({"chat_template": "{{ raise_exception('odd') }}"}, "conversation 0: .*odd"),
     ):
         with pytest.raises(InputError, match=words):
