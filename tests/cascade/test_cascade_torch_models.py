@@ -1,7 +1,11 @@
 """Torch modules on their devices, and encoders of transformers by their folder, beside transformers itself."""
 
+import io
 import json
+import os
+import pickle
 import types
+import zipfile
 
 import numpy as np
 import pytest
@@ -207,3 +211,53 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(InputError, match="torch finds no CUDA device"):
         load_model("m", f"{__name__}:watched", "classification", device="cuda")
+
+
+class Code:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_an_exported_program_runs_no_code_of_its_file(tmp_path):
+    path, ran = tmp_path / "m.pt2", tmp_path / "ran"
+    module, rows = torch.nn.Linear(4, 3), torch.randn(2, 4)
+    torch.export.save(torch.export.export(module, (rows,), dynamic_shapes=({0: torch.export.Dim("b")},)), path)
+    np.testing.assert_allclose(TorchModel("m", str(path)).logits(rows)[0].detach(), module(rows).detach())
+    with zipfile.ZipFile(path) as archive:
+        plain = {name: archive.read(name) for name in archive.namelist()}
+    (graph,) = (name for name in plain if name.endswith("models/model.json"))
+    (inputs,) = (name for name in plain if name.endswith("sample_inputs/model.pt"))
+    (weights,) = (name for name in plain if name.endswith("model_weights_config.json"))
+    pickled = io.BytesIO()
+    torch.save(Code(ran), pickled)
+    evil = f"__import__('os').mkdir({str(ran)!r})"
+    linear, size = b"torch.ops.aten.linear.default", b"Symbol('s"
+    assert linear in plain[graph] and size in plain[graph]
+    changes = {
+        "pickled inputs": {inputs: pickled.getvalue()},
+        "pickled weights": {
+            weights: plain[weights].replace(b'"use_pickle": false', b'"use_pickle": true'),
+            weights.replace("model_weights_config.json", "weight_0"): pickled.getvalue(),
+        },
+        "evaluated size": {graph: plain[graph].replace(size, f"{evil} or Symbol('s".encode())},
+        "called size": {graph: plain[graph].replace(size, b"(exec) ('1') or Symbol('s")},
+        "loaded library": {graph: plain[graph].replace(linear, b"torch.ops.load_library")},
+        "any function": {graph: plain[graph].replace(linear, b"torch.hub.load")},
+        "compiled code": {graph.replace("models/model.json", "data/aotinductor/model/x.so"): b""},
+    }
+    for name, change in changes.items():
+        with zipfile.ZipFile(path, "w") as archive:
+            for member, content in (plain | change).items():
+                archive.writestr(member, content)
+        with pytest.raises(InputError, match="cannot read"):
+            TorchModel("m", str(path))
+        assert not ran.exists(), name
+    path.write_bytes(pickle.dumps(Code(ran)))
+    with pytest.raises(InputError, match="cannot read"):
+        TorchModel("m", str(path))
+    assert not ran.exists()
