@@ -12,7 +12,7 @@ from pathlib import Path
 
 from flexhybrid import __version__
 from flexhybrid.cascade.cli import add_cascade
-from flexhybrid.core.errors import InputError, unknown
+from flexhybrid.core.errors import InputError, stray_error, unknown
 from flexhybrid.core.model.shape import shape_from_config
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs.hardware import add_hardware
@@ -305,15 +305,16 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with lost_interrupts_again():
             result = args.run(args)
-    except InputError as error:
-        print(f"flexhybrid: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as stop:
-        print(": ".join(("flexhybrid: stopped", *stop.args)), file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader of stdout has left, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (InputError, OSError) as error:
+        error = stray_error(error) if isinstance(error, OSError) else error
+        print(f"flexhybrid: {error}", file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt as stop:
+        print(": ".join(("flexhybrid: stopped", *stop.args)), file=sys.stderr)
+        return 130
     if args.json:
         print(json.dumps(_plain(result), allow_nan=False))
     if "exit_status" in result:

@@ -6,19 +6,24 @@ n-th chunk of its census, as its policy changes for the n-th time, or after some
 in and out. Pools are so small that requests step back, some prompts begin alike, and the census counts a few lines
 before the first answers, the others meanwhile. Every few iterations the mix changes, as after a search anew: those who
 run end before, or move, in turn.
+
+A second part has a fault at every file operation of a small job with all of its files (``faults.py``).
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import mmap
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from dataclasses import replace
 from itertools import zip_longest
@@ -29,6 +34,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import attend_once  # noqa: F401 for the attempts, which are forked
 import pyarrow as pa
 import torch
+from faults import Faults, is_one_line, points
 from models import save_opt
 from pyarrow import parquet
 from tqdm import tqdm
@@ -37,6 +43,7 @@ from flexhybrid import cli
 from flexhybrid import llm as llm_module
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch import census as census_module
+from flexhybrid.batch import in_flight as in_flight_module
 from flexhybrid.core.schedule.refill import RunningBatch
 from flexhybrid.jobs.run import job as run_module
 from flexhybrid.jobs.run.options import journal_of
@@ -301,6 +308,67 @@ def soak(
     }  # fmt: skip
 
 
+def failing_disk(folder: Path, step: int = 1) -> dict:
+    """Have every ``step``-th fault at the file operations of a job, and resume it; return counts."""
+    job, said, record = folder / "job", folder / "said", folder / "seen.json"
+    os.environ["FLEXHYBRID_CACHE"] = str(folder / "cache")
+    tempfile.tempdir = str(job / "temporary")  # of the table's lines
+    answers_module.ROOM_WAIT_S, answers_module.RETRY_S, in_flight_module.NOTE_S = 0.0, 1e-3, 0.0
+    save_model(folder / "model")
+    (folder / "policy.json").write_text(json.dumps({"name": "soak", "cache": {"kv@host": 1.0}, "max_batch": 4}))
+    write_table(folder / "in.parquet", 6, 0)
+    paths = {"-i": folder / "in.parquet", "-o": job / "out.parquet", "--model": folder / "model"}
+    paths |= {"--policy": folder / "policy.json", "--errors": job / "errors.jsonl"}
+    paths |= {"--report": job / "report.md", "--trace": job / "trace.json"}
+    argv = ["run", *(str(part) for pair in paths.items() for part in pair), "--device", "cpu", "--dtype", "float32"]
+    argv += ["--column", "text", "--id-column", "id", "--ordered", "--quiet", "--max-tokens", "3", "--temperature", "0"]
+
+    def run(*point) -> tuple[int, str, list]:
+        child = os.fork()
+        if child:
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            return status, said.read_text(), json.loads(record.read_text())[1] if status >= 0 else []
+        os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+        sys.stderr, status = io.TextIOWrapper(io.FileIO(2, "w"), "utf-8"), 70
+        try:
+            with Faults(job, *point) as faults:
+                status = cli.main(argv)
+        except BaseException:
+            traceback.print_exc()
+        record.write_text(json.dumps([faults.seen, faults.happened]))
+        sys.stderr.flush()
+        os._exit(status)
+
+    counts: Counter[str] = Counter()
+    expected: dict[str, str] = {}
+    names: set[str] = set()
+    chosen: list = [None]  # the first run is whole
+    while chosen:
+        point = chosen.pop()
+        shutil.rmtree(job, ignore_errors=True)
+        (job / "temporary").mkdir(parents=True)
+        status, text, happened = run(*(point or ()))
+        if point is None:
+            assert status == 0, text
+            chosen = points(json.loads(record.read_text())[0])[::-step]
+            expected, names = answers(job / "out.parquet.jsonl"), {path.name for path in job.iterdir()}
+            continue
+        told = is_one_line(status, text, happened)
+        counts["killed" if status < 0 else "tracebacks" if not told else "went on" if status == 0 else "one line"] += 1
+        if status >= 0 and not told:
+            print(f"{point}: status {status}, {happened}: {text}", file=sys.stderr)
+        status, text, _ = run()
+        assert status == 0, f"not resumed after {point}: {text}"
+        counts["lost or doubled"] += answers(job / "out.parquet.jsonl") != expected
+        assert len(parquet.read_table(job / "out.parquet")) == len(expected)
+        counts["left behind"] += len({path.name for path in job.iterdir()} - names)
+        counts["points"] += 1
+        if counts["points"] % 50 == 0:
+            print(f"{counts['points']} faults of a disk, {len(chosen)} left", file=sys.stderr, flush=True)
+    assert not counts["tracebacks"] + counts["lost or doubled"] + counts["left behind"], counts
+    return {**dict.fromkeys(("tracebacks", "lost or doubled", "left behind"), 0), **counts}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=200)
@@ -308,11 +376,14 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=20)
     parser.add_argument("--batch", type=int, default=16, help="requests in flight")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--disk-step", type=int, default=1, help="every n-th fault of a disk; 0: none")
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
         shown, sys.stdout = sys.stdout, nowhere
         result = soak(Path(folder), args.requests, args.points, args.timed, args.seed, args.batch, show=True)
+        if args.disk_step:
+            result["disk"] = failing_disk(Path(folder) / "disk", args.disk_step)
         print(json.dumps(result), file=shown)
 
 

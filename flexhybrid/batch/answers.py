@@ -6,24 +6,22 @@ in the middle of a write leaves at most a torn last line, which the next one cut
 disk is full, lines wait in memory and the run goes on.
 """
 
-import contextlib
 import errno
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from tqdm import tqdm
 
 from flexhybrid.batch.replies import parse_answer
-from flexhybrid.core.errors import InputError, file_errors
-from flexhybrid.core.files import lock_file
+from flexhybrid.core.errors import FULL, InputError, file_error, file_errors
+from flexhybrid.core.files import lock_file, new_file
 
 SYNC_RESULTS, SYNC_S = 256, 1.0  #: results, or seconds, after which what was written is waited for
-FULL = (errno.ENOSPC, errno.EDQUOT)  #: errors of a disk where room may be made
+NO_ROOM = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 RETRY_S = 2.0  #: seconds between attempts to write to a full disk
 MOST_WAITING_BYTES = 1 << 28  #: of lines that wait for room
 ROOM_WAIT_S = 600.0  #: seconds that a run waits for room when nothing is left to compute
@@ -50,11 +48,11 @@ class AnswerFile:
         self._failure: InputError | None = None
         with file_errors(f"write {path}"):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
-        try:
-            self._lock()
-        except BaseException:
-            self.close()
-            raise
+            try:
+                self._lock()
+            except BaseException:
+                self.close()
+                raise
 
     def _lock(self) -> None:
         """One writer a file."""
@@ -74,7 +72,7 @@ class AnswerFile:
         Raises InputError for a whole line that is no answer to a line of the input, or for a second answer to one.
         """
         size, ends_line = 0, True
-        with open(self.path, "rb") as file:
+        with file_errors(f"read {self.path}"), open(self.path, "rb") as file:
             for number, raw in enumerate(file, 1):
                 ends_line = raw.endswith(b"\n")
                 answer = parse_answer(raw)
@@ -115,7 +113,7 @@ class AnswerFile:
         if self._kept.waiting and (not self._retry_at or time.monotonic() >= self._retry_at):
             self._write_waiting()
         if len(self._kept.waiting) > MOST_WAITING_BYTES:
-            self._fail(os.strerror(errno.ENOSPC))
+            self._fail(NO_ROOM)
         self.sync_if_due()
 
     def finish(self) -> None:
@@ -124,7 +122,7 @@ class AnswerFile:
         while self._kept.waiting:
             self._write_waiting()
             if self._kept.waiting and time.monotonic() >= until:
-                self._fail(os.strerror(errno.ENOSPC))
+                self._fail(NO_ROOM)
             if self._kept.waiting:
                 time.sleep(RETRY_S)
         self.sync()
@@ -143,9 +141,9 @@ class AnswerFile:
             try:
                 os.ftruncate(self._fd, size + written)
             except OSError:  # the next run cuts it
-                self._fail(error.strerror)
+                self._fail(error)
             if error.errno not in FULL:
-                self._fail(error.strerror)
+                self._fail(error)
             if not full:
                 self._say(f"cannot write {self.path}: {error.strerror}; answers wait in memory: make room")
             self._retry_at = time.monotonic() + RETRY_S
@@ -159,17 +157,15 @@ class AnswerFile:
     def _written_before(self, size: int, data: bytes) -> int:
         """Return how many of the bytes to be written at ``size`` are in the file: an interrupt (Ctrl-C) came before
         they were counted."""
-        written = os.fstat(self._fd).st_size - size
+        with file_errors(f"read {self.path}"):
+            written = os.fstat(self._fd).st_size - size
         if written and (written < 0 or os.pread(self._fd, written, size) != data[:written]):
-            self._fail("something else has changed it")
+            self._fail(OSError("something else has changed it"))
         return written
 
-    def _fail(self, reason: str | None) -> NoReturn:
+    def _fail(self, error: OSError) -> NoReturn:
         """Write nothing any more."""
-        self._failure = InputError(
-            f"cannot write {self.path}: {reason}; what was written before is whole: make room and give the same "
-            "command again"
-        )
+        self._failure = file_error(f"write {self.path}", error)
         raise self._failure from None
 
     def _say(self, text: str) -> None:
@@ -195,7 +191,7 @@ class AnswerFile:
         """Put the lines in the input's order, in a new file that takes this one's place at once."""
         places = np.full(num_lines, -1, dtype=np.int64)
         offset, last, ordered = 0, 0, True
-        with open(self.path, "rb") as file:
+        with file_errors(f"sort {self.path}"), open(self.path, "rb") as file:
             for raw in file:
                 if (answer := parse_answer(raw)) is None:
                     raise InputError(f"{self.path} was changed while it was put in order")
@@ -204,31 +200,10 @@ class AnswerFile:
                 ordered, last, offset = ordered and number > last, number, offset + len(raw)
             if ordered:
                 return
-            write_durably((_line_at(file, place) for place in places[places >= 0].tolist()), self.path)
+            with new_file(self.path) as sorted_file:
+                sorted_file.writelines(_line_at(file, place) for place in places[places >= 0].tolist())
 
 
 def _line_at(file, offset: int) -> bytes:
     file.seek(offset)
     return file.readline()
-
-
-def write_durably(pieces: Iterable[bytes], path: Path) -> None:
-    """Write ``path`` through a file beside it: it is whole, on the disk, or not changed."""
-    with durable_file(path) as file:
-        file.writelines(pieces)
-
-
-@contextlib.contextmanager
-def durable_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that takes the place of ``path`` when the block ends without an error: whole, on the disk."""
-    partial = path.with_name(path.name + ".partial")
-    with contextlib.ExitStack() as stack, file_errors(f"write {path}"):
-        stack.callback(partial.unlink, missing_ok=True)
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        stack.callback(os.close, folder)
-        os.fsync(folder)

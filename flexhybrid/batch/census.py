@@ -141,8 +141,7 @@ def per_answer(places: np.ndarray, num_answers: np.ndarray) -> np.ndarray:
 def find_lines(lines: BinaryIO) -> tuple[np.ndarray, str]:
     """Return the offsets of the first bytes of all lines and of the file's end [lines + 1], and the file's sha256."""
     starts, digest, size = array("q", [0]), sha256(), 0
-    lines.seek(0)
-    while block := lines.read(BLOCK_BYTES):
+    while block := _read_at(lines, size, BLOCK_BYTES):
         digest.update(block)
         ends = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n")) + (size + 1)
         starts.frombytes(ends.astype(np.int64).tobytes())
@@ -154,7 +153,8 @@ def find_lines(lines: BinaryIO) -> tuple[np.ndarray, str]:
 
 def _read_at(lines: BinaryIO, start: int, size: int) -> bytes:
     """Read bytes of a file that a census and a run share."""
-    with _READING:
+    name = getattr(lines, "name", None)
+    with _READING, file_errors(f"read {name if isinstance(name, str) else 'a temporary file'}"):
         lines.seek(start)
         return lines.read(size)
 
@@ -264,8 +264,9 @@ class CustomIds:
 def first_urls(lines: BinaryIO, most: int = 64) -> set[str]:
     """Return the endpoints that the first lines of a Batch file ask for, of so many that ask for one."""
     urls: list[str] = []
-    lines.seek(0)
-    while len(urls) < most and (raw := lines.readline(MAX_LINE_BYTES)):
+    for raw in _read_at(lines, 0, MAX_LINE_BYTES).split(b"\n"):
+        if len(urls) == most:
+            break
         with contextlib.suppress(Refused):
             urls += filter(None, [url_of(json_object(raw))])
     return set(urls)

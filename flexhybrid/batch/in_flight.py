@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import write_by_rename
 
 NOTE_S = 1.0  #: seconds between notes
@@ -29,7 +30,7 @@ class InFlight:
         """Write what ``tokens`` returns, unless it was done less than NOTE_S ago, or the disk has no room."""
         if time.monotonic() - self._noted_at < NOTE_S:
             return
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(InputError):
             write_by_rename(self.path, json.dumps(tokens()))
         self._noted_at = time.monotonic()
 
@@ -46,7 +47,7 @@ class InFlight:
     def stop(self) -> None:
         """Keep the last note of a run that was asked to stop."""
         if self.path.exists():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(InputError):
                 write_by_rename(self.path, json.dumps({STOPPED: self.earlier()[0]}))
 
     def remove(self) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from hashlib import file_digest, sha256
 from pathlib import Path
 
-from flexhybrid.batch.answers import write_durably
-from flexhybrid.core.errors import SHOWN, InputError, flag
+from flexhybrid.core.errors import SHOWN, InputError, file_errors, flag
+from flexhybrid.core.files import write_by_rename
 
 FORMAT = "flexhybrid-run-1"
 #: The small files of a checkpoint that decide about tokens.
@@ -56,19 +56,19 @@ def _file_hash(path: Path) -> str:
 
 
 def save_manifest(output: Path, manifest: dict) -> None:
-    path = manifest_path(output)
-    text = json.dumps({"format": FORMAT, **manifest}, indent=1)
-    write_durably([text.encode()], path)
+    write_by_rename(manifest_path(output), json.dumps({"format": FORMAT, **manifest}, indent=1), durable=True)
 
 
 def load_manifest(output: Path) -> dict | None:
     """The manifest of an earlier run; None before the first. Raises InputError for a file that is none."""
     path = manifest_path(output)
+    with file_errors(f"read {path}"):
+        if not path.exists():
+            return None
+        content = path.read_bytes()
     try:
-        manifest = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: {error}; move it and {output} away") from None
     if not isinstance(manifest, dict) or manifest.pop("format", None) != FORMAT:
         raise InputError(f"{path} is not the manifest of a run; move it and {output} away")

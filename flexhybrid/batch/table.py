@@ -2,10 +2,12 @@
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
-from flexhybrid.batch.answers import durable_file
 from flexhybrid.batch.replies import parse_answer
+from flexhybrid.core.errors import file_errors
+from flexhybrid.core.files import new_file
 
 ROWS = 4096  #: of a row group, which are held in memory
 #: Column -> Arrow type. "response" is OpenAI's object of the endpoint, as JSON.
@@ -21,10 +23,17 @@ def write_table(journal: Path, path: Path) -> None:
     from pyarrow import parquet
 
     schema = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in COLUMNS.items()])
-    with open(journal, "rb") as lines, durable_file(path) as file, parquet.ParquetWriter(file, schema) as writer:
+    with new_file(path) as file, parquet.ParquetWriter(file, schema) as writer:
+        for group in _groups(journal):
+            writer.write_table(pa.Table.from_pylist(group, schema))
+
+
+def _groups(journal: Path) -> Iterator[list[dict]]:
+    """Yield the rows of the table, ROWS at a time."""
+    with file_errors(f"read {journal}"), open(journal, "rb") as lines:
         rows = map(_row, lines)
         while group := list(itertools.islice(rows, ROWS)):
-            writer.write_table(pa.Table.from_pylist(group, schema))
+            yield group
 
 
 def _row(raw: bytes) -> dict:

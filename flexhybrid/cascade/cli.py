@@ -260,14 +260,14 @@ def _plan(args) -> dict:
     import json
 
     from flexhybrid.cascade.placement.search import describe
-    from flexhybrid.core.files import check_new_file, save_text
+    from flexhybrid.core.files import check_new_file, write_by_rename
 
     if args.out:
         check_new_file(args.out)
     plan = _placement(args)
     record = {"version": 1, "cascade": str(args.cascade), **plan.to_dict()}
     if args.out:
-        save_text(args.out, json.dumps(record, indent=1))
+        write_by_rename(args.out, json.dumps(record, indent=1))
     args.show(describe(plan))
     return record
 

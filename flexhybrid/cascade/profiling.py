@@ -21,7 +21,7 @@ from flexhybrid.cascade.loading import load_model, named_path, named_policies
 from flexhybrid.cascade.metering import MEASURED_S, Meter
 from flexhybrid.cascade.models import TOP_K, Model, first_line
 from flexhybrid.core.errors import InputError, check, is_integer
-from flexhybrid.core.files import check_new_file, save_text
+from flexhybrid.core.files import check_new_file, write_by_rename
 
 REPEATS = 5  #: of each batch size, of which the median counts
 
@@ -63,7 +63,7 @@ def run_profile(options: ProfileOptions, say: Callable[[str], None] = print) -> 
         finally:
             model.close()
     record = {"version": VERSION, "models": profiles}
-    save_text(options.out, json.dumps(record, indent=1))
+    write_by_rename(options.out, json.dumps(record, indent=1))
     return {"path": str(options.out), **record}
 
 

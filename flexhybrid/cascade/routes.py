@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from flexhybrid.core.errors import InputError, unknown
-from flexhybrid.core.files import save_text
+from flexhybrid.core.files import write_by_rename
 
 VERSION = 1
 TASKS = ("classification", "generation", "extraction")
@@ -184,7 +184,7 @@ class Cascade:
 
     def save(self, path: str | Path) -> None:
         """Write the JSON file, complete or not at all."""
-        save_text(Path(path), json.dumps(self.to_dict(), indent=1))
+        write_by_rename(Path(path), json.dumps(self.to_dict(), indent=1))
 
     @classmethod
     def load(cls, path: str | Path) -> Cascade:

@@ -1,6 +1,7 @@
 """The one error that users see: what was wrong, with which value, what to do."""
 
 import difflib
+import errno
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -11,8 +12,37 @@ SHOWN = 80
 AS_NEAR = 0.08  #: difference of likeness within which a name may be meant as well as the nearest
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  #: errors of a disk where room may be made
+FAILING = (errno.EIO, errno.EROFS, errno.ESTALE)  #: of one that does not work
+
+
 class InputError(ValueError):
-    """A request, file or setting that cannot be served. The command line prints its text and exits with status 2."""
+    """A request, file or setting that cannot be served. The command line prints its text and exits with
+    ``exit_status``."""
+
+    exit_status = 2
+
+
+class DiskError(InputError):
+    """A disk that is full or does not work: nothing that the user gave is wrong."""
+
+    exit_status = 1
+
+
+def file_error(doing: str, error: OSError | UnicodeDecodeError, advice: str = "") -> InputError:
+    """The error (to be raised): "cannot write FILE: REASON", with advice."""
+    number = getattr(error, "errno", None)
+    text = f"cannot {doing}: {getattr(error, 'strerror', None) or error}{advice}"
+    if number in FULL or number in FAILING:
+        return DiskError(f"{text}; {'make room' if number in FULL else 'check the disk'}")
+    return InputError(text)
+
+
+def stray_error(error: OSError) -> InputError:
+    """The error (to be raised) of an OSError that no ``file_errors`` has met. Raise one that is not of a file."""
+    if error.filename is None and error.errno not in (*FULL, *FAILING):
+        raise error
+    return file_error(f"use {error.filename or 'a temporary file'}", error)
 
 
 class NotBuiltIn(InputError):
@@ -25,7 +55,7 @@ def file_errors(doing: str, advice: str = "") -> Iterator[None]:
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot {doing}: {getattr(error, 'strerror', None) or error}{advice}") from None
+        raise file_error(doing, error, advice) from None
 
 
 def unknown(what: str, name: object, known: Iterable[str], *, other: str = "") -> InputError:

@@ -1,9 +1,11 @@
 """Reading JSON, writing files, locking them, and the folder in which profiles of this machine are kept."""
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from flexhybrid.core.errors import InputError, file_errors
 
@@ -59,18 +61,36 @@ def lock_file(descriptor: int, busy: str) -> None:
         raise InputError(busy) from None
 
 
-def write_by_rename(path: Path, content: str | bytes) -> None:
-    """Write a file under another name first, so that a reader finds all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
-    partial.replace(path)
+def partial_file(path: Path) -> Path:
+    """The file that is written before it takes the place of ``path``; a kill leaves it behind."""
+    return path.with_name(path.name + ".partial")
 
 
-def save_text(path: Path, text: str) -> None:
-    """Write a file by rename. Raises InputError where it cannot be written."""
-    with file_errors(f"write {path}"):
-        write_by_rename(path, text)
+@contextlib.contextmanager
+def new_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+    """Yield a new file that takes the place of ``path`` when the block ends without an error: a reader finds all of it
+    or what was there before. ``durable``: it is on the disk when the block has ended. Raise InputError where it cannot
+    be written."""
+    partial = partial_file(path)
+    with file_errors(f"write {path}"), contextlib.ExitStack() as stack:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stack.callback(partial.unlink, missing_ok=True)
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        partial.replace(path)
+        if durable:
+            folder = os.open(path.parent, os.O_RDONLY)
+            stack.callback(os.close, folder)
+            os.fsync(folder)
+
+
+def write_by_rename(path: Path, content: str | bytes, durable: bool = False) -> None:
+    """Write all of a file, as ``new_file``. A text becomes UTF-8, with escapes for what UTF-8 cannot hold."""
+    with new_file(path, durable) as file:
+        file.write(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
 
 
 def check_new_file(path: Path) -> None:

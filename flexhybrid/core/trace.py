@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.schedule.dependencies import Dependencies
 from flexhybrid.core.task import Task
 
@@ -237,8 +238,5 @@ def save_chrome_trace(
                           **task.work._asdict()}}
             )  # fmt: skip
     other = {name: asdict(times) for name, times in lanes.items()}
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"lanes": other}}), encoding="utf-8"
-    )
+    written = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"lanes": other}}
+    write_by_rename(Path(path), json.dumps(written))

@@ -224,7 +224,7 @@ def _asked(args, point: dict) -> dict:
 
 def _search(args) -> dict:
     gc.set_threshold(UNTIL_COLLECTED)
-    from flexhybrid.core.files import save_text
+    from flexhybrid.core.files import write_by_rename
     from flexhybrid.jobs.rates import RATES, costs, describe_costs, describe_rates
     from flexhybrid.jobs.search import PolicySearchOptions, run_search, search_queue, search_record
     from flexhybrid.jobs.simulate import asked_record, describe_queue
@@ -241,13 +241,13 @@ def _search(args) -> dict:
     if options.lengths is not None:
         choice = search_queue(options, _note)
         if args.save_policy:
-            save_text(args.save_policy, choice.system.policy.to_json())
+            write_by_rename(args.save_policy, choice.system.policy.to_json())
         args.show(describe_queue(choice))
         args.show(describe_rates(choice.system.hardware))
         return asked_record(choice.system.hardware, _asked(args, asked), options.budgets) | choice.to_dict()
     report = run_search(options, _note, args.show)
     if args.save_policy:
-        save_text(args.save_policy, report.found.policy.to_json())
+        write_by_rename(args.save_policy, report.found.policy.to_json())
     machine, rate = report.hardware, report.best.tokens_per_s
     for text in filter(None, (describe_costs(machine, rate), describe_rates(machine))):
         args.show(text)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import faults
 import numpy as np
 import pytest
 import torch
@@ -284,13 +285,38 @@ def test_a_full_disk_at_any_write_leaves_whole_lines_and_resumes(tiny, tmp_path,
             status = run(source, out, tiny)
         if status == 0:
             break
-        assert status == 2 and "No space left" in capsys.readouterr().err
+        assert status == 1 and "No space left" in capsys.readouterr().err
         kept = out.read_bytes()
         assert kept.endswith(b"\n") or not kept
         assert all(expected[row] == answer for row, answer in by_id(out).items())
         assert run(source, out, tiny) == 0 and by_id(out) == expected
         number += 1
     assert number >= 3
+
+
+def test_a_disk_that_fails_at_any_operation_costs_one_line_and_no_answer(tiny, tmp_path, capsys, monkeypatch):
+    """A part of the points of ``make soak``; answers come at once."""
+    monkeypatch.setattr(Engine, "run", answer_at_once)
+    monkeypatch.setattr(answers_module, "ROOM_WAIT_S", 0.0)
+    monkeypatch.setattr(in_flight_module, "NOTE_S", 0.0)
+    source, job = requests(tmp_path / "in.jsonl", 4), tmp_path / "job"
+    more = ["--ordered", "--errors", str(job / "errors.jsonl"), "--report", str(job / "report.md")]
+    job.mkdir()
+    with faults.Faults(job) as whole:
+        assert run(source, job / "out.parquet", tiny, *more) == 0
+    names, expected = {path.name for path in job.iterdir()}, by_id(job / "out.parquet.jsonl")
+    chosen = [point for point in faults.points(whole.seen) if point[0] != "kill"][::13]
+    assert {fault for fault, _ in chosen} == faults.FAULTS.keys() - {"kill"}
+    for point in chosen:
+        shutil.rmtree(job)
+        job.mkdir()
+        (job / "out.parquet.jsonl.in-flight.json.partial").touch()  # a kill's
+        capsys.readouterr()
+        with faults.Faults(job, *point) as failing:
+            status = run(source, job / "out.parquet", tiny, *more)
+        assert faults.is_one_line(status, capsys.readouterr().err, failing.happened), point
+        assert run(source, job / "out.parquet", tiny, *more) == 0
+        assert by_id(job / "out.parquet.jsonl") == expected and {path.name for path in job.iterdir()} == names, point
 
 
 @pytest.mark.parametrize("short", [False, True])
@@ -329,8 +355,8 @@ def test_too_many_answers_that_wait_end_the_run_with_whole_lines(tiny, tmp_path,
 
     with monkeypatch.context() as patch:
         patch.setattr(answers_module.os, "write", full)
-        assert run(source, out, tiny) == 2
-    assert "make room and give the same command again" in capsys.readouterr().err and out.read_bytes() == b""
+        assert run(source, out, tiny) == 1
+    assert "make room; nothing was written; give the same" in capsys.readouterr().err and out.read_bytes() == b""
     assert run(source, out, tiny) == 0 and len(by_id(out)) == 12
 
 

@@ -213,7 +213,7 @@ def test_a_parquet_of_answers_is_made_of_the_journal(asked, tmp_path, capsys, mo
         return write(raw)
 
     monkeypatch.setattr(table_module, "_row", failing)
-    assert run(source, out) == 2 and "No space left" in capsys.readouterr().err
+    assert run(source, out) == 1 and "No space left" in capsys.readouterr().err
     assert not out.exists() and not list(tmp_path.glob("*.partial")) and len(read(tmp_path / "out.parquet.jsonl")) == 3
     monkeypatch.setattr(table_module, "_row", write)
     monkeypatch.setattr(table_module, "ROWS", 2)

@@ -19,7 +19,7 @@ from flexhybrid.cascade.routes import COSTS, TASKS, VERSION, CascadeModel, costs
 from flexhybrid.cascade.thresholds.confidence import calibrate
 from flexhybrid.cascade.thresholds.curve import Answers
 from flexhybrid.core.errors import InputError, unknown
-from flexhybrid.core.files import save_text
+from flexhybrid.core.files import write_by_rename
 
 BATCH = 64  #: requests a local model gets at once while it is fitted
 
@@ -47,7 +47,7 @@ class Fitted:
         record = {"version": VERSION, "models": models} | {name: getattr(self, name) for name in names}
         arrays = {"ece": self.ece, "confidence": self.confidence, "correct": self.correct.astype(int)}
         record |= {name: array.tolist() for name, array in arrays.items()}
-        save_text(path, json.dumps(record))
+        write_by_rename(path, json.dumps(record))
 
     @classmethod
     def load(cls, path: Path) -> Fitted:

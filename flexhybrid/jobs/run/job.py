@@ -27,9 +27,9 @@ from flexhybrid.batch.openai import Request, check_template
 from flexhybrid.batch.replies import answer_line, error_line
 from flexhybrid.batch.requests import LineRules
 from flexhybrid.batch.table import write_table
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import DiskError, InputError, stray_error
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.trace import LaneTimes, TraceEvent
+from flexhybrid.core.trace import LaneTimes, TraceEvent, save_chrome_trace
 from flexhybrid.core.units import counted
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.job import company_note
@@ -44,12 +44,13 @@ from flexhybrid.jobs.run.opening import (
     model_arguments,
     open_answers,
     paced_device,
+    remove_partial_files,
 )
 from flexhybrid.jobs.run.options import RunOptions, check_options
 from flexhybrid.jobs.run.outcome import Outcome, Work, again
 from flexhybrid.jobs.run.outlook import Outlook, batches
 from flexhybrid.jobs.run.replanning import LEAST_ANSWERS, Replanner, move_is_cheap
-from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report, write_trace
+from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
 from flexhybrid.runtime.engine import WaveResult
@@ -84,6 +85,7 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
         state = file_state(options.input)
         lines = stack.enter_context(contextlib.closing(open_lines(options.input, file_format, options.columns)))
         files = {path: open_answers(stack, path, options.output) for path in (options.output, options.errors) if path}
+        remove_partial_files(options)
         crew = None
         if options.engine == "ray":
             crew = crew_of(stack.enter_context(cluster(say)), paced_device(options.llm).device.type, options.actors)
@@ -106,11 +108,14 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
 
 @contextlib.contextmanager
 def _hint(advice: Callable[[], str]) -> Iterator[None]:
-    """Put advice into a KeyboardInterrupt that has none."""
+    """Put advice into a KeyboardInterrupt that has none, and behind the error of a disk."""
     try:
         yield
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(*stop.args or (advice(),)) from None
+    except (OSError, DiskError) as error:
+        text = stray_error(error) if isinstance(error, OSError) else error
+        raise DiskError(f"{text}; {advice()}") from None
 
 
 class Job:
@@ -184,7 +189,7 @@ class Job:
         machine, policy = self.llm.hardware, self.llm.policy
         traces = clocks(self.trace, machine.at_work(policy) if machine and policy else None)
         if options.trace and traces:
-            write_trace(options.trace, traces, self.lanes)
+            save_chrome_trace(options.trace, traces, self.lanes)
         if options.report and (work or not options.report.exists()):
             write_report(options.report, printed, self.manifest, refusal_codes(self.errors.path), traces, self.lanes)
         return outcome.record()

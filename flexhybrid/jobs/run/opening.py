@@ -10,10 +10,12 @@ from typing import BinaryIO, NamedTuple
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.answers import AnswerFile
 from flexhybrid.batch.census import first_urls
+from flexhybrid.batch.in_flight import InFlight
 from flexhybrid.batch.manifest import load_manifest, manifest_path
 from flexhybrid.batch.openai import CHAT
 from flexhybrid.batch.requests import LineRules
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.files import partial_file
 from flexhybrid.core.hardware import Hardware, load_hardware
 from flexhybrid.core.problem import AttentionPaths, Budgets, Problem
 from flexhybrid.core.units import parse_bytes
@@ -47,6 +49,14 @@ def open_answers(stack: contextlib.ExitStack, path: Path, output: Path) -> Answe
     stack.callback(file.close)
     stack.push(leave)  # runs first, under the lock
     return file
+
+
+def remove_partial_files(options: RunOptions) -> None:
+    """Remove what a run that was killed was writing: this one has locked the output."""
+    journals = [path for path in (options.output, options.errors) if path]
+    beside = [manifest_path(options.output), InFlight(options.output).path]
+    for path in [*journals, *beside, *filter(None, (options.parquet, options.trace, options.report))]:
+        partial_file(path).unlink(missing_ok=True)
 
 
 def paced_device(asked: LLMArguments) -> PacedDevice:

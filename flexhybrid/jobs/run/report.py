@@ -6,9 +6,9 @@ from collections import Counter
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError, file_errors
-from flexhybrid.core.files import save_text
+from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.trace import LaneTimes, TraceEvent, iteration_ends, lane_table, save_chrome_trace
+from flexhybrid.core.trace import LaneTimes, TraceEvent, iteration_ends, lane_table
 from flexhybrid.jobs.compare.breakdown import breakdown, flat_rows
 from sim import virtual_clock
 
@@ -25,16 +25,10 @@ def clocks(trace: list[TraceEvent], hardware: Hardware | None) -> dict[str, list
     return traces
 
 
-def write_trace(path: Path, traces: dict[str, list[TraceEvent]], lanes: dict[str, LaneTimes]) -> None:
-    """Write traces, and the times of the measured lanes, for ui.perfetto.dev. Raise InputError where that fails."""
-    with file_errors(f"write {path}"):
-        save_chrome_trace(path, traces, lanes)
-
-
 def refusal_codes(errors: Path) -> Counter:
     """Return error code -> number of lines of a file of answers with it."""
     codes: Counter = Counter()
-    with open(errors, "rb") as file:
+    with file_errors(f"read {errors}"), open(errors, "rb") as file:
         for raw in file:
             response = json.loads(raw)["response"]
             if response["status_code"] != 200:
@@ -63,7 +57,7 @@ def write_report(
         lines += ["", "## A decode step of the first wave", "", *_step_table(traces)]
     if lanes:
         lines += ["", "## What the threads of the first wave did", "", *lane_table(lanes)]
-    save_text(path, "\n".join(lines) + "\n")
+    write_by_rename(path, "\n".join(lines) + "\n")
 
 
 def _step_table(traces: dict[str, list[TraceEvent]]) -> list[str]:
