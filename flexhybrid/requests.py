@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,22 @@ from flexhybrid.runtime.logprob_log import Noted
 from flexhybrid.sampling_params import SamplingParams, params_per_prompt
 from flexhybrid.sampling_plan import SamplingRules
 from flexhybrid.structured_outputs import Grammars
-from flexhybrid.text import Decode, StopWatch, answer_text
+from flexhybrid.text import StopWatch, TokenTexts, answer_text
 from flexhybrid.token_counts import TokenCounter
 
 CHARS_PER_TOKEN = 32  #: far more than a text's tokens have on average
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Logprob:
     """A token where it could have come."""
 
     logprob: float  #: natural logarithm of its probability
     rank: int  #: 1: the most probable
-    decoded_token: str | None = None  #: None where the checkpoint has no tokenizer
+    #: what the token of the text adds to it, or the text of another token; None where the checkpoint has no tokenizer
+    decoded_token: str | None = None
+    token_bytes: bytes | None = None  #: of a token that holds a part of a character only
+    text_offset: int = 0  #: where the token of the text begins in it
 
 
 #: Of one place of a text: token id -> Logprob; first the token that stands there, then the most probable ones.
@@ -112,7 +116,10 @@ class RequestCodec:
     shape: ModelShape
     folder: Path  #: of the checkpoint, for error messages
     tokenizer: Any  #: transformers' tokenizer of the checkpoint, or None
-    _decoded: dict[int, str] = field(default_factory=dict)  #: the texts of tokens that were asked for so far
+
+    @functools.cached_property
+    def texts(self) -> TokenTexts:
+        return TokenTexts(self.tokenizer)
 
     @property
     def rules(self) -> SamplingRules:
@@ -324,69 +331,88 @@ class RequestCodec:
     def begin(self, requests: Requests, request: int) -> Generated:
         """Return what a request, given by its index, has before its first token."""
         ids, params = requests.ids[request], requests.params[request]
-        watch = StopWatch(self.decoder(params), ids, params.stop, params.min_tokens) if params.stop else None
+        watch = self._watch(ids, params)
         return Generated(requests.answers[request][1], ids, params, watch, num_decoded=requests.num_decoded[request])
 
     def open(self, prompt_ids: list[int], params: SamplingParams, index: int) -> tuple[Generated, SamplingPlan]:
         """Return what answer ``index`` to a checked prompt has before its first token, and how its tokens are chosen:
         as ``encode`` has it of a list of SamplingParams."""
-        watch = StopWatch(self.decoder(params), prompt_ids, params.stop, params.min_tokens) if params.stop else None
         plan = self._sampling_plan([prompt_ids], [params])
+        watch = self._watch(prompt_ids, params)
         return Generated(index, prompt_ids, params, watch), _of_answers(plan, np.array([index]))
+
+    def _watch(self, prompt_ids: list[int], params: SamplingParams) -> StopWatch | None:
+        """Return what finds the stop texts: in the text with special tokens where one of them holds such a token."""
+        if not params.stop:
+            return None
+        special = any(name in stop for name in self.texts.special.values() for stop in params.stop)
+        decode = self.texts.decoders[params.skip_special_tokens and not special]
+        return StopWatch(decode, prompt_ids, params.stop, params.min_tokens)
 
     def completion(self, generated: Generated) -> CompletionOutput:
         """Return what vLLM reports: the text without what ended it, and no stop_reason for an end-of-sequence."""
-        params, token_ids, stop, watch = generated.params, generated.token_ids, generated.stop, generated.watch
-        included = params.include_stop_str_in_output
-        if self.tokenizer is None:
-            text = ""
-        elif watch is not None and isinstance(stop, str):
-            text = watch.text[: watch.stop_start + len(stop) * included]
-        else:
-            shown = token_ids if stop is None or included else token_ids[:-1]
-            text = answer_text(self.decoder(params), generated.prompt_ids, shown)
+        params, token_ids, stop = generated.params, generated.token_ids, generated.stop
         ended = not params.ignore_eos and stop in self.shape.eos_token_ids
         reasons = "length" if stop is None else "stop", None if ended else stop
+        text = self._answer(generated) if self.tokenizer is not None else ""
         if params.logprobs is None:
             return CompletionOutput(generated.index, text, token_ids, *reasons)
-        logprobs = self.logprobs(token_ids, np.array(generated.records))
+        texts = self.tokenizer and self.texts.along(generated.prompt_ids, token_ids, params.skip_special_tokens)
+        logprobs = self.logprobs(token_ids, np.array(generated.records), texts)
         total = sum(chosen[token].logprob for token, chosen in zip(token_ids, logprobs))
         return CompletionOutput(generated.index, text, token_ids, *reasons, total, logprobs)
 
-    def logprobs(self, token_ids: list[int], records: np.ndarray) -> list[Logprobs]:
-        """Return the log probabilities of these tokens from their records (``kernels.logprobs``)."""
+    def _answer(self, generated: Generated) -> str:
+        """Return the text of an answer."""
+        params, token_ids, stop, watch = generated.params, generated.token_ids, generated.stop, generated.watch
+        decode = functools.partial(answer_text, self.texts.decoders[params.skip_special_tokens], generated.prompt_ids)
+        included = params.include_stop_str_in_output
+        if not isinstance(stop, str):
+            return decode(token_ids if stop is None or included else token_ids[:-1])
+        assert watch
+        whole, end = answer_text(watch.decode, generated.prompt_ids, token_ids), stop if included else ""
+        start = watch.start(stop, whole)
+        if watch.decode is self.texts.decoders[params.skip_special_tokens]:
+            return whole[:start] + end
+        places = self.texts.along(generated.prompt_ids, token_ids, skip_special_tokens=False)
+        count = sum(begin + len(added) <= start for added, begin in places)
+        (added, begin), special = places[count], token_ids[count] in self.texts.special
+        return decode(token_ids[:count]) + ("" if special else added[: start - begin]) + end
+
+    def logprobs(
+        self, token_ids: list[int], records: np.ndarray, texts: list[tuple[str, int]] | None
+    ) -> list[Logprobs]:
+        """Return the log probabilities of these tokens from their records (``kernels.logprobs``) and what they add to
+        the text (``TokenTexts.along``)."""
         chosen, ids, values = np.split(records, [2, 1 + records.shape[1] // 2], axis=1)
         places = zip(token_ids, chosen.tolist(), ids.astype(np.int64).tolist(), values.tolist(), strict=True)
-        return [
-            {token: Logprob(logprob, int(rank), self.decoded(token))}
-            | {
-                other: Logprob(value, place, self.decoded(other))
-                for place, (other, value) in enumerate(zip(top, top_values), 1)
-                if other >= 0
-            }
-            for token, (logprob, rank), top, top_values in places
-        ]
+        logprobs, alone = [], self.texts.alone if texts else lambda _: (None, None)
+        for (token, (logprob, rank), top, top_values), (text, begin) in zip(places, texts or repeat((None, 0))):
+            numbers = {token: (logprob, int(rank))}
+            numbers |= {one: (value, k) for k, (one, value) in enumerate(zip(top, top_values), 1) if one >= 0}
+            place = {one: Logprob(*number, *alone(one)) for one, number in numbers.items()}
+            place[token] = replace(place[token], decoded_token=text, text_offset=begin)
+            logprobs.append(place)
+        return logprobs
 
     def prompt_logprobs(
-        self, prompt_ids: list[int], records: np.ndarray | None, params: SamplingParams
+        self, prompt_ids: list[int], records: np.ndarray | None, params: SamplingParams, prompt: str | None
     ) -> list[Logprobs | None] | None:
-        """Return vLLM's prompt_logprobs; None where they are not asked for."""
+        """Return vLLM's prompt_logprobs; None where they are not asked for. ``prompt``: the text where it is known."""
         if params.prompt_logprobs is None:
             return None
-        return [None, *([] if records is None else self.logprobs(prompt_ids[1:], records))]
+        texts = self.tokenizer and self.texts.of_prompt(prompt_ids, prompt)[1:]
+        return [None, *([] if records is None else self.logprobs(prompt_ids[1:], records, texts))]
+
+    def first_token(self, prompt_ids: list[int], prompt: str) -> Logprob:
+        """Return the text of a prompt's first token, whose log probability is not known."""
+        if self.tokenizer is None:
+            return Logprob(np.nan, 0)
+        return Logprob(np.nan, 0, self.texts.of_prompt(prompt_ids, prompt)[0][0], self.texts.alone(prompt_ids[0])[1])
 
     def text(self, token_ids: list[int]) -> str:
         """Return the text of a prompt; empty without a tokenizer."""
         return self.tokenizer.decode(token_ids) if self.tokenizer is not None else ""
-
-    def decoded(self, token: int) -> str | None:
-        """Return a token's own text; None without a tokenizer."""
-        if self.tokenizer is not None and token not in self._decoded:
-            self._decoded[token] = self.tokenizer.decode([token])
-        return self._decoded.get(token)
-
-    def decoder(self, params: SamplingParams) -> Decode:
-        return functools.partial(self.tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
 
 
 def _or_none(count: int | None) -> int:

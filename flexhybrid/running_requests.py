@@ -143,7 +143,8 @@ class Replies:
         self._prompt_records: dict[int, np.ndarray | None] = {}
 
     def add(self, place: int, generated: Generated, prompt: str | None, request_id: str) -> RequestOutput | None:
-        """Take a complete answer to the prompt at ``place``; return the reply with its last one."""
+        """Take a complete answer to the prompt at ``place``; return the reply with its last one. ``prompt``: its text,
+        where it is known."""
         complete, params = self._complete.setdefault(place, []), generated.params
         complete.append(self.codec.completion(generated))
         if generated.index == 0:
@@ -151,5 +152,5 @@ class Replies:
         if len(complete) < params.n:
             return None
         ids, outputs = generated.prompt_ids, sorted(self._complete.pop(place), key=lambda output: output.index)
-        logprobs = self.codec.prompt_logprobs(ids, self._prompt_records.pop(place), params)
+        logprobs = self.codec.prompt_logprobs(ids, self._prompt_records.pop(place), params, prompt)
         return RequestOutput(prompt, ids, outputs, logprobs, request_id)

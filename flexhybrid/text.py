@@ -1,13 +1,18 @@
-"""From tokens to text: an answer's text after its prompt, and stop texts found while the tokens come."""
+"""From tokens to text: an answer's text after its prompt, stop texts found while the tokens come, each token's own."""
 
+import functools
+import itertools
+import os
+import re
 from collections.abc import Callable
+from typing import Any
 
 #: Tokens decoded before an answer's: many tokenizers drop the space of the first word that they decode.
 CONTEXT_TOKENS = 5
-#: Tokens decoded again with each new one, at most, before the window moves on.
-WINDOW_TOKENS = 12
-#: A character that is not complete yet ends so; it takes four tokens at most, of a byte each.
-INCOMPLETE, LONGEST_CHARACTER = "\ufffd", 4
+#: Tokens decoded again with each new one, at most, before the window moves on; where its end is no character yet, or
+#: has no text, LONGEST_WINDOW.
+WINDOW_TOKENS, LONGEST_WINDOW = 12, 64
+INCOMPLETE = "\ufffd"  #: a character that is not complete yet ends so
 
 Decode = Callable[[list[int]], str]
 
@@ -15,51 +20,116 @@ Decode = Callable[[list[int]], str]
 def answer_text(decode: Decode, prompt_ids: list[int], token_ids: list[int]) -> str:
     """The text that the tokens add to the prompt's."""
     context = prompt_ids[-CONTEXT_TOKENS:]
-    before, after = decode(context), decode(context + token_ids)
+    before, after = decode(context) if context else "", decode(context + token_ids)
     # A prompt that ends within a character reads otherwise when the answer completes it.
     return after[len(before) :] if after.startswith(before) else decode(token_ids)
 
 
 class StopWatch:
-    """One answer's text, token by token, until one of the stop texts is complete in it, as vLLM finds it.
+    """One answer's text (``answer_text``), token by token, until one of the stop texts is complete in it, as vLLM finds
+    it.
 
     Of stop texts completed by the same token, the one that ends first wins. Text of the first ``min_tokens`` tokens may
-    begin a stop text, not end one. Each token decodes a short window, so the cost does not grow with the answer.
+    begin a stop text, not end one. Each token decodes a short window, so the cost does not grow with the answer. Its
+    text may still change: " do" and " not" become " don't".
     """
 
-    def __init__(self, decode: Decode, prompt_ids: list[int], stop: tuple[str, ...], min_tokens: int = 0):
+    def __init__(self, decode: Decode, prompt_ids: list[int], stop: tuple[str, ...] = (), min_tokens: int = 0):
         self.decode, self.stop, self.min_tokens = decode, stop, min_tokens
-        self.text, self.num_tokens = "", 0  #: the answer so far
-        self.stop_start = 0  #: once a stop text is complete: where in ``text`` the stop text begins
-        self._window = prompt_ids[-CONTEXT_TOKENS:]
-        self._seen = decode(self._window)  # the window's text without what is incomplete
-        self._waiting = 0  # tokens at the window's end that are not in _seen
+        self.settled, self.tail, self.num_tokens = "", "", 0  #: the answer so far: before the window, and the window's
+        self._prompt, self._window = prompt_ids[-CONTEXT_TOKENS:], []
+        self._held = 0  # characters of the first min_tokens tokens
 
     def push(self, token: int) -> str | None:
         """The stop text that is complete with this token, or None."""
-        self.num_tokens += 1
         self._window.append(token)
-        decoded = self.decode(self._window)
-        self._waiting += 1
-        if decoded.endswith(INCOMPLETE) and self._waiting < LONGEST_CHARACTER:
+        self.tail = answer_text(self.decode, self._prompt, self._window)
+        if len(self._prompt) + len(self._window) > WINDOW_TOKENS:
+            self._move()
+        self.num_tokens += 1
+        begin = max(0, len(self.settled) - max(map(len, self.stop), default=0))
+        text = (self.settled[begin:] + self.tail).rstrip(INCOMPLETE)
+        if self.num_tokens <= self.min_tokens:
+            self._held = begin + len(text)
             return None
-        fresh, self._seen, self._waiting = decoded[len(self._seen) :], decoded, 0
-        if len(self._window) > WINDOW_TOKENS:
-            self._window = self._window[-CONTEXT_TOKENS:]
-            self._seen = self.decode(self._window)
-        self.text += fresh
-        if not fresh or self.num_tokens <= self.min_tokens:
-            return None
-        return self._find(len(self.text) - len(fresh))
+        ends = [(at + len(stop), stop) for stop in self.stop if (at := self.start(stop, text, begin)) < len(text)]
+        return min(ends, key=lambda end: end[0])[1] if ends else None
 
-    def _find(self, checked: int) -> str | None:
-        """A stop text that ends behind the first ``checked`` characters."""
-        ends = []
-        for stop in self.stop:
-            start = self.text.find(stop, max(0, checked - len(stop) + 1))
-            if start >= 0:
-                ends.append((start + len(stop), start, stop))
-        if not ends:
-            return None
-        _, self.stop_start, stop = min(ends, key=lambda end: end[0])
-        return stop
+    def start(self, stop: str, text: str, begin: int = 0) -> int:
+        """Return where a stop text that may end the answer begins in its text without the first ``begin`` characters;
+        where it has none, the text's length."""
+        start = text.find(stop, max(0, self._held - begin - len(stop) + 1))
+        return start if start >= 0 else len(text)
+
+    def _move(self) -> None:
+        """Shorten the window where its last tokens read the same by themselves."""
+        longest = len(self._window) > LONGEST_WINDOW
+        for kept in range(CONTEXT_TOKENS, len(self._window) if longest or self.tail[-1:] != INCOMPLETE else 0):
+            tail = self.decode(self._window[-kept:])
+            if (tail.strip() or longest) and self.tail.endswith(tail):
+                self.settled += self.tail[: len(self.tail) - len(tail)]
+                self.tail, self._window, self._prompt = tail, self._window[-kept:], []
+                return
+
+
+class TokenTexts:
+    """The text of each token of transformers' ``tokenizer``, by itself and where it stands in a text."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self.decoders = [functools.partial(tokenizer.decode, skip_special_tokens=skip) for skip in (False, True)]
+        added = {token: str(one) for token, one in tokenizer.added_tokens_decoder.items() if one.special}
+        #: token ids that skip_special_tokens leaves out -> their names
+        self.special = added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
+        #: a token's text, with the space that it puts between words, and its bytes where it is a part of a character
+        self.alone: Callable[[int], tuple[str, bytes | None]] = functools.cache(self._alone)
+
+    @functools.cached_property
+    def _letters(self) -> list[int]:
+        """A token of plain letters, behind which others show their spaces."""
+        tokens = set(range(min(len(self.tokenizer), 1 << 12))).difference(self.special)
+        texts = ((token, self.tokenizer.decode([token])) for token in sorted(tokens))
+        return next(([token] for token, text in texts if text.isascii() and text.isalpha()), [])
+
+    def _alone(self, token: int) -> tuple[str, bytes | None]:
+        text = self.special.get(token) or answer_text(self.tokenizer.decode, self._letters, [token])
+        raw = _bytes(self.tokenizer.convert_ids_to_tokens(token) or text) if INCOMPLETE in text else b""
+        return text, raw if raw != raw.decode(errors="ignore").encode() else None
+
+    def along(self, before: list[int], ids: list[int], skip_special_tokens: bool) -> list[tuple[str, int]]:
+        """Return what each token adds to the text of those before it, and where in ``answer_text`` that begins; of a
+        special token that the text leaves out, its name."""
+        decode, ends = self.decoders[skip_special_tokens], []
+        whole, growing = answer_text(decode, before, ids), StopWatch(decode, before)
+        for token in ids:
+            growing.push(token)
+            begin = len(growing.settled)
+            ends.append(begin + len(os.path.commonprefix([growing.tail, whole[begin : begin + len(growing.tail)]])))
+        return self._cut(ids, whole, [*ends[:-1], len(whole)])
+
+    def of_prompt(self, ids: list[int], text: str | None) -> list[tuple[str, int]]:
+        """Return the same of a prompt's tokens, by the ``text`` that was encoded where it is known."""
+        for special in (True, False) if text and self.tokenizer.is_fast else ():
+            encoded = self.tokenizer(text, verbose=False, add_special_tokens=special, return_offsets_mapping=True)
+            if encoded["input_ids"] == ids:
+                ends, limit = [], len(text or "")
+                for begin, end in reversed(encoded["offset_mapping"]):  # (0, 0): a token that the text has not
+                    ends.append(min(end, limit))
+                    limit = min(limit, begin) if end else limit
+                return self._cut(ids, text or "", ends[::-1])
+        return self.along([], ids, False)
+
+    def _cut(self, ids: list[int], text: str, ends: list[int]) -> list[tuple[str, int]]:
+        """Cut a text where its tokens end; a character of several tokens belongs to the last."""
+        starts = [0, *itertools.accumulate(ends, max)]
+        return [(text[a:b] or self.special.get(token, ""), a) for token, a, b in zip(ids, starts, starts[1:])]
+
+
+def _bytes(piece: str) -> bytes:
+    """Return the bytes of a vocabulary's entry that is no text by itself: SentencePiece's, or GPT-2's."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    if match := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+        return bytes.fromhex(match[1])
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    return bytes(map(letters.__getitem__, piece)) if letters.keys() >= set(piece) else piece.encode()

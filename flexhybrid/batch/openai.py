@@ -17,7 +17,7 @@ from typing import NamedTuple
 from flexhybrid.batch.formats import ChatRules
 from flexhybrid.batch.tool_calls import DECODER, HERMES, ToolForm, check_tools, form_of, plain_call
 from flexhybrid.core.errors import SHOWN, InputError, is_integer
-from flexhybrid.requests import RequestCodec
+from flexhybrid.requests import Logprob, RequestCodec
 from flexhybrid.sampling_params import MOST_LOGPROBS, SamplingParams
 from flexhybrid.structured_outputs import StructuredOutputsParams
 
@@ -55,7 +55,7 @@ class Echo:
     """A prompt that comes back before its answers."""
 
     text: str
-    first_token: str  #: its text
+    first_token: Logprob | None  #: its text; None: not asked for
     alone: bool  #: no token is asked for behind it
 
 
@@ -252,7 +252,8 @@ class Bodies:
         return_ids, before = draft.return_token_ids or self.codec.tokenizer is None, None
         if draft.echo:
             text = draft.prompt if isinstance(draft.prompt, str) else self.codec.text(ids)
-            before = Echo(text, self.codec.decoded(ids[0]) or f"token_id:{ids[0]}", draft.echo_alone)
+            first_token = self.codec.first_token(ids, text) if draft.params.logprobs is not None else None
+            before = Echo(text, first_token, draft.echo_alone)
         return Request(
             custom_id=draft.custom_id,
             token_ids=ids,

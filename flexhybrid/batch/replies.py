@@ -47,10 +47,10 @@ def _choice(request: Request, output: RequestOutput, completion: CompletionOutpu
         text, ids = echo.text + text, output.prompt_token_ids + ids
         logprobs = None if logprobs is None else (output.prompt_logprobs or []) + logprobs
     if logprobs is not None:
-        num_top, first_token = request.params.logprobs or 0, echo.first_token if echo else ""
-        shown = _completion_logprobs(ids, logprobs, num_top, first_token)
-        if not text.startswith(first_token):  # a begin token, which the text leaves out
-            shown["text_offset"] = [max(offset - len(first_token), 0) for offset in shown["text_offset"]]
+        shown = _completion_logprobs(ids, logprobs, request.params.logprobs or 0, echo and echo.first_token)
+        if echo:
+            of_prompt, offsets = len(output.prompt_token_ids), shown["text_offset"]
+            offsets[of_prompt:] = [len(echo.text) + offset for offset in offsets[of_prompt:]]
     choice = {
         "index": completion.index,
         "text": text,
@@ -85,29 +85,30 @@ def _chat_choice(request: Request, completion: CompletionOutput, number: int) ->
 
 
 def _completion_logprobs(
-    ids: list[int], places: Sequence[Logprobs | None], num_top: int, first_token: str
+    ids: list[int], places: Sequence[Logprobs | None], num_top: int, first_token: Logprob | None
 ) -> dict[str, list]:
-    """Return the logprobs of a completion: of each token its text, and where it begins in all of them. ``first_token``:
-    the text of a first token that has no log probability."""
+    """Return the logprobs of a completion: of each token its text, and where it begins in the text of all.
+    ``first_token``: of a prompt; its number is not known."""
     columns = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    offset = 0
     for token, place in zip(ids, places, strict=True):
-        text, logprob, top = first_token, None, None
+        text, logprob, top, offset = first_token and _text(token, first_token, "bytes:"), None, None, 0
         if place:
-            text, logprob = _text(token, place[token]), _number(place[token])
-            shown = {token: place[token]} | {one: place[one] for one in _most_probable(place, num_top)}
-            ranked = sorted(shown.items(), key=lambda item: item[1].logprob)
-            top = {_text(*item): _number(item[1]) for item in ranked}  # of equal texts the more probable one
+            chosen = place[token]
+            text, logprob, offset = _text(token, chosen, "bytes:"), _number(chosen), chosen.text_offset
+            top = {text: logprob}
+            for one in (one for one in _most_probable(place, num_top) if one != token):
+                name = _text(one, place[one], "bytes:")
+                top[f"token_id:{one}" if name in top else name] = _number(place[one])
+            top = dict(sorted(top.items(), key=lambda item: item[1]))
         for column, value in zip(columns.values(), (text, logprob, top, offset), strict=True):
             column.append(value)
-        offset += len(text)
     return columns
 
 
 def _chat_logprobs(token: int, place: Logprobs, num_top: int) -> dict:
     def entry(one: int) -> dict:
-        text = _text(one, place[one])
-        return {"token": text, "logprob": _number(place[one]), "bytes": list(text.encode("utf-8", "replace"))}
+        text, part = _text(one, place[one]), place[one].token_bytes
+        return {"token": text, "logprob": _number(place[one]), "bytes": list(part or text.encode("utf-8", "replace"))}
 
     return {**entry(token), "top_logprobs": [entry(one) for one in _most_probable(place, num_top)]}
 
@@ -119,12 +120,19 @@ def _most_probable(place: Logprobs, num_top: int) -> list[int]:
 
 def _by_id(places: Sequence[Logprobs | None]) -> list[dict | None]:
     return [
-        place and {str(token): {**vars(logprob), "logprob": _number(logprob)} for token, logprob in place.items()}
+        place
+        and {
+            str(token): {"logprob": _number(one), "rank": one.rank, "decoded_token": one.decoded_token}
+            for token, one in place.items()
+        }
         for place in places
     ]
 
 
-def _text(token: int, logprob: Logprob) -> str:
+def _text(token: int, logprob: Logprob, of_bytes: str = "") -> str:
+    """Return OpenAI's name of a token: its text; of a part of a character, its bytes behind ``of_bytes``."""
+    if logprob.token_bytes is not None:
+        return of_bytes + repr(logprob.token_bytes)[2:-1]
     return f"token_id:{token}" if logprob.decoded_token is None else logprob.decoded_token
 
 

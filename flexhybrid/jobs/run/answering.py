@@ -247,7 +247,8 @@ class Batch:
         line, answers = self.open_lines[place]
         if line and place not in self.refused:
             with self._noting(place):
-                if (reply := self.replies.add(place, generated, None, str(place))) is None:
+                text = line.echo and line.echo.text
+                if (reply := self.replies.add(place, generated, text, str(place))) is None:
                     return
                 num_tokens = sum(len(output.token_ids) for output in reply.outputs)
                 self.answered.append(Answered(place + 1, self.requests.line(place + 1, line, reply), num_tokens))
