@@ -89,11 +89,11 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
 
 
 def _refused(name: str, error: InputError) -> dict:
-    """Return the row of a model that cannot be run."""
+    """Return the row of a model that cannot be run; of packed weights with their bytes as they are stored."""
     nothing = {
-        "weights_bytes": None,
-        "dtype": "-",
-        "checkpoint_dtype": "-",
+        "weights_bytes": getattr(error, "stored_bytes", None),
+        "dtype": getattr(error, "method", "-"),
+        "rates_dtype": "-",
         "tokens_per_s": None,
         "binding": "",
         "path": None,
@@ -105,17 +105,15 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
     """Return a model on this machine, by prediction; without a profile by its size alone.
 
     ``tokens_per_s`` is None where it does not fit or nothing is measured, ``how`` the policy in words, or what is
-    lacking. All sizes are of ``dtype``, in which it would be computed.
+    lacking. All sizes are of ``dtype``, in which ``run`` computes; ``rates_dtype``: that of the profile.
     """
     dtype = shape.dtype
-    if hardware:
-        dtype = hardware.dtype  # for which its lines hold
-    elif device.type == "cpu" and dtype != "float32":
-        dtype = fastest_dtype(TIMING_SHAPE, device)
+    if device.type == "cpu" and dtype != "float32":
+        dtype = hardware.dtype if hardware else fastest_dtype(TIMING_SHAPE, device)
     p = DTYPE_BYTES[dtype]
-    size = shape.layers_bytes(p) + shape.embedding_bytes(p)
+    size = shape.weights_bytes(p)
     fit = {"model": shape.name, "weights_bytes": size, "dtype": dtype, "tokens_per_s": None, "binding": ""}
-    fit["checkpoint_dtype"] = shape.dtype
+    fit["rates_dtype"] = hardware.dtype if hardware else dtype
     fit["path"] = "transformers' own layers" if shape.modules else "a file of its own"
     fit["path"] += ", text alone" if shape.modules and shape.modules.text_part else ""
     tokens = int(lengths.prompt_tokens[0] + lengths.max_tokens[0])
@@ -233,10 +231,8 @@ def describe_doctor(record: dict) -> str:
         limit += " (measured for this model)" if row["own_profile"] else ""
         limit += "" if row["path"] in (None, "a file of its own") else f" (runs through {row['path']})"
         limit += " (profile taken in company)" if row["in_company"] and not all_in_company else ""
-        if row["checkpoint_dtype"] == "float32" != row["dtype"]:
-            limit += (
-                f" (the checkpoint is float32, and run computes in it; the profile, and so this, is {row['dtype']})"
-            )
+        if row["dtype"] == "float32" != row["rates_dtype"]:
+            limit += f" (run computes in float32, as the checkpoint is; the rates are a {row['rates_dtype']} profile's)"
         size = "-" if row["weights_bytes"] is None else gib(row["weights_bytes"])
         lines.append(f"{row['model']:<14} {size:>10} {row['dtype']:<8} {rate:>9}  {row['how']}{limit}")
     if record["advice"]:

@@ -317,15 +317,17 @@ def test_work_beside_is_done_once_and_its_errors_are_the_callers(monkeypatch):
 
 
 def test_the_doctor_says_both_types_of_numbers():
-    row = {"model": "m", "weights_bytes": 1, "dtype": "bfloat16", "checkpoint_dtype": "float32", "tokens_per_s": 1.0,
+    row = {"model": "m", "weights_bytes": 1, "dtype": "float32", "rates_dtype": "bfloat16", "tokens_per_s": 1.0,
            "how": "fits", "binding": "", "own_profile": False, "path": None, "in_company": False}  # fmt: skip
     record = {
         "versions": {}, "device": {"type": "cpu", "name": "x", "usable_bytes": 1}, "advice": [], "profile": None,
         "host": {"bytes": 1, "usable_bytes": 1, "free_bytes": 1, "cores": 1}, "disk": {"folder": ".", "free_bytes": 1},
         "gb_per_s": {}, "workload": {"prompt_tokens": 1, "max_tokens": 1}, "models": [row],
     }  # fmt: skip
-    assert "the checkpoint is float32, and run computes in it" in describe_doctor(record)
-    row["checkpoint_dtype"] = "bfloat16"
+    assert "run computes in float32, as the checkpoint is; the rates are a bfloat16 profile's" in describe_doctor(
+        record
+    )
+    row["dtype"] = "bfloat16"
     assert "checkpoint" not in describe_doctor(record)
 
 

@@ -15,7 +15,9 @@ from flexhybrid.core.model.generation_config import end_tokens
 from flexhybrid.core.model.layers import ModuleLayers
 from flexhybrid.core.model.rope import Rope, rope_from_config, scaled_positions
 from flexhybrid.core.model.states import LayerState
+from flexhybrid.core.model.stored import GIVE_PLAIN, PackedFormat, PackedWeights, check_no_gguf, packed_format
 from flexhybrid.core.policy import GROUP_ELEMENTS
+from flexhybrid.core.units import gib
 
 Width = TypeVar("Width", int, float)  #: bytes of an element, a fraction where scales and zeros are stored with it
 
@@ -304,6 +306,22 @@ class ModelShape:
             elements += 2 * width * self.hidden
         return elements * bytes_per_element
 
+    def weights_bytes(self, bytes_per_element: int) -> int:
+        """Bytes of all weights, none of them packed."""
+        return int(self.layers_bytes(bytes_per_element)) + self.embedding_bytes(bytes_per_element)
+
+    def stored_bytes(self, packed: PackedFormat) -> float | None:
+        """Bytes of a checkpoint whose layers are packed; None where the format does not say its bits."""
+        if packed.bits is None:
+            return None
+        elements = self.num_layers * self.layer_matrix_elements
+        if self.modules:
+            layers = [(index, self.modules.kinds[kind]) for index, kind in enumerate(self.modules.kind_of)]
+            own = ((f"model.layers.{index}.{t.name}", t) for index, kind in layers for t in kind if not t.outside)
+            elements = sum(t.elements for name, t in own if packed.packs(name, t.size))
+        plain = DTYPE_BYTES[self.dtype]
+        return self.weights_bytes(plain) - elements * (plain - packed.bits / 8)
+
     def kv_token_bytes(self, bytes_per_element: Width) -> Width:
         """Bytes of one token's keys and values in one layer: 2·G·d·p. A packed row is whole bytes."""
         return type(bytes_per_element)(round(self.kv_width * bytes_per_element))
@@ -456,15 +474,40 @@ def shape_from_config(path: str | Path) -> ModelShape:
 
     Raises InputError for a missing or broken file, an unknown architecture or a missing size.
     """
-    path = Path(path)
+    path = given = Path(path)
     if os.path.isdir(path):  # no OSError for a name that is too long, as Path.is_dir has
         path = path / "config.json"
+    if path == given or not os.path.exists(path):
+        check_no_gguf(given)
     if not os.path.exists(path):
         raise InputError(f"no model configuration at {path}: give a local folder that holds config.json")
     config = load_json(path)
     if not isinstance(config, dict):
         raise InputError(f"{path} does not hold a JSON object")
-    return _shape_from_dict(config, path)
+    packed = packed_format(config, path)
+    shape = _shape_from_dict(config | {"dtype": stored_dtype(config, packed)}, path)
+    check_plain(shape, packed, path)
+    return shape
+
+
+def stored_dtype(config: dict, packed: PackedFormat | None) -> str:
+    """Return the dtype of a checkpoint's plain weights. Where its configuration names none it is bfloat16 beside packed
+    weights, as in gpt-oss, and else float32, as in transformers."""
+    named = config.get("dtype") or config.get("torch_dtype") or ("bfloat16" if packed else "float32")
+    return str(named).removeprefix("torch.")
+
+
+def check_plain(shape: ModelShape, packed: PackedFormat | None, path: Path) -> None:
+    """Raise PackedWeights where the weights are packed. Every reader of a model ends here: what cannot be run is not
+    predicted either."""
+    if packed:
+        size, copy = shape.stored_bytes(packed), gib(shape.weights_bytes(DTYPE_BYTES[shape.dtype]))
+        error = PackedWeights(
+            f"{path}: the weights are packed as {packed.name}{f', {gib(size)}' if size else ''} ({packed.said_by}). "
+            f"{GIVE_PLAIN}. To predict a plain copy, {copy} in {shape.dtype}, remove {packed.said_by}"
+        )
+        error.method, error.stored_bytes = packed.method, size
+        raise error
 
 
 def has_own_file(folder: Path) -> bool:
@@ -490,6 +533,7 @@ def checkpoint_folder(model: str | Path) -> Path:
     shape, in the local Hugging Face cache. Raise InputError where there is none, with how to get it."""
     if os.path.isdir(model):
         return Path(model)
+    check_no_gguf(Path(model))
     name, advice = str(model), ""
     repository = name if REPOSITORY.fullmatch(name) else _repository(_plain_name(name))
     if repository:
@@ -561,8 +605,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
         raise InputError(f"{path}: hidden_size and num_attention_heads must be positive whole numbers")
     if config.get("head_dim") is None and model_type != "qwen3" and hidden % heads:
         raise InputError(f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-    if dtype not in DTYPE_BYTES:
+    if (dtype := config["dtype"]) not in DTYPE_BYTES:
         raise InputError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
     folder = path.parent if path.name == "config.json" else None
     common: dict[str, Any] = dict(

@@ -1,27 +1,125 @@
 """Packed checkpoints: the signs by which one is known, so that its bytes are never taken for plain weights."""
 
+import os
 import re
+from pathlib import Path
+from typing import NamedTuple
 
-GIVE_PLAIN = (
-    "Packed weights are not read: give the plain checkpoint (float32, bfloat16 or float16) from which they were made; "
-    "a policy's bits.weights packs it while loading"
-)
-#: Endings of the names of tensors that lie beside packed weights, or in their place -> the method that has them.
+from flexhybrid.core.errors import InputError, check, file_errors, is_integer, shown
+from flexhybrid.core.files import load_json
+
+GIVE_PLAIN = "Packed weights are not read: give a plain checkpoint, in float32, bfloat16 or float16"
+#: Methods -> how names of tensors end that lie beside their packed weights, or in their place.
 PARTS = {
-    r"\.(qweight|qzeros|g_idx)": "GPTQ or AWQ",
-    r"_(blocks|scales)": "MXFP4",
-    r"\.weight_(packed|shape|zero_point|global_scale|g_idx)": "compressed-tensors",
-    r"\.weight_scale_2": "NVFP4",
-    r"(weight|proj|input)_scale|_scale_inv": "FP8 or int8",
-    r"\.weight\.(absmax|quant_map|nested_\w+|quant_state\.\w+)|\.SCB": "bitsandbytes",
-    r"\.weight\._(data|scale|shift)": "quanto",
-    r"\.W_q": "HQQ",
-    r"\.(codes|codebooks)": "AQLM",
-    r"\.(q_weight|q_invperm|q_scale|trellis)": "ExLlama",
-    r"\.scales": "an unknown method",
+    "GPTQ or AWQ": r"\.(qweight|qzeros|g_idx|scales)",
+    "MXFP4": "_(blocks|scales)",
+    "FP8, int8 or int4": r"(weight|proj|input)_scale|_scale_(inv|2)|weight_(packed|shape|zero_point|g_idx|global\w+)",
+    "bitsandbytes": r"\.weight\.(absmax|quant_map|nested_\w+|quant_state\.\w+)|\.SCB",
+    "quanto, HQQ, AQLM or ExLlama": r"\.weight\._(data|scale|shift)|\.(W_q|codes|codebooks|q_weight|q_scale|trellis)",
 }
+#: Fields of config.json, or of an object in it such as text_config, that say how weights are packed.
+FIELDS = ("quantization_config", "compression_config")
+#: Files beside config.json that say it -> the method, where they name none.
+FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+#: What methods call their variant, the bits of an element, the elements that share a scale, and modules left plain.
+VARIANTS, BITS, GROUPS = (
+    ("quant_algo", "format", "weights"),
+    ("bits", "num_bits", "w_bit", "nbits"),
+    ("group_size", "q_group_size"),
+)
+KEPT = ("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers", "llm_int8_skip_modules")
+#: Words in a format's name -> bits of an element with its share of a scale.
+FIXED_BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "fp8": 8.0, "float8": 8.0, "int8": 8.0, "float-quantized": 8.0}
+ROUTER = re.compile(r"(^|\.)(gate|router)(\.\w+)?\.weight$")
+
+
+class PackedWeights(InputError):
+    """Raised for a model whose weights are packed, with its format and the bytes of its checkpoint (None: unknown)."""
+
+    method: str
+    stored_bytes: float | None
+
+
+class PackedFormat(NamedTuple):
+    """How the weights of a checkpoint are packed, as its files say it."""
+
+    method: str  #: by its name in these files
+    name: str  #: the method with its variant, bits and groups
+    said_by: str
+    bits: float | None = None  #: of an element, with its share of scales and zero points; None: not known
+    kept: str = ""  #: pattern of modules that stay plain
+
+    def packs(self, tensor: str, size: tuple[int, ...]) -> bool:
+        """Return whether a tensor of a layer is packed: a matrix that is no router's and does not stay plain."""
+        if len(size) < 2 or tensor.endswith("bias") or ROUTER.search(tensor):
+            return False
+        if self.method == "mxfp4":
+            return len(size) > 2  # experts
+        return not (self.kept and re.search(rf"(^|\.)({self.kept})(\.|$)", tensor.removesuffix(".weight")))
 
 
 def method_of_part(name: str) -> str | None:
     """Return the method whose packed weights have a part of this name; None for other tensors."""
-    return next((method for ending, method in PARTS.items() if re.search(f"({ending})$", name)), None)
+    return next((method for method, ending in PARTS.items() if re.search(f"({ending})$", name)), None)
+
+
+def packed_format(config: dict, path: Path) -> PackedFormat | None:
+    """Return how a model's weights are packed; None where they are plain. ``path``: of its configuration; beside a
+    config.json other files are read too. Raise InputError for settings that cannot be read."""
+    places, folder = _objects(config, path.name), path.parent
+    said = [(f"{key} of {where}", part[key]) for where, part in places for key in FIELDS if key in part]
+    if path.name == "config.json":
+        said += [(name, load_json(folder / name)) for name in FILES if (folder / name).is_file()]
+    for where, settings in said:
+        known = not settings or isinstance(settings, dict)
+        check(f"{path}: {where}", settings, known, "a JSON object, or null for plain weights")
+        if settings and (found := _format(settings, where)):
+            return found
+    if path.name == "config.json" and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        check_no_gguf(folder)
+    return None
+
+
+def check_no_gguf(path: Path) -> None:
+    """Raise InputError for a GGUF file, and for a folder that holds one."""
+    for file in sorted(path.glob("*.gguf")) if os.path.isdir(path) else [path] * os.path.isfile(path):
+        with file_errors(f"read {file}"), file.open("rb") as opened:
+            if opened.read(4) == b"GGUF":
+                raise InputError(f"{file} is a GGUF file. {GIVE_PLAIN}")
+
+
+def _objects(whole: dict, name: str) -> list[tuple[str, dict]]:
+    """Return an object and all objects in it, the outer ones first, with where they are."""
+    found = [(name, whole)]
+    for where, part in found:  # grows
+        found += [(f"{key} of {where}", value) for key, value in part.items() if isinstance(value, dict)]
+    return found
+
+
+def _format(settings: dict, where: str) -> PackedFormat | None:
+    """Return the format of settings as one of the methods' own tools writes them; None where weights are plain."""
+    said = {}
+    for place, part in _objects(settings, ""):
+        said = said if "activations" in place else part | said
+    usual = "modelopt" if "quant_algo" in said else FILES.get(where, "a method without a name")
+    if loaded := next((bits for bits in (4, 8) if said.get(f"load_in_{bits}bit") is True), 0):
+        usual, scale_bits = "bitsandbytes", 8 if said.get("bnb_4bit_use_double_quant") else 32
+        said = {"bits": loaded} | said | ({"group_size": 64, "scale_bits": scale_bits} if loaded == 4 else {})
+    method = str(said.get("quant_method") or usual).lower()
+    variant = next((text for key in VARIANTS if isinstance(text := said.get(key), str)), "").lower()
+    if (method == "modelopt" and not variant) or (method == "bitsandbytes" and not loaded):
+        return None  # the cache alone is packed, or nothing
+    bits, size = (next((said[n] for n in names if is_integer(said.get(n))), 0) for names in (BITS, GROUPS))
+    name = f"{method} {variant}".strip() + f", {bits} bits" * (bits > 0) + f" in groups of {size}" * (size > 0)
+    width = next((width for word, width in FIXED_BITS.items() if word in name), None)
+    if width is None and bits > 0:
+        zero_bits = 0 if said.get("symmetric") is True else bits
+        width = bits + (said.get("scale_bits", 16 + zero_bits) / size if size > 0 else 0)
+    lists = (said.get(key) for key in KEPT)
+    kept = [text for texts in lists if isinstance(texts, list) for text in texts if isinstance(text, str)]
+    kept = [text[3:] if text.startswith("re:") else re.escape(text).replace(r"\*", ".*") for text in kept]
+    try:
+        re.compile("|".join(kept))
+    except re.error as error:
+        raise InputError(f"{where}: {shown(kept)} are no patterns of modules: {error}") from None
+    return PackedFormat(method, " ".join(name.split()), where, width, "|".join(kept))

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.files import load_json
 from flexhybrid.core.model import generation_config
 from flexhybrid.core.model.attention import AttentionKind
 from flexhybrid.core.model.generation_config import end_tokens
 from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
 from flexhybrid.core.model.rope import scaled_positions
-from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
+from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, check_plain, stored_dtype
+from flexhybrid.core.model.stored import PackedFormat, packed_format
 from flexhybrid.runtime.models.interrupted import hosted
 from flexhybrid.runtime.models.latent import tensors_in
 from flexhybrid.runtime.models.probe import ROWS, AttentionFacts, LayerFacts, look
@@ -60,23 +62,29 @@ def empty_model(folder: Path, untied: frozenset[str] = frozenset()) -> EmptyMode
     """Return a checkpoint's model, built and looked at once as long as its configuration stays as it is. ``untied`` as
     in ``ModuleLayers``.
 
-    Raise InputError, with the reason, for a model that would not be exact.
+    Raise InputError, with the reason, for a model that would not be exact, and for packed weights.
     """
     check_libraries()
     folder = folder.absolute()
     files = [folder / name for name in ("config.json", generation_config.FILE)]
+    packed = packed_format(load_json(files[0]), files[0])
     texts = (file.read_text(encoding="utf-8") if file.is_file() else "" for file in files)
-    return _empty_model(folder, untied, *texts)
+    found = _empty_model(folder, untied, packed, *texts)
+    check_plain(found.shape, packed, folder)
+    return found
 
 
 @lru_cache(maxsize=2)
-def _empty_model(folder: Path, untied: frozenset[str], configuration: str, generation: str) -> EmptyModel:
-    """``empty_model`` of a folder with these texts in its files."""
+def _empty_model(
+    folder: Path, untied: frozenset[str], packed: PackedFormat | None, configuration: str, generation: str
+) -> EmptyModel:
+    """``empty_model`` of a folder with these texts in its files, whether or not its weights are packed."""
     config = json.loads(configuration)
     try:
         if "auto_map" in config and not is_known_type(config.get("model_type")):
             raise Refused("its code is remote, in the checkpoint; such code is never run")
         model = build(folder)
+        model.config.dtype = stored_dtype({"dtype": model.config.dtype}, packed)
         for name in untied:
             module, _, key = name.rpartition(".")
             own = torch.nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
@@ -142,7 +150,7 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
         streams=layers.streams,
         call_elements=max(0, _call_elements(layers) - 2 * head_dim),
     )
-    dtype = str(model.config.dtype or "float32").removeprefix("torch.")
+    dtype = str(model.config.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
         raise Refused(f"dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}")
     return ModelShape(

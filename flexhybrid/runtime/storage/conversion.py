@@ -50,17 +50,11 @@ class Conversion:
         """{tensor of the model: the tensor of the checkpoint that it is, under another name or the same}."""
         return {first: sources[0][1] for first, (_, sources) in self._steps.items() if len(sources) == 1}
 
-    @property
-    def sources(self) -> set[str]:
-        """The tensors of the checkpoint that are used."""
-        return {name for _, sources in self._steps.values() for _, name in sources}
-
-    @property
-    def sources_of_floats(self) -> set[str]:
-        """Those of ``sources`` that become floating-point numbers: not, for instance, indices of positions."""
+    def sources(self) -> dict[str, bool]:
+        """Return the checkpoint's tensors that are used, with whether they become floating-point numbers."""
         own = self.model.state_dict()
-        steps = (sources for first, (_, sources) in self._steps.items() if own[first].is_floating_point())
-        return {name for sources in steps for _, name in sources}
+        steps = self._steps.items()
+        return {name: own[first].is_floating_point() for first, (_, parts) in steps for _, name in parts}
 
     def __iter__(self) -> Iterator[str]:
         """The first tensor of each step."""

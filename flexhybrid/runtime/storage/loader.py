@@ -4,11 +4,10 @@ Headers are checked against the model's shape before any weights are read, so th
 refused at once. This module never opens a network connection.
 """
 
-import json
 import math
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -103,13 +102,8 @@ class Checkpoint:
             yield self.outer_name(tensor), wanted
 
     def _check_shapes(self) -> None:
-        if "quantization_config" in json.loads((self.path / "config.json").read_text(encoding="utf-8")):
-            raise InputError(
-                f"{self.path}: config.json has a quantization_config; packed checkpoints are not read. Give the plain "
-                "one (policy bits pack it while loading)"
-            )
         needed = dict(self._wanted())
-        _check_plain(self.path, self._stored, needed, needed)
+        _check_plain(self.path, self._stored, dict.fromkeys(needed, True))
         for name, wanted in needed.items():
             if name not in self._stored:
                 hint = " (it says tie_word_embeddings = false)" if name == "lm_head.weight" else ""
@@ -188,10 +182,7 @@ class ModuleTensors:
     def _check(self) -> None:
         """Convert tensors without memory, and note which step gives what: raise InputError where one is missing or has
         a wrong shape."""
-        config = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-        if "quantization_config" in config:
-            raise InputError(f"{self.path}: config.json has a quantization_config; packed checkpoints are not read")
-        _check_plain(self.path, self._stored, self._conversion.sources, self._conversion.sources_of_floats)
+        _check_plain(self.path, self._stored, self._conversion.sources())
         reads = {name: partial(torch.empty, part.shape, device="meta") for name, part in self._stored.items()}
         found = {}
         for first in self._conversion:
@@ -316,17 +307,17 @@ def _stored_tensors(path: Path) -> dict[str, _Stored]:
     raise InputError(f"{path} holds neither model.safetensors nor pytorch_model.bin (nor an index of shards)")
 
 
-def _check_plain(path: Path, stored: Mapping[str, _Stored], used: Collection[str], weights: Collection[str]) -> None:
-    """Raise InputError where one of the ``weights`` is stored as something else than plain floating-point numbers, or a
-    tensor that is not ``used`` is the scale, or another part, of a packed one."""
+def _check_plain(path: Path, stored: Mapping[str, _Stored], used: Mapping[str, bool]) -> None:
+    """Raise InputError where a weight is not stored as plain floating-point numbers, or an unused tensor is a part of
+    packed ones, such as a scale. ``used``: tensor -> whether it is a weight, not an index for instance."""
     for name, tensor in stored.items():
-        if name in weights and tensor.dtype not in FLOATS.values():
-            found = f"tensor {name} holds {tensor.dtype}; weights must be one of {', '.join(FLOATS.values())}"
+        if used.get(name) and tensor.dtype not in FLOATS.values():
+            found = f"holds {tensor.dtype}; weights must be one of {', '.join(FLOATS.values())}"
         elif name not in used and (method := method_of_part(name)):
-            found = f"tensor {name} is a part of packed weights ({method})"
+            found = f"is a part of packed weights ({method})"
         else:
             continue
-        raise InputError(f"{path / tensor.file}: {found}. {GIVE_PLAIN}")
+        raise InputError(f"{path / tensor.file}: tensor {name} {found}. {GIVE_PLAIN}")
 
 
 DRAWN_AT_A_TIME = 1 << 24  #: elements of a layer's tensor that are drawn at a time: 64 MiB in float32

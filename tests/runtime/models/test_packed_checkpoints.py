@@ -3,6 +3,8 @@
 Tiny ones in the names and dtypes of the tools that write them.
 """
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -43,10 +45,10 @@ PACKED = {
     "int32": (lambda name, tensor: {name: tensor.to(torch.int32)}, "weight holds .*(I32|int32);"),
     "int64": (lambda name, tensor: {name: tensor.to(torch.int64)}, "weight holds .*(I64|int64);"),
     "bool": (lambda name, tensor: {name: tensor > 0}, "weight holds .*(BOOL|bool);"),
-    "GPTQ": (gptq, r"(qweight|qzeros|g_idx|scales) is a part of packed weights \((GPTQ or AWQ|an unknown method)\)"),
+    "GPTQ": (gptq, r"(qweight|qzeros|g_idx|scales) is a part of packed weights \(GPTQ or AWQ\)"),
     "scales beside floats": (
         lambda name, tensor: {name: tensor, name + "_scale": torch.ones(len(tensor), 1)},
-        r"weight_scale is a part of packed weights \(FP8 or int8\)",
+        r"weight_scale is a part of packed weights \(FP8, int8",
     ),
 }
 
@@ -73,6 +75,33 @@ def test_weights_that_are_no_plain_floats_are_refused_on_both_paths(tmp_path, ho
     repack(tmp_path, pack, suffix)
     with pytest.raises(InputError, match=f"{suffix}: tensor .*{reason}"):
         Checkpoint(tmp_path, modules)
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gemma3"])
+def test_packed_experts_and_text_parts_are_refused_by_their_tensors(tmp_path, model_type):
+    """Without a word in config.json; experts are stacked on loading, and a text part is called otherwise."""
+    save_tiny(tmp_path, model_type)
+    file, stored = tmp_path / "model.safetensors", {}
+    for name, tensor in load_file(file).items():
+        packed = ".experts." in name if model_type == "mixtral" else "language_model" in name and "proj" in name
+        stored |= by_rows(FP8)(name, tensor) if packed else {name: tensor}
+    save_file(stored, file)
+    with pytest.raises(InputError, match="weight (holds F8_E4M3|_scale is a part)"):
+        Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_format_in_the_configuration_is_refused_through_transformers_layers(tmp_path, nested):
+    save_tiny(tmp_path, "gemma3" if nested else "gpt_oss")
+    config = json.loads((tmp_path / "config.json").read_text())
+    empty = config["text_config"] if nested else config
+    empty["quantization_config"] = None
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Checkpoint(tmp_path)  # it says nothing
+    empty["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="packed as mxfp4, .*iB .quantization_config of (text_config of )?config.json"):
+        Checkpoint(tmp_path)
 
 
 def test_buffers_of_whole_numbers_and_unused_tensors_are_no_sign_of_packing(tmp_path):

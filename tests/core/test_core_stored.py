@@ -1,0 +1,139 @@
+"""The format of packed weights is found wherever tools write it, and named with its bits; plain weights have none."""
+
+import json
+
+import pytest
+
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.model.shape import checkpoint_folder, shape_from_config
+from flexhybrid.core.model.stored import PackedWeights, packed_format
+
+SIZES = dict(hidden_size=1024, intermediate_size=4096, num_hidden_layers=2, num_attention_heads=8, vocab_size=1000)
+LLAMA = {"model_type": "llama", "max_position_embeddings": 128, **SIZES}
+LINEAR = 2 * (4 * 1024**2 + 3 * 1024 * 4096)  #: elements of the matrices in its layers
+OTHERS = 2 * 1024 * 1000 + 5 * 1024  #: of embedding, head and norms
+WEIGHTS = dict(num_bits=4, type="int", strategy="group", group_size=128, symmetric=True)
+CT = dict(quant_method="compressed-tensors", ignore=["lm_head"])
+HQQ = dict(weight_quant_params=dict(nbits=4, group_size=64), scale_quant_params=None)
+
+
+def ct(weights, form):
+    group = dict(targets=["Linear"], input_activations=dict(num_bits=8, type="float"), weights=weights)
+    return CT | dict(config_groups=dict(group_0=group), format=form)
+
+
+#: Settings as the methods write them, what their name says, and bits of an element with scales and zero points by the
+#: methods' documentation (None: the settings do not say).
+FORMATS = [
+    (
+        dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=True),
+        "gptq, 4 bits in groups of 128",
+        4.156,
+    ),
+    (dict(quant_method="gptq", bits=8, group_size=-1), "gptq, 8 bits", 8),
+    (dict(quant_method="awq", bits=4, group_size=128, zero_point=True, version="gemm"), "awq, 4 bits", 4.156),
+    (dict(zero_point=True, q_group_size=64, w_bit=4, version="GEMM"), "a method without a name, 4 bits in", 4.3125),
+    (dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"]), "mxfp4", None),  # of experts, of which it has none
+    (dict(quant_method="fp8", fmt="e4m3", weight_block_size=[128, 128]), "fp8", 8),
+    (dict(quant_method="fbgemm_fp8", activation_scale_ub=1200.0), "fbgemm_fp8", 8),
+    (ct(WEIGHTS, "pack-quantized"), "compressed-tensors pack-quantized, 4 bits in groups of 128", 4.125),
+    (ct(WEIGHTS | {"symmetric": False}, "pack-quantized"), "compressed-tensors pack-quantized, 4 bits", 4.156),
+    (ct(dict(num_bits=8, type="float", strategy="channel"), "float-quantized"), "float-quantized, 8 bits", 8),
+    (ct(dict(num_bits=8, type="int", strategy="channel"), "int-quantized"), "int-quantized, 8 bits", 8),
+    (ct(dict(num_bits=4, type="float", group_size=16), "nvfp4-pack-quantized"), "nvfp4-pack-quantized", 4.5),
+    (dict(load_in_8bit=True, load_in_4bit=False), "bitsandbytes, 8 bits", 8),
+    (
+        dict(quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_use_double_quant=True),
+        "bitsandbytes, 4 bits",
+        4.125,
+    ),
+    (dict(load_in_4bit=True, bnb_4bit_use_double_quant=False), "bitsandbytes, 4 bits", 4.5),
+    (dict(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"]), "modelopt fp8", 8),
+    (dict(producer={"name": "modelopt"}, quantization=dict(quant_algo="NVFP4", group_size=16)), "modelopt nvfp4", 4.5),
+    (dict(quant_method="hqq", quant_config=HQQ), "hqq, 4 bits in groups of 64", 4.3125),
+    (dict(quant_method="aqlm", nbits_per_codebook=16, num_codebooks=1), "aqlm", None),
+    (dict(quant_method="quanto", weights="int8"), "quanto int8", 8),
+    (dict(quant_method="a_new_one"), "a_new_one", None),
+]
+
+
+def write(folder, **fields):
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"torch_dtype": "bfloat16"} | fields))
+    return folder
+
+
+@pytest.mark.parametrize("settings, name, bits", FORMATS)
+def test_each_format_is_named_with_its_bytes(settings, name, bits, tmp_path):
+    with pytest.raises(PackedWeights, match=f"packed as .*{name}.* .quantization_config of config.json") as refused:
+        shape_from_config(write(tmp_path, quantization_config=settings))
+    size = refused.value.stored_bytes
+    assert bits is None or size == pytest.approx(LINEAR * bits / 8 + OTHERS * 2, rel=0.001)
+
+
+FP8 = {"quant_method": "fp8"}
+ALGORITHM = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+
+
+@pytest.mark.parametrize(
+    "fields, files, said_by",
+    [
+        ({"compression_config": FP8}, {}, "compression_config of config.json"),
+        ({"text_config": {"quantization_config": FP8}}, {}, "quantization_config of text_config of config.json"),
+        ({"a": {"b_config": {"quantization_config": FP8}}}, {}, "quantization_config of b_config of a of config.json"),
+        ({}, {"quantize_config.json": {"bits": 4, "group_size": 128}}, "gptq, 4 bits.* .quantize_config.json"),
+        ({}, {"quant_config.json": {"w_bit": 4, "q_group_size": 128}}, "awq, 4 bits in .* .quant_config.json"),
+        ({}, {"hf_quant_config.json": ALGORITHM}, "modelopt fp8.* .hf_quant_config.json"),
+        ({"quantization_config": None}, {"hf_quant_config.json": ALGORITHM}, "hf_quant_config.json"),
+        ({"quantization_config": "gptq"}, {}, "quantization_config of config.json is 'gptq'; it must be a JSON object"),
+        ({}, {"quantize_config.json": [4]}, r"quantize_config.json is \[4\]; it must be a JSON object"),
+        ({"quantization_config": FP8 | {"ignore": ["re:("]}}, {}, r"'\('\] are no patterns of modules"),
+    ],
+)
+def test_the_format_is_looked_for_in_every_place(fields, files, said_by, tmp_path):
+    for name, settings in files.items():
+        (tmp_path / name).write_text(json.dumps(settings))
+    with pytest.raises(InputError, match=said_by):
+        shape_from_config(write(tmp_path, **fields))
+
+
+@pytest.mark.parametrize("nothing", [None, {}, {"quant_method": "bitsandbytes", "load_in_4bit": False}])
+def test_a_configuration_that_says_nothing_is_of_plain_weights(nothing, tmp_path):
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
+    assert shape_from_config(write(tmp_path, quantization_config=nothing, text_config={"quantization_config": None}))
+
+
+def test_modules_left_plain_are_matched_as_the_methods_write_them(tmp_path):
+    """By name, with * and as regular expressions; routers and biases are never packed."""
+    kept = ["model.layers.0.mlp.down_proj", "self_attn", "re:.*shared_experts.*", "model.layers.*.mtp"]
+    packed = packed_format({"quantization_config": FP8 | {"modules_to_not_convert": kept}}, tmp_path / "config.json")
+    assert packed
+    matrix = {"mlp.up_proj.weight": True, "mlp.down_proj.weight": False, "self_attn.q_proj.weight": False}
+    matrix |= {"mlp.shared_experts.up_proj.weight": False, "mtp.weight": False, "mlp.gate.weight": False}
+    matrix |= {"mlp.gate_proj.weight": True, "mlp.experts.gate_up_proj": True, "mlp.experts.up_proj_bias": False}
+    assert {name: packed.packs(f"model.layers.0.{name}", (8, 8)) for name in matrix} == matrix
+    assert packed.packs("model.layers.1.mlp.down_proj.weight", (8, 8)) and not packed.packs(
+        "model.layers.1.norm.weight", (8,)
+    )
+
+
+def test_gguf_is_named(tmp_path):
+    file = tmp_path / "model-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF\3" + bytes(64))
+    for ask, model in ((shape_from_config, file), (shape_from_config, tmp_path), (checkpoint_folder, file)):
+        with pytest.raises(InputError, match=f"{file.name} is a GGUF file. Packed weights are not read"):
+            ask(model)
+    with pytest.raises(InputError, match="GGUF"):
+        shape_from_config(write(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert shape_from_config(tmp_path)
+
+
+@pytest.mark.parametrize("fields, dtype", [({}, "float32"), ({"quantization_config": FP8}, "bfloat16")])
+def test_the_dtype_of_a_configuration_without_one(fields, dtype, tmp_path):
+    """transformers' default; beside packed weights what its quantisers take for the rest."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | fields))
+    if not fields:
+        assert shape_from_config(tmp_path).dtype == dtype
+    else:
+        with pytest.raises(PackedWeights, match=f" in {dtype}, remove"):
+            shape_from_config(tmp_path)
