@@ -123,7 +123,7 @@ def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -
         "--answer-tokens", type=float, metavar="MEAN",
         help="mean of the answers, where the file does not name them (as many as they may have)",
     )  # fmt: skip
-    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="(float16; local: the profile's)")
+    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="(the checkpoint's, as run)")
     for tier in TIERS:
         parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (the machine's)")
     parser.add_argument(

@@ -64,7 +64,7 @@ class PolicySearchOptions:
     lengths: Workload | None = None  #: a queue, in place of requests of one length
     batch: int | None = None
     max_batch: int = 1024
-    dtype: str | None = None  #: None: float16, or that of this machine's profile
+    dtype: str | None = None  #: None: the checkpoint's; see ``setting_of``
     objective: str = "throughput"
     lossless: bool = False
     attention: str = "any"  #: one of WHERE
