@@ -5,21 +5,20 @@ import functools
 import itertools
 import json
 import math
-import os
 import sys
 import time
 from pathlib import Path
 
 from flexhybrid import __version__
 from flexhybrid.cascade.cli import add_cascade
-from flexhybrid.core.errors import InputError, stray_error, unknown
+from flexhybrid.core.errors import InputError, file_error, stray_error, unknown
 from flexhybrid.core.model.shape import shape_from_config
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs.hardware import add_hardware
 from flexhybrid.jobs.options import budgets_from, options_from, split_names
 from flexhybrid.jobs.paths import check_checkpoint, check_file, check_writable
 from flexhybrid.jobs.predicting import add_predicting
-from flexhybrid.jobs.progress import lost_interrupts_again
+from flexhybrid.jobs.progress import lasting_streams, lost_interrupts_again
 from flexhybrid.jobs.run.cli import DISK_DIR_HELP, add_doctor, add_run
 
 
@@ -291,23 +290,32 @@ def _plain(value):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, run, return the exit status: 0 done, 1 done but something is not as it must be, 2 wrong input,
-    130 stopped by the user."""
+    """Parse, run, return the exit status: 0 done, 1 done but something is not as it must be, or a disk has failed,
+    2 wrong input, 130 stopped by the user."""
     began = time.time()
-    parser = build_parser()
-    if not (sys.argv[1:] if argv is None else argv):
-        parser.print_help(sys.stderr)
-        return 2
-    args = parser.parse_args(argv)
-    # what a command tells people, besides its record, as soon as it knows it
-    args.show = (lambda text: None) if args.json else functools.partial(print, flush=True)
-    args.began = began  # what a command says of its own seconds has its imports in them
+    with lasting_streams() as stdout:
+        parser = build_parser()
+        if not (sys.argv[1:] if argv is None else argv):
+            parser.print_help(sys.stderr)
+            return 2
+        args = parser.parse_args(argv)
+        # what a command tells people, besides its record, as soon as it knows it
+        args.show = (lambda text: None) if args.json else functools.partial(print, flush=True)
+        args.began = began  # what a command says of its own seconds has its imports in them
+        status = _status(args)
+        stdout.flush()
+        if stdout.failure and not isinstance(stdout.failure, BrokenPipeError):  # a reader may leave, as head does
+            error = file_error("write to stdout", stdout.failure)
+            print(f"flexhybrid: {error}", file=sys.stderr)
+            return status if args.command == "run" else status or error.exit_status
+        return status
+
+
+def _status(args) -> int:
+    """Do what the command line asks for; return the exit status."""
     try:
         with lost_interrupts_again():
             result = args.run(args)
-    except BrokenPipeError:  # the reader of stdout has left, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (InputError, OSError) as error:
         error = stray_error(error) if isinstance(error, OSError) else error
         print(f"flexhybrid: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -155,6 +157,52 @@ class Progress:
         """Print a message above the bar."""
         if not self.quiet:
             tqdm.write(f"flexhybrid: {text}", file=sys.stderr)
+
+
+class _Stream:
+    """stdout or stderr, which may be full, closed or ASCII: what cannot be written is lost, and nothing ends by it."""
+
+    def __init__(self, stream: TextIO | None):
+        self.stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (None: closed from the start)
+        self.failure: OSError | None = None  #: the first
+        if isinstance(self.stream, io.TextIOWrapper):
+            self.stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+    def _try(self, function: Callable, *arguments) -> None:
+        try:
+            function(*arguments)
+        except OSError as error:
+            self.failure = self.failure or error
+
+    def write(self, text: str) -> int:
+        self._try(self.stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def end(self) -> None:
+        """Write what is left; drop what cannot be written, which Python would complain of at its end."""
+        self.flush()
+        if self.failure:
+            with contextlib.suppress(OSError):  # of a stream without a file
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+
+@contextlib.contextmanager
+def lasting_streams() -> Iterator[_Stream]:
+    """Let the block write to stdout and stderr whatever becomes of them; yield stdout, which keeps its ``failure``."""
+    before = sys.stdout, sys.stderr
+    streams = sys.stdout, sys.stderr = _Stream(sys.stdout), _Stream(sys.stderr)
+    try:
+        yield streams[0]
+    finally:
+        for stream in streams:
+            stream.end()
+        sys.stdout, sys.stderr = before
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """The run command: every line of the input answered once, whatever happens; formats, errors, order."""
 
+import contextlib
 import errno
 import json
 import os
@@ -317,6 +318,28 @@ def test_a_disk_that_fails_at_any_operation_costs_one_line_and_no_answer(tiny, t
         assert faults.is_one_line(status, capsys.readouterr().err, failing.happened), point
         assert run(source, job / "out.parquet", tiny, *more) == 0
         assert by_id(job / "out.parquet.jsonl") == expected and {path.name for path in job.iterdir()} == names, point
+
+
+@pytest.mark.parametrize("kind", ["full", "left", "ascii", "none"])
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_no_stream_ends_a_command(tiny, tmp_path, monkeypatch, kind, more):
+    """A full disk under stdout and stderr, a reader that has left, a name that ASCII cannot say, streams closed."""
+    source, out = requests(tmp_path / "é.jsonl", 2), tmp_path / "é.out"
+    simulate = ["simulate", "--system", "kv_only", "--model", "opt-1.3b", "--hardware", "t4", "--batch", "8"]
+    simulate += ["--prompt-len", "64", "--gen-len", "8"]
+    statuses = []
+    for command in (lambda: run(source, out, tiny, *more), lambda: cli.main([*simulate, *more])):
+        with monkeypatch.context() as patch, contextlib.ExitStack() as stack:  # closed as Python does at its end
+            for name in ("stdout", "stderr"):
+                reader, writer = os.pipe()
+                os.close(reader)
+                place = {"full": "/dev/full", "left": writer, "ascii": tmp_path / name}.get(kind)
+                opened = stack.enter_context(open(place, "a", encoding="ascii")) if place else None
+                patch.setattr(sys, name, opened)
+            statuses.append(command())
+    assert statuses == [0, 1 if kind == "full" else 0], "what simulate says is all it does"
+    assert len(by_id(out)) == 2
+    assert kind != "ascii" or more or "\\xe9.out" in (tmp_path / "stdout").read_text()
 
 
 @pytest.mark.parametrize("short", [False, True])
