@@ -18,10 +18,12 @@ from tqdm import tqdm
 
 TICK_S = 1.0  #: seconds between looks at the clock
 FIRST_S, PLAIN_S = 5.0, 30.0  #: seconds until the first line, where there is no terminal, and from one to the next
-PRIOR_S = 3.0  #: seconds for which a prediction counts beside what is measured
+PRIOR_S = 1.0  #: seconds measured at which a quarter of the difference from the prediction still counts
+MARK = 1.1  #: times as long since the beginning from one remembered count to the next
 AGAIN_S = 0.05  #: seconds after which an interrupt that was lost is sent again
 STOP_S = 1.0  #: seconds after which a stop no longer waits for the end of the iteration
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+BAR_OF_ANSWERS = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}{postfix}"  #: with the words of ``state``, 80 columns
 
 
 class Progress:
@@ -50,11 +52,12 @@ class Progress:
         self.outlook: Callable[[], float | None] | None = None  #: says the seconds left, where somebody knows better
         self.first_share: Callable[[], float] | None = None  #: says how much of the prompts is read, before the first
         self.total, self.count, self.done, self.shortened = total, 0, 0, 0
-        self.began, self._first = time.monotonic(), (0.0, 0)  # when the first of the count came, and how much
+        self.began, self._marks = time.monotonic(), list[tuple[float, int]]()  # now and then, when so much had come
         self._ended, self._ticker = threading.Event(), None
         wide = self.terminal and os.get_terminal_size(sys.stderr.fileno()).columns > 0
+        bar = BAR if answers is None else BAR_OF_ANSWERS
         self.bar = tqdm(
-            total=total, desc=title, unit=unit, unit_scale=True, file=sys.stderr, leave=False, bar_format=BAR,
+            total=total, desc=title, unit=unit, unit_scale=True, file=sys.stderr, leave=False, bar_format=bar,
             disable=quiet or not self.terminal, dynamic_ncols=wide,
             ncols=None if wide else 80, nrows=None if wide else 24,
         )  # fmt: skip
@@ -87,8 +90,9 @@ class Progress:
 
     def advance(self, count: int = 1) -> None:
         """Count what has come."""
-        if not self.count:
-            self._first = time.monotonic(), count
+        now = time.monotonic()
+        if not self._marks or now - self.began > MARK * (self._marks[-1][0] - self.began):
+            self._marks.append((now, self.count + count))
         self.count += count
         self.bar.update(count)  # what is left, which takes a while to foretell, the ticker says
 
@@ -119,39 +123,45 @@ class Progress:
         return min(most, running * (1 - (1 - ends) ** (most / running)) / ends)
 
     def seconds_left(self) -> float | None:
-        """Return how long that takes, at the pace since the first of it came; the prediction weighs as PRIOR_S of it
-        do. Before, what is left of the prediction. None where nothing is known."""
+        """Return how long that takes, at ``rate``; after a short measurement the prediction counts, too. Before the
+        first of it, what is left of the prediction. None where nothing is known, or the prediction has passed."""
         if self.outlook and (told := self.outlook()) is not None:
             return told
         if not self.steps_alike:
             return None
         now = time.monotonic()
         if not self.count:
-            return None if self.predicted_s is None else max(self.predicted_s - (now - self.began), 0.0)
-        seconds, count = now - self._first[0], self.count - self._first[1]
-        if not count or seconds <= 0:  # all of it has come at once
-            seconds, count = now - self.began, self.count
-        rate = count / seconds if seconds > 0 else self.predicted_rate
-        if not rate:
-            return None
+            left = (self.predicted_s or 0.0) - (now - self.began)
+            return left if left > 0 else None
+        rate, seconds = self.rate()
         if self.predicted_rate:
-            rate *= (self.predicted_rate / rate) ** (PRIOR_S / (PRIOR_S + seconds))
-        return self.expected_left() / rate
+            rate *= (self.predicted_rate / rate) ** (PRIOR_S / (PRIOR_S + seconds)) ** 2 if rate else 0.0
+        return self.expected_left() / rate if rate else None
+
+    def rate(self) -> tuple[float, float]:
+        """Return the count a second and the seconds in which it was measured: the last half of the time, without what
+        the first of it took; all the time where all of it came at once."""
+        now = time.monotonic()
+        half = (self.began + now) / 2
+        at, before = next((mark for mark in self._marks[::-1] if mark[0] <= half), self._marks[0])
+        if self.count == before or now <= at:
+            at, before = self.began, 0
+        return (self.count - before) / max(now - at, 1e-9), now - at
 
     def state(self) -> str:
-        """Return the time left, answers done and the pace, in words: a narrow terminal cuts off the last ones."""
-        parts, elapsed = [], time.monotonic() - self.began
+        """Return the time left, the rate and the answers done, in words: a narrow terminal cuts off the last ones."""
+        parts = []
         if (left := self.seconds_left()) is not None:
             parts.append(f"{tqdm.format_interval(left)} left")
-        if self.done:
-            of = f" of {self.answers:,}" if self.answers else ""
-            parts.append(f"{self.done:,}{of} done" + (f", {self.failed:,} refused" if self.failed else ""))
         if self.count:
-            predicted = f" (predicted {self.predicted_rate:.1f})" if self.predicted_rate else ""
-            parts.append(f"{self.count / elapsed:.1f}/s{predicted}" if elapsed else "")
+            predicted = f" (predicted {self.predicted_rate:.1f})" if self.predicted_rate and not self.terminal else ""
+            parts.append(f"{self.rate()[0]:.1f}/s{predicted}")
         elif self.answers:
             parts.append("reading the prompts (prefill)" + (f", {self.first_share():.0%}" if self.first_share else ""))
-        return ", ".join(part for part in parts if part)
+        if self.done:
+            parts.append(f"{self.done:,}/{self.answers:,} done" if self.answers else f"{self.done:,} done")
+            parts += [f"{self.failed:,} refused"] * bool(self.failed)
+        return ", ".join(parts)
 
     def note(self, text: str) -> None:
         """Print a message above the bar."""

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from tqdm import tqdm
 
 from flexhybrid import LLM, SamplingParams, cli
 from flexhybrid.batch import answers as answers_module
@@ -22,7 +23,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import progress as progress_module
-from flexhybrid.jobs.progress import Progress
+from flexhybrid.jobs.progress import BAR_OF_ANSWERS, Progress
 from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.executor import Executor
 
@@ -66,7 +67,7 @@ def test_the_time_left_is_the_prediction_s_before_the_first_token(clock):
     clock[0] = 30.0
     assert progress.seconds_left() == 70.0 and "prefill" in progress.state() and "01:10 left" in progress.state()
     clock[0] = 200.0
-    assert progress.seconds_left() == 0.0
+    assert progress.seconds_left() is None and "left" not in progress.state()  # it was wrong
 
 
 def test_nothing_is_foretold_of_steps_that_are_not_alike(clock):
@@ -113,7 +114,35 @@ def test_a_narrow_terminal_shows_the_time_left(clock):
     progress.advance(47_000)
     progress.finished(0)
     clock[0] = 20.0
-    assert re.match(r"00:\d\d left, 1 of 1,883 done, 2350.0/s \(predicted 5862.1\)$", progress.state())
+    assert re.match(r"00:\d\d left, 2350.0/s \(predicted 5862.1\), 1/1,883 done$", progress.state())
+
+
+@pytest.mark.parametrize("predicted_s", [None, 5.0, 100.0, 2000.0])
+@pytest.mark.parametrize("start_s, later", [(0.0, 1.0), (30.0, 1.0), (0.0, 0.25), (0.0, 3.0)])
+def test_the_time_left_and_the_rate_agree_and_correct_themselves(clock, predicted_s, start_s, later):
+    """100 tokens a second, from a fifth of them on ``later`` times as many; whatever was predicted."""
+    progress, clock[0] = Progress(10_000, "tokens", "tok", quiet=True, predicted_s=predicted_s), start_s
+    told = []
+    while progress.count < 10_000:
+        clock[0] += 0.5
+        progress.advance(min(50 if progress.count < 2000 else int(50 * later), 10_000 - progress.count))
+        told.append((clock[0], progress.seconds_left(), (10_000 - progress.count) / progress.rate()[0]))
+    settled = start_s + 10 if later == 1.0 else 42  # 20 s before the change, and as long after it
+    for when, left, by_rate in told:
+        if when > settled and clock[0] - when > 1:
+            assert 1 / 1.5 < left / (clock[0] - when) < 1.5 and 1 / 1.1 < left / by_rate < 1.1
+
+
+def test_a_bar_of_answers_fits_80_columns(clock, monkeypatch):
+    """With the time left, the rate, and the answers that are done and refused; its bar is ten wide."""
+    progress = Progress(170_000, "tokens", "tok", quiet=True, predicted_s=29.0, failed=36, answers=1883)
+    clock[0], progress.terminal = 14.0, True
+    progress.advance(47_000)
+    progress.finished(0)
+    clock[0] = 20.0
+    shown = {"n": 47_000, "total": 170_000, "elapsed": 20, "ncols": 80, "prefix": "tokens", "unit": "tok"}
+    line = tqdm.format_meter(**shown, bar_format=BAR_OF_ANSWERS, postfix=progress.state())
+    assert line.endswith("2350.0/s, 1/1,883 done, 36 refused") and len(line) == 80 and len(line.split("|")[1]) > 9
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="terminals of this system are others")

@@ -18,15 +18,14 @@ from sim.answer_lengths import ObservedAnswers, with_mean
 from sim.queue_clock import Pace, every_so_manieth
 from sim.queue_counts import Stints, UnderWay, stints
 
-TRUSTED_S = 1.0  #: seconds of the predicted pace that count beside those that are measured
+TRUSTED_S = 0.3  #: seconds measured at which three quarters of the difference from the prediction count (_slower)
 KEPT_BUSY = 4096  #: iterations whose resources' busy seconds are kept
-RECENT = 2**16  #: answers that have ended since the iteration from which on a long queue's pace is judged
 KEPT_ENDS = 2**17  #: iterations whose ends are kept: more than any window has
 LEAST_BUSY = 0.2  #: share of the time; how a resource fares that is busy for less says nothing
 MOST_COUNTED = 2048  #: requests that wait; of more every so manieth stands for those beside it
-#: Times as long as it took to foretell the end nobody foretells it again: as a rule, and where half of what was left
-#: then has passed.
-REST, LEAST_REST = 50, 10
+#: The queue is not counted again for so many times as long as it took: as a rule, and at least, although the time since
+#: the batch began has doubled or half of the time left has passed.
+REST, LEAST_REST = 50, 3
 
 
 def batches(llm: LLM, workload: Workload, given: np.ndarray | None = None) -> Callable[[], Wave]:
@@ -54,6 +53,32 @@ def change_costs(rest: Stints, before: Pace, after: Pace) -> ChangeCosts:
     )
     full_iterations = float((rest.left - 1).mean())
     return ChangeCosts(full_iterations * old[1], float(old[1:].sum()), float(new[0] + full_iterations * new[1]))
+
+
+class CountedQueue(NamedTuple):
+    """Who runs when, as it was counted after ``now`` iterations. ``times``: a counted iteration before ``drains``, the
+    one in which the last request joins, represents so many; ``until``: when the queue is counted again."""
+
+    seconds: np.ndarray  #: predicted for each iteration, resources as slow as measured
+    first: int  #: iteration since which all requests that ran are counted
+    now: int
+    drains: int
+    times: float
+    until: float = 0.0
+
+    def seconds_from(self, iteration: int) -> float:
+        """Return the predicted seconds from an iteration to the end."""
+        behind, joining = max(iteration - self.now, 0), max(self.drains - self.now, 0)
+        counted = min(behind / self.times, joining)
+        at = min(iteration, self.now) + round(counted + max(behind - joining * self.times, 0.0))
+        more = self.seconds[max(at, self.now) : self.drains].sum()
+        return float(self.seconds[at:].sum() + (self.times - 1) * more)
+
+
+def _slower(measured: float, predicted: float, trusted_s: float = 0.0) -> float:
+    """Return how many times as long something took as predicted; of a short measurement a smaller difference."""
+    weight = 1 - (trusted_s / (trusted_s + measured)) ** 2 if trusted_s else 1.0
+    return (measured / max(predicted, 1e-3 * measured)) ** weight if measured else 1.0
 
 
 class Outlook:
@@ -88,8 +113,8 @@ class Outlook:
         self.ended_in = np.full(workload.num_requests, -1, np.int32)  #: iteration; -1: it has not ended
         self.num_iterations = 0
         self.busy: dict[int, dict[str, float]] = {}  #: iteration -> resource -> busy seconds until its end
-        self._told: tuple[float, float, float] | None = None  #: seconds left, when that was told, when it is told anew
-        self._telling = threading.Lock()  #: one thread at a time foretells; others say what was told before
+        self._queue: CountedQueue | None = None
+        self._counting = threading.Lock()  #: one thread at a time counts the queue; others take what was counted before
         self.began = self.latest = time.monotonic()
         self.ends = {0: self.began}  #: number of iterations -> when the last one of them ended
 
@@ -117,40 +142,41 @@ class Outlook:
         self.ends.pop(self.num_iterations - KEPT_ENDS, None)
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the last answer; None before the first iteration."""
+        """Return the seconds until the last answer; None before the first iteration. The queue is counted now and then,
+        the pace is measured at each call."""
         if not self.num_iterations or self.open_wave is None:
             return None
-        asked, told = time.monotonic(), self._told
-        if (told is None or asked >= told[2]) and self._telling.acquire(blocking=False):
+        asked, queue = time.monotonic(), self._queue
+        if (queue is None or asked >= queue.until) and self._counting.acquire(blocking=False):
             try:
-                left = self._foretold()
+                queue = self._count()
                 now = time.monotonic()
-                spent = now - asked
-                told = self._told = left, now, now + max(LEAST_REST * spent, min(REST * spent, left / 2))
+                spent, half = now - asked, min(self._left(queue) / 2, now - self.ends.get(1, self.began))
+                self._queue = queue = queue._replace(until=now + max(LEAST_REST * spent, min(REST * spent, half)))
             finally:
-                self._telling.release()
-        return None if told is None else max(0.0, told[0] - (time.monotonic() - told[1]))
+                self._counting.release()
+        return queue and self._left(queue)
 
-    def _foretold(self) -> float:
-        """Foretell by the work of each resource, as much slower as it was so far: what binds the drain, where few run,
-        may be another one than in the iterations that were measured. What is left of the difference is waiting."""
-        now, first = self.num_iterations, self._recent()
-        elapsed = self.latest - self.ends.get(first, self.began)
+    def _count(self) -> CountedQueue:
+        """Predict by the work of each resource, as much slower as it was so far: another one may bind the drain, where
+        few run, than the iterations that were measured. The rest of the difference is waiting."""
+        first, now = self._recent(), self.num_iterations
         counted, times = self.stints(first)
         seconds = self.pace.slowed(self.slower_resources(first, TRUSTED_S)).seconds(counted, self.workload.prefixes)
-        drains = 1 + int(counted.joined.max())
-        past = float(seconds[first:now].sum())
-        left = float(seconds[now:].sum() + (times - 1) * seconds[now:drains].sum())
-        slower = (elapsed + TRUSTED_S) / (past + TRUSTED_S)
-        return left * slower - (time.monotonic() - self.latest)
+        return CountedQueue(seconds, first, now, 1 + int(counted.joined.max()), times)
+
+    def _left(self, queue: CountedQueue) -> float:
+        first, now, latest = max(queue.first, self._recent()), self.num_iterations, self.latest
+        left = queue.seconds_from(now)
+        slower = _slower(latest - self.ends.get(first, latest), queue.seconds_from(first) - left, TRUSTED_S)
+        return max(0.0, left * slower - (time.monotonic() - latest))
 
     def _recent(self) -> int:
-        """Return the iteration from which on the pace is judged: 0, or in a long queue one since which about RECENT
-        answers have ended."""
-        if np.count_nonzero(self.ended_in >= 0) <= RECENT:
-            return 0
-        since = int(np.partition(self.ended_in, -RECENT)[-RECENT])
-        return max(since, self.num_iterations - KEPT_BUSY + 1)
+        """Return the first iteration of the last half of the time, by which the pace is judged. The very first one, in
+        which kernels are compiled, counts only before others."""
+        now, ends = self.num_iterations, np.fromiter(list(self.ends.values()), float)
+        first = now + 1 - len(ends) + int(np.searchsorted(ends, (self.began + self.latest) / 2))
+        return max(first if first < now else min(1, now - 1), now - KEPT_BUSY + 1)
 
     def slower(self, first: int) -> float:
         """Return how many times as long the iterations from ``first`` on took as is predicted of what was done in them;
@@ -161,13 +187,12 @@ class Outlook:
 
     def slower_resources(self, first: int, trusted_s: float = 0.0) -> dict[str, float]:
         """Return likewise how many times as long each resource was busy, of those that were so for long; nothing where
-        that is not measured. ``trusted_s``: seconds as predicted that count beside the measured ones."""
+        that is not measured. ``trusted_s``: see ``_slower``."""
         now = self.num_iterations
         before, busy = self.busy.get(first, {}), self.busy.get(now, {})
         predicted = self.pace.work(self._ran(first), self.workload.prefixes)
         return {
-            resource: (busy[resource] - before.get(resource, 0.0) + trusted_s)
-            / max(float(work[first:now].sum()) + trusted_s, 1e-300)
+            resource: _slower(busy[resource] - before.get(resource, 0.0), float(work[first:now].sum()), trusted_s)
             for resource, work in predicted.items()
             if busy.get(resource, 0.0) - before.get(resource, 0.0) > LEAST_BUSY * (self.ends[now] - self.ends[first])
         }
