@@ -684,6 +684,27 @@ def test_the_whole_command_is_timed_from_its_beginning(tiny, tmp_path, capsys, m
     assert "the whole command 60 min" in capsys.readouterr().out
 
 
+def test_the_speed_is_without_compiling_which_is_said(tiny, tmp_path, capsys, monkeypatch):
+    event = pytest.importorskip("numba.core.event")
+
+    def compiles(self, *given, answer=LLM.answer, **more):
+        with event.trigger_event("numba:compile"), event.trigger_event("numba:compile"):
+            time.sleep(0.5)  # and what it calls, too
+        return answer(self, *given, **more)
+
+    source = requests(tmp_path / "in.jsonl")
+    assert run(source, tmp_path / "out.jsonl", tiny) == 0  # by now all kernels are compiled
+    capsys.readouterr()
+    monkeypatch.setattr(LLM, "answer", compiles)
+    began = time.monotonic()
+    assert run(source, tmp_path / "out.jsonl", tiny, "--restart", "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert 0.5 <= record["compiling_s"] <= time.monotonic() - began - record["seconds"]
+    assert record["tokens_per_s"] == pytest.approx(record["tokens"] / record["seconds"])
+    assert run(source, tmp_path / "out.jsonl", tiny, "--restart") == 0
+    assert "compiled   kernels for this processor, 0." in capsys.readouterr().out
+
+
 def test_so_many_requests_at_a_time_and_no_more(tiny, tmp_path, capsys):
     source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     assert run(source, tmp_path / "whole.jsonl", tiny) == 0

@@ -54,6 +54,7 @@ from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
 from flexhybrid.runtime.engine import WaveResult
+from flexhybrid.runtime.kernels.compiled import compile_timer
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
 from flexhybrid.structured_outputs import grammar_version
 from sim.answer_lengths import ObservedAnswers, with_mean
@@ -225,8 +226,9 @@ class Job:
             self.replanner = Replanner(self.llm, plan.run, options.max_batch)
         if self.crew is None:
             load_weights(self.llm, plan.layer_bytes)
-        started, failed = CpuUse.now(), int((self.states == FAILED).sum())
+        started, failed, compiling = CpuUse.now(), int((self.states == FAILED).sum()), list[float]()
         with (
+            compile_timer(compiling),
             stop_on_signal() as stop,
             Progress(
                 plan.tokens,
@@ -251,9 +253,8 @@ class Job:
         self.in_flight.stop() if stop.asked else self.in_flight.remove()
         generated, ended = self.progress.count, CpuUse.now()
         others = None if self.crew else ended.others_since(started)
-        return Work(
-            plan.seconds, ended.at_s - started.at_s, others, generated - self.tokens, plan.seconds_of(generated)
-        )
+        seconds, unfinished = ended.at_s - started.at_s - sum(compiling), generated - self.tokens
+        return Work(plan.seconds, seconds, others, unfinished, plan.seconds_of(generated), sum(compiling))
 
     def _resume(self, say: Callable[[str], None]) -> None:
         """Take over the answers of an earlier run of this job, or begin anew where that loses nothing. Raise InputError

@@ -23,13 +23,14 @@ def again(options: RunOptions) -> str:
 
 
 class Work(NamedTuple):
-    """What answering took."""
+    """What answering took, without compiling."""
 
     predicted_s: float | None
     seconds: float
     others_cpu_share: float | None  #: of the cores, used by other processes; None: not known
     unfinished_tokens: int  #: that were generated of answers that were not complete at the end
     predicted_of_these_s: float | None  #: for answers as long as those that came, whose lengths nobody knew
+    compiling_s: float = 0.0  #: of kernels for this processor, besides
 
 
 def parted(seconds: float, predicted_s: float | None) -> bool:
@@ -90,6 +91,9 @@ class Outcome(NamedTuple):
             unfinished = f" and {work.unfinished_tokens:,} of unfinished answers" if self.dropped else ""
             tokens = f"{counted(self.tokens, 'token')}{unfinished} in {duration(work.seconds)}"
             say(f"{tokens}: {self.tokens_per_s:.1f} tokens/s{predicted}; the whole command {duration(total_s)}")
+            if work.compiling_s:
+                took = duration(work.compiling_s)
+                say(f"compiled   kernels for this processor, {took} that these tokens/s leave out; they are kept")
             if work.others_cpu_share and work.others_cpu_share > MOST_OTHERS:
                 say(f"busy       others used {work.others_cpu_share:.0%} of the cores; predictions assume none")
             blamed = options.llm.hardware is None and not stopped
@@ -134,6 +138,7 @@ class Outcome(NamedTuple):
             "tokens_lost_before": self.lost,
             "seconds": work.seconds if work else 0.0,
             "tokens_per_s": self.tokens_per_s,
+            "compiling_s": work.compiling_s if work else 0.0,
             "predicted_s": work.predicted_s if work else None,
             "predicted_of_these_s": work.predicted_of_these_s if work else None,
             "profile_in_company": self.llm.hardware.company if self.llm.hardware else None,

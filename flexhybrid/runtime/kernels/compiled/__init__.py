@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import platform
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
@@ -26,6 +27,15 @@ def has_numba() -> bool:
 def converts_float16() -> bool:
     """Return whether this processor converts float16: elsewhere LLVM would call a library that is not there."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX") or platform.machine() in ("aarch64", "arm64")
+
+
+def compile_timer(seconds: list[float]) -> AbstractContextManager:
+    """Return a context that, where kernels were compiled in it, appends the seconds that this took."""
+    if not has_numba():
+        return nullcontext()
+    from numba.core.event import install_timer
+
+    return install_timer("numba:compile", seconds.append)
 
 
 def spread(run: Callable[[int, int], object], count: int, num_bytes: int, share: Share = map) -> None:
