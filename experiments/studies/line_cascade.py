@@ -16,7 +16,6 @@ import numpy as np
 
 from experiments import token_ids
 from experiments.bench.cascade import OPTIONS, Trial, evaluated
-from experiments.studies.bootstrap import Interval, mean_difference, ratio_of_means
 from experiments.training.code_lines import ANSWER_TOKENS, Request
 from experiments.training.digits import PICOJOULES
 from experiments.training.ngrams import BITS, NGramModel, NGrams
@@ -30,6 +29,7 @@ from flexhybrid.cascade.thresholds.search import SearchOptions, search
 from flexhybrid.cascade.thresholds.skips import Route
 from flexhybrid.core import work
 from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.jobs.accuracy.bootstrap import Interval, mean_difference, ratio_of_means
 
 NGRAMS = "ngrams"
 CHECKPOINTS_OF = {"qwen3-4m": shipped.QWEN3}

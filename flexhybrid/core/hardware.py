@@ -56,7 +56,7 @@ class Line:
     The house formula takes the larger of the two terms. Their sum is used instead. It is linear, so that one form
     serves regression, closed form and LPs, and it is nearer to what was measured: of 60 lines in five records of a CPU
     the two differ on 31, where samples that no fit saw lie 34.8 % from the sum and 38.0 % from the larger term; the sum
-    is nearer on 22 (``experiments.studies.task_costs``). Where one term dominates the two agree.
+    is nearer on 22. Where one term dominates the two agree.
     """
 
     overhead_s: float = 0.0
