@@ -1,11 +1,13 @@
 """The formats of input files: each is read as lines of bytes, a request a line. Importing this does not load torch."""
 
+import codecs
+import contextlib
 import csv
 import gzip
 import io
+import itertools
 import json
 import shlex
-import shutil
 import sys
 import tempfile
 import zlib
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from flexhybrid.core.errors import InputError, file_errors, unknown
+from flexhybrid.core.errors import InputError, check, file_errors, unknown
 from flexhybrid.core.files import load_json
 
 #: Format -> the endings of its files, which gzip may have packed (".jsonl.gz"); a dataset is a folder.
@@ -26,6 +28,9 @@ TABLES = ("csv", "parquet", "dataset")  #: have columns
 STDIN = Path("-")  #: stands for the standard input
 DATASET_STATE = "state.json"  #: of a folder written by ``save_to_disk`` of Hugging Face datasets
 MAX_LINE_BYTES = 1 << 24  #: longer lines are refused, so that a file without line ends is never read whole
+BLOCK_BYTES = 1 << 20  #: of an input that are read at once
+WIDE_ZEROS = 0.2  #: share of the bytes at even or odd places that are zero in UTF-16 or UTF-32, and never in UTF-8
+codecs.register_error("mark", lambda error: ("\udcff", getattr(error, "end", 0)))  # half a pair: no UTF-8 holds it
 
 Row = tuple[object, object]
 
@@ -39,9 +44,11 @@ class Columns:
 
     def places(self, path: Path, header: list[str]) -> tuple[int, int | None]:
         """Return the places of both in a header. Raise InputError, with the names of all, where one is missing."""
-        for name in (self.prompt, self.custom_id):
-            if name is not None and name not in header:
+        for name in (self.prompt,) if self.custom_id is None else (self.prompt, self.custom_id):
+            if name not in header:
                 raise unknown(f"column of {path}", name, header)
+            if header.count(name) > 1:
+                raise InputError(f"{path} has {header.count(name)} columns {name!r}: rename all of them but one")
         return header.index(self.prompt), None if self.custom_id is None else header.index(self.custom_id)
 
 
@@ -83,65 +90,99 @@ def format_of(path: Path, name: str = "auto") -> str:
     raise InputError(f"cannot tell the format of {path} from its ending: say --format {'|'.join(FORMATS)}")
 
 
-def open_lines(path: Path, file_format: str, columns: Columns | None = None) -> BinaryIO:
-    """Return the requests as lines: the file itself, or a temporary file with what it holds.
+def check_encoding(name: str) -> None:
+    """Raise InputError for the name of no encoding of text."""
+    try:
+        io.TextIOWrapper(io.BytesIO(), name)
+    except (LookupError, ValueError):
+        check("--encoding", name, False, "an encoding of text that Python knows, like utf-16, cp1252 or shift_jis")
+
+
+def encoding_of(path: Path, head: bytes) -> str | None:
+    """Return the encoding that a byte order mark names; None for UTF-8. Raise InputError for what the zeros of UTF-16
+    or UTF-32 show without a mark."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+        return "utf-32" if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)) else "utf-16"
+    even, odd = (2 * head[place::2].count(0) / max(len(head), 1) for place in (0, 1))
+    if max(even, odd) >= WIDE_ZEROS:
+        name = f"utf-{32 if min(even, odd) >= WIDE_ZEROS else 16}-{'le' if odd > even else 'be'}"
+        raise InputError(f"{path} seems to be {name.upper()}, without a byte order mark: give --encoding {name}")
+    return None
+
+
+def open_lines(path: Path, file_format: str, columns: Columns | None = None, encoding: str | None = None) -> BinaryIO:
+    """Return the requests as lines: the file itself, or a temporary file with what it holds. ``encoding``: of text, CSV
+    and JSON lines; None: UTF-8, or what a byte order mark names.
 
     The line of a table's row is its prompt as JSON, with an id column [id, prompt].
     """
+    if encoding is not None and file_format in ("parquet", "dataset"):
+        raise InputError(f"--encoding is of text, CSV and JSON lines; a {file_format} file needs none")
     if columns is None and file_format in TABLES:
-        header = header_of(path, file_format)
+        header = header_of(path, file_format, encoding)
         if file_format == "csv":
             check_commas(path, header)
         names = ", ".join(header) or "none"
         raise InputError(f"a {file_format} file needs --column; columns of {path}: {names}")
     if columns is not None and file_format not in TABLES:
         raise InputError(f"a {file_format} file has no --column")
+    if columns is None:
+        return _plain(path, encoding)
+    rows = _read(path, _rows(path, file_format, columns, encoding))
+    return _temporary(json.dumps(row if columns.custom_id else row[1]).encode() + b"\n" for row in rows)
+
+
+def _plain(path: Path, encoding: str | None) -> BinaryIO:
+    """Return a file in UTF-8 that can be read more than once: itself, or a copy. A byte that is not of ``encoding``
+    leaves a line that is not UTF-8."""
     with file_errors(f"read {path}"):
-        if columns is None:
-            return _plain(path)
-        lines = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
-        for custom_id, prompt in _rows(path, file_format, columns):
-            value = prompt if columns.custom_id is None else [custom_id, prompt]
-            lines.write(json.dumps(value).encode() + b"\n")
-        lines.flush()
-        return lines
+        if path == STDIN or path.suffix.lower() == ".gz":
+            with contextlib.nullcontext(sys.stdin.buffer) if path == STDIN else gzip.open(path) as source:
+                file = _temporary(_read(path, iter(lambda: source.read(BLOCK_BYTES), b"")))
+        elif path.exists() and not path.is_file():
+            raise InputError(f"cannot read {path}: it is not a regular file, and a run reads it more than once")
+        else:
+            file = open(path, "rb")  # noqa: SIM115 (the caller closes it)
+        encoding = encoding or encoding_of(path, file.read(BLOCK_BYTES))
+        file.seek(0)
+        if encoding is None:
+            return file
+        with io.TextIOWrapper(file, encoding, "mark", newline="") as text:
+            parts = _read(path, iter(lambda: text.read(BLOCK_BYTES), ""))
+            return _temporary(part.encode("utf-8", "surrogatepass") for part in parts)
 
 
-def _plain(path: Path) -> BinaryIO:
-    """Return a file that can be read more than once; packed ones and the standard input are copied."""
-    if path == STDIN:
-        return _copy(sys.stdin.buffer, path)
-    if path.exists() and not path.is_file():
-        raise InputError(f"cannot read {path}: it is not a regular file, and a run reads it more than once")
-    if path.suffix.lower() != ".gz":
-        return open(path, "rb")
-    with gzip.open(path) as packed:
-        return _copy(packed, path)
+def _read(path: Path, parts: Iterator) -> Iterator:
+    """Yield the parts of an input. Raise InputError where it cannot be read."""
+    with file_errors(f"read {path}"):
+        try:
+            yield from parts
+        except (EOFError, zlib.error) as error:
+            raise InputError(f"cannot read {path}: {error}") from None
 
 
-def _copy(source, path: Path) -> BinaryIO:
-    copy = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
-    try:
-        shutil.copyfileobj(source, copy, 1 << 20)
-    except (EOFError, zlib.error) as error:
-        raise InputError(f"cannot read {path}: {error}") from None
-    copy.seek(0)
-    return copy
+def _temporary(parts: Iterable[bytes]) -> BinaryIO:
+    """Return a file that is gone when it is closed."""
+    with file_errors("write a temporary file", "; TMPDIR names its folder"):
+        file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
+        file.writelines(parts)
+        file.seek(0)
+    return file
 
 
-def header_of(path: Path, file_format: str) -> list[str]:
+def header_of(path: Path, file_format: str, encoding: str | None = None) -> list[str]:
     """Return the names of a table's columns."""
     with file_errors(f"read {path}"):
         if file_format == "csv":
-            with _plain(path) as file, _csv_text(file) as text:
-                return next(csv.reader(text), [])
+            with _plain(path, encoding) as file, _csv_text(file) as text:
+                return _csv_header(path, csv.reader(text))
         return _read_arrow(path, lambda: _arrow_file(path, file_format)[0])
 
 
-def _rows(path: Path, file_format: str, columns: Columns) -> Iterator[Row]:
+def _rows(path: Path, file_format: str, columns: Columns, encoding: str | None) -> Iterator[Row]:
     """Yield (custom_id, prompt) of each row."""
     if file_format == "csv":
-        yield from _csv_rows(path, columns)
+        yield from _csv_rows(path, columns, encoding)
         return
     header, batches = _read_arrow(path, lambda: _arrow_file(path, file_format, columns))
     columns.places(path, header)
@@ -156,12 +197,31 @@ def _csv_text(file: BinaryIO) -> io.TextIOWrapper:
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
-def _csv_rows(path: Path, columns: Columns) -> Iterator[Row]:
+def _csv_header(path: Path, rows: Iterator[list[str]]) -> list[str]:
+    header = next(rows, [])
+    try:
+        "".join(header).encode()
+    except UnicodeEncodeError:
+        advice = "name the encoding, like --encoding cp1252 for Excel's"
+        raise InputError(f"the header of {path} is not UTF-8: {advice}") from None
+    return header
+
+
+def _short_lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
+    for number in itertools.count(1):
+        if len(line := text.readline(MAX_LINE_BYTES + 1)) > MAX_LINE_BYTES:
+            raise InputError(f"{path}, line {number} is longer than {MAX_LINE_BYTES} characters")
+        if not line:
+            return
+        yield line
+
+
+def _csv_rows(path: Path, columns: Columns, encoding: str | None) -> Iterator[Row]:
     csv.field_size_limit(MAX_LINE_BYTES)
-    with _plain(path) as file, _csv_text(file) as text:
-        rows = csv.reader(text, strict=True)  # else a quote that is never closed swallows the rows after it
+    with _plain(path, encoding) as file, _csv_text(file) as text:
+        rows = csv.reader(_short_lines(path, text), strict=True)  # else an open quote swallows the rows after it
         try:
-            header = next(rows, [])
+            header = _csv_header(path, rows)
             if columns.prompt not in header:
                 check_commas(path, header)
             places = columns.places(path, header)

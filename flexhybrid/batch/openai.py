@@ -137,7 +137,18 @@ def utf8(raw: bytes) -> str:
     try:
         return raw.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
-        raise Refused("invalid_utf8", f"the line is not UTF-8: {error.reason} at byte {error.start}") from None
+        message = f"the line is not UTF-8: {error.reason} at byte {error.start}; --encoding names another encoding"
+        raise Refused("invalid_utf8", message) from None
+
+
+def check_utf8(name: str, text: str) -> str:
+    """Return a text that UTF-8 can hold. Raise Refused for a byte of another encoding, and half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        message = f"the {name} is not UTF-8: --encoding names another encoding; or it holds half of a surrogate pair"
+        raise Refused("invalid_utf8", message, name) from None
+    return text
 
 
 def url_of(data: dict) -> str | None:
@@ -165,6 +176,7 @@ class Bodies:
         if not isinstance(custom_id, str) or not custom_id:
             message = f"custom_id is {shown(custom_id)}; it must be a text that is not empty"
             raise Refused("invalid_custom_id", message, "custom_id")
+        check_utf8("custom_id", custom_id)
         try:
             if data.get("method") != "POST":
                 alone = "" if "method" in data else ', unless the line is a body alone: {"prompt": …}'

@@ -13,6 +13,7 @@ from flexhybrid.batch.openai import (
     Draft,
     Refused,
     Request,
+    check_utf8,
     json_object,
     one_prompt,
     refusing,
@@ -83,6 +84,8 @@ class LineReader:
                 if self.rules.has_ids:
                     given, value = value
                     custom_id = _custom_id(given)
+                if isinstance(value, str):
+                    check_utf8("prompt", value)
                 url = CHAT if self.rules.chat.prompts else COMPLETIONS
                 prompt = self._chat(value) if self.rules.chat.prompts else _completion(value)
         except Refused as refused:
@@ -117,7 +120,7 @@ def _custom_id(value) -> str:
     if not text:
         message = f"the id column holds {shown(value)}; it must be a text that is not empty, or a whole number"
         raise Refused("invalid_custom_id", message, "custom_id")
-    return text
+    return check_utf8("custom_id", text)
 
 
 def _completion(value) -> str | list[int]:

@@ -29,7 +29,7 @@ class DiskError(InputError):
     exit_status = 1
 
 
-def file_error(doing: str, error: OSError | UnicodeDecodeError, advice: str = "") -> InputError:
+def file_error(doing: str, error: OSError | UnicodeError, advice: str = "") -> InputError:
     """The error (to be raised): "cannot write FILE: REASON", with advice."""
     number = getattr(error, "errno", None)
     text = f"cannot {doing}: {getattr(error, 'strerror', None) or error}{advice}"
@@ -51,10 +51,10 @@ class NotBuiltIn(InputError):
 
 @contextmanager
 def file_errors(doing: str, advice: str = "") -> Iterator[None]:
-    """Raise an OSError or UnicodeDecodeError of the block as InputError: "cannot write FILE: REASON", with advice."""
+    """Raise an OSError or UnicodeError of the block as InputError: "cannot write FILE: REASON", with advice."""
     try:
         yield
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeError) as error:
         raise file_error(doing, error, advice) from None
 
 

@@ -1,5 +1,6 @@
 """What a run reads and writes beside JSON lines: tables, datasets, packed files, chats of plain prompts, Parquet."""
 
+import codecs
 import gzip
 import io
 import json
@@ -13,7 +14,7 @@ import pytest
 
 from flexhybrid import LLM, InputError, cli, shipped
 from flexhybrid.batch import table as table_module
-from flexhybrid.batch.formats import Columns, open_lines
+from flexhybrid.batch.formats import Columns, format_of, open_lines
 from flexhybrid.core.errors import InputError as Wrong
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
@@ -118,6 +119,14 @@ def test_packed_lines_and_the_standard_input_are_read(asked, tmp_path, monkeypat
         ("in.jsonl", ["--chat-template", "broken.jinja"], "--chat-template broken.jinja, line 2: Expected"),
         ("in.jsonl", ["--chat"], "--chat is of text and tables"),
         ("in.jsonl", ["--chat-template", "none.jinja"], "cannot read none.jinja"),
+        (
+            "in.jsonl",
+            ["--encoding", "base64"],
+            "--encoding is 'base64'; it must be an encoding of text that Python knows",
+        ),
+        ("in.parquet", ["--column", "q", "--encoding", "cp1252"], "a parquet file needs none"),
+        ("latin.csv", ["--column", "ü"], "the header of {} is not UTF-8: name the encoding, like --encoding cp1252"),
+        ("long.csv", ["--column", "q"], "{}, line 2 is longer than 16777216 characters"),
     ],
 )
 def test_what_cannot_be_read_is_told_with_what_can(asked, tmp_path, monkeypatch, capsys, name, arguments, said):
@@ -129,11 +138,83 @@ def test_what_cannot_be_read_is_told_with_what_can(asked, tmp_path, monkeypatch,
     (tmp_path / "tabs.csv").write_text("n\tq\n1\timport os\n")
     (tmp_path / "broken.jinja").write_text("{{ bos_token }}\n{{ }}")
     (tmp_path / "in.jsonl").write_text("{}")
+    (tmp_path / "latin.csv").write_bytes(b"n,\xfc\n1,import\n")
+    (tmp_path / "long.csv").write_bytes(b"n,q\n1," + bytes([120]) * (1 << 24) + b"\n")
     (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(b"x" * 5000)[:-12])
     capsys.readouterr()
     assert run(tmp_path / name, tmp_path / "out.jsonl", *arguments) == 2
     error = capsys.readouterr().err
     assert said.format(tmp_path / name) in error and error.count("\n") == 1 and not asked
+
+
+TEXT = "n,q\nMüller,Café?\nb,“ü”\n"
+
+
+@pytest.mark.parametrize(
+    "encoding, mark, named",
+    [("utf-16-le", codecs.BOM_UTF16_LE, None), ("utf-16-be", codecs.BOM_UTF16_BE, None), ("utf-8", b"", "utf_8")]
+    + [("utf-32-le", codecs.BOM_UTF32_LE, None), ("utf-32-be", codecs.BOM_UTF32_BE, None), ("utf-8", b"", None)]
+    + [("utf-16-le", codecs.BOM_UTF16_LE, "utf-16-le"), ("cp1252", b"", "cp1252"), ("utf-8", codecs.BOM_UTF8, None)],
+)
+def test_text_of_any_encoding_is_the_same_text(tmp_path, encoding, mark, named):
+    """Python's own codecs say what the bytes mean; packed or not."""
+    lines = [{"custom_id": "Müller", "prompt": "Café?"}, {"custom_id": "b", "prompt": "“ü”"}]
+    jsonl = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines)
+    for ending, text, columns in (("csv", TEXT, Columns("q", "n")), ("txt", TEXT, None), ("jsonl", jsonl, None)):
+        for path in (tmp_path / f"in.{ending}", tmp_path / f"in.{ending}.gz"):
+            data = mark + text.encode(encoding)
+            path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+            with open_lines(path, format_of(path), columns, named) as opened:
+                read_again = opened.read().removeprefix(codecs.BOM_UTF8)
+            if columns:
+                assert [json.loads(raw) for raw in read_again.splitlines()] == [["Müller", "Café?"], ["b", "“ü”"]]
+            else:
+                assert read_again == text.encode()
+            if encoding.startswith("utf-") and encoding != "utf-8":
+                path.write_bytes(gzip.compress(data[len(mark) :]) if path.suffix == ".gz" else data[len(mark) :])
+                with pytest.raises(InputError, match=f"without a byte order mark: give --encoding {encoding}$"):
+                    open_lines(path, format_of(path), columns)
+
+
+def test_bytes_of_another_encoding_reach_no_id_and_no_prompt(asked, tmp_path):
+    (tmp_path / "in.csv").write_bytes(TEXT.encode("cp1252") + b"c,plain\n")
+    (tmp_path / "in.txt").write_bytes("é\nplain\n".encode("cp1252"))
+    (tmp_path / "in.jsonl").write_bytes(
+        b'{"custom_id": "\\ud800", "prompt": "x"}\n{"custom_id": "c", "prompt": "plain"}\n'
+    )
+    (tmp_path / "undefined.csv").write_bytes(b"n,q\na,\x81\nc,plain\n")  # cp1252 has no such byte
+    columns = ("--column", "q", "--id-column", "n")
+    cases = {"in.csv": (columns, ["b", None, "c"]), "in.txt": ((), ["line-1", "line-2"]), "in.jsonl": ((), [None, "c"])}
+    cases["undefined.csv"] = (*columns, "--encoding", "cp1252"), ["a", "c"]
+    for name, (more, ids) in cases.items():
+        out = tmp_path / f"{name}.out"
+        assert run(tmp_path / name, out, *more) == 0
+        rows = [json.loads(raw.decode()) for raw in out.read_bytes().splitlines()]
+        assert sorted(map(str, (row["custom_id"] for row in rows))) == sorted(map(str, ids)), name
+        codes = [row["response"]["body"].get("error", {}).get("code") for row in rows]
+        assert codes == ["invalid_utf8"] * (len(ids) - 1) + [None] and asked.pop() == "</s>plain" and not asked
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet", "dataset"])
+def test_a_column_named_twice_is_refused_where_it_is_used(tmp_path, form):
+    import pyarrow as pa
+    from pyarrow import ipc, parquet
+
+    table, path = pa.table([["a"], ["import"], ["x"], ["y"]], ["n", "q", "z", "z"]), tmp_path / f"in.{form}"
+    if form == "parquet":
+        parquet.write_table(table, path)
+    elif form == "csv":
+        path.write_bytes(codecs.BOM_UTF8 + b"n,q,z,z\na,import,x,y\n")
+    else:
+        path.mkdir()
+        with ipc.new_stream(path / "data.arrow", table.schema) as writer:
+            writer.write(table)
+        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    with open_lines(path, form, Columns("q", "n")) as lines:
+        assert json.loads(lines.read()) == ["a", "import"]
+    for columns in (Columns("z"), Columns("q", "z")):
+        with pytest.raises(InputError, match="has 2 columns 'z': rename all of them but one"):
+            open_lines(path, form, columns)
 
 
 def test_the_advice_for_semicolons_makes_a_file_that_is_read(asked, tmp_path, monkeypatch, capsys):

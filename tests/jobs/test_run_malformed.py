@@ -160,12 +160,12 @@ def test_any_file_is_read_or_refused_with_a_sentence(form, text_llm, tmp_path_fa
             lines = open_lines(path, form, Columns("q") if form in ("csv", "parquet") else None)
         except InputError as error:
             assert "\n" not in str(error)
-            seen["refused"] += 1
+            seen["refused"] += form in ("csv", "parquet") or "--encoding" not in str(error)
             return
         with lines:
             census = take_census(lines, read_one, text_llm.shape.max_context)
         seen["read"] += 1
-        if form in ("jsonl", "text"):
+        if form in ("jsonl", "text") and not data.startswith((b"\xff\xfe", b"\xfe\xff", b"\0\0")):
             assert census.offsets[-1] == len(data)
             assert census.num_lines == data.count(b"\n") + (data[-1:] not in (b"", b"\n"))
         assert (census.prompt_tokens + census.max_tokens <= text_llm.shape.max_context).all()

@@ -47,6 +47,9 @@ def add_run(commands, common: Callable) -> None:
     )
     parser.add_argument("--errors", type=Path, help="file of the lines that were refused (the output)")
     parser.add_argument("--format", choices=("auto", "jsonl", "text", "csv", "parquet", "dataset"), default="auto")
+    parser.add_argument(
+        "--encoding", metavar="NAME", help="of text, CSV and JSON lines, like cp1252 (UTF-8, or by BOM)"
+    )
     parser.add_argument("--column", help="column of the prompts, of CSV, Parquet and a dataset")
     parser.add_argument("--id-column", help="column of the custom_ids there (line-1, line-2, …)")
     parser.add_argument("--chat", action="store_true", help="send prompts of text and tables as messages of a user")

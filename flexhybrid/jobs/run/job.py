@@ -84,7 +84,8 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
 
     with _hint(advice), contextlib.ExitStack() as stack:
         state = file_state(options.input)
-        lines = stack.enter_context(contextlib.closing(open_lines(options.input, file_format, options.columns)))
+        opened = open_lines(options.input, file_format, options.columns, options.encoding)
+        lines = stack.enter_context(contextlib.closing(opened))
         files = {path: open_answers(stack, path, options.output) for path in (options.output, options.errors) if path}
         remove_partial_files(options)
         crew = None

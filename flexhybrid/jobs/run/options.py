@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from flexhybrid.arguments import LLMArguments
-from flexhybrid.batch.formats import STDIN, ChatRules, Columns, format_of
+from flexhybrid.batch.formats import STDIN, ChatRules, Columns, check_encoding, format_of
 from flexhybrid.core.errors import InputError, check, file_errors
 from flexhybrid.core.files import check_new_file, parse_json
 from flexhybrid.core.policy import Policy
@@ -22,6 +22,7 @@ class RunOptions:
     llm: LLMArguments
     errors: Path | None = None  #: file of the lines that were refused; None: ``output``
     format: str = "auto"
+    encoding: str | None = None  #: of text, CSV and JSON lines; None: UTF-8, or what a byte order mark names
     column: str | None = None  #: of a table's prompts
     id_column: str | None = None  #: of a table's custom_ids
     chat: bool = False  #: whether prompts of texts and tables are messages of a user
@@ -84,6 +85,8 @@ def check_options(options: RunOptions) -> None:
     check("--max-batch", options.max_batch, options.max_batch is None or options.max_batch >= 1, "at least 1")
     mean = options.answer_tokens
     check("--answer-tokens", mean, mean is None or mean >= 1, "at least 1")
+    if options.encoding is not None:
+        check_encoding(options.encoding)
     check("--seed", options.seed, options.seed >= 0, "at least 0")
     if options.engine == "local" and options.actors is not None:
         raise InputError("--actors is of --engine ray; the local engine is one executor")
