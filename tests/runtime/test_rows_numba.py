@@ -282,3 +282,48 @@ def test_a_run_gives_the_same_tokens_without_numba(tiny, name, pool):
     with without_numba():
         run()
     assert answers[0] == answers[1]
+
+
+@converts
+@pytest.mark.parametrize("kernel", ["quantize", "dequantize"])
+def test_packing_refuses_what_it_would_leave_its_memory_with(kernel):
+    rows, packed = torch.zeros(3, 128), torch.zeros(3, packed_bytes(128, 4), dtype=torch.uint8)
+
+    def run(rows, packed):
+        if kernel == "quantize":
+            kernels.quantize(rows, 4, packed, 64, LIMIT)
+        else:
+            kernels.dequantize(packed, 4, rows, 64)
+
+    run(rows, packed)
+    wide = torch.zeros(3, 256)[:, ::2]
+    for wrong in (rows.double(), rows.int(), wide, rows.to("meta")):
+        with pytest.raises(ValueError, match=f"{kernel}: (rows|packed): "):
+            run(wrong, packed)
+    for wrong in (packed[:2], packed[:, :-1], packed.char(), packed.float(), packed.repeat(1, 2)[:, ::2], packed[0]):
+        with pytest.raises(ValueError, match=f"{kernel}: packed: "):
+            run(rows, wrong)
+    with pytest.raises(ValueError, match="cannot be quantised"):
+        run(torch.zeros(3, 100), packed)
+
+
+@pytest.mark.parametrize("which", ["target", "source"])
+def test_copies_refuse_what_they_would_leave_their_memory_with(which):
+    def run(pieces=None, **changed):
+        ends = {name: kernels.Rows(torch.zeros(5, 4), 16, np.arange(3)) for name in ("target", "source")}
+        ends[which] = ends[which]._replace(**changed)
+        kernels.copy_rows(3, ends["target"], ends["source"], pieces or kernels.Pieces(16))
+
+    run()
+    for places in (np.arange(2), np.arange(4), np.zeros(0, np.int64), np.arange(3.0)):
+        with pytest.raises(ValueError, match=f"copy_places: {which}: "):
+            run(places=places)
+    for memory in (torch.zeros(5, 4, dtype=torch.float16), torch.zeros(5, 4, device="meta"), torch.zeros(100, 0)):
+        with pytest.raises(ValueError, match="copy_places: (target|source): "):
+            run(memory=memory)
+    for places in (np.array([0, -1, 2]), np.array([0, 5, 1])):
+        with pytest.raises(IndexError, match="1 of 3 rows"):
+            run(places=places)
+    for pieces in (kernels.Pieces(0), kernels.Pieces(-4), kernels.Pieces(16, 0), kernels.Pieces(8, 2, -8, 8)):
+        with pytest.raises(ValueError, match="copy_places: pieces: "):
+            run(pieces)

@@ -30,6 +30,7 @@ import triton.language as tl
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.memory import PARTIAL_ROWS
 from flexhybrid.runtime.kernels.attention import Extent, ScoreRule, Weighed, attend_and_weigh
+from flexhybrid.runtime.kernels.compiled import demand
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Tensors that hold the blocks of a step: pools of the device, a loaded slot, recomputed rows, unpacked ones, projected
@@ -58,6 +59,7 @@ class Table(NamedTuple):
     groups: int  #: key heads
     most: int  #: blocks of the request that has the most
     parts: tuple[int, ...]  #: of each memory the first extent in it
+    reach: tuple[int, ...] = ()  #: of each memory the most of ``Extent.reach``
 
 
 def table_of(
@@ -87,7 +89,9 @@ def table_of(
     batch, total = len(counts), int(counts.sum())
     starts, of_places, of_kinds = to_device(np.concatenate(rows).astype(np.int64)).split((batch + 1, total, total))
     parts = tuple(names.index(name) for name in order)
-    return Table(starts, of_places, of_kinds, groups, int(counts.max()), parts)
+    ends = [(name, extent.reach("attend", groups)) for name, extent in zip(names, extents, strict=True)]
+    reach = tuple(max(end for of, end in ends if of == name) for name in order)
+    return Table(starts, of_places, of_kinds, groups, int(counts.max()), parts, reach)
 
 
 def attend(
@@ -158,6 +162,10 @@ def launch(
     """Enqueue the kernels. ``given``: [B, H, d] and, where they are asked for, [B, H]; ``partial``: float32
     [B · H, parts, d + 2], weighted values, the highest score and the sum of weights."""
     (batch, heads, d), (target, sums) = query.shape, given
+    alike = all(of.dtype == query.dtype and of.is_contiguous() and of.device == query.device for of in memories)
+    fits = all(map(lambda of, last: of.numel() >= last + d, memories, table.reach))
+    asks = batch < len(table.starts) and heads % table.groups == 0
+    demand("attend", query=asks, memories=alike and fits, target=target.is_contiguous())
     queries, width = heads // table.groups, triton.next_power_of_2(d)
     sizes, options = tile_sizes(queries, width, query.itemsize)
     sinks = {"sinks": target if rule.sinks_H is None else rule.sinks_H, "SINKS": rule.sinks_H is not None}

@@ -20,7 +20,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.schedule.steps import BlockRun
 from flexhybrid.core.work import PREFILL_QUERIES
 from flexhybrid.runtime.buffers import run_view
-from flexhybrid.runtime.kernels.compiled import Share
+from flexhybrid.runtime.kernels.compiled import Share, demand
 
 #: What attention gives [B, G, Q, d], and the logarithm of the sum that it was divided by [B, G, Q]; in float32.
 Weighed = tuple[torch.Tensor, torch.Tensor]
@@ -62,6 +62,21 @@ class Extent(NamedTuple):
     head_stride: int  #: from a head's keys to the next head's
     values: int  #: from a token's keys to its values
     hidden: np.ndarray | None = None  #: [B, n] the first tokens of each block that do not count, 0 to 16; None: none
+
+    def reach(self, kernel: str, groups: int) -> int:
+        """Return where in its memory the last head begins that a kernel may read; -1: it reads none."""
+        blocks, tokens, hidden = self.blocks, self.tokens, self.hidden
+        most = int(tokens.max(initial=0))
+        demand(
+            kernel,
+            blocks=blocks.dtype == np.int64 and blocks.min(initial=0) >= 0,
+            tokens=tokens.dtype == np.int64 and tokens.min(initial=0) >= 0 and most <= blocks.shape[-1] * BLOCK_TOKENS,
+            hidden=hidden is None or hidden.min(initial=0) >= 0 and hidden.max(initial=0) <= BLOCK_TOKENS,
+            shapes=blocks.shape[:-1] == tokens.shape and (hidden is None or hidden.shape == blocks.shape),
+            strides=min(self.token_stride, self.head_stride, self.values) >= 0,
+        )
+        last = (BLOCK_TOKENS - 1) * self.token_stride + (groups - 1) * self.head_stride + self.values
+        return int(blocks.max()) + last if most else -1
 
 
 def split_heads(shape: ModelShape, kvq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

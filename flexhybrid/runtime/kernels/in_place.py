@@ -17,7 +17,7 @@ import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.runtime.kernels.attention import Extent, Weighed
-from flexhybrid.runtime.kernels.compiled import Share
+from flexhybrid.runtime.kernels.compiled import Share, demand
 from flexhybrid.runtime.kernels.compiled.attention import KINDS, LANES, attend_items
 
 #: Products of elements of queries and keys, below which one thread does it all. To hand ranges over takes some 90 us;
@@ -34,12 +34,14 @@ class Layout(NamedTuple):
     #: [parts, 5] int64: of an extent its first place in ``blocks``, the places of a request, and its three strides
     strides: np.ndarray
     bounds: list[int]  #: of the ranges of items that threads take
+    groups: int
+    reach: list[int]  #: ``Extent.reach`` of each part
 
 
 def layout_of(extents: Sequence[Extent], groups: int, num_threads: int, width: int = 0) -> Layout:
     """Return the layout of contexts that have a part in each extent, for ``num_threads`` threads; ``width``: elements
     of the queries of a key head, where there are several threads."""
-    first, strides = 0, []
+    first, strides, reach = 0, [], [extent.reach("attend_items", groups) for extent in extents]
     for extent in extents:
         strides.append((first, extent.blocks.shape[1], extent.token_stride, extent.head_stride, extent.values))
         first += extent.blocks.size
@@ -49,7 +51,8 @@ def layout_of(extents: Sequence[Extent], groups: int, num_threads: int, width: i
     for extent, (begin, *_) in zip(extents, strides, strict=True):
         if extent.hidden is not None:
             blocks[1, begin : begin + extent.hidden.size] = extent.hidden.ravel()
-    return Layout(tokens, blocks, np.array(strides, np.int64), bounds_of(tokens.sum(0), groups, num_threads, width))
+    bounds = bounds_of(tokens.sum(0), groups, num_threads, width)
+    return Layout(tokens, blocks, np.array(strides, np.int64), bounds, groups, reach)
 
 
 def attend(
@@ -67,7 +70,14 @@ def attend_and_sum(
     q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], layout: Layout, share: Share, scaling: float | None = None
 ) -> Weighed:
     """Attend as ``attend`` does; return float32 [B, G, r, d], and the logarithm of what it was divided by [B, G, r]."""
-    (batch, heads, d), groups = q_BHd.shape, layout.bounds[-1] // len(q_BHd)
+    (batch, heads, d), groups = q_BHd.shape, layout.groups
+    asks = batch == layout.tokens.shape[1] and not heads % groups and q_BHd.is_cpu and q_BHd.dtype in KINDS
+    kind, alike = memories[0].dtype, len(memories) == len(layout.reach)
+    for memory, last in zip(memories, layout.reach, strict=False):
+        alike = alike and memory.dtype == kind and memory.is_cpu and memory.is_contiguous()
+        alike = alike and memory.numel() >= last + d
+    shared = min(layout.bounds) == 0 and max(layout.bounds) == batch * groups
+    demand("attend_items", query=asks, memories=alike and kind in KINDS, bounds=shared)
     query = q_BHd if q_BHd.stride()[1:] == (d, 1) else q_BHd.contiguous()
     attended = torch.empty(batch, groups, heads // groups, d, dtype=torch.float32)
     sums = torch.empty(attended.shape[:3], dtype=torch.float32)

@@ -48,7 +48,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import PACKING_ELEMENTS
 from flexhybrid.core.policy import BITS, GROUP_ELEMENTS
 from flexhybrid.runtime.kernels import compiled
-from flexhybrid.runtime.kernels.compiled import Share
+from flexhybrid.runtime.kernels.compiled import Share, demand
 
 #: Largest magnitude that is kept. LIMIT * (1 + 2**-10) <= 65504, the largest float16: the scale has room to round.
 LIMIT = 65440.0
@@ -130,6 +130,13 @@ def dequantize(
     else:
         _dequantize(packed, bits, out, group)
     return out
+
+
+def check_packed(kernel: str, rows: torch.Tensor, packed: torch.Tensor, size: int) -> None:
+    """Raise ValueError unless these are rows that a kernel packs or unpacks, and packed ones of ``size`` bytes."""
+    typed, fits = packed.dtype == torch.uint8, packed.shape == (*rows.shape[:-1], size)
+    whole = rows.stride(-1) == 1 and rows.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    demand(kernel, rows=whole, packed=typed and fits and packed.stride(-1) == 1 and packed.device == rows.device)
 
 
 def _quantize(rows: torch.Tensor, bits: int, out: torch.Tensor, group: int = GROUP_ELEMENTS) -> None:

@@ -31,6 +31,8 @@ import torch
 import triton
 import triton.language as tl
 
+from flexhybrid.runtime.kernels.quantize import check_packed, packed_bytes
+
 TINY = tl.constexpr(2.0**-126)  #: float32's smallest normal number, as in plain torch
 UNITS, UNIT_ELEMENTS = 32, 32
 ALIGNED_BYTES = tl.constexpr(16)
@@ -42,12 +44,14 @@ POINTERS = ("values", "codes", "parameters")
 
 def quantize(rows: torch.Tensor, bits: int, out: torch.Tensor, group: int, limit: float) -> None:
     """Pack rows [..., n] to ``out`` [..., packed_bytes(n, bits, group)]; both are contiguous along the last axis."""
+    check_packed("quantize", rows, out, packed_bytes(rows.shape[-1], bits, group))
     for values, packed in _evenly_spaced(rows, out):
         _launch(_quantize_kernel, values, packed, bits, group, LIMIT=limit)
 
 
 def dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor, group: int) -> None:
     """Unpack to ``out`` [..., n]."""
+    check_packed("dequantize", out, packed, packed_bytes(out.shape[-1], bits, group))
     for values, its_packed in _evenly_spaced(out, packed):
         _launch(_dequantize_kernel, values, its_packed, bits, group)
 

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from flexhybrid.core.policy import GROUP_ELEMENTS
-from flexhybrid.runtime.kernels.compiled import Share, spread
+from flexhybrid.runtime.kernels.compiled import Share, demand, spread
 from flexhybrid.runtime.kernels.compiled.rows import IN_ORDER, KINDS, copy_places, pack, unpack
+from flexhybrid.runtime.kernels.quantize import check_packed, packed_bytes
 
 
 class Rows(NamedTuple):
@@ -34,6 +35,7 @@ class Pieces(NamedTuple):
 
 def quantize(rows: torch.Tensor, bits: int, out: torch.Tensor, group: int, limit: float, share: Share = map) -> None:
     """Pack rows [..., n] to ``out`` [..., packed_bytes(n, bits, group)]; both are contiguous along the last axis."""
+    check_packed("quantize", rows, out, packed_bytes(rows.shape[-1], bits, group))
     addresses, sizes = (_addresses(rows), _addresses(out)), (rows.shape[-1], group, bits)
     kind, extreme = KINDS[rows.dtype], np.float32(limit)
     spread(
@@ -46,6 +48,7 @@ def quantize(rows: torch.Tensor, bits: int, out: torch.Tensor, group: int, limit
 
 def dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor, group: int, share: Share = map) -> None:
     """Unpack to ``out`` [..., n]."""
+    check_packed("dequantize", out, packed, packed_bytes(out.shape[-1], bits, group))
     addresses, sizes = (_addresses(packed), _addresses(out)), (out.shape[-1], group, bits)
     kind = KINDS[out.dtype]
     spread(
@@ -59,6 +62,14 @@ def dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor, group: int, s
 def copy_rows(count: int, target: Rows, source: Rows, pieces: Pieces, share: Share = map) -> None:
     """Copy ``count`` rows between two memories. Raises IndexError where some lie outside of theirs; these are left."""
     ends, outside = [], []
+
+    def fits(rows: Rows) -> bool:
+        inside = rows.places is None or rows.places.dtype.kind in "iu" and rows.places.size == count
+        alike = rows.memory.is_cpu and rows.memory.dtype == source.memory.dtype
+        return inside and alike and (rows.memory.numel() > 0 or not count)
+
+    positive = min(pieces.num_bytes, pieces.count) > 0 and min(pieces) >= 0
+    demand("copy_places", target=fits(target), source=fits(source), pieces=positive)
     for (memory, unit, places), step in ((target, pieces.target_step), (source, pieces.source_step)):
         last = sum((size - 1) * stride for size, stride in zip(memory.shape, memory.stride(), strict=True))
         behind = (last + 1) * memory.itemsize - (pieces.count - 1) * step - pieces.num_bytes
@@ -82,7 +93,7 @@ def compile_for(dtype: torch.dtype) -> None:
     packed = torch.zeros(1, GROUP_ELEMENTS + 4, dtype=torch.uint8)
     quantize(row, 8, packed, GROUP_ELEMENTS, 1.0)
     dequantize(packed, 8, row, GROUP_ELEMENTS)
-    copy_rows(1, Rows(packed, 1), Rows(row, 1), Pieces(1))
+    copy_rows(1, Rows(row, 1), Rows(row, 1), Pieces(1))
 
 
 def _addresses(tensor: torch.Tensor) -> np.ndarray:

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from flexhybrid.runtime.kernels.compiled import demand
+
 ELEMENTS = 1024  #: of gated rows, a program
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
@@ -26,6 +28,8 @@ def norm(
     n, normed = rows_Rn.shape[1], torch.empty_like(rows_Rn, memory_format=torch.contiguous_format)
     added = rows_Rn if added_Rn is None else added_Rn
     summed = rows_Rn if added_Rn is None else torch.empty_like(normed)
+    alike = added.shape == rows_Rn.shape and added.dtype == rows_Rn.dtype and added.stride(1) == 1
+    demand("norm", rows=rows_Rn.stride(1) == 1, added=alike, weight=weight.shape == (n,) and weight.is_contiguous())
     width = triton.next_power_of_2(n)
     warps = min(16, max(1, width // 512))
     with torch.cuda.device_of(rows_Rn):
@@ -54,6 +58,9 @@ def rotate_(
     cos_Rd, sin_Rd = rotation
     (first, count), (other, others) = (*spans, (0, 0))[:2]
     d, heads = cos_Rd.shape[1], triton.next_power_of_2(count + others)
+    inside = all(first >= 0 and first + count * d <= rows.shape[1] for first, count in spans)
+    turns = all(len(of) >= len(rows) and of.shape[1] == d and of.stride(1) == 1 for of in rotation)
+    demand("rotate", rows=rows.stride(1) == 1, spans=inside, rotation=turns)
     with torch.cuda.device_of(rows):
         _rotate_kernel[(len(rows),)](
             rows,
@@ -75,6 +82,8 @@ def rotate_(
 
 def gate_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Put silu(gate) · up in place of the gate, and return it; both are contiguous."""
+    alike = up.shape == gate.shape and up.dtype == gate.dtype and up.is_contiguous()
+    demand("gate", gate=gate.is_contiguous(), up=alike)
     with torch.cuda.device_of(gate):
         _gate_kernel[(triton.cdiv(gate.numel(), ELEMENTS),)](gate, up, gate.numel(), ELEMENTS=ELEMENTS, **OPTIONS)
     return gate

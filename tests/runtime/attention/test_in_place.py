@@ -13,6 +13,7 @@ from toy_machine import machine
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.llm import LLM
+from flexhybrid.runtime.kernels.attention import Extent
 from flexhybrid.runtime.threads import torch_threads
 from flexhybrid.runtime.verbs.attending_in_place import attend_blocks_in_place
 from flexhybrid.sampling_params import SamplingParams
@@ -125,3 +126,63 @@ def test_it_gives_the_tokens_of_assembled_contexts(tiny, name, monkeypatch, tmp_
             outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
         answers.append([output.outputs[0].token_ids for output in outputs if output])
     assert answers[0] == answers[1]
+
+
+def wrong(array, at, value):
+    changed = array.copy()
+    changed[at] = value
+    return changed
+
+
+#: {argument: what it is replaced by}, each of which would let the kernel leave its memory or take it for another type.
+WRONG: dict[str, list[dict[str, Any]]] = {
+    "blocks": [{"blocks": lambda x: wrong(x, (0, 0), -1)}, {"blocks": lambda x: x.astype(float)}],
+    "tokens": [
+        {"tokens": lambda x: wrong(x, 1, -1)},
+        {"tokens": lambda x: wrong(x, 0, 33)},
+        {"tokens": lambda x: x.astype(np.float32)},
+    ],
+    "hidden": [{"hidden": lambda x: np.full((2, 2), 17)}, {"hidden": lambda x: np.full((2, 2), -1)}],
+    "shapes": [{"tokens": lambda x: x[:1]}, {"hidden": lambda x: np.zeros((2, 1), int)}],
+    "strides": [{"token_stride": lambda x: -x}, {"head_stride": lambda x: -x}, {"values": lambda x: -1}],
+    "query": [
+        {"query": lambda x: x[:1]},
+        {"query": torch.Tensor.double},
+        {"query": torch.Tensor.long},
+        {"query": lambda x: x[:, :3]},
+        {"query": lambda x: x.to("meta")},
+    ],
+    "memories": [
+        {"memories": lambda x: [x[0][:-1]]},
+        {"memories": lambda x: [x[0].double()]},
+        {"memories": lambda x: [x[0].half()[:2]]},
+        {"memories": lambda x: [x[0].transpose(1, 2)]},
+        {"memories": lambda x: [*x, *x]},
+        {"memories": lambda x: [x[0].to("meta")]},
+        {"blocks": lambda x: wrong(x, (1, 1), x.max() + 1)},
+        {"head_stride": lambda x: x + 1},
+        {"values": lambda x: x * 2},
+    ],
+    "bounds": [{"bounds": lambda x: [0, 5]}, {"bounds": lambda x: [-1, 4]}, {"bounds": lambda x: [0, 3]}],
+}
+
+
+@pytest.mark.parametrize("argument", WRONG)
+def test_no_kernel_gets_what_it_would_leave_its_memory_with(argument):
+    groups, d = 2, 8
+    pool = torch.zeros(3, 2, groups, BLOCK_TOKENS, d)
+    blocks = np.array([[0, 1], [1, 2]]) * (2 * groups * BLOCK_TOKENS * d)
+    right = {"blocks": blocks, "tokens": np.array([17, 32]), "token_stride": d, "head_stride": BLOCK_TOKENS * d}
+    right |= {"values": groups * BLOCK_TOKENS * d, "hidden": None}
+    right |= {"query": torch.ones(2, 4, d), "memories": [pool], "bounds": [0, 4]}
+
+    def attend(given):
+        extent = Extent(**{name: given[name] for name in Extent._fields})
+        layout = in_place.layout_of([extent], groups, 1)._replace(bounds=given["bounds"])
+        return in_place.attend(given["query"], given["memories"], layout, map)
+
+    assert (attend(right) == 0).all()
+    for change in WRONG[argument]:
+        ((name, made),) = change.items()
+        with pytest.raises(ValueError, match=f"attend_items: {argument}: "):
+            attend(right | {name: made(right[name])})

@@ -38,6 +38,13 @@ def compile_timer(seconds: list[float]) -> AbstractContextManager:
     return install_timer("numba:compile", seconds.append)
 
 
+def demand(kernel: str, **holds: bool) -> None:
+    """Raise ValueError where a kernel's argument is not as it must be: the kernel would use memory of others."""
+    for argument, right in holds.items():
+        if not right:
+            raise ValueError(f"{kernel}: {argument}: a wrong dtype, shape or stride, or an index outside of its memory")
+
+
 def spread(run: Callable[[int, int], object], count: int, num_bytes: int, share: Share = map) -> None:
     """Call ``run(first, end)`` on ranges of ``count`` rows, of ``num_bytes`` read and written together: on as many
     threads as torch computes with in the calling thread. That takes the first range; ``share`` deals out the others."""
