@@ -89,6 +89,14 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines)[:120]}"
 
 
+PACKED = [
+    "Of every type, weights in float32, bfloat16, float16 or float64 are read. Packed weights (MXFP4, FP8, GPTQ, AWQ,",
+    "bitsandbytes, GGUF, …) are refused by name, with their stored bytes, by `run`, `simulate`, `search` and `doctor`.",
+    "Published checkpoints of gpt_oss (20b, 120b: MXFP4) and of deepseek_v3 (V3, R1: FP8) are packed; their bfloat16",
+    "copies run. DeepSeek-V2 and V2-Lite are published in bfloat16 and run as they are.",
+]
+
+
 def table(made: list[Row]) -> str:
     """Return docs/models.md."""
     import transformers
@@ -107,6 +115,8 @@ def table(made: list[Row]) -> str:
         "",
         f"Windows were shorter than the prompts. {', '.join(FAMILIES)} run on files of their own otherwise; here "
         "they ran through transformers' layers.",
+        "",
+        *PACKED,
         "",
         "## Exact",
         "",

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from flexhybrid.core.errors import InputError, check, file_errors, is_integer, shown
+from flexhybrid.core.errors import SHOWN, InputError, check, file_errors, is_integer, shown
 from flexhybrid.core.files import load_json
 
 GIVE_PLAIN = "Packed weights are not read: give a plain checkpoint, in float32, bfloat16 or float16"
@@ -22,11 +22,8 @@ FIELDS = ("quantization_config", "compression_config")
 #: Files beside config.json that say it -> the method, where they name none.
 FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 #: What methods call their variant, the bits of an element, the elements that share a scale, and modules left plain.
-VARIANTS, BITS, GROUPS = (
-    ("quant_algo", "format", "weights"),
-    ("bits", "num_bits", "w_bit", "nbits"),
-    ("group_size", "q_group_size"),
-)
+VARIANTS = ("quant_algo", "format", "weights")
+BITS, GROUPS = ("bits", "num_bits", "w_bit", "nbits"), ("group_size", "q_group_size")
 KEPT = ("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers", "llm_int8_skip_modules")
 #: Words in a format's name -> bits of an element with its share of a scale.
 FIXED_BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "fp8": 8.0, "float8": 8.0, "int8": 8.0, "float-quantized": 8.0}
@@ -109,12 +106,13 @@ def _format(settings: dict, where: str) -> PackedFormat | None:
     variant = next((text for key in VARIANTS if isinstance(text := said.get(key), str)), "").lower()
     if (method == "modelopt" and not variant) or (method == "bitsandbytes" and not loaded):
         return None  # the cache alone is packed, or nothing
-    bits, size = (next((said[n] for n in names if is_integer(said.get(n))), 0) for names in (BITS, GROUPS))
+    numbers = {key: value for key, value in said.items() if is_integer(value) and 0 < value < 1 << 16}
+    bits, size = (next((numbers[key] for key in keys if key in numbers), 0) for keys in (BITS, GROUPS))
     name = f"{method} {variant}".strip() + f", {bits} bits" * (bits > 0) + f" in groups of {size}" * (size > 0)
     width = next((width for word, width in FIXED_BITS.items() if word in name), None)
-    if width is None and bits > 0:
+    if width is None and bits:
         zero_bits = 0 if said.get("symmetric") is True else bits
-        width = bits + (said.get("scale_bits", 16 + zero_bits) / size if size > 0 else 0)
+        width = bits + (numbers.get("scale_bits", 16 + zero_bits) / size if size else 0)
     lists = (said.get(key) for key in KEPT)
     kept = [text for texts in lists if isinstance(texts, list) for text in texts if isinstance(text, str)]
     kept = [text[3:] if text.startswith("re:") else re.escape(text).replace(r"\*", ".*") for text in kept]
@@ -122,4 +120,4 @@ def _format(settings: dict, where: str) -> PackedFormat | None:
         re.compile("|".join(kept))
     except re.error as error:
         raise InputError(f"{where}: {shown(kept)} are no patterns of modules: {error}") from None
-    return PackedFormat(method, " ".join(name.split()), where, width, "|".join(kept))
+    return PackedFormat(method, " ".join(name.split())[:SHOWN], where, width, "|".join(kept))

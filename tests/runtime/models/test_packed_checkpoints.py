@@ -4,6 +4,7 @@ Tiny ones in the names and dtypes of the tools that write them.
 """
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tiny_models import greedy, save_tiny
 
 from flexhybrid import LLM, SamplingParams
 from flexhybrid.core.errors import InputError
+from flexhybrid.jobs.paths import shape_to_simulate
 from flexhybrid.runtime.storage.loader import Checkpoint
 
 pytest.importorskip("greenlet")
@@ -53,6 +55,13 @@ PACKED = {
 }
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    save_tiny(folder := tmp_path_factory.mktemp("plain"), "qwen3")
+    assert Checkpoint(folder) and Checkpoint(folder, modules=True)
+    return folder
+
+
 def repack(folder, pack, suffix):
     """Pack the key projections of a checkpoint, in a file of this kind."""
     file, stored = folder / "model.safetensors", {}
@@ -66,15 +75,19 @@ def repack(folder, pack, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
-@pytest.mark.parametrize("modules", [False, True])
 @pytest.mark.parametrize("how", PACKED)
-def test_weights_that_are_no_plain_floats_are_refused_on_both_paths(tmp_path, how, modules, suffix):
-    save_tiny(tmp_path, "qwen3")
-    Checkpoint(tmp_path, modules)
+def test_weights_that_are_no_plain_floats_are_refused_on_both_paths(plain, tmp_path, how, suffix):
+    shutil.copytree(plain, tmp_path, dirs_exist_ok=True)
     pack, reason = PACKED[how]
     repack(tmp_path, pack, suffix)
-    with pytest.raises(InputError, match=f"{suffix}: tensor .*{reason}"):
-        Checkpoint(tmp_path, modules)
+    for modules in (False, True):
+        with pytest.raises(InputError, match=f"{suffix}: tensor .*{reason}"):
+            Checkpoint(tmp_path, modules)
+    with pytest.raises(InputError, match=f"{suffix}: tensor .*{reason}"):  # doctor, simulate and search
+        shape_to_simulate(tmp_path)
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "config.json").rename(tmp_path / "alone" / "config.json")
+    assert shape_to_simulate(tmp_path / "alone")
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "gemma3"])
