@@ -26,7 +26,7 @@ ARGUMENTS: dict[str, tuple[tuple | None, str]] = {
     **dict.fromkeys(
         ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"), ((None, 1), _ONE_DEVICE)
     ),
-    **dict.fromkeys(("disable_sliding_window", "enable_expert_parallel"), ((None, False), "it is not supported")),
+    **dict.fromkeys(("disable_sliding_window", "enable_expert_parallel"), ((None, False), "leave it out")),
     **dict.fromkeys(("allowed_local_media_path", "limit_mm_per_prompt", "mm_processor_kwargs"),
                     ((None, "", {}), _TEXT_ONLY)),
     "block_size": ((None, 16), "blocks have 16 tokens"),
@@ -43,13 +43,13 @@ ARGUMENTS: dict[str, tuple[tuple | None, str]] = {
     "max_seq_len": ((None,), _LENGTHS),
     "num_gpu_blocks_override": ((None,), _PLACES),
     "override_generation_config": ((None, {}), "give SamplingParams"),
-    "override_neuron_config": ((None, {}), "it is not supported"),
+    "override_neuron_config": ((None, {}), "leave it out"),
     "quantization": ((None,), "give a policy with bits=Bits(weights=4): it packs plain weights while loading"),
     "quantization_param_path": ((None,), "give a policy with bits=Bits(kv=8)"),
     "runner": ((None, "auto", "generate"), "models generate"),
     "seed": ((None, 0), "give SamplingParams(seed=…)"),
     "skip_tokenizer_init": ((None, False), "prompts may be token ids all the same"),
-    "speculative_config": ((None,), "it is not supported"),
+    "speculative_config": ((None, {}), "leave it out"),
     "task": ((None, "auto", "generate"), "models generate"),
     "tokenizer_mode": ((None, "auto", "hf"), "the tokenizer is transformers' own"),
 }  # fmt: skip

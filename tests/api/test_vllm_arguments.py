@@ -30,7 +30,8 @@ def test_arguments_that_ask_for_nothing_are_taken(tiny):
         gpu_memory_utilization=0.9, swap_space=4, cpu_offload_gb=0, enforce_eager=False, hf_overrides=None,
         disable_custom_all_reduce=False, disable_async_output_proc=False, hf_token=None, max_seq_len_to_capture=8192,
     )  # fmt: skip
-    others = dict(tokenizer=str(tiny), seed=0, enforce_eager=True, enable_prefix_caching=True, load_format="auto")
+    others = dict(tokenizer=str(tiny), seed=0, enforce_eager=True, enable_prefix_caching=True, load_format="auto",
+                  speculative_config={})  # fmt: skip
     LLM(str(tiny), policy="kv_only", device="cpu", **defaults)
     LLM(str(tiny), policy="kv_only", device="cpu", **others)
 
@@ -47,6 +48,8 @@ def test_arguments_that_ask_for_nothing_are_taken(tiny):
         ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype is 'fp8'.*bits=Bits\(kv=8\)"),
         ({"download_dir": "/models"}, "download_dir is '/models'.*hf download NAME --local-dir"),
         ({"tokenizer": "gpt2"}, "tokenizer is 'gpt2'; put its files into the model's folder"),
+        ({"device_memory": 0.9}, "0.9 is less than a byte: give an amount such as '20GiB', not a share"),
+        ({"speculative_config": {"method": "ngram"}}, "speculative_config is .*which is not supported: leave it out$"),
         ({"seed": 7}, r"seed is 7.*SamplingParams\(seed="),
         ({"max_model_len": 10**6}, "max_model_len is 1000000; it must be a whole number from 2 to"),
         ({"gpu_memory_utilisation": 0.9}, "unknown argument of LLM"),

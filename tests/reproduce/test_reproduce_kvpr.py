@@ -71,6 +71,7 @@ def judged() -> pd.DataFrame:
 def test_an_experiment_has_its_name_and_says_where_it_misses(name):
     one = experiment(name)
     assert one.name == name and one.paper == KVPR.title and one.figures
+    assert not any("67b" in figure.name for figure in one.figures)  # OPT-6.7B is opt-6-7b, as in CAPTURE's
     judged_here = one.rows[one.rows["role"] != "context"]
     if (judged_here["error"].abs() > 0.15).any():
         assert one.mismatches

@@ -261,7 +261,7 @@ def figure7() -> Experiment:
         deepspeed = {"DeepSpeed": deepspeed_s(model, setup.SHORT)}
         seconds = deepspeed | {"Accelerate": accelerate_s(model, setup.SHORT), "KVPR": kvpr_s(model, setup.SHORT)}
         paper = {method: paper_column(model, method) for method in ("Accelerate", "KVPR")}
-        name, title = model.lower().replace(".", ""), f"{model}, batch 64"
+        name, title = model.lower().replace(".", "-"), f"{model}, batch 64"
         figures.append(setup.length_bars(name, title, "decode seconds", seconds, setup.SHORT, paper))
         rows += contexts(deepspeed, labels(setup.SHORT), f"{model}, {{x}}: {{series}}", "s")
     return KVPR.experiment("kvpr-fig7", rows, figures, setup.a100_constants())

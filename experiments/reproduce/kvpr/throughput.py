@@ -193,7 +193,7 @@ def figure6() -> Experiment:
         rates = figure6_rates(model, setup.a100("many"))
         gains[model] = {name: _gain(numbers, rates["FlexGen"]) for name, numbers in rates.items() if name != "FlexGen"}
         shown = {name: rates[name] for name in ("FlexGen", "KVPR", "KVPR at 0.30")}
-        name = f"lengths-{model.lower().replace('.', '')}"
+        name = f"lengths-{model.lower().replace('.', '-')}"
         figures.append(setup.length_bars(name, f"{model}, 32 x 8 requests", "decode tokens/s", shown, setup.LONG))
         compared = {name: rates[name] for name in ("FlexGen", "KVPR")}
         rows += contexts(compared, labels(setup.LONG), f"{model}, {{x}}: {{series}}", "tokens/s")
