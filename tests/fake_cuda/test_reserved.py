@@ -11,16 +11,15 @@ from flexhybrid.core.memory import CONTEXT_BYTES
 
 @pytest.mark.parametrize("expandable", [True, False])
 @pytest.mark.parametrize("name", AUTO)
-def test_auto_leaves_three_percent_of_the_budget(name, expandable, record_property):
+def test_auto_leaves_three_percent_of_the_budget(name, expandable):
     """Policies fill their plan to the brim; weights are drawn on the device."""
     wave, budget = auto_case(name)
     found = reserved_by(wave, expandable, limit=budget - CONTEXT_BYTES)
-    record_property("share of the budget", (found.reserved + CONTEXT_BYTES) / budget)
     assert found.retries == 0
     assert found.unused < 48 * MIB  # the rest of a page or segment of each kind; no tensor lies in a larger one's
     assert found.reserved + CONTEXT_BYTES <= 0.97 * budget, f"{found.reserved / GIB:.3f} GiB of {budget / GIB:.3f}"
 
 
-def test_random_policies_stay_within_their_plans(record_property):
+def test_random_policies_stay_within_their_plans():
     """The first of those of ``make reserved``."""
-    record_property("share of the plan", max(check_policies(6)))
+    assert max(check_policies(6)) <= 1

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from experiments.bench import compression as bench_compression
-from experiments.bench import device as bench_device
 from experiments.bench import host_kernels
 from experiments.bench import selection as bench_selection
 from experiments.bench.copies import GENERATED, LOADS, STORES, TURN, copies_of
@@ -131,36 +130,6 @@ def test_the_bench_of_the_hosts_kernels_fills_its_rows(monkeypatch):
     for name in ("attend_host", "quantize", "dequantize", "scatter", "gather"):
         rows = [row for row in table.rows if row.startswith(name)]
         assert any("one core" in row for row in rows) and any("2 cores" in row for row in rows)
-
-
-def test_rows_of_tests_are_what_they_record_and_how_many_faults_they_find(tmp_path):
-    """Whether they pass, fail or are skipped."""
-    (tmp_path / "test_figures.py").write_text(
-        """
-import pytest
-
-@pytest.mark.parametrize("share", [0.5, 0.875])
-def test_memory(share, record_property):
-    record_property("share of the budget", share)
-    assert share < 0.8
-
-@pytest.mark.parametrize("error", [None, AssertionError, KeyError])
-def test_a_planted_fault_is_found(error):
-    if error:
-        raise error
-
-@pytest.mark.skip
-def test_another_is_found(): ...
-""",
-        encoding="utf-8",
-    )
-    table, tests = Table(), [str(tmp_path / "test_figures.py"), f"--rootdir={tmp_path}", "-c", "/dev/null"]
-    bench_device.add_figures(table, tests)
-    bench_device.add_faults(table, tests)
-    budget, faults, seconds = table.rows.values()
-    assert budget["samples"] == [0.5, 0.875] and budget["value"] == 0.875 and budget["ok"]
-    assert faults["value"] == pytest.approx(100 / 3) and faults["of"] == 3 and not faults["ok"]
-    assert 0 < seconds["value"] < 60
 
 
 def test_the_gpu_bench_fills_its_rows(monkeypatch):
