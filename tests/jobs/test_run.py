@@ -814,7 +814,29 @@ def test_paths_in_each_others_way_are_refused(tiny, tmp_path, capsys):
     assert (
         cli.main(["run", "-i", "/dev/null", "--format", "jsonl", "-o", str(tmp_path / "o"), "--model", str(tiny)]) == 2
     )
+    os.link(source, tmp_path / "other.jsonl")
+    assert run(source, tmp_path / "other.jsonl", tiny) == 2 and "the same file" in capsys.readouterr().err
+    (tmp_path / "policy.json").write_text('{"name": "mine"}')
+    trace = ["--trace", str(tmp_path / "policy.json")]
+    assert run(source, tmp_path / "o.jsonl", tiny, *trace, policy=str(tmp_path / "policy.json")) == 2
+    assert "the same file" in capsys.readouterr().err
     assert source.read_bytes() == before
+
+
+@pytest.mark.parametrize("option", ["-o", "--errors", "--trace", "--report"])
+def test_no_file_is_named_as_what_it_does_not_hold(tiny, tmp_path, capsys, option):
+    """Each option with each ending of data, text and packed files: refused in a line, or the very format."""
+    own = {"-o": ".jsonl", "--errors": ".jsonl", "--trace": ".json", "--report": ".md"}[option]
+    source = requests(tmp_path / "in.jsonl", 1)
+    for ending in (".csv", ".tsv", ".xlsx", ".html", ".pdf", ".jsonl.gz", ".zst", ".parquet", ".md", ".jsonl", ".json"):
+        path = tmp_path / f"answers{ending}"
+        out = path if option == "-o" else tmp_path / "out.jsonl"
+        if ending in (own, own[:5]) or option == "-o" and ending == ".parquet":
+            continue
+        assert run(source, out, tiny, *([] if option == "-o" else [option, str(path)])) == 2
+        error = capsys.readouterr().err
+        assert f"choose the ending {own}\n" in error and str(path) in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_a_request_that_fits_no_budget_is_named_before_the_start(tiny, tmp_path, capsys, monkeypatch):

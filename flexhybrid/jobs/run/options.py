@@ -12,6 +12,16 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.jobs.paths import check_checkpoint, check_file
 from flexhybrid.sampling_params import SamplingParams
 
+#: Option -> what a run writes there, and the endings of that; endings of what it writes elsewhere, or nowhere.
+WRITTEN = {
+    "--output": ("JSON lines (or, into *.parquet, a table)", ".jsonl", ".json", ".ndjson"),
+    "--errors": ("JSON lines", ".jsonl", ".json", ".ndjson"),
+    "--trace": ("JSON", ".json"),
+    "--report": ("Markdown", ".md"),
+}
+OTHERS = {".parquet", ".csv", ".tsv", ".xlsx", ".html", ".htm", ".pdf", ".arrow", ".feather", ".gz", ".zst", ".zip"}
+OTHERS |= {ending for _, *endings in WRITTEN.values() for ending in endings}
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -94,14 +104,20 @@ def check_options(options: RunOptions) -> None:
         raise InputError("--trace shows the local engine's work; --engine ray has none to show")
     flags = {"--errors": options.errors, "--trace": options.trace, "--report": options.report}
     paths = {"the input": options.input, "the output": options.output, "--output": options.parquet, **flags}
-    resolved: dict[Path, str] = {}
+    policy = Path(str(options.llm.policy))  # a file, or a name
+    paths |= {"--policy": policy if policy.is_file() else None, "--chat-template": options.chat_template}
+    resolved: dict[object, str] = {}
     for name, path in paths.items():
         if path == STDIN and name != "the input":
             raise InputError(f"{name} is -: name a file, as stdout cannot be read again when a run goes on")
-        if path is not None and (other := resolved.setdefault(path.resolve(), name)) != name:
+        place = path and (path.stat()[1:3] if path.is_file() else path.resolve())  # a file may have several names
+        if path is not None and (other := resolved.setdefault(place, name)) != name:
             raise InputError(f"{name} and {other} are the same file, {path}")
-    for path in (options.output, options.parquet, *flags.values()):
+    for name, path in {"--output": options.output, "the table": options.parquet, **flags}.items():
         if path is not None:
+            what, *own = WRITTEN.get(name, ("", path.suffix.lower()))
+            if path.suffix.lower() in OTHERS - set(own):
+                raise InputError(f"{name} is {path}, where a run writes {what}: choose the ending {own[0]}")
             check_new_file(path)
             if path.exists() and not path.is_file():
                 raise InputError(f"cannot write {path}: it is not a regular file")
