@@ -22,7 +22,6 @@ from experiments import token_ids
 from experiments.bench.cascade import bench_cascade
 from experiments.bench.cluster import bench_cluster
 from experiments.bench.compression import bench_compression
-from experiments.bench.copies import bench_copies
 from experiments.bench.device import bench_touching
 from experiments.bench.harness import Table, seconds_of
 from experiments.bench.host_kernels import bench_host_kernels
@@ -305,7 +304,7 @@ def bench_mutations(table: Table, trace: list[TraceEvent]) -> None:
 PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "simulator": (bench_papers, bench_peer, bench_search_time),
     "promises": (bench_promises,),
-    "model": (bench_closed_form, bench_launch, bench_copies),
+    "model": (bench_closed_form, bench_launch),
     "exactness": (bench_exactness,),
     "compression": (bench_compression,),
     "modules": (bench_module_path, bench_path_speeds),

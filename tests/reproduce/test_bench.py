@@ -11,7 +11,6 @@ import torch
 from experiments.bench import compression as bench_compression
 from experiments.bench import host_kernels
 from experiments.bench import selection as bench_selection
-from experiments.bench.copies import GENERATED, LOADS, STORES, TURN, copies_of
 from experiments.bench.harness import Table
 from experiments.bench.kernels import Sizes, bench_kernels
 from experiments.gpu import bench as bench_gpu
@@ -20,41 +19,17 @@ from experiments.gpu.setting import Setting, make_bench
 from flexhybrid import shipped
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import TraceEvent
-from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.speed import PolicyRun
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.threads import torch_threads
-from sim.presets import act_only, hybrid, kv_only
 
 SHAPE = ModelShape("opt-tiny", "opt", num_layers=2, hidden=64, num_heads=1, num_kv_heads=1, head_dim=64, ffn=64,
                    vocab=64, max_positions=2048)  # fmt: skip
-KV_BYTES, ACT_BYTES = 2 * 64 * 2, 64 * 2  #: of a token in a layer, at two bytes an element
-
-
-@pytest.mark.parametrize(
-    ("policy", "stored"),
-    [
-        (kv_only(), TURN * KV_BYTES),
-        (act_only(), TURN * ACT_BYTES),
-        (hybrid(0.5), BLOCK_TOKENS * (KV_BYTES + ACT_BYTES)),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_the_copies_of_a_turn_are_its_stores_and_loads(policy, stored):
-    workload = Workload(np.array([20, 33, 50]), np.full(3, GENERATED + TURN))
-    wave = admit(Problem(shape=SHAPE, dtype="float16"), policy, workload)
-    found = copies_of(wave)
-    assert sum(found["stores"]) == 3 * stored
-    tasks = [task for task in stream(wave, first_iteration=GENERATED) if task.layer == 1]
-    assert sum(found["loads"]) == sum(task.work.link_bytes for task in tasks if task.verb in LOADS)
-    assert len(found["stores"]) == sum(task.work.num_copies for task in tasks if task.verb in STORES)
 
 
 def test_forced_logits_are_those_of_the_text_whatever_is_sampled(monkeypatch):

@@ -1,18 +1,35 @@
-"""Loads of cache blocks: one call of CUDA a run, against numpy's copy of the same runs, byte by byte."""
+"""Loads of cache blocks: one call of CUDA a run, against numpy's copy of the same runs, byte by byte; and the bytes of
+a copy on OPT-6.7B, counted from the executor's verbs on meta tensors."""
 
 from __future__ import annotations
 
 import ctypes
+import statistics
+from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.plan import stream
+from flexhybrid.core.policy import Bits
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.steps import BlockRun, block_runs
-from flexhybrid.runtime import cuda
+from flexhybrid.core.wave import Wave, admit
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime import buffers, cuda
 from flexhybrid.runtime.cuda import CudaCopies
 from flexhybrid.runtime.links import as_bytes, copy_runs
+from flexhybrid.runtime.selections.hooks import SelectionHooks
+from flexhybrid.runtime.verbs import VERB_FUNCTIONS
+from sim.catalogue import load
+from sim.presets import act_only, hybrid, kv_only, kvpr_column
 
 STREAM = 77
 
@@ -96,3 +113,87 @@ def test_what_the_runtime_refuses_is_told(monkeypatch):
 
 def test_a_torch_without_cuda_has_no_such_call():
     assert torch.version.cuda is not None or cuda.memcpy_2d() is None
+
+
+SHAPE = ModelShape("opt-tiny", "opt", num_layers=2, hidden=64, num_heads=1, num_kv_heads=1, head_dim=64, ffn=64,
+                   vocab=64, max_positions=2048)  # fmt: skip
+BATCH, PROMPTS, GENERATED = 32, (256, 512), 128
+TURN = 2 * BLOCK_TOKENS  #: iterations in which a half-and-half cache fills a block of both entries
+LOADS, STORES = ("load_kv", "load_act"), ("store_kv", "store_act")
+LEAST = {"loads": 2**20, "stores": 2**16}  #: bytes
+
+
+class CountCopies(TorchDispatchMode):
+    """Collects the bytes of every copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def rows(self, *sizes: int) -> int:
+        """Stand in for ``cuda.memcpy_2d``: a call copies a run of blocks."""
+        _, _, _, _, width, height, _, _ = sizes
+        self.sizes.append(width * height)
+        return 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            self.sizes.append(args[0].nbytes)
+        return function(*args, **(kwargs or {}))
+
+
+def copies_of(wave: Wave) -> dict[str, list[int]]:
+    """Return the bytes of each copy call of TURN iterations in one layer: {"loads": […], "stores": […]}."""
+    meta = SimpleNamespace(zeros=lambda size, dtype: torch.empty(size, dtype=dtype, device="meta"))
+    with patch.object(buffers, "HostMemory", lambda pinned: meta):
+        held = buffers.Buffers(wave.shape, wave.policy, buffer_sizes(wave), torch.float16, torch.device("meta"))
+    executor = SimpleNamespace(buffers=held, copies=CudaCopies(), selection=SelectionHooks())
+    sizes: dict[str, list[int]] = {"loads": [], "stores": []}
+    for task in stream(wave, first_iteration=GENERATED):
+        if task.layer != 1:
+            continue
+        for direction, verbs in (("loads", LOADS), ("stores", STORES)):
+            if task.verb in verbs:
+                counted = CountCopies()
+                calls = patch.object(cuda, "memcpy_2d", lambda counted=counted: counted.rows)
+                with calls, patch.object(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0)), counted:
+                    VERB_FUNCTIONS[task.verb](executor, task)
+                sizes[direction] += counted.sizes
+    return sizes
+
+
+KV_BYTES, ACT_BYTES = 2 * 64 * 2, 64 * 2  #: of a token in a layer, at two bytes an element
+
+
+@pytest.mark.parametrize(
+    ("policy", "stored"),
+    [
+        (kv_only(), TURN * KV_BYTES),
+        (act_only(), TURN * ACT_BYTES),
+        (hybrid(0.5), BLOCK_TOKENS * (KV_BYTES + ACT_BYTES)),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_copies_of_a_turn_are_its_stores_and_loads(policy, stored):
+    workload = Workload(np.array([20, 33, 50]), np.full(3, GENERATED + TURN))
+    wave = admit(Problem(shape=SHAPE, dtype="float16"), policy, workload)
+    found = copies_of(wave)
+    assert sum(found["stores"]) == 3 * stored
+    tasks = [task for task in stream(wave, first_iteration=GENERATED) if task.layer == 1]
+    assert sum(found["loads"]) == sum(task.work.link_bytes for task in tasks if task.verb in LOADS)
+    assert len(found["stores"]) == sum(task.work.num_copies for task in tasks if task.verb in STORES)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_copies_are_large_enough_for_a_link(mixed):
+    """Loads take whole runs of blocks; a mini-batch stores its new tokens of an entry in one copy. A token in 4 bits
+    has 0.28 of its bytes: its stores cannot be so large."""
+    shape = replace(shape_by_name("opt-6.7b"), num_layers=2)
+    problem = Problem(shape=shape, dtype="float16", hardware=load("a100-40g"))
+    prompts = np.random.default_rng(0).integers(PROMPTS[0], PROMPTS[1] + 1, BATCH) if mixed else PROMPTS[1]
+    workload = Workload(np.broadcast_to(prompts, BATCH), np.full(BATCH, GENERATED + TURN))
+    packed = replace(hybrid(0.5), bits=Bits(kv=4, act=4))
+    for policy in (kv_only(), act_only(), hybrid(0.5), kvpr_column("pipeline"), packed):
+        sizes = copies_of(admit(problem, policy, workload))
+        for direction, least in LEAST.items():
+            assert statistics.mean(sizes[direction]) >= least or (policy is packed and direction == "stores")
