@@ -107,7 +107,7 @@ def _module(shape: ModelShape, feed_forward: tuple[int, ...]) -> tuple[LayerTens
         LayerTensor("norm", (shape.hidden,), True),
         LayerTensor("qkv", (shape.query_width + shape.kv_width, shape.hidden), True),
         LayerTensor("o", (shape.hidden, shape.query_width), False),
-        LayerTensor("up", (*feed_forward, shape.hidden), False),
+        LayerTensor("up", (*feed_forward, shape.hidden), False, experts=len(feed_forward) > 1),
     )
 
 

@@ -3,6 +3,7 @@ checked before work starts is what is allocated."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,11 +23,11 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import kind_layouts
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import Budgets, Problem, attends_in_place, without_graphs
+from flexhybrid.core.problem import AttentionPaths, Budgets, Problem, attends_in_place, without_graphs
 from flexhybrid.core.schedule.buffer_sizes import BufferSizes, larger
 from flexhybrid.core.units import gib
 from flexhybrid.core.wave import stored_layers
-from flexhybrid.core.work import MIN_KV_GEN_ROWS
+from flexhybrid.core.work import MIN_KV_GEN_ROWS, PREFILL_QUERIES
 
 NUM_SLOTS = 2  #: double buffers
 
@@ -137,7 +138,12 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
     on_host = policy.attention == "host"
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
-    partial = device == "cuda" and attends_in_place(problem, policy)
+    running = problem
+    if problem.counts_allocator and problem.attention is None:  # a run there may attend in place: room for either
+        running = replace(problem, attention=AttentionPaths("", "", "", in_place=True))
+    partial = device == "cuda" and attends_in_place(running, policy)
+    # Scores that are capped are made whole, and again as weights: of so many queries of each request at a time.
+    scored = np.minimum(sizes.step_rows, PREFILL_QUERIES * sizes.batch) * shape.softcaps
     pools, staged = _pool_parts(problem, policy, sizes, row)
     workspace = workspace_bytes(shape, p, sizes.step_rows, sizes.batch, weights.cut)
     states = _state_parts(shape, policy, sizes, p, workspace)
@@ -153,6 +159,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "plain KV": plain_kv if policy.bits.kv != "native" else 0,
         "recomputed keys and values": generated * native_kv,
         "attention buffer": sizes.attention_tokens * native_kv,
+        "attention scores": 2 * p * shape.num_heads * scored * sizes.longest,
         "attention sums": 4 * PARTIAL_ROWS * (shape.head_dim + 2) if partial else 0,
         "staging": NUM_SLOTS * (staged["device"] + staged["host"]),
         "hidden states": (sizes.hidden_rows if policy.hidden == "device" else NUM_SLOTS * sizes.step_rows) * hidden,
@@ -165,7 +172,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "attended rows": NUM_SLOTS * sizes.decode_batch * shape.query_width * p if on_host else 0,
         "workspace": workspace
         + (generated * (shape.hidden + shape.query_width + 2 * shape.kv_width) * p if shape.modules else 0),
-        "CUDA graphs": _graph_bytes(shape, p, sizes) if without_graphs(problem, policy) is None else 0,
+        "CUDA graphs": _graph_bytes(shape, p, sizes) if without_graphs(running, policy) is None else 0,
         "libraries": SLACK_BYTES[device],
     }
     in_host = {
@@ -309,12 +316,16 @@ def workspace_bytes(shape: ModelShape, p: int, step_rows, batch, cut):
     """Temporaries of one step of ``step_rows`` padded new tokens and ``batch`` requests; arguments may be arrays.
 
     Prefill lives on the queries, keys and values, the attended rows, the feed-forward rows and three hidden-sized rows;
-    where a matrix is ``cut`` between resident and streamed rows (0 or 1) one product is there twice. Sampling lives on
-    the logits in float32, their softmax and its sum in float64.
+    where a matrix is ``cut`` between resident and streamed rows (0 or 1) one product is there twice. What layers that
+    are modules have in work is measured. Sampling lives on the logits in float32, their softmax and its sum in float64.
     """
+    sampling = batch * shape.vocab * (p + 24)
+    for work in shape.modules.work if shape.modules else ():
+        if work.element == p:
+            return np.maximum(work.request + work.token * step_rows, sampling)
     widths = shape.query_width * 2 + shape.kv_width + shape.ffn * (2 if shape.gated_mlp else 1) + 3 * shape.passed_width
     widths = widths + cut * max(shape.ffn, shape.query_width + shape.kv_width)
-    return np.maximum(step_rows * widths * p, batch * shape.vocab * (p + 24))
+    return np.maximum(step_rows * widths * p, sampling)
 
 
 def total_bytes(plan: MemoryPlan) -> dict[str, int]:

@@ -32,7 +32,11 @@ HIDDEN = SHAPE.hidden
 
 def module(*feed_forward: int) -> tuple[LayerTensor, ...]:
     early = LayerTensor("qkv", (3 * HIDDEN, HIDDEN), True)
-    return LayerTensor("norm", (HIDDEN,), True), early, LayerTensor("up", (*feed_forward, HIDDEN), False)
+    return (
+        LayerTensor("norm", (HIDDEN,), True),
+        early,
+        LayerTensor("up", (*feed_forward, HIDDEN), False, experts=len(feed_forward) > 1),
+    )
 
 
 #: Two layers of a small feed-forward network, then four of eight experts each, of which a token takes two.

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from math import prod
 
+from flexhybrid.core.model.states import WorkBytes
+
 
 @dataclass(frozen=True)
 class LayerTensor:
@@ -15,7 +17,9 @@ class LayerTensor:
     #: it lies on the device beside the embedding: later layers recompute this layer's keys and values with it, too. A
     #: layer that borrows them has it among its tensors as well
     outside: bool = False
-    everywhere: bool = False  #: a matrix that is used before and behind the attention; it lies where vectors do
+    #: a matrix that lies where vectors do, in the compute dtype: used before and behind the attention, or never packed
+    everywhere: bool = False
+    experts: bool = False  #: of several experts, of which a token takes some
 
     @property
     def rows(self) -> int:
@@ -39,12 +43,13 @@ class ModuleLayers:
     kinds: tuple[tuple[LayerTensor, ...], ...]  #: the tensors of each kind of layer
     kind_of: tuple[int, ...]  #: by layer
     outer_elements: int  #: of embedding, last norm, head, and of the layers' buffers
-    experts_share: float = 1.0  #: of the experts (tensors of three dimensions), those that a token takes
+    experts_share: float = 1.0  #: of the experts, those that a token is multiplied with
     latent: int | None = None  #: elements of what ACT blocks hold of a token; None: the layer's input
     streams: int = 1  #: hidden states of each token that pass from layer to layer (AltUp of Gemma 3n has several)
     call_elements: int = 0  #: of each token, beside positions, that layers take as arguments (per-layer inputs)
     text_part: bool = False  #: of a model that takes pictures or sound too, which are not taken here
     untied: frozenset[str] = frozenset()  #: tensors that config.json ties to others, and the checkpoint does not
+    work: tuple[WorkBytes, ...] = ()  #: that any of its layers has in work, by dtype; empty: not measured
 
     def only(self, kind: int) -> "ModuleLayers":
         """Return layers that all have the tensors of one kind."""
@@ -61,24 +66,21 @@ class ModuleLayers:
     def multiplied(self) -> float:
         """Elements of late matrices that a row of tokens is multiplied with."""
         return max(
-            sum(t.elements * (self.experts_share if len(t.size) > 2 else 1.0) for t in kind if _belongs(t, "late"))
+            sum(t.elements * (self.experts_share if t.experts else 1.0) for t in kind if _belongs(t, "late"))
             for kind in self.kinds
         )
 
     @property
     def has_experts(self) -> bool:
         """Whether some layer has tensors of several experts."""
-        return any(len(tensor.size) > 2 for kind in self.kinds for tensor in kind)
+        return any(tensor.experts for kind in self.kinds for tensor in kind)
 
     def read(self, rows):
         """Return the elements of late matrices that are read for so many rows of tokens; numbers or arrays. Experts
         count as far as some row is expected to take them."""
         taken = 1.0 - (1.0 - self.experts_share) ** rows
         sums = [
-            (
-                sum(t.elements for t in kind if _belongs(t, "late") and (len(t.size) > 2) is experts)
-                for experts in (False, True)
-            )
+            (sum(t.elements for t in kind if _belongs(t, "late") and t.experts is experts) for experts in (False, True))
             for kind in self.kinds
         ]
         dense, experts = max(map(tuple, sums), key=sum)

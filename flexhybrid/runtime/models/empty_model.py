@@ -23,7 +23,7 @@ from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, check_plain, st
 from flexhybrid.core.model.stored import PackedFormat, packed_format
 from flexhybrid.runtime.models.interrupted import hosted
 from flexhybrid.runtime.models.latent import tensors_in
-from flexhybrid.runtime.models.probe import ROWS, AttentionFacts, LayerFacts, look
+from flexhybrid.runtime.models.probe import ROWS, AttentionFacts, LayerFacts, look, measure
 from flexhybrid.runtime.models.transformer import (
     Layers,
     Refused,
@@ -37,6 +37,7 @@ from flexhybrid.runtime.models.transformer import (
 FAMILY = "module"  #: of shapes whose models run through transformers' layers
 UNLIMITED_POSITIONS = 1 << 20  #: of a model whose configuration names no limit
 #: Kinds of rotary positions whose angles change once a text is longer than the model was trained with.
+ROUTERS = {"gate", "router", "shared_expert_gate"}  #: names of modules that choose experts
 CHANGING_ROTATIONS = ("dynamic", "longrope")
 
 
@@ -125,9 +126,11 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
         inside |= {id(parameter) for name, parameter in named.items() if name not in fact.lent}
         # Where no attention parts a layer, what other layers do not have behind theirs lies where they have theirs.
         early = fact.early if fact.attention else named.keys() - behind if behind else ()
+        experts = {name for name, of in named.items() if _is_of_experts(layer, name, of)}
+        plain = fact.everywhere | {name for name in named if _is_never_packed(name, bool(experts))}
         kind = tuple(
             LayerTensor(
-                name, tuple(of.shape), *(name in names for names in (early, fact.kv_gen, fact.lent, fact.everywhere))
+                name, tuple(of.shape), *(name in names for names in (early, fact.kv_gen, fact.lent, plain, experts))
             )
             for name, of in named.items()
         )
@@ -140,12 +143,14 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
     outer = [tensor for tensor in [*model.parameters(), *model.buffers()] if id(tensor) not in inside]
     latent = attention[0].kv_gen.width if attention and attention[0].kv_gen.source else None
     head_dim = max((max(fact.key_dim, fact.value_dim) for fact in attention), default=1)
+    work, share = measure(layers, facts, list(map(kind_of.index, range(len(kinds)))))
     modules = ModuleLayers(
         folder=str(folder.resolve()),
         kinds=tuple(kinds),
         kind_of=tuple(kind_of),
         outer_elements=_elements(outer),
-        experts_share=_share(text),
+        experts_share=share,
+        work=work,
         latent=latent,
         streams=layers.streams,
         call_elements=max(0, _call_elements(layers) - 2 * head_dim),
@@ -214,6 +219,17 @@ def _check_cache(text, windows: Mapping[int, int | None], longest: int) -> None:
             raise Refused(f"its cache keeps {kept} tokens of a layer, and its mask lets see more")
 
 
+def _is_of_experts(layer: torch.nn.Module, name: str, parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is a stack of experts' matrices: of three dimensions, in a module that says so."""
+    owner = layer.get_submodule(name.rpartition(".")[0])
+    return parameter.dim() == 3 and len(parameter) > 1 and "expert" in f"{name} {type(owner).__name__}".lower()
+
+
+def _is_never_packed(name: str, has_experts: bool) -> bool:
+    """Return whether a tensor keeps the compute dtype whatever the bits: a bias, or what chooses experts."""
+    return name.endswith("bias") or has_experts and not ROUTERS.isdisjoint(name.split("."))
+
+
 def _elements(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
@@ -240,17 +256,6 @@ def _positions(model) -> int:
             first = kind.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", 0)
             positions = min(positions, first or positions)
     return int(positions)
-
-
-def _share(text) -> float:
-    """Return which share of the experts a token takes, by the configuration; 1 where it does not say."""
-
-    def count(*names: str):
-        return next((n for n in (getattr(text, name, None) for name in names) if isinstance(n, int) and n), None)
-
-    taken = count("num_experts_per_tok", "moe_topk", "moe_k")
-    there = count("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-    return min(1.0, taken / there) if taken and there else 1.0
 
 
 class TensorNames(NamedTuple):

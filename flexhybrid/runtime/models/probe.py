@@ -7,15 +7,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from flexhybrid.core.model.states import LayerState
+from flexhybrid.core.model.states import LayerState, WorkBytes
+from flexhybrid.runtime.models.allocations import peak_bytes
 from flexhybrid.runtime.models.latent import KvGen, Marks, kv_gen_of
-from flexhybrid.runtime.models.states import cache_of, find_states, is_stand_in, stand_in, with_cache
+from flexhybrid.runtime.models.states import (
+    MEASURED,
+    cache_of,
+    find_states,
+    in_each_dtype,
+    is_stand_in,
+    run_alone,
+    stand_in,
+    with_cache,
+)
 from flexhybrid.runtime.models.transformer import (
     OWN_ATTENTION,
     AttentionCall,
@@ -81,11 +94,13 @@ class _Uses(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self.seen: set[int] = set()
+        self.grouped: set[tuple[int, int]] = set()  #: rows and experts of their products
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self._note((args, tuple(kwargs.values())))
         if getattr(func, "__name__", "") in GROUPED:  # on the meta device torch has it in bfloat16 alone
+            self.grouped.add((len(args[0]), len(args[1])))
             return args[0].new_empty(*args[0].shape[:-1], args[1].shape[-1])
         return func(*args, **kwargs)
 
@@ -309,6 +324,37 @@ def _look_at(
         kv_gen=frozenset(name for name in early if id(named[name]) in reads),
         everywhere=frozenset(name for name in early & late if named[name].dim() > 1),
     )
+
+
+def measure(layers: Layers, facts: list[LayerFacts], kinds: list[int]) -> tuple[tuple[WorkBytes, ...], float]:
+    """Return the most bytes that one of these layers has in work, by dtype, and the share of its experts that a row is
+    multiplied with (all, where they are not grouped). Those that cannot run by themselves are left out."""
+    work, shares = [], set[float]()
+    for dtype in in_each_dtype(layers.model):
+        peaks = dict.fromkeys(MEASURED[-2:], 0)
+        for rows, index in product(peaks, kinds):
+            ids = torch.zeros(rows, dtype=torch.int64, device="meta")
+            with torch.inference_mode(), suppress(Exception), _Uses() as uses:
+                hidden, calls, _ = layers.embed(ids, ids)
+                run = partial(_run_whole, layers, index, facts[index], hidden, calls[index])
+                peaks[rows] = max(peaks[rows], peak_bytes(run))
+            shares |= {taken / (rows * experts) for taken, experts in uses.grouped}
+        (low, least), (high, most) = peaks.items()
+        token = -(-(most - least) // (high - low))
+        work.append(WorkBytes(dtype.itemsize, max(0, most - token * high), token))
+    return tuple(work), min(1.0, max(shares, default=1.0))
+
+
+def _run_whole(layers: Layers, index: int, fact: LayerFacts, hidden: torch.Tensor, call: LayerCall) -> None:
+    """Run a layer with what ``ModulePath`` makes between its two parts: the rows of keys, values and queries, and what
+    attention gives."""
+    attention = fact.attention
+    if attention is None or fact.state:
+        return run_alone(layers, index, hidden, call)
+    pending, head_dim = layers.begin(index, hidden, call), max(attention.key_dim, attention.value_dim)
+    made = hidden.new_empty(hidden.shape[-2], attention.heads + 2 * attention.groups, head_dim)  # noqa: F841 (held)
+    attended = hidden.new_empty(1, hidden.shape[-2], attention.heads, head_dim)
+    layers.finish(pending, attended[..., : attention.value_dim])
 
 
 def _attention_facts(

@@ -304,11 +304,7 @@ def _with_work(layers: Layers, states: list[LayerState | None], embed: Any) -> l
             sizes = tuple(tuple(parameter.shape) for parameter in layer.parameters())
             kinds.setdefault((type(layer), state, sizes), []).append(index)
     work: dict[int, list[WorkBytes]] = {index: [] for alike in kinds.values() for index in alike}
-    tensors = [t for t in (*layers.model.parameters(), *layers.model.buffers()) if t.dtype == DTYPE]
-    for dtype in (torch.float32, DTYPE):  # it stays in the last
-        with torch.inference_mode(False):
-            for tensor in tensors:
-                tensor.data = tensor.data.to(dtype)
+    for dtype in in_each_dtype(layers.model):
         calls = {tokens: embed(tokens) for tokens in MEASURED}
         for (_, state, _), alike in kinds.items():
             peaks = {tokens: _peak(layers, alike[0], *calls[tokens]) for tokens in MEASURED}
@@ -321,18 +317,32 @@ def _with_work(layers: Layers, states: list[LayerState | None], embed: Any) -> l
     return [replace(state, work=tuple(work[i])) if state and i in work else state for i, state in enumerate(states)]
 
 
+def in_each_dtype(model) -> Iterator[torch.dtype]:
+    """Convert an empty model to each dtype that is computed in, and yield it; it stays in DTYPE, the last."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.dtype == DTYPE]
+    for dtype in (torch.float32, DTYPE):
+        with torch.inference_mode(False):
+            for tensor in tensors:
+                tensor.data = tensor.data.to(dtype)
+        yield dtype
+
+
 def _peak(layers: Layers, index: int, hidden: torch.Tensor, calls: Sequence[LayerCall]) -> int:
     """Return the most bytes of tensors that a layer makes at a time of a prompt's hidden states [1, R, h]."""
-    group = Group(None, None, 1, hidden.shape[1])
 
     def run() -> None:
         with suppress(Exception):  # routing of experts, which comes last, has sizes that are not known
-            running = run_group(layers, index, hidden[0], calls[index], group, stand_in(layers))
-            if isinstance(running.result, AttentionCall):
-                attended = running.result.query.transpose(1, 2)[..., : running.result.value.shape[-1]]
-                running.resumed(attended)
+            run_alone(layers, index, hidden, calls[index])
 
     return peak_bytes(run)
+
+
+def run_alone(layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall) -> None:
+    """Run a layer that keeps a state, or does not attend, over a prompt's hidden states [1, R, h]."""
+    group = Group(None, None, 1, hidden.shape[1])
+    running = run_group(layers, index, hidden[0], call, group, stand_in(layers))
+    if isinstance(running.result, AttentionCall):
+        running.resumed(running.result.query.transpose(1, 2)[..., : running.result.value.shape[-1]])
 
 
 def _find(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, kind: str | None) -> LayerState | None:

@@ -28,8 +28,8 @@ LAYER = (
     LayerTensor("q", (2 * H, H), True),
     LayerTensor("o", (H, 2 * H), False),
     LayerTensor("router", (8, H), False),
-    LayerTensor("gate_up", (8, 512, H), False),
-    LayerTensor("down", (8, H, 256), False),
+    LayerTensor("gate_up", (8, 512, H), False, experts=True),
+    LayerTensor("down", (8, H, 256), False, experts=True),
 )
 EXPERTS = replace(SHAPE, num_layers=6, modules=ModuleLayers("none", (LAYER,), (0,) * 6, SHAPE.vocab * H, 0.25))
 PROMPTS = [[5, 9, 33, 2, 17], [4, 8]]
