@@ -17,7 +17,7 @@ from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 #: Resources whose tasks cross a link; the others compute.
 LINKS = ("h2d", "d2h", "disk_read", "disk_write")
 
-#: Of the line of ``finish`` in layers whose feed-forward network is experts, which are computed one after another.
+#: Of the line of ``finish`` in layers whose feed-forward network is experts, whose products are grouped.
 EXPERTS_SUFFIX = "_experts"
 
 #: The line of what launching takes: Python plans one task after the other and hands them over, on one thread.
@@ -128,7 +128,8 @@ class Hardware:
         return size - reserve
 
     def with_memory(self, sizes: Mapping[str, int]) -> Hardware:
-        """The same machine with so many bytes of "device", "host" or "disk", all of which a run may fill."""
+        """The same machine with so many bytes of "device", "host" or "disk", all of which a run may fill. In a CUDA
+        device's, plans then count the context and the allocator, as those of a run do."""
         own = {tier: self.own_memory(tier) for tier in sizes}
         changed: dict = {f"{tier}_memory": size for tier, size in sizes.items()}
         no_reserve = {"device_reserve": 0} if "device" in sizes else {}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flexhybrid.core.context.cache_entries import TIERS
-from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.hardware import OWN_MEMORY, Hardware
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
 from flexhybrid.core.policy import Bits, ElementBytes, Policy
 
@@ -98,7 +98,10 @@ class Problem:
     def counts_allocator(self) -> bool:
         """Whether a plan counts what a CUDA context and torch's allocator take beside tensors: in a budget that was
         given. In the memory of a record they are part of what it sets aside (``Hardware.device_reserve``)."""
-        return self.device == "cuda" and (self.budgets.device is not None or self.hardware is None)
+        if self.device != "cuda" or self.hardware is None:
+            return self.device == "cuda"
+        given = self.budgets.device not in (None, self.hardware.usable_memory("device"))
+        return given or "device" in self.hardware.notes.get(OWN_MEMORY, {})
 
     @property
     def bytes_per_element(self) -> int:
