@@ -111,7 +111,7 @@ def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
             ("run", "-i", "a", "-o", "b", "--model", str(shipped.CHECKPOINT), "--report", "-"),
             "--report is -: name a file",
         ),
-        ((*SIMULATE, "--system", "kv_only", "--device-memory", "10"), "there are 10 bytes (1."),
+        ((*SIMULATE, "--system", "kv_only", "--device-memory", "10"), "there are 10 bytes (2."),
         (("cascade", "plan", "--bach"), "flexhybrid cascade plan --help"),
         ((*SIMULATE, "--device-memory", "1MiB", "--system", "kv_only"), "does not fit"),
         ((*SEARCH, "--prompt-len", "4096"), "positions for 2048"),

@@ -117,7 +117,7 @@ def test_the_rivals_are_said_to_be_free(monkeypatch, capsys):
 def test_the_best_batch_is_the_best_of_all_batches(name):
     """Against every batch that fits at once, one by one."""
     point = {**POINT, "system": name}
-    budgets = {"device": "1200MiB", "host": "300MiB"}
+    budgets = {"device": "1930MiB", "host": "300MiB"}
     _, best = run_point({**point, "batch": "auto"}, budgets)
     rates = []
     for batch in range(1, 100, 1 if name != "capture" else 3):

@@ -27,8 +27,12 @@ def test_a_policy_for_a_given_device_memory_fits_it_as_a_run_counts(model, budge
     for policy in policies:
         run = simulate(setting.problem, policy, 64, 512, 32)
         for attention in ways:
-            own = Problem(shape=setting.problem.shape, hardware=catalogue.load("h100"), attention=attention,
-                          budgets=Budgets(size, host << 30))  # fmt: skip
+            own = Problem(
+                shape=setting.problem.shape,
+                hardware=catalogue.load("h100"),
+                attention=attention,
+                budgets=Budgets(size, host << 30),
+            )
             needed = total_bytes(wave_plan(own, policy, Workload.uniform(run.wave, 512, 32)))
             assert needed["device"] <= size, (policy.name, attention)
             if attention is None:

@@ -38,8 +38,11 @@ class Live(TorchDispatchMode):
         for tensor in torch.utils._pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and not func.is_view and "set_" not in func.__name__:
                 storage = tensor.untyped_storage()
-                given = {t.untyped_storage()._cdata for t in torch.utils._pytree.tree_leaves((args, kwargs))
-                         if isinstance(t, torch.Tensor)}  # fmt: skip
+                given = {
+                    t.untyped_storage()._cdata
+                    for t in torch.utils._pytree.tree_leaves((args, kwargs))
+                    if isinstance(t, torch.Tensor)
+                }
                 if storage._cdata not in self.sizes and storage._cdata not in given:
                     self.sizes[storage._cdata] = storage.nbytes()
                     self.live += storage.nbytes()

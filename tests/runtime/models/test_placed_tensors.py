@@ -40,8 +40,11 @@ def test_the_share_that_is_said_is_what_is_loaded(tmp_path, model_type):
     save_tiny(tmp_path, model_type)
     checkpoint = Checkpoint(tmp_path)
     problem = Problem(shape=checkpoint.shape, dtype="float32", hardware=machine(), budgets=Budgets(disk=1 << 30))
-    total = sum(tensor.elements * 4 for kind in checkpoint.shape.modules.kind_of
-                for tensor in checkpoint.shape.modules.kinds[kind])  # fmt: skip
+    total = sum(
+        tensor.elements * 4
+        for kind in checkpoint.shape.modules.kind_of
+        for tensor in checkpoint.shape.modules.kinds[kind]
+    )
     for asked, disk in ((0.0, 0.0), (0.3, 0.0), (0.5, 0.25), (0.9, 0.0), (1.0, 0.0)):
         policy = Policy(weights=Placement(asked, 1 - asked - disk, disk), cache={"kv@host": 1.0})
         kept = kept_shares(problem, policy)
