@@ -115,6 +115,12 @@ def test_a_format_in_the_configuration_is_refused_through_transformers_layers(tm
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="packed as mxfp4, .*iB .quantization_config of (text_config of )?config.json"):
         Checkpoint(tmp_path)
+    del empty["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert Checkpoint(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
+    with pytest.raises(InputError, match="packed as modelopt fp8, .*iB .hf_quant_config.json"):
+        Checkpoint(tmp_path)
 
 
 def test_buffers_of_whole_numbers_and_unused_tensors_are_no_sign_of_packing(tmp_path):
