@@ -42,6 +42,8 @@ setup(
         "transformers>=4.45,<6",  # 5.6 for models that run through its layers (runtime/models/transformer.py)
         "greenlet>=3",  # runs transformers' layers up to their attention
         "tokenizers",
+        "sentencepiece",  # reads tokenizer.model, spiece.model
+        "protobuf",  # likewise
         "tqdm",
     ],
     extras_require={
@@ -50,6 +52,7 @@ setup(
         "cascade": ["scikit-learn>=1.3"],  # the handwritten digits of experiments.training.digits
         "structured": ["llguidance>=1.0,<2"],  # for structured outputs: JSON schemas, regular expressions, choices
         "cpu": ["numba>=0.61"],  # compiled kernels for a CPU: attention, packing, blocks' rows
+        "tiktoken": ["tiktoken"],  # for tokenizers of that kind without tokenizer.json
         "energy": ["nvidia-ml-py"],  # reads the power of NVIDIA GPUs
         "lm-eval": ["lm_eval>=0.4.10"],  # for flexhybrid.lm_eval_adapter
         "test": ["pytest", "hypothesis", "pytest-timeout", "pytest-xdist"],

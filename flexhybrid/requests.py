@@ -6,13 +6,15 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from flexhybrid.core.errors import InputError, is_integer, shown
+from flexhybrid.core.errors import InputError, file_errors, is_integer, shown
+from flexhybrid.core.files import check_no_pointer
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
@@ -435,13 +437,39 @@ def plain_prompt(prompt):
     return next(iter(prompt.values())) if packed else prompt
 
 
+TOKENIZER_FILES = re.compile(r"(tokenizer|vocab|merges|spiece|tekken|chat_template).*|.*\.(model|codes)")
+SETTINGS = re.compile(r"tokenizer_config\.json|chat_template.*")  #: those that hold no vocabulary
+
+
 def load_tokenizer(path: Path):
-    """Return the checkpoint's tokenizer, from local files only; None when there are none."""
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    """Return the tokenizer that transformers makes of a checkpoint's files, without running code of theirs; None where
+    they hold no vocabulary. Raise InputError."""
+    with file_errors(f"read {path}"):
+        files = sorted(file for file in path.iterdir() if file.is_file() and TOKENIZER_FILES.fullmatch(file.name))
+        for file in files:
+            check_no_pointer(file)
+    vocabularies = [file for file in files if not SETTINGS.fullmatch(file.name)]
+    if not files:
         return None
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # transformers raises many kinds for a broken tokenizer file
-        raise InputError(f"cannot load the tokenizer of {path}: {str(error).splitlines()[0]}") from None
+        if not vocabularies:
+            return None
+        raise InputError(f"cannot load the tokenizer of {path}: {_tokenizer_error(vocabularies, error)}") from None
+    return tokenizer if tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys() else None
+
+
+def _tokenizer_error(vocabularies: list[Path], error: Exception) -> str:
+    """Return why transformers cannot read these files: it takes those of SentencePiece, without it, for tiktoken's."""
+    model = next((file for file in vocabularies if file.suffix == ".model"), None)
+    if model and not any(file.name == "tokenizer.json" for file in vocabularies):
+        head = model.read_bytes()[:64]
+        text = re.match(rb"[\w+/]+=* \d", head)
+        packages = ("sentencepiece", "protobuf") if head[:1] == b"\n" else ("tiktoken",) if text else ()
+        if missing := [name for name in packages if not any(metadata.distributions(name=name))]:
+            return f"{model.name} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+        return f"{model.name} is no file of SentencePiece or tiktoken; is it complete?"
+    return " ".join(str(error).split())[:300] or type(error).__name__
