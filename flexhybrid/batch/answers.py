@@ -10,13 +10,14 @@ import errno
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import numpy as np
 from tqdm import tqdm
 
-from flexhybrid.batch.replies import parse_answer
+from flexhybrid.batch.replies import parse_answer, renumbered
 from flexhybrid.core.errors import FULL, InputError, file_error, file_errors
 from flexhybrid.core.files import lock_file, new_file
 
@@ -26,7 +27,7 @@ RETRY_S = 2.0  #: seconds between attempts to write to a full disk
 MOST_WAITING_BYTES = 1 << 28  #: of lines that wait for room
 ROOM_WAIT_S = 600.0  #: seconds that a run waits for room when nothing is left to compute
 MOST_TOKENS = 1 << 30  #: of a line that are believed
-PENDING, ANSWERED, FAILED = 0, 1, 2  #: of a line: not done, an answer, an error
+PENDING, ANSWERED, FAILED, BLANK = 0, 1, 2, 3  #: of a line: not done, an answer, an error, nothing was asked
 
 
 class Kept(NamedTuple):
@@ -98,6 +99,36 @@ class AnswerFile:
             if self._lacks_end:
                 self._kept = Kept(self._kept.size + os.write(self._fd, b"\n"))
         self.sync()
+
+    def places_in(self, lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where in the file each answer is, and its line (number less one) in another input, by the ``lines``'
+        hashes; -1: it is not there. Raise InputError for a whole line that is no answer."""
+        found, offset = [], 0
+        with open(self.path, "rb") as file:
+            for raw in file:
+                if ((answer := parse_answer(raw)) is None or not answer.number) and raw.endswith(b"\n"):
+                    raise InputError(f"{self.path} holds what is no answer; move it away, or begin anew with --restart")
+                if answer and answer.answered:
+                    found.append((offset, answer.number - 1, answer.digest))
+                offset += len(raw)
+        offsets, numbers, digests = np.array(found, dtype=np.uint64).reshape(-1, 3).T
+        return offsets.astype(np.int64), _places(numbers.astype(np.int64), digests, lines)
+
+    def move_to(self, offsets: np.ndarray, places: np.ndarray, custom_id: Callable[[int], str | None]) -> Path:
+        """Keep the answers with a line in another input, under its number; add the others to a file beside this one,
+        which is returned. ``custom_id(number)``: of a line there."""
+        beside, pairs = self.path.with_name(self.path.name + ".removed"), list(zip(offsets.tolist(), places.tolist()))
+        with open(self.path, "rb") as file, file_errors(f"write {beside}"):
+            if (places < 0).any():
+                with open(beside, "ab") as removed:
+                    removed.writelines(_line_at(file, offset) for offset, place in pairs if place < 0)
+            kept = ((_line_at(file, offset), place + 1) for offset, place in pairs if place >= 0)
+            with new_file(self.path) as moved:
+                moved.writelines(renumbered(raw, number, custom_id(number)) for raw, number in kept)
+        self.close()
+        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | getattr(os, "O_CLOEXEC", 0))
+        self._lock()
+        return beside
 
     def clear(self) -> None:
         """Begin anew."""
@@ -202,6 +233,22 @@ class AnswerFile:
                 return
             with new_file(self.path) as sorted_file:
                 sorted_file.writelines(_line_at(file, place) for place in places[places >= 0].tolist())
+
+
+def _places(numbers: np.ndarray, digests: np.ndarray, lines: np.ndarray) -> np.ndarray:
+    """Return the place of each answer, by its place and hash before, among the hashes of the lines now; -1: none.
+    Equal lines stay where they were, or keep their order."""
+    same = numbers < len(lines)
+    same[same] = lines[numbers[same]] == digests[same]
+    places = np.where(same, numbers, -1)
+    free = np.setdiff1d(np.arange(len(lines)), places)
+    free = free[np.argsort(lines[free], kind="stable")]
+    left = np.flatnonzero(~same)
+    left = left[np.lexsort((numbers[left], digests[left]))]
+    first, last = (np.searchsorted(lines[free], digests[left], side) for side in ("left", "right"))
+    at = first + np.arange(len(left)) - np.searchsorted(digests[left], digests[left])
+    places[left[at < last]] = free[at[at < last]]
+    return places
 
 
 def _line_at(file, offset: int) -> bytes:

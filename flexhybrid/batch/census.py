@@ -20,7 +20,7 @@ import numpy as np
 from flexhybrid.batch.beginnings import Beginnings
 from flexhybrid.batch.formats import MAX_LINE_BYTES, STDIN
 from flexhybrid.batch.openai import Draft, Refused, Request, json_object, url_of
-from flexhybrid.batch.requests import LineReader, LineRules
+from flexhybrid.batch.requests import LineReader, LineRules, line_digest
 from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.workload import Workload
 
@@ -291,6 +291,15 @@ class RequestFile:
             custom_id, message = request.custom_id, f"custom_id {request.custom_id!r} stands on an earlier line"
             raise Refused("duplicate_custom_id", message, "custom_id", custom_id)
         return request
+
+    def digests(self) -> np.ndarray:
+        """Return the hash of each line [lines] uint64."""
+        chunks = read_lines(self.lines, self.census.offsets, 0, self.census.num_lines)
+        return np.fromiter((int(line_digest(raw), 16) for chunk in chunks for raw in chunk), np.uint64)
+
+    def custom_id(self, number: int) -> str | None:
+        """Return the custom_id of a line, counted from 1."""
+        return _draft(self.read, next(read_lines(self.lines, self.census.offsets, number - 1, number))[0], number)[1]
 
     def refusals(self, numbers: Iterable[int]) -> Iterator[tuple[int, Refused]]:
         """Yield (line number, reason) for lines that are refused."""

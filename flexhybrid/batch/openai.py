@@ -38,6 +38,7 @@ NEUTRAL: dict[str, tuple] = {
     "suffix": ("",),
     "web_search_options": (),
 }
+BLANK_LINE = "blank_line"  #: code of a line of spaces alone, which asks for nothing
 MOST_MESSAGE = 1000  #: characters of an error's own text that a line's error repeats
 WHOLE_NUMBERS = {"max_tokens", "max_completion_tokens", "min_tokens", "n", "seed", "top_k"}
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")  #: vLLM's names for forms of answers
@@ -85,6 +86,7 @@ class Request:
     return_token_ids: bool = False
     echo: Echo | None = None  #: what stands before each answer
     tool_form: ToolForm | None = None  #: how calls of tools are found in its answers; None: they are not sought
+    digest: str = ""  #: ``line_digest`` of the line
 
 
 class Refused(ValueError):
@@ -114,8 +116,8 @@ def refusing(custom_id: str | None = None) -> Iterator[None]:
 def json_object(raw: bytes) -> dict:
     """The JSON object of a line. Raises Refused."""
     text = utf8(raw)
-    if not text or text.isspace():
-        raise Refused("empty_line", "the line is empty")
+    if not text.strip(" \t\r\n"):
+        raise Refused(BLANK_LINE, "the line is empty")
     if text.count("[") + text.count("{") > MOST_NESTED:
         signs = re.sub(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"', "", text, flags=re.DOTALL)
         if max(accumulate((sign in "[{") - (sign in "]}") for sign in signs), default=0) > MOST_NESTED:

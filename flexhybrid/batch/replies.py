@@ -13,6 +13,7 @@ from flexhybrid.batch.tool_calls import find_calls
 from flexhybrid.requests import CompletionOutput, Logprob, Logprobs, RequestOutput
 
 ID = re.compile(r"batch_req_(\d{8,19})")
+DIGEST = re.compile(r"req_\d+_([0-9a-f]{16})")
 LEAST_LOGPROB = -9999.0  #: stands for the logarithm of 0, which JSON cannot say; vLLM's number
 
 
@@ -35,7 +36,7 @@ def answer_line(number: int, request: Request, output: RequestOutput, created: i
     }
     if chat and output.prompt_logprobs is not None:
         body["prompt_logprobs"] = _by_id(output.prompt_logprobs)
-    return _line(number, request.custom_id, 200, body)
+    return _line(number, request.custom_id, 200, body, f"_{request.digest}" * bool(request.digest))
 
 
 def _choice(request: Request, output: RequestOutput, completion: CompletionOutput) -> dict:
@@ -147,13 +148,33 @@ def error_line(number: int, refused: Refused) -> bytes:
     return _line(number, refused.custom_id, 400, {"error": error})
 
 
-def _line(number: int, custom_id: str | None, status: int, body: dict) -> bytes:
-    line = {
-        "id": f"batch_req_{number:08d}",
-        "custom_id": custom_id,
-        "response": {"status_code": status, "request_id": f"req_{number:08d}", "body": body},
-        "error": None,
-    }
+def _line(number: int, custom_id: str | None, status: int, body: dict, digest: str = "") -> bytes:
+    return _encoded(
+        {
+            "id": f"batch_req_{number:08d}",
+            "custom_id": custom_id,
+            "response": {"status_code": status, "request_id": f"req_{number:08d}{digest}", "body": body},
+            "error": None,
+        }
+    )
+
+
+def renumbered(raw: bytes, number: int, custom_id: str | None) -> bytes:
+    """Return an answer's line as that to input line ``number``, which has this custom_id."""
+    line = json.loads(raw)
+    body, old = line["response"]["body"], line["id"].removeprefix("batch_req_")
+    calls = [call for choice in body["choices"] for call in choice.get("message", {}).get("tool_calls", ())]
+    for named, field in (
+        (line, "id"),
+        (line["response"], "request_id"),
+        (body, "id"),
+        *((call, "id") for call in calls),
+    ):
+        named[field] = named[field].replace(old, f"{number:08d}", 1)
+    return _encoded(line | {"custom_id": custom_id})
+
+
+def _encoded(line: dict) -> bytes:
     try:
         return json.dumps(line, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can name and UTF-8 cannot hold
@@ -166,6 +187,7 @@ class Reply(NamedTuple):
     number: int  #: of the input's line, from 1
     answered: bool  #: it is refused otherwise
     num_tokens: int  #: of all its answers; 0 where that is not told
+    digest: int = 0  #: of the input's line; 0 where that is not told
 
 
 def parse_answer(raw: bytes) -> Reply | None:
@@ -182,4 +204,6 @@ def parse_answer(raw: bytes) -> Reply | None:
         return None
     usage = response["body"].get("usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    return Reply(int(match[1]), response.get("status_code") == 200, tokens if type(tokens) is int else 0)
+    told = DIGEST.fullmatch(str(response.get("request_id")))
+    digest = int(told[1], 16) if told else 0
+    return Reply(int(match[1]), response.get("status_code") == 200, tokens if type(tokens) is int else 0, digest)

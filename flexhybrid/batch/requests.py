@@ -53,9 +53,10 @@ class LineReader:
         draft = self.draft(raw, number)
         with refusing(draft.custom_id):
             request = self._bodies.request(draft)
-        if request.params.seed is None:
-            request = replace(request, params=replace(request.params, seed=line_seed(self.rules.seed, number)))
-        return request
+        params = request.params
+        if params.seed is None:
+            params = replace(params, seed=line_seed(self.rules.seed, number))
+        return replace(request, params=params, digest=line_digest(raw))
 
     def draft(self, raw: bytes, number: int) -> Draft:
         """Return what a line asks for. Raise Refused when it cannot be served, whatever its prompt."""
@@ -135,6 +136,11 @@ def _text(value) -> str:
     if not value.strip():
         raise Refused("empty_line", "the prompt is empty", "prompt")
     return value
+
+
+def line_digest(raw: bytes) -> str:
+    """Return a hash of a line without its end: 16 hexadecimal digits."""
+    return blake2b(raw.rstrip(b"\r\n"), digest_size=8).hexdigest()
 
 
 def line_seed(seed: int, number: int) -> int:

@@ -32,7 +32,7 @@ TEMPLATES = {
     "{% endfor %}{% endif %}|{% endfor %}" + END,
     "no system": "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
     "{{ m.content }}|{% endfor %}" + END,
-}  # fmt: skip
+}
 #: Template -> what texts become for it: texts, parts, or parts of users alone.
 READS = dict.fromkeys(TEMPLATES, "text") | dict.fromkeys(
     ("parts", "chosen", "first", "first, strict", "macro"), "parts"
@@ -65,9 +65,10 @@ def test_no_template_loses_a_text(tokenizer, name):
 
     for messages in (said("a"), said("What is it?", "One.", "u"), said("x" * 300)):
         wanted = {
-            "text": messages, "parts": in_parts(messages),
+            "text": messages,
+            "parts": in_parts(messages),
             "users": [in_parts([m])[0] if m["role"] == "user" else m for m in messages],
-        }  # fmt: skip
+        }
         expected = plain(wanted[READS[name]])
         assert chat_text(messages, tokenizer, template) == expected
         if name != "both":
@@ -97,11 +98,14 @@ CALLS = "{% for t in m.tool_calls or [] %}<call>{{ @ }}</call>{% endfor %}"
 OF_CALLS = EACH + "{{ m.content or '' }}" + CALLS + "|{% endfor %}"
 #: How a template writes a call -> whether it takes the arguments as text.
 WRITES = {
-    "t.function.name + ':' + t.function.arguments": True, "t.function.arguments": True,
-    "t.function.arguments | trim": True, "t.function.arguments.replace('a', 'b')": True,
-    "t.function.arguments | tojson": False, "t.function.arguments.x": False,
+    "t.function.name + ':' + t.function.arguments": True,
+    "t.function.arguments": True,
+    "t.function.arguments | trim": True,
+    "t.function.arguments.replace('a', 'b')": True,
+    "t.function.arguments | tojson": False,
+    "t.function.arguments.x": False,
     "t.function.arguments if t.function.arguments is string else t.function.arguments | tojson": False,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("write", WRITES)
@@ -156,8 +160,9 @@ def test_chat_takes_parts_and_ends_of_prompts(tokenizer):
     assert prompts() == ["user:def f():|assistant:return|assistant:", "user:import|assistant:"]
     assert prompts(add_generation_prompt=False) == ["user:def f():|assistant:return|", "user:import|"]
     assert prompts(add_generation_prompt=False, continue_final_message=True) == [
-        "user:def f():|assistant:return", "user:import"
-    ]  # fmt: skip
+        "user:def f():|assistant:return",
+        "user:import",
+    ]
     with pytest.raises(InputError, match="continue_final_message"):
         prompts(continue_final_message=True)
     with pytest.raises(InputError, match="must be auto, string or openai"):

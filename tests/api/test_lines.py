@@ -1,6 +1,8 @@
 """Lines of requests: what one line breaks is that line's error, and the others are answered as without it."""
 
+import contextlib
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -70,8 +72,9 @@ ODD = {
 #: What cannot be read far enough for its custom_id.
 UNREAD = [
     *(line("deep", **{name: "@"}).replace('"@"', "[" * 1000 + "]" * 1000) for name in ("stop", "metadata")),
-    line("digits", seed="@").replace('"@"', DIGITS), line("nan", top_p=float("nan")),
-]  # fmt: skip
+    line("digits", seed="@").replace('"@"', DIGITS),
+    line("nan", top_p=float("nan")),
+]
 
 
 def test_values_out_of_all_bounds_are_answered_or_refused_by_name(tiny, tmp_path, capsys):
@@ -94,9 +97,12 @@ class PanicException(BaseException):
 
 
 FAULTS = {
-    "counted": RecursionError("deep"), "read": PanicException("panicked"), "opened": OverflowError("x" * 10**6),
-    "completed": KeyError("k"), "written": PanicException("panicked"),
-}  # fmt: skip
+    "counted": RecursionError("deep"),
+    "read": PanicException("panicked"),
+    "opened": OverflowError("x" * 10**6),
+    "completed": KeyError("k"),
+    "written": PanicException("panicked"),
+}
 
 
 @pytest.mark.parametrize("stage", FAULTS)
@@ -131,10 +137,12 @@ def test_what_fails_for_one_line_is_its_error(tiny, tmp_path, monkeypatch, stage
         return written(job, number, request, output)
 
     replaced = {
-        "counted": (RequestCodec, "check", checks), "read": (RequestCodec, "check", checks),
-        "opened": (RequestCodec, "open", opens), "completed": (RequestCodec, "completion", completes),
+        "counted": (RequestCodec, "check", checks),
+        "read": (RequestCodec, "check", checks),
+        "opened": (RequestCodec, "open", opens),
+        "completed": (RequestCodec, "completion", completes),
         "written": (Job, "line", writes),
-    }  # fmt: skip
+    }
     monkeypatch.setattr(*replaced[stage])
     found = run(tmp_path, tiny, lines, "--restart", "--max-batch", "3")
     assert [name for name, body in found.items() if "error" in body] in (["r2", "r3"], ["r3", "r2"])
@@ -165,3 +173,94 @@ def test_one_seed_means_the_same_for_every_prompt(tiny, tiny_llm, tmp_path):
     assert len(tokens) == 1
     first, second = json.loads(tokens.pop())
     assert first != second
+
+
+def body(number: int, **asked) -> str:
+    return json.dumps({"prompt": [5 + number, 7], "max_tokens": 4, "temperature": 2.0, **asked})
+
+
+#: Change of an input of 8 lines -> the lines of the new one (numbers of the old, or new lines).
+CHANGES = {
+    "line taken out": [0, 1, 2, 4, 5, 6, 7],
+    "first line taken out": [1, 2, 3, 4, 5, 6, 7],
+    "line changed": [0, 1, 2, body(3, max_tokens=2), 4, 5, 6, 7],
+    "lines added": [body(20), 0, 1, 2, 3, body(21), 4, 5, 6, 7, body(22)],
+    "order": [7, 6, 5, 4, 3, 2, 1, 0],
+    "line made bad": [0, 1, 2, "{broken", 4, 5, 6, 7],
+    "twice": [0, 0, 1, 2, 3, 4, 5, 6, 7, 7],
+    "blank lines": [0, "", 1, 2, 3, "  ", 4, 5, 6, 7],
+}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_input_keeps_the_answers_to_the_lines_that_it_still_has(tiny, tmp_path, capsys, change, named):
+    """Wherever they stand now; the seeds of answers that are kept are those of the lines that they had. A run killed
+    at any write of the change does it again."""
+    lines = [line(f"r{i}", [5 + i, 7], temperature=2.0) if named else body(i) for i in range(8)] + ["{bad"]
+    first = run(tmp_path, tiny, lines, "--errors", str(tmp_path / "errors.jsonl"))
+    assert len(first) == 8
+    new = [lines[one] if isinstance(one, int) else one for one in CHANGES[change]]
+    out, saved = tmp_path / "out.jsonl", {path.name: path.read_bytes() for path in tmp_path.glob("*.jsonl*")}
+    for killed_at in (None, 1, 2, 3) if change == "first line taken out" else (None,):
+        for name, data in saved.items():
+            (tmp_path / name).write_bytes(data)
+        (tmp_path / "out.jsonl.removed").unlink(missing_ok=True)
+        calls = []
+
+        def dies(partial, path, calls=calls, killed_at=killed_at, replace=Path.replace):
+            calls.append(path)
+            if len(calls) == killed_at:
+                raise SystemExit("killed")
+            return replace(partial, path)
+
+        more = ("--errors", str(tmp_path / "errors.jsonl"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "replace", dies)
+            with contextlib.suppress(SystemExit):
+                run(tmp_path, tiny, new, *more)
+        assert len(calls) == killed_at or not killed_at and len(calls) >= 3
+        found = run(tmp_path, tiny, new, *more)
+        rows = sorted((json.loads(raw) for raw in out.read_text().splitlines()), key=lambda row: row["id"])
+        errors = [json.loads(raw)["id"] for raw in (tmp_path / "errors.jsonl").read_text().splitlines()]
+        numbers = [int(row["id"].removeprefix("batch_req_")) for row in rows]
+        answered = [number for number, raw in enumerate(new, 1) if raw.strip() and raw != "{broken"]
+        if named and change == "twice":
+            assert errors == ["batch_req_00000002", "batch_req_00000010"]
+            answered = [number for number in answered if number not in (2, 10)]
+        else:
+            assert errors == ["batch_req_00000004"] * (change == "line made bad")
+        assert numbers == answered and len(found) == len(answered)
+        for row, number in zip(rows, numbers, strict=True):
+            raw = new[number - 1]
+            assert row["custom_id"] == (json.loads(raw)["custom_id"] if '"custom_id"' in raw else f"line-{number}")
+            assert row["response"]["body"]["id"] == f"cmpl-{number:08d}"
+            if raw in lines and new.count(raw) == 1:
+                before = f"r{lines.index(raw)}" if named else f"line-{lines.index(raw) + 1}"
+                assert tokens(row["response"]["body"]) == tokens(first[before])
+        gone = [raw for raw in lines[:8] if raw not in new]
+        beside = tmp_path / "out.jsonl.removed"
+        assert {json.loads(raw)["custom_id"] for raw in (beside.read_text().splitlines() if gone else [])} == {
+            "r3" if named else "line-4" for _ in gone if change != "first line taken out"
+        } | {"r0" if named else "line-1" for _ in gone if change == "first line taken out"}
+        assert run(tmp_path, tiny, new, *more).keys() == found.keys()
+    told = capsys.readouterr().out
+    assert f"changed    the input was changed: {8 - len(gone)} answers kept" in told
+    assert ("2 of them blank" in told) == (change == "blank lines")
+
+
+def test_another_input_is_refused(tiny, tmp_path, capsys):
+    run(tmp_path, tiny, [body(1), body(2)])
+    before = (tmp_path / "out.jsonl").read_bytes()
+    with pytest.raises(AssertionError):
+        run(tmp_path, tiny, [body(3), body(4)])
+    assert "(the file was changed)" in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").read_bytes() == before and not (tmp_path / "out.jsonl.removed").exists()
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_json_array_is_named(tiny, tmp_path, capsys, indent):
+    with pytest.raises(AssertionError):
+        run(tmp_path, tiny, [json.dumps([json.loads(body(1))] * 2, indent=indent)])
+    assert "in.jsonl holds one JSON array; write one request a line" in capsys.readouterr().err
+    assert run(tmp_path, tiny, ["[1", body(1), "2]"])["line-2"]["choices"]  # bad lines make no array

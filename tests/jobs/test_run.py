@@ -401,10 +401,9 @@ def test_a_resume_that_differs_is_refused_and_says_in_what(tiny, tmp_path, capsy
     assert 'errors was null, is "refused.jsonl" (--errors)' in capsys.readouterr().err
     (tmp_path / "refused.jsonl").unlink(missing_ok=True)
     source.write_text(source.read_text() + line("more", prompt=[5]) + "\n")
-    assert run(source, out, tiny) == 2
-    assert "input.lines was 12, is 13" in capsys.readouterr().err
     assert out.read_bytes() == before
-    assert run(source, out, tiny, "--restart") == 0 and len(by_id(out)) == 13
+    assert run(source, out, tiny) == 0 and len(by_id(out)) == 13
+    assert "the input was changed: 12 answers kept; other lines" in capsys.readouterr().out
     (tmp_path / "out.jsonl.manifest.json").unlink()
     assert run(source, out, tiny) == 2 and "no manifest" in capsys.readouterr().err
 
@@ -433,7 +432,7 @@ def test_limits_beyond_what_the_model_takes_are_told(tiny, tmp_path, capsys):
 
 def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_path, capsys):
     bad = {
-        "{broken": "invalid_json", "": "empty_line", '["a"]': "invalid_json", '{"x": NaN}': "invalid_json",
+        "{broken": "invalid_json", "": None, '["a"]': "invalid_json", '{"x": NaN}': "invalid_json",
         "[" * 100_000: "invalid_json",
         json.dumps({"method": "POST", "url": "/v1/completions", "body": {"prompt": [5]}}): "missing_custom_id",
         json.dumps({"custom_id": 7, "method": "POST", "url": "/v1/completions", "body": {}}): "invalid_custom_id",
@@ -480,14 +479,14 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
             assert error["message"].startswith(f"line {number}: ") and error["type"] == "invalid_request_error"
     assert not found
     assert run(source, out, tiny, "--errors", str(errors)) == 0  # and both files are read again
-    assert "30 before this run" in capsys.readouterr().out
+    assert "29 before this run" in capsys.readouterr().out
     before = errors.read_bytes()
-    assert run(source, out, tiny, "--restart") == 0 and len(read(out)) == 30
+    assert run(source, out, tiny, "--restart") == 0 and len(read(out)) == 29
     assert "kept its refused lines in errors.jsonl, which is left as it is" in capsys.readouterr().out
     assert errors.read_bytes() == before
     assert run(source, out, tiny, "--restart") == 0 and "left as it is" not in capsys.readouterr().out
     source.write_text("\n\n")
-    assert run(source, tmp_path / "none.jsonl", tiny) == 2 and len(read(tmp_path / "none.jsonl")) == 2
+    assert run(source, tmp_path / "none.jsonl", tiny) == 2 and not read(tmp_path / "none.jsonl")
     source.write_text("")
     assert run(source, tmp_path / "empty.jsonl", tiny) == 2
 

@@ -100,17 +100,20 @@ def test_thousands_of_lines_are_requests_or_refused_and_each_valid_one_answered(
     assert cli.main([*map(str, command), "--dtype", "float32"]) == 0
     found = {}
     for raw in out.read_bytes().splitlines():
-        number, answered, _ = parse_answer(raw)
+        number, answered, *_ = parse_answer(raw)
         assert number not in found
         found[number] = answered
-    assert sorted(found) == list(range(1, len(lines) + 1)) and list(found.values()).count(False) >= 2000
+    blank = {number for number, raw in enumerate(lines, 1) if not raw.removeprefix(b"\xef\xbb\xbf").strip(b" \t\r\n")}
+    assert sorted([*found, *blank]) == list(range(1, len(lines) + 1)) and list(found.values()).count(False) >= 2000
     read = LineRules("jsonl", {}, 0).reader(tiny_llm.codec)
     ids: set[str] = set()
     for number, raw in enumerate(lines, 1):
+        if number in blank:
+            continue
         try:
             request = read(raw, number)
         except Refused as refused:
-            assert not found[number] and parse_answer(error_line(number, refused)) == (number, False, 0)
+            assert not found[number] and parse_answer(error_line(number, refused))[:3] == (number, False, 0)
             ids.add(refused.custom_id)
         else:
             assert found[number] == (request.custom_id not in ids), raw

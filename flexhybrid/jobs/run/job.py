@@ -18,12 +18,12 @@ import torch
 import transformers
 
 import flexhybrid
-from flexhybrid.batch.answers import ANSWERED, FAILED, PENDING, AnswerFile
+from flexhybrid.batch.answers import ANSWERED, BLANK, FAILED, PENDING, AnswerFile
 from flexhybrid.batch.census import RequestFile, file_state, per_answer, take_census
 from flexhybrid.batch.formats import format_of, open_lines
 from flexhybrid.batch.in_flight import InFlight, Tokens
 from flexhybrid.batch.manifest import NOTHING_SERVED, check_same, load_manifest, model_record, save_manifest
-from flexhybrid.batch.openai import Request, check_template
+from flexhybrid.batch.openai import BLANK_LINE, Request, check_template
 from flexhybrid.batch.replies import answer_line, error_line
 from flexhybrid.batch.requests import LineRules
 from flexhybrid.batch.table import write_table
@@ -38,6 +38,7 @@ from flexhybrid.jobs.ray_cluster import Crew, cluster, crew_of
 from flexhybrid.jobs.run.answering import Answered, answer_pending, load_weights
 from flexhybrid.jobs.run.forecast import WINDOW, Forecast, describe, forecast, plan_lines, sorted_by_length
 from flexhybrid.jobs.run.opening import (
+    check_array,
     check_chats,
     earlier_numbers,
     is_brief,
@@ -86,6 +87,8 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
         state = file_state(options.input)
         opened = open_lines(options.input, file_format, options.columns, options.encoding)
         lines = stack.enter_context(contextlib.closing(opened))
+        if file_format == "jsonl":
+            check_array(options.input, lines)
         files = {path: open_answers(stack, path, options.output) for path in (options.output, options.errors) if path}
         remove_partial_files(options)
         crew = None
@@ -202,6 +205,7 @@ class Job:
             "answered": int((self.states == ANSWERED).sum()),
             "refused": int((self.states == FAILED).sum()),
             "left": int((self.states == PENDING).sum()),
+            "blank": int((self.states == BLANK).sum()),
             "done_before": self._earlier,
         }
         return Outcome(
@@ -281,7 +285,11 @@ class Job:
                 )
             if self.llm.policy is None:  # the search chooses those two, once the machine is measured
                 now["numbers"] |= {name: earlier_numbers(options.output).get(name) for name in ("bits", "selection")}
-            check_same(options.output, earlier, now)
+            check_same(options.output, earlier | {"input": given_input}, now)
+            if earlier.get("input") != given_input:
+                self._follow_input(earlier, now, say)
+                for file in self.files.values():
+                    file.check(states)
             self.manifest = earlier
         self._settle_policy()
         now["numbers"] = self._numbers()
@@ -299,6 +307,23 @@ class Job:
         for file in self.files.values():
             file.repair()
         self.states = states
+
+    def _follow_input(self, earlier: dict, now: dict, say: Callable[[str], None]) -> None:
+        """Keep the answers to lines that are in the changed input too, wherever they stand there. Raise InputError
+        where it has none of them: it is another input. The manifest names none meanwhile, so that a run after a kill
+        does this again."""
+        offsets, places = self.answers.places_in(self.source.digests())
+        num_kept, num_gone = int((places >= 0).sum()), int((places < 0).sum())
+        if num_gone and not num_kept:
+            check_same(self.options.output, earlier, now)
+        save_manifest(self.options.output, earlier | {"input": None})
+        beside = self.answers.move_to(offsets, places, self.source.custom_id)
+        if self.errors is not self.answers:
+            self.errors.clear()
+        earlier["input"] = now["input"]
+        save_manifest(self.options.output, earlier)
+        gone = f"; {counted(num_gone, 'answer')} to lines that are not in it any more: {beside}" if num_gone else ""
+        say(f"changed    the input was changed: {counted(num_kept, 'answer')} kept{gone}; other lines are answered now")
 
     def _settle_policy(self) -> None:
         """Choose the policy for the lines counted so far, where any can be served."""
@@ -381,9 +406,11 @@ class Job:
         missing = np.flatnonzero(~self.census.valid[:num_counted] & (self.states[:num_counted] == PENDING)) + 1
         refusals = self.source.refusals(missing.tolist())
         while batch := list(itertools.islice(refusals, ERRORS_AT_ONCE)):
-            self.errors.append([error_line(*refusal) for refusal in batch])
-            self.refused_codes.update(refused.code for _, refused in batch)
-        self.states[missing - 1] = FAILED
+            told = [(number, refused) for number, refused in batch if refused.code != BLANK_LINE]
+            self.errors.append([error_line(*refusal) for refusal in told])
+            self.refused_codes.update(refused.code for _, refused in told)
+            for number, refused in batch:
+                self.states[number - 1] = BLANK if refused.code == BLANK_LINE else FAILED
 
     def _expected(self, places: np.ndarray) -> Workload:
         """Return the lengths of the lines at ``places``, with the answers that the user expects, or that the run before

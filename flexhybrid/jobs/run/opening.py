@@ -1,6 +1,7 @@
 """What a run opens before its first request: its output files, and the model with its budgets and its machine."""
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +36,7 @@ from flexhybrid.runtime.storage.loader import Checkpoint
 #: Seconds of a run from which it is worth while to measure the machine, and what a slow machine's are made of: a layer
 #: of a mini-batch, bytes read and products computed.
 BRIEF_S, LAYER_S, READ_BYTES_PER_S, PRODUCT_FLOPS_PER_S = 30.0, 2e-3, 4e9, 1e10
+WHITE_BYTES = 4096  #: in which a JSON array begins
 
 
 def open_answers(stack: contextlib.ExitStack, path: Path, output: Path) -> AnswerFile:
@@ -132,6 +134,18 @@ def is_brief(llm: LLM, workload: Workload, begins: Workload) -> bool:
     products_s = 2.0 * tokens * shape.layer_matrix_elements / PRODUCT_FLOPS_PER_S
     seconds = shape.num_layers * (iterations * each_s + products_s)
     return seconds < BRIEF_S and resident_at_once(llm.problem, begins) is not None
+
+
+def check_array(path: Path, lines: BinaryIO) -> None:
+    """Raise InputError for a file that is one JSON array, in one line or in many."""
+    whole = None
+    lines.seek(0)
+    if lines.read(WHITE_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        lines.seek(0)
+        with contextlib.suppress(ValueError, RecursionError):
+            whole = json.load(lines)
+    if isinstance(whole, list):
+        raise InputError(f"{path} holds one JSON array; write one request a line, as `jq -c '.[]'` does")
 
 
 def check_chats(rules: LineRules, lines: BinaryIO, llm: LLM) -> None:

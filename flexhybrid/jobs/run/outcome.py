@@ -81,10 +81,11 @@ class Outcome(NamedTuple):
         """Say the last lines of a run; ``total_s``: of the whole command."""
         options, counts, work, stopped = self.options, self.counts, self.work, self.stopped
         before = f" ({counts['done_before']:,} before this run)" if counts["done_before"] else ""
+        blank = f", {counts['blank']:,} of them blank" if counts["blank"] else ""
         say("")
         say(
             f"{counts['answered']:,} answered, {counts['refused']:,} refused, {counts['left']:,} left of "
-            f"{counts['lines']:,} lines{before}"
+            f"{counts['lines']:,} lines{blank}{before}"
         )
         if work:
             predicted = "" if stopped else against(work)  # nothing for a part of the requests: the longest come first
