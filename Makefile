@@ -12,7 +12,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Kept bytecode, whatever this shell says of it: tests start many processes, and each would compile all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run test soak fuzz reserved check check-models gate lint bench models gpu gpu-peers clean
+.PHONY: setup run test soak fuzz fuzz-checkpoints reserved check check-models gate lint bench models gpu gpu-peers clean
 .DELETE_ON_ERROR:
 
 run: $(INSTALLED)  ## the main job: tables, figures, trace
@@ -29,11 +29,15 @@ soak: $(INSTALLED)  ## a job killed at hundreds of points and resumed
 fuzz: $(TESTING)  ## random cases against oracles of their own, for four minutes
 	PYTHONPATH=. $(BIN)/python tests/fuzz.py $(ARGS)
 
+fuzz-checkpoints: $(TESTING)  ## 2,000 broken and odd checkpoints: refused in one line, or transformers' tokens; half an hour
+	PYTHONPATH=.:tests $(BIN)/python tests/runtime/models/fuzz_checkpoints.py $(ARGS)
+
 reserved: $(TESTING)  ## what CUDA's allocator would reserve under 200 random policies, against their plans
 	PYTHONPATH=.:tests $(BIN)/python tests/fake_cuda/reserved.py $(ARGS)
 
 check-models: $(TESTING)  ## every decoder type of transformers, tiny, against its own generate; writes docs/models.md
 	PYTHONPATH=.:tests $(BIN)/python tests/check_models.py --table docs/models.md $(ARGS)
+	PYTHONPATH=.:tests $(BIN)/python tests/runtime/models/check_variants.py
 
 check: lint test  ## all that a change must pass: format, lint, types, tests
 

@@ -90,8 +90,8 @@ def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:  # n
         original = number(key, config, key) or number(key, given, key) or max_positions
     if numbers["factor"] is None:
         numbers["factor"] = max_positions / original if kind == "yarn" and original else 1.0
-    theta = number("rope_theta", given, "rope_theta") or number("rope_theta", config, "rope_theta") or Rope.theta
-    check(f"{path}: rope_theta", theta, theta > 1, "above 1")
+    theta = given.get("rope_theta", config.get("rope_theta", Rope.theta))
+    check(f"{path}: rope_theta", theta, is_number(theta) and 1 < theta < math.inf, "a number above 1")
     truncate = given.get("truncate", True)
     check(f"{path}: truncate of rope_type {kind}", truncate, isinstance(truncate, bool), "true or false")
     return Rope(theta=theta, type=kind, original_max_positions=original, truncate=truncate, **numbers)

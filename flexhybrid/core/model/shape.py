@@ -346,13 +346,6 @@ OPT_POSITION_OFFSET = 2
 #: Head size of Qwen3, whatever its hidden size, where the configuration does not say.
 QWEN3_HEAD_DIM = 128
 
-#: Fields by which transformers' cache forgets tokens -> the kinds whose attention has them, too.
-_CACHE_FIELDS = {
-    "sliding_window": ("mistral", "phi3", "qwen2", "qwen3"),
-    "layer_types": ("qwen2", "qwen3"),
-    "attention_chunk_size": (),
-}
-
 #: model_type -> the end token where neither config.json nor generation_config.json names one; of the others it is 2.
 _END_TOKEN: dict[object, int | None] = {"qwen2": None, "qwen3": None, "phi3": 32000}
 
@@ -585,11 +578,13 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     if family is None:
         error = NotBuiltIn if isinstance(model_type, str) else InputError
         raise error(f"{path}: {unknown('architecture', model_type, sorted(FAMILIES))}")
-    for key, windowed in _CACHE_FIELDS.items():
-        value, positions = config.get(key), config.get("max_position_embeddings")
-        whole = isinstance(value, list) and set(map(str, value)) <= {"full_attention"}
-        whole = whole or is_number(value) and is_number(positions) and value >= positions
-        if value is not None and not whole and model_type not in windowed:
+    # By these fields transformers' cache forgets tokens, whether or not its attention has them, too.
+    windowed = ["sliding_window"] if model_type in ("mistral", "phi3", "qwen2", "qwen3") else []
+    windowed += ["layer_types"] if config.get("use_sliding_window") and model_type in ("qwen2", "qwen3") else []
+    for key in ("sliding_window", "layer_types", "attention_chunk_size", "text_config", "is_encoder_decoder"):
+        value, positions = None if key in windowed else config.get(key), config.get("max_position_embeddings")
+        whole = value is False or isinstance(value, list) and set(map(str, value)) <= {"full_attention"}
+        if not (value is None or whole or is_number(value) and is_number(positions) and value >= positions):
             raise NotBuiltIn(f"{path}: {key} = {shown(value)} is not supported for {model_type}")
 
     def size(*keys: str, default: int | None = None) -> int:

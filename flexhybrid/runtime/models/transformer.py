@@ -210,8 +210,8 @@ def is_known_type(model_type: Any) -> bool:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error as one line."""
-    return f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0]}"
+    """Return an error as one line, its beginning where it is long."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:240] or '-'}"
 
 
 def _stateful_kinds(config) -> list[str]:

@@ -287,6 +287,10 @@ def _dtype_of(tensor: torch.Tensor) -> str:
 def _stored_tensors(path: Path) -> dict[str, _Stored]:
     """Return {name: tensor} of all the checkpoint's files, which are found as transformers finds them: safetensors
     first, and a single file before an index of shards, which is older where both are there."""
+    if other := load_json(path / "config.json").get("transformers_weights"):
+        raise InputError(
+            f"{path}: config.json has transformers_weights {shown(other)}; only files of usual names are read"
+        )
     for stem, suffix, read in (("model", ".safetensors", _open_safetensors), ("pytorch_model", ".bin", _open_pickle)):
         index, single = path / f"{stem}{suffix}.index.json", path / f"{stem}{suffix}"
         if single.is_file():

@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 
+import check_variants
+import fuzz_checkpoints
 import pytest
 import torch
 from models import edit_config, loaded, save_llama
@@ -171,3 +173,24 @@ def test_git_lfs_pointers_are_named(tmp_path, name):
         (tmp_path / "model.safetensors").unlink()
     (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5135149760\n")
     assert f"{name} is a git-lfs pointer" in refusal(tmp_path)
+
+
+# ---- slices of what `make fuzz` and `make check-models` run
+
+
+def test_odd_checkpoints_are_refused_in_one_line_or_give_the_tokens(monkeypatch):
+    counts = fuzz_checkpoints.run(["llama", "opt", "gpt2"], range(40), seed=1)
+    assert (
+        counts["equal"] > 3 and counts["refused"] > 10 and not any(counts[name] for name in fuzz_checkpoints.FAILURES)
+    )
+    monkeypatch.setattr(fuzz_checkpoints, "ours", lambda folder: [[3] * 6] * 2)
+    assert fuzz_checkpoints.run(["llama"], range(2), seed=3)["wrong"]
+
+
+CELLS = [("gpt_neox", "scaled"), ("qwen2", "nested"), ("gpt2", "nested"), ("olmo2", "fp8 without config")]
+
+
+@pytest.mark.parametrize("kind, variant", CELLS)
+def test_cells_of_kinds_and_variants(tmp_path, kind, variant):
+    wanted = "refused" if kind == "gpt2" or "fp8" in variant else "equal"
+    assert check_variants.tried(tmp_path, kind, variant)[0] == wanted
