@@ -135,5 +135,5 @@ def test_the_dtype_of_a_configuration_without_one(fields, dtype, tmp_path):
     if not fields:
         assert shape_from_config(tmp_path).dtype == dtype
     else:
-        with pytest.raises(PackedWeights, match=f" in {dtype}, remove"):
+        with pytest.raises(PackedWeights, match=f'set "dtype" to "{dtype}" and remove quantization_config'):
             shape_from_config(tmp_path)

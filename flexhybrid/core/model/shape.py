@@ -497,7 +497,7 @@ def check_plain(shape: ModelShape, packed: PackedFormat | None, path: Path) -> N
         size, copy = shape.stored_bytes(packed), gib(shape.weights_bytes(DTYPE_BYTES[shape.dtype]))
         error = PackedWeights(
             f"{path}: the weights are packed as {packed.name}{f', {gib(size)}' if size else ''} ({packed.said_by}). "
-            f"{GIVE_PLAIN}. To predict a plain copy, {copy} in {shape.dtype}, remove {packed.said_by}"
+            f'{GIVE_PLAIN}. To predict a plain copy, {copy}, set "dtype" to "{shape.dtype}" and remove {packed.said_by}'
         )
         error.method, error.stored_bytes = packed.method, size
         raise error
