@@ -84,23 +84,22 @@ class TokenTexts:
         #: a token's text, with the space that it puts between words, and its bytes where it is a part of a character
         self.alone: Callable[[int], tuple[str, bytes | None]] = functools.cache(self._alone)
 
-    @functools.cached_property
-    def _letters(self) -> list[int]:
-        """A token of plain letters, behind which others show their spaces."""
-        tokens = set(range(min(len(self.tokenizer), 1 << 12))).difference(self.special)
-        texts = ((token, self.tokenizer.decode([token])) for token in sorted(tokens))
-        return next(([token] for token, text in texts if text.isascii() and text.isalpha()), [])
-
     def _alone(self, token: int) -> tuple[str, bytes | None]:
-        text = self.special.get(token) or answer_text(self.tokenizer.decode, self._letters, [token])
+        text = self.special.get(token) or answer_text(self.tokenizer.decode, [token], [token])  # shows its space
         raw = _bytes(self.tokenizer.convert_ids_to_tokens(token) or text) if INCOMPLETE in text else b""
         return text, raw if raw != raw.decode(errors="ignore").encode() else None
 
     def along(self, before: list[int], ids: list[int], skip_special_tokens: bool) -> list[tuple[str, int]]:
         """Return what each token adds to the text of those before it, and where in ``answer_text`` that begins; of a
         special token that the text leaves out, its name."""
-        decode, ends = self.decoders[skip_special_tokens], []
-        whole, growing = answer_text(decode, before, ids), StopWatch(decode, before)
+        decode, hidden = self.decoders[skip_special_tokens], self.special if skip_special_tokens else ()
+        whole, texts = (
+            answer_text(decode, before, ids),
+            ["" if token in hidden else self.alone(token)[0] for token in ids],
+        )
+        if "".join(texts) == whole:  # as of most texts, in a tenth of the time
+            return self._cut(ids, whole, [*itertools.accumulate(map(len, texts))])
+        growing, ends = StopWatch(decode, before), []
         for token in ids:
             growing.push(token)
             begin = len(growing.settled)
