@@ -189,7 +189,13 @@ def test_waves_are_told_as_they_run(batch, room_for_four, words):
     point = {"system": "kv_only", "model": "opt-125m", "hardware": "t4", "batch": batch, "prompt_len": 64, "gen_len": 4}
     whole = run_simulate({**point, "batch": 4})
     budgets = {"host": str(whole.peak_bytes["host"])} if room_for_four else None
-    assert words in jobs.describe(run_simulate(point, budgets=budgets))
+    run = run_simulate(point, budgets=budgets)
+    assert words in jobs.describe(run)
+    limited = "at most 4 requests at a time by host memory: 5 would take" in jobs.describe(run)
+    assert limited == room_for_four == bool(run.limited_by)
+    one = {**point, "batch": 3, "prompt_len": 700}
+    wide = jobs.describe(run_simulate({**one, "system": "kv_only(max_mini_batch_tokens=1024)"}))
+    assert "one request a mini-batch by max_mini_batch_tokens 1,024" in wide
 
 
 def test_answers_of_one_token_have_no_decode():

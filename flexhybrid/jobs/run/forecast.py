@@ -43,6 +43,7 @@ class Forecast:
     layer_bytes: dict[str, int]  #: tier -> bytes of the layers' weights
     run: QueueRun | None = None  #: None: nothing is known of the machine
     shorter: Foretold | None = None  #: if answers take EXPECTED_SHARE of their limits; None: lengths are expected
+    num_requests: int = 1
     longest: Foretold | None = None  #: if answers take their limits; None: ``seconds`` say so
 
     def seconds_of(self, tokens: int) -> float | None:
@@ -77,6 +78,7 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
         tokens=int(workload.max_tokens.sum()),
         expected_tokens=int(workload.answers.sum()),
         at_a_time=places[0],
+        num_requests=workload.num_requests,
         memory=total_bytes(memory),
         layer_bytes=layers,
         run=run,
@@ -106,6 +108,13 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
         if size:
             budget = llm.problem.budgets.of(tier)
             memory.append(f"{tier} {gib(size)}" + (f" of {gib(budget)}" if budget else ""))
+    alone = f" (max_batch {policy.max_batch} of the policy)" if policy.max_batch else ""
+    if not alone and (
+        budgets := [tier for tier, size in llm.problem.budgets.items() if size and plan.memory.get(tier)]
+    ):
+        fullest = max(budgets, key=lambda tier: plan.memory[tier] / (llm.problem.budgets.of(tier) or 1))
+        alone = f" ({fullest} memory has no room for a second)"
+    at_a_time = f"{plan.at_a_time} at a time{alone if plan.at_a_time == 1 < plan.num_requests else ''}"
     if plan.seconds is None or plan.run is None:
         pace = f" at {llm.paced.link_gb_per_s:g} GB/s" if llm.paced.link_gb_per_s else ""
         unknown = f"is not profiled for this model{pace} (--policy auto does that)"
@@ -130,7 +139,7 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
     note = "; a mix with recomputed context would not be faster" if plain else ""
     return [
         f"policy     {describe(policy, llm.problem)}; in {llm.problem.dtype}{note}",
-        f"requests   {counts}, at most {counted(plan.tokens, 'token')} of answers in all; {plan.at_a_time} at a time",
+        f"requests   {counts}, at most {counted(plan.tokens, 'token')} of answers in all; {at_a_time}",
         f"predicted  {predicted}",
         *limit[:-1],
         f"memory     {', '.join(memory)}",

@@ -126,8 +126,9 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
         inside |= {id(parameter) for name, parameter in named.items() if name not in fact.lent}
         # Where no attention parts a layer, what other layers do not have behind theirs lies where they have theirs.
         early = fact.early if fact.attention else named.keys() - behind if behind else ()
-        experts = {name for name, of in named.items() if _is_of_experts(layer, name, of)}
-        plain = fact.everywhere | {name for name in named if _is_never_packed(name, bool(experts))}
+        experts = {name for name, of in named.items() if of.dim() == 3 and len(of) > 1 and "experts" in name}
+        routers = {name for name in named if experts and not ROUTERS.isdisjoint(name.split("."))}
+        plain = fact.everywhere | routers | {name for name in named if name.endswith("bias")}
         kind = tuple(
             LayerTensor(
                 name, tuple(of.shape), *(name in names for names in (early, fact.kv_gen, fact.lent, plain, experts))
@@ -217,17 +218,6 @@ def _check_cache(text, windows: Mapping[int, int | None], longest: int) -> None:
         kept = cached.sliding_window if hasattr(cached, "keys") and cached.is_sliding else None
         if kept is not None and (window or longest) > kept:
             raise Refused(f"its cache keeps {kept} tokens of a layer, and its mask lets see more")
-
-
-def _is_of_experts(layer: torch.nn.Module, name: str, parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is a stack of experts' matrices: of three dimensions, in a module that says so."""
-    owner = layer.get_submodule(name.rpartition(".")[0])
-    return parameter.dim() == 3 and len(parameter) > 1 and "expert" in f"{name} {type(owner).__name__}".lower()
-
-
-def _is_never_packed(name: str, has_experts: bool) -> bool:
-    """Return whether a tensor keeps the compute dtype whatever the bits: a bias, or what chooses experts."""
-    return name.endswith("bias") or has_experts and not ROUTERS.isdisjoint(name.split("."))
 
 
 def _elements(tensors: list[torch.Tensor]) -> int:

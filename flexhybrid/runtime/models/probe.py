@@ -336,8 +336,8 @@ def measure(layers: Layers, facts: list[LayerFacts], kinds: list[int]) -> tuple[
             ids = torch.zeros(rows, dtype=torch.int64, device="meta")
             with torch.inference_mode(), suppress(Exception), _Uses() as uses:
                 hidden, calls, _ = layers.embed(ids, ids)
-                run = partial(_run_whole, layers, index, facts[index], hidden, calls[index])
-                peaks[rows] = max(peaks[rows], peak_bytes(run))
+                peak = peak_bytes(partial(_run_whole, layers, index, facts[index], hidden, calls))
+                peaks[rows] = max(peaks[rows], peak)
             shares |= {taken / (rows * experts) for taken, experts in uses.grouped}
         (low, least), (high, most) = peaks.items()
         token = -(-(most - least) // (high - low))
@@ -345,16 +345,18 @@ def measure(layers: Layers, facts: list[LayerFacts], kinds: list[int]) -> tuple[
     return tuple(work), min(1.0, max(shares, default=1.0))
 
 
-def _run_whole(layers: Layers, index: int, fact: LayerFacts, hidden: torch.Tensor, call: LayerCall) -> None:
+def _run_whole(layers: Layers, index: int, fact: LayerFacts, hidden: torch.Tensor, calls: Sequence[LayerCall]) -> None:
     """Run a layer with what ``ModulePath`` makes between its two parts: the rows of keys, values and queries, and what
     attention gives."""
     attention = fact.attention
     if attention is None or fact.state:
-        return run_alone(layers, index, hidden, call)
-    pending, head_dim = layers.begin(index, hidden, call), max(attention.key_dim, attention.value_dim)
-    made = hidden.new_empty(hidden.shape[-2], attention.heads + 2 * attention.groups, head_dim)  # noqa: F841 (held)
-    attended = hidden.new_empty(1, hidden.shape[-2], attention.heads, head_dim)
-    layers.finish(pending, attended[..., : attention.value_dim])
+        return run_alone(layers, index, hidden, calls)
+    rows, head_dim = hidden.shape[-2], max(attention.key_dim, attention.value_dim)
+    held = (
+        layers.begin(index, hidden, calls[index]),
+        hidden.new_empty(rows, attention.heads + 2 * attention.groups, head_dim),
+    )
+    layers.finish(held[0], hidden.new_empty(1, rows, attention.heads, head_dim)[..., : attention.value_dim])
 
 
 def _attention_facts(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -307,7 +307,7 @@ def _with_work(layers: Layers, states: list[LayerState | None], embed: Any) -> l
     for dtype in in_each_dtype(layers.model):
         calls = {tokens: embed(tokens) for tokens in MEASURED}
         for (_, state, _), alike in kinds.items():
-            peaks = {tokens: _peak(layers, alike[0], *calls[tokens]) for tokens in MEASURED}
+            peaks = {tokens: peak_bytes(partial(run_alone, layers, alike[0], *calls[tokens])) for tokens in MEASURED}
             low, high = MEASURED[-2:]
             token = -(-(peaks[high] - peaks[low]) // (high - low))
             request = max(peak - token * tokens for tokens, peak in peaks.items())
@@ -327,22 +327,13 @@ def in_each_dtype(model) -> Iterator[torch.dtype]:
         yield dtype
 
 
-def _peak(layers: Layers, index: int, hidden: torch.Tensor, calls: Sequence[LayerCall]) -> int:
-    """Return the most bytes of tensors that a layer makes at a time of a prompt's hidden states [1, R, h]."""
-
-    def run() -> None:
-        with suppress(Exception):  # routing of experts, which comes last, has sizes that are not known
-            run_alone(layers, index, hidden, calls[index])
-
-    return peak_bytes(run)
-
-
-def run_alone(layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall) -> None:
+def run_alone(layers: Layers, index: int, hidden: torch.Tensor, calls: Sequence[LayerCall]) -> None:
     """Run a layer that keeps a state, or does not attend, over a prompt's hidden states [1, R, h]."""
     group = Group(None, None, 1, hidden.shape[1])
-    running = run_group(layers, index, hidden[0], call, group, stand_in(layers))
-    if isinstance(running.result, AttentionCall):
-        running.resumed(running.result.query.transpose(1, 2)[..., : running.result.value.shape[-1]])
+    with suppress(Exception):  # routing of experts, which comes last, may have sizes that are not known
+        running = run_group(layers, index, hidden[0], calls[index], group, stand_in(layers))
+        if isinstance(running.result, AttentionCall):
+            running.resumed(running.result.query.transpose(1, 2)[..., : running.result.value.shape[-1]])
 
 
 def _find(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, kind: str | None) -> LayerState | None:
