@@ -23,19 +23,15 @@ from flexhybrid.jobs.run.cli import DISK_DIR_HELP, add_doctor, add_run
 
 
 class _Once(argparse.Action):
-    """Store a value, like argparse's own action. An option that names files or several things is refused when it is
-    given twice, as the second value would replace the first unseen; of a number or a name the last one counts."""
+    """Store a value. Files and options that name several things are refused when they are given twice, as the second
+    value would replace the first unseen; of a number or a name the last one counts."""
 
-    several = ("vary", "system", "policy", "selection")  #: beside what has ``nargs``
     seen: argparse.Namespace | None = None  #: the parse in which it was given
 
     def __call__(self, parser, namespace, values, option_string=None):
-        a_name = self.type is not Path or self.dest == "model"
-        one = a_name and not self.nargs and self.dest not in self.several
-        if option_string and self.seen is namespace and not one:
-            before = getattr(namespace, self.dest)
-            texts = (" ".join(map(str, v)) if isinstance(v, list) else str(v) for v in (before, values))
-            parser.error(f"{option_string} is given twice, {' and '.join(texts)}: give it once")
+        file, several = self.type is Path and self.dest != "model", ("vary", "system", "policy", "selection")
+        if self.seen is namespace and (file or self.nargs or self.dest in several) and option_string:
+            parser.error(f"{option_string} is given twice, {getattr(namespace, self.dest)} and {values}: give it once")
         self.seen = namespace
         setattr(namespace, self.dest, values)
 

@@ -184,22 +184,17 @@ def load_datasheet(path: str | Path) -> Datasheet:
     try:
         sheet = Datasheet(**data)
         sheet.hardware()  # its memories can be read
-        _check_replaced(sheet, data.get("in_place_of", {}))
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    return sheet
-
-
-def _check_replaced(sheet: Datasheet, noted: dict) -> None:
-    """Raise InputError where a peak or share and a line contradict each other, and no number says which holds."""
-    for key, given in sheet.replaced().items():
-        for name, rate in given.items():
-            own = sheet.lines[key][name]
+        noted = data.get("in_place_of", {})
+        if strange := [key for key, own in noted.items() if own.keys() - sheet.lines.get(key, {}).keys()]:
+            raise InputError(f"in_place_of: {strange[0]} has rates that lines has not in their place")
+        for key, name in ((key, name) for key, rates in sheet.replaced().items() for name in rates):
+            own, rate = sheet.lines[key][name], sheet.replaced()[key][name]
             if name not in noted.get(key, {}) and not isclose(rate, own):
                 remedy = f'remove it, or let it take their place by "in_place_of": {json.dumps({key: {name: rate}})}'
                 raise InputError(f"lines: {key} has {name} {own:g}, but peaks and shares give {rate:g}: {remedy}")
-    if strange := [key for key, own in noted.items() if own.keys() - sheet.lines.get(key, {}).keys()]:
-        raise InputError(f"in_place_of: {strange[0]} has rates that lines has not in their place")
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    return sheet
 
 
 def is_record(path: str | Path) -> bool:

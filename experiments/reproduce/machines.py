@@ -17,7 +17,7 @@ from experiments.reproduce.kvpr import setup as kvpr
 from experiments.reproduce.kvpr.latency import TABLES, kvpr_s
 from experiments.reproduce.kvpr.throughput import table5_paper, table5_rates
 from experiments.reproduce.paper import INFINIGEN, values_of
-from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.hardware import Hardware
 from sim import catalogue
 from sim.datasheet import Datasheet, in_rates, load_datasheet
 
@@ -121,13 +121,9 @@ def a6000_infinigen() -> Datasheet:
 def _entry(base: Datasheet, name: str, testbed: Hardware, on: str, held_out: str) -> Datasheet:
     """Return the datasheet of a testbed: the base's with the lines that the testbed has of its own."""
     plain = base.hardware()
-    lines = {key: _in_rates(line) for key, line in testbed.lines.items() if line != plain.lines.get(key)}
+    own = {key: in_rates(line) for key, line in testbed.lines.items() if line != plain.lines.get(key)}
+    lines = {key: {name: _rounded(rate) for name, rate in rates.items()} for key, rates in own.items()}
     return replace(base, name=name, lines=lines, rates={"kind": "fitted", "on": on, "held_out": held_out})
-
-
-def _in_rates(line: Line) -> dict[str, float]:
-    """Return a line as a datasheet has it."""
-    return {name: _rounded(rate) for name, rate in in_rates(line).items()}
 
 
 def _rounded(value: float) -> float:

@@ -33,8 +33,6 @@ def parse_bytes(text: str | float | None) -> int | None:
         value = float(digits) * units[unit]
     except (ValueError, KeyError):
         raise InputError(f"memory size {text!r} is not understood: write 8GiB, 512MiB or a number of bytes") from None
-    if 0 < value < 1:
-        raise InputError(f"memory size {text!r} is less than a byte: give an amount such as '20GiB', not a share")
     if not math.isfinite(value) or value < 1:
-        raise InputError(f"memory size {text!r} must be positive and finite")
+        raise InputError(f"memory size {text!r} must be positive and finite, an amount such as '20GiB' and no share")
     return int(value)

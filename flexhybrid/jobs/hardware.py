@@ -29,7 +29,6 @@ SIZES = {
     "device_reserve": "of the device, what no program gets (1GiB)",
 }
 COSTS = {"price_per_hour": "US dollars an hour of the machine", "watts": "watts that the device draws at work"}
-LINES = ("lines", "in_place_of")  #: fields of a datasheet, by line
 NEEDED = ("tflops", "memory_gb_per_s", "link_gb_per_s", "device_memory")
 
 
@@ -95,9 +94,7 @@ def new_sheet(name: str, given: dict, shares: dict, like: Datasheet | None = Non
     """
     said = dict.fromkeys(given, "given on the command line")
     if shares:
-        said["shares"] = (
-            f"given on the command line: {', '.join(f'{share} {value:g}' for share, value in shares.items())}"
-        )
+        said["shares"] = f"given on the command line: {', '.join(f'{k} {v:g}' for k, v in shares.items())}"
     if like is None:
         if missing := [flag(field) for field in NEEDED if field not in given]:
             raise InputError(f"a machine needs {', '.join(missing)} (or --like, a machine to start from)")
@@ -107,7 +104,8 @@ def new_sheet(name: str, given: dict, shares: dict, like: Datasheet | None = Non
     faster = given.keys() & PEAKS.keys() or shares
     rates = {"kind": "assumed", "on": f"those of {like.name}, scaled to other peaks"} if faster else like.rates
     disk = any("disk" in field for field in given.keys() & PEAKS.keys())  # copies reach all of such a rate
-    tables = {at: {k: v for k, v in getattr(like, at).items() if not (disk and is_of_disk(k))} for at in LINES}
+    tables = {"lines": like.lines, "in_place_of": like.in_place_of}
+    tables = {name: {k: v for k, v in table.items() if not (disk and is_of_disk(k))} for name, table in tables.items()}
     sources, shares = like.sources | said, SHARES | like.shares | shares
     return replace(like, name=name, **given, **tables, shares=shares, rates=rates, sources=sources)
 

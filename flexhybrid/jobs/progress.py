@@ -19,7 +19,6 @@ from tqdm import tqdm
 TICK_S = 1.0  #: seconds between looks at the clock
 FIRST_S, PLAIN_S = 5.0, 30.0  #: seconds until the first line, where there is no terminal, and from one to the next
 PRIOR_S = 1.0  #: seconds measured at which a quarter of the difference from the prediction still counts
-MARK = 1.1  #: times as long since the beginning from one remembered count to the next
 AGAIN_S = 0.05  #: seconds after which an interrupt that was lost is sent again
 STOP_S = 1.0  #: seconds after which a stop no longer waits for the end of the iteration
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
@@ -91,7 +90,7 @@ class Progress:
     def advance(self, count: int = 1) -> None:
         """Count what has come."""
         now = time.monotonic()
-        if not self._marks or now - self.began > MARK * (self._marks[-1][0] - self.began):
+        if not self._marks or now - self.began > 1.1 * (self._marks[-1][0] - self.began):
             self._marks.append((now, self.count + count))
         self.count += count
         self.bar.update(count)  # what is left, which takes a while to foretell, the ticker says
@@ -129,9 +128,8 @@ class Progress:
             return told
         if not self.steps_alike:
             return None
-        now = time.monotonic()
         if not self.count:
-            left = (self.predicted_s or 0.0) - (now - self.began)
+            left = (self.predicted_s or 0.0) - (time.monotonic() - self.began)
             return left if left > 0 else None
         rate, seconds = self.rate()
         if self.predicted_rate:
@@ -139,11 +137,9 @@ class Progress:
         return self.expected_left() / rate if rate else None
 
     def rate(self) -> tuple[float, float]:
-        """Return the count a second and the seconds in which it was measured: the last half of the time, without what
-        the first of it took; all the time where all of it came at once."""
+        """Return the count a second in the last half of the time, without the first of it, and the seconds of that."""
         now = time.monotonic()
-        half = (self.began + now) / 2
-        at, before = next((mark for mark in self._marks[::-1] if mark[0] <= half), self._marks[0])
+        at, before = next((mark for mark in self._marks[::-1] if 2 * mark[0] <= self.began + now), self._marks[0])
         if self.count == before or now <= at:
             at, before = self.began, 0
         return (self.count - before) / max(now - at, 1e-9), now - at

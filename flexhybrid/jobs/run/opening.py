@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.answers import AnswerFile
@@ -72,17 +72,12 @@ def earlier_numbers(output: Path) -> dict:
     return numbers if isinstance(numbers, dict) else {}
 
 
-class Opened(NamedTuple):
-    """The arguments of a model, and what measures the machine for it: None where nothing is to be measured."""
-
-    arguments: LLMArguments
-    measure: Callable[[], Hardware] | None
-
-
-def model_arguments(options: RunOptions, earlier: dict, crew: Crew | None) -> Opened:
+def model_arguments(
+    options: RunOptions, earlier: dict, crew: Crew | None
+) -> tuple[LLMArguments, Callable[[], Hardware] | None]:
     """Return the arguments of the model, with budgets of the memory that is free, shared by the executors on each
-    machine, and with a profile of this machine where one is kept. A machine that must be measured for the policy is
-    measured once all else is checked."""
+    machine, and with a profile of this machine where one is kept; and what measures the machine, once all else is
+    checked, where that is needed."""
     asked, paced = options.llm, paced_device(options.llm)
     named = {tier: parse_bytes(size) for tier, size in asked.budgets.items() if size is not None}
     budgets = free_budgets(paced.device, crew.actors_per_node if crew else 1) | named
@@ -119,7 +114,7 @@ def model_arguments(options: RunOptions, earlier: dict, crew: Crew | None) -> Op
     if asked.dtype == "auto":
         dtype = earlier.get("dtype") or dtype
     attention = paths_of(earlier.get("attention"))
-    return Opened(replace(asked, hardware=hardware, dtype=dtype, budgets=budgets, attention=attention), measure)
+    return replace(asked, hardware=hardware, dtype=dtype, budgets=budgets, attention=attention), measure
 
 
 def is_brief(llm: LLM, workload: Workload, begins: Workload) -> bool:

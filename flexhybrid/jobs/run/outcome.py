@@ -93,8 +93,7 @@ class Outcome(NamedTuple):
             tokens = f"{counted(self.tokens, 'token')}{unfinished} in {duration(work.seconds)}"
             say(f"{tokens}: {self.tokens_per_s:.1f} tokens/s{predicted}; the whole command {duration(total_s)}")
             if work.compiling_s:
-                took = duration(work.compiling_s)
-                say(f"compiled   kernels for this processor, {took} that these tokens/s leave out; they are kept")
+                say(f"compiled   kernels for this processor, once, besides that: {duration(work.compiling_s)}")
             if work.others_cpu_share and work.others_cpu_share > MOST_OTHERS:
                 say(f"busy       others used {work.others_cpu_share:.0%} of the cores; predictions assume none")
             blamed = options.llm.hardware is None and not stopped

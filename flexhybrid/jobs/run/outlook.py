@@ -23,9 +23,7 @@ KEPT_BUSY = 4096  #: iterations whose resources' busy seconds are kept
 KEPT_ENDS = 2**17  #: iterations whose ends are kept: more than any window has
 LEAST_BUSY = 0.2  #: share of the time; how a resource fares that is busy for less says nothing
 MOST_COUNTED = 2048  #: requests that wait; of more every so manieth stands for those beside it
-#: The queue is not counted again for so many times as long as it took: as a rule, and at least, although the time since
-#: the batch began has doubled or half of the time left has passed.
-REST, LEAST_REST = 50, 3
+REST, LEAST_REST = 50, 3  #: times as long as counting took until the queue is counted again: at most, and at least
 
 
 def batches(llm: LLM, workload: Workload, given: np.ndarray | None = None) -> Callable[[], Wave]:
@@ -69,10 +67,8 @@ class CountedQueue(NamedTuple):
     def seconds_from(self, iteration: int) -> float:
         """Return the predicted seconds from an iteration to the end."""
         behind, joining = max(iteration - self.now, 0), max(self.drains - self.now, 0)
-        counted = min(behind / self.times, joining)
-        at = min(iteration, self.now) + round(counted + max(behind - joining * self.times, 0.0))
-        more = self.seconds[max(at, self.now) : self.drains].sum()
-        return float(self.seconds[at:].sum() + (self.times - 1) * more)
+        at = min(iteration, self.now) + round(min(behind / self.times, joining) + max(behind - joining * self.times, 0))
+        return float(self.seconds[at:].sum() + (self.times - 1) * self.seconds[max(at, self.now) : self.drains].sum())
 
 
 def _slower(measured: float, predicted: float, trusted_s: float = 0.0) -> float:
