@@ -35,7 +35,6 @@ from experiments.bench.models.outliers import bench_outliers
 from experiments.bench.models.path_speeds import bench_path_speeds
 from experiments.bench.models.recall import bench_recall
 from experiments.bench.overlap import bench_overlap
-from experiments.bench.predictions.promises import bench_promises
 from experiments.bench.predictions.simulator import bench_papers, bench_peer, bench_search_time
 from experiments.bench.queues.census import bench_census
 from experiments.bench.queues.forecast import bench_forecast
@@ -303,7 +302,6 @@ def bench_mutations(table: Table, trace: list[TraceEvent]) -> None:
 #: Parts by their names in ``--only``, in the order of a full run. A bench of TIMED also takes the compute dtype.
 PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "simulator": (bench_papers, bench_peer, bench_search_time),
-    "promises": (bench_promises,),
     "model": (bench_closed_form, bench_launch),
     "exactness": (bench_exactness,),
     "compression": (bench_compression,),

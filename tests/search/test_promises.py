@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import numpy as np
+import promises
 import pytest
 
-from experiments.bench.predictions import promises
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits
 from flexhybrid.core.problem import Problem

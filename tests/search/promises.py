@@ -3,7 +3,7 @@
 KVPR says that "in the worst-case scenario, the method performs no worse than the baseline" (section 3.3). InfiniGen
 "consistently provides performance improvements with larger models, longer sequence lengths, and larger batch sizes"
 (section 1), and CAPTURE promises no such thing: where they lose is shown beside, as is
-where KVPR's eq. 10 alone does.
+where KVPR's eq. 10 alone does. ``PYTHONPATH=. python tests/search/promises.py`` tries SETTINGS of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from tqdm import tqdm
 
-from experiments.bench.harness import Table
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Policy
@@ -123,11 +122,6 @@ def _kind(setting: Setting) -> str:
     return f"{length}, {'up to 8 requests' if setting.batch <= 8 else 'more requests'}"
 
 
-def bench_promises(table: Table) -> None:
-    """Add in how many of SETTINGS a system that promises otherwise is slower than its baseline."""
-    asked = promises()
-    for promise, of in zip(asked, kept(asked, SETTINGS, progress=True).values(), strict=True):
-        name, conditions = f"{promise.name}: slower by prediction", {"worst": of.worst, "where": dict(of.where)}
-        if promise.judged:
-            table.at_most(f"{name}, of {SETTINGS} settings", of.num_worse, 0, "settings", **conditions)
-        tqdm.write(f"     {name} in {of.num_worse} of {SETTINGS}, by {of.worst:.1%} at most; {dict(of.where)}")
+if __name__ == "__main__":
+    for name, of in kept(promises(), SETTINGS, progress=True).items():
+        print(f"{name}: slower in {of.num_worse} of {SETTINGS}, by {of.worst:.1%} at most; {dict(of.where)}")
