@@ -64,8 +64,8 @@ def test_no_option_of_any_command_drops_a_value_unseen(capsys):
             with pytest.raises(SystemExit):
                 parser.parse_args([name, value, name, value, "-Z"])
             refused = f"{name} is given twice, " in capsys.readouterr().err
-            several = action.nargs or action.type is Path or name in ("--vary", "--policy", "--system", "--selection")
-            several = several and name != "--model"
+            several = action.nargs or name in ("--vary", "--policy", "--system", "--selection")
+            several = several or action.type is Path and name != "--model"
             assert refused == (bool(several) and name != "--keep"), name
 
 
