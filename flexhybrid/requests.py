@@ -54,7 +54,7 @@ class CompletionOutput:
     finish_reason: str  #: "stop" or "length"
     stop_reason: int | str | None = None  #: the stop token id or stop text; None: end-of-sequence, or the length
     cumulative_logprob: float | None = None  #: of token_ids; None where no logprobs were asked for
-    logprobs: list[Logprobs] | None = None  #: of each of token_ids
+    logprobs: Sequence[Logprobs] | None = None  #: of each of token_ids
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ class Generated:
         """Take the records that came with a token."""
         if noted.answer is not None:  # as long as the longest of those made together
             count, most = self.params.logprobs or 0, len(noted.answer) // 2 - 1
-            self.records.append(np.r_[noted.answer[: 2 + count], noted.answer[2 + most : 2 + most + count]])
+            record = np.r_[noted.answer[: 2 + count], noted.answer[2 + most : 2 + most + count]]
+            self.records.append(record.astype(np.float32))  # exact: log probabilities, and numbers below 2^24
         if noted.prompt is not None:
             self.prompt_records = noted.prompt
 
@@ -360,9 +361,10 @@ class RequestCodec:
         if params.logprobs is None:
             return CompletionOutput(generated.index, text, token_ids, *reasons)
         texts = self.tokenizer and self.texts.along(generated.prompt_ids, token_ids, params.skip_special_tokens)
-        logprobs = self.logprobs(token_ids, np.array(generated.records), texts)
-        total = sum(chosen[token].logprob for token, chosen in zip(token_ids, logprobs))
-        return CompletionOutput(generated.index, text, token_ids, *reasons, total, logprobs)
+        records = np.array(generated.records)
+        generated.records = []  # each token's own array takes half as much again
+        logprobs = AnswerLogprobs(self, token_ids, records, texts)
+        return CompletionOutput(generated.index, text, token_ids, *reasons, sum(records[:, 0].tolist()), logprobs)
 
     def _answer(self, generated: Generated) -> str:
         """Return the text of an answer."""
@@ -473,3 +475,25 @@ def _tokenizer_error(vocabularies: list[Path], error: Exception) -> str:
             return f"{model.name} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
         return f"{model.name} is no file of SentencePiece or tiktoken; is it complete?"
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerLogprobs(Sequence[Logprobs]):
+    """The log probabilities of an answer's tokens. Those of a token are made when it is asked for: as objects they take
+    ten times the memory of their records."""
+
+    codec: RequestCodec
+    token_ids: list[int]
+    records: np.ndarray  #: (``kernels.logprobs``)
+    texts: list[tuple[str, int]] | None  #: ``TokenTexts.along``
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __getitem__(self, place):
+        part = place if isinstance(place, slice) else slice(range(len(self))[place], range(len(self))[place] + 1)
+        made = self.codec.logprobs(self.token_ids[part], self.records[part], self.texts and self.texts[part])
+        return made if part is place else made[0]
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)

@@ -28,15 +28,16 @@ def answer_line(number: int, request: Request, output: RequestOutput, created: i
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": request.model,
-        "choices": [
-            _chat_choice(request, completion, number) if chat else _choice(request, output, completion)
-            for completion in output.outputs
-        ],
+        "choices": [],
         "usage": usage,
     }
     if chat and output.prompt_logprobs is not None:
         body["prompt_logprobs"] = _by_id(output.prompt_logprobs)
-    return _line(number, request.custom_id, 200, body, f"_{request.digest}" * bool(request.digest))
+    made = (_chat_choice(request, one, number) if chat else _choice(request, output, one) for one in output.outputs)
+    choices = [b", " * (place > 0) + _json(choice) for place, choice in enumerate(made)]  # objects of one at a time
+    digest = f"_{request.digest}" * bool(request.digest)
+    before, behind = _line(number, request.custom_id, 200, body, digest).split(b'"choices": []', 1)
+    return b"".join([before, b'"choices": [', *choices, b"]", behind])
 
 
 def _choice(request: Request, output: RequestOutput, completion: CompletionOutput) -> dict:
@@ -46,7 +47,7 @@ def _choice(request: Request, output: RequestOutput, completion: CompletionOutpu
         text, ids, logprobs = "", [], logprobs and []
     if echo:
         text, ids = echo.text + text, output.prompt_token_ids + ids
-        logprobs = None if logprobs is None else (output.prompt_logprobs or []) + logprobs
+        logprobs = None if logprobs is None else [*(output.prompt_logprobs or []), *logprobs]
     if logprobs is not None:
         shown = _completion_logprobs(ids, logprobs, request.params.logprobs or 0, echo and echo.first_token)
         if echo:
@@ -175,10 +176,14 @@ def renumbered(raw: bytes, number: int, custom_id: str | None) -> bytes:
 
 
 def _encoded(line: dict) -> bytes:
+    return _json(line) + b"\n"
+
+
+def _json(value: dict) -> bytes:
     try:
-        return json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        return json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half a surrogate pair, which JSON can name and UTF-8 cannot hold
-        return json.dumps(line).encode() + b"\n"
+        return json.dumps(value).encode()
 
 
 class Reply(NamedTuple):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -12,7 +13,11 @@ from models import save_opt
 from policies import wider_policies
 
 from flexhybrid import LLM, SamplingParams, cli, shipped
+from flexhybrid.batch.openai import COMPLETIONS, Request
+from flexhybrid.batch.replies import answer_line
+from flexhybrid.running_requests import Replies
 from flexhybrid.runtime.kernels.logprobs import records
+from flexhybrid.runtime.logprob_log import Noted
 from sim.presets import hybrid
 
 POLICIES = {"kv": "kv_only", "act": hybrid(1.0, 64), **wider_policies(64, 32, 8)}
@@ -190,3 +195,45 @@ def test_a_file_of_chats_has_openais_logprobs(tmp_path, monkeypatch, capsys):
     assert got["two"]["prompt_logprobs"][0] is None and len(got["two"]["prompt_logprobs"]) > 1
     bare = got["bare"]["choices"][0]["logprobs"]["content"]
     assert len({entry["token"] for entry in bare}) == 1 and all(entry["top_logprobs"] == [] for entry in bare)
+
+
+def test_logprobs_of_many_answers_to_a_line_take_memory_as_numbers_not_as_objects():
+    """Bytes a token between the first token and the written line, counted by Python: objects take 6,000."""
+    llm = LLM(shipped.CHECKPOINT, "kv_only", device="cpu", dtype="float32")
+    num_answers, length, top = 16, 25, 20
+    params = SamplingParams(n=num_answers, logprobs=top, max_tokens=length, temperature=0, ignore_eos=True)
+    request = Request("one", [5, 6], params, "m", COMPLETIONS)
+    logits = torch.randn(length, llm.shape.vocab, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(3, length + 3)
+    made = records(logits, tokens, top).numpy()
+    replies, reply = Replies(llm.codec), None
+    answer_line(1, request, filled_reply(llm, request, tokens, made, replies), 0)  # it keeps the texts of tokens
+    tracemalloc.start()
+    reply = filled_reply(llm, request, tokens, made, replies)
+    line = answer_line(1, request, reply, 0)
+    peak = tracemalloc.get_traced_memory()[1] - 2.2 * len(line)
+    tracemalloc.stop()
+    assert peak / (num_answers * length) < 800
+    choices = json.loads(line)["response"]["body"]["choices"]
+    logprobs = reply.outputs[7].logprobs
+    assert [choice["index"] for choice in choices] == list(range(num_answers))
+    expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0].tolist()
+    assert choices[7]["logprobs"]["token_logprobs"] == pytest.approx(expected)
+    assert [place[token].logprob for place, token in zip(logprobs, tokens.tolist())] == pytest.approx(expected)
+    assert logprobs[-1] == logprobs[length - 1] and logprobs[2:4] == [logprobs[2], logprobs[3]] == list(logprobs)[2:4]
+    assert logprobs == reply.outputs[8].logprobs and reply.outputs[7].cumulative_logprob == pytest.approx(sum(expected))
+    with pytest.raises(IndexError):
+        logprobs[length]
+
+
+def filled_reply(llm, request, tokens, made, replies):
+    """The reply to a line whose answers are these tokens with these records."""
+    reply = None
+    answers = [llm.codec.open(request.token_ids, request.params, k)[0] for k in range(request.params.n)]
+    for token, record in zip(tokens.tolist(), made, strict=True):
+        for answer in answers:
+            answer.token_ids.append(token)
+            answer.note(Noted(record, None))
+    for answer in answers:
+        reply = replies.add(0, answer, None, "0")
+    return reply
