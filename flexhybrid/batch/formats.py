@@ -5,7 +5,6 @@ import contextlib
 import csv
 import gzip
 import io
-import itertools
 import json
 import shlex
 import sys
@@ -52,8 +51,11 @@ class Columns:
         return header.index(self.prompt), None if self.custom_id is None else header.index(self.custom_id)
 
 
-def check_commas(path: Path, header: list[str]) -> None:
-    """Raise InputError, with a way out, for the header of a CSV file that other signs than commas separate."""
+def check_header(path: Path, header: list[str]) -> None:
+    """Raise InputError, with a way out, for the header of a CSV file that is not UTF-8, or that other signs than commas
+    separate."""
+    if "".join(header) != "".join(header).encode("utf-8", "replace").decode():
+        raise InputError(f"the header of {path} is not UTF-8: name the encoding, like --encoding cp1252 for Excel's")
     if len(header) == 1 and (separator := next((sign for sign in ";\t|" if sign in header[0]), None)):
         words = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}[separator]
         raise InputError(
@@ -121,7 +123,7 @@ def open_lines(path: Path, file_format: str, columns: Columns | None = None, enc
     if columns is None and file_format in TABLES:
         header = header_of(path, file_format, encoding)
         if file_format == "csv":
-            check_commas(path, header)
+            check_header(path, header)
         names = ", ".join(header) or "none"
         raise InputError(f"a {file_format} file needs --column; columns of {path}: {names}")
     if columns is not None and file_format not in TABLES:
@@ -175,7 +177,7 @@ def header_of(path: Path, file_format: str, encoding: str | None = None) -> list
     with file_errors(f"read {path}"):
         if file_format == "csv":
             with _plain(path, encoding) as file, _csv_text(file) as text:
-                return _csv_header(path, csv.reader(text))
+                return next(csv.reader(text), [])
         return _read_arrow(path, lambda: _arrow_file(path, file_format)[0])
 
 
@@ -197,33 +199,21 @@ def _csv_text(file: BinaryIO) -> io.TextIOWrapper:
     return io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
 
-def _csv_header(path: Path, rows: Iterator[list[str]]) -> list[str]:
-    header = next(rows, [])
-    try:
-        "".join(header).encode()
-    except UnicodeEncodeError:
-        advice = "name the encoding, like --encoding cp1252 for Excel's"
-        raise InputError(f"the header of {path} is not UTF-8: {advice}") from None
-    return header
-
-
-def _short_lines(path: Path, text: io.TextIOWrapper) -> Iterator[str]:
-    for number in itertools.count(1):
-        if len(line := text.readline(MAX_LINE_BYTES + 1)) > MAX_LINE_BYTES:
-            raise InputError(f"{path}, line {number} is longer than {MAX_LINE_BYTES} characters")
-        if not line:
-            return
-        yield line
+def _short(path: Path, line: str) -> str:
+    if len(line) > MAX_LINE_BYTES:
+        raise InputError(f"{path} has a line longer than {MAX_LINE_BYTES} characters")
+    return line
 
 
 def _csv_rows(path: Path, columns: Columns, encoding: str | None) -> Iterator[Row]:
     csv.field_size_limit(MAX_LINE_BYTES)
     with _plain(path, encoding) as file, _csv_text(file) as text:
-        rows = csv.reader(_short_lines(path, text), strict=True)  # else an open quote swallows the rows after it
+        lines = (_short(path, line) for line in iter(lambda: text.readline(MAX_LINE_BYTES + 1), ""))
+        rows = csv.reader(lines, strict=True)  # else a quote that is never closed swallows the rows after it
         try:
-            header = _csv_header(path, rows)
-            if columns.prompt not in header:
-                check_commas(path, header)
+            header = next(rows, [])
+            if not {columns.prompt, columns.custom_id or columns.prompt} <= set(header):
+                check_header(path, header)
             places = columns.places(path, header)
             for row in rows:
                 if row:  # the module's own readers skip blank lines too

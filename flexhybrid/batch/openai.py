@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from flexhybrid.batch.formats import ChatRules
 from flexhybrid.batch.tool_calls import DECODER, HERMES, ToolForm, check_tools, form_of, plain_call
-from flexhybrid.core.errors import SHOWN, InputError, is_integer
+from flexhybrid.core.errors import SHOWN, DiskError, InputError, is_integer
 from flexhybrid.requests import Logprob, RequestCodec
 from flexhybrid.sampling_params import MOST_LOGPROBS, SamplingParams
 from flexhybrid.structured_outputs import StructuredOutputsParams
@@ -102,7 +102,7 @@ def refusing(custom_id: str | None = None) -> Iterator[None]:
     """Raise as Refused whatever the block raises for a line; not what concerns all lines: memory and files."""
     try:
         yield
-    except (Refused, MemoryError, OSError):
+    except (Refused, MemoryError, OSError, DiskError):
         raise
     except BaseException as error:
         kind, text = type(error).__name__, " ".join(str(error)[:MOST_MESSAGE].split())

@@ -13,7 +13,7 @@ AS_NEAR = 0.08  #: difference of likeness within which a name may be meant as we
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  #: errors of a disk where room may be made
-FAILING = (errno.EIO, errno.EROFS, errno.ESTALE)  #: of one that does not work
+FAILING = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT)  #: of one that fails
 
 
 class InputError(ValueError):

@@ -177,25 +177,15 @@ class _Stream:
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
 
-    def _try(self, function: Callable, *arguments) -> None:
+    def write(self, text: str = "") -> int:
+        """Write a text, or what waits to be written."""
         try:
-            function(*arguments)
+            self.stream.write(text) if text else self.stream.flush()
         except OSError as error:
             self.failure = self.failure or error
-
-    def write(self, text: str) -> int:
-        self._try(self.stream.write, text)
         return len(text)
 
-    def flush(self) -> None:
-        self._try(self.stream.flush)
-
-    def end(self) -> None:
-        """Write what is left; drop what cannot be written, which Python would complain of at its end."""
-        self.flush()
-        if self.failure:
-            with contextlib.suppress(OSError):  # of a stream without a file
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+    flush = write
 
 
 @contextlib.contextmanager
@@ -206,9 +196,12 @@ def lasting_streams() -> Iterator[_Stream]:
     try:
         yield streams[0]
     finally:
-        for stream in streams:
-            stream.end()
         sys.stdout, sys.stderr = before
+        for stream in streams:
+            stream.flush()
+            if stream.failure:  # what still waits Python would complain of at its end
+                with contextlib.suppress(OSError):  # a stream without a file
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 @dataclass

@@ -300,17 +300,21 @@ def test_a_disk_that_fails_at_any_operation_costs_one_line_and_no_answer(tiny, t
     monkeypatch.setattr(Engine, "run", answer_at_once)
     monkeypatch.setattr(answers_module, "ROOM_WAIT_S", 0.0)
     monkeypatch.setattr(in_flight_module, "NOTE_S", 0.0)
-    source, job = requests(tmp_path / "in.jsonl", 4), tmp_path / "job"
+    job = tmp_path / "job"
     more = ["--ordered", "--errors", str(job / "errors.jsonl"), "--report", str(job / "report.md")]
     job.mkdir()
+    source = requests(job / "in.jsonl", 4)
     with faults.Faults(job) as whole:
         assert run(source, job / "out.parquet", tiny, *more) == 0
     names, expected = {path.name for path in job.iterdir()}, by_id(job / "out.parquet.jsonl")
-    chosen = [point for point in faults.points(whole.seen) if point[0] != "kill"][::13]
+    points = [point for point in faults.points(whole.seen) if point[0] != "kill"]
+    chosen = points[::19]
+    chosen += [point for point in points if point[0] == "error" and whole.seen[point[1] - 1] == ("read", str(source))]
     assert {fault for fault, _ in chosen} == faults.FAULTS.keys() - {"kill"}
     for point in chosen:
         shutil.rmtree(job)
         job.mkdir()
+        requests(source, 4)
         (job / "out.parquet.jsonl.in-flight.json.partial").touch()  # a kill's
         capsys.readouterr()
         with faults.Faults(job, *point) as failing:

@@ -126,7 +126,7 @@ def test_packed_lines_and_the_standard_input_are_read(asked, tmp_path, monkeypat
         ),
         ("in.parquet", ["--column", "q", "--encoding", "cp1252"], "a parquet file needs none"),
         ("latin.csv", ["--column", "ü"], "the header of {} is not UTF-8: name the encoding, like --encoding cp1252"),
-        ("long.csv", ["--column", "q"], "{}, line 2 is longer than 16777216 characters"),
+        ("long.csv", ["--column", "q"], "{} has a line longer than 16777216 characters"),
     ],
 )
 def test_what_cannot_be_read_is_told_with_what_can(asked, tmp_path, monkeypatch, capsys, name, arguments, said):
