@@ -19,6 +19,7 @@ import numpy as np
 
 from flexhybrid.core.errors import InputError, check, shown, unknown
 
+KEPT_GRAMMARS = 32  #: compiled forms that no request uses; one of a small schema takes 0.1 to 1 MB
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 #: vLLM's other fields, with the values that ask for nothing.
 NEUTRAL: dict[str, tuple] = {
@@ -92,7 +93,7 @@ class StructuredOutputsParams:
 
 
 class Grammars:
-    """Compiles forms for the vocabulary of one checkpoint; each is compiled once."""
+    """Compiles forms for the vocabulary of one checkpoint; keeps the latest ones."""
 
     def __init__(self, tokenizer, vocab: int, eos_token_ids: tuple[int, ...]):
         """Raise InputError where llguidance is missing or cannot read the tokenizer."""
@@ -107,7 +108,7 @@ class Grammars:
             self.tokenizer = from_tokenizer(tokenizer, size, list(self.ends) or None)
         except Exception as error:  # a Rust library raises what it likes
             raise InputError(f"structured outputs cannot read this tokenizer: {str(error).splitlines()[0]}") from None
-        self.compile = functools.lru_cache(maxsize=256)(self._compile)
+        self.compile = functools.lru_cache(maxsize=KEPT_GRAMMARS)(self._compile)
 
     def _compile(self, params: StructuredOutputsParams) -> Grammar:
         """Raise InputError for what is no form."""

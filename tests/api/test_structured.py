@@ -1,8 +1,10 @@
 """Answers of a given form: against jsonschema, re and partial matches of regular expressions; alone and in company."""
 
+import gc
 import json
 import re
 import sys
+import weakref
 
 import jsonschema
 import numpy as np
@@ -14,6 +16,7 @@ from policies import wider_policies
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams, StructuredOutputsParams, cli, shipped
 from flexhybrid import llm as llm_module
+from flexhybrid.structured_outputs import KEPT_GRAMMARS, Grammars
 from sim.presets import hybrid
 
 pytest.importorskip("llguidance")
@@ -31,6 +34,33 @@ def llm():
 def answer(llm, form, **params):
     asked = SamplingParams(**{"max_tokens": 60, "structured_outputs": form} | params)
     return llm.generate([PROMPTS[0]], asked)[0].outputs[0]
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_few_grammars_are_kept_and_those_in_use_stay(llm):
+    """Of 300 schemas, each an answer's: what has no request any more goes, what a request holds stays right."""
+
+    def schema(number):
+        return StructuredOutputsParams(json={"type": "object", "properties": {f"f{number}": {"enum": [number]}}})
+
+    def mask(grammar):
+        words = np.zeros(-(-llm.shape.vocab // 32), dtype=np.int32)
+        grammar.fill(words)
+        return words.tolist()
+
+    grammars = Grammars(llm.tokenizer, llm.shape.vocab, llm.shape.eos_token_ids)
+    running = grammars.compile(schema(0)).begin()
+    opening = llm.tokenizer.encode("{", add_special_tokens=False)[-1]
+    running.advance(opening)
+    before = mask(running)
+    made = [weakref.ref(grammars.compile(schema(number))) for number in range(1, 300)]
+    gc.collect()
+    assert sum(ref() is not None for ref in made) <= KEPT_GRAMMARS
+    again = grammars.compile(schema(0)).begin()
+    again.advance(opening)
+    assert mask(running) == before == mask(again)
 
 
 # ---- the masks themselves --------------------------------------------------------------------------------------------
