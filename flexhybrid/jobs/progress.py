@@ -76,10 +76,12 @@ class Progress:
     def _tick(self) -> None:
         wait_s = TICK_S if self.terminal else FIRST_S
         while not self._ended.wait(wait_s):
+            total = self.count + round(self.expected_left())
             if self.terminal:
+                self.bar.total = total
                 self.bar.set_postfix_str(self.state(), refresh=True)
             else:
-                print(f"{self.title}: {self.count:,} of {self.total:,}, {self.state()}", file=sys.stderr, flush=True)
+                print(f"{self.title}: {self.count:,} of {total:,}, {self.state()}", file=sys.stderr, flush=True)
                 wait_s = PLAIN_S
 
     def turn_to(self, title: str) -> None:
@@ -104,12 +106,10 @@ class Progress:
     def grow(self, count: int) -> None:
         """Take in that more is to come."""
         self.total += count
-        self.bar.total = self.total
 
     def expect(self, answers: int, total: int) -> None:
         """Take the number of all answers and the most that may come of them, once both are known."""
         self.answers, self.total = answers, total
-        self.bar.total = total
 
     def expected_left(self) -> float:
         """Return how much is still to come: with ``answers``, as if each token ended its answer with the same

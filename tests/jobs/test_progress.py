@@ -108,6 +108,20 @@ def test_the_clock_goes_on_without_tokens(monkeypatch, capsys):
     assert all(line.startswith("tokens: 0 of 100, reading the prompts (prefill)") for line in lines)
 
 
+def test_the_total_shown_is_what_the_time_left_is_of(monkeypatch):
+    """10 answers of 1,000 tokens at most ended after 100 each: 40 more will have as many, not 40,000 tokens."""
+    monkeypatch.setattr(progress_module, "FIRST_S", 1e-3)
+    lines, told = [], threading.Event()
+    monkeypatch.setattr(progress_module, "print", lambda text, **_to: lines.append(text) or told.set(), raising=False)
+    progress = Progress(50_000, "tokens", "tok", quiet=False, answers=50)
+    progress.advance(1000)
+    for _ in range(10):
+        progress.finished(900)
+    with progress:
+        assert told.wait(30)
+    assert re.match(r"tokens: 1,000 of [45],\d\d\d, ", lines[0])
+
+
 def test_a_narrow_terminal_shows_the_time_left(clock):
     progress = Progress(170_000, "tokens", "tok", quiet=True, predicted_s=29.0, answers=1883)
     clock[0] = 14.0
