@@ -30,8 +30,8 @@ def test_arguments_that_ask_for_nothing_are_taken(tiny):
         gpu_memory_utilization=0.9, swap_space=4, cpu_offload_gb=0, enforce_eager=False, hf_overrides=None,
         disable_custom_all_reduce=False, disable_async_output_proc=False, hf_token=None, max_seq_len_to_capture=8192,
     )  # fmt: skip
-    others = dict(tokenizer=str(tiny), seed=0, enforce_eager=True, enable_prefix_caching=True, load_format="auto",
-                  speculative_config={})  # fmt: skip
+    others = dict(tokenizer=str(tiny), seed=0, enforce_eager=True, enable_prefix_caching=True, load_format="auto")
+    others["speculative_config"] = {}
     LLM(str(tiny), policy="kv_only", device="cpu", **defaults)
     LLM(str(tiny), policy="kv_only", device="cpu", **others)
 

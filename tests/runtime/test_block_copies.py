@@ -115,8 +115,18 @@ def test_a_torch_without_cuda_has_no_such_call():
     assert torch.version.cuda is not None or cuda.memcpy_2d() is None
 
 
-SHAPE = ModelShape("opt-tiny", "opt", num_layers=2, hidden=64, num_heads=1, num_kv_heads=1, head_dim=64, ffn=64,
-                   vocab=64, max_positions=2048)  # fmt: skip
+SHAPE = ModelShape(
+    "opt-tiny",
+    "opt",
+    num_layers=2,
+    hidden=64,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=64,
+    ffn=64,
+    vocab=64,
+    max_positions=2048,
+)
 BATCH, PROMPTS, GENERATED = 32, (256, 512), 128
 TURN = 2 * BLOCK_TOKENS  #: iterations in which a half-and-half cache fills a block of both entries
 LOADS, STORES = ("load_kv", "load_act"), ("store_kv", "store_act")
