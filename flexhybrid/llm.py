@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 import threading
 import traceback
@@ -57,6 +58,10 @@ def one_thread_at_a_time(method):
 
     @functools.wraps(method)
     def waiting(self, *args, **kwargs):
+        if os.getpid() != self._process:
+            raise InputError(
+                "this LLM is of the process that was forked, with its threads: make another LLM in this one"
+            )
         with self._lock, on_cpu():
             return method(self, *args, **kwargs)
 
@@ -144,7 +149,7 @@ class LLM:
     @on_cpu()
     def _resolve(self, arguments: LLMArguments) -> None:
         self.arguments = arguments
-        self._lock = threading.RLock()
+        self._lock, self._process = threading.RLock(), os.getpid()
         self._in_waves = False
         self._closed = False
         self.at_a_time = 0  #: requests that ran together in the latest batch

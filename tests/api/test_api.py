@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -594,3 +596,20 @@ def test_two_models_at_once_give_the_tokens_of_each_alone(tmp_path):
         with ThreadPoolExecutor(2) as threads:
             both = list(threads.map(lambda number, together=together: answers(number, 3, together), pair))
         assert both == [3 * alone[number] for number in pair], pair
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_is_told_that_the_llm_is_of_another_one(tiny_llm):
+    """It would wait for threads that are not there. Where the LLM was made it goes on."""
+    params = SamplingParams(max_tokens=3, temperature=0)
+    before, (reading, writing) = tiny_llm.generate([[5, 6]], params), os.pipe()
+    if (child := os.fork()) == 0:
+        signal.alarm(60)
+        try:
+            tiny_llm.generate([[5, 6]], params)
+        except BaseException as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.read(reading, 1000).startswith(b"InputError: this LLM is of the process that was forked")
+    assert tiny_llm.generate([[5, 6]], params) == before
