@@ -7,6 +7,7 @@
     clocks      the virtual clock, for the array clock's seconds of random policies on random machines
     cascade     each request walked by itself through the thresholds; the cost of the largest model alone
     threads     one LLM used from several threads at once
+    lines       hostile lines of a run's input: no job ends, each line is answered or refused by name
 
 An area is a function and a strategy. Rounds go through the areas with seeds of their own until the time is over; a case
 that fails is shrunk by hypothesis, printed with the command that repeats its round, and the rest goes on.
@@ -15,21 +16,28 @@ that fails is shrunk by hypothesis, printed with the command that repeats its ro
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import random
+import resource
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
@@ -42,10 +50,12 @@ from random_cases import compare, random_case
 from runs import run_wave
 from scipy import stats
 from strategies import calibrated_answers, llama_shapes, lossless_policies, opt_shapes
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from toy_machine import MIB, SHAPE, machine
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from flexhybrid import LLM, SamplingParams
+from flexhybrid import LLM, SamplingParams, cli
 from flexhybrid.cascade.routes import CascadeModel
 from flexhybrid.cascade.thresholds.fit import Fitted
 from flexhybrid.cascade.thresholds.search import SearchOptions
@@ -356,6 +366,160 @@ def check_threads(case: dict) -> None:
     assert together == alone * 3
 
 
+# ---- lines
+
+LINES, ROUND = 150, 0  #: of a file; the seed of the round
+NUMBERS = (0, 1, 2, -1, 0.5, 1e-310, 1e30, 2**31, 2**63, 2**64, 10**400, -(10**400), 1e308, float("nan"), float("inf"))
+TEXTS = (
+    "",
+    "a",
+    "1",
+    "\ud800",
+    "\0",
+    "\u2028",
+    "e\u0301",
+    "\U0001f600",
+    "a" * 300,
+    "9" * 5000,
+    "{{ x }}",
+    "<s>",
+    "\ufeff",
+)
+FORMS = (
+    "(",
+    "[0-9]+",
+    "(a|b)*",
+    "((((((a?){9}){9}){9}){9}){9})",
+    {"type": "object"},
+    {"type": 3},
+    {"$ref": "#"},
+    {"enum": []},
+)
+FIELDS = (
+    *("n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs"),
+    *(
+        "prompt_logprobs",
+        "stop",
+        "stop_token_ids",
+        "bad_words",
+        "allowed_token_ids",
+        "echo",
+        "stream",
+        "suffix",
+        "model",
+    ),
+    *(
+        "ignore_eos",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+        "return_token_ids",
+        "response_format",
+        "tools",
+    ),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "tool_choice", "user"),
+    *("chat_template_kwargs", "continue_final_message", "add_generation_prompt", "metadata", "best_of", "prompt"),
+    *("messages", "parallel_tool_calls", "custom_id", "method", "url", "body", "role", "content", "tool_calls"),
+)
+ENDINGS = (b"", b"\0", b"\xff", b",", b"}", b"]", b"\r", b" {}", b"\xef\xbb\xbf")
+
+
+def nasty(generator: random.Random, depth: int = 0):
+    """A value that some field does not expect."""
+    kind = generator.randrange(9 if depth < 3 else 5)
+    if kind < 5:
+        return generator.choice((None, True, False, *NUMBERS, *TEXTS, *FORMS, *range(3, 20)))
+    if kind == 5:
+        value: list | dict = []
+        for _ in range(generator.choice((3, 100, 250))):
+            value = [value] if generator.random() < 0.5 else {"a": value}
+        return value
+    if kind == 6:
+        keys = (*TEXTS, *FIELDS, "type", "text", "function", "name", "arguments")
+        return {generator.choice(keys): nasty(generator, depth + 1) for _ in range(generator.randrange(4))}
+    return [nasty(generator, depth + 1) for _ in range(generator.choice((0, 1, 2, 3, 40)))]
+
+
+def hostile_line(generator: random.Random, number: int) -> bytes:
+    """A request with some of its fields, its structure or its bytes changed."""
+    said = [{"role": "user", "content": generator.choice(("abc", [{"type": "text", "text": "abc"}]))}]
+    call = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "f", "arguments": generator.choice(("{}", '{"a": NaN}', {}))},
+    }
+    if generator.random() < 0.3:
+        said += [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "4"}]
+    chat = generator.random() < 0.4
+    body = {"messages": said} if chat else {"prompt": generator.choice(("abc", [5, 6], ["abc"], [[7]]))}
+    body |= {"max_tokens": 2, "temperature": 0}
+    url = "/v1/chat/completions" if chat else "/v1/completions"
+    line = {"custom_id": f"r{number}", "method": "POST", "url": url, "body": body}
+    line = body if generator.random() < 0.1 else line
+    for _ in range(generator.choice((0, 1, 1, 1, 2, 3))):
+        holder = generator.choice((body, body, body, body, said[0], said[-1], call["function"], line))
+        if generator.random() < 0.1 and holder:
+            holder.pop(generator.choice(list(holder)))
+        else:
+            name = generator.choice(FIELDS)
+            value = nasty(generator)
+            many = name in ("n", "best_of") and isinstance(value, int) and value > 4
+            holder[name] = 10**400 if many else value  # 16,384 answers are many, and allowed
+    raw = json.dumps(line, ensure_ascii=generator.random() < 0.5).encode("utf-8", "surrogatepass")
+    if generator.random() < 0.02:
+        deep = generator.choice((300, 990, 1000, 5000, 100_000))
+        raw = raw[:-1] + b', "metadata": ' + b"[" * deep + b"]" * deep + b"}"
+    for _ in range(generator.choice((0, 0, 0, 0, 0, 0, 1, 2))):
+        start = generator.randrange(len(raw) + 1)
+        cut = generator.choice((raw[start : start + 9] * 2, generator.randbytes(2), b"", *ENDINGS))
+        raw = raw[:start] + cut + raw[start + generator.randrange(4) :]
+    return generator.choice((b"", b"  ", b"null", b"[]")) if generator.random() < 0.01 else raw.replace(b"\n", b" ")
+
+
+def check_lines(seed: int) -> None:
+    generator, wanted = random.Random(f"{ROUND} {seed}"), {}  # hypothesis begins each round with 0
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name)
+        patch.setenv("FLEXHYBRID_CACHE", str(folder / "cache"))
+        save_text_model(folder / "model")
+        lines = [hostile_line(generator, number) for number in range(LINES)]
+        (folder / "in.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+        words = ["run", "-i", folder / "in.jsonl", "-o", folder / "out.jsonl", "--model", folder / "model", "--quiet"]
+        words += ["--policy", "kv_only", "--device", "cpu", "--dtype", "float32", "--max-batch", "64"]
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            assert cli.main([*map(str, words)]) == 0, "the job ended"
+        for row in map(json.loads, (folder / "out.jsonl").open(encoding="utf-8")):
+            number = int(row["id"].removeprefix("batch_req_"))
+            assert number not in wanted, f"line {number} has two answers"
+            wanted[number], body = row["response"]["status_code"], row["response"]["body"]
+            if wanted[number] != 200:
+                error = body["error"]
+                assert error["code"] and len(error["message"]) < 2000 and "Traceback" not in error["message"], error
+                assert "cannot be served" not in error["message"], (error, lines[number - 1][:2000])
+                OUTCOMES[error["code"]] += 1
+            else:
+                OUTCOMES["answered"] += 1
+        blank = {number for number, raw in enumerate(lines, 1) if not raw.strip(b" \t\r\n")}
+        assert sorted([*wanted, *blank]) == list(range(1, LINES + 1))
+        OUTCOMES["blank"] += len(blank)
+
+
+def save_text_model(folder: Path) -> None:
+    """A tiny model with a tokenizer of a token a character, and a chat template that knows tools."""
+    save_opt(folder, vocab=64)
+    letters = {chr(ord("0") + i): 3 + i for i in range(61)}
+    tokenizer = Tokenizer(models.BPE({"<s>": 0, "<pad>": 1, "</s>": 2} | letters, [], unk_token="<pad>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="</s>", eos_token="</s>").save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(
+        "{% for t in tools or [] %}{{ t | tojson }}<tool_call>{% endfor %}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+
+
+OUTCOMES: Counter = Counter()  #: of the lines so far, by the code of their error
+
+
 # ---- rounds
 
 
@@ -373,12 +537,14 @@ AREAS = {
     "clocks": Area(check_clocks, CLOCK_CASES, 15),
     "cascade": Area(check_cascade, CASCADE_CASES, 20),
     "threads": Area(check_threads, thread_cases(), 4),
+    "lines": Area(check_lines, st.integers(0, 10**6), 2),
 }
 
 
 def run_round(name: str, seed: int, examples: int | None = None) -> str:
     """Check the cases of one round; return what failed, shrunk, or an empty text."""
     check, cases, usual = AREAS[name]
+    globals()["ROUND"] = seed
 
     @seeded(seed)
     @settings(
@@ -403,7 +569,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="rounds of each area, instead of a time")
     parser.add_argument("--seed", type=int, default=0, help="of the first round; each round has the next one")
     parser.add_argument("--only", nargs="+", choices=AREAS, default=list(AREAS), help="areas")
+    parser.add_argument("--lines", type=int, default=LINES, help="lines of a file of the area lines")
     args = parser.parse_args()
+    globals()["LINES"] = args.lines
     torch.set_num_threads(1)
     disable_progress_bar()
     began, failures, done = time.monotonic(), 0, dict.fromkeys(args.only, 0)
@@ -423,6 +591,9 @@ def main() -> int:
         break
     checked = ", ".join(f"{name} {cases}" for name, cases in done.items())
     print(f"cases: {checked}; {failures} rounds failed; {time.monotonic() - began:.0f} s")
+    if OUTCOMES:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        print(f"lines: {dict(OUTCOMES.most_common())}; the process took {peak} MiB at most")
     return 1 if failures else 0
 
 
