@@ -78,7 +78,7 @@ ALGORITHM = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "F
     "fields, files, said_by",
     [
         ({"compression_config": FP8}, {}, "compression_config of config.json"),
-        ({"text_config": {"quantization_config": FP8}}, {}, "quantization_config of text_config of config.json"),
+        ({"llm_config": {"quantization_config": FP8}}, {}, "quantization_config of llm_config of config.json"),
         ({"a": {"b_config": {"quantization_config": FP8}}}, {}, "quantization_config of b_config of a of config.json"),
         ({}, {"quantize_config.json": {"bits": 4, "group_size": 128}}, "gptq, 4 bits.* .quantize_config.json"),
         ({}, {"quant_config.json": {"w_bit": 4, "q_group_size": 128}}, "awq, 4 bits in .* .quant_config.json"),
@@ -99,7 +99,7 @@ def test_the_format_is_looked_for_in_every_place(fields, files, said_by, tmp_pat
 @pytest.mark.parametrize("nothing", [None, {}, {"quant_method": "bitsandbytes", "load_in_4bit": False}])
 def test_a_configuration_that_says_nothing_is_of_plain_weights(nothing, tmp_path):
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
-    assert shape_from_config(write(tmp_path, quantization_config=nothing, text_config={"quantization_config": None}))
+    assert shape_from_config(write(tmp_path, quantization_config=nothing, llm_config={"quantization_config": None}))
 
 
 def test_modules_left_plain_are_matched_as_the_methods_write_them(tmp_path):
