@@ -5,30 +5,30 @@ import json
 import re
 from zipfile import ZipFile
 
-#: Files of an archive: graph, tensors and example inputs, but no compiled code.
+#: Members of an archive with a graph, tensors and example inputs alone.
 _MEMBERS = re.compile(
     r"[^/]+/(models/[^/]+\.json|data/(weights|constants|sample_inputs)/[^/]+|\.data/\w+|byteorder|version|archive_\w+)"
 )
-#: What a node may call: operators on tensors, and arithmetic of sizes.
-_TARGETS = re.compile(
-    r"torch\.ops\.(aten|prims|quantized|higher_order)\.(?!from_file)([a-z_]\w*)(\.\w+)?|torch\.sym_\w+|math\.[a-z]\w*|"
-    r"_operator\.(add|sub|mul|floordiv|truediv|mod|pow|neg|pos|abs|eq|ne|lt|le|gt|ge|and_|or_|not_|getitem)"
-)
-#: Sizes, which torch evaluates: calls of classes alone, numbers, names and arithmetic; texts only as a symbol's name.
-_SIZES = re.compile(
-    r"((Symbol|Float)\('[\w.+-]+'|(floor|ceiling|[A-Z]\w*)\(|\w+(?!\s*[\w(])|\d+\.\d*|[\s(+*/%,<>=&|~-]|\)(?!\s*\())*"
-)
+#: Field of the archive's JSON -> what it may hold: operators on tensors and arithmetic; sizes, which torch evaluates,
+#: of numbers, names and calls of classes, with a text only as a symbol's name; tensors, which are not pickled.
+_TEXTS = {
+    "target": r"torch\.ops\.(aten|prims|quantized|higher_order)\.(?!from_file)[a-z_]\w*(\.\w+)?|torch\.sym_\w+|"
+    r"math\.[a-z]\w*|_operator\.([a-z]{2,3}|floordiv|truediv|and_|or_|not_|getitem)",
+    "expr_str": r"((Symbol|Float)\('[\w.+-]+'|(floor|ceiling|[A-Z]\w*)\(|\w+(?!\s*[\w(])|\d+\.\d*|[\s(+*/%,<>=&|~-]|"
+    r"\)(?!\s*\())*",
+    "path_name": r"(weight|tensor)_.*",
+}
 
 
 def load_program(source: str):
-    """Return the program of a .pt2 file. Raise whatever torch raises for a damaged file, ValueError for one that holds
-    more than a graph and tensors."""
+    """Return the program of a .pt2 file. Raise ValueError for one that holds more than a graph and tensors, and
+    whatever torch raises for a damaged file."""
     import torch
 
     with ZipFile(source) as archive:
         names = archive.namelist()
         if len(set(names)) < len(names) or not all(map(_MEMBERS.fullmatch, names)):
-            raise ValueError("it is no archive of torch.export's with a graph and tensors alone")
+            raise ValueError("it is no archive of torch.export with a graph and tensors alone")
         for name in names:
             if name.endswith(".pt"):
                 torch.load(io.BytesIO(archive.read(name)), weights_only=True)
@@ -39,11 +39,8 @@ def load_program(source: str):
 
 def _checked(fields: dict) -> dict:
     """Return an object of the archive's JSON. Raise ValueError where it makes torch run code of the file."""
-    texts = {"target": _TARGETS, "expr_str": _SIZES, "path_name": re.compile("(weight|tensor)_.*")}
-    for key, allowed in texts.items():
-        value = fields.get(key)
-        if isinstance(value, str) and (not allowed.fullmatch(value) or "__" in value.replace("__and__", "")):
-            raise ValueError(f"its {key} {value[:60]!r} is none that is run from a file")
-    if fields.get("use_pickle"):
-        raise ValueError("it holds pickled objects, which are not read")
+    for key, value in fields.items():
+        known = key in _TEXTS and isinstance(value, str)
+        if key == "use_pickle" and value or known and ("__" in value or not re.fullmatch(_TEXTS[key], value)):
+            raise ValueError(f"its {key} {str(value)[:60]!r} is nothing to run from a file")
     return fields

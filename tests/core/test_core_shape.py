@@ -424,3 +424,11 @@ def test_a_model_is_given_by_name_or_by_path(tmp_path, monkeypatch):
         shape_of(tmp_path)
     with pytest.raises(InputError, match="or the path of a config.json or of the folder that holds one"):
         shape_of("their/opt-31b")
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("count", [10**9, 10**30, 1e30])
+def test_a_number_of_layers_that_no_model_has_is_refused_before_they_are_made(tmp_path, kind, count):
+    name = "n_layer" if kind == "gpt2" else "num_hidden_layers"
+    with pytest.raises(InputError, match=f"{name} is .*at most 1000"):
+        shape_from_config(write_config(tmp_path, **LLAMA_FIELDS | {"model_type": kind, name: count}))

@@ -462,6 +462,9 @@ def shape_of(name_or_path: str | Path) -> ModelShape:
 _OR_A_PATH = "the path of a config.json or of the folder that holds one"
 
 
+MOST_LAYERS = 1_000
+
+
 def shape_from_config(path: str | Path) -> ModelShape:
     """Read a Hugging Face ``config.json`` (or the folder that holds one).
 
@@ -477,6 +480,10 @@ def shape_from_config(path: str | Path) -> ModelShape:
     config = load_json(path)
     if not isinstance(config, dict):
         raise InputError(f"{path} does not hold a JSON object")
+    for part in (config, config.get("text_config")):
+        for key, value in part.items() if isinstance(part, dict) else ():  # each layer costs memory before any weights
+            few = not is_number(value) or value <= MOST_LAYERS
+            check(f"{path}: {key}", value, few or not key.endswith(("layer", "layers")), f"at most {MOST_LAYERS}")
     packed = packed_format(config, path)
     shape = _shape_from_dict(config | {"dtype": stored_dtype(config, packed)}, path)
     check_plain(shape, packed, path)

@@ -24,15 +24,7 @@ from flexhybrid.core.model.stored import PackedFormat, packed_format
 from flexhybrid.runtime.models.interrupted import hosted
 from flexhybrid.runtime.models.latent import tensors_in
 from flexhybrid.runtime.models.probe import ROWS, AttentionFacts, LayerFacts, look, measure
-from flexhybrid.runtime.models.transformer import (
-    Layers,
-    Refused,
-    build,
-    check_libraries,
-    decoder_layers,
-    is_known_type,
-    one_line,
-)
+from flexhybrid.runtime.models.transformer import Layers, Refused, build, check_libraries, decoder_layers, one_line
 
 FAMILY = "module"  #: of shapes whose models run through transformers' layers
 UNLIMITED_POSITIONS = 1 << 20  #: of a model whose configuration names no limit
@@ -80,16 +72,17 @@ def _empty_model(
     folder: Path, untied: frozenset[str], packed: PackedFormat | None, configuration: str, generation: str
 ) -> EmptyModel:
     """``empty_model`` of a folder with these texts in its files, whether or not its weights are packed."""
+    from transformers import CONFIG_MAPPING
+
     config = json.loads(configuration)
     try:
-        if "auto_map" in config and not is_known_type(config.get("model_type")):
+        if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
             raise Refused("its code is remote, in the checkpoint; such code is never run")
         model = build(folder)
         model.config.dtype = stored_dtype({"dtype": model.config.dtype}, packed)
         for name in untied:
-            module, _, key = name.rpartition(".")
             own = torch.nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
-            setattr(model.get_submodule(module), key, own)
+            setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], own)
         return hosted(lambda: _looked_at(folder, model, "text_config" in config, untied))
     except Exception as error:  # Refused; or whatever a model raises whose modules are built in a way of their own
         reason = error if isinstance(error, Refused) else f"its modules are not as expected ({one_line(error)})"
@@ -232,11 +225,8 @@ def _positions(model) -> int:
     given = getattr(text, "rope_parameters", None) or {}
     rotations = [given] if "rope_type" in given else [kind for kind in given.values() if isinstance(kind, dict)]
     # Gemma 3 names the extended positions (vLLM's exception, too); tables, as GPT-J's, hold no more than the named.
-    if (
-        rotations
-        and "gemma3" not in text.model_type
-        and any(hasattr(module, "rope_type") for module in model.modules())
-    ):
+    rotates = any(hasattr(module, "rope_type") for module in model.modules())
+    if rotations and rotates and "gemma3" not in text.model_type:
         keys = "rope_type", "factor", "original_max_position_embeddings"
         positions = max(scaled_positions(positions, *map(kind.get, keys)) for kind in rotations)
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):

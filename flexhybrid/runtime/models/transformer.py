@@ -202,13 +202,6 @@ def build(folder: Path):
     return model.eval()
 
 
-def is_known_type(model_type: Any) -> bool:
-    """Return whether transformers has classes of its own for a ``model_type``."""
-    from transformers import CONFIG_MAPPING
-
-    return model_type in CONFIG_MAPPING
-
-
 def one_line(error: Exception) -> str:
     """Return an error as one line, its beginning where it is long."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:240] or '-'}"

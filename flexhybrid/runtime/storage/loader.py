@@ -161,9 +161,7 @@ class ModuleTensors:
         empty = empty_model(path)
         self._stored = _stored_tensors(path)
         self._conversion = Conversion(empty.model, list(self._stored))
-        if untied := self._untied(empty):
-            empty = empty_model(path, untied)
-            self._conversion = Conversion(empty.model, list(self._stored))
+        empty = empty_model(path, self._untied(empty))
         self.shape, model, _ = empty
         self._names = TensorNames.of(empty)
         self._sizes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -264,33 +262,25 @@ def _open_pickle(path: Path) -> dict[str, _Stored]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
         tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-        stored = {
-            name: _Stored(list(tensor.shape), _dtype_of(tensor), partial(tensors.__getitem__, name))
-            for name, tensor in tensors.items()
-        }
+        stored = {name: _Stored(list(t.shape), _dtype_of(t), lambda t=t: t) for name, t in tensors.items()}
     except Exception as error:  # torch raises many types for a broken or unsafe pickle
         raise InputError(f"cannot open {path}: {one_line(error)}") from None
-    if not tensors:
-        raise InputError(
-            f"{path} holds no tensors by name, but {shown(list(found))}: save the model's state_dict alone"
-        )
+    if not stored:
+        raise InputError(f"{path} holds no tensors by name, but {shown(list(found))}: save the state_dict alone")
     return stored
 
 
 def _dtype_of(tensor: torch.Tensor) -> str:
     """Return the dtype of a tensor by safetensors' name; what cannot be used as it is has another one."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        return f"{tensor.layout} of {tensor.device}"
-    return FLOATS.get(tensor.dtype, str(tensor.dtype))
+    plain = tensor.layout is torch.strided and not tensor.is_meta
+    return FLOATS.get(tensor.dtype, str(tensor.dtype)) if plain else f"{tensor.layout} of {tensor.device}"
 
 
 def _stored_tensors(path: Path) -> dict[str, _Stored]:
     """Return {name: tensor} of all the checkpoint's files, which are found as transformers finds them: safetensors
     first, and a single file before an index of shards, which is older where both are there."""
     if other := load_json(path / "config.json").get("transformers_weights"):
-        raise InputError(
-            f"{path}: config.json has transformers_weights {shown(other)}; only files of usual names are read"
-        )
+        raise InputError(f"{path}: transformers_weights {shown(other)} of config.json is not supported")
     for stem, suffix, read in (("model", ".safetensors", _open_safetensors), ("pytorch_model", ".bin", _open_pickle)):
         index, single = path / f"{stem}{suffix}.index.json", path / f"{stem}{suffix}"
         if single.is_file():
@@ -360,11 +350,8 @@ class RandomWeights:
         """Return None: random weights are not skewed."""
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        modules = self.shape.modules
-        if modules:
-            sizes = empty_model(Path(modules.folder), modules.untied).outer_sizes
-        else:
-            sizes = self._model.outer_tensors(self.shape)
+        of = self.shape.modules
+        sizes = empty_model(Path(of.folder), of.untied).outer_sizes if of else self._model.outer_tensors(self.shape)
         for name, size in sizes.items():
             yield name, self._gathered(self._pieces(name, size), size)
 
