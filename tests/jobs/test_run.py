@@ -459,14 +459,14 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
         line("word", prompt=[61]): "invalid_value",
         line("many", prompt=[[5], [6]]): "invalid_value",
         line("text", prompt="no tokenizer"): "invalid_value",
-        line("\ud800", prompt=[5], stop="x"): "invalid_value",
+        line("\ud800", prompt=[5], stop="x"): "invalid_utf8",
         line("r1", prompt=[5]): "duplicate_custom_id",
     }  # fmt: skip
     source, out, errors = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "errors.jsonl"
     lines = [line("r1", prompt=[5, 6], max_tokens=2), *bad, line("r2", prompt=[7], user="u", metadata={"a": "b"})]
     source.write_bytes("\n".join(lines).encode() + b"\n\xff\xfe")
     assert run(source, out, tiny, "--errors", str(errors)) == 0
-    assert "errors.jsonl; most of them: invalid_value (7), invalid_json (4), " in capsys.readouterr().out
+    assert "errors.jsonl; most of them: invalid_value (6), invalid_json (4), " in capsys.readouterr().out
     assert [row["custom_id"] for row in read(out)] in (["r1", "r2"], ["r2", "r1"])
     params = {row["custom_id"]: row["response"]["body"]["error"]["param"] for row in read(errors)}
     wrong = {"typo": "max_token", "misspelt": "top_P", "hot": "temperature", "n": "best_of", "tools": "tools"}
