@@ -172,7 +172,8 @@ class _Stream:
         self.stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (None: closed from the start)
         self.failure: OSError | None = None  #: the first
         if isinstance(self.stream, io.TextIOWrapper):
-            self.stream.reconfigure(errors="backslashreplace")
+            with contextlib.suppress(OSError):  # of a file whose descriptor has become a pipe
+                self.stream.reconfigure(errors="backslashreplace")
 
     def __getattr__(self, name: str):
         return getattr(self.stream, name)
