@@ -1,7 +1,6 @@
 """Rotary positions: what a config.json says of them, under its old names (rope_theta, rope_scaling) or its new one
 (rope_parameters, transformers 5)."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:  # n
         value = where.get(key)
         if key in _OPTIONAL[1:] and value == 0:  # which transformers reads as not given
             return None
-        positive = value is None or is_number(value) and 0 < value < math.inf
+        positive = value is None or is_number(value) and 0 < value < 2**63
         check(f"{path}: {what}", value, positive, "a positive number")
         return value
 
@@ -91,7 +90,7 @@ def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:  # n
     if numbers["factor"] is None:
         numbers["factor"] = max_positions / original if kind == "yarn" and original else 1.0
     theta = given.get("rope_theta", config.get("rope_theta", Rope.theta))
-    check(f"{path}: rope_theta", theta, is_number(theta) and 1 < theta < math.inf, "a number above 1")
+    check(f"{path}: rope_theta", theta, is_number(theta) and 1 < theta < 2**63, "a number above 1, below 2^63")
     truncate = given.get("truncate", True)
     check(f"{path}: truncate of rope_type {kind}", truncate, isinstance(truncate, bool), "true or false")
     return Rope(theta=theta, type=kind, original_max_positions=original, truncate=truncate, **numbers)

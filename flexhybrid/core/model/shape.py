@@ -608,7 +608,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     if config.get("head_dim") is None and model_type != "qwen3" and hidden % heads:
         raise InputError(f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     if (dtype := config["dtype"]) not in DTYPE_BYTES:
-        raise InputError(f"{path}: dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        raise InputError(f"{path}: dtype {shown(dtype)} is not one of {', '.join(DTYPE_BYTES)}")
     folder = path.parent if path.name == "config.json" else None
     common: dict[str, Any] = dict(
         name=_checkpoint_name(path.parent) or model_type,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flexhybrid.core.errors import InputError
+from flexhybrid.core.errors import InputError, shown
 from flexhybrid.core.files import load_json
 from flexhybrid.core.model import generation_config
 from flexhybrid.core.model.attention import AttentionKind
@@ -87,7 +87,7 @@ def _empty_model(
     except Exception as error:  # Refused; or whatever a model raises whose modules are built in a way of their own
         reason = error if isinstance(error, Refused) else f"its modules are not as expected ({one_line(error)})"
         raise InputError(
-            f"{folder}: models of type {config.get('model_type')!r} cannot be run exactly: {reason}"
+            f"{folder}: models of type {shown(config.get('model_type'))} cannot be run exactly: {reason}"
         ) from None
 
 

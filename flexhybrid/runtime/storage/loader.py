@@ -58,7 +58,7 @@ class Checkpoint:
         head = self._stored.get("lm_head.weight")
         if self.shape.tied_head and head and not _is_same(head, self._stored[f"{self.prefix}embed_tokens.weight"]):
             self.shape = replace(self.shape, tied_head=False)
-        if self.shape.family == "llama":
+        if load_json(self.path / "config.json").get("model_type") == "phi3":
             self._unpack(packed_tensors(self.shape))
         self._check_shapes()
 
