@@ -180,7 +180,7 @@ OTHERS = {
         {"sliding_window": 4},
         {"rope_parameters": {"full_attention": {}}},
     ],
-    "mistral": [{"hidden_act": "gelu"}, {"rope_scaling": LONGROPE}],
+    "mistral": [{"layer_types": ["full_attention"] * 2}, {"hidden_act": "gelu"}, {"rope_scaling": LONGROPE}],
     "phi3": [{"rope_scaling": LONGROPE}, {"rope_scaling": {"type": "linear", "factor": 2.0}}],
     "opt": [
         {"activation_function": "gelu"},
