@@ -93,7 +93,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_tokens_do_not_depend_on_what_others_have_set(model, settings):
     """Before a model is made, between two calls, and while it lives."""
     folder, expected = model
