@@ -26,14 +26,11 @@ from experiments.bench.device import bench_touching
 from experiments.bench.harness import Table, seconds_of
 from experiments.bench.host_kernels import bench_host_kernels
 from experiments.bench.kernels import bench_kernels
-from experiments.bench.language_cascade import bench_language_cascade
 from experiments.bench.launch import bench_launch
 from experiments.bench.load_order import bench_load_order
 from experiments.bench.models.layer_kinds import bench_layer_kinds
 from experiments.bench.models.module_path import bench_module_path
-from experiments.bench.models.outliers import bench_outliers
 from experiments.bench.models.path_speeds import bench_path_speeds
-from experiments.bench.models.recall import bench_recall
 from experiments.bench.overlap import bench_overlap
 from experiments.bench.predictions.simulator import bench_papers, bench_peer, bench_search_time
 from experiments.bench.queues.census import bench_census
@@ -312,8 +309,6 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "executor": (bench_overlap,),
     "load order": (bench_load_order,),
     "selection": (bench_selection,),
-    "recall": (bench_recall,),
-    "outliers": (bench_outliers,),
     "layers": (bench_layer_kinds,),
     "run": (bench_census, bench_run),
     "replanning": (bench_replanning,),
@@ -321,7 +316,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "prefixes": (bench_prefixes,),
     "packing": (bench_packing,),
     "speed": (bench_speed,),
-    "cascade": (bench_cascade, bench_language_cascade, bench_cluster),
+    "cascade": (bench_cascade, bench_cluster),
 }
 TIMED = ("kernels", "executor", "load order", "selection", "packing", "speed")
 

@@ -10,8 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from experiments.bench.harness import Table
-from experiments.bench.models.recall import bench_recall
 from experiments.reproduce import registry
 from experiments.reproduce.infinigen import recall as recalled
 from experiments.reproduce.infinigen.recall import bound, most_held, most_right
@@ -20,6 +18,7 @@ from experiments.training import recall, train_recall
 from experiments.training.corpus import save_tokenizer
 from experiments.training.recall import Sizes
 from experiments.training.train_checkpoint import save_model
+from flexhybrid.runtime.threads import torch_threads
 
 SMALL = Sizes(facts=24, filler=15, queries=12)  # 64 tokens of a prompt: four blocks
 
@@ -203,7 +202,19 @@ def test_the_shipped_study_shows_what_the_page_claims():
             assert row["right"] == pytest.approx(expected, abs=4 * deviation)
 
 
-def test_the_bench_rows_hold_on_a_few_texts():
-    table = Table()
-    bench_recall(table, num_texts=2)
-    assert len(table.rows) == 3 and all(row["ok"] for row in table.rows.values()), table.rows
+def test_facts_asked_for_after_the_eviction_are_lost_by_h2o_and_fetched_by_infinigen():
+    """The study's own model and sizes, 64 places for a prompt of five times as many tokens, on two texts."""
+    model, sizes, places = recall_study.MODEL, recall_study.SIZES, 64
+    study, whole = recalled.studies()[model.name], recall_study.WHOLE_LAYERS
+    texts = recall.draw_texts(sizes, 2, np.random.default_rng(recall_study.SEED))
+
+    def right(policy, first_layers: int) -> float:
+        return recall_study.measure(model, policy, first_layers, texts=texts, sizes=sizes, heads=study["heads"])[
+            "right"
+        ]
+
+    with torch_threads(1):
+        full = right("resident", 0)
+        assert full >= 0.98
+        assert right(recall_study.keeping(places, sizes, whole), whole) <= bound(study, places)
+        assert right(recall_study.fetching(places, sizes, whole), whole) >= 0.95 * full
