@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -191,13 +192,15 @@ class _Stream:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[_Stream]:
-    """Let the block write to stdout and stderr whatever becomes of them; yield stdout, which keeps its ``failure``."""
-    before = sys.stdout, sys.stderr
+    """Let the block write to stdout and stderr whatever becomes of them, and each warning as one line; yield stdout,
+    which keeps its ``failure``."""
+    before = sys.stdout, sys.stderr, warnings.formatwarning
     streams = sys.stdout, sys.stderr = _Stream(sys.stdout), _Stream(sys.stderr)
+    warnings.formatwarning = lambda message, *_: f"flexhybrid: {message}\n"  # without a line of our source
     try:
         yield streams[0]
     finally:
-        sys.stdout, sys.stderr = before
+        sys.stdout, sys.stderr, warnings.formatwarning = before
         for stream in streams:
             stream.flush()
             if stream.failure:  # what still waits Python would complain of at its end

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+import warnings
 from functools import partial
 
 import numpy as np
@@ -23,7 +24,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import progress as progress_module
-from flexhybrid.jobs.progress import BAR_OF_ANSWERS, Progress
+from flexhybrid.jobs.progress import BAR_OF_ANSWERS, Progress, lasting_streams
 from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.executor import Executor
 
@@ -358,3 +359,13 @@ def test_an_output_that_something_else_changes_is_not_written(tmp_path):
     with pytest.raises(InputError, match="something else has changed it"):
         file.append([b'{"id": 2}\n'])
     file.close()
+
+
+def test_a_warning_of_a_command_is_one_line_without_source():
+    usual = warnings.formatwarning
+    with lasting_streams():
+        assert (
+            warnings.formatwarning("the index is ignored", UserWarning, "x.py", 3)
+            == "flexhybrid: the index is ignored\n"
+        )
+    assert warnings.formatwarning is usual
