@@ -19,7 +19,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
 from flexhybrid.runtime.logprob_log import Noted
-from flexhybrid.sampling_params import SamplingParams, params_per_prompt
+from flexhybrid.sampling_params import SamplingParams, noted_bytes, params_per_prompt
 from flexhybrid.sampling_plan import SamplingRules
 from flexhybrid.structured_outputs import Grammars
 from flexhybrid.text import StopWatch, TokenTexts, answer_text
@@ -85,7 +85,10 @@ class Requests:
     def workload(self) -> Workload:
         """The lengths of the requests, as they pass prefill and decode. Raises InputError when there are none."""
         decoded = np.array(self.num_decoded)
-        return Workload(np.array([len(ids) for ids in self.ids]) - decoded, np.array(self.max_tokens) + decoded)
+        noted = max((noted_bytes(params, 0, 0)[0] for params in self.params), default=0), 0  # no line is written
+        return Workload(
+            np.array([len(ids) for ids in self.ids]) - decoded, np.array(self.max_tokens) + decoded, noted=noted
+        )
 
 
 @dataclass
@@ -99,7 +102,7 @@ class Generated:
     token_ids: list[int] = field(default_factory=list)
     stop: int | str | None = None  #: the token id or text that ended it; None: its length did
     num_decoded: int = 0  #: last tokens of the prompt that pass the decode one by one
-    records: list[np.ndarray] = field(default_factory=list)  #: (``kernels.logprobs``) of token_ids, where asked for
+    records: bytearray = field(default_factory=bytearray)  #: (``kernels.logprobs``) of token_ids, float32, if asked for
     prompt_records: np.ndarray | None = None  #: of the prompt's tokens from the second on, where asked for
 
     def note(self, noted: Noted) -> None:
@@ -107,7 +110,7 @@ class Generated:
         if noted.answer is not None:  # as long as the longest of those made together
             count, most = self.params.logprobs or 0, len(noted.answer) // 2 - 1
             record = np.r_[noted.answer[: 2 + count], noted.answer[2 + most : 2 + most + count]]
-            self.records.append(record.astype(np.float32))  # exact: log probabilities, and numbers below 2^24
+            self.records += record.astype(np.float32).tobytes()  # exact: log probabilities, and numbers below 2^24
         if noted.prompt is not None:
             self.prompt_records = noted.prompt
 
@@ -361,8 +364,7 @@ class RequestCodec:
         if params.logprobs is None:
             return CompletionOutput(generated.index, text, token_ids, *reasons)
         texts = self.tokenizer and self.texts.along(generated.prompt_ids, token_ids, params.skip_special_tokens)
-        records = np.array(generated.records)
-        generated.records = []  # each token's own array takes half as much again
+        records = np.frombuffer(generated.records, np.float32).reshape(len(token_ids), -1)
         logprobs = AnswerLogprobs(self, token_ids, records, texts)
         return CompletionOutput(generated.index, text, token_ids, *reasons, sum(records[:, 0].tolist()), logprobs)
 

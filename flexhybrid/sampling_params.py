@@ -43,6 +43,8 @@ OTHER_NAMES = {
     "use_beam_search": "n and logprobs, to choose by",
 }
 
+#: Host bytes of a log probability: as numbers; as JSON with its token; as objects, which one answer has at a time.
+RECORD_BYTES, TEXT_BYTES, OBJECT_BYTES = 16, 100, 800
 MOST_ANSWERS = 16_384  #: to one prompt; vLLM's bound
 LARGEST_COUNT = 2**31 - 1  #: top_k and min_tokens beyond it are taken as this, more than any vocabulary or context
 #: Fields that are whole numbers: name, least value, what besides a number there may be.
@@ -222,3 +224,10 @@ def _same(value, neutral) -> bool:
     """Equal, and no bool where a number is meant."""
     same_kind = is_number(value) if is_number(neutral) else isinstance(value, type(neutral))
     return same_kind and value == neutral
+
+
+def noted_bytes(params: SamplingParams, prompt_tokens: int, max_tokens: int) -> tuple[int, int]:
+    """Return the host bytes of a request's log probabilities (``Workload.noted``)."""
+    answer, prompt = (0 if count is None else count + 1 for count in (params.logprobs, params.prompt_logprobs))
+    each = prompt_tokens * prompt + max_tokens * answer
+    return RECORD_BYTES * max(answer, prompt), each * (params.n * (RECORD_BYTES + TEXT_BYTES) + OBJECT_BYTES)

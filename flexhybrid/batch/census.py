@@ -23,6 +23,7 @@ from flexhybrid.batch.openai import Draft, Refused, Request, json_object, url_of
 from flexhybrid.batch.requests import LineReader, LineRules, line_digest
 from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.workload import Workload
+from flexhybrid.sampling_params import noted_bytes
 
 CHUNK_LINES, CHUNK_BYTES = 1024, 1 << 22  #: of lines that are encoded together, at most
 PACE = 0.25  #: share of the time in which the rest of a long file is counted while requests are answered
@@ -32,20 +33,22 @@ BLOCK_BYTES = 1 << 20  #: of the file that are searched for line ends at once
 
 @dataclass
 class Census:
-    """Counts of the lines of a file, by line number less one; 16 bytes a line, 7 more where lines ask for several
-    answers, repeat a custom_id or begin alike (pages of zeros take no memory until they are written), and 8 a beginning
-    of prompts."""
+    """Counts of the lines of a file, by line number less one; 16 bytes a line, 15 more where lines ask for several
+    answers or log probabilities, repeat a custom_id or begin alike (pages of zeros take no memory until they are
+    written), and 8 a beginning of prompts."""
 
     offsets: np.ndarray  #: [lines + 1] int64, of the first byte of each line
     prompt_tokens: np.ndarray  #: [lines] int32; 0: the line is refused, or not counted yet
     max_tokens: np.ndarray  #: [lines] int32
     more_answers: np.ndarray  #: [lines] int16, answers beyond the first
+    noted: np.ndarray  #: [lines] int64, bytes of each line's log probabilities (``noted_bytes``)
     duplicates: np.ndarray  #: [lines] bool: an earlier line has the same custom_id
     #: [lines] int32, one more than the number of what its prompt begins with as others do (``beginnings``); 0: nothing
     beginning: np.ndarray
     sha256: str
     beginnings: Beginnings | None = None
     counted: int = 0  #: lines that are counted, from the first on
+    noted_token: int = 0  #: likewise of a token, the most of any line
     num_beyond: int = 0  #: lines of these that ask for more tokens than their prompts leave room for
     _rest: Iterator[int] | None = None  #: counts on
     _grown: threading.Condition = field(default_factory=threading.Condition)
@@ -57,8 +60,8 @@ class Census:
         offsets, digest = find_lines(lines)
         num_lines = len(offsets) - 1
         prompts, limits, beginning = np.zeros((3, num_lines), np.int32)
-        more, duplicates = np.zeros(num_lines, np.int16), np.zeros(num_lines, bool)
-        return Census(offsets, prompts, limits, more, duplicates, beginning, digest)
+        more, noted, duplicates = (np.zeros(num_lines, dtype) for dtype in (np.int16, np.int64, bool))
+        return Census(offsets, prompts, limits, more, noted, duplicates, beginning, digest)
 
     @property
     def num_lines(self) -> int:
@@ -73,7 +76,8 @@ class Census:
         each, prefixes = per_answer(places, self.num_answers(places)), None
         if self.beginnings and self.beginnings.tokens:
             prefixes = self.beginnings.prefixes(self.beginning[each] - 1)
-        return Workload(self.prompt_tokens[each], self.max_tokens[each], prefixes=prefixes)
+        noted = self.noted_token if (of_line := int(self.noted[places].max())) else 0, of_line
+        return Workload(self.prompt_tokens[each], self.max_tokens[each], prefixes=prefixes, noted=noted)
 
     def num_answers(self, places: np.ndarray | slice) -> np.ndarray:
         """Return how many answers each of the lines at ``places`` asks for."""
@@ -218,6 +222,8 @@ def _counting(census: Census, lines: BinaryIO, read: LineReader, max_context: in
                 census.prompt_tokens[place], census.max_tokens[place] = size, limit
                 if draft.params.n > 1:
                     census.more_answers[place] = draft.params.n - 1
+                if any(noted := noted_bytes(draft.params, size, limit)):
+                    census.noted_token, census.noted[place] = max(census.noted_token, noted[0]), noted[1]
         served = {place: draft for place, draft in drafts.items() if census.prompt_tokens[place]}
         for place, beginning in zip(served, census.beginnings.find(list(served.values())), strict=True):
             if beginning >= 0:

@@ -26,13 +26,15 @@ class InFlight:
     def __init__(self, output: Path):
         self.path, self._noted_at = output.with_name(output.name + ".in-flight.json"), 0.0
 
-    def note(self, tokens: Callable[[], Tokens]) -> None:
-        """Write what ``tokens`` returns, unless it was done less than NOTE_S ago, or the disk has no room."""
+    def note(self, tokens: Callable[[], Tokens]) -> bool:
+        """Write what ``tokens`` returns, unless the disk has no room; return False where it was done less than NOTE_S
+        ago."""
         if time.monotonic() - self._noted_at < NOTE_S:
-            return
+            return False
         with contextlib.suppress(InputError):
             write_by_rename(self.path, json.dumps(tokens()))
         self._noted_at = time.monotonic()
+        return True
 
     def earlier(self) -> tuple[Tokens, bool]:
         """Return what an earlier run has noted last, and whether it was killed; nothing after one that came to its

@@ -3,6 +3,7 @@
 Formats: openai-openapi's schema BatchRequestOutput, and those of the two endpoints; prompt_logprobs are vLLM's.
 """
 
+import io
 import json
 import re
 from collections.abc import Sequence
@@ -34,10 +35,13 @@ def answer_line(number: int, request: Request, output: RequestOutput, created: i
     if chat and output.prompt_logprobs is not None:
         body["prompt_logprobs"] = _by_id(output.prompt_logprobs)
     made = (_chat_choice(request, one, number) if chat else _choice(request, output, one) for one in output.outputs)
-    choices = [b", " * (place > 0) + _json(choice) for place, choice in enumerate(made)]  # objects of one at a time
     digest = f"_{request.digest}" * bool(request.digest)
     before, behind = _line(number, request.custom_id, 200, body, digest).split(b'"choices": []', 1)
-    return b"".join([before, b'"choices": [', *choices, b"]", behind])
+    line = io.BytesIO()  # gives its bytes without a copy
+    line.write(before + b'"choices": [')
+    line.writelines(b", " * (place > 0) + _json(choice) for place, choice in enumerate(made))  # one at a time
+    line.write(b"]" + behind)
+    return line.getvalue()
 
 
 def _choice(request: Request, output: RequestOutput, completion: CompletionOutput) -> dict:
@@ -165,12 +169,7 @@ def renumbered(raw: bytes, number: int, custom_id: str | None) -> bytes:
     line = json.loads(raw)
     body, old = line["response"]["body"], line["id"].removeprefix("batch_req_")
     calls = [call for choice in body["choices"] for call in choice.get("message", {}).get("tool_calls", ())]
-    for named, field in (
-        (line, "id"),
-        (line["response"], "request_id"),
-        (body, "id"),
-        *((call, "id") for call in calls),
-    ):
+    for named, field in [(line["response"], "request_id"), *((one, "id") for one in (line, body, *calls))]:
         named[field] = named[field].replace(old, f"{number:08d}", 1)
     return _encoded(line | {"custom_id": custom_id})
 

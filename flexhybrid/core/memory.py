@@ -183,6 +183,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "KV staging": NUM_SLOTS * sizes.kv_staging_blocks * BLOCK_TOKENS * row["kv"],
         "hidden states": sizes.hidden_rows * hidden if policy.hidden == "host" and layers > 1 else 0,
         "token log": 8 * sizes.log_cells,
+        "log probabilities": sizes.noted_bytes,
         "parked contexts": sum(
             layers * BLOCK_TOKENS * blocks * row[part.representation]
             for entry, blocks in sizes.parked_blocks.items()

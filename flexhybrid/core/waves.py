@@ -86,7 +86,8 @@ def open_batch(
     if given and not may_grow(policy):
         raise ValueError(f"requests under policy {policy.name} cannot go on behind tokens that they have")
     num_requests, tree = workload.num_requests, tree or known_tree(workload)
-    first = Workload(workload.prompt_tokens[:count].copy(), workload.max_tokens[:count].copy())  # who joins is written
+    prompts, limits = workload.prompt_tokens[:count], workload.max_tokens[:count]
+    first = Workload(prompts.copy(), limits.copy(), noted=workload.noted)  # who joins is written
     mini_batches, room, paths = _packed(problem, policy, workload, count, tree)
     if count == num_requests and share == 1 and not any(paths) and not given:
         return admit(problem, policy, workload, gives=gives)

@@ -63,6 +63,8 @@ class Workload:
     #: how long the answers are, or are expected to be, at most ``max_tokens``; None: as long. For predictions alone
     answer_tokens: np.ndarray | None = None
     prefixes: Prefixes | None = None  #: what prompts share, as far as is known; for predictions alone
+    #: host bytes of log probabilities: of each token while its request runs, and of the largest line of answers
+    noted: tuple[int, int] = (0, 0)
 
     def __post_init__(self):
         for name in ("prompt_tokens", "max_tokens", "answer_tokens")[: 2 + (self.answer_tokens is not None)]:
@@ -89,7 +91,7 @@ class Workload:
         """Return the lengths of the requests at ``indices``."""
         answers = None if self.answer_tokens is None else self.answer_tokens[indices]
         shared = self.prefixes and self.prefixes.with_requests(self.prefixes.of_request[indices])
-        return Workload(self.prompt_tokens[indices], self.max_tokens[indices], answers, shared)
+        return Workload(self.prompt_tokens[indices], self.max_tokens[indices], answers, shared, self.noted)
 
     @property
     def shared_tokens(self) -> np.ndarray:
@@ -120,7 +122,11 @@ class Workload:
     def behind(self, given: np.ndarray) -> Workload:
         """Return the lengths of requests that have ``given`` [requests] tokens, which are a part of their prompts."""
         answers = None if self.answer_tokens is None else np.maximum(1, self.answer_tokens - given)
-        return Workload(self.prompt_tokens + given, self.max_tokens - given, answers, self.prefixes)
+        return Workload(self.prompt_tokens + given, self.max_tokens - given, answers, self.prefixes, self.noted)
+
+    def noted_bytes(self, num_tokens: int) -> int:
+        """Return the host bytes of log probabilities while requests of so many tokens run."""
+        return self.noted[0] * num_tokens + self.noted[1]
 
     @property
     def answers(self) -> np.ndarray:

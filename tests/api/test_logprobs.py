@@ -3,6 +3,7 @@
 import json
 import math
 import tracemalloc
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,11 +14,12 @@ from models import save_opt
 from policies import wider_policies
 
 from flexhybrid import LLM, SamplingParams, cli, shipped
-from flexhybrid.batch.openai import COMPLETIONS, Request
+from flexhybrid.batch.openai import CHAT, COMPLETIONS, Request
 from flexhybrid.batch.replies import answer_line
 from flexhybrid.running_requests import Replies
 from flexhybrid.runtime.kernels.logprobs import records
 from flexhybrid.runtime.logprob_log import Noted
+from flexhybrid.sampling_params import noted_bytes
 from sim.presets import hybrid
 
 POLICIES = {"kv": "kv_only", "act": hybrid(1.0, 64), **wider_policies(64, 32, 8)}
@@ -211,7 +213,7 @@ def test_logprobs_of_many_answers_to_a_line_take_memory_as_numbers_not_as_object
     tracemalloc.start()
     reply = filled_reply(llm, request, tokens, made, replies)
     line = answer_line(1, request, reply, 0)
-    peak = tracemalloc.get_traced_memory()[1] - 2.2 * len(line)
+    peak = tracemalloc.get_traced_memory()[1] - 1.2 * len(line)
     tracemalloc.stop()
     assert peak / (num_answers * length) < 800
     choices = json.loads(line)["response"]["body"]["choices"]
@@ -226,7 +228,50 @@ def test_logprobs_of_many_answers_to_a_line_take_memory_as_numbers_not_as_object
         logprobs[length]
 
 
-def filled_reply(llm, request, tokens, made, replies):
+@pytest.mark.parametrize("url", [COMPLETIONS, CHAT])
+def test_the_plan_counts_what_log_probabilities_take(url):
+    """More than Python counts for two answers with their prompt, and less than eight times that."""
+    llm = LLM(shipped.CHECKPOINT, "kv_only", device="cpu", dtype="float32")
+    length = 100
+    params = SamplingParams(n=2, logprobs=20, prompt_logprobs=20, max_tokens=length, temperature=0, ignore_eos=True)
+    tokens = torch.arange(3, length + 3)
+    request = Request("one", [5, *tokens.tolist()], params, "m", url)
+    logits = torch.randn(length, llm.shape.vocab, generator=torch.Generator().manual_seed(0))
+    made, replies = records(logits, tokens, 20).numpy(), Replies(llm.codec)
+    answer_line(1, request, filled_reply(llm, request, tokens, made, replies, made), 0)  # it keeps the texts of tokens
+    tracemalloc.start()
+    answer_line(1, request, filled_reply(llm, request, tokens, made, replies, made.copy()), 0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    lengths = llm.codec.encode([request.token_ids], params).workload
+    lengths = replace(lengths, noted=noted_bytes(params, len(request.token_ids), length))
+    planned = llm.first_batch(lengths)[1]["host"]["log probabilities"]
+    assert peak < planned < 8 * peak
+
+
+def test_log_probabilities_bound_the_requests_at_a_time_and_too_many_are_refused(tmp_path, capsys):
+    llm = LLM(shipped.CHECKPOINT, "kv_only", device="cpu", dtype="float32", host_memory="24MiB")
+    at_a_time = []
+    for count in (None, 0, 20):
+        params = SamplingParams(logprobs=count, max_tokens=40, temperature=0, ignore_eos=True)
+        llm.generate([[5, 6]] * 1000, params, should_stop=lambda: True)
+        at_a_time.append(llm.at_a_time)
+    assert at_a_time[0] >= at_a_time[1] > at_a_time[2] > 0
+    ask = {"model": "m", "prompt": "import", "max_tokens": 32, "temperature": 0}
+    asked = [ask, {**ask, "n": 200, "logprobs": 20}, ask]
+    lines = [{"custom_id": f"{k}", "method": "POST", "url": COMPLETIONS, "body": body} for k, body in enumerate(asked)]
+    source = tmp_path / "in.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    command = ["run", "-i", str(source), "-o", str(tmp_path / "out.jsonl"), "--model", str(shipped.CHECKPOINT)]
+    assert (
+        cli.main([*command, "--policy", "kv_only", "--device", "cpu", "--dtype", "float32", "--host-memory", "20MiB"])
+        == 2
+    )
+    told = capsys.readouterr().err
+    assert "line 2: host memory" in told and "the part for log probabilities is" in told
+
+
+def filled_reply(llm, request, tokens, made, replies, of_prompt=None):
     """The reply to a line whose answers are these tokens with these records."""
     reply = None
     answers = [llm.codec.open(request.token_ids, request.params, k)[0] for k in range(request.params.n)]
@@ -234,6 +279,7 @@ def filled_reply(llm, request, tokens, made, replies):
         for answer in answers:
             answer.token_ids.append(token)
             answer.note(Noted(record, None))
+    answers[0].prompt_records = of_prompt
     for answer in answers:
         reply = replies.add(0, answer, None, "0")
     return reply

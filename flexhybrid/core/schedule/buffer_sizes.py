@@ -56,6 +56,7 @@ class BufferSizes:
     longest: int = 0  #: tokens of the longest request, prompt and answer
     log_cells: int = 0  #: iterations times requests
     places: int = 0  #: requests that run together, which keep a state where layers are recurrent
+    noted_bytes: int = 0  #: of log probabilities (``Workload.noted``), of all requests that run together
     #: entry -> blocks in layers that keep all tokens although the others do not
     whole_blocks: dict[str, int] = field(default_factory=dict)
     parked_blocks: dict[str, int] = field(default_factory=dict)  #: entry -> blocks of the parking area, in each layer
@@ -263,6 +264,7 @@ def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
         hidden_rows=hidden_rows,
         cached_tokens=wave.workload.num_requests * longest,
         places=wave.workload.num_requests,
+        noted_bytes=wave.workload.noted_bytes(wave.workload.num_requests * longest),
         longest=longest,
         attention_tokens=longest if wave.sharing else 0,  # of one that attends to what is shared, however long
         log_cells=LOG_ITERATIONS * 2 * sizes.batch * len(wave.mini_batches),
@@ -346,6 +348,7 @@ def _merged(wave: Wave, of_groups: list[tuple[BufferSizes, int]]) -> BufferSizes
         index_rows=index_rows,
         cached_tokens=cached.sum(),
         places=len(cached),
+        noted_bytes=wave.workload.noted_bytes(cached.sum() + len(cached)),
         kept_tokens=kept.sum(),
         partial_rows=sum(len(group) * kept[group].max() for group in wave.mini_batches),
         column_sets=len(cached) if wave.policy.selection.columns == "request" else len(wave.mini_batches),

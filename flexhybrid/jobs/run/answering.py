@@ -26,6 +26,7 @@ from flexhybrid.sampling_params import SamplingParams
 from flexhybrid.text import StopWatch
 from sim.answer_lengths import ObservedAnswers
 
+LONG_LINE = 1 << 16  #: bytes of an answer that is written at once, not with the others of its iteration
 CHECKED_LINES = 1024  #: after so many lines the input is looked at again: nobody may write to it meanwhile
 
 
@@ -252,6 +253,8 @@ class Batch:
                     return
                 num_tokens = sum(len(output.token_ids) for output in reply.outputs)
                 self.answered.append(Answered(place + 1, self.requests.line(place + 1, line, reply), num_tokens))
+                if len(self.answered[-1].line) > LONG_LINE:
+                    self.write()
         if place in self.refused:
             num_answers = int(self.requests.num_answers(np.array([place]))[0])
             if len(answers) < num_answers or any((place, one.index) in self.begun for one in answers):

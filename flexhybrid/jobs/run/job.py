@@ -32,6 +32,7 @@ from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.trace import LaneTimes, TraceEvent, save_chrome_trace
 from flexhybrid.core.units import counted
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.malloc import trim_memory
 from flexhybrid.jobs.profile.job import company_note
 from flexhybrid.jobs.progress import Progress, stop_on_signal
 from flexhybrid.jobs.ray_cluster import Crew, cluster, crew_of
@@ -432,12 +433,12 @@ class Job:
         not fit the budgets."""
         pending = self.pending()
         lengths = self.workload(pending)
-        for largest in {int(lengths.prompt_tokens.argmax()), int(lengths.cached_tokens.argmax())}:
+        each, most = per_answer(pending, self.num_answers(pending)), (lengths.prompt_tokens, lengths.cached_tokens)
+        for place in {*(int(each[of.argmax()]) for of in most), int(pending[self.census.noted[pending].argmax()])}:
             try:
-                self.llm.first_wave(lengths.select(slice(largest, largest + 1)))
+                self.llm.first_wave(self.workload(np.array([place])).select(slice(1)))
             except InputError as error:
-                line = per_answer(pending, self.num_answers(pending))[largest] + 1
-                raise InputError(f"line {line}: {error}") from None
+                raise InputError(f"line {place + 1}: {error}") from None
         plan = forecast(self.llm, self._expected(pending))
         if self.crew and plan.seconds is not None:
             plan = replace(plan, seconds=plan.seconds / self.crew.size)
@@ -525,7 +526,8 @@ class Job:
             self.replanner.look(self.outlook)
 
     def keep(self, in_flight: Callable[[], Tokens]) -> None:
-        self.in_flight.note(in_flight)
+        if self.in_flight.note(in_flight):
+            trim_memory()
 
     def note(self, text: str) -> None:
         self.progress.note(text)
