@@ -50,7 +50,7 @@ class Lines:
 
     def request(self, number):
         params = SamplingParams(max_tokens=int(self.max_tokens[number - 1]), temperature=0, ignore_eos=True)
-        return SimpleNamespace(token_ids=self.prompts[number - 1], params=params)
+        return SimpleNamespace(token_ids=self.prompts[number - 1], params=params, custom_id=None)
 
     def line(self, number, request, output):
         assert self.tokens[number - 1] is None and request.token_ids == self.prompts[number - 1], (
