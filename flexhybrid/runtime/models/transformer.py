@@ -184,7 +184,7 @@ def build(folder: Path):
                 f"its layers of kind {kinds[0]} keep or see something else than keys and values of all tokens"
             )
         config._attn_implementation, dtype = NAME, config.dtype
-        with _BUILDING, torch.device("meta"), warnings.catch_warnings():
+        with _BUILDING, torch.device("meta"), torch.inference_mode(False), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=DTYPE)
         model.config.dtype = dtype
