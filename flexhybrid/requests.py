@@ -481,8 +481,7 @@ def _tokenizer_error(vocabularies: list[Path], error: Exception) -> str:
 
 @dataclass(frozen=True, eq=False)
 class AnswerLogprobs(Sequence[Logprobs]):
-    """The log probabilities of an answer's tokens. Those of a token are made when it is asked for: as objects they take
-    ten times the memory of their records."""
+    """The log probabilities of an answer's tokens, made when asked for: objects take ten times the records' memory."""
 
     codec: RequestCodec
     token_ids: list[int]
@@ -491,6 +490,9 @@ class AnswerLogprobs(Sequence[Logprobs]):
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return repr(list(self))
 
     def __getitem__(self, place):
         part = place if isinstance(place, slice) else slice(range(len(self))[place], range(len(self))[place] + 1)

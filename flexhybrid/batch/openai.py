@@ -125,7 +125,7 @@ def json_object(raw: bytes) -> dict:
     try:
         data = DECODER.decode(text)
     except ValueError as error:
-        where = str(error)
+        where = "a number has too many digits" if "digits" in str(error) else str(error)
         if isinstance(error, json.JSONDecodeError):  # it counts a line's own end as another line
             where = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         raise Refused("invalid_json", f"the line is not JSON: {where}") from None

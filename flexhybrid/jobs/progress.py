@@ -192,8 +192,7 @@ class _Stream:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[_Stream]:
-    """Let the block write to stdout and stderr whatever becomes of them, and each warning as one line; yield stdout,
-    which keeps its ``failure``."""
+    """Let the block write to stdout and stderr whatever becomes of them, a warning as one line. Yield stdout."""
     before = sys.stdout, sys.stderr, warnings.formatwarning
     streams = sys.stdout, sys.stderr = _Stream(sys.stdout), _Stream(sys.stderr)
     warnings.formatwarning = lambda message, *_: f"flexhybrid: {message}\n"  # without a line of our source

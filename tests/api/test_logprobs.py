@@ -114,6 +114,7 @@ def test_text_of_tokens_and_of_none(model):
     (answer,) = llm.generate(["import os"], SamplingParams(logprobs=2, max_tokens=3, temperature=0))
     for token, place in zip(answer.outputs[0].token_ids, answer.outputs[0].logprobs, strict=True):
         assert place[token].decoded_token == llm.tokenizer.decode([token]) and place[token].rank == 1
+    assert repr(answer.outputs[0].logprobs) == repr(list(answer.outputs[0].logprobs))  # and not of the tokenizer
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

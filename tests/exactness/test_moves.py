@@ -50,7 +50,7 @@ class Lines:
 
     def request(self, number):
         params = SamplingParams(max_tokens=int(self.max_tokens[number - 1]), temperature=0, ignore_eos=True)
-        return SimpleNamespace(token_ids=self.prompts[number - 1], params=params, custom_id=None)
+        return SimpleNamespace(token_ids=self.prompts[number - 1], params=params, custom_id=None, echo=None)
 
     def line(self, number, request, output):
         assert self.tokens[number - 1] is None and request.token_ids == self.prompts[number - 1], (
@@ -60,7 +60,7 @@ class Lines:
         return b""
 
     def write(self, answered):
-        pass
+        assert not any(one.refused for one in answered), "a line is refused"
 
     def advance(self, num_tokens):
         self.iterations, self.num_tokens = self.iterations + 1, self.num_tokens + num_tokens

@@ -814,7 +814,8 @@ def test_paths_in_each_others_way_are_refused(tiny, tmp_path, capsys):
     assert run(source, tmp_path / "no" / "out.jsonl", tiny) == 2
     assert run(source, tmp_path / "out.jsonl", tiny, "--host-memory", "1KiB") == 2
     assert run(tmp_path / "none.jsonl", tmp_path / "out.jsonl", tiny) == 2
-    assert run(source, Path("/dev/null"), tiny) == 2 and "not a regular file" in capsys.readouterr().err
+    for place in ("/dev/null", "/dev/stdout"):  # a regular file, where the shell sends it to one
+        assert run(source, Path(place), tiny) == 2 and "not a regular file" in capsys.readouterr().err
     assert (
         cli.main(["run", "-i", "/dev/null", "--format", "jsonl", "-o", str(tmp_path / "o"), "--model", str(tiny)]) == 2
     )

@@ -113,6 +113,7 @@ def test_packed_lines_and_the_standard_input_are_read(asked, tmp_path, monkeypat
         ("cache", ["--column", "q"], "it holds no state.json"),
         ("torn.jsonl.gz", [], "Compressed file ended before"),
         ("header.csv", ["--column", "q"], "{} has a header and no rows"),
+        ("blank.jsonl", [], "{} has only blank lines"),
         ("semi.csv", ["--column", "q"], "{} has semicolons between its columns"),
         ("tabs.csv", [], "delimiter='\\t'))\" < {} > commas.csv"),
         ("in.jsonl", ["--max-tokens", "0"], "--max-tokens is 0; it must be at least 1\n"),
@@ -134,6 +135,7 @@ def test_what_cannot_be_read_is_told_with_what_can(asked, tmp_path, monkeypatch,
     sources(tmp_path)
     (tmp_path / "cache").mkdir()
     (tmp_path / "header.csv").write_text("n,q\n")
+    (tmp_path / "blank.jsonl").write_text("\n  \n\n")
     (tmp_path / "semi.csv").write_text('n;q\n1;"import os"\n')
     (tmp_path / "tabs.csv").write_text("n\tq\n1\timport os\n")
     (tmp_path / "broken.jinja").write_text("{{ bos_token }}\n{{ }}")

@@ -175,11 +175,14 @@ class Job:
         self._earlier = int((self.states != PENDING).sum())
         self._say_lost(say)
         if not len(self.pending()) and not self.census.valid.any():
-            _, refused = next(self.source.refusals([1]))
+            told = self.source.refusals(range(1, self.census.num_lines + 1))
+            number, refused = next((one for one in told if one[1].code != BLANK_LINE), (0, None))
+            if refused is None:
+                raise InputError(f"{options.input} has only blank lines")
             hint = " (texts, one a line, need --format text)" if refused.code == "invalid_json" else ""
             save_manifest(options.output, self.manifest | {NOTHING_SERVED: True})
             raise InputError(
-                f"{options.input} has no request that can be served; line 1: {refused.message}{hint}. All the "
+                f"{options.input} has no request that can be served; line {number}: {refused.message}{hint}. All the "
                 f"reasons are in {self.errors.path}"
             )
         work = self._answer(say) if len(self.pending()) else None

@@ -119,7 +119,7 @@ def check_options(options: RunOptions) -> None:
             if path.suffix.lower() in OTHERS - set(own):
                 raise InputError(f"{name} is {path}, where a run writes {what}: choose the ending {own[0]}")
             check_new_file(path)
-            if path.exists() and not path.is_file():
+            if path.exists() and (not path.is_file() or path.parent == Path("/dev")):
                 raise InputError(f"cannot write {path}: it is not a regular file")
     if options.input != STDIN and not options.input.is_dir():
         check_file(options.input)
