@@ -184,7 +184,7 @@ def test_odd_checkpoints_are_refused_in_one_line_or_give_the_tokens(monkeypatch)
         counts["equal"] > 3 and counts["refused"] > 10 and not any(counts[name] for name in fuzz_checkpoints.FAILURES)
     )
     monkeypatch.setattr(fuzz_checkpoints, "ours", lambda folder: [[3] * 6] * 2)
-    assert fuzz_checkpoints.run(["llama"], range(2), seed=3)["wrong"]
+    assert fuzz_checkpoints.run(["llama"], range(8), seed=3)["wrong"]
 
 
 CELLS = [("gpt_neox", "scaled"), ("qwen2", "nested"), ("gpt2", "nested"), ("olmo2", "fp8 without config")]
