@@ -29,8 +29,8 @@ from flexhybrid.runtime.models.transformer import Layers, Refused, build, check_
 FAMILY = "module"  #: of shapes whose models run through transformers' layers
 UNLIMITED_POSITIONS = 1 << 20  #: of a model whose configuration names no limit
 #: Kinds of rotary positions whose angles change once a text is longer than the model was trained with.
-ROUTERS = {"gate", "router", "shared_expert_gate"}  #: names of modules that choose experts
 CHANGING_ROTATIONS = ("dynamic", "longrope")
+ROUTERS = {"gate", "router", "shared_expert_gate"}  #: names of modules that choose experts
 
 
 class EmptyModel(NamedTuple):
