@@ -39,7 +39,7 @@ from flexhybrid.requests import Generated, RequestCodec, RequestOutput, load_tok
 from flexhybrid.resolve import named_hardware, pick_device, resolve_policy, resolve_problem, settle_policy
 from flexhybrid.running_requests import OpenRequest, Replies, RunningRequests, run_wave
 from flexhybrid.runtime.clock import LaneThreads
-from flexhybrid.runtime.engine import Engine, RunControl, WaveResult
+from flexhybrid.runtime.engine import Engine, Failure, RunControl, WaveResult
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
 from flexhybrid.runtime.process_settings import on_cpu
 from flexhybrid.runtime.runnable import check_runnable
@@ -246,6 +246,8 @@ class LLM:
         def completed(request: int, generated: Generated) -> None:
             progress.finished(requests.max_tokens[request] - len(generated.token_ids))
             place = requests.answers[request][0]
+            if isinstance(generated.stop, Failure):
+                raise InputError(f"prompt {place}: {generated.stop}")
             prompt = requests.prompts[place]
             text = prompt if isinstance(prompt, str) else None
             answers[place] = reply = replies.add(place, generated, text, str(first_id + place))

@@ -152,8 +152,10 @@ class Grammar:
 
     def fill(self, words: np.ndarray) -> None:
         """Set bit t % 32 of word t // 32 (int32) where token t may come next; at the form's end only what ends an
-        answer may."""
-        if not self._matcher.is_stopped() and not self._matcher.is_error():
+        answer may. Raise InputError where llguidance has failed."""
+        if self._matcher.is_error():
+            raise InputError(self._matcher.get_error())
+        if not self._matcher.is_stopped():
             every = np.zeros(-(-self._size // 32), dtype=np.int32)
             self._matcher.unsafe_compute_mask_ptr(every.ctypes.data, every.nbytes)
             words[:] = every[: len(words)]

@@ -42,14 +42,19 @@ from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, Wei
 from flexhybrid.runtime.verbs import verbs_under
 from flexhybrid.runtime.verbs.graphed import JointLaunch, attach
 
+BROKEN_REQUESTS = 16  #: of these logits are not finite, and of no other, where it is the model's fault
 LAG = 2  #: iterations after a request has left in which its last step may still be prepared, or its last token come
 
 #: Request (its index in the queue) -> function that takes its next token and returns the text that ends it, or None.
 StopText = Callable[[int], Callable[[int], str | None] | None]
-#: Takes a finished request: its index in the queue, its tokens, and what ended it (``WaveResult.stops``).
+#: Takes a finished request: its index in the queue, its tokens, and what ended it (``WaveResult.stops``), or a Failure.
 OnFinish = Callable[[int, list[int], int | str | None], None]
 #: Takes the log probabilities that came with a token: the request's index in the wave, and what was noted.
 OnNoted = Callable[[int, Noted], None]
+
+
+class Failure(str):
+    """Why the tokens of one request are no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,6 +350,8 @@ class _Collector:
         self._num_collected = 0  # of these tasks
         self._iteration = self._reported = -1  # the latest with a token that was collected, and that was reported
         self._fresh = 0  # tokens that are not reported
+        self._num_finite = 0  # tokens of finite logits
+        self._not_finite: dict[int, Failure] = {}  # by request that runs
         self._stopped_requests: set[int] = set()
         if queue:
             queue.on_leave = _forgetting(self._stopped_requests, queue.on_leave)
@@ -394,11 +401,9 @@ class _Collector:
                     self.num_given[request] -= 1
                     continue
                 if token == NO_TOKEN:
-                    raise InputError(
-                        f"the model's logits are not finite numbers in {self.executor.weights.dtype_name}: the "
-                        "checkpoint holds weights that are not, or values overflow. "
-                        "Check its files, or name another dtype"
-                    )
+                    token = self._no_token(request)
+                else:
+                    self._num_finite += 1
                 self.tokens[request].append(token)
                 if request in noted and self.control.on_noted:
                     self.control.on_noted(request, noted[request])
@@ -408,12 +413,30 @@ class _Collector:
                     self._stopped_requests.add(request)
                 finished = stop is not None or len(self.tokens[request]) == self.max_tokens[request]
                 if finished and self.control.on_finish:
-                    self.control.on_finish(request, self.tokens[request], self.stops[request])
+                    failure = self._not_finite.pop(request, None) or self._broken_form(request)
+                    self.control.on_finish(request, self.tokens[request], failure or stop)
                 if finished:
                     self.executor.masks.finished.append(request)
                 if finished and self.control.forget:
                     del self.tokens[request], self.stops[request]
         self._report(num_steps is None)
+
+    def _no_token(self, request: int) -> int:
+        """Note that a request's logits are not finite; return a token in the place of none. Raise InputError where so
+        many requests have begun like that and none has had a token: it is the model that is broken."""
+        name = self.executor.weights.dtype_name
+        text = (
+            f"the model's logits are not finite numbers in {name}: the checkpoint holds weights that are not, or "
+            "values overflow. Check its files, or name another dtype"
+        )
+        self._not_finite[request] = Failure(text)
+        if not self._num_finite and len(self._not_finite) == BROKEN_REQUESTS:
+            raise InputError(text)
+        return 0
+
+    def _broken_form(self, request: int) -> Failure | None:
+        error = self.executor.masks.errors.get(request)
+        return None if error is None else Failure(f"the structured output cannot go on: {error}")
 
     def _report(self, is_last: bool = False) -> None:
         """Say how many tokens are new where some came of an iteration of which nothing was said (``is_last``: any)."""

@@ -9,9 +9,8 @@ its queue meanwhile. Requests without a grammar wait for nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -46,6 +45,7 @@ class TokenMasks:
         self._worker: ThreadPoolExecutor | None = None
         self._masks: dict[int, Future] = {}  # by request: the words of its next mask
         self._shifts = torch.arange(BITS, dtype=torch.int32, device=device)
+        self.errors: dict[int, str] = {}  #: by request, what its grammar has raised: from then on any token may come
         self.finished: deque[int] = deque()  #: requests that need no mask any more; any thread may add to it
 
     def begin(
@@ -60,15 +60,13 @@ class TokenMasks:
                 continue
             if self._worker is None:
                 self._worker = ThreadPoolExecutor(1, "flexhybrid-masks")
-            mask = self._masks[request] = Future()
-            self._grammars[request] = grammar.begin()
-            for token in answers.get(request, ()):
-                self._grammars[request].advance(token)
-            self._worker.submit(self._make, mask, request, None)
+            mask, begun = Future(), tuple(answers.get(request, ()))
+            self._grammars[request], self._masks[request] = grammar, mask
+            self._worker.submit(self._make, mask, request, lambda tokens=begun: tokens, begins=True)
         while self.finished:
             request = self.finished.popleft()
-            self._grammars.pop(request, None)
-            self._masks.pop(request, None)
+            for kept in (self._grammars, self._masks, self.errors):
+                kept.pop(request, None)
 
     def masked(self, step: MiniBatchStep, logits_BV: torch.Tensor) -> torch.Tensor:
         """Return the logits, -inf where a request's grammar does not let a token come; the same tensor where none has
@@ -101,20 +99,23 @@ class TokenMasks:
         read: Callable[[int], int] = tokens.tolist().__getitem__ if tokens.device.type == "cpu" else _Copy(tokens)
         for row, request in rows:
             if mask := self._masks.get(request):  # it may have finished meanwhile
-                self._worker.submit(self._make, mask, request, partial(read, row))
+                self._worker.submit(self._make, mask, request, lambda row=row: (read(row),))
 
-    def _make(self, mask: Future, request: int, token: Callable[[], int] | None) -> None:
-        """Advance a grammar and make its next mask. ``token`` waits for the token that came; None: none came yet."""
+    def _make(self, mask: Future, request: int, tokens: Callable[[], Iterable[int]], begins: bool = False) -> None:
+        """Advance a grammar and make its next mask. ``tokens`` waits for those that came."""
         if not mask.set_running_or_notify_cancel():
             return
+        words = np.zeros(-(-self._vocab // BITS), dtype=np.int32)
         try:
-            if token is not None:
-                self._grammars[request].advance(token())
-            words = np.zeros(-(-self._vocab // BITS), dtype=np.int32)
+            if begins:
+                self._grammars[request] = self._grammars[request].begin()
+            for token in tokens():
+                self._grammars[request].advance(token)
             self._grammars[request].fill(words)
-            mask.set_result(words)
-        except BaseException as error:  # raised again where the mask is asked for
-            mask.set_exception(error)
+        except Exception as error:  # a Rust library raises what it likes; the other requests go on
+            self.errors.setdefault(request, " ".join(str(error).split()) or type(error).__name__)
+            words[:] = -1
+        mask.set_result(words)
 
     def abort(self) -> None:
         """Let nobody wait any longer: a lane has failed."""

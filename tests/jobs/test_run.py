@@ -844,14 +844,32 @@ def test_no_file_is_named_as_what_it_does_not_hold(tiny, tmp_path, capsys, optio
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_a_request_that_fits_no_budget_is_named_before_the_start(tiny, tmp_path, capsys, monkeypatch):
-    source = tmp_path / "in.jsonl"
-    source.write_text("\n".join([line("a", prompt=[5], max_tokens=30), line("b", prompt=[5] * 90, max_tokens=2)]))
-    monkeypatch.setattr(LLM, "generate", None)
+@pytest.mark.parametrize("policy", ["kv_only", "auto"])
+def test_a_request_that_fits_no_budget_is_refused_alone(tiny, tmp_path, capsys, monkeypatch, policy):
+    monkeypatch.setattr(opening, "measure_for_model", lambda *_: known_machine())
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    short = [line(f"a{number}", prompt=[5, 7 + number], max_tokens=30 - number) for number in range(4)]
+    large = [line("b", prompt=[5] * 90, max_tokens=2), line("c", prompt=[5] * 91, max_tokens=2)]
+    source.write_text("\n".join([short[0], *large, *short[1:]]))
     with LLM(tiny, "kv_only", device="cpu", dtype="float32") as llm:
-        need = llm.first_wave(Workload(np.array([1]), np.array([30])))[1]["host"]
-    assert run(source, tmp_path / "out.jsonl", tiny, "--host-memory", str(sum(need.values()) + 1)) == 2
-    assert "line 2: host memory: one request of 90 prompt tokens" in capsys.readouterr().err
+        need = llm.first_wave(Workload(np.array([2]), np.array([30])))[1]
+    memory = [
+        arg for tier in ("host", "device") for arg in (f"--{tier}-memory", str(int(1.05 * sum(need[tier].values()))))
+    ]
+    for _ in range(2):  # the second time nothing is left
+        assert run(source, out, tiny, *memory, policy=policy) == 0
+        answers = {answer["custom_id"]: answer["response"] for answer in map(json.loads, out.read_text().splitlines())}
+        assert [answers.pop(f"a{number}")["status_code"] for number in range(4)] == [200] * 4
+        for name in "bc":
+            error = answers.pop(name)["body"]["error"]
+            assert error["code"] == "insufficient_memory" and "memory: one request of 9" in error["message"]
+        assert not answers
+    source.write_text("\n".join(large))
+    none = tmp_path / "none.jsonl"
+    assert run(source, none, tiny, *memory, policy=policy) == 2
+    assert not none.exists() or not none.read_text()
+    error = capsys.readouterr().err
+    assert "memory: one request of 9" in error or policy == "auto" and "no policy fits 1 request" in error
     assert run(source, tmp_path / "other.jsonl", tiny, policy="no_such") == 2
     assert not (tmp_path / "other.jsonl").exists(), "it never began"
 

@@ -8,8 +8,10 @@ from hashlib import sha256
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from models import save_opt
 
 from flexhybrid import LLM, InputError, cli, shipped
 from flexhybrid.batch import census as census_module
@@ -18,7 +20,9 @@ from flexhybrid.batch.formats import Columns, open_lines
 from flexhybrid.batch.openai import Refused
 from flexhybrid.batch.replies import error_line, parse_answer
 from flexhybrid.batch.requests import LineRules
+from flexhybrid.runtime import engine
 from flexhybrid.sampling_params import SamplingParams
+from flexhybrid.structured_outputs import Grammars
 
 MANY = settings(max_examples=260, suppress_health_check=list(HealthCheck), database=None)
 
@@ -333,6 +337,83 @@ def test_a_census_that_fails_ends_the_run(tiny, tmp_path, monkeypatch):
     with pytest.raises(TypeError):
         cli.main([*map(str, command), "--device", "cpu", "--dtype", "float32", "--quiet"])
     assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 3
+
+
+def answers_of(tmp_path, model, bodies, batch=4) -> dict[str, dict]:
+    """Run lines with these bodies, by custom_id; return the bodies of their replies."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    form = {"method": "POST", "url": "/v1/completions"}
+    source.write_text("\n".join(json.dumps(form | {"custom_id": name, "body": bodies[name]}) for name in bodies))
+    asked = ["run", "-i", str(source), "-o", str(out), "--model", str(model), "--policy", "kv_only", "--device", "cpu"]
+    assert cli.main([*asked, "--dtype", "float32", "--quiet", "--restart", "--max-batch", str(batch)]) == 0
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    return {line["custom_id"]: line["response"]["body"] for line in lines}
+
+
+def test_logits_that_are_not_finite_are_the_error_of_their_line(tmp_path, monkeypatch):
+    """A position whose row is no number is met by long prompts alone."""
+    model = save_opt(tmp_path / "model", layers=2)
+    bodies = {f"r{i}": {"prompt": [5 + i] * (3 + 8 * i), "max_tokens": 4, "temperature": 0} for i in range(9)}
+    whole = answers_of(tmp_path, tmp_path / "model", bodies)
+    with torch.no_grad():
+        model.model.decoder.embed_positions.weight[2 + 48] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    found = answers_of(tmp_path, tmp_path / "model", bodies)
+    for name, body in bodies.items():
+        if len(body["prompt"]) + body["max_tokens"] - 1 <= 48:
+            assert found[name]["choices"] == whole[name]["choices"]
+        else:
+            error = found[name]["error"]
+            assert "logits are not finite numbers in float32" in error["message"] and error["code"] == "invalid_value"
+    assert sum("error" in body for body in found.values()) == 3
+    with torch.no_grad():
+        model.model.decoder.embed_positions.weight[:] = float("nan")
+    model.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(engine, "BROKEN_REQUESTS", 3)
+    with pytest.raises(AssertionError):
+        answers_of(tmp_path, tmp_path / "model", bodies)
+
+
+@pytest.mark.parametrize("failing", ["begin", "fill", "advance"])
+def test_a_grammar_that_fails_on_the_way_is_the_error_of_its_line(failing, tmp_path, monkeypatch):
+    pytest.importorskip("llguidance")
+    form = {"guided_regex": "[a-y ]{9}"}
+    bodies = {f"r{i}": {"prompt": "def f(", "max_tokens": 12, **(form if i % 2 else {})} for i in range(4)}
+    bodies["bad"] = bodies["r1"] | {"guided_regex": "z{9}"}
+    whole, compiled = answers_of(tmp_path, shipped.CHECKPOINT, bodies), Grammars._compile
+    assert "z" * 9 in whole["bad"]["choices"][0]["text"]
+
+    class Failing:
+        """A grammar of which one function fails at its second call."""
+
+        def __init__(self, inner):
+            self.inner, self.calls = inner, 0
+
+        def called(self, name):
+            self.calls += name == failing
+            if self.calls > (failing != "begin"):
+                raise RuntimeError("the parser\nhas had enough")
+
+        def begin(self):
+            self.called("begin")
+            return Failing(self.inner.begin())
+
+        def fill(self, words):
+            self.called("fill")
+            self.inner.fill(words)
+
+        def advance(self, token):
+            self.called("advance")
+            self.inner.advance(token)
+
+    def compile_(grammars, params):
+        return Failing(compiled(grammars, params)) if params.regex == "z{9}" else compiled(grammars, params)
+
+    monkeypatch.setattr(Grammars, "_compile", compile_)
+    found = answers_of(tmp_path, shipped.CHECKPOINT, bodies)
+    assert found["bad"]["error"]["message"].endswith("cannot go on: the parser has had enough")
+    for name in bodies.keys() - {"bad"}:
+        assert found[name]["choices"] == whole[name]["choices"]
 
 
 def test_a_slip_in_the_prompts_name_is_named(tiny, tmp_path):

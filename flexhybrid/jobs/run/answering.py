@@ -20,7 +20,7 @@ from flexhybrid.jobs.run.outlook import Outlook
 from flexhybrid.llm import LLM, OnTrace
 from flexhybrid.requests import Generated, RequestOutput
 from flexhybrid.running_requests import Replies
-from flexhybrid.runtime.engine import RunControl
+from flexhybrid.runtime.engine import Failure, RunControl
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
 from flexhybrid.sampling_params import SamplingParams
 from flexhybrid.text import StopWatch
@@ -248,6 +248,8 @@ class Batch:
         line, answers = self.open_lines[place]
         if line and place not in self.refused:
             with self._noting(place):
+                if isinstance(generated.stop, Failure):
+                    raise InputError(generated.stop)
                 text = line.echo and line.echo.text
                 if (reply := self.replies.add(place, generated, text, str(place))) is None:
                     return

@@ -23,12 +23,13 @@ from flexhybrid.batch.census import RequestFile, file_state, per_answer, take_ce
 from flexhybrid.batch.formats import format_of, open_lines
 from flexhybrid.batch.in_flight import InFlight, Tokens
 from flexhybrid.batch.manifest import NOTHING_SERVED, check_same, load_manifest, model_record, save_manifest
-from flexhybrid.batch.openai import BLANK_LINE, Request, check_template
+from flexhybrid.batch.openai import BLANK_LINE, Refused, Request, check_template
 from flexhybrid.batch.replies import answer_line, error_line
 from flexhybrid.batch.requests import LineRules
 from flexhybrid.batch.table import write_table
 from flexhybrid.core.errors import DiskError, InputError, stray_error
 from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.policy import Policy
 from flexhybrid.core.trace import LaneTimes, TraceEvent, save_chrome_trace
 from flexhybrid.core.units import counted
 from flexhybrid.core.workload import Workload
@@ -55,6 +56,7 @@ from flexhybrid.jobs.run.replanning import LEAST_ANSWERS, Replanner, move_is_che
 from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
+from flexhybrid.resolve import settle_policy
 from flexhybrid.runtime.engine import WaveResult
 from flexhybrid.runtime.kernels.compiled import compile_timer
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
@@ -335,15 +337,42 @@ class Job:
             return
         asked = self.options.max_batch
         max_batch = min(WINDOW, asked or WINDOW)
-        lengths = self._expected(self._sorted(self.census.valid))
-        count = max_batch * (1 if lengths.answer_tokens is None else REFILLS)
-        begins = _representative(lengths, count)
+        places = self._sorted(self.census.valid)
+        lengths, begins = self._expected(places), self._begins(places, max_batch)
         always = self.options.reprofile or self.crew or not self.census.complete
         if self.measure and (always or not is_brief(self.llm, lengths, begins)):
             self.llm.know(self.measure())
-        policy = self.llm.settle(begins)
+        try:
+            policy = self.llm.settle(begins)
+        except InputError:
+            policy = self._settle_for_most(places, max_batch)
         if asked:
             self.llm.use(replace(policy, max_batch=min(max_batch, policy.max_batch or max_batch)))
+
+    def _begins(self, places: np.ndarray, max_batch: int) -> Workload:
+        """Return the lengths of requests that stand for these lines."""
+        lengths = self._expected(places)
+        return _representative(lengths, max_batch * (1 if lengths.answer_tokens is None else REFILLS))
+
+    def _settle_for_most(self, places: np.ndarray, max_batch: int) -> Policy:
+        """Choose the policy for as many of the shortest lines as have one under which all fit the budgets. Raise
+        InputError where not even the shortest has one."""
+        llm, census = self.llm, self.census
+        by_size = places[np.argsort(census.prompt_tokens[places] + census.max_tokens[places], kind="stable")]
+
+        def policy_of(count: int) -> Policy:
+            workload = self._begins(by_size[:count], max_batch)
+            return settle_policy(str(llm.requested_policy), llm.problem, workload, llm.paced.link_gb_per_s is not None)
+
+        policy, fitting, beyond = policy_of(1), 1, len(by_size)
+        while beyond - fitting > 1:
+            count = (fitting + beyond) // 2
+            try:
+                policy, fitting = policy_of(count), count
+            except InputError:
+                beyond = count
+        llm.use(policy)
+        return policy
 
     def _say_lost(self, say: Callable[[str], None]) -> None:
         """Tell how far the requests were that the end of the run before has cost."""
@@ -435,13 +464,6 @@ class Job:
         """Return the forecast of the pending requests, after saying it. Raise InputError when the largest requests do
         not fit the budgets."""
         pending = self.pending()
-        lengths = self.workload(pending)
-        each, most = per_answer(pending, self.num_answers(pending)), (lengths.prompt_tokens, lengths.cached_tokens)
-        for place in {*(int(each[of.argmax()]) for of in most), int(pending[self.census.noted[pending].argmax()])}:
-            try:
-                self.llm.first_wave(self.workload(np.array([place])).select(slice(1)))
-            except InputError as error:
-                raise InputError(f"line {place + 1}: {error}") from None
         plan = forecast(self.llm, self._expected(pending))
         if self.crew and plan.seconds is not None:
             plan = replace(plan, seconds=plan.seconds / self.crew.size)
@@ -476,8 +498,37 @@ class Job:
         while True:  # until a batch is full, or all lines are counted
             self._take_counted()
             self._order = self._order[self.states[self._order] == PENDING]
+            self._refuse_largest()
             if len(self._order) >= WINDOW or not self.census.wait(self._taken):
                 return self._order
+
+    def _refuse_largest(self) -> None:
+        """Refuse the pending lines of which not even one request fits the budgets under the policy in use. Raise
+        InputError where none does."""
+        census, left, refused = self.census, self._order, list[tuple[np.ndarray, str]]()
+        while len(left):
+            prompts = census.prompt_tokens[left].astype(np.int64)
+            sizes = np.stack([prompts, prompts + census.max_tokens[left], census.noted[left]])
+            for largest in {int(of.argmax()) for of in sizes}:
+                try:
+                    self.llm.first_wave(self.workload(left[[largest]]).select(slice(1)))
+                except InputError as error:
+                    fits = (sizes < sizes[:, [largest]]).any(0)
+                    if not fits.any() and census.complete and not (self.states == ANSWERED).any():
+                        raise InputError(f"line {left[largest] + 1}: {error}") from None
+                    refused.append((left[~fits], str(error)))
+                    left = left[fits]
+                    break
+            else:
+                break
+        self._order = left
+        for places, message in refused:
+            for some in np.array_split(places, -(-len(places) // ERRORS_AT_ONCE)):
+                named = [(place + 1, self.source.custom_id(place + 1)) for place in some.tolist()]
+                told = [(number, Refused("insufficient_memory", message, None, name)) for number, name in named]
+                self.errors.append([error_line(*one) for one in told])
+            self.states[places] = FAILED
+            self.refused_codes["insufficient_memory"] += len(places)
 
     def _take_counted(self) -> None:
         """Take in the lines that were counted since the last call."""
