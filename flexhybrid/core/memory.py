@@ -42,7 +42,7 @@ PACKING_ELEMENTS, PACKING_BYTES = {"cpu": 2**20, "cuda": 2**23}, 6
 HOST_THREADS, WIDENED_ELEMENTS = {"cpu": 1, "cuda": 16}, 1 << 19
 
 #: Attention in place on a CUDA device: where several programs share a context, so many rows at most, each of a query's
-#: weighted values and two sums in float32, are held until they are added up.
+#: weighted values and two sums in float32, are held until they are added up (``partial_elements``).
 PARTIAL_ROWS = 4096
 
 #: CUDA graphs of decode steps: verbs that may be captured at a time, and bytes that the driver keeps of each: of four
@@ -63,6 +63,11 @@ CONTEXT_BYTES, ALLOCATOR_SHARE = 1 << 29, 1 / 28
 def cuda_reserve(budget: int) -> int:
     """Return what a plan of this many bytes of a CUDA device counts beside its tensors."""
     return CONTEXT_BYTES + int((budget - CONTEXT_BYTES) * ALLOCATOR_SHARE / (1 + ALLOCATOR_SHARE))
+
+
+def partial_elements(head_dim: int) -> int:
+    """Return the elements of one of ``PARTIAL_ROWS``: two sums behind the values, up to a multiple of 16 bytes."""
+    return -(-(head_dim + 2) // 4) * 4
 
 
 MemoryPlan = dict[str, dict[str, int]]  #: tier -> part -> bytes
@@ -160,7 +165,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "recomputed keys and values": generated * native_kv,
         "attention buffer": sizes.attention_tokens * native_kv,
         "attention scores": 2 * p * shape.num_heads * scored * sizes.longest,
-        "attention sums": 4 * PARTIAL_ROWS * (shape.head_dim + 2) if partial else 0,
+        "attention sums": 4 * PARTIAL_ROWS * partial_elements(shape.head_dim) if partial else 0,
         "staging": NUM_SLOTS * (staged["device"] + staged["host"]),
         "hidden states": (sizes.hidden_rows if policy.hidden == "device" else NUM_SLOTS * sizes.step_rows) * hidden,
         "lent keys and values": len(shape.lending) * sizes.hidden_rows * native_kv,  # of the tokens that are computed

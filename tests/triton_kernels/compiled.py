@@ -43,3 +43,17 @@ def registers_and_stack(binary: bytes, path: Path) -> tuple[int, int]:
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
     return int(re.search(r"REG:(\d+)", usage)[1]), int(re.search(r"STACK:(\d+)", usage)[1])
+
+
+def load_widths(ptx: str) -> dict[int, set[int]]:
+    """Return the bytes that loads from global memory take at a time, by the line of the source that loads."""
+    widths: dict[int, set[int]] = {}
+    line = 0
+    for text in ptx.splitlines():
+        if place := re.match(r"\s*\.loc\s+\d+ (\d+)", text):
+            line = int(place[1])
+        elif load := re.search(r"\bld\.global[\w.:]*?(?:\.v(\d))?\.[bfsu](\d+) ", text):
+            widths.setdefault(line, set()).add(int(load[1] or 1) * int(load[2]) // 8)
+        elif "cp.async" in text and (load := re.search(r"\], (0x[\da-f]+)", text)):
+            widths.setdefault(line, set()).add(int(load[1], 16))
+    return widths

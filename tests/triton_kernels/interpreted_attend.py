@@ -21,7 +21,7 @@ from flexhybrid.runtime.kernels import attend_triton
 from flexhybrid.runtime.kernels.attention import Extent, ScoreRule
 from flexhybrid.runtime.verbs import attending_in_place
 
-hasten(attend_triton._keys)
+hasten(attend_triton._halves)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities and of what is not taken
 
 

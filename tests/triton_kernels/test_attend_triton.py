@@ -15,10 +15,12 @@ from toy_machine import machine
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.memory import partial_elements
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Policy
 from flexhybrid.llm import LLM
 from flexhybrid.resolve import pick_device, resolve_problem
+from flexhybrid.runtime.kernels.attention import Extent, ScoreRule
 from flexhybrid.runtime.profiling import attention_paths
 from flexhybrid.runtime.profiling.attention_paths import USUAL
 from flexhybrid.runtime.verbs import attending_in_place
@@ -26,7 +28,7 @@ from flexhybrid.sampling_params import SamplingParams
 
 triton = pytest.importorskip("triton")
 
-from compiled import POINTERS, compile_for, registers_and_stack, run_interpreted  # noqa: E402
+from compiled import POINTERS, compile_for, load_widths, registers_and_stack, run_interpreted  # noqa: E402
 from oracles import attend_table  # noqa: E402
 
 from flexhybrid.runtime.kernels import attend_triton  # noqa: E402
@@ -49,6 +51,8 @@ VARIANTS = {
     "float32": ("float32", 4, 128, {}),
     "float32, one query": ("float32", 1, 128, {"SUMS": True}),
     "heads of 80": ("bfloat16", 1, 80, {}),
+    "heads of 80, four queries": ("bfloat16", 4, 80, {}),
+    "heads of 256, one query": ("bfloat16", 1, 256, {}),
 }
 
 
@@ -59,8 +63,12 @@ def compiled(dtype: str, queries: int, d: int, asked: dict, architecture: int):
     """The kernel of attention as ``launch`` has it compiled."""
     own, width = POINTERS[dtype], triton.next_power_of_2(d)
     sizes, options = attend_triton.tile_sizes(queries, width, {"float32": 4}.get(dtype, 2))
-    flags = dict.fromkeys(("SOFTCAP", "SINKS", "SUMS"), False) | {"WHOLE": True, "WIDE": True} | asked
-    constants = {"GROUPS": 8, "QUERIES": queries, "D": d, "WIDTH": width, **sizes, **flags}
+    flags = (
+        dict.fromkeys(("SOFTCAP", "SINKS", "SUMS"), False)
+        | {"WHOLE": True, "ALIGNED": attend_triton.ALIGNED_BYTES.value}
+        | asked
+    )
+    constants = {"GROUPS": 8, "QUERIES": queries, "D": d, "WIDTH": width, "ROW": partial_elements(d), **sizes, **flags}
     types = {
         "queries": own,
         "memories": (own,) * attend_triton.MEMORIES.value,
@@ -86,9 +94,46 @@ def test_every_variant_compiles_without_spilling(architecture, tmp_path, monkeyp
         code = compiled(dtype, queries, d, asked, architecture)
         registers, stack = registers_and_stack(code["cubin"], tmp_path / "kernel.cubin")
         assert stack == 0 and registers <= 255, (name, registers, stack)
-        ptx = code["ptx"]  # keys and values come 16 bytes at a time
-        assert "ld.global.v4.b32" in ptx or "cp.async.cg.shared.global" in ptx, name
-        assert ("mma" in ptx) == (queries > 1 and dtype != "float32"), name
+        assert narrow(code["ptx"]) == {}, name
+        assert ("mma" in code["ptx"]) == (queries > 1 and dtype != "float32"), name
+
+
+def narrow(ptx: str, widest: int = 16) -> dict[str, set[int]]:
+    """Return what loads of keys or values take at a time, where some take other than ``widest`` bytes. Raise
+    AssertionError where the loads of a kernel are not found."""
+    lines, first = inspect.getsourcelines(attend_triton._attend_kernel.fn)
+    loads = {
+        number: line.strip()[0] for number, line in enumerate(lines, first) if line.strip()[:5] in ("k = t", "v = t")
+    }
+    widths = load_widths(ptx)
+    assert sorted(loads.values()) == ["k", "v"] and loads.keys() <= widths.keys()
+    source = inspect.getsource(attend_triton).splitlines()
+    assert all("tl.load(" in source[number - 1] for number in widths)
+    return {loads[number]: widths[number] for number in loads if widths[number] != {widest}}
+
+
+@pytest.mark.parametrize("dtype, d", [("bfloat16", 72), ("float16", 96), ("float16", 20), ("bfloat16", 18)])
+def test_no_key_or_value_is_loaded_less_than_16_bytes_at_a_time(dtype, d, tmp_path, monkeypatch):
+    """For one query a key head and for several; other sizes: VARIANTS. Heads of 40 and of 36 bytes cannot all begin at
+    multiples of 16: they come 8 and 4 bytes at a time."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.backends.nvidia.compiler.CUDABackend, "make_cubin", lambda *given: b"")  # slow, unread
+    widest = {20: 8, 18: 4}.get(d, 16)
+    for queries, architecture in ((1, 80 if d > 90 else 90), (4, 90 if d > 90 else 80)):
+        code = compiled(dtype, queries, d, {"ALIGNED": widest}, architecture)
+        assert narrow(code["ptx"], widest) == {}, (queries, architecture)
+
+
+def test_what_a_kernel_may_load_at_a_time_follows_from_head_size_and_address(monkeypatch):
+    asked, rows = [], torch.zeros(4097, dtype=torch.bfloat16)
+    monkeypatch.setattr(
+        attend_triton, "_attend_kernel", {(1, 1): lambda *given, **named: asked.append(named["ALIGNED"])}
+    )
+    for d, first in ((64, 0), (20, 0), (18, 0), (64, 4), (64, 1)):
+        extent = Extent(np.array([[0]]), np.array([3]), d, 16 * d, 16 * d)
+        table = attend_triton.table_of([extent], ["pool"], (1, d), torch.from_numpy)
+        attend_triton.attend(rows[:d].view(1, 1, d), [rows[first:]], table, ScoreRule(1.0))
+    assert asked == [16, 8, 4, 8, 2]
 
 
 @pytest.mark.parametrize("architecture", [80, 90])
@@ -97,7 +142,14 @@ def test_the_kernel_that_adds_parts_compiles_without_spilling(architecture, tmp_
     for d, sinks, sums in ((128, False, False), (256, True, False), (80, False, True)):
         types = {"partial": "*fp32", "sinks": "*bf16", "sums": "*fp32", "parts": "i32"}
         types["target"] = "*fp32" if sums else "*bf16"
-        constants = {"HEADS": 32, "D": d, "WIDTH": triton.next_power_of_2(d), "SINKS": sinks, "SUMS": sums}
+        constants = {
+            "HEADS": 32,
+            "D": d,
+            "WIDTH": triton.next_power_of_2(d),
+            "ROW": partial_elements(d),
+            "SINKS": sinks,
+            "SUMS": sums,
+        }
         code = compile_for(attend_triton._add_kernel, types, constants, attend_triton.ADDING, architecture).asm
         registers, stack = registers_and_stack(code["cubin"], tmp_path / "kernel.cubin")
         assert stack == 0 and registers <= 128

@@ -7,9 +7,10 @@ share (flash-decoding: Dao et al. 2023). It reads keys and values once, with the
 Gimelshein 2018. Where several programs share a context, what each gives is kept in float32, and a second kernel adds it
 up. In how many parts a context is read follows from the step alone, not from the GPU.
 
-**Sizes** are the fastest of 72 measured on an H200. A key head with one query multiplies and adds without tensor cores,
-which it would fill to a sixteenth, and a program of it is a single warp with a block: warps that wait for each other
-at every sum took nearly twice as long. Many queries take 16 KiB of keys and as many of values, and two warps.
+**Sizes** are the fastest of 72 measured on an H200, when keys still came two bytes at a time; not measured since. A key
+head with one query multiplies and adds without tensor cores, which it would fill to a sixteenth, and a program of it is
+a single warp with a block: warps that wait for each other at every sum took nearly twice as long. Many queries take
+16 KiB of keys and as many of values, and two warps.
 
 **Parameters.** A kernel takes pointers, strides and constants one by one.
 """
@@ -19,6 +20,7 @@ at every sum took nearly twice as long. Many queries take 16 KiB of keys and as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -28,7 +30,7 @@ import triton
 import triton.language as tl
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.memory import PARTIAL_ROWS
+from flexhybrid.core.memory import PARTIAL_ROWS, partial_elements
 from flexhybrid.runtime.kernels.attention import Extent, ScoreRule, Weighed, attend_and_weigh
 from flexhybrid.runtime.kernels.compiled import demand
 
@@ -37,7 +39,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: ones. A block's entry has 3 bits for its memory.
 MEMORIES = tl.constexpr(7)
 BLOCK = tl.constexpr(BLOCK_TOKENS)
-ALIGNED_BYTES = tl.constexpr(16)
+ALIGNED_BYTES = tl.constexpr(16)  #: of the widest load
 #: Programs that fill a large GPU, and blocks of a context that each of them takes at least: where a key head has one
 #: query, and where it has several.
 SPLITS = {True: (4096, 4), False: (1024, 8)}
@@ -139,7 +141,7 @@ def _attended(
         target = out.view(batch, heads, d)
     partial = None
     if parts > 1:
-        partial = target.new_empty(batch * heads, parts, d + 2, dtype=torch.float32)
+        partial = target.new_empty(batch * heads, parts, partial_elements(d), dtype=torch.float32)
     launch(query, [memories[part] for part in table.parts], table, rule, (target, sums), partial)
     return target, sums
 
@@ -160,7 +162,7 @@ def launch(
     partial: torch.Tensor | None,
 ) -> None:
     """Enqueue the kernels. ``given``: [B, H, d] and, where they are asked for, [B, H]; ``partial``: float32
-    [B · H, parts, d + 2], weighted values, the highest score and the sum of weights."""
+    [B · H, parts, ``partial_elements``], weighted values, the highest score and the sum of weights."""
     (batch, heads, d), (target, sums) = query.shape, given
     alike = all(of.dtype == query.dtype and of.is_contiguous() and of.device == query.device for of in memories)
     fits = all(map(lambda of, last: of.numel() >= last + d, memories, table.reach))
@@ -169,10 +171,9 @@ def launch(
     queries, width = heads // table.groups, triton.next_power_of_2(d)
     sizes, options = tile_sizes(queries, width, query.itemsize)
     sinks = {"sinks": target if rule.sinks_H is None else rule.sinks_H, "SINKS": rule.sinks_H is not None}
-    weighs = {"SUMS": sums is not None, "D": d, "WIDTH": width}
+    weighs = {"SUMS": sums is not None, "D": d, "WIDTH": width, "ROW": partial_elements(d)}
     unused = query if sums is None else sums
-    wide = d * query.itemsize % ALIGNED_BYTES.value == 0
-    wide = wide and not any(memory.data_ptr() % ALIGNED_BYTES.value for memory in memories)
+    aligned = math.gcd(ALIGNED_BYTES.value, d * query.itemsize, *(memory.data_ptr() for memory in memories))
     padded = (*memories, *[memories[0]] * (MEMORIES.value - len(memories)))
     parts = 1 if partial is None else partial.shape[1]
     with torch.cuda.device_of(query):
@@ -191,7 +192,7 @@ def launch(
             QUERIES=queries,
             SOFTCAP=rule.softcap is not None,
             WHOLE=partial is None,
-            WIDE=wide,
+            ALIGNED=aligned,
             **sizes,
             **sinks,
             **weighs,
@@ -218,9 +219,9 @@ def tile_sizes(queries: int, width: int, itemsize: int) -> tuple[dict[str, int],
 def _attend_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
     queries, memories, starts, places, kinds, sinks, target, sums,
     query_stride: tl.int64, scaling: tl.float32, softcap: tl.float32,
-    GROUPS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    BLOCKS: tl.constexpr, PRODUCTS: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SUMS: tl.constexpr,
-    WHOLE: tl.constexpr, WIDE: tl.constexpr,
+    GROUPS: tl.constexpr, QUERIES: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr,
+    TILE: tl.constexpr, BLOCKS: tl.constexpr, PRODUCTS: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    SUMS: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (QUERIES + TILE - 1) // TILE
     item = tl.program_id(0)
@@ -239,18 +240,17 @@ def _attend_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
     total = tl.zeros([TILE], tl.float32)
     attended = tl.zeros([TILE, WIDTH], tl.float32)
     column = tl.arange(0, BLOCKS * BLOCK)
-    for block in range(first, last, BLOCKS):
-        index = block + column // BLOCK
-        kind = tl.load(kinds + index, mask=index < last, other=0).to(tl.int32)
-        place = tl.load(places + index, mask=index < last, other=0)
-        keys, apart = _keys(memories, kind, place, column % BLOCK, head, GROUPS=GROUPS, D=D)
-        values = keys + apart
-        if WIDE:
-            keys, values = tl.multiple_of(keys, [ALIGNED_BYTES]), tl.multiple_of(values, [ALIGNED_BYTES])
+    index = first + (tl.arange(0, BLOCKS) if BLOCKS <= 2 else column // BLOCK)
+    next_kind, next_place = _entries(kinds, places, index, last)
+    for _ in range(first, last, BLOCKS):
+        kind, place = _by_token(next_kind, BLOCKS), _by_token(next_place, BLOCKS)
+        keys, values = _halves(memories, kind, place, column % BLOCK, head, GROUPS=GROUPS, D=D, ALIGNED=ALIGNED)
         seen = (column % BLOCK >= (kind >> 8 & 31)) & (column % BLOCK < (kind >> 3 & 31))
         read = seen[:, None] & (dim < D)[None, :]
         k = tl.load(keys[:, None] + dim[None, :], mask=read, other=0.0)
         v = tl.load(values[:, None] + dim[None, :], mask=read, other=0.0)
+        index += BLOCKS  # the next entries come while keys are multiplied
+        next_kind, next_place = _entries(kinds, places, index, last)
         if PRODUCTS:
             scores = tl.dot(own, tl.trans(k), input_precision="ieee") * scaling
         else:
@@ -284,43 +284,62 @@ def _attend_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
             SUMS=SUMS,
         )
     else:
-        part = target + (rows.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (D + 2)
+        part = target + (rows.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROW
+        part = tl.multiple_of(part, [ALIGNED_BYTES])
         tl.store(part[:, None] + dim[None, :], attended, mask=real)
         tl.store(part + D, peak, mask=query < QUERIES)
         tl.store(part + D + 1, total, mask=query < QUERIES)
 
 
 @triton.jit
-def _keys(memories, kind, place, token, head, GROUPS: tl.constexpr, D: tl.constexpr):
-    """Return where tokens' keys of a head are, and how far behind them their values."""
+def _entries(kinds, places, index, last):
+    """Return the kinds and places of blocks; those from ``last`` on have no tokens."""
+    kind = tl.load(kinds + index, mask=index < last, other=0).to(tl.int32)
+    return kind, tl.load(places + index, mask=index < last, other=0)
+
+
+@triton.jit
+def _by_token(of, BLOCKS: tl.constexpr):
+    """Return what there is of each block, or of each token already, for each token."""
+    if of.shape[0] == BLOCKS:
+        of = tl.reshape(tl.broadcast_to(of[:, None], [BLOCKS, BLOCK]), [BLOCKS * BLOCK])
+    return of
+
+
+@triton.jit
+def _halves(memories, kind, place, token, head, GROUPS: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return where tokens' keys of a head are, and their values. A hint counts for the operation that makes its value:
+    one for what this function returns would be lost with the call."""
     base = tl.where((kind & 7) == 1, memories[1], memories[0])
     for memory in tl.static_range(2, MEMORIES):
         base = tl.where((kind & 7) == memory, memories[memory], base)
     head_major = (kind >> 13 & 1) != 0
     offset = place + tl.where(head_major, head * BLOCK * D + token * D, head * D + token * (2 * GROUPS * D))
-    return base + offset, tl.where(head_major, GROUPS * BLOCK * D, GROUPS * D)
+    keys = tl.multiple_of(base + offset, [ALIGNED])
+    return keys, tl.multiple_of(keys + tl.where(head_major, GROUPS * BLOCK * D, GROUPS * D), [ALIGNED])
 
 
 @triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=ALIGNMENT_VARIES)
 def _add_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
     partial, sinks, target, sums, parts: tl.int32,
-    HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, SUMS: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, SINKS: tl.constexpr,
+    SUMS: tl.constexpr,
 ):  # fmt: skip
     """Add up what the parts of a context gave a query."""
     row, dim = tl.program_id(0), tl.arange(0, WIDTH)
-    of_row = partial + row.to(tl.int64) * parts * (D + 2)
+    of_row = partial + row.to(tl.int64) * parts * ROW
     part = tl.arange(0, PARTS)
-    peaks = tl.load(of_row + part * (D + 2) + D, mask=part < parts, other=float("-inf"))
+    peaks = tl.load(of_row + part * ROW + D, mask=part < parts, other=float("-inf"))
     peak = tl.max(peaks, 0)
     finite = tl.where(peak == float("-inf"), 0.0, peak)
-    totals = tl.load(of_row + part * (D + 2) + D + 1, mask=part < parts, other=0.0)
+    totals = tl.load(of_row + part * ROW + D + 1, mask=part < parts, other=0.0)
     total = tl.sum(totals * tl.exp(peaks - finite), 0)
     attended = tl.zeros([WIDTH], tl.float32)
     for first in range(0, parts, PARTS_AT_A_TIME):
         some = first + tl.arange(0, PARTS_AT_A_TIME)
-        scale = tl.exp(tl.load(of_row + some * (D + 2) + D, mask=some < parts, other=float("-inf")) - finite)
+        scale = tl.exp(tl.load(of_row + some * ROW + D, mask=some < parts, other=float("-inf")) - finite)
         here = (some < parts)[:, None] & (dim < D)[None, :]
-        given = tl.load(of_row + some[:, None] * (D + 2) + dim[None, :], mask=here, other=0.0)
+        given = tl.load(of_row + some[:, None] * ROW + dim[None, :], mask=here, other=0.0)
         attended += tl.sum(given * scale[:, None], 0)
     one = tl.arange(0, 1)
     peak, total = peak + tl.zeros([1], tl.float32), total + tl.zeros([1], tl.float32)
