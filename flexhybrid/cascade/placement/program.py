@@ -4,6 +4,7 @@ Eq. 2's products are linearised. T has three values only (same GPU, same host, n
 every two GPUs: it needs to know whether both lie on one GPU, and whether on one host.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,9 +15,9 @@ from flexhybrid.core.units import gib
 
 
 class ExactPlacement(NamedTuple):
-    cost: float  #: seconds of transfer a request
+    cost: float  #: seconds of transfer a request; infinite without a placement
     bound: float  #: lower bound on the cost; equals cost where the solver finished
-    gpu_of: np.ndarray  #: [items]
+    gpu_of: np.ndarray | None  #: [items]; None without a placement
 
 
 def binary_program(layout: Layout, cluster: Cluster, most_load: float):
@@ -55,20 +56,31 @@ def binary_program(layout: Layout, cluster: Cluster, most_load: float):
     return problem, x, scale
 
 
-def solve_exactly(layout: Layout, cluster: Cluster, most_load: float, time_limit: float) -> ExactPlacement | None:
-    """Find the placement of least transfer; None where the program is infeasible, or nothing was found in time."""
+def solve_exactly(
+    layout: Layout, cluster: Cluster, most_load: float, time_limit: float, below: float = math.inf
+) -> ExactPlacement:
+    """Find the placement of least transfer among those that cost less than ``below``.
+
+    Its bound is HiGHS's dual bound; infinite where the program is proved infeasible.
+    """
+    import pulp
+
     problem, x, scale = binary_program(layout, cluster, most_load)
-    proved = _solve(problem, time_limit, gapRel=1e-9)
-    if proved is None:
-        return None
-    gpu_of = np.array([np.argmax([variable.value() or 0.0 for variable in row]) for row in x])
-    cost = transfer_s(layout, cluster, gpu_of)
-    if proved:
-        return ExactPlacement(cost, cost, gpu_of)
     all_apart = cluster.network_s_per_byte * float(layout.traffic.sum())
+    if below < math.inf:
+        saved: Any = problem.objective
+        problem += saved >= (all_apart - below) / scale, "less_transfer"
+    proved = _solve(problem, time_limit, gapRel=1e-9)
+    if proved is None and problem.status == pulp.LpStatusInfeasible:
+        return ExactPlacement(math.inf, math.inf, None)
     highs: Any = problem.solverModel  # PuLP types it as None
     most_saved = -highs.getInfo().mip_dual_bound * scale  # PuLP has HiGHS minimise the negative
-    return ExactPlacement(cost, max(0.0, min(cost, all_apart - most_saved)), gpu_of)
+    bound = max(0.0, min(below, all_apart - most_saved))
+    if proved is None:
+        return ExactPlacement(math.inf, bound, None)
+    gpu_of = np.array([np.argmax([variable.value() or 0.0 for variable in row]) for row in x])
+    cost = transfer_s(layout, cluster, gpu_of)
+    return ExactPlacement(cost, cost if proved else min(cost, bound), gpu_of)
 
 
 def _solve(problem, time_limit: float, **options) -> bool | None:

@@ -1,7 +1,7 @@
 """Algorithm 3 (§V): the GPU of every partition of every replica of a cascade's models.
 
-For every promising (R, S) it finds the placement of least transfer within memory and time: by the binary program where
-that is small, else by search with a lower bound on the least transfer.
+For every promising (R, S) it searches the placement of least transfer within memory and time. Where the binary program
+of the best (R, S) is small enough, its solver then improves that placement, or bounds how much better another can be.
 """
 
 import math
@@ -14,22 +14,24 @@ import numpy as np
 from flexhybrid.cascade.cluster.served import Cluster, Flow, ServedModel
 from flexhybrid.cascade.placement import assign
 from flexhybrid.cascade.placement.instances import Layout, layouts
-from flexhybrid.cascade.placement.lower_bound import TOLERANCE, lower_bound
 from flexhybrid.cascade.placement.program import shortages, solve_exactly, transfer_s
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.units import gib
 
 MOST_LOAD = 0.8  #: kernel utilisation of a GPU; Eq. 4 has 1, at which queues grow without end
-SMALL = 160  #: items x GPUs up to which the binary program is solved
-GOOD_GAP = 0.01  #: at which the search ends before its time
+SMALL = 160  #: items x GPUs up to which the search does for every (R, S) what it does for the best of many items
+BOUNDED = 640  #: items x GPUs up to which the binary program is solved; above, its bound stays near 0
 STARTS_SHARE = 0.3  #: of the time, to choose the (R, S) on which the remaining time is spent
+SEARCH_SHARE = 0.3  #: of the time, for the search where the binary program follows
+LEAST_GAIN = 1e-6  #: of the transfer time: a placement that is better by less is not looked for
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A placement. ``gpu_of`` [items] in the order of ``layout.items``; ``transfer_s`` seconds a request (Eq. 2).
 
-    ``bound_s``: a lower bound on the transfer_s of these replicas and partitions; ``num_choices``: (R, S) evaluated.
+    ``bound_s``: a lower bound on the transfer_s of these replicas and partitions, None above BOUNDED; ``num_choices``:
+    (R, S) evaluated.
     """
 
     layout: Layout
@@ -37,15 +39,17 @@ class Plan:
     most_load: float
     gpu_of: np.ndarray
     transfer_s: float
-    bound_s: float = 0.0
+    bound_s: float | None = None
     how: str = "search"  #: or "binary program"
     num_choices: int = 1
     seconds: float = 0.0
 
     @property
-    def gap(self) -> float:
-        """Return how far transfer_s may lie above the least, 0..1."""
-        return 0.0 if self.transfer_s <= 0 else max(0.0, 1 - self.bound_s / self.transfer_s)
+    def gap(self) -> float | None:
+        """Return how far transfer_s may lie above the least, 0..1; None where no bound is known."""
+        if self.transfer_s <= 0:
+            return 0.0
+        return None if self.bound_s is None else max(0.0, 1 - self.bound_s / self.transfer_s)
 
     @property
     def memory(self) -> np.ndarray:
@@ -96,11 +100,9 @@ def plan(
     check_limits(batch, most_load, time_limit)
     begun = time.perf_counter()
     choices = list(layouts(models, flow, cluster, rate, batch, most_load))
-    if all(len(layout.items) * len(cluster.gpus) <= SMALL for layout in choices):
-        placed = _by_program(choices, cluster, most_load, begun + time_limit)
-    else:
-        placed = _by_search(choices, cluster, most_load, begun, time_limit)
+    placed = _by_search(choices, cluster, most_load, begun, time_limit)
     placed = placed or _last_resort(choices, cluster, most_load, time_limit)
+    placed = _by_program(placed, begun + time_limit)
     return replace(placed, num_choices=len(choices), seconds=time.perf_counter() - begun)
 
 
@@ -150,56 +152,46 @@ def _has_room(layout: Layout, cluster: Cluster, most_load: float) -> bool:
     return memory <= cluster.memory.sum() * (1 + 1e-9) and load <= most_load * len(cluster.gpus) * (1 + 1e-9)
 
 
-def _by_program(choices: list[Layout], cluster: Cluster, most_load: float, until: float) -> Plan | None:
-    """Return the best choice's placement; None where no choice fits.
-
-    A search that meets the lower bound needs no further proof, and a choice whose bound is above the best so far is
-    passed over; for the others the binary program is solved.
-    """
-    best: Plan | None = None
-    for layout in choices:
-        if not _has_room(layout, cluster, most_load):
-            continue
-        bound = lower_bound(layout, cluster, most_load, until)
-        if best and bound >= best.transfer_s:
-            continue
-        tolerance = 2 * TOLERANCE * cluster.network_s_per_byte * float(layout.traffic.sum())
-        assigned = assign.search(layout, cluster, most_load, bound + tolerance, until)
-        if assigned and assigned[0] <= bound + tolerance:
-            cost, gpu_of = assigned
-            placed = Plan(layout, cluster, most_load, gpu_of, cost, bound_s=cost)
-        else:
-            solved = solve_exactly(layout, cluster, most_load, until - time.perf_counter())
-            if solved is None:
-                continue
-            bound = max(solved.bound, min(bound, solved.cost))
-            placed = Plan(layout, cluster, most_load, solved.gpu_of, solved.cost, bound, how="binary program")
-        if best is None or placed.transfer_s < best.transfer_s * (1 - 1e-9):
-            best = placed
-    return best
-
-
 def _by_search(
     choices: list[Layout], cluster: Cluster, most_load: float, begun: float, time_limit: float
 ) -> Plan | None:
-    """Return the best choice's placement by search: starts for every choice, then the remaining time for the best."""
+    """Return the best choice's placement by search: starts for every choice, then the remaining time for the best.
+
+    None where no start fits.
+    """
+    small = all(len(layout.items) * len(cluster.gpus) <= SMALL for layout in choices)
     starts = []
     for layout in choices:
         if time.perf_counter() - begun > STARTS_SHARE * time_limit and starts:
             break
         if _has_room(layout, cluster, most_load):
-            assigned = assign.search(layout, cluster, most_load, math.inf, begun + time_limit)
+            assigned = assign.search(layout, cluster, most_load, 0.0 if small else math.inf, begun + time_limit)
             if assigned:
                 starts.append((assigned[0], layout, assigned[1]))
     if not starts:
         return None
-    cost, layout, gpu_of = min(starts, key=lambda start: start[0])
+    least = min(cost for cost, _, _ in starts) * (1 + LEAST_GAIN)
+    cost, layout, gpu_of = next(start for start in starts if start[0] <= least)  # of equals the fewest partitions
     now = time.perf_counter()
-    bound = lower_bound(layout, cluster, most_load, now + 0.4 * (begun + time_limit - now), cost * (1 - GOOD_GAP))
-    assigned = assign.search(layout, cluster, most_load, bound / (1 - GOOD_GAP), begun + time_limit)
+    share = SEARCH_SHARE if len(gpu_of) * len(cluster.gpus) <= BOUNDED else 1.0
+    assigned = assign.search(layout, cluster, most_load, 0.0, now + share * (begun + time_limit - now))
     if assigned and assigned[0] < cost:
         cost, gpu_of = assigned
-    return Plan(layout, cluster, most_load, gpu_of, cost, min(bound, cost))
+    return Plan(layout, cluster, most_load, gpu_of, cost)
+
+
+def _by_program(placed: Plan, until: float) -> Plan:
+    """Return ``placed`` with the binary program's bound, or a placement of less transfer that its solver finds."""
+    layout, cluster, most_load = placed.layout, placed.cluster, placed.most_load
+    if placed.transfer_s <= 0:
+        return replace(placed, bound_s=0.0)
+    if len(placed.gpu_of) * len(cluster.gpus) > BOUNDED:
+        return placed
+    below = placed.transfer_s * (1 - LEAST_GAIN)
+    solved = solve_exactly(layout, cluster, most_load, until - time.perf_counter(), below)
+    if solved.gpu_of is not None and solved.cost < below:
+        return Plan(layout, cluster, most_load, solved.gpu_of, solved.cost, solved.bound, how="binary program")
+    return replace(placed, bound_s=placed.transfer_s if solved.bound >= below else solved.bound)
 
 
 def _last_resort(choices: list[Layout], cluster: Cluster, most_load: float, time_limit: float) -> Plan:
@@ -208,8 +200,7 @@ def _last_resort(choices: list[Layout], cluster: Cluster, most_load: float, time
     for layout in choices:
         texts, gpu_of = shortages(layout, cluster, most_load, max(2.0, time_limit))
         if gpu_of is not None:
-            cost = transfer_s(layout, cluster, gpu_of)
-            return Plan(layout, cluster, most_load, gpu_of, cost, min(cost, lower_bound(layout, cluster, most_load)))
+            return Plan(layout, cluster, most_load, gpu_of, transfer_s(layout, cluster, gpu_of))
         lacking.append(texts)
     raise InputError(_infeasible(choices[0], cluster, most_load, lacking[0]))
 
@@ -251,7 +242,10 @@ def describe(plan: Plan) -> str:
     used = plan.gpu_of
     busy, full = plan.load, plan.memory / plan.cluster.memory
     lines.append(f"  {len(set(used.tolist()))} GPUs used; the busiest {busy.max():.0%}, the fullest {full.max():.0%}")
-    proof = "proved least" if plan.gap < 1e-6 else f"at most {plan.gap:.1%} above the least ({plan.bound_s:.4g})"
+    if plan.gap is None:
+        proof = "too many placements for a bound on the least"
+    else:
+        proof = "proved least" if plan.gap < 1e-6 else f"at most {plan.gap:.1%} above the least ({plan.bound_s:.4g})"
     lines.append(
         f"  transfers {plan.transfer_s:.4g} s a request, {proof}; by {plan.how}, {plan.num_choices} choices of "
         f"replicas and partitions, {plan.seconds:.2f} s"
