@@ -17,7 +17,7 @@ from experiments.bench.kernels import Sizes, bench_kernels
 from experiments.gpu.attend import bench_attend_cuda
 from experiments.gpu.quantize import bench_quantize_cuda
 from experiments.gpu.setting import Setting, make_bench
-from flexhybrid.core.memory import CONTEXT_BYTES, GRAPHED_VERB_BYTES, memory_plan, total_bytes
+from flexhybrid.core.memory import CONTEXT_BYTES, GRAPH_BYTES, memory_plan, total_bytes
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
@@ -140,9 +140,11 @@ def bench_graphs(table: Table, contender: PolicyRun, free_bytes: Callable[[], in
         return
     graphs.enabled = False
     session.generate()
+    graphs.forget()
     held, free = torch.cuda.memory_reserved(), free_bytes()
     graphs.enabled = True
-    session.decode()  # forms are seen, and captured
+    _untraced_decode(session)  # forms are seen, and captured
+    captured = graphs.num_graphs
     kept = (free - free_bytes()) - (torch.cuda.memory_reserved() - held)
     launches: dict[bool, list[Launch]] = {True: [], False: []}
     for enabled in (True, False) * GRAPH_TURNS:
@@ -158,8 +160,8 @@ def bench_graphs(table: Table, contender: PolicyRun, free_bytes: Callable[[], in
     table.at_least(row, issuing[False] / issuing[True], GRAPHS_BAR, "x", **told)
     row = f"CUDA graphs, {name}: a decode's time without them, over with them"
     table.at_least(row, seconds[False] / seconds[True], 1.0, "x", with_s=seconds[True], without_s=seconds[False])
-    row = f"CUDA graphs, {name}: bytes that the driver keeps of a captured verb, over those that the plan counts"
-    table.at_most(row, kept / (GRAPHED_VERB_BYTES * graphs.num_verbs), 1.0, "x", bytes=kept)
+    row = f"CUDA graphs, {name}: bytes that the driver keeps of a graph, over those that the plan counts"
+    table.at_most(row, kept / (GRAPH_BYTES * captured), 1.0, "x", bytes=kept)
     times: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for joins in (True, False) * (1 + GRAPH_TURNS):  # the first of each captures
         graphs.joins = joins

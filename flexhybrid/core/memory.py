@@ -45,11 +45,10 @@ HOST_THREADS, WIDENED_ELEMENTS = {"cpu": 1, "cuda": 16}, 1 << 19
 #: weighted values and two sums in float32, are held until they are added up (``partial_elements``).
 PARTIAL_ROWS = 4096
 
-#: CUDA graphs of decode steps: verbs that may be captured at a time, and bytes that the driver keeps of each: of four
-#: kernels (a layer of native bits has 13 or 14 in its four verbs), 64 KiB each, by which a graph grows from 500 to
-#: 2,000 kernels (forums.developer.nvidia.com/t/244901, CUDA 11.2); an H200's driver kept half of that. Segments of the
-#: allocator that their memory pool may leave half empty.
-GRAPHED_VERBS, GRAPHED_VERB_BYTES, GRAPH_POOL_BYTES = 512, 4 << 16, 22 << 20
+#: CUDA graphs of decode steps: those that are held at a time, each of a layer's verbs or of one of them, and bytes that
+#: the driver keeps of each. An H200's driver kept 123 KiB of a verb's graph, so of four at most this; graphs of several
+#: verbs were never measured. Segments of the allocator that their memory pool may leave half empty.
+MOST_GRAPHS, GRAPH_BYTES, GRAPH_POOL_BYTES = 256, 1 << 19, 22 << 20
 
 #: Device bytes set aside beyond all named parts: masks, places of stored rows, the libraries' own workspaces (cuBLAS
 #: takes up to 64 MiB for each stream that multiplies: 32 MiB on Hopper, and as many for cublasLt).
@@ -219,7 +218,7 @@ def _graph_bytes(shape: ModelShape, p: int, sizes: BufferSizes):
         3 * sizes.places * len(sizes.staged_rows) + 4 * (sizes.cached_tokens // BLOCK_TOKENS + 4 * sizes.places)
     )
     fixed = p * (row * sizes.decode_batch + of_places * sizes.places) + index * len(shape.windows or (None,))
-    return GRAPHED_VERBS * GRAPHED_VERB_BYTES + GRAPH_POOL_BYTES + in_work + fixed
+    return MOST_GRAPHS * GRAPH_BYTES + GRAPH_POOL_BYTES + in_work + fixed
 
 
 def _state_parts(shape: ModelShape, policy: Policy, sizes: BufferSizes, p: int, workspace) -> dict[str, dict]:

@@ -40,7 +40,7 @@ from flexhybrid.runtime.selections.speculative import Speculation
 from flexhybrid.runtime.step_tensors import Prompts, SamplingPlans
 from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, WeightSlots
 from flexhybrid.runtime.verbs import verbs_under
-from flexhybrid.runtime.verbs.graphed import JointLaunch, attach
+from flexhybrid.runtime.verbs.graphed import Graphs, JointLaunch, attach
 
 BROKEN_REQUESTS = 16  #: of these logits are not finite, and of no other, where it is the model's fault
 LAG = 2  #: iterations after a request has left in which its last step may still be prepared, or its last token come
@@ -118,6 +118,7 @@ class Engine:
             raise InputError("link_gb_per_s paces the copies of a CPU; a CUDA device runs at the rate of its own link")
         self.sizes = sizes
         self.closed = False
+        self.graphs: Graphs | None = None  #: of all its waves that have graphs
         self.num_threads = num_threads or torch.get_num_threads()
         self.host_threads = min(HOST_THREADS[self.device.type], max(1, self.num_threads // 2))
         self.host_workers = ThreadPoolExecutor(self.host_threads, "flexhybrid-host", _compute_with, (1,))
@@ -168,7 +169,7 @@ class Engine:
         executor = Executor(parts, wave, prompts, plan, self._selection(wave))
         executor.verbs = verbs_under(executor.selection)
         if self.device.type == "cuda" and without_graphs(wave.problem, wave.policy) is None:
-            attach(executor)
+            self.graphs = attach(executor, self.graphs)
         return executor
 
     def _selection(self, wave: Wave) -> SelectionHooks:

@@ -160,7 +160,7 @@ class Executor(Generic[SelectionT]):
 
             compile_for(parts.weights.dtype)
         self.selection = selection
-        self.graphs: Any = None  #: ``verbs.graphed.Graphs``; None: verbs are issued kernel by kernel
+        self.graphs: Any = None  #: the engine's ``verbs.graphed.Graphs``; None: verbs are issued kernel by kernel
         self.layer_weights = LayerWeights(parts.weights, parts.slots)
         self.steps = StepMaker(wave, prompts, plan, parts.weights.dtype, self.device)
         #: of each request of the queue, as far as they are known; a part of the prompt of one that comes back
@@ -242,7 +242,7 @@ class Executor(Generic[SelectionT]):
         step = task.payload.step
         tensors = self.steps.make(step)
         if self.graphs:
-            tensors = self.graphs.fix_step(step, tensors)
+            tensors = self.graphs.fix_step(self, step, tensors)
         self.step_tensors[*step_key(task), step.window] = step, tensors
         return tensors
 

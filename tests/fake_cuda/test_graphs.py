@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import re
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from fake_cuda.device import DEVICE, Illegal, fake_cuda
+from fake_cuda.reserved import graphs_of
 from fake_cuda.test_attention_in_place import IN_PLACE
 from fake_cuda.test_streams import EVERYWHERE, POLICIES, check_clean, run_under
 from models import InMemory, save_llama
@@ -20,19 +23,26 @@ from experiments.gpu import bench
 from experiments.gpu import setting as gpu_setting
 from flexhybrid import LLM
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.memory import GRAPHED_VERB_BYTES
+from flexhybrid.core.memory import GRAPH_BYTES
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem, without_graphs
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
+from flexhybrid.core.wave import admit
+from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.speed import PolicyRun
 from flexhybrid.runtime import engine as engine_module
 from flexhybrid.runtime import issuing
+from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.executor import HiddenStates, step_key
+from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.profiling import attention_paths
 from flexhybrid.runtime.step_tensors import computed_positions
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
+from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.verbs import VERB_FUNCTIONS, computing, graphed
 from flexhybrid.runtime.verbs.graphed import Graphs
+from sim import catalogue
 
 attend_triton = pytest.importorskip("flexhybrid.runtime.kernels.attend_triton", reason="triton is not installed")
 
@@ -85,14 +95,79 @@ def run(source, policy, cuda_graphs=True, **others):
     return run_under(source, policy, requests=(PROMPTS, MAX_TOKENS), **machine, **others)
 
 
-def test_each_run_captures_graphs(case):
-    """Also after all graphs of the run before have gone."""
+class Waves:
+    """An engine for several waves of the same prompts; None: runs each kernel by kernel."""
+
+    def __init__(self, source, policy, cuda_graphs=True):
+        machine = {"attention": IN_PLACE, "cuda_graphs": cuda_graphs, "device": "cuda", "dtype": "float32"}
+        self.problem = Problem(shape=source.shape, hardware=catalogue.load("t4"), **machine)
+        self.weights, self.policy = Weights(source.shape, source, "float32", DEVICE, policy), policy
+        self.engine = Engine(self.weights, policy, buffer_sizes(self.wave(range(len(PROMPTS)))), num_threads=1)
+
+    def wave(self, order):
+        prompts, answers = ([of[i] for i in order] for of in (PROMPTS, MAX_TOKENS))
+        return admit(self.problem, self.policy, Workload(np.array([*map(len, prompts)]), np.array(answers)))
+
+    def run(self, order):
+        """Return the tokens of these requests, and how many graphs were captured and launched for them."""
+        made, before = torch.cuda.CUDAGraph.made, len(torch.cuda.CUDAGraph.made)
+        launched = sum(graph.replays for graph in made)
+        executor = self.engine.executor(self.wave(order), [PROMPTS[i] for i in order], greedy_plan(len(order)))
+        tokens = self.engine.run(executor, RunControl()).tokens
+        return tokens, len(made) - before, sum(graph.replays for graph in made) - launched
+
+    def close(self):
+        self.engine.close()
+        self.weights.close()
+
+
+def drop_step_tensors(waves: Waves) -> None:
+    """What graphs read of steps lies elsewhere from now on."""
+    waves.kept = dict(waves.engine.graphs._fixed.memory)  # so that the new memory is no old one
+    waves.engine.graphs._fixed.memory.clear()
+
+
+def test_waves_of_an_engine_capture_once(case):
+    """Also where requests come in another order; where what graphs read lies elsewhere, they are captured anew."""
     source, policy, expected = case("on the device")
-    with fake_cuda():
-        for _ in range(2):
-            result = run(source, policy, keep_trace=False)
-            assert result.tokens == expected and "could not be captured" not in result.graphs
-            gc.collect()
+    with fake_cuda(), closing(Waves(source, policy)) as waves:
+        first, _, again = (waves.run(range(4)) for _ in range(3))  # the second one may see a form again
+        turned = waves.run(range(3, -1, -1))
+        drop_step_tensors(waves)
+        moved = waves.run(range(4))
+    assert first[0] == again[0] == turned[0][::-1] == moved[0] == expected
+    assert again[1] == 0 < first[1] and again[2] > first[2] and moved[1] > 0
+
+
+def test_a_graph_of_memory_that_has_moved_is_found(case, monkeypatch):
+    """A form that does not say where the tensors of its step lie finds a graph of another place."""
+    source, policy, expected = case("on the device")
+    form = Graphs._form
+
+    def without_addresses(*given):
+        verbs, place, slot, (_, batch, whole, *parts), table, act = form(*given)
+        return verbs, place, slot, (batch, whole, *(count for _, count in parts)), table[:1] + table[1][:3], act
+
+    monkeypatch.setattr(Graphs, "_form", lambda *given: form(*given) and without_addresses(*given))
+    with fake_cuda(), closing(Waves(source, policy)) as waves:
+        assert waves.run(range(4))[0] == expected
+        drop_step_tensors(waves)
+        try:
+            found = waves.run(range(4))[0]
+        except Exception as error:
+            found = error
+    assert found != expected
+
+
+@pytest.mark.parametrize("name", ["opt-6.7b", "opt-13b", "opt-30b", "llama-2-70b"])
+def test_graphs_of_large_models_find_room(name):
+    """A graph a layer and mini-batch, three of which run in turn."""
+    shape = shape_by_name(name)
+    problem = Problem(shape=shape, attention=IN_PLACE, device="cuda")
+    wave = admit(problem, replace(ON_DEVICE, max_mini_batch_tokens=16), Workload.uniform(3, 8, 5))
+    assert len(wave.mini_batches) == 3
+    graphs = graphs_of(wave)
+    assert graphs.num_graphs == 3 * shape.num_layers and not graphs.refused
 
 
 @pytest.mark.parametrize("keep_trace", [True, False])
@@ -202,8 +277,8 @@ def step_tensors_elsewhere(monkeypatch, **names):
     """Tensors of a step lie where that step's were made."""
     fix = Graphs.fix_step
 
-    def elsewhere(self, step, tensors):
-        return replace(fix(self, step, tensors), **{name: getattr(tensors, name) for name in names})
+    def elsewhere(self, state, step, tensors):
+        return replace(fix(self, state, step, tensors), **{name: getattr(tensors, name) for name in names})
 
     monkeypatch.setattr(Graphs, "fix_step", elsewhere)
 
@@ -416,14 +491,14 @@ def test_no_more_are_captured_than_are_planned(case, monkeypatch):
     """Those that no step uses any more go for others; where there is no room kernels are launched one by one."""
     source, policy, expected = case("on the device")
     made, attach = [], graphed.attach
-    monkeypatch.setattr(engine_module, "attach", lambda state: (attach(state), made.append(state.graphs)))
-    monkeypatch.setattr(graphed, "GRAPHED_VERBS", 5)
+    monkeypatch.setattr(engine_module, "attach", lambda *given: (made.append(attach(*given)), made[-1])[1])
+    monkeypatch.setattr(graphed, "MOST_GRAPHS", 5)
     monkeypatch.setattr(graphed, "KEPT_STEPS", 2)
     with fake_cuda():
         assert run(source, policy).tokens == expected
         count = len(torch.cuda.CUDAGraph.made)
     (graphs,) = made
-    assert graphs.num_verbs <= 5 < count and graphs.refused
+    assert graphs.num_graphs <= 5 < count and graphs.refused
     assert f"{graphs.refused} times there was no room" in graphs.summary()
 
 
@@ -447,7 +522,7 @@ def test_the_switch_and_what_is_told(case):
     source, policy, _ = case("on the device")
     with fake_cuda():
         told = run(source, policy, keep_trace=False).graphs
-        assert re.fullmatch(r"\d+ CUDA graphs of \d+ verbs, launched \d+ times", told)
+        assert re.fullmatch(r"\d+ CUDA graphs, launched \d+ times", told)
         assert (
             run(source, policy, cuda_graphs=False, keep_trace=False).graphs == "no CUDA graphs: they are switched off"
         )
@@ -482,10 +557,10 @@ def test_the_gpu_bench_fills_its_rows_of_graphs(monkeypatch):
     with fake_cuda(), gpu_setting.make_bench(shape, DEVICE, setting) as made:
         policy = replace(ON_DEVICE, max_mini_batch_tokens=setting.mini_batch_tokens)
         contender = PolicyRun(made, policy)
-        free = iter((1 << 30, (1 << 30) - 8 * GRAPHED_VERB_BYTES // 2))
+        free = iter((1 << 30, (1 << 30) - GRAPH_BYTES))
         bench.bench_graphs(table, contender, lambda: next(free))
-        assert contender.session.executor.graphs.num_verbs == 16  # two layers, four verbs, together and apart
+        assert contender.session.executor.graphs.num_graphs == 10  # two layers, four verbs, together and apart
         assert contender.decode()[0]
     rows = list(table.rows.values())
     assert len(rows) == 4 and all(row["value"] > 0 for row in rows) and rows[2]["value"] == 0.5
-    assert "8 CUDA graphs" in rows[0]["graphs"]
+    assert "10 CUDA graphs" in rows[0]["graphs"]

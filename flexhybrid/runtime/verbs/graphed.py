@@ -11,6 +11,8 @@ lie on the device.
 A form is run without a graph when it is first seen: libraries load kernels and take memory then. Where it comes a
 second time its graph is captured, on the compute lane's stream and while other lanes go on. Temporaries of all graphs
 lie in one memory pool and lie over each other, because graphs run one after the other.
+
+Graphs belong to the engine: each wave that it runs finds those of the waves before, where its forms are theirs.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from flexhybrid.core.memory import GRAPHED_VERBS, NUM_SLOTS
+from flexhybrid.core.memory import MOST_GRAPHS, NUM_SLOTS
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
@@ -86,12 +88,12 @@ class Recording(NamedTuple):
 
 
 class FixedHiddenStates(HiddenStates):
-    """Hidden states of decode steps at an address of their mini-batch."""
+    """Hidden states of decode steps at an address of their mini-batch, in ``memory`` [places, h] of the engine."""
 
-    def __init__(self, wave: Wave, buffers: Buffers, dtype: torch.dtype, device: torch.device):
+    def __init__(self, wave: Wave, buffers: Buffers, memory: torch.Tensor):
         super().__init__(wave, buffers)
-        groups = [] if self.on_host else wave.mini_batches
-        self.fixed = [torch.zeros(len(g), wave.shape.passed_width, dtype=dtype, device=device) for g in groups]
+        sizes = [] if self.on_host else [len(group) for group in wave.mini_batches]
+        self.fixed = memory[: sum(sizes)].split(sizes)
 
     def keep(self, task: Task, hidden_Rh: torch.Tensor) -> None:
         if self.on_host or not task.payload.step.decodes:
@@ -108,13 +110,17 @@ class FixedHiddenStates(HiddenStates):
 
 
 class Graphs:
-    """The graphs of a wave, and what they read and write at fixed addresses. Used by the compute lane alone."""
+    """The graphs of an engine, and what they read and write at fixed addresses. Used by the compute lane alone.
+
+    ``state``: one of the engine's executors; each that is to use them ``enter``s.
+    """
 
     def __init__(self, state: Executor):
         shape, sizes = state.shape, state.buffers.sizes
         make = partial(torch.zeros, dtype=state.weights.dtype, device=state.device)
         self._kvq = make(NUM_SLOTS, sizes.decode_batch, shape.kv_width + shape.query_width)
         self._attended = make(sizes.decode_batch, shape.query_width)
+        self.hidden = make(sizes.places, shape.passed_width)
         self._fixed = Fixed()
         self._packs_act = state.buffers.packed("act")
         self._staged = {space: rows.shape[1] for space, rows in state.buffers.staging.items()}
@@ -124,17 +130,35 @@ class Graphs:
         self._place_of: dict[tuple[int, int, bool], int] = {}
         self._forms: dict[tuple[int, int | None], tuple[MiniBatchStep, tuple]] = {}  #: by mini-batch and window
         self._tables: dict[tuple[int, int | None], tuple] = {}
-        self._num_kinds = len(state.wave.mini_batches) * max(1, len(state.wave.windows))
+        self._sizes: list[int] = []  #: of the mini-batches of the latest wave that has entered
+        self._num_kinds = 1  #: of its steps in an iteration
         self.plain: dict[str, Verb] = {}  #: what is captured, by verb
-        self.num_verbs = 0  #: in captured graphs
         self.steps = self.launches = self.refused = 0
         self.enabled = True  #: False: kernels are launched one by one, over the same memory
         self.joins = True  #: verbs of a position with nothing between them; False: each has a graph of its own
         self.failed = ""  #: why no more graphs are captured
 
+    def enter(self, state: Executor) -> None:
+        """Take another wave of the engine. What its forms have in common with those before keeps its graph. Where its
+        mini-batches are others, the tensors of steps get new memory, of which a plan counts that of one wave."""
+        sizes = [len(group) for group in state.wave.mini_batches]
+        if sizes != self._sizes:
+            self._fixed.memory.clear()
+        self._sizes, self._num_kinds = sizes, len(sizes) * max(1, len(state.wave.windows))
+        self.plain = {verb: state.verbs[verb] for verb in VERBS}
+
+    def forget(self) -> None:
+        """Let all graphs go."""
+        self._recordings, self._used = {}, {}
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are held."""
+        return len(self._used)
+
     # ---- what is at fixed addresses
 
-    def fix_step(self, step: MiniBatchStep, tensors: StepTensors) -> StepTensors:
+    def fix_step(self, state: Executor, step: MiniBatchStep, tensors: StepTensors) -> StepTensors:
         """Return the tensors of a step, with those that graphs read at fixed addresses if it decodes."""
         if not step.decodes:
             return tensors
@@ -155,7 +179,10 @@ class Graphs:
         if rotation is not None:
             rotation = put("cos", rotation[0]), put("sin", rotation[1])
         whole = tuple((space, place.rows is None) for space, place in stores.items())
-        self._forms[key] = step, (step.mini_batch, batch, whole, *parts)
+        hidden = (
+            0 if state.hidden.on_host else cast("FixedHiddenStates", state.hidden).fixed[step.mini_batch].data_ptr()
+        )
+        self._forms[key] = step, (hidden, batch, whole, *parts)
         return replace(tensors, rotation_R=rotation, stores=stores)
 
     def fix_extents(
@@ -252,24 +279,22 @@ class Graphs:
             return None
         recording = self._recordings[form]
         if recording is None:
-            if not self._has_room(len(tasks)):
+            if not self._has_room():
                 self.refused += 1
                 return None
             recording = self._recordings[form] = self._capture(state, tasks)
             if recording is None:
                 return None
-            self.num_verbs += len(tasks)
         self._used[form] = self.steps
         return recording
 
-    def _has_room(self, count: int) -> bool:
-        """Return whether so many verbs more may be captured, once graphs that are no longer used are gone."""
-        if self.num_verbs + count > GRAPHED_VERBS:
+    def _has_room(self) -> bool:
+        """Return whether one more may be captured, once graphs that are no longer used are gone."""
+        if self.num_graphs >= MOST_GRAPHS:
             oldest = self.steps - KEPT_STEPS * self._num_kinds
             for form in [form for form, step in self._used.items() if step < oldest]:
-                self.num_verbs -= len(form[0])
                 del self._used[form], self._recordings[form]
-        return self.num_verbs + count <= GRAPHED_VERBS
+        return self.num_graphs < MOST_GRAPHS
 
     def _capture(self, state: Executor, tasks: Sequence[Task]) -> Recording | None:
         """Capture tasks; where that fails, warn, and leave all as it was."""
@@ -309,10 +334,10 @@ class Graphs:
                 cast("FixedHiddenStates", state.hidden).take_back(task, len(step.requests))
 
     def summary(self) -> str:
-        """Return how many graphs there are and how often they were launched, in words."""
+        """Return how many graphs the engine has and how often they were launched, in words."""
         more = f"; {self.refused} times there was no room for another" if self.refused else ""
         more += f"; {self.failed}" if self.failed else ""
-        return f"{len(self._used)} CUDA graphs of {self.num_verbs} verbs, launched {self.launches} times{more}"
+        return f"{self.num_graphs} CUDA graphs, launched {self.launches} times{more}"
 
 
 def _filled(rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -320,12 +345,13 @@ def _filled(rows: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat([rows, rows[-1:].expand(count - len(rows))]) if 0 < len(rows) < count else rows
 
 
-def attach(state: Executor) -> None:
-    """Let an executor run its verbs by graphs."""
-    graphs = state.graphs = Graphs(state)
-    state.hidden = FixedHiddenStates(state.wave, state.buffers, state.weights.dtype, state.device)
-    graphs.plain = {verb: state.verbs[verb] for verb in VERBS}
+def attach(state: Executor, graphs: Graphs | None = None) -> Graphs:
+    """Let an executor run its verbs by the graphs of its engine, which are made where there are none; return them."""
+    state.graphs = graphs = graphs or Graphs(state)
+    graphs.enter(state)
+    state.hidden = FixedHiddenStates(state.wave, state.buffers, graphs.hidden)
     state.verbs |= dict.fromkeys(VERBS, _graphed)
+    return graphs
 
 
 def _graphed(state: Executor, task: Task) -> None:
