@@ -263,3 +263,17 @@ def plain_tokens(checkpoint, policy, prompts, max_tokens):
             answers[i] = answer
         fetched += plain.fetched
     return answers, sum(count for count, _ in fetched) / max(1, sum(context for _, context in fetched))
+
+
+def filled_plainly(shape, selection, queries, keys, room: int) -> list[Cache]:
+    """What each kv head keeps of a prompt with these queries [tokens, heads, d] and keys [tokens, kv heads, d]."""
+    plain = PlainInfiniGen.__new__(PlainInfiniGen)
+    plain.shape, plain.selection, plain.looks = shape, selection, []
+    heads = [Cache(room, shape.head_dim) for _ in range(shape.num_kv_heads)]
+    for position, (query, key) in enumerate(zip(queries, keys, strict=True)):
+        for g, head in enumerate(heads):
+            before = head.keys[: head.size].clone()
+            head.keep(key[g], key[g], key[g], position, selection.victim)
+            if position:
+                plain.note(before, head, [query[i] for i in plain.heads_of(g)], position)
+    return heads

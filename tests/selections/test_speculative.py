@@ -2,7 +2,6 @@
 
 import math
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations
 from types import SimpleNamespace
@@ -13,9 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import save_llama, save_opt
-from oracles.speculative import plain_tokens
+from oracles.speculative import filled_plainly, plain_tokens
 from runs import run_wave
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_by_name
@@ -26,7 +24,6 @@ from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.waves import split_waves, wave_plan
 from flexhybrid.core.workload import Workload
-from flexhybrid.runtime.selections.prompt_pool import choose
 from flexhybrid.runtime.selections.skew import save_skewed
 from flexhybrid.runtime.selections.speculative import Speculation
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -149,65 +146,36 @@ def test_each_victim_keeps_other_tokens_of_a_prompt_beyond_the_pool(checkpoints,
     assert len({tuple(answer[1] for answer in of_victim) for of_victim in answers}) > 1
 
 
-@pytest.fixture
-def filled(monkeypatch):
-    """Uses and positions [2, T, B, G] of prompts that fill pools; or how many torch operations it took."""
-
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.count = getattr(self, "count", 0) + 1
-            return function(*args, **kwargs or {})
-
-    def fill(victim, lengths, share, groups, alpha=1.0, most=0.4, seed=0, elsewhere=False, full=255, counting=False):
-        monkeypatch.setattr("flexhybrid.runtime.selections.pool.COUNTER_FULL", full)
-        shape = replace(
-            shape_by_name("opt-125m"), num_layers=1, hidden=64, num_heads=4, num_kv_heads=groups, head_dim=16
-        )
-        chosen, workload = (
-            policy(alpha, most, pool=share, victim=victim),
-            Workload(np.array(lengths), np.full(len(lengths), 9)),
-        )
-        wave = admit(Problem(shape=shape, dtype="float32"), replace(chosen, max_mini_batch_tokens=9999), workload)
-        weights = SimpleNamespace(
-            device=torch.device("cpu"), dtype=torch.float32, bits="native", skewing=[None],
-            placed=[SimpleNamespace(streamed_from=0, layout=SimpleNamespace(qkv_end=0))],
-        )  # fmt: skip
-        speculation, step = Speculation(wave, weights), make_step(wave, 0, 0, wave.mini_batches[0])
-        generator = torch.Generator().manual_seed(seed)
-        queries, keys = (torch.randn(len(lengths), step.width, n, 16, generator=generator) for n in (4, groups))
-        with Operations() if counting else nullcontext() as operations:
-            if elsewhere:
-                folded = queries.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4) * 0.25
-                speculation.fill_on_device(speculation.uses, 0, step, folded, keys.permute(0, 2, 3, 1)[:, :, None])
-            else:
-                speculation.rank_prompt(0, step, queries, keys)
-        return operations.count if counting else torch.stack(speculation.uses.of(0, 0))
-
-    return fill
-
-
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(("lru", "counter")), st.lists(st.integers(1, 50), min_size=1, max_size=3),
     st.sampled_from((0.2, 0.5, 0.9)), st.sampled_from((1, 2, 4)), st.sampled_from((0.2, 1.0, math.inf)),
     st.sampled_from((0.05, 0.4, 1.0)), st.integers(0, 9), st.sampled_from((3, 8, 255)),
 )  # fmt: skip
-def test_a_prompt_fills_a_pool_on_a_cpu_as_on_a_device(filled, victim, lengths, share, groups, alpha, most, seed, full):
-    here, elsewhere = (
-        filled(victim, lengths, share, groups, alpha, most, seed, device, full) for device in (False, True)
-    )
-    assert torch.equal(here, elsewhere)
-
-
-@pytest.mark.parametrize("victim", ["lru", "counter"])
-def test_a_prompt_fills_a_pool_without_torch_operations_for_each_token(filled, victim):
-    shorter, longer = (filled(victim, (length, length), 0.5, 4, counting=True) for length in (64, 128))
-    assert longer - shorter < 4 * 64  # 37 for a chunk of 16 queries
-
-
-def test_among_equals_those_in_the_first_places_are_chosen():
-    relative = np.array([[[0, -1, -2, -1, -3, -1], [-3, 0, -1, -1, -1, -1]]], dtype=np.float32)
-    assert choose(relative, 1.5, np.array([3])).tolist() == [[[1, 1, 0, 1, 0, 0], [0, 1, 1, 1, 0, 0]]]
+def test_a_prompt_fills_a_pool_as_a_plain_account_does(
+    monkeypatch, victim, lengths, share, groups, alpha, most, seed, full
+):
+    monkeypatch.setattr("flexhybrid.runtime.selections.pool.COUNTER_FULL", full)
+    monkeypatch.setattr("oracles.speculative.COUNTER_FULL", full)
+    shape = replace(shape_by_name("opt-125m"), num_layers=1, hidden=64, num_heads=4, num_kv_heads=groups, head_dim=16)
+    chosen = policy(alpha, most, pool=share, victim=victim, max_mini_batch_tokens=9999)
+    wave = admit(Problem(shape=shape, dtype="float32"), chosen, Workload(np.array(lengths), np.full(len(lengths), 9)))
+    weights = SimpleNamespace(
+        device=torch.device("cpu"), dtype=torch.float32, bits="native", skewing=[None],
+        placed=[SimpleNamespace(streamed_from=0, layout=SimpleNamespace(qkv_end=0))],
+    )  # fmt: skip
+    speculation, step = Speculation(wave, weights), make_step(wave, 0, 0, wave.mini_batches[0])
+    generator = torch.Generator().manual_seed(seed)
+    queries, keys = (torch.randn(len(lengths), step.width, n, 16, generator=generator) for n in (4, groups))
+    filled = speculation.rank_prompt(0, step, queries, keys)
+    uses, born = speculation.uses.of(0, 0)
+    for b, prompt in enumerate(lengths):
+        heads = filled_plainly(shape, chosen.selection, queries[b, :prompt], keys[b, :prompt], int(step.most_kept[b]))
+        for g, head in enumerate(heads):
+            assert filled[b, g, : head.size].tolist() == head.positions[: head.size].tolist()
+            assert born[: head.size, b, g].tolist() == head.positions[: head.size].tolist()
+            wanted = head.used_at if victim == "lru" else head.uses
+            assert uses[: head.size, b, g].tolist() == wanted[: head.size].tolist()
 
 
 @pytest.mark.parametrize("family, blocks, victim", [("opt", 6, "counter"), ("llama", 9, "lru"), ("opt", 99, "lru")])

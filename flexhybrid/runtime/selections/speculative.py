@@ -29,10 +29,12 @@ from flexhybrid.runtime.kernels.attention import split_heads
 from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.selections.partial import PartialCopies
 from flexhybrid.runtime.selections.pool import Uses
-from flexhybrid.runtime.selections.prompt_pool import RANKED_QUERIES, TIE, fill_pools
 from flexhybrid.runtime.step_tensors import Rotation, position_tables, to_device
 from flexhybrid.runtime.storage.parts import Parts
 from flexhybrid.runtime.storage.weights import Weights
+
+RANKED_QUERIES = 16  #: of a prompt, whose scores are there at a time: less than the feed-forward rows that come later
+TIE = 1e-12  #: of a score and the one in the next place: less than the rounding of any score but zero
 
 
 def relative_scores(q_BGrC: torch.Tensor, keys_TBGC: torch.Tensor, scale: float, held_BT: torch.Tensor) -> torch.Tensor:
@@ -237,22 +239,9 @@ class Speculation(SelectionHooks):
         """
         if self.uses is None:
             raise ValueError("this pool does not count uses")
-        queries = (queries_BPHd * self.scale).unflatten(2, (self.groups, -1)).permute(0, 2, 3, 1, 4)
-        tables = self.uses.of(layer, step.mini_batch)
-        if self.device.type == "cpu":
-            lengths, kept = step.new_tokens, step.most_kept
-            filled = fill_pools(self.wave.policy.selection, queries, keys_BPGd.transpose(1, 2), lengths, kept)
-            for table, values in zip(tables, filled, strict=True):
-                places = torch.from_numpy(values).permute(2, 0, 1)
-                table[: len(places), self._rows(step)] = places.to(table.dtype)
-        else:
-            self.fill_on_device(self.uses, layer, step, queries, keys_BPGd.permute(0, 2, 3, 1)[:, :, None])
-        return tables[1][:, self._rows(step)].permute(1, 2, 0).long()
-
-    def fill_on_device(
-        self, uses: Uses, layer: int, step: MiniBatchStep, queries_BGrPd: torch.Tensor, keys_BG1dP: torch.Tensor
-    ) -> None:
-        """Do what ``fill_pools`` does, without waiting for the device."""
+        uses = self.uses
+        queries_BGrPd = (queries_BPHd * self.scale).unflatten(2, (self.groups, -1)).permute(0, 2, 3, 1, 4)
+        keys_BG1dP = keys_BPGd.permute(0, 2, 3, 1)[:, :, None]
         lengths, kept = step.new_tokens, step.most_kept
         heads = torch.arange(self.groups, device=self.device, dtype=torch.int64)
         used, born = uses.of(layer, step.mini_batch)
@@ -283,6 +272,7 @@ class Speculation(SelectionHooks):
                 most = most_selected(self.wave.policy.selection, held).astype(np.int64)
                 index = choose_tokens(relative, self.alpha, to_device(most, self.device), int(most.max()), True)
                 uses.fetched(layer, step.mini_batch, rows_B, index.masked_fill_(index == taken[..., None], -1), now)
+        return born[:, all_rows].permute(1, 2, 0).long()
 
     def guess(self, step: MiniBatchStep) -> Guess:
         """Return what the guesses of a decode step need."""
