@@ -215,7 +215,7 @@ def _profile(args) -> dict:
     from flexhybrid.core.files import profile_file
     from flexhybrid.jobs.compare.report import Report
     from flexhybrid.jobs.profile.disk import measure_disk, with_disk
-    from flexhybrid.jobs.profile.job import PROFILE_STEPS, TIMING_SHAPE, fastest_dtype, measure_hardware
+    from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype, measure_hardware, profile_steps
     from flexhybrid.jobs.progress import Progress
     from flexhybrid.resolve import pick_device
     from policy_search.fit import fit_report
@@ -228,7 +228,7 @@ def _profile(args) -> dict:
     disk = measure_disk(paced.disk) if args.disk else None
     shape = named or TIMING_SHAPE
     dtype = fastest_dtype(shape, paced.device)
-    with Progress(PROFILE_STEPS, "profile", "step", args.json) as progress:
+    with Progress(profile_steps(paced.device), "profile", "step", args.json) as progress:
         hardware, disagreements = measure_hardware(shape, dtype, paced, on_progress=progress.advance)
     if disk:
         hardware = with_disk(hardware, disk[0])

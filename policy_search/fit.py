@@ -1,15 +1,20 @@
 """Fit the hardware record's lines through profiling samples (CAPTURE section IV: sampling and linear regression)."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import nnls
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.hardware import ALONE_SUFFIX, Hardware, Line
 
 REWEIGHTINGS = 5  #: the first is relative to the measured times; the line settles within three or four
 PAPERS_R2 = 0.99  #: CAPTURE reports R² >= 0.99 for T_kv_gen and T_load_kv
+
+#: Ratios of times above which a sample is left out, as a wait that its work does not explain: to another sample of the
+#: line with at least as much work; of a GPU while nothing crosses the link, to the verb's line beside a busy link.
+TROUBLED, TROUBLED_ALONE = 5.0, 1.5
 
 Sample = tuple[float, float, float]  #: (flops, bytes, seconds)
 
@@ -20,15 +25,15 @@ def fit_line(samples: Iterable[Sample]) -> Line:
     Least squares of the error relative to the line's own time: an error of 10 % weighs the same on a short task as on a
     long one. Relative to the measured time, what came late by chance would weigh less than what came early, and lines
     would be early: by 4 % where times scatter by a fifth. A term that does not vary over the samples is dropped,
-    because the overhead already holds it. R² is that of the seconds. Raises InputError for no samples, or times that
-    are not positive.
+    because the overhead already holds it. Samples that a wait disturbed (TROUBLED) are kept and not fitted. R² is that
+    of the fitted seconds. Raises InputError for no samples, or times that are not positive.
     """
     table = np.array(sorted(map(tuple, samples)), dtype=np.float64).reshape(-1, 3)
     if len(table) == 0:
         raise InputError("a line cannot be fitted through no samples")
     if not np.isfinite(table).all() or (table[:, 2] <= 0).any() or (table[:, :2] < 0).any():
         raise InputError("samples must be finite (flops >= 0, bytes >= 0, seconds > 0)")
-    flops, num_bytes, seconds = table.T
+    flops, num_bytes, seconds = table[~_troubled(*table.T)].T
     columns = {"overhead_s": np.ones_like(seconds)}
     if np.ptp(flops) > 0:
         columns["s_per_flop"] = flops
@@ -47,6 +52,20 @@ def fit_line(samples: Iterable[Sample]) -> Line:
     return Line(**terms, r2=r2, samples=tuple((f, b, s) for f, b, s in table.tolist()))
 
 
+def _troubled(flops: np.ndarray, num_bytes: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    """Return which samples took TROUBLED times as long as one with at least as much work."""
+    as_much = (flops >= flops[:, None]) & (num_bytes >= num_bytes[:, None])
+    return np.any(as_much & (TROUBLED * seconds <= seconds[:, None]), axis=1)
+
+
+def _fit_alone(samples: tuple[Sample, ...], beside: Line) -> Line:
+    """Return a GPU's line of a verb while nothing crosses the link, through the samples that agree with its line
+    ``beside`` a busy link (``beside`` where none does): the link slows kernels down, so that slower samples hold the
+    device's waits for the host, which the launcher's line prices."""
+    agree = [(f, b, s) for f, b, s in samples if s < TROUBLED_ALONE * beside.seconds(f, b)]
+    return replace(fit_line(agree) if agree else beside, samples=samples)
+
+
 def fit_hardware(samples_by_key: dict[str, list[Sample]], **record) -> Hardware:
     """A hardware record with one fitted line a key (a verb or a resource).
 
@@ -59,6 +78,9 @@ def fit_hardware(samples_by_key: dict[str, list[Sample]], **record) -> Hardware:
             lines[key] = fit_line(samples)
         except InputError as error:
             raise InputError(f"line {key!r}: {error}") from None
+    for key in lines if record["device"] == "cuda" else ():
+        if key.endswith(ALONE_SUFFIX) and (beside := lines.get(key.removesuffix(ALONE_SUFFIX))):
+            lines[key] = _fit_alone(lines[key].samples, beside)
     return Hardware(lines=lines, **record)
 
 

@@ -57,7 +57,7 @@ from flexhybrid.jobs.compare.predicted import virtual_decode
 from flexhybrid.jobs.compare.setting import MIXES
 from flexhybrid.jobs.compare.speed import LAST, Bench, MeasuredPolicy, PolicyRun
 from flexhybrid.jobs.machine import device_name
-from flexhybrid.jobs.profile.job import PROFILE_STEPS, TIMING_SHAPE, fastest_dtype, measure_hardware
+from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype, measure_hardware, profile_steps
 from flexhybrid.llm import LLM
 from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.session import random_prompts
@@ -245,7 +245,7 @@ class SpeedBench:
 
 def bench_speed(table: Table, dtype: str) -> None:
     """Measure streamed weights at three rates, at a fourth where the best policy is a mix, and resident weights."""
-    bar = tqdm(total=9 + 9 + 6 * PROFILE_STEPS + 5 * (ROUNDS * 10 + 2), unit="step", leave=False)
+    bar = tqdm(total=9 + 9 + 6 * profile_steps(torch.device("cpu")) + 5 * (ROUNDS * 10 + 2), unit="step", leave=False)
     streamed = SpeedBench(table, bar, dtype, 0.0)
     errors, shares = [], []
     for rate in RATES:

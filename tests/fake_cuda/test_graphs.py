@@ -33,10 +33,12 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.speed import PolicyRun
 from flexhybrid.runtime import engine as engine_module
 from flexhybrid.runtime import issuing
+from flexhybrid.runtime.cuda import CudaStream
 from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.executor import HiddenStates, step_key
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.profiling import attention_paths
+from flexhybrid.runtime.profiling import profile as profiling
 from flexhybrid.runtime.step_tensors import computed_positions
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
@@ -564,3 +566,25 @@ def test_the_gpu_bench_fills_its_rows_of_graphs(monkeypatch):
     rows = list(table.rows.values())
     assert len(rows) == 4 and all(row["value"] > 0 for row in rows) and rows[2]["value"] == 0.5
     assert "10 CUDA graphs" in rows[0]["graphs"]
+
+
+def test_what_launching_takes_is_measured_as_a_job_launches(monkeypatch):
+    """No task is timed in the decodes that count; verbs with nothing between them are launched together in these."""
+    monkeypatch.setattr(profiling, "LAUNCHED_SHAPE", replace(profiling.LAUNCHED_SHAPE, num_layers=2))
+    monkeypatch.setattr(profiling, "RandomWeights", lambda shape, device: RandomWeights(shape))
+    monkeypatch.setattr("flexhybrid.runtime.session.fastest_paths", lambda *of: IN_PLACE)
+    record, perform, were_timed, together = CudaStream.record, graphed.JointLaunch.perform, [], []
+
+    def recorded(stream, timed=True):
+        were_timed.append(timed)
+        return record(stream, timed)
+
+    def performed(joint, tasks):
+        together.append(len(tasks))
+        perform(joint, tasks)
+
+    monkeypatch.setattr(CudaStream, "record", recorded)
+    monkeypatch.setattr(graphed.JointLaunch, "perform", performed)
+    with fake_cuda():
+        seconds = profiling.launch_seconds(shape_by_name("opt-125m"), "float32", DEVICE)
+    assert seconds > 0 and were_timed and not any(were_timed) and max(together) == 4

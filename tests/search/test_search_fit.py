@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import load_hardware
+from policy_search import fit
 from policy_search.fit import fit_hardware, fit_line, fit_report
 
 
@@ -53,6 +56,47 @@ def test_no_term_is_negative():
     """Times that fall with size would fit a negative slope."""
     line = fit_line([(0.0, 1e6, 2e-3), (0.0, 2e6, 1e-3)])
     assert line.s_per_byte == 0 and line.overhead_s > 0
+
+
+@given(st.integers(1, 7), st.floats(8, 100), st.floats(1e-6, 1e-4), st.floats(1e-12, 1e-9), st.randoms())
+def test_sizes_of_a_second_slower_cluster_are_not_fitted(num_slow, ratio, overhead_s, s_per_byte, random):
+    """All but the largest size may wait; the record keeps their samples."""
+    sizes = [1e4 * 4**i for i in range(8)]
+    times = [(overhead_s + s_per_byte * size) * random.uniform(0.95, 1.05) for size in sizes]
+    slow = set(random.sample(range(7), num_slow))
+    slow = {i for i in slow if ratio * times[i] > 6 * times[-1]}  # the others may be work
+    samples = [(0.0, b, s * (ratio if i in slow else 1)) for i, (b, s) in enumerate(zip(sizes, times, strict=True))]
+    line = fit_line(samples)
+    assert line.samples == tuple(samples)
+    fitted = fit_line([sample for i, sample in enumerate(samples) if i not in slow])
+    assert (line.overhead_s, line.s_per_byte, line.r2) == (fitted.overhead_s, fitted.s_per_byte, fitted.r2)
+
+
+@given(st.lists(st.floats(0.46, 2.2), min_size=12, max_size=12))
+def test_noise_of_one_cluster_is_fitted_whole(noise):
+    """Nothing is left out that lies within a factor of five."""
+    flops = np.linspace(1e9, 1e10, 12).tolist()
+    samples = [(f, 0.0, 1e-3 * of) for f, of in zip(flops, noise, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit, "TROUBLED", float("inf"))
+        whole = fit_line(samples)
+    assert fit_line(samples) == whole
+
+
+def test_a_gpus_line_alone_is_no_slower_than_beside_a_busy_link():
+    """Samples that are hold waits for the host. A CPU's count, and those that agree: noise does not bias the line."""
+    beside = [(0.0, b, 2e-5 + 1e-12 * b) for b in (1e6, 1e7, 1e8)]
+    agree = [(0.0, b, 0.9 * s * noise) for (_, b, s), noise in zip(beside, (1.3, 0.7, 1.0), strict=True)]
+    waits = [(0.0, 5e7, 2.5e-4), (0.0, 9e7, 2.4e-4)]
+
+    def alone(samples, device):
+        return fit_hardware({"attend_alone": samples, "attend": beside}, name="x", device=device).lines["attend_alone"]
+
+    for samples in (agree, agree + waits):
+        line = alone(samples, "cuda")
+        assert replace(line, samples=()) == replace(fit_line(agree), samples=())
+        assert len(line.samples) == len(samples) and alone(samples, "cpu") == fit_line(samples)
+    assert alone(waits, "cuda").overhead_s == pytest.approx(2e-5)
 
 
 @pytest.mark.parametrize("samples", [[], [(1, 1, 0.0)], [(1, 1, -1.0)], [(1, float("nan"), 1.0)], [(-1, 1, 1.0)]])

@@ -34,7 +34,7 @@ from flexhybrid.jobs.compare.speed import LAST, Bench, MeasuredPolicy, PolicyRun
 from flexhybrid.jobs.machine import device_name, notes_on
 from flexhybrid.jobs.paths import check_writable
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk, with_earlier_disk
-from flexhybrid.jobs.profile.job import PROFILE_STEPS, measure_hardware
+from flexhybrid.jobs.profile.job import measure_hardware, profile_steps
 from flexhybrid.jobs.progress import Progress
 from flexhybrid.llm import LLM
 from flexhybrid.requests import load_tokenizer
@@ -72,14 +72,14 @@ EXACT_MINI_BATCH_TOKENS = 1024
 EXACT_POLICIES = 6
 
 
-def _num_steps(options: CompareOptions) -> int:
-    """Return the steps of the progress bar, with one profile."""
+def _num_steps(options: CompareOptions, profiling: int) -> int:
+    """Return the steps of the progress bar, with one profile of ``profiling`` steps."""
     extra = options.policy is not None
     if options.systems:
         num = len(options.systems) + extra
-        return PROFILE_STEPS + 1 + num + num * (2 + options.rounds)
+        return profiling + 1 + num + num * (2 + options.rounds)
     runs = 4 + extra + len(SWEEP)
-    return PROFILE_STEPS + 1 + EXACT_POLICIES + extra + runs * (1 + options.rounds) + 4 + extra
+    return profiling + 1 + EXACT_POLICIES + extra + runs * (1 + options.rounds) + 4 + extra
 
 
 def compare(options: CompareOptions, quiet: bool = False) -> dict:
@@ -93,7 +93,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         print(f"flexhybrid: {note}", file=sys.stderr)
     check_writable(options.out, RESULT_FILES)
     algorithm1 = None
-    with Progress(_num_steps(options), "profile", "step", quiet) as progress:
+    with Progress(_num_steps(options, profile_steps(setting.paced.device)), "profile", "step", quiet) as progress:
 
         def advance(label: str) -> None:
             progress.turn_to(label)
@@ -194,7 +194,7 @@ def _profile_and_search(
         rates = (rate for rate in LINK_LADDER[1:] if mixes(setting.search(slow.with_link_rate(rate))))
         if rate := next(rates, None):
             report.faster_link(link, rate)
-            progress.grow(PROFILE_STEPS)
+            progress.grow(profile_steps(setting.paced.device))
             setting, disagreements = profiled(rate, "Profile anew")
             result = setting.search(setting.machine)
     if setting.problem.shape.hidden >= SMALLEST_KEPT_HIDDEN:

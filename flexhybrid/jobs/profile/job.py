@@ -18,7 +18,13 @@ from flexhybrid.jobs.machine import device_name, free_budgets, machine_memories
 from flexhybrid.jobs.profile.disk import with_earlier_disk
 from flexhybrid.resolve import PacedDevice, free_device_memory, pick_device
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
-from flexhybrid.runtime.profiling.profile import RUNS, ProfileSamples, faster_cpu_dtype, profile, profiled_layers
+from flexhybrid.runtime.profiling.profile import (
+    ProfileSamples,
+    faster_cpu_dtype,
+    passes_of,
+    profile,
+    profiled_layers,
+)
 from sim import catalogue
 
 #: The model whose tasks are timed: OPT of hidden size 1,024 with a vocabulary of about 8,000.
@@ -52,7 +58,7 @@ def measure_hardware(
     """Profile and fit within ``budgets``; return the record and the sizes on which two passes disagreed.
 
     The record is saved to ``save_to`` (None: where ``policy="auto"`` looks). ``on_progress`` is called
-    ``PROFILE_STEPS`` times.
+    ``profile_steps`` times.
     """
     from policy_search.fit import fit_hardware
 
@@ -158,4 +164,6 @@ def _paced(key: str, line: Line, link_gb_per_s: float) -> Line:
     return replace(line, s_per_byte=max(line.s_per_byte, 1e-9 / link_gb_per_s))
 
 
-PROFILE_STEPS = 2 * len(RUNS)
+def profile_steps(device: torch.device) -> int:
+    """Return how often ``measure_hardware`` calls ``on_progress``."""
+    return sum(map(len, passes_of(device.type)))

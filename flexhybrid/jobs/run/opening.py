@@ -24,7 +24,7 @@ from flexhybrid.core.waves import check_smallest
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import free_budgets, notes_on
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
-from flexhybrid.jobs.profile.job import PROFILE_STEPS, measure_for_model, measured_dtype, model_profile_path
+from flexhybrid.jobs.profile.job import measure_for_model, measured_dtype, model_profile_path, profile_steps
 from flexhybrid.jobs.progress import Progress
 from flexhybrid.jobs.ray_cluster import Crew
 from flexhybrid.jobs.run.options import RunOptions
@@ -94,7 +94,7 @@ def model_arguments(
             check_smallest(Problem(shape=shape, dtype=stored, budgets=Budgets(**named), attention=in_place))
 
             def measured() -> Hardware:
-                with Progress(PROFILE_STEPS, "profile", " runs", options.quiet) as progress:
+                with Progress(profile_steps(paced.device), "profile", " runs", options.quiet) as progress:
                     progress.note("measuring this machine at the model's layer sizes; later runs take the record")
                     found = measure_for_model(
                         shape, asked.dtype, paced, lambda: progress.advance(1), Budgets(**budgets)

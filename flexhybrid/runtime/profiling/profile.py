@@ -2,16 +2,17 @@
 
 Kernels beside a busy link are slower than alone (on two CPU cores by a third), so no kernel is timed alone. A small
 model runs at several sizes, and the seconds of every task come from the traces. A few further runs keep all data on the
-device; they give separate lines for policies that move nothing. Each size is measured in two passes at different times,
-the mean of both is its sample, and sizes whose passes disagree are reported. Within a pass the mean counts as well: on
-a CPU the link's copies interrupt every few kernels, which a quantile would miss. With the better pass alone, seventeen
-of eighteen predictions were too early, because a run is long enough to meet a machine's slow moments.
-``policy_search.fit`` fits lines through the samples.
+device; they give separate lines for policies that move nothing. On a CPU each size is measured in two passes at
+different times, the mean of both is its sample, and sizes whose passes disagree are reported. Within a pass the mean
+counts as well: the link's copies interrupt every few kernels, which a quantile would miss. With the better pass alone,
+seventeen of eighteen predictions were too early, because a run is long enough to meet a machine's slow moments. A GPU
+has a clock of its own, and one pass of fewer runs. ``policy_search.fit`` fits lines through the samples.
 """
 
 import contextlib
 import functools
 import gc
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -117,6 +118,15 @@ SHARED = (
 )
 ALONE += _sharing(*_RESIDENT)
 RUNS = MIXES + SHARED + OTHERS + ALONE
+#: On a GPU: KV-Gen of about 10^10, 10^11 and 10^12 FLOP at OPT-6.7B's width, whose small sizes do not fill the device.
+GPU_RUNS = (MIXES[0], MIXES[3], _mix(16, 928, 1.00, 16), MIXES[6]) + SHARED + OTHERS + ALONE
+
+
+def passes_of(device: str) -> tuple[tuple[ProfileRun, ...], ...]:
+    """Return the runs of each pass over a "cpu" or a "cuda" device."""
+    return (GPU_RUNS,) if device == "cuda" else (RUNS, RUNS)
+
+
 #: Policies of which Python's time for a task is the mean, and the layers of the model that they run.
 LAUNCHED = _mix(4, 100, 0.50, 2).policy, ProfileRun(4, 100, 2, *_RESIDENT).policy
 LAUNCHED_SHAPE = replace(shape_by_name("opt-125m"), num_layers=32, hidden=64, ffn=64, vocab=64, num_kv_heads=2)
@@ -128,6 +138,9 @@ SHORTEST = 32  #: tokens of a context, below which no context is cut
 #: Times the median: longer samples are left out of the mean, as disturbed by other processes. Not three times: in a job
 #: one short task in ten waits that long for a thread or for Python's lock, and predictions were too early.
 OUTLIER = 10.0
+#: Of a GPU's times of a size: those below a gap of this ratio count, where an eighth lies on each side. The others wait
+#: for the host: the first layer of a step for its index tensors, 300 µs where 25 are work (an H200).
+CLUSTERS_APART, CLUSTER_SHARE = 3.0, 1 / 8
 DISAGREE = 1.15  #: ratio of two passes above which they are reported
 DECODE_SECONDS, DECODES = 0.4, 5  #: of each run and pass: the few steps of a small model could miss slow moments
 ANSWER, SHARED_ANSWER = 4, 8  #: tokens; where requests share a prefix, their batch is decoded once
@@ -173,14 +186,14 @@ def profile(
     device: torch.device,
     link_gb_per_s: float | None = None,
     on_progress: Callable[[], object] | None = None,
-    runs: Sequence[ProfileRun] = RUNS,
+    runs: Sequence[ProfileRun] | None = None,
     budgets: Budgets = NO_BUDGETS,
 ) -> ProfileSamples:
     """Measure this machine for models of this shape, by runs of a few of its layers with random weights.
 
-    ``on_progress`` is called 2 · len(runs) times. Contexts are cut to the model's positions, and runs to ``budgets``
-    (bytes by tier). Runs that the executor refuses for this model (rows that do not pack) are left out, and their verbs
-    have no line.
+    ``runs`` (None: ``passes_of`` the device) take part in as many passes. ``on_progress`` is called after each run.
+    Contexts are cut to the model's positions, and runs to ``budgets`` (bytes by tier). Runs that the executor refuses
+    for this model (rows that do not pack) are left out, and their verbs have no line.
     """
     small = profiled_layers(shape, GPU_LAYERS if device.type == "cuda" else 2)
     placed: dict[object, tuple[Weights, WeightSlots]] = {}  # of the latest bits and placement
@@ -193,22 +206,23 @@ def profile(
             placed[key] = weights, weights.make_slots()
         return placed[key]
 
-    passes: tuple[list[Stretch], list[Stretch]] = [], []
+    passes: list[list[Stretch]] = []
     links: list[list] = []
-    for stretches in passes:
-        for run in runs:
+    for of_pass in passes_of(device.type):
+        passes.append(stretches := [])
+        for run in of_pass if runs is None else runs:
             stretches += _run(small, weights_of, run, link_gb_per_s, budgets)
             gc.collect()  # reference cycles of a finished run keep its buffers
             if on_progress:
                 on_progress()
         links.append(_link_samples(device, link_gb_per_s))
-    mean_share = mean_left([*passes[0], *passes[1]])
+    mean_share = mean_left([stretch for stretches in passes for stretch in stretches])
     typical = []
     for stretches, link_samples in zip(passes, links, strict=True):
         times = kernel_times(stretches, mean_share, device.type)
         for key, seconds in link_samples:
             times.setdefault(key, []).append(seconds)
-        typical.append({key: _typical(samples) for key, samples in times.items()})
+        typical.append({key: _typical(samples, device.type) for key, samples in times.items()})
     result = typical_of_passes(*typical)
     result.samples[LAUNCHER] = [(0.0, 0.0, launch_seconds(shape, dtype, device))]
     # Verbs without samples only move memory, like assemble on the device (or attend in place) and scatter on the host.
@@ -271,24 +285,25 @@ def kernel_times(stretches: Sequence[Stretch], mean_share: float, device: str) -
     return times
 
 
-def typical_of_passes(first: dict[tuple, float], second: dict[tuple, float]) -> ProfileSamples:
-    """Return the mean of both passes, {(line key, flops, bytes): seconds}, and their disagreements."""
+def typical_of_passes(*passes: dict[tuple, float]) -> ProfileSamples:
+    """Return the mean of one or two passes, {(line key, flops, bytes): seconds}, and their disagreements."""
     result = ProfileSamples()
-    for key in sorted(first.keys() & second.keys()):
-        name, flops, num_bytes = key
-        better, worse = sorted((first[key], second[key]))
-        if worse > DISAGREE * better and worse > 1e-3:
-            result.disagreements.append(
-                f"{name} at {flops / 1e9:.2f} GFLOP, {num_bytes / 1e6:.1f} MB: {first[key] * 1e3:.2f} and "
-                f"{second[key] * 1e3:.2f} ms"
-            )
-        result.samples.setdefault(name, []).append((float(flops), float(num_bytes), (better + worse) / 2))
+    for key in sorted(set.intersection(*map(set, passes))):
+        (name, flops, num_bytes), seconds = key, [of[key] for of in passes]
+        if max(seconds) > max(DISAGREE * min(seconds), 1e-3):
+            times = " and ".join(f"{1e3 * of:.2f}" for of in seconds)
+            result.disagreements.append(f"{name} at {flops / 1e9:.2f} GFLOP, {num_bytes / 1e6:.1f} MB: {times} ms")
+        result.samples.setdefault(name, []).append((float(flops), float(num_bytes), sum(seconds) / len(seconds)))
     return result
 
 
-def _typical(samples: list[float]) -> float:
-    """Return the mean without outliers."""
-    times = np.array(samples)
+def _typical(samples: list[float], device: str) -> float:
+    """Return the mean without outliers; on a GPU, that of the lower of two clusters."""
+    times = np.sort(samples)
+    if device == "cuda" and len(least := times[: math.ceil(CLUSTER_SHARE * len(times))]) < len(times):
+        gaps = times[len(least) : len(times) - len(least) + 1] / times[len(least) - 1 : len(times) - len(least)]
+        if gaps.max() >= CLUSTERS_APART:
+            times = times[: len(least) + gaps.argmax()]
     return float(times[times <= OUTLIER * np.median(times)].mean())
 
 
