@@ -27,7 +27,6 @@ from experiments.bench.harness import Table, seconds_of
 from experiments.bench.host_kernels import bench_host_kernels
 from experiments.bench.kernels import bench_kernels
 from experiments.bench.launch import bench_launch
-from experiments.bench.load_order import bench_load_order
 from experiments.bench.models.layer_kinds import bench_layer_kinds
 from experiments.bench.models.module_path import bench_module_path
 from experiments.bench.models.path_speeds import bench_path_speeds
@@ -307,7 +306,6 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "host kernels": (bench_host_kernels,),
     "device": (bench_touching,),
     "executor": (bench_overlap,),
-    "load order": (bench_load_order,),
     "selection": (bench_selection,),
     "layers": (bench_layer_kinds,),
     "run": (bench_census, bench_run),
@@ -318,7 +316,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "speed": (bench_speed,),
     "cascade": (bench_cascade, bench_cluster),
 }
-TIMED = ("kernels", "executor", "load order", "selection", "packing", "speed")
+TIMED = ("kernels", "executor", "selection", "packing", "speed")
 
 
 def main() -> None:
