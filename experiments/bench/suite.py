@@ -34,7 +34,6 @@ from experiments.bench.overlap import bench_overlap
 from experiments.bench.predictions.simulator import bench_papers, bench_peer, bench_search_time
 from experiments.bench.queues.census import bench_census
 from experiments.bench.queues.forecast import bench_forecast
-from experiments.bench.queues.packing import bench_packing
 from experiments.bench.queues.prefixes import bench_prefixes
 from experiments.bench.queues.refill import bench_density, bench_queue_overlap, bench_refill
 from experiments.bench.queues.replanning import bench_replanning
@@ -312,11 +311,10 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "replanning": (bench_replanning,),
     "refill": (bench_refill, bench_queue_overlap, bench_density, bench_forecast),
     "prefixes": (bench_prefixes,),
-    "packing": (bench_packing,),
     "speed": (bench_speed,),
     "cascade": (bench_cascade, bench_cluster),
 }
-TIMED = ("kernels", "executor", "selection", "packing", "speed")
+TIMED = ("kernels", "executor", "selection", "speed")
 
 
 def main() -> None:
