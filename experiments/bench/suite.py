@@ -22,7 +22,6 @@ from experiments import token_ids
 from experiments.bench.cascade import bench_cascade
 from experiments.bench.cluster import bench_cluster
 from experiments.bench.compression import bench_compression
-from experiments.bench.device import bench_touching
 from experiments.bench.harness import Table, seconds_of
 from experiments.bench.host_kernels import bench_host_kernels
 from experiments.bench.kernels import bench_kernels
@@ -303,7 +302,6 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "modules": (bench_module_path, bench_path_speeds),
     "kernels": (lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),),
     "host kernels": (bench_host_kernels,),
-    "device": (bench_touching,),
     "executor": (bench_overlap,),
     "selection": (bench_selection,),
     "layers": (bench_layer_kinds,),
