@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from experiments import token_ids
 from experiments.bench.cascade import bench_cascade
 from experiments.bench.cluster import bench_cluster
 from experiments.bench.compression import bench_compression
@@ -39,29 +38,25 @@ from experiments.bench.queues.replanning import bench_replanning
 from experiments.bench.queues.run import bench_run
 from experiments.bench.selection import bench_selection
 from experiments.peers.flexgen_search import MACHINES
-from flexhybrid import shipped
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.trace import TraceEvent, check_trace
+from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.jobs.compare.job import INSIDE, LINK_LADDER
 from flexhybrid.jobs.compare.predicted import virtual_decode
 from flexhybrid.jobs.compare.setting import MIXES
 from flexhybrid.jobs.compare.speed import LAST, Bench, MeasuredPolicy, PolicyRun
 from flexhybrid.jobs.machine import device_name
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype, measure_hardware, profile_steps
-from flexhybrid.llm import LLM
 from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.session import random_prompts
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.threads import torch_threads
-from flexhybrid.sampling_params import SamplingParams
 from policy_search.search import SearchSettings, search
 from sim.array_clock import predict
 from sim.candidates import Candidates
@@ -119,26 +114,6 @@ def bench_search(table: Table, model: str, machine: str) -> None:
     table.at_most(f"search, {model} on {machine}, choices whose LP is solved", solved, 3, "%")
 
 
-def bench_exactness(table: Table) -> None:
-    """Compare the tokens of ten policies on the shipped checkpoint with transformers', in float32."""
-    folder = shipped.CHECKPOINT
-    with torch_threads(1):
-        reference = Reference(folder)
-        prompts = [token_ids(text) for text in shipped.prompts()]
-        expected = reference.generate(prompts, 24)
-        total = equal = excused = wrong = 0
-        for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-            for bound in (512, 2048):
-                llm = LLM(folder, hybrid(share, bound), device="cpu", dtype="float32")
-                answers = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0))
-                outcome = compare_tokens(reference, prompts, expected, [a.outputs[0].token_ids for a in answers if a])
-                total, equal = total + outcome.num_tokens, equal + outcome.num_equal
-                excused, wrong = excused + outcome.num_excused, wrong + bool(outcome.first_wrong)
-        table.at_most("exactness: unexcused differences over 10 policies", wrong, 0, "policies")
-        table.at_least("exactness: tokens equal to transformers'", 100 * equal / total, 99.9, "%")
-        table.at_most("exactness: excused tokens of 10,000", 1e4 * excused / total, 1, "tokens")
-
-
 # ---- speed -----------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +139,6 @@ class SpeedBench:
         placed = memory_plan(problem, self._policy(0.5), sizes)
         self.device_memory = total_bytes(placed)["device"] + 64 * 2**20
         self.num_violated, self.others_cpu_share = 0, []
-        self.last_trace: list[TraceEvent] = []
         self.shares = [i / 8 for i in range(9)]
         self.sweep = [self._contender(share) for share in self.shares]
 
@@ -224,7 +198,6 @@ class SpeedBench:
         for row in measured:
             self.num_violated += sum(bool(check_trace(trace)) for trace in (row.prefill_trace, *row.traces))
             self.others_cpu_share += row.others_cpu_share
-        self.last_trace = measured[-1].traces[0]
         return errors, searched.act_share
 
     def _add_overlap(self, row: MeasuredPolicy, rate: float, where: str) -> None:
@@ -259,7 +232,6 @@ def bench_speed(table: Table, dtype: str) -> None:
         if rate := next(rates, None):
             errors, _ = streamed.run(rate, "weights streamed, at a rate where the best is a mix")
             table.errors("virtual clock vs measured, where the best is a mix", errors, 8, 15)
-    bench_mutations(table, streamed.last_trace)
     num_violated, others = streamed.num_violated, streamed.others_cpu_share
     del streamed
     resident = SpeedBench(table, bar, dtype, 1.0)
@@ -269,35 +241,10 @@ def bench_speed(table: Table, dtype: str) -> None:
     bar.close()
 
 
-def bench_mutations(table: Table, trace: list[TraceEvent]) -> None:
-    """Count the violations that the checker finds in a real trace damaged in one place at a time."""
-    generator = np.random.default_rng(0)
-    loads = [n for n, event in enumerate(trace) if event.task.verb in ("load_kv", "load_act")]
-    seen = tried = 0
-    for index in generator.choice(loads[4:-4], 20, replace=False):
-        event = trace[index]
-        readers = [n for n in range(index + 1, len(trace)) if set(event.task.writes) & set(trace[n].task.reads)]
-        earlier = [n for n in range(index) if set(event.task.writes) & set(trace[n].task.reads)]
-        late = trace[readers[0]]
-        mutants = [
-            # read after write: the load ends after its reader has begun
-            {index: event._replace(end_s=(late.start_s + late.end_s) / 2)},
-            # write after read: the load begins while the last reader of the slot's old content is at work
-            {index: event._replace(start_s=(trace[earlier[-1]].start_s + trace[earlier[-1]].end_s) / 2)},
-            # write after write: two loads of one slot change places in time
-            {index: event._replace(start_s=late.end_s + 1.0, end_s=late.end_s + 2.0)},
-        ]
-        for mutant in mutants:
-            tried += 1
-            seen += bool(check_trace([mutant.get(n, e) for n, e in enumerate(trace)]))
-    table.at_least("mutations of a real trace that the checker sees", 100 * seen / tried, 100, "%")
-
-
 #: Parts by their names in ``--only``, in the order of a full run. A bench of TIMED also takes the compute dtype.
 PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "simulator": (bench_papers, bench_peer, bench_search_time),
     "model": (bench_closed_form, bench_launch),
-    "exactness": (bench_exactness,),
     "compression": (bench_compression,),
     "modules": (bench_module_path, bench_path_speeds),
     "kernels": (lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),),
