@@ -1,4 +1,4 @@
-"""Bench rows of cascades on a cluster: placement, simulated queues, and the cascade paper's energy ratios."""
+"""Bench rows of cascades on a cluster: placement, a million requests, and the cascade paper's energy ratios."""
 
 import time
 from functools import partial
@@ -11,7 +11,7 @@ from experiments.reproduce import registry
 from experiments.reproduce.cascade import setup as cascade_setup
 from experiments.reproduce.experiment import is_judged
 from flexhybrid.cascade.cluster.arrivals import poisson
-from flexhybrid.cascade.cluster.deployment import deploy, place
+from flexhybrid.cascade.cluster.deployment import deploy
 from flexhybrid.cascade.cluster.energy import POWER
 from flexhybrid.cascade.cluster.served import BatchLine, ServedModel, chain, even_cluster
 from flexhybrid.cascade.cluster.simulation import simulate
@@ -20,20 +20,11 @@ from flexhybrid.cascade.placement.search import MOST_LOAD, most_rate, plan
 SHAPES = ((64, 1), (16, 4), (8, 8))  #: hosts, GPUs of each
 SEEDS = range(4)
 PLANNED = 0.9  #: share of the highest rate for which models are placed
-#: servers, rho, service; mean latency in queueing theory as a multiple of the mean service: M/M/1, M/M/8 (Erlang's C)
-#: and M/D/1 (Pollaczek and Khinchine). tests/cascade derives these numbers.
-QUEUES = (
-    (1, 0.7, "exponential", 10 / 3),
-    (8, 0.85, "exponential", 1.4771407775124334),
-    (1, 0.7, "fixed", 13 / 6),
-)
-QUEUED = 500_000
 
 
 def bench_cluster(table: Table) -> None:
     """Add all rows."""
     bench_placement(table)
-    bench_queues(table)
     bench_million(table)
     bench_energy(table)
 
@@ -85,24 +76,6 @@ def _placed(hosts: int, gpus: int, seed: int):
     cluster = even_cluster(hosts, gpus, 16 * 2**30, 12.0, 1.25)
     rate = most_rate(models, flow, cluster, 64)
     return plan(models, flow, cluster, PLANNED * rate, 64, MOST_LOAD)
-
-
-def station(servers: int, seconds: float):
-    """Return a cluster of GPUs with a replica of one model on each."""
-    model = ServedModel("m", BatchLine(0.0, seconds), BatchLine(1.0, 0.0))
-    gpus = tuple((gpu,) for gpu in range(servers))
-    return place((model,), chain((1.0,)), even_cluster(servers, 1, 2**30, 10.0, 1.0), (gpus,))
-
-
-def bench_queues(table: Table) -> None:
-    """Compare mean latencies with queueing theory."""
-    service_s = 0.01
-    for servers, rho, service, services in QUEUES:
-        rate = rho * servers / service_s
-        simulated = simulate(station(servers, service_s), poisson(rate, QUEUED), POWER["t4"], service=service)
-        kind = "M" if service == "exponential" else "D"
-        error = 100 * abs(simulated.mean_latency_s / (services * service_s) - 1)
-        table.at_most(f"cluster simulation against M/{kind}/{servers}, rho {rho:g}, mean latency", error, 2, "%")
 
 
 def bench_million(table: Table) -> None:
