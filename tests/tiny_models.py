@@ -177,6 +177,33 @@ def save_tiny(folder: Path, model_type: str, seed: int = 1, **sizes: Any):
     return model
 
 
+def save_with_pictures(folder: Path, model_type: str, text_type: str, tied: bool = False, **more: Any):
+    """Save a random checkpoint that takes pictures, of this type around a tiny text part; return transformers' model.
+
+    ``more``: fields of its configuration.
+    """
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    seeing = {"model_type": CONFIG_MAPPING[model_type]().vision_config.model_type, "image_size": 28, "patch_size": 14}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = CONFIG_MAPPING[model_type](
+        text_config=tiny_config(text_type).to_dict(),
+        vision_config=sizes | seeing,
+        tie_word_embeddings=tied,
+        **{"image_token_index" if model_type == "mistral3" else "image_token_id": 96},
+        **more,
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(1)
+    model = AutoModelForImageTextToText.from_config(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.25) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return model
+
+
 def greedy(model, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
     """Return the tokens that transformers' own generate answers, each prompt by itself; none ends an answer."""
     model.generation_config.eos_token_id = None

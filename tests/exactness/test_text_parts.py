@@ -6,7 +6,7 @@ import pytest
 import torch
 from runs import run_wave
 from safetensors.torch import load_file, save_file
-from tiny_models import greedy, save_tiny, tiny_config
+from tiny_models import greedy, save_tiny, save_with_pictures
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.jobs.doctor import doctor
@@ -19,36 +19,13 @@ from sim.presets import hybrid, kv_only
 pytest.importorskip("greenlet")
 
 PROMPTS = [[5, 9, 33, 2, 17, 60, 8, 44, 71, 3, 3, 90, 18, 25, 31, 12, 7], [4, 8, 15, 16, 23]]
-VISION = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, patch_size=14)
-
-
-def save_whole(folder, model_type: str, text_type: str, tied: bool):
-    """Save a tiny random model that takes pictures; return it."""
-    from transformers import AutoModelForImageTextToText
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    seeing = CONFIG_MAPPING[model_type]().vision_config.model_type
-    config = CONFIG_MAPPING[model_type](
-        text_config=tiny_config(text_type).to_dict(),
-        vision_config=dict(VISION, model_type=seeing, image_size=28),
-        tie_word_embeddings=tied,
-        **{"image_token_index" if model_type == "mistral3" else "image_token_id": 96},
-    )
-    config._attn_implementation = "eager"
-    torch.manual_seed(1)
-    model = AutoModelForImageTextToText.from_config(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.25) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return model
 
 
 @pytest.mark.parametrize(
     "model_type, text_type, tied", [("gemma3", "gemma3_text", True), ("mistral3", "mistral", False)]
 )
 def test_the_text_part_gives_the_whole_models_tokens(tmp_path, model_type, text_type, tied):
-    expected = greedy(save_whole(tmp_path, model_type, text_type, tied), PROMPTS, 8)
+    expected = greedy(save_with_pictures(tmp_path, model_type, text_type, tied), PROMPTS, 8)
     file = tmp_path / "model.safetensors"
     for names in (
         str,

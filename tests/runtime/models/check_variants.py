@@ -19,7 +19,7 @@ import torch
 from models import edit_config, loaded
 from runs import run_wave
 from safetensors.torch import load_file, save_file
-from tiny_models import greedy, save_tiny, tiny_config
+from tiny_models import greedy, save_tiny, save_with_pictures
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -53,7 +53,6 @@ KINDS = [
 ]
 SHORT, MAX_TOKENS = [[5, 9, 33, 2, 17], [42] * 21], 6
 LONG = [list(range(3, 63)), list(range(3, 60)) * 2]
-VISION = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, patch_size=14)
 
 
 def plain(folder: Path, kind: str) -> Any:
@@ -74,24 +73,7 @@ def scaled(folder: Path, kind: str) -> Any:
 
 def nested(folder: Path, kind: str) -> Any:
     """The text part of a model that takes pictures."""
-    from transformers import AutoModelForImageTextToText, LlavaConfig
-
-    text = tiny_config(kind).to_dict()
-    config = LlavaConfig(
-        text_config=text,
-        vision_config=dict(VISION, model_type="clip_vision_model", image_size=28),
-        tie_word_embeddings=False,
-        image_token_id=96,
-        vision_feature_layer=-1,
-    )
-    config._attn_implementation = "eager"
-    torch.manual_seed(1)
-    model = AutoModelForImageTextToText.from_config(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.25) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
-    return model
+    return save_with_pictures(folder, "llava", kind, vision_feature_layer=-1)
 
 
 def fp8_without_config(folder: Path, kind: str) -> Any:
