@@ -1,6 +1,7 @@
 """--engine ray: the page's commands give the local engine's files, with an actor or a worker killed under way."""
 
 import functools
+import io
 import json
 import os
 import shlex
@@ -254,6 +255,28 @@ def test_an_actor_gives_the_same_messages_when_a_batch_is_done_again(tiny, tmp_p
     for wrong, words in (({"model": tiny / "none"}, "none"), ({"layer_bytes": {"device": 5}}, "that were planned")):
         (trouble,) = Actor(config(tiny, **wrong))(batch)
         assert words in trouble.to_pylist()[0]["error"]
+
+
+def test_an_actor_plans_the_lengths_and_log_probabilities_that_the_job_counts(tiny):
+    from flexhybrid.batch.census import take_census
+    from flexhybrid.jobs.run.remote import RemoteBatch
+
+    asked = [{"max_tokens": 5}, {"n": 3, "max_tokens": 9, "logprobs": 4}, {"max_tokens": 500, "prompt_logprobs": 2}]
+    bodies = [{"prompt": list(range(3, 9 + i))} | one for i, one in enumerate(asked)]
+    form = {"method": "POST", "url": "/v1/completions"}
+    lines = [json.dumps(form | {"custom_id": str(i), "body": body}).encode() for i, body in enumerate(bodies)]
+    sent = config(tiny)
+    with LLM.from_arguments(sent.llm) as llm:
+        read = sent.rules.reader(llm.codec)
+        census = take_census(io.BytesIO(b"\n".join(lines)), read, llm.shape.max_context)
+        for chosen in ([0, 1, 2], [0], [1], [2, 0]):
+            row = {"numbers": [place + 1 for place in chosen], "lines": [lines[place] for place in chosen]}
+            found = RemoteBatch(llm, read, sent, row, print).workload(np.array(chosen))
+            counted = census.workload(np.array(chosen))
+            assert found.prompt_tokens.tolist() == counted.prompt_tokens.tolist()
+            assert found.max_tokens.tolist() == counted.max_tokens.tolist()
+            assert found.noted[1] == counted.noted[1] and found.noted[0] <= counted.noted[0]
+            assert bool(found.noted[0]) == bool(counted.noted[0])
 
 
 @pytest.mark.parametrize(

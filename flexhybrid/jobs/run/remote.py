@@ -40,6 +40,7 @@ from flexhybrid.jobs.run.forecast import Forecast
 from flexhybrid.jobs.run.remote_read import BATCH, LINES, read_lines
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
+from flexhybrid.sampling_params import noted_bytes
 from sim.answer_lengths import ObservedAnswers
 
 BATCH_LINES = 8192  #: lines of a batch, which an actor answers as one queue; Ray gives them anew if it dies
@@ -242,8 +243,12 @@ class RemoteBatch:
         requests = [self._requests[number] for number in (places + 1).tolist()]
         prompts = np.array([len(request.token_ids) for request in requests])
         limits = np.array([request.params.max_tokens or max_context for request in requests])
+        limits = np.minimum(limits, max_context - prompts)
         each = np.repeat(np.arange(len(requests)), self.num_answers(places))
-        return Workload(prompts[each], np.minimum(limits, max_context - prompts)[each])
+        sizes = zip(prompts.tolist(), limits.tolist(), strict=True)
+        noted = [noted_bytes(request.params, *of) for request, of in zip(requests, sizes, strict=True)]
+        token, line = (max(of) for of in zip(*noted, strict=True))
+        return Workload(prompts[each], limits[each], noted=(token, line))
 
     def num_answers(self, places: np.ndarray) -> np.ndarray:
         return np.array([self._requests[number].params.n for number in (places + 1).tolist()])
