@@ -96,7 +96,7 @@ class HiddenStates:
         allocator would give their memory to another tensor.
         """
         if self.on_host:
-            self.slot(task, len(hidden_Rh)).copy_(hidden_Rh)
+            put(self.slot(task, len(hidden_Rh)), hidden_Rh)
         else:
             self.rows[self._key(task)] = hidden_Rh
 
@@ -274,6 +274,12 @@ def _free_chunks(values: dict[Any, Any], mini_batch: int) -> None:
     """Free what belongs to later chunks of a mini-batch's prompts; keys begin with mini-batch and chunk."""
     for key in [key for key in values if key[0] == mini_batch and key[1]]:
         del values[key]
+
+
+def put(target: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copy rows to where they are kept, unless they were computed there."""
+    if target.data_ptr() != rows.data_ptr():
+        target.copy_(rows)
 
 
 def step_key(task: Task) -> tuple[int, int]:

@@ -11,12 +11,12 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from fake_cuda.device import DEVICE, Illegal, fake_cuda
+from fake_cuda.device import DEVICE, Device, Illegal, fake_cuda
 from fake_cuda.reserved import graphs_of
 from fake_cuda.test_attention_in_place import IN_PLACE
 from fake_cuda.test_streams import EVERYWHERE, POLICIES, check_clean, run_under
-from models import InMemory, save_llama
-from oracles import attend_table
+from models import InMemory, save_llama, save_opt
+from oracles import attend_table, rows_as_operations
 
 from experiments.bench.harness import Table
 from experiments.gpu import bench
@@ -36,7 +36,9 @@ from flexhybrid.runtime import issuing
 from flexhybrid.runtime.cuda import CudaStream
 from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.executor import HiddenStates, step_key
+from flexhybrid.runtime.kernels import norms
 from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.models import opt
 from flexhybrid.runtime.profiling import attention_paths
 from flexhybrid.runtime.profiling import profile as profiling
 from flexhybrid.runtime.step_tensors import computed_positions
@@ -247,6 +249,73 @@ def test_no_garbage_is_collected_in_a_capture(case, monkeypatch):
     with fake_cuda():
         assert run(source, policy).tokens == expected
     assert noted == {(True, False), (False, True)} and gc.isenabled()
+
+
+def launches_of_layers(monkeypatch) -> list[list[str]]:
+    """Return what each graph that is captured launches, by name."""
+    captured, run_on, begin = [], Device.run, torch.cuda.CUDAGraph.capture_begin
+
+    def begun(graph, *given, **named):
+        begin(graph, *given, **named)
+        captured.append([])
+
+    def noted(device, stream, func, args, kwargs):
+        if stream.captured:
+            captured[-1].append(func.overloadpacket.__name__)
+        return run_on(device, stream, func, args, kwargs)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begun)
+    monkeypatch.setattr(Device, "run", noted)
+    return captured
+
+
+#: Of a layer of OPT whose context is read whole; where it is read in parts, a second kernel of attention adds them up.
+PROJECT, FINISH = ("layer_norm", "addmm"), ("attend", "linear", "norm", "_addmm_activation", "addmm_")
+LAUNCHES = {
+    "KV": (ON_DEVICE, {(*PROJECT, *FINISH, "index_put_")}),
+    "KV and ACT": (  # which rows a store takes is looked up; ACT go by way of staging
+        replace(ON_DEVICE, cache={"kv@device": 0.5, "act@device": 0.5}),
+        {
+            (*PROJECT, "index_select", *FINISH, "index_put_", "index", "index_put_"),
+            (*PROJECT, "copy_", *FINISH, "index_put_"),
+            (*PROJECT, *FINISH, "index_put_"),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_a_decode_layer_of_opt_is_eight_kernels(tmp_path, monkeypatch, name):
+    """Its results lie where the next layer reads them, its keys and values go to their blocks from the projection."""
+    policy, launches = LAUNCHES[name]
+    expected = InMemory(save_opt(tmp_path, layers=3)).generate(PROMPTS, max(MAX_TOKENS), ignore_eos=True)
+    monkeypatch.setattr(norms, "kernels_for", lambda rows: rows_as_operations)
+    with fake_cuda() as watch, pytest.MonkeyPatch.context() as within:
+        captured = launches_of_layers(within)
+        result = run(Checkpoint(tmp_path), policy, keep_trace=False)
+    assert result.tokens == [t[:n] for t, n in zip(expected, MAX_TOKENS, strict=True)]
+    assert dict(watch.order.faults) == {}
+    assert {*map(tuple, captured)} - {()} == launches
+
+
+def test_residuals_that_products_add_are_no_less_exact_than_plain_torchs(tmp_path):
+    """In bfloat16, against float64: a product that adds to the residual is not rounded before."""
+    save_opt(tmp_path, layers=1, heads=4, head_dim=32, ffn=512)
+    source = Checkpoint(tmp_path)
+    w64 = {name: (t.double(),) for name, _, t in source.layer_tensors(0)}
+    w16 = {name: (part.bfloat16(),) for name, (part,) in w64.items()}
+    w64 = {name: (part.double(),) for name, (part,) in w16.items()}
+    hidden, attended = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = opt.finish(source.shape, w64, hidden.double(), attended.double())
+    plain = opt.finish(source.shape, w16, hidden, attended)
+    with fake_cuda(deferred=False):
+        there = {name: (part.cuda(),) for name, (part,) in w16.items()}
+        rows = hidden.cuda()
+        fused = opt.finish(source.shape, there, rows, attended.cuda())
+        assert fused.data_ptr() == rows.data_ptr()
+        fused = fused.cpu()
+    error, of_plain = ((ours.double() - exact).square().mean().sqrt() for ours in (fused, plain))
+    assert 0 < error <= of_plain
 
 
 # ---- faults that must be found

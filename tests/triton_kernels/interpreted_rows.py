@@ -36,18 +36,36 @@ def test_norms_of_whole_numbers_have_the_bits_of_plain_torch(dtype, n):
     generator = torch.Generator().manual_seed(n)
     rows, added = (torch.randint(-9, 10, (4, n + 3), generator=generator).to(dtype)[:, :n] for _ in range(2))
     weight = drawn(n, dtype=dtype)
-    summed, normed = rows_triton.norm(rows, added, weight, 1e-5)
-    assert torch.equal(summed, rows + added) and torch.equal(normed, norms.rms_norm(rows + added, weight, 1e-5))
-    alone, normed = rows_triton.norm(rows, None, weight, 1e-5)
-    assert alone is rows and torch.equal(normed, norms.rms_norm(rows, weight, 1e-5))
+    assert torch.equal(rows_triton.norm(rows, None, weight, 1e-5), norms.rms_norm(rows, weight, 1e-5))
+    summed = rows + added
+    assert torch.equal(rows_triton.norm(rows, added, weight, 1e-5), norms.rms_norm(summed, weight, 1e-5))
+    assert torch.equal(rows, summed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_are_plain_torchs_but_for_the_order_of_the_sum(dtype):
     rows, added, weight = drawn(5, 200, dtype=dtype), drawn(5, 200, dtype=dtype, seed=1), drawn(200, dtype=dtype)
-    summed, normed = rows_triton.norm(rows, added, weight, 1e-5)
-    assert torch.equal(summed, rows + added)
-    torch.testing.assert_close(normed, norms.rms_norm(rows + added, weight, 1e-5), rtol=norms.CLOSE[dtype], atol=0)
+    summed = rows + added
+    wanted = norms.rms_norm(summed, weight, 1e-5)
+    torch.testing.assert_close(rows_triton.norm(rows, added, weight, 1e-5), wanted, rtol=norms.CLOSE[dtype], atol=0)
+    assert torch.equal(rows, summed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("n", [200, 256])
+def test_layer_norms_are_those_of_float64_rounded_to_the_dtype(dtype, n):
+    """Their sums are rounded once, with what is to be added to them later; what lies between rows stays."""
+    held, added = 3 * drawn(5, n + 3, dtype=dtype) + 2, drawn(5, n, dtype=dtype, seed=1)
+    rows, before = held[:, :n], held.clone()
+    weight, bias, later = drawn(3, n, dtype=dtype, seed=2)
+    ours = rows_triton.norm(rows, added, weight, 1e-5, (bias, later))
+    summed = (before[:, :n] + added).double()
+    apart = summed - summed.mean(1, keepdim=True)
+    wanted = apart / (apart.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double() + bias.double()
+    torch.testing.assert_close(ours, wanted.to(dtype), rtol=norms.CLOSE[dtype], atol=norms.SMALL)
+    exact = before[:, :n].double() + added.double() + later.double()
+    assert torch.equal(rows, exact.float().to(dtype) if dtype != torch.float32 else before[:, :n] + added + later)
+    assert torch.equal(held[:, n:], before[:, n:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -38,12 +38,13 @@ def test_the_arithmetic_is_plain_torchs():
 def test_the_kernels_compile_without_spilling_and_contract_nothing(architecture, dtype, tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     own = POINTERS[dtype]
-    rows = dict.fromkeys(("rows", "added", "weight", "summed", "normed", "cos", "sin", "gate", "up"), own)
+    rows = dict.fromkeys(("rows", "added", "weight", "bias", "later", "normed", "cos", "sin", "gate", "up"), own)
     types = rows | dict.fromkeys(("rows_stride", "added_stride", "cos_stride", "sin_stride", "count"), "i64")
     heads = {"FIRST": 0, "COUNT": 8, "OTHER": 2048, "ALL": 40, "D": 128, "HEADS": 64, "WIDTH": 64}
     cases = (
-        (rows_triton._norm_kernel, {"N": 8192, "WIDTH": 8192, "ADDS": True}, {"num_warps": 16}),
-        (rows_triton._norm_kernel, {"N": 80, "WIDTH": 128, "ADDS": False}, {"num_warps": 1}),
+        (rows_triton._norm_kernel, {"N": 8192, "WIDTH": 8192, "ADDS": True, "BIASES": False}, {"num_warps": 16}),
+        (rows_triton._norm_kernel, {"N": 7168, "WIDTH": 8192, "ADDS": True, "BIASES": True}, {"num_warps": 16}),
+        (rows_triton._norm_kernel, {"N": 80, "WIDTH": 128, "ADDS": False, "BIASES": False}, {"num_warps": 1}),
         (rows_triton._rotate_kernel, heads, {}),
         (rows_triton._gate_kernel, {"ELEMENTS": rows_triton.ELEMENTS}, {}),
     )
@@ -133,9 +134,10 @@ def torch_runs_plain() -> bool:
     return _get_current_dispatch_mode() is None
 
 
-def plain_norm(rows, added, weight, eps):
-    summed = rows if added is None else rows + added
-    return summed, norms.rms_norm(summed, weight, eps)
+def plain_norm(rows, added, weight, eps, biases=None):
+    if biases:
+        return norms.add_and_layer_norm_(rows, added, (weight, biases[0]), eps, biases[1])
+    return norms.rms_norm(rows if added is None else rows.add_(added), weight, eps)
 
 
 def plain_rotation(rows, spans, rotation):

@@ -1,4 +1,4 @@
-"""RMSNorm and gated activation, number for number as transformers has them; on CUDA a kernel each
+"""Norms and gated activation, number for number as transformers has them; on CUDA a kernel each
 (``kernels.rows_triton``), where those give plain torch's results."""
 
 from __future__ import annotations
@@ -13,25 +13,41 @@ import torch.nn.functional as F
 #: Largest error of a kernel, as a share of the value: units in the last place of each dtype.
 CLOSE = {torch.float32: 4 * 2.0**-23, torch.bfloat16: 2 * 2.0**-7, torch.float16: 2 * 2.0**-10}
 
+SMALL = 1e-5  #: and of a LayerNorm, whose rows have a variance of 1
+
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return rows [..., n] of mean square 1, scaled by weight [n]: the mean in float32, rounded to the rows' dtype
     before the scale."""
     if rows.dim() == 2 and (kernels := kernels_for(rows)):
-        return kernels.norm(rows, None, weight, eps)[1]
+        return kernels.norm(rows, None, weight, eps)
     wide = rows.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(rows.dtype)
 
 
-def add_and_norm(
-    rows_Rn: torch.Tensor, added_Rn: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of both, and its ``rms_norm``."""
+def add_and_norm_(rows_Rn: torch.Tensor, added_Rn: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Put the sum of both in the place of the rows, and return its ``rms_norm``."""
     if kernels := kernels_for(rows_Rn):
         return kernels.norm(rows_Rn, added_Rn, weight, eps)
-    rows_Rn = rows_Rn + added_Rn
-    return rows_Rn, rms_norm(rows_Rn, weight, eps)
+    return rms_norm(rows_Rn.add_(added_Rn), weight, eps)
+
+
+def add_and_layer_norm_(
+    rows_Rn: torch.Tensor,
+    added_Rn: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    later: torch.Tensor,
+) -> torch.Tensor:
+    """Return the LayerNorm of the sum of both; put the sum, with ``later`` [n] added, in the place of the rows.
+    ``norm``: weight and bias."""
+    if kernels := kernels_for(rows_Rn):
+        return kernels.norm(rows_Rn, added_Rn, norm[0], eps, (norm[1], later))
+    wide = rows_Rn.float() + added_Rn
+    summed = wide.to(rows_Rn.dtype)
+    rows_Rn.copy_(wide + later)  # rounded once: what is added next is a product that nothing has rounded
+    return F.layer_norm(summed, summed.shape[-1:], *norm, eps)
 
 
 def gate_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -67,12 +83,14 @@ def _proven_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | No
 
 def prove(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> None:
     """Raise ArithmeticError where results for trial rows differ from plain torch's on the CPU: those of residuals and
-    rotations by a bit, others by more than CLOSE."""
+    rotations by a bit, others by more than CLOSE, and a LayerNorm by more than SMALL beside it."""
     generator = torch.Generator().manual_seed(0)
     rows, added, factors = torch.randn(3, 3, 3 * 80, generator=generator, dtype=torch.float32).to(dtype)
     cos, sin = torch.randn(2, 3, 80, generator=generator, dtype=torch.float32).to(dtype)
-    there, added_there, turned = (tensor.to(device) for tensor in (rows, added, rows.clone()))
-    summed, normed = kernels.norm(there, added_there, factors[0].to(device), 1e-5)
+    there, added_there, weights = (tensor.to(device) for tensor in (rows, added, factors))
+    summed, residual, turned = there.clone(), there.clone(), there.clone()
+    normed = kernels.norm(summed, added_there, weights[0], 1e-5)
+    layer = kernels.norm(residual, added_there, weights[0], 1e-5, (weights[1], weights[2]))
     kernels.rotate_(turned, ((0, 1), (160, 1)), (cos.to(device), sin.to(device)))
     wanted_turned = rows.clone()
     a, b = wanted_turned.view(3, 3, 2, 40)[:, ::2].unbind(2)
@@ -80,8 +98,12 @@ def prove(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> None
     turned_a, turned_b = a * c - b * s, b * c + a * s
     a.copy_(turned_a)
     b.copy_(turned_b)
-    wanted, wanted_normed = add_and_norm(rows, added, factors[0], 1e-5)
-    same = torch.equal(summed.cpu(), wanted) and torch.equal(turned.cpu(), wanted_turned)
+    wanted, wanted_residual = rows.clone(), rows.clone()
+    wanted_normed = add_and_norm_(wanted, added, factors[0], 1e-5)
+    wanted_layer = add_and_layer_norm_(wanted_residual, added, (factors[0], factors[1]), 1e-5, factors[2])
+    same = (summed, wanted), (turned, wanted_turned), (residual, wanted_residual)
     pairs = ((normed, wanted_normed), (kernels.gate_(there.clone(), added_there), gate_(rows.clone(), added)))
-    if not same or not all(torch.allclose(ours.cpu(), theirs, CLOSE[dtype], 0) for ours, theirs in pairs):
+    exact = all(torch.equal(ours.cpu(), theirs) for ours, theirs in same)
+    close = all(torch.allclose(ours.cpu(), theirs, CLOSE[dtype], 0) for ours, theirs in pairs)
+    if not (exact and close and torch.allclose(layer.cpu(), wanted_layer, CLOSE[dtype], SMALL)):
         raise ArithmeticError("on trial rows its results differ from plain torch's")

@@ -1,5 +1,6 @@
-"""What a layer does to each row by itself, a kernel each on CUDA: RMSNorm, with the residual before it, rotation of
-keys and queries, and the gated activation (plain torch and the choice: ``kernels.norms``, ``kernels.rotary``).
+"""What a layer does to each row by itself, a kernel each on CUDA: RMSNorm or LayerNorm, with the residual before it,
+rotation of keys and queries, and the gated activation (plain torch and the choice: ``kernels.norms``,
+``kernels.rotary``).
 
 **Bits.** Every product and sum is rounded to the rows' dtype where plain torch rounds it; nothing is contracted.
 Residuals and rotations have plain torch's bits. A mean of squares is added up in another order, and the exponential is
@@ -22,14 +23,19 @@ OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 def norm(
-    rows_Rn: torch.Tensor, added_Rn: torch.Tensor | None, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of both, or the rows themselves, and its rows of mean square 1 scaled by ``weight``."""
+    rows_Rn: torch.Tensor,
+    added_Rn: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Return rows of mean square 1 scaled by ``weight``: the rows themselves, or the sum of both, which takes their
+    place. With ``biases`` this is a LayerNorm with the first; the second is added to the sum that takes their place."""
     n, normed = rows_Rn.shape[1], torch.empty_like(rows_Rn, memory_format=torch.contiguous_format)
-    added = rows_Rn if added_Rn is None else added_Rn
-    summed = rows_Rn if added_Rn is None else torch.empty_like(normed)
+    added, (bias, later) = rows_Rn if added_Rn is None else added_Rn, biases or (weight, weight)
     alike = added.shape == rows_Rn.shape and added.dtype == rows_Rn.dtype and added.stride(1) == 1
-    demand("norm", rows=rows_Rn.stride(1) == 1, added=alike, weight=weight.shape == (n,) and weight.is_contiguous())
+    factors = all(of.shape == (n,) and of.is_contiguous() for of in (weight, bias, later))
+    demand("norm", rows=rows_Rn.stride(1) == 1, added=alike, weight=factors)
     width = triton.next_power_of_2(n)
     warps = min(16, max(1, width // 512))
     with torch.cuda.device_of(rows_Rn):
@@ -37,7 +43,8 @@ def norm(
             rows_Rn,
             added,
             weight,
-            summed,
+            bias,
+            later,
             normed,
             rows_stride=rows_Rn.stride(0),
             added_stride=added.stride(0),
@@ -45,9 +52,10 @@ def norm(
             N=n,
             WIDTH=width,
             ADDS=added_Rn is not None,
+            BIASES=biases is not None,
             **OPTIONS | {"num_warps": warps},
         )
-    return summed, normed
+    return normed
 
 
 def rotate_(
@@ -91,19 +99,27 @@ def gate_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 @triton.jit(do_not_specialize=["rows_stride", "added_stride"])
 def _norm_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
-    rows, added, weight, summed, normed, rows_stride: tl.int64, added_stride: tl.int64, eps: tl.float32,
-    N: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl.constexpr,
+    rows, added, weight, bias, later, normed, rows_stride: tl.int64, added_stride: tl.int64, eps: tl.float32,
+    N: tl.constexpr, WIDTH: tl.constexpr, ADDS: tl.constexpr, BIASES: tl.constexpr,
 ):  # fmt: skip
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     own = tl.load(rows + row * rows_stride + at, mask=at < N, other=0.0)
     if ADDS:
         other = tl.load(added + row * added_stride + at, mask=at < N, other=0.0)
-        own = (own.to(tl.float32) + other.to(tl.float32)).to(rows.dtype.element_ty)
-        tl.store(summed + row * N + at, own, mask=at < N)
+        total = own.to(tl.float32) + other.to(tl.float32)
+        own = total.to(rows.dtype.element_ty)
+        if BIASES:  # rounded once: what is added to it next is a product that nothing rounds before
+            total += tl.load(later + at, mask=at < N, other=0.0).to(tl.float32)
+        tl.store(rows + row * rows_stride + at, total.to(rows.dtype.element_ty), mask=at < N)
     wide = own.to(tl.float32)
+    if BIASES:
+        wide = tl.where(at < N, wide - tl.sum(wide, 0) * (1.0 / N), 0.0)
     scaled = wide * tl.rsqrt(tl.sum(wide * wide, 0) * (1.0 / N) + eps)
     factor = tl.load(weight + at, mask=at < N, other=0.0).to(tl.float32)
-    scaled = factor * scaled.to(rows.dtype.element_ty).to(tl.float32)
+    if BIASES:
+        scaled = factor * scaled + tl.load(bias + at, mask=at < N, other=0.0).to(tl.float32)
+    else:
+        scaled = factor * scaled.to(rows.dtype.element_ty).to(tl.float32)
     tl.store(normed + row * N + at, scaled.to(normed.dtype.element_ty), mask=at < N)
 
 

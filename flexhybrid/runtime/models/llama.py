@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.runtime.kernels.norms import add_and_norm, gate_, rms_norm
-from flexhybrid.runtime.storage.parts import Parts, linear
+from flexhybrid.runtime.kernels.norms import add_and_norm_, gate_, rms_norm
+from flexhybrid.runtime.storage.parts import Parts, add_linear_, linear
 
 #: Names that may stand before "layers." and "embed_tokens" in a checkpoint.
 PREFIXES = ("model.", "")
@@ -69,11 +69,12 @@ def attention_input(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Ten
 
 
 def finish(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """Output projection and gated feed-forward with their residuals: [R, h] -> [R, h]; ``attended`` is [R, H·d]."""
+    """Output projection and gated feed-forward with their residuals, in place of the hidden states [R, h]; return
+    them. ``attended`` is [R, H·d]."""
     projected = linear(attended, w["o.weight"], None)
-    hidden_Rh, inner = add_and_norm(hidden_Rh, projected, w["norm2.weight"][0], shape.norm_eps)
+    inner = add_and_norm_(hidden_Rh, projected, w["norm2.weight"][0], shape.norm_eps)
     gated = gate_(linear(inner, w["gate.weight"], None), linear(inner, w["up.weight"], None))
-    return hidden_Rh + linear(gated, w["down.weight"], None)
+    return add_linear_(hidden_Rh, gated, w["down.weight"])
 
 
 def head(shape: ModelShape, outer: dict[str, torch.Tensor], hidden_Bh: torch.Tensor) -> torch.Tensor:

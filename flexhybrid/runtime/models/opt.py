@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from flexhybrid.core.model.shape import OPT_POSITION_OFFSET, ModelShape
-from flexhybrid.runtime.storage.parts import Parts, linear
+from flexhybrid.runtime.kernels.norms import add_and_layer_norm_
+from flexhybrid.runtime.storage.parts import Parts, add_linear_, linear, linear_relu
 
 #: Names that may stand before "layers." and "embed_tokens" in a checkpoint.
 PREFIXES = ("model.decoder.", "decoder.", "")
@@ -68,11 +69,16 @@ def attention_input(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Ten
 
 def finish(shape: ModelShape, w: dict[str, Parts], hidden_Rh: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """Output projection and feed-forward network with their residuals: [R, h] -> [R, h]; ``attended`` is [R, H·d]."""
-    hidden_Rh = hidden_Rh + linear(attended, w["o.weight"], w["o.bias"][0])
+    projected = linear(attended, w["o.weight"], w["o.bias"][0])
+    if shape.pre_norm and hidden_Rh.is_cuda:  # in place of the hidden states: three kernels
+        norm = w["norm2.weight"][0], w["norm2.bias"][0]
+        inner = add_and_layer_norm_(hidden_Rh, projected, norm, shape.norm_eps, w["down.bias"][0])
+        return add_linear_(hidden_Rh, linear_relu(inner, w["up.weight"], w["up.bias"][0]), w["down.weight"])
+    hidden_Rh = hidden_Rh + projected
     if not shape.pre_norm:
         hidden_Rh = _norm(shape, hidden_Rh, w, "norm1")
     inner = _norm(shape, hidden_Rh, w, "norm2") if shape.pre_norm else hidden_Rh
-    inner = F.relu_(linear(inner, w["up.weight"], w["up.bias"][0]))
+    inner = linear_relu(inner, w["up.weight"], w["up.bias"][0])
     hidden_Rh = hidden_Rh + linear(inner, w["down.weight"], w["down.bias"][0])
     return hidden_Rh if shape.pre_norm else _norm(shape, hidden_Rh, w, "norm2")
 

@@ -18,3 +18,21 @@ def linear(
         return torch.mm(rows, matrix, out=out) if bias is None else torch.addmm(bias, rows, matrix, out=out)
     product = torch.cat([F.linear(rows, part) for part in parts], dim=-1, out=out)
     return product if bias is None else product.add_(bias)
+
+
+def linear_relu(rows: torch.Tensor, parts: Parts, bias: torch.Tensor) -> torch.Tensor:
+    """Return what of ``linear`` is positive, else zeros; on CUDA the product of a whole matrix does that itself."""
+    if len(parts) == 1 and rows.is_cuda:
+        return torch.ops.aten._addmm_activation(bias, rows, parts[0].t())
+    return F.relu_(linear(rows, parts, bias))
+
+
+def add_linear_(total: torch.Tensor, rows: torch.Tensor, parts: Parts) -> torch.Tensor:
+    """Add rows · Wᵀ to a total [R, out] in place, and return it. On CUDA the product adds to it, and rounds once."""
+    if not total.is_cuda:
+        return total.add_(linear(rows, parts, None))
+    first = 0
+    for part in parts:
+        total[:, first : first + len(part)].addmm_(rows, part.t())
+        first += len(part)
+    return total

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from flexhybrid.core.schedule.steps import Segment
+from flexhybrid.core.schedule.steps import Segment, Store
 from flexhybrid.core.task import Task
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime.executor import NOTHING, State, step_key
@@ -141,7 +141,7 @@ def _stage_stores(state: State, task: Task, packed: bool) -> None:
     """Copy or pack new rows to staging, for those stores whose rows are packed or not."""
     slot, tensors = task.payload.slot, state.tensors(task)
     for store in task.payload.step.stores:
-        if state.buffers.packed(store.representation) != packed:
+        if state.buffers.packed(store.representation) != packed or _projected(state, task, store) is not None:
             continue
         source = state.act if store.representation == "act" else state.kvq[slot][:, : state.shape.kv_width]
         rows = tensors.stores[store.space].rows
@@ -155,15 +155,26 @@ def _stage_stores(state: State, task: Task, packed: bool) -> None:
             torch.index_select(source, 0, rows, out=target)
 
 
+def _projected(state: State, task: Task, store: Store) -> torch.Tensor | None:
+    """Return the projected rows, where a store to the device takes them as they are: in decode steps under graphs,
+    whose projections lie at an address of their slot until the next one in it. Else they go by way of staging."""
+    if store.tier == "device" and store.representation == "kv" and state.graphs and not state.buffers.packed("kv"):
+        return state.graphs.kvq(task)
+    return None
+
+
 def scatter_device(state: State, task: Task) -> None:
-    """Staging -> blocks of the device."""
+    """Staging, or projected rows -> blocks of the device."""
     tensors, slot, shape = state.tensors(task), task.payload.slot, state.shape
     for store in task.payload.step.stores:
         if store.tier != "device":
             continue
         place, pool = tensors.stores[store.space], state.buffers.pools[store.space][task.layer]
         count = len(store.rows) if place.blocks is None else len(place.blocks)
-        rows = state.buffers.staged(store.space, slot, count)
+        if (projected := _projected(state, task, store)) is not None:
+            rows = projected[:, : shape.kv_width] if place.rows is None else projected[place.rows, : shape.kv_width]
+        else:
+            rows = state.buffers.staged(store.space, slot, count)
         if state.selection.chooses_places(task.payload.step):
             rows = rows.view(-1, 2, shape.num_kv_heads, shape.head_dim).transpose(1, 2)
             blocks, heads, offsets = state.cells(store, state.selection.places[slot])

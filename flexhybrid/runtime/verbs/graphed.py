@@ -31,7 +31,7 @@ from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers
-from flexhybrid.runtime.executor import NOTHING, Executor, HiddenStates
+from flexhybrid.runtime.executor import NOTHING, Executor, HiddenStates, put
 from flexhybrid.runtime.process_settings import NO_GARBAGE
 from flexhybrid.runtime.step_tensors import StepTensors, StorePlace
 from flexhybrid.runtime.verbs.attending_in_place import StepExtents, extents_of, memory_names
@@ -99,7 +99,7 @@ class FixedHiddenStates(HiddenStates):
         if self.on_host or not task.payload.step.decodes:
             super().keep(task, hidden_Rh)
         else:
-            self.take_back(task, len(hidden_Rh)).copy_(hidden_Rh)
+            put(self.take_back(task, len(hidden_Rh)), hidden_Rh)
 
     def take_back(self, task: Task, num_rows: int) -> torch.Tensor:
         """Return the rows of a decode step, from now on its hidden states: what a graph has written."""
