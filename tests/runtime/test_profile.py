@@ -205,7 +205,7 @@ def estimated_seconds(shape: ModelShape, hardware: Hardware, dtype: str) -> floa
     return seconds
 
 
-@pytest.mark.parametrize("model", ["opt-6.7b", "opt-30b", "llama-2-7b"])
+@pytest.mark.parametrize("model", ["opt-6.7b", "opt-30b"])
 def test_a_gpu_is_profiled_within_a_minute(model):
     """By plan, not by a clock. KV-Gen has three sizes at the width of OPT-6.7B, the largest 10^12 FLOP."""
     h200, h100 = load_hardware(H200_RECORD), catalogue.load("h100")
