@@ -581,10 +581,9 @@ def _checkpoint_name(folder: Path) -> str:
 
 def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one check for each field)
     model_type = config.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        error = NotBuiltIn if isinstance(model_type, str) else InputError
-        raise error(f"{path}: {unknown('architecture', model_type, sorted(FAMILIES))}")
+    check(f"{path}: model_type", model_type, isinstance(model_type, str), "the name of an architecture, such as llama")
+    if (family := FAMILIES.get(str(model_type))) is None:
+        raise NotBuiltIn(f"{path}: {unknown('architecture', model_type, sorted(FAMILIES))}")
     # By these fields transformers' cache forgets tokens, whether or not its attention has them, too.
     windowed = ["sliding_window"] if model_type in ("mistral", "phi3", "qwen2", "qwen3") else []
     windowed += ["layer_types"] if config.get("use_sliding_window") and model_type in ("qwen2", "qwen3") else []
