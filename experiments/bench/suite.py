@@ -29,13 +29,13 @@ from experiments.bench.models.layer_kinds import bench_layer_kinds
 from experiments.bench.models.module_path import bench_module_path
 from experiments.bench.models.path_speeds import bench_path_speeds
 from experiments.bench.overlap import bench_overlap
-from experiments.bench.predictions.simulator import bench_papers, bench_peer, bench_search_time
 from experiments.bench.queues.census import bench_census
 from experiments.bench.queues.forecast import bench_forecast
 from experiments.bench.queues.prefixes import bench_prefixes
 from experiments.bench.queues.refill import bench_density, bench_queue_overlap, bench_refill
 from experiments.bench.queues.replanning import bench_replanning
 from experiments.bench.queues.run import bench_run
+from experiments.bench.search import bench_peer, bench_search_time
 from experiments.bench.selection import bench_selection
 from experiments.peers.flexgen_search import MACHINES
 from flexhybrid.core.memory import memory_plan, total_bytes
@@ -243,7 +243,7 @@ def bench_speed(table: Table, dtype: str) -> None:
 
 #: Parts by their names in ``--only``, in the order of a full run. A bench of TIMED also takes the compute dtype.
 PARTS: dict[str, tuple[Callable[..., None], ...]] = {
-    "simulator": (bench_papers, bench_peer, bench_search_time),
+    "simulator": (bench_peer, bench_search_time),
     "model": (bench_closed_form, bench_launch),
     "compression": (bench_compression,),
     "modules": (bench_module_path, bench_path_speeds),

@@ -1,1 +1,0 @@
-"""Bench rows of predictions: against papers, against what systems promise, and how long a search takes."""

@@ -1,0 +1,44 @@
+"""Bench rows of the search: its policies against FlexGen's recorded ones, and its seconds."""
+
+import json
+import statistics
+import subprocess
+import sys
+
+from experiments.bench.harness import Table
+from experiments.peers import compare_search, flexgen_search
+
+
+def bench_peer(table: Table) -> None:
+    """Our search against the recorded policies of FlexGen's search."""
+    runs = json.loads(compare_search.RECORDED.read_text(encoding="utf-8"))["runs"]
+    for run in runs:
+        row = compare_search.compare(run["model"], run["hardware"], run)
+        name = f"search, {run['model']} on {run['hardware']}, lossless"
+        table.at_least(f"{name}, over FlexGen's policy ({run['constants']} rates)", row["ratio"], 1.0, "x")
+
+
+#: A process that only imports and searches.
+_ONE_SEARCH = """
+import json, sys
+from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.workload import Workload
+from policy_search.search import search
+from sim import catalogue
+model, hardware, prompt, generated = json.loads(sys.argv[1])
+workload = Workload.uniform(1, prompt, generated)
+problem = Problem(shape=shape_by_name(model), hardware=catalogue.load(hardware))
+print(json.dumps([search(problem, workload).search_s for _ in range(3)]))
+"""
+
+
+def bench_search_time(table: Table) -> None:
+    """Seconds of the full search over all discrete choices: a process's first call, and the median of the next two."""
+    for model, hardware in flexgen_search.MACHINES:
+        case = json.dumps([model, hardware, compare_search.PROMPT, compare_search.GENERATED])
+        run = subprocess.run([sys.executable, "-c", _ONE_SEARCH, case], capture_output=True, text=True, check=True)
+        first, *later = json.loads(run.stdout)
+        name = f"full search, {model} on {hardware}"
+        table.at_most(f"{name}, first call of a process", first, 1.0, "s")
+        table.at_most(f"{name}, later calls", statistics.median(later), 1.0, "s", samples=later)
