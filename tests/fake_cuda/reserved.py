@@ -327,7 +327,7 @@ def check_policies(count: int) -> list[float]:
         policy = replace(policy, weights=weights, max_mini_batch_tokens=64 * policy.max_mini_batch_tokens)
         prompts, answers = np.array(lengths).T
         workload = Workload(prompts, answers)
-        paths = AttentionPaths("fused", "products", "fused", in_place=in_place and attend_triton is not None)
+        paths = AttentionPaths("fused", "flash", "fused", in_place=in_place and attend_triton is not None)
         machine = {"hardware": catalogue.load("t4"), "budgets": Budgets(1 << 50), "device": "cuda"}
         problem = Problem(shape=shape, attention=paths, **machine)
         wave = admit(problem, policy, workload)

@@ -140,11 +140,13 @@ def fused(
 
 
 def reads_groups(q_BHNd: torch.Tensor, k_BGNd: torch.Tensor, v_BGNd: torch.Tensor) -> bool:
-    """Return whether causal attention reads the keys of a group where they lie: CUDA's flash attention does. Other
-    kernels take as many keys as queries, or would have all scores in memory."""
+    """Return whether CUDA's flash attention attends causally: it reads the keys of a group where they lie. Other
+    kernels take as many keys as queries, or would have all scores in memory. With more columns than queries the last
+    ones are aligned, for which there is no flag here."""
     if not q_BHNd.is_cuda:
         return False
-    return can_use_flash_attention(SDPAParams(q_BHNd, k_BGNd, v_BGNd, None, 0.0, True, True))
+    square = q_BHNd.shape[2] == k_BGNd.shape[2]
+    return can_use_flash_attention(SDPAParams(q_BHNd, k_BGNd, v_BGNd, None, 0.0, square, True))
 
 
 def attend_and_weigh(
@@ -292,6 +294,23 @@ def products(
     return attended.permute(0, 3, 1, 2, 4).reshape(batch, new, heads * d)
 
 
+def flash(
+    q_BNHd: torch.Tensor,
+    k_BGTd: torch.Tensor,
+    v_BGTd: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """Attend as ``Path`` says: on CUDA by flash attention, which has no scores in memory, where no column is masked (of
+    a single request none is); by ``products`` elsewhere."""
+    q_BHNd = q_BNHd.transpose(1, 2)
+    if mask is not None or q_BNHd.shape[-1] % 8 or not reads_groups(q_BHNd, k_BGTd, v_BGTd):
+        return products(q_BNHd, k_BGTd, v_BGTd, mask, scaling)
+    # What causal_lower_right (torch.nn.attention.bias) comes to, without the tensor of its own of 8 bytes a score.
+    flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
+    return flash_attention(q_BHNd, k_BGTd, v_BGTd, 0.0, True, scale=scaling)[0].transpose(1, 2).flatten(2)
+
+
 def in_float32(path: Path) -> Path:
     """Return a path in float32, for a processor that does not multiply 16-bit numbers. As many requests, or heads of
     one, are widened at a time as have WIDENED_ELEMENTS elements of keys: a CPU's caches hold them."""
@@ -356,6 +375,7 @@ def attend_in_window(
 PATHS: dict[str, Path] = {
     "fused": fused,
     "products": products,
+    "flash": flash,
     "fused in float32": in_float32(fused),
     "products in float32": in_float32(products),
 }

@@ -24,8 +24,9 @@ from flexhybrid.runtime.kernels.attention import PATHS
 
 FILE = "attention-cpu.json"  #: in the folder of profiles
 
-#: On a GPU, and on a CPU unless another way is found to be faster.
+#: On a CPU unless another way is found to be faster; and on a GPU, whose speed is not measured.
 USUAL = AttentionPaths(prompt="fused", chunk="products", decode="fused")
+ON_GPU = USUAL._replace(chunk="flash")
 #: Requests, new tokens and columns of each phase, timed with HEADS query heads (or one group) of HEAD_DIM elements: a
 #: call takes some milliseconds, and a decode step reads more than a core's own caches hold.
 SIZES = (1, 256, 256), (1, 128, 512), (16, 1, 512)
@@ -40,7 +41,7 @@ def fastest_paths(device: str, dtype: str, group: int, head_dim: int = 128) -> A
     bits. Those of a GPU are not measured: in place where Triton's kernels are proved on it."""
     on_host = can_attend_in_place(dtype, on_host=True)
     if device != "cpu":
-        return USUAL._replace(in_place=proved_on_gpu(dtype, group, head_dim), on_host=on_host)
+        return ON_GPU._replace(in_place=proved_on_gpu(dtype, group, head_dim), on_host=on_host)
     machine = f"{platform.node()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     kept = _kept(dtype, group, f"{machine}, torch {torch.__version__}, {dtype}, {group} queries a key head")
     return kept._replace(in_place=can_attend_in_place(dtype), on_host=on_host)
@@ -97,8 +98,8 @@ def paths_of(record: object) -> AttentionPaths | None:
 
 
 def candidates(dtype: str) -> list[str]:
-    """Return the names of the ways that differ in this dtype."""
-    return [name for name in PATHS if dtype != "float32" or not name.endswith("float32")]
+    """Return the names of the ways of a CPU that differ in this dtype."""
+    return [name for name in PATHS if name != "flash" and (dtype != "float32" or not name.endswith("float32"))]
 
 
 def _measured(dtype: str, group: int) -> AttentionPaths:

@@ -13,7 +13,7 @@ from flexhybrid.core.problem import AttentionPaths
 from flexhybrid.resolve import pick_device, resolve_problem
 from flexhybrid.runtime.kernels import compiled
 from flexhybrid.runtime.profiling import attention_paths
-from flexhybrid.runtime.profiling.attention_paths import PATHS, USUAL, candidates, paths_of
+from flexhybrid.runtime.profiling.attention_paths import ON_GPU, PATHS, USUAL, candidates, paths_of
 
 
 def fastest_paths(device: str, dtype: str, group: int) -> AttentionPaths:
@@ -48,7 +48,7 @@ def timed(monkeypatch, tmp_path):
 def test_the_fastest_way_is_taken_in_its_dtype(timed, name, dtype):
     timed[name] = 0.5
     expected = AttentionPaths(*(name,) * 3) if name in candidates(dtype) else USUAL
-    assert fastest_paths("cpu", dtype, 1) == expected and fastest_paths("cuda", dtype, 1) == USUAL
+    assert fastest_paths("cpu", dtype, 1) == expected and fastest_paths("cuda", dtype, 1) == ON_GPU
 
 
 def test_heads_that_share_a_key_head_have_a_choice_of_their_own(timed):
