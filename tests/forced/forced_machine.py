@@ -2,21 +2,24 @@
 
 ``install`` puts ``faster_dtype`` and ``attention_paths`` in the place of the timing of matrix products and of
 attention, as the modules that hold it are loaded: what is faster is then the value of ``FLEXHYBRID_FASTER_DTYPE``, and
-the way to attend that of ``FLEXHYBRID_ATTENTION``. ``sitecustomize`` beside this file does so in every process that a
-test starts, and ``conftest`` in that of the tests themselves.
+the way to attend that of ``FLEXHYBRID_ATTENTION``. Figures are drawn as one small PNG. ``sitecustomize`` beside this
+file does so in every process that a test starts, and ``conftest`` in that of the tests themselves.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
+from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 
 DTYPES = ("float32", "bfloat16")
 FASTER_DTYPE = "FLEXHYBRID_FASTER_DTYPE"
 ATTENTION = "FLEXHYBRID_ATTENTION"  #: one name for all phases; without it, the usual ones, and decode steps in place
+SMALL_DPI = 40
 
 
 def faster_dtype(*sizes: int) -> str:
@@ -38,10 +41,31 @@ def attention_paths(device: str, dtype: str, group: int, head_dim: int = 128):
     return module.USUAL._replace(in_place=in_place, on_host=module.can_attend_in_place(dtype, on_host=True))
 
 
+def small_png(figure) -> dict[str, bytes]:
+    """Return a figure as one PNG of few pixels, in a quarter of the time of all its files."""
+    from unittest.mock import patch
+
+    with patch.multiple("figures.style", FORMATS=("png",), DPI=SMALL_DPI):
+        return inspect.unwrap(small_png)(figure)
+
+
+@contextmanager
+def every_format():
+    """Have figures drawn as for users: in all formats, and as large."""
+    from figures import reproduce, style
+
+    style.rendered = reproduce.rendered = inspect.unwrap(small_png)
+    try:
+        yield
+    finally:
+        style.rendered = reproduce.rendered = small_png
+
+
 #: Module -> name of its function, and what stands in its place.
 FORCED = {
     "flexhybrid.runtime.profiling.profile": ("_faster_product", faster_dtype),
     "flexhybrid.runtime.profiling.attention_paths": ("fastest_paths", attention_paths),
+    "figures.style": ("rendered", small_png),
 }
 
 

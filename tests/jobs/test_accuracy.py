@@ -180,7 +180,7 @@ def test_tables_figure_and_json_say_the_same(measured, capsys):
     assert lines[0] == ",".join(["policy", "perplexity", *columns, "moved"])
     assert len(lines) == 1 + len(result["policies"])
     assert all(row["over_full_low"] <= row["over_full"] <= row["over_full_high"] for row in result["policies"])
-    assert all((out / f"accuracy.{ending}").stat().st_size > 1000 for ending in ("png", "pdf", "svg"))
+    assert (out / "accuracy.png").stat().st_size > 1000
 
 
 def test_intervals_are_of_documents_and_of_pairs(measured):

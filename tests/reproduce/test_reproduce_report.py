@@ -12,6 +12,8 @@ import matplotlib.image
 import numpy as np
 import pandas as pd
 import pytest
+from forced_machine import every_format
+from matplotlib import pyplot
 
 from experiments import reference
 from experiments.reproduce import gate, registry, report
@@ -27,7 +29,7 @@ from experiments.reproduce.experiment import (
 from experiments.reproduce.paper import PAPERS
 from figures import FORMATS
 from figures.reproduce import draw
-from figures.style import look
+from figures.style import look, save
 from flexhybrid.core.errors import InputError
 
 ROWS = [
@@ -102,10 +104,15 @@ class Page(HTMLParser):
         return [attrs for name, attrs in self.tags if name == tag]
 
 
+def two_experiments() -> list[Experiment]:
+    return [experiment(), experiment(name="table-1", title="Table 1", figures=(bars(),))]
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    path = report.write([experiment(), experiment(name="table-1", title="Table 1", figures=(bars(),))], folder)
+    with every_format():
+        path = report.write(two_experiments(), folder)
     return folder, Page(path.read_text(encoding="utf-8"))
 
 
@@ -171,6 +178,14 @@ def test_its_pictures_are_the_files_beside_it(written):
     assert "<svg" in (folder / "fig-3-rate.svg").read_text(encoding="utf-8")
 
 
+def test_a_figure_is_saved_in_every_format(tmp_path):
+    with every_format():
+        save(pyplot.figure(), tmp_path / "figure.png")
+    begins = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}
+    assert {path.name for path in tmp_path.iterdir()} == {f"figure.{ending}" for ending in FORMATS}
+    assert all((tmp_path / f"figure.{ending}").read_bytes().startswith(begin) for ending, begin in begins.items())
+
+
 def test_its_numbers(written):
     _, page = written
     for words in (
@@ -214,12 +229,11 @@ def test_text_is_escaped(written):
     assert page.cells("img")[0]["alt"].count("<script>") == 3
 
 
-def test_the_same_records_give_the_same_bytes(tmp_path):
-    for folder in ("a", "b"):
-        with matplotlib.rc_context({"font.size": 30 if folder == "b" else 8, "axes.facecolor": "red"}):
-            report.write([experiment()], tmp_path / folder)
-    for path in (tmp_path / "a").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes(), path.name
+def test_the_same_records_give_the_same_bytes(written, tmp_path):
+    with every_format(), matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red"}):
+        report.write(two_experiments(), tmp_path)
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (written[0] / path.name).read_bytes(), path.name
 
 
 def test_csv_holds_the_rows_exactly(written):

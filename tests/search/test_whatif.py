@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from forced_machine import every_format
 
 from flexhybrid import cli
 from flexhybrid.core.errors import InputError
@@ -61,7 +62,8 @@ def test_a_field_is_varied(tmp_path, capsys):
 @pytest.mark.parametrize("ending", ["png", "pdf", "svg"])
 def test_what_varies_is_drawn(ending, tmp_path, capsys):
     path = tmp_path / f"batches.{ending}"
-    asked("--vary", "batch=1,2,4", "--plot", str(path), capsys=capsys)
+    with every_format():
+        asked("--vary", "batch=1,2,4", "--plot", str(path), capsys=capsys)
     begins = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}[ending]
     assert path.read_bytes().startswith(begins)
 
