@@ -12,20 +12,21 @@ from flexhybrid.core.hardware import ALONE_SUFFIX, Hardware, Line
 REWEIGHTINGS = 5  #: the first is relative to the measured times; the line settles within three or four
 PAPERS_R2 = 0.99  #: CAPTURE reports R² >= 0.99 for T_kv_gen and T_load_kv
 
-#: Ratios of times above which a sample is left out, as a wait that its work does not explain: to another sample of the
-#: line with at least as much work; of a GPU while nothing crosses the link, to the verb's line beside a busy link.
+#: Ratios of times above which a GPU's sample is left out, as a wait for the host that its work does not explain: to
+#: another sample of the line with at least as much work; while nothing crosses the link, to the verb's line beside a
+#: busy link. What a CPU's tasks wait for in a profile, they wait for in a job.
 TROUBLED, TROUBLED_ALONE = 5.0, 1.5
 
 Sample = tuple[float, float, float]  #: (flops, bytes, seconds)
 
 
-def fit_line(samples: Iterable[Sample]) -> Line:
+def fit_line(samples: Iterable[Sample], on_gpu: bool = False) -> Line:
     """The line through samples (flops, bytes, seconds), its terms not negative.
 
     Least squares of the error relative to the line's own time: an error of 10 % weighs the same on a short task as on a
     long one. Relative to the measured time, what came late by chance would weigh less than what came early, and lines
     would be early: by 4 % where times scatter by a fifth. A term that does not vary over the samples is dropped,
-    because the overhead already holds it. Samples that a wait disturbed (TROUBLED) are kept and not fitted. R² is that
+    because the overhead already holds it. Samples of a GPU that waited (TROUBLED) are kept and not fitted. R² is that
     of the fitted seconds. Raises InputError for no samples, or times that are not positive.
     """
     table = np.array(sorted(map(tuple, samples)), dtype=np.float64).reshape(-1, 3)
@@ -33,7 +34,7 @@ def fit_line(samples: Iterable[Sample]) -> Line:
         raise InputError("a line cannot be fitted through no samples")
     if not np.isfinite(table).all() or (table[:, 2] <= 0).any() or (table[:, :2] < 0).any():
         raise InputError("samples must be finite (flops >= 0, bytes >= 0, seconds > 0)")
-    flops, num_bytes, seconds = table[~_troubled(*table.T)].T
+    flops, num_bytes, seconds = (table[~_troubled(*table.T)] if on_gpu else table).T
     columns = {"overhead_s": np.ones_like(seconds)}
     if np.ptp(flops) > 0:
         columns["s_per_flop"] = flops
@@ -63,7 +64,7 @@ def _fit_alone(samples: tuple[Sample, ...], beside: Line) -> Line:
     ``beside`` a busy link (``beside`` where none does): the link slows kernels down, so that slower samples hold the
     device's waits for the host, which the launcher's line prices."""
     agree = [(f, b, s) for f, b, s in samples if s < TROUBLED_ALONE * beside.seconds(f, b)]
-    return replace(fit_line(agree) if agree else beside, samples=samples)
+    return replace(fit_line(agree, True) if agree else beside, samples=samples)
 
 
 def fit_hardware(samples_by_key: dict[str, list[Sample]], **record) -> Hardware:
@@ -72,13 +73,13 @@ def fit_hardware(samples_by_key: dict[str, list[Sample]], **record) -> Hardware:
     ``record``: the other fields of ``Hardware``: name, device, device_memory, host_memory, source, dtype, notes, ….
     Raises InputError that names the key whose samples cannot be fitted.
     """
-    lines = {}
+    lines, on_gpu = {}, record["device"] == "cuda"
     for key, samples in samples_by_key.items():
         try:
-            lines[key] = fit_line(samples)
+            lines[key] = fit_line(samples, on_gpu)
         except InputError as error:
             raise InputError(f"line {key!r}: {error}") from None
-    for key in lines if record["device"] == "cuda" else ():
+    for key in lines if on_gpu else ():
         if key.endswith(ALONE_SUFFIX) and (beside := lines.get(key.removesuffix(ALONE_SUFFIX))):
             lines[key] = _fit_alone(lines[key].samples, beside)
     return Hardware(lines=lines, **record)

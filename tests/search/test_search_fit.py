@@ -66,7 +66,7 @@ def test_sizes_of_a_second_slower_cluster_are_not_fitted(num_slow, ratio, overhe
     slow = set(random.sample(range(7), num_slow))
     slow = {i for i in slow if ratio * times[i] > 6 * times[-1]}  # the others may be work
     samples = [(0.0, b, s * (ratio if i in slow else 1)) for i, (b, s) in enumerate(zip(sizes, times, strict=True))]
-    line = fit_line(samples)
+    line = fit_line(samples, on_gpu=True)
     assert line.samples == tuple(samples)
     fitted = fit_line([sample for i, sample in enumerate(samples) if i not in slow])
     assert (line.overhead_s, line.s_per_byte, line.r2) == (fitted.overhead_s, fitted.s_per_byte, fitted.r2)
@@ -79,8 +79,8 @@ def test_noise_of_one_cluster_is_fitted_whole(noise):
     samples = [(f, 0.0, 1e-3 * of) for f, of in zip(flops, noise, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit, "TROUBLED", float("inf"))
-        whole = fit_line(samples)
-    assert fit_line(samples) == whole
+        whole = fit_line(samples, on_gpu=True)
+    assert fit_line(samples, on_gpu=True) == fit_line(samples) == whole
 
 
 def test_a_gpus_line_alone_is_no_slower_than_beside_a_busy_link():
