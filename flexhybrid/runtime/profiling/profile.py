@@ -350,11 +350,10 @@ def _run(
             break
         run = fewer
     engine = Engine(weights, wave.policy, sizes, link_gb_per_s, slots=slots)
-    session, on_gpu = Session(engine, wave), device == "cuda"
-    if on_gpu:  # kernels are compiled, and graphs captured
+    session = Session(engine, wave)
+    if device == "cuda":  # kernels are compiled, and graphs captured
         session.generate()
-    if on_gpu and run.shared:
-        session = Session(engine, _wave(problem, run))  # whose graphs are captured while it is measured
+        session = Session(engine, _wave(problem, run)) if run.shared else session
 
     def timed(action: Callable[[], WaveResult]) -> Stretch:
         before = CpuUse.now()
