@@ -214,9 +214,8 @@ def _graph_bytes(shape: ModelShape, p: int, sizes: BufferSizes):
     row = NUM_SLOTS * (shape.kv_width + shape.query_width) + shape.query_width
     rotation = 2 * shape.head_dim if shape.rotary else 0
     of_places = shape.passed_width + len(shape.windows or (None,)) * rotation
-    index = 8 * (
-        3 * sizes.places * len(sizes.staged_rows) + 4 * (sizes.cached_tokens // BLOCK_TOKENS + 4 * sizes.places)
-    )
+    copies = 2 * len(sizes.staged_rows)  # of new rows, at most
+    index = 8 * (6 * (sizes.cached_tokens // BLOCK_TOKENS) + (30 + 10 * copies) * sizes.places)
     fixed = p * (row * sizes.decode_batch + of_places * sizes.places) + index * len(shape.windows or (None,))
     return MOST_GRAPHS * GRAPH_BYTES + GRAPH_POOL_BYTES + in_work + fixed
 

@@ -240,9 +240,7 @@ class Executor(Generic[SelectionT]):
 
     def _make_tensors(self, task: Task) -> StepTensors:
         step = task.payload.step
-        tensors = self.steps.make(step)
-        if self.graphs:
-            tensors = self.graphs.fix_step(self, step, tensors)
+        tensors = self.graphs.fix_step(self, step) if self.graphs and step.decodes else self.steps.make(step)
         self.step_tensors[*step_key(task), step.window] = step, tensors
         return tensors
 

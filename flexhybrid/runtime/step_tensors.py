@@ -1,6 +1,6 @@
 """Index tensors, masks and sampling that the compute verbs of a step need: made once a step, used by every layer."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -27,6 +27,7 @@ class SamplingPlans(Protocol):
 
 
 Rotation = tuple[torch.Tensor, torch.Tensor]  #: cosines and sines, [R, d] each
+PlaceArrays = Callable[[dict[Hashable, np.ndarray]], dict[Hashable, torch.Tensor]]
 
 
 class Places(NamedTuple):
@@ -74,6 +75,12 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
         return tensor
     # From pageable memory the copy would wait for all that the stream has to do, and the device would then idle.
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload(target: torch.Tensor, array: np.ndarray) -> None:
+    """Copy an array to memory of a device, without waiting for it."""
+    source = torch.from_numpy(array)
+    target.copy_(source.pin_memory() if target.device.type == "cuda" else source, non_blocking=True)
 
 
 def together_to_device(arrays: Mapping[Hashable, np.ndarray], device: torch.device) -> dict[Hashable, torch.Tensor]:
@@ -129,13 +136,12 @@ def position_tables(entries: BlockEntries, longest: int) -> dict[str, np.ndarray
 
 def act_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndarray:
     """Return the positions of the rows that KV-Gen recomputes, as its buffer holds them, segment by segment. Padding
-    repeats the last token's."""
+    has those of tokens that may come."""
     rows = []
     for segment in step.of("act"):
-        count = segment.moved_blocks[:, None] * BLOCK_TOKENS
+        count, table = segment.moved_blocks[:, None] * BLOCK_TOKENS, tables[segment.entry]
         columns = np.arange(int(count.max()))
-        index = np.minimum(columns, np.maximum(segment.num_tokens[:, None] - 1, 0))
-        positions = tables[segment.entry][index + segment.start_block[:, None] * BLOCK_TOKENS]
+        positions = table[np.minimum(columns + segment.start_block[:, None] * BLOCK_TOKENS, len(table) - 1)]
         rows.append(positions[columns < count] if segment.in_line else positions.reshape(-1))
     return np.concatenate(rows)
 
@@ -215,7 +221,11 @@ class StepMaker:
                 continue
             self.tokens.enter(place, [*self.prompts[request], *answers.get(request, ())])
 
-    def make(self, step: MiniBatchStep) -> StepTensors:
+    def make(
+        self, step: MiniBatchStep, place: PlaceArrays | None = None, rotation: Rotation | None = None
+    ) -> StepTensors:
+        """Return a step's tensors. ``place``: brings arrays to the device; ``rotation``: that of the computed tokens,
+        where it is looked up elsewhere."""
         batch, width = len(step.requests), step.computed_width
         positions = computed_positions(step)
         assembled = not (step.prefill or step.in_place or self.attends_on_host and step.decodes)
@@ -236,7 +246,7 @@ class StepMaker:
         arrays |= {("blocks", id(s)): s.block_table for s in read if s.tier == "device"}
         arrays |= {("buffer", id(s)): s.buffer_table for s in read if assembled and s.in_line}
         arrays |= {("common", i): common.rows for i, common in enumerate(step.commons)}
-        there = together_to_device(arrays, self.device)
+        there = place(arrays) if place else together_to_device(arrays, self.device)
 
         def by_segment(kind: str) -> dict[int, torch.Tensor]:
             return {id(s): there[kind, id(s)] for s in read if (kind, id(s)) in there}
@@ -248,7 +258,7 @@ class StepMaker:
         return StepTensors(
             cells_R=there["cells"],
             positions_R=there["positions"],
-            rotation_R=self._rotation(there["positions"]),
+            rotation_R=rotation or self._rotation(there["positions"]),
             act_rotation=None if act_at is None else self.rotation_at(act_at),
             act_positions=None if act_at is None or self.rotary else self._copy(act_at),
             mask_B11T=None if hidden is None else mask_of(hidden, self.dtype, self.device),

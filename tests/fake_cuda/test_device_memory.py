@@ -1,10 +1,14 @@
-"""The settings of CUDA's allocator that a run asks for."""
+"""CUDA's allocator: the settings that a run asks for, and what it reserves for real models, by a model of it
+(``fake_cuda.reserved``), against the budget."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from fake_cuda.caching import MIB
+from fake_cuda.reserved import AUTO, GIB, auto_case, check_policies, reserved_by
 
+from flexhybrid.core.memory import CONTEXT_BYTES
 from flexhybrid.runtime.storage.device_memory import SETTINGS, allow_expandable_segments
 
 
@@ -48,3 +52,19 @@ def test_an_older_torch_has_another_name_for_it(monkeypatch, asked):
     monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", asked.append)
     allow_expandable_segments(torch.device("cuda"))
     assert asked == ["expandable_segments:True"]
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_leaves_three_percent_of_the_budget(name, expandable):
+    """Policies fill their plan to the brim; weights are drawn on the device."""
+    wave, budget = auto_case(name)
+    found = reserved_by(wave, expandable, limit=budget - CONTEXT_BYTES)
+    assert found.retries == 0
+    assert found.unused < 48 * MIB  # the rest of a page or segment of each kind; no tensor lies in a larger one's
+    assert found.reserved + CONTEXT_BYTES <= 0.97 * budget, f"{found.reserved / GIB:.3f} GiB of {budget / GIB:.3f}"
+
+
+def test_random_policies_stay_within_their_plans():
+    """The first of those of ``make reserved``."""
+    assert max(check_policies(6)) <= 1

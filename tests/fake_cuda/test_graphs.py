@@ -44,7 +44,7 @@ from flexhybrid.runtime.profiling import profile as profiling
 from flexhybrid.runtime.step_tensors import computed_positions
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
-from flexhybrid.runtime.verbs import VERB_FUNCTIONS, computing, graphed
+from flexhybrid.runtime.verbs import VERB_FUNCTIONS, attending_in_place, computing, graphed
 from flexhybrid.runtime.verbs.graphed import Graphs
 from sim import catalogue
 
@@ -127,8 +127,8 @@ class Waves:
 
 def drop_step_tensors(waves: Waves) -> None:
     """What graphs read of steps lies elsewhere from now on."""
-    waves.kept = dict(waves.engine.graphs._fixed.memory)  # so that the new memory is no old one
-    waves.engine.graphs._fixed.memory.clear()
+    waves.kept = dict(waves.engine.graphs._held)  # so that the new memory is no old one
+    waves.engine.graphs._held.clear()
 
 
 def test_waves_of_an_engine_capture_once(case):
@@ -149,8 +149,8 @@ def test_a_graph_of_memory_that_has_moved_is_found(case, monkeypatch):
     form = Graphs._form
 
     def without_addresses(*given):
-        verbs, place, slot, (_, batch, whole, *parts), table, act = form(*given)
-        return verbs, place, slot, (batch, whole, *(count for _, count in parts)), table[:1] + table[1][:3], act
+        verbs, place, slot, (batch, whole, hidden, _), table, act = form(*given)
+        return verbs, place, slot, (batch, whole, hidden), table, act
 
     monkeypatch.setattr(Graphs, "_form", lambda *given: form(*given) and without_addresses(*given))
     with fake_cuda(), closing(Waves(source, policy)) as waves:
@@ -348,15 +348,22 @@ def step_tensors_elsewhere(monkeypatch, **names):
     """Tensors of a step lie where that step's were made."""
     fix = Graphs.fix_step
 
-    def elsewhere(self, state, step, tensors):
-        return replace(fix(self, state, step, tensors), **{name: getattr(tensors, name) for name in names})
+    def elsewhere(self, state, step):
+        made = state.steps.make(step)
+        return replace(fix(self, state, step), **{name: getattr(made, name) for name in names})
 
     monkeypatch.setattr(Graphs, "fix_step", elsewhere)
 
 
 def the_table_elsewhere(monkeypatch):
-    fix = Graphs.fix_extents
-    monkeypatch.setattr(Graphs, "fix_extents", lambda self, *given: fix(self, *given) and given[-1])
+    make = Graphs._upload
+
+    def elsewhere(self, state, step, held):
+        made = make(self, state, step, held)
+        made.extents = attending_in_place.step_extents(state, step, None, state.to_device)
+        return made
+
+    monkeypatch.setattr(Graphs, "_upload", elsewhere)
 
 
 def hidden_states_elsewhere(monkeypatch):
@@ -419,7 +426,7 @@ PLANTED = {
     "one graph for all sizes": ("on the device", partial(one_form_for, 3)),
     "weights unpacked from one slot": ("few bits", weights_unpacked_from_one_slot),
     "packed input elsewhere": ("few bits", packed_input_elsewhere),
-    "memory of others": ("on the device", memory_of_others),
+    "memory of others": ("everywhere", memory_of_others),
 }
 
 

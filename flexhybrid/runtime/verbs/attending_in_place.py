@@ -15,6 +15,7 @@ from flexhybrid.core.schedule.steps import MiniBatchStep, Segment
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.executor import State
 from flexhybrid.runtime.kernels.attention import Extent, ScoreRule, Weighed
+from flexhybrid.runtime.kernels.logit_changes import ToDevice
 from flexhybrid.runtime.kernels.shared_attention import add_part
 
 if TYPE_CHECKING:
@@ -63,11 +64,11 @@ def attend_in_place(state: State, task: Task) -> None:
 def extents_of(state: State, task: Task, window: int | None) -> StepExtents:
     """Return where keys and values of the task's step lie: worked out in the first layer that asks."""
     step = task.payload.step
+    if state.graphs:
+        return state.graphs.fixed(state, task).extents
     of_step, extents = state.extents.get((task.mini_batch, window), (None, None))
     if of_step is not step:
-        extents = _step_extents(state, step, window)
-        if state.graphs:
-            extents = state.graphs.fix_extents(state, step, window, extents)
+        extents = step_extents(state, step, window, state.to_device)
         state.extents[task.mini_batch, window] = step, extents
     return cast("StepExtents", extents)
 
@@ -81,7 +82,7 @@ def add_shared_in_place(state: State, task: Task) -> None:
     """Add to ``state.weighed`` what requests attend to together."""
     queries = _queries(state, state.kvq[task.payload.slot]).unflatten(1, (state.shape.num_kv_heads, -1))
     rule = state.score_rule(task)
-    for rows, segments, layout in state.extents[task.mini_batch, state.window_of(task)][1].together:
+    for rows, segments, layout in extents_of(state, task, state.window_of(task)).together:
         memories = [_memory(state, task, segment) for segment in segments]
 
         def attend(q_gGQd: torch.Tensor, memories=memories, layout=layout) -> Weighed:
@@ -109,7 +110,11 @@ def _attend_and_sum(
 
 
 def _layout(
-    state: State, extents: Sequence[Extent], segments: Sequence[Segment | None], of_head: int
+    state: State,
+    extents: Sequence[Extent],
+    segments: Sequence[Segment | None],
+    of_head: int,
+    to_device: ToDevice,
 ) -> Layout | Table:
     """Return where contexts lie, as the kernels take it. ``segments``: of the extents, None: among the projected rows;
     ``of_head``: elements of the queries of a key head."""
@@ -118,7 +123,7 @@ def _layout(
         from flexhybrid.runtime.kernels.attend_triton import table_of
 
         names = ["rows" if segment is None else _memory_name(state, segment) for segment in segments]
-        return table_of(extents, names, (shape.num_kv_heads, shape.head_dim), state.to_device)
+        return table_of(extents, names, (shape.num_kv_heads, shape.head_dim), to_device)
     from flexhybrid.runtime.kernels.in_place import layout_of
 
     return layout_of(extents, shape.num_kv_heads, state.compute_threads, of_head)
@@ -235,7 +240,8 @@ def _strides(state: State, segment: Segment) -> tuple[int, int, int]:
     return width, d, width // 2
 
 
-def _step_extents(state: State, step: MiniBatchStep, window: int | None) -> StepExtents:
+def step_extents(state: State, step: MiniBatchStep, window: int | None, to_device: ToDevice) -> StepExtents:
+    """Work out where keys and values of a decode step lie; ``window``: of its layers, where it hides tokens."""
     shape, batch, blocks_of = state.shape, len(step.requests), _blocks(state, step)
     d, width = shape.head_dim, shape.kv_width
     segments = []
@@ -251,7 +257,7 @@ def _step_extents(state: State, step: MiniBatchStep, window: int | None) -> Step
     own = Extent(own_rows, np.ones(batch, dtype=np.int64), 0, d, width // 2)
     extents, of_head = [own, *(extent for _, extent in segments)], shape.queries_per_key * d
     of_segments = [segment for segment, _ in segments]
-    layout = _layout(state, extents, [None, *of_segments], of_head)
+    layout = _layout(state, extents, [None, *of_segments], of_head, to_device)
     return StepExtents(of_segments, layout, [] if window else _together(state, step, blocks_of))
 
 
@@ -263,6 +269,6 @@ def _together(state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray
             Extent(blocks_of[id(s)] * block, s.num_tokens.astype(np.int64), *_strides(state, s)) for s in segments
         ]
         of_head = common.rows.shape[1] * state.shape.queries_per_key * state.shape.head_dim
-        layout = _layout(state, extents, segments, of_head)
+        layout = _layout(state, extents, segments, of_head, state.to_device)
         parts.append(Together(state.to_device(common.rows), segments, layout))
     return parts

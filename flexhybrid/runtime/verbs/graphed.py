@@ -5,6 +5,11 @@ device at addresses that do not change: hidden states, keys, values and queries,
 the table of blocks that attention reads. Weights and pools have the addresses of their layer; a streamed layer has
 those of its slot, so that all layers that come into one slot share a graph.
 
+Positions, cells of the token table, offsets in blocks and filled tokens of the last blocks are one more at each step:
+an addition on the device **counts them up** (``FixedStep``). The host works a step out, and uploads it, when a request
+joins, leaves, takes a block or reads from one for the first time; and each step where a window hides tokens, requests
+change their logits, or the cache has both(…).
+
 Verbs of a position with nothing between them have one graph (``JointLaunch``): all of a layer, where weights and cache
 lie on the device.
 
@@ -19,22 +24,25 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.memory import MOST_GRAPHS, NUM_SLOTS
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.executor import NOTHING, Executor, HiddenStates, put
+from flexhybrid.runtime.kernels.random_numbers import uniforms
 from flexhybrid.runtime.process_settings import NO_GARBAGE
-from flexhybrid.runtime.step_tensors import StepTensors, StorePlace
-from flexhybrid.runtime.verbs.attending_in_place import StepExtents, extents_of, memory_names
+from flexhybrid.runtime.step_tensors import Rotation, StepTensors, together_to_device, upload
+from flexhybrid.runtime.verbs.attending_in_place import StepExtents, memory_names, step_extents
 
 if TYPE_CHECKING:
     from flexhybrid.runtime.kernels.attend_triton import Table
@@ -65,19 +73,93 @@ def pool_keeper(device: torch.device) -> torch.cuda.CUDAGraph:
     return keeper
 
 
-class Fixed:
-    """Tensors of steps, by name, at addresses that change only where one outgrows its memory."""
+class FixedStep:
+    """The latest decode step of a mini-batch: its tensors, at addresses that change only where a table outgrows its
+    memory, and by how much the next step's differ.
 
-    def __init__(self):
-        self.memory: dict[Any, torch.Tensor] = {}
+    Of ``memory``, int64, the first ``moving`` cells are counted up by the ``moving`` behind them.
+    """
 
-    def put(self, name: Any, tensor: torch.Tensor, room: int) -> torch.Tensor:
-        """Copy a tensor [n, …] to its memory, made for ``room`` rows where there is none yet; return all of that."""
-        held = self.memory.get(name)
-        if held is None or len(held) < len(tensor):
-            held = self.memory[name] = tensor.new_zeros(max(room, len(tensor)), *tensor.shape[1:])
-        held[: len(tensor)].copy_(tensor)
-        return held
+    memory: torch.Tensor
+    step: MiniBatchStep
+    tensors: StepTensors
+    extents: StepExtents
+    steady: bool  #: nothing else of its requests changes while they take no block
+    draws: torch.Tensor | None  #: [steps from the upload on, B] uniforms; None: no request draws
+    form: tuple  #: what forms of all verbs have of it
+    table: tuple  #: what those that attend have beside
+
+    def __init__(self, state: Executor, group: int, spaces: Sequence[str], room: int):
+        """``group``: requests of the mini-batch; ``spaces``: where rows are stored; ``room``: blocks of the table."""
+        self.state, self.room, self.age = state, room, 0  #: age: steps since the upload
+        moving = {name: group for name in ("positions", "cells", "sampled", *((space, "offsets") for space in spaces))}
+        moving["kinds"] = room
+        still = {(space, part): group for space in spaces for part in ("rows", "blocks")}
+        self.moving = sum(moving.values())
+        self.sizes = {**moving, "by": self.moving, **still, "starts": group + 1, "places": room}
+        ends = np.cumsum([0, *self.sizes.values()]).tolist()
+        self.at: dict[Hashable, int] = dict(zip(self.sizes, ends, strict=False))
+        self.memory = torch.zeros(ends[-1], dtype=torch.int64, device=state.device)
+        made = partial(torch.zeros, dtype=state.weights.dtype, device=state.device)
+        self.rotation = tuple(made(group, state.shape.head_dim) for _ in range(2)) if state.steps.rotary else None
+
+    def upload(self, arrays: dict[Hashable, np.ndarray], by: dict[Hashable, Any]) -> dict[Hashable, torch.Tensor]:
+        """Copy arrays to their places, as they were a step before; return them as they are once counted up. ``by``: of
+        those that move, by how much."""
+        host = np.zeros(len(self.memory), dtype=np.int64)
+        for name, array in arrays.items():
+            at = self.at[name]
+            if at < self.moving:
+                host[at + self.moving :][: len(array)] = by[name]
+                array = array - by[name]
+            host[at : at + len(array)] = array
+        upload(self.memory, host)
+        self.age = 0
+        return {name: self.view(name)[: len(array)] for name, array in arrays.items()}
+
+    def view(self, name: Hashable) -> torch.Tensor:
+        """Return the memory that has this name."""
+        return self.memory[self.at[name] :][: self.sizes[name]]
+
+    def count_up(self) -> None:
+        """Count the step's tensors up, and look up what hangs on positions."""
+        self.memory[: self.moving].add_(self.memory[self.moving : 2 * self.moving])
+        if self.rotation:
+            positions = self.memory[: len(self.step.requests)]
+            for table, rows in zip(cast("Rotation", self.state.steps.rotary), self.rotation, strict=True):
+                torch.index_select(table, 0, positions, out=rows[: len(positions)])
+        if self.draws is not None and (sampling := self.tensors.sampling) and sampling.values_5B is not None:
+            sampling.values_5B[0].copy_(self.draws[self.age])
+        self.age += 1
+
+    def takes(self, state: Executor, step: MiniBatchStep) -> bool:
+        """Return whether a step is the next one of the same requests, in the blocks that they had."""
+        last, of_blocks = self.step, ("held", "start_block", "reserved")
+        if not self.steady or self.state is not state or step.iteration != last.iteration + 1 or step.returns:
+            return False
+        if _hiding(step) or (step.context % BLOCK_TOKENS < 2).any():  # a block is taken, or first read from
+            return False
+        alike = [(step.queued, last.queued), (step.requests, last.requests), (step.context, last.context + 1)]
+        mine, theirs = ((*of.segments, *of.shared_segments) for of in (step, last))
+        if len(mine) != len(theirs) or len(step.stores) != len(last.stores):
+            return False
+        for one, other in zip(mine, theirs, strict=True):
+            alike += [(getattr(one, name), getattr(other, name)) for name in of_blocks]
+        alike += [(one.blocks, other.blocks) for one, other in zip(step.stores, last.stores, strict=True)]
+        return all(np.array_equal(one, other) for one, other in alike)
+
+    def take(self, step: MiniBatchStep) -> None:
+        """Be the tensors of the next step."""
+        if tables := self.tensors.block_tables:
+            ids = [[id(s) for s in (*of.of("act"), *of.of("kv"))] for of in (self.step, step)]
+            tables = {new: tables[old] for old, new in zip(*ids, strict=True) if old in tables}
+            self.tensors = replace(self.tensors, block_tables=tables)
+        self.step = step
+
+
+def _hiding(step: MiniBatchStep) -> int | None:
+    """Return the window of a step's layers where some token of it lies behind it."""
+    return step.window if step.window and (step.context + step.new_tokens).max() > step.window else None
 
 
 class Recording(NamedTuple):
@@ -121,19 +203,18 @@ class Graphs:
         self._kvq = make(NUM_SLOTS, sizes.decode_batch, shape.kv_width + shape.query_width)
         self._attended = make(sizes.decode_batch, shape.query_width)
         self.hidden = make(sizes.places, shape.passed_width)
-        self._fixed = Fixed()
+        self._held: dict[tuple[int, int | None], FixedStep] = {}  #: by mini-batch and window
         self._packs_act = state.buffers.packed("act")
         self._staged = {space: rows.shape[1] for space, rows in state.buffers.staging.items()}
         self._recordings: dict[tuple, Recording | None] = {}  #: by form; None: seen once
         self._used: dict[tuple, int] = {}  #: by form that is captured: the step that used it last
         self._places: dict[tuple, int] = {}
         self._place_of: dict[tuple[int, int, bool], int] = {}
-        self._forms: dict[tuple[int, int | None], tuple[MiniBatchStep, tuple]] = {}  #: by mini-batch and window
-        self._tables: dict[tuple[int, int | None], tuple] = {}
         self._sizes: list[int] = []  #: of the mini-batches of the latest wave that has entered
         self._num_kinds = 1  #: of its steps in an iteration
         self.plain: dict[str, Verb] = {}  #: what is captured, by verb
         self.steps = self.launches = self.refused = 0
+        self.uploads = 0  #: steps that the host has worked out; the others were counted up
         self.enabled = True  #: False: kernels are launched one by one, over the same memory
         self.joins = True  #: verbs of a position with nothing between them; False: each has a graph of its own
         self.failed = ""  #: why no more graphs are captured
@@ -143,7 +224,7 @@ class Graphs:
         mini-batches are others, the tensors of steps get new memory, of which a plan counts that of one wave."""
         sizes = [len(group) for group in state.wave.mini_batches]
         if sizes != self._sizes:
-            self._fixed.memory.clear()
+            self._held.clear()
         self._sizes, self._num_kinds = sizes, len(sizes) * max(1, len(state.wave.windows))
         self.plain = {verb: state.verbs[verb] for verb in VERBS}
 
@@ -158,47 +239,72 @@ class Graphs:
 
     # ---- what is at fixed addresses
 
-    def fix_step(self, state: Executor, step: MiniBatchStep, tensors: StepTensors) -> StepTensors:
-        """Return the tensors of a step, with those that graphs read at fixed addresses if it decodes."""
-        if not step.decodes:
-            return tensors
+    def fix_step(self, state: Executor, step: MiniBatchStep) -> StepTensors:
+        """Return the tensors of a step that decodes, at fixed addresses: counted up where they can be."""
         self.steps += 1
-        key, batch = (step.mini_batch, step.window), len(step.requests)
-        parts: list[tuple[int, int]] = []
+        key = step.mini_batch, step.window
+        held = self._held.get(key)
+        if held and held.takes(state, step):
+            held.take(step)
+        else:
+            held = self._held[key] = self._upload(state, step, held)
+            self.uploads += 1
+        held.count_up()
+        return held.tensors
 
-        def put(name: Any, tensor: torch.Tensor) -> torch.Tensor:
-            held = self._fixed.put((*key, name), tensor, batch)[: len(tensor)]
-            parts.append((held.data_ptr(), len(held)))
-            return held
+    def _upload(self, state: Executor, step: MiniBatchStep, held: FixedStep | None) -> FixedStep:
+        """Work the tensors of a step out, in the memory of ``held`` where it has room."""
+        from flexhybrid.runtime.kernels.attend_triton import num_parts
 
-        stores, rotation = {}, tensors.rotation_R
-        for space, place in tensors.stores.items():
-            count = min(batch, self._staged[space])
-            own = enumerate((place.rows, place.blocks, place.offsets))
-            stores[space] = StorePlace(*(None if t is None else put((space, i), _filled(t, count)) for i, t in own))
-        if rotation is not None:
-            rotation = put("cos", rotation[0]), put("sin", rotation[1])
-        whole = tuple((space, place.rows is None) for space, place in stores.items())
+        extents, batch = step_extents(state, step, _hiding(step), torch.from_numpy), len(step.requests)
+        table, group = cast("Table", extents.layout), len(state.wave.mini_batches[step.mini_batch])
+        rows = {name: getattr(table, name).numpy() for name in ("starts", "places", "kinds")}
+        if held is None or held.room < len(rows["kinds"]):
+            held = FixedStep(state, group, [*self._staged], 2 * len(rows["kinds"]))
+        held.state, held.step, filled = state, step, rows["kinds"] >> 3 & 31
+        # The one block that is filled in part takes the next token; the first memory holds the new tokens themselves.
+        by = {name: 1 for name in held.at} | {"kinds": (filled % BLOCK_TOKENS > 0) * (rows["kinds"] & 7 > 0) << 3}
+
+        def place(arrays: dict[Hashable, np.ndarray]) -> dict[Hashable, torch.Tensor]:
+            own = {name: array for name, array in arrays.items() if name in held.at}
+            for name in own:
+                if isinstance(name, tuple):  # space and part
+                    own[name] = _filled(own[name], min(batch, self._staged[name[0]]))
+            others = {name: array for name, array in arrays.items() if name not in held.at}
+            return held.upload(own | rows, by) | together_to_device(others, state.device)
+
+        rotation = held.rotation and tuple(of[:batch] for of in held.rotation)
+        held.tensors = tensors = state.steps.make(step, place, cast("Rotation", rotation))
+        fixed = {name: held.view(name) for name in rows}
+        held.extents = extents._replace(layout=table._replace(**fixed))
+        plan, ahead = state.steps.plan.select(step.queued), np.arange(BLOCK_TOKENS)[:, None]
+        held.steady, held.draws = not (plan.changing or state.wave.split), None
+        if tensors.sampling is not None and tensors.sampling.values_5B is not None:
+            drawn = uniforms(
+                np.tile(plan.seeds, BLOCK_TOKENS),
+                np.tile(plan.request_ids, BLOCK_TOKENS),
+                (step.context + step.new_tokens + ahead).reshape(-1),
+            )
+            held.draws = state.to_device(drawn.reshape(BLOCK_TOKENS, batch))
         hidden = (
             0 if state.hidden.on_host else cast("FixedHiddenStates", state.hidden).fixed[step.mini_batch].data_ptr()
         )
-        self._forms[key] = step, (hidden, batch, whole, *parts)
-        return replace(tensors, rotation_R=rotation, stores=stores)
-
-    def fix_extents(
-        self, state: Executor, step: MiniBatchStep, window: int | None, extents: StepExtents
-    ) -> StepExtents:
-        """Return where contexts lie, with the table at fixed addresses. ``starts`` alone says how much of it counts."""
-        from flexhybrid.runtime.kernels.attend_triton import num_parts
-
-        key, table = (step.mini_batch, window), cast("Table", extents.layout)
-        room = {"starts": len(table.starts), "places": 2 * len(table.places), "kinds": 2 * len(table.kinds)}
-        fixed = {name: self._fixed.put((*key, name), getattr(table, name), rows) for name, rows in room.items()}
+        whole = tuple((space, len(of.rows) if of.rows is not None else 0) for space, of in tensors.stores.items())
+        places = held.memory.data_ptr(), held.room, group, held.rotation and held.rotation[0].data_ptr()
+        held.form = batch, whole, hidden, places
         names = ["rows", *memory_names(state, extents.segments)]
-        parts = num_parts(len(step.requests), state.shape.num_heads, table)
-        memories = tuple(names[part] for part in table.parts)
-        self._tables[key] = parts, table.parts, memories, tuple(held.data_ptr() for held in fixed.values())
-        return extents._replace(layout=table._replace(**fixed))
+        parts = num_parts(batch, state.shape.num_heads, table)
+        held.table = _hiding(step), parts, table.parts, tuple(names[part] for part in table.parts)
+        return held
+
+    def fixed(self, state: Executor, task: Task) -> FixedStep:
+        """Return what a task's step has at fixed addresses."""
+        state.tensors(task)
+        step = task.payload.step
+        held = self._held[step.mini_batch, step.window]
+        if held.step is not step:
+            raise RuntimeError(f"{task.label()} has tensors of another step")
+        return held
 
     def kvq(self, task: Task) -> torch.Tensor | None:
         """Return memory for the keys, values and queries of a step, if it decodes."""
@@ -217,19 +323,12 @@ class Graphs:
         step, works = position.step, position.works
         if not step.decodes or "attend" in verbs and "attend_shared" in works:
             return None
-        state.tensors(task)
-        of_step, form = self._forms[step.mini_batch, step.window]
-        if of_step is not step:
-            raise RuntimeError(f"{task.label()} has tensors of another step")
-        table = ()
-        if "attend" in verbs:
-            window = state.window_of(task)
-            extents_of(state, task, window)
-            table = window, self._tables[step.mini_batch, window]
+        held = self.fixed(state, task)
+        table = held.table if "attend" in verbs else ()
         # What is packed of the layer's input lies where the graph of its projection has it.
         act = state.act.data_ptr() if self._packs_act and "quantize" in verbs and "project" not in verbs else 0
         place = self._place(state, task, "dequantize_weights" in verbs)
-        return verbs, place, position.slot, form, table, act
+        return verbs, place, position.slot, held.form, table, act
 
     def _place(self, state: Executor, task: Task, unpacks: bool) -> int:
         """Return a number of the addresses, and of the kind, of a task's layer; ``unpacks``: also of where its weights
@@ -340,9 +439,9 @@ class Graphs:
         return f"{self.num_graphs} CUDA graphs, launched {self.launches} times{more}"
 
 
-def _filled(rows: torch.Tensor, count: int) -> torch.Tensor:
+def _filled(rows: np.ndarray, count: int) -> np.ndarray:
     """Return indices [n] as ``count``, the last one repeated: what it names is copied to the same place once more."""
-    return torch.cat([rows, rows[-1:].expand(count - len(rows))]) if 0 < len(rows) < count else rows
+    return np.r_[rows, np.repeat(rows[-1:], max(0, count - len(rows)))]
 
 
 def attach(state: Executor, graphs: Graphs | None = None) -> Graphs:

@@ -1,0 +1,220 @@
+"""Tensors of decode steps that the device counts up, against those that the host works out: random queues whose
+requests join, leave, step back, share beginnings, stop and draw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from fake_cuda.device import DEVICE, fake_cuda
+from fake_cuda.test_attention_in_place import IN_PLACE
+from models import save_llama
+from oracles import attend_table
+
+from flexhybrid.core.context.prefixes import PromptTree
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
+from flexhybrid.core.waves import open_batch
+from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.engine import Engine, RunControl
+from flexhybrid.runtime.kernels.sampling import greedy_plan
+from flexhybrid.runtime.storage.loader import Checkpoint
+from flexhybrid.runtime.storage.weights import Weights
+from flexhybrid.runtime.verbs import attending_in_place
+from flexhybrid.runtime.verbs.graphed import FixedStep, Graphs
+from sim import catalogue
+
+attend_triton = pytest.importorskip("flexhybrid.runtime.kernels.attend_triton", reason="triton is not installed")
+
+COUNT, PLACES = 6, 3  #: requests, and those that run together
+MIXED = {"kv@device": 0.5, "act@device": 0.25, "kv@host": 0.25}
+#: Kind of model, cache, answers' share of their limits that the pools are made for, whether prompts begin alike.
+CASES = {
+    "resident": ("qwen3", {"kv@device": 1.0}, 1.0, False),
+    "stepping back": ("qwen3", {"kv@device": 1.0}, 0.01, False),
+    "mixed": ("qwen3", MIXED, 0.5, False),
+    "sharing": ("qwen3", {"kv@device": 0.5, "kv@host": 0.5}, 1.0, True),
+    "windows": ("mistral", {"kv@device": 1.0}, 1.0, False),
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    monkeypatch.setattr(attend_triton, "launch", attend_table.launch_by_address)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    made = {}
+
+    def of(kind: str) -> Checkpoint:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            save_llama(folder, kind=kind, layers=1, **({"sliding_window": 40} if kind == "mistral" else {}))
+            made[kind] = Checkpoint(folder)
+        return made[kind]
+
+    return of
+
+
+def some_requests(name: str):
+    """Prompts, limits of their answers, after how many tokens each ends by itself, and how their tokens are chosen."""
+    generator = np.random.default_rng(len(name))
+    common = generator.integers(3, 61, 37).tolist() if CASES[name][3] else []
+    prompts = [common + generator.integers(3, 61, generator.integers(1, 30)).tolist() for _ in range(COUNT)]
+    limits = generator.integers(1, 26, COUNT)
+    stops = [int(generator.integers(1, 2 * limit + 1)) for limit in limits]
+    plan = replace(greedy_plan(COUNT), temperature=np.where(generator.random(COUNT) < 0.4, 0.8, 0.0))
+    return (
+        prompts,
+        limits,
+        stops,
+        replace(plan, top_k=generator.integers(0, 9, COUNT), seeds=np.arange(COUNT, dtype=np.uint64)),
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(source):
+    """Return the tokens of a case that are right: those of kernels that are launched one by one."""
+    return cache(lambda name: answers(name, source, cuda_graphs=False)[0])
+
+
+def answers(name: str, source, cuda_graphs: bool):
+    """Return the tokens of a case's requests, and the graphs of the engine."""
+    kind, cache, share, alike = CASES[name]
+    prompts, limits, stops, plan = some_requests(name)
+    checkpoint = source(kind)
+    policy = Policy(weights=Placement(device=1.0), cache=cache, max_mini_batch_tokens=160)
+    machine = {"attention": IN_PLACE, "hardware": catalogue.load("t4"), "device": DEVICE.type}
+    problem = Problem(shape=checkpoint.shape, dtype="float32", cuda_graphs=cuda_graphs, **machine)
+    workload = Workload(np.array([*map(len, prompts)]), limits)
+    tree = PromptTree(prompts.__getitem__) if alike else None
+    wave, counts = open_batch(problem, policy, workload, PLACES, share, tree), dict.fromkeys(range(COUNT), 0)
+
+    def heard(request: int):
+        def stop(_token):
+            counts[request] += 1
+            return "end" if counts[request] == stops[request] else None
+
+        return stop
+
+    weights = Weights(checkpoint.shape, checkpoint, "float32", DEVICE, policy)
+    engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
+    try:
+        executor = engine.executor(wave, prompts, plan)
+        return engine.run(executor, RunControl(stop_text=heard)).tokens, engine.graphs
+    finally:
+        engine.close()
+        weights.close()
+
+
+def values(tensor):
+    return None if tensor is None else tensor.tolist()
+
+
+def check_step(held: FixedStep, state, step) -> None:
+    """Compare what lies at fixed addresses with what the host works out for this step alone."""
+    wanted, found = state.steps.make(step), held.tensors
+    for name in ("cells_R", "positions_R", "sampled_cells_B", "act_positions"):
+        assert values(getattr(found, name)) == values(getattr(wanted, name)), name
+    for name in ("rotation_R", "act_rotation", "common_rows"):
+        assert [*map(values, getattr(found, name) or ())] == [*map(values, getattr(wanted, name) or ())], name
+    for tables in ("block_tables", "buffer_tables"):
+        mine, theirs = getattr(found, tables), getattr(wanted, tables)
+        assert {of: values(table) for of, table in mine.items()} == {of: values(table) for of, table in theirs.items()}
+    assert found.stores.keys() == wanted.stores.keys()
+    for space, place in wanted.stores.items():
+        for own, other in zip(found.stores[space], place, strict=True):
+            count = 0 if other is None else len(other)
+            assert own is other is None or values(own) == values(other) + values(own)[count - 1 : count] * (
+                len(own) - count
+            )
+    assert (found.sampling is None) == (wanted.sampling is None)
+    if found.sampling:
+        assert values(found.sampling.values_5B) == values(wanted.sampling.values_5B)
+    window = step.window if step.window and step.context.max() + 1 > step.window else None
+    table, theirs = (held.extents.layout, attending_in_place.step_extents(state, step, window, state.to_device).layout)
+    for name in ("starts", "places", "kinds"):
+        whole = values(getattr(theirs, name))
+        assert values(getattr(table, name))[: len(whole)] == whole, name
+    assert table[3:] == theirs[3:]
+
+
+def is_quiet(step, last) -> bool:
+    """Whether a step is of the same requests as the one before, in the same blocks, and no window hides a token."""
+    if last is None or last.iteration + 1 != step.iteration or last.queued.tolist() != step.queued.tolist():
+        return False
+    if step.window and step.context.max() + 1 > step.window or (step.context % 16 < 2).any():
+        return False
+    tables = [
+        [of.block_table.tolist() for of in (*one.segments, *one.shared_segments) if of.max_tokens]
+        for one in (step, last)
+    ]
+    return tables[0] == tables[1] and not step.returns
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_are_counted_up_as_the_host_works_them_out(source, plain, monkeypatch, name):
+    """The host uploads nothing in a step in which no request joins, leaves, takes a block or begins to read one."""
+    fix, latest, quiet, others = Graphs.fix_step, {}, [], []
+
+    def checked(graphs, state, step):
+        before, last = graphs.uploads, latest.get((step.mini_batch, step.window))
+        made = fix(graphs, state, step)
+        check_step(graphs._held[step.mini_batch, step.window], state, step)
+        latest[step.mini_batch, step.window] = step
+        (quiet if is_quiet(step, last) else others).append(graphs.uploads - before)
+        return made
+
+    with fake_cuda(seed=len(name)), monkeypatch.context() as patch:
+        expected = plain(name)
+        patch.setattr(Graphs, "fix_step", checked)
+        tokens, graphs = answers(name, source, cuda_graphs=True)
+    assert tokens == expected and graphs.launches
+    assert {*others} == {1} and {*quiet} == {0} and len(quiet) > 10, (len(quiet), len(others))
+
+
+def filled_tokens_stay(held, arrays, by):
+    return upload(held, arrays, by | {"kinds": 0})
+
+
+def offsets_stay(held, arrays, by):
+    return upload(held, arrays, by | {name: 0 for name in by if name[-1] == "offsets"})
+
+
+def positions_stay(held, arrays, by):
+    return upload(held, arrays, by | {"positions": 0})
+
+
+upload = FixedStep.upload
+
+
+def the_first_draw_again(held):
+    held.age = 0
+    count_up(held)
+
+
+count_up = FixedStep.count_up
+PLANTED = {
+    "filled tokens stay": ("resident", "upload", filled_tokens_stay),
+    "offsets stay": ("mixed", "upload", offsets_stay),
+    "positions stay": ("resident", "upload", positions_stay),
+    "the first draw again": ("resident", "count_up", the_first_draw_again),
+    "over the ends of blocks": ("resident", "takes", lambda held, state, step: step.iteration > held.step.iteration),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_of_counting_is_found(source, plain, monkeypatch, name):
+    of, method, planted = PLANTED[name]
+    with fake_cuda(), monkeypatch.context() as patch:
+        expected = plain(of)
+        patch.setattr(FixedStep, method, planted)
+        try:
+            found, _ = answers(of, source, cuda_graphs=True)
+        except Exception as error:
+            found = error
+    assert found != expected
