@@ -381,6 +381,7 @@ def _qwen3(size: str, row: tuple[int, ...], **more: Any) -> ModelShape:
     return replace(_gated(f"qwen3-{size}", sizes, theta=1e6, **fields), eos_token_ids=(151645, 151643))
 
 
+_LLAMA_2_7B = 32, 4096, 32, 32, 11008, 32000
 #: Public shapes, from the config.json of the published base models (OPT also: Zhang et al. 2022, table 1;
 #: Qwen3: of those for chats).
 KNOWN_SHAPES = {
@@ -395,7 +396,9 @@ KNOWN_SHAPES = {
         _opt("30b", 48, 7168, 56),
         _opt("66b", 64, 9216, 72),
         _opt("175b", 96, 12288, 96),
-        _gated("llama-2-7b", (32, 4096, 32, 32, 11008, 32000, 4096), dtype="float16"),
+        _gated("llama-2-7b", (*_LLAMA_2_7B, 4096), dtype="float16"),
+        # Together's: Llama-2-7B, its positions scaled (config.json of togethercomputer/LLaMA-2-7B-32K)
+        _gated("llama-2-7b-32k", (*_LLAMA_2_7B, 32768), dtype="float16", rope=Rope(type="linear", factor=8.0)),
         _gated("llama-2-13b", (40, 5120, 40, 40, 13824, 32000, 4096), dtype="float16"),
         _gated("llama-2-70b", (80, 8192, 64, 8, 28672, 32000, 4096), dtype="float16"),
         _gated("llama-3-8b", (32, 4096, 32, 8, 14336, 128256, 8192), 128001, theta=5e5),
