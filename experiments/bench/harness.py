@@ -28,11 +28,12 @@ class Table:
     The file holds {"header": {machine, commit, versions, date, parts}, "rows": {name: row}}; "parts" has the commit and
     date of each part's latest run. With a ``path`` it is written after each row. A row is {value, bar, unit, ok, part}
     with conditions of the figure and, where a figure has several rounds, their raw "samples", whose median or worst is
-    the value.
+    the value. A figure without a bar has bar None; one that failed is {error, ok: False, part}. ``beside`` is called
+    for each row, and its result joins the row.
     """
 
-    def __init__(self, machine: str = "", path: Path | None = None):
-        self.path = path
+    def __init__(self, machine: str = "", path: Path | None = None, beside: Callable[[], dict] = dict):
+        self.path, self.beside = path, beside
         self.rows: dict[str, dict] = {}
         self.part = ""  #: of the rows that are added now
         versions = {"python": platform.python_version()} | {name: version(name) for name in LIBRARIES}
@@ -61,13 +62,27 @@ class Table:
         """Add a figure that must be at most ``bar``."""
         self._add(name, value, bar, unit, "<=", conditions)
 
+    def tell(self, name: str, value: float, unit: str, **conditions) -> None:
+        """Add a figure that has no bar."""
+        row = {"value": float(value), "bar": None, "unit": unit, "ok": True, "part": self.part}
+        self._keep(name, row | conditions, f"     {name:58s} {value:14.4g} {unit}")
+
+    def failed(self, name: str, error: str, **conditions) -> None:
+        """Add why there is no figure."""
+        row = {"error": error, "ok": False, "part": self.part}
+        self._keep(name, row | conditions, f"FAIL {name:58s} {error}")
+
     def _add(self, name: str, value: float, bar: float, unit: str, relation: str, conditions: dict) -> None:
         ok = bool(value >= bar if relation == ">=" else value <= bar)
         row = {"value": float(value), "bar": bar, "unit": unit, "ok": ok, "part": self.part}
-        self.rows[name] = row | conditions
+        said = f"{'ok  ' if ok else 'MISS'} {name:58s} {value:14.4g} {relation} {bar:g} {unit}"
+        self._keep(name, row | conditions, said)
+
+    def _keep(self, name: str, row: dict, said: str) -> None:
+        self.rows[name] = row | self.beside()
         if self.path:
             self.save(self.path)
-        tqdm.write(f"{'ok  ' if ok else 'MISS'} {name:58s} {value:14.4g} {relation} {bar:g} {unit}")
+        tqdm.write(said)
 
     def errors(self, name: str, errors: Sequence[float], median_bar: float | None, worst_bar: float) -> None:
         """Add the median (unless its bar is None) and the worst of relative errors, in percent like their bars."""

@@ -1,6 +1,9 @@
-"""``python -m experiments.gpu``."""
+"""``python -m experiments.gpu``: see ``runner``."""
 
-from experiments.gpu.steps import main
+import sys
+
+from experiments.gpu.parts import PARTS
+from experiments.gpu.runner import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:], PARTS, [sys.executable, "-m", "experiments.gpu"]))

@@ -1,13 +1,16 @@
 """Bench rows of decode attention on a GPU: Triton's kernels that read blocks where they lie, against the memory's
-bandwidth and against laying contexts side by side."""
+bandwidth, against torch's attention over contiguous contexts of as many bytes, and against laying contexts side by
+side."""
 
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from experiments.bench.harness import Table
-from experiments.gpu.quantize import median_seconds
+from experiments.gpu.setting import gpu
+from experiments.gpu.watch import device_seconds, under_cupti
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.runtime.kernels.attention import PATHS, Extent, ScoreRule
 from flexhybrid.runtime.profiling.attention_paths import USUAL, proved_on_gpu
@@ -31,8 +34,10 @@ CASES = {
     "Llama-3-8B, 32 x 2048": Case(32, 2048, 8, 4),
     "Llama-3-8B, 1 x 8192": Case(1, 8192, 8, 4),
 }
-#: Of a plain copy's bytes a second, which reads and writes; and how much faster than side by side.
-BARS = {"copy": 0.6, "side by side": 1.5}
+#: Speed over that of a plain copy, which reads and writes, of torch's attention over contiguous contexts, and of laying
+#: them side by side. Cases of 30 to 50 MB take ten microseconds, which a row's seconds tell.
+BARS = {"a plain copy": 0.6, "attention over contiguous contexts": 0.9, "side by side": 1.5}
+COPY_BARS = {"OPT-6.7B, 17 x 512": 0.65, "Llama-3-8B, 32 x 2048": 0.75}
 
 
 def bench_attend_cuda(table: Table) -> None:
@@ -47,7 +52,7 @@ def bench_attend_cuda(table: Table) -> None:
 def _bench(table: Table, name: str, case: Case) -> None:
     from flexhybrid.runtime.kernels.attend_triton import attend, table_of
 
-    like, generator = {"dtype": torch.bfloat16, "device": torch.device("cuda")}, np.random.default_rng(0)
+    like, generator = {"dtype": torch.bfloat16, "device": gpu()}, np.random.default_rng(0)
     tokens = generator.integers(case.tokens // 2, case.tokens + 1, case.requests)
     tokens[0] = case.tokens
     held = ceil_blocks(tokens)
@@ -59,24 +64,31 @@ def _bench(table: Table, name: str, case: Case) -> None:
     extent = Extent(blocks * 2 * BLOCK_TOKENS * width, tokens, case.d, BLOCK_TOKENS * case.d, BLOCK_TOKENS * width)
 
     def to_device(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).cuda()
+        return torch.from_numpy(array).to(like["device"])
 
     rule, of_blocks = ScoreRule(case.d**-0.5), table_of([extent], ["pool"], (case.groups, case.d), to_device)
     targets = torch.empty(2, case.requests, case.groups, case.tokens, case.d, **like)
     mask, there = mask_of(np.arange(case.tokens) >= tokens[:, None], **like), to_device(blocks)
+    mean = int(held.sum()) * BLOCK_TOKENS // case.requests  # tokens of contexts of one length and as many bytes
+    keys, values = torch.randn(2, case.requests, case.groups, mean, case.d, **like)
     half = torch.empty(2, pool.nbytes // 2, dtype=torch.uint8, device=like["device"])
 
-    def side_by_side(_: int) -> None:
+    def side_by_side() -> None:
         gather_blocks(pool, there, (targets[0], targets[1]), 0, case.tokens)
         PATHS[USUAL.decode](query[:, None], targets[0], targets[1], mask, rule.scaling)
 
+    grouped = case.queries > 1
     calls = {
-        "triton": lambda _: attend(query, [pool], of_blocks, rule),
-        "copy": lambda _: half[0].copy_(half[1]),
+        "triton": lambda: attend(query, [pool], of_blocks, rule),
+        "a plain copy": lambda: half[0].copy_(half[1]),
+        "attention over contiguous contexts": lambda: sdpa(query[:, :, None], keys, values, enable_gqa=grouped),
         "side by side": side_by_side,
     }
-    seconds = median_seconds(calls)
-    conditions = {"gb_per_s": pool.nbytes / seconds["triton"] / 1e9, "seconds": seconds}
+    on_cuda = like["device"].type == "cuda"
+    seconds = device_seconds(calls, on_cuda)
+    cupti = {way: under_cupti(call, on_cuda) for way, call in calls.items()}
+    told = {"gb_per_s": pool.nbytes / seconds["triton"] / 1e9, "seconds": seconds, "cupti": cupti}
     for other, bar in BARS.items():
-        row = f"GPU, {name}: attend in place: speed of {'a plain copy' if other == 'copy' else other}"
-        table.at_least(row, seconds[other] / seconds["triton"], bar, "x", **conditions)
+        row = f"GPU, {name}: attend in place: speed of {other}"
+        bar = COPY_BARS.get(name, bar) if other == "a plain copy" else bar
+        table.at_least(row, seconds[other] / seconds["triton"], bar, "x", **told)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 
+from experiments.bench.harness import Table
 from experiments.peers.children import ROOT
 
 TEST = "tests/runtime/test_cuda.py"
@@ -19,8 +20,8 @@ TOOL = "compute-sanitizer"
 ARGUMENTS = ["-q", "-p", "no:cacheprovider", "-m", "cuda", TEST, "-k", CASE]
 
 
-def run_sanitizers() -> int:
-    """Run the case under each; return the worst exit status (pytest's 5, no test of that name, is a failure, too)."""
+def run_sanitizers(table: Table) -> None:
+    """Run the case under each; add the worst exit status (pytest's 5, no test of that name, is a failure, too)."""
     own = [sys.executable, "-m", __name__]
     codes = [subprocess.run([*own, "torch"], cwd=ROOT).returncode]
     if shutil.which(TOOL):
@@ -30,7 +31,7 @@ def run_sanitizers() -> int:
         codes.append(subprocess.run(command, cwd=ROOT, env=environment).returncode)
     else:
         print(f"{TOOL} is not installed: not run")
-    return max(map(abs, codes))
+    table.at_most("sanitizers: worst exit status", max(map(abs, codes)), 0, "")
 
 
 def under_torchs() -> int:

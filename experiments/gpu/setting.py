@@ -31,6 +31,11 @@ class Setting(NamedTuple):
         return self.mini_batch * (self.context + self.max_tokens + 33)
 
 
+def gpu() -> torch.device:
+    """Return the GPU; on a machine without one its CPU, for tests of what runs on a GPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def make_bench(shape: ModelShape, device: torch.device, setting: Setting) -> Bench:
     """Return a bench of the setting's requests over random weights of the shape."""
     generator = np.random.default_rng(0)

@@ -1,100 +1,93 @@
-"""The process in which one side of ``gpu_peers`` runs one batch; started by file name.
+"""The process in which one peer of ``gpu_peers`` runs one batch; started by file name.
 
 The request (``experiments.peers.child``):
 
-    side           "ours", "accelerate", "offloaded_cache" or "flexgen"
-    shape          an OPT's name, or the path of its config.json
+    side           "flexgen" or "transformers"
+    shape          a model's name, or the path of its config.json
     prompts        token ids, all prompts of one length
-    gen_tokens     tokens to generate for each
+    gen_tokens     tokens to generate for each, more than 2
     device         "cuda" or "cpu"
     dtype          "float16", "bfloat16" or "float32"
     device_memory  bytes that torch may allocate on the device; enforced on CUDA
-    host_memory    bytes of ours for the host
+    cache          of transformers: "offloaded", "static" or "dynamic"
     folder         of FlexGen, for what it would keep on a disk
-    mini_batch     of ours and of FlexGen: requests that are computed together
+    mini_batch     of FlexGen: requests of a GPU batch
     weight_percent of FlexGen: weights on the GPU
     cache_percent  of FlexGen: keys and values on the GPU
+    sep_layer      of FlexGen: attention and MLP are layers of their own, as it is shipped
+    page_locked    of FlexGen: its host cache is page-locked, which is our patch
 
-The answer: {"seconds", "device_peak_bytes", "host_peak_bytes"} (and ours: "policy", "num_waves"), or "missing" or
-"error" alone. Weights are random (FlexGen's dummy weights are ones), since only sizes matter; loading is not timed, and
-a short run precedes the timed one.
+The answer: {"seconds", "seconds_of_2", "decode_s", "cupti", "device_peak_bytes", "host_peak_bytes"}, or "missing" or
+"error" alone. Weights are random (FlexGen's dummy weights are ones), since only sizes matter, and loading them is not
+timed. A run over a few tokens of each prompt loads kernels and allocates; then two tokens and all tokens are timed, and
+their difference is the decode's time. CUPTI follows the kernels of the run of two tokens alone.
 """
 
 # pyright: reportMissingImports=false
 # Peers are installed in folders of their own, which the type checker does not see.
 
 import resource
-import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 from experiments.peers.child import Side, serve
 
+WARM_TOKENS, WARM_ANSWER = 16, 4  #: of each prompt, and generated: a compiled forward takes three steps to settle
 
-def build_model(request: dict, device: str):
-    """Return transformers' model of the shape on ``device``. Its values repeat one random block: drawing billions of
-    random numbers would take longer than the run."""
+#: Runs prompts until so many tokens are generated for each, with room for the whole answer.
+Generate = Callable[[list[list[int]], int], object]
+
+
+def timed(run: Generate, request: dict) -> dict:
+    """Time ``run`` over two tokens and over all."""
+    from experiments.bench.harness import seconds_of
+    from experiments.gpu.watch import under_cupti
+
+    on_cuda, prompts, tokens = request["device"] == "cuda", request["prompts"], request["gen_tokens"]
+
+    def waited(few: list[list[int]], count: int) -> None:
+        import torch
+
+        run(few, count)
+        if on_cuda:
+            torch.cuda.synchronize()
+
+    waited([prompt[:WARM_TOKENS] for prompt in prompts], min(WARM_ANSWER, tokens))
+    cupti = under_cupti(lambda: waited(prompts, 2), on_cuda)
+    two_s = cupti["wall_s"] if "wall_s" in cupti else seconds_of(lambda: waited(prompts, 2))
+    seconds = seconds_of(lambda: waited(prompts, tokens))
+    return {"seconds": seconds, "seconds_of_2": two_s, "decode_s": seconds - two_s, "cupti": cupti}
+
+
+def run_transformers(request: dict) -> dict:
+    """Time transformers' greedy generate with weights on the device. "offloaded": keys and values on the host except
+    two layers'; "static": on the device, with the forward that generate compiles for it on CUDA."""
     import torch
-    from transformers import OPTForCausalLM
+    from transformers import AutoModelForCausalLM, StaticCache
 
-    from experiments.peers.random_opt import opt_config
+    from experiments.peers.random_opt import config_of
     from flexhybrid.core.model.shape import shape_of
 
-    config = opt_config(shape_of(request["shape"]), eos_token_id=None)
-    with torch.device("meta"):
-        model = OPTForCausalLM(config).to(getattr(torch, request["dtype"])).eval()
-    model.to_empty(device=device)
-    model.tie_weights()
-    block = torch.randn(1 << 20, device=device).mul_(0.02).to(getattr(torch, request["dtype"]))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            flat = parameter.view(-1)
-            full = len(flat) // len(block) * len(block)
-            flat[:full].view(-1, len(block)).copy_(block)
-            flat[full:].copy_(block[: len(flat) - full])
-    return model
-
-
-def timed(run, request: dict) -> dict:
-    """Time ``run(gen_tokens)`` after a warm-up run of two tokens."""
-    import torch
-
-    run(2)
-    if request["device"] == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    run(request["gen_tokens"])
-    if request["device"] == "cuda":
-        torch.cuda.synchronize()
-    return {"seconds": time.perf_counter() - began}
-
-
-def generate_with(model, request: dict, **options) -> dict:
-    """Time transformers' greedy generate over the batch."""
-    import torch
-
-    ids = torch.tensor(request["prompts"], device=request["device"])
-    mask = torch.ones_like(ids)
+    length = len(request["prompts"][0]) + request["gen_tokens"]
+    with torch.device(request["device"]):
+        config = config_of(shape_of(request["shape"]), eos_token_id=None)
+        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, request["dtype"])).eval()
+    static = StaticCache(config=model.config, max_cache_len=length) if request["cache"] == "static" else None
 
     @torch.inference_mode()
-    def run(tokens: int) -> None:
-        out = model.generate(
-            input_ids=ids, attention_mask=mask, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, **options
-        )
-        assert out.shape == (len(ids), ids.shape[1] + tokens)
+    def run(prompts: list[list[int]], count: int) -> None:
+        ids = torch.tensor(prompts, device=request["device"])
+        options = {"cache_implementation": request["cache"]}
+        if static is not None:  # one cache for all runs: another would be compiled for, and captured, again
+            static.reset()
+            options = {"past_key_values": static}
+        lengths = {"min_new_tokens": count, "max_new_tokens": count}
+        out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, **lengths, **options)
+        assert out.shape == (len(ids), ids.shape[1] + count)
 
     return timed(run, request)
-
-
-def run_accelerate(request: dict) -> dict:
-    """Time accelerate's cpu_offload: all weights on the host, keys and values on the device."""
-    from accelerate import cpu_offload
-
-    model = build_model(request, "cpu")
-    return generate_with(cpu_offload(model, execution_device=request["device"]), request)
-
-
-def run_offloaded_cache(request: dict) -> dict:
-    """Time transformers' offloaded cache: weights on the device, keys and values on the host except two layers'."""
-    return generate_with(build_model(request, request["device"]), request, cache_implementation="offloaded")
 
 
 def run_flexgen(request: dict) -> dict:
@@ -106,6 +99,8 @@ def run_flexgen(request: dict) -> dict:
 
     if request["device"] != "cuda":
         raise RuntimeError("flexgen runs on CUDA alone")
+    if request["page_locked"]:
+        lock_pages(TorchDevice)
     gpu, cpu, disk = TorchDevice("cuda:0"), TorchDevice("cpu"), TorchDisk(request["folder"])
     env = ExecutionEnv(gpu=gpu, cpu=cpu, disk=disk, mixed=TorchMixedDevice([gpu, cpu, disk]))
     on_gpu, cached, mini_batch = request["weight_percent"], request["cache_percent"], request["mini_batch"]
@@ -113,62 +108,44 @@ def run_flexgen(request: dict) -> dict:
     policy = Policy(
         gpu_batch_size=mini_batch, num_gpu_batches=len(request["prompts"]) // mini_batch, w_gpu_percent=on_gpu,
         w_cpu_percent=100 - on_gpu, cache_gpu_percent=cached, cache_cpu_percent=100 - cached, act_gpu_percent=100,
-        act_cpu_percent=0, overlap=True, sep_layer=True, pin_weight=True, cpu_cache_compute=False, attn_sparsity=1.0,
-        compress_weight=False, comp_weight_config=packed, compress_cache=False, comp_cache_config=packed,
+        act_cpu_percent=0, overlap=True, sep_layer=request["sep_layer"], pin_weight=True, cpu_cache_compute=False,
+        attn_sparsity=1.0, compress_weight=False, comp_weight_config=packed, compress_cache=False,
+        comp_cache_config=packed,
     )  # fmt: skip
+    length = len(request["prompts"][0]) + request["gen_tokens"]
     try:
         model = OptLM(f"facebook/{request['shape']}", env, "_DUMMY_", policy)
-        return timed(lambda tokens: model.generate(request["prompts"], max_new_tokens=tokens), request)
+        # All runs have room for the same number of tokens, so that their caches are allocated alike.
+        return timed(
+            lambda prompts, count: model.generate(prompts, max_new_tokens=length - len(prompts[0]), cut_gen_len=count),
+            request,
+        )
     finally:
         env.close_copy_threads()  # they are no daemons: the process would not end
 
 
-def run_ours(request: dict) -> dict:
-    """Time our engine under the policy of "auto" for this batch, in as many waves as the budgets require."""
-    import torch
+def lock_pages(device_class: Any) -> None:
+    """Patch FlexGen's TorchDevice: host memory that it asks for unlocked, which is its cache, is page-locked. FlexGen
+    then copies without its relays and their threads. Torch's own page-locked memory would round up to powers of two.
+    Memory is kept for the next run, so that locking it is not timed, as ours is not."""
+    from flexgen.pytorch_backend import DeviceType, TorchTensor, np_dtype_to_torch_dtype
 
-    from flexhybrid.core.model.shape import shape_of
-    from flexhybrid.core.problem import Budgets, Problem
-    from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-    from flexhybrid.core.wave import admit
-    from flexhybrid.core.waves import split_waves
-    from flexhybrid.core.workload import Workload
-    from flexhybrid.resolve import PacedDevice, best_policy, named_hardware
-    from flexhybrid.runtime.engine import Engine, RunControl
-    from flexhybrid.runtime.profiling.attention_paths import fastest_paths
-    from flexhybrid.runtime.session import Session
-    from flexhybrid.runtime.storage.loader import RandomWeights
-    from flexhybrid.runtime.storage.weights import Weights
+    from flexhybrid.runtime.storage.host_memory import HostMemory
 
-    shape, prompts = shape_of(request["shape"]), request["prompts"]
-    device = torch.device(request["device"])
-    problem = Problem(
-        shape=shape,
-        dtype=request["dtype"],
-        hardware=named_hardware(None, PacedDevice(device)),
-        budgets=Budgets(request["device_memory"], request["host_memory"]),
-        device=device.type,
-        attention=fastest_paths(device.type, request["dtype"], shape.queries_per_key, shape.head_dim),
-    )
-    workload = Workload.uniform(len(prompts), len(prompts[0]), request["gen_tokens"])
-    policy = best_policy(problem, workload)
-    waves = split_waves(problem, policy, workload)
+    memory, plain, kept = HostMemory(pinned=True), device_class.allocate, deque()
 
-    def wave_of(requests: int, tokens: int):
-        lengths = Workload.uniform(requests, len(prompts[0]), tokens)
-        return admit(problem, policy, lengths)
+    def allocate(self, shape, dtype, pin_memory=None, name=None):
+        if self.device_type != DeviceType.CPU or pin_memory is not False:
+            return plain(self, shape, dtype, pin_memory, name)
+        if kept and kept[0][1]() is None and kept[0][0].shape == tuple(shape):  # FlexGen has deleted its tensor
+            data, _ = kept.popleft()
+        else:
+            data = memory.zeros(tuple(shape), np_dtype_to_torch_dtype[dtype])
+        given = data[:]
+        kept.append((data, weakref.ref(given)))
+        return TorchTensor.create_from_torch(given, self, name=name)
 
-    sizes = buffer_sizes(wave_of(len(waves[0]), request["gen_tokens"]))  # the largest wave is the first
-    weights = Weights(shape, RandomWeights(shape, device=device.type), request["dtype"], device, policy)
-    engine = Engine(weights, policy, sizes)
-
-    def run(tokens: int) -> None:
-        for members in waves:
-            ids = [prompts[i] for i in members]
-            result = Session(engine, wave_of(len(ids), tokens), ids).generate(RunControl())
-            assert all(len(answer) == tokens for answer in result.tokens)
-
-    return timed(run, request) | {"policy": policy.to_dict(), "num_waves": len(waves)}
+    device_class.allocate = allocate
 
 
 def within_budget(run: Side) -> Side:
@@ -190,6 +167,5 @@ def within_budget(run: Side) -> Side:
 
 
 if __name__ == "__main__":
-    sides = {"ours": run_ours, "accelerate": run_accelerate, "offloaded_cache": run_offloaded_cache}
-    sides["flexgen"] = run_flexgen
+    sides = {"flexgen": run_flexgen, "transformers": run_transformers}
     serve({name: within_budget(run) for name, run in sides.items()})

@@ -1,30 +1,29 @@
-"""OPT models of any shape with random weights, in transformers' classes."""
+"""OPT and Llama models of any shape with random weights, in transformers' classes."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from flexhybrid.core.model.shape import ModelShape
 
-if TYPE_CHECKING:
-    from transformers import OPTConfig
 
+def config_of(shape: ModelShape, **fields) -> Any:
+    """Return the transformers config of a shape of OPT's family, without dropout, or of Llama's; ``fields`` replace
+    others."""
+    from transformers import LlamaConfig, OPTConfig
 
-def opt_config(shape: ModelShape, **fields) -> OPTConfig:
-    """Return the transformers config of an OPT shape, without dropout; ``fields`` replace others."""
-    from transformers import OPTConfig
-
-    config = OPTConfig(
+    sizes: dict[str, Any] = dict(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
-        word_embed_proj_dim=shape.hidden,
         num_hidden_layers=shape.num_layers,
         num_attention_heads=shape.num_heads,
-        ffn_dim=shape.ffn,
         max_position_embeddings=shape.max_positions,
-        dropout=0.0,
     )
+    if shape.family == "opt":
+        config = OPTConfig(**sizes, word_embed_proj_dim=shape.hidden, ffn_dim=shape.ffn, dropout=0.0)
+    else:
+        config = LlamaConfig(**sizes, intermediate_size=shape.ffn, num_key_value_heads=shape.num_kv_heads)
     config.update(fields)
     return config
 
@@ -37,7 +36,7 @@ def make_checkpoint(folder: Path, shape: ModelShape, dtype: str) -> Path:
     from transformers import OPTForCausalLM
 
     torch.manual_seed(0)
-    model = OPTForCausalLM(opt_config(shape, dtype=dtype)).to(getattr(torch, dtype))
+    model = OPTForCausalLM(config_of(shape, dtype=dtype)).to(getattr(torch, dtype))
     unfinished = folder.with_name(folder.name + ".partial")  # renamed when it is complete
     model.save_pretrained(unfinished, max_shard_size="1GB")
     unfinished.rename(folder)

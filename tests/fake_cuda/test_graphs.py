@@ -41,6 +41,7 @@ from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.models import opt
 from flexhybrid.runtime.profiling import attention_paths
 from flexhybrid.runtime.profiling import profile as profiling
+from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.step_tensors import computed_positions
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
@@ -611,19 +612,6 @@ def test_the_switch_and_what_is_told(case):
         LLM(source.path, device="cpu", cuda_graphs=2)
 
 
-def test_the_gpu_bench_fills_its_rows_of_memory_and_events(monkeypatch):
-    monkeypatch.setattr(bench, "PAGE_LOCKED_BYTES", 1 << 20)
-    monkeypatch.setattr(bench, "RECORDS", 100)
-    table = Table()
-    with fake_cuda() as watch:
-        bench.bench_page_locking(table)
-        bench.bench_events(table, DEVICE)
-        made = torch.cuda.Event.made
-        assert not watch.registered
-    assert len(table.rows) == 2 and all(row["value"] > 0 for row in table.rows.values())
-    assert made <= 3 * (issuing.STREAM_LOOKAHEAD_TASKS + 1)  # of 300 that are recorded
-
-
 def test_the_gpu_bench_fills_its_rows_of_graphs(monkeypatch):
     """Memory that the driver keeps is told by hand: half of what the plan counts."""
     monkeypatch.setattr(attention_paths, "proved_on_gpu", lambda *_: True)
@@ -636,12 +624,13 @@ def test_the_gpu_bench_fills_its_rows_of_graphs(monkeypatch):
         policy = replace(ON_DEVICE, max_mini_batch_tokens=setting.mini_batch_tokens)
         contender = PolicyRun(made, policy)
         free = iter((1 << 30, (1 << 30) - GRAPH_BYTES))
-        bench.bench_graphs(table, contender, lambda: next(free))
-        assert contender.session.executor.graphs.num_graphs == 10  # two layers, four verbs, together and apart
-        assert contender.decode()[0]
+        session = Session(contender.engine, contender.wave, made.prompts)
+        bench.bench_graphs(table, "device", session, lambda: next(free))
+        assert session.executor.graphs.num_graphs == 10  # two layers, four verbs, together and apart
+        assert session.executor.graphs.enabled and session.executor.graphs.joins and session.decode()
     rows = list(table.rows.values())
-    assert len(rows) == 4 and all(row["value"] > 0 for row in rows) and rows[2]["value"] == 0.5
-    assert "10 CUDA graphs" in rows[0]["graphs"]
+    assert len(rows) == 4 and all(row["value"] > 0 for row in rows) and rows[0]["value"] == 0.5
+    assert "10 CUDA graphs" in rows[1]["graphs"]
 
 
 def test_what_launching_takes_is_measured_as_a_job_launches(monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +12,7 @@ import pytest
 import torch
 
 from experiments.bench.harness import Table
-from experiments.gpu import steps
-from experiments.peers import children
-from flexhybrid.core.files import profile_file
+from experiments.gpu import parts
 from flexhybrid.core.task import Task, Work
 from flexhybrid.jobs.compare.job import _keeping_rows
 from flexhybrid.runtime import cuda
@@ -196,91 +193,8 @@ def test_every_test_that_needs_a_gpu_is_run_by_make_gpu():
             if marked[file]:
                 names = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
                 imports |= {ast.unparse(node).split()[1].split(".")[0] for node in names}
-    assert set(steps.cuda_test_files()) == {file for file, is_marked in marked.items() if is_marked}
-    assert len(steps.cuda_test_files()) > 2 and "hypothesis" not in imports
-
-
-def test_a_step_is_over_within_eight_minutes():
-    """With the time that it has to end in, and what starting python3 and torch takes."""
-    assert steps.STEP_SECONDS + steps.END_SECONDS <= 470
-
-
-def test_peers_that_are_carried_along_are_found(tmp_path, monkeypatch):
-    """The folder goes to every side's process; without it, what this python3 has installed counts."""
-    asked = []
-    monkeypatch.setattr(steps, "results_folder", lambda: tmp_path)
-    monkeypatch.setattr(steps, "PEER_FOLDER", tmp_path / "installed")
-    monkeypatch.setattr(
-        children, "ask", lambda child, request, limit_s, folders, variables: asked.append(folders) or {"error": ""}
-    )
-    assert steps.run_inside("peers") == 1  # our side did not run
-    assert asked and not any(asked)
-    (tmp_path / "installed").mkdir()
-    asked.clear()
-    steps.run_inside("peers-both-offload")
-    assert asked and all(folders == [tmp_path / "installed"] for folders in asked)
-
-
-def test_peers_go_by_the_profile_of_an_earlier_step(tmp_path, monkeypatch):
-    """Kept beside the results, so that it is carried from call to call."""
-    monkeypatch.setattr(steps, "results_folder", lambda: tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in ("FLEXHYBRID_CACHE", "OMP_WAIT_POLICY"):
-        monkeypatch.setenv(name, "")  # what the step sets is taken back
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(sys, "argv", ["gpu", "--inside", "profile"])
-    monkeypatch.setattr(steps, "end_when_told", lambda: None)
-    asked = []
-
-    def measured(shape, dtype, paced, save_to=None, **_):
-        asked.append((shape.name, dtype, paced.device.type, save_to or profile_file(paced.device.type)))
-        return None, []
-
-    monkeypatch.setattr("flexhybrid.jobs.profile.job.measure_hardware", measured)
-    assert steps.main() == 0
-    assert asked == [("opt-6.7b", "float16", "cuda", tmp_path / "profiles" / "hardware-cuda.json")]
-    assert steps.STEPS.index("profile") < min(map(steps.STEPS.index, steps.PEERS))
-
-
-def test_a_step_that_runs_out_of_time_keeps_what_it_has(tmp_path, monkeypatch):
-    """A step that is told to end writes what it holds; one that does not end is killed, with what it has started."""
-    ready, kept = tmp_path / "ready", tmp_path / "kept"
-    program = f"""
-import pathlib, signal, subprocess, sys, time
-from experiments.gpu.steps import end_when_told
-kind = sys.argv[1]
-end_when_told() if kind == "ends" else signal.signal(signal.SIGTERM, signal.SIG_IGN)
-child = subprocess.Popen(["sleep", "1000"])
-try:
-    pathlib.Path({str(ready)!r}).write_text(str(child.pid))
-    time.sleep(1000)
-finally:
-    pathlib.Path({str(kept)!r}).write_text(kind)
-"""
-
-    class Limited(subprocess.Popen):
-        def wait(self, timeout=None):
-            """The step's time is over when it is under way."""
-            while timeout == 1.0 and not (ready.exists() and ready.read_text()):
-                try:
-                    return super().wait(0.02)
-                except subprocess.TimeoutExpired:
-                    continue
-            if timeout == 1.0:
-                raise subprocess.TimeoutExpired("step", timeout)
-            return super().wait(timeout)
-
-    monkeypatch.setattr(subprocess, "Popen", Limited)
-    for kind, end_s, text in (("ends", 60.0, "ends"), ("ignores", 0.05, None)):
-        monkeypatch.setattr(steps, "END_SECONDS", end_s)
-        command = [sys.executable, "-c", program, kind]
-        assert steps.run_limited(command, tmp_path / "log", 1.0) == 124, (tmp_path / "log").read_text()
-        assert (kept.read_text() if kept.exists() else None) == text
-        state = Path("/proc", ready.read_text(), "stat")
-        while state.exists() and state.read_text().split()[2] != "Z":  # until it is gone, or a zombie
-            pass
-        ready.unlink()
-        kept.unlink(missing_ok=True)
+    assert set(parts.cuda_test_files()) == {file for file, is_marked in marked.items() if is_marked}
+    assert len(parts.cuda_test_files()) > 2 and "hypothesis" not in imports
 
 
 def test_rows_are_in_their_files_as_soon_as_they_are_measured(tmp_path):

@@ -76,8 +76,9 @@ FLOORS = {
             "experiments figures flexhybrid flexhybrid.cascade flexhybrid.core flexhybrid.runtime sim policy_search "
             "numpy scipy pandas torch transformers tokenizers safetensors tqdm pytest jinja2"
         ),
-        # peers, where they are installed; the handwritten digits; the cascade's hop on Ray Serve; tasks of the harness
-        lazily=names("accelerate flexgen sklearn ray lm_eval"),
+        # peers, where they are installed; the handwritten digits; the cascade's hop on Ray Serve; tasks of the harness;
+        # a GPU's clocks and partitions
+        lazily=names("accelerate flexgen sklearn ray lm_eval pynvml cuda"),
     ),
     "figures": Floor(
         names("figures numpy pandas matplotlib"),

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from experiments.peers import accelerate_disk, children, gpu_peers
+from experiments.peers import accelerate_disk, children
 from experiments.peers.accelerate_disk import OURS, PeerUnavailable, fastest_first, long_run, rates, same_tokens, sweep
-from experiments.peers.gpu_peers import PeerRun
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.model.shape import shape_by_name, shape_from_config
+from flexhybrid.core.model.shape import shape_from_config
 from tests.models import save_opt
 
 DISK_CHILD = accelerate_disk.CHILD
@@ -156,75 +154,3 @@ def test_without_accelerate_the_command_ends_with_status_1_and_says_how_to_get_i
     assert said.count("\n") == 1 and "nowhere" in said and "accelerate==" in said
     with pytest.raises(PeerUnavailable):
         accelerate_disk.find_peer(tmp_path)
-
-
-# ---- on a GPU --------------------------------------------------------------------------------------------------------
-
-
-def gpu_options(tiny, tmp_path) -> list[str]:
-    return [
-        "--shape", str(tiny[0]), "--device", "cpu", "--dtype", "float32", "--device-memory", "1GiB", "--host-memory",
-        "1GiB", "--prompt-len", "4", "--gen-len", "3", "--out", str(tmp_path / "out" / "compare.json"),
-    ]  # fmt: skip
-
-
-def test_our_side_runs_and_an_absent_peer_is_named_once(tiny, tmp_path, capsys, warm_processes):
-    """FlexGen is never installed beside the project, and its second batch is not tried."""
-    runs = (PeerRun("ours", 3), PeerRun("flexgen", 4, 2), PeerRun("flexgen", 8, 2))
-    assert gpu_peers.main(gpu_options(tiny, tmp_path), runs) == 0
-    said = capsys.readouterr().out
-    assert said.count("pip install --no-deps flexgen==0.1.8") == 1 and "ours / flexgen: no ratio" in said
-    result = json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))
-    ours, flexgen = result["runs"]
-    assert ours["tokens_per_s"] == pytest.approx(3 * 3 / ours["seconds"]) and ours["policy"]["name"]
-    assert "flexgen" in flexgen["missing"] and result["ratios"] == {}
-
-
-def test_ratios_are_of_each_sides_best_batch(tiny, tmp_path, monkeypatch):
-    seconds = {("ours", 4): 3.0, ("ours", 8): 4.0, ("accelerate", 2): 6.0}
-
-    def ask(child, request, *_):
-        return {"seconds": seconds[request["side"], len(request["prompts"])]}
-
-    monkeypatch.setattr(children, "ask", ask)
-    runs = (PeerRun("ours", 4), PeerRun("accelerate", 2), PeerRun("ours", 8))
-    assert gpu_peers.main(gpu_options(tiny, tmp_path), runs) == 0
-    result = json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))
-    assert result["best"] == {"ours": 8, "accelerate": 2}
-    assert result["ratios"] == {"accelerate": pytest.approx((8 / 4) / (2 / 6))}
-
-
-def test_batches_beyond_the_time_are_named_and_our_absence_is_a_failure(tiny, tmp_path, capsys):
-    assert gpu_peers.main([*gpu_options(tiny, tmp_path), "--seconds", "0"], (PeerRun("ours", 4),)) == 1
-    assert "not tried" in capsys.readouterr().out
-
-
-def test_flexgen_keeps_what_fits_of_its_weights():
-    shape = shape_by_name("opt-6.7b")
-    assert gpu_peers.weight_percent(shape, 18 * 2**30, 2) == 100
-    assert 45 <= gpu_peers.weight_percent(shape, 9 * 2**30, 2) <= 55
-
-
-def test_every_peer_of_the_gpu_runs_has_a_way_to_be_had():
-    assert {run.side for run in gpu_peers.RUNS} == set(gpu_peers.SIDES) == {"ours", *gpu_peers.HOW_TO_GET}
-    for *_, runs in gpu_peers.CASES.values():
-        assert all(run.batch % run.mini_batch == 0 for run in runs if run.side == "flexgen")
-
-
-def test_flexgens_weights_leave_room_for_its_share_of_the_cache(tiny, tmp_path, monkeypatch):
-    """Half of 4 requests of 7 tokens: what three quarters of the rest hold."""
-    asked = []
-    monkeypatch.setattr(children, "ask", lambda child, request, *more: asked.append(request) or {"seconds": 1.0})
-    shape = shape_from_config(tiny[0])
-    weights = shape.num_layers * shape.layer_bytes(4) + shape.embedding_bytes(4)
-    cached = 2 * 7 * shape.num_layers * shape.kv_token_bytes(4)
-    options = gpu_options(tiny, tmp_path)
-    options[options.index("1GiB")] = str(int(cached + 0.36 * weights))
-    gpu_peers.main(options, (PeerRun("flexgen", 4, 2, 50), PeerRun("flexgen", 4, 2)))
-    assert [request["cache_percent"] for request in asked] == [50, 0]
-    assert asked[0]["weight_percent"] in (26, 27) and asked[1]["weight_percent"] > 27
-
-
-def test_a_claim_is_the_smallest_ratio_of_peers_that_every_case_measured():
-    cases = [{"ratios": {"flexgen": 5.0, "accelerate": 3.0}}, {"ratios": {"flexgen": 2.5}}]
-    assert gpu_peers.claims(cases) == {"flexgen": 2.5} and gpu_peers.claims([]) == {}

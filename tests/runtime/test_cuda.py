@@ -73,7 +73,12 @@ def full_float32():
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.mark.parametrize("policy", [hybrid(s, b) for s in (0, 0.25, 0.5, 1) for b in (200, 2000)] + [MIXED])
+#: Its layers' verbs have nothing between them: joint graphs launch them.
+RESIDENT = Policy("resident", Placement(device=1.0), cache={"kv@device": 1.0}, max_mini_batch_tokens=2000)
+HYBRIDS = [hybrid(share, bound) for share in (0, 0.25, 0.5, 1) for bound in (200, 2000)]
+
+
+@pytest.mark.parametrize("policy", [*HYBRIDS, MIXED, RESIDENT])
 def test_float32_tokens_equal_transformers(case, policy):
     folder, prompts, reference, expected = case
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
