@@ -633,6 +633,24 @@ def test_the_gpu_bench_fills_its_rows_of_graphs(monkeypatch):
     assert "10 CUDA graphs" in rows[1]["graphs"]
 
 
+def test_a_gpu_is_profiled_in_one_pass(monkeypatch):
+    """Its link, and a run beside it and one all on the device: each verb has a sample, and nothing is compared."""
+    for name, value in {"LINK_SECONDS": 0.0, "DECODE_SECONDS": 0.0, "LINK_SIZES": (1 << 16,), "GPU_LAYERS": 2}.items():
+        monkeypatch.setattr(profiling, name, value)
+    monkeypatch.setattr(profiling, "RandomWeights", lambda shape, device: RandomWeights(shape))
+    monkeypatch.setattr(profiling, "fastest_paths", lambda *of: IN_PLACE)
+    monkeypatch.setattr(profiling, "launch_seconds", lambda *of: 1e-5)
+    alone = profiling.ALONE[0]._replace(requests=2, context=20)
+    monkeypatch.setattr(profiling, "ALONE", (alone,))
+    runs, done = (profiling.MIXES[0]._replace(requests=2, context=20), alone), []
+    shape = replace(profiling.LAUNCHED_SHAPE, num_layers=2)
+    with fake_cuda():
+        found = profiling.profile(shape, "float32", DEVICE, on_progress=lambda: done.append(0), runs=runs)
+    assert len(done) == 2 and not found.disagreements and found.attends_in_place
+    verbs = {"kv_gen", "project", "attend", "finish", "load_act", "load_kv", "load_weights", "h2d", "d2h_both"}
+    assert verbs | {"project_alone", "attend_alone", "finish_alone", "launcher"} <= found.samples.keys()
+
+
 def test_what_launching_takes_is_measured_as_a_job_launches(monkeypatch):
     """No task is timed in the decodes that count; verbs with nothing between them are launched together in these."""
     monkeypatch.setattr(profiling, "LAUNCHED_SHAPE", replace(profiling.LAUNCHED_SHAPE, num_layers=2))

@@ -36,7 +36,7 @@ TIMING_SHAPE = ModelShape(
 MOST_DISAGREED = 0.1  #: share of the sizes whose passes may differ in an undisturbed measurement
 
 #: Of what a profile measures. A record of before is not found under its name, and measured anew.
-EDITION = 2
+EDITION = {"cpu": 2, "cuda": 3}
 
 #: Fields of a shape that decide the times of its layers' tasks.
 LAYER_SIZES = ("family", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions")
@@ -118,7 +118,9 @@ def model_profile_path(shape: ModelShape, dtype: str, paced: PacedDevice) -> Pat
     device, rate = paced.device, paced.link_gb_per_s
     if modules := profiled_layers(shape).modules:
         sizes += [modules.kind_of, modules.experts_share, [[(t.size, t.early) for t in kind] for kind in modules.kinds]]
-    identity = json.dumps([EDITION, device_name(device), torch.__version__, dtype, shape.dtype, rate, *sizes])
+    identity = json.dumps(
+        [EDITION[device.type], device_name(device), torch.__version__, dtype, shape.dtype, rate, *sizes]
+    )
     return cache_folder() / "models" / f"{device.type}-{sha256(identity.encode()).hexdigest()[:12]}.json"
 
 
