@@ -54,11 +54,13 @@ def run(tmp_path_factory):
         patch.setenv(FASTER_DTYPE, "float32")
         patch.setattr(profile, "DECODE_SECONDS", 0.0)  # what the lines say is not what this is about
         patch.setattr(profile, "LINK_SECONDS", 0.0)
+        patch.setattr(profile, "passes_of", lambda device: (profile.RUNS,))
+        patch.setattr(profile.gc, "collect", lambda: 0)  # what a run leaves is small
         torch.set_num_threads(1)
         short = replace(SMALL, max_positions=100)  # which cuts the contexts of the profile
         result = compare(
             CompareOptions(
-                device="cpu", link_gb_per_s=0.5, shape=short, batch=4, prompt_len=48, gen_len=4, mini_batch=2, rounds=3,
+                device="cpu", link_gb_per_s=0.5, shape=short, batch=4, prompt_len=48, gen_len=4, mini_batch=2, rounds=2,
                 exact_tokens=3, exact_prompts=4, policy=policy, out=folder / "out",
             ),
         )  # fmt: skip
@@ -72,7 +74,7 @@ def test_every_policy_is_exact_and_measured(run):
     assert [row["policy"] for row in result["speed"]] == ["kv_only", "act_only", "hybrid_static", "hybrid", "mine"]
     assert [row["act_share"] for row in result["sweep"]] == [i / 8 for i in range(9)]
     for row in result["speed"]:
-        assert row["measured_tokens_per_s"] > 0 and len(row["measured_rounds"]) == 3
+        assert row["measured_tokens_per_s"] > 0 and len(row["measured_rounds"]) == 2
         assert row["closed_form_tokens_per_s"] > 0 and row["virtual_clock_tokens_per_s"] > 0
         assert row["overlap"] > 0 and 0 < row["busy_h2d"] <= 1.01 and 0 < row["busy_compute"] <= 1.01
     assert result["trace_violations"] == []
@@ -186,7 +188,7 @@ def systems_run(tmp_path_factory):
         patch.setattr(job, "measure_disk", lambda *rest: (Hardware("disk", "cpu", lines, disk_memory=1 << 30), []))
         result = compare(
             CompareOptions(
-                device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, prompt_len=48, gen_len=4, rounds=3,
+                device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, prompt_len=48, gen_len=4, rounds=2,
                 exact_tokens=3, exact_prompts=8, systems=(*SYSTEMS, str(folder / "disk.json")),
                 disk_dir=folder, out=folder / "out",
             ),
