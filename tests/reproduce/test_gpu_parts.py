@@ -29,15 +29,30 @@ from flexhybrid.core.model.rope import Rope
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 
 OPT = {
-    "architectures": ["OPTForCausalLM"], "model_type": "opt", "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "vocab_size": 97, "max_position_embeddings": 256, "word_embed_proj_dim": 64,
-    "do_layer_norm_before": True, "torch_dtype": "float32",
-}  # fmt: skip
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "hidden_size": 64,
+    "ffn_dim": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+    "word_embed_proj_dim": 64,
+    "do_layer_norm_before": True,
+    "torch_dtype": "float32",
+}
 LLAMA = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97,
-    "max_position_embeddings": 256, "torch_dtype": "float32",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 97,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float32",
+}
 SHAPE = ModelShape("opt-tiny", "opt", 2, 128, 2, 2, 64, 64, 64, 2048)
 
 
@@ -185,9 +200,13 @@ def test_a_green_context_is_made_of_so_many_sms(monkeypatch):
     assert partition.green_stream(48) == (("stream", 77), 48)
     names, arguments = zip(*driver.calls, strict=True)
     assert names == (
-        "cuDeviceGet", "cuDeviceGetDevResource", "cuDevSmResourceSplitByCount", "cuDevResourceGenerateDesc",
-        "cuGreenCtxCreate", "cuGreenCtxStreamCreate",
-    )  # fmt: skip
+        "cuDeviceGet",
+        "cuDeviceGetDevResource",
+        "cuDevSmResourceSplitByCount",
+        "cuDevResourceGenerateDesc",
+        "cuGreenCtxCreate",
+        "cuGreenCtxStreamCreate",
+    )
     assert arguments[1] == ("of cuDeviceGet", "SMs") and arguments[2] == (1, "of cuDeviceGetDevResource", 0, 48)
     assert arguments[4] == ("of cuDevResourceGenerateDesc", "of cuDeviceGet", 1)
     assert arguments[5] == ("of cuGreenCtxCreate", 1, 0)

@@ -1,0 +1,81 @@
+"""Parts of ``make gpu`` on the fake device: their branches for CUDA run, with graphs and policies that cross the link."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_cuda.device import DEVICE, fake_cuda
+from oracles import attend_table
+from toy_machine import machine
+
+from experiments.bench.harness import Table
+from experiments.gpu import bench, mix, resident
+from experiments.gpu.cases import Case
+from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.runtime.profiling import attention_paths
+from flexhybrid.runtime.storage.loader import RandomWeights
+
+attend_triton = pytest.importorskip("flexhybrid.runtime.kernels.attend_triton", reason="triton is not installed")
+SIZES = {"hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 97}
+OPT = {"model_type": "opt", "max_position_embeddings": 128, "word_embed_proj_dim": 64, "torch_dtype": "float32"} | SIZES
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Make a run of a tiny model on the fake device, whose allocator and CUPTI are told by hand."""
+    (tmp_path / "config.json").write_text(json.dumps(OPT))
+    told = {"memory_reserved": 0, "max_memory_reserved": 1 << 20, "mem_get_info": (1 << 30, 1 << 31)}
+    told |= {"reset_peak_memory_stats": None, "empty_cache": None, "synchronize": None}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    limits = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda of: SimpleNamespace(total_memory=64 << 30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
+    monkeypatch.setattr(attend_triton, "launch", attend_table.launch)
+    monkeypatch.setattr(attention_paths, "proved_on_gpu", lambda *_: True)
+    monkeypatch.setattr(mix, "RandomWeights", lambda shape, device: RandomWeights(shape))
+    monkeypatch.setattr(bench, "GRAPH_TURNS", 1)
+    for module in (mix, resident):
+        monkeypatch.setattr(module, "under_cupti", lambda action, on_cuda: (action(), {"kernels_s": 0.0})[1])
+        monkeypatch.setattr(module, "named_hardware", lambda *_: replace(machine(), device="cuda"))
+
+    def make(device: str, most: int, kinds: tuple[str, ...]):
+        shape = str(tmp_path / "config.json")
+        case = Case(shape, device, "1GiB", 40, 5, most, 3, kinds, bars={}, together=True, dtype="float32")
+        return mix.Run(Table(), "tiny", case, DEVICE, replace(machine(), device="cuda")), limits
+
+    return make
+
+
+def test_a_mix_runs_by_graphs_within_its_memory(run, monkeypatch):
+    """Policies are told by hand, so that caches cross the link: what is searched for a tiny model is all resident."""
+
+    def searched(problem, workload, settings):
+        cache = {"kv@host": 1.0} if "act@host" not in settings.space.entries else {"kv@device": 0.5, "act@host": 0.5}
+        policy = Policy("told", Placement(device=1.0), cache=cache, max_mini_batch_tokens=500)
+        return SimpleNamespace(policy=policy, batch=2, prediction={"tokens_per_s": 1, "decode_tokens_per_s": 1})
+
+    monkeypatch.setattr(mix, "search", searched)
+    of, limits = run("2GiB", 2, ("mix", "kv"))
+    with fake_cuda():
+        mix.run_case(of)
+    rows = of.table.rows
+    assert not [row for row in rows.values() if "error" in row], rows
+    assert limits == [pytest.approx((2 * 2**30 - mix.CONTEXT_BYTES) / 2**36)]
+    for kind in ("mix", "kv"):
+        assert "CUDA graphs" in rows[f"tiny, {kind}: measured"]["graphs"]
+        assert rows[f"tiny, {kind}: memory over the budget"]["ok"]
+    assert rows["tiny: tokens of kv that are those of mix"]["value"] == 1
+
+
+def test_a_resident_run_counts_its_graphs(run):
+    of, _ = run("2GiB", 3, ())
+    with fake_cuda():
+        resident.measure_resident(of)
+    told = " ".join(of.table.rows)
+    assert "CUDA graphs, resident: a decode's time to launch" in told and "idle GPU" in told
+    assert of.table.rows["resident: idle GPU in a decode"]["value"] == 100
