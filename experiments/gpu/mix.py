@@ -8,6 +8,7 @@ before it runs. All run the same random prompts over the same random weights; no
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ class Run:
     def on_cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    @property
+    @cached_property
     def problem(self) -> Problem:
         case, shape = self.case, self.case.shape
         budgets = Budgets(case.device_bytes, parse_bytes(case.host))

@@ -20,6 +20,7 @@ from flexhybrid.core.hardware import ALONE_SUFFIX, EXPERTS_SUFFIX, Hardware
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.resolve import PacedDevice, named_hardware
 from flexhybrid.runtime.cuda import lane_streams
+from flexhybrid.runtime.profiling.attention_paths import proved_on_gpu
 
 ROWS = (1024, 4096, 16384)  #: tokens of the KV-Gen products that are timed
 COPY_BYTES = 1 << 30
@@ -79,9 +80,11 @@ def run_partition(table: Table, option: str, _seconds: float) -> None:
     """Add the rows of M4 on ``option`` SMs. Raise RuntimeError where the driver makes no partition."""
     device, hidden = gpu(), PARTITION.shape.hidden
     stream, count = green_stream(int(option))
+    with torch.cuda.stream(stream):  # first of all: where Triton's kernels refuse such a stream, no run takes them
+        in_place = proved_on_gpu(PARTITION.dtype, PARTITION.shape.queries_per_key, PARTITION.shape.head_dim)
     whole, part = rates(None, hidden), rates(stream, hidden)
     slower = {name: part[name] / whole[name] for name in whole}
-    told = {"sms": count, "seconds": part, "seconds of all SMs": whole, "times": slower}
+    told = {"sms": count, "attends in place": in_place, "seconds": part, "seconds of all SMs": whole, "times": slower}
     table.tell(
         "partition: KV-Gen's rate", 4 * ROWS[-1] * hidden**2 / part[f"{ROWS[-1]} rows"] / 1e12, "TFLOP/s", **told
     )

@@ -1,4 +1,4 @@
-"""Parts of ``make gpu`` on the fake device: their branches for CUDA run, with graphs and policies that cross the link."""
+"""Parts of ``make gpu`` on the fake device: their branches for CUDA, with graphs and caches that cross the link."""
 
 from __future__ import annotations
 

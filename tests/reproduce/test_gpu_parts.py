@@ -3,6 +3,7 @@ test. Rows are held against what they stand for."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import random
@@ -217,9 +218,11 @@ def test_a_green_context_is_made_of_so_many_sms(monkeypatch):
 
 def test_a_partition_computes_on_its_stream_by_a_scaled_record(tiny, monkeypatch):
     """Products take three times as long on it, copies twice; the link is as it was."""
-    streams, ran = {}, []
+    streams, ran, held = {}, [], []
     monkeypatch.setattr(partition, "PARTITION", tiny)
     monkeypatch.setattr(partition, "green_stream", lambda count: ("a stream", count))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: held.append(stream) or contextlib.nullcontext())
+    monkeypatch.setattr(partition, "proved_on_gpu", lambda *case: held.append(case))
     monkeypatch.setattr(partition, "lane_streams", lambda device: streams)
     times = iter(
         (
@@ -233,6 +236,7 @@ def test_a_partition_computes_on_its_stream_by_a_scaled_record(tiny, monkeypatch
     (run,) = ran
     compute, plain = run.hardware.lines["compute"], machine().lines["compute"]
     assert streams == {"compute": "a stream"} and run.case is tiny
+    assert held == ["a stream", ("float32", 1, 32)]  # Triton's kernels are tried on the stream before all else
     assert compute == Line(plain.overhead_s, 3 * plain.s_per_flop, 2 * plain.s_per_byte)
     assert all(run.hardware.lines[name] == line for name, line in machine().lines.items() if name != "compute")
     kept = replace(machine(), lines=machine().lines | {"kv_gen_alone": plain, "load_kv": plain, "attend_host": plain})
