@@ -438,7 +438,7 @@ class CandidateSteps:
                 stored=stored,
                 recomputed=recomputed,
                 selected=selected,
-                in_place=batch * (context + 1) if in_place else None,
+                in_place=batch * (context + recomputed + 1) if in_place else None,
                 window=window,
             )
 

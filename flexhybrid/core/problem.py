@@ -127,8 +127,7 @@ class Problem:
 
 def attends_in_place(problem: Problem, policy: Policy) -> bool:
     """Whether decode steps under a policy read keys and values where they lie, instead of laying them side by side."""
-    attends_to_all = policy.attention == "device" and policy.selection.method == "none"
-    return problem.attends_in_place and attends_to_all and "tok" not in policy.cache_entries
+    return problem.attends_in_place and policy.attention == "device" and policy.selection.method == "none"
 
 
 def without_graphs(problem: Problem, policy: Policy) -> str | None:

@@ -4,6 +4,7 @@ kernels, so that every byte which a table points at is checked against the order
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -55,6 +56,21 @@ def test_policies(checkpoint, launches, name):
         result = run_under(source, EVERYWHERE if name == "everywhere" else POLICIES[name], attention=IN_PLACE)
     assert result.tokens == expected and launches
     assert "assemble" not in {event.task.verb for event in result.trace}
+    check_clean(result, watch)
+
+
+@pytest.mark.parametrize("kind", ["opt", "mistral"])
+def test_recomputed_prefixes_are_read_among_the_projected_rows(tmp_path, launches, monkeypatch, kind):
+    """Prompts with none, and with one to three blocks of them, and a window that begins in one."""
+    prompts, cache = [[5, 9, 11], [*range(3, 60)], [7] * 90, [*range(10, 45)]], {"tok": 0.6, "kv@host": 0.2}
+    policy = replace(POLICIES["hybrid"], cache=cache | {"act@device": 0.2}, max_mini_batch_tokens=900)
+    sizes = {"positions": 160} if kind == "opt" else {"kind": kind, "sliding_window": 60}
+    model = (save_opt if kind == "opt" else save_llama)(tmp_path, **sizes)
+    expected = InMemory(model).generate(prompts, MAX_TOKENS, ignore_eos=True)
+    with fake_cuda() as watch:
+        result = run_under(Checkpoint(tmp_path), policy, attention=IN_PLACE, requests=(prompts, MAX_TOKENS))
+    assert result.tokens == expected and launches
+    assert {"attend_recomputed"} == {event.task.verb for event in result.trace} & {"attend_recomputed", "assemble"}
     check_clean(result, watch)
 
 

@@ -20,8 +20,9 @@ def launch(query, memories, table, rule, given, partial) -> None:
     token, head = torch.arange(BLOCK_TOKENS, device=device), torch.arange(groups, device=device)[:, None, None]
     seen = (token >= (kind >> 8 & 31)) & (token < (kind >> 3 & 31))  # [B, 1, n, 16]
     head_major = (kind >> 13 & 1) == 1
+    row = torch.where((kind >> 14 & 1) == 1, 2 * groups * d + heads * d, 2 * groups * d)
     keys_at = place + torch.where(
-        head_major, head * BLOCK_TOKENS * d + token * d, head * d + token * 2 * groups * d
+        head_major, head * BLOCK_TOKENS * d + token * d, head * d + token * row
     )  # [B, G, n, 16]
     values_at = keys_at + torch.where(head_major, groups * BLOCK_TOKENS * d, groups * d)
     element = torch.arange(d, device=device)

@@ -21,7 +21,7 @@ from flexhybrid.runtime.kernels import attend_triton
 from flexhybrid.runtime.kernels.attention import Extent, ScoreRule
 from flexhybrid.runtime.verbs import attending_in_place
 
-hasten(attend_triton._halves)
+hasten(attend_triton._entries)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities and of what is not taken
 
 
@@ -141,8 +141,13 @@ def test_the_proof_is_passed_and_finds_other_results(monkeypatch):
         attend_triton.prove(torch.device("cpu"), F32, 1, 16)
 
 
-def test_a_run_by_the_kernels_gives_transformers_tokens(tmp_path, monkeypatch):
-    """All tiers and representations, groups of queries, a window in the second layer's reach."""
+@pytest.mark.parametrize(
+    "cache",
+    [{"kv@host": 0.25, "kv@device": 0.25, "act@device": 0.25, "act@host": 0.25}, {"tok": 0.6, "kv@device": 0.4}],
+    ids=str,
+)
+def test_a_run_by_the_kernels_gives_transformers_tokens(tmp_path, monkeypatch, cache):
+    """All tiers and representations, groups of queries, a window in the second layer's reach; a recomputed prefix."""
     model = save_llama(
         tmp_path, kind="mistral", sliding_window=20, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=32
     )
@@ -151,7 +156,7 @@ def test_a_run_by_the_kernels_gives_transformers_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(attending_in_place, "by_numba", lambda state: False)
     monkeypatch.setattr(attend_triton, "launch", lambda *args: (launches.append(args[5] is None), launch(*args)))
     monkeypatch.setitem(attend_triton.SPLITS, False, (1024, 2))  # so that some contexts are read in parts
-    policy = Policy(cache={"kv@host": 0.25, "kv@device": 0.25, "act@device": 0.25, "act@host": 0.25})
+    policy = Policy(cache=cache)
     with LLM(tmp_path, policy, device="cpu", dtype="float32", hardware=machine()) as llm:
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)

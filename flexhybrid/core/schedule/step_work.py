@@ -76,6 +76,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
     in_place = None
     if step.in_place:
         own = sum(int(segment.num_tokens.sum()) for segment in step.segments) + len(step.requests)
+        own += 0 if step.recomputed is None else int(step.recomputed.sum())
         in_place = own + sum(common.rows.size * common.tokens for common in step.commons) - common_reads
         if window is not None and step.commons:  # each request attends to what it sees of them by itself
             in_place = int(np.minimum(step.context + 1, window).sum())

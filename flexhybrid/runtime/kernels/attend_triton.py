@@ -55,13 +55,14 @@ class Table(NamedTuple):
 
     starts: torch.Tensor  #: [B + 1] int64: a request's first place in the others, and the one behind its last
     places: torch.Tensor  #: [n] int64: a block's first element in its memory
-    kinds: (
-        torch.Tensor
-    )  #: [n] int64: its memory | filled tokens << 3 | hidden ones << 8 | whether it is head-major << 13
+    #: [n] int64: its memory | filled tokens << 3 | hidden ones << 8 | whether it is head-major << 13, or projected rows
+    #: with their queries << 14
+    kinds: torch.Tensor
     groups: int  #: key heads
     most: int  #: blocks of the request that has the most
     parts: tuple[int, ...]  #: of each memory the first extent in it
     reach: tuple[int, ...] = ()  #: of each memory the most of ``Extent.reach``
+    row: int = 0  #: elements of a projected row, where blocks are made of them
 
 
 def table_of(
@@ -81,9 +82,9 @@ def table_of(
         first = np.arange(extent.blocks.shape[1]) * BLOCK_TOKENS
         filled = np.clip(extent.tokens[:, None] - first, 0, BLOCK_TOKENS)
         hidden = np.zeros_like(filled) if extent.hidden is None else extent.hidden
-        head_major = extent.head_stride == BLOCK_TOKENS * d
+        head_major, in_rows = extent.head_stride == BLOCK_TOKENS * d, extent.token_stride > 2 * groups * d
         places.append(extent.blocks)
-        kinds.append(order.index(name) | filled << 3 | hidden << 8 | head_major << 13)
+        kinds.append(order.index(name) | filled << 3 | hidden << 8 | head_major << 13 | in_rows << 14)
         present.append(hidden < filled)
     here = np.concatenate(present, axis=1)
     counts = here.sum(axis=1)
@@ -93,7 +94,8 @@ def table_of(
     parts = tuple(names.index(name) for name in order)
     ends = [(name, extent.reach("attend", groups)) for name, extent in zip(names, extents, strict=True)]
     reach = tuple(max(end for of, end in ends if of == name) for name in order)
-    return Table(starts, of_places, of_kinds, groups, int(counts.max()), parts, reach)
+    row = max(extent.token_stride for extent in extents)
+    return Table(starts, of_places, of_kinds, groups, int(counts.max()), parts, reach, row * (row > 2 * groups * d))
 
 
 def attend(
@@ -166,7 +168,7 @@ def launch(
     (batch, heads, d), (target, sums) = query.shape, given
     alike = all(of.dtype == query.dtype and of.is_contiguous() and of.device == query.device for of in memories)
     fits = all(map(lambda of, last: of.numel() >= last + d, memories, table.reach))
-    asks = batch < len(table.starts) and heads % table.groups == 0
+    asks = batch < len(table.starts) and heads % table.groups == 0 and table.row in (0, (2 * table.groups + heads) * d)
     demand("attend", query=asks, memories=alike and fits, target=target.is_contiguous())
     queries, width = heads // table.groups, triton.next_power_of_2(d)
     sizes, options = tile_sizes(queries, width, query.itemsize)
@@ -244,8 +246,16 @@ def _attend_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
     next_kind, next_place = _entries(kinds, places, index, last)
     for _ in range(first, last, BLOCKS):
         kind, place = _by_token(next_kind, BLOCKS), _by_token(next_place, BLOCKS)
-        keys, values = _halves(memories, kind, place, column % BLOCK, head, GROUPS=GROUPS, D=D, ALIGNED=ALIGNED)
-        seen = (column % BLOCK >= (kind >> 8 & 31)) & (column % BLOCK < (kind >> 3 & 31))
+        base = tl.where((kind & 7) == 1, memories[1], memories[0])
+        for memory in tl.static_range(2, MEMORIES):
+            base = tl.where((kind & 7) == memory, memories[memory], base)
+        head_major, token = (kind >> 13 & 1) != 0, column % BLOCK
+        apart = tl.where((kind >> 14 & 1) != 0, (2 + QUERIES) * GROUPS * D, 2 * GROUPS * D)
+        keys = base + place + tl.where(head_major, head * BLOCK * D + token * D, head * D + token * apart)
+        values = keys + tl.where(head_major, GROUPS * BLOCK * D, GROUPS * D)
+        # A hint counts for the operation that makes its value: one for what a function returns is lost with the call.
+        keys, values = tl.multiple_of(keys, [ALIGNED]), tl.multiple_of(values, [ALIGNED])
+        seen = (token >= (kind >> 8 & 31)) & (token < (kind >> 3 & 31))
         read = seen[:, None] & (dim < D)[None, :]
         k = tl.load(keys[:, None] + dim[None, :], mask=read, other=0.0)
         v = tl.load(values[:, None] + dim[None, :], mask=read, other=0.0)
@@ -304,19 +314,6 @@ def _by_token(of, BLOCKS: tl.constexpr):
     if of.shape[0] == BLOCKS:
         of = tl.reshape(tl.broadcast_to(of[:, None], [BLOCKS, BLOCK]), [BLOCKS * BLOCK])
     return of
-
-
-@triton.jit
-def _halves(memories, kind, place, token, head, GROUPS: tl.constexpr, D: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return where tokens' keys of a head are, and their values. A hint counts for the operation that makes its value:
-    one for what this function returns would be lost with the call."""
-    base = tl.where((kind & 7) == 1, memories[1], memories[0])
-    for memory in tl.static_range(2, MEMORIES):
-        base = tl.where((kind & 7) == memory, memories[memory], base)
-    head_major = (kind >> 13 & 1) != 0
-    offset = place + tl.where(head_major, head * BLOCK * D + token * D, head * D + token * (2 * GROUPS * D))
-    keys = tl.multiple_of(base + offset, [ALIGNED])
-    return keys, tl.multiple_of(keys + tl.where(head_major, GROUPS * BLOCK * D, GROUPS * D), [ALIGNED])
 
 
 @triton.jit(do_not_specialize=["parts"], do_not_specialize_on_alignment=ALIGNMENT_VARIES)
@@ -388,10 +385,11 @@ def prove(device: torch.device, dtype: torch.dtype, queries: int, d: int) -> Non
     pool = torch.randn(6, 2, groups, BLOCK_TOKENS, d, generator=generator, dtype=torch.float32).to(dtype)
     blocks, hidden = np.array([[4, 0, 2], [1, 1, 1]]), np.array([[7, 0, 0], [0, 0, 0]])
     own = Extent(np.arange(2)[:, None] * rows.shape[1], np.ones(2, np.int64), 0, d, width)
-    strides = ((d, BLOCK_TOKENS * d, BLOCK_TOKENS * width), (2 * width, d, width))
+    strides = (d, BLOCK_TOKENS * d, BLOCK_TOKENS * width), (2 * width, d, width), ((2 + queries) * width, d, width)
     by_token = pool.transpose(1, 3).transpose(2, 3).contiguous()  # [6, 16, 2, G, d]
-    for memory, of_tokens in ((pool, strides[0]), (by_token, strides[1])):
-        extent = Extent(blocks * BLOCK_TOKENS * 2 * width, tokens, *of_tokens, hidden)
+    in_rows = torch.cat([by_token.flatten(2), by_token.new_zeros(6, BLOCK_TOKENS, queries * width)], dim=2)
+    for memory, of_tokens in zip((pool, by_token, in_rows), strides, strict=True):
+        extent = Extent(blocks * memory[0].numel(), tokens, *of_tokens, hidden)
         table = table_of([own, extent], ["own", "pool"], (groups, d), lambda array: torch.from_numpy(array).to(device))
         there = rows.to(device), memory.to(device)
         query = there[0][:, 2 * width :].view(2, -1, d)

@@ -34,17 +34,18 @@ class Together(NamedTuple):
 class StepExtents(NamedTuple):
     """Where a decode step's keys and values lie, the same in every layer."""
 
-    segments: list[Segment]  #: a part each; also of what requests share, but each attends to by itself
-    layout: Layout | Table  #: of the new tokens among the projected rows, then of the segments
+    #: a part each, also of what requests share, but each attends to by itself; None: one among the projected rows, of
+    #: the new tokens or of a recomputed prefix
+    segments: list[Segment | None]
+    layout: Layout | Table
     together: list[Together]  #: none in a window, which begins elsewhere for each request
 
 
 def attend_in_place(state: State, task: Task) -> None:
     """Attend with one new token a request over its context, but for what is attended to together: [B, H·d]."""
-    rows, rule = state.kvq[task.payload.slot], state.score_rule(task)
     segments, layout, _ = extents_of(state, task, state.window_of(task))
-    memories = [rows, *(_memory(state, task, segment) for segment in segments)]
-    query = _queries(state, rows)
+    memories = [_memory(state, task, segment) for segment in segments]
+    query, rule = _queries(state, task), state.score_rule(task)
     if "attend_shared" in task.payload.works:
         state.weighed = _attend_and_sum(state, query, memories, layout, rule)
     elif not by_numba(state):
@@ -73,14 +74,14 @@ def extents_of(state: State, task: Task, window: int | None) -> StepExtents:
     return cast("StepExtents", extents)
 
 
-def memory_names(state: State, segments: Sequence[Segment]) -> list[str]:
-    """Return what holds the keys and values of each segment."""
+def memory_names(state: State, segments: Sequence[Segment | None]) -> list[str]:
+    """Return what holds the keys and values of each part."""
     return [_memory_name(state, segment) for segment in segments]
 
 
 def add_shared_in_place(state: State, task: Task) -> None:
     """Add to ``state.weighed`` what requests attend to together."""
-    queries = _queries(state, state.kvq[task.payload.slot]).unflatten(1, (state.shape.num_kv_heads, -1))
+    queries = _queries(state, task).unflatten(1, (state.shape.num_kv_heads, -1))
     rule = state.score_rule(task)
     for rows, segments, layout in extents_of(state, task, state.window_of(task)).together:
         memories = [_memory(state, task, segment) for segment in segments]
@@ -122,16 +123,16 @@ def _layout(
     if not by_numba(state):
         from flexhybrid.runtime.kernels.attend_triton import table_of
 
-        names = ["rows" if segment is None else _memory_name(state, segment) for segment in segments]
-        return table_of(extents, names, (shape.num_kv_heads, shape.head_dim), to_device)
+        return table_of(extents, memory_names(state, segments), (shape.num_kv_heads, shape.head_dim), to_device)
     from flexhybrid.runtime.kernels.in_place import layout_of
 
     return layout_of(extents, shape.num_kv_heads, state.compute_threads, of_head)
 
 
-def _queries(state: State, rows: torch.Tensor) -> torch.Tensor:
-    """Return the queries [B, H, d] of projected rows."""
-    return rows[:, state.shape.kv_width :].view(len(rows), state.shape.num_heads, state.shape.head_dim)
+def _queries(state: State, task: Task) -> torch.Tensor:
+    """Return the queries [B, H, d] of the new tokens, each behind the recomputed prefix of its request."""
+    rows = state.kvq[task.payload.slot].unflatten(0, (len(task.payload.step.requests), -1))[:, -1]
+    return rows[:, state.shape.kv_width :].unflatten(1, (state.shape.num_heads, state.shape.head_dim))
 
 
 def attend_blocks_in_place(
@@ -155,8 +156,10 @@ def attend_blocks_in_place(
     return in_place.attend_and_sum(query, [pool], layout, state.host_share, scaling)
 
 
-def _memory_name(state: State, segment: Segment) -> str:
+def _memory_name(state: State, segment: Segment | None) -> str:
     """Return what holds a segment's keys and values: the same for all that one tensor holds."""
+    if segment is None:
+        return "rows"
     if segment.representation == "act":
         return "generated"
     if state.buffers.packed("kv"):
@@ -164,9 +167,11 @@ def _memory_name(state: State, segment: Segment) -> str:
     return segment.space if segment.tier == "device" else "loaded"
 
 
-def _memory(state: State, task: Task, segment: Segment) -> torch.Tensor:
+def _memory(state: State, task: Task, segment: Segment | None) -> torch.Tensor:
     """Return what holds keys and values in the task's layer, all that lie as the segment does."""
     buffers, name = state.buffers, _memory_name(state, segment)
+    if name == "rows":
+        return state.kvq[task.payload.slot]
     if name == "generated":
         return buffers.generated
     if name == "plain":
@@ -243,8 +248,14 @@ def _strides(state: State, segment: Segment) -> tuple[int, int, int]:
 def step_extents(state: State, step: MiniBatchStep, window: int | None, to_device: ToDevice) -> StepExtents:
     """Work out where keys and values of a decode step lie; ``window``: of its layers, where it hides tokens."""
     shape, batch, blocks_of = state.shape, len(step.requests), _blocks(state, step)
-    d, width = shape.head_dim, shape.kv_width
-    segments = []
+    d, width, row = shape.head_dim, shape.kv_width, shape.kv_width + shape.query_width
+    first = np.arange(batch, dtype=np.int64)[:, None] * step.computed_width
+    own = Extent((first + step.recomputed_width) * row, np.ones(batch, dtype=np.int64), 0, d, width // 2)
+    segments: list[tuple[Segment | None, Extent]] = [(None, own)]
+    if step.recomputed is not None and step.recomputed_width:  # of whole blocks
+        begins = np.arange(0, step.recomputed_width, BLOCK_TOKENS)
+        prefix = Extent((first + begins) * row, step.recomputed, row, d, width // 2)
+        segments.append((None, _in_window(prefix, step, begins, window)))
     for segment in step.segments:
         if segment.max_tokens:
             elements, tokens = blocks_of[id(segment)] * BLOCK_TOKENS * width, segment.num_tokens.astype(np.int64)
@@ -253,11 +264,8 @@ def step_extents(state: State, step: MiniBatchStep, window: int | None, to_devic
             segments.append((segment, _in_window(extent, step, begins, window)))
     if step.commons:
         segments += _shared_extents(state, step, blocks_of, window)
-    own_rows = np.arange(batch, dtype=np.int64)[:, None] * (width + shape.query_width)
-    own = Extent(own_rows, np.ones(batch, dtype=np.int64), 0, d, width // 2)
-    extents, of_head = [own, *(extent for _, extent in segments)], shape.queries_per_key * d
-    of_segments = [segment for segment, _ in segments]
-    layout = _layout(state, extents, [None, *of_segments], of_head, to_device)
+    of_segments, extents = [segment for segment, _ in segments], [extent for _, extent in segments]
+    layout = _layout(state, extents, of_segments, shape.queries_per_key * d, to_device)
     return StepExtents(of_segments, layout, [] if window else _together(state, step, blocks_of))
 
 

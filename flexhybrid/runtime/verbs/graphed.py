@@ -292,7 +292,7 @@ class Graphs:
         whole = tuple((space, len(of.rows) if of.rows is not None else 0) for space, of in tensors.stores.items())
         places = held.memory.data_ptr(), held.room, group, held.rotation and held.rotation[0].data_ptr()
         held.form = batch, whole, hidden, places
-        names = ["rows", *memory_names(state, extents.segments)]
+        names = memory_names(state, extents.segments)
         parts = num_parts(batch, state.shape.num_heads, table)
         held.table = _hiding(step), parts, table.parts, tuple(names[part] for part in table.parts)
         return held
