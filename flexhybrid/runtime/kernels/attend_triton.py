@@ -172,38 +172,24 @@ def launch(
     demand("attend", query=asks, memories=alike and fits, target=target.is_contiguous())
     queries, width = heads // table.groups, triton.next_power_of_2(d)
     sizes, options = tile_sizes(queries, width, query.itemsize)
-    sinks = {"sinks": target if rule.sinks_H is None else rule.sinks_H, "SINKS": rule.sinks_H is not None}
+    sinks = target if rule.sinks_H is None else rule.sinks_H
     weighs = {"SUMS": sums is not None, "D": d, "WIDTH": width, "ROW": partial_elements(d)}
     unused = query if sums is None else sums
     aligned = math.gcd(ALIGNED_BYTES.value, d * query.itemsize, *(memory.data_ptr() for memory in memories))
     padded = (*memories, *[memories[0]] * (MEMORIES.value - len(memories)))
     parts = 1 if partial is None else partial.shape[1]
+    by_table, numbers = (table.starts, table.places, table.kinds), (rule.scaling, rule.softcap or 1.0)
+    counts = {"GROUPS": table.groups, "QUERIES": queries, "ALIGNED": aligned}
+    flags = {"SOFTCAP": rule.softcap is not None, "WHOLE": partial is None, "SINKS": rule.sinks_H is not None}
+    grid = batch * table.groups * triton.cdiv(queries, sizes["TILE"]), parts
     with torch.cuda.device_of(query):
-        _attend_kernel[(batch * table.groups * triton.cdiv(queries, sizes["TILE"]), parts)](
-            query,
-            memories=padded,
-            starts=table.starts,
-            places=table.places,
-            kinds=table.kinds,
-            target=target if partial is None else partial,
-            sums=unused,
-            query_stride=query.stride(0),
-            scaling=rule.scaling,
-            softcap=rule.softcap or 1.0,
-            GROUPS=table.groups,
-            QUERIES=queries,
-            SOFTCAP=rule.softcap is not None,
-            WHOLE=partial is None,
-            ALIGNED=aligned,
-            **sizes,
-            **sinks,
-            **weighs,
-            **options,
+        given = sinks, target if partial is None else partial, unused
+        _attend_kernel[grid](
+            query, padded, *by_table, *given, query.stride(0), *numbers, **counts, **flags, **sizes, **weighs, **options
         )
         if partial is not None:
-            _add_kernel[(batch * heads,)](
-                partial, target=target, sums=unused, parts=parts, HEADS=heads, **sinks, **weighs, **ADDING
-            )
+            adds = weighs | {"SINKS": flags["SINKS"], "HEADS": heads} | ADDING
+            _add_kernel[(batch * heads,)](partial, sinks, target, unused, parts, **adds)
 
 
 def tile_sizes(queries: int, width: int, itemsize: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -278,21 +264,8 @@ def _attend_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
             attended = attended * scale[:, None] + tl.sum(weights[:, :, None] * v.to(tl.float32)[None, :, :], 1)
     rows = (request * GROUPS + head) * QUERIES + query
     if WHOLE:
-        given = sinks + head * QUERIES + query
-        _give(
-            attended,
-            peak,
-            total,
-            rows,
-            query < QUERIES,
-            sinks=given,
-            target=target,
-            sums=sums,
-            D=D,
-            WIDTH=WIDTH,
-            SINKS=SINKS,
-            SUMS=SUMS,
-        )
+        given, asked = sinks + head * QUERIES + query, query < QUERIES
+        _give(attended, peak, total, rows, asked, sinks=given, target=target, sums=sums, D=D, SINKS=SINKS, SUMS=SUMS)
     else:
         part = target + (rows.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * ROW
         part = tl.multiple_of(part, [ALIGNED_BYTES])
@@ -340,34 +313,23 @@ def _add_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
         attended += tl.sum(given * scale[:, None], 0)
     one = tl.arange(0, 1)
     peak, total = peak + tl.zeros([1], tl.float32), total + tl.zeros([1], tl.float32)
+    given, attended = sinks + row % HEADS + one, attended[None, :]
     _give(
-        attended[None, :],
-        peak,
-        total,
-        row + one,
-        one == 0,
-        sinks=sinks + row % HEADS + one,
-        target=target,
-        sums=sums,
-        D=D,
-        WIDTH=WIDTH,
-        SINKS=SINKS,
-        SUMS=SUMS,
+        attended, peak, total, row + one, one == 0, sinks=given, target=target, sums=sums, D=D, SINKS=SINKS, SUMS=SUMS
     )
 
 
 @triton.jit
 def _give(  # noqa: PLR0913 (a kernel takes pointers and constants)
-    attended, peak, total, rows, real, sinks, target, sums,
-    D: tl.constexpr, WIDTH: tl.constexpr, SINKS: tl.constexpr, SUMS: tl.constexpr,
+    attended, peak, total, rows, real, sinks, target, sums, D: tl.constexpr, SINKS: tl.constexpr, SUMS: tl.constexpr
 ):  # fmt: skip
-    """Write weighted values [·, WIDTH], divided by the sums of their weights; a query that sees nothing gets zeros."""
+    """Write weighted values, divided by the sums of their weights; a query that sees nothing gets zeros."""
     if SINKS:  # a score without a value
         sink = tl.load(sinks, mask=real, other=0.0).to(tl.float32)
         highest = tl.maximum(peak, sink)
         scale = tl.exp(peak - highest)
         attended, total = attended * scale[:, None], total * scale + tl.exp(sink - highest)
-    dim = tl.arange(0, WIDTH)
+    dim = tl.arange(0, attended.shape[1])
     divided = attended / tl.where(total == 0.0, 1.0, total)[:, None]
     place = target + rows.to(tl.int64)[:, None] * D + dim[None, :]
     tl.store(place, divided.to(target.dtype.element_ty), mask=real[:, None] & (dim < D)[None, :])

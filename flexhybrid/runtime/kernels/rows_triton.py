@@ -37,24 +37,11 @@ def norm(
     factors = all(of.shape == (n,) and of.is_contiguous() for of in (weight, bias, later))
     demand("norm", rows=rows_Rn.stride(1) == 1, added=alike, weight=factors)
     width = triton.next_power_of_2(n)
-    warps = min(16, max(1, width // 512))
+    options = OPTIONS | {"num_warps": min(16, max(1, width // 512))}
+    constants = {"N": n, "WIDTH": width, "ADDS": added_Rn is not None, "BIASES": biases is not None}
+    pointers, strides = (rows_Rn, added, weight, bias, later, normed), (rows_Rn.stride(0), added.stride(0))
     with torch.cuda.device_of(rows_Rn):
-        _norm_kernel[(len(rows_Rn),)](
-            rows_Rn,
-            added,
-            weight,
-            bias,
-            later,
-            normed,
-            rows_stride=rows_Rn.stride(0),
-            added_stride=added.stride(0),
-            eps=eps,
-            N=n,
-            WIDTH=width,
-            ADDS=added_Rn is not None,
-            BIASES=biases is not None,
-            **OPTIONS | {"num_warps": warps},
-        )
+        _norm_kernel[(len(rows_Rn),)](*pointers, *strides, eps, **constants, **options)
     return normed
 
 
@@ -69,23 +56,10 @@ def rotate_(
     inside = all(first >= 0 and first + count * d <= rows.shape[1] for first, count in spans)
     turns = all(len(of) >= len(rows) and of.shape[1] == d and of.stride(1) == 1 for of in rotation)
     demand("rotate", rows=rows.stride(1) == 1, spans=inside, rotation=turns)
+    tensors, sizes = (rows, cos_Rd, sin_Rd), {"D": d, "HEADS": heads, "WIDTH": triton.next_power_of_2(d // 2)}
+    constants = {"FIRST": first, "COUNT": count, "OTHER": other, "ALL": count + others}
     with torch.cuda.device_of(rows):
-        _rotate_kernel[(len(rows),)](
-            rows,
-            cos_Rd,
-            sin_Rd,
-            rows.stride(0),
-            cos_Rd.stride(0),
-            sin_Rd.stride(0),
-            FIRST=first,
-            COUNT=count,
-            OTHER=other,
-            ALL=count + others,
-            D=d,
-            HEADS=heads,
-            WIDTH=triton.next_power_of_2(d // 2),
-            **OPTIONS,
-        )
+        _rotate_kernel[(len(rows),)](*tensors, *(of.stride(0) for of in tensors), **constants, **sizes, **OPTIONS)
 
 
 def gate_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
