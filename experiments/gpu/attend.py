@@ -9,8 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from experiments.bench.harness import Table
-from experiments.gpu.setting import gpu
-from experiments.gpu.watch import device_seconds, under_cupti
+from experiments.gpu.watch import device_seconds, gpu, under_cupti
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.runtime.kernels.attention import PATHS, Extent, ScoreRule
 from flexhybrid.runtime.profiling.attention_paths import USUAL, proved_on_gpu

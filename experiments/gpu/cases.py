@@ -6,6 +6,7 @@
 - streamed (M3): OPT-6.7B's weights cross the link; "mix with tok" may recompute a prefix from token ids, too.
 - partition (M4): layers of OPT-30B, whose compute runs on some of the GPU's SMs.
 - resident: all on the device, some requests at a time.
+- overlap: weights on the device, the cache on the host as layer inputs.
 """
 
 from collections.abc import Mapping
@@ -66,3 +67,4 @@ PARTITION = Case(
     num_layers=12,
     cuda_graphs=False,  # kernels are long there
 )
+OVERLAP = Case("opt-6.7b", "24GiB", "64GiB", 512, 48, 32, 47, (), bars={}, together=True)

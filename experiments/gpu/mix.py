@@ -7,6 +7,7 @@ before it runs. All run the same random prompts over the same random weights; no
 
 import gc
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -16,8 +17,7 @@ import torch
 
 from experiments.bench.harness import Table, seconds_of
 from experiments.gpu.cases import CASES, Case
-from experiments.gpu.setting import gpu
-from experiments.gpu.watch import under_cupti
+from experiments.gpu.watch import gpu, under_cupti
 from experiments.peers.accelerate_disk import same_tokens
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
@@ -111,8 +111,7 @@ class Run:
         generator = np.random.default_rng(0)  # a smaller batch has the first prompts of a larger one
         prompts = [generator.integers(3, case.shape.vocab, case.prompt).tolist() for _ in range(batch)]
         full = admit(problem, policy, Workload.uniform(batch, case.prompt, case.answer))
-        engine = Engine(self.weights(policy), policy, buffer_sizes(full))
-        try:
+        with closing(Engine(self.weights(policy), policy, buffer_sizes(full))) as engine:
             warm = max(1, batch // WARM_SHARE)
             few = admit(problem, policy, Workload.uniform(warm, case.prompt, min(3, case.answer)))
             Session(engine, few, prompts[:warm]).generate(UNTIMED)
@@ -121,8 +120,6 @@ class Run:
             count = min(case.decoded, case.answer - 1)
             decode_s = self.seconds(lambda: results.append(session.decode_result(count, UNTIMED)))
             cupti = under_cupti(lambda: session.decode_result(min(count, TRACED_ITERATIONS), UNTIMED), self.on_cuda)
-        finally:
-            engine.close()
         self.tokens[kind] = results[0].tokens
         self.speeds[kind] = batch * case.answer / whole_s, batch * count / decode_s
         told = {"batch": batch, "wall_s": whole_s, "mini_batches": len(full.mini_batches), "graphs": results[1].graphs}

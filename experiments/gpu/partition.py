@@ -14,8 +14,7 @@ import torch
 from experiments.bench.harness import Table
 from experiments.gpu.cases import PARTITION
 from experiments.gpu.mix import Run, run_case
-from experiments.gpu.setting import gpu
-from experiments.gpu.watch import device_seconds
+from experiments.gpu.watch import device_seconds, gpu
 from flexhybrid.core.hardware import ALONE_SUFFIX, EXPERTS_SUFFIX, Hardware
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.resolve import PacedDevice, named_hardware

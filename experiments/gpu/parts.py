@@ -85,5 +85,4 @@ PARTS = {
     "profile": Part(f"{__name__}.run_profile", {"": 75.0}),
     "tests": Part(f"{__name__}.run_tests", {"": 250.0}),
     "sanitizers": Part("experiments.gpu.sanitizers.run_sanitizers", {"": 120.0}),
-    "bench": Part("experiments.gpu.bench.bench_gpu", {"": 150.0}),
 }

@@ -4,14 +4,17 @@ Two ways to go through the requests: wave after wave, and as a job does, in a ba
 one decode of a wave: what CUDA graphs save of it, and how long the GPU's kernels take of it by CUPTI.
 """
 
+import time
+from collections.abc import Callable
+from statistics import median
+
 import torch
 
 from experiments.bench.harness import Table
-from experiments.gpu.bench import bench_graphs
 from experiments.gpu.cases import RESIDENT
 from experiments.gpu.mix import UNTIMED, Run, bound_memory
-from experiments.gpu.setting import gpu
-from experiments.gpu.watch import under_cupti
+from experiments.gpu.watch import gpu, under_cupti
+from flexhybrid.core.memory import GRAPH_BYTES
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import admit
 from flexhybrid.core.waves import batch_size, open_batch, split_waves
@@ -22,6 +25,9 @@ from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.session import Session, random_prompts
 from sim.simulate import simulate
 
+#: What graphs make of the time to launch at least: a layer's 13 launches and their views become four calls, or one; and
+#: what one makes of a decode's time.
+GRAPHS_BAR, JOINT_BAR, GRAPH_TURNS = 2.0, 1.1, 3
 SPEED_BAR, PREDICTION_BAR, IDLE_BAR = 1050.0, 10.0, 5.0  #: tokens/s on an H200, percent, percent
 
 
@@ -83,6 +89,46 @@ def add_idle_row(run: Run, session: Session) -> None:
     told["kernels_us_a_layer"] = 1e6 * kernels_s / steps
     idle = 100 * (1 - kernels_s / wall_s)
     run.table.at_most("resident: idle GPU in a decode", idle, IDLE_BAR, "%", **told)
+
+
+def bench_graphs(table: Table, name: str, session: Session, free_bytes: Callable[[], int]) -> None:
+    """Add what CUDA graphs save of a decode's launches and of its time, and what the driver keeps for them, where the
+    policy has them; all ways compute over the same memory, in turn. ``free_bytes``: of the device."""
+    graphs = session.executor.graphs
+    if graphs is None:
+        return
+    graphs.enabled = False
+    session.generate(UNTIMED)
+    graphs.forget()
+    held, free = torch.cuda.memory_reserved(), free_bytes()
+    graphs.enabled = True
+    _untraced_decode(session)  # forms are seen, and captured
+    kept = (free - free_bytes()) - (torch.cuda.memory_reserved() - held)
+    row = f"CUDA graphs, {name}: bytes that the driver keeps of a graph, over those that the plan counts"
+    table.at_most(row, kept / (GRAPH_BYTES * graphs.num_graphs), 1.0, "x", bytes=kept)
+    ways = {"joint": (True, True), "a verb": (True, False), "none": (False, True)}
+    samples: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    for turn in range(1 + GRAPH_TURNS):  # the first one captures
+        for way, (graphs.enabled, graphs.joins) in ways.items():
+            sample = _untraced_decode(session)
+            samples[way] += [sample] if turn else []
+    graphs.enabled = graphs.joins = True
+    medians = {way: [median(figures) for figures in zip(*of, strict=True)] for way, of in samples.items()}
+    (joint_s, launching_s), (apart_s, _), (without_s, launching_without_s) = medians.values()
+    told = {"seconds and those of launching": medians, "graphs": graphs.summary()}
+    row = f"CUDA graphs, {name}: a decode's time to launch without them, over with them"
+    table.at_least(row, launching_without_s / launching_s, GRAPHS_BAR, "x", **told)
+    row = f"CUDA graphs, {name}: a decode's time without them, over with them"
+    table.at_least(row, without_s / joint_s, 1.0, "x")
+    row = f"CUDA graphs, {name}: a decode's time with a graph a verb, over one for verbs with nothing between them"
+    table.at_least(row, apart_s / joint_s, JOINT_BAR, "x")
+
+
+def _untraced_decode(session: Session) -> tuple[float, float]:
+    """Return the seconds of a decode of which no trace is kept, and those that Python took."""
+    start = time.perf_counter()
+    launching_s = session.decode_result(control=UNTIMED).launch_s
+    return time.perf_counter() - start, launching_s
 
 
 def run_resident(table: Table) -> None:

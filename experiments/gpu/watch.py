@@ -19,6 +19,13 @@ TURNS = 40
 Reading = tuple[float, float, int]  #: MHz of the SMs, watts, bits of NVML's reasons
 
 
+def gpu() -> Any:
+    """Return torch's device of the GPU; on a machine without one its CPU, for tests of what runs on a GPU."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def nvml_reader() -> tuple[str, Callable[[], Reading]]:
     """Return the first GPU's name and a function that reads it. Raise what NVML raises where it is missing."""
     import pynvml as nvml  # pyright: ignore[reportMissingImports]

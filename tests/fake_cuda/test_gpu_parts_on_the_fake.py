@@ -13,8 +13,9 @@ from oracles import attend_table
 from toy_machine import machine
 
 from experiments.bench.harness import Table
-from experiments.gpu import bench, mix, resident
+from experiments.gpu import mix, resident
 from experiments.gpu.cases import Case
+from flexhybrid.core.memory import GRAPH_BYTES
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.runtime.profiling import attention_paths
 from flexhybrid.runtime.storage.loader import RandomWeights
@@ -38,7 +39,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(attend_triton, "launch", attend_table.launch)
     monkeypatch.setattr(attention_paths, "proved_on_gpu", lambda *_: True)
     monkeypatch.setattr(mix, "RandomWeights", lambda shape, device: RandomWeights(shape))
-    monkeypatch.setattr(bench, "GRAPH_TURNS", 1)
+    monkeypatch.setattr(resident, "GRAPH_TURNS", 1)
     for module in (mix, resident):
         monkeypatch.setattr(module, "under_cupti", lambda action, on_cuda: (action(), {"kernels_s": 0.0})[1])
         monkeypatch.setattr(module, "named_hardware", lambda *_: replace(machine(), device="cuda"))
@@ -72,10 +73,19 @@ def test_a_mix_runs_by_graphs_within_its_memory(run, monkeypatch):
     assert rows["tiny: tokens of kv that are those of mix"]["value"] == 1
 
 
-def test_a_resident_run_counts_its_graphs(run):
+def test_a_resident_run_tells_what_graphs_save_and_keep(run, monkeypatch):
+    """Memory that the driver keeps is told by hand: half of what the plan counts for the graphs of two layers."""
     of, _ = run("2GiB", 3, ())
+    free = iter((1 << 30, (1 << 30) - GRAPH_BYTES))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 1 << 31))
     with fake_cuda():
         resident.measure_resident(of)
-    told = " ".join(of.table.rows)
-    assert "CUDA graphs, resident: a decode's time to launch" in told and "idle GPU" in told
-    assert of.table.rows["resident: idle GPU in a decode"]["value"] == 100
+    rows = {name.removeprefix("CUDA graphs, resident: "): row for name, row in of.table.rows.items()}
+    assert rows["bytes that the driver keeps of a graph, over those that the plan counts"]["value"] == 0.5
+    launching = rows["a decode's time to launch without them, over with them"]
+    seconds = launching["seconds and those of launching"]
+    assert launching["value"] == pytest.approx(seconds["none"][1] / seconds["joint"][1])
+    assert "10 CUDA graphs" in launching["graphs"]  # of two layers, four verbs, together and apart
+    apart = rows["a decode's time with a graph a verb, over one for verbs with nothing between them"]
+    assert apart["value"] == pytest.approx(seconds["a verb"][0] / seconds["joint"][0])
+    assert rows["resident: idle GPU in a decode"]["value"] == 100

@@ -18,19 +18,14 @@ from fake_cuda.test_streams import EVERYWHERE, POLICIES, check_clean, run_under
 from models import InMemory, save_llama, save_opt
 from oracles import attend_table, rows_as_operations
 
-from experiments.bench.harness import Table
-from experiments.gpu import bench
-from experiments.gpu import setting as gpu_setting
 from flexhybrid import LLM
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.memory import GRAPH_BYTES
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem, without_graphs
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.compare.speed import PolicyRun
 from flexhybrid.runtime import engine as engine_module
 from flexhybrid.runtime import issuing
 from flexhybrid.runtime.cuda import CudaStream
@@ -39,9 +34,7 @@ from flexhybrid.runtime.executor import HiddenStates, step_key
 from flexhybrid.runtime.kernels import norms
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.models import opt
-from flexhybrid.runtime.profiling import attention_paths
 from flexhybrid.runtime.profiling import profile as profiling
-from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.step_tensors import computed_positions
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
@@ -610,27 +603,6 @@ def test_the_switch_and_what_is_told(case):
             assert llm.problem.cuda_graphs is wanted and llm.graphs == ""
     with pytest.raises(InputError, match="cuda_graphs is 2"):
         LLM(source.path, device="cpu", cuda_graphs=2)
-
-
-def test_the_gpu_bench_fills_its_rows_of_graphs(monkeypatch):
-    """Memory that the driver keeps is told by hand: half of what the plan counts."""
-    monkeypatch.setattr(attention_paths, "proved_on_gpu", lambda *_: True)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
-    monkeypatch.setattr(bench, "GRAPH_TURNS", 1)
-    table, setting = Table(), gpu_setting.Setting("tiny", "float32", 2, 8, 5, 1)
-    shape = replace(shape_by_name("opt-125m"), num_layers=2, hidden=32, ffn=64, num_heads=2, num_kv_heads=2, vocab=97)
-    monkeypatch.setattr(gpu_setting, "RandomWeights", lambda shape, device: RandomWeights(shape))
-    with fake_cuda(), gpu_setting.make_bench(shape, DEVICE, setting) as made:
-        policy = replace(ON_DEVICE, max_mini_batch_tokens=setting.mini_batch_tokens)
-        contender = PolicyRun(made, policy)
-        free = iter((1 << 30, (1 << 30) - GRAPH_BYTES))
-        session = Session(contender.engine, contender.wave, made.prompts)
-        bench.bench_graphs(table, "device", session, lambda: next(free))
-        assert session.executor.graphs.num_graphs == 10  # two layers, four verbs, together and apart
-        assert session.executor.graphs.enabled and session.executor.graphs.joins and session.decode()
-    rows = list(table.rows.values())
-    assert len(rows) == 4 and all(row["value"] > 0 for row in rows) and rows[0]["value"] == 0.5
-    assert "10 CUDA graphs" in rows[1]["graphs"]
 
 
 def test_a_gpu_is_profiled_in_one_pass(monkeypatch):

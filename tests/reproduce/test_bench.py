@@ -61,7 +61,6 @@ def test_the_selection_s_moved_share_is_that_of_its_layers():
     assert found["InfiniGen"].moved == pytest.approx((2 * whole + 3 * chosen) / 5)
     assert found["full cache"].own_s == dict.fromkeys(bench_selection.OWN_COST, 0.0)
     assert min(found["InfiniGen"].own_s.values()) > 0
-    assert all(run.num_violated == 0 for run in found.values())
 
 
 def test_the_bench_of_the_hosts_kernels_fills_its_rows(monkeypatch):

@@ -19,9 +19,8 @@ from oracles import attend_table
 from toy_machine import machine
 
 from experiments.bench.harness import Table
-from experiments.gpu import attend, bench, mix, overlap, partition, parts, resident, sanitizers, watch
+from experiments.gpu import attend, mix, overlap, partition, parts, resident, sanitizers, watch
 from experiments.gpu.cases import CASES, PARTITION, RESIDENT, Case
-from experiments.gpu.setting import Setting
 from experiments.gpu.watch import Span, Watcher, busy_seconds, spans_of
 from experiments.peers import children, gpu_child, gpu_peers
 from experiments.peers.gpu_peers import Against, flexgen, transformers
@@ -406,32 +405,26 @@ def test_attention_is_compared_with_its_yardsticks(monkeypatch):
         assert min(seen) <= num_bytes * row["seconds"]["triton"] <= 1.5 * max(seen)
 
 
-def test_overlap_has_ideals_of_kernels_and_of_launched_steps(monkeypatch):
-    monkeypatch.setattr(overlap, "shape_by_name", lambda name: SHAPE)
-    monkeypatch.setattr(overlap, "SETTING", Setting("tiny", "float32", 4, 40, 128, 2))
+def test_overlap_has_ideals_of_kernels_and_of_launched_steps(tiny, monkeypatch):
+    """By hand: kernels of 3 s in launched steps of 4 s, a link of 2 s, and together 5 s."""
+    case = replace(tiny, device="1GiB")
+    monkeypatch.setattr(overlap, "OVERLAP", case)
     table = Table()
     overlap.run_overlap(table, "6", 10.0)
     assert len(table.rows) == 4 and all(row["value"] > 0 for row in table.rows.values())
-    ideals = table.rows["GPU, tiny, resident, ACT: balance of link and kernels"]
-    by_kernels = table.rows["GPU, tiny, resident, ACT: overlap, by kernels"]["value"]
-    assert by_kernels == pytest.approx(max(ideals["link_s"], ideals["kernels_s"]) / ideals["wall_s"])
-
-
-def test_the_bench_of_kernels_fills_its_rows(monkeypatch):
-    for name in ("empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    for name in ("memory_reserved", "max_memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 0)
-    monkeypatch.setattr("experiments.bench.kernels.LARGE_BYTES", 2**20)
-    monkeypatch.setattr("experiments.bench.kernels.REPEATS", 1)
-    monkeypatch.setattr(bench, "shape_by_name", lambda name: SHAPE)
-    monkeypatch.setattr(bench, "SETTING", Setting("tiny", "float32", 4, 40, 4, 2))
-    monkeypatch.setattr(bench, "KERNELS", bench.Sizes(2, 4, 64, 40, 32))
-    table = Table()
-    bench.bench_gpu(table)
-    assert all(row["value"] > 0 for row in table.rows.values())
-    told = " ".join(table.rows)
-    assert "KV-Gen" in told and all(f"memory, {policy.name}" in told for policy in bench.policies())
+    seconds, ran = iter((5.5, 5.0, 4.0, 4.5)), []
+    monkeypatch.setattr(overlap, "link_bytes_per_s", lambda device: 30.0)
+    monkeypatch.setattr(overlap, "stream", lambda *_, **__: [loaded, computed])
+    loaded = SimpleNamespace(resource="h2d", work=SimpleNamespace(link_bytes=60.0))
+    computed = SimpleNamespace(resource="compute", work=SimpleNamespace(link_bytes=600.0))
+    monkeypatch.setattr(overlap, "under_cupti", lambda run, on_cuda: {"kernels_s": 3.0})
+    engine = SimpleNamespace(without_copies=lambda: ran.append("without copies") or contextlib.nullcontext())
+    session = SimpleNamespace(engine=engine, wave=None, decode_result=lambda control: None)
+    run = mix.Run(Table(), "overlap", case, torch.device("cpu"), None)
+    monkeypatch.setattr(run, "seconds", lambda action: ran.append("decode") or next(seconds))
+    overlap.add_rows(run, session)
+    assert [row["value"] for row in run.table.rows.values()] == pytest.approx([2 / 3, 3 / 5, 4 / 5, 4 / 3])
+    assert ran == ["decode", "decode", "without copies", "decode", "decode"]
 
 
 def test_the_profile_goes_to_where_parts_look_for_it_and_to_the_results(tmp_path, monkeypatch):
