@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 Clock = list[int]  #: by agent: how many of its accesses are known
-GRANULE_BITS = 16  #: accesses are looked up by pieces of memory of this size
+GRANULE_BITS = 12  #: accesses are looked up by pieces of memory of this size
 CROWDED = 48  #: accesses to a piece beyond which those that everybody knows of are looked for
 
 
@@ -159,9 +159,11 @@ class Order:
         if len(seen) > CROWDED:
             least = [min(self._clocks[thread][agent] for thread in self._threads) for agent in range(len(clock))]
             seen = [one for one in seen if one.time > least[one.agent]]
-        kept = []
+        kept, low, high = [], access.low, access.high
         for one in seen:
-            if one.agent == access.agent or one.time <= clock[one.agent]:
+            if one.high <= low or high <= one.low:
+                pass
+            elif one.agent == access.agent or one.time <= clock[one.agent]:
                 if (access.write or not one.write) and covers(access, one):
                     continue  # what is not in order with that one is not in order with this one either
             elif (access.write or one.write) and overlap(one, access):

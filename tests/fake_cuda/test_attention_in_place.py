@@ -12,6 +12,7 @@ import torch
 from fake_cuda.device import fake_cuda
 from fake_cuda.test_streams import (
     EVERYWHERE,
+    FEW,
     LOSSY,
     MAX_TOKENS,
     POLICIES,
@@ -113,5 +114,5 @@ def test_a_planted_fault_is_found(checkpoint, name):
         if plant:
             plant(monkeypatch)
         with contextlib.suppress(Exception):  # wrong values may end as an error; the order is what is asked for here
-            run_under(checkpoint[0], POLICIES["kv"], changed, attention=IN_PLACE)
+            run_under(checkpoint[0], POLICIES["kv"], changed, requests=FEW, attention=IN_PLACE)
         assert sum(watch.order.faults.values()) > 0

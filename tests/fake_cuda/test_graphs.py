@@ -168,33 +168,21 @@ def test_graphs_of_large_models_find_room(name):
     assert graphs.num_graphs == 3 * shape.num_layers and not graphs.refused
 
 
-@pytest.mark.parametrize("keep_trace", [True, False])
-@pytest.mark.parametrize("name", ["streamed", "on the device", "cache on the host", "everywhere", "few bits"])
-def test_replays_give_the_tokens_of_kernels_that_are_launched_one_by_one(case, name, keep_trace):
-    """One by one too where a trace is kept; else a graph holds verbs of a position with nothing between them."""
-    source, policy, expected = case(name)
-    with fake_cuda(seed=len(name)) as watch:
-        result = run(source, policy, keep_trace=keep_trace)
-        graphs = torch.cuda.CUDAGraph.made
-    assert result.tokens == expected
-    check_clean(result, watch)
-    launched = sum(graph.replays for graph in graphs)
-    assert len(graphs) >= 10 and launched > len(graphs), (len(graphs), launched)
+WHOLE = ("project", "attend", "finish", "scatter_device")
+#: By case the verbs that have a graph together; each has its own where a trace is kept.
+JOINT = {
+    "streamed": {("project",), ("attend", "finish")},
+    "on the device": {WHOLE},
+    "cache on the host": {("project",), ("attend", "finish")},
+    "few bits": {("dequantize_weights",), ("project", "quantize"), ("attend", "finish")},
+}
 
 
 @pytest.mark.parametrize(
-    ("name", "joint", "keep_trace"),
-    [
-        ("on the device", {("project", "attend", "finish", "scatter_device")}, False),
-        ("cache on the host", {("project",), ("attend", "finish")}, False),
-        ("few bits", {("dequantize_weights",), ("project", "quantize"), ("attend", "finish")}, False),
-        ("on the device", {("project",), ("attend",), ("finish",), ("scatter_device",)}, True),
-    ],
+    ("name", "keep_trace"), [*((name, False) for name in CASES), ("on the device", True), ("few bits", True)]
 )
-def test_verbs_of_a_position_with_nothing_between_them_are_launched_by_one_graph(
-    case, monkeypatch, name, joint, keep_trace
-):
-    """Its keys and values come behind its projection where the link brings them."""
+def test_replays_give_the_tokens_of_kernels_that_are_launched_one_by_one(case, monkeypatch, name, keep_trace):
+    """A graph holds verbs of a position with nothing between them; where a trace is kept, one."""
     source, policy, expected = case(name)
     run_graphs, launched = Graphs.run, []
 
@@ -206,9 +194,14 @@ def test_verbs_of_a_position_with_nothing_between_them_are_launched_by_one_graph
 
     monkeypatch.setattr(Graphs, "run", noted)
     monkeypatch.setattr(issuing.StreamLane, "lookahead", 8)  # the planner waits now and then, and parts none of them
-    with fake_cuda():
-        assert run(source, policy, keep_trace=keep_trace).tokens == expected
-    assert {*launched} == joint
+    with fake_cuda(seed=len(name)) as watch:
+        result = run(source, policy, keep_trace=keep_trace)
+        graphs = torch.cuda.CUDAGraph.made
+    assert result.tokens == expected
+    check_clean(result, watch)
+    assert len(graphs) >= 10 and len(launched) > len(graphs), (len(graphs), len(launched))
+    if joint := JOINT.get(name):
+        assert {*launched} == ({(verb,) for verbs in joint for verb in verbs} if keep_trace else joint)
 
 
 def test_a_verb_that_was_replaced_is_launched_by_itself(case):

@@ -11,7 +11,17 @@ import numpy as np
 import pytest
 import torch
 from fake_cuda.device import DEVICE, fake_cuda
-from fake_cuda.test_streams import EVERYWHERE, MIXED, PROMPTS, check_clean, run_under, undeclared, without_hazard
+from fake_cuda.test_streams import (
+    EVERYWHERE,
+    FEW,
+    MAX_TOKENS,
+    MIXED,
+    PROMPTS,
+    check_clean,
+    run_under,
+    undeclared,
+    without_hazard,
+)
 from tiny_models import greedy, save_tiny
 
 from flexhybrid.core.policy import Placement, Policy
@@ -28,7 +38,7 @@ from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.token_masks import _Copy
 from sim import catalogue
 
-MAX_TOKENS, VOCAB = 6, 97
+VOCAB = 97
 IN_DEVICE = "act@device", "kv@device"
 HYBRID = Policy(cache={"act@host": 0.5, "kv@host": 0.5}, max_mini_batch_tokens=100)
 ON_DEVICE = Policy(cache=MIXED, weights=Placement(device=0.4, host=0.6), states="device", max_mini_batch_tokens=100)
@@ -211,7 +221,7 @@ def test_a_planted_fault_of_what_layers_keep_is_found(made, name):
     kind, policy = KINDS[of]
     with fake_cuda() as watch:
         with contextlib.suppress(Exception):  # wrong values may end as an error; the order is what is asked for here
-            run_under(made(kind)[1], policy, changed)
+            run_under(made(kind)[1], policy, changed, requests=FEW)
         assert sum(watch.order.faults.values()) > 0
 
 
@@ -224,7 +234,7 @@ def test_a_grammar_that_does_not_wait_for_its_token_is_found(made):
     with fake_cuda() as watch, pytest.MonkeyPatch.context() as monkeypatch:
         masks_wait_for_nothing(monkeypatch)
         with contextlib.suppress(Exception):
-            run_under(made("qwen3")[1], HYBRID, plan=with_grammars())
+            run_under(made("qwen3")[1], HYBRID, plan=with_grammars(), requests=FEW)
         assert any("masks" in str(fault) for fault in watch.order.faults)
 
 

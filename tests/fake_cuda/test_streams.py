@@ -54,7 +54,8 @@ LOSSY = {
 MODULES = ("gemma2", "gpt_oss", "qwen3_moe", "gemma3n_text")  #: models that run through transformers' layers
 
 PROMPTS = [[5, 9, 11], list(range(3, 40)), [7] * 17, list(range(10, 26))]
-MAX_TOKENS = 6
+MAX_TOKENS = 4
+FEW = PROMPTS, 2  #: the requests in which a planted fault is found
 
 MIXED = {"act@host": 0.25, "act@device": 0.25, "kv@host": 0.25, "kv@device": 0.25}
 POLICIES = {
@@ -272,7 +273,7 @@ def test_a_planted_fault_is_found(checkpoint, name):
         if plant:
             plant(monkeypatch)
         with contextlib.suppress(Exception):  # wrong values may end as an error; the order is what is asked for here
-            run_under(source, POLICIES[policy], changed)
+            run_under(source, POLICIES[policy], changed, requests=FEW)
         assert sum(watch.order.faults.values()) > 0
 
 
@@ -280,7 +281,7 @@ def test_a_verb_that_mixes_memories_fails(checkpoint):
     with fake_cuda(), pytest.MonkeyPatch.context() as monkeypatch:
         host_memory_in_a_kernel(monkeypatch)
         with pytest.raises(Mixed, match="assemble has tensors of host and device"):
-            run_under(checkpoint[0], POLICIES["mixed tiers"])
+            run_under(checkpoint[0], POLICIES["mixed tiers"], requests=FEW)
 
 
 @pytest.mark.parametrize(
@@ -306,5 +307,5 @@ def test_faults_are_found_when_nothing_is_deferred(checkpoint, name):
     with fake_cuda(deferred=False) as watch, pytest.MonkeyPatch.context() as monkeypatch:
         plant(monkeypatch)
         with contextlib.suppress(Exception):
-            run_under(source, POLICIES[policy])
+            run_under(source, POLICIES[policy], requests=FEW)
         assert sum(watch.order.faults.values()) > 0
