@@ -2,7 +2,10 @@
 bandwidth, against torch's attention over contiguous contexts of as many bytes, and against laying contexts side by
 side."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -38,17 +41,48 @@ CASES = {
 BARS = {"a plain copy": 0.6, "attention over contiguous contexts": 0.9, "side by side": 1.5}
 COPY_BARS = {"OPT-6.7B, 17 x 512": 0.65, "Llama-3-8B, 32 x 2048": 0.75}
 
+#: Blocks in work, warps and stages of a program, for one query a key head and for several.
+SIZES = {
+    True: ((1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 2), (4, 2, 2), (4, 4, 2)),
+    False: ((2, 2, 2), (4, 2, 2), (4, 2, 3), (4, 4, 2), (8, 4, 2), (8, 4, 3)),
+}
 
-def bench_attend_cuda(table: Table) -> None:
+
+def bench_attend_sizes(table: Table) -> None:
+    """Time the kernel of attention with SIZES beside those that it has."""
+    bench_attend_cuda(table, sizes=True)
+
+
+def bench_attend_cuda(table: Table, sizes: bool = False) -> None:
     """In bfloat16, contexts of mixed lengths whose blocks lie anywhere in a pool."""
     for name, case in CASES.items():
         proved = proved_on_gpu("bfloat16", case.queries, case.d)
         table.at_least(f"GPU, {name}: Triton's attention gives the results of plain torch", proved, 1, "of 1")
         if proved:
-            _bench(table, name, case)
+            _bench(table, name, case, sizes)
 
 
-def _bench(table: Table, name: str, case: Case) -> None:
+def _sweep(table: Table, name: str, one_query: bool, attended: Callable[[], object]) -> None:
+    from flexhybrid.runtime.kernels import attend_triton
+
+    usual, calls = attend_triton.tile_sizes, {"in use": attended}
+
+    def under(blocks: int, warps: int, stages: int) -> None:
+        def sizes(*of):
+            return usual(*of)[0] | {"BLOCKS": blocks}, {"num_warps": warps, "num_stages": stages}
+
+        with patch.object(attend_triton, "tile_sizes", sizes):
+            attended()
+
+    for size in SIZES[one_query]:
+        calls["{} blocks, {} warps, {} stages".format(*size)] = partial(under, *size)
+    seconds = device_seconds(calls, gpu().type == "cuda")
+    fastest = min(seconds, key=seconds.__getitem__)
+    row, told = f"GPU, {name}: attend in place: time over that of the fastest sizes", {"seconds": seconds}
+    table.at_most(row, seconds["in use"] / seconds[fastest], 1.05, "x", fastest=fastest, **told)
+
+
+def _bench(table: Table, name: str, case: Case, sizes: bool) -> None:
     from flexhybrid.runtime.kernels.attend_triton import attend, table_of
 
     like, generator = {"dtype": torch.bfloat16, "device": gpu()}, np.random.default_rng(0)
@@ -83,6 +117,9 @@ def _bench(table: Table, name: str, case: Case) -> None:
         "attention over contiguous contexts": lambda: sdpa(query[:, :, None], keys, values, enable_gqa=grouped),
         "side by side": side_by_side,
     }
+    if sizes:
+        _sweep(table, name, not grouped, calls["triton"])
+        return
     on_cuda = like["device"].type == "cuda"
     seconds = device_seconds(calls, on_cuda)
     cupti = {way: under_cupti(call, on_cuda) for way, call in calls.items()}

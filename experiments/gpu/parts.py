@@ -83,6 +83,7 @@ PARTS = {
     "overlap": Part("experiments.gpu.overlap.run_overlap", {"48": 35.0}),
     "partition": Part("experiments.gpu.partition.run_partition", {"48": 90.0}),
     "profile": Part(f"{__name__}.run_profile", {"": 75.0}),
+    "attend-sizes": Part("experiments.gpu.attend.bench_attend_sizes", {"": 45.0}),
     "tests": Part(f"{__name__}.run_tests", {"": 250.0}),
     "sanitizers": Part("experiments.gpu.sanitizers.run_sanitizers", {"": 120.0}),
 }

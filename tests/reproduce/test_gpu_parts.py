@@ -403,6 +403,13 @@ def test_attention_is_compared_with_its_yardsticks(monkeypatch):
         contiguous, num_bytes = row["seconds"]["attention over contiguous contexts"], row["gb_per_s"] * 1e9
         assert row["value"] == pytest.approx(contiguous / row["seconds"]["triton"])
         assert min(seen) <= num_bytes * row["seconds"]["triton"] <= 1.5 * max(seen)
+    asked, tile_sizes = [], attend_triton.tile_sizes
+    monkeypatch.setattr(attend_triton, "launch", lambda *given: asked.append(attend_triton.tile_sizes(1, 16, 4)[0]))
+    attend.bench_attend_sizes(table)
+    row = table.rows["GPU, a: attend in place: time over that of the fastest sizes"]
+    assert row["fastest"] in row["seconds"] and row["value"] >= 1
+    blocks = [tile_sizes(1, 16, 4)[0]["BLOCKS"], *(size[0] for size in attend.SIZES[True])]
+    assert [of["BLOCKS"] for of in asked[:7]] == blocks
 
 
 def test_overlap_has_ideals_of_kernels_and_of_launched_steps(tiny, monkeypatch):
