@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle, product
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from experiments.bench.harness import Table
+from experiments.bench.harness import Table, seconds_of
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.plan import stream
 from flexhybrid.core.schedule.steps import Segment
@@ -26,7 +25,6 @@ from flexhybrid.runtime.verbs.attending import gather_blocks
 
 REPEATS = 7
 LARGE_BYTES = 2**28  #: far more than a processor's caches hold
-GPU_CALLS = 20  #: calls without waiting between them, so that launching overlaps with work
 
 
 class Sizes(NamedTuple):
@@ -40,34 +38,21 @@ class Sizes(NamedTuple):
 
 
 TIMING = Sizes(8, 16, 64, 520, 256)  #: of the timing model
-CPU = torch.device("cpu")
 
 
-def median_seconds(function, repeats: int = 15, device: torch.device = CPU) -> float:
-    num_calls = GPU_CALLS if device.type == "cuda" else 1
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+def median_seconds(function, repeats: int = 15) -> float:
     function()
-    times = []
-    for _ in range(repeats):
-        wait()
-        start = time.perf_counter()
-        for _ in range(num_calls):
-            function()
-        wait()
-        times.append((time.perf_counter() - start) / num_calls)
-    return statistics.median(times)
+    return statistics.median(seconds_of(function) for _ in range(repeats))
 
 
-def times_as_fast(plain, ours, device: torch.device = CPU) -> float:
+def times_as_fast(plain, ours) -> float:
     """Return seconds of ``plain`` over seconds of ``ours``, the median of REPEATS turns."""
-    turns = ((median_seconds(plain, device=device), median_seconds(ours, device=device)) for _ in range(REPEATS))
+    turns = ((median_seconds(plain), median_seconds(ours)) for _ in range(REPEATS))
     return statistics.median(theirs / own for theirs, own in turns)
 
 
 def laid_in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy; on a CPU in memory of the pages, huge ones where the system has them, that pools of a run have."""
-    if tensor.device.type != "cpu":
-        return tensor.clone()
+    """Return a copy in memory of the pages, huge ones where the system has them, that pools of a run have."""
     return HostMemory(pinned=False).zeros(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 
@@ -76,19 +61,18 @@ def memory_share(operands: torch.Tensor, ours) -> float:
 
     Copies of the operands take turns, like layers, so that none is still in a cache when its turn comes.
     """
-    device = operands.device
-    large = laid_in_host_memory(torch.ones(LARGE_BYTES // 8, dtype=torch.int64, device=device))
+    large = laid_in_host_memory(torch.ones(LARGE_BYTES // 8, dtype=torch.int64))
     turns = cycle([laid_in_host_memory(operands) for _ in range(-(-LARGE_BYTES // operands.nbytes))])
     shares = []
     for _ in range(REPEATS):
-        bandwidth = LARGE_BYTES / median_seconds(lambda: large.sum(), 5, device)
-        seconds = median_seconds(lambda: ours(next(turns)), device=device)
+        bandwidth = LARGE_BYTES / median_seconds(lambda: large.sum(), 5)
+        seconds = median_seconds(lambda: ours(next(turns)))
         shares.append(operands.nbytes / seconds / bandwidth)
     return statistics.median(shares)
 
 
 def bench_kernels(table: Table, contender: PolicyRun, sizes: Sizes = TIMING) -> None:
-    """Add all rows; ``contender`` runs a mix whose KV-Gen is timed in the executor, on its device."""
+    """Add all rows; ``contender`` runs a mix whose KV-Gen is timed in the executor."""
     weights = contender.session.executor.weights
     like = {"dtype": weights.dtype, "device": weights.device}
     bench_kv_gen(table, contender, like)
@@ -96,8 +80,7 @@ def bench_kernels(table: Table, contender: PolicyRun, sizes: Sizes = TIMING) -> 
     bench_attention_shared(table, sizes, like)
     bench_gather(table, sizes, like)
     bench_rotation(table, sizes, like)
-    if weights.device.type == "cpu":
-        bench_in_place(table, sizes, like, contender.session.executor.attention["decode"])
+    bench_in_place(table, sizes, like, contender.session.executor.attention["decode"])
 
 
 def bench_kv_gen(table: Table, contender: PolicyRun, like: dict) -> None:
@@ -108,7 +91,7 @@ def bench_kv_gen(table: Table, contender: PolicyRun, like: dict) -> None:
     a, w = torch.randn(rows, shape.hidden, **like), torch.randn(shape.kv_width, shape.hidden, **like)
     out = torch.empty(rows, shape.kv_width, **like)
     plain, ours = lambda: torch.mm(a, w.t(), out=out), lambda: executor.perform(task)
-    ratio = times_as_fast(plain, ours, like["device"])
+    ratio = times_as_fast(plain, ours)
     table.at_least("KV-Gen against a plain matrix product of its shape", ratio, 0.85, "x")
 
 
@@ -138,7 +121,7 @@ def bench_attention(table: Table, sizes: Sizes, like: dict, paths: dict[str, Pat
         torch.matmul(folded, keys.transpose(-1, -2))
         torch.matmul(scores, values)
 
-    ratio = times_as_fast(products, lambda: paths["chunk"](new, keys, values, None), like["device"])
+    ratio = times_as_fast(products, lambda: paths["chunk"](new, keys, values, None))
     table.at_least("attend, chunk of a prompt: speed of its two products", ratio, 0.5, "x")
     bench_prompt(table, new, paths["prompt"])
 
@@ -159,7 +142,7 @@ def bench_attention_shared(table: Table, sizes: Sizes, like: dict) -> None:
     def ours() -> None:
         attend_in_parts(new, (own, own, None), [SharedPart(rows, common[0], common[1], None)], rule)
 
-    ratio = times_as_fast(products, ours, like["device"])
+    ratio = times_as_fast(products, ours)
     table.at_least("attend_chunk, behind a shared beginning: speed of its products", ratio, 0.5, "x")
 
 
@@ -173,7 +156,7 @@ def bench_prompt(table: Table, new: torch.Tensor, prompt: Path) -> None:
         torch.matmul(heads, heads.transpose(-1, -2))
         torch.matmul(scores, heads)
 
-    ratio = times_as_fast(products, lambda: prompt(new, views, views, None), new.device)
+    ratio = times_as_fast(products, lambda: prompt(new, views, views, None))
     table.at_least("attend, whole prompt: speed of the two products of all with all", ratio, 1.0, "x")
 
 
@@ -189,7 +172,7 @@ def bench_gather(table: Table, sizes: Sizes, like: dict) -> None:
     copied, blocks = torch.empty_like(targets), torch.from_numpy(segment.block_table).to(like["device"])
     width = segment.max_tokens - 1  # a part of the last block
     plain, ours = lambda: copied.copy_(targets), lambda: gather_blocks(pool, blocks, (targets[0], targets[1]), 0, width)
-    ratio = times_as_fast(plain, ours, like["device"])
+    ratio = times_as_fast(plain, ours)
     table.at_least("assemble, requests of mixed lengths: speed of a plain copy", ratio, 0.5, "x")
 
 
@@ -240,5 +223,5 @@ def bench_rotation(table: Table, sizes: Sizes, like: dict) -> None:
     rows = sizes.batch * sizes.context
     keys, angles = torch.randn(rows, sizes.heads, sizes.head_dim, **like), torch.randn(rows, sizes.head_dim, **like)
     cos, sin, copied = angles.cos(), angles.sin(), torch.empty_like(keys)
-    ratio = times_as_fast(lambda: copied.copy_(keys), lambda: rotate_(keys, cos, sin), like["device"])
+    ratio = times_as_fast(lambda: copied.copy_(keys), lambda: rotate_(keys, cos, sin))
     table.at_least("rotation of keys: speed of a plain copy", ratio, 1 / 6, "x")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,15 +13,19 @@ from experiments.bench import compression as bench_compression
 from experiments.bench import host_kernels
 from experiments.bench import selection as bench_selection
 from experiments.bench.harness import Table
-from experiments.bench.kernels import Sizes
+from experiments.bench.kernels import Sizes, bench_kernels
 from flexhybrid import shipped
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.compare.speed import Bench, PolicyRun
+from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.threads import torch_threads
+from sim.presets import hybrid
 
 SHAPE = ModelShape("opt-tiny", "opt", num_layers=2, hidden=64, num_heads=1, num_kv_heads=1, head_dim=64, ffn=64,
                    vocab=64, max_positions=2048)  # fmt: skip
@@ -75,3 +80,14 @@ def test_the_bench_of_the_hosts_kernels_fills_its_rows(monkeypatch):
     for name in ("attend_host", "quantize", "dequantize", "scatter", "gather"):
         rows = [row for row in table.rows if row.startswith(name)]
         assert any("one core" in row for row in rows) and any("2 cores" in row for row in rows)
+
+
+def test_the_bench_of_kernels_fills_its_rows(monkeypatch):
+    monkeypatch.setattr("experiments.bench.kernels.LARGE_BYTES", 2**20)
+    monkeypatch.setattr("experiments.bench.kernels.REPEATS", 1)
+    shape, prompts = replace(SHAPE, hidden=128, num_heads=2, num_kv_heads=2), [[3] * 40] * 4
+    make_weights = partial(Weights, shape, RandomWeights(shape), "float32", torch.device("cpu"))
+    table, problem = Table(), Problem(shape=shape, dtype="float32")
+    with Bench(make_weights, problem, prompts, 8, PacedDevice(torch.device("cpu"))) as bench:
+        bench_kernels(table, PolicyRun(bench, hybrid(0.5, 200)), Sizes(2, 4, 64, 40, 32))
+    assert all(row["value"] > 0 for row in table.rows.values()) and "KV-Gen" in " ".join(table.rows)

@@ -19,7 +19,7 @@ from oracles import attend_table
 from toy_machine import machine
 
 from experiments.bench.harness import Table
-from experiments.gpu import attend, mix, overlap, partition, parts, resident, sanitizers, watch
+from experiments.gpu import attend, mix, overlap, partition, parts, resident, watch
 from experiments.gpu.cases import CASES, PARTITION, RESIDENT, Case
 from experiments.gpu.watch import Span, Watcher, busy_seconds, spans_of
 from experiments.peers import children, gpu_child, gpu_peers
@@ -453,28 +453,16 @@ def test_the_profile_goes_to_where_parts_look_for_it_and_to_the_results(tmp_path
     assert table.rows["profile: seconds"]["disagreements"] == ["a size"]
 
 
-def test_tests_that_fail_are_rows(monkeypatch):
-    """pytest's own reports stand for those of tests on a GPU."""
-
-    def ran(arguments, plugins):
-        for outcome in ("passed", "passed", "failed"):
-            told = {"passed": outcome == "passed", "failed": outcome == "failed", "duration": 1.0, "when": "call"}
-            report = SimpleNamespace(nodeid=f"a test that {outcome}", longrepr="in a file\nE  1 == 2", **told)
-            plugins[0].pytest_runtest_logreport(report)
-        selected.append(arguments[arguments.index("-k") + 1] if "-k" in arguments else None)
-        return 1
-
-    selected = []
-    monkeypatch.setattr(pytest, "main", ran)
-    for run in (parts.run_smoke, parts.run_tests):
+def test_pytests_status_is_a_row(monkeypatch):
+    asked, codes = [], iter((0, 1))
+    monkeypatch.setattr(pytest, "main", lambda arguments: asked.append(arguments) or next(codes))
+    for run, ok in ((parts.run_smoke, True), (parts.run_tests, False)):
         table = Table()
         run(table)
-        assert table.rows["tests that passed"]["value"] == 2 and table.rows["tests that passed"]["seconds"] == 3
-        assert table.rows["a test that failed"]["error"] == "E  1 == 2"
-    assert selected == [parts.SMOKE, None]
-    monkeypatch.setattr(pytest, "main", lambda *_: 5)
-    parts.run_smoke(table := Table())
-    assert "status 5" in table.rows["tests"]["error"] and not table.rows["tests that passed"]["ok"]
+        assert table.rows["tests: pytest's exit status"]["ok"] is ok
+    smoke, every = asked
+    assert smoke[smoke.index("-k") + 1] == parts.SMOKE and "-k" not in every
+    assert all(given[given.index("-m") + 1] == "cuda" and str(parts.cuda_test_files()[0]) in given for given in asked)
 
 
 def test_the_smoke_tests_are_there():
@@ -483,13 +471,25 @@ def test_the_smoke_tests_are_there():
     assert all(name in text for name in parts.SMOKE.split(" or "))
 
 
-def test_sanitizers_give_their_worst_status(monkeypatch):
-    codes, table = iter((0, 9)), Table()
-    monkeypatch.setattr(sanitizers.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=next(codes)))
-    monkeypatch.setattr(sanitizers.shutil, "which", lambda name: name)
-    sanitizers.run_sanitizers(table)
-    (row,) = table.rows.values()
-    assert row["value"] == 9 and not row["ok"]
+def test_a_sanitizer_follows_kernels_without_graphs(monkeypatch):
+    """Its tests are those of the smoke test; the program that it starts runs them with graphs switched off."""
+    from flexhybrid.runtime import engine
+
+    table, asked = Table(), []
+    monkeypatch.setattr(
+        parts.subprocess, "run", lambda command, **_: asked.append(command) or SimpleNamespace(returncode=-9)
+    )
+    for installed in (None, "there"):
+        monkeypatch.setattr(parts.shutil, "which", lambda name, installed=installed: installed)
+        parts.run_sanitizer(table)
+    assert "not installed" in table.rows["sanitizer"]["error"]
+    assert table.rows["sanitizer: exit status"]["value"] == 9
+    (command,) = asked
+    monkeypatch.setattr(engine, "without_graphs", engine.without_graphs)  # taken back
+    monkeypatch.setattr(pytest, "main", lambda arguments: int(engine.without_graphs("", "") != ""))
+    with pytest.raises(SystemExit) as ended:
+        exec(command[command.index("-c") + 1])
+    assert ended.value.code == 1
 
 
 # ---- what is beside a figure
