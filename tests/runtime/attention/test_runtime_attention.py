@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.bias import causal_lower_right
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.schedule.steps import block_runs
@@ -149,49 +148,3 @@ def test_keys_that_are_read_by_groups_are_not_repeated(monkeypatch, dtype):
         found[reads] = attention.fused(queries, keys, values, None)
     assert given == [6, 2]
     assert torch.allclose(found[True].float(), found[False].float(), atol=1e-6 if dtype == torch.float32 else 2e-2)
-
-
-def chunk(heads: int, new: int, tokens: int, dtype, device: str = "cpu") -> list[torch.Tensor]:
-    """Queries, keys and values of a request whose last columns are new."""
-    generator = torch.Generator().manual_seed(tokens)
-    sizes = (1, new, heads, 16), (1, 2, tokens, 16), (1, 2, tokens, 16)
-    return [torch.randn(*size, generator=generator).to(device, dtype) for size in sizes]
-
-
-CHUNKS = (2, 5, 37), (6, 33, 70), (4, 8, 8)  #: query heads of two key heads, new tokens, columns
-
-
-def test_a_chunk_attends_by_flash_attention_where_a_gpu_has_it(monkeypatch):
-    """A CPU's attention with the mask that causal_lower_right names stands in for it. Masked columns, and heads that it
-    does not take, are products."""
-    calls = []
-
-    def of_a_gpu(query, keys, values, dropout, causal, *, scale):
-        calls.append((dropout, causal))
-        bias = causal_lower_right(query.shape[2], keys.shape[2])._materialize()
-        keys, values = (side.repeat_interleave(query.shape[1] // keys.shape[1], 1) for side in (keys, values))
-        return (torch.nn.functional.scaled_dot_product_attention(query, keys, values, bias, scale=scale),)
-
-    for heads, new, tokens in CHUNKS:
-        operands = chunk(heads, new, tokens, torch.float32)
-        expected = attention.products(*operands, None, 0.3)
-        assert torch.equal(attention.flash(*operands, None, 0.3), expected) and not calls  # a CPU has none
-        with monkeypatch.context() as gpu:
-            gpu.setattr(attention, "reads_groups", lambda *_: True)
-            gpu.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", of_a_gpu)
-            torch.testing.assert_close(attention.flash(*operands, None, 0.3), expected, atol=1e-6, rtol=1e-5)
-            assert calls == [(0.0, True)]
-            mask = torch.zeros(1, 1, 1, tokens).index_fill_(3, torch.tensor([1]), -torch.inf)
-            assert torch.equal(attention.flash(*operands, mask, 0.3), attention.products(*operands, mask, 0.3))
-            odd = [of[..., :12] for of in operands]
-            assert torch.equal(attention.flash(*odd, None), attention.products(*odd, None)) and calls.pop()
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_gpus_flash_attention_aligns_the_last_columns(dtype):
-    for size in CHUNKS:
-        operands = chunk(*size, dtype, "cuda")
-        assert attention.reads_groups(operands[0].transpose(1, 2), *operands[1:])
-        expected = attention.products(*operands, None, 0.3)
-        torch.testing.assert_close(attention.flash(*operands, None, 0.3), expected, atol=2e-2, rtol=2e-2)
