@@ -105,7 +105,7 @@ def bench_graphs(table: Table, name: str, session: Session, free_bytes: Callable
     _untraced_decode(session)  # forms are seen, and captured
     kept = (free - free_bytes()) - (torch.cuda.memory_reserved() - held)
     row = f"CUDA graphs, {name}: bytes that the driver keeps of a graph, over those that the plan counts"
-    table.at_most(row, kept / (GRAPH_BYTES * graphs.num_graphs), 1.0, "x", bytes=kept)
+    table.at_most(row, kept / (GRAPH_BYTES * len(graphs.used)), 1.0, "x", bytes=kept)
     ways = {"joint": (True, True), "a verb": (True, False), "none": (False, True)}
     samples: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for turn in range(1 + GRAPH_TURNS):  # the first one captures

@@ -77,12 +77,6 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def upload(target: torch.Tensor, array: np.ndarray) -> None:
-    """Copy an array to memory of a device, without waiting for it."""
-    source = torch.from_numpy(array)
-    target.copy_(source.pin_memory() if target.device.type == "cuda" else source, non_blocking=True)
-
-
 def together_to_device(arrays: Mapping[Hashable, np.ndarray], device: torch.device) -> dict[Hashable, torch.Tensor]:
     """Return copies of arrays on the device, by their names, without waiting for them: those of a dtype in one copy.
     On a GPU each copy takes some 20 µs of Python's time, whatever its size."""

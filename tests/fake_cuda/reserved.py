@@ -251,7 +251,7 @@ def reserved_by(
             elif task.verb == "load_hidden":
                 run.hidden.slot(task, len(run.hidden.host_rows(task)))
         engine.close()
-    kept = run.graphs.num_graphs * GRAPH_BYTES if run.graphs else 0
+    kept = len(run.graphs.used) * GRAPH_BYTES if run.graphs else 0
     return Reserved(allocator.peak_reserved, allocator.peak_allocated, before, unused, allocator.retries, kept)
 
 

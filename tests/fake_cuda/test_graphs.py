@@ -143,8 +143,8 @@ def test_a_graph_of_memory_that_has_moved_is_found(case, monkeypatch):
     form = Graphs._form
 
     def without_addresses(*given):
-        verbs, place, slot, (batch, whole, hidden, _), table, act = form(*given)
-        return verbs, place, slot, (batch, whole, hidden), table, act
+        verbs, place, slot, of_step, table, act = form(*given)
+        return verbs, place, slot, of_step[:-1], table, act
 
     monkeypatch.setattr(Graphs, "_form", lambda *given: form(*given) and without_addresses(*given))
     with fake_cuda(), closing(Waves(source, policy)) as waves:
@@ -165,7 +165,7 @@ def test_graphs_of_large_models_find_room(name):
     wave = admit(problem, replace(ON_DEVICE, max_mini_batch_tokens=16), Workload.uniform(3, 8, 5))
     assert len(wave.mini_batches) == 3
     graphs = graphs_of(wave)
-    assert graphs.num_graphs == 3 * shape.num_layers and not graphs.refused
+    assert len(graphs.used) == 3 * shape.num_layers and not graphs.refused
 
 
 WHOLE = ("project", "attend", "finish", "scatter_device")
@@ -563,7 +563,7 @@ def test_no_more_are_captured_than_are_planned(case, monkeypatch):
         assert run(source, policy).tokens == expected
         count = len(torch.cuda.CUDAGraph.made)
     (graphs,) = made
-    assert graphs.num_graphs <= 5 < count and graphs.refused
+    assert len(graphs.used) <= 5 < count and graphs.refused
     assert f"{graphs.refused} times there was no room" in graphs.summary()
 
 

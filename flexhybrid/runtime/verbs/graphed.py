@@ -27,6 +27,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -41,7 +42,7 @@ from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.executor import NOTHING, Executor, HiddenStates, put
 from flexhybrid.runtime.kernels.random_numbers import uniforms
 from flexhybrid.runtime.process_settings import NO_GARBAGE
-from flexhybrid.runtime.step_tensors import Rotation, StepTensors, together_to_device, upload
+from flexhybrid.runtime.step_tensors import Rotation, StepTensors, together_to_device
 from flexhybrid.runtime.verbs.attending_in_place import StepExtents, memory_names, step_extents
 
 if TYPE_CHECKING:
@@ -75,13 +76,10 @@ def pool_keeper(device: torch.device) -> torch.cuda.CUDAGraph:
 
 class FixedStep:
     """The latest decode step of a mini-batch: its tensors, at addresses that change only where a table outgrows its
-    memory, and by how much the next step's differ.
+    memory. Of ``memory``, int64, the next step adds the ``moving`` cells behind the first ``moving`` to these."""
 
-    Of ``memory``, int64, the first ``moving`` cells are counted up by the ``moving`` behind them.
-    """
-
-    memory: torch.Tensor
     step: MiniBatchStep
+    blocks: list[bytes]  #: ``_blocks`` of the step
     tensors: StepTensors
     extents: StepExtents
     steady: bool  #: nothing else of its requests changes while they take no block
@@ -93,68 +91,59 @@ class FixedStep:
         """``group``: requests of the mini-batch; ``spaces``: where rows are stored; ``room``: blocks of the table."""
         self.state, self.room, self.age = state, room, 0  #: age: steps since the upload
         moving = {name: group for name in ("positions", "cells", "sampled", *((space, "offsets") for space in spaces))}
-        moving["kinds"] = room
         still = {(space, part): group for space in spaces for part in ("rows", "blocks")}
-        self.moving = sum(moving.values())
-        self.sizes = {**moving, "by": self.moving, **still, "starts": group + 1, "places": room}
-        ends = np.cumsum([0, *self.sizes.values()]).tolist()
-        self.at: dict[Hashable, int] = dict(zip(self.sizes, ends, strict=False))
+        self.moving = sum(moving.values()) + room
+        sizes = {**moving, "kinds": room, "by": self.moving, **still, "starts": group + 1, "places": room}
+        ends = np.cumsum([0, *sizes.values()]).tolist()
+        self.at: dict[Hashable, slice] = dict(zip(sizes, map(slice, ends, ends[1:]), strict=False))
         self.memory = torch.zeros(ends[-1], dtype=torch.int64, device=state.device)
-        made = partial(torch.zeros, dtype=state.weights.dtype, device=state.device)
-        self.rotation = tuple(made(group, state.shape.head_dim) for _ in range(2)) if state.steps.rotary else None
+        self.rotation = [table.new_zeros(group, table.shape[1]) for table in state.steps.rotary or ()]
 
     def upload(self, arrays: dict[Hashable, np.ndarray], by: dict[Hashable, Any]) -> dict[Hashable, torch.Tensor]:
         """Copy arrays to their places, as they were a step before; return them as they are once counted up. ``by``: of
         those that move, by how much."""
         host = np.zeros(len(self.memory), dtype=np.int64)
         for name, array in arrays.items():
-            at = self.at[name]
-            if at < self.moving:
-                host[at + self.moving :][: len(array)] = by[name]
-                array = array - by[name]
-            host[at : at + len(array)] = array
-        upload(self.memory, host)
+            moves, at = by.get(name, 0), self.at[name].start
+            host[at : at + len(array)] = array - moves
+            if name in by:
+                host[at + self.moving :][: len(array)] = moves
+        source = torch.from_numpy(host)
+        self.memory.copy_(source.pin_memory() if self.memory.is_cuda else source, non_blocking=True)
         self.age = 0
-        return {name: self.view(name)[: len(array)] for name, array in arrays.items()}
-
-    def view(self, name: Hashable) -> torch.Tensor:
-        """Return the memory that has this name."""
-        return self.memory[self.at[name] :][: self.sizes[name]]
+        return {name: self.memory[self.at[name]][: len(array)] for name, array in arrays.items()}
 
     def count_up(self) -> None:
         """Count the step's tensors up, and look up what hangs on positions."""
         self.memory[: self.moving].add_(self.memory[self.moving : 2 * self.moving])
-        if self.rotation:
-            positions = self.memory[: len(self.step.requests)]
-            for table, rows in zip(cast("Rotation", self.state.steps.rotary), self.rotation, strict=True):
-                torch.index_select(table, 0, positions, out=rows[: len(positions)])
+        positions = self.memory[: len(self.step.requests)]
+        for table, rows in zip(self.state.steps.rotary or (), self.rotation, strict=True):
+            torch.index_select(table, 0, positions, out=rows[: len(positions)])
         if self.draws is not None and (sampling := self.tensors.sampling) and sampling.values_5B is not None:
             sampling.values_5B[0].copy_(self.draws[self.age])
         self.age += 1
 
     def takes(self, state: Executor, step: MiniBatchStep) -> bool:
-        """Return whether a step is the next one of the same requests, in the blocks that they had."""
-        last, of_blocks = self.step, ("held", "start_block", "reserved")
-        if not self.steady or self.state is not state or step.iteration != last.iteration + 1 or step.returns:
+        """Take the next step, where it is of the same requests in the blocks that they had; return whether it is."""
+        last, blocks = self.step, _blocks(step)
+        follows = self.state is state and step.iteration == last.iteration + 1 and blocks == self.blocks
+        if not (follows and self.steady and np.array_equal(step.context, last.context + 1)) or step.returns:
             return False
         if _hiding(step) or (step.context % BLOCK_TOKENS < 2).any():  # a block is taken, or first read from
             return False
-        alike = [(step.queued, last.queued), (step.requests, last.requests), (step.context, last.context + 1)]
-        mine, theirs = ((*of.segments, *of.shared_segments) for of in (step, last))
-        if len(mine) != len(theirs) or len(step.stores) != len(last.stores):
-            return False
-        for one, other in zip(mine, theirs, strict=True):
-            alike += [(getattr(one, name), getattr(other, name)) for name in of_blocks]
-        alike += [(one.blocks, other.blocks) for one, other in zip(step.stores, last.stores, strict=True)]
-        return all(np.array_equal(one, other) for one, other in alike)
-
-    def take(self, step: MiniBatchStep) -> None:
-        """Be the tensors of the next step."""
         if tables := self.tensors.block_tables:
-            ids = [[id(s) for s in (*of.of("act"), *of.of("kv"))] for of in (self.step, step)]
+            ids = [[id(s) for s in (*of.of("act"), *of.of("kv"))] for of in (last, step)]
             tables = {new: tables[old] for old, new in zip(*ids, strict=True) if old in tables}
             self.tensors = replace(self.tensors, block_tables=tables)
         self.step = step
+        return True
+
+
+def _blocks(step: MiniBatchStep) -> list[bytes]:
+    """Return which requests a step has, and which blocks they read and write."""
+    read = [(of.held, of.start_block, of.reserved) for of in (*step.segments, *step.shared_segments)]
+    arrays = step.queued, step.requests, *chain.from_iterable(read), *(store.blocks for store in step.stores)
+    return [array.tobytes() for array in arrays]
 
 
 def _hiding(step: MiniBatchStep) -> int | None:
@@ -207,7 +196,7 @@ class Graphs:
         self._packs_act = state.buffers.packed("act")
         self._staged = {space: rows.shape[1] for space, rows in state.buffers.staging.items()}
         self._recordings: dict[tuple, Recording | None] = {}  #: by form; None: seen once
-        self._used: dict[tuple, int] = {}  #: by form that is captured: the step that used it last
+        self.used: dict[tuple, int] = {}  #: of graphs that are held, by form, the step that used them last
         self._places: dict[tuple, int] = {}
         self._place_of: dict[tuple[int, int, bool], int] = {}
         self._sizes: list[int] = []  #: of the mini-batches of the latest wave that has entered
@@ -230,12 +219,7 @@ class Graphs:
 
     def forget(self) -> None:
         """Let all graphs go."""
-        self._recordings, self._used = {}, {}
-
-    @property
-    def num_graphs(self) -> int:
-        """Graphs that are held."""
-        return len(self._used)
+        self._recordings, self.used = {}, {}
 
     # ---- what is at fixed addresses
 
@@ -244,9 +228,7 @@ class Graphs:
         self.steps += 1
         key = step.mini_batch, step.window
         held = self._held.get(key)
-        if held and held.takes(state, step):
-            held.take(step)
-        else:
+        if held is None or not held.takes(state, step):
             held = self._held[key] = self._upload(state, step, held)
             self.uploads += 1
         held.count_up()
@@ -261,39 +243,34 @@ class Graphs:
         rows = {name: getattr(table, name).numpy() for name in ("starts", "places", "kinds")}
         if held is None or held.room < len(rows["kinds"]):
             held = FixedStep(state, group, [*self._staged], 2 * len(rows["kinds"]))
-        held.state, held.step, filled = state, step, rows["kinds"] >> 3 & 31
+        held.state, held.step, held.blocks = state, step, _blocks(step)
         # The one block that is filled in part takes the next token; the first memory holds the new tokens themselves.
-        by = {name: 1 for name in held.at} | {"kinds": (filled % BLOCK_TOKENS > 0) * (rows["kinds"] & 7 > 0) << 3}
+        grows = (rows["kinds"] >> 3 & BLOCK_TOKENS - 1 > 0) & (rows["kinds"] & 7 > 0)
+        by = {name: 1 for name, at in held.at.items() if at.stop <= held.moving} | {"kinds": grows << 3}
 
         def place(arrays: dict[Hashable, np.ndarray]) -> dict[Hashable, torch.Tensor]:
             own = {name: array for name, array in arrays.items() if name in held.at}
-            for name in own:
-                if isinstance(name, tuple):  # space and part
-                    own[name] = _filled(own[name], min(batch, self._staged[name[0]]))
+            for name, array in own.items():
+                if isinstance(name, tuple):  # of a space; what the last place names is copied there once more
+                    missing = min(batch, self._staged[name[0]]) - len(array)
+                    own[name] = np.r_[array, np.repeat(array[-1:], max(0, missing))]
             others = {name: array for name, array in arrays.items() if name not in held.at}
             return held.upload(own | rows, by) | together_to_device(others, state.device)
 
-        rotation = held.rotation and tuple(of[:batch] for of in held.rotation)
-        held.tensors = tensors = state.steps.make(step, place, cast("Rotation", rotation))
-        fixed = {name: held.view(name) for name in rows}
-        held.extents = extents._replace(layout=table._replace(**fixed))
-        plan, ahead = state.steps.plan.select(step.queued), np.arange(BLOCK_TOKENS)[:, None]
+        rotation = cast("Rotation", tuple(of[:batch] for of in held.rotation)) or None
+        held.tensors = tensors = state.steps.make(step, place, rotation)
+        held.extents = extents._replace(layout=table._replace(**{name: held.memory[held.at[name]] for name in rows}))
+        plan, after = state.steps.plan.select(step.queued), np.arange(BLOCK_TOKENS)[:, None]
         held.steady, held.draws = not (plan.changing or state.wave.split), None
         if tensors.sampling is not None and tensors.sampling.values_5B is not None:
-            drawn = uniforms(
-                np.tile(plan.seeds, BLOCK_TOKENS),
-                np.tile(plan.request_ids, BLOCK_TOKENS),
-                (step.context + step.new_tokens + ahead).reshape(-1),
-            )
-            held.draws = state.to_device(drawn.reshape(BLOCK_TOKENS, batch))
-        hidden = (
-            0 if state.hidden.on_host else cast("FixedHiddenStates", state.hidden).fixed[step.mini_batch].data_ptr()
-        )
-        whole = tuple((space, len(of.rows) if of.rows is not None else 0) for space, of in tensors.stores.items())
-        places = held.memory.data_ptr(), held.room, group, held.rotation and held.rotation[0].data_ptr()
-        held.form = batch, whole, hidden, places
-        names = memory_names(state, extents.segments)
-        parts = num_parts(batch, state.shape.num_heads, table)
+            at = (step.context + step.new_tokens + after).reshape(-1)
+            of = (np.tile(which, BLOCK_TOKENS) for which in (plan.seeds, plan.request_ids))
+            held.draws = state.to_device(uniforms(*of, positions=at).reshape(BLOCK_TOKENS, batch))
+        whole = tuple((space, 0 if of.rows is None else len(of.rows)) for space, of in tensors.stores.items())
+        hidden = cast("FixedHiddenStates", state.hidden).fixed[step.mini_batch :][:1]  # none: the host keeps them
+        places = tuple(of.data_ptr() for of in (held.memory, *held.rotation, *hidden))
+        held.form = batch, group, held.room, whole, places
+        names, parts = ["rows", *memory_names(state, extents.segments)], num_parts(batch, state.shape.num_heads, table)
         held.table = _hiding(step), parts, table.parts, tuple(names[part] for part in table.parts)
         return held
 
@@ -384,16 +361,16 @@ class Graphs:
             recording = self._recordings[form] = self._capture(state, tasks)
             if recording is None:
                 return None
-        self._used[form] = self.steps
+        self.used[form] = self.steps
         return recording
 
     def _has_room(self) -> bool:
         """Return whether one more may be captured, once graphs that are no longer used are gone."""
-        if self.num_graphs >= MOST_GRAPHS:
+        if len(self.used) >= MOST_GRAPHS:
             oldest = self.steps - KEPT_STEPS * self._num_kinds
-            for form in [form for form, step in self._used.items() if step < oldest]:
-                del self._used[form], self._recordings[form]
-        return self.num_graphs < MOST_GRAPHS
+            for form in [form for form, step in self.used.items() if step < oldest]:
+                del self.used[form], self._recordings[form]
+        return len(self.used) < MOST_GRAPHS
 
     def _capture(self, state: Executor, tasks: Sequence[Task]) -> Recording | None:
         """Capture tasks; where that fails, warn, and leave all as it was."""
@@ -436,12 +413,7 @@ class Graphs:
         """Return how many graphs the engine has and how often they were launched, in words."""
         more = f"; {self.refused} times there was no room for another" if self.refused else ""
         more += f"; {self.failed}" if self.failed else ""
-        return f"{self.num_graphs} CUDA graphs, launched {self.launches} times{more}"
-
-
-def _filled(rows: np.ndarray, count: int) -> np.ndarray:
-    """Return indices [n] as ``count``, the last one repeated: what it names is copied to the same place once more."""
-    return np.r_[rows, np.repeat(rows[-1:], max(0, count - len(rows)))]
+        return f"{len(self.used)} CUDA graphs, launched {self.launches} times{more}"
 
 
 def attach(state: Executor, graphs: Graphs | None = None) -> Graphs:
