@@ -56,13 +56,13 @@ CASES = {
         together=True,
     ),
     "streamed": Case(
-        *("opt-6.7b", "12GiB", "30GiB", 1024, 24, 256, 8, ("act", "mix with tok", "kv")),
+        *("opt-6.7b", "12GiB", "30GiB", 1024, 24, 256, 4, ("act", "mix with tok", "kv")),
         bars={("act", "kv"): 1.8, ("mix with tok", "act"): 1.05},
     ),
 }
 RESIDENT = Case("opt-6.7b", "18GiB", "96GiB", 512, 32, 128, 31, (), bars={})
 PARTITION = Case(
-    *("opt-30b", "14GiB", "28GiB", 1024, 24, 64, 6, ("mix", "act", "kv")),
+    *("opt-30b", "14GiB", "28GiB", 1024, 24, 64, 4, ("mix", "act", "kv")),
     bars={("mix", "act"): 1.2, ("mix", "kv"): 1.2},
     num_layers=12,
     cuda_graphs=False,  # kernels are long there

@@ -41,7 +41,7 @@ KV, ACT = ("kv@device", "kv@host"), ("act@device", "act@host")
 ENTRIES = {"mix": (*KV, *ACT), "mix with tok": (*KV, *ACT, "tok"), "act": ACT, "kv": KV, "waves": (*KV, *ACT)}
 UNTIMED = RunControl()  #: keeps no trace
 PREDICTION_BAR = 15.0  #: percent
-TRACED_ITERATIONS = 3  #: under CUPTI
+TRACED_ITERATIONS = 2  #: under CUPTI
 WARM_SHARE = 8  #: one request in so many warms a policy up
 
 

@@ -78,16 +78,16 @@ def run_sanitizer(table: Table) -> None:
     table.at_most("sanitizer: exit status", abs(code), 0, "")
 
 
-PEERS = {"m3": 96.0, "m2": 46.0, "m1": 36.0, "18": 31.0}
+PEERS = {"m3": 92.0, "m2": 43.0, "m1": 33.0, "18": 30.0}
 PEERS |= {"m3-more": 325.0, "m2-more": 120.0, "m2-waves": 80.0, "18-more": 210.0}
 PARTS = {
     "smoke": Part(f"{__name__}.run_smoke", {"": 45.0}),
     "attend": Part("experiments.gpu.attend.bench_attend_cuda", {"": 25.0}),
-    "mix": Part("experiments.gpu.mix.run_mix", {"long": 85.0, "at-once": 55.0, "streamed": 60.0}),
+    "mix": Part("experiments.gpu.mix.run_mix", {"long": 85.0, "at-once": 55.0, "streamed": 85.0}),
     "peers": Part("experiments.peers.gpu_peers.run_peers", PEERS),
-    "resident": Part("experiments.gpu.resident.run_resident", {"": 50.0}),
-    "overlap": Part("experiments.gpu.overlap.run_overlap", {"48": 35.0}),
-    "partition": Part("experiments.gpu.partition.run_partition", {"48": 90.0}),
+    "resident": Part("experiments.gpu.resident.run_resident", {"": 42.0}),
+    "overlap": Part("experiments.gpu.overlap.run_overlap", {"48": 42.0}),
+    "partition": Part("experiments.gpu.partition.run_partition", {"48": 92.0}),
     "profile": Part(f"{__name__}.run_profile", {"": 75.0}),
     "attend-sizes": Part("experiments.gpu.attend.bench_attend_sizes", {"": 45.0}),
     "tests": Part(f"{__name__}.run_tests", {"": 250.0}),

@@ -119,8 +119,11 @@ def run_limited(command: Sequence[str], log: Path, seconds: float) -> int:
     its exit status. After so many seconds it is told to end, and TIMED_OUT is returned: it has END_S for that before
     all its processes are killed."""
     start = log.stat().st_size if log.exists() else 0
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # what a process that is killed has printed is in the log
     with open(log, "ab") as out:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         code = abs(process.wait(timeout=seconds))
     except subprocess.TimeoutExpired:

@@ -37,6 +37,7 @@ def hangs(table):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen(["sleep", "1000"])
     table.tell("kept", child.pid, "x")
+    print("said by hangs")
     time.sleep(1000)
 
 PARTS = {name: Part(f"__main__.{name}", {"": 1.0}) for name in ("works", "fails", "hangs")}
@@ -82,7 +83,8 @@ def test_parts_run_in_order_and_what_does_not_fit_is_named(start):
 
 def test_a_part_that_hangs_is_killed_with_its_processes_and_keeps_its_rows(start):
     began = time.monotonic()
-    _, outcomes, rows = start("--time-limit", "600", "hangs", "works", patience="2")
+    done, outcomes, rows = start("--time-limit", "600", "hangs", "works", patience="2")
+    assert "said by hangs" in done.stdout
     assert time.monotonic() - began < 100  # not the limit
     assert outcomes[0]["timed_out"] and outcomes[1]["exit_code"] == 0
     state = runner.Path("/proc", str(int(rows["hangs"]["kept"]["value"])), "stat")

@@ -1,5 +1,4 @@
-"""A chunk of a prompt by flash attention, which a GPU has. Apart from the other ways to attend: a GPU's python3 may lack
-what their tests import."""
+"""A chunk of a prompt by flash attention, which a GPU has; apart from tests that import what its python3 may lack."""
 
 import pytest
 import torch
