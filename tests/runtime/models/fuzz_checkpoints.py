@@ -25,6 +25,9 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +44,7 @@ from flexhybrid.core.model.shape import FAMILIES
 PROMPTS = [[5, 9, 33, 2, 17], [42] * 21]
 MAX_TOKENS = 6
 TIME_LIMIT_S = 120  #: of a case: many times what the slowest takes
+CASES_A_PROCESS = 250  #: transformers keeps some megabytes of each model that it has made
 MEMORY_BYTES = 12 << 30  #: of the process: a huge allocation fails
 ODD: list[Any] = [
     ...,
@@ -384,9 +388,19 @@ def run(types: list[str], numbers: range, seed: int, quiet: bool = True, alarm=l
     return counts
 
 
-def main() -> int:
+def run_alone(types: list[str], seed: int, quiet: bool, numbers: range) -> Counter:
+    """Run cases in a process of their own."""
     import transformers
 
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    signal.signal(signal.SIGALRM, _too_long)
+    return run(types, numbers, seed, quiet, signal.alarm)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
@@ -394,13 +408,12 @@ def main() -> int:
     parser.add_argument("--types", nargs="+", help="types of models (default: all that docs/models.md calls exact)")
     parser.add_argument("--all", action="store_true", help="print every case")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    start, numbers = time.monotonic(), range(args.first, args.first + args.cases)
-    signal.signal(signal.SIGALRM, _too_long)
-    counts = run(args.types or exact_types(), numbers, args.seed, not args.all, signal.alarm)
+    start, counts, end = time.monotonic(), Counter(), args.first + args.cases
+    parts = [range(first, min(first + CASES_A_PROCESS, end)) for first in range(args.first, end, CASES_A_PROCESS)]
+    these = partial(run_alone, args.types or exact_types(), args.seed, not args.all)
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        for found in pool.map(these, parts):
+            counts += found
     print(", ".join(f"{name} {count}" for name, count in counts.most_common()), f"{time.monotonic() - start:.0f} s")
     return int(any(counts[name] for name in FAILURES))
 
