@@ -159,7 +159,7 @@ def test_the_faster_dtype_is_the_one_whose_products_took_less(faster, monkeypatc
     assert f"torch.{timed(64, 32)}" == str(faster)
 
 
-@given(st.lists(st.floats(0.7, 1.4), min_size=8, max_size=40), st.floats(8, 60), st.floats(0.15, 0.85), st.booleans())
+@given(st.lists(st.floats(0.9, 1.1), min_size=8, max_size=40), st.floats(4, 60), st.floats(0.15, 0.85), st.booleans())
 def test_the_undisturbed_cluster_of_a_size_counts_on_a_gpu(noise, ratio, share, on_gpu):
     """A CPU's times all count but outliers: what a task waits for there, it waits for in a job."""
     num_slow = round(share * len(noise))
@@ -168,7 +168,7 @@ def test_the_undisturbed_cluster_of_a_size_counts_on_a_gpu(noise, ratio, share, 
     fast = np.array(times[num_slow:]).mean()
     if on_gpu:
         assert found == pytest.approx(fast)
-    elif ratio < 0.7 / 1.4 * profiling.OUTLIER:  # no sample is an outlier
+    elif ratio < 0.9 / 1.1 * profiling.OUTLIER:  # no sample is an outlier
         assert found == pytest.approx(np.mean(times))
 
 
@@ -214,6 +214,8 @@ def test_a_gpu_is_profiled_within_a_minute(model):
         assert 0 < estimated_seconds(shape_by_name(model), hardware, "float16") <= 60
     problem, sizes = Problem(shape=shape_by_name("opt-6.7b"), hardware=h200), []
     (runs,) = profiling.passes_of("cuda")
+    placed = [(run.policy.bits.weights, run.policy.weights) for run in runs]
+    assert len(list(itertools.groupby(placed))) == len(set(placed)) == 3  # weights are made once a placement
     for run in runs[:4]:
         wave = admit(problem, run.policy, Workload.uniform(run.requests, run.context, profiling.ANSWER))
         sizes += [max((task.work.flops for task in stream(wave) if task.verb == "kv_gen"), default=0)]
