@@ -61,7 +61,7 @@ def installed(wheel, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
     done([sys.executable, "-m", "venv", "--without-pip", folder], folder)
     python = folder / "bin" / "python"
-    offline = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-index", "--no-compile", "--quiet", "--disable-pip-version-check"]
     done([sys.executable, "-m", "pip", "--python", python, "install", *offline, wheel], folder)
     (packages,) = (folder / "lib").glob("python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -100,6 +100,7 @@ def test_commands_work_without_the_repository(installed, tmp_path):
         ["reproduce", "--only", *only, "--workers", "1", "--out", "reproduced", "--json"],
         ["simulate", *setting, "--json"],
         ["run", *map(str, files), "--hardware", "machine.json", "--max-tokens", "2", "--quiet"],
+        ["reproduce", "--list"],
     )
     told = json.loads(done([python, "-c", FOLDERS_AND_COMMANDS, json.dumps(commands)], tmp_path))
     folders = list(map(Path, told["folders"]))
@@ -108,6 +109,6 @@ def test_commands_work_without_the_repository(installed, tmp_path):
     assert json.loads(told["printed"][1])["tokens_per_s"] > 0
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert len(answers) == len(shipped.prompts()) and all(answer["error"] is None for answer in answers)
-    experiments = done([command, "reproduce", "--list"], tmp_path)
-    assert set(listing()) <= set(re.findall(r"^[\w.-]+", experiments, re.MULTILINE))
+    assert set(listing()) <= set(re.findall(r"^[\w.-]+", told["printed"][-1], re.MULTILINE))
+    assert "reproduce" in done([command, "--help"], tmp_path)
     assert "infinigen-accuracy-fig12" in listing()
