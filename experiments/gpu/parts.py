@@ -79,7 +79,7 @@ def run_sanitizer(table: Table) -> None:
 
 
 PEERS = {"m3": 92.0, "m2": 43.0, "m1": 33.0, "18": 30.0}
-PEERS |= {"m3-more": 325.0, "m2-more": 120.0, "m2-waves": 80.0, "18-more": 210.0}
+PEERS |= {"m3-more": 325.0, "m2-more": 120.0, "m2-waves": 120.0, "18-more": 245.0}
 PARTS = {
     "smoke": Part(f"{__name__}.run_smoke", {"": 45.0}),
     "attend": Part("experiments.gpu.attend.bench_attend_cuda", {"": 25.0}),

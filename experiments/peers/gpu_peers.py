@@ -2,14 +2,15 @@
 
     python -m experiments.gpu peers:m3,m2,m1,18
 
-Prompts, lengths and device memory are those of ``experiments.gpu.mix`` (m1, m2, m3) and ``experiments.gpu.resident``
-(18). Every run has a process of its own (``gpu_child``), whose torch cannot allocate more than the device's budget.
+Lengths and device memory are those of ``experiments.gpu.cases``. Every run has a process of its own (``gpu_child``),
+whose torch cannot allocate more than the device's budget.
 
 FlexGen 0.1.8 (PyPI) runs as it is shipped; with sep_layer=False, which keeps its link busy during a layer's MLP; and
-with its host cache page-locked besides, which is our patch: as shipped it copies pageable memory on its main thread.
-Its settings are those that its cost model chooses by an H200's record for the memory (``policy_search.papers.flexgen``)
-and, where it takes fewer requests, the most that fit. A claim is against the fastest of them. Runs that do not fit into
-the time left, are not installed or fail are rows, and have no ratio.
+with its host cache page-locked, which is our patch: as shipped it copies pageable memory on its main thread. Its
+settings are those that its cost model chooses by an H200's record, with a run's account of memory
+(``policy_search.papers.flexgen``) and as it is published (``experiments.peers.flexgen_search``), and the most requests
+that fit. A claim is against the fastest of them. Runs that do not fit into the time left, are not installed or fail are
+rows, and have no ratio.
 """
 
 import json
@@ -94,15 +95,18 @@ SETTINGS = {
         *M3,
         (
             *(flexgen(4, 10, 72, 0, 55, sep_layer=False), flexgen(4, 10, 72, 0, 50, page_locked=True)),
-            *(flexgen(16, 8, 54, 0, 110, **LOCKED), flexgen(16, 8, 54, 0, 110)),
+            *(flexgen(16, 8, 54, 0, 110, **LOCKED), flexgen(16, 8, 0, 9, 110, **LOCKED)),
         ),
     ),
     "m2-more": Against(*M2, (flexgen(4, 4, 100, 50, 60), flexgen(4, 4, 100, 50, 60, sep_layer=False))),
-    "m2-waves": Against(*M2_WAVES, tuple(flexgen(n, 1, 100, 100, 40, sep_layer=False) for n in (4, 6))),
+    "m2-waves": Against(
+        *M2_WAVES, tuple(flexgen(*of, 100, 100, 40, sep_layer=False) for of in ((6, 1), (4, 1), (1, 2)))
+    ),
     "18-more": Against(
         *FULL,
         (
             *(flexgen(12, 1, 100, 100, 35), flexgen(8, 1, 100, 86, 35, sep_layer=False)),
+            flexgen(2, 3, 100, 100, 35, sep_layer=False),
             *(transformers("static", 12, 90), transformers("offloaded", 32, 50)),
         ),
     ),

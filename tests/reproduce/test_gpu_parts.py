@@ -19,14 +19,18 @@ from oracles import attend_table
 from toy_machine import machine
 
 from experiments.bench.harness import Table
-from experiments.gpu import attend, mix, overlap, partition, parts, resident, watch
+from experiments.gpu import attend, mix, overlap, partition, parts, resident, runner, watch
 from experiments.gpu.cases import CASES, PARTITION, RESIDENT, Case
 from experiments.gpu.watch import Span, Watcher, busy_seconds, spans_of
 from experiments.peers import children, gpu_child, gpu_peers
 from experiments.peers.gpu_peers import Against, flexgen, transformers
-from flexhybrid.core.hardware import Line
+from flexhybrid.core.hardware import Line, load_hardware
 from flexhybrid.core.model.rope import Rope
-from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.problem import AttentionPaths, Budgets, Problem
+from flexhybrid.core.units import parse_bytes
+from flexhybrid.core.workload import Workload
+from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
 
 OPT = {
     "architectures": ["OPTForCausalLM"],
@@ -53,7 +57,6 @@ LLAMA = {
     "max_position_embeddings": 256,
     "torch_dtype": "float32",
 }
-SHAPE = ModelShape("opt-tiny", "opt", 2, 128, 2, 2, 64, 64, 64, 2048)
 
 
 @pytest.fixture
@@ -92,6 +95,34 @@ def test_the_settings_are_those_of_the_papers_regimes():
     assert parts.PARTS["peers"].estimates.keys() == gpu_peers.SETTINGS.keys()
     for name, setting in gpu_peers.SETTINGS.items():
         assert 0 <= parts.PARTS["peers"].estimates[name] - sum(run.about_s for run in setting.runs) <= 10
+
+
+@pytest.mark.parametrize(
+    "setting, device, host, chosen",
+    [
+        ("m3", "12GiB", "30GiB", (4, 10, 72, 0)),
+        ("m3-more", "12GiB", "96GiB", (16, 8, 54, 0)),
+        ("18-more", "18GiB", "96GiB", (8, 1, 100, 86)),
+        ("m2-waves", "26GiB", "96GiB", (4, 1, 100, 100)),
+    ],
+)
+def test_flexgens_settings_are_those_that_its_cost_model_chooses(setting, device, host, chosen):
+    """By the committed record of an H200, within these memories; its search on that machine has no PuLP."""
+    of, record = gpu_peers.SETTINGS[setting], "experiments/results/nvidia-h200/profiles/hardware-cuda.json"
+    problem = Problem(
+        shape=of.case.shape,
+        hardware=load_hardware(runner.ROOT / record),
+        budgets=Budgets(parse_bytes(device), parse_bytes(host)),
+        device="cuda",
+        attention=AttentionPaths("fused", "products", "fused", in_place=True),
+    )
+    workload = Workload.uniform(1024, of.case.prompt, of.case.answer)
+    found = flexgen_policy(problem, workload, FlexGenOptions(most_requests=1024))
+    shares = 100 * found.policy.weights.device, 100 * found.policy.cache.get("kv@device", 0)
+    assert (found.gpu_batch, found.num_gpu_batches, *map(int, shares)) == chosen
+    names = ("mini_batch", "weight_percent", "cache_percent")
+    taken = [tuple(run.fields[name] for name in names) for run in of.runs if run.side == "flexgen"]
+    assert (chosen[0], *chosen[2:]) in taken
 
 
 # ---- mixes
