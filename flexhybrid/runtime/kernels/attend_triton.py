@@ -95,8 +95,8 @@ def table_of(
     ends = [(name, extent.reach("attend", groups)) for name, extent in zip(names, extents, strict=True)]
     reach = tuple(max(end for of, end in ends if of == name) for name in order)
     row = max(extent.token_stride for extent in extents)
-    more = {"reach": reach, "row": row if row > 2 * groups * d else 0}
-    return Table(starts, of_places, of_kinds, groups, int(counts.max()), parts, **more)
+    row = row if row > 2 * groups * d else 0
+    return Table(starts, of_places, of_kinds, groups, int(counts.max()), parts, reach=reach, row=row)
 
 
 def attend(
