@@ -54,8 +54,7 @@ def test_an_older_torch_has_another_name_for_it(monkeypatch, asked):
     assert asked == ["expandable_segments:True"]
 
 
-@pytest.mark.parametrize("expandable", [True, False])
-@pytest.mark.parametrize("name", AUTO)
+@pytest.mark.parametrize(("name", "expandable"), [*((name, True) for name in AUTO), ("opt-6.7b", False)])
 def test_auto_leaves_three_percent_of_the_budget(name, expandable):
     """Policies fill their plan to the brim; weights are drawn on the device."""
     wave, budget = auto_case(name)
