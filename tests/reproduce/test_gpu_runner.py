@@ -180,12 +180,15 @@ def test_rows_are_in_their_file_as_soon_as_they_are_measured(tmp_path):
     assert not rows["b"]["ok"] and rows["b"]["error"] == "why" and rows["b"]["batch"] == 3
 
 
-def test_sigterm_ends_a_part_by_way_of_every_finally(tmp_path, monkeypatch):
+def test_a_part_begins_without_rows_and_sigterm_ends_it_by_way_of_every_finally(tmp_path, monkeypatch):
     handlers = []
     monkeypatch.setattr(signal, "signal", lambda number, handler: handlers.append((number, handler)))
     monkeypatch.setattr(sys.modules[__name__], "noop", lambda table: None, raising=False)
+    monkeypatch.setattr(runner, "gpu_name", lambda: "A GPU")
     part = Part(f"{__name__}.noop", {"": 1.0})
+    (tmp_path / "noop.json").write_text("rows of an earlier run")
     assert runner.run_inside(Chosen("noop", "", 1.0), {"noop": part}, tmp_path, 1.0) == 0
+    assert json.loads((tmp_path / "noop.json").read_text())["rows"] == {}
     ((number, handler),) = handlers
     with pytest.raises(SystemExit) as ended:
         handler(number, None)
