@@ -195,9 +195,9 @@ def positions_stay(held, arrays, by):
 upload = FixedStep.upload
 
 
-def the_first_draw_again(held):
+def the_first_draw_again(held, state):
     held.age = 0
-    count_up(held)
+    count_up(held, state)
 
 
 count_up = FixedStep.count_up
@@ -205,7 +205,7 @@ count_up = FixedStep.count_up
 
 def over_the_ends_of_blocks(held, state, step):
     last, held.step = held.step, step
-    return held.state is state and step.queued.tolist() == last.queued.tolist()
+    return held.state() is state and step.queued.tolist() == last.queued.tolist()
 
 
 PLANTED = {

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -89,7 +90,7 @@ class FixedStep:
 
     def __init__(self, state: Executor, group: int, spaces: Sequence[str], room: int):
         """``group``: requests of the mini-batch; ``spaces``: where rows are stored; ``room``: blocks of the table."""
-        self.state, self.room, self.age = state, room, 0  #: age: steps since the upload
+        self.state, self.room, self.age = weakref.ref(state), room, 0  #: age: steps since the upload
         moving = {name: group for name in ("positions", "cells", "sampled", *((space, "offsets") for space in spaces))}
         still = {(space, part): group for space in spaces for part in ("rows", "blocks")}
         self.moving = sum(moving.values()) + room
@@ -113,11 +114,11 @@ class FixedStep:
         self.age = 0
         return {name: self.memory[self.at[name]][: len(array)] for name, array in arrays.items()}
 
-    def count_up(self) -> None:
+    def count_up(self, state: Executor) -> None:
         """Count the step's tensors up, and look up what hangs on positions."""
         self.memory[: self.moving].add_(self.memory[self.moving : 2 * self.moving])
         positions = self.memory[: len(self.step.requests)]
-        for table, rows in zip(self.state.steps.rotary or (), self.rotation, strict=True):
+        for table, rows in zip(state.steps.rotary or (), self.rotation, strict=True):
             torch.index_select(table, 0, positions, out=rows[: len(positions)])
         if self.draws is not None and (sampling := self.tensors.sampling) and sampling.values_5B is not None:
             sampling.values_5B[0].copy_(self.draws[self.age])
@@ -126,7 +127,7 @@ class FixedStep:
     def takes(self, state: Executor, step: MiniBatchStep) -> bool:
         """Take the next step, where it is of the same requests in the blocks that they had; return whether it is."""
         last, blocks = self.step, _blocks(step)
-        follows = self.state is state and step.iteration == last.iteration + 1 and blocks == self.blocks
+        follows = self.state() is state and step.iteration == last.iteration + 1 and blocks == self.blocks
         if not (follows and self.steady and np.array_equal(step.context, last.context + 1)) or step.returns:
             return False
         if _hiding(step) or (step.context % BLOCK_TOKENS < 2).any():  # a block is taken, or first read from
@@ -231,7 +232,7 @@ class Graphs:
         if held is None or not held.takes(state, step):
             held = self._held[key] = self._upload(state, step, held)
             self.uploads += 1
-        held.count_up()
+        held.count_up(state)
         return held.tensors
 
     def _upload(self, state: Executor, step: MiniBatchStep, held: FixedStep | None) -> FixedStep:
@@ -243,7 +244,7 @@ class Graphs:
         rows = {name: getattr(table, name).numpy() for name in ("starts", "places", "kinds")}
         if held is None or held.room < len(rows["kinds"]):
             held = FixedStep(state, group, [*self._staged], 2 * len(rows["kinds"]))
-        held.state, held.step, held.blocks = state, step, _blocks(step)
+        held.state, held.step, held.blocks = weakref.ref(state), step, _blocks(step)
         # The one block that is filled in part takes the next token; the first memory holds the new tokens themselves.
         grows = (rows["kinds"] >> 3 & BLOCK_TOKENS - 1 > 0) & (rows["kinds"] & 7 > 0)
         by = {name: 1 for name, at in held.at.items() if at.stop <= held.moving} | {"kinds": grows << 3}
