@@ -20,7 +20,7 @@ from flexhybrid.jobs import search as searches
 from flexhybrid.jobs.doctor import describe_doctor
 from flexhybrid.jobs.whatif import run_point
 from policy_search.papers.at_best import _fastest, at_best
-from policy_search.search import LOSSLESS, SearchSettings, search
+from policy_search.search import LOSSLESS, PLAIN, SearchSettings, search
 from policy_search.sensitivity import RATES, TOLERANCE, assumed_rates, hangs_of, with_share
 from policy_search.systems import Setting, run_system, system
 from sim import catalogue
@@ -277,7 +277,8 @@ def test_a_choice_hangs_on_the_rate_that_turns_it():
     """Where another search, at the end of a range, finds what is faster by more than TOLERANCE, that rate is told, and
     from where on; at no rate is more lost than is told."""
     problem = Problem(shape=SMALL, hardware=_machine())
-    settings = SearchSettings(max_batch=64, space=LOSSLESS, margin=0.0)
+    space = replace(PLAIN, attention=LOSSLESS.attention, entries=("kv@device", "kv@host", "act@host"))
+    settings = SearchSettings(max_batch=16, space=space, margin=0.0)
     workload = Workload.uniform(1, 400, 16)
     found = search(problem, workload, settings)
     hangs = {hang.rate: hang for hang in hangs_of(found, settings)}

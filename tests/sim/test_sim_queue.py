@@ -66,7 +66,7 @@ def test_a_few_iterations_price_a_queue_as_all_of_its_tasks_do():
 @pytest.mark.parametrize("limits", [[64], [32, 64, 128, 256]])
 def test_the_pace_of_a_queue_holds_where_answers_end_by_themselves(limits):
     """Requests then join one by one; at their limits, which the pace is from, all at once, or a quarter of them."""
-    for seed in range(4):
+    for seed in range(2):
         rng = np.random.default_rng(seed)
         prompts, most = rng.integers(20, 200, 120), np.sort(rng.choice(limits, 120))[::-1].copy()
         workload = Workload(prompts, most)
@@ -187,7 +187,7 @@ def test_a_walked_iteration_computes_the_prompts_of_those_who_join_without_their
     places, share = batch_size(problem, policy, workload, 64)
     price = _Price(open_batch(problem, policy, workload, places, share), workload, 1.0)
     counted, num_moved = price.stints, 0
-    for start in range(price.num_iterations - 2):
+    for start in range(0, price.num_iterations - 2, 2):
         wave, stops = price._members(start, price._around(start))
         computing = [0, 0, 0]
         for task in stream(wave, stops, first_iteration=start):
@@ -195,7 +195,7 @@ def test_a_walked_iteration_computes_the_prompts_of_those_who_join_without_their
                 step = task.payload.step
                 computing[task.iteration - start] += 0 if step.decodes else len(step.requests)
         joined = [counted.joined == iteration for iteration in range(start, start + 2)]
-        num_moved += np.count_nonzero(joined[1] & counted.moved)
+        num_moved += np.count_nonzero((joined[0] | joined[1]) & counted.moved)
         assert computing[:2] == [np.count_nonzero(of & ~counted.moved) for of in joined], start
     assert num_moved
 
