@@ -184,19 +184,9 @@ def launch(
     flags = {"SOFTCAP": rule.softcap is not None, "WHOLE": partial is None, "SINKS": rule.sinks_H is not None}
     grid = batch * table.groups * triton.cdiv(queries, sizes["TILE"]), parts
     with torch.cuda.device_of(query):
-        others = sinks, target if partial is None else partial, unused
+        to = sinks, target if partial is None else partial, unused
         _attend_kernel[grid](
-            query,
-            padded,
-            *by_table,
-            *others,
-            query.stride(0),
-            *numbers,
-            **counts,
-            **flags,
-            **sizes,
-            **weighs,
-            **options,
+            query, padded, *by_table, *to, query.stride(0), *numbers, **counts, **flags, **sizes, **weighs, **options
         )
         if partial is not None:
             adds = weighs | {"SINKS": flags["SINKS"], "HEADS": heads} | ADDING
