@@ -143,9 +143,8 @@ def run_limited(command: Sequence[str], log: Path, seconds: float) -> int:
 def run_inside(part: Chosen, parts: Mapping[str, Part], folder: Path, seconds: float) -> int:
     """Do a part's work in this process; return 1 where it raises, with its error in its rows."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TIMED_OUT))  # by way of every "finally"
-    watcher = Watcher()
     path = folder / f"{part.full_name.replace(':', '-')}.json"
-    table = Table(gpu_name() or "no GPU", path, watcher.since_last)
+    table = Table(gpu_name() or "no GPU", path, Watcher().since_last)
     table.renew(part.full_name)
     table.save(path)  # without the rows of an earlier run
     module, _, name = parts[part.name].function.rpartition(".")
@@ -158,8 +157,6 @@ def run_inside(part: Chosen, parts: Mapping[str, Part], folder: Path, seconds: f
     except Exception as error:
         table.failed(part.full_name, f"{type(error).__name__}: {error}".splitlines()[0])
         raise
-    finally:
-        watcher.stop()
     return 0
 
 

@@ -5,6 +5,7 @@ NVML is read on a thread of its own. CUPTI follows a run that is not timed other
 
 import statistics
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -42,33 +43,33 @@ def nvml_reader() -> tuple[str, Callable[[], Reading]]:
 
 
 class Watcher:
-    """Reads a GPU every EVERY_S until it is stopped, by ``read`` (None: by NVML, where it is there)."""
+    """Reads a GPU every EVERY_S as long as the process lives, by ``read`` (None: by NVML, where it is there)."""
 
     def __init__(self, read: Callable[[], Reading] | None = None):
-        self._read, self._readings, self._end = read, [], threading.Event()
+        self._read, self._readings = read, []
         with suppress(Exception):  # rows without clocks are better than none, whatever is wrong with NVML
             self._read = read or nvml_reader()[1]
             threading.Thread(target=self._watch, name="nvml", daemon=True).start()
 
     def _watch(self) -> None:
-        while self._read and not self._end.wait(EVERY_S):
+        while self._read:
+            time.sleep(EVERY_S)
             with suppress(Exception):
                 self._readings.append(self._read())
 
     def since_last(self) -> dict[str, Any]:
         """Return {"gpu": what was read since the last call}: the lowest, median and highest clock and power, and each
         reason of a lower clock with its share of the readings."""
-        if self._read is None:
+        seen, self._readings = self._readings, []
+        with suppress(Exception):
+            seen = seen or ([self._read()] if self._read else [])
+        if not seen:
             return {"gpu": "NVML is not there"}
-        seen, self._readings = self._readings or [self._read()], []
         told: dict[str, Any] = {"readings": len(seen)}
         for name, values in zip(("sm_mhz", "watts"), zip(*seen, strict=True), strict=False):
             told[name] = [min(values), statistics.median(values), max(values)]
         shares = {name: sum(one[2] >> bit & 1 for one in seen) / len(seen) for bit, name in enumerate(REASONS, 1)}
         return {"gpu": told | {"lower clocks by": {name: share for name, share in shares.items() if share}}}
-
-    def stop(self) -> None:
-        self._end.set()
 
 
 class Span(NamedTuple):

@@ -9,6 +9,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
@@ -558,15 +559,37 @@ def test_cupti_that_fails_is_named():
     assert watch.under_cupti(lambda: None, on_cuda=False)["wall_s"] >= 0
 
 
-def test_clocks_and_power_since_the_row_before():
+def test_clocks_and_power_since_the_row_before(monkeypatch):
     """Bit 2 is the power's cap; a reading that fails is left out."""
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
     watcher = Watcher(lambda: (1200.0, 300.0, 4))
-    watcher.stop()
     watcher._readings = [(1980.0, 500.0, 0), (1700.0, 699.0, 4), (1800.0, 690.0, 1)]
     told = watcher.since_last()["gpu"]
     assert told["sm_mhz"] == [1700, 1800, 1980] and told["watts"] == [500, 690, 699]
     assert told["lower clocks by"] == {"power cap": pytest.approx(1 / 3)} and told["readings"] == 3
     assert watcher.since_last()["gpu"]["sm_mhz"] == [1200] * 3  # read now
+
+
+def test_a_thread_reads_until_the_process_ends(monkeypatch):
+    """A reading that fails is left out."""
+    read, done = iter(((1980, 1.0, 0), (1700, 2.0, 0))), threading.Event()
+
+    def reading():
+        try:
+            return next(read)
+        except StopIteration:
+            done.set()
+            raise RuntimeError("NVML") from None
+
+    monkeypatch.setattr(watch, "EVERY_S", 0.001)
+    watcher = Watcher(reading)
+    assert done.wait(60)
+    watcher._read = None  # the thread ends
+    assert [mhz for mhz, *_ in watcher._readings] == [1980, 1700]
+    watcher._readings.clear()
+    watcher._read = reading
+    assert watcher.since_last()["gpu"] == "NVML is not there"
+    watcher._read = None
 
 
 def test_nvml_is_read_by_its_names(monkeypatch):
