@@ -4,29 +4,11 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
-import torch
 import triton
-import warm_python
 
 POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}  #: to a dtype
-
-
-def run_interpreted(name: str) -> None:
-    """Run a file of this folder in a process of its own: TRITON_INTERPRET must be set before triton is imported, which
-    torch's build with CUDA does with the first of much else: a process that has imported torch is too warm."""
-    tests = Path(__file__).parent / name
-    program = "import sys, pytest; assert 'triton' not in sys.modules; sys.exit(pytest.main(sys.argv[1:]))"
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tests)]
-    command, where = [sys.executable, "-c", program, *options], {"cwd": tests.parents[2], "timeout": 280}
-    if torch.version.cuda:
-        result = subprocess.run(command, capture_output=True, text=True, **where)
-    else:
-        result = warm_python.run(command, **where)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(r"\d+ passed", result.stdout) and "skipped" not in result.stdout
 
 
 def compile_for(kernel, types: dict, constants: dict, options: dict, architecture: int):

@@ -1,6 +1,6 @@
 """The Triton kernels' arithmetic against plain torch, bit for bit, in Triton's interpreter: numpy, no GPU.
 
-Run by test_quantize_triton in a process of its own: TRITON_INTERPRET must be set before triton is first imported, and a
+Run by test_interpreted in a process of its own: TRITON_INTERPRET must be set before triton is first imported, and a
 process that interprets cannot compile.
 """
 

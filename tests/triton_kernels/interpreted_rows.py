@@ -1,6 +1,6 @@
 """The Triton kernels of norms, rotations and activations against plain torch, in Triton's interpreter: numpy, no GPU.
 
-Run by test_rows_triton in a process of its own: TRITON_INTERPRET must be set before triton is first imported, and a
+Run by test_interpreted in a process of its own: TRITON_INTERPRET must be set before triton is first imported, and a
 process that interprets cannot compile.
 """
 

@@ -1,4 +1,4 @@
-"""Decode attention by Triton: its kernels interpreted and compiled, where it is chosen, whole runs with plain torch in
+"""Decode attention by Triton: its kernels compiled, where it is chosen, whole runs with plain torch in
 the kernels' place, and what only a GPU can show."""
 
 import functools
@@ -28,15 +28,10 @@ from flexhybrid.sampling_params import SamplingParams
 
 triton = pytest.importorskip("triton")
 
-from compiled import POINTERS, compile_for, load_widths, registers_and_stack, run_interpreted  # noqa: E402
+from compiled import POINTERS, compile_for, load_widths, registers_and_stack  # noqa: E402
 from oracles import attend_table  # noqa: E402
 
 from flexhybrid.runtime.kernels import attend_triton  # noqa: E402
-
-
-def test_the_kernels_are_a_softmax():
-    run_interpreted("interpreted_attend.py")
-
 
 #: dtype, queries a key head, elements of a head, and what else varies. The first ON_BOTH are compiled for both
 #: architectures, the others in turn.

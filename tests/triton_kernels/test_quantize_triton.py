@@ -1,4 +1,4 @@
-"""The Triton kernels of the quantiser: their arithmetic interpreted, their compiled form, and both on a GPU."""
+"""The Triton kernels of the quantiser: their compiled form, and both on a GPU."""
 
 import re
 import sys
@@ -12,16 +12,12 @@ from flexhybrid.runtime.kernels.quantize import packed_bytes
 
 triton = pytest.importorskip("triton")
 
-from compiled import POINTERS, compile_for, registers_and_stack, run_interpreted  # noqa: E402
+from compiled import POINTERS, compile_for, registers_and_stack  # noqa: E402
 
 from flexhybrid.runtime.kernels import quantize_triton  # noqa: E402
 
 BITS = (8, 4, 2, 1)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def test_the_arithmetic_is_plain_torchs():
-    run_interpreted("interpreted_quantize.py")
 
 
 def compiled(kernel, dtype: torch.dtype, bits: int, wide: bool, architecture: int):

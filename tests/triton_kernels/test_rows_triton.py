@@ -1,4 +1,4 @@
-"""Norms, rotations and activations by Triton: interpreted, compiled, chosen, and counted."""
+"""Norms, rotations and activations by Triton: compiled, chosen, and counted."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -24,14 +24,10 @@ from flexhybrid.runtime.verbs import attending_in_place
 
 triton = pytest.importorskip("triton")
 
-from compiled import POINTERS, compile_for, registers_and_stack, run_interpreted  # noqa: E402
+from compiled import POINTERS, compile_for, registers_and_stack  # noqa: E402
 from oracles import attend_table  # noqa: E402
 
 from flexhybrid.runtime.kernels import attend_triton, rows_triton  # noqa: E402
-
-
-def test_the_arithmetic_is_plain_torchs():
-    run_interpreted("interpreted_rows.py")
 
 
 @pytest.mark.parametrize("architecture, dtype", [(80, "bfloat16"), (90, "float32"), (90, "bfloat16")])
