@@ -45,7 +45,7 @@ PARENT = "WARM_PYTHON_PARENT"  #: the environment's name for the socket of a pro
 #: What Ray's workers load: Ray's own parts, and what the product runs in them.
 PRELOADED_ON_RAY = (
     *("ray.data", "ray.serve._private.controller", "ray.serve._private.proxy", "ray.serve._private.replica"),
-    *("flexhybrid.jobs.run.remote", "flexhybrid.cascade.serving.ray_serve", "flexhybrid.jobs.sweep.remote"),
+    *("flexhybrid.jobs.run.remote", "flexhybrid.cascade.serving.ray_serve"),
 )
 #: Ray keeps their values from the moment it is loaded.
 JOB_OF_RAY = ("RAY_JOB_ID", "RAY_RAYLET_PID")

@@ -94,13 +94,12 @@ def _add_sweep(commands) -> None:
         "sweep",
         help="simulate all combinations of a grid file",
         description="A JSON or TOML file gives lists for system (names and policy files), model, hardware, batch, "
-        "prompt_len, gen_len (and dtype, clock, memories and rates). A stopped sweep goes on with the same command.",
+        "prompt_len, gen_len (and dtype, clock, memories and rates). The same command continues a stopped sweep.",
     )
     parser.add_argument("grid", type=Path, help="grid file")
     parser.add_argument("--out", type=Path, help="table to write, .csv or .parquet (the grid's name, .csv)")
     parser.add_argument("--workers", type=int, help="processes (all cores)")
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="ray: on a Ray cluster (local)")
-    parser.add_argument("--fresh", action="store_true", help="drop what a stopped sweep has kept")
+    parser.add_argument("--fresh", action="store_true", help="overwrite the table instead of continuing it")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=_sweep)
 

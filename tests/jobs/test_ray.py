@@ -1,4 +1,4 @@
-"""--engine ray: the page's commands give the local engine's files, with an actor or a worker killed under way."""
+"""--engine ray: the page's command gives the local engine's file, with an actor killed under way."""
 
 import functools
 import io
@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pandas as pd
 import pytest
 import warm_python
 from forced_machine import ATTENTION
@@ -30,7 +29,6 @@ from flexhybrid.jobs import ray_cluster
 from flexhybrid.jobs.ray_cluster import crew_of
 from flexhybrid.jobs.run import job as run_module
 from flexhybrid.jobs.run import opening
-from flexhybrid.jobs.sweep.journal import Journal
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(600)  # seconds, on a machine with much else to do
@@ -112,17 +110,15 @@ def workers(name: str) -> set[int]:
 
 
 @pytest.fixture
-def page(tmp_path, monkeypatch) -> dict[str, list[str]]:
-    """The words of the page's commands by their first one, in a folder like a clone of the project."""
+def page(tmp_path, monkeypatch) -> list[str]:
+    """The words of the page's command, in a folder like a clone of the project."""
     (tmp_path / "flexhybrid").symlink_to(ROOT / "flexhybrid")
-    (tmp_path / "experiments").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(opening, "measure_for_model", lambda *setting: MACHINE)
     monkeypatch.setattr(opening, "measured_dtype", lambda *setting: MACHINE.dtype)
-    commands = COMMAND.findall((ROOT / "docs/on-a-cluster.md").read_text(encoding="utf-8"))
-    assert [command.split()[0] for command in commands] == ["run", "sweep"]
-    return {words[0]: words for words in map(shlex.split, commands)}
+    (command,) = COMMAND.findall((ROOT / "docs/on-a-cluster.md").read_text(encoding="utf-8"))
+    return shlex.split(command)
 
 
 def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
@@ -137,7 +133,7 @@ def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
     from ray.data import Dataset
 
     count = len((ROOT / "flexhybrid/shipped/prompts.txt").read_text().splitlines())
-    words, few = page["run"], ["--max-batch", "8", "--seed", "2", "--quiet"]
+    words, few = page, ["--max-batch", "8", "--seed", "2", "--quiet"]
     assert words[-4:] == [*RAY] and words[words.index("-o") + 1] == "cluster.jsonl"
     local = [word.replace("cluster.jsonl", "local.jsonl") for word in words[:-4]]
     assert cli.main([*local, *few, "--reprofile"]) == 0
@@ -187,32 +183,6 @@ def test_either_engine_goes_on_with_what_the_other_left(run, two_cpus, tmp_path,
     assert run(source, out, "--seed", "1", *RAY) == 2 and "sampling.seed was 0, is 1" in capsys.readouterr().err
     assert run(source, out) == 0
     assert answers(out) == answers(tmp_path / "local.jsonl")
-
-
-def test_the_pages_sweep_whose_worker_is_killed_gives_the_same_table(page, two_cpus, tmp_path, monkeypatch):
-    """Of fewer points: test_docs runs all of them."""
-    (tmp_path / "experiments/grid.toml").write_text(
-        'system = ["kv_only", "capture"]\nmodel = "opt-30b"\nhardware = "rtx4090"\nbatch = [1, 8, 32]\n'
-        "prompt_len = [128, 512]\ngen_len = 32\n"
-    )
-    words = page["sweep"]
-    assert words[1:] == ["experiments/grid.toml", "--out", "cluster.csv", "--engine", "ray"]
-    assert cli.main([*words[:2], "--quiet", "--workers", "1", "--out", "local.csv"]) == 0
-    killed = []
-
-    def append(journal, indices, outcome, append=Journal.append):
-        append(journal, indices, outcome)
-        if not killed:
-            killed.extend(sorted(workers("job_result"))[:1])
-            if killed:
-                os.kill(killed[0], signal.SIGKILL)
-
-    monkeypatch.setattr(Journal, "append", append)
-    assert cli.main([*words, "--quiet"]) == 0
-    found, expected = (pd.read_csv(tmp_path / name) for name in ("cluster.csv", "local.csv"))
-    assert killed
-    # sums over sets of names take another order in another process: the last digit, and the order of columns
-    pd.testing.assert_frame_equal(found, expected, rtol=1e-12, check_like=True)
 
 
 def config(tiny, model=None, layer_bytes=None):

@@ -1,4 +1,4 @@
-"""The sweep: every point once, whatever kills it in between, and a table that does not tell."""
+"""The sweep: every point once, whatever stops it in between, and the same table as without a stop."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from hypothesis import strategies as st
 from flexhybrid.core.errors import InputError
 from flexhybrid.jobs.sweep import grid as grids
 from flexhybrid.jobs.sweep import job as sweep
-from flexhybrid.jobs.sweep import journal as journals
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,8 +59,7 @@ GRID = {"model": ["a", "b"], "batch": [1, 2, 3, 4], "prompt_len": [8, 16, 32]}
 
 
 def evaluate(points: list[dict]) -> list[dict]:
-    """Vectorised; of one model at a time; leaves a line per point in the file SWEEP_LOG, where it is set."""
-    assert len({point["model"] for point in points}) == 1
+    """Vectorised; leaves a line per point in the file SWEEP_LOG, where it is set."""
     if log := os.environ.get("SWEEP_LOG"):
         with open(log, "a", encoding="utf-8") as file:
             file.writelines(f"{point['model']} {point['batch']} {point['prompt_len']}\n" for point in points)
@@ -84,27 +83,32 @@ def dies_at_batch_3(points: list[dict]) -> list[dict]:
     return evaluate(points)
 
 
-def interrupted_once(calls: list, points: list[dict]) -> list[dict]:
+def interrupted_once(calls: list, points: list[dict], function=evaluate) -> list[dict]:
     calls.append(points)
     if len(calls) == 4:
         raise KeyboardInterrupt
-    return evaluate(points)
+    return function(points)
+
+
+def never(points: list[dict]) -> list[dict]:
+    raise AssertionError("nothing is to be evaluated")
 
 
 def picky(points: list[dict]) -> list[dict]:
-    if any(point["batch"] == 3 for point in points):
-        raise InputError("batch 3 does not fit")
-    return evaluate(points)
+    why = {"error": "batch 3 does not\nfit"}
+    return [why if point["batch"] == 3 else row for point, row in zip(points, evaluate(points))]
+
+
+def widening(points: list[dict]) -> list[dict]:
+    """Has one more column from each batch on."""
+    rows = zip(points, evaluate(points))
+    return [row | {f"from {batch}": 1.5 for batch in (2, 3) if batch <= point["batch"]} for point, row in rows]
 
 
 def broken(points: list[dict]) -> list[dict]:
     if points[0]["model"] == "b":
         raise ZeroDivisionError("no luck")
     return evaluate(points)
-
-
-def model_of(point: dict) -> str:
-    return point["model"]
 
 
 def written(path: Path, content) -> Path:
@@ -121,9 +125,11 @@ def all_points(tmp_path: Path, **more) -> list[dict]:
     return grids.read_points(written(tmp_path / "grid.json", {**GRID, **more}), KEYS)
 
 
-def swept(points: list[dict], out: Path, function=evaluate, **options):
-    options = {"workers": 1, "quiet": True, **options}
-    return sweep.run_sweep(points, out, function, model_of, sweep.SweepOptions(**options))
+def swept(points: list[dict], out: Path, function=evaluate, part=None, **options):
+    """Run a sweep in this process; ``part``: points evaluated at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "MAX_PART", part or sweep.MAX_PART)
+        return sweep.run_sweep(points, out, function, sweep.SweepOptions(**{"workers": 1, "quiet": True, **options}))
 
 
 # --- grids
@@ -232,91 +238,56 @@ def test_table_has_the_points_keys_first_and_every_point_in_order(tmp_path):
     assert os.listdir(out.parent) == ["out.csv"]
 
 
-def test_the_table_is_the_same_whatever_workers_and_chunks(tmp_path):
+def test_the_table_is_the_same_whatever_workers_and_parts(tmp_path):
+    """Here with columns that come late."""
     points = all_points(tmp_path)
     outs = [tmp_path / f"{i}.csv" for i in range(4)]
-    swept(points, outs[0])
-    swept(points, outs[1], chunk=1)
-    swept(points, outs[2], workers=2, chunk=5)
-    swept(points, outs[3], chunk=1000)
+    swept(points, outs[0], widening)
+    swept(points, outs[1], widening, part=1)
+    swept(points, outs[2], widening, workers=2, part=2)
+    swept(points, outs[3], widening, part=1000)
     assert len({out.read_bytes() for out in outs}) == 1
-
-
-def test_columns_do_not_depend_on_which_rows_came_first(tmp_path):
-    points = all_points(tmp_path)
-    late = partial(_one_more_column, "b")
-    swept(points, tmp_path / "a.csv", late)
-    swept(points[12:], tmp_path / "b.csv", late)
-    assert list(table(tmp_path / "a.csv")[0])[3:] == ["tokens_per_s", "num_tokens", "extra", "error"]
-    assert list(table(tmp_path / "b.csv")[0])[3:] == ["extra", "tokens_per_s", "num_tokens", "error"]
-
-
-def _one_more_column(model: str, points: list[dict]) -> list[dict]:
-    return [
-        {**({"extra": 1} if point["model"] == model else {}), **row} for point, row in zip(points, evaluate(points))
-    ]
-
-
-def test_ten_thousand_points(tmp_path):
-    points = all_points(tmp_path, batch=list(range(1, 101)), prompt_len=list(range(1, 51)))
-    assert len(points) == 10_000
-    summary = swept(points, tmp_path / "out.csv", workers=2)
-    rows = table(tmp_path / "out.csv")
-    assert summary.num_points == len(rows) == 10_000
-    assert all(float(row["tokens_per_s"]) == int(row["batch"]) * 10 / int(row["prompt_len"]) for row in rows)
+    assert list(table(outs[0])[0])[3:] == ["tokens_per_s", "num_tokens", "from 2", "from 3", "error"]
+    assert [row["from 3"] for row in table(outs[0])] == 2 * (6 * [""] + 6 * ["1.5"])
 
 
 def test_points_that_cannot_be_served_become_rows(tmp_path):
-    summary = swept(all_points(tmp_path), tmp_path / "out.csv", picky, chunk=7)
+    summary = swept(all_points(tmp_path), tmp_path / "out.csv", picky, part=7)
     rows = table(tmp_path / "out.csv")
     assert summary.num_errors == sum(row["batch"] == "3" for row in rows) == 6
     for row in rows:
         bad = row["batch"] == "3"
         assert row["error"] == ("batch 3 does not fit" if bad else "")
         assert (row["tokens_per_s"] == "") == bad
+    assert swept(all_points(tmp_path), tmp_path / "out.csv", picky).num_errors == 6
 
 
-def test_there_are_as_many_workers_as_cores_and_no_more_than_jobs(tmp_path, monkeypatch, num_cores):
+def test_there_are_as_many_workers_as_cores_and_no_more_than_parts(tmp_path, monkeypatch, num_cores):
     """And those of this process's share of the cores, where the system tells."""
     asked = []
 
-    def outcomes(points, jobs, evaluate, num_workers, engine):
-        asked.append((num_workers, len(jobs)))
-        return (outcome for outcome in ())
+    def pool(num_workers, context, prepare):
+        asked.append(num_workers)
+        return SimpleNamespace(map=map, shutdown=lambda cancel_futures: None)
 
-    monkeypatch.setattr(sweep, "_outcomes", outcomes)
-    monkeypatch.setattr(sweep, "_write_table", lambda *table: None)
+    monkeypatch.setattr(sweep, "ProcessPoolExecutor", pool)
     points = all_points(tmp_path)
-    for chunk in (len(points), 1):
-        swept(points, tmp_path / "out.csv", workers=None, chunk=chunk, fresh=True)
+    for part in (12, 1):
+        swept(points, tmp_path / "out.csv", workers=None, part=part, fresh=True)
     monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    swept(points, tmp_path / "out.csv", workers=None, chunk=1, fresh=True)
     monkeypatch.delattr(os, "sched_getaffinity")
-    swept(points, tmp_path / "out.csv", workers=None, chunk=1, fresh=True)
-    assert [used for used, _ in asked] == [min(used, jobs) for used, (_, jobs) in zip([num_cores] * 3 + [3], asked)]
-    assert asked[0][1] < 16 < asked[1][1]
+    swept(points, tmp_path / "out.csv", workers=None, part=1, fresh=True)
+    parts = 24 if num_cores == 16 else 8 * num_cores  # of the part of size 12: at least as many as for 8 a worker
+    assert asked == [min(num_cores, parts)] * 2 * (num_cores > 1) + [3]
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_another_exception_stops_with_its_words_and_its_point(tmp_path, workers):
     with pytest.raises(InputError, match="ZeroDivisionError: no luck.*'model': 'b'") as stopped:
-        swept(all_points(tmp_path), tmp_path / "out.csv", broken, workers=workers, chunk=4)
-    assert "out.csv.partial" in str(stopped.value)
-    assert "Traceback" in "".join(stopped.value.__notes__)
-    assert not (tmp_path / "out.csv").exists()
-
-
-@pytest.mark.parametrize(
-    "rows, words",
-    [
-        (lambda points: [{"x": 1}], "1 rows for"),
-        (lambda points: [{"x": [1]} for _ in points], "'x' = \\[1\\]"),
-        (lambda points: [{"model": "other"} for _ in points], "model = 'other'"),
-    ],
-)
-def test_rows_that_are_no_table_are_refused(tmp_path, rows, words):
-    with pytest.raises(InputError, match=words):
-        swept(all_points(tmp_path), tmp_path / "out.csv", rows)
+        swept(all_points(tmp_path), tmp_path / "out.csv", broken, workers=workers, part=4)
+    assert "12 of 24 points are kept in" in str(stopped.value) and "out.csv" in str(stopped.value)
+    assert "no luck" in str(stopped.value.__cause__)
+    assert len(table(tmp_path / "out.csv")) == 12
 
 
 def test_parquet_round_trip(tmp_path):
@@ -325,62 +296,94 @@ def test_parquet_round_trip(tmp_path):
 
     points = all_points(tmp_path)
     swept(points, tmp_path / "out.csv", picky)
-    swept(points, tmp_path / "out.parquet", picky)
+    with pytest.raises(KeyboardInterrupt):
+        swept(points, tmp_path / "out.parquet", partial(interrupted_once, [], function=picky), part=3)
+    assert swept(points, tmp_path / "out.parquet", picky).num_resumed == 9
+    assert not (tmp_path / "out.parquet.csv").exists()
     frame = pd.read_parquet(tmp_path / "out.parquet")
-    assert list(frame["num_tokens"].dropna()) == [
-        int(row["num_tokens"]) for row in table(tmp_path / "out.csv") if row["num_tokens"]
-    ]
+    rows = table(tmp_path / "out.csv")
+    assert list(frame["num_tokens"].dropna()) == [int(row["num_tokens"]) for row in rows if row["num_tokens"]]
+    assert [str(kind) for kind in frame.dtypes[1:5]] == ["Int64", "Int64", "float64", "Int64"]
     pd.testing.assert_frame_equal(frame, pd.read_csv(tmp_path / "out.csv"), check_dtype=False)
 
 
 def test_parquet_without_pyarrow_is_refused_before_work(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="pip install pyarrow"):
-        swept(all_points(tmp_path), tmp_path / "out.parquet", partial(interrupted_once, [1, 2, 3]))
+        swept(all_points(tmp_path), tmp_path / "out.parquet", never)
 
 
 def test_outputs_that_cannot_be_written_are_refused_before_work(tmp_path):
     (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "folder.parquet").mkdir()
     (tmp_path / "file").write_text("")
-    (tmp_path / "taken.csv.partial").mkdir()
-    for name in ("out.txt", "out", "folder.csv", "file/out.csv", "taken.csv"):
+    for name in ("out.txt", "out", "folder.csv", "folder.parquet", "file/out.csv"):
         with pytest.raises(InputError, match=name.split("/")[0]):
-            swept(all_points(tmp_path), tmp_path / name, partial(interrupted_once, [1, 2, 3]))
+            swept(all_points(tmp_path), tmp_path / name, never)
     for workers in (0, -1, 1.5, True):
         with pytest.raises(InputError, match="workers"):
             swept(all_points(tmp_path), tmp_path / "out.csv", workers=workers)
 
 
-# Of stopped and continued sweeps
-
-
-def evaluated_once(log: Path, num_points: int) -> bool:
-    lines = log.read_text().splitlines()
-    return len(lines) == len(set(lines)) == num_points
+# --- stopped and continued sweeps
 
 
 def test_ctrl_c_keeps_what_is_done_and_the_next_run_does_the_rest(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SWEEP_LOG", str(tmp_path / "log"))
     points = all_points(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        swept(points, tmp_path / "out.csv", partial(interrupted_once, []), chunk=3)
+        swept(points, tmp_path / "out.csv", partial(interrupted_once, []), part=3)
     assert "9 of 24 points are kept" in capsys.readouterr().err
-    assert not (tmp_path / "out.csv").exists()
-    summary = swept(points, tmp_path / "out.csv", partial(interrupted_once, [0] * 9), chunk=5)
-    assert summary.num_resumed == 9
-    assert evaluated_once(tmp_path / "log", 24)
-    monkeypatch.delenv("SWEEP_LOG")
+    assert len(table(tmp_path / "out.csv")) == 9
+    assert swept(points, tmp_path / "out.csv", part=5).num_resumed == 9
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert sorted({*lines}) == sorted(lines[:9] + lines[10:]) and lines[9] == lines[0]  # the first is compared
     swept(points, tmp_path / "whole.csv")
     assert (tmp_path / "out.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
-    assert not (tmp_path / "out.csv.partial").exists()
+    assert swept(points, tmp_path / "out.csv").num_resumed == 24
 
 
-def test_a_worker_that_dies_stops_the_sweep_and_costs_only_its_job(tmp_path):
+def test_a_table_cut_at_any_byte_continues(tmp_path):
+    """As a kill may leave it. The header is never torn: the file with it appears at once."""
+    points, out = all_points(tmp_path, model=["ä,", 'q"\n'], prompt_len=[8, 16]), tmp_path / "out.csv"
+    swept(points, out, picky)
+    whole = out.read_bytes()
+    start = whole.index(b"\n") + 1
+    for size in (0, *range(start, len(whole))):
+        out.write_bytes(whole[:size])
+        assert swept(points, out, picky).num_resumed == max(0, whole[:size].count(b"\n") - 1)
+        assert out.read_bytes() == whole
+    for size in range(1, start, 3):
+        out.write_bytes(whole[:size])
+        with pytest.raises(InputError, match=r"out.csv is not a table of this sweep \(line 1"):
+            swept(points, out, never)
+
+
+def test_a_kill_while_columns_are_added_loses_nothing(tmp_path, monkeypatch):
+    points, out = all_points(tmp_path), tmp_path / "out.csv"
+    swept(points, tmp_path / "whole.csv", widening)
+    replaced = []
+
+    def replace(path, target, own=Path.replace):
+        replaced.append(path)
+        if len(replaced) == 2:
+            raise KeyboardInterrupt
+        own(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", replace)
+        swept(points, out, widening, part=1)
+    assert len(table(out)) == 3 and "from 2" not in table(out)[0]
+    assert swept(points, out, widening, part=1).num_resumed == 3
+    assert out.read_bytes() == (tmp_path / "whole.csv").read_bytes()
+
+
+def test_a_worker_that_dies_stops_the_sweep(tmp_path):
     points = all_points(tmp_path)
-    with pytest.raises(InputError, match=r"worker process died \(exit code 7\)"):
-        swept(points, tmp_path / "out.csv", dies_at_batch_3, workers=2, chunk=1)
-    kept = (tmp_path / "out.csv.partial").read_text().splitlines()
-    assert 1 <= len(kept) < 25
+    with pytest.raises(InputError, match="worker process died.*\n.* of 24 points are kept"):
+        swept(points, tmp_path / "out.csv", dies_at_batch_3, workers=2, part=1)
+    assert swept(points, tmp_path / "out.csv").num_resumed <= 6
+    assert len(table(tmp_path / "out.csv")) == 24
 
 
 KILLED = """
@@ -390,13 +393,24 @@ import test_sweep
 from pathlib import Path
 if __name__ == "__main__":
     folder = Path({folder!r})
-    test_sweep.swept(
-        test_sweep.all_points(folder), folder / "out.csv", test_sweep.stalls, workers={workers}, chunk=1
-    )
+    points = test_sweep.all_points(folder)
+    test_sweep.swept(points, folder / "out.csv", test_sweep.stalls, workers={workers}, part=1)
 """
 
 
-@pytest.mark.parametrize("workers, how", [(1, signal.SIGKILL), (2, signal.SIGINT)])
+def living(group: int) -> list[int]:
+    """Processes of a group that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, own = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:  # gone
+            continue
+        found += [int(stat.parent.name)] if int(own) == group and state != "Z" else []
+    return found
+
+
+@pytest.mark.parametrize("workers, how", [(1, signal.SIGKILL), (2, signal.SIGINT), (2, signal.SIGKILL)])
 def test_a_killed_process_continues(tmp_path, monkeypatch, workers, how):
     out, log = tmp_path / "out.csv", tmp_path / "log"
     script = written(
@@ -410,103 +424,81 @@ def test_a_killed_process_continues(tmp_path, monkeypatch, workers, how):
         start_new_session=True,
         env={**os.environ, "SWEEP_LOG": str(log), "SWEEP_STALL": "1"},
     )
-    partial_file = tmp_path / "out.csv.partial"
-    while process.poll() is None and not (partial_file.exists() and partial_file.read_bytes().count(b"\n") > 5):
+    while process.poll() is None and not (out.exists() and out.read_bytes().count(b"\n") > 5):
         time.sleep(0.005)
-    os.killpg(process.pid, how)  # as Ctrl-C does: the whole group
+    if how == signal.SIGINT:
+        os.killpg(process.pid, how)  # as Ctrl-C does: the whole group
+    else:
+        process.kill()  # alone: the workers end by themselves
     said = process.communicate(timeout=60)[1]
+    while Path("/proc").exists() and living(process.pid):
+        time.sleep(0.005)
     if how == signal.SIGINT:
         assert "points are kept in" in said and said.count("Traceback") == said.count("KeyboardInterrupt") == 1
-    kept = {json.loads(line)["point"] for line in partial_file.read_bytes().split(b"\n")[1:-1]}
-    assert 3 <= len(kept) <= 7  # two workers may both have passed the sixth
+    kept = out.read_bytes().count(b"\n") - 1
+    assert 5 <= kept <= 7  # two workers may both have passed the sixth
     log.write_text("")
     points = all_points(tmp_path)
     monkeypatch.setenv("SWEEP_LOG", str(log))
-    summary = swept(points, out, stalls)
-    assert summary.num_resumed == len(kept)
-    assert evaluated_once(log, 24 - len(kept))
+    assert swept(points, out, stalls).num_resumed == kept
+    assert log.read_text().count("\n") == 24 - kept + 1
     swept(points, tmp_path / "whole.csv")
     assert out.read_bytes() == (tmp_path / "whole.csv").read_bytes()
 
 
-@pytest.fixture
-def stopped(tmp_path):
-    """A sweep's points, output and journal after 9 of 24."""
-    points = all_points(tmp_path)
-    with pytest.raises(KeyboardInterrupt):
-        swept(points, tmp_path / "out.csv", partial(interrupted_once, []), chunk=3)
-    return points, tmp_path / "out.csv", tmp_path / "out.csv.partial"
-
-
-@pytest.mark.parametrize("cut", [1, 5, 40])
-def test_a_torn_line_is_done_again(stopped, tmp_path, cut):
-    points, out, journal = stopped
-    journal.write_bytes(journal.read_bytes()[:-cut])
-    summary = swept(points, out, partial(interrupted_once, [0] * 9))
-    assert summary.num_resumed == 8
-    swept(points, tmp_path / "whole.csv")
-    assert out.read_bytes() == (tmp_path / "whole.csv").read_bytes()
-
-
-def test_after_a_torn_line_the_journal_can_be_resumed_again(stopped):
-    points, out, journal = stopped
-    journal.write_bytes(journal.read_bytes()[:-5])
-    with pytest.raises(KeyboardInterrupt):
-        swept(points, out, partial(interrupted_once, []), chunk=2)
-    assert swept(points, out, partial(interrupted_once, [0] * 9)).num_resumed == 8 + 3 * 2
-
-
-def test_a_torn_first_line_is_a_new_start(stopped):
-    points, out, journal = stopped
-    content = journal.read_bytes()
-    for length in (0, 7, 60):
-        journal.write_bytes(content[:length])
-        assert swept(points, out).num_resumed == 0
-
-
-def test_a_journal_of_another_grid_or_version_is_refused_unless_fresh(stopped, monkeypatch):
-    points, out, journal = stopped
-    before = journal.read_bytes()
-    with pytest.raises(InputError, match="another grid.*--fresh"):
-        swept(points[1:], out)
-    with monkeypatch.context() as patch:
-        patch.setattr(sweep, "version_hash", lambda function: "newer")
-        with pytest.raises(InputError, match="another version.*--fresh"):
-            swept(points, out)
-    with pytest.raises(InputError, match="another version.*--fresh"):
-        swept(points, out, picky)  # another function
-    assert journal.read_bytes() == before
+def test_tables_of_other_sweeps_are_refused_unless_fresh(tmp_path):
+    points, out = all_points(tmp_path), tmp_path / "out.csv"
+    swept(points, out)
+    before = out.read_bytes()
+    for others, line in (
+        (points[1:], 2),
+        (points[:-1], 25),
+        (points[:5] + points[6:], 7),
+        ([{"act_share": 1, **point} for point in points], 1),
+    ):
+        with pytest.raises(InputError, match=rf"out.csv is not a table of this sweep \(line {line} .*--fresh"):
+            swept(others, out, never)
+    cells = (before.replace(b",error\n", b"\n"), before.replace(b",4,\n", b",4\n"), before[:-30] + b'x"\ry,\n')
+    for content in (b"my notes\n", b"my notes", b"\xff\x00\r\n,\r,", *cells, before + b"\n"):
+        out.write_bytes(content)
+        with pytest.raises(InputError, match="not a table of this sweep"):
+            swept(points, out, never)
+        assert out.read_bytes() == content
     assert swept(points[1:], out, fresh=True).num_resumed == 0
     assert len(table(out)) == 23
+    assert swept([*points[1:], points[0]], out).num_resumed == 23  # a grid may grow at its end
 
 
-def test_a_file_that_is_no_journal_is_left_alone(tmp_path):
-    mine = written(tmp_path / "out.csv.partial", "my notes\n")
-    with pytest.raises(InputError, match="not a sweep's journal"):
-        swept(all_points(tmp_path), tmp_path / "out.csv")
-    assert mine.read_text() == "my notes\n"
+def test_rows_that_would_be_different_now_are_refused(tmp_path):
+    """Each text of the grid is looked at, the later model too; sums in another order make no difference."""
+    points, out = all_points(tmp_path), tmp_path / "out.csv"
+
+    def changed(points: list[dict], model: str, factor: float) -> list[dict]:
+        rows = zip(points, evaluate(points))
+        return [row | {"tokens_per_s": row["tokens_per_s"] * factor ** (p["model"] == model)} for p, row in rows]
+
+    swept(points, out)
+    before = out.read_bytes()
+    for model, line in (("a", 2), ("b", 14)):
+        with pytest.raises(InputError, match=rf"out.csv, line {line}: tokens_per_s is '1.25'.*--fresh"):
+            swept(points, out, partial(changed, model=model, factor=1.001))
+    with pytest.raises(InputError, match="line 2: error is '', and would be 'gone' now"):
+        swept(points, out, lambda points: [{"error": "gone"}])
+    assert swept(points, out, partial(changed, model="b", factor=1 + 1e-14)).num_resumed == 24
+    assert out.read_bytes() == before
+    assert swept(points, out, partial(changed, model="b", factor=2), fresh=True).num_resumed == 0
+    assert out.read_bytes() != before
 
 
-def test_a_changed_file_that_a_point_names_makes_another_grid(tmp_path):
-    named = written(tmp_path / "hardware.json", {"rate": 1})
-    points = [{"model": str(named), "batch": 1}]
-    ids = [grids.point_id(point) for point in points]
-    before = journals.grid_hash(points, ids)
-    assert journals.grid_hash(points, ids) == before
-    written(named, {"rate": 2})
-    assert journals.grid_hash(points, ids) != before
-
-
-def test_two_sweeps_of_one_output_do_not_mix(stopped):
+def test_two_sweeps_of_one_output_do_not_mix(tmp_path):
     pytest.importorskip("fcntl")
-    points, out, _ = stopped
-    seen = []
+    points, out, seen = all_points(tmp_path), tmp_path / "out.csv", []
 
     def second(points: list[dict]) -> list[dict]:
         with pytest.raises(InputError, match="another sweep is writing"):
             swept(points, out)
         seen.append(1)
-        return evaluate(points)
+        return widening(points)
 
-    swept(points, out, second, fresh=True)
-    assert seen and len(table(out)) == 24
+    swept(points, out, second, part=3)
+    assert len(seen) == 8 and len(table(out)) == 24

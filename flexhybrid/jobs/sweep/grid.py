@@ -5,7 +5,6 @@ import json
 import math
 import tomllib
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,7 @@ def read_points(path: str | Path, keys: dict[str, Checker], required: Sequence[s
     if (count := sum(math.prod(map(len, axes.values())) for axes in grids)) > MAX_POINTS:
         raise InputError(f"{path}: {count:,} points; a sweep takes at most {MAX_POINTS:,}. Split the grid in several.")
     combined = (dict(zip(axes, values, strict=True)) for axes in grids for values in itertools.product(*axes.values()))
-    return list({point_id(point): point for point in combined}.values())
-
-
-def point_id(point: dict) -> str:
-    """Return the name of a point in the journal: a hash of its keys and values, whatever their order."""
-    return blake2b(json.dumps(point, sort_keys=True).encode(), digest_size=12).hexdigest()
+    return list({json.dumps(point, sort_keys=True): point for point in combined}.values())
 
 
 def positive_integer(value) -> int:

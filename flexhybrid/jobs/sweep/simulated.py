@@ -1,6 +1,7 @@
 """``flexhybrid sweep``: what a grid file may hold, and its points simulated."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, is_number
 from flexhybrid.core.model.shape import DTYPE_BYTES
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.jobs.paths import shape_to_simulate
 from flexhybrid.jobs.rates import RATES, Budgets, costs, pace_of_link
@@ -16,7 +18,7 @@ from flexhybrid.jobs.sweep.grid import one_of, positive_integer, read_points
 from flexhybrid.jobs.sweep.job import SweepOptions, SweepSummary, run_sweep
 from policy_search.systems import Setting, System, check
 from sim import catalogue
-from sim.simulate import CLOCKS, SimulatedRun, simulate_many
+from sim.simulate import CLOCKS, Lengths, SimulatedRun, simulate_many
 
 
 def _system(value: str) -> str:
@@ -65,39 +67,45 @@ OF_GROUP = ("system", "model", "hardware", "dtype", "clock", *(f"{tier}_memory" 
 REQUIRED = ("system", "model", "hardware", "batch", "prompt_len", "gen_len")
 
 
-def group_of(point: dict) -> tuple:
-    """Return what the points that are evaluated together have in common."""
-    return tuple(str(point.get(key)) for key in OF_GROUP)
-
-
 def _budgets(point: dict) -> Budgets:
     sizes = {tier: point.get(f"{tier}_memory") for tier in TIERS}
     return {tier: None if size is None else str(size) for tier, size in sizes.items()}
 
 
 def evaluate(points: list[dict]) -> list[dict]:
-    """Return a row a point of one group. A point that cannot run gets its error; alone, it raises InputError."""
-    settings = [setting_of(point, _budgets(point)) for point in points]
-    systems = [named_system(point["system"], setting) for point, setting in zip(points, settings, strict=True)]
-    outcomes: list[SimulatedRun | InputError] = [InputError("not simulated")] * len(points)
-    together: dict[str, list[int]] = {}
-    for index, (point, made) in enumerate(zip(points, systems, strict=True)):
-        if point.get("clock", "closed") == "virtual":
-            outcomes[index] = simulate_system(settings[index], made, "virtual")
-        else:
-            together.setdefault(f"{made.policy.to_json()}{made.hardware.lines}", []).append(index)
-    for indices in together.values():
-        setting, first = settings[indices[0]], systems[indices[0]]
-        lengths = [(points[i]["batch"], points[i]["prompt_len"], points[i]["gen_len"]) for i in indices]
-        simulated = simulate_many(replace(setting.problem, hardware=first.hardware), first.policy, lengths)
-        for index, outcome in zip(indices, simulated, strict=True):
-            outcomes[index] = outcome
-    if len(points) == 1 and isinstance(outcomes[0], InputError):
-        raise outcomes[0]
-    rows = zip(settings, systems, outcomes, strict=True)
-    return [
-        {"error": str(run)} if isinstance(run, InputError) else _flat(setting, made, run) for setting, made, run in rows
-    ]
+    """Return a row for each point; {"error": why} for a point that cannot run.
+
+    On the closed clock, points that share a policy and a machine are simulated together.
+    """
+    rows: list[dict] = [{}] * len(points)
+    together: dict[str, list[tuple[int, Setting, System]]] = {}
+    for index, point in enumerate(points):
+        try:
+            setting = setting_of(point, _budgets(point))
+            made = named_system(point["system"], setting)
+            if point.get("clock") == "virtual":
+                rows[index] = _flat(setting, made, simulate_system(setting, made, "virtual"))
+                continue
+        except InputError as error:
+            rows[index] = {"error": str(error)}
+            continue
+        alike = [point.get(key) for key in OF_GROUP]
+        together.setdefault(f"{alike}{made.policy.to_json()}{made.hardware.lines}", []).append((index, setting, made))
+    for group in together.values():
+        _, setting, made = group[0]
+        problem = replace(setting.problem, hardware=made.hardware)
+        lengths = [(own.batch, own.prompt_tokens, own.max_tokens) for _, own, _ in group]
+        for (index, own, own_made), run in zip(group, _simulated(problem, made.policy, lengths), strict=True):
+            rows[index] = {"error": str(run)} if isinstance(run, InputError) else _flat(own, own_made, run)
+    return rows
+
+
+def _simulated(problem: Problem, policy: Policy, lengths: Sequence[Lengths]) -> list[SimulatedRun | InputError]:
+    """Return the run of each workload, or why it cannot run."""
+    try:
+        return simulate_many(problem, policy, lengths)
+    except InputError as error:
+        return [error] if len(lengths) == 1 else [_simulated(problem, policy, [each])[0] for each in lengths]
 
 
 def _flat(setting: Setting, made: System, o: SimulatedRun) -> dict:
@@ -113,4 +121,4 @@ def _flat(setting: Setting, made: System, o: SimulatedRun) -> dict:
 
 def sweep_grid(grid: Path, out: Path, options: SweepOptions) -> SweepSummary:
     """Simulate all points of a grid file into one table. Raise InputError, before any work, for a wrong grid."""
-    return run_sweep(read_points(grid, KEYS, REQUIRED), out, evaluate, group_of, options)
+    return run_sweep(read_points(grid, KEYS, REQUIRED), out, evaluate, options)
