@@ -256,11 +256,10 @@ def _search(args) -> dict:
 
 def _sweep(args) -> dict:
     gc.set_threshold(UNTIL_COLLECTED)
-    from flexhybrid.jobs.sweep.job import SweepOptions
     from flexhybrid.jobs.sweep.simulated import sweep_grid
 
-    options = options_from(SweepOptions, args, quiet=args.quiet or args.json)
-    summary = sweep_grid(args.grid, args.out or args.grid.with_suffix(".csv"), options)
+    out, quiet = args.out or args.grid.with_suffix(".csv"), args.quiet or args.json
+    summary = sweep_grid(args.grid, out, args.workers, args.fresh, quiet)
     resumed = f", {summary.num_resumed} kept from before" if summary.num_resumed else ""
     failed = f", {summary.num_errors} cannot run (column error)" if summary.num_errors else ""
     args.show(f"{summary.num_points} points in {summary.seconds:.1f} s{resumed}{failed}: {summary.path}")

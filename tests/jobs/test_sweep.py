@@ -129,7 +129,7 @@ def swept(points: list[dict], out: Path, function=evaluate, part=None, **options
     """Run a sweep in this process; ``part``: points evaluated at a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "MAX_PART", part or sweep.MAX_PART)
-        return sweep.run_sweep(points, out, function, sweep.SweepOptions(**{"workers": 1, "quiet": True, **options}))
+        return sweep.run_sweep(points, out, function, **{"workers": 1, "quiet": True, **options})
 
 
 # --- grids

@@ -38,15 +38,6 @@ SAME = 1e-9  #: relative difference of numbers that are evaluated twice: sums ma
 
 
 @dataclass(frozen=True)
-class SweepOptions:
-    """How a sweep runs. Its table depends on none of this."""
-
-    workers: int | None = None  #: processes; None: all cores; 1: this process
-    fresh: bool = False  #: overwrite the table instead of continuing it
-    quiet: bool = False  #: no progress bar
-
-
-@dataclass(frozen=True)
 class SweepSummary:
     """What a sweep did. ``num_errors``: points that could not be served, rows with a text in column ``error``."""
 
@@ -61,25 +52,29 @@ def run_sweep(
     points: list[dict],
     out: str | Path,
     evaluate: Evaluate,
-    options: SweepOptions = SweepOptions(),  # noqa: B008  frozen
+    workers: int | None = None,
+    fresh: bool = False,
+    quiet: bool = False,
 ) -> SweepSummary:
     """Evaluate every point that the table does not hold yet; write the table.
 
     Rows are in the points' order, columns: the points' keys, the results', ``error``. The rows of a .parquet file are
-    collected in a .csv file beside it. An exception of ``evaluate`` stops the sweep (InputError naming it). Raises
-    InputError before any work for a wrong output or number of workers, for a table of another sweep, and for a table
-    whose rows would be different now.
+    collected in a .csv file beside it. ``workers``: processes (None: all cores; 1: this process); ``fresh``: overwrite
+    the table instead of continuing it; ``quiet``: no progress bar.
+
+    An exception of ``evaluate`` stops the sweep (InputError naming it). Raises InputError before any work for a wrong
+    output or number of workers, for a table of another sweep, and for a table whose rows would be different now.
     """
     began = time.perf_counter()
     out = Path(out)
-    workers = _num_cores() if options.workers is None else options.workers
+    workers = _num_cores() if workers is None else workers
     check("workers", workers, is_integer(workers) and workers >= 1, "a whole number >= 1")
     _check_output(out)
     is_parquet = out.suffix.lower() == ".parquet"
-    with closing(Table(out.with_name(out.name + ".csv") if is_parquet else out, points, options.fresh)) as table:
+    with closing(Table(out.with_name(out.name + ".csv") if is_parquet else out, points, fresh)) as table:
         _check_samples(table, evaluate)
         num_resumed = table.num_rows
-        hidden = options.quiet or not sys.stderr.isatty()
+        hidden = quiet or not sys.stderr.isatty()
         bar = tqdm(total=len(points), initial=num_resumed, desc="sweep", unit="point", disable=hidden, leave=False)
         try:
             with bar, _evaluated(evaluate, points[num_resumed:], workers) as results:

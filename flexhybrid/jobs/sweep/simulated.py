@@ -15,7 +15,7 @@ from flexhybrid.jobs.paths import shape_to_simulate
 from flexhybrid.jobs.rates import RATES, Budgets, costs, pace_of_link
 from flexhybrid.jobs.simulate import is_policy_file, named_system, setting_of, simulate_system
 from flexhybrid.jobs.sweep.grid import one_of, positive_integer, read_points
-from flexhybrid.jobs.sweep.job import SweepOptions, SweepSummary, run_sweep
+from flexhybrid.jobs.sweep.job import SweepSummary, run_sweep
 from policy_search.systems import Setting, System, check
 from sim import catalogue
 from sim.simulate import CLOCKS, Lengths, SimulatedRun, simulate_many
@@ -63,8 +63,8 @@ KEYS = {
     **{f"{tier}_memory": _memory for tier in TIERS},
     **dict.fromkeys(RATES, _rate),
 }
-OF_GROUP = ("system", "model", "hardware", "dtype", "clock", *(f"{tier}_memory" for tier in TIERS), *RATES)
-REQUIRED = ("system", "model", "hardware", "batch", "prompt_len", "gen_len")
+LENGTHS = ("batch", "prompt_len", "gen_len")
+REQUIRED = ("system", "model", "hardware", *LENGTHS)
 
 
 def _budgets(point: dict) -> Budgets:
@@ -75,7 +75,7 @@ def _budgets(point: dict) -> Budgets:
 def evaluate(points: list[dict]) -> list[dict]:
     """Return a row for each point; {"error": why} for a point that cannot run.
 
-    On the closed clock, points that share a policy and a machine are simulated together.
+    On the closed clock, points that differ in lengths alone and have the same policy are simulated together.
     """
     rows: list[dict] = [{}] * len(points)
     together: dict[str, list[tuple[int, Setting, System]]] = {}
@@ -89,7 +89,7 @@ def evaluate(points: list[dict]) -> list[dict]:
         except InputError as error:
             rows[index] = {"error": str(error)}
             continue
-        alike = [point.get(key) for key in OF_GROUP]
+        alike = {key: value for key, value in point.items() if key not in LENGTHS}
         together.setdefault(f"{alike}{made.policy.to_json()}{made.hardware.lines}", []).append((index, setting, made))
     for group in together.values():
         _, setting, made = group[0]
@@ -119,6 +119,6 @@ def _flat(setting: Setting, made: System, o: SimulatedRun) -> dict:
     return row | costs(setting.machine, o.tokens_per_s) | {"rates": rates}
 
 
-def sweep_grid(grid: Path, out: Path, options: SweepOptions) -> SweepSummary:
+def sweep_grid(grid: Path, out: Path, workers: int | None, fresh: bool, quiet: bool) -> SweepSummary:
     """Simulate all points of a grid file into one table. Raise InputError, before any work, for a wrong grid."""
-    return run_sweep(read_points(grid, KEYS, REQUIRED), out, evaluate, options)
+    return run_sweep(read_points(grid, KEYS, REQUIRED), out, evaluate, workers, fresh, quiet)

@@ -70,7 +70,7 @@ class Table:
                 break  # torn by a kill; the header never is
             row = _cells(line) if is_whole else []
             values = next(expected, None) if end else self.keys
-            if row[: len(self.keys)] != values or (len(row) != len(self.columns) if end else row[-1:] != [ERROR]):
+            if row[: len(self.keys)] != values or len(row) != len(self.columns or row):
                 raise InputError(
                     f"{self.path} is not a table of this sweep (line {number} differs); choose another --out, or "
                     "overwrite it with --fresh"
