@@ -51,7 +51,7 @@ VARIANTS = {
 }
 
 
-ON_BOTH = 4
+ON_BOTH = 2
 
 
 def compiled(dtype: str, queries: int, d: int, asked: dict, architecture: int):
