@@ -49,6 +49,7 @@ def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch):
     monkeypatch.setattr(profiling, "Engine", watched)
     monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
     monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
+    monkeypatch.setattr(profiling, "launch_seconds", lambda *_: 1e-5)
     runs = (ProfileRun(8, 48, 4, {"kv@host": 0.5, "act@host": 0.5}),)
 
     faster_dtypes = itertools.cycle(DTYPES)
@@ -74,6 +75,7 @@ def test_kernels_alone_have_lines_of_their_own_where_the_device_holds_all(monkey
     monkeypatch.setenv(FASTER_DTYPE, "float32")
     monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
     monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
+    monkeypatch.setattr(profiling, "launch_seconds", lambda *_: 1e-5)
     shape = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96)
     runs = (ProfileRun(2, 32, 2, {"kv@host": 0.5, "act@host": 0.5}), profiling.ALONE[0])
 

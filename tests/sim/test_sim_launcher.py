@@ -72,6 +72,7 @@ def test_more_tasks_cost_more_where_launching_binds():
 def test_a_profile_has_what_launching_a_task_takes(monkeypatch, cpu_dtype):
     monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
     monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
+    monkeypatch.setattr(profiling, "LAUNCHED_SHAPE", replace(profiling.LAUNCHED_SHAPE, num_layers=4))
     clock = iter(range(1 << 20))
     monkeypatch.setattr("flexhybrid.runtime.clock.time.thread_time", lambda: next(clock) * 1e-6)
     runs = (ProfileRun(2, 32, 2, {"kv@host": 0.5, "act@host": 0.5}),)

@@ -68,15 +68,15 @@ def test_the_pace_of_a_queue_holds_where_answers_end_by_themselves(limits):
     """Requests then join one by one; at their limits, which the pace is from, all at once, or a quarter of them."""
     for seed in range(2):
         rng = np.random.default_rng(seed)
-        prompts, most = rng.integers(20, 200, 120), np.sort(rng.choice(limits, 120))[::-1].copy()
+        prompts, most = rng.integers(20, 200, 80), np.sort(rng.choice(limits, 80))[::-1].copy()
         workload = Workload(prompts, most)
-        known = replace(workload, answer_tokens=np.minimum(most, rng.geometric(1 / 40, 120)))
+        known = replace(workload, answer_tokens=np.minimum(most, rng.geometric(1 / 40, 80)))
         policy = Policy("plain", Placement(device=1), cache={"kv@device": 1.0}, max_mini_batch_tokens=2048)
         problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(link=10.0, gflops=30.0))
-        pace = price_queue(problem, policy, workload, 40).pace
-        counted = stints(open_batch(problem, policy, known, *batch_size(problem, policy, known, 40)), known)
+        pace = price_queue(problem, policy, workload, 25).pace
+        counted = stints(open_batch(problem, policy, known, *batch_size(problem, policy, known, 25)), known)
         assert pace and min(factors.min() for factors in pace.factors.values()) >= 0
-        assert pace.seconds(counted).sum() == pytest.approx(walk_queue(problem, policy, known, 40).total_s, rel=0.5)
+        assert pace.seconds(counted).sum() == pytest.approx(walk_queue(problem, policy, known, 25).total_s, rel=0.5)
 
 
 def test_no_queue_ends_before_its_least_seconds():
