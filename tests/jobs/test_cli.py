@@ -73,7 +73,6 @@ def test_no_option_of_any_command_drops_a_value_unseen(capsys):
     "arguments, key",
     [
         (SIMULATE, "tokens_per_s"),
-        (SEARCH, "rivals"),
         (("sweep", "GRID", "--workers", "1"), "num_points"),
         (("reproduce", "--list"), "experiments"),
         (("reproduce", "--only", "infinigen-fig2", "--out", "OUT"), "experiments"),  # none judged: median null
@@ -215,7 +214,7 @@ def test_a_resident_system_that_streams_says_so(capsys):
 
 
 def test_a_budget_beyond_the_machine_is_remarked(capsys):
-    for command in (SIMULATE, SEARCH):
+    for command in (SIMULATE, (*SEARCH, "--lossless")):
         assert cli.main([*command, "--device-memory", "100GiB", "--json"]) == 0
         said = capsys.readouterr()
         assert "--device-memory 100GiB is more than the 16.00 GiB that t4 has" in said.err and strict_json(said.out)
@@ -248,7 +247,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_search(option, pla
 
 def test_the_saved_policy_is_the_one_found(tmp_path, capsys):
     path = tmp_path / "policy.json"
-    assert cli.main([*SEARCH, "--save-policy", str(path), "--json"]) == 0
+    assert cli.main([*SEARCH, "--lossless", "--save-policy", str(path), "--json"]) == 0
     found = strict_json(capsys.readouterr().out)
     assert Policy.load(path).to_dict() == found["policy"]
     runs = []
