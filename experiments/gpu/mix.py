@@ -6,6 +6,7 @@ before it runs. All run the same random prompts over the same random weights; no
 """
 
 import gc
+import os
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ import torch
 
 from experiments.bench.harness import Table, seconds_of
 from experiments.gpu.cases import CASES, Case
+from experiments.gpu.runner import WITHOUT_GRAPHS
 from experiments.gpu.watch import gpu, under_cupti
 from experiments.peers.accelerate_disk import same_tokens
 from flexhybrid.core.errors import InputError
@@ -32,6 +34,7 @@ from flexhybrid.resolve import PacedDevice, named_hardware
 from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.profiling.attention_paths import fastest_paths
 from flexhybrid.runtime.session import Session
+from flexhybrid.runtime.storage.device_memory import release_cached
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 from policy_search.search import LOSSLESS, SearchSettings, search
@@ -74,7 +77,7 @@ class Run:
             budgets=budgets,
             device=self.device.type,
             attention=paths,
-            cuda_graphs=case.cuda_graphs,
+            cuda_graphs=case.cuda_graphs and WITHOUT_GRAPHS not in os.environ,
         )
 
     def policy(self, kind: str) -> tuple[Policy, int]:
@@ -158,8 +161,7 @@ class Run:
             weights.close()
         self._weights.clear()
         gc.collect()
-        if self.on_cuda:
-            torch.cuda.empty_cache()
+        release_cached(self.device)
 
 
 def run_case(run: Run) -> None:
@@ -171,7 +173,8 @@ def run_case(run: Run) -> None:
                 run.measure(kind)
             except (InputError, RuntimeError) as error:
                 run.table.failed(f"{run.name}, {kind}", f"{type(error).__name__}: {error}".splitlines()[0])
-            gc.collect()  # an engine's buffers go before the next one's come
+            gc.collect()  # an engine's buffers go before the next one's come, which count in the same budget
+            release_cached(run.device)
         run.compare()
     finally:
         run.close()

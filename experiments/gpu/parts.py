@@ -33,19 +33,22 @@ def cuda_test_files() -> list[Path]:
     ]
 
 
-def run_tests(table: Table, selected: str = "") -> None:
-    """Add pytest's exit status of the tests marked cuda, which tell of themselves in the log. ``selected``: its -k."""
+def run_tests(table: Table, selected: str = "") -> int:
+    """Add and return pytest's exit status of the tests marked cuda, which tell of themselves in the log. ``selected``:
+    its -k."""
     import pytest
 
     began = time.perf_counter()
     chosen = ["-k", selected] if selected else []
     code = int(pytest.main(["-m", "cuda", *QUIET, *chosen, *map(str, cuda_test_files())]))
     table.at_most("tests: pytest's exit status", code, 0, "", wall_s=time.perf_counter() - began)
+    return code
 
 
 def run_smoke(table: Table) -> None:
-    """Run the few of these tests that say whether measuring is worth while."""
-    run_tests(table, SMOKE)
+    """Run the few of these tests that say whether measuring is worth while; exit by their status."""
+    if code := run_tests(table, SMOKE):
+        sys.exit(code)
 
 
 def run_profile(table: Table) -> None:

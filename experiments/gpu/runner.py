@@ -37,6 +37,7 @@ PATIENCE = 2.0  #: times its estimate that a part may take with a time limit; wi
 UNLIMITED_PATIENCE = 10.0
 SHOWN = 6000  #: characters of what a part has printed that are printed again
 TIMED_OUT = 124  #: exit status
+WITHOUT_GRAPHS = "FLEXHYBRID_WITHOUT_GRAPHS"  #: environment variable; where it is set, runs have no CUDA graphs
 
 
 class Part(NamedTuple):
@@ -108,6 +109,8 @@ def run_parts(chosen: Sequence[Chosen], folder: Path, command: Sequence[str], li
             seconds = max(0.0, min(left - END_S, patience * part.estimate_s))
             inside = [*command, "--inside", part.full_name, "--seconds", f"{seconds:.1f}"]
             code = run_limited(inside, folder / "log.txt", seconds)
+            if code and part.name == "smoke":  # without graphs a mix may still be measured
+                os.environ[WITHOUT_GRAPHS] = "1"
             outcome |= {"exit_code": code, "timed_out": code == TIMED_OUT, "seconds": time.monotonic() - began}
         outcomes.append(outcome)
         write_by_rename(folder / "run.json", json.dumps(outcomes, indent=1))

@@ -15,6 +15,7 @@ from toy_machine import machine
 from experiments.bench.harness import Table
 from experiments.gpu import mix, resident
 from experiments.gpu.cases import Case
+from experiments.gpu.runner import WITHOUT_GRAPHS
 from flexhybrid.core.memory import GRAPH_BYTES
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.runtime.profiling import attention_paths
@@ -62,11 +63,16 @@ def test_a_mix_runs_by_graphs_within_its_memory(run, monkeypatch):
 
     monkeypatch.setattr(mix, "search", searched)
     of, limits = run("2GiB", 2, ("mix", "kv"))
+    released: list[bool] = []
+    monkeypatch.setattr(mix, "release_cached", lambda _: of._weights and released.append(True))
     with fake_cuda():
         mix.run_case(of)
+    monkeypatch.setenv(WITHOUT_GRAPHS, "1")
+    assert of.problem.cuda_graphs and not replace(of, name="anew").problem.cuda_graphs
     rows = of.table.rows
     assert not [row for row in rows.values() if "error" in row], rows
     assert limits == [pytest.approx((2 * 2**30 - mix.CONTEXT_BYTES) / 2**36)]
+    assert released == 2 * [True]  # behind each kind, before the weights go
     for kind in ("mix", "kv"):
         assert "CUDA graphs" in rows[f"tiny, {kind}: measured"]["graphs"]
         assert rows[f"tiny, {kind}: memory over the budget"]["ok"]

@@ -40,7 +40,14 @@ def hangs(table):
     print("said by hangs")
     time.sleep(1000)
 
-PARTS = {name: Part(f"__main__.{name}", {"": 1.0}) for name in ("works", "fails", "hangs")}
+def smoke(table):
+    sys.exit(3)
+
+def tells(table):
+    import os
+    table.tell("without graphs", runner.WITHOUT_GRAPHS in os.environ, "")
+
+PARTS = {name: Part(f"__main__.{name}", {"": 1.0}) for name in ("works", "fails", "hangs", "smoke", "tells")}
 PARTS["refuses"] = Part("__main__.refuses", {"a": 1.0, "b": 900.0})
 runner.gpu_name = lambda: "A GPU"
 runner.MARGIN_S, runner.END_S, runner.PATIENCE = 1.0, 0.2, float(sys.argv[1])
@@ -92,6 +99,12 @@ def test_a_part_that_hangs_is_killed_with_its_processes_and_keeps_its_rows(start
         pass
 
 
+def test_parts_behind_a_smoke_that_fails_have_no_graphs(start):
+    for before, without in (("fails", 0), ("smoke", 1)):
+        _, outcomes, rows = start("--time-limit", "100", before, "tells")
+        assert outcomes[0]["exit_code"] and rows["tells"]["without graphs"]["value"] == without
+
+
 def test_input_that_is_refused(start, capsys):
     for arguments, said in (
         (("nothing",), "nothing"),
@@ -131,7 +144,7 @@ def test_the_program_ends_before_its_limit_whatever_a_part_takes(tmp_path, monke
 
 #: The three calls that 15 minutes on a GPU have room for, and the seconds of each.
 CALLS = {
-    270: "--time-limit 250 smoke attend mix:long,at-once",
+    300: "--time-limit 280 smoke attend mix:long,at-once",
     330: "--time-limit 310 mix:streamed peers:m3,m2,m1,18",
     210: "--time-limit 195 resident overlap:48 partition:48",
 }
