@@ -327,6 +327,9 @@ def test_missing_and_broken_files(tmp_path):
         (dict(word_embed_proj_dim="wide"), ["embed_dim", "wide"]),
         (dict(do_layer_norm_before=1), ["pre_norm", "1"]),
         (dict(model_type="opts"), ["unknown architecture 'opts'", "did you mean opt"]),
+        (dict(model_type=None), ["model_type is None; it must be the name of an architecture"]),
+        (dict(layer_types=["full_attention"] * 3), ["layer_types = ['full_attention', "]),
+        (dict(activation_function="é" * 900), ["activation_function 'ééé", "éé… is not supported"]),
     ],
 )
 def test_a_field_of_the_wrong_kind_is_named(tmp_path, changes, words):

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError, check, is_number
+from flexhybrid.core.errors import InputError, check, is_number, shown
 
 #: Names of layers in ``layer_types`` of a config.json -> whether they have the model's window.
 LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
@@ -50,7 +50,7 @@ def kinds_from_config(config: dict, path: Path, num_layers: int) -> tuple[Attent
     known = isinstance(layers, list) and len(layers) == num_layers and all(name in LAYER_TYPES for name in layers)
     if not known:
         raise InputError(
-            f"{path}: layer_types {layers!r} must name {num_layers} layers, each one of {', '.join(LAYER_TYPES)}"
+            f"{path}: layer_types {shown(layers)} must name {num_layers} layers, each one of {', '.join(LAYER_TYPES)}"
         )
     kinds = tuple(sliding if LAYER_TYPES[name] else PLAIN for name in layers)
     return kinds[:1] if len(set(kinds)) == 1 else kinds

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from flexhybrid.core.errors import InputError, NotBuiltIn, check, is_number
+from flexhybrid.core.errors import InputError, NotBuiltIn, check, is_number, shown
 
 #: rope_type -> the numbers it cannot do without. What else it may have: ``Rope``.
 ROPE_TYPES = {
@@ -60,10 +60,10 @@ def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:  # n
     kind = given.get("rope_type", given.get("type", "default"))
     known = ("default",) if config.get("model_type") == "phi3" else ROPE_TYPES  # Phi-3 calls its longrope yarn, too
     if not isinstance(kind, str) or kind not in known:
-        raise NotBuiltIn(f"{path}: rope_type {kind!r} is not supported; can: {', '.join(ROPE_TYPES)}")
+        raise NotBuiltIn(f"{path}: rope_type {shown(kind)} is not supported; can: {', '.join(ROPE_TYPES)}")
     for where in (given, config):
         if where.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise NotBuiltIn(f"{path}: partial_rotary_factor {where['partial_rotary_factor']!r} is not supported")
+            raise NotBuiltIn(f"{path}: partial_rotary_factor {shown(where['partial_rotary_factor'])} is not supported")
 
     def number(key: str, where: dict, what: str) -> float | None:
         value = where.get(key)

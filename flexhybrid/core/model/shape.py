@@ -592,7 +592,10 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     windowed += ["layer_types"] if config.get("use_sliding_window") and model_type in ("qwen2", "qwen3") else []
     for key in ("sliding_window", "layer_types", "attention_chunk_size", "text_config", "is_encoder_decoder"):
         value, positions = None if key in windowed else config.get(key), config.get("max_position_embeddings")
-        whole = isinstance(value, list) and set(map(str, value)) <= {"full_attention"}
+        names = (
+            set(map(str, value)) if isinstance(value, list) and len(value) == config.get("num_hidden_layers") else None
+        )
+        whole = names is not None and names <= {"full_attention"}
         whole = value is False or whole and model_type not in ("mistral", "phi3")  # of which all layers have windows
         if not (value is None or whole or is_number(value) and is_number(positions) and value >= positions):
             raise NotBuiltIn(f"{path}: {key} = {shown(value)} is not supported for {model_type}")
@@ -630,10 +633,10 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     if family == "opt":
         activation = config.get("activation_function", "relu")
         if activation != "relu":
-            raise NotBuiltIn(f"{path}: activation_function {activation!r} is not supported; OPT uses relu")
+            raise NotBuiltIn(f"{path}: activation_function {shown(activation)} is not supported; OPT uses relu")
         for key in ("enable_bias", "layer_norm_elementwise_affine", "_remove_final_layer_norm"):
             if config.get(key, wanted := not key.startswith("_remove")) is not wanted:
-                raise NotBuiltIn(f"{path}: {key} = {config[key]!r} is not supported")
+                raise NotBuiltIn(f"{path}: {key} = {shown(config[key])} is not supported")
         return ModelShape(
             **common,
             pre_norm=config.get("do_layer_norm_before", True),
@@ -642,12 +645,12 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
         )
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
-        raise NotBuiltIn(f"{path}: hidden_act {activation!r} is not supported; the gated feed-forward uses silu")
+        raise NotBuiltIn(f"{path}: hidden_act {shown(activation)} is not supported; the gated feed-forward uses silu")
     for key in ("attention_bias", "mlp_bias"):  # Qwen2 has its biases without saying so
         if model_type != "qwen2" and config.get(key, False) is not False:
-            raise NotBuiltIn(f"{path}: {key} = {config[key]!r} is not supported")
+            raise NotBuiltIn(f"{path}: {key} = {shown(config[key])} is not supported")
     if not _is_count(common["head_dim"]) or common["head_dim"] % 2:
-        raise InputError(f"{path}: head_dim {common['head_dim']!r} is not even; rotary positions turn pairs")
+        raise InputError(f"{path}: head_dim {shown(common['head_dim'])} is not even; rotary positions turn pairs")
     shape = ModelShape(
         **common,
         gated_mlp=True,
