@@ -122,17 +122,24 @@ class Run:
             whole_s = self.seconds(lambda: results.append(session.generate(UNTIMED)))
             count = min(case.decoded, case.answer - 1)
             decode_s = self.seconds(lambda: results.append(session.decode_result(count, UNTIMED)))
+            self.tokens[kind] = results[0].tokens
+            self.speeds[kind] = batch * case.answer / whole_s, batch * count / decode_s
+            told = {"batch": batch, "wall_s": whole_s, "mini_batches": len(full.mini_batches)}
+            decoded = {"wall_s": decode_s, "iterations": count, "launch_s": results[1].launch_s}
+            self.tell_measured(
+                f"{self.name}, {kind}", self.speeds[kind], (told, decoded | {"graphs": results[1].graphs})
+            )
+            # Last, for a profiler may end the process.
             cupti = under_cupti(lambda: session.decode_result(min(count, TRACED_ITERATIONS), UNTIMED), self.on_cuda)
-        self.tokens[kind] = results[0].tokens
-        self.speeds[kind] = batch * case.answer / whole_s, batch * count / decode_s
-        told = {"batch": batch, "wall_s": whole_s, "mini_batches": len(full.mini_batches), "graphs": results[1].graphs}
+            self.table.tell(f"{self.name}, {kind}: decode under CUPTI", cupti.get("wall_s", 0.0), "s", cupti=cupti)
+
+    def tell_measured(self, what: str, speeds: tuple[float, float], beside: tuple[dict, dict]) -> None:
+        """Add the rows of a whole run and its decode, and of the memory that torch has held."""
         if self.on_cuda:
             held = torch.cuda.max_memory_reserved() + CONTEXT_BYTES
-            self.table.at_most(f"{self.name}, {kind}: memory over the budget", held / case.device_bytes, 1.0, "x")
-        decoded = {"wall_s": decode_s, "iterations": count, "launch_s": results[1].launch_s, "cupti": cupti}
-        what = f"{self.name}, {kind}"
-        for part, speed, beside in zip(("", "decode, "), self.speeds[kind], (told, decoded), strict=True):
-            self.table.tell(f"{what}: {part}measured", speed, "tokens/s", **beside)
+            self.table.at_most(f"{what}: memory over the budget", held / self.case.device_bytes, 1.0, "x")
+        for part, speed, told in zip(("", "decode, "), speeds, beside, strict=True):
+            self.table.tell(f"{what}: {part}measured", speed, "tokens/s", **told)
             predicted = self.table.rows[f"{what}: {part}predicted"]["value"]
             error = 100 * abs(predicted / speed - 1)
             self.table.at_most(f"{what}: {part}error of the prediction", error, PREDICTION_BAR, "%")
@@ -175,8 +182,8 @@ def run_case(run: Run) -> None:
                 run.table.failed(f"{run.name}, {kind}", f"{type(error).__name__}: {error}".splitlines()[0])
             gc.collect()  # an engine's buffers go before the next one's come, which count in the same budget
             release_cached(run.device)
-        run.compare()
     finally:
+        run.compare()  # also where a time limit ends the part
         run.close()
 
 

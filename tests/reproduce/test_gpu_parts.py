@@ -143,7 +143,8 @@ def test_a_mix_is_predicted_before_it_runs_and_compared_with_pure_caches(tiny, m
         assert measured["value"] == pytest.approx(predicted["batch"] * tiny.answer / measured["wall_s"])
         decode = rows[f"tiny, {kind}: decode, measured"]
         assert decode["value"] == pytest.approx(predicted["batch"] * tiny.decoded / decode["wall_s"])
-        assert decode["cupti"]["wall_s"] > 0
+        traced = rows[f"tiny, {kind}: decode under CUPTI"]
+        assert traced["cupti"]["wall_s"] == traced["value"] > 0 and decode["row"] < traced["row"]
         error = rows[f"tiny, {kind}: error of the prediction"]["value"]
         assert error == pytest.approx(100 * abs(predicted["value"] / measured["value"] - 1))
         if kind != "mix":
@@ -151,6 +152,15 @@ def test_a_mix_is_predicted_before_it_runs_and_compared_with_pure_caches(tiny, m
     assert rows["tiny, decode: mix over act"]["ok"] and not rows["tiny, decode: act over kv"]["ok"]
     both = [rows[f"tiny, {kind}: decode, measured"]["value"] for kind in ("act", "kv")]
     assert rows["tiny, decode: act over kv"]["value"] == pytest.approx(both[0] / both[1])
+
+
+def test_kinds_are_compared_where_the_time_limit_ends_a_later_one(tiny, monkeypatch):
+    measure = mix.Run.measure
+    monkeypatch.setattr(mix.Run, "measure", lambda run, kind: sys.exit(124) if kind == "kv" else measure(run, kind))
+    run = mix.Run(Table(), "tiny", tiny, torch.device("cpu"), machine())
+    with pytest.raises(SystemExit):
+        mix.run_case(run)
+    assert run.table.rows["tiny, decode: mix over act"]["ok"] and not run._weights
 
 
 def test_what_fails_of_a_mix_is_a_row_and_the_others_go_on(tiny, monkeypatch):

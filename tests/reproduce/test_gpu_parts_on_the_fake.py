@@ -74,7 +74,7 @@ def test_a_mix_runs_by_graphs_within_its_memory(run, monkeypatch):
     assert limits == [pytest.approx((2 * 2**30 - mix.CONTEXT_BYTES) / 2**36)]
     assert released == 2 * [True]  # behind each kind, before the weights go
     for kind in ("mix", "kv"):
-        assert "CUDA graphs" in rows[f"tiny, {kind}: measured"]["graphs"]
+        assert "CUDA graphs" in rows[f"tiny, {kind}: decode, measured"]["graphs"]
         assert rows[f"tiny, {kind}: memory over the budget"]["ok"]
     assert rows["tiny: tokens of kv that are those of mix"]["value"] == 1
 
