@@ -34,8 +34,7 @@ def cuda_test_files() -> list[Path]:
 
 
 def run_tests(table: Table, selected: str = "") -> int:
-    """Add and return pytest's exit status of the tests marked cuda, which tell of themselves in the log. ``selected``:
-    its -k."""
+    """Add and return pytest's exit status of the tests marked cuda, which tell of themselves in the log; -k selects."""
     import pytest
 
     began = time.perf_counter()
