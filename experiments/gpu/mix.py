@@ -129,12 +129,11 @@ class Run:
             self.tell_measured(
                 f"{self.name}, {kind}", self.speeds[kind], (told, decoded | {"graphs": results[1].graphs})
             )
-            # Last, for a profiler may end the process.
             cupti = under_cupti(lambda: session.decode_result(min(count, TRACED_ITERATIONS), UNTIMED), self.on_cuda)
             self.table.tell(f"{self.name}, {kind}: decode under CUPTI", cupti.get("wall_s", 0.0), "s", cupti=cupti)
 
     def tell_measured(self, what: str, speeds: tuple[float, float], beside: tuple[dict, dict]) -> None:
-        """Add the rows of a whole run and its decode, and of the memory that torch has held."""
+        """Add the rows of a run, its decode and the memory torch holds, before CUPTI, which may end the process."""
         if self.on_cuda:
             held = torch.cuda.max_memory_reserved() + CONTEXT_BYTES
             self.table.at_most(f"{what}: memory over the budget", held / self.case.device_bytes, 1.0, "x")

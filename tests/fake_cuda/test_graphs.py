@@ -546,10 +546,13 @@ def test_what_cannot_be_captured_is_launched_kernel_by_kernel(case, monkeypatch)
         executors.append(state)
         float(state.hidden.of(task).sum())
 
+    ended: list[tuple] = []  # torch's allocator, which 2.11 leaves recording
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *of: ended.append(of))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setitem(VERB_FUNCTIONS, "finish", looking)
     with fake_cuda(), pytest.warns(UserWarning, match="finish could not be captured: waiting for the stream"):
         assert run(source, policy).tokens == expected
-    assert "finish could not be captured" in executors[-1].graphs.summary()
+    assert "finish could not be captured" in executors[-1].graphs.summary() and len(ended) == 1
 
 
 def test_no_more_are_captured_than_are_planned(case, monkeypatch):

@@ -387,6 +387,8 @@ class Graphs:
                 except BaseException:
                     with contextlib.suppress(Exception):  # the first error says more
                         graph.capture_end()
+                    with contextlib.suppress(Exception):  # else torch 2.11 may let no other capture have this pool
+                        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
                     raise
                 graph.capture_end()
         except Exception as error:  # whatever a library raises that cannot be captured: it runs without a graph
