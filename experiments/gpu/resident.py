@@ -105,23 +105,26 @@ def bench_graphs(table: Table, name: str, session: Session, free_bytes: Callable
     _untraced_decode(session)  # forms are seen, and captured
     kept = (free - free_bytes()) - (torch.cuda.memory_reserved() - held)
     row = f"CUDA graphs, {name}: bytes that the driver keeps of a graph, over those that the plan counts"
-    table.at_most(row, kept / (GRAPH_BYTES * len(graphs.used)), 1.0, "x", bytes=kept)
-    ways = {"joint": (True, True), "a verb": (True, False), "none": (False, True)}
+    table.at_most(row, kept / (GRAPH_BYTES * graphs.num_held()), 1.0, "x", bytes=kept)
+    ways = {"joint": (True, True, True), "a layer": (True, True, False), "a verb": (True, False, False)}
+    ways["none"] = False, True, True
     samples: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for turn in range(1 + GRAPH_TURNS):  # the first one captures
-        for way, (graphs.enabled, graphs.joins) in ways.items():
+        for way, (graphs.enabled, graphs.joins, graphs.joins_steps) in ways.items():
             sample = _untraced_decode(session)
             samples[way] += [sample] if turn else []
-    graphs.enabled = graphs.joins = True
+    graphs.enabled = graphs.joins = graphs.joins_steps = True
     medians = {way: [median(figures) for figures in zip(*of, strict=True)] for way, of in samples.items()}
-    (joint_s, launching_s), (apart_s, _), (without_s, launching_without_s) = medians.values()
+    (joint_s, launching_s), (layers_s, _), (apart_s, _), (without_s, launching_without_s) = medians.values()
     told = {"seconds and those of launching": medians, "graphs": graphs.summary()}
     row = f"CUDA graphs, {name}: a decode's time to launch without them, over with them"
     table.at_least(row, launching_without_s / launching_s, GRAPHS_BAR, "x", **told)
     row = f"CUDA graphs, {name}: a decode's time without them, over with them"
     table.at_least(row, without_s / joint_s, 1.0, "x")
     row = f"CUDA graphs, {name}: a decode's time with a graph a verb, over one for verbs with nothing between them"
-    table.at_least(row, apart_s / joint_s, JOINT_BAR, "x")
+    table.at_least(row, apart_s / layers_s, JOINT_BAR, "x")
+    row = f"CUDA graphs, {name}: a decode's time with a graph a layer, over one a step where steps may have one"
+    table.at_least(row, layers_s / joint_s, 1.0, "x")
 
 
 def _untraced_decode(session: Session) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import kind_layouts
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import AttentionPaths, Budgets, Problem, attends_in_place, without_graphs
+from flexhybrid.core.problem import AttentionPaths, Budgets, Problem, attends_in_place, launches_steps, without_graphs
 from flexhybrid.core.schedule.buffer_sizes import BufferSizes, larger
 from flexhybrid.core.units import gib
 from flexhybrid.core.wave import stored_layers
@@ -47,7 +47,8 @@ PARTIAL_ROWS = 4096
 
 #: CUDA graphs of decode steps: those that are held at a time, each of a layer's verbs or of one of them, and bytes that
 #: the driver keeps of each. An H200's driver kept 123 KiB of a verb's graph, so of four at most this; graphs of several
-#: verbs were never measured. Segments of the allocator that their memory pool may leave half empty.
+#: verbs were never measured; that of a step counts as one for each layer. Segments of the allocator that their memory
+#: pool may leave half empty.
 MOST_GRAPHS, GRAPH_BYTES, GRAPH_POOL_BYTES = 256, 1 << 19, 22 << 20
 
 #: Device bytes set aside beyond all named parts: masks, places of stored rows, the libraries' own workspaces (cuBLAS
@@ -176,7 +177,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "attended rows": NUM_SLOTS * sizes.decode_batch * shape.query_width * p if on_host else 0,
         "workspace": workspace
         + (generated * (shape.hidden + shape.query_width + 2 * shape.kv_width) * p if shape.modules else 0),
-        "CUDA graphs": _graph_bytes(shape, p, sizes) if without_graphs(running, policy) is None else 0,
+        "CUDA graphs": _graph_bytes(running, policy, p, sizes) if without_graphs(running, policy) is None else 0,
         "libraries": SLACK_BYTES[device],
     }
     in_host = {
@@ -207,10 +208,11 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     }
 
 
-def _graph_bytes(shape: ModelShape, p: int, sizes: BufferSizes):
+def _graph_bytes(problem: Problem, policy: Policy, p: int, sizes: BufferSizes):
     """Device bytes of CUDA graphs: what the driver keeps, what their kernels have in work, and what they read and write
     at fixed addresses (hidden states, keys, values and queries, what attention gives, rotations, places, tables)."""
-    in_work = workspace_bytes(shape, p, sizes.decode_batch, 0, 1)
+    shape, sampling = problem.shape, launches_steps(problem, policy) * sizes.decode_batch
+    in_work = workspace_bytes(shape, p, sizes.decode_batch, sampling, 1)
     row = NUM_SLOTS * (shape.kv_width + shape.query_width) + shape.query_width
     rotation = 2 * shape.head_dim if shape.rotary else 0
     of_places = shape.passed_width + len(shape.windows or (None,)) * rotation

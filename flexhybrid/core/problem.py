@@ -130,6 +130,12 @@ def attends_in_place(problem: Problem, policy: Policy) -> bool:
     return problem.attends_in_place and policy.attention == "device" and policy.selection.method == "none"
 
 
+def launches_steps(problem: Problem, policy: Policy) -> bool:
+    """Whether one CUDA graph may launch a whole decode step: weights, keys and values lie on the device."""
+    resident = policy.weights.device == 1 and policy.hidden == "device" and {*policy.cache_entries} == {"kv@device"}
+    return resident and policy.overlap == "full" and without_graphs(problem, policy) is None
+
+
 def without_graphs(problem: Problem, policy: Policy) -> str | None:
     """Return why a run launches its decode steps kernel by kernel; None where CUDA graphs launch them."""
     reasons = (

@@ -234,7 +234,7 @@ class Executor(Generic[SelectionT]):
         step, tensors = self.step_tensors.get(key, (None, None))
         if step is task.payload.step and tensors is not None:
             return tensors
-        if self.shape.windows:  # only the segments differ
+        if self.shape.windows and task.verb != "embed":  # only the segments differ
             return self._make_tensors(task)
         return self.begin_step(task)
 

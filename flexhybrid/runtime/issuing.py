@@ -35,13 +35,16 @@ LOOK_S = 2e-4
 
 
 class Together(Protocol):
-    """What launches several tasks of a position in one call (``verbs.graphed.JointLaunch``)."""
+    """What launches several tasks in one call (``verbs.graphed.JointLaunch``)."""
 
-    def next_verb(self, task: Task) -> str | None:
-        """Return the verb of the task that may be launched together with this one, if it comes next; None: none may."""
+    patient: Sequence[str]  #: verbs for whose waits the tasks before may wait too
+    most: int  #: tasks of a call that is held from one position to the next; 0: none is
+
+    def next_key(self, task: Task) -> tuple | None:
+        """Return the key of the task that may be launched together with this one, if it comes next; None: none may."""
 
     def perform(self, tasks: Sequence[Task]) -> None:
-        """Launch tasks, each the ``next_verb`` of the one before."""
+        """Launch tasks, each with the ``next_key`` of the one before."""
 
 
 class Issuer:
@@ -106,7 +109,8 @@ class StreamLane(Lane):
 
     ``together`` says which tasks may be launched together, and does it; None: all are launched one by one, as are those
     whose spans are kept. A task joins those before it if it waits for nothing else than they do: for what its stream
-    has waited for before, it need not wait again.
+    has waited for before, it need not wait again. Where they may wait for the rest, too, and it is enqueued, they do.
+    The lookahead exceeds three launches, or the planner would wait for one while the next is held.
 
     Events of tasks whose spans are not kept are dropped when older than the lookahead: the planner has waited for them
     before it went on, so there is nothing left to wait for. The stream records them anew once nobody holds them.
@@ -122,11 +126,12 @@ class StreamLane(Lane):
         self.stream, self.issuer, self.together = stream, issuer, together
         self.queued: deque[Launch] = deque()  #: submitted, and not enqueued yet
         self._held: Launch | None = None  #: the latest tasks, which others may join
-        self._joining: str | None = None  #: the verb of the task that may
+        self._joining: tuple | None = None  #: the key of the task that may
         self._latest: dict[str, int] = {}  #: by lane the latest task that one of this lane waits for
         self._asked: tuple[str, int] | None = None  #: host lane and ordinal whose completion the issuer will be told of
         self._begins: list[Recorded] = []
         self._ends: dict[int, Recorded] = {}
+        self.room = self.lookahead = max(self.lookahead, 4 * together.most if together else 0)
         issuer.lanes.append(self)
 
     def submit(self, task: Task, waits: Waits) -> int:
@@ -142,14 +147,16 @@ class StreamLane(Lane):
     def _hold(self, together: Together, task: Task, waits: Waits) -> None:
         """Let a task join those that are held, or queue them; hold it where another one may join."""
         latest, held = self._latest, self._held
-        joins = held and task.verb == self._joining and task.payload is held[0][0].payload
-        if held and joins and all([latest.get(lane, -1) >= ordinal for lane, ordinal in waits]):
+        late = [(lane, ordinal) for lane, ordinal in waits if latest.get(lane, -1) < ordinal]
+        may_wait = task.verb in together.patient and all([self.lanes[lane].passed > ordinal for lane, ordinal in late])
+        if held and self._joining == task.key and (may_wait or not late):
             held[0].append(task)
+            self._held = held[0], (*held[1], *late)
         else:
             self.hold_no_longer()
             self._held = [task], waits
         latest.update(waits)
-        self._joining = together.next_verb(task) if self.submitted > self.num_spans else None
+        self._joining = together.next_key(task) if self.submitted > self.num_spans else None
         if self._joining is None:
             self.hold_no_longer()
 

@@ -264,12 +264,12 @@ def graphs_of(wave: Wave) -> graphed.Graphs:
         engine = Engine(weights, wave.policy, buffer_sizes(wave), disk=NoDisk(), num_threads=1)  # type: ignore[arg-type]
         run = engine.executor(wave, [[3] * n for n in wave.workload.prompt_tokens.tolist()], greedy_plan(3))
         graphs, held = graphed.attach(run), []
-        graphs.plain = dict.fromkeys(graphed.VERBS, lambda *_: None)
+        graphs.plain = dict.fromkeys((*graphed.VERBS, *graphed.ENDS), lambda *_: None)
         together = graphed.JointLaunch(run)
         for task in stream(wave):
             if task.resource == "compute" and task.verb in (*graphed.VERBS, "embed"):
                 held.append(task)
-                if not together.next_verb(task):
+                if not together.next_key(task):
                     together.perform(held) if len(held) > 1 else run.perform(task)
                     held.clear()
         engine.close()

@@ -21,10 +21,12 @@ from flexhybrid.core.schedule.refill import RunningBatch
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine, RunControl
+from flexhybrid.runtime.issuing import Issuer, StreamLane
+from flexhybrid.runtime.kernels.logit_changes import LogitChanges
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
-from flexhybrid.runtime.verbs import attending_in_place
+from flexhybrid.runtime.verbs import VERB_FUNCTIONS, attending_in_place
 from flexhybrid.runtime.verbs.graphed import FixedStep, Graphs
 from sim import catalogue
 
@@ -39,6 +41,7 @@ CASES = {
     "mixed": ("qwen3", MIXED, 1.0, False),
     "sharing": ("qwen3", {"kv@device": 0.5, "kv@host": 0.5}, 1.0, True),
     "windows": ("mistral", {"kv@device": 1.0}, 1.0, False),
+    "two layers": ("qwen2", {"kv@device": 1.0}, 1.0, False),
 }
 
 
@@ -54,7 +57,8 @@ def source(tmp_path_factory):
     def of(kind: str) -> Checkpoint:
         if kind not in made:
             folder = tmp_path_factory.mktemp(kind)
-            save_llama(folder, kind=kind, layers=1, **({"sliding_window": 40} if kind == "mistral" else {}))
+            others = {"mistral": {"sliding_window": 40}, "qwen2": {"layers": 2}}.get(kind, {})
+            save_llama(folder, kind=kind, **{"layers": 1} | others)
             made[kind] = Checkpoint(folder)
         return made[kind]
 
@@ -80,13 +84,14 @@ def some_requests(name: str):
 @pytest.fixture(scope="module")
 def plain(source):
     """Return the tokens of a case that are right: those of kernels that are launched one by one."""
-    return cache(lambda name: answers(name, source, cuda_graphs=False)[0])
+    return cache(lambda name, by_host=False: answers(name, source, False, by_host)[0])
 
 
-def answers(name: str, source, cuda_graphs: bool):
-    """Return the tokens of a case's requests, and the graphs of the engine."""
+def answers(name: str, source, cuda_graphs: bool, by_host: bool = False):
+    """Return what a case's requests get, and the graphs of the engine. ``by_host``: some are ``needing_the_host``."""
     kind, cache, share, alike = CASES[name]
     prompts, limits, stops, plan = some_requests(name)
+    plan, noted = replace(plan, **needing_the_host()) if by_host else plan, []
     checkpoint = source(kind)
     policy = Policy(weights=Placement(device=1.0), cache=cache, max_mini_batch_tokens=160)
     machine = {"attention": IN_PLACE, "hardware": catalogue.load("t4"), "device": DEVICE.type}
@@ -106,7 +111,8 @@ def answers(name: str, source, cuda_graphs: bool):
     engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
     try:
         executor = engine.executor(wave, prompts, plan)
-        return engine.run(executor, RunControl(stop_text=heard)).tokens, engine.graphs
+        control = RunControl(stop_text=heard, on_noted=lambda request, of: noted.append((request, of.answer.tolist())))
+        return (engine.run(executor, control).tokens, noted), engine.graphs
     finally:
         engine.close()
         weights.close()
@@ -157,7 +163,7 @@ def is_quiet(step, last) -> bool:
     return tables[0] == tables[1] and not step.returns
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES][:-1])
 def test_steps_are_counted_up_as_the_host_works_them_out(source, plain, monkeypatch, name):
     """The host uploads nothing in a step in which no request joins, leaves, takes a block or begins to read one."""
     fix, latest, quiet, others = Graphs.fix_step, {}, [], []
@@ -228,3 +234,87 @@ def test_a_planted_fault_of_counting_is_found(source, plain, monkeypatch, name):
         except Exception as error:
             found = error
     assert found != expected
+
+
+# ---- one graph for a whole step
+
+
+class Odd:
+    """A grammar: odd tokens alone."""
+
+    def begin(self):
+        return self
+
+    def fill(self, words):
+        words[:] = 0xAAAAAAAA - (1 << 32)
+
+    def advance(self, token):
+        assert token % 2
+
+
+def needing_the_host() -> dict:
+    """What three requests ask for, of which the host has a part in each of their steps."""
+    none = (None,) * (COUNT - 1)
+    return {
+        "grammars": (Odd(), *none),
+        "changes": (none[0], LogitChanges(prompt_tokens=3, repetition=1.5), *none[1:]),
+        "num_logprobs": np.array([-1, -1, 2, *[-1] * (COUNT - 3)]),
+    }
+
+
+@pytest.mark.parametrize("by_host", [False, True])
+def test_a_quiet_step_is_one_launch(source, plain, monkeypatch, by_host):
+    """Nothing is held while the planner waits for tokens. A step whose tokens need the host is launched in layers."""
+    fix, wait, steps, latest = Graphs.fix_step, Issuer.enqueue_until, [], [None]
+
+    def noted(graphs, state, step):
+        steps.append((graphs, graphs.launches, is_quiet(step, latest[0]), by_host and step.queued.min() < 3))
+        latest[0] = step
+        return fix(graphs, state, step)
+
+    def waited(issuer, lane, ordinal):
+        assert lane.name != "d2h" or not any(other._held for other in issuer.lanes)
+        wait(issuer, lane, ordinal)
+
+    monkeypatch.setattr(StreamLane, "lookahead", 8)
+    with fake_cuda(seed=3) as watch, monkeypatch.context() as patch:
+        expected = plain("two layers", by_host)
+        patch.setattr(Graphs, "fix_step", noted)
+        patch.setattr(Issuer, "enqueue_until", waited)
+        tokens, graphs = answers("two layers", source, True, by_host)
+    assert tokens == expected and dict(watch.order.faults) == {}
+    ends = [launched for _, launched, *_ in steps[1:]] + [graphs.launches]
+    launches = [(end - of[1], of[3]) for of, end in zip(steps, ends, strict=True) if of[2]]
+    assert {count for count, needs_host in launches if not needs_host} == {1} and len(launches) > 10
+    assert {count for count, needs_host in launches if needs_host} == ({2} if by_host else set())
+
+
+def draws_elsewhere(patch):
+    def left(held, sampling, group):
+        held.choice = ()
+        return sampling
+
+    patch.setattr(FixedStep, "fix_sampling", left)
+
+
+def launches_wait_for_nothing(patch):
+    """Nor for the tokens before to be on the host."""
+    enqueue = StreamLane.enqueue
+    patch.setattr(StreamLane, "enqueue", lambda lane, of, waits: enqueue(lane, of, waits if len(of) == 1 else ()))
+
+
+def the_step_begins_in_its_graph(patch):
+    embed = VERB_FUNCTIONS["embed"]
+    patch.setitem(VERB_FUNCTIONS, "embed", lambda state, task: state.begin_step(task) and embed(state, task))
+
+
+@pytest.mark.parametrize("plant", [draws_elsewhere, launches_wait_for_nothing, the_step_begins_in_its_graph])
+def test_a_planted_fault_of_whole_steps_is_found(source, plain, plant):
+    with fake_cuda(seed=3) as watch, pytest.MonkeyPatch.context() as patch:
+        expected = plain("two layers")
+        plant(patch)
+        try:
+            found, graphs = answers("two layers", source, True)
+        except Exception as error:
+            found = error
+    assert found != expected or watch.order.faults or not graphs.joins_steps

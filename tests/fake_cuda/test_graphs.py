@@ -157,6 +157,28 @@ def test_a_graph_of_memory_that_has_moved_is_found(case, monkeypatch):
     assert found != expected
 
 
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_step_graph_of_another_waves_tokens_is_found(case, monkeypatch, stale):
+    """Each wave has a token table, at an address of its own as long as the one before lives."""
+    source, policy, expected = case("on the device")
+    kept, attach, recording, launched = [], graphed.attach, Graphs._recording, []
+
+    def of_whole_steps(graphs, state, tasks, form):
+        is_step = form[0][0] == "embed"
+        found = recording(graphs, state, tasks, (*form[:-1], ()) if stale and is_step else form)
+        launched.extend([len(kept)] if is_step and found else ())
+        return found
+
+    monkeypatch.setattr(engine_module, "attach", lambda *given: (kept.append(given), attach(*given))[1])
+    monkeypatch.setattr(Graphs, "_recording", of_whole_steps)
+    with fake_cuda(), closing(Waves(source, replace(policy, max_mini_batch_tokens=400))) as waves:
+        try:
+            found = [waves.run(range(4))[0] for _ in range(2)]
+        except Exception as error:
+            found = error
+    assert (found != [expected] * 2) == stale and {1, 2} <= {*launched}
+
+
 @pytest.mark.parametrize("name", ["opt-6.7b", "opt-13b", "opt-30b", "llama-2-70b"])
 def test_graphs_of_large_models_find_room(name):
     """A graph a layer and mini-batch, three of which run in turn."""
@@ -381,7 +403,7 @@ def projections_without_graphs(monkeypatch):
         return None if tasks[0].verb == "project" else recording(graphs, state, tasks, form)
 
     monkeypatch.setattr(Graphs, "_recording", of_others)
-    monkeypatch.setattr(graphed.JointLaunch, "next_verb", lambda joint, task: None)
+    monkeypatch.setattr(graphed.JointLaunch, "next_key", lambda joint, task: None)
 
 
 def packed_input_elsewhere(monkeypatch):

@@ -91,7 +91,9 @@ def test_a_resident_run_tells_what_graphs_save_and_keep(run, monkeypatch):
     launching = rows["a decode's time to launch without them, over with them"]
     seconds = launching["seconds and those of launching"]
     assert launching["value"] == pytest.approx(seconds["none"][1] / seconds["joint"][1])
-    assert "10 CUDA graphs" in launching["graphs"]  # of two layers, four verbs, together and apart
+    assert "11 CUDA graphs" in launching["graphs"]  # of two layers, four verbs, together and apart, and of the step
     apart = rows["a decode's time with a graph a verb, over one for verbs with nothing between them"]
-    assert apart["value"] == pytest.approx(seconds["a verb"][0] / seconds["joint"][0])
+    assert apart["value"] == pytest.approx(seconds["a verb"][0] / seconds["a layer"][0])
+    whole = rows["a decode's time with a graph a layer, over one a step where steps may have one"]
+    assert whole["value"] == pytest.approx(seconds["a layer"][0] / seconds["joint"][0])
     assert rows["resident: idle GPU in a decode"]["value"] == 100

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -45,6 +46,16 @@ class NotedStream:
 ORDER = {"first": "second", "second": "third"}  #: verbs that may be launched together, one behind the other
 
 
+class Next(NamedTuple):
+    """Equals the keys of tasks of a layer that have a verb; iterations number tasks."""
+
+    layer: int
+    verb: str
+
+    def __eq__(self, key) -> bool:
+        return isinstance(key, tuple) and (key[1], key[3]) == (self.layer, self.verb)
+
+
 def lanes_of(perform, joint: list[list[int]] | None = None) -> tuple[list[Lane], list]:
     """Return a lane of each resource, and what will happen: (stream or thread of the host, "waits", "begins", "runs" or
     "done", task). ``joint`` takes the tasks that are launched together; None: none may be."""
@@ -64,7 +75,12 @@ def lanes_of(perform, joint: list[list[int]] | None = None) -> tuple[list[Lane],
         for task in tasks:
             noted(task)
 
-    together = SimpleNamespace(next_verb=lambda task: ORDER.get(task.verb), perform=perform_together)
+    together = SimpleNamespace(
+        most=0,
+        patient=("third",),
+        next_key=lambda task: Next(task.layer, ORDER[task.verb]) if task.verb in ORDER else None,
+        perform=perform_together,
+    )
     of_streams = [
         StreamLane(name, noted, NotedStream(name, notes, current), issuer, together if joint is not None else None)
         for name in STREAMS
@@ -76,7 +92,7 @@ def task_of(
     number: int, resource: str, reads: tuple[int, ...] = (), writes: tuple[int, ...] = (), verb="work", payload=None
 ) -> Task:
     spaces = (tuple(Access(("cell",), cell, cell + 1) for cell in cells) for cells in (reads, writes))
-    return Task(number, 0, 0, verb, resource, Work(), *spaces, payload)
+    return Task(number, id(payload), 0, verb, resource, Work(), *spaces, payload)
 
 
 def run_before(notes: list) -> dict[int, set[int]]:

@@ -13,6 +13,7 @@ from itertools import groupby, product
 from typing import NamedTuple
 
 from flexhybrid.core.context.selection import num_whole
+from flexhybrid.core.problem import launches_steps
 from flexhybrid.core.schedule.refill import RunningBatch
 from flexhybrid.core.schedule.step_work import StepCounts, counts_of, moved_contexts, step_work, work_of_kind
 from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
@@ -90,7 +91,7 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[Group]
     step_forms: dict[tuple, int] = {}
     kinds = tuple(dict.fromkeys(wave.shape.layer_kinds))
     kind_of = [kinds.index(kind) for kind in wave.shape.layer_kinds]
-    batch = RunningBatch(wave)
+    batch, launched_whole = RunningBatch(wave), launches_steps(wave.problem, wave.policy)
     laid_out = _lay_out(batch, iteration, frozenset(), step_forms)
     while laid_out:
         layers, column = range(wave.shape.num_layers), wave.policy.schedule == "column"
@@ -115,7 +116,8 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[Group]
         iteration += 1
         num_steps += sum(step.last for step, *_ in laid_out)
         unknown, awaited = group, num_awaited(len(group))
-        if stops.may_come(_running_on(wave, iteration, group[:awaited])):
+        # A launch of a whole step is not held while the tokens before it are waited for.
+        if launched_whole and not awaited or stops.may_come(_running_on(wave, iteration, group[:awaited])):
             yield Group(iteration, 0, slot % 2, [])
             unknown = group[awaited:]
         known = num_steps - sum(position.step.last for position in unknown)

@@ -19,7 +19,7 @@ from flexhybrid.runtime.verbs.recurring import held_states, keep_states
 
 def embed(state: State, task: Task) -> None:
     """Token ids -> hidden states [R, h]; the first verb of a step."""
-    tensors = state.begin_step(task)
+    tensors = state.tensors(task)
     step = task.payload.step
     if step.begins and not step.builds:
         state.masks.begin(step, state.steps.plan.select(step.queued).grammars, state.answers)

@@ -11,7 +11,11 @@ joins, leaves, takes a block or reads from one for the first time; and each step
 change their logits, or the cache has both(…).
 
 Verbs of a position with nothing between them have one graph (``JointLaunch``): all of a layer, where weights and cache
-lie on the device.
+lie on the device. There a whole step has one graph, ``embed`` to ``sample``, if no task of another mini-batch or of a
+prompt (of a request that joins) comes between, and no request has a grammar, changes its logits or asks for log
+probabilities. What it uploads or counts up comes before. Its form has the addresses of the wave's token table and
+sampled tokens. A request that leaves, and a table that outgrows its memory or is read in more parts, changes the form:
+the first step of a form is launched layer by layer, the second one captured.
 
 A form is run without a graph when it is first seen: libraries load kernels and take memory then. Where it comes a
 second time its graph is captured, on the compute lane's stream and while other lanes go on. Temporaries of all graphs
@@ -28,7 +32,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -36,12 +40,14 @@ import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.memory import MOST_GRAPHS, NUM_SLOTS
+from flexhybrid.core.problem import launches_steps
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.executor import NOTHING, Executor, HiddenStates, put
 from flexhybrid.runtime.kernels.random_numbers import uniforms
+from flexhybrid.runtime.kernels.sampling import StepSampling
 from flexhybrid.runtime.process_settings import NO_GARBAGE
 from flexhybrid.runtime.step_tensors import Rotation, StepTensors, together_to_device
 from flexhybrid.runtime.verbs.attending_in_place import StepExtents, memory_names, step_extents
@@ -53,6 +59,8 @@ if TYPE_CHECKING:
 #: contexts, and the unpacking of what the link brings of them, take longer than their launch.
 VERBS = ("dequantize_weights", "project", "quantize", "attend", "finish", "scatter_device")
 LATER = {verb: VERBS[place + 1 :] for place, verb in enumerate(VERBS)}  #: by verb those behind it
+ENDS = ("embed", "head", "sample")  #: of a step, beside ``VERBS``; captured with all of it
+STEP_WORKS = {*VERBS, *ENDS, "store_out"}
 KEPT_STEPS = 4  #: a graph that no mini-batch has used in so many of its steps may go for another one
 MOST_FORMS = 1 << 14  #: that are remembered as seen once
 
@@ -87,6 +95,7 @@ class FixedStep:
     draws: torch.Tensor | None  #: [steps from the upload on, B] uniforms; None: no request draws
     form: tuple  #: what forms of all verbs have of it
     table: tuple  #: what those that attend have beside
+    choice: tuple  #: what ``sample`` has beside
 
     def __init__(self, state: Executor, group: int, spaces: Sequence[str], room: int):
         """``group``: requests of the mini-batch; ``spaces``: where rows are stored; ``room``: blocks of the table."""
@@ -99,6 +108,7 @@ class FixedStep:
         self.at: dict[Hashable, slice] = dict(zip(sizes, map(slice, ends, ends[1:]), strict=False))
         self.memory = torch.zeros(ends[-1], dtype=torch.int64, device=state.device)
         self.rotation = [table.new_zeros(group, table.shape[1]) for table in state.steps.rotary or ()]
+        self._sampling: dict[str, torch.Tensor] = {}  #: memory for the tensors of a ``StepSampling``, by name
 
     def upload(self, arrays: dict[Hashable, np.ndarray], by: dict[Hashable, Any]) -> dict[Hashable, torch.Tensor]:
         """Copy arrays to their places, as they were a step before; return them as they are once counted up. ``by``: of
@@ -113,6 +123,17 @@ class FixedStep:
         self.memory.copy_(source.pin_memory() if self.memory.is_cuda else source, non_blocking=True)
         self.age = 0
         return {name: self.memory[self.at[name]][: len(array)] for name, array in arrays.items()}
+
+    def fix_sampling(self, sampling: StepSampling | None, group: int) -> StepSampling | None:
+        """Copy the tensors of a step's sampling to their places, of ``group`` requests; return it with these."""
+        found = vars(replace(sampling, changes=None)) if sampling else {}
+        for name, value in found.items():
+            if isinstance(value, torch.Tensor):
+                memory = self._sampling.setdefault(name, value.new_zeros(*value.shape[:-1], group))
+                found[name] = memory[..., : value.shape[-1]].copy_(value)
+        parts = ((of.data_ptr(), of.shape) if isinstance(of, torch.Tensor) else str(of) for of in found.values())
+        self.choice = tuple(parts)
+        return replace(sampling, **found | {"changes": sampling.changes}) if sampling else None
 
     def count_up(self, state: Executor) -> None:
         """Count the step's tensors up, and look up what hangs on positions."""
@@ -207,6 +228,7 @@ class Graphs:
         self.uploads = 0  #: steps that the host has worked out; the others were counted up
         self.enabled = True  #: False: kernels are launched one by one, over the same memory
         self.joins = True  #: verbs of a position with nothing between them; False: each has a graph of its own
+        self.joins_steps = True  #: whole steps too; False as well once one could not be captured
         self.failed = ""  #: why no more graphs are captured
 
     def enter(self, state: Executor) -> None:
@@ -216,7 +238,7 @@ class Graphs:
         if sizes != self._sizes:
             self._held.clear()
         self._sizes, self._num_kinds = sizes, len(sizes) * max(1, len(state.wave.windows))
-        self.plain = {verb: state.verbs[verb] for verb in VERBS}
+        self.plain = {verb: state.verbs[verb] for verb in (*VERBS, *ENDS)}
 
     def forget(self) -> None:
         """Let all graphs go."""
@@ -259,7 +281,8 @@ class Graphs:
             return held.upload(own | rows, by) | together_to_device(others, state.device)
 
         rotation = cast("Rotation", tuple(of[:batch] for of in held.rotation)) or None
-        held.tensors = tensors = state.steps.make(step, place, rotation)
+        tensors = state.steps.make(step, place, rotation)
+        held.tensors = tensors = replace(tensors, sampling=held.fix_sampling(tensors.sampling, group))
         held.extents = extents._replace(layout=table._replace(**{name: held.memory[held.at[name]] for name in rows}))
         plan, after = state.steps.plan.select(step.queued), np.arange(BLOCK_TOKENS)[:, None]
         held.steady, held.draws = not (plan.changing or state.wave.split), None
@@ -299,7 +322,7 @@ class Graphs:
         """Return the form of these verbs of a task; None where they are not captured."""
         position = task.payload
         step, works = position.step, position.works
-        if not step.decodes or "attend" in verbs and "attend_shared" in works:
+        if not step.decodes or verbs[0] in ENDS or "attend" in verbs and "attend_shared" in works:
             return None
         held = self.fixed(state, task)
         table = held.table if "attend" in verbs else ()
@@ -336,6 +359,22 @@ class Graphs:
         self.launches += 1
         self._leave(state, task, verbs, recording)
 
+    def run_step(self, state: Executor, tasks: Sequence[Task]) -> bool:
+        """Run all tasks of a step by one graph; return whether there is one."""
+        verbs = tuple([task.verb for task in tasks])
+        held = dict.fromkeys(self.fixed(state, task) for task in tasks if task.verb in ("embed", "attend"))
+        outside = state.tokens.ids.data_ptr(), state.sampled.on_device[tasks[0].mini_batch].data_ptr()
+        form = verbs, tuple((of.form, of.table, of.choice) for of in held), outside  # slots are its own
+        recording = self._recording(state, tasks, form)
+        state.logits = NOTHING  # of a capture: their memory is the graphs'
+        if recording is None:
+            self.joins_steps, self.failed = not self.failed, ""
+            return False
+        recording.graph.replay()
+        self.launches += 1
+        self._leave(state, tasks[-1], ("finish",), recording)
+        return True
+
     def _launch(self, state: Executor, tasks: Sequence[Task]) -> None:
         """Run tasks kernel by kernel."""
         for task in tasks:
@@ -356,7 +395,7 @@ class Graphs:
             return None
         recording = self._recordings[form]
         if recording is None:
-            if not self._has_room():
+            if not self._has_room(form):
                 self.refused += 1
                 return None
             recording = self._recordings[form] = self._capture(state, tasks)
@@ -365,13 +404,17 @@ class Graphs:
         self.used[form] = self.steps
         return recording
 
-    def _has_room(self) -> bool:
+    def num_held(self, *others: tuple) -> int:
+        """Return how many graphs are held, and would be with these forms: that of a step counts for each layer."""
+        return sum(max(1, form[0].count("finish")) for form in (*self.used, *others))
+
+    def _has_room(self, form: tuple) -> bool:
         """Return whether one more may be captured, once graphs that are no longer used are gone."""
-        if len(self.used) >= MOST_GRAPHS:
+        if self.num_held(form) > MOST_GRAPHS:
             oldest = self.steps - KEPT_STEPS * self._num_kinds
-            for form in [form for form, step in self.used.items() if step < oldest]:
-                del self.used[form], self._recordings[form]
-        return len(self.used) < MOST_GRAPHS
+            for old in [old for old, step in self.used.items() if step < oldest]:
+                del self.used[old], self._recordings[old]
+        return self.num_held(form) <= MOST_GRAPHS
 
     def _capture(self, state: Executor, tasks: Sequence[Task]) -> Recording | None:
         """Capture tasks; where that fails, warn, and leave all as it was."""
@@ -393,8 +436,8 @@ class Graphs:
                 graph.capture_end()
         except Exception as error:  # whatever a library raises that cannot be captured: it runs without a graph
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            self.failed = f"{' and '.join(task.verb for task in tasks)} could not be captured: {reason}"
-            warnings.warn(f"no more CUDA graphs are made: {self.failed}", stacklevel=2)
+            self.failed = f"{' and '.join(dict.fromkeys(task.verb for task in tasks))} could not be captured: {reason}"
+            warnings.warn(f"no more such CUDA graphs are made: {self.failed}", stacklevel=2)
             state.kvq, state.act, state.attended, state.hidden.rows = before
             return None
         return Recording(graph, state.act if self._packs_act else NOTHING)
@@ -424,7 +467,7 @@ def attach(state: Executor, graphs: Graphs | None = None) -> Graphs:
     state.graphs = graphs = graphs or Graphs(state)
     graphs.enter(state)
     state.hidden = FixedHiddenStates(state.wave, state.buffers, graphs.hidden)
-    state.verbs |= dict.fromkeys(VERBS, _graphed)
+    state.verbs |= dict.fromkeys((*VERBS, *ENDS), _graphed)
     return graphs
 
 
@@ -432,25 +475,43 @@ def _graphed(state: Executor, task: Task) -> None:
     state.graphs.run(state, (task,))
 
 
-class JointLaunch(NamedTuple):
-    """Launches tasks of a position by one graph: an ``issuing.Together``."""
+class JointLaunch:
+    """Launches tasks of a position, or of a whole step, by one graph: an ``issuing.Together``."""
 
-    state: Executor
+    patient = ("sample",)  # for the tokens before to be on the host
 
-    def next_verb(self, task: Task) -> str | None:
-        """Return the next verb of a decode step's position that a graph may hold; None behind the last one, and where
-        it or the task's own was replaced since (``executor.verbs``)."""
-        verbs, later = self.state.verbs, LATER.get(task.verb)
-        if not later or verbs[task.verb] is not _graphed or not self.state.graphs.joins:
+    def __init__(self, state: Executor):
+        self.state, whole = state, launches_steps(state.wave.problem, state.policy)
+        self._step: tuple | None = None  #: iteration and mini-batch of the latest that may be whole
+        self.most = whole * (len(VERBS) * state.shape.num_layers + len(ENDS))
+
+    def next_key(self, task: Task) -> tuple[int, int, int, str] | None:
+        """Return the key of the next task that a graph may hold with this one; None behind the last one, and where it
+        or the task's own verb was replaced since (``executor.verbs``)."""
+        position, verbs = task.payload, self.state.verbs
+        joins = self.state.graphs.joins and verbs[task.verb] is _graphed and position.step.decodes
+        if not joins or "attend_shared" in position.works:
             return None
-        position = task.payload
-        if not position.step.decodes or "attend_shared" in position.works:
-            return None
-        for verb in later:
+        for verb in LATER.get(task.verb, ()):
             if verb in position.works:
-                return verb if verbs[verb] is _graphed else None
-        return None
+                return (*task.key[:3], verb) if verbs[verb] is _graphed else None
+        if task.verb == "embed":
+            plan = self.state.steps.plan.select(position.step.queued)
+            noted = np.maximum(plan.num_logprobs, plan.num_prompt_logprobs).max() >= 0
+            by_host = noted or plan.changing or any(grammar is not None for grammar in plan.grammars)
+            self._step = task.key[:3:2] if self.most and self.state.graphs.joins_steps and not by_host else None
+        if self._step != task.key[:3:2] or task.verb == "sample" or not position.works.keys() <= STEP_WORKS:
+            return None
+        layer, first = task.layer, next(verb for verb in VERBS if verb in position.works)
+        if task.verb in LATER:
+            layer, first = (layer, "head") if layer == self.state.shape.num_layers - 1 else (layer + 1, first)
+        return task.iteration, layer, task.mini_batch, "sample" if task.verb == "head" else first
 
     def perform(self, tasks: Sequence[Task]) -> None:
-        """Launch tasks, each the ``next_verb`` of the one before."""
-        self.state.graphs.run(self.state, tasks)
+        """Launch tasks of a step: by one graph if they are all of it and have one, or else position by position."""
+        graphs = self.state.graphs
+        whole = graphs.enabled and not graphs.failed and (tasks[0].verb, tasks[-1].verb) == ("embed", "sample")
+        if whole and graphs.run_step(self.state, tasks):
+            return
+        for _, part in groupby(tasks, lambda task: (task.layer, task.verb in ENDS)):
+            graphs.run(self.state, tuple(part))
