@@ -31,6 +31,7 @@ HOST = "127.0.0.1"  #: the endpoint serves this machine alone: it has no access 
 LOADS = 2  #: attempts to load a model before the deployment fails
 START_S = 120  #: until which Ray Serve's HTTP endpoint must be up
 HEALTH_S = 2.0  #: between two health checks of a process, and for which one that ends may finish
+IDLE_S = 0.5  #: between two looks for requests under way of a process that is to end; Ray's own are 2 s apart
 FILE_REQUESTS = 10_000  #: of a file that the router may have at a time
 
 
@@ -188,6 +189,7 @@ def _application(cascade: Cascade, loads: Sequence[Load], processes: Sequence[Pr
     shared = {
         "health_check_period_s": HEALTH_S,
         "graceful_shutdown_timeout_s": HEALTH_S,
+        "graceful_shutdown_wait_loop_s": IDLE_S,
         "max_constructor_retry_count": LOADS,
     }
     bound = []
@@ -207,7 +209,11 @@ def _application(cascade: Cascade, loads: Sequence[Load], processes: Sequence[Pr
         )
         bound.append(worker.bind(cascade, held, process.batch, options.timeout_s))
     router = serve.deployment(RemoteRouter).options(
-        name=ROUTER, ray_actor_options={"num_cpus": 0}, health_check_period_s=HEALTH_S, **routing
+        name=ROUTER,
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=HEALTH_S,
+        graceful_shutdown_wait_loop_s=IDLE_S,
+        **routing,
     )
     return router.bind(cascade, [list(process.batch) for process in processes], limits, *bound)
 
