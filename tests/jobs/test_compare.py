@@ -189,7 +189,7 @@ def systems_run(tmp_path_factory):
         patch.setattr(job, "measure_disk", lambda *rest: (Hardware("disk", "cpu", lines, disk_memory=1 << 30), []))
         result = compare(
             CompareOptions(
-                device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, prompt_len=48, gen_len=4, rounds=2,
+                device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, prompt_len=48, gen_len=4, rounds=3,
                 exact_tokens=3, exact_prompts=8, systems=(*SYSTEMS, str(folder / "disk.json")),
                 disk_dir=folder, out=folder / "out",
             ),

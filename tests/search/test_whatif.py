@@ -117,16 +117,17 @@ def test_the_rivals_are_said_to_be_free(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["kv_only", "hybrid(0.5)", "capture"])
 def test_the_best_batch_is_the_best_of_all_batches(name):
-    """Against every batch that fits at once, one by one."""
+    """Against every third batch that fits at once."""
     point = {**POINT, "system": name}
     budgets = {"device": "1930MiB", "host": "300MiB"}
     _, best = run_point({**point, "batch": "auto"}, budgets)
-    rates = []
-    for batch in range(1, 100, 1 if name != "capture" else 3):
+    batches, rates = range(1, 100, 3), []
+    for batch in batches:
         _, run = run_point({**point, "batch": batch}, budgets)
         if run.num_waves == 1:
             rates.append(run.tokens_per_s)
-    assert 1 < len(rates) < 99, "memory must bind, or the largest batch would do"
+    binds = len(rates) < len(batches) or name == "capture"  # which has room for all of these
+    assert binds and len(rates) > 1, "memory must bind, or the largest batch would do"
     assert best.num_waves == 1 and best.tokens_per_s >= 0.97 * max(rates)
 
 
