@@ -64,10 +64,17 @@ def reproduce(only: Sequence[str] | None, out: Path, workers: int | None = None,
 
 
 def run_all(chosen: Sequence[str], workers: int | None = None, quiet: bool = False) -> list[Experiment]:
-    """Run experiments in processes of their own, on all cores unless ``workers`` says otherwise."""
+    """Run experiments, in processes of their own where ``workers`` (None: one a core) and they are several."""
     done: dict[str, Experiment] = {}
-    context = multiprocessing.get_context("spawn")  # numpy's and scipy's threads do not survive a fork
     workers = min(workers or multiprocessing.cpu_count(), len(chosen))
+    if workers == 1:
+        with Progress(len(chosen), "reproduce", "experiment", quiet) as progress:
+            progress.steps_alike = False
+            for name in chosen:
+                done[name] = run(name)
+                progress.advance()
+        return [*done.values()]
+    context = multiprocessing.get_context("spawn")  # numpy's and scipy's threads do not survive a fork
     with (
         ProcessPoolExecutor(workers, mp_context=context) as pool,
         Progress(len(chosen), "reproduce", "experiment", quiet) as progress,
