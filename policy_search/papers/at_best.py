@@ -47,7 +47,7 @@ def at_best(text: str, setting: Setting, free: bool) -> tuple[System, SimulatedR
         return _run(System(text, policy, setting.machine), setting, free)
     if SYSTEMS[name].reads_lines and name not in TRIED:
         return best_batch(partial(system, text), setting, free)
-    best: tuple[float, System] | None = None
+    call, best = text, None
     tried = {option: values for option, values in TRIED.get(name, {}).items() if option not in options}
     for values in product(*tried.values()):
         call = _call(name, options | dict(zip(tried, values, strict=True)))
@@ -58,7 +58,7 @@ def at_best(text: str, setting: Setting, free: bool) -> tuple[System, SimulatedR
                 plain = replace(made, policy=without_recomputing(made.policy))
                 best = _best_setting(call, plain, setting, free, best)
     if best is None:
-        return _run(system(text, replace(setting, batch=1)), setting, free)  # raises, with what one request needs
+        return _run(system(call, replace(setting, batch=1)), setting, free)  # raises, with what one request needs
     return _run(replace(best[1], name=text), setting, free)
 
 

@@ -849,7 +849,7 @@ def test_a_request_that_fits_no_budget_is_refused_alone(tiny, tmp_path, capsys, 
     monkeypatch.setattr(opening, "measure_for_model", lambda *_: known_machine())
     source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     short = [line(f"a{number}", prompt=[5, 7 + number], max_tokens=30 - number) for number in range(4)]
-    large = [line("b", prompt=[5] * 90, max_tokens=2), line("c", prompt=[5] * 91, max_tokens=2)]
+    large = [line("b", prompt=[5] * 90, max_tokens=2), line("c", prompt=[6] * 90, max_tokens=2)]
     source.write_text("\n".join([short[0], *large, *short[1:]]))
     with LLM(tiny, "kv_only", device="cpu", dtype="float32") as llm:
         need = llm.first_wave(Workload(np.array([2]), np.array([30])))[1]
@@ -860,10 +860,12 @@ def test_a_request_that_fits_no_budget_is_refused_alone(tiny, tmp_path, capsys, 
         assert run(source, out, tiny, *memory, policy=policy) == 0
         answers = {answer["custom_id"]: answer["response"] for answer in map(json.loads, out.read_text().splitlines())}
         assert [answers.pop(f"a{number}")["status_code"] for number in range(4)] == [200] * 4
+        alike = []
         for name in "bc":
             error = answers.pop(name)["body"]["error"]
             assert error["code"] == "insufficient_memory" and "memory: one request of 9" in error["message"]
-        assert not answers
+            alike.append("it is at least as large as line " in error["message"])
+        assert not answers and sorted(alike) == [False, True], "one was tried for both"
     source.write_text("\n".join(large))
     none = tmp_path / "none.jsonl"
     assert run(source, none, tiny, *memory, policy=policy) == 2

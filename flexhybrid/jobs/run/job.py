@@ -505,27 +505,29 @@ class Job:
     def _refuse_largest(self) -> None:
         """Refuse the pending lines of which not even one request fits the budgets under the policy in use. Raise
         InputError where none does."""
-        census, left, refused = self.census, self._order, list[tuple[np.ndarray, str]]()
+        census, left, refused = self.census, self._order, list[tuple[np.ndarray, int, str]]()
         while len(left):
             prompts = census.prompt_tokens[left].astype(np.int64)
             sizes = np.stack([prompts, prompts + census.max_tokens[left], census.noted[left]])
-            for largest in {int(of.argmax()) for of in sizes}:
+            for largest in dict.fromkeys(int(of.argmax()) for of in sizes):
                 try:
                     self.llm.first_wave(self.workload(left[[largest]]).select(slice(1)))
                 except InputError as error:
                     fits = (sizes < sizes[:, [largest]]).any(0)
                     if not fits.any() and census.complete and not (self.states == ANSWERED).any():
                         raise InputError(f"line {left[largest] + 1}: {error}") from None
-                    refused.append((left[~fits], str(error)))
+                    refused.append((left[~fits], int(left[largest]), str(error)))
                     left = left[fits]
                     break
             else:
                 break
         self._order = left
-        for places, message in refused:
+        for places, tried, message in refused:
+            alike = f"it is at least as large as line {tried + 1}, which does not fit: {message}"
             for some in np.array_split(places, -(-len(places) // ERRORS_AT_ONCE)):
                 named = [(place + 1, self.source.custom_id(place + 1)) for place in some.tolist()]
-                told = [(number, Refused("insufficient_memory", message, None, name)) for number, name in named]
+                reasons = [(number, name, message if number == tried + 1 else alike) for number, name in named]
+                told = [(number, Refused("insufficient_memory", text, None, name)) for number, name, text in reasons]
                 self.errors.append([error_line(*one) for one in told])
             self.states[places] = FAILED
             self.refused_codes["insufficient_memory"] += len(places)

@@ -478,7 +478,7 @@ def _graphed(state: Executor, task: Task) -> None:
 class JointLaunch:
     """Launches tasks of a position, or of a whole step, by one graph: an ``issuing.Together``."""
 
-    patient = ("sample",)  # for the tokens before to be on the host
+    patient: Sequence[str] = ("sample",)  # for the tokens before to be on the host
 
     def __init__(self, state: Executor):
         self.state, whole = state, launches_steps(state.wave.problem, state.policy)
