@@ -264,12 +264,11 @@ def test_log_probabilities_bound_the_requests_at_a_time_and_too_many_are_refused
     source = tmp_path / "in.jsonl"
     source.write_text("\n".join(map(json.dumps, lines)))
     command = ["run", "-i", str(source), "-o", str(tmp_path / "out.jsonl"), "--model", str(shipped.CHECKPOINT)]
-    assert (
-        cli.main([*command, "--policy", "kv_only", "--device", "cpu", "--dtype", "float32", "--host-memory", "20MiB"])
-        == 2
-    )
-    told = capsys.readouterr().err
-    assert "line 2: host memory" in told and "the part for log probabilities is" in told
+    command += ["--policy", "kv_only", "--device", "cpu", "--dtype", "float32", "--host-memory", "20MiB"]
+    assert cli.main(command) == 0 and "2 answered, 1 refused" in capsys.readouterr().out
+    replies = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    (error,) = (reply["response"]["body"]["error"] for reply in replies if reply["custom_id"] == "1")
+    assert "line 2: host memory" in error["message"] and "the part for log probabilities is" in error["message"]
 
 
 def filled_reply(llm, request, tokens, made, replies, of_prompt=None):

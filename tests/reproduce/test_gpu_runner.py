@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -62,6 +63,7 @@ def start(tmp_path, monkeypatch):
     program, out = tmp_path / "parts.py", tmp_path / "out"
     program.write_text(PROGRAM, encoding="utf-8")
     monkeypatch.setenv("OUT", str(out))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(runner.ROOT), os.environ.get("PYTHONPATH")])))
 
     def run(*arguments: str, patience: str = "30"):
         command = [sys.executable, str(program), patience, *arguments]
