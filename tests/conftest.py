@@ -53,20 +53,14 @@ else:
 
 #: Seconds of a core, roughly, that the tests of a file and what they start take: of the longest files.
 SECONDS = {
-    **{"ray": 50, "search_optimum": 50, "docs": 48, "speculative": 30, "sim_closed_form": 25, "run": 25, "wheel": 21},
-    **{"compare": 21, "clock": 21, "reproduce_kvpr": 21, "reproduce_capture": 20, "refill": 19, "exactness": 17},
-    **{"accuracy": 15, "heavy_hitters": 15, "structured": 14, "sim_queue": 14, "cli": 14, "api": 14, "sweep": 13},
-    **{
-        "exactness_policies": 13,
-        "quantize_triton": 12,
-        "attend_triton": 15,
-        "core_stream": 12,
-        "prefixes": 12,
-        "accuracy_study": 12,
-    },
-    **{"search_resident": 11, "lm_eval": 11, "selection_product": 11, "search_flexgen": 10, "moves": 10},
-    **{"runtime_disk": 9, "run_malformed": 9, "profile": 9, "reproduce_infinigen": 8, "lengths": 8, "run_memory": 8},
-    **{"asking": 7, "search_algorithm1": 7, "floors": 6, "faults": 6},
+    **{"graphs": 47, "ray": 40, "run": 35, "docs": 34, "counted_steps": 27, "search_optimum": 24, "speculative": 23},
+    **{"kinds_of_requests": 23, "streams": 22, "sim_queue": 18, "reproduce_kvpr": 17, "published_models": 16, "refill": 16},
+    **{"attend_triton": 14, "sim_closed_form": 14, "states": 14, "device_memory": 13, "interpreted": 13, "wheel": 12},
+    **{"compare": 12, "reproduce_capture": 12, "models": 12, "whatif": 11, "exactness": 10, "lending": 10, "moves": 10},
+    **{"accuracy": 9, "checkpoint_files": 9, "faults": 9, "queue_search": 9, "replanning": 9, "accuracy_study": 8},
+    **{"attention_in_place": 8, "cli": 8, "outlook": 8, "run_memory": 8, "structured": 8, "api": 7, "gpu_parts": 7},
+    **{"profile": 7, "run_malformed": 7, "heavy_hitters": 6, "lm_eval": 6, "prefixes": 6, "published": 6},
+    **{"quantize_triton": 6, "runtime_disk": 6, "search_lp": 6, "selection_product": 6, "sim_launcher": 6},
 }
 
 
