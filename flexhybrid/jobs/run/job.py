@@ -338,7 +338,8 @@ class Job:
         asked = self.options.max_batch
         max_batch = min(WINDOW, asked or WINDOW)
         places = self._sorted(self.census.valid)
-        lengths, begins = self._expected(places), self._begins(places, max_batch)
+        lengths = self._expected(places)
+        begins = _begins(lengths, max_batch)
         always = self.options.reprofile or self.crew or not self.census.complete
         if self.measure and (always or not is_brief(self.llm, lengths, begins)):
             self.llm.know(self.measure())
@@ -349,11 +350,6 @@ class Job:
         if asked:
             self.llm.use(replace(policy, max_batch=min(max_batch, policy.max_batch or max_batch)))
 
-    def _begins(self, places: np.ndarray, max_batch: int) -> Workload:
-        """Return the lengths of requests that stand for these lines."""
-        lengths = self._expected(places)
-        return _representative(lengths, max_batch * (1 if lengths.answer_tokens is None else REFILLS))
-
     def _settle_for_most(self, places: np.ndarray, max_batch: int) -> Policy:
         """Choose the policy for as many of the shortest lines as have one under which all fit the budgets. Raise
         InputError where not even the shortest has one."""
@@ -361,7 +357,7 @@ class Job:
         by_size = places[np.argsort(census.prompt_tokens[places] + census.max_tokens[places], kind="stable")]
 
         def policy_of(count: int) -> Policy:
-            workload = self._begins(by_size[:count], max_batch)
+            workload = _begins(self._expected(by_size[:count]), max_batch)
             return settle_policy(str(llm.requested_policy), llm.problem, workload, llm.paced.link_gb_per_s is not None)
 
         policy, fitting, beyond = policy_of(1), 1, len(by_size)
@@ -622,8 +618,10 @@ class Job:
         self.note(self.replanned[-1])
 
 
-def _representative(workload: Workload, count: int) -> Workload:
-    """Return about ``count`` requests whose lengths stand for all, the longest among them."""
+def _begins(workload: Workload, max_batch: int) -> Workload:
+    """Return requests whose lengths stand for all, the longest among them: about ``max_batch``, or REFILLS times as
+    many where their answers end by themselves."""
+    count = max_batch * (1 if workload.answer_tokens is None else REFILLS)
     places = np.linspace(0, workload.num_requests - 1, count).round().astype(int)
     places = np.unique([*places, workload.prompt_tokens.argmax(), workload.cached_tokens.argmax()])
     return workload.select(places)
