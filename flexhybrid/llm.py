@@ -87,8 +87,8 @@ class LLM:
     Further arguments of vLLM's are taken where they ask for nothing; what to write in the place of the others, their
     error says.
 
-    ``hardware``: the machine by which "auto" and both(…) decide, and whether contexts of requests that step back are
-    parked in host memory: None for the saved profile, a name of the catalogue, or the path of a JSON file.
+    ``hardware``: the machine by which "auto" and both(…) decide: None for the saved profile, a name of the catalogue,
+    or the path of a JSON file.
 
     Several threads may call ``generate``; they wait for each other. Weights are read at the first ``generate``; they
     and the buffers are kept between calls. ``release()`` gives them back until the next ``generate``; ``close()``, or

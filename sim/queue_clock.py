@@ -71,10 +71,12 @@ class Pace:
     waiting: tuple[float, float]  #: times as long as the busiest resource, where nobody joins and where somebody does
     exact: bool = True  #: ``SharedBlocks.exact``: what requests share is computed once
 
-    def seconds(self, counted: Stints, prefixes: Prefixes | None = None, moved: np.ndarray | None = None) -> np.ndarray:
-        """Return the seconds of each iteration of these stints, of requests that share ``prefixes``. ``moved``
-        [stints]: whose contexts are there without being computed (None: ``Stints.moved``)."""
-        loads = iteration_loads(counted, self.num_mini_batches, prefixes, self.exact, moved)
+    def seconds(
+        self, counted: Stints, prefixes: Prefixes | None = None, cached: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Return the seconds of each iteration of these stints, of requests that share ``prefixes``. ``cached``
+        [stints]: whose contexts need no computing (None: none)."""
+        loads = iteration_loads(counted, self.num_mini_batches, prefixes, self.exact, cached)
         longest = np.max(list(self._work(loads).values()), axis=0)
         return longest * np.where(loads[:, JOINING] > 0, self.waiting[1], self.waiting[0])
 
@@ -98,14 +100,14 @@ def iteration_loads(
     num_mini_batches: int,
     prefixes: Prefixes | None = None,
     exact: bool = True,
-    moved: np.ndarray | None = None,
+    cached: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return what each iteration has to do: [iterations, loads]: itself, steps that decode, steps that compute prompts,
     requests that decode, tokens of their context of their own, requests that join, tokens that are computed of their
     prompts, pairs that these attend to; of shared context the tokens attended to and loaded.
 
-    ``exact``: see ``Pace``; ``moved``: see ``Pace.seconds``."""
-    ones = 1.0 - (counted.moved if moved is None else moved)
+    ``exact``: see ``Pace``; ``cached``: see ``Pace.seconds``."""
+    ones = np.ones(len(counted.request)) if cached is None else 1.0 - cached
     tokens = counted.prompt_tokens.astype(float)
     shared, found = counted.shared_tokens.astype(float), counted.found_tokens * float(exact)
     running, joining = counted.per_iteration(), counted.joining(ones)  # those who compute their prompts
@@ -149,9 +151,8 @@ class QueueRun:
     at_a_time: int  #: places
     pace: Pace | None = None  #: by which others than these lengths are priced; None: of the virtual clock
     step_backs: float = 0.0  #: times that a request gave its blocks back and waited again
-    parked: float = 0.0  #: of these, times that its context was parked meanwhile, and not computed anew
-    #: share of the time, at most, that their contexts take, computed anew: what a cache that is moved a tier down and
-    #: back could save if moving took no time
+    #: share of the time, at most, that computing their contexts again takes: what swapping them a tier down and back
+    #: could save if moving took no time
     recomputing: float = 0.0
 
     @property
@@ -309,7 +310,7 @@ class _Price:
         self.more_layers = wave.shape.num_layers - len(self.layers)
         self.exact = stores_exactly(wave.policy)
         computed = self.stints.prompt_tokens - self.stints.found_tokens * self.exact
-        self.joining_tokens = self.stints.joining(computed * (1.0 - self.stints.moved))
+        self.joining_tokens = self.stints.joining(computed.astype(float))
         self.walked: dict[int, float] = {}  # iteration -> seconds
         self.work: dict[int, dict[str, float]] = {}  # iteration -> resource -> seconds of work
         #: of iterations in which fewer join than in the queue: what they have to do, their ``work``, and ``walked``
@@ -340,8 +341,6 @@ class _Price:
         if self.workload.answer_tokens is None and not only_ranks:
             self._walk_thinner(windows)
         seconds, work, pace = self._spread()
-        for stint in np.flatnonzero(self.stints.moved).tolist():
-            seconds[self.stints.joined[stint]] += self.wave.parking.moving_s(int(self.stints.prompt_tokens[stint]) - 1)
         running = self.stints.per_iteration()
         surplus = np.bincount(self.stints.left[self.stints.surplus] - 1, minlength=self.num_iterations)
         begin, end = self.bounds.values()
@@ -358,7 +357,6 @@ class _Price:
             at_a_time=self.wave.workload.num_requests,
             pace=pace,
             step_backs=self.times * float(self.stints.returned.sum()),
-            parked=self.times * float(self.stints.moved.sum()),
             recomputing=self._recomputing(pace),
         )
 
@@ -366,9 +364,8 @@ class _Price:
         """Return ``QueueRun.recomputing``."""
         if not (returned := self.stints.returned).any():
             return 0.0
-        of_all = self.stints.moved, returned
-        computed, moved = (pace.seconds(self.stints, self.workload.prefixes, of) for of in of_all)
-        return float(np.maximum(computed - moved, 0.0).sum() / computed.sum())
+        computed, cached = (pace.seconds(self.stints, self.workload.prefixes, of) for of in (None, returned))
+        return float(np.maximum(computed - cached, 0.0).sum() / computed.sum())
 
     # ---- the iterations that are walked
 
@@ -412,7 +409,7 @@ class _Price:
 
     def _around(self, start: int) -> np.ndarray:
         """Return the stints of iterations ``start`` to ``start`` + 2."""
-        return np.flatnonzero((self.stints.joined + self.stints.moved <= start + 2) & (self.stints.left > start))
+        return np.flatnonzero((self.stints.joined <= start + 2) & (self.stints.left > start))
 
     def _walked(self, start: int, chosen: np.ndarray) -> dict[int, tuple[float, dict[str, float]]]:
         """Walk iterations ``start`` and ``start`` + 1 of some stints, and what of the next one begins before their end.
@@ -437,14 +434,10 @@ class _Price:
     def _members(self, start: int, chosen: np.ndarray) -> tuple[Wave, Stops]:
         """Return the batch of some stints in iterations ``start`` to ``start`` + 2, and who leaves it before each."""
         all_stints, wave = self.stints, self.wave
-        # Who returns with its context decodes at once: as if it had joined two iterations before, so that it is there
-        # at ``start`` and its prompt is computed in none of those that are walked.
-        earlier = 2 * all_stints.moved[chosen].astype(np.int64)
         groups = [np.flatnonzero(all_stints.mini_batch[chosen] == k) for k in range(len(wave.mini_batches))]
         requests, left = all_stints.request[chosen], all_stints.left[chosen]
         given = all_stints.prompt_tokens[chosen] - self.workload.prompt_tokens[requests]
-        limits = self.workload.max_tokens[requests] - given
-        lengths = Workload(np.maximum(1, all_stints.prompt_tokens[chosen] - earlier), limits + earlier)
+        lengths = Workload(all_stints.prompt_tokens[chosen], self.workload.max_tokens[requests] - given)
         problem = replace(wave.problem, shape=wave.shape.of_layers(self.layers))
         depth = all_stints.shared_tokens[chosen] // BLOCK_TOKENS
         groups = [group for group in groups if len(group)]
@@ -452,7 +445,7 @@ class _Price:
             (depth, dict.fromkeys(wave.entries.names, int(depth.max()) * len(depth))) if depth.any() else (None, {})
         )
         members = admit(problem, wave.policy, lengths, mini_batches=groups, shared=shared, room=room)
-        joined = all_stints.joined[chosen] - earlier
+        joined = all_stints.joined[chosen]
         members = replace(members, joined=joined, whole=members.whole and replace(members.whole, joined=joined))
         if depth.any():
             members = replace(members, sharing=self._shared(members, room, chosen, start))

@@ -42,12 +42,11 @@ class Stints:
     request: np.ndarray  #: index in the queue
     mini_batch: np.ndarray
     prompt_tokens: np.ndarray  #: with the tokens that it had before it stepped back
-    joined: np.ndarray  #: iteration that computes the prompt, or in which a context that was ``moved`` returns
+    joined: np.ndarray  #: iteration that computes the prompt
     left: np.ndarray  #: first iteration without it
     surplus: np.ndarray  #: whether its last step is for nothing: its end is known an iteration late
     shared_tokens: np.ndarray  #: of its prompt, that lie with others'
     found_tokens: np.ndarray  #: of these, that others had computed
-    moved: np.ndarray  #: whether its context comes from the parking area, and is not computed
 
     @property
     def num_iterations(self) -> int:
@@ -123,7 +122,6 @@ class _Member(NamedTuple):
     joined: int
     left: int  #: iteration in which it will be gone; one later where its end is known late
     place: int
-    moved: bool  #: ``Stints.moved``
     prefills: bool  #: its prompt is computed in the iteration in which it joins
     surplus: bool = False  #: its end is known late
 
@@ -156,7 +154,6 @@ class _Queue:
         self.places = [group.tolist() for group in wave.mini_batches]  # that are free
         self.sharing, self.now = wave.sharing, 0  # the iteration whose builds it holds
         self.unknown: set[tuple[int, bool]] = set()  # steps before it whose tokens nobody waits for: ``_unknown``
-        self.parking = wave.parking
         self.steering = Steering(wave.sharing.tree) if wave.sharing else None
         self.exact, self.piece = stores_exactly(wave.policy), chunk_tokens(wave.policy.max_mini_batch_tokens)
         self.depth, self.found = np.zeros((2, workload.num_requests), dtype=np.int64)  # shared blocks of those who run
@@ -198,18 +195,12 @@ class _Queue:
 
     def _enter(self, k: int, requests: list[int], places: list[int], iteration: int, prefills: bool = True) -> None:
         for request, place in zip(requests, places):
-            left, moved = iteration + int(self.ends[request]), self._is_parked(request)
-            self.running[k].append(_Member(request, iteration, left, place, moved, prefills and not moved))
-            if moved:
-                self.parking.area.release(request)
+            left = iteration + int(self.ends[request])
+            self.running[k].append(_Member(request, iteration, left, place, prefills))
             heapq.heappush(self.changes, (left, k))
-
-    def _is_parked(self, request: int) -> bool:
-        return self.parking is not None and self.parking.has(request)
 
     def _buffers_hold(self, k: int, requests: list[int], joining: list[int]) -> bool:
         """Return whether the buffers hold these members of a mini-batch, of whom ``joining`` join."""
-        joining = [request for request in joining if not self._is_parked(request)]
         cached = self.prompts[requests] + self.limits[requests] - 1
         if not self.singly:  # each is padded to the longest
             return len(requests) * int(ceil_blocks(cached.max())) <= self.most_padded
@@ -247,7 +238,7 @@ class _Queue:
 
     def _end_stint(self, k: int, member: _Member, left: int, surplus: bool) -> None:
         request, shared = member.request, BLOCK_TOKENS * np.array([self.depth, self.found])[:, member.request]
-        self.rows.append((request, k, self.prompts[request], member.joined, left, surplus, *shared, member.moved))
+        self.rows.append((request, k, self.prompts[request], member.joined, left, surplus, *shared))
         self._detach(k, request, member.place)
 
     def _attach(self, k: int, request: int) -> int:
@@ -302,8 +293,6 @@ class _Queue:
             member = self.running[k].pop()
             self._end_stint(k, member, iteration, False)
             request, given = member.request, iteration - member.joined
-            if self.parking:
-                self.parking.take(request, int(self.prompts[request]) + given - 1)
             self.given[request] += given
             self.prompts[request] += given
             self.limits[request] -= given
@@ -384,8 +373,6 @@ class _Queue:
         own = self.prompts[joining] - BLOCK_TOKENS * self.depth[joining] * self.exact
         if not self.singly:
             return len(joining) * longest_piece(self.wave.policy, own) <= self.wave.limits.step_rows
-        if not len(own := own[[not self._is_parked(request) for request in joining]]):
-            return True
         return computed_together(self.wave, own, first_builds(self.wave, np.array(places)) if self.sharing else [])
 
     def _shorter(self, places: list[int], first: list[int], failures: int) -> list[int]:

@@ -189,11 +189,6 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "hidden states": sizes.hidden_rows * hidden if policy.hidden == "host" and layers > 1 else 0,
         "token log": 8 * sizes.log_cells,
         "log probabilities": sizes.noted_bytes,
-        "parked contexts": sum(
-            layers * BLOCK_TOKENS * blocks * row[part.representation]
-            for entry, blocks in sizes.parked_blocks.items()
-            for part in stored_copies(entry)
-        ),
         "query strips": NUM_SLOTS * sizes.decode_batch * (2 * shape.query_width + shape.kv_width) * p if on_host else 0,
         "workspace": HOST_THREADS[device] * 8 * widened if on_host and p < 4 else 0,
     }

@@ -20,8 +20,7 @@ class Verb:
     per: str = "layer"
     #: A step has none of it without "blocks" of ``blocks``, without new "rows", without a "recomputed" prefix, without
     #: blocks that requests attend to together ("shared"), unless it computes a "chunk" of prompts behind what is
-    #: cached, without a context that is "parked" or returns, or in a layer without a "state"; None: every step of the
-    #: policy has it.
+    #: cached, or in a layer without a "state"; None: every step of the policy has it.
     needs: str | None = None
     #: representations and tiers of the context's blocks that it reads, or of the new rows that it takes
     blocks: tuple[tuple[str, ...], tuple[str, ...]] | None = None
@@ -43,8 +42,6 @@ VERBS: dict[str, Verb] = {
         Verb("load_act", "h2d", "act", needs="blocks", blocks=(("act",), ("host", "disk")), group="cache copy"),
         Verb("read_kv", "disk_read", "kv", needs="blocks", blocks=(("kv",), ("disk",))),
         Verb("load_kv", "h2d", "kv", needs="blocks", blocks=(("kv",), ("host", "disk")), group="cache copy"),
-        Verb("park", "d2h", "kv", needs="parked", stores=True, otherwise="store_kv", group="cache copy"),
-        Verb("unpark", "h2d", "kv", needs="parked", otherwise="load_kv", group="cache copy"),
         Verb("load_state", "h2d", "state", needs="state", group="cache copy"),
         Verb("embed", "compute", per="iteration"),
         Verb("dequantize_weights", "compute", group="conversion"),

@@ -98,9 +98,7 @@ class Wave:
     windows: tuple[int | None, ...]  #: kinds of layers (``layers_by_window``); each has pools of its own
     tables: dict[str, np.ndarray]  #: pool -> [places, most], the physical blocks that a request holds, in order
     num_blocks: dict[str, np.ndarray]  #: pool -> [places], how many these are
-    #: [places], the iteration that computes the prompt; of a context that was parked, as many before its return as it
-    #: has tokens of its answer (below 0, perhaps)
-    joined: np.ndarray
+    joined: np.ndarray  #: [places], the iteration that computes the prompt
     request: np.ndarray  #: [places], index of the request in the queue
     blocks: tuple[BlockManager, ...]  #: of each mini-batch; they own the blocks of the pools
     placed: tuple[PlacedLayer, ...]  #: the weights of each kind of layer (``ModelShape.weights_kind``)
@@ -113,8 +111,6 @@ class Wave:
     expected_share: float = 1.0
     empty: bool = False  #: as the batch begins: all of its queue wait
     sharing: SharedBlocks | None = None  #: what prompts that begin alike share; None: nothing
-    #: where contexts of requests that step back wait (``core.schedule.parking.Parking``); None: they are computed anew
-    parking: Any = None
 
     @property
     def begun(self) -> np.ndarray:

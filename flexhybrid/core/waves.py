@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockManager, ceil_blocks
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
 from flexhybrid.core.context.packing import chunk_tokens, pack
 from flexhybrid.core.context.prefixes import PromptTree, SharedBlocks
 from flexhybrid.core.context.selection import pool_blocks
@@ -20,7 +20,6 @@ from flexhybrid.core.memory import MemoryPlan, check_budget, fits, memory_plan, 
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes, queue_sizes
-from flexhybrid.core.schedule.parking import Parking, can_park
 from flexhybrid.core.schedule.refill import FIRST_RUN, LOOKED_AT, joins_singly, may_grow, may_share, stores_exactly
 from flexhybrid.core.wave import RequestQueue, Wave, admit, give_blocks, leave_place, take_blocks_back
 from flexhybrid.core.workload import Workload
@@ -30,9 +29,6 @@ EXPECTED_SHARE = 0.25
 #: Of so many requests that run, room is set aside for what one that follows them shares: it joins before all have left
 #: who share what the one before it shared.
 FOLLOWERS = 4
-#: Contexts for which the parking area has room, at most: who steps back returns soon, and what finds no room is
-#: computed anew. Page-locking an area for every mini-batch would take more of the host than the run itself.
-MOST_PARKED = 4
 NOTHING_GIVEN: Mapping[int, int] = MappingProxyType({})
 SHORT_REQUEST_TOKENS = 16  #: prompt tokens of the request that ``check_least`` tries
 
@@ -111,8 +107,6 @@ def open_batch(
     limits = queue_sizes(wave, longest, joins_singly(policy))
     queue = RequestQueue(workload, following=0 if given else count, given=dict(given))
     wave = replace(wave, queue=queue, limits=limits, expected_share=share, empty=bool(given))
-    if can_park(wave):
-        wave = _with_parking(wave, int(alone.cached_tokens.max()))
     if not gives:
         return wave
     if given:
@@ -127,26 +121,6 @@ def open_batch(
                 prompt = wave.own_blocks(place, first.prompt_tokens[place])
                 give_blocks(wave, k, place, np.minimum(prompt + FIRST_RUN, held))
     return wave
-
-
-def _with_parking(wave: Wave, longest: int) -> Wave:
-    """Return the wave with room to park ``MOST_PARKED`` contexts of the longest request, at most one a mini-batch, as
-    far as the host has it beside all else, where that is cheaper than to compute them anew."""
-    parking = Parking(wave)
-    if not parking.is_cheaper(longest):
-        return wave
-    count = min(len(wave.mini_batches), MOST_PARKED)
-    wanted = {entry: count * blocks for entry, blocks in parking.held(longest).items()}
-    limits, budget = replace(wave.limits, parked_blocks=wanted), wave.problem.budgets.host
-    if budget is not None:
-        host = memory_plan(wave.problem, wave.policy, limits)["host"]
-        parked = host.pop("parked contexts")
-        share = max(0.0, min(1.0, (budget - sum(host.values())) / parked))
-        limits = replace(limits, parked_blocks={entry: int(share * blocks) for entry, blocks in wanted.items()})
-    if not any(limits.parked_blocks.values()):
-        return wave
-    parking.area = BlockManager(limits.parked_blocks)
-    return replace(wave, limits=limits, parking=parking)
 
 
 class _Packed(NamedTuple):

@@ -125,7 +125,6 @@ class SimulatedQueue(NamedTuple):
             "busy": run.busy,
             "binding": run.binding,
             "step_backs": run.step_backs,
-            "parked": run.parked,
             "recomputing": run.recomputing,
             "peak_bytes": self.peak_bytes,
             "kept_weights": self.kept_weights,
@@ -197,9 +196,8 @@ def _step_backs(run: QueueRun) -> list[str]:
     """Return the line about requests that gave their blocks back; none where nobody did."""
     if not run.step_backs:
         return []
-    parked = f", with {run.parked:,.0f} contexts parked in host memory meanwhile" if run.parked else ""
-    contexts = f"computing contexts anew takes {run.recomputing:.1%} of the time"
-    return [f"  stepped back: {run.step_backs:,.0f} times{parked}; {contexts}"]
+    contexts = f"computing their contexts again takes {run.recomputing:.1%} of the time"
+    return [f"  preempted: {run.step_backs:,.0f} times; {contexts}"]
 
 
 def describe(outcome: SimulatedRun) -> str:

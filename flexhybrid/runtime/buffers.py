@@ -119,7 +119,6 @@ class Buffers:
         makers = {"device": on_device, "host": on_host}
         self.states = StatePools(shape, policy.state_tier, sizes.places, sizes.batch, dtype, makers)
         self.pools: dict[str, tuple[torch.Tensor, ...]] = {}
-        self.parked: dict[str, torch.Tensor] = {}  #: [layer, block, …] of contexts that wait on the host
         self.disk_pools: dict[str, DiskPool] = {}
         self.staging: dict[str, torch.Tensor] = {}
         self.strips: dict[str, torch.Tensor] = {}
@@ -140,8 +139,6 @@ class Buffers:
                 else:
                     made = [make(blocks, *block, dtype=row_dtype) for blocks in of_layers]
                     self.pools[part.space] = tuple(made[shape.source_of(layer)] for layer in range(shape.num_layers))
-            if parked := sizes.parked_blocks.get(part.entry, 0):
-                self.parked[part.space] = on_host(len(of_layers), parked, *block, dtype=row_dtype)
             self.staging[part.space] = on_device(NUM_SLOTS, rows, width, dtype=row_dtype)
             if part.tier != "device":
                 self.strips[part.space] = on_host(NUM_SLOTS, rows, width, dtype=row_dtype)

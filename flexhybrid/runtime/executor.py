@@ -204,8 +204,6 @@ class Executor(Generic[SelectionT]):
             _free_chunks(self.step_tensors, task.mini_batch)
         if task.payload.step.joins:
             self.steps.enter(task.payload.step, self.answers)
-        for move in task.payload.step.returns:
-            self.steps.enter(task.payload.step, self.answers, move.place)
         self.selection.begin_step(task.payload.step)
         return self._make_tensors(task)
 

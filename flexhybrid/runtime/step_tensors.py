@@ -207,12 +207,9 @@ class StepMaker:
         if wave.shape.rotary:
             self.rotary = rotary_tables(wave.shape, longest, dtype, device)
 
-    def enter(self, step: MiniBatchStep, answers: Mapping[int, Sequence[int]], only: int | None = None) -> None:
-        """Take the prompts of requests that join, or of that in the place ``only``; of those that were here before,
-        with their answers so far."""
+    def enter(self, step: MiniBatchStep, answers: Mapping[int, Sequence[int]]) -> None:
+        """Take the prompts of requests that join; of those that were here before, with their answers so far."""
         for place, request in zip(step.requests.tolist(), step.queued.tolist(), strict=True):
-            if only not in (None, place):
-                continue
             self.tokens.enter(place, [*self.prompts[request], *answers.get(request, ())])
 
     def make(

@@ -11,7 +11,6 @@ from flexhybrid.core.model.states import LayerState, StateTensor
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.parking import Parking
 from flexhybrid.core.schedule.refill import may_share
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.verbs import CARGO, VERBS
@@ -47,7 +46,7 @@ def problem() -> Problem:
     return Problem(shape=SHAPE, dtype="float32", hardware=Hardware("toy", "cpu", lines))
 
 
-def test_the_executor_the_streams_and_the_table_know_the_same_verbs(problem, monkeypatch):
+def test_the_executor_the_streams_and_the_table_know_the_same_verbs(problem):
     workload = Workload(np.array([20, 40, 33]), np.array([5, 3, 20]))
     emitted = {}
     for policy in POLICIES:
@@ -64,10 +63,6 @@ def test_the_executor_the_streams_and_the_table_know_the_same_verbs(problem, mon
                 problem, replace(policy, max_mini_batch_tokens=150), replace(lengths, prefixes=beginning), 3
             )
             emitted |= {task.verb: task.resource for task in stream(batch)}
-    growing = Workload(np.array([20, 30, 40]), np.full(3, 60))
-    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: True)
-    batch = open_batch(problem, Policy(cache={"kv@device": 1.0}), growing, 3, share=0.1)  # who steps back is parked
-    emitted |= {task.verb: task.resource for task in stream(batch)}
     assert set(VERBS) == set(emitted)
     assert set(VERBS) - set(VERB_FUNCTIONS) == {"load_keys"}  # partial keys on the host are simulated alone
     assert set(VERB_FUNCTIONS) <= set(VERBS)
@@ -78,7 +73,7 @@ def test_records_name_what_there_is():
     for name, verb in VERBS.items():
         assert verb.name == name and verb.resource in RESOURCES
         assert verb.per in ("layer", "gap", "choosing layer", "iteration")
-        assert verb.needs in (None, "blocks", "rows", "recomputed", "shared", "chunk", "parked", "state") and (
+        assert verb.needs in (None, "blocks", "rows", "recomputed", "shared", "chunk", "state") and (
             verb.needs in ("blocks", "rows")
         ) == bool(verb.blocks)
         assert (verb.cargo in CARGO) == (verb.resource not in ("compute", "host_compute")), name

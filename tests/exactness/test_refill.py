@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import InMemory, save_llama, save_opt
 from policies import wider_policies
@@ -17,9 +17,7 @@ from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule import positions
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.schedule.parking import Parking
 from flexhybrid.core.schedule.refill import AnswerLengths, may_grow
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.waves import open_batch
@@ -30,7 +28,6 @@ from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import DiskPlace, Weights
-from flexhybrid.runtime.verbs import VERB_FUNCTIONS
 
 
 def answers(
@@ -249,105 +246,17 @@ def four_answers(tmp_path_factory):
     return folder, prompts, model.generate(prompts, 12, True)
 
 
-@settings(max_examples=10)
-@given(st.permutations(range(4)), st.sampled_from(("column", "row")))
-def test_pools_of_the_least_size_answer_everything(four_answers, order, schedule):
-    """Pools that hold one request of full length: the others step back again and again, and every order ends."""
+LEAST_POOLS = ({"kv@host": 0.5, "act@host": 0.5}, {"kv@device": 1.0}, {"kv@device": 0.5, "act@device": 0.5})
+
+
+@settings(max_examples=12)
+@given(st.permutations(range(4)), st.sampled_from(("column", "row")), st.sampled_from(LEAST_POOLS))
+def test_pools_of_the_least_size_answer_everything(four_answers, order, schedule, cache):
+    """Pools that hold one request of full length: the others are preempted again and again, and every order ends."""
     folder, prompts, expected = four_answers
     prompts, expected = ([values[i] for i in order] for values in (prompts, expected))
-    policy = Policy(cache={"kv@host": 0.5, "act@host": 0.5}, weights=Placement(host=1), schedule=schedule)
+    policy = Policy(cache=cache, weights=Placement(host=1), schedule=schedule)
     assert answers(Checkpoint(folder), policy, prompts, [12] * 4, [12] * 4, 4, folder, share=0.01) == expected
-
-
-ON_DEVICE = ({"kv@device": 1.0}, {"act@device": 1.0}, {"kv@device": 0.5, "act@device": 0.5})
-
-
-@pytest.fixture
-def parked(monkeypatch):
-    """Let a test choose how all who step back return: "moved" or "computed". Counts contexts that were parked, and that
-    returned; no block of the parking area is ever lost."""
-    counts = dict.fromkeys(("parks", "returns"), 0)
-
-    def make_step(*arguments, **more):
-        step = made(*arguments, **more)
-        if area := arguments[0].parking:
-            area.area.check()
-        return step
-
-    def count(step, **moves):
-        counts.update({name: counts[name] + len(moves.get(name, ())) for name in counts})
-        return replace(step, **moves)
-
-    made = positions.make_step
-    monkeypatch.setattr(positions, "make_step", make_step)
-    monkeypatch.setattr(positions, "replace", count)
-
-    def choose(way: str) -> dict[str, int]:
-        counts.update(parks=0, returns=0)
-        monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: way == "moved")
-        return counts
-
-    return choose
-
-
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.permutations(range(4)),
-    st.sampled_from(("column", "row")),
-    st.sampled_from(ON_DEVICE),
-    st.sampled_from((0.0, 1.0)),
-)
-def test_parked_contexts_answer_everything_in_every_order(
-    four_answers, parked, batches, order, schedule, cache, resident
-):
-    """Pools of the device that hold one request of full length: who steps back is parked, and its context returns."""
-    folder, prompts, expected = four_answers
-    prompts, expected = ([values[i] for i in order] for values in (prompts, expected))
-    policy = Policy(cache=cache, weights=Placement(device=resident, host=1 - resident), schedule=schedule)
-    for way in ("moved", "computed"):
-        counts, before = parked(way), len(batches)
-        tokens = answers(Checkpoint(folder), policy, prompts, [12] * 4, [12] * 4, 4, folder, share=0.01)
-        assert tokens == expected
-        stepped_back = any(batch.num_back for batch in batches[before:])
-        assert (counts["parks"] > 0) == (way == "moved" and stepped_back)
-        assert counts["parks"] == counts["returns"]
-
-
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(0, 99), st.sampled_from(ON_DEVICE), st.integers(2, 6), st.sampled_from((16, 50, 8192)))
-def test_parked_contexts_keep_the_references_tokens(mixed, parked, seed, cache, places, most_tokens):
-    """Answers that end by themselves, also while their requests wait; mini-batches of several sizes."""
-    folder, (prompts, max_tokens, stops), expected = mixed
-    order = np.random.default_rng(seed).permutation(len(prompts)).tolist()
-    prompts, max_tokens, stops, expected = ([of[i] for i in order] for of in (prompts, max_tokens, stops, expected))
-    policy = Policy(cache=cache, weights=Placement(host=1), max_mini_batch_tokens=most_tokens)
-    parked("moved")
-    tokens = answers(Checkpoint(folder), policy, prompts, max_tokens, stops, places, folder, share=0.05)
-    assert tokens == expected
-
-
-def test_requests_are_parked_and_return_to_other_places(tmp_path, batches, parked):
-    model = InMemory(save_opt(tmp_path, positions=96))
-    prompts = [np.random.default_rng(i).integers(3, 61, 1 + 3 * i).tolist() for i in range(6)]
-    counts, policy = parked("moved"), Policy(cache={"kv@device": 1.0})
-    tokens = answers(Checkpoint(tmp_path), policy, prompts, [60] * 6, [60, 20, 60, 45, 60, 60], 4, tmp_path, share=0.2)
-    ends = [60, 20, 60, 45, 60, 60]
-    assert tokens == [model.generate([p], end, True)[0] for p, end in zip(prompts, ends, strict=True)]
-    assert counts["parks"] == counts["returns"] > 0 and len(batches) == 1
-    assert not any(pool.held for pool in batches[0].wave.parking.area.pools.values())
-
-
-@pytest.mark.parametrize("verb", ("park", "unpark"))
-def test_a_failure_while_a_context_is_moved_ends_the_run(tmp_path, parked, monkeypatch, verb):
-    """Nothing hangs, and a run after it, which knows nothing of what was parked, gives the same tokens."""
-    model = InMemory(save_opt(tmp_path, positions=96))
-    prompts = [np.random.default_rng(i).integers(3, 61, 1).tolist() for i in range(4)]
-    parked("moved")
-    job = Policy(cache={"kv@device": 1.0}), prompts, [60] * 4, [60] * 4, 4, tmp_path, 0.2
-    with monkeypatch.context() as failing, pytest.raises(OSError, match="the link"):
-        failing.setitem(VERB_FUNCTIONS, verb, lambda state, task: (_ for _ in ()).throw(OSError("the link is gone")))
-        answers(Checkpoint(tmp_path), *job)
-    assert answers(Checkpoint(tmp_path), *job) == [model.generate([p], 60, True)[0] for p in prompts]
 
 
 def test_requests_step_back_and_the_oldest_never_does(tmp_path, batches):

@@ -27,7 +27,6 @@ from tiny_models import greedy, save_tiny
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.schedule.parking import Parking
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
@@ -126,17 +125,17 @@ def test_requests_that_join_leave_and_step_back(made):
 
 
 @pytest.mark.parametrize("kind", ("opt", "llama"))
-def test_contexts_of_requests_that_step_back_are_parked(made, monkeypatch, kind):
-    """KV and ACT cross the link both ways, beside requests that take their blocks at once. In one mini-batch: an access
-    by an index counts as one of the whole pool, in which mini-batches have parts of their own."""
-    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: True)
+def test_preempted_requests_give_their_blocks_of_the_device_to_others_at_once(made, kind):
+    """In one mini-batch: an access by an index counts as one of the whole pool, in which mini-batches have parts of
+    their own."""
     model, source = made(kind)
     generator = np.random.default_rng(5)
     prompts = [generator.integers(3, 61, length).tolist() for length in (1, 17, 30, 16, 9)]
     requests, policy = (prompts, [20] * 5, [20, 20, 7, 20, 20]), Policy(cache=dict.fromkeys(IN_DEVICE, 0.5))
     with fake_cuda(seed=1) as watch:
         result, waiting = queue_under(source, policy, requests, 4, 0.01)
-    assert not waiting and {"park", "unpark"} <= {event.task.verb for event in result.trace}
+    joins = [event.task.payload.step for event in result.trace if event.task.verb == "embed"]
+    assert not waiting and sum(len(step.requests) for step in joins if not step.decodes) > len(prompts)
     for prompt, stop, tokens in zip(prompts, requests[2], result.tokens, strict=True):
         assert tokens == greedy(model, [prompt], stop)[0]
     assert dict(watch.order.faults) == {} and {verb for _, verb in watch.waits} <= {"-"}

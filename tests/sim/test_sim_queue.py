@@ -14,16 +14,14 @@ from hypothesis import strategies as st
 
 from flexhybrid.core.context.packing import chunk_tokens
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import holds_lengths, running_sizes
-from flexhybrid.core.schedule.parking import Parking
 from flexhybrid.core.schedule.refill import RunningBatch, buffers_hold, stores_exactly
-from flexhybrid.core.waves import MOST_PARKED, batch_size, open_batch
+from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
-from sim.queue_clock import Pace, _Price, iteration_loads, least_seconds, price_queue, walk_queue
+from sim.queue_clock import Pace, iteration_loads, least_seconds, price_queue, walk_queue
 from sim.queue_counts import Stints, stints
 from tests.toy_machine import SHAPE, machine
 
@@ -117,7 +115,7 @@ def test_requests_step_back_while_nobody_leaves():
     assert counted.num_iterations == pytest.approx(len([*iterations]), rel=0.15)  # runs of blocks are left out
 
 
-def test_contexts_that_are_moved_are_not_computed():
+def test_cached_contexts_are_not_computed():
     """Request 0 steps back with a context of 50 tokens; a token of a prompt takes a second, and nothing else."""
     nobody, none = np.zeros(3, bool), np.zeros(3, int)
     counted = Stints(
@@ -129,96 +127,31 @@ def test_contexts_that_are_moved_are_not_computed():
         surplus=nobody,
         shared_tokens=none,
         found_tokens=none,
-        moved=nobody,
     )
     assert counted.returned.tolist() == [False, False, True]
     pace = Pace({"compute": np.array([0.0] * 6 + [1.0] + [0.0] * 3)}, 1, (1.0, 1.0))
     assert pace.seconds(counted).sum() == 40 + 30 + 50
-    assert pace.seconds(counted, moved=counted.returned).sum() == 40 + 30
-    context = iteration_loads(counted, 1, moved=counted.returned)[12:14, 4]  # it decodes at once
+    assert pace.seconds(counted, cached=counted.returned).sum() == 40 + 30
+    context = iteration_loads(counted, 1, cached=counted.returned)[12:14, 4]  # it decodes at once
     assert context.tolist() == [30 + 12 + 50, 30 + 13 + 51]
 
 
-def growing_queue(link: float, gflops: float, device: float = 0.0) -> tuple[Problem, Policy, Workload]:
-    """A queue half of whose answers take their limits, in device memory for a few requests; ``device``: share of the
-    weights that stay there."""
+def growing_queue() -> tuple[Problem, Policy, Workload]:
+    """A queue half of whose answers take their limits, in device memory for a few requests."""
     rng = np.random.default_rng(0)
     answers = np.where(rng.random(30) < 0.5, 100, 12)
     workload = Workload(rng.integers(16, 100, 30), np.full(30, 100), answers)
     shape, budgets = replace(SHAPE, num_layers=2), Budgets(device=24.3e6)
-    problem = Problem(shape=shape, dtype="float32", hardware=machine(link=link, gflops=gflops), budgets=budgets)
-    policy = Policy("grows", Placement(device=device, host=1 - device), cache={"kv@device": 1.0})
+    problem = Problem(shape=shape, dtype="float32", hardware=machine(link=8.0, gflops=20), budgets=budgets)
+    policy = Policy("grows", Placement(device=1), cache={"kv@device": 1.0})
     return problem, policy, workload
 
 
-#: A link in GB/s, GFLOP/s, the share of the weights on the device, and whether contexts had better be moved.
-WHO_MOVES = [(0.1, 60, 1.0, True), (8.0, 20, 1.0, True), (0.4, 2000, 0.0, False), (20.0, 20, 0.0, True)]
-WHO_MOVES += [(0.02, 2000, 1.0, False)]
-
-
-@pytest.mark.parametrize(("link", "gflops", "device", "moves"), WHO_MOVES)
-def test_who_steps_back_is_parked_where_the_virtual_clock_is_faster_for_it(monkeypatch, link, gflops, device, moves):
-    """Every task of the queue, with all who step back moved, with all computed anew, and as ``is_cheaper`` decides."""
-    problem, policy, workload = growing_queue(link, gflops, device)
-    places, share = batch_size(problem, policy, workload, 64)
-    parking = open_batch(problem, policy, workload, places, share).parking
-    assert share < 1 and (parking is not None) == moves
-    seconds = {"decided": walk_queue(problem, policy, workload, 64).total_s}
-    for way in ("moved", "computed"):
-        with monkeypatch.context() as forced:
-            forced.setattr(Parking, "is_cheaper", lambda self, tokens, way=way: way == "moved")
-            seconds[way] = walk_queue(problem, policy, workload, 64).total_s
-    assert seconds["moved"] != seconds["computed"]
-    assert seconds["decided"] <= 1.005 * min(seconds.values())
-
-
-def test_a_queue_of_parked_contexts_is_priced_as_walked(monkeypatch):
-    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: True)
-    problem, policy, workload = growing_queue(8.0, 20, 1.0)
-    priced, walked = price_queue(problem, policy, workload, 64), walk_queue(problem, policy, workload, 64)
-    assert priced.step_backs > 0
-    assert priced.total_s == pytest.approx(walked.total_s, rel=0.06)
-
-
-def test_a_walked_iteration_computes_the_prompts_of_those_who_join_without_their_contexts(monkeypatch):
-    """A context that returns from the parking area is computed neither then nor in the iterations around it."""
-    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: True)
-    problem, policy, workload = growing_queue(8.0, 20, 1.0)
-    places, share = batch_size(problem, policy, workload, 64)
-    price = _Price(open_batch(problem, policy, workload, places, share), workload, 1.0)
-    counted, num_moved = price.stints, 0
-    for start in range(0, price.num_iterations - 2, 2):
-        wave, stops = price._members(start, price._around(start))
-        computing = [0, 0, 0]
-        for task in stream(wave, stops, first_iteration=start):
-            if task.verb == "sample" and task.iteration <= start + 2:
-                step = task.payload.step
-                computing[task.iteration - start] += 0 if step.decodes else len(step.requests)
-        joined = [counted.joined == iteration for iteration in range(start, start + 2)]
-        num_moved += np.count_nonzero((joined[0] | joined[1]) & counted.moved)
-        assert computing[:2] == [np.count_nonzero(of & ~counted.moved) for of in joined], start
-    assert num_moved
-
-
-def test_the_parking_area_holds_a_few_contexts_however_many_mini_batches_there_are(monkeypatch):
-    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: True)
-    problem, policy, workload = growing_queue(8.0, 20, 1.0)
-    policy = replace(policy, max_mini_batch_tokens=100)
-    for share in (0.2, 0.5):
-        wave = open_batch(problem, policy, workload, 12, share)
-        assert len(wave.mini_batches) > MOST_PARKED
-        longest = -(-int(workload.cached_tokens.max()) // 16)
-        assert wave.limits.parked_blocks == {"kv@device": MOST_PARKED * longest}
-    tight = replace(problem, budgets=Budgets(device=24.3e6, host=0))
-    assert open_batch(tight, policy, workload, 12, 0.2).parking is None
-
-
-def test_a_request_that_returns_is_expected_to_end_as_one_that_never_left(monkeypatch):
-    """Whether its context was parked or is computed anew; most answers have 12 tokens, this one has 50 already."""
-    problem, policy, workload = growing_queue(8.0, 20, 1.0)
+def test_a_request_that_returns_is_expected_to_end_as_one_that_never_left():
+    """Most answers have 12 tokens, this one has 50 already."""
+    problem, policy, workload = growing_queue()
     expected = {}
-    for way in ("moved", "computed", "never left"):
-        monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens, way=way: way == "moved")
+    for way in ("preempted", "never left"):
         batch = RunningBatch(open_batch(problem, policy, workload, 4, 0.2))
         for _ in range(20):
             batch.answers.end(12)
@@ -232,19 +165,18 @@ def test_a_request_that_returns_is_expected_to_end_as_one_that_never_left(monkey
             batch.now = 62
             batch._enter(place, [request], 62)
         expected[way] = batch._expected(place).tolist()
-    assert expected["moved"] == expected["computed"] == expected["never left"]
+    assert expected["preempted"] == expected["never left"]
 
 
-def test_a_request_that_is_stopped_while_it_waits_leaves_its_length_and_nothing_else(monkeypatch):
-    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: True)
-    problem, policy, workload = growing_queue(8.0, 20, 1.0)
+def test_a_request_that_is_stopped_while_it_waits_leaves_its_length_and_nothing_else():
+    problem, policy, workload = growing_queue()
     batch = RunningBatch(open_batch(problem, policy, workload, 4, 0.2))
     [*batch.steps(0, set())]
-    request, parking = int(batch.wave.request[0]), batch.wave.parking
+    request = int(batch.wave.request[0])
     batch.groups[0] = batch._step_back(0, 7, np.array([1, 2, 3, 0]))
-    assert batch.queue.given == {request: 7} and parking.has(request)
+    assert batch.queue.given == {request: 7} and request in batch.not_before
     [*batch.steps(8, {request})]
-    assert not parking.has(request) and request not in {*batch.queue.given, *batch.not_before}
+    assert request not in {*batch.queue.given, *batch.not_before}
     assert batch.answers.ended[7] == 1
 
 
@@ -263,9 +195,8 @@ def bound_on_moving(cache: dict[str, float], link: float) -> float:
 
 
 @pytest.mark.parametrize("cache", ({"kv@host": 1.0}, {"act@host": 1.0}, {"kv@device": 1.0}))
-def test_moving_a_cache_a_tier_down_could_save_little(monkeypatch, cache):
-    """Why caches of the host are not parked on the disk: docs/simulating.md."""
-    monkeypatch.setattr(Parking, "is_cheaper", lambda self, tokens: False)
+def test_moving_a_cache_a_tier_down_could_save_little(cache):
+    """Why preempted contexts are computed again and not swapped: docs/simulating.md."""
     assert 0 < bound_on_moving(cache, link=0.4) < 0.005
     assert 0 < bound_on_moving(cache, link=100.0) < 0.035
 

@@ -59,7 +59,6 @@ class BufferSizes:
     noted_bytes: int = 0  #: of log probabilities (``Workload.noted``), of all requests that run together
     #: entry -> blocks in layers that keep all tokens although the others do not
     whole_blocks: dict[str, int] = field(default_factory=dict)
-    parked_blocks: dict[str, int] = field(default_factory=dict)  #: entry -> blocks of the parking area, in each layer
 
     def merge(self, other: BufferSizes) -> BufferSizes:
         """Enough for either."""

@@ -34,10 +34,6 @@ class Outlines:
     def load_cache(self, ahead: Position) -> Iterator[Outline]:
         """ACT before KV: recomputing comes before assembling. Disk blocks go through staging."""
         step, slot, works = ahead.step, ahead.slot, ahead.works
-        if "park" in works:  # before those who take their blocks write them
-            yield "park", self.at.own_pools(ahead), (self.at.parked(ahead),)
-        if "unpark" in works:
-            yield "unpark", (self.at.parked(ahead),), self.at.own_pools(ahead)
         if "load_hidden" in works and ahead.layer:
             yield "load_hidden", (host_hidden(step),), (self.at.hidden(ahead),)
         if "load_state" in works:

@@ -6,7 +6,7 @@ double and which is single stands here.
 
 from functools import cache
 
-from flexhybrid.core.context.cache_entries import Pool, parts
+from flexhybrid.core.context.cache_entries import Pool
 from flexhybrid.core.schedule.positions import Position
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Access
@@ -75,15 +75,6 @@ class Places:
         if self.wave.policy.hidden == "device":
             return cell("hidden", k, position.step.chunk)
         return cell("hidden", position.slot)
-
-    def parked(self, position: Position) -> Access:
-        """The parking area in the position's layer."""
-        return cell("parked", position.layer)
-
-    def own_pools(self, position: Position) -> tuple[Access, ...]:
-        """The mini-batch's blocks in the position's layer, in all pools."""
-        copies = parts(self.wave.entries.names)
-        return tuple(self.pool(position, copy.entry, copy.representation) for copy in copies)
 
     def state(self, position: Position) -> Access:
         """The states of a mini-batch's requests in the position's layer, where they are kept."""

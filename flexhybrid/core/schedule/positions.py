@@ -15,7 +15,7 @@ from typing import NamedTuple
 from flexhybrid.core.context.selection import num_whole
 from flexhybrid.core.problem import launches_steps
 from flexhybrid.core.schedule.refill import RunningBatch
-from flexhybrid.core.schedule.step_work import StepCounts, counts_of, moved_contexts, step_work, work_of_kind
+from flexhybrid.core.schedule.step_work import StepCounts, counts_of, step_work, work_of_kind
 from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
 from flexhybrid.core.task import Work
 from flexhybrid.core.wave import Wave
@@ -145,18 +145,14 @@ def _lay_out(
     shapes = {kind.weights: wave.shape.of_weights(kind.weights) for kind in kinds}
     for k, chunk, piece, built, requests in batch.steps(iteration, stopped):
         of_windows: dict[int | None, tuple[MiniBatchStep, StepCounts]] = {}
-        parks, returns = batch.moves.pop(k, ((), ()))  # with the first step of the mini-batch, which decodes
         for window in wave.windows:
             step = make_step(wave, iteration, k, requests, chunk, piece, built, window)
-            if parks or returns:
-                step = replace(step, parks=tuple(parks), returns=tuple(returns))
             of_windows[window] = step, counts_of(step, wave)
         step, counts = of_windows[wave.windows[-1]]  # of the kind of layers that keeps the most
         whole_step, policy, by_kind = step, wave.policy, []
         for kind in kinds:
             of_step, of_counts = of_windows.get(kind.window, (step, counts))  # a selection has one kind
             works = work_of_kind(shapes[kind.weights], policy, wave.stored, of_counts, False, kind)
-            works |= moved_contexts(shapes[kind.weights], wave.stored, of_step)
             by_kind.append((of_step, works))
         whole: dict[int, StepWorks] = {kind.weights: of for kind, of in zip(kinds, by_kind, strict=True)}
         if wave.whole:

@@ -7,9 +7,9 @@ IV.B forms mini-batches anew at each iteration; here a request stays where its b
 belongs to a whole mini-batch (``joins_singly``), a mini-batch takes new requests when its last one has left.
 
 Where requests take blocks as they need them (``Wave.grows``), a pool may run full before answers end. Then the youngest
-requests of the mini-batch step back: their blocks are free again, and they come back when there is room, with the
-tokens that they have as a part of the prompt, or with their context where it was parked meanwhile (``parking``). The
-oldest request always has room: alone, each fits its mini-batch's part. So it ends some time, and progress is certain.
+requests of the mini-batch are preempted: their blocks are free again, and they come back when there is room, with the
+tokens that they have as a part of the prompt. The oldest request always has room: alone, each fits its mini-batch's
+part. So it ends some time, and progress is certain.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from flexhybrid.core.schedule.buffer_sizes import (
     running_sizes,
     shared_lengths,
 )
-from flexhybrid.core.schedule.steps import ContextMove
 from flexhybrid.core.wave import Wave, give_blocks, leave_place, take_blocks_back, trim_blocks
 
 LOOKED_AT = 64  #: waiting requests, at least, among which a mini-batch seeks those that fit it
@@ -68,9 +67,8 @@ def stores_exactly(policy: Policy) -> bool:
 
 
 def may_grow(policy: Policy) -> bool:
-    """Whether requests take blocks as they need them. A request that has stepped back has its answer so far computed
-    again as a part of the prompt, where its context is not parked: only without loss are those the tokens that it would
-    have got."""
+    """Whether requests take blocks as they need them. A preempted request has its answer so far computed again as a
+    part of the prompt: only without loss are those the tokens that it would have got."""
     return joins_singly(policy) and stores_exactly(policy)
 
 
@@ -151,8 +149,6 @@ class RunningBatch:
         self.wave, self.groups = wave, [NOBODY if wave.empty else group for group in wave.mini_batches]
         self.limits = wave.limits
         self.now = 0  #: the iteration that is laid out
-        #: mini-batch -> contexts that are parked in it, and that return
-        self.moves: dict[int, tuple[list[ContextMove], list[ContextMove]]] = {}
         if wave.queue is None:
             return
         self.queue, self.singly = wave.queue, joins_singly(wave.policy)
@@ -252,8 +248,6 @@ class RunningBatch:
         self.queue.given.pop(request, None)
         self.not_before.pop(request, None)
         self.queue.on_leave(request, iteration)
-        if self.wave.parking:
-            self.wave.parking.area.release(request)
         if self.sharing:
             self.sharing.tree.forget(request)
 
@@ -309,9 +303,7 @@ class RunningBatch:
         """Let the youngest request, the last one, give its blocks back and wait again, before all others; return the
         rest."""
         wave, place = self.wave, int(running[-1])
-        request, age = int(wave.request[place]), iteration - int(wave.joined[place])
-        if wave.parking and wave.parking.take(request, int(wave.workload.prompt_tokens[place]) + age - 1):
-            self.moves.setdefault(k, ([], []))[0].append(wave.parking.move(request, place))
+        request = int(wave.request[place])
         self.queue.put_back(request, self._sampled(place, iteration))
         self.not_before[request] = iteration + 1  # its last token is known then
         self.num_back += 1
@@ -374,12 +366,8 @@ class RunningBatch:
             tokens = lengths.cached_tokens - shared
             prompts = lengths.prompt_tokens - (shared if self.sharing and self.sharing.exact else 0)
             ready = [ready[place] for place in shorter(prompts, tokens, failures == 1)]
-        for place, request in zip(joining.tolist(), wave.request[joining].tolist(), strict=True):
+        for request in wave.request[joining].tolist():
             queue.on_join(request, k)
-            if self._is_parked(request):  # it goes on as if it had never left
-                self.moves.setdefault(k, ([], []))[1].append(wave.parking.move(request, place))
-                wave.parking.area.release(request)
-                del queue.given[request], self.not_before[request]
         if self.steering:
             self.steering.join(joining)
         if taken:
@@ -396,11 +384,10 @@ class RunningBatch:
         """Write requests to places; return what the arrays over places held there."""
         arrays, lengths = self._arrays(), self.queue.workload
         before = {name: array[places] for name, array in arrays.items()}
-        given = np.array([self.queue.given.get(request, 0) for request in requests])
         recomputed = self._recomputed(requests)
         arrays["prompt"][places] = lengths.prompt_tokens[requests] + recomputed
         arrays["max"][places] = lengths.max_tokens[requests] - recomputed
-        arrays["joined"][places] = iteration - (given - recomputed)
+        arrays["joined"][places] = iteration
         arrays["request"][places] = requests
         if self.sharing:
             for place, request in zip(places.tolist(), requests, strict=True):
@@ -408,19 +395,11 @@ class RunningBatch:
         return before
 
     def _recomputed(self, requests: list[int]) -> np.ndarray:
-        """Return how many tokens of answers are computed anew as a part of the prompts, [requests]; a parked context
-        has them in its age."""
+        """Return how many tokens of answers are computed anew as a part of the prompts, [requests]."""
         given = self.queue.given
         if not given:  # mostly
             return np.zeros(len(requests), dtype=np.int64)
-        return np.array([0 if self._is_parked(request) else given.get(request, 0) for request in requests])
-
-    def _is_parked(self, request: int) -> bool:
-        return self.wave.parking is not None and self.wave.parking.has(request)
-
-    def _computing(self, joining: np.ndarray) -> np.ndarray:
-        """Those of the places whose prompts are computed: not those whose contexts return."""
-        return joining[self.wave.joined[joining] == self.now]
+        return np.array([given.get(request, 0) for request in requests])
 
     def _restore(self, places: np.ndarray, before: dict[str, np.ndarray]) -> None:
         if self.sharing:
@@ -452,7 +431,6 @@ class RunningBatch:
             expected = wave.own_blocks(group, self._expected(group)).sum(axis=0)
             if (expected > [wave.blocks[k].pools[pool.name].num_blocks for pool in wave.pools]).any():
                 return False
-        joining = self._computing(joining)
         shared = shared_lengths(wave, group, joining)
         return buffers_hold(wave, lengths.cached_tokens[group], lengths.prompt_tokens[joining], shared)
 
@@ -463,9 +441,7 @@ class RunningBatch:
 
     def _prefills(self, joining: np.ndarray) -> bool:
         """Whether one step, or the pieces of one prompt, compute these prompts."""
-        wave, joining = self.wave, self._computing(joining)
-        if not len(joining):
-            return True
+        wave = self.wave
         prompts = wave.workload.prompt_tokens[joining] - wave.skipped_tokens(joining)
         return computed_together(wave, prompts, first_builds(wave, joining) if self.sharing else [])
 
@@ -474,7 +450,7 @@ class RunningBatch:
         wave, lengths = self.wave, self.wave.workload
         prompts, cached = lengths.prompt_tokens[places], lengths.cached_tokens[places]
         if wave.grows:
-            need = wave.own_blocks(places, prompts + self.now - wave.joined[places])
+            need = wave.own_blocks(places, prompts)
             wanted = np.minimum(need + FIRST_RUN, wave.own_blocks(places, cached))
         elif self.sharing:
             need = wanted = wave.own_blocks(places, cached)

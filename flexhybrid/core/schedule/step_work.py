@@ -4,15 +4,13 @@
 Both clocks take their work from ``step_work``.
 """
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.context.cache_entries import StoredCopy, parts
+from flexhybrid.core.context.cache_entries import StoredCopy
 from flexhybrid.core.context.selection import counts_uses, most_selected, partial_share, selected_tokens, whole_queries
 from flexhybrid.core.model.shape import LayerKind, ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy
@@ -187,27 +185,6 @@ def work_of_kind(
         moved = work.move_state(state.num_bytes(p), c.batch, len(state.tensors))
         works = works | ({} if c.prefill else {"load_state": moved}) | {"store_state": moved}
     return works
-
-
-def moved_contexts(shape: ModelShape, stored: ElementBytes, step: MiniBatchStep) -> dict[str, Work]:
-    """The work of moving contexts to the parking area and back, in one layer."""
-    works = {}
-    for verb, moves in (("park", step.parks), ("unpark", step.returns)):
-        blocks: Counter[str] = Counter()
-        for move in moves:
-            blocks.update({entry: len(there) for entry, (_, there) in move.blocks.items()})
-        if moves:
-            works[verb] = move_blocks(shape, stored, blocks, len(moves))
-    return works
-
-
-def move_blocks(shape: ModelShape, stored: ElementBytes, blocks: Mapping[str, int], copies: int = 1) -> Work:
-    """The work of moving so many blocks of each entry between the device and the host, in one layer."""
-    moved = 0
-    for part in parts(tuple(blocks)):
-        of_element = getattr(stored, part.representation)
-        moved += work.load_blocks(shape, of_element, part.representation, blocks[part.entry], 1).link_bytes
-    return Work(link_bytes=moved, num_copies=copies)
 
 
 def _host_works(shape: ModelShape, p: int, c: StepCounts) -> dict[str, Work]:

@@ -173,14 +173,6 @@ class Common:
         return (self.last - self.first) * BLOCK_TOKENS
 
 
-class ContextMove(NamedTuple):
-    """A whole context, KV and ACT of all layers, on its way between its request's place and the parking area."""
-
-    place: int
-    #: entry -> physical blocks [n] of its pool, of the place; and of the parking area, in the same order
-    blocks: dict[str, tuple[np.ndarray, np.ndarray]]
-
-
 @dataclass(frozen=True)
 class MiniBatchStep:
     """What one mini-batch does in one iteration; the same for all layers that keep as many tokens.
@@ -212,8 +204,6 @@ class MiniBatchStep:
     decodes: bool = False  #: one new token of each request, behind its whole prompt
     in_place: bool = False  #: it decodes, and reads keys and values where they lie
     window: int | None = None  #: of layers with such a window: segments hold what some new token sees; None: all
-    parks: tuple[ContextMove, ...] = ()  #: contexts of requests that step back (``core.schedule.parking``)
-    returns: tuple[ContextMove, ...] = ()  #: contexts of requests that have come back; they decode at once
 
     @cached_property
     def prefill(self) -> bool:

@@ -229,7 +229,6 @@ class Outlook:
             surplus=places < 0,
             shared_tokens=shared,
             found_tokens=shared,
-            moved=places < 0,
         )
 
     def _expected(self, requests: np.ndarray, ages: np.ndarray) -> np.ndarray:
@@ -294,7 +293,6 @@ class Outlook:
             surplus=np.zeros(len(requests), bool),
             shared_tokens=shared,
             found_tokens=shared,
-            moved=np.zeros(len(requests), bool),
         )
 
 

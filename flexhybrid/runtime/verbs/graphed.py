@@ -149,7 +149,7 @@ class FixedStep:
         """Take the next step, where it is of the same requests in the blocks that they had; return whether it is."""
         last, blocks = self.step, _blocks(step)
         follows = self.state() is state and step.iteration == last.iteration + 1 and blocks == self.blocks
-        if not (follows and self.steady and np.array_equal(step.context, last.context + 1)) or step.returns:
+        if not (follows and self.steady and np.array_equal(step.context, last.context + 1)):
             return False
         if _hiding(step) or (step.context % BLOCK_TOKENS < 2).any():  # a block is taken, or first read from
             return False

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.context.cache_entries import stored_copies
-from flexhybrid.core.schedule.steps import ContextMove, Store
+from flexhybrid.core.schedule.steps import Store
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.executor import State
 from flexhybrid.runtime.kernels import compiled
@@ -72,35 +70,6 @@ def load_cache(state: State, task: Task, representation: str) -> None:
             staged, width = state.buffers.staged_blocks(step, segment, slot), target.shape[1]
             runs = tuple(r._replace(first=r.row * width + r.column, stride=width) for r in segment.runs)
             state.copies.copy_blocks_h2d(target, staged, runs)  # without the padding
-
-
-# ---- contexts of requests that step back
-
-
-def park(state: State, task: Task) -> None:
-    """device -> host: contexts of requests that step back, block by block as they are."""
-    for device, host in _moved_blocks(state, task, task.payload.step.parks):
-        state.copies.copy_d2h(host, device)
-
-
-def unpark(state: State, task: Task) -> None:
-    """host -> device: contexts of requests that come back, into the blocks that they now have."""
-    for device, host in _moved_blocks(state, task, task.payload.step.returns):
-        state.copies.copy_h2d(device, host)
-
-
-def _moved_blocks(
-    state: State, task: Task, moves: Iterable[ContextMove]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield runs of blocks that are neighbours in both places: those of the device and those of the host."""
-    for move in moves:
-        for entry, (here, there) in move.blocks.items():
-            ends = np.flatnonzero((np.diff(here) != 1) | (np.diff(there) != 1)) + 1
-            for first, last in zip([0, *ends], [*ends, len(here)], strict=True):
-                for part in stored_copies(entry):
-                    pool, parked = (of[part.space][task.layer] for of in (state.buffers.pools, state.buffers.parked))
-                    at, to = int(here[first]), int(there[first])
-                    yield pool[at : at + last - first], parked[to : to + last - first]
 
 
 # ---- new rows
