@@ -78,7 +78,7 @@ def _with_field(settings: SearchSettings, field: str, text: str) -> SearchSettin
         free_bits = field.startswith("bits") and not space.lossless
         choices = BITS if free_bits else getattr(space, CHOICES[field])
         if value not in choices:
-            lossless = " (--lossless keeps to native bits)" if field.startswith("bits") and space.lossless else ""
+            lossless = " (fewer bits change the tokens: add --lossy)" if field.startswith("bits") and space.lossless else ""
             raise InputError(f"{unknown(f'value of --keep {field}', value, map(str, choices))}{lossless}")
         return replace(settings, space=replace(space, **{CHOICES[field]: (value,)}))
     if field in OTHERS:

@@ -102,7 +102,7 @@ def _capture(setting: Setting, **options) -> Policy:
     return capture_policy(setting.problem, setting.workload, CaptureOptions(batch=setting.batch, **options))
 
 
-def _searched(setting: Setting, lossless: bool = False) -> Policy:
+def _searched(setting: Setting, lossless: bool = True) -> Policy:
     from policy_search.search import FULL, LOSSLESS, SearchSettings, search
 
     settings = SearchSettings(batch=setting.batch, space=LOSSLESS if lossless else FULL)

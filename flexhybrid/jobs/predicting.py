@@ -72,7 +72,11 @@ def _add_search(commands) -> None:
     parser.add_argument("--batch", type=int, help="requests, with --lengths at a time (as many as pay)")
     parser.add_argument("--max-batch", type=int, default=1024, help="most requests to try (1024)")
     parser.add_argument("--objective", choices=("throughput", "latency"), default="throughput")
-    parser.add_argument("--lossless", action="store_true", help="only what gives the very same tokens: native bits")
+    parser.add_argument(
+        "--lossy", dest="lossless", action="store_false",
+        help="also fewer bits and selections, which change the tokens (default: the same tokens)",
+    )  # fmt: skip
+    parser.add_argument("--lossless", action="store_true", default=True, help=argparse.SUPPRESS)  # as it was asked for
     parser.add_argument("--attention", choices=("any", "device", "host"), default="any", help="where it may run (any)")
     parser.add_argument(
         "--keep", nargs="+", action="extend", default=[], metavar="FIELD=VALUE",

@@ -48,7 +48,7 @@ LOSSLESS_RIVALS = (
     *("accelerate", "kvpr_row", "kvpr_column", "token_recompute", "fastdecode", "resident"),
 )
 LONGEST = "capture"  #: of them, the one that takes longest to price: it is left to the process that searches
-LOSSY_RIVALS = ("int4",)  #: these change the tokens: not with --lossless
+LOSSY_RIVALS = ("int4",)  #: these change the tokens: with --lossy alone
 #: Systems whose policies cost nothing to make: the search is never worse than one of these that fits.
 SEEDS = ("kv_only", "act_only", "hybrid_static", "deepspeed", "accelerate", "fastdecode", "token_recompute(0.2)")
 
@@ -66,7 +66,7 @@ class PolicySearchOptions:
     max_batch: int = 1024
     dtype: str | None = None  #: None: the checkpoint's; see ``setting_of``
     objective: str = "throughput"
-    lossless: bool = False
+    lossless: bool = True
     attention: str = "any"  #: one of WHERE
     keep: tuple[str, ...] = ()  #: FIELD=VALUE of a policy, which the search may not change
     selection: str | None = None  #: infinigen(…), which may be used where it is faster
@@ -149,7 +149,8 @@ def run_search(
 
 def settings_of(options: PolicySearchOptions, setting: Setting) -> SearchSettings:
     """Return what the search may choose. Raise InputError for what cannot be kept, or is said twice."""
-    space = measured_space(LOSSLESS if options.lossless else FULL, setting.machine)
+    lossless = options.lossless and options.selection is None  # a selection changes the tokens
+    space = measured_space(LOSSLESS if lossless else FULL, setting.machine)
     if options.attention not in WHERE:
         check("--attention", options.attention, False, f"one of {', '.join(WHERE)}")
     kept = [text.partition("=")[0].strip() for text in options.keep]
@@ -282,7 +283,7 @@ def describe_found(report: SearchReport) -> str:
     """Return what was found, as lines of text."""
     found, policy, lines = report.found, report.found.policy, [describe(report.best)]
     bits = ", ".join(f"{name} {getattr(policy.bits, name)}" for name in ("weights", "kv", "act"))
-    changes = "" if policy.bits == Bits() else " (these change the tokens; --lossless keeps to native bits)"
+    changes = "" if policy.bits == Bits() else " (these change the tokens)"
     lines.append(f"  policy: {counted(found.batch, 'request')} at a time; bits {bits}{changes}")
     order = f"{policy.schedule} schedule, {policy.cut}"
     lines.append(f"          {order}, attention on the {policy.attention}")

@@ -84,7 +84,7 @@ def test_the_rest_is_as_good_as_brute_force():
         ("attention", "write FIELD=VALUE"),
         ("atention=host", "did you mean attention"),
         ("attention=cloud", "unknown value of --keep attention 'cloud'"),
-        ("bits.kv=4", "lossless keeps to native bits"),
+        ("bits.kv=4", "add --lossy"),
         ("bits.kv=3", "unknown value"),
         ("name=x", "names what it finds"),
         ("selection.method=none", "--selection"),
