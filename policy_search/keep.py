@@ -78,8 +78,8 @@ def _with_field(settings: SearchSettings, field: str, text: str) -> SearchSettin
         free_bits = field.startswith("bits") and not space.lossless
         choices = BITS if free_bits else getattr(space, CHOICES[field])
         if value not in choices:
-            lossless = " (fewer bits change the tokens: add --lossy)" if field.startswith("bits") and space.lossless else ""
-            raise InputError(f"{unknown(f'value of --keep {field}', value, map(str, choices))}{lossless}")
+            lossy = " (fewer bits change the tokens: add --lossy)" * (field.startswith("bits") and space.lossless)
+            raise InputError(f"{unknown(f'value of --keep {field}', value, map(str, choices))}{lossy}")
         return replace(settings, space=replace(space, **{CHOICES[field]: (value,)}))
     if field in OTHERS:
         Policy(**{field: value})  # raises for a value that it cannot have

@@ -141,7 +141,7 @@ class Datasheet:
             "host_memory_bytes_per_s": 1e9 * self.host_memory_gb_per_s,
             "host_peak_flops": 1e12 * self.host_tflops,
             "efficiency": SHARES | self.shares,
-            "rates": {"kind": "assumed", "on": "shares of datasheet peaks", **self.rates},
+            "rates": {"kind": "assumed", "on": self._shares_in_words(), **self.rates},
             "sources": self.sources,
             "published_fit": self.published_fit,
         }
@@ -158,6 +158,11 @@ class Datasheet:
             notes=notes,
             device_reserve=parse_bytes(self.device_reserve),
         )
+
+    def _shares_in_words(self) -> str:
+        """Return where rates come from in a file without ``rates``: the usual shares of peaks, or the file's own."""
+        others = [f"{name} {value:g}" for name, value in self.shares.items() if value != SHARES[name]]
+        return "shares of datasheet peaks" + (f"; its file has {' and '.join(others)}" if others else "")
 
     def to_json(self) -> str:
         """Return the file's text: the fields that differ from their defaults, in order."""

@@ -11,6 +11,7 @@ from flexhybrid.core.errors import InputError, flag
 from flexhybrid.core.files import check_new_file
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.options import budgets_from, options_from, split_names
+from sim.hosts import HOSTS
 
 #: New objects after which Python looks for cycles. Predictions make many that live long, and few cycles: after every
 #: 700, as usual, looking for them takes a seventh of a search.
@@ -113,6 +114,8 @@ def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -
     names["hardware"] = "a machine by name (rtx4090, t4, local), or a hardware file"
     for name, text in names.items():
         parser.add_argument(flag(name), required=required, help=text)
+    hosts = f"memory, cores and disk beside a GPU of the catalogue: {', '.join(HOSTS)} (the machine's own)"
+    parser.add_argument("--host", metavar="NAME", help=hosts)
     parser.add_argument("--prompt-len", type=int, help="tokens of each prompt")
     parser.add_argument("--gen-len", type=int, help="tokens each request generates")
     parser.add_argument(
@@ -138,6 +141,8 @@ def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -
     parser.add_argument(
         "--gemm-tflops", type=float, help="10^12 operations a second of matrix products (the machine's)"
     )
+    host_rate = "rate of the host's memory by its channels, of which attention reaches a share (the machine's)"
+    parser.add_argument("--host-memory-gb-per-s", type=float, help=host_rate)
 
 
 def _note(line: str) -> None:
@@ -172,7 +177,7 @@ def _simulate(args) -> dict:
         raise InputError(f"--vary {args.vary} and {flag(varied.field)}: give one of them")
     if varied and varied.field in LENGTHS and args.lengths:
         raise InputError(f"--lengths says how long requests are: --vary {varied.field} has nothing to vary")
-    keys = ("model", "hardware", "batch", "prompt_len", "gen_len", "dtype", "clock", *RATES)
+    keys = ("model", "hardware", "host", "batch", "prompt_len", "gen_len", "dtype", "clock", *RATES)
     known = {name for name in keys[:2] if getattr(args, name) is not None} | {varied and varied.field}
     if missing := [name for name in keys[:2] if name not in known]:
         raise InputError(f"the following arguments are required: {', '.join(map(flag, missing))}")
@@ -232,8 +237,8 @@ def _search(args) -> dict:
     from flexhybrid.jobs.search import PolicySearchOptions, run_search, search_queue, search_record
     from flexhybrid.jobs.simulate import asked_record, describe_queue
 
-    names = ("model", "hardware", "batch", "max_batch", "prompt_len", "gen_len", "dtype", "objective", "lossless")
-    asked = {name: getattr(args, name) for name in (*names, "attention", "selection", "time_limit", *RATES)}
+    names = ("model", "hardware", "host", "batch", "max_batch", "prompt_len", "gen_len", "dtype", "objective")
+    asked = {name: getattr(args, name) for name in (*names, "lossless", "attention", "selection", "time_limit", *RATES)}
     asked["keep"] = list(args.keep) or None
     options = options_from(
         PolicySearchOptions, args, budgets=budgets_from(args), lengths=_lengths(args), keep=tuple(args.keep)

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from flexhybrid.core.errors import InputError, check, flag
-from flexhybrid.core.hardware import LIFTED_PACE, PACE, Hardware, Line, crosses_link
+from flexhybrid.core.hardware import LIFTED_PACE, PACE, Hardware, Line, crosses_link, resource_of_line
 
 Budgets = dict[str, str | None]  #: tier -> memory as text, in place of the machine's own; None: the machine's
 
 #: Keys of a point, and flags, that set a rate in place of the machine's own.
-RATES = ("link_gb_per_s", "disk_gb_per_s", "gemm_tflops")
+RATES = ("link_gb_per_s", "disk_gb_per_s", "gemm_tflops", "host_memory_gb_per_s")
 DISK_OVERHEAD_S = 1e-4  #: of a request to a disk that the machine's record does not have, as the catalogue's
 
 
@@ -35,6 +35,8 @@ def with_given_rates(hardware: Hardware, point: Mapping, budgets: Budgets) -> Ha
         hardware = replace(hardware, lines={**hardware.lines, "disk_read": line, "disk_write": line})
     if "link_gb_per_s" in given:
         hardware = _at_link_rate(hardware, given["link_gb_per_s"])
+    if "host_memory_gb_per_s" in given:
+        hardware = _at_host_rate(hardware, given["host_memory_gb_per_s"])
     if "gemm_tflops" in given:
         hardware = hardware.with_gemm_rate(given["gemm_tflops"])
     return replace(hardware, notes={**hardware.notes, "rates": {**own, "given": given}}) if given else hardware
@@ -52,6 +54,17 @@ def _at_link_rate(hardware: Hardware, gb_per_s: float) -> Hardware:
         for key, line in hardware.lines.items()
     }
     return replace(hardware, lines=lines, notes={**hardware.notes, "link_bytes_per_s": 1e9 * gb_per_s})
+
+
+def _at_host_rate(hardware: Hardware, gb_per_s: float) -> Hardware:
+    """Return the machine with a host's memory of another peak, of which attention reaches the share that it did; one
+    without a datasheet with a memory that attention reaches all of. A core's scattering stays as it is."""
+    peak, rate, lines = hardware.notes.get("host_memory_bytes_per_s"), 1e9 * gb_per_s, dict(hardware.lines)
+    for key, line in hardware.lines.items():
+        if resource_of_line(key) == "host_compute" and line.s_per_byte and not key.startswith("scatter"):
+            lines[key] = replace(line, s_per_byte=line.s_per_byte * peak / rate if peak else 1 / rate, samples=())
+    given = {"host_memory_bytes_per_s": rate} if peak else {}
+    return replace(hardware, lines=lines, notes={**hardware.notes, **given})
 
 
 def pace_of_link(hardware: Hardware) -> str:
@@ -106,6 +119,7 @@ def describe_rates(hardware: Hardware) -> str:
     words = {"measured": "measured", "fitted": "fitted to published runs", "assumed": "assumed, not measured"}
     said = f"  rates of {hardware.name}: {words.get(rates['kind'], 'as its file states')}"
     said += f" ({rates['on']})" if rates.get("on") else ""
+    said += f"; host {rates['host']} by its datasheet" if rates.get("host") else ""
     said += f"; not fitted: {rates['held_out']}" if rates.get("held_out") else ""
     if paced := pace_of_link(hardware):
         said += f"; {paced}"

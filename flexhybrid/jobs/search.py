@@ -39,7 +39,7 @@ from policy_search.systems import Setting, System, system
 from sim.queue_clock import QueueRun
 from sim.simulate import SimulatedRun
 
-MACHINE_KEYS = ("model", "hardware", "dtype", *RATES)
+MACHINE_KEYS = ("model", "hardware", "host", "dtype", *RATES)
 WHERE = ("any", "device", "host")  #: of attention
 
 #: Systems that the best policy is compared with.
@@ -74,6 +74,8 @@ class PolicySearchOptions:
     link_gb_per_s: float | None = None  #: these rates in place of the machine's own
     disk_gb_per_s: float | None = None
     gemm_tflops: float | None = None
+    host_memory_gb_per_s: float | None = None
+    host: str | None = None  #: in place of the machine's own
     budgets: dict[str, str | None] | None = None
     confirm: bool = True
     lp: Path | None = None

@@ -43,7 +43,7 @@ def setting_of(point: dict, budgets: Budgets | None = None, note: Note | None = 
     for name in lengths:
         check(name, point[name], is_integer(point[name]) and point[name] >= 1, "a whole number >= 1")
     shape = shape_to_simulate(point["model"])
-    hardware = with_given_rates(machine_of(point["hardware"], shape), point, budgets or {})
+    hardware = with_given_rates(machine_of(point["hardware"], shape, point.get("host")), point, budgets or {})
     if note and hardware.company:
         from flexhybrid.jobs.profile.job import company_note  # loads torch
 
@@ -67,10 +67,11 @@ def setting_of(point: dict, budgets: Budgets | None = None, note: Note | None = 
     return Setting(problem, point["batch"], point["prompt_len"], point["gen_len"])
 
 
-def machine_of(hardware: str, shape: ModelShape) -> Hardware:
-    """Return a machine by name or from a file; "local" is this one, as a run of the model would take it."""
-    if hardware.lower() != catalogue.LOCAL:
-        return catalogue.load(hardware)
+def machine_of(hardware: str, shape: ModelShape, host: str | None = None) -> Hardware:
+    """Return a machine by name or from a file, beside a ``host`` by name where one is given; "local" is this one, as a
+    run of the model would take it."""
+    if host is not None or hardware.lower() != catalogue.LOCAL:
+        return catalogue.load(hardware, host)
     from flexhybrid.jobs.profile.job import local_machine  # loads torch
 
     return local_machine(shape)

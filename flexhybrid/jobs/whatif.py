@@ -33,7 +33,7 @@ LENGTHS = ("prompt_len", "gen_len")
 #: Fields that can be varied -> what reads a value of theirs.
 VARIED: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("batch", *LENGTHS), int), **dict.fromkeys(RATES, float),
-    **dict.fromkeys((*MEMORIES, "model", "hardware", "dtype"), str),
+    **dict.fromkeys((*MEMORIES, "model", "hardware", "host", "dtype"), str),
 }  # fmt: skip
 FORMATS = (".png", ".pdf", ".svg")
 

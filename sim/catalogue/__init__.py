@@ -12,7 +12,8 @@ from pathlib import Path
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.files import cache_folder, newest_profile
 from flexhybrid.core.hardware import Hardware, load_hardware
-from sim.datasheet import is_record, load_machine
+from sim.datasheet import is_record, load_datasheet, load_machine
+from sim.hosts import beside
 
 FOLDER = Path(__file__).parent
 
@@ -65,9 +66,15 @@ def path_of(name_or_path: str | Path) -> Path | None:
     return None
 
 
-def load(name_or_path: str | Path) -> Hardware:
-    """A catalogue entry by name (any case), "local", or a hardware file by path; else InputError with the names."""
+def load(name_or_path: str | Path, host: str | None = None) -> Hardware:
+    """A catalogue entry by name (any case), "local", or a hardware file by path; else InputError with the names.
+    ``host``: one of ``sim.hosts``, in place of the entry's own; InputError for a measured record, which has none."""
     text = str(name_or_path)
+    if host is not None:
+        if (path := path_of(name_or_path)) is None:
+            load(name_or_path)  # raises for an unknown name
+            raise InputError(f"--host {host}: {text} was measured beside its own host; name a machine of the catalogue")
+        return beside(load_datasheet(path), host).hardware()
     if text.lower() in names():
         return load_machine(FOLDER / f"{text.lower()}.json")
     if text.lower() == LOCAL:

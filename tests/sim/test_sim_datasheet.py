@@ -8,7 +8,7 @@ import pytest
 
 from flexhybrid import cli
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import crosses_link
+from flexhybrid.core.hardware import crosses_link, resource_of_line
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs.rates import with_given_rates
 from sim import catalogue
@@ -198,6 +198,40 @@ def test_a_number_means_the_same_in_a_file_and_as_a_flag(like, flags, same, tmp_
     of_file = told(capsys, *run, "--hardware", str(tmp_path / "mine.json"))
     of_flag = told(capsys, *run, "--hardware", like, *(same or flags))
     assert of_flag["tokens_per_s"] == pytest.approx(of_file["tokens_per_s"], rel=1e-9)
+
+
+def test_cards_are_compared_beside_one_host(tmp_path):
+    """What belongs to the host is the same whatever the card, fitted or not; what belongs to the card stays."""
+    own, other = (catalogue.load(name, "desktop-128g") for name in ("t4-flexgen", "rtx5090"))
+    hosts = {key for key in own.lines if resource_of_line(key) not in ("compute", "h2d", "d2h")}
+    assert (
+        {"attend_host", "scatter", "disk_read", "disk_write"}
+        <= hosts
+        == {key for key in other.lines if resource_of_line(key) not in ("compute", "h2d", "d2h")}
+    )
+    assert all(own.lines[key] == other.lines[key] for key in hosts)
+    assert own.lines["attend_host"].s_per_byte == pytest.approx(1 / (0.6 * 89.6e9))
+    assert own.host_memory == other.host_memory == 128 * 2**30 and own.disk_memory == other.disk_memory
+    alone = catalogue.load("t4-flexgen")
+    assert {k: v for k, v in own.lines.items() if k not in hosts} == {
+        k: v for k, v in alone.lines.items() if k in own.lines and k not in hosts
+    }
+    own.save(tmp_path / "measured.json")
+    with pytest.raises(InputError, match="measured beside its own host"):
+        catalogue.load(tmp_path / "measured.json", "desktop-128g")
+    with pytest.raises(InputError, match="did you mean desktop-64g"):
+        catalogue.load("t4", "dsktop-64g")
+
+
+def test_a_hosts_memory_of_another_peak(capsys):
+    own = catalogue.load("l4")
+    slower = with_given_rates(own, {"host_memory_gb_per_s": own.notes["host_memory_bytes_per_s"] / 2e9}, {})
+    assert slower.lines["attend_host"].s_per_byte == pytest.approx(2 * own.lines["attend_host"].s_per_byte)
+    assert slower.lines["scatter"] == own.lines["scatter"] and slower.lines["h2d"] == own.lines["h2d"]
+    run = ["simulate", "--system", "fastdecode", "--hardware", "l4", *RUN]
+    assert told(capsys, *run, "--host-memory-gb-per-s", "20")["tokens_per_s"] < told(capsys, *run)["tokens_per_s"]
+    found = told(capsys, *run, "--host", "server-1t")
+    assert found["inputs"]["host"] == "server-1t" and found["rates"]["host"] == "server-1t"
 
 
 @pytest.mark.parametrize(

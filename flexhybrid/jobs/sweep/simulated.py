@@ -18,6 +18,7 @@ from flexhybrid.jobs.sweep.grid import one_of, positive_integer, read_points
 from flexhybrid.jobs.sweep.job import SweepSummary, run_sweep
 from policy_search.systems import Setting, System, check
 from sim import catalogue
+from sim.hosts import HOSTS
 from sim.simulate import CLOCKS, Lengths, SimulatedRun, simulate_many
 
 
@@ -55,6 +56,7 @@ KEYS = {
     "system": _system,
     "model": _model,
     "hardware": _hardware,
+    "host": one_of("host", tuple(HOSTS)),
     "batch": positive_integer,
     "prompt_len": positive_integer,
     "gen_len": positive_integer,
