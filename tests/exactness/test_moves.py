@@ -104,8 +104,8 @@ POLICIES = [
 ]
 
 
-def asked(path, both_draws: bool):
-    """Write lines that ask for all that a request may ask for, with greedy and with random tokens, or in turn."""
+def asked(path, first: int):
+    """Write lines that ask for all that a request may ask for, with greedy (0) or random tokens (1) first, in turn."""
     draws = [{"temperature": 0}, {"temperature": 0.8, "seed": 5}]
     wishes = [
         {"n": 2, "temperature": 1, "logprobs": 2},
@@ -114,7 +114,7 @@ def asked(path, both_draws: bool):
         {"logit_bias": {"40": 3}, "presence_penalty": 1.5, "bad_words": ["return self", "def"]},
     ]
     wishes += [{"guided_regex": r"(a|bc){9,16}d"}, {"guided_json": {"type": "array", "maxItems": 6}}]
-    bodies = [draw | wish for i, wish in enumerate(wishes) for draw in (draws if both_draws else draws[i % 2 :][:1])]
+    bodies = [draws[(first + i) % 2] | wish for i, wish in enumerate(wishes)]
     with path.open("w") as file:
         for number, (prompt, body) in enumerate(zip(shipped.prompts(), bodies)):
             line = {"prompt": prompt, "max_tokens": 16 + 3 * number % 14, "return_token_ids": True} | body
@@ -153,7 +153,7 @@ def test_whatever_a_request_asks_for_it_gets_when_it_moves(tmp_path, monkeypatch
     """Seeds, penalties, stop texts, grammars, log probabilities, several answers; killed and resumed on the way."""
     pytest.importorskip("llguidance")
     model = shipped.CHECKPOINT if kind == "shipped" else with_tokenizer(tmp_path / kind, kind)
-    source = asked(tmp_path / "in.jsonl", both_draws=kind == "shipped")
+    source = asked(tmp_path / "in.jsonl", first=kind == "shipped")
     expected = answered(source, tmp_path / "plain.jsonl", model)
     advance, told = Job.advance, {"iterations": 0, "moves": 0}
     policies = cycle(POLICIES)

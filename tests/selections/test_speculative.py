@@ -73,14 +73,17 @@ def moved_share(trace) -> float | None:
     return sum(t.work.tokens for t in gathers) / sum(int(t.payload.step.context.sum()) for t in gathers)
 
 
-@pytest.mark.parametrize("family", ["opt", "llama"])
 @pytest.mark.parametrize(
-    "skewed, alpha, cap, whole",
-    [("opt", 0.3, 1.0, 3), ("llama", 1.0, 0.4, None), ("opt", 4.0, 0.15, 1), ("llama", math.inf, 0.2, 2)],
+    "family, skewed, alpha, cap, whole",
+    [
+        ("opt", True, 0.3, 1.0, 3),
+        ("llama", True, 1.0, 0.4, None),
+        ("llama", False, 4.0, 0.15, 1),
+        ("opt", False, math.inf, 0.2, 2),
+    ],
 )
 def test_tokens_are_those_of_a_plain_account(checkpoints, prompts, family, skewed, alpha, cap, whole):
-    """Of each case one family is ``skewed``."""
-    checkpoint = checkpoints[family, "skewed"] if family == skewed else checkpoints[family]
+    checkpoint = checkpoints[family, "skewed"] if skewed else checkpoints[family]
     chosen = policy(alpha, cap, whole_layers=whole, weights=Placement(device=0.3, host=0.7))
     result = run_wave(checkpoint, chosen, prompts, 8)
     wanted, share = plain_tokens(checkpoint, chosen, prompts, 8)
@@ -89,9 +92,16 @@ def test_tokens_are_those_of_a_plain_account(checkpoints, prompts, family, skewe
     assert 0 < share < 1 and moved_share(result.trace) == pytest.approx(share)
 
 
-@pytest.mark.parametrize("family", ["opt", "llama"])
 @pytest.mark.parametrize(
-    "kv, bits", [(0.6, Bits()), (0.0, Bits()), (1.0, Bits(kv=8)), (1.0, Bits(kv=4)), (0.5, Bits(kv=8))]
+    "family, kv, bits",
+    [
+        ("opt", 0.6, Bits()),
+        ("llama", 0.6, Bits()),
+        ("llama", 0.0, Bits()),
+        ("opt", 1.0, Bits(kv=8)),
+        ("llama", 1.0, Bits(kv=4)),
+        ("opt", 0.5, Bits(kv=8)),
+    ],
 )
 def test_rows_that_serve_all_heads_are_chosen_by_token(checkpoints, prompts, family, kv, bits):
     mix = {kind: share for kind, share in {"kv@host": kv, "act@host": 1 - kv}.items() if share}
@@ -120,9 +130,9 @@ def test_loads_that_run_ahead_leave_a_slow_attention_alone(checkpoints, prompts,
     assert run_wave(checkpoints["llama"], chosen, prompts, 8, edit=slow).tokens == wanted
 
 
-@pytest.mark.parametrize("family", ["opt", "llama"])
 @pytest.mark.parametrize(
-    "victim, share, full", [("fifo", 0.5, 255), ("lru", 0.8, 255), ("counter", 0.5, 255), ("counter", 0.8, 4)]
+    "family, victim, share, full",
+    [("opt", "fifo", 0.5, 255), ("llama", "lru", 0.8, 255), ("llama", "counter", 0.5, 255), ("opt", "counter", 0.8, 4)],
 )
 def test_a_pool_gives_up_what_a_plain_account_does(checkpoints, prompts, family, victim, share, full, monkeypatch):
     """Prompts beyond the pool, pools that fill up in the decode, and counters that are soon full."""
@@ -201,8 +211,7 @@ def test_a_wave_has_no_more_requests_than_its_bytes_have_blocks(checkpoints):
     assert [len(wave) for wave in split_waves(Problem(shape=shape, dtype="float32"), chosen, workload)] == [4, 4, 1]
 
 
-@pytest.mark.parametrize("skewed, resident", [(False, 0.3), (True, 1.0)])
-@pytest.mark.parametrize("family", ["opt", "llama"])
+@pytest.mark.parametrize("family, skewed, resident", [("opt", False, 0.3), ("llama", True, 1.0)])
 def test_columns_of_a_request_are_those_of_a_plain_account(checkpoints, prompts, family, skewed, resident):
     checkpoint = checkpoints[family, "skewed"] if skewed else checkpoints[family]
     weights = Placement(device=resident, host=1 - resident)
@@ -216,9 +225,9 @@ def test_columns_of_a_request_are_those_of_a_plain_account(checkpoints, prompts,
 
 @settings(max_examples=4)
 @given(
-    st.sampled_from(("opt", "llama")), st.permutations(range(5)), st.sampled_from((16, 130, 8192)),
-    st.sampled_from(("column", "row")), st.sampled_from((1.0, 0.5)), st.sampled_from((0.0, 1.0)),
-    st.sampled_from(("lru", "counter", "fifo")),
+    st.sampled_from(("opt", "llama")), st.lists(st.integers(0, 4), min_size=3, max_size=3, unique=True),
+    st.sampled_from((16, 130, 8192)), st.sampled_from(("column", "row")), st.sampled_from((1.0, 0.5)),
+    st.sampled_from((0.0, 1.0)), st.sampled_from(("lru", "counter", "fifo")),
 )  # fmt: skip
 def test_company_changes_nothing_where_each_request_has_its_columns(
     checkpoints, prompts, family, order, bound, schedule, pool, resident, victim
@@ -231,12 +240,9 @@ def test_company_changes_nothing_where_each_request_has_its_columns(
     checkpoint, company = checkpoints[family], [prompts[i] for i in order]
     alone = [run_wave(checkpoint, chosen, [prompt], 6).tokens[0] for prompt in company]
     assert run_wave(checkpoint, chosen, company, 6).tokens == alone
-    some = company[: len(company) // 2 + 1]
-    assert run_wave(checkpoint, chosen, some, 6).tokens == alone[: len(some)]
 
 
-@pytest.mark.parametrize("family", ["opt", "llama"])
-@pytest.mark.parametrize("pool", [0.5, 1.0])
+@pytest.mark.parametrize("family, pool", [("opt", 1.0), ("llama", 0.5)])
 def test_requests_leave_one_by_one(checkpoints, prompts, family, pool):
     """A short prompt with a long answer beside a longer one whose pool is smaller; those who stay keep their places."""
     lengths, prompts = (30, 4, 12), [prompts[3], prompts[4], prompts[1]]
@@ -252,7 +258,7 @@ def full_cache(checkpoints, prompts):
     return {family: run_wave(checkpoints[family], Policy(), prompts, 6).tokens for family in ("opt", "llama")}
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
     st.sampled_from(("opt", "llama")), st.booleans(), st.sampled_from((0.05, 0.3, 1.0)),
     st.sampled_from((16, 130, 250, 8192)), st.sampled_from(("column", "row")), st.sampled_from((0.0, 0.4, 1.0)),

@@ -69,15 +69,20 @@ def run(folder):
     return shape.weights_bytes(DTYPE_BYTES[pick_dtype("auto", shape, torch.device("cuda"), None)])
 
 
+def no_policy(*_, **more):
+    raise InputError("searched for elsewhere")
+
+
 @pytest.fixture
 def without_weights(monkeypatch):
-    """Configurations alone are read: what would be refused before weights are is."""
+    """Configurations alone are read: what would be refused before weights are is. No policy is searched for."""
 
     def seen(name, setting):
         raise Seen(setting.problem)
 
     monkeypatch.setattr(search_job, "system", seen)
     monkeypatch.setattr(doctor_job, "fastest_dtype", lambda *_: "bfloat16")
+    monkeypatch.setattr(doctor_job, "best_policy", no_policy)
     monkeypatch.setattr(loader, "_stored_tensors", lambda path: {})
     monkeypatch.setattr(loader.ModuleTensors, "_check", lambda self: None)
     monkeypatch.setattr(loader.Checkpoint, "_find_prefix", lambda self: "")
@@ -106,7 +111,8 @@ def test_four_commands_agree_on_bytes_and_on_what_runs(name, tmp_path, without_w
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B-Instruct-AWQ", "openai/gpt-oss-120b"])
-def test_four_commands_refuse_packed_weights_in_the_same_line(name, tmp_path, capsys, cpu_dtype):
+def test_four_commands_refuse_packed_weights_in_the_same_line(name, tmp_path, capsys, cpu_dtype, monkeypatch):
+    monkeypatch.setattr(doctor_job, "best_policy", no_policy)
     written(name, tmp_path)
     prompts, where = tmp_path / "prompts.txt", ["--model", str(tmp_path)]
     prompts.write_text("one\n")
