@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from matplotlib import pyplot as plt
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from figures.style import COLORS, HATCHES, look, save, style
@@ -31,6 +32,18 @@ KIND_COLORS = {
     "disk_read": BROWN,
     "disk_write": RED,
 }
+#: Resource -> the kinds of its tasks, and what its bar is called.
+BARS = {
+    "compute": ("compute",),
+    "h2d": ("load_weights", "load_cache", "load_activation", "load_other"),
+    "host_compute": ("host_compute",),
+    "d2h": ("store",),
+    "disk_read": ("disk_read",),
+    "disk_write": ("disk_write",),
+}
+BAR_NAMES = {"step": "step", "compute": "compute", "h2d": "to device", "host_compute": "host", "d2h": "from device"}
+BAR_NAMES |= {"disk_read": "disk read", "disk_write": "disk write"}
+LEAST_BAR = 0.01  #: share of a step that gets a bar
 CARGO_COLORS = {"weights": GREY, "kv": BLUE, "act": ORANGE, "hidden": SKY, "state": GREEN}
 LINK_HATCHES = dict(zip(("h2d", "d2h", "disk_read", "disk_write"), HATCHES, strict=False))
 RESOURCES = ("compute", "h2d", "d2h", "host_compute", "disk_read", "disk_write")
@@ -39,7 +52,7 @@ SHOWN_ROWS = (("h2d", "link"), ("compute", "compute"))
 
 @style()
 def throughput(
-    path: Path, sweep: list[dict], curve_shares: list[float], curve_tokens_per_s: list[float], chosen: dict
+    path: Path, sweep: list[dict], curve_shares: list[float], curve_tokens_per_s: list[float], chosen: dict, title: str
 ) -> None:
     """Plot decode tokens/s against the ACT share: both predictions, measured points with their range, the choice.
 
@@ -52,13 +65,14 @@ def throughput(
     low = [row["measured_tokens_per_s"] - min(row["measured_rounds"]) for row in sweep]
     high = [max(row["measured_rounds"]) - row["measured_tokens_per_s"] for row in sweep]
     axes.plot(curve_shares, curve_tokens_per_s, color=GREY, lw=1.2, label="predicted, closed form")
-    virtual = [row["virtual_clock_tokens_per_s"] for row in sweep]
-    axes.plot(shares, virtual, "s--", color=BLUE, ms=4, lw=1, label="predicted, virtual clock")
+    walked = sorted((row["act_share"], row["virtual_clock_tokens_per_s"]) for row in [*sweep, chosen])
+    axes.plot(*zip(*walked), "s--", color=BLUE, ms=4, lw=1, label="predicted, virtual clock")
     points = {"fmt": "o", "color": RED, "capsize": 3, "label": "measured (median, range)"}
     axes.errorbar(shares, measured, yerr=[low, high], **points)
     axes.axvline(chosen["act_share"], color=GREEN, lw=1.2, ls=":")
     best = [chosen["act_share"]], [chosen["measured_tokens_per_s"]]
     axes.plot(*best, "*", color=GREEN, ms=14, label="searched policy, measured")
+    axes.set_title(title, fontsize=9, loc="left")
     axes.set_xlabel("ACT share of tokens (0: kv_only, 1: act_only)")
     axes.set_ylabel("decode tokens/s")
     axes.set_ylim(bottom=0)
@@ -68,7 +82,7 @@ def throughput(
 
 
 @style()
-def timeline(path: Path, traces: dict, iteration: int) -> None:
+def timeline(path: Path, traces: dict, iteration: int, title: str) -> None:
     """Draw one iteration and the edges of its neighbours: link and compute rows, the first trace above the second.
 
     ``traces``: name -> events (task, start_s, end_s) in stream order. Iteration i begins where the last sample of
@@ -100,6 +114,7 @@ def timeline(path: Path, traces: dict, iteration: int) -> None:
         left, right = min(left, -margin * 1e3), max(right, (end - begin + margin) * 1e3)
         axes.set_yticks([-y for y in range(len(SHOWN_ROWS))], [label for _, label in SHOWN_ROWS])
         axes.set_title(f"{name}: iteration {iteration}, {(end - begin) * 1e3:.0f} ms", fontsize=9, loc="left")
+    figure.suptitle(title, fontsize=9)
     panels[-1].set_xlim(left, right)
     panels[-1].set_xlabel("ms; paler bars belong to the neighbouring iterations")
     shown = [Patch(color=color, label=verb) for verb, color in VERB_COLORS.items() if verb in used]
@@ -108,40 +123,58 @@ def timeline(path: Path, traces: dict, iteration: int) -> None:
 
 
 @style()
-def breakdown(path: Path, systems: list[dict]) -> None:
-    """Draw the seconds of a decode step by kind of task, predicted beside measured for each system (KVPR's Fig. 10).
+def breakdown(path: Path, systems: list[dict], title: str) -> None:
+    """Draw a decode step of each system (KVPR's Fig. 10): its wall time, and beside it the busy time of each resource.
 
-    ``systems``: {"policy", "predicted": {"step_s", "seconds": {kind: s}}, "measured": the same}. Kinds are stacked
-    though they overlap in time; the black tick is the step's length, "step_rounds_s" its error bar.
+    ``systems``: {"policy", "predicted": {"step_s", "seconds": {kind: s}}, "measured": the same}. Bars are measured,
+    those of a resource by kind of task; ticks are predicted; "step_rounds_s" are the error bar of a step.
     """
-    figure, axes = plt.subplots(figsize=(1.6 + 1.3 * len(systems), 4.4), constrained_layout=True)
-    used = []
+    resources = ["step", *(resource for resource, kinds in BARS.items() if _is_seen(systems, kinds))]
+    figure, axes = plt.subplots(figsize=(2.4 + 0.42 * len(systems) * len(resources), 4.8), constrained_layout=True)
+    places, used = [], []
     for x, system in enumerate(systems):
-        for offset, clock, drawn in ((-0.2, "predicted", {"alpha": 0.55, "hatch": "//"}), (0.2, "measured", {})):
-            bottom = 0.0
-            for kind, color in KIND_COLORS.items():
-                height = system[clock]["seconds"].get(kind, 0.0) * 1e3
-                if height:
-                    axes.bar(x + offset, height, 0.36, bottom=bottom, color=color, edgecolor="white", lw=0, **drawn)
-                    bottom += height
-                    used.append(kind)
-            step, rounds = system[clock]["step_s"] * 1e3, [s * 1e3 for s in system[clock].get("step_rounds_s", ())]
-            axes.plot([x + offset - 0.18, x + offset + 0.18], [step, step], color=BLACK, lw=1.6)
-            if rounds:
-                reach = [[step - min(rounds)], [max(rounds) - step]]
-                axes.errorbar([x + offset], [step], reach, fmt="none", ecolor=BLACK, capsize=3)
+        measured, predicted = system["measured"], system["predicted"]
+        for i, resource in enumerate(resources):
+            place, bottom = x + (i - (len(resources) - 1) / 2) * 0.86 / len(resources), 0.0
+            drawn = {"width": 0.76 / len(resources), "edgecolor": "white", "lw": 0}
+            kinds = BARS.get(resource, ("step",))
+            of_both = [{"step": clock["step_s"], **clock["seconds"]} for clock in (measured, predicted)]
+            for kind in kinds:
+                height = of_both[0].get(kind, 0.0) * 1e3
+                axes.bar(place, height, bottom=bottom, color=KIND_COLORS.get(kind, BLACK), **drawn)
+                bottom += height
+                used += [kind] if height else []
+            axes.plot([place], [1e3 * sum(of_both[1].get(kind, 0.0) for kind in kinds)], "_", color=RED, ms=11, mew=2)
+            places.append(place)
+        rounds = [s * 1e3 for s in measured.get("step_rounds_s", (measured["step_s"],))]
+        step = measured["step_s"] * 1e3
+        reach = [[step - min(rounds)], [max(rounds) - step]]
+        axes.errorbar(places[-len(resources)], step, reach, fmt="none", ecolor=GREY, capsize=3)
     _name_systems(axes, systems)
-    axes.set_ylabel("ms a decode step")
+    axes.tick_params(axis="x", which="major", pad=46, length=0, rotation=0)
+    plt.setp(axes.get_xticklabels(), ha="center")
+    names = [BAR_NAMES[resource] for resource in resources] * len(systems)
+    axes.xaxis.remove_overlapping_locs = False  # the middle bar and its system have the same place
+    axes.set_xticks(places, names, minor=True, rotation=90, fontsize=7)
+    axes.set_ylabel("ms of a decode step")
     axes.set_title(
-        "left, hatched: predicted; right: measured; black: the step, bars: its rounds", fontsize=9, loc="left"
+        f"{title}\nWall time of a decode step, and how long of it each resource is busy", fontsize=9, loc="left"
     )
-    shown = [Patch(color=color, label=kind.replace("_", " ")) for kind, color in KIND_COLORS.items() if kind in used]
-    figure.legend(handles=shown, ncol=3, loc="outside lower center", fontsize=8, frameon=False)
+    colors = {"step": BLACK, **KIND_COLORS}
+    shown = [Patch(color=color, label=kind.replace("_", " ")) for kind, color in colors.items() if kind in used]
+    shown.append(Line2D([], [], color=RED, marker="_", ls="", ms=11, mew=2, label="predicted"))
+    figure.legend(handles=shown, ncol=4, loc="outside lower center", fontsize=8, frameon=False)
     save(figure, path)
 
 
+def _is_seen(systems: list[dict], kinds: tuple[str, ...]) -> bool:
+    """Return whether tasks of these kinds take a share of a step that a bar can show."""
+    measured = [system["measured"] for system in systems]
+    return any(sum(of["seconds"].get(kind, 0.0) for kind in kinds) > LEAST_BAR * of["step_s"] for of in measured)
+
+
 @style()
-def traffic(path: Path, systems: list[dict]) -> None:
+def traffic(path: Path, systems: list[dict], title: str) -> None:
     """Draw the bytes of a decode step by link and cargo, and busy shares of resources (HybridServe's Fig. 13 and 14).
 
     ``systems``: as for ``breakdown``, with "bytes": {link: {cargo: bytes}} and "busy": {resource: share}.
@@ -158,6 +191,7 @@ def traffic(path: Path, systems: list[dict]) -> None:
                     bottom += height
                     cargoes.append(cargo)
                     links.append(link)
+    figure.suptitle(title, fontsize=9)
     left.margins(y=0.08)
     left.set_ylabel("MB a decode step")
     _name_systems(left, systems)

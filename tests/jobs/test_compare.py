@@ -10,8 +10,10 @@ import pandas as pd
 import pytest
 import torch
 from forced_machine import DTYPES, FASTER_DTYPE
+from matplotlib import pyplot as plt
 from random_cases import random_case
 
+from figures import compare as draw
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line, load_hardware
 from flexhybrid.core.model.shape import ModelShape
@@ -25,7 +27,7 @@ from flexhybrid.jobs.compare import job
 from flexhybrid.jobs.compare.breakdown import CARGO, KINDS, bytes_per_step, kind_of, seconds_per_step
 from flexhybrid.jobs.compare.job import compare
 from flexhybrid.jobs.compare.predicted import closed_decode, virtual_decode
-from flexhybrid.jobs.compare.report import Report, faster_than_searched, speed_line
+from flexhybrid.jobs.compare.report import Report, speed_line, verdict
 from flexhybrid.jobs.compare.setting import LEAST_TOKENS, SIZES, TABLE_SECONDS, CompareOptions, settle
 from flexhybrid.jobs.compare.speed import LAST, Bench, PolicyRun
 from flexhybrid.jobs.options import split_names
@@ -448,13 +450,52 @@ def test_a_breakdown_adds_up_to_busy_time_and_to_the_bytes_that_really_moved(pol
         assert sum(per_step[link].values()) * steps == count, link
 
 
-def test_a_policy_that_was_faster_than_the_searched_one_is_named():
-    def result(*measured: tuple[str, float, bool]) -> dict:
-        rows = [{"policy": name, "measured_tokens_per_s": speed, "lossless": same} for name, speed, same in measured]
-        return {"search": {"policy": "hybrid"}, "speed": rows[:2], "sweep": rows[2:]}
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"act_only": [106, 107, 108]}, "search missed: act_only was measured 7.0% faster; +3.9% to +10.2%"),
+        ({"act_only": [101, 107, 108]}, "searched mix ties with act_only: -6.5%; -9.3% to +1.0%"),
+        # the one whose rounds lie apart is named, though another's median is higher
+        (
+            {"act_only": [101, 107, 108], "kv_only": [103, 104, 105]},
+            "missed: kv_only was measured 4.0%; +1.0% to +7.1%",
+        ),
+        ({"act_only": [90, 92, 94]}, "searched mix is the fastest: 8.7% faster than act_only; +4.3% to +13.3%"),
+        ({"act_only": [100.9] * 3, "hybrid": [100] * 3}, "ties with act_only: -0.9%; -0.9% to -0.9%"),
+        ({}, ""),
+    ],
+    ids=["apart", "overlap", "apart and overlap", "slower", "within a percent", "alone"],
+)
+def test_the_search_missed_only_where_rounds_do_not_overlap(others, told):
+    measured = {"hybrid": [98, 100, 102], **others}
+    rows = [
+        {"policy": name, "measured_tokens_per_s": rounds[1], "measured_rounds": rounds, "lossless": True}
+        for name, rounds in measured.items()
+    ]
+    faster = dict(rows[0], policy="few bits", measured_rounds=[300] * 3, lossless=False)
+    result = {"search": {"policy": "hybrid"}, "speed": [*rows[:1], faster], "sweep": rows[1:]}
+    sentence, _, interval = told.partition("; ")
+    assert sentence in verdict(result) and f"(rounds: {interval})" in verdict(result) or verdict(result) == told
+    assert verdict(result | {"search": None}) == ""
 
-    hybrid = ("hybrid", 100.0, True)
-    assert faster_than_searched(result(hybrid, ("act_only", 101.0, True), ("few bits", 200.0, False))) == ""
-    told = faster_than_searched(result(("act_only", 107.0, True), hybrid, ("hybrid(0.875)", 104.0, True)))
-    assert told == "The search missed: act_only was measured 7.0% faster than the searched mix."
-    assert faster_than_searched(result(hybrid) | {"search": None}) == ""
+
+def test_figures_say_what_they_show(monkeypatch, tmp_path):
+    """Titles name machine, model and link; the virtual curve reaches the star; no bar of a step is above its length."""
+    drawn = {}
+    monkeypatch.setattr(draw, "save", lambda figure, path: drawn.setdefault(path.stem, figure.axes[0]))
+    row = {"virtual_clock_tokens_per_s": 9, "measured_tokens_per_s": 9, "measured_rounds": [8, 9]}
+    sweep = [{"act_share": share, **row} for share in (0, 1)]
+    star = dict(sweep[0], act_share=0.3, virtual_clock_tokens_per_s=12)
+    draw.throughput(tmp_path / "throughput", sweep, [0, 1], [9, 9], star, "here")
+    curve = next(line for line in drawn["throughput"].lines if "virtual" in str(line.get_label()))
+    assert curve.get_xydata().tolist() == [[0, 9], [0.3, 12], [1, 9]]
+    step = {"step_s": 0.2, "seconds": {"compute": 0.15, "load_weights": 0.1, "load_cache": 0.08, "store": 1e-4}}
+    draw.breakdown(tmp_path / "breakdown", [{"policy": "mine", "predicted": step, "measured": step}], "here")
+    bars = drawn["breakdown"].patches
+    tops = {round(bar.get_x(), 6): bar.get_y() + bar.get_height() for bar in bars}  # the last of a stack
+    assert list(tops.values()) == pytest.approx([200, 150, 180])
+    ticks = [text.get_text() for text in drawn["breakdown"].get_xticklabels(minor=True)]
+    assert ticks == ["step", "compute", "to device"]
+    for axes in drawn.values():
+        assert axes.get_title(loc="left").startswith("here")
+        plt.close(axes.figure)

@@ -395,13 +395,15 @@ def _write(result: dict, chosen: MeasuredPolicy, virtual: list[TraceEvent], sett
     traces = {"predicted": virtual, "measured": chosen.traces[chosen.median_round]}
     save_chrome_trace(out / "trace.json", traces)
     drawn = {f"{chosen.policy.name}, {clock}": trace for clock, trace in traces.items()}
-    draw.timeline(out / "timeline.png", drawn, iteration=3)
-    draw.breakdown(out / "breakdown.png", result["breakdown"])
-    draw.traffic(out / "traffic.png", result["breakdown"])
+    pace = f"{result['link_gb_per_s']:g} GB/s" if result["link_gb_per_s"] else "not paced"
+    title = f"{result['machine']}: {result['model']} in {result['dtype']}, link {pace}"
+    draw.timeline(out / "timeline.png", drawn, iteration=3, title=title)
+    draw.breakdown(out / "breakdown.png", result["breakdown"], title)
+    draw.traffic(out / "traffic.png", result["breakdown"], title)
     if not result["sweep"]:
         return
     shares = np.linspace(0, 1, 65)
     cache = {"act@host": shares, "kv@host": 1.0 - shares}
     curve, _ = closed_decode(problem, hybrid(0.5, setting.mini_batch_tokens), setting.workload, cache)
     searched = next(row for row in result["speed"] if row["policy"] == "hybrid")
-    draw.throughput(out / "throughput.png", result["sweep"], shares.tolist(), curve.tolist(), searched)
+    draw.throughput(out / "throughput.png", result["sweep"], shares.tolist(), curve.tolist(), searched, title)

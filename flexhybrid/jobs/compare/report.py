@@ -29,7 +29,7 @@ from policy_search.search import SearchResult
 SHOWN_LINES = ("h2d", "d2h", "h2d_both", "d2h_both", "disk_read", "disk_write", *VERBS)
 BUSY = "*"  #: marks a figure that was measured on a busy machine
 MOST_SPREAD = 0.15  #: (fastest - slowest) / median of a policy's rounds; an idle machine's rounds lie closer
-NOISE = 0.02  #: share by which measured policies may differ by chance
+TIE = 0.01  #: medians that differ by less tie
 
 
 def is_disturbed(row: dict) -> bool:
@@ -128,8 +128,8 @@ class Report:
         if result["sweep"]:
             self.say("\nSweep over ACT shares\n")
             self.table([speed_line(row) for row in result["sweep"]])
-        if missed := faster_than_searched(result):
-            self.say(f"\n{missed}")
+        if told := verdict(result):
+            self.say(f"\n{told}")
         violations = result["trace_violations"]
         self.say(f"\nTRACE VIOLATIONS: {violations[:3]}" if violations else "\nTraces: every read saw its version.")
         rows = {row["policy"]: row for row in result["speed"] + result["sweep"]}  # some are in both
@@ -173,16 +173,32 @@ def profile_line(row: dict) -> dict:
     }
 
 
-def faster_than_searched(result: dict) -> str:
-    """Return in words that another lossless policy was measured faster than the searched one by more than NOISE; an
-    empty string where none was."""
-    rows = [row for row in result["speed"] + result["sweep"] if row["lossless"]]
-    searched = next((row["measured_tokens_per_s"] for row in rows if row["policy"] == "hybrid"), np.inf)
-    best = max(rows, key=lambda row: row["measured_tokens_per_s"], default=None)
-    if not result["search"] or not best or best["measured_tokens_per_s"] <= searched * (1 + NOISE):
+def verdict(result: dict) -> str:
+    """Return in words how the searched mix compares with the fastest other lossless policy, with the interval that
+    their rounds span; an empty string without a search. A policy beats another where its median is more than TIE
+    higher and each of its rounds is faster than all of the other's; otherwise the two tie."""
+    rows = {row["policy"]: row for row in result["sweep"] + result["speed"] if row["lossless"]}
+    searched = rows.pop("hybrid", None)
+    if not result["search"] or not searched or not rows:
         return ""
-    ahead = best["measured_tokens_per_s"] / searched - 1
-    return f"The search missed: {best['policy']} was measured {ahead:.1%} faster than the searched mix."
+
+    def ahead(row: dict, of: dict) -> float:
+        """Return the share by which a policy's median is higher where it beats the other; else 0."""
+        share = row["measured_tokens_per_s"] / of["measured_tokens_per_s"] - 1
+        return share if share > TIE and min(row["measured_rounds"]) > max(of["measured_rounds"]) else 0.0
+
+    best = max(rows.values(), key=lambda row: (ahead(row, searched), row["measured_tokens_per_s"]))
+    first, second = (best, searched) if ahead(best, searched) else (searched, best)
+    low, high = (
+        one(first["measured_rounds"]) / other(second["measured_rounds"]) - 1 for one, other in ((min, max), (max, min))
+    )
+    rounds = f"(rounds: {low:+.1%} to {high:+.1%})"
+    if share := ahead(best, searched):
+        return f"The search missed: {best['policy']} was measured {share:.1%} faster than the searched mix {rounds}."
+    if share := ahead(searched, best):
+        return f"The searched mix is the fastest: {share:.1%} faster than {best['policy']} {rounds}."
+    share = searched["measured_tokens_per_s"] / best["measured_tokens_per_s"] - 1
+    return f"The searched mix ties with {best['policy']}: {share:+.1%} at the median {rounds}."
 
 
 def speed_line(row: dict) -> dict:
