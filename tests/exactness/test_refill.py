@@ -75,7 +75,7 @@ def some_requests(seed: int, count: int, longest: int = 70) -> tuple[list, list,
     return prompts, max_tokens, [int(generator.integers(1, length + 5)) for length in max_tokens]
 
 
-@settings(max_examples=16)
+@settings(max_examples=10)
 @given(st.data(), lossless_policies())
 def test_requests_that_join_get_the_references_tokens(tmp_path_factory, data, policy):
     seed, count = data.draw(st.integers(0, 99)), data.draw(st.integers(2, 9))
@@ -111,7 +111,7 @@ LOSSY = {
 }
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(st.integers(0, 99), st.integers(1, 3), st.one_of(speculative_policies(), st.sampled_from([*LOSSY.values()])))
 @example(65, 2, LOSSY["h2o, first layer whole"])  # a prompt longer than all contexts of those who began
 def test_a_lossy_policy_gives_each_request_its_own_tokens(tmp_path_factory, seed, places, policy):
@@ -216,22 +216,26 @@ def labelled(labels, at_a_time: int, stops: bool = True):
     return [event.task for event in result.trace], heard, result.tokens
 
 
+@pytest.fixture(scope="module")
+def unstopped(labels):
+    return labelled(labels, 4, stops=False)
+
+
 @pytest.mark.parametrize("at_a_time", (8, 4, 1))
-def test_a_run_computes_few_tokens_for_nothing(labels, at_a_time):
+def test_a_run_computes_few_tokens_for_nothing(labels, unstopped, at_a_time):
     tasks, heard, tokens = labelled(labels, at_a_time)
     num_sampled = sum(len(task.payload.step.queued) for task in tasks if task.verb == "sample")
     assert [len(answer) for answer in tokens] == labels[2].tolist()
-    assert tokens == labelled(labels, at_a_time, stops=False)[2]
+    assert tokens == unstopped[2]
     assert num_sampled - labels[2].sum() < 0.5 * 48  # 42 where each end is known an iteration late
     # each iteration is heard of once, the latest tokens of the last one besides
     assert sum(heard) == labels[2].sum() and tasks[-1].iteration <= len(heard) <= tasks[-1].iteration + 2
 
 
-def test_only_where_a_request_may_stop_its_context_comes_after_the_last_step(labels):
+def test_only_where_a_request_may_stop_its_context_comes_after_the_last_step(labels, unstopped):
     """Whose lengths are known need not be waited for: their context is loaded while the last step computes."""
     early = {}
-    for stops in (False, True):
-        tasks = labelled(labels, 4, stops)[0]
+    for stops, (tasks, *_) in ((False, unstopped), (True, labelled(labels, 4))):
         load = next(at for at, task in enumerate(tasks) if task.verb == "load_kv" and task.iteration == 3)
         early[stops] = load < max(at for at, task in enumerate(tasks) if task.verb == "finish" and task.iteration == 2)
     assert early == {False: True, True: False}
@@ -249,7 +253,7 @@ def four_answers(tmp_path_factory):
 LEAST_POOLS = ({"kv@host": 0.5, "act@host": 0.5}, {"kv@device": 1.0}, {"kv@device": 0.5, "act@device": 0.5})
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(st.permutations(range(4)), st.sampled_from(("column", "row")), st.sampled_from(LEAST_POOLS))
 def test_pools_of_the_least_size_answer_everything(four_answers, order, schedule, cache):
     """Pools that hold one request of full length: the others are preempted again and again, and every order ends."""
