@@ -79,18 +79,18 @@ def check(seed: int, dtype, sizes: tuple[int, int, int], part_tokens: list[list[
 
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-LENGTHS = [[300, 0, 17], [15, 33, 0]]
+LENGTHS = [[150, 0, 17], [15, 33, 0]]
 CASES = {
     "one query": (F32, (2, 1, 16), LENGTHS, {}),
     "one query, three parts": (F32, (3, 1, 24), LENGTHS, {"parts": 3, "hides": True}),
     "groups": (F32, (2, 3, 16), LENGTHS, {"hides": True}),
     "groups, more parts than blocks": (F32, (1, 4, 20), [[40, 1]], {"parts": 7}),
-    "many queries": (F32, (2, 70, 16), [[32, 48]], {"parts": 2}),
+    "many queries": (F32, (1, 70, 16), [[40]], {"parts": 2}),
     "softcap": (F32, (2, 2, 16), LENGTHS, {"softcap": 1.5, "hides": True}),
     "softcap, one query, parts": (F32, (2, 1, 16), LENGTHS, {"softcap": 1.5, "parts": 2}),
     "sinks": (F32, (2, 2, 16), LENGTHS, {"sinks": True}),
     "sinks, parts": (F32, (2, 3, 16), LENGTHS, {"sinks": True, "parts": 3, "hides": True}),
-    "wide heads": (F32, (1, 2, 256), [[70]], {"parts": 2}),
+    "wide heads, several tiles": (F32, (2, 18, 256), [[20, 3]], {"parts": 2}),
     "odd heads": (F32, (2, 1, 6), LENGTHS, {"hides": True}),
     "bfloat16": (BF16, (2, 4, 32), LENGTHS, {"hides": True}),
     "bfloat16, one query, parts": (BF16, (2, 1, 32), LENGTHS, {"parts": 2}),

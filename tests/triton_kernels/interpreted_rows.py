@@ -99,9 +99,9 @@ def test_the_proof_is_passed_and_finds_other_results(monkeypatch):
         norms.prove(rows_triton, torch.device("cpu"), torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_a_run_by_the_kernels_gives_transformers_tokens(tmp_path, monkeypatch, kind):
-    model = save_llama(tmp_path, kind=kind, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=32)
+def test_a_run_by_the_kernels_gives_transformers_tokens(tmp_path, monkeypatch):
+    """Norms of rows and of heads."""
+    model = save_llama(tmp_path, kind="qwen3", layers=2, heads=4, kv_heads=2, head_dim=8, hidden=32)
     asked = []
     for module in (norms, rotary):
         monkeypatch.setattr(module, "kernels_for", lambda rows: (asked.append(rows), rows_triton)[1])
