@@ -37,7 +37,7 @@ def checkpoints(tmp_path_factory):
             )
             save_llama(folder, kind="qwen3", layers=3, heads=4, kv_heads=4, head_dim=8, hidden=32, **windows)
         reference = Reference(folder)
-        found[name] = folder, prompts, reference, reference.generate(prompts, 12, True)
+        found[name] = folder, prompts, reference, reference.generate(prompts, 6, True)
     return found
 
 
@@ -51,7 +51,7 @@ def test_tokens_do_not_hang_on_the_order_of_loads(checkpoints, model, way, sched
     rule = {"kv_first": "paper_prompt", "kv_act_first": "pipeline", "natural": "paper"}[order]
     cache, way_to_run = {"both(kv@host,act@host)": 1.0}, {"schedule": schedule, "split": rule, "weight_order": order}
     policy = Policy(cache=cache, weights=weights, max_mini_batch_tokens=bound, **way_to_run)
-    result = run_wave(Checkpoint(folder), policy, prompts, 12, hardware=machine(link=1e-4))
+    result = run_wave(Checkpoint(folder), policy, prompts, 6, hardware=machine(link=1e-4))
     assert check_trace(result.trace) == []
     outcome = compare_tokens(reference, prompts, expected, result.tokens)
     assert outcome.exact, outcome.first_wrong

@@ -41,8 +41,15 @@ def accounts(request, tmp_path_factory):
     return checkpoint, prompts, tokens
 
 
-@pytest.mark.parametrize("cache", [{"kv@host": 1.0}, {"kv@device": 1.0}, {"kv@host": 0.4, "kv@device": 0.6}])
-@pytest.mark.parametrize("budget", [0.2, 0.5])
+@pytest.mark.parametrize(
+    "budget, cache",
+    [
+        (0.2, {"kv@host": 1.0}),
+        (0.2, {"kv@device": 1.0}),
+        (0.2, {"kv@host": 0.4, "kv@device": 0.6}),
+        (0.5, {"kv@host": 0.4, "kv@device": 0.6}),
+    ],
+)
 def test_tokens_are_those_of_a_plain_account(accounts, cache, budget):
     checkpoint, prompts, tokens = accounts
     result = run_wave(checkpoint, policy(budget, cache, max_mini_batch_tokens=300), prompts, MAX_TOKENS)
@@ -50,8 +57,7 @@ def test_tokens_are_those_of_a_plain_account(accounts, cache, budget):
     assert result.tokens == tokens(budget, *cache.values())
 
 
-@pytest.mark.parametrize("whole, shares", [(1, (1.0,)), (2, (0.4, 0.6))])
-@pytest.mark.parametrize("schedule", ["column", "row"])
+@pytest.mark.parametrize("whole, shares, schedule", [(1, (1.0,), "column"), (2, (0.4, 0.6), "row")])
 def test_whole_layers_drop_nothing(accounts, whole, shares, schedule):
     checkpoint, prompts, tokens = accounts
     cache = dict(zip(("kv@host", "kv@device"), shares, strict=False))
