@@ -20,7 +20,6 @@ from policy_search.rounding import (
     EvaluatedPolicy,
     Evaluator,
     UnplacedPolicy,
-    deals_near,
     exchanges,
     final_blocks,
     round_shares,
@@ -281,7 +280,6 @@ class BranchAndBound:
         if self.prune:
             self.finer_batches(batches, mini_batch_tokens)
         self.exchange()
-        self.finer_shares()
 
     def absorb(self, problem: SearchProblem, batches: np.ndarray, mini_batch_tokens) -> None:
         """Search a narrower problem for policies that are better than the incumbent."""
@@ -314,19 +312,6 @@ class BranchAndBound:
                 self.take(self.evaluator.evaluate(self._exchanges(policy)))
                 both = [replace(policy, cache=((entry, 1.0),)) for entry in self.problem.both]
                 self.take(self.evaluator.evaluate(both, self.seconds * (1 - GAIN)))
-
-    def finer_shares(self) -> None:
-        """Try every way of dealing blocks near the best mix of two entries: shares that end at the same blocks may deal
-        them in another order, and so differ while the context grows."""
-        best = self.best.unplaced if self.best else None
-        if best is None or len(best.cache) != 2 or not self._can_mix(best) or "tok" in best.entries:
-            return
-        (first, share), (second, _) = best.cache
-        policies = [
-            UnplacedPolicy.of(best.option, best.batch, best.mini_batch_tokens, {first: near, second: 1.0 - near})
-            for near in deals_near(self.problem, share)
-        ]
-        self.take(self.evaluator.evaluate(policies, self.seconds))
 
     def _can_mix(self, policy: UnplacedPolicy) -> bool:
         free = policy.option.attention == "device" and self.problem.space.mix is None

@@ -25,7 +25,6 @@ from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates
 
 WEIGHT_STEPS = 10_000  #: weight shares are multiples of one of so many
-MOST_DEALS = 96  #: ways of dealing blocks that are tried around the best mix
 SHARE_STEPS = 128  #: of an exchange between two entries, besides whole blocks
 LEAST_BLOCKS = 0.75  #: an entry with fewer blocks than this is also left out
 
@@ -306,24 +305,6 @@ def exchange_steps(problem: SearchProblem) -> np.ndarray:
         if blocks <= 2 * SHARE_STEPS:
             steps |= {count / blocks for count in range(blocks + 1)}
     return np.array(sorted(steps))
-
-
-def deals_near(problem: SearchProblem, share: float) -> np.ndarray:
-    """Return shares of the first of two entries, within two blocks of ``share``, one for each order of dealing blocks.
-
-    A context of n blocks gets another block of the entry at the shares (k + 1/2)/n. The shares returned lie between
-    those, for all n of the decode.
-    """
-    final = final_blocks(problem)
-    low, high = share - 2 / final, share + 2 / final
-    edges = {0.0, 1.0}
-    for n in range(max(1, int(problem.prompt_tokens // BLOCK_TOKENS)), final + 1):
-        first, last = int(np.floor(low * n)) - 1, int(np.ceil(high * n)) + 1
-        edges |= {(k + 0.5) / n for k in range(max(0, first), min(n, last))}
-    edges = np.array(sorted(edge for edge in edges if low <= edge <= high or edge in (0.0, 1.0)))
-    middles = (edges[1:] + edges[:-1]) / 2
-    near = middles[(middles >= low) & (middles <= high)]
-    return near[:: max(1, len(near) // MOST_DEALS)]
 
 
 def exchanges(problem: SearchProblem, shares: np.ndarray) -> np.ndarray:

@@ -173,7 +173,7 @@ def test_no_share_between_the_blocks_is_better(weights_device):
         Problem(shape=SHAPE, hardware=hardware),
         Candidates(policy, 32, 300, 12, cache={"act@host": shares, "kv@host": 1 - shares}),
     )
-    assert found.prediction["decode_tokens_per_s"] >= fine.decode_tokens_per_s.max() * (1 - 2e-3)
+    assert found.prediction["decode_tokens_per_s"] >= fine.decode_tokens_per_s.max() * (1 - 1e-2)
     assert 0 < found.act_share < 1 and found.policy.weights.device == weights_device
     assert found.kv_act_bytes_ratio == pytest.approx(2 * (1 - found.act_share) / found.act_share)
     assert found.prediction["binding"] == max(found.prediction["busy"], key=found.prediction["busy"].get)
