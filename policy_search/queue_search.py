@@ -132,7 +132,7 @@ class _Ranking:
         return run.at_a_time
 
     def try_sizes(self, places: int) -> None:
-        """Price the best policy in larger mini-batches, or else in smaller ones, and on while they are better, where
+        """Price the best policy in larger mini-batches and in smaller ones, and on while they are better, where
         fewer requests run than might: what is padded to the longest requests decides then how many run, and in how many
         mini-batches they do."""
         best = min(self.choices, key=_seconds)
@@ -140,13 +140,14 @@ class _Ranking:
             return
         longest = self.workload.cached_tokens.max(keepdims=True)
         width = padded_tokens(*split_representations(BlockEntries(best.policy.cache), longest))
-        begun = best
         for factor in SIZES:
-            for _ in range(MOST_SIZES if best is begun else 0):
-                tokens = max(1, int(factor * best.policy.max_mini_batch_tokens) // width) * width
-                self.add(replace(best.policy, max_mini_batch_tokens=tokens), places, best.choice.found)
-                before, best = best, min(self.choices, key=_seconds)
-                if best is before:
+            policy = best.policy
+            for _ in range(MOST_SIZES):
+                before = min(self.choices, key=_seconds)
+                tokens = max(width, int(factor * policy.max_mini_batch_tokens))
+                policy = replace(policy, max_mini_batch_tokens=tokens)
+                self.add(policy, places, best.choice.found)
+                if min(self.choices, key=_seconds) is before:
                     break
 
     def best(self, rough: bool) -> QueueChoice:

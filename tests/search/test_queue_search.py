@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
 from flexhybrid.core.model.shape import shape_from_config
+from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.workload import Workload
-from policy_search.queue_search import best_for_queue
-from policy_search.search import LOSSLESS, PLAIN, SearchSettings
+from policy_search.queue_search import _Ranking, best_for_queue
+from policy_search.search import LOSSLESS, SearchResult, SearchSettings
 from sim.queue_clock import price_queue
 from tests.toy_machine import MIB, machine
 
@@ -34,21 +36,19 @@ def test_more_requests_than_a_search_took_are_tried_at_a_time():
 
 
 def test_other_mini_batches_are_tried_where_the_longest_requests_decide_how_many_run():
-    """What a search finds for the mean lengths, priced in half and twice as many tokens a mini-batch, is no better."""
-    rng = np.random.default_rng(7)
-    lengths = rng.integers(16, 150, 30), rng.integers(8, 150, 30)
+    """A policy that runs 13 of 30 requests is also priced in larger and smaller mini-batches."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(16, 100, 30), rng.integers(8, 100, 30)
     order = np.lexsort(lengths)[::-1]
-    workload = Workload(*(of[order] for of in lengths))
-    settings = SearchSettings(max_batch=30, space=replace(PLAIN, weights=("host",)))
-    problem = Problem(
-        shape=shape_from_config(MODEL),
-        dtype="bfloat16",
-        hardware=machine(link=0.8, gflops=100),
-        budgets=Budgets(device=11 * MIB, host=1 << 30),
-    )
-    found = best_for_queue(problem, workload, settings)
-    assert found.run.at_a_time < 0.75 * 30
-    for times in (0.5, 0.75, 4 / 3, 2):
-        tokens = int(times * found.policy.max_mini_batch_tokens)
-        other = replace(found.policy, max_mini_batch_tokens=tokens, max_batch=None)
-        assert found.run.total_s <= 1.03 * price_queue(problem, other, workload, 30).total_s
+    workload = Workload(lengths[0][order], lengths[1][order])
+    budgets = Budgets(device=12 * MIB, host=1 << 30)
+    hardware = machine(link=0.8, gflops=100)
+    problem = Problem(shape=shape_from_config(MODEL), dtype="bfloat16", hardware=hardware, budgets=budgets)
+    policy = Policy("wide", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=774)
+    ranking, found = _Ranking(problem, workload), cast(SearchResult, object())
+    assert ranking.add(policy, 30, found) == 13
+    ranking.try_sizes(30)
+    seconds = min(ranked.choice.run.total_s for ranked in ranking.choices)
+    smaller = price_queue(problem, replace(policy, max_mini_batch_tokens=580), workload, 30).total_s
+    assert seconds <= 1.03 * smaller
+    assert smaller < 0.94 * price_queue(problem, policy, workload, 30).total_s

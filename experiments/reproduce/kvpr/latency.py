@@ -153,15 +153,13 @@ def contradicted(model: str, method: str, pair: tuple[int, int]) -> str:
     """Return which run of the same table contradicts a latency, "" where none does: one whose steps copy more and are
     shorter all the same."""
 
-    def step_s(of: tuple[int, int]) -> float:
-        latencies = dict(zip(setup.SHORT, paper_column(model, method), strict=True))
-        return float(latencies[of]) / (of[1] - 1)
-
-    shorter = [other for other in setup.SHORT if sum(other) > sum(pair) and step_s(other) < step_s(pair)]
+    latencies = zip(setup.SHORT, paper_column(model, method), strict=True)
+    step_s = {of: float(latency) / (of[1] - 1) for of, latency in latencies}
+    shorter = [other for other in setup.SHORT if sum(other) > sum(pair) and step_s[other] < step_s[pair]]
     if not shorter:
         return ""
-    least = min(shorter, key=step_s)
-    times = f"{step_s(pair):.3f} s, of {label(*least)}, which copies more, {step_s(least):.3f} s"
+    least = min(shorter, key=step_s.__getitem__)
+    times = f"{step_s[pair]:.3f} s, of {label(*least)}, which copies more, {step_s[least]:.3f} s"
     return f"the table contradicts it: a step takes {times} (note 28)"
 
 
