@@ -15,7 +15,7 @@ from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from sim.virtual_clock import answered
 
-LABELS = np.random.default_rng(0).integers(1, 9, 400)  #: tokens of answers, at most 8
+LABELS = np.random.default_rng(0).integers(1, 9, 240)  #: tokens of answers, at most 8
 
 
 def share_in_use(places: int, at_a_time: int, schedule: str, ends: np.ndarray = LABELS) -> float:

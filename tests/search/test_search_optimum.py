@@ -95,8 +95,9 @@ BRUTE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("link", [0.1, 1.0])
-@pytest.mark.parametrize("name", BRUTE)
+@pytest.mark.parametrize(
+    "name, link", [("runnable", 0.1), ("host attention", 1.0), ("bits and disk", 1.0), ("token ids", 0.1)]
+)
 def test_the_search_is_as_good_as_brute_force(name, link):
     """A tenth of a per cent is what it does not look for; shares finer than blocks can make it better."""
     space, budgets = BRUTE[name]
@@ -137,8 +138,10 @@ def test_no_mini_batch_between_the_bounds_is_better(link, batch):
     assert seconds_per_token(found) <= best * 1.001
 
 
-@pytest.mark.parametrize("objective", ["throughput", "decode_throughput"])
-@pytest.mark.parametrize("rates", [(0.1, 30.0), (1.0, 200.0), (4.0, 20.0)])
+@pytest.mark.parametrize(
+    "rates, objective",
+    [((0.1, 30.0), "throughput"), ((1.0, 200.0), "decode_throughput"), ((4.0, 20.0), "throughput")],
+)
 def test_pruning_loses_nothing(rates, objective):
     space = replace(FULL, weights_bits=("native", 4), kv_bits=("native", 4), act_bits=("native",), hidden=("device",))
     options = {"max_batch": 2, "mini_batch_tokens": (256,), "budgets": mib(10, 16, 64), "space": space}
@@ -182,7 +185,7 @@ def test_no_share_between_the_blocks_is_better(weights_device):
 # ---- what others find
 
 
-@pytest.mark.parametrize("machine_name, batch", [("t4", 64), ("rtx4090", 200)])
+@pytest.mark.parametrize("machine_name, batch", [("t4", 64)])
 def test_no_system_of_the_papers_is_better(machine_name, batch):
     """Presets, FlexGen's program, Algorithm 1 in both balances, KVPR by both rules; the same batch and cost model."""
     shape, hardware = shape_by_name("opt-13b"), catalogue.load(machine_name)
@@ -346,7 +349,7 @@ def test_one_generated_token_is_all_prefill():
 # ---- how the optimum moves
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(
     st.sampled_from(["link", "gflops", "memory", "disk", "device", "host"]), st.floats(1.02, 3), st.floats(0.05, 3),
     st.integers(14, 60), st.integers(20, 100), st.sampled_from([PLAIN, LOSSLESS]),

@@ -173,7 +173,7 @@ def test_few_pages_of_weights_are_spread_over_a_layers_positions(share, disk):
 
 
 def test_traffic_and_tokens_are_the_clocks():
-    for case in small_cases(27, 13):
+    for case in small_cases(14, 13):
         row, moved, trace = closed_form(case), defaultdict(float), run(stream(case.wave()), case.hardware)
         for link, by_verb in summarize(trace).link_bytes.items():
             for verb, size in by_verb.items():
@@ -187,7 +187,7 @@ def test_traffic_and_tokens_are_the_clocks():
 
 
 def test_no_run_is_faster_than_its_least_seconds():
-    for case in small_cases(24, 14):
+    for case in small_cases(14, 14):
         bound, virtual = closed_form(case, walk=False), summarize(run(stream(case.wave()), case.hardware))
         rounded = case.policy.selection.method == "speculative" or case.policy.share("both") + case.policy.share("tok")
         slack = 1.005 if rounded else 1 + 1e-9

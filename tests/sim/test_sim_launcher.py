@@ -69,7 +69,7 @@ def test_more_tasks_cost_more_where_launching_binds():
     assert packed_s / plain_s == pytest.approx(tasks[1] / tasks[0], rel=0.02) and tasks[1] > tasks[0]
 
 
-def test_a_profile_has_what_launching_a_task_takes(monkeypatch, cpu_dtype):
+def test_a_profile_has_what_launching_a_task_takes(monkeypatch):
     monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
     monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
     monkeypatch.setattr(profiling, "LAUNCHED_SHAPE", replace(profiling.LAUNCHED_SHAPE, num_layers=4))
