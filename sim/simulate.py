@@ -71,10 +71,21 @@ class SimulatedRun:
         """The busiest resource."""
         return max(self.busy, key=lambda resource: self.busy[resource])
 
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the start of a wave to the first tokens of its requests; mean of the waves."""
+        return self.prefill_s / self.num_waves
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds from a token of a request to its next one; 0 without a decode."""
+        tokens = self.decode_tokens_per_s * self.decode_s / self.batch  # of a request
+        return self.decode_s / self.num_waves / tokens if tokens else 0.0
+
     def to_dict(self) -> dict:
         """Plain JSON."""
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "policy"}
-        plain |= {"total_s": self.total_s, "binding": self.binding}
+        plain |= {"total_s": self.total_s, "binding": self.binding, "ttft_s": self.ttft_s, "tpot_s": self.tpot_s}
         return {**plain, "policy": self.policy.to_dict(), "lossless": self.policy.lossless}
 
 

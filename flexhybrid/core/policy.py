@@ -324,6 +324,23 @@ class Policy:
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
 
+    def with_field(self, field: str, value: Any) -> Policy:
+        """Return the policy with a field by its name in ``to_dict``, a part behind a dot ("weights.device"), at another
+        value. Of shares the others change in proportion. Raise InputError for an unknown field or a wrong value."""
+        data, (name, _, part) = self.to_dict(), field.partition(".")
+        if name not in data or bool(part) != isinstance(data[name], dict):
+            raise InputError(f"policy: {field!r} is no field that has one value")
+        if part and name in ("weights", "embedding", "cache"):
+            check(f"policy: {field}", value, _is_number(value) and 0 <= value <= 1, "a share, from 0 to 1")
+            others = {key: share for key, share in data[name].items() if key != part and share}
+            others = others or {"kv@host" if name == "cache" else "host": 1.0}
+            left = (1.0 - value) / sum(others.values())
+            value = {part: value} | {key: left * share for key, share in others.items()}
+            data[name] = {key: share for key, share in value.items() if share}
+        else:
+            data[name] = {**data[name], part: value} if part else value
+        return Policy.from_dict(data)
+
     @staticmethod
     def from_dict(data: dict) -> Policy:
         """The inverse of to_dict; missing fields take their defaults. Raises InputError by field name."""

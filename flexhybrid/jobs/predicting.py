@@ -99,12 +99,16 @@ def _add_sweep(commands) -> None:
         "sweep",
         help="simulate all combinations of a grid file",
         description="A JSON or TOML file gives lists for system (names and policy files), model, hardware, batch, "
-        "prompt_len, gen_len (and dtype, clock, memories and rates). The same command continues a stopped sweep.",
+        "prompt_len, gen_len (and host, dtype, clock, memories, rates and fields of the policy). The same command "
+        "continues a stopped sweep.",
     )
     parser.add_argument("grid", type=Path, help="grid file")
     parser.add_argument("--out", type=Path, help="table to write, .csv or .parquet (the grid's name, .csv)")
     parser.add_argument("--workers", type=int, help="processes (all cores)")
     parser.add_argument("--fresh", action="store_true", help="overwrite the table instead of continuing it")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw tokens/s over the first key with several numbers"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=_sweep)
 
@@ -172,7 +176,7 @@ def _simulate(args) -> dict:
     if len(given := [f"{name} {value}" for name, value in named.items() if value]) > 1:
         raise InputError(f"{' and '.join(given)}: give one of them")
     varied = varied_of(args.vary) if args.vary else None
-    check_plot(args.plot, varied)
+    check_plot(args.plot, varied and varied.field)
     if varied and getattr(args, varied.field, None) is not None:
         raise InputError(f"--vary {args.vary} and {flag(varied.field)}: give one of them")
     if varied and varied.field in LENGTHS and args.lengths:
@@ -268,7 +272,7 @@ def _sweep(args) -> dict:
     from flexhybrid.jobs.sweep.simulated import sweep_grid
 
     out, quiet = args.out or args.grid.with_suffix(".csv"), args.quiet or args.json
-    summary = sweep_grid(args.grid, out, args.workers, args.fresh, quiet)
+    summary = sweep_grid(args.grid, out, args.workers, args.fresh, quiet, args.plot)
     resumed = f", {summary.num_resumed} kept from before" if summary.num_resumed else ""
     failed = f", {summary.num_errors} cannot run (column error)" if summary.num_errors else ""
     args.show(f"{summary.num_points} points in {summary.seconds:.1f} s{resumed}{failed}: {summary.path}")

@@ -212,6 +212,7 @@ def describe(outcome: SimulatedRun) -> str:
         f"{o.policy.name}: {o.tokens_per_s:.4g} tokens/s; {rate}",
         f"  prefill {o.prefill_s:.4g} s, decode {o.decode_s:.4g} s; {counted(o.batch, 'request')} in {_waves(o)}, "
         f"{o.num_mini_batches} mini-batch{'es' * (o.num_mini_batches > 1)} {'a wave' if o.num_waves > 1 else 'in all'}",
+        f"  first tokens after {o.ttft_s:.4g} s (TTFT)" + f", then {o.tpot_s:.4g} s a token (TPOT)" * decodes,
         f"  weights {kept_text(o.policy, o.kept_weights)}; cache {shares_text(o.policy.cache)}",
         f"  memory: {memory}",
         f"  busy {'while decoding' if decodes else 'in the prefill'}: {busy or 'nothing'}; bound by {o.binding}",

@@ -22,7 +22,7 @@ from flexhybrid.jobs.simulate import (
     simulate_queue,
     simulate_system,
 )
-from policy_search.papers.at_best import best_batch
+from policy_search.papers.at_best import at_best, best_batch
 from policy_search.systems import Setting, check
 from sim.simulate import SimulatedRun
 
@@ -30,6 +30,7 @@ LOSSY = "changes the tokens"  #: said of a system that does
 AUTO = "auto"  #: as a batch: the one with which the system answers most tokens a second
 MEMORIES = tuple(f"{tier}_memory" for tier in TIERS)
 LENGTHS = ("prompt_len", "gen_len")
+UNLIKE_WEIGHTS = 0.1  #: difference of two systems' shares of weights on the device that is remarked
 #: Fields that can be varied -> what reads a value of theirs.
 VARIED: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("batch", *LENGTHS), int), **dict.fromkeys(RATES, float),
@@ -96,7 +97,10 @@ def run_point(
     setting = setting_of({**point, "batch": MOST_AT_A_TIME if auto else point["batch"]}, budgets, note)
     if not auto:
         return setting, simulate_system(setting, named_system(text, setting), clock)
-    made, run = best_batch(lambda there: named_system(text, there), setting)
+    if is_policy_file(text):
+        made, run = best_batch(lambda there: named_system(text, there), setting)
+    else:  # as `search` lists it: its own settings are tried as well
+        made, run = at_best(text, setting, True)
     setting = replace(setting, batch=run.batch)
     return setting, run if clock == "closed" else simulate_system(setting, made, clock)
 
@@ -170,6 +174,12 @@ def _by_system(found: list[Answer]) -> str:
             f"{at_a_time:9}  {placed}; bound by {row['binding']}{_costs_text(answer)}"
             f"{f' ({LOSSY})' if answer.lossy else ''}"
         )
+    on_device = [answer.run.to_dict()["kept_weights"]["device"] for answer in found if answer.run]
+    if max(on_device) - min(on_device) > UNLIKE_WEIGHTS:
+        lines.append(
+            "  note: these systems keep different shares of the weights on the device, which may explain more of a "
+            "difference than their caches do; weights_device=SHARE in a system's call sets the share"
+        )
     return "\n".join(lines)
 
 
@@ -204,11 +214,11 @@ class Picture(NamedTuple):
     paper: Any = None
 
 
-def check_plot(path: Path | None, varied: Varied | None) -> None:
-    """Raise InputError for a picture that cannot be drawn, or written."""
+def check_plot(path: Path | None, field: str | None) -> None:
+    """Raise InputError for a picture that cannot be drawn: of no ``field``, or in another format."""
     if path is None:
         return
-    if varied is None:
+    if field is None:
         raise InputError(f"--plot {path} draws tokens/s over one field: name it, like --vary batch=1,2,4,8")
     if path.suffix.lower() not in FORMATS:
         raise InputError(f"--plot {path}: a picture is a {', '.join(FORMATS)} file")
@@ -216,14 +226,19 @@ def check_plot(path: Path | None, varied: Varied | None) -> None:
 
 def plot(found: list[Answer], varied: Varied, title: str, path: Path) -> None:
     """Draw tokens/s over the values of the field, one line a system."""
+    draw_rows([(a.system, a.value, _rate(a.run)) for a in found if a.run], varied.field, title, path)
+
+
+def draw_rows(rows: Sequence[tuple[str, Any, float]], field: str, title: str, path: Path) -> None:
+    """Draw (series, value of the field, tokens/s), one line a series."""
     import pandas as pd
 
     from figures.reproduce import draw
 
-    rows = [(answer.system, answer.value, _rate(answer.run)) for answer in found if answer.run]
-    frame = pd.DataFrame(rows, columns=["system", varied.field, "tokens_per_s"])
-    numbers = [value for value in varied.values if isinstance(value, (int, float))]
-    spread = len(numbers) == len(varied.values) and min(numbers) > 0 and max(numbers) >= 8 * min(numbers)
-    label = flag(varied.field).removeprefix("--").replace("-", " ")
-    pictures = draw(Picture(path.stem, frame, title, x=varied.field, x_label=label, log_x=spread))
+    frame = pd.DataFrame(rows, columns=["system", field, "tokens_per_s"])
+    values = frame[field].unique().tolist()
+    numbers = [value for value in values if isinstance(value, (int, float))]
+    spread = len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= 8 * min(numbers)
+    label = flag(field).removeprefix("--").replace("-", " ")
+    pictures = draw(Picture(path.stem, frame, title, x=field, x_label=label, log_x=spread))
     path.write_bytes(pictures[path.suffix.lower().removeprefix(".")])

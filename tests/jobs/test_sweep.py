@@ -174,7 +174,7 @@ def test_toml_with_several_grids_and_shared_keys(tmp_path):
         ("g.json", {"batch": True}, ["batch = True"]),
         ("g.json", {"batch": "8"}, ["batch = '8'"]),
         ("g.json", {"batch": [[1, 2]]}, ["batch = [1, 2]"]),
-        ("g.json", {"batch": {"a": 1}}, ["batch = {'a': 1}"]),
+        ("g.json", {"batch": {"a": 1}}, ["'batch.a'"]),
         ("g.json", {"batch": None}, ["batch = None"]),
         ("g.json", {"act_share": 1.5}, ["act_share = 1.5", "0 to 1"]),
         ("g.json", '{"budget": 1e999}', ["budget = inf", "finite"]),

@@ -13,11 +13,12 @@ from forced_machine import every_format
 from flexhybrid import cli
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_by_name
-from flexhybrid.core.policy import Policy
+from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import search as searches
 from flexhybrid.jobs.doctor import describe_doctor
+from flexhybrid.jobs.simulate import setting_of
 from flexhybrid.jobs.whatif import run_point
 from policy_search.papers.at_best import _fastest, at_best
 from policy_search.search import LOSSLESS, PLAIN, SearchSettings, search
@@ -340,3 +341,62 @@ def test_a_small_budget_is_not_called_the_machines_memory(capsys):
     assert cli.main([*arguments, "--device-memory", "4MiB"]) == 2
     said = capsys.readouterr().err
     assert "Raise device memory to" in said and "more than the machine has" not in said and "a disk" not in said
+
+
+def test_a_sweep_has_fields_of_the_policy_as_axes_and_draws_them(tmp_path):
+    """Against policies written out by hand; a share that is set leaves the rest to the others in proportion."""
+    (tmp_path / "grid.toml").write_text(
+        'system = ["hybrid(0.5)", "kv_only"]\nmodel = "opt-125m"\nhardware = "t4"\nbatch = 4\nprompt_len = 64\n'
+        'gen_len = 4\nweights.device = [0, 0.25, 1]\n"cache.act@host" = [0.25, 0.75]\n'
+    )
+    out, picture = tmp_path / "out.csv", tmp_path / "out.png"
+    command = ["sweep", str(tmp_path / "grid.toml"), "--out", str(out), "--fresh", "--workers", "1", "--quiet"]
+    assert cli.main([*command, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with open(out, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 12 and not any(row["error"] for row in rows)
+    setting = setting_of({**POINT, "batch": 4}, {})
+    for row in rows:
+        device, act = float(row["weights.device"]), float(row["cache.act@host"])
+        policy = Policy.from_json(row["policy"])
+        assert (policy.weights, dict(policy.cache)) == (
+            Placement(device, 1 - device), {"act@host": act, "kv@host": pytest.approx(1 - act)}
+        )  # fmt: skip
+        run = simulate(setting.problem, policy, 4, 64, 4)
+        assert float(row["tokens_per_s"]) == pytest.approx(run.tokens_per_s)
+    assert cli.main([*command, "--plot", str(tmp_path / "x.gif")]) == 2
+    (tmp_path / "grid.toml").write_text((tmp_path / "grid.toml").read_text().replace("[0.25, 0.75]", "[1.5]"))
+    assert cli.main(command) == 2
+
+
+def test_the_best_batch_is_the_same_in_a_sweep_in_simulate_and_in_searchs_table(tmp_path, capsys):
+    where = ["--model", "opt-125m", "--hardware", "t4", "--prompt-len", "64", "--gen-len", "4"]
+    out = tmp_path / "out.csv"
+    (tmp_path / "grid.toml").write_text(
+        'system = ["kv_only", "flexgen"]\nmodel = "opt-125m"\nhardware = "t4"\nbatch = "auto"\nprompt_len = 64\n'
+        "gen_len = 4\n"
+    )
+    assert cli.main(["sweep", str(tmp_path / "grid.toml"), "--out", str(out), "--workers", "1", "--quiet"]) == 0
+    with open(out, encoding="utf-8", newline="") as file:
+        swept = {row["system"]: row for row in csv.DictReader(file)}
+    capsys.readouterr()
+    assert cli.main(["search", *where, "--no-confirm", "--json"]) == 0
+    rivals = {row["system"]: row for row in json.loads(capsys.readouterr().out)["rivals"]}
+    for system_name in ("kv_only", "flexgen"):
+        assert cli.main(["simulate", "--system", system_name, *where, "--batch", "auto", "--json"]) == 0
+        simulated = json.loads(capsys.readouterr().out)
+        found = [float(swept[system_name]["tokens_per_s"]), rivals[system_name]["tokens_per_s"]]
+        assert found == pytest.approx([simulated["tokens_per_s"]] * 2)
+        assert int(swept[system_name]["num_requests"]) == simulated["batch"]
+
+
+def test_unlike_placements_of_weights_are_remarked_and_latencies_said(capsys):
+    assert cli.main(["simulate", *MODEL, "--compare", "kv_only,int4", "--batch", "2"]) == 0
+    assert "keep different shares of the weights" in capsys.readouterr().out
+    assert cli.main(["simulate", *MODEL, "--compare", "kv_only,act_only", "--batch", "2"]) == 0
+    assert "keep different shares" not in capsys.readouterr().out
+    assert cli.main(["simulate", *MODEL, "--system", "kv_only", "--batch", "2", "--json"]) == 0
+    run = json.loads(capsys.readouterr().out)
+    steps = round(run["decode_tokens_per_s"] * run["decode_s"] / 2)
+    assert run["ttft_s"] + steps * run["tpot_s"] == pytest.approx(run["total_s"] / run["num_waves"])

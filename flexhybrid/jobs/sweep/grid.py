@@ -30,7 +30,7 @@ def read_points(path: str | Path, keys: dict[str, Checker], required: Sequence[s
     grids = []
     for index, own in enumerate(several):
         where = f"{path}: " if several == [{}] else f"{path}, grids[{index}]: "
-        axes = {key: _axis(where, key, value, keys) for key, value in {**data, **own}.items()}
+        axes = {key: _axis(where, key, value, keys) for key, value in {**_dotted(data), **_dotted(own)}.items()}
         if missing := next((key for key in required if key not in axes), None):
             raise InputError(f"{where}it lacks {missing!r}; every grid needs {', '.join(required)}")
         if not axes:
@@ -60,6 +60,15 @@ def one_of(subject: str, names: Sequence[str]) -> Checker:
         return value
 
     return check
+
+
+def _dotted(table: dict) -> dict:
+    """Return a table without tables in it: {"bits": {"kv": 8}}, as TOML reads bits.kv, is {"bits.kv": 8}."""
+    flat = {}
+    for key, value in table.items():
+        inner = _dotted(value) if isinstance(value, dict) else {}
+        flat |= {f"{key}.{part}": of_part for part, of_part in inner.items()} or {key: value}
+    return flat
 
 
 def _axis(where: str, key: str, value, keys: dict[str, Checker]) -> tuple:

@@ -1,12 +1,15 @@
 """``flexhybrid sweep``: what a grid file may hold, and its points simulated."""
 
+import csv
 import json
 from collections.abc import Sequence
 from dataclasses import astuple, replace
+from itertools import chain
 from pathlib import Path
 
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, is_number
+from flexhybrid.core.files import check_new_file
 from flexhybrid.core.model.shape import DTYPE_BYTES
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
@@ -16,6 +19,7 @@ from flexhybrid.jobs.rates import RATES, Budgets, costs, pace_of_link
 from flexhybrid.jobs.simulate import is_policy_file, named_system, setting_of, simulate_system
 from flexhybrid.jobs.sweep.grid import one_of, positive_integer, read_points
 from flexhybrid.jobs.sweep.job import SweepSummary, run_sweep
+from flexhybrid.jobs.whatif import AUTO, check_plot, draw_rows, run_point
 from policy_search.systems import Setting, System, check
 from sim import catalogue
 from sim.hosts import HOSTS
@@ -51,19 +55,38 @@ def _hardware(value: str) -> str:
     return value
 
 
+def _batch(value):
+    return value if value == AUTO else positive_integer(value)
+
+
+def _of_policy(field: str):
+    def check_field(value):
+        Policy(cache={"kv@host": 0.5, "act@host": 0.5}).with_field(field, value)
+        return value
+
+    return check_field
+
+
+#: Fields of a policy that a grid may set, in place of the system's own.
+POLICY_FIELDS = (
+    *("weights.device", "weights.disk", "bits.weights", "bits.kv", "bits.act"),
+    *(f"cache.{kind}@{tier}" for kind in ("kv", "act") for tier in TIERS),
+    *("schedule", "attention", "hidden", "overlap", "packing", "max_mini_batch_tokens", "max_batch"),
+)
 #: Key of a grid file -> what checks its values.
 KEYS = {
     "system": _system,
     "model": _model,
     "hardware": _hardware,
     "host": one_of("host", tuple(HOSTS)),
-    "batch": positive_integer,
+    "batch": _batch,
     "prompt_len": positive_integer,
     "gen_len": positive_integer,
     "dtype": one_of("dtype", tuple(DTYPE_BYTES)),
     "clock": one_of("clock", CLOCKS),
     **{f"{tier}_memory": _memory for tier in TIERS},
     **dict.fromkeys(RATES, _rate),
+    **{field: _of_policy(field) for field in POLICY_FIELDS},
 }
 LENGTHS = ("batch", "prompt_len", "gen_len")
 REQUIRED = ("system", "model", "hardware", *LENGTHS)
@@ -83,8 +106,18 @@ def evaluate(points: list[dict]) -> list[dict]:
     together: dict[str, list[tuple[int, Setting, System]]] = {}
     for index, point in enumerate(points):
         try:
+            fields = {field: point[field] for field in POLICY_FIELDS if field in point}
+            if point["batch"] == AUTO:
+                if fields:
+                    raise InputError(f"batch auto chooses {next(iter(fields))} itself: name a batch")
+                setting, run = run_point(point, _budgets(point))
+                made = named_system(point["system"], setting)
+                rows[index] = _flat(setting, replace(made, policy=run.policy), run) | {"num_requests": run.batch}
+                continue
             setting = setting_of(point, _budgets(point))
             made = named_system(point["system"], setting)
+            for field, value in fields.items():
+                made = replace(made, policy=made.policy.with_field(field, value))
             if point.get("clock") == "virtual":
                 rows[index] = _flat(setting, made, simulate_system(setting, made, "virtual"))
                 continue
@@ -111,7 +144,8 @@ def _simulated(problem: Problem, policy: Policy, lengths: Sequence[Lengths]) -> 
 
 
 def _flat(setting: Setting, made: System, o: SimulatedRun) -> dict:
-    names = ("tokens_per_s", "decode_tokens_per_s", "prefill_s", "decode_s", "num_waves", "num_mini_batches")
+    names = ("tokens_per_s", "decode_tokens_per_s", "prefill_s", "decode_s", "ttft_s", "tpot_s")
+    names += ("num_waves", "num_mini_batches")
     row = {name: getattr(o, name) for name in names} | {"bound_by": o.binding}
     row |= {f"{tier}_peak_bytes": size for tier, size in o.peak_bytes.items()}
     row |= {f"{link}_{kind}_bytes": size for link, kinds in o.traffic_bytes.items() for kind, size in kinds.items()}
@@ -121,6 +155,22 @@ def _flat(setting: Setting, made: System, o: SimulatedRun) -> dict:
     return row | costs(setting.machine, o.tokens_per_s) | {"rates": rates}
 
 
-def sweep_grid(grid: Path, out: Path, workers: int | None, fresh: bool, quiet: bool) -> SweepSummary:
-    """Simulate all points of a grid file into one table. Raise InputError, before any work, for a wrong grid."""
-    return run_sweep(read_points(grid, KEYS, REQUIRED), out, evaluate, workers, fresh, quiet)
+def sweep_grid(
+    grid: Path, out: Path, workers: int | None, fresh: bool, quiet: bool, plot: Path | None = None
+) -> SweepSummary:
+    """Simulate all points of a grid file into one table, and draw tokens/s over its first key with several numbers.
+    Raise InputError, before any work, for a wrong grid, and for a picture that cannot be drawn or written."""
+    points = read_points(grid, KEYS, REQUIRED)
+    varied = {key: list(dict.fromkeys(point.get(key) for point in points)) for key in dict.fromkeys(chain(*points))}
+    axis = next((key for key, of in varied.items() if len(of) > 1 and all(map(is_number, of))), None)
+    if plot:
+        check_plot(plot, axis)
+        check_new_file(plot)
+    summary = run_sweep(points, out, evaluate, workers, fresh, quiet)
+    if plot and axis:
+        with open(out, encoding="utf-8", newline="") as table:
+            found = [row for row in csv.DictReader(table) if not row["error"]]
+        names = [key for key, of in varied.items() if len(of) > 1 and key != axis]
+        rows = [(", ".join(row[key] for key in names), float(row[axis]), float(row["tokens_per_s"])) for row in found]
+        draw_rows(rows, axis, ", ".join(str(of[0]) for of in varied.values() if len(of) == 1), plot)
+    return summary
