@@ -23,7 +23,7 @@ from flexhybrid.jobs.simulate import (
     simulate_system,
 )
 from policy_search.papers.at_best import at_best, best_batch
-from policy_search.systems import Setting, check
+from policy_search.systems import Setting, System, check
 from sim.simulate import SimulatedRun
 
 LOSSY = "changes the tokens"  #: said of a system that does
@@ -97,12 +97,17 @@ def run_point(
     setting = setting_of({**point, "batch": MOST_AT_A_TIME if auto else point["batch"]}, budgets, note)
     if not auto:
         return setting, simulate_system(setting, named_system(text, setting), clock)
-    if is_policy_file(text):
-        made, run = best_batch(lambda there: named_system(text, there), setting)
-    else:  # as `search` lists it: its own settings are tried as well
-        made, run = at_best(text, setting, True)
+    made, run = at_its_best(text, setting)
     setting = replace(setting, batch=run.batch)
     return setting, run if clock == "closed" else simulate_system(setting, made, clock)
+
+
+def at_its_best(text: str, setting: Setting) -> tuple[System, SimulatedRun]:
+    """Return a system, or a policy of a file, in the batch of at most the setting's with which it is fastest. Of a
+    system its own settings are tried as well, as `search` lists it. Raise InputError where nothing fits."""
+    if is_policy_file(text):
+        return best_batch(lambda there: named_system(text, there), setting)
+    return at_best(text, setting, True)
 
 
 def answers(

@@ -16,10 +16,10 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.jobs.paths import shape_to_simulate
 from flexhybrid.jobs.rates import RATES, Budgets, costs, pace_of_link
-from flexhybrid.jobs.simulate import is_policy_file, named_system, setting_of, simulate_system
+from flexhybrid.jobs.simulate import MOST_AT_A_TIME, is_policy_file, named_system, setting_of, simulate_system
 from flexhybrid.jobs.sweep.grid import one_of, positive_integer, read_points
 from flexhybrid.jobs.sweep.job import SweepSummary, run_sweep
-from flexhybrid.jobs.whatif import AUTO, check_plot, draw_rows, run_point
+from flexhybrid.jobs.whatif import AUTO, at_its_best, check_plot, draw_rows
 from policy_search.systems import Setting, System, check
 from sim import catalogue
 from sim.hosts import HOSTS
@@ -110,9 +110,9 @@ def evaluate(points: list[dict]) -> list[dict]:
             if point["batch"] == AUTO:
                 if fields:
                     raise InputError(f"batch auto chooses {next(iter(fields))} itself: name a batch")
-                setting, run = run_point(point, _budgets(point))
-                made = named_system(point["system"], setting)
-                rows[index] = _flat(setting, replace(made, policy=run.policy), run) | {"num_requests": run.batch}
+                setting = setting_of({**point, "batch": MOST_AT_A_TIME}, _budgets(point))
+                made, run = at_its_best(point["system"], setting)
+                rows[index] = _flat(setting, made, run) | {"num_requests": run.batch}
                 continue
             setting = setting_of(point, _budgets(point))
             made = named_system(point["system"], setting)
