@@ -174,7 +174,7 @@ def _free_disk() -> int | None:
 
 def _advice(device: torch.device, hardware: Hardware | None, measured: bool, fits: list[dict]) -> Iterator[str]:
     if any(fit["in_company"] for fit in fits) or (hardware and hardware.company):
-        yield "a profile was taken in company: measure anew when the machine is idle (run --reprofile, or profile)"
+        yield "a profile was disturbed: measure again when the machine is idle (run --reprofile, or profile)"
     if device.type == "cpu":
         yield "torch finds no CUDA device: models run on the CPU, and a link can only be imitated (--link-gb-per-s)"
         if shutil.which("nvidia-smi"):
@@ -230,7 +230,7 @@ def describe_doctor(record: dict) -> str:
         limit = f" (limited by {row['binding']})" if row["binding"] else ""
         limit += " (measured for this model)" if row["own_profile"] else ""
         limit += "" if row["path"] in (None, "a file of its own") else f" (runs through {row['path']})"
-        limit += " (profile taken in company)" if row["in_company"] and not all_in_company else ""
+        limit += " (disturbed profile)" if row["in_company"] and not all_in_company else ""
         if row["dtype"] == "float32" != row["rates_dtype"]:
             limit += f" (run computes in float32, as the checkpoint is; the rates are a {row['rates_dtype']} profile's)"
         size = "-" if row["weights_bytes"] is None else gib(row["weights_bytes"])

@@ -34,7 +34,7 @@ WEIGHTS_STREAMED = "not all weights fit the device beside the cache, the rest is
 def setting_of(point: dict, budgets: Budgets | None = None, note: Note | None = None) -> Setting:
     """Return the setting of a point: model, hardware, batch, prompt_len, gen_len and dtype by name.
 
-    ``note`` takes a line about a profile that was taken in company, and one for each budget above the machine's memory;
+    ``note`` takes a line about a profile that was disturbed, and one for each budget above the machine's memory;
     such budgets ask what more memory would bring. Raise InputError, naming the key.
     """
     lengths = ("batch", "prompt_len", "gen_len")

@@ -99,17 +99,18 @@ def _company(result: ProfileSamples, others: float | None) -> str | None:
     """Return what disturbed a measurement, in words: more of the cores used by others than MOST_OTHERS (``others``:
     their share, None: not known), or passes that differ on more sizes than MOST_DISAGREED."""
     if others is not None and others > MOST_OTHERS:
-        return f"others used {others:.0%} of the cores"
+        return f"Other processes used the CPU during profiling ({others:.0%} of the cores)"
     num_sizes, differ = sum(map(len, result.samples.values())), len(result.disagreements)
-    return f"two passes disagreed on {differ} of {num_sizes} sizes" if differ > MOST_DISAGREED * num_sizes else None
+    varied = f"Times varied during profiling (two passes disagreed on {differ} of {num_sizes} sizes)"
+    return varied if differ > MOST_DISAGREED * num_sizes else None
 
 
 def company_note(hardware: Hardware | None) -> str | None:
-    """Return the line about a record that was measured in company, and how it is renewed; None for another."""
+    """Return what disturbed the measurement of a record, and how to renew it; None for an undisturbed record."""
     if hardware is None or not hardware.company:
         return None
-    again = "measure anew when the machine is idle (run --reprofile, or flexhybrid profile)"
-    return f"the profile was taken in company ({hardware.company}): predictions may be far off; {again}"
+    again = "measure again when the machine is idle (run --reprofile, or flexhybrid profile)"
+    return f"{hardware.company}: predictions may be far off; {again}"
 
 
 def model_profile_path(shape: ModelShape, dtype: str, paced: PacedDevice) -> Path:
