@@ -162,8 +162,8 @@ def breakdown(path: Path, systems: list[dict], title: str) -> None:
     )
     colors = {"step": BLACK, **KIND_COLORS}
     shown = [Patch(color=color, label=kind.replace("_", " ")) for kind, color in colors.items() if kind in used]
-    shown.append(Line2D([], [], color=RED, marker="_", ls="", ms=11, mew=2, label="predicted"))
-    figure.legend(handles=shown, ncol=4, loc="outside lower center", fontsize=8, frameon=False)
+    tick = Line2D([], [], color=RED, marker="_", ls="", ms=11, mew=2, label="predicted")
+    figure.legend(handles=[*shown, tick], ncol=4, loc="outside lower center", fontsize=8, frameon=False)
     save(figure, path)
 
 
