@@ -19,7 +19,7 @@ from flexhybrid.jobs.options import budgets_from, options_from, split_names
 from flexhybrid.jobs.paths import check_checkpoint, check_file, check_writable
 from flexhybrid.jobs.predicting import add_predicting
 from flexhybrid.jobs.progress import lasting_streams, lost_interrupts_again
-from flexhybrid.jobs.run.cli import DISK_DIR_HELP, add_doctor, add_run
+from flexhybrid.jobs.run.cli import DISK_DIR_HELP, TRIALS_HELP, add_doctor, add_run
 
 
 class _Once(argparse.Action):
@@ -103,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
         "options as in a call, and policy JSON files, like \"kv_only,hybrid(0.5),kvpr_column,int4,mine.json\" (quoted)",
     )  # fmt: skip
     compare.add_argument("--policy", type=Path, help="policy JSON file to run beside the others")
+    compare.add_argument("--no-trials", dest="trials", action="store_false", help=TRIALS_HELP)
     compare.add_argument("--out", type=Path, default=Path("results"), help="folder for tables and figures (results)")
     compare.set_defaults(run=_compare)
 

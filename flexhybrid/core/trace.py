@@ -1,13 +1,16 @@
 """Traces: what ran when, the proof that every read saw its version, and the file that Perfetto opens."""
 
+from __future__ import annotations
+
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from flexhybrid.core.files import write_by_rename
+from flexhybrid.core.hardware import LINKS
 from flexhybrid.core.schedule.dependencies import Dependencies
 from flexhybrid.core.task import Task
 
@@ -38,6 +41,33 @@ class LaneTimes:
     @property
     def held_up_s(self) -> float:
         return max(0.0, self.busy_s - self.cpu_s - self.paced_s)
+
+
+@dataclass
+class LineTimes:
+    """Work and time of some tasks that one line of a machine prices, added up."""
+
+    tasks: int = 0
+    flops: float = 0.0
+    num_bytes: float = 0.0  #: over the link, of a link's tasks; else of memory
+    calls: int = 0
+    seconds: float = 0.0
+
+    def add(self, task: Task, seconds: float) -> None:
+        """Take one more task."""
+        work = task.work
+        self.tasks += 1
+        self.flops += work.flops
+        self.num_bytes += work.link_bytes if task.resource in LINKS else work.memory_bytes
+        self.calls += work.calls
+        self.seconds += seconds
+
+    def since(self, before: LineTimes) -> LineTimes:
+        """Return what was added after an earlier copy of this."""
+        return LineTimes(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+
+LineKey = tuple[str, str, str]  #: verb, resource and ``Work.line``: the arguments of ``Hardware.line``
 
 
 def check_trace(trace: Iterable[TraceEvent], tolerance_s: float = 0.0) -> list[str]:

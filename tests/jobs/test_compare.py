@@ -39,6 +39,7 @@ from flexhybrid.runtime.storage.weights import DiskPlace, Weights
 from sim import virtual_clock
 from sim.array_clock import predict
 from sim.candidates import candidates_of
+from sim.correction import TRIALS
 from sim.presets import hybrid, kv_only
 
 SMALL = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 200, 600)
@@ -82,6 +83,16 @@ def test_every_policy_is_exact_and_measured(run):
         assert row["overlap"] > 0 and 0 < row["busy_h2d"] <= 1.01 and 0 < row["busy_compute"] <= 1.01
     assert result["trace_violations"] == []
     assert result["completions"], "the text of a few completions is part of the job"
+
+
+def test_trials_correct_the_record_that_is_kept(run):
+    folder, result = run
+    trials = result["trials"]
+    assert 1 <= trials["rounds"] <= 3 and trials["told"] and {"finish", "load_weights"} <= set(trials["lines"])
+    kept, profiled = load_hardware(folder / "out" / "hardware-cpu.json"), result["speed"][0]
+    assert kept.notes[TRIALS] == {name: trials[name] for name in ("lines", "waiting")}
+    assert profiled["virtual_clock_before_trials_tokens_per_s"] > 0
+    assert "before trials" in speed_line(profiled)
 
 
 def test_act_moves_fewer_bytes_than_kv(run):

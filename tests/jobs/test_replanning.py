@@ -23,7 +23,7 @@ from flexhybrid.jobs.run import outlook as outlook_module
 from flexhybrid.jobs.run import replanning
 from flexhybrid.jobs.run.job import Job
 from flexhybrid.jobs.run.outlook import ChangeCosts, Outlook, change_costs
-from flexhybrid.jobs.run.replanning import Replanner, Watch, slowed
+from flexhybrid.jobs.run.replanning import Replanner, Watch
 from sim.queue_clock import Pace, price_queue
 from tests import toy_machine
 
@@ -176,15 +176,6 @@ def test_lines_that_are_counted_meanwhile_join_those_who_run(tiny, tmp_path, mon
 def test_a_named_policy_is_kept(tiny, tmp_path, replanned):
     assert run(requests(tmp_path / "in.jsonl", 24), tmp_path / "out.jsonl", tiny, "--max-batch", "3") == 0
     assert not replanned
-
-
-def test_a_slower_resource_is_slower_in_all_of_its_tasks_alone():
-    known = machine()
-    known = replace(known, lines={**known.lines, "load_kv": Line(1e-6, 0.0, 2e-9)})
-    busy = slowed(known, "h2d", 3.0)
-    for key, line in known.lines.items():
-        times = 3.0 if key in ("h2d", "load_kv") else 1.0
-        assert busy.lines[key].seconds(1e6, 1e6) == pytest.approx(times * line.seconds(1e6, 1e6))
 
 
 class Seconds:

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import chain
 from operator import eq
@@ -20,17 +20,20 @@ from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import profile_file, write_by_rename
-from flexhybrid.core.hardware import PACE, load_hardware
+from flexhybrid.core.hardware import PACE, Hardware, load_hardware
 from flexhybrid.core.memory import total_bytes
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import TraceEvent, check_trace, save_chrome_trace
 from flexhybrid.core.waves import wave_plan
+from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.breakdown import breakdown, flat_rows
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.jobs.compare.predicted import closed_decode, virtual_decode
 from flexhybrid.jobs.compare.report import Report, is_disturbed
 from flexhybrid.jobs.compare.setting import SWEEP, CompareOptions, ComparisonSetting, settle, uses_disk
-from flexhybrid.jobs.compare.speed import LAST, Bench, MeasuredPolicy, PolicyRun
+from flexhybrid.jobs.compare.speed import LAST, Bench, MeasuredPolicy
+from flexhybrid.jobs.compare.trials import MOST_ROUNDS, MOST_TRIED, TRIAL_ITERATIONS, Priced, Trials, run_trials
 from flexhybrid.jobs.machine import device_name, notes_on
 from flexhybrid.jobs.paths import check_writable
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk, with_earlier_disk
@@ -46,6 +49,7 @@ from policy_search.fit import fit_report
 from policy_search.papers.algorithm1 import BALANCES, host_blocks, layer_times, share_for_batch
 from policy_search.search import SearchResult
 from sim import virtual_clock
+from sim.correction import TRIALS, told
 from sim.presets import act_only, hybrid, hybrid_static, kv_only
 
 #: Allowance for a CUDA device's traces: its events are placed on the host's clock to about this precision.
@@ -79,7 +83,8 @@ def _num_steps(options: CompareOptions, profiling: int) -> int:
         num = len(options.systems) + extra
         return profiling + 1 + num + num * (2 + options.rounds)
     runs = 4 + extra + len(SWEEP)
-    return profiling + 1 + EXACT_POLICIES + extra + runs * (1 + options.rounds) + 4 + extra
+    tried = MOST_TRIED if options.trials else 0
+    return profiling + 1 + EXACT_POLICIES + extra + runs * (1 + options.rounds) + 4 + extra + tried
 
 
 def compare(options: CompareOptions, quiet: bool = False) -> dict:
@@ -92,14 +97,17 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
     for note in notes_on(setting.paced.device, setting.problem.budgets, None):
         print(f"flexhybrid: {note}", file=sys.stderr)
     check_writable(options.out, RESULT_FILES)
-    algorithm1 = None
-    with Progress(_num_steps(options, profile_steps(setting.paced.device)), "profile", "step", quiet) as progress:
+    algorithm1 = tried = None
+    with ExitStack() as stack:
+        steps = _num_steps(options, profile_steps(setting.paced.device))
+        progress = stack.enter_context(Progress(steps, "profile", "step", quiet))
 
         def advance(label: str) -> None:
             progress.turn_to(label)
             progress.advance()
 
         setting, disagreements, searched = _profile_and_search(setting, report, progress)
+        before, bench = setting.problem, stack.enter_context(_bench(setting))
         if searched is None:
             named, sweep, shown = setting.systems(), [], None
             report.systems(named, setting.problem)
@@ -109,6 +117,10 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
             mix = replace(searched.policy, name="hybrid")
             algorithm1 = _algorithm1_shares(setting)
             report.search(searched, algorithm1, float(closed_decode(setting.problem, mix, setting.workload)[0][0]))
+            if options.trials:
+                setting, tried = _try(setting, mix, bench, advance)
+                report.trials(mix, tried)
+                mix, searched = tried.policy, replace(setting.search(setting.machine), policy=tried.policy)
             (named, sweep), shown = setting.mixes(mix), "hybrid"
             bound = EXACT_MINI_BATCH_TOKENS
             mixes = [kv_only(bound), act_only(bound), hybrid_static(setting.checkpoint.shape, bound)]
@@ -119,10 +131,14 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         _save_table(options.out, "exactness", exact["rows"])
         num_policies = len(named) + len(sweep)
         report.about_to_measure(setting.workload, setting.problem.shape, num_policies, setting.table_seconds())
-        measured = _measure(setting, named, sweep, advance)
+        if setting.problem.shape.hidden >= SMALLEST_KEPT_HIDDEN:
+            report.say(f"{_keep_for_auto(setting)}\n")
+        measured = _measure(setting, bench, named, sweep, advance)
     reference = next((m for m in measured if m.policy.lossless), measured[0])
     virtual = {m.policy.name: virtual_decode(setting.problem, m.policy, setting.workload) for m in measured}
     rows = [_row(m, virtual[m.policy.name], setting, reference) for m in measured]
+    for row, m in zip(rows, measured, strict=True) if tried else ():
+        row["virtual_clock_before_trials_tokens_per_s"] = _priced(before, m.policy, setting.workload).tokens_per_s
     tolerance = CUDA_TRACE_TOLERANCE_S if setting.paced.device.type == "cuda" else 0.0
     violations = [v for m in measured for trace in (m.prefill_trace, *m.traces) for v in check_trace(trace, tolerance)]
     ends = [row for row in rows[: len(named)] if row["policy"] in ("kv_only", "act_only")]
@@ -139,6 +155,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         "profile": fit_report(setting.machine),
         "disagreements": disagreements,
         "search": _search_json(searched, algorithm1) if searched and algorithm1 else None,
+        "trials": tried and {"rounds": tried.rounds, "told": told(setting.machine), **setting.machine.notes[TRIALS]},
         "exactness": exact["rows"],
         "completions": exact["completions"],
         "speed": rows[: len(named)],
@@ -197,8 +214,6 @@ def _profile_and_search(
             progress.grow(profile_steps(setting.paced.device))
             setting, disagreements = profiled(rate, "Profile anew")
             result = setting.search(setting.machine)
-    if setting.problem.shape.hidden >= SMALLEST_KEPT_HIDDEN:
-        report.say(f"{_keep_for_auto(setting)}\n")
     return setting, disagreements, result
 
 
@@ -281,15 +296,66 @@ def _exactness_prompts(checkpoint: Checkpoint, num_tokens: int, max_prompts: int
     return [ids for ids, _ in pairs], [text for _, text in pairs]
 
 
-def _measure(
-    setting: ComparisonSetting, named: list[Policy], sweep: list[Policy], advance: Callable[[str], None]
-) -> list[MeasuredPolicy]:
-    """Run the table's policies and the sweep side by side; the ideal compute is measured for the table's."""
-    paced, problem, policies, rounds = setting.paced, setting.problem, named + sweep, setting.options.rounds
-    shape, device = problem.shape, paced.device
+def _bench(setting: ComparisonSetting) -> Bench:
+    """Return what runs the speed table's policies, over the same random prompts."""
+    shape, device, paced = setting.problem.shape, setting.paced.device, setting.paced
     source = setting.checkpoint if setting.options.model else RandomWeights(shape, device=device.type)
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, shape.vocab, n).tolist() for n in setting.workload.prompt_tokens]
+
+    def make_weights(policy: Policy) -> Weights:
+        return Weights(shape, source, setting.problem.dtype, device, policy, paced.disk)
+
+    return Bench(make_weights, setting.problem, prompts, setting.options.gen_len, paced)
+
+
+def _all_fit(setting: ComparisonSetting, policies: list[Policy]) -> bool:
+    """Return whether the pools of these policies are kept side by side: on a CPU, where they fit its budgets."""
+    problem = setting.problem
+    plans = [total_bytes(wave_plan(problem, policy, setting.workload)) for policy in policies]
+    limits = {tier: problem.budgets.of(tier) for tier in ("device", "host")}
+    within = all(limit is None or sum(plan[tier] for plan in plans) <= limit for tier, limit in limits.items())
+    return within and setting.paced.device.type != "cuda"
+
+
+def _priced(problem: Problem, policy: Policy, workload: Workload) -> Priced:
+    summary = virtual_clock.summarize(virtual_decode(problem, policy, workload), LAST)
+    return Priced(summary.decode_tokens_per_s, summary.binding)
+
+
+def _try(
+    setting: ComparisonSetting, mix: Policy, bench: Bench, advance: Callable[[str], None]
+) -> tuple[ComparisonSetting, Trials]:
+    """Run trials of the searched mix and of policies of the table; return the setting on the machine that they
+    correct, whose record is written to the results."""
+    named, sweep = setting.mixes(mix)
+    table = [policy for policy in named + sweep if policy not in (mix, *setting.extra)]
+    # where a checkpoint is named, exactness needs the memory
+    keep = not setting.options.model and _all_fit(setting, [*table, *[mix] * MOST_ROUNDS])
+
+    def run(policy: Policy) -> list[TraceEvent]:
+        advance(f"trial {policy.name}")
+        trace = bench.run_of(policy).session.decode(TRIAL_ITERATIONS)
+        if not keep:
+            bench.close()
+        return trace
+
+    def search(hardware: Hardware) -> Policy:
+        return replace(setting.search(hardware).policy, name=mix.name)
+
+    def price(hardware: Hardware, policy: Policy) -> Priced:
+        return _priced(replace(setting.problem, hardware=hardware), policy, setting.workload)
+
+    tried = run_trials(setting.machine, search, price, table, run, setting.table_seconds(), LAST)
+    tried.hardware.save(setting.options.out / f"hardware-{setting.paced.device.type}.json")
+    return setting.measured(tried.hardware), tried
+
+
+def _measure(
+    setting: ComparisonSetting, bench: Bench, named: list[Policy], sweep: list[Policy], advance: Callable[[str], None]
+) -> list[MeasuredPolicy]:
+    """Run the table's policies and the sweep side by side; the ideal compute is measured for the table's."""
+    policies, rounds = named + sweep, setting.options.rounds
     names = {policy.name for policy in named}
 
     def judged(policy: Policy) -> bool:
@@ -297,21 +363,13 @@ def _measure(
         alone = policy.attention == "device" and not uses_disk(policy) and policy.overlap == "full"
         return policy.name in names and alone
 
-    plans = [total_bytes(wave_plan(problem, policy, setting.workload)) for policy in policies]
-    limits = {tier: problem.budgets.of(tier) for tier in ("device", "host")}
-    within = all(limit is None or sum(plan[tier] for plan in plans) <= limit for tier, limit in limits.items())
-
-    def make_weights(policy: Policy) -> Weights:
-        return Weights(shape, source, problem.dtype, device, policy, paced.disk)
-
-    with Bench(make_weights, problem, prompts, setting.options.gen_len, paced) as bench:
-        if device.type == "cuda" or not within:
-            return bench.measure_in_turn(policies, rounds, judged, advance, _keeping_rows(setting.options.out))
-        runs = []
-        for policy in policies:
-            advance(f"prefill {policy.name}")
-            runs.append(PolicyRun(bench, policy))
-        return bench.measure(runs, rounds, judged, advance)
+    if not _all_fit(setting, policies):
+        return bench.measure_in_turn(policies, rounds, judged, advance, _keeping_rows(setting.options.out))
+    runs = []
+    for policy in policies:
+        advance(f"prefill {policy.name}")
+        runs.append(bench.run_of(policy))
+    return bench.measure(runs, rounds, judged, advance)
 
 
 def _keeping_rows(out: Path) -> Callable[[MeasuredPolicy], None]:

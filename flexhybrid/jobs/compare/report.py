@@ -14,16 +14,18 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import WHOLE_BATCH, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import RESOURCES
-from flexhybrid.core.units import gib
+from flexhybrid.core.units import counted, gib
 from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.breakdown import KINDS
+from flexhybrid.jobs.compare.trials import Trials
 from flexhybrid.jobs.profile.job import company_note
 from flexhybrid.jobs.run.forecast import duration
 from flexhybrid.runtime.links import MOST_LATE_S
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 from policy_search.fit import PAPERS_R2, fit_report
 from policy_search.search import SearchResult
+from sim.correction import told
 
 #: Lines of a profile that the report shows. Left out: an unpaced link, and the lines that price verbs without one.
 SHOWN_LINES = ("h2d", "d2h", "h2d_both", "d2h_both", "disk_read", "disk_write", *VERBS)
@@ -82,6 +84,13 @@ class Report:
             f"device in the whole run; busy: {busy}; {p['binding']} binds."
         )
 
+    def trials(self, before: Policy, tried: Trials) -> None:
+        """Say what trials changed."""
+        was, now = before.share("act"), tried.policy.share("act")
+        choice = f"the ACT share goes from {was:.2f} to {now:.2f}" if tried.policy != before else "the choice stays"
+        num = counted(len(tried.tried), "candidate")
+        self.say(f"\nTrials of {num}: {told(tried.hardware)}; {choice}.")
+
     def systems(self, policies: list[Policy], problem: Problem) -> None:
         self.say("\n2. Systems: the policy that each name stands for here\n")
         self.table([policy_line(policy, problem) for policy in policies])
@@ -113,10 +122,11 @@ class Report:
         self.table([speed_line(row) for row in result["speed"]])
         self.say(
             "\nOf the decode's iterations but the first and the last. limit: if the busiest resource never waited,\n"
-            "by the same profile (measurements may exceed it); closed form, virtual: predictions; error: virtual over\n"
-            "measured; MB/iter: 10^6 bytes to the device an iteration; overlap: the larger of ideal link and compute\n"
-            "time over wall time, where link and device alone work, at once (beyond 1 is noise: the ideal is measured\n"
-            "by itself); compute, link: busy share;\n"
+            "by the same profile (measurements may exceed it); closed form, virtual: predictions; before trials:\n"
+            "virtual by the profile that trials had not corrected; error: virtual over measured; MB/iter: 10^6 bytes\n"
+            "to the device an iteration; overlap: the larger of ideal link and compute time over wall time, where\n"
+            "link and device alone work, at once (beyond 1 is noise: the ideal is measured by itself); compute, link:\n"
+            "busy share;\n"
             f"= {reference}: tokens equal to {reference}'s in {result['dtype']}, where rounding may part texts."
         )
         if any(is_disturbed(row) for row in result["speed"] + result["sweep"]):
@@ -207,11 +217,13 @@ def speed_line(row: dict) -> dict:
     def share(value: float | None) -> str:
         return "" if value is None else f"{value:.2f}"
 
+    before = row.get("virtual_clock_before_trials_tokens_per_s")
     return {
         "policy": row["policy"],
         "ACT": f"{row['act_share']:.3f}",
         "limit": f"{row['limit_tokens_per_s']:.1f}",
         "closed form": f"{row['closed_form_tokens_per_s']:.1f}",
+        **({"before trials": f"{before:.1f}"} if before else {}),
         "virtual": f"{row['virtual_clock_tokens_per_s']:.1f}",
         "measured": f"{row['measured_tokens_per_s']:.1f}{BUSY if is_disturbed(row) else ''}",
         "error": f"{row['error_virtual']:+.1%}",

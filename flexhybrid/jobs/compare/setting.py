@@ -63,6 +63,7 @@ class CompareOptions:
     gen_len: int = 6
     mini_batch: int = 8  #: requests a mini-batch in the speed runs; systems have bounds of their own
     rounds: int = 3
+    trials: bool = True  #: whether candidates are tried before the table, and the search corrected by them
     exact_tokens: int = 24
     exact_prompts: int = 48  #: at most, evenly over the shipped ones
     shape: ModelShape = TIMING_SHAPE

@@ -141,6 +141,7 @@ class Bench:
         self._make_weights = make_weights
         self._weights: dict[tuple, tuple[Weights, WeightSlots]] = {}
         self._engines: list[Engine] = []
+        self._runs: dict[Policy, PolicyRun] = {}
 
     def admit(self, policy: Policy) -> Wave:
         """Return all requests as one wave."""
@@ -150,7 +151,13 @@ class Bench:
         """Close all weights and engines."""
         for resource in (*self._engines, *(weights for weights, _ in self._weights.values())):
             resource.close()
-        self._engines, self._weights = [], {}
+        self._engines, self._weights, self._runs = [], {}, {}
+
+    def run_of(self, policy: Policy) -> PolicyRun:
+        """Return a policy's run; its prompts are computed once, until ``close``."""
+        if policy not in self._runs:
+            self._runs[policy] = PolicyRun(self, policy)
+        return self._runs[policy]
 
     def __enter__(self) -> Bench:
         return self

@@ -11,6 +11,7 @@ from flexhybrid.core.model.generation_config import SOURCES, default_sampling
 from flexhybrid.core.model.shape import checkpoint_folder
 from flexhybrid.jobs.options import budgets_from, options_from
 
+TRIALS_HELP = "take the search's choice as it is: no trials correct the profile"
 DISK_DIR_HELP = (
     "scratch folder of policies that use a disk (scratch in $FLEXHYBRID_CACHE, or in ~/.cache/flexhybrid without it)"
 )

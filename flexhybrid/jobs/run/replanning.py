@@ -16,7 +16,6 @@ from subprocess import DEVNULL, PIPE, Popen
 from threading import Thread
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, resource_of_line
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.refill import may_grow
@@ -25,6 +24,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.outlook import MOST_COUNTED, ChangeCosts, Outlook, change_costs
 from flexhybrid.llm import LLM, MOST_AT_A_TIME
 from flexhybrid.resolve import auto_settings
+from sim.correction import slowed
 from sim.queue_clock import QueueRun, price_queue
 from sim.queue_counts import Stints
 
@@ -218,16 +218,3 @@ def can_return(problem: Problem, policy: Policy, tokens: int) -> bool:
         check_longest(problem, policy, Workload.uniform(1, tokens, 1))
         return may_grow(policy)
     return False
-
-
-def slowed(hardware: Hardware, resource: str, times: float) -> Hardware:
-    """Return the machine with a resource that takes ``times`` as long for all of its tasks."""
-
-    def line(key: str):
-        known = hardware.lines[key]
-        if resource_of_line(key) != resource:
-            return known
-        seconds = {name: times * getattr(known, name) for name in ("overhead_s", "s_per_flop", "s_per_byte")}
-        return replace(known, **seconds, samples=())
-
-    return replace(hardware, lines={key: line(key) for key in hardware.lines})

@@ -1,0 +1,76 @@
+"""Trials: run the best candidates for a few iterations, correct the machine's lines by them, and search again."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.trace import TraceEvent
+from sim.correction import corrected, times_of, with_waiting
+
+MOST_ROUNDS = 3  #: searches with a corrected record
+MOST_TRIED = 4  #: candidates of the first round
+TRIAL_ITERATIONS = 4  #: that a candidate decodes; the first and the last do not count
+TIE = 0.01  #: share by which another choice must be predicted to be faster than one that was tried
+MOST_SHARE, MOST_S = 0.05, 20.0  #: of the job's predicted seconds, and in all, for iterations under trial
+
+
+class Priced(NamedTuple):
+    """A policy's prediction."""
+
+    tokens_per_s: float
+    binding: str  #: the busiest resource
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What trials found."""
+
+    hardware: Hardware  #: with corrected lines
+    policy: Policy  #: the search's choice on it
+    tried: dict[Policy, list[TraceEvent]]
+    rounds: int  #: searches with a corrected record
+
+
+def run_trials(
+    hardware: Hardware,
+    search: Callable[[Hardware], Policy],
+    price: Callable[[Hardware, Policy], Priced],
+    others: Iterable[Policy],
+    run: Callable[[Policy], list[TraceEvent]],
+    job_s: float,
+    last: int,
+) -> Trials:
+    """Try the search's choice and its rivals among ``others``; correct, search and try again until the choice stays.
+
+    ``run`` returns the trace of a few decode iterations, of which ``last`` (``Window``) ends what counts. The choice
+    stays where none is predicted to be faster by more than TIE. ``job_s``: predicted seconds of the whole job.
+    """
+    record, choice, rounds = hardware, search(hardware), 0
+    tried: dict[Policy, list[TraceEvent]] = {}
+    left_s = min(MOST_S, MOST_SHARE * job_s)
+    wanted = [choice, *rivals(choice, {policy: price(record, policy) for policy in others})]
+    while rounds < MOST_ROUNDS and any(policy not in tried for policy in wanted):
+        for policy in wanted:
+            if policy not in tried and (left_s > 0 or not tried):
+                tried[policy] = run(policy)
+                left_s -= tried[policy][-1].end_s - tried[policy][0].start_s
+        runs = [(policy, times_of(trace, hardware.at_work(policy))) for policy, trace in tried.items()]
+        record, rounds = with_waiting(corrected(hardware, runs), tried.items(), last), rounds + 1
+        found = search(record)
+        if price(record, found).tokens_per_s > (1 + TIE) * price(record, choice).tokens_per_s:
+            choice = found
+        wanted = [choice]
+        if left_s <= 0:
+            break
+    return Trials(record, choice, tried, rounds)
+
+
+def rivals(choice: Policy, others: dict[Policy, Priced]) -> list[Policy]:
+    """Return the policies to try beside the choice: the fastest by prediction under each limiting resource, then the
+    fastest of the rest."""
+    ranked = sorted(others, key=lambda policy: -others[policy].tokens_per_s)
+    ranked = [policy for policy in ranked if policy.cache != choice.cache]
+    first = {others[policy].binding: policy for policy in reversed(ranked)}
+    return list(dict.fromkeys([*first.values(), *ranked]))[: MOST_TRIED - 1]

@@ -1,0 +1,143 @@
+"""A machine's lines, corrected by what tasks took in a few iterations of a job (trials).
+
+Each line that ran is scaled to the seconds of its tasks. A line that ran at sizes far apart, by other times at each, is
+fitted again: its overhead, and its slope as a whole (operations and bytes alike). What a step takes beyond the virtual
+clock of the corrected lines is waiting that no line explains: one factor for the resource that limits the step.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from flexhybrid.core.hardware import ALONE_SUFFIX, Hardware, Line, resource_of_line
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.trace import LineKey, LineTimes, TraceEvent
+from sim import virtual_clock
+from sim.cost import CALL_S, line_seconds
+
+TRIALS = "corrected by trials"  #: key of a record's notes: what was measured over what was known, by line and resource
+OUTLIER = 2.0  #: times as long as the median task of its line: such a task was disturbed
+APART, ALIKE = 1.5, 0.03  #: sizes that are far apart, by their known seconds; ratios that are alike
+LEAST_TOLD, MOST_TOLD = 0.03, 3  #: changes of a line that are told, and how many lines are
+
+Run = tuple[Policy, Mapping[LineKey, LineTimes]]  #: iterations under a policy
+
+
+class _Point(NamedTuple):
+    """The mean task of a line in a run."""
+
+    work_s: float  #: by the known line, without its overhead
+    known_s: float
+    measured_s: float
+    sample: tuple[float, float, float]  #: (flops, bytes, measured seconds)
+    tasks: int
+
+
+def times_of(trace: list[TraceEvent], hardware: Hardware) -> dict[LineKey, LineTimes]:
+    """Return the times of each line in a trace's iterations after the first, without tasks that were disturbed
+    (OUTLIER)."""
+    first = min(event.task.iteration for event in trace)
+    events: dict[LineKey, list[tuple[TraceEvent, float]]] = {}
+    for event in trace:
+        task, start, end = event
+        if task.iteration > first:
+            key = task.verb, task.resource, task.work.line
+            known_s = line_seconds(hardware.line(*key), task.resource, task.work)
+            events.setdefault(key, []).append((event, (end - start) / max(known_s, 1e-9)))
+    times = {key: LineTimes() for key in events}
+    for key, of_line in events.items():
+        limit = OUTLIER * statistics.median(ratio for _, ratio in of_line)
+        for (task, start, end), ratio in of_line:
+            if ratio <= limit:
+                times[key].add(task, end - start)
+    return times
+
+
+def corrected(hardware: Hardware, runs: Iterable[Run]) -> Hardware:
+    """Return the machine with its lines as these runs show them; a line that did not run stays. The notes (TRIALS) have
+    the factor of each line, the one that changes the runs most first."""
+    points: dict[str, list[_Point]] = {}
+    known: dict[str, Line] = {}
+    for policy, times in runs:
+        at_work = hardware.at_work(policy)
+        for key, of_line in times.items():
+            line, name = at_work.line(*key), key[0] + key[2]
+            if policy.stays_on_device and name + ALONE_SUFFIX in hardware.lines:
+                name += ALONE_SUFFIX
+            if of_line.tasks and (point := _mean_task(line, of_line)).known_s > 0 and point.measured_s > 0:
+                points.setdefault(name, []).append(point)
+                known[name] = line
+    lines = {name: _refitted(known[name], of_line) for name, of_line in points.items()}
+    changes = {name: _change(of_line) for name, of_line in points.items()}
+    ordered = sorted(changes, key=lambda name: -abs(changes[name][0]))
+    note = {"lines": {name: changes[name][1] for name in ordered}, "waiting": {}}
+    return replace(hardware, lines={**hardware.lines, **lines}, notes={**hardware.notes, TRIALS: note})
+
+
+def _mean_task(line: Line, times: LineTimes) -> _Point:
+    flops, num_bytes = times.flops / times.tasks, times.num_bytes / times.tasks
+    known_s, measured_s = line.seconds(flops, num_bytes), (times.seconds - CALL_S * times.calls) / times.tasks
+    return _Point(known_s - line.overhead_s, known_s, measured_s, (flops, num_bytes, measured_s), times.tasks)
+
+
+def _change(points: list[_Point]) -> tuple[float, float]:
+    """Return how many seconds more the runs' tasks of a line took than was known, and how many times as long."""
+    known, measured = (sum(p.tasks * s for p, s in zip(points, of)) for of in zip(*(p[1:3] for p in points)))
+    return measured - known, measured / known
+
+
+def _refitted(line: Line, points: list[_Point]) -> Line:
+    """Return the line scaled to the points, or with its overhead and its slope fitted to them."""
+    from scipy.optimize import nnls  # takes a quarter of a second to load
+
+    work_s, known_s, measured_s = (np.array(column) for column in zip(*(point[:3] for point in points)))
+    times, ratios = _change(points)[1], measured_s / known_s
+    overhead_s, slope = times * line.overhead_s, times
+    if np.ptp(ratios) > ALIKE * times and work_s.max() > APART * work_s.min():
+        rows = np.stack([np.ones_like(work_s), work_s], axis=1) / measured_s[:, None]
+        (overhead_s, slope), _ = nnls(rows, np.ones_like(work_s))
+    terms = {"s_per_flop": float(slope) * line.s_per_flop, "s_per_byte": float(slope) * line.s_per_byte}
+    return Line(overhead_s=float(overhead_s), **terms, samples=(*line.samples, *(point.sample for point in points)))
+
+
+def with_waiting(hardware: Hardware, traces: Iterable[tuple[Policy, list[TraceEvent]]], last: int) -> Hardware:
+    """Return the machine with each resource that limits runs slower, or faster, as their steps are measured against the
+    virtual clock of the same tasks: the median of the runs that it limits. ``last``: see ``Window``."""
+    ratios: dict[str, list[float]] = {}
+    for policy, trace in traces:
+        walked = virtual_clock.run((event.task for event in trace), hardware.at_work(policy))
+        predicted, measured = virtual_clock.summarize(walked, last), virtual_clock.summarize_measured(trace, last)
+        ratios.setdefault(predicted.binding, []).append(measured.decode_s / predicted.decode_s)
+    waiting = {resource: statistics.median(of_resource) for resource, of_resource in ratios.items()}
+    for resource, times in waiting.items():
+        hardware = slowed(hardware, resource, times)
+    return replace(hardware, notes={**hardware.notes, TRIALS: {**hardware.notes[TRIALS], "waiting": waiting}})
+
+
+def slowed(hardware: Hardware, resource: str, times: float) -> Hardware:
+    """Return the machine with a resource that takes ``times`` as long for all of its tasks."""
+
+    def line(key: str) -> Line:
+        known = hardware.lines[key]
+        if resource_of_line(key) != resource:
+            return known
+        seconds = {name: times * getattr(known, name) for name in ("overhead_s", "s_per_flop", "s_per_byte")}
+        return replace(known, **seconds)
+
+    return replace(hardware, lines={key: line(key) for key in hardware.lines})
+
+
+def told(hardware: Hardware) -> str:
+    """Return in words what trials changed: the lines that change most, and the waiting of resources."""
+    note = hardware.notes[TRIALS]
+    changed = [f"{name} takes {of:.2f}" for name, of in note["lines"].items() if abs(of - 1) > LEAST_TOLD][:MOST_TOLD]
+    parts = [f"{', '.join(changed)} of the profile's time" if changed else "tasks take the profile's time"]
+    parts += [
+        f"a step limited by {resource} takes {of:.2f} of what its tasks explain"
+        for resource, of in note["waiting"].items()
+        if abs(of - 1) > LEAST_TOLD
+    ]
+    return "; ".join(parts)
