@@ -70,7 +70,7 @@ def some_requests(name: str):
     generator = np.random.default_rng(len(name))
     common = generator.integers(3, 61, 37).tolist() if CASES[name][3] else []
     prompts = [common + generator.integers(3, 61, generator.integers(1, 30)).tolist() for _ in range(COUNT)]
-    limits = generator.integers(1, 26, COUNT)
+    limits = generator.integers(1, 21, COUNT)
     stops = [int(generator.integers(1, 2 * limit + 1)) for limit in limits]
     plan = replace(greedy_plan(COUNT), temperature=np.where(generator.random(COUNT) < 0.4, 0.8, 0.0))
     return (
@@ -183,7 +183,7 @@ def test_steps_are_counted_up_as_the_host_works_them_out(source, plain, monkeypa
         patch.setattr(RunningBatch, "_step_back", lambda *given: back.append(given) or step_back(*given))
         tokens, graphs = answers(name, source, cuda_graphs=True)
     assert tokens == expected and graphs.launches and bool(back) == (CASES[name][2] < 1)
-    assert {*others} == {1} and {*quiet} == {0} and len(quiet) > 10, (len(quiet), len(others))
+    assert {*others} == {1} and {*quiet} == {0} and len(quiet) > 5, (len(quiet), len(others))
 
 
 def filled_tokens_stay(held, arrays, by):
@@ -285,7 +285,7 @@ def test_a_quiet_step_is_one_launch(source, plain, monkeypatch, by_host):
     assert tokens == expected and dict(watch.order.faults) == {}
     ends = [launched for _, launched, *_ in steps[1:]] + [graphs.launches]
     launches = [(end - of[1], of[3]) for of, end in zip(steps, ends, strict=True) if of[2]]
-    assert {count for count, needs_host in launches if not needs_host} == {1} and len(launches) > 10
+    assert {count for count, needs_host in launches if not needs_host} == {1} and len(launches) > 5
     assert {count for count, needs_host in launches if needs_host} == ({2} if by_host else set())
 
 
