@@ -292,6 +292,7 @@ def as_on_a_gpu(policy: Policy) -> Iterator[Session]:
         for owner, name, stand_in in (
             (engine, "lanes", lanes),
             (torch.cuda, "CUDAGraph", NoDevice),
+            (torch.cuda, "graph_pool_handle", NoDevice),
             (torch, "addmm", _left_out(torch.addmm)),  # KV-Gen's product
             (attend_triton, "launch", _nothing),
             (rows_numba, "quantize", _nothing),

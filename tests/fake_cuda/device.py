@@ -387,15 +387,15 @@ class Graph:
     addresses and its Python values, and runs with these, and no others, at each replay."""
 
     device: Device
-    pools: dict[int, GraphPool]
+    pools: dict[object, GraphPool]  #: by their handles
     made: list[SimpleNamespace]  #: of each that was captured, also of those that are gone, its ``counts``
 
     def __init__(self):
         self.work: list[Callable[[], Any]] = []
         self.memory, self.stream, self.ended, self.counts = Memory(), None, False, SimpleNamespace(replays=0)
-        self.pool_id: int | None = None
+        self.pool_id: object = None
 
-    def pool(self) -> int | None:
+    def pool(self) -> object:
         return self.pool_id
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
@@ -405,9 +405,9 @@ class Graph:
             raise Illegal("the default stream cannot be captured")
         if capture_error_mode == "global":
             raise Illegal("other threads allocate memory and wait for events meanwhile")
-        if pool is not None and not self.pools[pool].graphs:
+        if pool in self.pools and not self.pools[pool].graphs:
             raise Illegal("this pool's graphs have all gone (torch 2.11: use_count > 0 in CachingHostAllocator.h)")
-        self.pool_id = len(self.pools) if pool is None else pool
+        self.pool_id = object() if pool is None else pool
         of_graph = self.pools.setdefault(self.pool_id, GraphPool())
         of_graph.graphs.add(self)
         self.memory = of_graph.memory
@@ -531,6 +531,7 @@ def fake_cuda(seed: int = 0, deferred: bool = True) -> Iterator[Watch]:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda of=None: device.current())
         graph_type = type("CUDAGraph", (Graph,), {"device": device, "pools": {}, "made": []})
         monkeypatch.setattr(torch.cuda, "CUDAGraph", graph_type)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
         runtime = Runtime(device)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
         monkeypatch.setattr(cuda, "memcpy_2d", lambda: device.copy_rows)

@@ -217,6 +217,7 @@ def on_meta() -> Iterator[None]:
         monkeypatch.setattr(attention, "reads_groups", lambda query, *_: query.dtype != torch.float32)
         if attend_triton:
             monkeypatch.setattr(attend_triton, "launch", lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
         monkeypatch.setattr(torch.Tensor, "cpu", to_host)
         yield
 

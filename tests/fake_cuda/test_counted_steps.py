@@ -148,6 +148,8 @@ def check_step(held: FixedStep, state, step) -> None:
         whole = values(getattr(theirs, name))
         assert values(getattr(table, name))[: len(whole)] == whole, name
     assert table[3:] == theirs[3:]
+    held_by = [attending_in_place._memory_name(state, held.extents.segments[part]) for part in theirs.parts]
+    assert [*held.table[-1]] == held_by  # what a graph of attention reads
 
 
 def is_quiet(step, last) -> bool:

@@ -577,6 +577,25 @@ def test_what_cannot_be_captured_is_launched_kernel_by_kernel(case, monkeypatch)
     assert "finish could not be captured" in executors[-1].graphs.summary() and len(ended) == 1
 
 
+@pytest.mark.parametrize("fails", ["capture_begin", "the work", "capture_end"])
+def test_a_capture_that_fails_ends_what_torch_records(monkeypatch, fails):
+    """The allocator would else record for good, whichever of the calls raises."""
+    ended, pool = [], object()
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *of: ended.append(of))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    def fail(*_, **__):
+        raise RuntimeError(fails)
+
+    with fake_cuda():
+        torch.cuda.set_stream(torch.cuda.Stream())
+        monkeypatch.setattr(torch.cuda.CUDAGraph, fails, fail, raising=False)
+        with pytest.raises(RuntimeError, match=fails), graphed._captured(pool):
+            if fails == "the work":
+                fail()
+    assert ended == [(0, pool)]
+
+
 def test_no_more_are_captured_than_are_planned(case, monkeypatch):
     """Those that no step uses any more go for others; where there is no room kernels are launched one by one."""
     source, policy, expected = case("on the device")

@@ -29,7 +29,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import chain, groupby
@@ -74,13 +74,25 @@ def pool_keeper(device: torch.device) -> torch.cuda.CUDAGraph:
 
     It is kept for good: torch 2.11 takes no pool again whose graphs have all gone (CachingHostAllocator.h, use_count).
     """
-    keeper = torch.cuda.CUDAGraph()
-    keeper.capture_begin(capture_error_mode="thread_local")
-    try:
+    with _captured(torch.cuda.graph_pool_handle()) as keeper:
         torch.zeros(1, device=device, dtype=torch.uint8)
-    finally:
-        keeper.capture_end()
     return keeper
+
+
+@contextlib.contextmanager
+def _captured(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """Capture in a graph what is launched within, with memory of ``pool``. What other lanes do is no error of it."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        yield graph
+        graph.capture_end()
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error says more
+            graph.capture_end()
+        with contextlib.suppress(Exception):  # else torch 2.11 may let no other capture have this pool
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        raise
 
 
 class FixedStep:
@@ -294,7 +306,7 @@ class Graphs:
         hidden = cast("FixedHiddenStates", state.hidden).fixed[step.mini_batch :][:1]  # none: the host keeps them
         places = tuple(of.data_ptr() for of in (held.memory, *held.rotation, *hidden))
         held.form = batch, group, held.room, whole, places
-        names, parts = ["rows", *memory_names(state, extents.segments)], num_parts(batch, state.shape.num_heads, table)
+        names, parts = memory_names(state, extents.segments), num_parts(batch, state.shape.num_heads, table)
         held.table = _hiding(step), parts, table.parts, tuple(names[part] for part in table.parts)
         return held
 
@@ -419,21 +431,9 @@ class Graphs:
     def _capture(self, state: Executor, tasks: Sequence[Task]) -> Recording | None:
         """Capture tasks; where that fails, warn, and leave all as it was."""
         before = dict(state.kvq), state.act, state.attended, dict(state.hidden.rows)
-        graph = torch.cuda.CUDAGraph()
         try:
-            pool = pool_keeper(state.device).pool()
-            with NO_GARBAGE.held():
-                # What other lanes do meanwhile is no error of this capture.
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    self._launch(state, tasks)
-                except BaseException:
-                    with contextlib.suppress(Exception):  # the first error says more
-                        graph.capture_end()
-                    with contextlib.suppress(Exception):  # else torch 2.11 may let no other capture have this pool
-                        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-                    raise
-                graph.capture_end()
+            with NO_GARBAGE.held(), _captured(pool_keeper(state.device).pool()) as graph:
+                self._launch(state, tasks)
         except Exception as error:  # whatever a library raises that cannot be captured: it runs without a graph
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             self.failed = f"{' and '.join(dict.fromkeys(task.verb for task in tasks))} could not be captured: {reason}"
