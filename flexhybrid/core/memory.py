@@ -51,6 +51,11 @@ PARTIAL_ROWS = 4096
 #: pool may leave half empty.
 MOST_GRAPHS, GRAPH_BYTES, GRAPH_POOL_BYTES = 256, 1 << 19, 22 << 20
 
+#: Rows of decode steps that graphs hold at fixed addresses where a prefix is recomputed: of all mini-batches together.
+#: By an estimate a layer of OPT-1.3B computes so many in the time of its launches, 0.1 ms. More rows hide these, and
+#: contexts make more of their memory.
+GRAPH_ROWS = 512
+
 #: Device bytes set aside beyond all named parts: masks, places of stored rows, the libraries' own workspaces (cuBLAS
 #: takes up to 64 MiB for each stream that multiplies: 32 MiB on Hopper, and as many for cublasLt).
 SLACK_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
@@ -203,17 +208,25 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     }
 
 
+def graph_rows(policy: Policy, sizes: BufferSizes):
+    """Return the rows that CUDA graphs hold at fixed addresses: of the largest mini-batch, and of all together. Where a
+    prefix is recomputed, each mini-batch has its requests' share; its steps of more rows have no graphs."""
+    most = GRAPH_ROWS if "tok" in policy.cache_entries else 0
+    return larger(sizes.decode_batch, most), larger(sizes.places, most)
+
+
 def _graph_bytes(problem: Problem, policy: Policy, p: int, sizes: BufferSizes):
     """Device bytes of CUDA graphs: what the driver keeps, what their kernels have in work, and what they read and write
     at fixed addresses (hidden states, keys, values and queries, what attention gives, rotations, places, tables)."""
     shape, sampling = problem.shape, launches_steps(problem, policy) * sizes.decode_batch
-    in_work = workspace_bytes(shape, p, sizes.decode_batch, sampling, 1)
+    rows, of_all = graph_rows(policy, sizes)
+    in_work = workspace_bytes(shape, p, rows, sampling, 1)
     row = NUM_SLOTS * (shape.kv_width + shape.query_width) + shape.query_width
     rotation = 2 * shape.head_dim if shape.rotary else 0
     of_places = shape.passed_width + len(shape.windows or (None,)) * rotation
     copies = 2 * len(sizes.staged_rows)  # of new rows, at most
-    index = 8 * (6 * (sizes.cached_tokens // BLOCK_TOKENS) + (30 + 10 * copies) * sizes.places)
-    fixed = p * (row * sizes.decode_batch + of_places * sizes.places) + index * len(shape.windows or (None,))
+    index = 8 * (6 * (sizes.cached_tokens // BLOCK_TOKENS) + (26 + 10 * copies) * sizes.places + 4 * of_all)
+    fixed = p * (row * rows + of_places * of_all) + index * len(shape.windows or (None,))
     return MOST_GRAPHS * GRAPH_BYTES + GRAPH_POOL_BYTES + in_work + fixed
 
 

@@ -144,7 +144,6 @@ def without_graphs(problem: Problem, policy: Policy) -> str | None:
         (bool(problem.shape.modules), "the layers are transformers' own, whose Python values change"),
         (policy.attention == "host", "the host attends"),
         (policy.selection.method != "none", "the selection of tokens depends on data"),
-        ("tok" in policy.cache_entries, "a prefix of each prompt is recomputed, which grows"),
         (not problem.attends_in_place, "each context is copied and padded, which grows: Triton's kernels do not run"),
     )
     return next((reason for holds, reason in reasons if holds), None)

@@ -237,8 +237,8 @@ class Executor(Generic[SelectionT]):
         return self.begin_step(task)
 
     def _make_tensors(self, task: Task) -> StepTensors:
-        step = task.payload.step
-        tensors = self.graphs.fix_step(self, step) if self.graphs and step.decodes else self.steps.make(step)
+        step, graphs = task.payload.step, self.graphs
+        tensors = graphs.fix_step(self, step) if graphs and graphs.holds(self, step) else self.steps.make(step)
         self.step_tensors[*step_key(task), step.window] = step, tensors
         return tensors
 

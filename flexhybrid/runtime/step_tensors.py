@@ -112,8 +112,9 @@ class TokenTable:
 
 
 def computed_positions(step: MiniBatchStep) -> np.ndarray:
-    """Return the positions of the computed tokens: [B, computed_width]. Those of padding lie within the request."""
-    prefix = np.minimum(np.arange(step.recomputed_width), step.context[:, None])
+    """Return the positions of the computed tokens: [B, computed_width]. Those of padding lie within the request, and
+    behind a prefix move with its blocks alone."""
+    prefix = np.minimum(np.arange(step.recomputed_width), step.context[:, None] // BLOCK_TOKENS * BLOCK_TOKENS)
     new = np.minimum(np.arange(step.width), step.new_tokens[:, None] - 1) + step.context[:, None]
     return np.concatenate([prefix, new], axis=1)
 

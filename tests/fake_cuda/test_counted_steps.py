@@ -41,6 +41,7 @@ CASES = {
     "mixed": ("qwen3", MIXED, 1.0, False),
     "sharing": ("qwen3", {"kv@device": 0.5, "kv@host": 0.5}, 1.0, True),
     "windows": ("mistral", {"kv@device": 1.0}, 1.0, False),
+    "token ids kept": ("qwen3", {"tok": 0.8, "kv@device": 0.1, "act@device": 0.1}, 1.0, False),
     "two layers": ("qwen2", {"kv@device": 1.0}, 1.0, False),
 }
 

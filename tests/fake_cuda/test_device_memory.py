@@ -3,13 +3,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fake_cuda.caching import MIB
 from fake_cuda.reserved import AUTO, GIB, auto_case, check_policies, reserved_by
 
-from flexhybrid.core.memory import CONTEXT_BYTES
+from flexhybrid.core.memory import CONTEXT_BYTES, GRAPH_BYTES, MOST_GRAPHS, memory_plan
+from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import AttentionPaths, Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
+from flexhybrid.core.wave import admit
+from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.storage.device_memory import SETTINGS, allow_expandable_segments
+
+IN_PLACE = AttentionPaths("fused", "flash", "fused", in_place=True)
 
 
 @pytest.fixture
@@ -62,6 +72,18 @@ def test_auto_leaves_three_percent_of_the_budget(name, expandable):
     assert found.retries == 0
     assert found.unused < 48 * MIB  # the rest of a page or segment of each kind; no tensor lies in a larger one's
     assert found.reserved + CONTEXT_BYTES <= 0.97 * budget, f"{found.reserved / GIB:.3f} GiB of {budget / GIB:.3f}"
+
+
+def test_graphs_of_recomputed_prefixes_take_what_is_planned():
+    """Steps of 485 rows, of the 512 that have graphs."""
+    shape = replace(shape_by_name("opt-6.7b"), num_layers=2)
+    policy, found = Policy(cache={"tok": 0.25, "kv@host": 0.75}), []
+    for cuda_graphs in (False, True):
+        machine = {"device": "cuda", "attention": IN_PLACE, "cuda_graphs": cuda_graphs}
+        wave = admit(Problem(shape=shape, **machine), policy, Workload.uniform(5, 390, 6))
+        found.append(reserved_by(wave, expandable=True, iterations=6))
+    planned = memory_plan(wave.problem, policy, buffer_sizes(wave))["device"]["CUDA graphs"] - MOST_GRAPHS * GRAPH_BYTES
+    assert found[1].kept and 0.5 * planned < found[1].reserved - found[0].reserved <= planned
 
 
 def test_random_policies_stay_within_their_plans():

@@ -19,6 +19,8 @@ from models import InMemory, save_llama, save_opt
 from oracles import attend_table, rows_as_operations
 
 from flexhybrid import LLM
+from flexhybrid.core import memory
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
@@ -54,6 +56,7 @@ CASES = {
     "cache on the host": ("qwen3", replace(ON_DEVICE, cache={"kv@host": 1.0}, max_mini_batch_tokens=400)),
     "everywhere": ("mistral", EVERYWHERE),
     "few bits": ("qwen2", replace(POLICIES["hybrid"], bits=Bits(8, 4, 8))),
+    "recomputing": ("qwen3", replace(POLICIES["hybrid"], cache={"tok": 0.5, "kv@host": 0.5})),
 }
 SIZES = {"mistral": {"sliding_window": 9}, "qwen2": {"kv_heads": 4, "ffn": 64}}
 
@@ -197,6 +200,7 @@ JOINT = {
     "on the device": {WHOLE},
     "cache on the host": {("project",), ("attend", "finish")},
     "few bits": {("dequantize_weights",), ("project", "quantize"), ("attend", "finish")},
+    "recomputing": {("project",), ("attend", "attend_recomputed", "finish")},
 }
 
 
@@ -204,17 +208,20 @@ JOINT = {
     ("name", "keep_trace"), [*((name, False) for name in CASES), ("on the device", True), ("few bits", True)]
 )
 def test_replays_give_the_tokens_of_kernels_that_are_launched_one_by_one(case, monkeypatch, name, keep_trace):
-    """A graph holds verbs of a position with nothing between them; where a trace is kept, one."""
+    """A graph holds verbs of a position with nothing between them; where a trace is kept, one. Of prefixes that are
+    recomputed, graphs have room for a block of each request, and steps with two blocks have none."""
     source, policy, expected = case(name)
-    run_graphs, launched = Graphs.run, []
+    run_graphs, launched, blocks = Graphs.run, [], {False: set(), True: set()}
 
     def noted(graphs, state, tasks):
         before = graphs.launches
         run_graphs(graphs, state, tasks)
         if graphs.launches > before:
             launched.append(tuple(task.verb for task in tasks))
+        blocks[graphs.launches > before].add(tasks[0].payload.step.recomputed_width // BLOCK_TOKENS)
 
     monkeypatch.setattr(Graphs, "run", noted)
+    monkeypatch.setattr(memory, "GRAPH_ROWS", 100)
     monkeypatch.setattr(issuing.StreamLane, "lookahead", 8)  # the planner waits now and then, and parts none of them
     with fake_cuda(seed=len(name)) as watch:
         result = run(source, policy, keep_trace=keep_trace)
@@ -222,6 +229,7 @@ def test_replays_give_the_tokens_of_kernels_that_are_launched_one_by_one(case, m
     assert result.tokens == expected
     check_clean(result, watch)
     assert len(graphs) >= 10 and len(launched) > len(graphs), (len(graphs), len(launched))
+    assert name != "recomputing" or blocks == {False: {0, 1, 2}, True: {1}}
     if joint := JOINT.get(name):
         assert {*launched} == ({(verb,) for verbs in joint for verb in verbs} if keep_trace else joint)
 
@@ -390,6 +398,21 @@ def one_form_for(part: int, monkeypatch):
     monkeypatch.setattr(Graphs, "_form", without)
 
 
+def one_graph_for_all_widths(monkeypatch):
+    form = Graphs._form
+
+    def without(self, *given):
+        made = form(self, *given)
+        return made and (*made[:3], (made[3][0], *made[3][2:]), *made[4:])
+
+    monkeypatch.setattr(Graphs, "_form", without)
+
+
+def rows_too_many(monkeypatch):
+    monkeypatch.setattr(memory, "GRAPH_ROWS", 100)
+    monkeypatch.setattr(graphed.FixedHiddenStates, "holds", lambda hidden, step: step.decodes)
+
+
 def weights_unpacked_from_one_slot(monkeypatch):
     place = Graphs._place
     monkeypatch.setattr(Graphs, "_place", lambda graphs, state, task, unpacks: place(graphs, state, task, False))
@@ -433,6 +456,8 @@ PLANTED = {
     "one graph for all layers": ("on the device", partial(one_form_for, 1)),
     "one graph for both slots": ("cache on the host", partial(one_form_for, 2)),
     "one graph for all sizes": ("on the device", partial(one_form_for, 3)),
+    "one graph for all widths": ("recomputing", one_graph_for_all_widths),
+    "rows too many": ("recomputing", rows_too_many),
     "weights unpacked from one slot": ("few bits", weights_unpacked_from_one_slot),
     "packed input elsewhere": ("few bits", packed_input_elsewhere),
     "memory of others": ("everywhere", memory_of_others),
@@ -620,7 +645,6 @@ def test_why_there_are_none():
         ({"cuda_graphs": False}, ON_DEVICE, "switched off"),
         ({}, Policy(attention="host"), "the host attends"),
         ({}, replace(ON_DEVICE, selection=Selection("heavy_hitter", 0.5)), "selection"),
-        ({}, Policy(cache={"tok": 0.5, "kv@host": 0.5}), "recomputed"),
         ({"attention": IN_PLACE._replace(in_place=False)}, ON_DEVICE, "copied and padded"),
     ):
         assert reason in str(without_graphs(Problem(**machine | changed), policy))

@@ -197,8 +197,10 @@ def _grouped(state: State, task: Task) -> torch.Tensor:
 def attend_recomputed(state: State, task: Task) -> None:
     """Attend with the recomputed prefix over itself; its rows go before those of the new tokens."""
     step, batch = task.payload.step, len(task.payload.step.requests)
-    prefix = _over_themselves(state, task, slice(0, step.recomputed_width))
-    state.attended = torch.cat([prefix, state.attended.view(batch, step.width, -1)], dim=1).flatten(0, 1)
+    parts = _over_themselves(state, task, slice(0, step.recomputed_width)), state.attended.view(batch, step.width, -1)
+    out = state.graphs.attended(state, step, whole=True) if state.graphs else None
+    rows = torch.cat(parts, dim=1, out=None if out is None else out.unflatten(0, (batch, -1)))
+    state.attended = rows.flatten(0, 1)
 
 
 def attend_prefill(state: State, task: Task) -> None:

@@ -51,7 +51,7 @@ def attend_in_place(state: State, task: Task) -> None:
     elif not by_numba(state):
         from flexhybrid.runtime.kernels import attend_triton
 
-        out = state.graphs.attended(task.payload.step) if state.graphs else None
+        out = state.graphs.attended(state, task.payload.step) if state.graphs else None
         state.attended = attend_triton.attend(query, memories, cast("Table", layout), rule, out)
     elif rule.changes_scores:
         state.weighed = _attend_and_sum(state, query, memories, layout, rule)
@@ -65,7 +65,7 @@ def attend_in_place(state: State, task: Task) -> None:
 def extents_of(state: State, task: Task, window: int | None) -> StepExtents:
     """Return where keys and values of the task's step lie: worked out in the first layer that asks."""
     step = task.payload.step
-    if state.graphs:
+    if state.graphs and state.graphs.holds(state, step):
         return state.graphs.fixed(state, task).extents
     of_step, extents = state.extents.get((task.mini_batch, window), (None, None))
     if of_step is not step:

@@ -124,7 +124,7 @@ def _project(state: State, task: Task, w: dict[str, Parts]) -> None:
     """Project, norm and rotate by hand-written functions."""
     slot, tensors = task.payload.slot, state.tensors(task)
     state.act = state.model.attention_input(state.shape, w, state.hidden.of(task))
-    out = state.graphs.kvq(task) if state.graphs else None
+    out = state.graphs.kvq(state, task) if state.graphs else None
     kvq = state.kvq[slot] = linear(state.act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None, out)
     if tensors.rotation_R:
         keys = (0, state.shape.num_kv_heads, w.get("k_norm.weight"))
@@ -159,7 +159,7 @@ def _projected(state: State, task: Task, store: Store) -> torch.Tensor | None:
     """Return the projected rows, where a store to the device takes them as they are: in decode steps under graphs,
     whose projections lie at an address of their slot until the next one in it. Else they go by way of staging."""
     if store.tier == "device" and store.representation == "kv" and state.graphs and not state.buffers.packed("kv"):
-        return state.graphs.kvq(task)
+        return state.graphs.kvq(state, task)
     return None
 
 

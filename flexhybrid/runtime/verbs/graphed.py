@@ -17,6 +17,10 @@ probabilities. What it uploads or counts up comes before. Its form has the addre
 sampled tokens. A request that leaves, and a table that outgrows its memory or is read in more parts, changes the form:
 the first step of a form is launched layer by layer, the second one captured.
 
+A prefix that is recomputed grows by whole blocks, and with it the rows that a step computes: each width is a form, and
+serves until the next block. What its graphs hold at fixed addresses has room for ``memory.GRAPH_ROWS`` rows; steps of
+more are launched kernel by kernel, as if there were no graphs.
+
 A form is run without a graph when it is first seen: libraries load kernels and take memory then. Where it comes a
 second time its graph is captured, on the compute lane's stream and while other lanes go on. Temporaries of all graphs
 lie in one memory pool and lie over each other, because graphs run one after the other.
@@ -39,7 +43,7 @@ import numpy as np
 import torch
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.memory import MOST_GRAPHS, NUM_SLOTS
+from flexhybrid.core.memory import MOST_GRAPHS, NUM_SLOTS, graph_rows
 from flexhybrid.core.problem import launches_steps
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Task
@@ -55,9 +59,10 @@ from flexhybrid.runtime.verbs.attending_in_place import StepExtents, memory_name
 if TYPE_CHECKING:
     from flexhybrid.runtime.kernels.attend_triton import Table
 
-#: Verbs that are captured: few kernels, whose number and shapes do not grow with the context. Products over whole
-#: contexts, and the unpacking of what the link brings of them, take longer than their launch.
-VERBS = ("dequantize_weights", "project", "quantize", "attend", "finish", "scatter_device")
+#: Verbs that are captured: few kernels, whose number and shapes do not grow with the context, but for a recomputed
+#: prefix's, by a block at a time. Products over whole contexts, and the unpacking of what the link brings of them, take
+#: longer than their launch.
+VERBS = ("dequantize_weights", "project", "quantize", "attend", "attend_recomputed", "finish", "scatter_device")
 LATER = {verb: VERBS[place + 1 :] for place, verb in enumerate(VERBS)}  #: by verb those behind it
 ENDS = ("embed", "head", "sample")  #: of a step, beside ``VERBS``; captured with all of it
 STEP_WORKS = {*VERBS, *ENDS, "store_out"}
@@ -109,17 +114,18 @@ class FixedStep:
     table: tuple  #: what those that attend have beside
     choice: tuple  #: what ``sample`` has beside
 
-    def __init__(self, state: Executor, group: int, spaces: Sequence[str], room: int):
-        """``group``: requests of the mini-batch; ``spaces``: where rows are stored; ``room``: blocks of the table."""
+    def __init__(self, state: Executor, group: int, spaces: Sequence[str], room: int, rows: int):
+        """``group``: requests of the mini-batch; ``spaces``: where rows are stored; ``room``: blocks of the table;
+        ``rows``: that are computed at most."""
         self.state, self.room, self.age = weakref.ref(state), room, 0  #: age: steps since the upload
-        moving = {name: group for name in ("positions", "cells", "sampled", *((space, "offsets") for space in spaces))}
+        moving = {"positions": rows, "cells": rows, "sampled": group} | {(space, "offsets"): group for space in spaces}
         still = {(space, part): group for space in spaces for part in ("rows", "blocks")}
         self.moving = sum(moving.values()) + room
         sizes = {**moving, "kinds": room, "by": self.moving, **still, "starts": group + 1, "places": room}
         ends = np.cumsum([0, *sizes.values()]).tolist()
         self.at: dict[Hashable, slice] = dict(zip(sizes, map(slice, ends, ends[1:]), strict=False))
         self.memory = torch.zeros(ends[-1], dtype=torch.int64, device=state.device)
-        self.rotation = [table.new_zeros(group, table.shape[1]) for table in state.steps.rotary or ()]
+        self.rotation = [table.new_zeros(rows, table.shape[1]) for table in state.steps.rotary or ()]
         self._sampling: dict[str, torch.Tensor] = {}  #: memory for the tensors of a ``StepSampling``, by name
 
     def upload(self, arrays: dict[Hashable, np.ndarray], by: dict[Hashable, Any]) -> dict[Hashable, torch.Tensor]:
@@ -150,7 +156,7 @@ class FixedStep:
     def count_up(self, state: Executor) -> None:
         """Count the step's tensors up, and look up what hangs on positions."""
         self.memory[: self.moving].add_(self.memory[self.moving : 2 * self.moving])
-        positions = self.memory[: len(self.step.requests)]
+        positions = self.memory[: len(self.step.requests) * self.step.computed_width]
         for table, rows in zip(state.steps.rotary or (), self.rotation, strict=True):
             torch.index_select(table, 0, positions, out=rows[: len(positions)])
         if self.draws is not None and (sampling := self.tensors.sampling) and sampling.values_5B is not None:
@@ -193,15 +199,23 @@ class Recording(NamedTuple):
 
 
 class FixedHiddenStates(HiddenStates):
-    """Hidden states of decode steps at an address of their mini-batch, in ``memory`` [places, h] of the engine."""
+    """Hidden states of decode steps at an address of their mini-batch, in memory of the engine's ``graphs``."""
 
-    def __init__(self, wave: Wave, buffers: Buffers, memory: torch.Tensor):
+    def __init__(self, wave: Wave, buffers: Buffers, graphs: Graphs):
         super().__init__(wave, buffers)
-        sizes = [] if self.on_host else [len(group) for group in wave.mini_batches]
-        self.fixed = memory[: sum(sizes)].split(sizes)
+        sizes, memory = [*map(len, wave.mini_batches)], graphs.hidden
+        #: rows of each mini-batch that have fixed addresses, at most
+        self.most = [min(graphs.rows, len(memory) * size // sum(sizes)) for size in sizes]
+        self.fixed = [] if self.on_host else memory[: sum(self.most)].split(self.most)
+
+    def holds(self, step: MiniBatchStep) -> bool:
+        """Return whether what a step computes has fixed addresses: where it decodes, and recomputes few rows. Behind
+        these lies what attention gives its new tokens, before it goes among them."""
+        rows = step.computed_width + (step.recomputed_width > 0)
+        return step.decodes and len(step.requests) * rows <= self.most[step.mini_batch]
 
     def keep(self, task: Task, hidden_Rh: torch.Tensor) -> None:
-        if self.on_host or not task.payload.step.decodes:
+        if self.on_host or not self.holds(task.payload.step):
             super().keep(task, hidden_Rh)
         else:
             put(self.take_back(task, len(hidden_Rh)), hidden_Rh)
@@ -223,9 +237,10 @@ class Graphs:
     def __init__(self, state: Executor):
         shape, sizes = state.shape, state.buffers.sizes
         make = partial(torch.zeros, dtype=state.weights.dtype, device=state.device)
-        self._kvq = make(NUM_SLOTS, sizes.decode_batch, shape.kv_width + shape.query_width)
-        self._attended = make(sizes.decode_batch, shape.query_width)
-        self.hidden = make(sizes.places, shape.passed_width)
+        self.rows, of_all = graph_rows(state.policy, sizes)
+        self._kvq = make(NUM_SLOTS, self.rows, shape.kv_width + shape.query_width)
+        self._attended = make(self.rows, shape.query_width)
+        self.hidden = make(of_all, shape.passed_width)  #: [rows, h]
         self._held: dict[tuple[int, int | None], FixedStep] = {}  #: by mini-batch and window
         self._packs_act = state.buffers.packed("act")
         self._staged = {space: rows.shape[1] for space, rows in state.buffers.staging.items()}
@@ -273,15 +288,18 @@ class Graphs:
         """Work the tensors of a step out, in the memory of ``held`` where it has room."""
         from flexhybrid.runtime.kernels.attend_triton import num_parts
 
-        extents, batch = step_extents(state, step, _hiding(step), torch.from_numpy), len(step.requests)
+        extents = step_extents(state, step, _hiding(step), torch.from_numpy)
+        batch, width = len(step.requests), step.computed_width
         table, group = cast("Table", extents.layout), len(state.wave.mini_batches[step.mini_batch])
         rows = {name: getattr(table, name).numpy() for name in ("starts", "places", "kinds")}
         if held is None or held.room < len(rows["kinds"]):
-            held = FixedStep(state, group, [*self._staged], 2 * len(rows["kinds"]))
+            most = cast("FixedHiddenStates", state.hidden).most[step.mini_batch]
+            held = FixedStep(state, group, [*self._staged], 2 * len(rows["kinds"]), most)
         held.state, held.step, held.blocks = weakref.ref(state), step, _blocks(step)
         # The one block that is filled in part takes the next token; the first memory holds the new tokens themselves.
         grows = (rows["kinds"] >> 3 & BLOCK_TOKENS - 1 > 0) & (rows["kinds"] & 7 > 0)
         by = {name: 1 for name, at in held.at.items() if at.stop <= held.moving} | {"kinds": grows << 3}
+        by["positions"] = by["cells"] = np.arange(width * batch) % width == width - 1  # of new tokens
 
         def place(arrays: dict[Hashable, np.ndarray]) -> dict[Hashable, torch.Tensor]:
             own = {name: array for name, array in arrays.items() if name in held.at}
@@ -292,7 +310,7 @@ class Graphs:
             others = {name: array for name, array in arrays.items() if name not in held.at}
             return held.upload(own | rows, by) | together_to_device(others, state.device)
 
-        rotation = cast("Rotation", tuple(of[:batch] for of in held.rotation)) or None
+        rotation = cast("Rotation", tuple(of[: width * batch] for of in held.rotation)) or None
         tensors = state.steps.make(step, place, rotation)
         held.tensors = tensors = replace(tensors, sampling=held.fix_sampling(tensors.sampling, group))
         held.extents = extents._replace(layout=table._replace(**{name: held.memory[held.at[name]] for name in rows}))
@@ -305,7 +323,7 @@ class Graphs:
         whole = tuple((space, 0 if of.rows is None else len(of.rows)) for space, of in tensors.stores.items())
         hidden = cast("FixedHiddenStates", state.hidden).fixed[step.mini_batch :][:1]  # none: the host keeps them
         places = tuple(of.data_ptr() for of in (held.memory, *held.rotation, *hidden))
-        held.form = batch, group, held.room, whole, places
+        held.form = batch, width, group, held.room, whole, places
         names, parts = memory_names(state, extents.segments), num_parts(batch, state.shape.num_heads, table)
         held.table = _hiding(step), parts, table.parts, tuple(names[part] for part in table.parts)
         return held
@@ -319,14 +337,23 @@ class Graphs:
             raise RuntimeError(f"{task.label()} has tensors of another step")
         return held
 
-    def kvq(self, task: Task) -> torch.Tensor | None:
-        """Return memory for the keys, values and queries of a step, if it decodes."""
-        step = task.payload.step
-        return self._kvq[task.payload.slot, : len(step.requests)] if step.decodes else None
+    @staticmethod
+    def holds(state: Executor, step: MiniBatchStep) -> bool:
+        """Return ``FixedHiddenStates.holds``."""
+        return cast("FixedHiddenStates", state.hidden).holds(step)
 
-    def attended(self, step: MiniBatchStep) -> torch.Tensor:
-        """Return memory for what attention gives."""
-        return self._attended[: len(step.requests)]
+    def kvq(self, state: Executor, task: Task) -> torch.Tensor | None:
+        """Return memory for the keys, values and queries of a step that has fixed addresses."""
+        step = task.payload.step
+        rows = len(step.requests) * step.computed_width
+        return self._kvq[task.payload.slot, :rows] if self.holds(state, step) else None
+
+    def attended(self, state: Executor, step: MiniBatchStep, whole: bool = False) -> torch.Tensor | None:
+        """Return memory for what attention gives the new tokens of such a step; ``whole``: all that it computes."""
+        if not self.holds(state, step):
+            return None
+        batch, rows = len(step.requests), len(step.requests) * step.computed_width
+        return self._attended[:rows] if whole or not step.recomputed_width else self._attended[rows : rows + batch]
 
     # ---- forms
 
@@ -334,8 +361,10 @@ class Graphs:
         """Return the form of these verbs of a task; None where they are not captured."""
         position = task.payload
         step, works = position.step, position.works
-        if not step.decodes or verbs[0] in ENDS or "attend" in verbs and "attend_shared" in works:
+        if not self.holds(state, step) or verbs[0] in ENDS or "attend" in verbs and "attend_shared" in works:
             return None
+        if step.recomputed_width and self._packs_act and verbs[-1] == "project":
+            return None  # each would keep the rows of a prefix, for what packs them
         held = self.fixed(state, task)
         table = held.table if "attend" in verbs else ()
         # What is packed of the layer's input lies where the graph of its projection has it.
@@ -361,7 +390,7 @@ class Graphs:
         """Run tasks of a position, one behind the other: by their graph where they have one."""
         task, verbs = tasks[0], tuple([task.verb for task in tasks])
         form = self._form(state, task, verbs) if self.enabled and not self.failed else None
-        if form is not None and "finish" in verbs and "attend" not in verbs:
+        if form is not None and verbs[0] == "finish":
             self._take_attended(state, task)
         recording = None if form is None else self._recording(state, tasks, form)
         if recording is None:
@@ -394,8 +423,8 @@ class Graphs:
 
     def _take_attended(self, state: Executor, task: Task) -> None:
         """Let what attention gave lie where graphs read it; what was added up of shared contexts lies elsewhere."""
-        fixed = self.attended(task.payload.step)
-        if state.attended.data_ptr() != fixed.data_ptr():
+        fixed = self.attended(state, task.payload.step, whole=True)
+        if fixed is not None and state.attended.data_ptr() != fixed.data_ptr():
             state.attended = fixed.copy_(state.attended)
 
     def _recording(self, state: Executor, tasks: Sequence[Task], form: tuple) -> Recording | None:
@@ -440,20 +469,22 @@ class Graphs:
             warnings.warn(f"no more such CUDA graphs are made: {self.failed}", stacklevel=2)
             state.kvq, state.act, state.attended, state.hidden.rows = before
             return None
-        return Recording(graph, state.act if self._packs_act else NOTHING)
+        keeps_act = self._packs_act and tasks[-1].verb == "project"
+        return Recording(graph, state.act if keeps_act else NOTHING)
 
     def _leave(self, state: Executor, task: Task, verbs: tuple[str, ...], recording: Recording) -> None:
         """Leave what the verbs would have left for those after them."""
         step, slot = task.payload.step, task.payload.slot
+        rows = len(step.requests) * step.computed_width
         for verb in verbs:
             if verb == "project":
-                state.kvq[slot], state.act = self._kvq[slot, : len(step.requests)], recording.act
-            elif verb == "attend":
-                state.attended = self.attended(step)
+                state.kvq[slot], state.act = self._kvq[slot, :rows], recording.act
+            elif verb in ("attend", "attend_recomputed"):
+                state.attended = cast("torch.Tensor", self.attended(state, step, verb == "attend_recomputed"))
             elif verb == "finish":
                 state.act = state.attended = NOTHING
                 state.kvq.clear()
-                cast("FixedHiddenStates", state.hidden).take_back(task, len(step.requests))
+                cast("FixedHiddenStates", state.hidden).take_back(task, rows)
 
     def summary(self) -> str:
         """Return how many graphs the engine has and how often they were launched, in words."""
@@ -466,7 +497,7 @@ def attach(state: Executor, graphs: Graphs | None = None) -> Graphs:
     """Let an executor run its verbs by the graphs of its engine, which are made where there are none; return them."""
     state.graphs = graphs = graphs or Graphs(state)
     graphs.enter(state)
-    state.hidden = FixedHiddenStates(state.wave, state.buffers, graphs.hidden)
+    state.hidden = FixedHiddenStates(state.wave, state.buffers, graphs)
     state.verbs |= dict.fromkeys((*VERBS, *ENDS), _graphed)
     return graphs
 
@@ -489,7 +520,8 @@ class JointLaunch:
         """Return the key of the next task that a graph may hold with this one; None behind the last one, and where it
         or the task's own verb was replaced since (``executor.verbs``)."""
         position, verbs = task.payload, self.state.verbs
-        joins = self.state.graphs.joins and verbs[task.verb] is _graphed and position.step.decodes
+        graphs = self.state.graphs
+        joins = graphs.joins and verbs[task.verb] is _graphed and graphs.holds(self.state, position.step)
         if not joins or "attend_shared" in position.works:
             return None
         for verb in LATER.get(task.verb, ()):
@@ -499,7 +531,7 @@ class JointLaunch:
             plan = self.state.steps.plan.select(position.step.queued)
             noted = np.maximum(plan.num_logprobs, plan.num_prompt_logprobs).max() >= 0
             by_host = noted or plan.changing or any(grammar is not None for grammar in plan.grammars)
-            self._step = task.key[:3:2] if self.most and self.state.graphs.joins_steps and not by_host else None
+            self._step = task.key[:3:2] if self.most and graphs.joins_steps and not by_host else None
         if self._step != task.key[:3:2] or task.verb == "sample" or not position.works.keys() <= STEP_WORKS:
             return None
         layer, first = task.layer, next(verb for verb in VERBS if verb in position.works)
