@@ -15,7 +15,6 @@ from toy_machine import SHAPE, machine
 from flexhybrid.core.plan import stream
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule import dependencies
-from flexhybrid.core.schedule.cached import cached_property
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.schedule.positions import Position
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
@@ -119,19 +118,3 @@ def test_tasks_are_the_same_without_scripts(overlap, monkeypatch):
             tasks = stream(admit(problem, replace(policy, overlap=overlap), workload))
             runs.append([(*task[:-1], of_payload(task)) for task in tasks])
         assert runs[0] == runs[1], name
-
-
-def test_a_property_is_computed_once_and_found_on_its_class():
-    class Square:
-        def __init__(self, side: int):
-            self.side, self.computed = side, 0
-
-        @cached_property
-        def area(self) -> int:
-            """Of the square."""
-            self.computed += 1
-            return self.side**2
-
-    square = Square(3)
-    assert square.area == square.area == 9 and square.computed == 1
-    assert Square.area.__doc__ == "Of the square." and Square(2).area == 4

@@ -1,6 +1,7 @@
 """What one mini-batch does in one iteration: its tokens and where they lie, request by request."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,6 @@ from flexhybrid.core.context.prefixes import shared_runs
 from flexhybrid.core.context.selection import kept_tokens, limits_cache
 from flexhybrid.core.context.split import split_point
 from flexhybrid.core.problem import attends_in_place
-from flexhybrid.core.schedule.cached import cached_property
 
 
 class BlockRun(NamedTuple):
