@@ -42,7 +42,6 @@ from transformers import (
 )
 
 from experiments.training.corpus import EOS_ID, PAD_ID, VOCAB_SIZE, Stream, read_corpus, save_tokenizer, train_tokenizer
-from experiments.training.muon import Muon
 from experiments.training.outliers import Outliers
 from experiments.training.progress import LAST_STEPS, Learning, Progress, forget
 
@@ -156,7 +155,7 @@ def build_optimizers(model: PreTrainedModel, with_muon: bool = False) -> list[to
         groups: list[dict] = [{"params": tables, "times": RATE_WITH_MUON}, {"params": vectors, "times": 1.0}]
         matrices = [{"params": decayed, "times": RATE_WITH_MUON}]
         return [
-            Muon(matrices, PEAK_LEARNING_RATE, WEIGHT_DECAY),
+            torch.optim.Muon(matrices, PEAK_LEARNING_RATE, WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(groups, lr=PEAK_LEARNING_RATE, betas=ADAM_BETAS, weight_decay=0.0),
         ]
     groups: list[dict] = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": plain, "weight_decay": 0.0}]

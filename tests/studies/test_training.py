@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, OPTForCausalLM
 
 from experiments.training import train_checkpoint
 from experiments.training.corpus import Stream
-from experiments.training.muon import Muon, near_orthogonal
 from experiments.training.outliers import LARGE, RATIO, Outliers
 from experiments.training.train_checkpoint import ARCHITECTURES, Material, Progress, build_opt, save_model, train
 from flexhybrid.core.model.shape import shape_of_checkpoint
@@ -27,31 +26,6 @@ def test_a_saved_model_is_the_one_that_was_built(architecture, tmp_path):
     )
     shape = shape_of_checkpoint(tmp_path)
     assert (shape.family, shape.num_layers, shape.hidden) == ("opt" if architecture == "opt" else "llama", 2, 64)
-
-
-# ---- Muon
-
-
-@pytest.mark.parametrize("shape", [(3, 32, 32), (2, 16, 64), (2, 64, 16)])
-def test_updates_have_the_singular_vectors_of_the_momentum_and_values_near_one(shape):
-    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 0.3
-    u, values, vh = torch.linalg.svd(matrices, full_matrices=False)
-    turned = u.mT @ near_orthogonal(matrices) @ vh.mT  # diagonal, where the singular vectors are the same
-    assert (turned - torch.diag_embed(turned.diagonal(dim1=-2, dim2=-1))).abs().max() < 1e-3
-    large = values > 0.1 * values.amax(-1, keepdim=True)
-    assert ((turned.diagonal(dim1=-2, dim2=-1) - 1).abs()[large] < 0.4).all()
-
-
-def test_muon_leaves_rows_and_columns_without_gradients_where_weight_decay_brings_them():
-    weight = torch.nn.Parameter(torch.randn(8, 12, generator=torch.Generator().manual_seed(0)))
-    weight.grad = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))
-    weight.grad[3], weight.grad[:, 5] = 0.0, 0.0
-    before = weight.detach().clone()
-    Muon([{"params": [weight]}], lr=0.01, weight_decay=0.1).step()
-    decayed = before * (1 - 0.01 * 0.1)
-    assert torch.equal(weight[3], decayed[3]) and torch.equal(weight[:, 5], decayed[:, 5])
-    changed = (weight - decayed)[:3, :5]
-    assert (changed != 0).all() and 0.01 < changed.abs().max() / 0.01 < 1
 
 
 # ---- outliers
