@@ -281,7 +281,6 @@ def graphs_of(wave: Wave) -> graphed.Graphs:
 AUTO = {
     "opt-6.7b": (18 * GIB, 128, 512, 32),
     "llama-3-8b": (12 * GIB, 128, 512, 32),
-    "opt-30b": (70 * GIB, 64, 512, 32),
 }
 
 

@@ -204,9 +204,7 @@ JOINT = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "keep_trace"), [*((name, False) for name in CASES), ("on the device", True), ("few bits", True)]
-)
+@pytest.mark.parametrize(("name", "keep_trace"), [*((name, False) for name in CASES), ("on the device", True)])
 def test_replays_give_the_tokens_of_kernels_that_are_launched_one_by_one(case, monkeypatch, name, keep_trace):
     """A graph holds verbs of a position with nothing between them; where a trace is kept, one. Of prefixes that are
     recomputed, graphs have room for a block of each request, and steps with two blocks have none."""

@@ -124,11 +124,10 @@ def test_requests_that_join_leave_and_step_back(made):
     assert check_trace(result.trace) == []
 
 
-@pytest.mark.parametrize("kind", ("opt", "llama"))
-def test_preempted_requests_give_their_blocks_of_the_device_to_others_at_once(made, kind):
+def test_preempted_requests_give_their_blocks_of_the_device_to_others_at_once(made):
     """In one mini-batch: an access by an index counts as one of the whole pool, in which mini-batches have parts of
     their own."""
-    model, source = made(kind)
+    model, source = made("llama")
     generator = np.random.default_rng(5)
     prompts = [generator.integers(3, 61, length).tolist() for length in (1, 17, 30, 16, 9)]
     requests, policy = (prompts, [20] * 5, [20, 20, 7, 20, 20]), Policy(cache=dict.fromkeys(IN_DEVICE, 0.5))
