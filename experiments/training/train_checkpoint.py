@@ -1,6 +1,6 @@
 """Train one of the small checkpoints that the experiments serve.
 
-Each is an OPT, a Llama or a Qwen3 of about four million parameters, or fewer (``--hidden``, ``--layers``). It learns
+Each is an OPT or a Qwen3 of about four million parameters, or fewer (``--hidden``, ``--layers``). It learns
 from the Python standard library of the interpreter that runs this script (`experiments.training.corpus`). Nothing is
 downloaded. All share one tokenizer, so that their losses compare.
 
@@ -9,8 +9,7 @@ Usage::
     python -m experiments.training.train_checkpoint --out flexhybrid/shipped/opt-stdlib-4m \\
         --steps 5771 --positions 640 --seed 0
 
-``make models`` trains the checkpoints that are missing. A training that was stopped goes on where it last saved its
-state, when its command is given again; it may then be given more steps.
+``make models`` trains the checkpoints that are missing. A training that is stopped begins again.
 """
 
 import argparse
@@ -20,9 +19,9 @@ import math
 import os
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 # Idle OpenMP threads sleep rather than spin, which leaves the cores to other programs. It must be
 # in the environment before torch loads OpenMP.
@@ -32,8 +31,6 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     PreTrainedModel,
@@ -43,7 +40,6 @@ from transformers import (
 
 from experiments.training.corpus import EOS_ID, PAD_ID, VOCAB_SIZE, Stream, read_corpus, save_tokenizer, train_tokenizer
 from experiments.training.outliers import Outliers
-from experiments.training.progress import LAST_STEPS, Learning, Progress, forget
 
 # Each step trains either on short rows or on rows as long as the model's positions allow, which
 # train the later positions. Both hold nearly the same number of tokens.
@@ -51,8 +47,7 @@ TOKENS_PER_STEP = 4096
 SHORT_ROW = 256
 SHORT_ROW_SHARE = 0.5  # Of the steps.
 # With growing rows the first steps train on short rows alone, at any position, at a steady learning rate; the last ones
-# on long rows while it falls. Short rows cost half as much a token here, and a step of the first part is the same
-# whatever the number of steps, so that a training may be made longer while it runs.
+# on long rows while it falls. Short rows cost half as much a token here.
 LONG_STEPS_SHARE = 0.35
 RATE_WITH_OUTLIERS = 0.5  # Of the peak, where they are raised with the first long rows.
 # Rows that begin at a document's start, as a prompt does. Whole documents are few and long: more rows at their starts
@@ -67,11 +62,9 @@ ADAM_BETAS = (0.9, 0.95)
 GRADIENT_NORM = 1.0
 EVALUATE_EVERY = 250
 EVALUATION_TOKENS = 16_384  # Held-out tokens at each interval; the final figure uses all of them.
-SAVE_EVERY_SECONDS = 300
+LAST_STEPS = 50  # Their mean loss is said.
 CHUNK = 256  # Positions; the final held-out loss is also given for the first and the last so many of a row.
 
-
-Config = TypeVar("Config", LlamaConfig, Qwen3Config)
 
 HIDDEN, LAYERS = 256, 4  # of the shipped shape
 HEAD_SIZE = 32
@@ -100,28 +93,19 @@ def build_opt(positions: int, hidden: int = HIDDEN, layers: int = LAYERS) -> OPT
     return OPTForCausalLM(config)
 
 
-def build_llama(positions: int, hidden: int = HIDDEN, layers: int = LAYERS) -> LlamaForCausalLM:
-    """Return an untrained Llama of about the same size, in which four query heads share a key and value head."""
-    return LlamaForCausalLM(_grouped(LlamaConfig, positions, hidden, layers))
-
-
 def build_qwen3(positions: int, hidden: int = HIDDEN, layers: int = LAYERS) -> Qwen3ForCausalLM:
-    """Return an untrained Qwen3 of that size: its queries and keys are normed head by head."""
-    return Qwen3ForCausalLM(_grouped(Qwen3Config, positions, hidden, layers))
-
-
-def _grouped(kind: type[Config], positions: int, hidden: int, layers: int) -> Config:
-    """Return a configuration with a gated feed-forward, in which four query heads share a key and value head."""
-    # Given at once: Qwen3Config makes a list of its layers' kinds as long as the layers it is told of.
-    return kind(
+    """Return an untrained Qwen3 of about the same size, in which four query heads share a key and value head."""
+    # All sizes at once: Qwen3Config makes a list of its layers' kinds with one for each layer.
+    config = Qwen3Config(
         intermediate_size=hidden * 11 // 4,
         num_key_value_heads=max(1, hidden // HEAD_SIZE // 4),
         head_dim=HEAD_SIZE,
         **sizes(positions, hidden, layers),
     )
+    return Qwen3ForCausalLM(config)
 
 
-ARCHITECTURES = {"opt": build_opt, "llama": build_llama, "qwen3": build_qwen3}
+ARCHITECTURES = {"opt": build_opt, "qwen3": build_qwen3}
 
 
 def longer(model: OPTForCausalLM, positions: int) -> OPTForCausalLM:
@@ -266,6 +250,33 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+@dataclass
+class Progress:
+    """How far a training is."""
+
+    steps: int
+    began: float = field(default_factory=time.perf_counter)
+    done: int = 0
+    tokens: int = 0
+    recent: list[float] = field(default_factory=list)  #: losses of the last LAST_STEPS steps
+
+    @property
+    def loss(self) -> float:
+        return sum(self.recent) / len(self.recent)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began
+
+    def add(self, loss: float, tokens: int) -> None:
+        self.done += 1
+        self.tokens += tokens
+        self.recent = [*self.recent[-LAST_STEPS + 1 :], loss]
+
+    def speed(self) -> str:
+        return f"{self.tokens / self.seconds:.0f} tokens/s, {self.seconds / 60:.1f} min"
+
+
 @dataclass(frozen=True)
 class Material:
     """What a model learns from, and the held-out rows [rows, row + 1] that judge it: all, and those looked at often."""
@@ -309,14 +320,10 @@ each head. They are built in (`experiments/training/outliers.py`), not learned.
 
 
 def save(
-    model: PreTrainedModel,
-    material: Material,
-    rows: torch.Tensor,
-    progress: Progress,
-    arguments: argparse.Namespace,
-    folder: Path,
+    model: PreTrainedModel, material: Material, progress: Progress, arguments: argparse.Namespace, folder: Path
 ) -> float:
-    """Save the model, with a README that gives its loss on the held-out ``rows``; returns that loss."""
+    """Save the model, with a README that gives its loss on the held-out rows; returns that loss."""
+    rows = material.held_out
     losses = evaluate(model, rows)
     save_model(model, folder)
     config, start = model.config, arguments.start
@@ -391,35 +398,22 @@ def rows_of_step(
     return rows, first * (torch.arange(num_rows) % 2)[:, None]  # every other row begins at position 0
 
 
-MAY_CHANGE = {"steps", "threads"}  # Arguments with which a training may go on.
-
-
-def kept_arguments(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the arguments by which a training is told from another one."""
-    return {name: str(value) for name, value in vars(arguments).items() if name not in MAY_CHANGE}
-
-
 def train(
     model: PreTrainedModel,
     outliers: Outliers | None,
     material: Material,
     progress: Progress,
     arguments: argparse.Namespace,
-    folder: Path,
 ) -> None:
-    """All steps, with a line now and then, and a copy in the folder every few minutes."""
+    """All steps, with a line now and then."""
     generator = torch.Generator().manual_seed(arguments.seed)
     optimizers = build_optimizers(model, arguments.optimizer == "muon")
-    learning = Learning(model, optimizers, generator, progress, kept_arguments(arguments))
-    if learning.go_on(folder):
-        say(f"goes on behind step {progress.done}")
     for part in outliers.fixed if outliers else ():
         part.keep()
     rate_at = learning_rate
     if arguments.rows == "growing":
         rate_at = functools.partial(steady_learning_rate, with_outliers=outliers is not None)
-    saved_at = time.perf_counter()
-    for step in range(progress.done, progress.steps):
+    for step in range(progress.steps):
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group.get("times", 1.0) * rate_at(step, progress.steps)
         if outliers and step == first_long_step(progress.steps):
@@ -443,10 +437,6 @@ def train(
                 f"step {progress.done} held-out loss {losses.mean():.3f}, of the first {CHUNK} positions "
                 f"{losses[:CHUNK].mean():.3f}, of the last {losses[-CHUNK:].mean():.3f}"
             )
-        if time.perf_counter() - saved_at > SAVE_EVERY_SECONDS:
-            save(model, material, material.picked, progress, arguments, folder)
-            learning.save(folder)
-            saved_at = time.perf_counter()
 
 
 def say(line: str) -> None:
@@ -472,9 +462,8 @@ def main() -> None:
         outliers = Outliers(model, arguments.outliers, torch.Generator().manual_seed(arguments.seed))
     model.train()
     progress = Progress(arguments.steps)
-    train(model, outliers, material, progress, arguments, partial)
-    loss = save(model, material, material.held_out, progress, arguments, partial)
-    forget(partial)
+    train(model, outliers, material, progress, arguments)
+    loss = save(model, material, progress, arguments, partial)
     partial.rename(arguments.out)
     say(f"final held-out loss {loss:.3f}, {progress.tokens:,} tokens, {progress.speed()}")
 

@@ -1,5 +1,5 @@
-"""Checkpoints that are trained here are saved as transformers and the engine read them; a stopped training goes on as
-if it had not stopped; outlier channels are where and what they shall be."""
+"""Checkpoints that are trained here are saved as transformers and the engine read them; outlier channels are where and
+what they shall be."""
 
 import argparse
 
@@ -92,10 +92,10 @@ def test_large_columns_are_large_at_every_token_before_and_behind_the_rise(opt):
 # ---- training
 
 
-def arguments(out, **more) -> argparse.Namespace:
+def arguments(out) -> argparse.Namespace:
     fixed = {"architecture": "opt", "start": None, "documents": "whole", "positions": 64, "hidden": 64, "layers": 3}
     fixed |= {"rows": "growing", "optimizer": "muon", "outliers": CHANNELS, "seed": 0, "threads": 1, "steps": 8}
-    return argparse.Namespace(out=out, **(fixed | more))
+    return argparse.Namespace(out=out, **fixed)
 
 
 @pytest.fixture
@@ -105,45 +105,17 @@ def material() -> Material:
     return Material(Stream(tokens, torch.arange(0, 5000, 500)), 0.2, held_out, held_out)
 
 
-def trained(folder, material, monkeypatch, stop_at: int | None = None, **more) -> tuple[OPTForCausalLM, Outliers]:
-    """A training on few tokens, which saves its state after every step, and breaks off behind step ``stop_at``."""
+def trained(folder, material, monkeypatch) -> tuple[OPTForCausalLM, Outliers]:
+    """A training on few tokens."""
     monkeypatch.setattr(train_checkpoint, "TOKENS_PER_STEP", 128)
     monkeypatch.setattr(train_checkpoint, "SHORT_ROW", 16)
-    monkeypatch.setattr(train_checkpoint, "SAVE_EVERY_SECONDS", -1.0)
     monkeypatch.setattr(train_checkpoint, "WARM_UP_STEPS", 2)
-    folder.mkdir(exist_ok=True)
-    given = arguments(folder, **more)
+    given = arguments(folder)
     torch.manual_seed(0)
     model = build_opt(64, 64, 3)
     outliers = Outliers(model, CHANNELS, torch.Generator().manual_seed(0))
-    progress = Progress(given.steps)
-    add = Progress.add
-
-    def add_or_stop(self, loss, tokens):
-        if self.done == stop_at:
-            raise KeyboardInterrupt
-        add(self, loss, tokens)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Progress, "add", add_or_stop)
-        train(model, outliers, material, progress, given, folder)
+    train(model, outliers, material, Progress(given.steps), given)
     return model, outliers
-
-
-@pytest.mark.parametrize("stop_at", [3, 6, 7])  # the outliers are raised at step 6
-def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(tmp_path, material, monkeypatch, stop_at):
-    whole, _ = trained(tmp_path / "whole", material, monkeypatch)
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "stopped", material, monkeypatch, stop_at)
-    resumed, _ = trained(tmp_path / "stopped", material, monkeypatch)
-    for (name, ours), (_, theirs) in zip(resumed.named_parameters(), whole.named_parameters(), strict=True):
-        assert torch.equal(ours, theirs), name
-
-
-def test_a_training_does_not_go_on_with_another_one_s_state(tmp_path, material, monkeypatch):
-    trained(tmp_path / "seed", material, monkeypatch, steps=2)
-    with pytest.raises(SystemExit, match="another training"):
-        trained(tmp_path / "seed", material, monkeypatch, seed=1)
 
 
 def test_what_is_fixed_is_not_trained_and_all_else_is(tmp_path, material, monkeypatch):
