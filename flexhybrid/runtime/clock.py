@@ -19,12 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.task import Task
-from flexhybrid.core.trace import LaneTimes, TraceEvent
+from flexhybrid.core.trace import LaneTimes, LineKey, LineTimes, TraceEvent
 from flexhybrid.runtime.links import TURN
 from flexhybrid.runtime.process_settings import NO_OLD_GARBAGE, SHORT_SWITCH_INTERVAL
 from flexhybrid.runtime.profiling.cpu_use import ThreadAccount
@@ -75,6 +76,7 @@ class Lane:
         self.num_spans = math.inf  #: the number of first tasks whose start and end are kept
         self.times = LaneTimes()
         self.busy_s = 0.0  #: from the tasks' starts to their ends so far; of a stream lane not known
+        self.line_times: dict[LineKey, LineTimes] = {}  #: likewise
         self._waiting: list[tuple[int, Callable[[], object]]] = []  #: ordinals that are waited for, and whom to call
         self._awaited = math.inf  #: the first of these ordinals
         self._lock = threading.Lock()
@@ -235,6 +237,10 @@ class HostLane(Lane):
         cpu_s = time.thread_time() if traced else 0.0
         self._pass()  # what others may wait for comes before all that is only counted
         self.busy_s += end - start
+        key = task.verb, task.resource, task.work.line
+        if (times := self.line_times.get(key)) is None:
+            times = self.line_times[key] = LineTimes()
+        times.add(task, end - start)
         if before:
             ended_s = max(ended_s, self._end_s.get(number - 1, -math.inf))
             self.times.tasks += 1
@@ -307,6 +313,10 @@ class Clock:
         for lane in self.lanes.values():
             lane.abort()
         self._on_fail()
+
+    def line_times(self) -> dict[LineKey, LineTimes]:
+        """Return a copy of the times of each line so far."""
+        return {key: replace(times) for lane in self.lanes.values() for key, times in list(lane.line_times.items())}
 
     def wait(self, resource: str, ordinal: int) -> None:
         """Block the calling (planning) thread until that task is complete; raise the error that stopped a lane."""

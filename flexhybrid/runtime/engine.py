@@ -21,7 +21,7 @@ from flexhybrid.core.problem import without_graphs
 from flexhybrid.core.schedule.buffer_sizes import BufferSizes
 from flexhybrid.core.schedule.positions import Stops
 from flexhybrid.core.task import Task, Work
-from flexhybrid.core.trace import LaneTimes, TraceEvent
+from flexhybrid.core.trace import LaneTimes, LineKey, LineTimes, TraceEvent
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.clock import Around, Clock, HostLane, Lane, LaneThreads
@@ -73,7 +73,8 @@ class RunControl:
     on_join: Callable[[int, int], None] | None = None  #: takes (request, mini-batch) that it joins; ``RequestQueue``
     on_start: Callable[[Callable[[], float]], None] | None = None  #: takes what says how far the first iteration is
     on_tokens: Callable[[int], None] | None = None
-    on_busy: Callable[[dict[str, float]], None] | None = None  #: takes, before, lanes' busy seconds so far; of a CPU
+    #: takes, before, lanes' busy seconds so far, and what returns a copy of the times of their lines so far; of a CPU
+    on_busy: Callable[[dict[str, float], Callable[[], dict[LineKey, LineTimes]]], None] | None = None
     on_finish: OnFinish | None = None
     on_noted: OnNoted | None = None
     should_stop: Callable[[], bool] | None = None
@@ -445,7 +446,8 @@ class _Collector:
             return
         count, self._fresh, self._reported = self._fresh, 0, self._iteration
         if self.control.on_busy:
-            self.control.on_busy({name: lane.busy_s for name, lane in self.clock.lanes.items() if lane.busy_s})
+            busy_s = {name: lane.busy_s for name, lane in self.clock.lanes.items() if lane.busy_s}
+            self.control.on_busy(busy_s, self.clock.line_times)
         if self.control.on_tokens:
             self.control.on_tokens(count)
 

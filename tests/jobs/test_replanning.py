@@ -14,9 +14,10 @@ from test_run import by_id, requests, run
 from flexhybrid import llm as llm_module
 from flexhybrid import resolve
 from flexhybrid.batch import census as census_module
-from flexhybrid.core.hardware import Line
+from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
+from flexhybrid.core.trace import LineTimes
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run import job as job_module
 from flexhybrid.jobs.run import outlook as outlook_module
@@ -24,6 +25,8 @@ from flexhybrid.jobs.run import replanning
 from flexhybrid.jobs.run.job import Job
 from flexhybrid.jobs.run.outlook import ChangeCosts, Outlook, change_costs
 from flexhybrid.jobs.run.replanning import Replanner, Watch
+from sim.correction import slowed
+from sim.cost import price as seconds_of
 from sim.queue_clock import Pace, price_queue
 from tests import toy_machine
 
@@ -48,10 +51,11 @@ def replanned(tmp_path, monkeypatch) -> list[str]:
     monkeypatch.setattr(replanning, "WINDOW_ITERATIONS", 1)
     monkeypatch.setattr(replanning, "Thread", AtOnce)
 
-    def mixed(self, _problem, current, _waiting):
+    def mixed(self, _problem, current, _waiting, _limit_s):
         policy = replace(current, name="other", cache=MIX, max_batch=4 - len(reasons))
         return policy, replace(self.run, seconds=0 * self.run.seconds)
 
+    monkeypatch.setattr(replanning, "time", Seconds())
     monkeypatch.setattr(Replanner, "_best", mixed)
     reasons, made = [], Replanner.made
     monkeypatch.setattr(Replanner, "made", lambda self: reasons.append(self.change.reason) or made(self))
@@ -87,21 +91,60 @@ def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(
     assert any(given for (given,) in filter(None, moved)) == (costs.move_s < costs.drain_s)
 
 
-@pytest.mark.parametrize("slower", [3.0, 1.0], ids=["busy link", "short answers"])
-def test_a_search_anew_finds_a_policy_for_what_was_measured(tiny, tmp_path, monkeypatch, slower):
-    """A job that loads all of its context, a request at a time: the real search finds better for a link at a third of
-    its rate, and for answers that end after a few tokens of forty. The tokens are those of a run that goes on."""
-    task_s = 1e-7 if slower > 1 else 1e-4
+def job_of_loads(folder, task_s: float, ends: dict) -> Hardware:
+    """Write forty requests that load all of their context, and the record of a machine whose link decides."""
     link, lines = (
         Line(task_s, 0.0, 3e-10),
         {"compute": Line(task_s, 1e-10, 1e-13), "host_compute": Line(1e-7, 0.0, 1e-10)},
     )
     known = replace(machine(), lines=lines | {"h2d": link, "d2h": link}, attends_in_place=False)
-    known.save(tmp_path / "machine.json")
-    ends = {"max_tokens": 6} if slower > 1 else {"max_tokens": 40, "stop_token_ids": list(range(3, 61, 3))}
+    known.save(folder / "machine.json")
     body = {"prompt": [5] * 30, "temperature": 2.0, **ends}
     rows = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i in range(40)]
-    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return known
+
+
+def test_the_first_iterations_correct_the_record_and_the_search(tiny, tmp_path, monkeypatch, capsys):
+    """A machine whose link takes three times as long as its record says: known after six iterations. The tokens are
+    those of a run without trials, and nothing is computed for the trial alone."""
+    known = job_of_loads(tmp_path, 1e-7, {"max_tokens": 9})
+    true, add, seen = slowed(known, "h2d", 3.0), LineTimes.add, []
+
+    def add_planted(self, task, _seconds):
+        add(self, task, seconds_of(true, task.verb, task.resource, task.work))
+
+    first = Policy("first", Placement(device=1), cache={"kv@host": 1.0}, max_batch=1)
+    init = Replanner.__init__
+    for place, name, value in (
+        (llm_module, "settle_policy", lambda *_: first),
+        (LineTimes, "add", add_planted),
+        (replanning, "TRIED_S", 0.0),
+        (replanning, "TRIAL_SHARE", 1e9),
+        (replanning, "Thread", AtOnce),
+        (replanning, "time", Seconds()),
+        (Replanner, "__init__", lambda self, *which: seen.append(self) or init(self, *which)),
+    ):
+        monkeypatch.setattr(place, name, value)
+    for out, *more in (("kept", "--no-trials"), ("out",)):
+        assert auto(tmp_path / "in.jsonl", tmp_path / f"{out}.jsonl", tiny, "--device-memory", "2MiB", *more) == 0
+    assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "kept.jsonl")
+    kept, tried = seen
+    assert kept.trial is None and kept.hardware == known and not kept.num_changes
+    assert "load_kv takes 3.00" in tried.trial and tried.num_searches == tried.num_changes == 1
+    assert tried.hardware.lines["load_kv"].seconds(0, 1e6) == pytest.approx(true.line("load_kv", "h2d").seconds(0, 1e6))
+    told = capsys.readouterr().out
+    assert "trials     load_kv takes 3.00" in told and "replanned  after 6 iterations: load_kv takes 3.00" in told
+    assert tried.llm.settled_policy.cache.get("kv@host", 0.0) < 1.0
+
+
+@pytest.mark.parametrize("slower", [3.0, 1.0], ids=["busy link", "short answers"])
+def test_a_search_anew_finds_a_policy_for_what_was_measured(tiny, tmp_path, monkeypatch, slower):
+    """A job that loads all of its context, a request at a time: the real search finds better for a link at a third of
+    its rate, and for answers that end after a few tokens of forty. The tokens are those of a run that goes on."""
+    task_s = 1e-7 if slower > 1 else 1e-4
+    ends = {"max_tokens": 6} if slower > 1 else {"max_tokens": 40, "stop_token_ids": list(range(3, 61, 3))}
+    job_of_loads(tmp_path, task_s, ends)
     first = Policy("first", Placement(device=1), cache={"kv@host": 1.0}, max_batch=1)
     for place, name, value in (
         (llm_module, "settle_policy", lambda *_: first),
@@ -117,6 +160,7 @@ def test_a_search_anew_finds_a_policy_for_what_was_measured(tiny, tmp_path, monk
         monkeypatch.setattr(place, name, value)
     made, job_made = [], Replanner.made
     monkeypatch.setattr(Replanner, "made", lambda self: made.append(job_made(self)) or made[-1])
+    monkeypatch.setattr(replanning, "time", Seconds())
     for out, *more in (("kept", "--no-replan"), ("out",)):
         assert auto(tmp_path / "in.jsonl", tmp_path / f"{out}.jsonl", tiny, "--device-memory", "2MiB", *more) == 0
     (change,) = made

@@ -102,6 +102,7 @@ def add_run(commands, common: Callable) -> None:
         "--replan", action=argparse.BooleanOptionalAction, default=True,
         help="search policy auto again when iterations or answers take a tenth more or less than predicted (yes)",
     )  # fmt: skip
+    parser.add_argument("--no-trials", dest="trials", action="store_false", help=TRIALS_HELP)
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=_run)
 

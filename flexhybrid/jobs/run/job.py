@@ -28,13 +28,13 @@ from flexhybrid.batch.replies import answer_line, error_line
 from flexhybrid.batch.requests import LineRules
 from flexhybrid.batch.table import write_table
 from flexhybrid.core.errors import DiskError, InputError, stray_error
-from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.hardware import Hardware, load_hardware
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.trace import LaneTimes, TraceEvent, save_chrome_trace
 from flexhybrid.core.units import counted
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.malloc import trim_memory
-from flexhybrid.jobs.profile.job import company_note
+from flexhybrid.jobs.profile.job import company_note, model_profile_path
 from flexhybrid.jobs.progress import Progress, stop_on_signal
 from flexhybrid.jobs.ray_cluster import Crew, cluster, crew_of
 from flexhybrid.jobs.run.answering import Answered, answer_pending, load_weights
@@ -59,9 +59,10 @@ from flexhybrid.requests import RequestOutput
 from flexhybrid.resolve import settle_policy
 from flexhybrid.runtime.engine import WaveResult
 from flexhybrid.runtime.kernels.compiled import compile_timer
-from flexhybrid.runtime.profiling.cpu_use import CpuUse
+from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.structured_outputs import grammar_version
 from sim.answer_lengths import ObservedAnswers, with_mean
+from sim.correction import TRIALS
 
 CENSUS_S = 5.0  #: seconds of counting before the first requests are answered
 ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
@@ -223,6 +224,7 @@ class Job:
             lost=self.lost,
             refused_codes=self.refused_codes,
             replanned=self.replanned,
+            trial=self.replanner and self.replanner.trial,
             traced=bool(self.trace),
         )
 
@@ -234,7 +236,7 @@ class Job:
         options, plan = self.options, self._plan(say)
         self.plan = plan
         if plan.run and self.crew is None and options.llm.policy == "auto" and options.replan:
-            self.replanner = Replanner(self.llm, plan.run, options.max_batch)
+            self.replanner = Replanner(self.llm, plan.run, options.max_batch, options.trials)
         if self.crew is None:
             load_weights(self.llm, plan.layer_bytes)
         started, failed, compiling = CpuUse.now(), int((self.states == FAILED).sum()), list[float]()
@@ -264,8 +266,19 @@ class Job:
         self.in_flight.stop() if stop.asked else self.in_flight.remove()
         generated, ended = self.progress.count, CpuUse.now()
         others = None if self.crew else ended.others_since(started)
+        if self.replanner and self.replanner.trial and (others or 0.0) <= MOST_OTHERS:
+            self._keep_corrected(self.replanner.hardware)
         seconds, unfinished = ended.at_s - started.at_s - sum(compiling), generated - self.tokens
         return Work(plan.seconds, seconds, others, unfinished, plan.seconds_of(generated), sum(compiling))
+
+    def _keep_corrected(self, hardware: Hardware | None) -> None:
+        """Keep the lines that the trial corrected in the record of this machine from which they came, if any."""
+        asked = self.options.llm
+        kept = model_profile_path(self.llm.checkpoint.shape, asked.dtype, self.llm.paced)
+        if asked.hardware is None and kept.is_file() and hardware and (note := hardware.notes.get(TRIALS)):
+            known = load_hardware(kept)
+            lines = known.lines | {name: hardware.lines[name] for name in note["lines"]}
+            replace(known, lines=lines, notes=known.notes | {TRIALS: note}).save(kept)
 
     def _resume(self, say: Callable[[str], None]) -> None:
         """Take over the answers of an earlier run of this job, or begin anew where that loses nothing. Raise InputError

@@ -55,6 +55,7 @@ class RunOptions:
     reprofile: bool = False
     quiet: bool = False
     replan: bool = True  #: whether policy auto is searched again when the run leaves its prediction
+    trials: bool = True  #: whether the first iterations correct the profile, and policy auto with it
 
     @property
     def sampling(self) -> dict:

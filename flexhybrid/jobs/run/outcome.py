@@ -61,6 +61,7 @@ class Outcome(NamedTuple):
     lost: Tokens  #: that the end of the run before has cost
     refused_codes: Counter  #: error code -> lines that this run has refused with it
     replanned: list[str]  #: what was changed on the way, and why
+    trial: str | None  #: what the first iterations corrected; None: they were no trial
     traced: bool
 
     @property
@@ -104,6 +105,8 @@ class Outcome(NamedTuple):
             say(f"shared     {shared:,} prompt tokens were not {saved}: other prompts begin alike")
         if self.llm.graphs:
             say(f"graphs     {self.llm.graphs}")
+        if self.trial:
+            say(f"trials     {self.trial}{'' if self.replanned else '; the policy stays'}")
         for change in self.replanned:
             say(f"replanned  {change}")
         table = f"{options.parquet}, " if options.parquet and not stopped else ""
@@ -145,6 +148,7 @@ class Outcome(NamedTuple):
             "others_cpu_share": work.others_cpu_share if work else None,
             "policy": self.llm.settled_policy.to_dict(),
             "replanned": self.replanned,
+            "trials": self.trial,
             "output": str(self.options.output),
             "errors": str(self.options.errors) if self.options.errors else None,
             "exit_status": STOPPED if stopped else 0,

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flexhybrid.core.trace import LineKey, LineTimes
 from flexhybrid.core.wave import Wave
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
@@ -109,13 +110,17 @@ class Outlook:
         self.ended_in = np.full(workload.num_requests, -1, np.int32)  #: iteration; -1: it has not ended
         self.num_iterations = 0
         self.busy: dict[int, dict[str, float]] = {}  #: iteration -> resource -> busy seconds until its end
+        self.line_times: Callable[[], dict[LineKey, LineTimes]] = dict  #: until now; nothing where not measured
         self._queue: CountedQueue | None = None
         self._counting = threading.Lock()  #: one thread at a time counts the queue; others take what was counted before
         self.began = self.latest = time.monotonic()
         self.ends = {0: self.began}  #: number of iterations -> when the last one of them ended
 
-    def note_busy(self, seconds: dict[str, float]) -> None:
-        """Take the seconds for which each resource was busy so far."""
+    def note_busy(
+        self, seconds: dict[str, float], line_times: Callable[[], dict[LineKey, LineTimes]] | None = None
+    ) -> None:
+        """Take the seconds for which each resource was busy so far, and what returns the times of lines so far."""
+        self.line_times = line_times or self.line_times
         self.busy[self.num_iterations + 1] = seconds
         self.busy.pop(self.num_iterations - KEPT_BUSY, None)
 

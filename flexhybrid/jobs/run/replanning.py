@@ -3,6 +3,9 @@
 A batch under the new policy then follows the running one, in the same job, with the weights where they are. Those who
 run move to it with the tokens that they have, their contexts computed anew; or they end in the blocks that they have,
 while places stay empty: whichever costs less. The gain must pay for it. Answers are those of any other policy.
+
+The first few iterations of a job are its trial: they correct the lines of the machine's record, and where they took
+other times than predicted the search is asked once, early (``Replanner._try``).
 """
 
 from __future__ import annotations
@@ -10,21 +13,24 @@ from __future__ import annotations
 import pickle
 import statistics
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from threading import Thread
 
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.refill import may_grow
+from flexhybrid.core.trace import LineKey, LineTimes
 from flexhybrid.core.waves import check_longest
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.outlook import MOST_COUNTED, ChangeCosts, Outlook, change_costs
 from flexhybrid.llm import LLM, MOST_AT_A_TIME
 from flexhybrid.resolve import auto_settings
-from sim.correction import slowed
+from sim.correction import corrected, slowed, told
 from sim.queue_clock import QueueRun, price_queue
 from sim.queue_counts import Stints
 
@@ -35,7 +41,9 @@ LEAST_ANSWERS = 64  #: that have ended before their lengths say anything
 LEAST_GAIN = 0.1  #: share of the seconds that are left that a new policy must save, the change counted
 MOST_CHANGES, MOST_SEARCHES = 3, 6  #: of a job
 ACT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  #: of mixes that are priced beside what the search finds
-SEARCH_S = 30.0  #: seconds that a search beside the running batch may take
+SEARCH_S = 90.0  #: seconds that a search beside the running batch may take: a third for each length of requests
+SETTLED, TRIED, TRIED_S = 2, 6, 0.5  #: iterations between which a job is tried, and the least seconds of these
+TRIAL_SHARE, TRIAL_S, LEAST_TRIAL_S = 0.05, 20.0, 1.5  #: of the job, for a search after the trial: at most, and least
 
 
 @dataclass(frozen=True)
@@ -96,19 +104,25 @@ def parted(ratios: list[float]) -> bool:
 
 
 class Replanner:
-    """Watches the batches of a job whose policy was searched."""
+    """Watches the batches of a job whose policy was searched. ``trials``: whether the first iterations correct the
+    record and the search."""
 
-    def __init__(self, llm: LLM, run: QueueRun, max_batch: int | None = None):
+    def __init__(self, llm: LLM, run: QueueRun, max_batch: int | None = None, trials: bool = True):
         self.llm, self.run, self.watch = llm, run, Watch()
         self.max_batch = max_batch  #: requests at a time that the user allows; None: any number
         self.change: Change | None = None  #: that waits for the end of the batch
         self.num_changes = self.num_searches = 0
-        self.slower: dict[str, float] = {}  #: resource -> times as slow as the machine's record says
+        self.hardware = llm.problem.hardware  #: as it was measured so far
+        self.trial: str | None = None  #: what it changed, in words
         self._search: Thread | None = None
         self._process: Popen | None = None  #: that searches
+        limit_s = min(TRIAL_S, TRIAL_SHARE * run.total_s)
+        self._trial_s = limit_s if trials and self.hardware and limit_s >= LEAST_TRIAL_S else 0.0  #: 0: no trial
+        self._before: dict[LineKey, LineTimes] = {}  #: the trial
 
     def look(self, outlook: Outlook) -> None:
-        """Take the end of an iteration; search in a thread of its own when the prediction has been left for long."""
+        """Take the end of an iteration; search in a thread of its own after the trial, and when the prediction has been
+        left for long."""
         if self.change or self.num_changes == MOST_CHANGES or self.num_searches == MOST_SEARCHES:
             return
         if self._search:
@@ -117,20 +131,54 @@ class Replanner:
             self._search = None  # which has taken its part of the machine: what was measured meanwhile does not count
             outlook.pace = self.run.pace or outlook.pace
             self.watch.begin(outlook.num_iterations)
+        if self._trial_s:
+            self._try(outlook)
+            return
         if (reason := self.watch.look(outlook)) is None:
             return
-        self.num_searches += 1
-        slower = {**self.slower}
-        if parted(self.watch.slower):
+        hardware = self.hardware
+        if parted(self.watch.slower) and hardware:
             for resource, times in self.watch.culprits(self.run.binding).items():
-                slower[resource] = slower.get(resource, 1.0) * times
+                hardware = slowed(hardware, resource, times)
         waits, answers = outlook.waiting()
         outlook.assumed = outlook.assumed.copy()
         outlook.assumed[waits] = answers
+        since = f"after {outlook.answers.num_ended:,} answers, {outlook.num_iterations:,} iterations: {reason}"
+        self._ask(outlook, hardware, since, SEARCH_S)
+
+    def _try(self, outlook: Outlook) -> None:
+        """Take the end of one of the first iterations. After those of the trial correct the lines of the record by
+        them, or the resources where lines are not measured, and search again where they took other times."""
+        now = outlook.num_iterations
+        if now <= SETTLED:
+            self._before = outlook.line_times()
+        if now < TRIED or outlook.ends[now] - outlook.ends[SETTLED] < TRIED_S or self.hardware is None:
+            return
+        limit_s, self._trial_s = self._trial_s, 0.0
+        slower, resources = outlook.slower(SETTLED), outlook.slower_resources(SETTLED)
+        times = {key: of.since(self._before.get(key, LineTimes())) for key, of in outlook.line_times().items()}
+        if times:
+            hardware = corrected(self.hardware, [(self.llm.settled_policy, times)])
+            words = told(hardware)
+        else:
+            hardware = slowed(self.hardware, self.run.binding, slower)
+            words = f"{self.run.binding} takes {slower:.2f} of the profile's time"
+        self.trial = words
+        if any(max(ratio, 1 / ratio) > PARTED for ratio in (slower, *resources.values())):
+            self._ask(outlook, hardware, f"after {now} iterations: {words}", limit_s)
+        else:
+            self.hardware = hardware
+        self.watch.begin(now)
+
+    def _ask(self, outlook: Outlook, hardware: Hardware | None, reason: str, limit_s: float) -> None:
+        """Search for those who wait, if any, in a thread of its own."""
+        waits, answers = outlook.waiting()
+        if not len(waits):
+            return
+        self.num_searches += 1
         lengths = outlook.workload.select(waits)
         waiting = replace(lengths, answer_tokens=answers).behind(outlook.given[waits])
-        since = f"after {outlook.answers.num_ended:,} answers, {outlook.num_iterations:,} iterations: {reason}"
-        known = slower, waiting, outlook.rest(), int(outlook.workload.cached_tokens.max()), since
+        known = hardware, waiting, outlook.rest(), int(outlook.workload.cached_tokens.max()), reason, limit_s
         self._search = Thread(target=self._seek, args=known, name="replan", daemon=True)
         self._search.start()
 
@@ -143,30 +191,34 @@ class Replanner:
         self.watch.begin(0)
         return change
 
-    def _seek(
-        self, slower: dict[str, float], waiting: Workload, rest: Stints | None, longest: int, reason: str
+    def _seek(  # noqa: PLR0913
+        self,
+        hardware: Hardware | None,
+        waiting: Workload,
+        rest: Stints | None,
+        longest: int,
+        reason: str,
+        limit_s: float,
     ) -> None:
         """Look for a policy under which all are done sooner, on a machine as slow as was measured. ``rest``: of those
         who run; ``longest``: tokens of the longest request."""
-        problem, current, hardware = self.llm.problem, self.llm.settled_policy, self.llm.problem.hardware
-        for resource, times in slower.items():
-            hardware = hardware and slowed(hardware, resource, times)
+        began, problem, current = time.monotonic(), self.llm.problem, self.llm.settled_policy
         problem = replace(problem, hardware=hardware)
         try:
             now = price_queue(problem, current, waiting, MOST_AT_A_TIME)
-            policy, run = self._best(problem, current, waiting)
+            policy, run = self._best(problem, current, waiting, limit_s)
         except InputError:  # nothing else fits
             return
-        self.slower, self.run = slower, now
+        self.hardware, self.run = hardware, now
         costs = ChangeCosts(0.0, 0.0, 0.0)
         if rest is not None and now.pace and run.pace:
             costs = change_costs(rest, now.pace, run.pace)
         moves = costs.move_s < costs.drain_s and can_return(problem, policy, longest)
-        left_s = run.total_s + (costs.move_s if moves else costs.drain_s)
+        left_s = run.total_s + (costs.move_s if moves else costs.drain_s) + time.monotonic() - began
         if policy.weights == current.weights and left_s < (1.0 - LEAST_GAIN) * (now.total_s + costs.stay_s):
             self.change = Change(policy, run, reason, moves)
 
-    def _best(self, problem: Problem, current: Policy, waiting: Workload) -> tuple[Policy, QueueRun]:
+    def _best(self, problem: Problem, current: Policy, waiting: Workload, limit_s: float) -> tuple[Policy, QueueRun]:
         """Return the policy that ``auto`` takes for them, with the weights where they are, and its run.
 
         A process of its own searches: a thread would take the interpreter from the lanes for three times as long.
@@ -175,12 +227,15 @@ class Replanner:
         if problem.hardware is None:
             raise InputError("nothing is known of the machine")
         share = current.weights.device
-        settings = auto_settings(problem.hardware, waiting, weights_device=share, margin=0.0, time_limit=SEARCH_S)
+        settings = auto_settings(problem.hardware, waiting, weights_device=share, margin=0.0, time_limit=limit_s / 3)
         settings = replace(settings, max_batch=min(settings.max_batch, self.max_batch or settings.max_batch))
         asked = pickle.dumps((problem, waiting, settings, [current, *other_mixes(current)]))
         command = [sys.executable, "-m", "flexhybrid.jobs.run.searching"]
         with Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL) as self._process:
-            found = self._process.communicate(asked)[0]
+            try:
+                found = self._process.communicate(asked, limit_s)[0]
+            except TimeoutExpired:
+                self._process.kill()
         if self._process.returncode:
             raise InputError("no policy was found")
         return pickle.loads(found)
