@@ -1,4 +1,4 @@
-"""Bench rows of cascades on a cluster: placement, a million requests, and the cascade paper's energy ratios."""
+"""Bench rows of cascades on a cluster: placement, and a million requests."""
 
 import time
 from functools import partial
@@ -7,9 +7,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.bench.harness import Table, seconds_of
-from experiments.reproduce import registry
 from experiments.reproduce.cascade import setup as cascade_setup
-from experiments.reproduce.experiment import is_judged
 from flexhybrid.cascade.cluster.arrivals import poisson
 from flexhybrid.cascade.cluster.deployment import deploy
 from flexhybrid.cascade.cluster.energy import POWER
@@ -26,7 +24,6 @@ def bench_cluster(table: Table) -> None:
     """Add all rows."""
     bench_placement(table)
     bench_million(table)
-    bench_energy(table)
 
 
 def ten_models(seed: int):
@@ -92,13 +89,3 @@ def bench_million(table: Table) -> None:
     seconds, cpu_s = time.perf_counter() - begun, time.process_time() - cpu_begun
     conditions = {"cpu_s": cpu_s, "mean_latency_ms": 1e3 * simulated.mean_latency_s, "rho": simulated.rho}
     table.at_most("cluster simulation, a million requests: seconds", seconds, 60, "s", **conditions)
-
-
-def bench_energy(table: Table) -> None:
-    """Compare with Table V's EO ratios, where Table III's shares allow them."""
-    rows = registry.run("cascade-table5").rows
-    printed = rows.loc[rows["what"].str.contains(", EO: giant over cascade")]
-    judged = printed.loc[is_judged(printed)]
-    name = f"cascade paper, Table V: EO's energy ratios, worst error of the {len(judged)} of {len(printed)} possible"
-    ratios = {label[:3].strip(", "): ours for label, ours in zip(printed["what"], printed["ours"], strict=True)}
-    table.at_most(name, 100 * float(np.abs(np.asarray(judged["error"])).max()), 20, "%", each=ratios)

@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from experiments.bench.cascade import bench_cascade
 from experiments.bench.cluster import bench_cluster
-from experiments.bench.compression import bench_compression
 from experiments.bench.harness import Table, seconds_of
 from experiments.bench.host_kernels import bench_host_kernels
 from experiments.bench.kernels import bench_kernels
@@ -245,7 +244,6 @@ def bench_speed(table: Table, dtype: str) -> None:
 PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "simulator": (bench_peer, bench_search_time),
     "model": (bench_closed_form, bench_launch),
-    "compression": (bench_compression,),
     "modules": (bench_module_path, bench_path_speeds),
     "kernels": (lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),),
     "host kernels": (bench_host_kernels,),

@@ -5,16 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
-from experiments.bench import compression as bench_compression
 from experiments.bench import host_kernels
 from experiments.bench import selection as bench_selection
 from experiments.bench.harness import Table
 from experiments.bench.kernels import Sizes, bench_kernels
-from flexhybrid import shipped
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
@@ -22,28 +19,13 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.speed import Bench, PolicyRun
 from flexhybrid.resolve import PacedDevice
-from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
+from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.threads import torch_threads
 from sim.presets import hybrid
 
 SHAPE = ModelShape("opt-tiny", "opt", num_layers=2, hidden=64, num_heads=1, num_kv_heads=1, head_dim=64, ffn=64,
                    vocab=64, max_positions=2048)  # fmt: skip
-
-
-def test_forced_logits_are_those_of_the_text_whatever_is_sampled(monkeypatch):
-    """In native bits they are transformers' for the same text in one pass."""
-    from transformers import AutoModelForCausalLM
-
-    monkeypatch.setattr(bench_compression, "PROMPT", 20)
-    monkeypatch.setattr(bench_compression, "STEPS", 5)
-    folder = shipped.CHECKPOINT
-    checkpoint = Checkpoint(folder)
-    texts = np.random.default_rng(0).integers(3, checkpoint.shape.vocab, (2, 25)).tolist()
-    logits = bench_compression.forced_logits(checkpoint, Policy("exact", cache=bench_compression.CACHE), texts)
-    with torch.inference_mode():
-        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor(texts)).logits
-    torch.testing.assert_close(logits, expected[:, 19:24], rtol=1e-4, atol=1e-4)
 
 
 def test_the_selection_s_moved_share_is_that_of_its_layers():
