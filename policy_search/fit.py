@@ -67,6 +67,20 @@ def _fit_alone(samples: tuple[Sample, ...], beside: Line) -> Line:
     return replace(fit_line(agree, True) if agree else beside, samples=samples)
 
 
+def fit_contention(sizes: Iterable[tuple[float, float, int]]) -> dict[str, float]:
+    """Return what tasks take on the mean, ``wait_s`` + ``factor`` · undisturbed seconds, through sizes of (undisturbed
+    seconds, mean seconds, number of tasks).
+
+    A task waits for a thread or a lock once, and is interrupted the more often the longer it is. Least squares of the
+    relative error, weighted by the tasks; neither term speeds a task up.
+    """
+    undisturbed, mean, count = np.array(list(sizes), dtype=np.float64).T
+    weights = np.sqrt(count) / mean
+    matrix = np.stack([weights, undisturbed * weights], axis=1)
+    (wait_s, slower), _ = nnls(matrix, np.maximum(0.0, mean - undisturbed) * weights)
+    return {"wait_s": float(wait_s), "factor": 1.0 + float(slower)}
+
+
 def fit_hardware(samples_by_key: dict[str, list[Sample]], **record) -> Hardware:
     """A hardware record with one fitted line a key (a verb or a resource).
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexhybrid.core.hardware import ALONE_SUFFIX, Hardware, Line, resource_of_line
+from flexhybrid.core.hardware import ALONE_SUFFIX, Hardware, Line
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.trace import LineKey, LineTimes, TraceEvent
 from sim import virtual_clock
@@ -58,7 +58,8 @@ def times_of(trace: list[TraceEvent], hardware: Hardware) -> dict[LineKey, LineT
 
 def corrected(hardware: Hardware, runs: Iterable[Run]) -> Hardware:
     """Return the machine with its lines as these runs show them; a line that did not run stays. The notes (TRIALS) have
-    the factor of each line, the one that changes the runs most first."""
+    the factor of each line, the one that changes the runs most first, and no contention: it is in the lines."""
+    hardware = hardware.contended
     points: dict[str, list[_Point]] = {}
     known: dict[str, Line] = {}
     for policy, times in runs:
@@ -112,22 +113,8 @@ def with_waiting(hardware: Hardware, traces: Iterable[tuple[Policy, list[TraceEv
         predicted, measured = virtual_clock.summarize(walked, last), virtual_clock.summarize_measured(trace, last)
         ratios.setdefault(predicted.binding, []).append(measured.decode_s / predicted.decode_s)
     waiting = {resource: statistics.median(of_resource) for resource, of_resource in ratios.items()}
-    for resource, times in waiting.items():
-        hardware = slowed(hardware, resource, times)
+    hardware = hardware.scaled(waiting)
     return replace(hardware, notes={**hardware.notes, TRIALS: {**hardware.notes[TRIALS], "waiting": waiting}})
-
-
-def slowed(hardware: Hardware, resource: str, times: float) -> Hardware:
-    """Return the machine with a resource that takes ``times`` as long for all of its tasks."""
-
-    def line(key: str) -> Line:
-        known = hardware.lines[key]
-        if resource_of_line(key) != resource:
-            return known
-        seconds = {name: times * getattr(known, name) for name in ("overhead_s", "s_per_flop", "s_per_byte")}
-        return replace(known, **seconds)
-
-    return replace(hardware, lines={key: line(key) for key in hardware.lines})
 
 
 def told(hardware: Hardware) -> str:

@@ -31,6 +31,11 @@ FORMAT = "flexhybrid-hardware-1"
 #: Keys of a record's notes: what disturbed the measurement, in words (absent: nothing); the sizes whose passes differ.
 COMPANY, DISAGREED = "in company", "sizes that two passes disagreed on"
 
+#: Of a record's notes: computing resource ("compute_alone": while nothing crosses the link) -> {"wait_s", "factor"}, by
+#: which copies, threads and locks lengthen its tasks on the mean; the lines hold for undisturbed tasks. And line ->
+#: times as long after a pause, which nothing prices: a resource that waits is not what limits a run.
+CONTENTION, AFTER_PAUSE = "contention", "times as long after a pause"
+
 #: Of a record's notes, GB/s: the pace at which a CPU's link is imitated (absent or None: none), and the one that was
 #: lifted after the measurement (``Hardware.with_link_rate``).
 PACE, LIFTED_PACE = "link_gb_per_s", "link's pace while measured, GB/s"
@@ -69,6 +74,11 @@ class Line:
         for name in ("overhead_s", "s_per_flop", "s_per_byte"):
             value = getattr(self, name)
             check(f"hardware line: {name}", value, _is_number(value) and value >= 0, "a number >= 0")
+
+    def scaled(self, times: float) -> Line:
+        """The line of tasks that take ``times`` as long."""
+        terms = {name: times * getattr(self, name) for name in ("overhead_s", "s_per_flop", "s_per_byte")}
+        return replace(self, **terms)
 
     def seconds(self, flops, num_bytes):
         """Time of one task; arguments may be numpy arrays."""
@@ -116,6 +126,13 @@ class Hardware:
         if not self.lines:
             raise InputError(f"{where}it has no lines")
         check(f"{where}notes", self.notes, isinstance(self.notes, dict), "an object")
+        contention = self.notes.get(CONTENTION, {})
+        of_resource = {"wait_s", "factor"}.issubset
+        known = isinstance(contention, dict) and all(
+            isinstance(of, dict) and of_resource(of) and all(_is_number(value) and value >= 0 for value in of.values())
+            for of in contention.values()
+        )
+        check(f"{where}{CONTENTION}", contention, known, "wait_s and factor, numbers >= 0, by resource")
 
     def usable_memory(self, tier: str) -> float | None:
         """Bytes of "device", "host" or "disk" that a run may fill: the device's less its reserve; None as the field."""
@@ -168,7 +185,19 @@ class Hardware:
         return {"kind": "measured" if measured else "stated", "on": self.source}
 
     def line(self, verb: str, resource: str, suffix: str = "") -> Line:
-        """The line that prices a task of this verb on this resource; ``suffix``: ``Work.line``."""
+        """The line that prices a task of this verb on this resource, its contention included; ``suffix``:
+        ``Work.line``."""
+        return self._contended(self.own_line(verb, resource, suffix), resource)
+
+    def _contended(self, line: Line, resource: str) -> Line:
+        """The line with the contention of a resource."""
+        if contention := self.notes.get(CONTENTION, {}).get(resource):
+            line = line.scaled(contention["factor"])
+            return replace(line, overhead_s=line.overhead_s + contention["wait_s"])
+        return line
+
+    def own_line(self, verb: str, resource: str, suffix: str = "") -> Line:
+        """The same without contention."""
         if suffix and (line := self.lines.get(verb + suffix)):
             return line
         key: str | None = verb
@@ -188,8 +217,33 @@ class Hardware:
     def undisturbed(self) -> Hardware:
         """The same machine while nothing crosses the link: kernels that share their memory with it are faster (lines
         "project_alone", …, where they were measured)."""
-        alone = {key.removesuffix(ALONE_SUFFIX): line for key, line in self.lines.items() if key.endswith(ALONE_SUFFIX)}
-        return replace(self, lines={**self.lines, **alone})
+        contention = self.notes.get(CONTENTION, {})
+        notes = {**self.notes, CONTENTION: {**contention, **_of_alone(contention)}} if contention else self.notes
+        return replace(self, lines={**self.lines, **_of_alone(self.lines)}, notes=notes)
+
+    @property
+    def contended(self) -> Hardware:
+        """The same machine with its contention in its lines, which correct it as a whole."""
+
+        def resource(key: str) -> str:
+            return f"{resource_of_line(key)}{ALONE_SUFFIX * key.endswith(ALONE_SUFFIX)}"
+
+        lines = {key: self._contended(line, resource(key)) for key, line in self.lines.items()}
+        return replace(self, lines=lines, notes={key: of for key, of in self.notes.items() if key != CONTENTION})
+
+    def scaled(self, times: Mapping[str, float]) -> Hardware:
+        """The same machine whose tasks take ``times`` as long, by line or by resource: {"kv_gen": 0.9, "h2d": 1.1}."""
+
+        def factor(key: str) -> float:
+            return times.get(key, times.get(resource_of_line(key) or "", 1.0))
+
+        waits = self.notes.get(CONTENTION)
+        scaled = {
+            resource: {**of, "wait_s": of["wait_s"] * times.get(resource.removesuffix(ALONE_SUFFIX), 1.0)}
+            for resource, of in (waits or {}).items()
+        }
+        notes = {**self.notes, CONTENTION: scaled} if waits else self.notes
+        return replace(self, lines={key: line.scaled(factor(key)) for key, line in self.lines.items()}, notes=notes)
 
     def with_link_rate(self, gb_per_s: float | None) -> Hardware:
         """The same machine with both link directions paced at another rate (CPU: a paced link is exact by design).
@@ -235,7 +289,7 @@ class Hardware:
         for verb in VERBS.values():
             for key in (verb.name, verb.name + EXPERTS_SUFFIX) if verb.group == "gemm" else ():
                 if key in self.lines or key == verb.name:
-                    own = self.lines.get(key) or self.line(verb.name, verb.resource)
+                    own = self.lines.get(key) or self.own_line(verb.name, verb.resource)
                     lines[key] = replace(own, s_per_flop=1e-12 / tflops, samples=())
         return replace(self, lines=lines)
 
@@ -245,6 +299,11 @@ class Hardware:
     def save(self, path: str | Path) -> None:
         """Write by rename, so that a reader never sees half a file."""
         write_by_rename(Path(path), self.to_json())
+
+
+def _of_alone(by_key: dict) -> dict:
+    """Return the items of keys that end in ALONE_SUFFIX, without it."""
+    return {key.removesuffix(ALONE_SUFFIX): value for key, value in by_key.items() if key.endswith(ALONE_SUFFIX)}
 
 
 def resource_of_line(key: str) -> str | None:

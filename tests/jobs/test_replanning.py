@@ -25,7 +25,6 @@ from flexhybrid.jobs.run import replanning
 from flexhybrid.jobs.run.job import Job
 from flexhybrid.jobs.run.outlook import ChangeCosts, Outlook, change_costs
 from flexhybrid.jobs.run.replanning import Replanner, Watch
-from sim.correction import slowed
 from sim.cost import price as seconds_of
 from sim.queue_clock import Pace, price_queue
 from tests import toy_machine
@@ -109,7 +108,7 @@ def test_the_first_iterations_correct_the_record_and_the_search(tiny, tmp_path, 
     """A machine whose link takes three times as long as its record says: known after six iterations. The tokens are
     those of a run without trials, and nothing is computed for the trial alone."""
     known = job_of_loads(tmp_path, 1e-7, {"max_tokens": 9})
-    true, add, seen = slowed(known, "h2d", 3.0), LineTimes.add, []
+    true, add, seen = known.scaled({"h2d": 3.0}), LineTimes.add, []
 
     def add_planted(self, task, _seconds):
         add(self, task, seconds_of(true, task.verb, task.resource, task.work))

@@ -18,7 +18,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.trials import MOST_ROUNDS, MOST_TRIED, Priced, Trials, rivals, run_trials
 from policy_search.search import PLAIN, SearchSettings, search
 from sim import virtual_clock
-from sim.correction import TRIALS, corrected, slowed, times_of, told, with_waiting
+from sim.correction import TRIALS, corrected, times_of, told, with_waiting
 from sim.cost import price as seconds_of
 from sim.presets import hybrid
 from tests import toy_machine
@@ -115,7 +115,7 @@ def test_an_overhead_is_told_from_a_slope_where_sizes_differ():
 
 def test_waiting_that_no_line_explains_is_a_factor_of_the_resource_that_limits():
     """Every iteration begins 20 ms late."""
-    known, policies = slowed(known_machine(), "compute", 4.0), (GRID[0], GRID[16])
+    known, policies = known_machine().scaled({"compute": 4.0}), (GRID[0], GRID[16])
     late = [
         (
             policy,
@@ -147,7 +147,7 @@ def test_rivals_differ_in_what_limits_them():
 
 def test_a_slower_resource_is_slower_in_all_of_its_tasks_alone():
     known = known_machine()
-    busy = slowed(known, "h2d", 3.0)
+    busy = known.scaled({"h2d": 3.0})
     for key, line in known.lines.items():
         times = 3.0 if key in ("h2d", "load_kv", "load_act", "load_weights") else 1.0
         assert busy.lines[key].seconds(1e6, 1e6) == pytest.approx(times * line.seconds(1e6, 1e6))

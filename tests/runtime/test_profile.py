@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from forced_machine import DTYPES, FASTER_DTYPE
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexhybrid import resolve as machine
-from flexhybrid.core.hardware import LAUNCHER, Hardware, Line, load_hardware
+from flexhybrid.core.hardware import CONTENTION, LAUNCHER, Hardware, Line, load_hardware
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
@@ -23,16 +23,19 @@ from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import TraceEvent
+from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.profiling import cpu_use
 from flexhybrid.runtime.profiling import profile as profiling
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
-from flexhybrid.runtime.profiling.profile import ProfileRun, Stretch, kernel_times, mean_left
-from policy_search.fit import fit_hardware
+from flexhybrid.runtime.profiling.profile import ProfileRun, Stretch, kernel_times
+from policy_search.fit import fit_contention, fit_hardware
 from sim import catalogue
 from sim.simulate import simulate
 
+WORK = Work(flops=7, memory_bytes=5, link_bytes=3)
 H200_RECORD = Path(__file__).parents[2] / "experiments/results/nvidia-h200/profiles/hardware-cuda.json"
 
 
@@ -91,22 +94,135 @@ def test_kernels_alone_have_lines_of_their_own_where_the_device_holds_all(monkey
     assert not [key for key in measured(Budgets(device=1)).lines if key.endswith("_alone")]
 
 
-def test_what_a_host_steals_is_spread_evenly_over_a_profile():
-    """Kernels of the CPU alone: a link is paced, and a GPU has a clock of its own."""
+def event(start: float, seconds: float, verb="finish", resource="compute", work=WORK, iteration=1) -> TraceEvent:
+    return TraceEvent(Task(iteration, 0, 0, verb, resource, work, (), ()), float(start), float(start + seconds))
+
+
+def test_stolen_time_is_left_out_of_long_kernels_of_the_cpu():
+    """A link is paced, a GPU has a clock of its own, and most short tasks lose nothing."""
+    kernels = ("finish", "compute"), ("attend_host", "host_compute"), ("load_kv", "h2d")
 
     def stretch(seconds: float, left: float) -> Stretch:
-        kernels = ("finish", "compute"), ("attend_host", "host_compute"), ("load_kv", "h2d")
-        work = Work(flops=7, memory_bytes=5, link_bytes=3)
-        trace = [TraceEvent(Task(0, 0, 0, *kernel, work, (), ()), 1.0, 1.0 + seconds) for kernel in kernels]
-        return Stretch(trace, 10 * seconds, left, alone=False)
+        return Stretch([event(1.0, seconds, *kernel) for kernel in kernels], 10 * seconds, left, alone=False)
 
-    robbed, spared = stretch(2.0, 0.5), stretch(1.0, 1.0)
-    mean_share = mean_left([robbed, spared])
-    assert mean_share == (20 * 0.5 + 10) / 30
-    found = kernel_times([robbed, spared], mean_share, "cpu")
-    assert found == {("finish", 7, 5): [1.5, 1.5], ("attend_host", 7, 5): [1.5, 1.5], ("load_kv", 7, 3): [2.0, 1.0]}
-    found = kernel_times([robbed, spared], mean_share, "cuda")
-    assert found["finish", 7, 5] == [2.0, 1.0] and found["attend_host", 7, 5] == [1.5, 1.5]
+    robbed = [stretch(2.0, 0.5), stretch(1e-3, 0.5)]
+    found = {key: of[0] + of[1] for key, of in kernel_times(robbed, "cpu").items()}
+    assert found == {("finish", 7, 5): pytest.approx([1.0, 1e-3]), ("attend_host", 7, 5): pytest.approx([1.0, 1e-3]),
+                     ("load_kv", 7, 3): pytest.approx([2.0, 1e-3])}  # fmt: skip
+    on_gpu = {key: of[0] for key, of in kernel_times(robbed, "cuda").items()}
+    assert on_gpu["finish", 7, 5] == pytest.approx([2.0, 1e-3])
+    assert on_gpu["attend_host", 7, 5] == pytest.approx([1.0, 1e-3])
+
+
+def test_tasks_after_a_pause_and_copies_at_another_pace_do_not_count():
+    """But for the pauses, whose cost is reported; where all tasks follow one, they count."""
+    row, at = [], 0.0
+    for number in range(12):
+        at += 5e-3 if number % 2 else 0.0  # in pairs, the first after a pause
+        row.append(event(at, 1.5e-3 if number % 2 else 1e-3))
+        at += 1.5e-3 if number % 2 else 1e-3
+    copies = [event(0.0, 9.0, "load_kv", "h2d")]
+    found = profiling.samples_of([kernel_times([Stretch(row + copies, at, 1.0, False, hastened=True)], "cpu")], "cpu")
+    assert found.samples == {"finish": [(7, 5, pytest.approx(1e-3))]}
+    assert found.after_pause == {"finish": pytest.approx(1.5)}
+    lonely = [event(0.1 * number, 2e-3) for number in range(5)]
+    found = profiling.samples_of([kernel_times([Stretch(lonely, 1.0, 1.0, False)], "cpu")], "cpu")
+    assert found.samples == {"finish": [(7, 5, pytest.approx(2e-3))]} and not found.after_pause
+
+
+TERMS = st.tuples(st.floats(1e-5, 2e-3), st.floats(1e-12, 1e-10), st.floats(1e-11, 1e-10))
+
+
+@settings(max_examples=25)
+@given(
+    TERMS, st.floats(0.0, 0.25), st.floats(1.3, 3.0), st.floats(0.5, 1.0), st.floats(1.0, 2.0), st.integers(0, 2**32)
+)
+def test_the_fit_recovers_a_planted_law_under_interruptions(terms, share, slower, left, company, seed):
+    """A cluster of slow tasks, outliers, pauses, stolen time, and one pass in three beside another process."""
+    truth, random = Line(*terms), np.random.default_rng(seed)
+    works = [Work(flops=f, memory_bytes=b) for f in (1e6, 1e7, 1e8, 1e9) for b in (1e5, 1e7)]
+    passes = []
+    for disturbed in random.permutation([1.0, 1.0, company]):
+        trace, at = [], 0.0
+        for _ in range(40):
+            for work in works:
+                seconds = truth.seconds(work.flops, work.memory_bytes) * random.uniform(1.0, 1.02) * disturbed
+                seconds /= left if seconds >= profiling.LONG_S * left else 1.0  # every long task is robbed
+                chance = random.random()
+                seconds *= slower if chance < share else 30.0 if chance > 0.97 else 1.0
+                paused = random.random() < 0.3
+                at += 1e-3 * paused
+                trace.append(event(at, seconds * (1 + 0.6 * paused), work=work))
+                at = trace[-1].end_s
+        passes.append(kernel_times([Stretch(trace, at, left, alone=False)], "cpu"))
+    line = fit_hardware(profiling.samples_of(passes, "cpu").samples, name="here", device="cpu").lines["finish"]
+    for work in works:
+        expected = truth.seconds(work.flops, work.memory_bytes)
+        assert line.seconds(work.flops, work.memory_bytes) == pytest.approx(expected, rel=0.03)
+
+
+def test_what_tasks_take_on_the_mean_is_the_line_and_its_contention():
+    """Each task waits 0.4 ms in two cases of ten, and one second in five of work costs another half. What runs while
+    nothing crosses the link has a contention of its own."""
+    work, trace, at = [Work(flops=1e6 * 4**n, memory_bytes=5) for n in range(6)], [], 0.0
+    for number in range(200):
+        for of in work:
+            interrupted = number % 5 == 0
+            seconds = (1e-9 * of.flops) * (1.5 if interrupted else 1.0) + (4e-4 if number % 5 == 1 else 0.0)
+            trace.append(event(at, seconds, work=of))
+            at += seconds
+    found = profiling.samples_of([kernel_times([Stretch(trace, at, 1.0, False)], "cpu")], "cpu")
+    contention = {name: fit_contention(sizes) for name, sizes in found.contention.items()}
+    assert contention == {"compute": {"wait_s": pytest.approx(8e-5, rel=0.05), "factor": pytest.approx(1.1, rel=0.02)}}
+    notes = {CONTENTION: {**contention, "compute_alone": {"wait_s": 0.0, "factor": 1.25}}}
+    here = fit_hardware(found.samples, name="here", device="cpu", notes=notes)
+    for of in work:
+        seconds = np.mean([end - start for task, start, end in trace if task.work == of])
+        assert here.line("finish", "compute").seconds(of.flops, 5) == pytest.approx(seconds, rel=0.03)
+        alone = here.undisturbed.line("finish", "compute").seconds(of.flops, 5)
+        assert alone == pytest.approx(1.25e-9 * of.flops, rel=0.03)
+    for before, after in ((here, here.contended), (here.undisturbed, here.contended.undisturbed)):
+        assert after.lines["finish"] == after.line("finish", "compute") == before.line("finish", "compute")
+    twice = here.scaled({"compute": 2.0}).line("finish", "compute").seconds(work[0].flops, 5)
+    assert twice == pytest.approx(2 * here.line("finish", "compute").seconds(work[0].flops, 5))
+
+
+def test_runs_are_repeated_until_their_long_tasks_agree(monkeypatch):
+    """The second run's task takes 1.3 times as long in the second pass, as in the first in the third; short tasks and
+    those of the other run may differ."""
+    shape, taken = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96), []
+    runs = tuple(ProfileRun(2, context, 2, {"kv@host": 1.0}) for context in (16, 32))
+    monkeypatch.setenv(FASTER_DTYPE, "float32")
+    monkeypatch.setattr(profiling, "_link_samples", lambda *_: [])
+    monkeypatch.setattr(profiling, "launch_seconds", lambda *_: 1e-5)
+
+    def measured(_shape, _weights_of, run, *_rest) -> list[Stretch]:
+        taken.append(runs.index(run))
+        slow = 1.3 if run is runs[1] and taken.count(1) == 2 else 1.0
+        tasks, trace = [("attend", 1e-5 * len(taken)), ("assemble", 1e-5), ("scatter", 1e-5), ("finish", slow)], []
+        for verb, seconds in tasks:
+            for _ in range(4):
+                start = trace[-1].end_s if trace else 0.0
+                work = Work(flops=run.context, memory_bytes=run.context)
+                trace.append(event(start, seconds, verb, RESOURCE_OF[verb], work))
+        return [Stretch(trace, 1.0, 1.0, alone=False)]
+
+    monkeypatch.setattr(profiling, "_run", measured)
+    found = profiling.profile(shape, "float32", torch.device("cpu"), runs=runs)
+    assert taken == [0, 1, 0, 1, 1] and [s for *_, s in found.samples["finish"]] == pytest.approx([1.0, 1.0])
+    taken.clear()
+    monkeypatch.setattr(profiling, "CPU_SECONDS", 0.0)
+    assert profiling.profile(shape, "float32", torch.device("cpu"), runs=runs).disagreements and len(taken) == 4
+
+
+@pytest.mark.parametrize("asked, pace", [(0.1, 0.25), (0.3, 0.3)])
+def test_a_link_that_lets_the_device_wait_is_hastened(asked, pace):
+    """A decode computes for 2 s and loads 0.4 GB; the prompts do not count."""
+    load = Work(link_bytes=400_000_000)
+    trace = [event(0.0, 9.0, iteration=0), event(9.0, 2.0), event(9.0, 4.0, "load_kv", "h2d", load)]
+    engine = SimpleNamespace(copies=CpuCopies(asked))
+    assert profiling._hasten(engine, trace, asked) == (pace > asked)
+    assert engine.copies.h2d.bytes_per_s == pytest.approx(pace * 1e9)
 
 
 def test_what_is_left_of_the_time_is_less_what_was_stolen(monkeypatch):
@@ -192,7 +308,7 @@ def estimated_seconds(shape: ModelShape, hardware: Hardware, dtype: str) -> floa
     small = profiling.profiled_layers(shape, profiling.GPU_LAYERS)
     first = replace(hardware, lines={**hardware.lines, LAUNCHER: Line(UNGRAPHED * hardware.launch_s)})
     seconds = COMPILING_S + 2 * 2 * len(profiling.LINK_SIZES) * 2 * profiling.LINK_SECONDS
-    for run in itertools.chain(*profiling.passes_of("cuda")):
+    for run in profiling.runs_of("cuda"):
         answer = profiling.SHARED_ANSWER if run.shared else profiling.ANSWER
         problems = (Problem(shape=small, dtype=dtype, hardware=machine) for machine in (first, hardware))
         warm_up, again = (simulate(of, run.policy, run.requests, run.context, answer) for of in problems)
@@ -215,7 +331,7 @@ def test_a_gpu_is_profiled_within_a_minute(model):
     for hardware in (h200, h100):
         assert 0 < estimated_seconds(shape_by_name(model), hardware, "float16") <= 60
     problem, sizes = Problem(shape=shape_by_name("opt-6.7b"), hardware=h200), []
-    (runs,) = profiling.passes_of("cuda")
+    runs = profiling.runs_of("cuda")
     placed = [(run.policy.bits.weights, run.policy.weights) for run in runs]
     assert len(list(itertools.groupby(placed))) == len(set(placed)) == 3  # weights are made once a placement
     for run in runs[:4]:

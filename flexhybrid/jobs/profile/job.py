@@ -10,7 +10,17 @@ from pathlib import Path
 import torch
 
 from flexhybrid.core.files import cache_folder, check_cache_folder, profile_file
-from flexhybrid.core.hardware import COMPANY, DISAGREED, PACE, Hardware, Line, crosses_link, load_hardware
+from flexhybrid.core.hardware import (
+    AFTER_PAUSE,
+    COMPANY,
+    CONTENTION,
+    DISAGREED,
+    PACE,
+    Hardware,
+    Line,
+    crosses_link,
+    load_hardware,
+)
 from flexhybrid.core.memory import cuda_reserve
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.problem import NO_BUDGETS, Budgets
@@ -21,9 +31,10 @@ from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.profiling.profile import (
     ProfileSamples,
     faster_cpu_dtype,
-    passes_of,
+    num_passes,
     profile,
     profiled_layers,
+    runs_of,
 )
 from sim import catalogue
 
@@ -36,7 +47,7 @@ TIMING_SHAPE = ModelShape(
 MOST_DISAGREED = 0.1  #: share of the sizes whose passes may differ in an undisturbed measurement
 
 #: Of what a profile measures. A record of before is not found under its name, and measured anew.
-EDITION = {"cpu": 2, "cuda": 3}
+EDITION = {"cpu": 3, "cuda": 3}
 
 #: Fields of a shape that decide the times of its layers' tasks.
 LAYER_SIZES = ("family", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions")
@@ -60,7 +71,7 @@ def measure_hardware(
     The record is saved to ``save_to`` (None: where ``policy="auto"`` looks). ``on_progress`` is called
     ``profile_steps`` times.
     """
-    from policy_search.fit import fit_hardware
+    from policy_search.fit import fit_contention, fit_hardware
 
     if save_to is None or cache_folder() in Path(save_to).parents:
         check_cache_folder()
@@ -84,6 +95,8 @@ def measure_hardware(
             PACE: link_gb_per_s,
             DISAGREED: result.disagreements,
             COMPANY: _company(result, others),
+            CONTENTION: {resource: fit_contention(sizes) for resource, sizes in result.contention.items()},
+            AFTER_PAUSE: result.after_pause,
         },
     )
     if link_gb_per_s:
@@ -169,4 +182,4 @@ def _paced(key: str, line: Line, link_gb_per_s: float) -> Line:
 
 def profile_steps(device: torch.device) -> int:
     """Return how often ``measure_hardware`` calls ``on_progress``."""
-    return sum(map(len, passes_of(device.type)))
+    return num_passes(device.type) * len(runs_of(device.type))

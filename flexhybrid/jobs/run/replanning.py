@@ -30,7 +30,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.outlook import MOST_COUNTED, ChangeCosts, Outlook, change_costs
 from flexhybrid.llm import LLM, MOST_AT_A_TIME
 from flexhybrid.resolve import auto_settings
-from sim.correction import corrected, slowed, told
+from sim.correction import corrected, told
 from sim.queue_clock import QueueRun, price_queue
 from sim.queue_counts import Stints
 
@@ -139,7 +139,7 @@ class Replanner:
         hardware = self.hardware
         if parted(self.watch.slower) and hardware:
             for resource, times in self.watch.culprits(self.run.binding).items():
-                hardware = slowed(hardware, resource, times)
+                hardware = hardware.scaled({resource: times})
         waits, answers = outlook.waiting()
         outlook.assumed = outlook.assumed.copy()
         outlook.assumed[waits] = answers
@@ -161,7 +161,7 @@ class Replanner:
             hardware = corrected(self.hardware, [(self.llm.settled_policy, times)])
             words = told(hardware)
         else:
-            hardware = slowed(self.hardware, self.run.binding, slower)
+            hardware = self.hardware.scaled({self.run.binding: slower})
             words = f"{self.run.binding} takes {slower:.2f} of the profile's time"
         self.trial = words
         if any(max(ratio, 1 / ratio) > PARTED for ratio in (slower, *resources.values())):

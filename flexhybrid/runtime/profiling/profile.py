@@ -2,11 +2,20 @@
 
 Kernels beside a busy link are slower than alone (on two CPU cores by a third), so no kernel is timed alone. A small
 model runs at several sizes, and the seconds of every task come from the traces. A few further runs keep all data on the
-device; they give separate lines for policies that move nothing. On a CPU each size is measured in two passes at
-different times, the mean of both is its sample, and sizes whose passes disagree are reported. Within a pass the mean
-counts as well: the link's copies interrupt every few kernels, which a quantile would miss. With the better pass alone,
-seventeen of eighteen predictions were too early, because a run is long enough to meet a machine's slow moments. A GPU
-has a clock of its own, and one pass of fewer runs. ``policy_search.fit`` fits lines through the samples.
+device; they give separate lines for policies that move nothing.
+
+On a CPU, interruptions only lengthen a task, and a cold core does. Therefore:
+
+- The sample of a size is the undisturbed time: the median of the lower half of its tasks.
+- All runs are measured in two passes. Those whose long tasks differ are measured again, until the two shortest times of
+  each size agree or the time is up.
+- Tasks count that follow others at once. A device that waits for its link is not what limits a run, but its products
+  take longer: 1.1 to 1.6 times on an Intel Xeon with AMX. So a paced link that would let the device wait is hastened.
+- What copies, threads and the interpreter's lock add on the mean is not in the samples. It is the contention of a
+  resource: seconds a task and a factor (``Hardware.line``). Without it, seventeen of eighteen predictions were too
+  early.
+
+A GPU has a clock of its own, and one pass of fewer runs. ``policy_search.fit`` fits lines through the samples.
 """
 
 import contextlib
@@ -23,7 +32,7 @@ import numpy as np
 import torch
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import ALONE_SUFFIX, LAUNCHER, LINKS
+from flexhybrid.core.hardware import ALONE_SUFFIX, LAUNCHER, LINKS, crosses_link, resource_of_line
 from flexhybrid.core.memory import fits, memory_plan
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
@@ -31,7 +40,7 @@ from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.task import Task
-from flexhybrid.core.trace import TraceEvent, Window
+from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Prefixes, Workload
@@ -74,7 +83,7 @@ MIXES = (
     _mix(8, 512, 0.25, 4),
     _mix(16, 256, 0.75, 8),
     _mix(16, 512, 0.50, 8),
-    _mix(16, 512, 1.00, 4),
+    _mix(16, 512, 1.00, 8),
     _mix(16, 512, 0.00, 16),
     _mix(32, 128, 0.50, 32),
 )
@@ -122,9 +131,14 @@ RUNS = MIXES + SHARED + OTHERS + ALONE
 GPU_RUNS = (MIXES[0], MIXES[3], _mix(16, 928, 1.00, 16), MIXES[6]) + SHARED + OTHERS + ALONE
 
 
-def passes_of(device: str) -> tuple[tuple[ProfileRun, ...], ...]:
-    """Return the runs of each pass over a "cpu" or a "cuda" device."""
-    return (GPU_RUNS,) if device == "cuda" else (RUNS, RUNS)
+def runs_of(device: str) -> tuple[ProfileRun, ...]:
+    """Return the runs of a pass over a "cpu" or a "cuda" device."""
+    return GPU_RUNS if device == "cuda" else RUNS
+
+
+def num_passes(device: str) -> int:
+    """Return how often all runs are measured."""
+    return 1 if device == "cuda" else 2
 
 
 #: Policies of which Python's time for a task is the mean, and the layers of the model that they run.
@@ -135,13 +149,25 @@ MOST_LAYERS = 8  #: that are profiled
 #: weights, is then an outlier of its verb's times, as in a whole model, and not half of their mean.
 GPU_LAYERS = 4
 SHORTEST = 32  #: tokens of a context, below which no context is cut
-#: Times the median: longer samples are left out of the mean, as disturbed by other processes. Not three times: in a job
-#: one short task in ten waits that long for a thread or for Python's lock, and predictions were too early.
+#: Times the median: longer samples are left out of a mean, as disturbed by other processes. Not three times: in a job
+#: one short task in ten waits that long for a thread or for Python's lock.
 OUTLIER = 10.0
+PAUSE_S = 2e-4  #: a task that begins so long after the one before it follows a pause
+LEAST_IN_A_ROW = 4  #: tasks of a size that followed others at once; where there are fewer, all count
+#: Seconds of a task of which the host of a virtual machine steals a share like that of the run's; of most shorter tasks
+#: it steals nothing, and their lower half shows none.
+LONG_S = 1e-2
+#: The pace of a hastened link, in bytes a second of computing, times those that each of these seconds needs.
+HASTE = 1.25
+AGREE, WEIGHTY = (
+    1.05,
+    0.05,
+)  #: ratio of the two shortest times of a size; the share of its run's time that makes it count
+CPU_SECONDS = 45.0  #: after which no run of a CPU is measured a third time
 #: Of a GPU's times of a size: those below a gap of this ratio count, where an eighth lies on each side. The others wait
 #: for the host: the first layer of a step for its index tensors, 300 µs where 25 are work (an H200).
 CLUSTERS_APART, CLUSTER_SHARE = 3.0, 1 / 8
-DISAGREE = 1.15  #: ratio of two passes above which they are reported
+DISAGREE, REPORTED_S = 1.15, 1e-3  #: ratio of two passes above which they are reported, of tasks that take so long
 DECODE_SECONDS, DECODES = 0.4, 5  #: of each run and pass: the few steps of a small model could miss slow moments
 ANSWER, SHARED_ANSWER = 4, 8  #: tokens; where requests share a prefix, their batch is decoded once
 LINK_SIZES = tuple(1 << n for n in range(16, 25, 2))  #: bytes, 64 KiB to 16 MiB
@@ -156,6 +182,10 @@ class ProfileSamples:
 
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     disagreements: list[str] = field(default_factory=list)
+    #: computing resource of a CPU ("compute_alone": while nothing crosses the link) -> (undisturbed seconds, mean
+    #: seconds, number of tasks) of each size
+    contention: dict[str, list[tuple[float, float, int]]] = field(default_factory=dict)
+    after_pause: dict[str, float] = field(default_factory=dict)  #: line -> times as long as without a pause before it
     faster_dtype: str | None = None
     attends_in_place: bool = False  #: ``AttentionPaths.in_place`` of the runs
 
@@ -191,7 +221,7 @@ def profile(
 ) -> ProfileSamples:
     """Measure this machine for models of this shape, by runs of a few of its layers with random weights.
 
-    ``runs`` (None: ``passes_of`` the device) take part in as many passes. ``on_progress`` is called after each run.
+    ``runs``: None: ``runs_of`` the device. ``on_progress`` is called after each run of the first ``num_passes``.
     Contexts are cut to the model's positions, and runs to ``budgets`` (bytes by tier). Runs that the executor refuses
     for this model (rows that do not pack) are left out, and their verbs have no line.
     """
@@ -206,24 +236,26 @@ def profile(
             placed[key] = weights, weights.make_slots()
         return placed[key]
 
-    passes: list[list[Stretch]] = []
-    links: list[list] = []
-    for of_pass in passes_of(device.type):
-        passes.append(stretches := [])
-        for run in of_pass if runs is None else runs:
-            stretches += _run(small, weights_of, run, link_gb_per_s, budgets)
+    began, todo = time.perf_counter(), list(runs_of(device.type) if runs is None else runs)
+    all_runs, passes, weighty = todo, [], {}
+    while todo:
+        times: TaskTimes = {}
+        for run in todo:
+            of_run = kernel_times(_run(small, weights_of, run, link_gb_per_s, budgets), device.type)
+            weighty[id(run)] = _weighty(of_run)
+            add_times(times, of_run)
             gc.collect()  # reference cycles of a finished run keep its buffers
-            if on_progress:
+            if on_progress and len(passes) < num_passes(device.type):
                 on_progress()
-        links.append(_link_samples(device, link_gb_per_s))
-    mean_share = mean_left([stretch for stretches in passes for stretch in stretches])
-    typical = []
-    for stretches, link_samples in zip(passes, links, strict=True):
-        times = kernel_times(stretches, mean_share, device.type)
-        for key, seconds in link_samples:
-            times.setdefault(key, []).append(seconds)
-        typical.append({key: _typical(samples, device.type) for key, samples in times.items()})
-    result = typical_of_passes(*typical)
+        if len(passes) < num_passes(device.type):
+            for key, seconds in _link_samples(device, link_gb_per_s):
+                times.setdefault(key, ([], []))[0].append(seconds)
+        passes.append(times)
+        if len(passes) >= num_passes(device.type):
+            apart = _apart(passes, device.type)
+            in_time = device.type == "cpu" and time.perf_counter() - began < CPU_SECONDS
+            todo = [run for run in all_runs if weighty[id(run)] & apart] if in_time else []
+    result = samples_of(passes, device.type)
     result.samples[LAUNCHER] = [(0.0, 0.0, launch_seconds(shape, dtype, device))]
     # Verbs without samples only move memory, like assemble on the device (or attend in place) and scatter on the host.
     result.samples["compute"] = result.samples.get("assemble", result.samples["attend"])
@@ -257,44 +289,112 @@ class Stretch(NamedTuple):
     seconds: float
     left: float  #: share of the seconds that the host did not steal (``CpuUse.left_since``)
     alone: bool  #: whether nothing crossed the link
+    hastened: bool = False  #: whether the link's pace was not the one that was asked for
 
 
-def mean_left(stretches: Sequence[Stretch]) -> float:
-    """Return the share of the seconds of all stretches that the host did not steal."""
-    total_s = sum(stretch.seconds for stretch in stretches)
-    return sum(stretch.seconds * stretch.left for stretch in stretches) / total_s if total_s else 1.0
+#: (line key, flops, bytes) -> (seconds of each such task that followed another at once, of each that followed a pause)
+TaskTimes = dict[tuple[str, float, float], tuple[list[float], list[float]]]
 
 
-def kernel_times(stretches: Sequence[Stretch], mean_share: float, device: str) -> dict[tuple, list[float]]:
-    """Return {(line key, flops, bytes): seconds of each such task}.
+def kernel_times(stretches: Sequence[Stretch], device: str) -> TaskTimes:
+    """Return the seconds of all tasks that have a line.
 
-    The seconds of kernels on the CPU are scaled to ``mean_share``, the mean share of time that the host left (a host
-    steals nothing in one second and half of a core in the next). Without the scaling, two profiles of one virtual
-    machine predicted 11.5 and 17.8 s for one job; with it, they differ only by their mean shares.
+    Those of long kernels on the CPU (LONG_S) are without the share that the host stole. Without that, two profiles of
+    one virtual machine predicted 11.5 and 17.8 s for one job. A GPU's pauses are not told apart.
     """
     on_cpu = {"host_compute", "compute"} if device == "cpu" else {"host_compute"}
-    times: dict[tuple, list[float]] = {}
+    times: TaskTimes = {}
     for stretch in stretches:
+        ended: dict[str, float] = {}
         for task, start, end in stretch.trace:
-            if (key := _line_key(task)) is None:
+            waited = device == "cpu" and start - ended.get(task.resource, -math.inf) >= PAUSE_S
+            ended[task.resource] = end
+            if (key := _line_key(task)) is None or (stretch.hastened and task.resource in LINKS):
                 continue
             key += ALONE_SUFFIX * stretch.alone
             bytes_ = task.work.link_bytes if task.resource in LINKS else task.work.memory_bytes
-            share = stretch.left / mean_share if task.resource in on_cpu else 1.0
-            times.setdefault((key, task.work.flops, bytes_), []).append((end - start) * share)
+            share = stretch.left if task.resource in on_cpu and end - start >= LONG_S else 1.0
+            of_size = times.setdefault((key, task.work.flops, bytes_), ([], []))
+            of_size[waited].append((end - start) * share)
     return times
 
 
+def add_times(times: TaskTimes, more: TaskTimes) -> None:
+    """Add the seconds of more tasks to those of ``times``."""
+    for key, added in more.items():
+        for own, others in zip(times.setdefault(key, ([], [])), added, strict=True):
+            own += others
+
+
+def _counted(key: str, times: tuple[list[float], list[float]]) -> list[float]:
+    """Return the seconds that count: on a link all; else without those after a pause, where there are enough others."""
+    in_a_row, paused = times
+    return in_a_row if len(in_a_row) >= LEAST_IN_A_ROW and not crosses_link(key) else in_a_row + paused
+
+
+def _weighty(times: TaskTimes) -> set:
+    """Return the sizes that took WEIGHTY of the computing seconds of a run."""
+    seconds = {key: sum(map(sum, of)) for key, of in times.items() if not crosses_link(key[0])}
+    return {key for key, of in seconds.items() if of > WEIGHTY * sum(seconds.values())}
+
+
+def samples_of(passes: Sequence[TaskTimes], device: str) -> ProfileSamples:
+    """Return the samples of all passes, their disagreements, and a CPU's contention and slowness after pauses."""
+    result = typical_of_passes(*(typical_times(times, device) for times in passes))
+    merged: TaskTimes = {}
+    for times in passes:
+        add_times(merged, times)
+    known = {(name, flops, moved): s for name, of in result.samples.items() for flops, moved, s in of}
+    slower: dict[str, list[float]] = {}
+    for key, undisturbed_s in known.items() if device == "cpu" else ():
+        name, resource = key[0], resource_of_line(key[0])
+        if resource not in ("compute", "host_compute"):
+            continue
+        counted = np.array(_counted(name, merged[key]))
+        mean_s = counted[counted <= OUTLIER * np.median(counted)].mean()
+        of_resource = resource + ALONE_SUFFIX * name.endswith(ALONE_SUFFIX)
+        result.contention.setdefault(of_resource, []).append((undisturbed_s, float(mean_s), len(counted)))
+        if min(map(len, merged[key])) >= LEAST_IN_A_ROW:
+            slower.setdefault(name, []).append(_lower_half(merged[key][1]) / _lower_half(merged[key][0]))
+    result.after_pause = {name: float(np.median(ratios)) for name, ratios in slower.items()}
+    return result
+
+
+def typical_times(times: TaskTimes, device: str) -> dict[tuple, float]:
+    """Return the undisturbed seconds of each size: on a CPU's links, which copies back to back keep to their pace, and
+    on a GPU, the mean."""
+    return {
+        key: _lower_half(of) if device == "cpu" and not crosses_link(key[0]) else _typical(of, device)
+        for key, of in ((key, _counted(key[0], of)) for key, of in times.items())
+    }
+
+
 def typical_of_passes(*passes: dict[tuple, float]) -> ProfileSamples:
-    """Return the mean of one or two passes, {(line key, flops, bytes): seconds}, and their disagreements."""
+    """Return the mean of the two shortest times of each size that all of the first two passes have, {(line key, flops,
+    bytes): seconds}, and the sizes whose two differ."""
     result = ProfileSamples()
-    for key in sorted(set.intersection(*map(set, passes))):
-        (name, flops, num_bytes), seconds = key, [of[key] for of in passes]
-        if max(seconds) > max(DISAGREE * min(seconds), 1e-3):
+    for key in sorted(set.intersection(*map(set, passes[:2]))):
+        (name, flops, num_bytes), seconds = key, sorted(of[key] for of in passes if key in of)[:2]
+        if seconds[-1] > max(DISAGREE * seconds[0], REPORTED_S):
             times = " and ".join(f"{1e3 * of:.2f}" for of in seconds)
             result.disagreements.append(f"{name} at {flops / 1e9:.2f} GFLOP, {num_bytes / 1e6:.1f} MB: {times} ms")
         result.samples.setdefault(name, []).append((float(flops), float(num_bytes), sum(seconds) / len(seconds)))
     return result
+
+
+def _apart(passes: Sequence[TaskTimes], device: str) -> set:
+    """Return the sizes of REPORTED_S or more whose two shortest times differ by more than AGREE."""
+    values: dict[tuple, list[float]] = {}
+    for times in passes:
+        for key, seconds in typical_times(times, device).items():
+            values.setdefault(key, []).append(seconds)
+    return {key for key, of in values.items() if len(of) > 1 and sorted(of)[1] > max(AGREE * min(of), REPORTED_S)}
+
+
+def _lower_half(samples: Sequence[float]) -> float:
+    """Return the median of the lower half."""
+    times = np.sort(samples)
+    return float(np.median(times[: (len(times) + 1) // 2]))
 
 
 def _typical(samples: list[float], device: str) -> float:
@@ -363,10 +463,24 @@ def _run(
 
     stretches = [timed(session.generate)]
     if not run.shared:
-        num_repeats = min(int(DECODE_SECONDS / Window(stretches[0].trace).seconds), DECODES - 1)
-        stretches += [timed(session.decode_result) for _ in range(num_repeats)]
+        until = time.perf_counter() + DECODE_SECONDS
+        hastened = device == "cpu" and bool(link_gb_per_s) and _hasten(engine, stretches[0].trace, link_gb_per_s)
+        while len(stretches) < DECODES and (time.perf_counter() < until or (hastened and len(stretches) == 1)):
+            stretches.append(timed(session.decode_result)._replace(hastened=hastened))
     session.engine.close()
     return stretches
+
+
+def _hasten(engine: Engine, trace: list[TraceEvent], gb_per_s: float) -> bool:
+    """Let a paced link keep ahead of the computing of these decode iterations; return whether its pace has changed."""
+    decoded = [event for event in trace if event.task.iteration]
+    computing_s = sum(end - start for task, start, end in decoded if task.resource == "compute")
+    num_bytes = sum(task.work.link_bytes for task, *_ in decoded if task.resource == "h2d")
+    faster = HASTE * num_bytes / max(computing_s, 1e-9) / 1e9
+    if faster <= gb_per_s or not isinstance(engine.copies, CpuCopies):
+        return False
+    engine.copies.set_rate(faster)
+    return True
 
 
 def launch_seconds(shape: ModelShape, dtype: str, device: torch.device) -> float:
