@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from forced_machine import FASTER_DTYPE
 from random_cases import UniformCase, compare, random_case
 from toy_machine import SHAPE, machine
 
@@ -70,6 +71,7 @@ def test_more_tasks_cost_more_where_launching_binds():
 
 
 def test_a_profile_has_what_launching_a_task_takes(monkeypatch):
+    monkeypatch.setenv(FASTER_DTYPE, "float32")
     monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
     monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
     monkeypatch.setattr(profiling, "LAUNCHED_SHAPE", replace(profiling.LAUNCHED_SHAPE, num_layers=4))
