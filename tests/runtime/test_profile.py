@@ -175,7 +175,8 @@ def test_what_tasks_take_on_the_mean_is_the_line_and_its_contention():
     contention = {name: fit_contention(sizes) for name, sizes in found.contention.items()}
     assert contention == {"compute": {"wait_s": pytest.approx(8e-5, rel=0.05), "factor": pytest.approx(1.1, rel=0.02)}}
     notes = {CONTENTION: {**contention, "compute_alone": {"wait_s": 0.0, "factor": 1.25}}}
-    here = fit_hardware(found.samples, name="here", device="cpu", notes=notes)
+    samples = {**found.samples, "finish_alone": found.samples["finish"]}
+    here = fit_hardware(samples, name="here", device="cpu", notes=notes)
     for of in work:
         seconds = np.mean([end - start for task, start, end in trace if task.work == of])
         assert here.line("finish", "compute").seconds(of.flops, 5) == pytest.approx(seconds, rel=0.03)
