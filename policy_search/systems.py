@@ -214,7 +214,9 @@ def _kvpr(setting: Setting, policy: Policy, weights_device: float | None) -> Pol
     lengths, runs = (setting.batch, setting.prompt_tokens, setting.max_tokens), []
     for choice in (plain, policy):
         with suppress(InputError):  # not even one request fits
-            runs.append(simulate(setting.problem, choice, *lengths))
+            run = simulate(setting.problem, choice, *lengths)
+            if choice is plain or any(last for _, last in run.recomputed_tokens.values()):  # else ACT is never read
+                runs.append(run)
     return min(runs, key=lambda run: run.total_s).policy if runs else policy
 
 
@@ -239,6 +241,7 @@ NUMBER = Kind("a number", lambda value: type(value) in (int, float))
 SHARE = Kind("a number, or accuracy.json", lambda value: type(value) in (int, float, str))
 LIMIT = Kind("a share from 0 to 1, or bytes like 20GiB", lambda value: type(value) in (int, float, str))
 WORD = Kind("a word", lambda value: isinstance(value, str))
+TIER = Kind("device or host", lambda value: value in ("device", "host"))
 OVERLAP = Kind(f"one of {', '.join(get_args(Overlap))}", lambda value: value in get_args(Overlap))
 
 
@@ -283,7 +286,7 @@ _SERIAL = {"max_mini_batch_tokens": COUNT, "overlap": OVERLAP, **_WEIGHTS}
 _FRACTIONS = dict.fromkeys(("alpha", "partial_ratio", "cap"), NUMBER)
 _INFINIGEN = {**_FRACTIONS, "pool": LIMIT, "victim": WORD, "whole_layers": COUNT, "expected": SHARE}
 _INFINIGEN |= {"columns": WORD, **_SIZES}
-_CAPTURE = {"ratio": FLAG, "packing": FLAG, "device_act": FLAG, "balance": WORD}
+_CAPTURE = {"ratio": FLAG, "packing": FLAG, "device_act": FLAG, "balance": WORD, **_WEIGHTS}
 _PLAIN_INFINIGEN = _preset(presets.infinigen, _INFINIGEN)
 _PAGES_FAULT = "its pages move when the hardware faults, not when a plan says so"
 
@@ -295,14 +298,14 @@ SYSTEMS: dict[str, Entry] = {
     "resident": Entry(_resident, _SIZES),
     "ideal": Entry(lambda setting: System("ideal", presets.ideal(), replace(setting.machine, device_memory=None))),
     "deepspeed": Entry(_deepspeed),
-    "accelerate": _preset(presets.accelerate, _WEIGHTS),
+    "accelerate": _preset(presets.accelerate, {"cache": TIER, **_WEIGHTS}),
     "token_recompute": _preset(presets.token_recompute, {"ratio": NUMBER, **_SIZES}, required="ratio"),
     "kvpr_row": _recomputing(presets.kvpr_row, {"split": WORD, "act": WORD, **_WEIGHTS}),
     "kvpr_column": _recomputing(presets.kvpr_column, {"split": WORD, "hiding": FLAG, **_SIZES}),
     "offloaded": _preset(presets.offloaded, _SERIAL),
     "int4": _preset(presets.int4, _SERIAL),
     "quantized": _preset(presets.quantized, {"kv": PACKED, **_SERIAL}),
-    "h2o": _preset(presets.h2o, {"budget": NUMBER, "whole_layers": LAYERS, **_SIZES}),
+    "h2o": _preset(presets.h2o, {"budget": NUMBER, "whole_layers": LAYERS, "cache": TIER, **_SIZES}),
     "infinigen": Entry(_infinigen, _INFINIGEN),
     "fastdecode": Entry(_fastdecode, {"gpus": COUNT}),
     "hybrid": _preset(presets.hybrid, {"share": NUMBER, **_SIZES}, required="share"),

@@ -76,11 +76,12 @@ def deepspeed() -> Policy:
     )  # fmt: skip
 
 
-def accelerate() -> Policy:
-    """Hugging Face's offloaded static cache: weights resident, each layer's whole reserved cache copied in turn,
-    nothing overlapped (KVPR section 4.1)."""
+def accelerate(cache: str = "host") -> Policy:
+    """Hugging Face's static cache: offloaded, weights resident, each layer's whole reserved cache copied in turn,
+    nothing overlapped (KVPR section 4.1). ``cache`` "device": it stays there, as beside offloaded weights (FlexGen's
+    baseline)."""
     return Policy(
-        "accelerate", _RESIDENT, cache={"kv@host": 1.0}, schedule="row", max_mini_batch_tokens=WHOLE_BATCH,
+        "accelerate", _RESIDENT, cache={f"kv@{cache}": 1.0}, schedule="row", max_mini_batch_tokens=WHOLE_BATCH,
         packing="fifo", static_cache=True, overlap="none",
     )  # fmt: skip
 
@@ -132,12 +133,18 @@ def quantized(kv: int = 4, max_mini_batch_tokens: int = WHOLE_BATCH, overlap: Ov
     return replace(int4(max_mini_batch_tokens, overlap), name=f"quantized({kv})", bits=Bits(kv=kv))
 
 
-def h2o(budget: float = 0.2, whole_layers: int = WHOLE_LAYERS, max_mini_batch_tokens: int = WHOLE_BATCH) -> Policy:
-    """H2O: heavy hitters and a recent window, a fixed share of the prompt, on the host. The first ``whole_layers`` keep
-    all tokens, as layers 0 and 1 do in the authors' code."""
+def h2o(
+    budget: float = 0.2,
+    whole_layers: int = WHOLE_LAYERS,
+    max_mini_batch_tokens: int = WHOLE_BATCH,
+    cache: str = "host",
+) -> Policy:
+    """H2O: heavy hitters and a recent window, a fixed share of the prompt, in the tier ``cache``. The first
+    ``whole_layers`` keep all tokens, as layers 0 and 1 do in the authors' code."""
     name = f"h2o({_share(budget, 'h2o: the budget'):g})"
     selection = Selection("heavy_hitter", budget=budget, whole_layers=whole_layers)
-    return replace(offloaded(max_mini_batch_tokens, "full"), name=name, selection=selection)
+    policy = replace(offloaded(max_mini_batch_tokens, "full"), name=name, selection=selection)
+    return replace(policy, cache={f"kv@{cache}": 1.0})
 
 
 def infinigen(

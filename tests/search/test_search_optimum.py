@@ -461,3 +461,11 @@ def test_the_memory_that_a_refusal_asks_for_is_enough_for_the_longest_request():
     with pytest.raises(InputError, match="Raise device memory to") as refused:
         ask(64)
     assert ask(int(re.search(r"to (\d+)MiB", str(refused.value))[1])).cache
+
+
+def test_nothing_lies_on_a_disk_that_gains_nothing():
+    """Where a disk would be as fast as the host with room to spare, the cache lies on the host."""
+    settings = SearchSettings(batch=10, space=replace(LOSSLESS, attention=("device",)))
+    problem = Problem(shape=shape_by_name("opt-6.7b"), hardware=catalogue.load("t4"), dtype="float16")
+    found = search(problem, Workload.uniform(10, 512, 32), settings)
+    assert found.policy.share("kv") == 1 and found.policy.cache.get("kv@disk", 0) == 0

@@ -13,6 +13,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.memory import fits
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.policy import Placement
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
@@ -275,3 +276,19 @@ def test_alpha_and_a_measured_file_change_a_prediction(tmp_path):
             system(f"infinigen(expected={file})", SETTING)
     with pytest.raises(InputError, match="missing"):
         system(f"infinigen(expected={tmp_path / 'missing.json'})", SETTING)
+
+
+def test_where_a_cache_lies_may_be_said(tmp_path):
+    assert dict(system("accelerate(cache=device, weights_device=0)", SETTING).policy.cache) == {"kv@device": 1.0}
+    assert dict(system("h2o(0.3, cache=device)", SETTING).policy.cache) == {"kv@device": 1.0}
+    assert system("capture(weights_device=0.5)", SETTING).policy.weights == Placement(device=0.5, host=0.5)
+    with pytest.raises(InputError, match="cache is 'disk'; it must be device or host"):
+        system("h2o(0.3, cache=disk)", SETTING)
+
+
+def test_kvpr_keeps_no_layer_inputs_that_it_never_reads():
+    """Under grouped queries nothing is recomputed, on no machine."""
+    for machine in ("t4", "l4", "rtx4090"):
+        setting = setting_of(shape_by_name("llama-3-8b"), catalogue.load(machine), 8, 4000, 64)
+        for name in ("kvpr_row", "kvpr_column"):
+            assert "both" not in "".join(system(name, setting).policy.cache)
