@@ -6,7 +6,7 @@ from matplotlib import pyplot as plt
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from figures.style import COLORS, HATCHES, look, save, style
+from figures.style import COLORS, HATCHES, save, style
 
 BLUE, RED, GREEN, PINK, SKY, ORANGE, BLACK, GREY, VIOLET, BROWN = COLORS
 VERB_COLORS = {
@@ -46,7 +46,6 @@ BAR_NAMES |= {"disk_read": "disk read", "disk_write": "disk write"}
 LEAST_BAR = 0.01  #: share of a step that gets a bar
 CARGO_COLORS = {"weights": GREY, "kv": BLUE, "act": ORANGE, "hidden": SKY, "state": GREEN}
 LINK_HATCHES = dict(zip(("h2d", "d2h", "disk_read", "disk_write"), HATCHES, strict=False))
-RESOURCES = ("compute", "h2d", "d2h", "host_compute", "disk_read", "disk_write")
 SHOWN_ROWS = (("h2d", "link"), ("compute", "compute"))
 
 
@@ -175,11 +174,11 @@ def _is_seen(systems: list[dict], kinds: tuple[str, ...]) -> bool:
 
 @style()
 def traffic(path: Path, systems: list[dict], title: str) -> None:
-    """Draw the bytes of a decode step by link and cargo, and busy shares of resources (HybridServe's Fig. 13 and 14).
+    """Draw the bytes of a decode step by link and cargo (HybridServe's Fig. 13).
 
-    ``systems``: as for ``breakdown``, with "bytes": {link: {cargo: bytes}} and "busy": {resource: share}.
+    ``systems``: as for ``breakdown``, with "bytes": {link: {cargo: bytes}}.
     """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(3.2 + 2.4 * len(systems), 4.4), constrained_layout=True)
+    figure, axes = plt.subplots(figsize=(2.6 + 0.9 * len(systems), 4.4), constrained_layout=True)
     cargoes, links = [], []
     for x, system in enumerate(systems):
         bottom = 0.0
@@ -187,35 +186,19 @@ def traffic(path: Path, systems: list[dict], title: str) -> None:
             for cargo, color in CARGO_COLORS.items():
                 height = system["measured"]["bytes"].get(link, {}).get(cargo, 0.0) / 1e6
                 if height:
-                    left.bar(x, height, 0.6, bottom=bottom, color=color, hatch=hatch, edgecolor="white", lw=0)
+                    axes.bar(x, height, 0.6, bottom=bottom, color=color, hatch=hatch, edgecolor="white", lw=0)
                     bottom += height
                     cargoes.append(cargo)
                     links.append(link)
-    figure.suptitle(title, fontsize=9)
-    left.margins(y=0.08)
-    left.set_ylabel("MB a decode step")
-    _name_systems(left, systems)
+    axes.margins(y=0.08)
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_ylabel("MB of a decode step")
+    _name_systems(axes, systems)
     shown = [Patch(color=color, label=cargo) for cargo, color in CARGO_COLORS.items() if cargo in cargoes]
     hatches = {link: hatch for link, hatch in LINK_HATCHES.items() if link in links}
     grey = {"facecolor": "#dddddd", "edgecolor": "black", "lw": 0}
     shown += [Patch(hatch=hatch, label=link, **grey) for link, hatch in hatches.items()]
-    figure.legend(handles=shown, fontsize=7, ncol=4, loc="outside lower left", frameon=False)
-    busy = [r for r in RESOURCES if any(r in system["measured"]["busy"] for system in systems)]
-    width = 0.8 / max(1, len(busy))
-    for x, system in enumerate(systems):
-        for i, resource in enumerate(busy):
-            place = x + (i - (len(busy) - 1) / 2) * width
-            share = system["measured"]["busy"].get(resource, 0.0)
-            color, _, hatch = look(RESOURCES.index(resource))
-            right.bar(place, share, width, color=color, hatch=hatch, ec="white", lw=0, label="" if x else resource)
-            right.plot([place], [system["predicted"]["busy"].get(resource, 0.0)], "_", color=BLACK, ms=9)
-    right.set_ylabel("busy share of a decode step")
-    right.set_ylim(0, 1.05)
-    right.set_title("bars: measured; ticks: predicted", fontsize=9, loc="left")
-    _name_systems(right, systems)
-    figure.legend(
-        *right.get_legend_handles_labels(), fontsize=7, ncol=len(busy), loc="outside lower right", frameon=False
-    )
+    figure.legend(handles=shown, fontsize=8, ncol=4, loc="outside lower center", frameon=False)
     save(figure, path)
 
 

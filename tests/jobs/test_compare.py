@@ -89,7 +89,7 @@ def test_every_policy_is_exact_and_measured(run):
 def test_trials_correct_the_record_that_is_kept(run):
     folder, result = run
     trials = result["trials"]
-    assert 1 <= trials["rounds"] <= 3 and trials["told"] and {"finish", "load_weights"} <= set(trials["lines"])
+    assert 1 <= trials["rounds"] <= 3 and trials["told"] and {"kv_gen", "load_kv"} <= set(trials["lines"])
     kept, profiled = load_hardware(folder / "out" / "hardware-cpu.json"), result["speed"][0]
     assert kept.notes[TRIALS] == {name: trials[name] for name in ("lines", "waiting")}
     assert profiled["virtual_clock_before_trials_tokens_per_s"] > 0

@@ -183,36 +183,29 @@ def _profile_and_search(
     (None for ``options.systems``). Where the options leave the link's rate open, take the first that gives a mix."""
     options, device = setting.options, setting.paced.device
 
-    report.say("Profiling under load: one to three minutes a link rate.\n")
+    report.say("Profiling under load: one to three minutes.\n")
     disk = measure_disk(setting.paced.disk) if options.disk_dir else None
-
-    def profiled(link: float | None, heading: str = "Profile") -> tuple[ComparisonSetting, list[str]]:
-        progress.turn_to("profile" if link is None else f"profile at {link} GB/s")
-        path = options.out / f"hardware-{device.type}.json"
-        paced = replace(setting.paced, link_gb_per_s=link)
-        hardware, disagreements = measure_hardware(
-            setting.problem.shape, setting.problem.dtype, paced, path, progress.advance
-        )
-        if disk:
-            hardware, disagreements = with_disk(hardware, disk[0]), disagreements + disk[1]
-            hardware.save(path)
-        report.profile(hardware, disagreements, heading)
-        return replace(setting.measured(hardware), paced=paced), disagreements
 
     def mixes(result: SearchResult) -> bool:
         return INSIDE[0] < result.act_share < INSIDE[1]
 
     link = None if device.type == "cuda" else options.link_gb_per_s or LINK_LADDER[0]
-    setting, disagreements = profiled(link)
-    setting = setting.sized()
-    result = None if options.systems else setting.search(setting.machine)
+    progress.turn_to("profile" if link is None else f"profile at {link} GB/s")
+    path, paced = options.out / f"hardware-{device.type}.json", replace(setting.paced, link_gb_per_s=link)
+    shape, dtype = setting.problem.shape, setting.problem.dtype
+    hardware, disagreements = measure_hardware(shape, dtype, paced, path, progress.advance)
+    if disk:
+        hardware, disagreements = with_disk(hardware, disk[0]), disagreements + disk[1]
+        hardware.save(path)
+    report.profile(hardware, disagreements)
+    setting = replace(setting.measured(hardware), paced=paced).sized()
+    result = None if options.systems else setting.search(hardware)
     if result and link and options.link_gb_per_s is None and not mixes(result):
-        slow = setting.machine
-        rates = (rate for rate in LINK_LADDER[1:] if mixes(setting.search(slow.with_link_rate(rate))))
-        if rate := next(rates, None):
-            report.faster_link(link, rate)
-            progress.grow(profile_steps(setting.paced.device))
-            setting, disagreements = profiled(rate, "Profile anew")
+        paces = ((rate, hardware.with_link_rate(rate)) for rate in LINK_LADDER[1:])
+        if pace := next(((rate, faster) for rate, faster in paces if mixes(setting.search(faster))), None):
+            report.faster_link(link, pace[0])
+            setting = replace(setting.measured(pace[1]), paced=replace(paced, link_gb_per_s=pace[0]))
+            setting.machine.save(path)
             result = setting.search(setting.machine)
     return setting, disagreements, result
 
@@ -346,7 +339,7 @@ def _try(
     def price(hardware: Hardware, policy: Policy) -> Priced:
         return _priced(replace(setting.problem, hardware=hardware), policy, setting.workload)
 
-    tried = run_trials(setting.machine, search, price, table, run, setting.table_seconds(), LAST)
+    tried = run_trials(setting.machine, search, price, table, run, LAST)
     tried.hardware.save(setting.options.out / f"hardware-{setting.paced.device.type}.json")
     return setting.measured(tried.hardware), tried
 

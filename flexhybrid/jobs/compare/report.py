@@ -54,8 +54,8 @@ class Report:
     def table(self, rows: list[dict]) -> None:
         self.say(pd.DataFrame(rows).to_string(index=False))
 
-    def profile(self, hardware: Hardware, disagreements: list[str], heading: str = "Profile") -> None:
-        self.say(f"1. {heading}: {hardware.source}, {hardware.dtype}\n")
+    def profile(self, hardware: Hardware, disagreements: list[str]) -> None:
+        self.say(f"1. Profile: {hardware.source}, {hardware.dtype}\n")
         rows = {row["key"]: row for row in fit_report(hardware)}
         self.table([profile_line(rows[key]) for key in SHOWN_LINES if key in rows])
         self.say(f"\nThe papers report R² ≥ {PAPERS_R2} for T_kv_gen and T_load_kv; a worse fit is marked.")
@@ -67,7 +67,7 @@ class Report:
     def faster_link(self, slow: float, link: float) -> None:
         self.say(
             f"\nAt {slow} GB/s this machine recomputes faster than the link brings KV, and the best mix is all of one "
-            f"kind: the link is set to {link} GB/s and profiled anew. --link-gb-per-s {slow} keeps it.\n"
+            f"kind: the link is set to {link} GB/s. --link-gb-per-s {slow} keeps it.\n"
         )
 
     def search(self, result: SearchResult, algorithm1: dict[str, float], tokens_per_s: float) -> None:
@@ -142,13 +142,6 @@ class Report:
             self.say(f"\n{told}")
         violations = result["trace_violations"]
         self.say(f"\nTRACE VIOLATIONS: {violations[:3]}" if violations else "\nTraces: every read saw its version.")
-        rows = {row["policy"]: row for row in result["speed"] + result["sweep"]}  # some are in both
-        shares = [share for row in rows.values() for share in row["others_cpu_share"]]
-        if disturbed := sum(share > MOST_OTHERS for share in shares):
-            self.say(
-                f"In {disturbed} of {len(shares)} rounds other processes used more than {MOST_OTHERS:.0%} of the cores "
-                f"(at most {max(shares):.0%}): those are not clean."
-            )
 
     def breakdown(self, breakdowns: list[dict]) -> None:
         self.say("\n5. A decode step: ms by kind of task, predicted / measured\n")

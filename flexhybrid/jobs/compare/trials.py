@@ -1,19 +1,21 @@
 """Trials: run the best candidates for a few iterations, correct the machine's lines by them, and search again."""
 
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.trace import TraceEvent
 from sim.correction import corrected, times_of, with_waiting
+from sim.virtual_clock import summarize_measured
 
 MOST_ROUNDS = 3  #: searches with a corrected record
 MOST_TRIED = 4  #: candidates of the first round
 TRIAL_ITERATIONS = 4  #: that a candidate decodes; the first and the last do not count
 TIE = 0.01  #: share by which another choice must be predicted to be faster than one that was tried
-MOST_SHARE, MOST_S = 0.05, 20.0  #: of the job's predicted seconds, and in all, for iterations under trial
+LIMIT_S = 20.0  #: of iterations under trial
 
 
 class Priced(NamedTuple):
@@ -39,31 +41,35 @@ def run_trials(
     price: Callable[[Hardware, Policy], Priced],
     others: Iterable[Policy],
     run: Callable[[Policy], list[TraceEvent]],
-    job_s: float,
     last: int,
+    limit_s: float = LIMIT_S,
 ) -> Trials:
     """Try the search's choice and its rivals among ``others``; correct, search and try again until the choice stays.
 
-    ``run`` returns the trace of a few decode iterations, of which ``last`` (``Window``) ends what counts. The choice
-    stays where none is predicted to be faster by more than TIE. ``job_s``: predicted seconds of the whole job.
+    ``run`` returns the trace of a few decode iterations, of which ``last`` (``Window``) ends what counts. Once these
+    took ``limit_s``, nothing more is tried. The choice stays where none is predicted to be faster by more than TIE. At
+    the end it gives way to a policy that was tried and measured to be faster by more than that.
     """
     record, choice, rounds = hardware, search(hardware), 0
     tried: dict[Policy, list[TraceEvent]] = {}
-    left_s = min(MOST_S, MOST_SHARE * job_s)
     wanted = [choice, *rivals(choice, {policy: price(record, policy) for policy in others})]
     while rounds < MOST_ROUNDS and any(policy not in tried for policy in wanted):
         for policy in wanted:
-            if policy not in tried and (left_s > 0 or not tried):
+            if policy not in tried and (limit_s > 0 or not tried):
                 tried[policy] = run(policy)
-                left_s -= tried[policy][-1].end_s - tried[policy][0].start_s
+                limit_s -= tried[policy][-1].end_s - tried[policy][0].start_s
         runs = [(policy, times_of(trace, hardware.at_work(policy))) for policy, trace in tried.items()]
         record, rounds = with_waiting(corrected(hardware, runs), tried.items(), last), rounds + 1
         found = search(record)
         if price(record, found).tokens_per_s > (1 + TIE) * price(record, choice).tokens_per_s:
             choice = found
         wanted = [choice]
-        if left_s <= 0:
+        if limit_s <= 0:
             break
+    measured = {of: summarize_measured(trace, last).decode_tokens_per_s for of, trace in tried.items()}
+    fastest = max(measured, key=lambda policy: measured[policy])
+    if measured[fastest] > (1 + TIE) * measured.get(choice, math.inf):
+        choice = replace(fastest, name=choice.name)
     return Trials(record, choice, tried, rounds)
 
 
