@@ -11,7 +11,7 @@ from flexhybrid.core.errors import InputError, flag
 from flexhybrid.core.files import check_new_file
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.options import budgets_from, options_from, split_names
-from sim.hosts import HOSTS
+from sim.catalogue.hosts import HOSTS
 
 #: New objects after which Python looks for cycles. Predictions make many that live long, and few cycles: after every
 #: 700, as usual, looking for them takes a seventh of a search.

@@ -12,8 +12,8 @@ from pathlib import Path
 from flexhybrid.core.errors import InputError, unknown
 from flexhybrid.core.files import cache_folder, newest_profile
 from flexhybrid.core.hardware import Hardware, load_hardware
+from sim.catalogue.hosts import beside
 from sim.datasheet import is_record, load_datasheet, load_machine
-from sim.hosts import beside
 
 FOLDER = Path(__file__).parent
 
@@ -68,7 +68,7 @@ def path_of(name_or_path: str | Path) -> Path | None:
 
 def load(name_or_path: str | Path, host: str | None = None) -> Hardware:
     """A catalogue entry by name (any case), "local", or a hardware file by path; else InputError with the names.
-    ``host``: one of ``sim.hosts``, in place of the entry's own; InputError for a measured record, which has none."""
+    ``host``: one of ``sim.catalogue.hosts``, in place of the entry's own; InputError for a measured record, which has none."""
     text = str(name_or_path)
     if host is not None:
         if (path := path_of(name_or_path)) is None:

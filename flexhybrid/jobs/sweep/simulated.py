@@ -22,7 +22,7 @@ from flexhybrid.jobs.sweep.job import SweepSummary, run_sweep
 from flexhybrid.jobs.whatif import AUTO, at_its_best, check_plot, draw_rows
 from policy_search.systems import Setting, System, check
 from sim import catalogue
-from sim.hosts import HOSTS
+from sim.catalogue.hosts import HOSTS
 from sim.simulate import CLOCKS, Lengths, SimulatedRun, simulate_many
 
 
