@@ -19,7 +19,6 @@ import torch
 from tqdm import tqdm
 
 from experiments.bench.cascade import bench_cascade
-from experiments.bench.cluster import bench_cluster
 from experiments.bench.harness import Table, seconds_of
 from experiments.bench.host_kernels import bench_host_kernels
 from experiments.bench.kernels import bench_kernels
@@ -255,7 +254,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "refill": (bench_refill, bench_queue_overlap, bench_density, bench_forecast),
     "prefixes": (bench_prefixes,),
     "speed": (bench_speed,),
-    "cascade": (bench_cascade, bench_cluster),
+    "cascade": (bench_cascade,),
 }
 TIMED = ("kernels", "executor", "selection", "speed")
 

@@ -68,7 +68,7 @@ def path_of(name_or_path: str | Path) -> Path | None:
 
 def load(name_or_path: str | Path, host: str | None = None) -> Hardware:
     """A catalogue entry by name (any case), "local", or a hardware file by path; else InputError with the names.
-    ``host``: one of ``sim.catalogue.hosts``, in place of the entry's own; InputError for a measured record, which has none."""
+    ``host``: one of ``hosts.HOSTS``, in place of the entry's own; InputError for a measured record, which has none."""
     text = str(name_or_path)
     if host is not None:
         if (path := path_of(name_or_path)) is None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.bench.cluster import ten_models
 from flexhybrid.cascade.cluster.served import (
     BatchLine,
     Cluster,
@@ -34,6 +33,25 @@ GIB = 2**30
 def model(name: str, seconds: float, gigabytes: float, **more) -> ServedModel:
     fields = {"output_bytes": 1e4, "hidden_bytes": 1e6, "max_batch": 1, "max_partitions": 1, **more}
     return ServedModel(name, BatchLine(0.0, seconds), BatchLine(gigabytes * GIB, 0.0), **fields)
+
+
+def ten_models(seed: int):
+    """Return ten models of 60 million to 20 billion parameters, seconds and bytes by size, and a flow through them."""
+    rng = np.random.default_rng(seed)
+    sizes = np.geomspace(0.06, 20, 10) * 1e9 * rng.uniform(0.8, 1.25, 10)
+    models = tuple(
+        ServedModel(
+            f"m{i}",
+            BatchLine(2e-3 + size * 1e-12, size * 2.2e-12),
+            BatchLine(2 * size + 3e8, size * 2e-3),
+            output_bytes=float(rng.uniform(1e3, 1e5)),
+            hidden_bytes=float(rng.uniform(1e5, 2e6)),
+            max_batch=32,
+            max_partitions=8,
+        )
+        for i, size in enumerate(sizes)
+    )
+    return models, chain(rng.dirichlet(np.ones(10)).tolist())
 
 
 def cluster(hosts: int, gpus: int, gigabytes: float = 16) -> Cluster:

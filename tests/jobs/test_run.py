@@ -20,7 +20,6 @@ import warm_python
 from forced_machine import ATTENTION
 from models import save_opt
 
-from experiments.bench.queues.run_memory import answer_at_once
 from flexhybrid import LLM, InputError, SamplingParams, cli, shipped
 from flexhybrid import resolve as machine
 from flexhybrid.arguments import LLMArguments
@@ -45,6 +44,7 @@ from flexhybrid.jobs.run.forecast import forecast, sorted_by_length
 from flexhybrid.jobs.run.options import RunOptions
 from flexhybrid.runtime.engine import Engine
 from sim.presets import CAPTURE_MINI_BATCH_TOKENS
+from tests.forced.run_memory import answer_at_once
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = shipped.CHECKPOINT

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import warm_python
 
-from experiments.bench.queues.run_memory import held_bytes, peak_bytes, write_requests
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid.core.model.shape import ModelShape
+from tests.forced.run_memory import held_bytes, peak_bytes, write_requests
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -27,7 +27,7 @@ def command(folder: Path, model: Path, policy: str) -> list[str]:
 #: Frees 16 MiB, whereupon glibc keeps blocks of that size; then keeps something small above 12 MiB that it frees.
 FREED = """
 import os, sys
-from experiments.bench.queues.run_memory import held_bytes
+from tests.forced.run_memory import held_bytes
 from flexhybrid.jobs.malloc import return_freed_memory
 if sys.argv[1] == "returned":
     return_freed_memory()
@@ -50,7 +50,7 @@ def test_what_is_freed_goes_back_to_the_system():
 
 
 def test_a_model_beyond_the_budget_is_run_within_it(tmp_path, monkeypatch, warm_processes):
-    """Weights on the disk; two waves. ``make bench`` does it with a larger one."""
+    """Weights on the disk; two waves."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     shape = ModelShape("large", "opt", 8, 512, 8, 8, 64, 2048, 2000, 128)
     model = make_checkpoint(tmp_path / "large", shape, "float32")
@@ -65,7 +65,7 @@ def test_a_model_beyond_the_budget_is_run_within_it(tmp_path, monkeypatch, warm_
 
 
 def test_a_longer_file_takes_no_more_than_its_census(tmp_path, monkeypatch, warm_processes):
-    """Answers at once in the model's place; ``make bench`` does it with 100,000 lines."""
+    """Answers at once in the model's place."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     model = make_checkpoint(tmp_path / "tiny", ModelShape("tiny", "opt", 1, 64, 1, 1, 64, 64, 100, 64), "float32")
     peaks = []
@@ -80,7 +80,7 @@ def test_a_longer_file_takes_no_more_than_its_census(tmp_path, monkeypatch, warm
 ANSWERS = """
 import gc, json, os, sys, threading
 import numpy as np, torch
-from experiments.bench.queues.run_memory import held_bytes
+from tests.forced.run_memory import held_bytes
 from flexhybrid import LLM, SamplingParams
 from flexhybrid.runtime.executor import Executor
 torch.set_num_threads(1)

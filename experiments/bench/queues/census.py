@@ -1,17 +1,11 @@
-"""Bench rows of the census of a file of requests: lines a second, against a loop that reads line by line; memory."""
+"""Bench rows of the census of a file of requests: lines a second, against a loop that reads line by line."""
 
 import json
-import os
 import random
 import statistics
-import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
-from tempfile import TemporaryFile
 
 from experiments.bench.harness import Table, seconds_of
-from experiments.bench.queues.run_memory import held_bytes
 from flexhybrid import shipped
 from flexhybrid.batch.census import take_census
 from flexhybrid.batch.requests import LineRules
@@ -19,7 +13,6 @@ from flexhybrid.core.model.shape import shape_of_checkpoint
 from flexhybrid.requests import RequestCodec, load_tokenizer
 
 NUM_LINES, NUM_PLAIN, ROUNDS = 20_000, 2_000, 3
-MANY_LINES, BYTES_A_LINE, SAMPLE_S = 1_000_000, 64, 0.02
 #: Bar. The census that encoded line by line took 1.55 times the plain loop's seconds a line; five times its speed.
 FASTER = 3.2
 
@@ -51,20 +44,3 @@ def bench_census(table: Table) -> None:
     ratios = [ours / loop for ours, loop in rates]
     conditions = {"samples": ratios, "lines_per_s": [ours for ours, _ in rates]}
     table.at_least("run: census against a plain loop", statistics.median(ratios), FASTER, "x", **conditions)
-    with TemporaryFile() as many:
-        line = b'{"custom_id": "r%d", "method": "POST", "url": "/v1/completions", "body": {"prompt": "line %d"}}\n'
-        many.writelines(line % (index, index) for index in range(MANY_LINES))
-        size = peak_growth(lambda: take_census(many, LineRules("jsonl", {}, 0).reader(codec), codec.shape.max_context))
-    table.at_most(f"run: memory of a census of {MANY_LINES:,} lines", size / MANY_LINES, BYTES_A_LINE, "bytes a line")
-
-
-def peak_growth(work: Callable[[], object]) -> int:
-    """Return by how many bytes the memory that this process holds grows at most during ``work``."""
-    before = peak = held_bytes(os.getpid())
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(work)
-        while not done.done():
-            peak = max(peak, held_bytes(os.getpid()))
-            time.sleep(SAMPLE_S)
-        done.result()
-    return peak - before

@@ -1,4 +1,4 @@
-"""Bench rows of ``flexhybrid run``: the cost of files, resume and progress; its prediction; its memory.
+"""Bench rows of ``flexhybrid run``: the cost of files, resume and progress; its prediction.
 
 The cost is that of a job in this process against ``LLM.generate`` of its prompts in its order, both with loading the
 model, in interleaved rounds. The prediction is judged on requests that generate all their tokens, with a profile
@@ -17,15 +17,11 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import numpy as np
-from tqdm import tqdm
 
 from experiments.bench.harness import Table, least_disturbed, seconds_of
-from experiments.bench.launch import TINY
-from experiments.bench.queues.run_memory import peak_bytes, write_requests
-from experiments.peers.random_opt import make_checkpoint
 from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
-from flexhybrid.jobs.profile.job import TIMING_SHAPE, measure_for_model
+from flexhybrid.jobs.profile.job import measure_for_model
 from flexhybrid.jobs.run.forecast import sorted_by_length
 from flexhybrid.jobs.run.job import RunOptions, run
 from flexhybrid.llm import LLM, SamplingParams
@@ -36,16 +32,9 @@ from flexhybrid.runtime.storage.loader import Checkpoint
 PAIRS = 5  #: rounds of both sides; the cost looked for is a hundredth
 ROUNDS = 3  #: of each prediction
 NUM_REQUESTS = 240
-OVERHEAD, ERROR, BEYOND_BUDGET, BYTES_A_LINE = 1.02, 15, 1.05, 64  #: bars
+OVERHEAD, ERROR = 1.02, 15  #: bars
 CALLBACKS = ("on_tokens", "on_finish", "should_stop")  #: of an engine's RunControl
 LINK_GB_PER_S = 0.4  #: of the prediction over a paced link
-SHORT_LINES, LONG_LINES = 10_000, 100_000  #: both hold what a batch has open, thousands of requests that begin or end
-MIB = 2**20
-
-
-LARGE = replace(TIMING_SHAPE, name="large", num_layers=16, max_positions=512)  #: 838 MiB in float32
-SMALL = replace(TINY, name="tiny", num_layers=1, ffn=256, vocab=100, max_positions=64)
-BUDGETS = {"--device-memory": 300 * MIB, "--host-memory": 240 * MIB}
 
 
 def requests() -> list[dict]:
@@ -70,7 +59,6 @@ def bench_run(table: Table) -> None:
         (folder / "in.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         bench_overhead(table, model, folder, bodies)
         bench_prediction(table, model, folder)
-        bench_memory(table, folder)
 
 
 def options(folder: Path, model: Path, **arguments) -> RunOptions:
@@ -175,35 +163,3 @@ def profiled(options: RunOptions) -> None:
     """Measure this machine at the model's sizes, as policy auto does at its first run."""
     llm = options.llm
     measure_for_model(Checkpoint(llm.model).shape, llm.dtype, pick_device(llm.device, llm.link_gb_per_s))
-
-
-def bench_memory(table: Table, folder: Path) -> None:
-    """The memory peak of a model larger than its budgets, and of a file 50 times as long as another."""
-    if not Path("/proc/self/status").is_file():
-        tqdm.write("     memory of a run: not measured, this system has no /proc")
-        return
-    large = make_checkpoint(folder / "large", LARGE, "float32")
-    policy = {"name": "disk", "weights": {"device": 0.2, "host": 0.1, "disk": 0.7}, "cache": {"kv@host": 1.0}}
-    (folder / "policy.json").write_text(json.dumps(policy))
-    write_requests(folder / "in.jsonl", 12, 60, 4, LARGE.vocab)
-    budgets = [str(part) for pair in BUDGETS.items() for part in pair]
-    files = ["-i", folder / "in.jsonl", "-o", folder / "out.jsonl"]
-    common = [*files, "--device", "cpu", "--dtype", "float32", "--restart"]
-    searched = ["--model", large, "--disk-dir", folder / "scratch", *budgets]
-    with_policy, budget = [*searched, "--policy", folder / "policy.json"], sum(BUDGETS.values())
-    size = sum(f.stat().st_size for f in large.iterdir())
-    for where, arguments in {"": with_policy, ", policy auto, which measures first": searched}.items():
-        peak = peak_bytes([str(argument) for argument in (*common, *arguments)])
-        conditions = {"peak_bytes": peak, "budget_bytes": budget, "model_bytes": size}
-        name = f"run: peak memory over the budget, model beyond it{where}"
-        table.at_most(name, peak / budget, BEYOND_BUDGET, "x", **conditions)
-
-    tiny = make_checkpoint(folder / "tiny", SMALL, "float32")
-    peaks = []
-    for count in (SHORT_LINES, LONG_LINES):
-        write_requests(folder / "in.jsonl", count, 8, 4, 100)
-        arguments = [*common, "--model", tiny, "--policy", "kv_only"]
-        peaks.append(peak_bytes([str(argument) for argument in arguments], fake=True))
-    a_line = (peaks[1] - peaks[0]) / (LONG_LINES - SHORT_LINES)
-    name = f"run: memory that a line takes, {LONG_LINES:,} against {SHORT_LINES:,}"
-    table.at_most(name, a_line, BYTES_A_LINE, "bytes", peak_bytes=peaks)

@@ -21,7 +21,7 @@ CHILD = """
 import sys
 import flexhybrid.jobs.run.job, flexhybrid.jobs.run.cli, policy_search.search, policy_search.systems, sim.array_clock
 from transformers import AutoTokenizer
-from experiments.bench.queues.run_memory import answer_at_once
+from tests.forced.run_memory import answer_at_once
 from flexhybrid import cli
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
