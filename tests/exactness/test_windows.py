@@ -21,7 +21,7 @@ def windowed(draw) -> dict:
     return dict(shape, kind=kind, sliding_window=window)
 
 
-@settings(max_examples=10)
+@settings(max_examples=7)
 @given(st.data(), windowed(), lossless_policies())
 def test_every_lossless_policy_gives_the_references_tokens(tmp_path_factory, data, shape, policy):
     folder = tmp_path_factory.mktemp("model")

@@ -51,6 +51,7 @@ def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch):
 
     monkeypatch.setattr(profiling, "Engine", watched)
     monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
+    monkeypatch.setattr(profiling, "LINK_SIZES", (1 << 12, 1 << 16))
     monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
     monkeypatch.setattr(profiling, "launch_seconds", lambda *_: 1e-5)
     runs = (ProfileRun(8, 48, 4, {"kv@host": 0.5, "act@host": 0.5}),)
@@ -77,6 +78,7 @@ def test_kernels_alone_have_lines_of_their_own_where_the_device_holds_all(monkey
     """And only a policy that moves nothing is priced by them."""
     monkeypatch.setenv(FASTER_DTYPE, "float32")
     monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
+    monkeypatch.setattr(profiling, "LINK_SIZES", (1 << 12, 1 << 16))
     monkeypatch.setattr(profiling, "DECODE_SECONDS", 0.0)
     monkeypatch.setattr(profiling, "launch_seconds", lambda *_: 1e-5)
     shape = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96)

@@ -61,7 +61,7 @@ def differences(replayed: dict, planned: dict) -> dict[tuple[str, str], int]:
 
 def test_replayed_peaks_are_the_plans_and_the_closed_forms_for_like_requests():
     seen = set()
-    for case in cases(54, 21):
+    for case in cases(33, 21):
         wave = case.wave()
         parts = peak_parts(stream(wave), wave)
         assert differences(parts, plan_of(case, wave)) == {}, case
@@ -75,7 +75,7 @@ def test_replayed_peaks_are_the_plans_and_the_closed_forms_for_like_requests():
 def test_what_is_read_where_it_lies_needs_no_attention_buffer():
     """But for prompts that are taken in pieces."""
     without = with_pieces = 0
-    for index, case in enumerate(cases(30, 26)):
+    for index, case in enumerate(cases(21, 26)):
         device = ("cpu", "cuda")[index % 2]
         case = replace(case, hardware=replace(case.hardware, device=device, attends_in_place=True))
         if index % 3 == 0:
@@ -93,12 +93,12 @@ def test_what_is_read_where_it_lies_needs_no_attention_buffer():
         assert ("attention buffer" in planned["device"]) == in_pieces, case
         assert ("attention sums" in planned["device"]) == (device == "cuda")
         without, with_pieces = without + (not in_pieces), with_pieces + in_pieces
-    assert without >= 8 and with_pieces >= 2
+    assert without >= 6 and with_pieces >= 2
 
 
 def test_requests_of_many_lengths_have_room_and_at_most_a_block_each_too_much():
     rng = np.random.default_rng(22)
-    for case in cases(27, 22):
+    for case in cases(15, 22):
         lengths = (rng.integers(1, most + 1, case.batch) for most in (case.prompt_tokens, case.max_tokens))
         workload = Workload(*lengths)
         wave = admit(case.problem, case.policy, workload)
@@ -112,7 +112,7 @@ def test_requests_of_many_lengths_have_room_and_at_most_a_block_each_too_much():
 def test_layers_with_windows_need_what_was_planned():
     """A ring of blocks is for a window wherever it begins: a short run leaves a block of each entry unused."""
     rng, kinds, exact = np.random.default_rng(25), set(), 0
-    for case in cases(30, 25):
+    for case in cases(21, 25):
         if case.policy.selection.method != "none":
             continue
         windows = [(17,), (48, None), (16, 16, None), (33, 70)][rng.integers(4)]
@@ -127,7 +127,7 @@ def test_layers_with_windows_need_what_was_planned():
             block = BLOCK_TOKENS * rows[part.removesuffix(" pool")]
             assert 0 < size <= block * case.batch * case.shape.num_layers * len(case.policy.cache), (case, part)
         exact += not beyond
-    assert len(kinds) == 4 and exact >= 10
+    assert len(kinds) == 4 and exact >= 7
 
 
 @pytest.mark.parametrize("windows", [(33,), (33, None), (16, 16, 50)])
@@ -144,7 +144,7 @@ def test_replayed_peaks_of_windows_are_the_plans(windows, cache):
 def test_those_who_stop_early_need_nothing_more():
     """Whoever is left: with fewer requests the split of both(…) may want more of each."""
     rng = np.random.default_rng(23)
-    for case in cases(21, 23):
+    for case in cases(12, 23):
         lengths = (rng.integers(1, most + 1, case.batch) for most in (case.prompt_tokens, case.max_tokens))
         workload = Workload(*lengths)
         wave = admit(case.problem, case.policy, workload)
@@ -178,7 +178,7 @@ def test_a_small_run_worked_out_by_hand():
     assert parts["host"]["weights"] == 3 * wave.placed[0].layout.total_bytes
 
 
-@pytest.mark.parametrize("tok", [0.1, 0.35, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("tok", [0.1, 0.5, 0.95])
 def test_pools_hold_each_block_until_it_is_dropped(tok):
     """Token by token, with a set for every pool: no block that is still read is given to a new token, and every block
     that was reserved is used."""

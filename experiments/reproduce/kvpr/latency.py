@@ -63,11 +63,11 @@ def _hardware(constants: tuple[Constant, ...] | None):
     return setup.machine("a100-40g", link, host_s, "load_kv")
 
 
+@cache
 def paper_column(model: str, method: str, metric: str = "decode_latency") -> np.ndarray:
     """Return a column of Table 3 or 4 over setup.SHORT."""
     find = {"model": model, "method": method, "metric": metric}
-    values = [reference.value("kvpr_table3_4", prompt_len=p, gen_len=g, **find) for p, g in setup.SHORT]
-    return np.array(values)
+    return np.array([reference.value("kvpr_table3_4", prompt_len=p, gen_len=g, **find) for p, g in setup.SHORT])
 
 
 def paper_speedups(model: str) -> np.ndarray:
