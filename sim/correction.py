@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexhybrid.core.hardware import ALONE_SUFFIX, Hardware, Line
+from flexhybrid.core.hardware import ALONE_SUFFIX, Hardware, Line, resource_of_line
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.trace import LineKey, LineTimes, TraceEvent
 from sim import virtual_clock
@@ -57,8 +57,9 @@ def times_of(trace: list[TraceEvent], hardware: Hardware) -> dict[LineKey, LineT
 
 
 def corrected(hardware: Hardware, runs: Iterable[Run]) -> Hardware:
-    """Return the machine with its lines as these runs show them; a line that did not run stays. The notes (TRIALS) have
-    the factor of each line, the one that changes the runs most first, and no contention: it is in the lines."""
+    """Return the machine with its lines as these runs show them; a line that did not run is scaled as those of its
+    resource that did. The notes (TRIALS) have the factor of each line, the one that changes the runs most first, and no
+    contention: it is in the lines."""
     hardware = hardware.contended
     points: dict[str, list[_Point]] = {}
     known: dict[str, Line] = {}
@@ -73,9 +74,13 @@ def corrected(hardware: Hardware, runs: Iterable[Run]) -> Hardware:
                 known[name] = line
     lines = {name: _refitted(known[name], of_line) for name, of_line in points.items()}
     changes = {name: _change(of_line) for name, of_line in points.items()}
+    resources: dict[str, list[_Point]] = {}
+    for name, of_line in points.items():
+        resources.setdefault(resource_of_line(name) or "", []).extend(of_line)
+    others = hardware.scaled({resource: _change(of_all)[1] for resource, of_all in resources.items()})
     ordered = sorted(changes, key=lambda name: -abs(changes[name][0]))
     note = {"lines": {name: changes[name][1] for name in ordered}, "waiting": {}}
-    return replace(hardware, lines={**hardware.lines, **lines}, notes={**hardware.notes, TRIALS: note})
+    return replace(hardware, lines={**others.lines, **lines}, notes={**hardware.notes, TRIALS: note})
 
 
 def _mean_task(line: Line, times: LineTimes) -> _Point:

@@ -276,7 +276,7 @@ class Job:
         asked = self.options.llm
         kept = model_profile_path(self.llm.checkpoint.shape, asked.dtype, self.llm.paced)
         if asked.hardware is None and kept.is_file() and hardware and (note := hardware.notes.get(TRIALS)):
-            known = load_hardware(kept)
+            known = load_hardware(kept).contended  # as the corrected lines are
             lines = known.lines | {name: hardware.lines[name] for name in note["lines"]}
             replace(known, lines=lines, notes=known.notes | {TRIALS: note}).save(kept)
 

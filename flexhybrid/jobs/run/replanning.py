@@ -65,8 +65,8 @@ class Watch:
     def begin(self, iteration: int) -> None:
         """Begin anew, with a window in which a batch settles."""
         self.first, self.settled = iteration, False
+        self.before: list[dict[LineKey, LineTimes]] = []  #: the times of lines before the latest windows, and after
         self.slower: list[float] = []  #: of the latest windows, times as long as predicted
-        self.resources: list[dict[str, float]] = []  #: likewise of each resource, where it is measured
         self.longer: list[float] = []  #: likewise of the answers of those who wait
 
     def look(self, outlook: Outlook) -> str | None:
@@ -81,21 +81,14 @@ class Watch:
         if self.settled:
             longer = mean / assumed if outlook.answers.num_ended >= LEAST_ANSWERS else 1.0
             self.slower = [*self.slower, outlook.slower(self.first)][-WINDOWS:]
-            self.resources = [*self.resources, outlook.slower_resources(self.first)][-WINDOWS:]
             self.longer = [*self.longer, longer][-WINDOWS:]
         self.first, self.settled = now, True
+        self.before = [*self.before, outlook.line_times()][-WINDOWS - 1 :]
         if parted(self.slower):
             return f"iterations took {statistics.median(self.slower):.2f} times as long as predicted"
         if parted(self.longer):
             return f"answers have {mean:.0f} tokens on average, not {assumed:.0f}"
         return None
-
-    def culprits(self, binding: str) -> dict[str, float]:
-        """Return the resources that take other times than predicted, as many times as long; the ``binding`` one as the
-        iterations do, where none is measured."""
-        measured = set.intersection(*(set(window) for window in self.resources))
-        times = {name: statistics.median(window[name] for window in self.resources) for name in sorted(measured)}
-        return times or {binding: statistics.median(self.slower)}
 
 
 def parted(ratios: list[float]) -> bool:
@@ -137,9 +130,8 @@ class Replanner:
         if (reason := self.watch.look(outlook)) is None:
             return
         hardware = self.hardware
-        if parted(self.watch.slower) and hardware:
-            for resource, times in self.watch.culprits(self.run.binding).items():
-                hardware = hardware.scaled({resource: times})
+        if parted(self.watch.slower):
+            hardware, _ = self._measured(outlook, self.watch.before[0], statistics.median(self.watch.slower))
         waits, answers = outlook.waiting()
         outlook.assumed = outlook.assumed.copy()
         outlook.assumed[waits] = answers
@@ -156,19 +148,25 @@ class Replanner:
             return
         limit_s, self._trial_s = self._trial_s, 0.0
         slower, resources = outlook.slower(SETTLED), outlook.slower_resources(SETTLED)
-        times = {key: of.since(self._before.get(key, LineTimes())) for key, of in outlook.line_times().items()}
-        if times:
-            hardware = corrected(self.hardware, [(self.llm.settled_policy, times)])
-            words = told(hardware)
-        else:
-            hardware = self.hardware.scaled({self.run.binding: slower})
-            words = f"{self.run.binding} takes {slower:.2f} of the profile's time"
+        hardware, words = self._measured(outlook, self._before, slower)
         self.trial = words
         if any(max(ratio, 1 / ratio) > PARTED for ratio in (slower, *resources.values())):
             self._ask(outlook, hardware, f"after {now} iterations: {words}", limit_s)
         else:
             self.hardware = hardware
         self.watch.begin(now)
+
+    def _measured(
+        self, outlook: Outlook, before: dict[LineKey, LineTimes], slower: float
+    ) -> tuple[Hardware | None, str]:
+        """Return the machine as the lines' times since ``before`` show it, and the changes in words. Where lines are
+        not measured, the resource that limits the run takes ``slower`` times as long."""
+        times = {key: of.since(before.get(key, LineTimes())) for key, of in outlook.line_times().items()}
+        if self.hardware is None or times:
+            hardware = self.hardware and corrected(self.hardware, [(self.llm.settled_policy, times)])
+            return hardware, told(hardware) if hardware else ""
+        binding = self.run.binding
+        return self.hardware.scaled({binding: slower}), f"{binding} takes {slower:.2f} of the profile's time"
 
     def _ask(self, outlook: Outlook, hardware: Hardware | None, reason: str, limit_s: float) -> None:
         """Search for those who wait, if any, in a thread of its own."""
