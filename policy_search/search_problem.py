@@ -86,9 +86,15 @@ PLAIN = replace(
 
 
 def measured_space(space: Space, hardware: Hardware) -> Space:
-    """Return the space, without attention on the host where this machine's profile has not measured it."""
-    measured = hardware.name != "local" or "attend_host" in hardware.lines
-    return space if measured else replace(space, attention=("device",))
+    """Return the space, without attention on the host and packed bits where this machine's profile has not measured
+    them."""
+    if hardware.name != "local":
+        return space
+    if "attend_host" not in hardware.lines:
+        space = replace(space, attention=("device",))
+    if "dequantize_kv" not in hardware.lines:
+        space = replace(space, weights_bits=(NATIVE,), kv_bits=(NATIVE,), act_bits=(NATIVE,))
+    return space
 
 
 #: Fields of a policy that no search chooses, but that it may be told to keep at a value.

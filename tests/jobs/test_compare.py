@@ -199,7 +199,7 @@ def systems_run(tmp_path_factory):
     lines = {key: Line(1e-4, 0.0, 1e-9) for key in ("disk_read", "disk_write")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FASTER_DTYPE, "bfloat16")
-        patch.setattr(job, "measure_hardware", lambda *rest: (hardware, []))
+        patch.setattr(job, "measure_hardware", lambda *rest, **more: (hardware, []))
         patch.setattr(job, "measure_disk", lambda *rest: (Hardware("disk", "cpu", lines, disk_memory=1 << 30), []))
         result = compare(
             CompareOptions(
@@ -273,7 +273,7 @@ def test_systems_are_written_as_tables_and_figures(systems_run):
 def test_what_cannot_be_compared_is_refused_before_the_profile(systems, words, cpu_dtype, tmp_path, monkeypatch):
     disk = tmp_path / "disk.json"
     disk.write_text(Policy("on_disk", cache={"kv@disk": 1.0}).to_json())
-    monkeypatch.setattr(job, "measure_hardware", lambda *rest: pytest.fail("measured before it was checked"))
+    monkeypatch.setattr(job, "measure_hardware", lambda *rest, **more: pytest.fail("measured before it was checked"))
     systems = tuple(str(disk) if name == "DISK" else name for name in systems)
     with pytest.raises(InputError, match=words):
         compare(CompareOptions(device="cpu", shape=SMALL, systems=systems, out=tmp_path / "out"), quiet=True)

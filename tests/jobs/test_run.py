@@ -764,17 +764,17 @@ def test_an_output_of_another_run_is_refused_before_the_machine_is_measured(
     assert words in capsys.readouterr().err
 
 
-def test_the_machine_is_measured_where_that_takes_less_than_the_answers(tiny, tmp_path, capsys, monkeypatch):
+def test_the_machine_is_measured_where_a_policy_is_to_be_searched(tiny, tmp_path, capsys, monkeypatch):
     source, out, measured = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", []
     monkeypatch.setattr(opening, "measure_for_model", lambda *_: measured.append(1) or known_machine())
     assert run(source, out, tiny, policy="auto") == 0 and not measured
-    assert "not measured for so short a run (--reprofile does that)" in capsys.readouterr().out
+    assert "not measured, as all requests fit the device (--reprofile does that)" in capsys.readouterr().out
     for more in (["--link-gb-per-s", "2"], ["--reprofile"]):
         measured.clear()
         assert run(source, out, tiny, "--restart", *more, policy="auto") == 0 and measured == [1]
         assert "tokens/s" in capsys.readouterr().out
     measured.clear()
-    monkeypatch.setattr(opening, "BRIEF_S", 0.0)  # it takes longer than that
+    monkeypatch.setattr(opening, "resident_at_once", lambda *_: None)  # not all fit the device
     assert run(source, out, tiny, "--restart", policy="auto") == 0 and measured == [1]
 
 

@@ -32,6 +32,7 @@ from flexhybrid.runtime.profiling import profile as profiling
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
 from flexhybrid.runtime.profiling.profile import ProfileRun, Stretch, kernel_times
 from policy_search.fit import fit_contention, fit_hardware
+from policy_search.search_problem import FULL, measured_space
 from sim import catalogue
 from sim.simulate import simulate
 
@@ -216,6 +217,21 @@ def test_runs_are_repeated_until_their_long_tasks_agree(monkeypatch):
     taken.clear()
     monkeypatch.setattr(profiling, "CPU_SECONDS", 0.0)
     assert profiling.profile(shape, "float32", torch.device("cpu"), runs=runs).disagreements and len(taken) == 4
+
+
+def test_a_profile_has_the_runs_of_its_parts_alone():
+    """Each part adds runs of its own, and a search does not use what its machine's profile left out."""
+    assert profiling.runs_of("cpu") == list(profiling.RUNS) and profiling.runs_of("cuda") == list(profiling.GPU_RUNS)
+    assert profiling.runs_of("cpu", frozenset()) == list(profiling.MIXES)
+    for part, without in (("four bits", 2), ("host attention", 4), ("token recomputation", 2), ("shared prefixes", 7)):
+        left = profiling.runs_of("cpu", profiling.PARTS - {part})
+        assert len(profiling.RUNS) - len(left) == without
+    assert not any(run.policy.stays_on_device for run in profiling.runs_of("cpu", profiling.PARTS - {"resident"}))
+    here = Hardware("local", "cpu", dict.fromkeys(("compute", "h2d", "attend_host"), Line(1e-5)))
+    space = measured_space(FULL, here)
+    assert space.lossless and space.attention == FULL.attention
+    packed = replace(here, lines={"compute": Line(1e-5), "dequantize_kv": Line(1e-5)})
+    assert measured_space(FULL, packed) == replace(FULL, attention=("device",))
 
 
 @pytest.mark.parametrize("asked, pace", [(0.1, 0.25), (0.3, 0.3)])

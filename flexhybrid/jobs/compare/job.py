@@ -20,7 +20,7 @@ from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import profile_file, write_by_rename
-from flexhybrid.core.hardware import PACE, Hardware, load_hardware
+from flexhybrid.core.hardware import PACE, Hardware, is_of_disk, load_hardware
 from flexhybrid.core.memory import total_bytes
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
@@ -37,7 +37,7 @@ from flexhybrid.jobs.compare.trials import MOST_ROUNDS, MOST_TRIED, TRIAL_ITERAT
 from flexhybrid.jobs.machine import device_name, notes_on
 from flexhybrid.jobs.paths import check_writable
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk, with_earlier_disk
-from flexhybrid.jobs.profile.job import measure_hardware, profile_steps
+from flexhybrid.jobs.profile.job import PARTS, measure_hardware, profile_steps
 from flexhybrid.jobs.progress import Progress
 from flexhybrid.llm import LLM
 from flexhybrid.requests import load_tokenizer
@@ -99,7 +99,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
     check_writable(options.out, RESULT_FILES)
     algorithm1 = tried = None
     with ExitStack() as stack:
-        steps = _num_steps(options, profile_steps(setting.paced.device))
+        steps = _num_steps(options, profile_steps(setting.paced.device, profiled_parts(options)))
         progress = stack.enter_context(Progress(steps, "profile", "step", quiet))
 
         def advance(label: str) -> None:
@@ -176,6 +176,11 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
     return result
 
 
+def profiled_parts(options: CompareOptions) -> frozenset[str]:
+    """Return the parts of a profile that the policies to compare can use: the mixes use none."""
+    return PARTS if options.systems or options.policy else frozenset()
+
+
 def _profile_and_search(
     setting: ComparisonSetting, report: Report, progress: Progress
 ) -> tuple[ComparisonSetting, list[str], SearchResult | None]:
@@ -183,7 +188,7 @@ def _profile_and_search(
     (None for ``options.systems``). Where the options leave the link's rate open, take the first that gives a mix."""
     options, device = setting.options, setting.paced.device
 
-    report.say("Profiling under load: one to three minutes.\n")
+    report.say("Profiling under load: about a minute.\n")
     disk = measure_disk(setting.paced.disk) if options.disk_dir else None
 
     def mixes(result: SearchResult) -> bool:
@@ -193,7 +198,9 @@ def _profile_and_search(
     progress.turn_to("profile" if link is None else f"profile at {link} GB/s")
     path, paced = options.out / f"hardware-{device.type}.json", replace(setting.paced, link_gb_per_s=link)
     shape, dtype = setting.problem.shape, setting.problem.dtype
-    hardware, disagreements = measure_hardware(shape, dtype, paced, path, progress.advance)
+    hardware, disagreements = measure_hardware(
+        shape, dtype, paced, path, progress.advance, parts=profiled_parts(options)
+    )
     if disk:
         hardware, disagreements = with_disk(hardware, disk[0]), disagreements + disk[1]
         hardware.save(path)
@@ -215,8 +222,11 @@ def _keep_for_auto(setting: ComparisonSetting) -> str:
     that was measured without a pace is not given up for one with it."""
     path, machine, pace = profile_file(setting.paced.device.type), setting.machine, setting.machine.notes.get(PACE)
     with suppress(InputError):  # none yet, or none that can be read
-        if pace and not load_hardware(path).notes.get(PACE):
+        earlier = load_hardware(path)
+        if pace and not earlier.notes.get(PACE):
             return f"The profile at {path} stays as it is: it was measured without a pace, this one at {pace:g} GB/s"
+        if set(machine.lines) < {key for key in earlier.lines if not is_of_disk(key) or key in machine.lines}:
+            return f"The profile at {path} stays as it is: it has more lines"
     before = ", in place of an earlier profile" if path.is_file() else ""
     try:
         with_earlier_disk(machine, path).save(path)

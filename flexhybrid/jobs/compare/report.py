@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from flexhybrid.core.hardware import LINKS, Hardware
+from flexhybrid.core.hardware import AFTER_PAUSE, CONTENTION, LINKS, Hardware
 from flexhybrid.core.memory import kept_shares
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import WHOLE_BATCH, Policy
@@ -59,6 +59,12 @@ class Report:
         rows = {row["key"]: row for row in fit_report(hardware)}
         self.table([profile_line(rows[key]) for key in SHOWN_LINES if key in rows])
         self.say(f"\nThe papers report R² ≥ {PAPERS_R2} for T_kv_gen and T_load_kv; a worse fit is marked.")
+        for resource, of in hardware.notes.get(CONTENTION, {}).items():
+            wait = f"{1e6 * of['wait_s']:.0f} µs a task and {of['factor'] - 1:.1%}"
+            self.say(f"Beside copies and other threads, {resource} takes {wait} longer than the lines say.")
+        if paused := {key: of for key, of in hardware.notes.get(AFTER_PAUSE, {}).items() if key in SHOWN_LINES}:
+            ratios = ", ".join(f"{key} {of:.2f}" for key, of in paused.items())
+            self.say(f"Times as long after a pause, which no prediction counts: {ratios}.")
         if disagreements:
             self.say(f"Two passes disagreed by more than 15 % on {len(disagreements)} sizes.")
         if note := company_note(hardware):

@@ -29,6 +29,7 @@ from flexhybrid.jobs.profile.disk import with_earlier_disk
 from flexhybrid.resolve import PacedDevice, free_device_memory, pick_device
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.profiling.profile import (
+    PARTS,
     ProfileSamples,
     faster_cpu_dtype,
     num_passes,
@@ -49,6 +50,9 @@ MOST_DISAGREED = 0.1  #: share of the sizes whose passes may differ in an undist
 #: Of what a profile measures. A record of before is not found under its name, and measured anew.
 EDITION = {"cpu": 3, "cuda": 3}
 
+#: Parts of the profile of a model's layers: policy auto is lossless.
+OF_A_MODEL = PARTS - {"four bits"}
+
 #: Fields of a shape that decide the times of its layers' tasks.
 LAYER_SIZES = ("family", "hidden", "num_heads", "num_kv_heads", "head_dim", "ffn", "vocab", "max_positions")
 
@@ -65,8 +69,9 @@ def measure_hardware(
     save_to: Path | None = None,
     on_progress: Callable[[], object] | None = None,
     budgets: Budgets = NO_BUDGETS,
+    parts: frozenset[str] = PARTS,
 ) -> tuple[Hardware, list[str]]:
-    """Profile and fit within ``budgets``; return the record and the sizes on which two passes disagreed.
+    """Profile and fit these parts within ``budgets``; return the record and the sizes on which two passes disagreed.
 
     The record is saved to ``save_to`` (None: where ``policy="auto"`` looks). ``on_progress`` is called
     ``profile_steps`` times.
@@ -77,7 +82,7 @@ def measure_hardware(
         check_cache_folder()
     device, link_gb_per_s = paced.device, paced.link_gb_per_s
     before = CpuUse.now()
-    result = profile(shape, dtype, device, link_gb_per_s, on_progress, budgets=budgets)
+    result = profile(shape, dtype, device, link_gb_per_s, on_progress, runs_of(device.type, parts), budgets)
     others = CpuUse.now().others_since(before)
     saved_at = Path(save_to or profile_file(device.type))
     memories = machine_memories(device)
@@ -162,7 +167,7 @@ def measure_for_model(
     """Measure this machine at the layer sizes of a model, within ``budgets``, and keep the record for it. The record of
     ``dtype`` "auto" names the dtype that a run should compute in."""
     path, dtype = model_profile_path(shape, dtype, paced), measured_dtype(shape, dtype, paced)
-    return measure_hardware(shape, dtype, paced, path, on_progress, budgets)[0]
+    return measure_hardware(shape, dtype, paced, path, on_progress, budgets, OF_A_MODEL)[0]
 
 
 def measured_dtype(shape: ModelShape, dtype: str, paced: PacedDevice) -> str:
@@ -180,6 +185,6 @@ def _paced(key: str, line: Line, link_gb_per_s: float) -> Line:
     return replace(line, s_per_byte=max(line.s_per_byte, 1e-9 / link_gb_per_s))
 
 
-def profile_steps(device: torch.device) -> int:
+def profile_steps(device: torch.device, parts: frozenset[str] = PARTS) -> int:
     """Return how often ``measure_hardware`` calls ``on_progress``."""
-    return num_passes(device.type) * len(runs_of(device.type))
+    return num_passes(device.type) * len(runs_of(device.type, parts))

@@ -119,7 +119,7 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
         pace = f" at {llm.paced.link_gb_per_s:g} GB/s" if llm.paced.link_gb_per_s else ""
         unknown = f"is not profiled for this model{pace} (--policy auto does that)"
         if llm.arguments.policy == "auto":
-            unknown = "is not measured for so short a run (--reprofile does that)"
+            unknown = "is not measured, as all requests fit the device (--reprofile does that)"
         if llm.hardware is not None:
             unknown = "was profiled without some of the policy's tasks (a disk's: flexhybrid profile --disk DIR)"
         predicted, limit = f"no speed: this machine {unknown}", []

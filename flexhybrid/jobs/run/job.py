@@ -43,8 +43,8 @@ from flexhybrid.jobs.run.opening import (
     check_array,
     check_chats,
     earlier_numbers,
-    is_brief,
     model_arguments,
+    needs_no_search,
     open_answers,
     paced_device,
     remove_partial_files,
@@ -140,7 +140,7 @@ class Job:
         measure: Callable[[], Hardware] | None = None,
     ):
         self.options, self.llm, self.source, self.files, self.crew = options, llm, source, files, crew
-        self.measure = measure  #: the machine, unless the requests are few
+        self.measure = measure  #: the machine, unless all requests fit the device
         self.census = source.census
         self.answers = files[options.output]
         self.errors = files[options.errors or options.output]
@@ -354,7 +354,7 @@ class Job:
         lengths = self._expected(places)
         begins = _begins(lengths, max_batch)
         always = self.options.reprofile or self.crew or not self.census.complete
-        if self.measure and (always or not is_brief(self.llm, lengths, begins)):
+        if self.measure and (always or not needs_no_search(self.llm, begins)):
             self.llm.know(self.measure())
         try:
             policy = self.llm.settle(begins)

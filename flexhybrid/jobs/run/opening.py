@@ -24,18 +24,15 @@ from flexhybrid.core.waves import check_smallest
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import free_budgets, notes_on
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
-from flexhybrid.jobs.profile.job import measure_for_model, measured_dtype, model_profile_path, profile_steps
+from flexhybrid.jobs.profile.job import OF_A_MODEL, measure_for_model, measured_dtype, model_profile_path, profile_steps
 from flexhybrid.jobs.progress import Progress
 from flexhybrid.jobs.ray_cluster import Crew
 from flexhybrid.jobs.run.options import RunOptions
-from flexhybrid.llm import LLM, MOST_AT_A_TIME
+from flexhybrid.llm import LLM
 from flexhybrid.resolve import PacedDevice, pick_device, resident_at_once
 from flexhybrid.runtime.profiling.attention_paths import paths_of
 from flexhybrid.runtime.storage.loader import Checkpoint
 
-#: Seconds of a run from which it is worth while to measure the machine, and what a slow machine's are made of: a layer
-#: of a mini-batch, bytes read and products computed.
-BRIEF_S, LAYER_S, READ_BYTES_PER_S, PRODUCT_FLOPS_PER_S = 30.0, 2e-3, 4e9, 1e10
 WHITE_BYTES = 4096  #: in which a JSON array begins
 
 
@@ -94,7 +91,8 @@ def model_arguments(
             check_smallest(Problem(shape=shape, dtype=stored, budgets=Budgets(**named), attention=in_place))
 
             def measured() -> Hardware:
-                with Progress(profile_steps(paced.device), "profile", " runs", options.quiet) as progress:
+                steps = profile_steps(paced.device, OF_A_MODEL)
+                with Progress(steps, "profile", " runs", options.quiet) as progress:
                     progress.note("measuring this machine at the model's layer sizes; later runs take the record")
                     found = measure_for_model(
                         shape, asked.dtype, paced, lambda: progress.advance(1), Budgets(**budgets)
@@ -117,18 +115,10 @@ def model_arguments(
     return replace(asked, hardware=hardware, dtype=dtype, budgets=budgets, attention=attention), measure
 
 
-def is_brief(llm: LLM, workload: Workload, begins: Workload) -> bool:
-    """Return whether requests that all fit the device, by those that ``begins`` has of them, are answered there in less
-    than BRIEF_S on a slow machine: to measure this one for them would take longer. What crosses a link is never
-    brief."""
-    if llm.paced.link_gb_per_s or llm.device.type != "cpu":
-        return False
-    shape, tokens = llm.shape, float(workload.cached_tokens.sum())
-    iterations = float(workload.answers.max()) * -(-workload.num_requests // MOST_AT_A_TIME)
-    each_s = LAYER_S + shape.layer_bytes(llm.problem.bytes_per_element) / READ_BYTES_PER_S
-    products_s = 2.0 * tokens * shape.layer_matrix_elements / PRODUCT_FLOPS_PER_S
-    seconds = shape.num_layers * (iterations * each_s + products_s)
-    return seconds < BRIEF_S and resident_at_once(llm.problem, begins) is not None
+def needs_no_search(llm: LLM, begins: Workload) -> bool:
+    """Return whether all requests of ``begins`` fit the device beside the weights: policy auto keeps them there at any
+    rates. With a paced link, False."""
+    return not llm.paced.link_gb_per_s and resident_at_once(llm.problem, begins) is not None
 
 
 def check_array(path: Path, lines: BinaryIO) -> None:

@@ -131,9 +131,26 @@ RUNS = MIXES + SHARED + OTHERS + ALONE
 GPU_RUNS = (MIXES[0], MIXES[3], _mix(16, 928, 1.00, 16), MIXES[6]) + SHARED + OTHERS + ALONE
 
 
-def runs_of(device: str) -> tuple[ProfileRun, ...]:
-    """Return the runs of a pass over a "cpu" or a "cuda" device."""
-    return GPU_RUNS if device == "cuda" else RUNS
+#: What a profile may leave out, where no policy that is asked for or searched can use it. All of it has the mixes of KV
+#: and ACT on the host.
+PARTS = frozenset({"resident", "shared prefixes", "host attention", "token recomputation", "four bits"})
+
+
+def parts_of(run: ProfileRun) -> frozenset[str]:
+    """Return the parts of a profile without which a run is left out."""
+    uses = {
+        "resident": run.policy.stays_on_device,
+        "shared prefixes": run.shared > 0,
+        "host attention": run.policy.attention == "host",
+        "token recomputation": "tok" in run.cache,
+        "four bits": run.policy.bits != Bits(),
+    }
+    return frozenset(part for part, is_used in uses.items() if is_used)
+
+
+def runs_of(device: str, parts: frozenset[str] = PARTS) -> list[ProfileRun]:
+    """Return the runs of a pass over a "cpu" or a "cuda" device for these parts of a profile."""
+    return [run for run in (GPU_RUNS if device == "cuda" else RUNS) if parts_of(run) <= parts]
 
 
 def num_passes(device: str) -> int:
@@ -182,12 +199,12 @@ class ProfileSamples:
 
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     disagreements: list[str] = field(default_factory=list)
+    faster_dtype: str | None = None
+    attends_in_place: bool = False  #: ``AttentionPaths.in_place`` of the runs
     #: computing resource of a CPU ("compute_alone": while nothing crosses the link) -> (undisturbed seconds, mean
     #: seconds, number of tasks) of each size
     contention: dict[str, list[tuple[float, float, int]]] = field(default_factory=dict)
     after_pause: dict[str, float] = field(default_factory=dict)  #: line -> times as long as without a pause before it
-    faster_dtype: str | None = None
-    attends_in_place: bool = False  #: ``AttentionPaths.in_place`` of the runs
 
 
 def faster_cpu_dtype(shape: ModelShape) -> str:
@@ -236,7 +253,7 @@ def profile(
             placed[key] = weights, weights.make_slots()
         return placed[key]
 
-    began, todo = time.perf_counter(), list(runs_of(device.type) if runs is None else runs)
+    began, todo = time.perf_counter(), runs_of(device.type) if runs is None else list(runs)
     all_runs, passes, weighty = todo, [], {}
     while todo:
         times: TaskTimes = {}
