@@ -351,7 +351,9 @@ def _try(
 
     tried = run_trials(setting.machine, search, price, table, run, LAST)
     tried.hardware.save(setting.options.out / f"hardware-{setting.paced.device.type}.json")
-    return setting.measured(tried.hardware), tried
+    setting = setting.measured(tried.hardware)
+    bench.problem = setting.problem  # which decides the split points of both(…)
+    return setting, tried
 
 
 def _measure(
