@@ -47,39 +47,39 @@ WIDER = wider_policies(400, 24, 12)
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """By type: the folder of a tiny model, and the model. Delta nets beside attention; convolutions; Mamba alone."""
+    """By type: checkpoint and model, tiny ones. Delta nets beside attention; convolutions; Mamba alone."""
     made = {}
     for model_type in ("qwen3_next", "lfm2", "mamba"):
-        folder = tmp_path_factory.mktemp(model_type)
-        made[model_type] = folder, save_tiny(folder, model_type)
+        model = save_tiny(folder := tmp_path_factory.mktemp(model_type), model_type)
+        made[model_type] = Checkpoint(folder), model
     return made
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2", "mamba"])
-def test_requests_that_join_leave_and_step_back_get_the_references_tokens(models, tmp_path, model_type):
-    folder, model = models[model_type]
-    prompts, max_tokens, stops = some_requests(3, 7, 40)
+def test_requests_that_join_leave_and_step_back_get_the_references_tokens(models, tmp_path, batches, model_type):
+    checkpoint, model = models[model_type]
+    prompts, max_tokens, stops = some_requests(4, 5, 30)
     expected = [
         greedy(model, [prompt], min(length, stop))[0]
         for prompt, length, stop in zip(prompts, max_tokens, stops, strict=True)
     ]
-    checkpoint = Checkpoint(folder)
     for states, share in (("host", 0.01), ("device", 1.0)):
         policy = replace(hybrid(0.5), states=states, max_mini_batch_tokens=120)
         assert answers(checkpoint, policy, prompts, max_tokens, stops, 3, tmp_path, share) == expected
+    assert [batch.num_back for batch in batches] == [2, 0]
 
 
 @pytest.mark.parametrize("name", ["disk", "row", "chunks, hidden on host", "host attention", "kvpr"])
 def test_every_way_to_run_gives_the_references_tokens(models, name):
-    folder, model = models["qwen3_next"]
+    checkpoint, model = models["qwen3_next"]
     prompts = [list(range(3, 33)), [5, 9, 2], [8, 44, 71]]  # one longer than a mini-batch may be; two alike in length
     expected = greedy(model, prompts, 6)
-    result = run_wave(Checkpoint(folder), WIDER[name], prompts, 6, hardware=machine())
+    result = run_wave(checkpoint, WIDER[name], prompts, 6, hardware=machine())
     assert result.tokens == expected and check_trace(result.trace) == []
 
 
 def test_states_cross_the_link_once_each_way_in_each_recurrent_layer(models):
-    checkpoint = Checkpoint(models["qwen3_next"][0])
+    checkpoint = models["qwen3_next"][0]
     shape, prompts = checkpoint.shape, [[3, 4, 5], [6, 7, 8, 9]]
     each = sum(state.num_bytes(4) for state in map(shape.state_of, shape.recurrent) if state)
     assert shape.recurrent == (0, 1, 2) and shape.attending == (3,) and each > 0
@@ -95,7 +95,7 @@ def test_states_cross_the_link_once_each_way_in_each_recurrent_layer(models):
 
 @pytest.mark.parametrize("states", ["host", "device"])
 def test_the_plan_of_memory_is_what_is_allocated_for_states_and_blocks(models, states):
-    shape = Checkpoint(models["qwen3_next"][0]).shape
+    shape = models["qwen3_next"][0].shape
     policy = replace(hybrid(0.5), states=states)
     problem = Problem(shape=shape, dtype="float32", hardware=machine())
     wave = admit(problem, policy, Workload(np.array([9, 30, 17]), np.array([4, 4, 4])))
@@ -120,11 +120,13 @@ def most_allocated(action) -> int:
     return int(np.cumsum(sizes).max(initial=0))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model_type, least", [("mamba", 0.9), ("qwen3_next", 0.5)])  # the latter takes chunks of 64
-def test_the_plan_of_memory_holds_what_recurrent_layers_have_in_work(models, model_type, least, dtype):
+@pytest.mark.parametrize(
+    "model_type, dtype, least",
+    [("mamba", "bfloat16", 0.9), ("qwen3_next", "float32", 0.5)],  # the latter: chunks of 64
+)
+def test_the_plan_of_memory_holds_what_recurrent_layers_have_in_work(models, model_type, dtype, least):
     """Allocations are replayed: a tenth of this was planned when it was guessed from the size of the states."""
-    checkpoint, cpu, shares = Checkpoint(models[model_type][0]), torch.device("cpu"), []
+    checkpoint, cpu, shares = models[model_type][0], torch.device("cpu"), []
     for states, lengths in (("device", (40, 40)), ("host", (9, 30, 17))):
         policy = replace(hybrid(0.5), states=states)
         workload = Workload(np.array(lengths), np.full(len(lengths), 3))
@@ -145,7 +147,7 @@ def test_the_plan_of_memory_holds_what_recurrent_layers_have_in_work(models, mod
 
 
 def test_a_prediction_counts_the_traffic_of_states(models):
-    shape = Checkpoint(models["qwen3_next"][0]).shape
+    shape = models["qwen3_next"][0].shape
     problem = Problem(shape=shape, dtype="float32", hardware=machine())
     each = sum(state.num_bytes(4) for state in map(shape.state_of, shape.recurrent) if state)
     run = simulate(problem, replace(kv_only(), states="host"), 4, 20, 5)
@@ -153,11 +155,11 @@ def test_a_prediction_counts_the_traffic_of_states(models):
 
 
 def test_what_a_recurrent_model_cannot_do_is_said(models):
-    folder, _ = models["lfm2"]
-    shape = Checkpoint(folder).shape
+    checkpoint, _ = models["lfm2"]
+    shape = checkpoint.shape
     assert not may_share(Policy(), shape) and "recurrent" in str(sharing_limit(Policy(), shape))
     with pytest.raises(InputError, match=r"token ids \(tok\) for a model with recurrent layers"):
-        run_wave(Checkpoint(folder), WIDER["tok"], [[3, 4, 5]], 3, hardware=machine())
+        run_wave(checkpoint, WIDER["tok"], [[3, 4, 5]], 3, hardware=machine())
     with pytest.raises(InputError, match="states is 'disk'; it must be one of auto, device, host"):
         Policy(states="disk")
     assert Policy(cache={"kv@device": 1.0}).state_tier == "device" and Policy().state_tier == "host"
@@ -168,7 +170,7 @@ def test_bfloat16_errs_as_transformers_own(tmp_path, model_type):
     """Teacher-forced: as far from the float32 model as transformers' bfloat16 one, prompts of unequal lengths."""
     from transformers import AutoModelForCausalLM
 
-    model, steps = save_tiny(tmp_path, model_type), 6
+    model, steps = save_tiny(tmp_path, model_type), 4
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16, attn_implementation="eager").eval()
     texts = [list(range(3, 40)), [7, 3, 5, 60, 61, 62, 63, 64, 65], [42] * 17]
     ours = forced_logits(Checkpoint(tmp_path), hybrid(0.5), texts, steps, dtype="bfloat16", hardware=machine())
@@ -180,17 +182,17 @@ def test_bfloat16_errs_as_transformers_own(tmp_path, model_type):
 
 def test_a_model_without_attention_has_no_cache_of_few_bits(models):
     with pytest.raises(InputError, match="mamba.* keeps no keys and values"):
-        check_runnable(Checkpoint(models["mamba"][0]).shape, replace(hybrid(0.5), bits=Bits(kv=4)))
+        check_runnable(models["mamba"][0].shape, replace(hybrid(0.5), bits=Bits(kv=4)))
 
 
 def test_what_is_said_of_recurrent_layers(models, capfd):
     """Their states, and no context where no layer attends; no warning of kernels that no CPU has."""
-    shapes = {kind: Checkpoint(folder).shape for kind, (folder, _) in models.items()}
+    shapes = {kind: checkpoint.shape for kind, (checkpoint, _) in models.items()}
     assert "context" not in describe(hybrid(0.5), Problem(shape=shapes["mamba"]))
     for kind in shapes:
         assert "states of recurrent layers on the host" in describe(hybrid(0.5), Problem(shape=shapes[kind]))
     assert "context 50% act@host + 50% kv@host" in describe(hybrid(0.5), Problem(shape=shapes["lfm2"]))
-    run_wave(Checkpoint(models["mamba"][0]), hybrid(0.5), [[3, 4, 5]], 2, hardware=machine())
+    run_wave(models["mamba"][0], hybrid(0.5), [[3, 4, 5]], 2, hardware=machine())
     logger, told = logging.getLogger("transformers.integrations.hub_kernels"), []
     handler = logging.Handler()
     handler.emit = told.append

@@ -67,7 +67,7 @@ def empty_model(folder: Path, untied: frozenset[str] = frozenset()) -> EmptyMode
     return found
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def _empty_model(
     folder: Path, untied: frozenset[str], packed: PackedFormat | None, configuration: str, generation: str
 ) -> EmptyModel:
