@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from experiments.bench.harness import Round, Table, least_disturbed
-from flexhybrid.core.hardware import Hardware
+from flexhybrid.core.hardware import CONTENTION, Hardware
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
@@ -45,6 +45,7 @@ from flexhybrid.runtime.storage.weights import DiskPlace, Weights
 from flexhybrid.runtime.threads import torch_threads
 from policy_search.fit import fit_hardware
 from sim import virtual_clock
+from sim.cost import line_seconds
 from sim.presets import hybrid, kv_only, kvpr_column
 
 BATCH, CONTEXT, MAX_TOKENS, MINI_BATCH = 16, 512, 6, 4
@@ -52,6 +53,7 @@ WORKLOAD = Workload.uniform(BATCH, CONTEXT, MAX_TOKENS)
 ROUNDS = 3
 BAR, JUDGED_BALANCE = 0.92, 0.7  #: design section 11: judged where the second ideal is this share of the first
 SLOWEST, FASTEST = 0.02, 20.0  #: GB/s, bounds of the virtual clock's balanced rate
+CARRIED = 0.05  #: share of a step that a line carries which counts where two profiles are compared
 FAST_LINK = 4.0  #: GB/s of the link where the disk is paced
 #: Copies that the device waits for before and after attention on the host.
 ERRAND = ("store_query", "load_attended")
@@ -183,6 +185,35 @@ def profiled(dtype: str, case: OverlapCase) -> Hardware:
     runs = [MIXES[0], *(run for run in OTHERS if run.other.get("attention") == "host")]
     samples = profile(case.shape, dtype, device, rate, runs=runs).samples
     return fit_hardware(samples, name="a core each", device="cpu", dtype=dtype)
+
+
+def line_times(hardware: Hardware, share: float) -> tuple[dict[str, float], float]:
+    """Return (seconds of each line's undisturbed tasks, of all that happens) in a decode window, at a share of ACT."""
+    policy = hybrid(share, MINI_BATCH * (34 * 16 + 1))
+    wave = admit(Problem(shape=TIMING_SHAPE, dtype=hardware.dtype, hardware=hardware), policy, WORKLOAD)
+    seconds: dict[str, float] = {}
+    for task in filter(in_window, stream(wave, first_iteration=1)):
+        line = hardware.own_line(task.verb, task.resource, task.work.line)
+        seconds[task.verb] = seconds.get(task.verb, 0.0) + line_seconds(line, task.resource, task.work)
+    return seconds, predicted(wave, hardware).seconds
+
+
+def bench_profile(table: Table, dtype: str) -> None:
+    """Compare two profiles of this machine on the lines that carry CARRIED of a decode step, without contention."""
+    paced, path, profiles = PacedDevice(torch.device("cpu"), 0.5), Path("results/bench-hardware.json"), []
+    for number in (1, 2):
+        began = time.perf_counter()
+        profiles.append(measure_hardware(TIMING_SHAPE, dtype, paced, path, parts=frozenset())[0])
+        table.at_most(f"profile {number} of the mixes of KV and ACT", time.perf_counter() - began, 60, "s")
+        contention = profiles[-1].notes[CONTENTION]["compute"]
+        table.tell(f"contention of compute, profile {number}", contention["factor"], "x", wait_s=contention["wait_s"])
+    ratios: dict[str, float] = {}
+    for share in (0.5, 1.0):
+        (first, step_s), (second, _) = (line_times(hardware, share) for hardware in profiles)
+        for verb, seconds in first.items():
+            if seconds > CARRIED * step_s:
+                ratios[f"{verb}, {share:.0%} ACT"] = max(seconds / second[verb], second[verb] / seconds)
+    table.at_most("two profiles, largest ratio of a line", max(ratios.values()), 1.05, "x", ratios=ratios)
 
 
 def with_its_disk(case: OverlapCase, hardware: Hardware, folder: Path) -> Hardware:

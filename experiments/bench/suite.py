@@ -26,7 +26,7 @@ from experiments.bench.launch import bench_launch
 from experiments.bench.models.layer_kinds import bench_layer_kinds
 from experiments.bench.models.module_path import bench_module_path
 from experiments.bench.models.path_speeds import bench_path_speeds
-from experiments.bench.overlap import bench_overlap
+from experiments.bench.overlap import bench_overlap, bench_profile
 from experiments.bench.queues.census import bench_census
 from experiments.bench.queues.forecast import bench_forecast
 from experiments.bench.queues.prefixes import bench_prefixes
@@ -246,6 +246,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "modules": (bench_module_path, bench_path_speeds),
     "kernels": (lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),),
     "host kernels": (bench_host_kernels,),
+    "profile": (bench_profile,),
     "executor": (bench_overlap,),
     "selection": (bench_selection,),
     "layers": (bench_layer_kinds,),
@@ -256,7 +257,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "speed": (bench_speed,),
     "cascade": (bench_cascade,),
 }
-TIMED = ("kernels", "executor", "selection", "speed")
+TIMED = ("kernels", "profile", "executor", "selection", "speed")
 
 
 def main() -> None:
