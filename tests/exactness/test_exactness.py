@@ -80,7 +80,7 @@ def cases(draw, shapes):
     return shape, prompts, max_tokens, policy, draw(st.booleans())
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(cases(opt_shapes()))
 def test_random_shapes_prompts_and_policies(tmp_path_factory, case):
     shape, prompts, max_tokens, policy, ignore_eos = case
@@ -88,7 +88,7 @@ def test_random_shapes_prompts_and_policies(tmp_path_factory, case):
     check(folder, prompts, max_tokens, [policy], ignore_eos, InMemory(save_opt(folder, **shape)))
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(cases(llama_shapes()))
 def test_random_llama_shapes_prompts_and_policies(tmp_path_factory, case):
     shape, prompts, max_tokens, policy, ignore_eos = case
@@ -102,7 +102,7 @@ def test_llama_every_share_over_several_blocks(tmp_path, kind, kv_heads, hidden)
     generator = np.random.default_rng(8)
     prompts = [generator.integers(3, 61, n).tolist() for n in (1, 15, 16, 33, 70, 120)]
     both = {"act@device": 0.25, "act@host": 0.25, "kv@device": 0.25, "kv@host": 0.25}
-    policies = [hybrid(share, bound) for share, bound in ((0, 200), (0.25, 8192), (0.5, 200), (0.75, 200), (1, 8192))]
+    policies = [hybrid(share, bound) for share, bound in ((0, 200), (0.5, 200), (1, 8192))]
     policies.append(Policy("four", Placement(device=0.4, host=0.6), cache=both, max_mini_batch_tokens=512))
     check(tmp_path, prompts, 11, policies, ignore_eos=True)
 
@@ -113,7 +113,7 @@ def test_early_end_of_sequence_leaves_the_others_alone(tmp_path):
     prompts = [[3 + i % 8, 4, 5 + i % 6] for i in range(12)]
     stops = Reference(tmp_path).generate(prompts, 20)
     assert any(len(answer) < 20 for answer in stops), "this seed stops nobody: the test would prove nothing"
-    check(tmp_path, prompts, 20, [hybrid(share, 128) for share in SHARES])
+    check(tmp_path, prompts, 20, [hybrid(share, 128) for share in SHARES[::2]])
 
 
 def test_bfloat16_matches_our_kv_only_within_a_bound(tmp_path):

@@ -50,7 +50,7 @@ def tree_of_prompts(generator, count: int, longest: int) -> list[list[int]]:
     return [prompts[i] for i in generator.permutation(count)]
 
 
-@settings(max_examples=12)
+@settings(max_examples=9)
 @given(st.data(), st.one_of(sharing_policies(), sharing_policies(), lossless_policies()))
 def test_requests_that_share_get_the_references_tokens(tmp_path_factory, data, policy):
     seed, count = data.draw(st.integers(0, 99)), data.draw(st.integers(2, 9))
@@ -87,7 +87,7 @@ FEW_BITS = (
 )
 
 
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(st.integers(0, 999), st.sampled_from(FEW_BITS), st.booleans(), st.integers(2, 7))
 def test_sharing_of_few_bits_changes_no_token(tmp_path_factory, seed, policy, in_place, places):
     """Each prompt is computed as a whole, so that it attends to what was computed and not to what is kept of it."""

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("every_core")
 ROOT = Path(__file__).resolve().parents[2]
 
 PROMPTS = [[5, 9, 11], list(range(3, 40)), [7] * 17]
-PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+PARAMS = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 
 #: Every lane has something to do: weights and cache on all three tiers, ACT and KV.
 EVERYWHERE = Policy(
@@ -342,7 +342,7 @@ SLOW = """
             time.sleep(0.001)
         reached()
     PROMPTS = {prompts}
-    PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    PARAMS = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
     POLICY = Policy.from_json(open({policy!r}).read())
     def make():
         return LLM({checkpoint!r}, POLICY, device="cpu", dtype="float32", disk_dir={scratch!r})
