@@ -94,7 +94,7 @@ def test_every_block_of_a_page_works_as_written(name, clone, capsys, monkeypatch
         if language == "json":
             (clone / file).write_text(text)
         elif language == "python":
-            for dtype in DTYPES:
+            for dtype in DTYPES if "LLM(" in text else DTYPES[:1]:
                 monkeypatch.setenv(FASTER_DTYPE, dtype)
                 names = {"__name__": "page"}
                 exec(compile(text, f"docs/{name}.md", "exec"), names)
@@ -163,7 +163,6 @@ def host_bytes(monkeypatch):
     [
         (512 << 20, "does not fit", "does not fit"),
         (640 << 20, "fits memory", "does not fit"),
-        (16 << 30, "fits memory", "does not fit"),
         (4 << 40, "fits memory", "fits memory"),
     ],
 )
