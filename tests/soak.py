@@ -259,7 +259,8 @@ class Files:
 
 def chosen_points(counts: dict[str, int], num_points: int, generator: random.Random) -> list[tuple[str, int]]:
     """As many points of each kind as there are, but for the last ones, which what the census counts meanwhile moves."""
-    points = [(kind, n) for kind in KINDS for n in range(1, counts.get(kind, 0) * 4 // 5 + 1)]
+    most = {kind: max(1, count * 4 // 5) for kind, count in counts.items()}
+    points = [(kind, n) for kind in KINDS for n in range(1, most.get(kind, 0) + 1)]
     shuffled = generator.sample(points, len(points))
     turns = zip_longest(*([point for point in shuffled if point[0] == kind] for kind in KINDS))
     chosen = [point for turn in turns for point in turn if point][:num_points]
@@ -293,7 +294,7 @@ def soak(
         journal = files.journal(name)
         kept = journal.read_bytes().count(b'"status_code": 200') if journal.exists() else 0
         most_lost = max(most_lost, int.from_bytes(COMPLETED[:], "little") - kept)
-        if number % 3 == 0 and point:  # and again, somewhere in what is left
+        if number % 6 == 0 and point:  # and again, somewhere in what is left
             killed += os.WIFSIGNALED(attempt(files.command(name), (point[0], generator.randrange(1, point[1] + 1))))
         assert attempt(files.command(name), None) == 0, f"not resumed after {point}"
         files.check(name, expected)
