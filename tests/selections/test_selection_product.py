@@ -18,14 +18,14 @@ from flexhybrid.runtime.storage.loader import Checkpoint
 from sim import catalogue
 
 MACHINE = catalogue.load("t4")  # it has a disk, and lines to split both(…) by
-LENGTHS, MAX_TOKENS, BUDGET = (40, 21), 4, 0.5
+LENGTHS, MAX_TOKENS, BUDGET = (40, 21), 3, 0.5
 TIERS = ("device", "host", "disk")
 CACHES = (
     *({f"{representation}@{tier}": 1.0} for representation in ("kv", "act") for tier in TIERS),
     {"kv@host": 0.5, "act@host": 0.5}, {"kv@host": 0.5, "kv@device": 0.5}, {"both(kv@host,act@host)": 1.0},
     {"tok": 0.4, "kv@host": 0.6},
 )  # fmt: skip
-BITS = (Bits(), Bits(kv=8), Bits(kv=4), Bits(act=4), Bits(kv=8, act=8), Bits(kv=2, act=1))
+BITS = (Bits(), Bits(kv=4), Bits(act=4), Bits(kv=8, act=8), Bits(kv=2, act=1))
 
 
 def speculative(pool=1.0, victim="counter", partial_keys="device") -> Selection:

@@ -37,21 +37,17 @@ from flexhybrid.runtime.kernels import attend_triton  # noqa: E402
 #: architectures, the others in turn.
 VARIANTS = {
     "OPT": ("bfloat16", 1, 128, {}),
-    "OPT, small heads, parts": ("float16", 1, 64, {"WHOLE": False}),
-    "Llama 3": ("bfloat16", 4, 128, {}),
     "Llama 3, parts": ("bfloat16", 8, 128, {"WHOLE": False}),
     "Gemma 2": ("bfloat16", 2, 256, {"SOFTCAP": True}),
     "gpt-oss": ("bfloat16", 8, 64, {"SINKS": True}),
     "shared by many": ("float16", 200, 128, {"SUMS": True, "WHOLE": False}),
     "float32": ("float32", 4, 128, {}),
-    "float32, one query": ("float32", 1, 128, {"SUMS": True}),
-    "heads of 80": ("bfloat16", 1, 80, {}),
     "heads of 80, four queries": ("bfloat16", 4, 80, {}),
     "heads of 256, one query": ("bfloat16", 1, 256, {}),
 }
 
 
-ON_BOTH = 2
+ON_BOTH = 1
 
 
 def compiled(dtype: str, queries: int, d: int, asked: dict, architecture: int):
@@ -107,16 +103,18 @@ def narrow(ptx: str, widest: int = 16) -> dict[str, set[int]]:
     return {loads[number]: widths[number] for number in loads if widths[number] != {widest}}
 
 
-@pytest.mark.parametrize("dtype, d", [("bfloat16", 72), ("float16", 96), ("float16", 20), ("bfloat16", 18)])
-def test_no_key_or_value_is_loaded_less_than_16_bytes_at_a_time(dtype, d, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "dtype, d, counts", [("bfloat16", 72, (1, 4)), ("float16", 20, (1, 4)), ("bfloat16", 18, (1,))]
+)
+def test_no_key_or_value_is_loaded_less_than_16_bytes_at_a_time(dtype, d, counts, tmp_path, monkeypatch):
     """For one query a key head and for several; other sizes: VARIANTS. Heads of 40 and of 36 bytes cannot all begin at
     multiples of 16: they come 8 and 4 bytes at a time."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.backends.nvidia.compiler.CUDABackend, "make_cubin", lambda *given: b"")  # slow, unread
     widest = {20: 8, 18: 4}.get(d, 16)
-    for queries, architecture in ((1, 80 if d > 90 else 90), (4, 90 if d > 90 else 80)):
-        code = compiled(dtype, queries, d, {"ALIGNED": widest}, architecture)
-        assert narrow(code["ptx"], widest) == {}, (queries, architecture)
+    for queries in counts:
+        code = compiled(dtype, queries, d, {"ALIGNED": widest}, 90 if queries == 1 else 80)
+        assert narrow(code["ptx"], widest) == {}, queries
 
 
 def test_what_a_kernel_may_load_at_a_time_follows_from_head_size_and_address(monkeypatch):
@@ -211,7 +209,8 @@ def test_a_job_begun_with_triton_is_refused_in_words_where_it_does_not_run(monke
 # ---- whole runs: all but the kernels themselves
 
 PROMPTS = [np.random.default_rng(0).integers(3, 60, length).tolist() for length in (1, 15, 16, 40)]
-PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+MAX_TOKENS = 9  # the longest prompt's last begins a block
+PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
 
 @pytest.fixture
@@ -247,7 +246,7 @@ def test_shared_beginnings_are_attended_to_together_or_alone(by_table, monkeypat
     prompts = [[*common, *range(5, 5 + tail)] for tail in (3, 9, 20)]
     policy = Policy(cache={"kv@host": 0.4, "kv@device": 0.3, "act@host": 0.3}, max_mini_batch_tokens=600)
     ours = answers(tmp_path, policy, tmp_path, prompts, enable_prefix_caching=True)
-    assert ours == InMemory(model).generate(prompts, 20, ignore_eos=True)
+    assert ours == InMemory(model).generate(prompts, MAX_TOKENS, ignore_eos=True)
     together = [given for given in by_table if given[4][1] is not None]
     assert bool(together) == (queries == 1)
 
@@ -273,6 +272,6 @@ def test_a_gpu_runs_by_the_kernels_and_gives_transformers_tokens(tmp_path, monke
         assert llm.problem.attends_in_place
         calls.clear()  # those that prove the kernels
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
-    expected = InMemory(model).generate(PROMPTS, 20, ignore_eos=True)
+    expected = InMemory(model).generate(PROMPTS, MAX_TOKENS, ignore_eos=True)
     assert [output.outputs[0].token_ids for output in outputs if output] == expected
-    assert len(calls) == 3 * 19
+    assert len(calls) == 3 * (MAX_TOKENS - 1)

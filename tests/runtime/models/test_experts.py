@@ -57,11 +57,8 @@ class Live(TorchDispatchMode):
 TYPES = [
     "qwen3_moe",
     "gpt_oss",
-    "mixtral",
-    "qwen2_moe",
     "deepseek_v2",
     "glm4_moe",
-    "olmoe",
     "phimoe",
     "gemma2",
     "llama",
