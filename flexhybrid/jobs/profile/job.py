@@ -82,7 +82,8 @@ def measure_hardware(
         check_cache_folder()
     device, link_gb_per_s = paced.device, paced.link_gb_per_s
     before = CpuUse.now()
-    result = profile(shape, dtype, device, link_gb_per_s, on_progress, runs_of(device.type, parts), budgets)
+    runs = runs_of(device.type, parts)
+    result = profile(shape, dtype, device, link_gb_per_s, on_progress, runs=runs, budgets=budgets)
     others = CpuUse.now().others_since(before)
     saved_at = Path(save_to or profile_file(device.type))
     memories = machine_memories(device)
@@ -167,7 +168,7 @@ def measure_for_model(
     """Measure this machine at the layer sizes of a model, within ``budgets``, and keep the record for it. The record of
     ``dtype`` "auto" names the dtype that a run should compute in."""
     path, dtype = model_profile_path(shape, dtype, paced), measured_dtype(shape, dtype, paced)
-    return measure_hardware(shape, dtype, paced, path, on_progress, budgets, OF_A_MODEL)[0]
+    return measure_hardware(shape, dtype, paced, path, on_progress, budgets=budgets, parts=OF_A_MODEL)[0]
 
 
 def measured_dtype(shape: ModelShape, dtype: str, paced: PacedDevice) -> str:
