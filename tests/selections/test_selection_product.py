@@ -18,7 +18,7 @@ from flexhybrid.runtime.storage.loader import Checkpoint
 from sim import catalogue
 
 MACHINE = catalogue.load("t4")  # it has a disk, and lines to split both(…) by
-LENGTHS, MAX_TOKENS, BUDGET = (40, 21), 3, 0.5
+LENGTHS, MAX_TOKENS, BUDGET = (40, 21), 4, 0.5
 TIERS = ("device", "host", "disk")
 CACHES = (
     *({f"{representation}@{tier}": 1.0} for representation in ("kv", "act") for tier in TIERS),
