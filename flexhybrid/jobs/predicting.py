@@ -84,7 +84,9 @@ def _add_search(commands) -> None:
         help="of the policy, what the search may not change: cache=kv@host,act@host (their shares are free), "
         "cache.act@disk=0, weights.device=0.5, bits.kv=8, packing=fifo, max_mini_batch_tokens=8192, …",
     )  # fmt: skip
-    parser.add_argument("--selection", help="infinigen(…), to be used where it is faster; expected=SHARE as measured")
+    parser.add_argument(
+        "--selection", help="infinigen(…), with --lossy: used where it is faster; expected=SHARE as measured"
+    )
     parser.add_argument("--time-limit", type=float, help="seconds after which the best so far is taken")
     parser.add_argument(
         "--no-confirm", dest="confirm", action="store_false", help="do not walk the winner on the virtual clock"

@@ -151,8 +151,9 @@ def run_search(
 
 def settings_of(options: PolicySearchOptions, setting: Setting) -> SearchSettings:
     """Return what the search may choose. Raise InputError for what cannot be kept, or is said twice."""
-    lossless = options.lossless and options.selection is None  # a selection changes the tokens
-    space = measured_space(LOSSLESS if lossless else FULL, setting.machine)
+    if options.selection and options.lossless:
+        raise InputError(f"--selection {options.selection} changes the tokens, as fewer bits do: add --lossy")
+    space = measured_space(LOSSLESS if options.lossless else FULL, setting.machine)
     if options.attention not in WHERE:
         check("--attention", options.attention, False, f"one of {', '.join(WHERE)}")
     kept = [text.partition("=")[0].strip() for text in options.keep]

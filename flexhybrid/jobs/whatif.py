@@ -31,6 +31,10 @@ AUTO = "auto"  #: as a batch: the one with which the system answers most tokens 
 MEMORIES = tuple(f"{tier}_memory" for tier in TIERS)
 LENGTHS = ("prompt_len", "gen_len")
 UNLIKE_WEIGHTS = 0.1  #: difference of two systems' shares of weights on the device that is remarked
+UNLIKE = (
+    "  note: these systems keep different shares of the weights on the device, which may explain more of a difference "
+    "than their caches do; weights_device=SHARE in a system's call sets the share"
+)
 #: Fields that can be varied -> what reads a value of theirs.
 VARIED: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("batch", *LENGTHS), int), **dict.fromkeys(RATES, float),
@@ -144,8 +148,11 @@ def answers(
 def describe_answers(found: list[Answer], varied: Varied | None) -> str:
     """Return a table: of one field's values, tokens/s of each system; without one, a line a system."""
     table = _by_value(found, varied) if varied else _by_system(found)
-    seconds = [answer.run.to_dict()["total_s"] for answer in found if answer.run]
-    return "\n".join([table, *no_start(min(seconds))])
+    runs = [answer.run.to_dict() for answer in found if answer.run]
+    on_device = [run["kept_weights"]["device"] for run in runs]
+    remarked = max(on_device) - min(on_device) > UNLIKE_WEIGHTS and len({answer.system for answer in found}) > 1
+    unlike = [UNLIKE] if remarked else []
+    return "\n".join([table, *unlike, *no_start(min(run["total_s"] for run in runs))])
 
 
 def _by_value(found: list[Answer], varied: Varied) -> str:
@@ -178,12 +185,6 @@ def _by_system(found: list[Answer]) -> str:
             f"  {answer.system:{width}}  {row['tokens_per_s']:10.4g}  {row['total_s']:10.4g}  {requests:9}  "
             f"{at_a_time:9}  {placed}; bound by {row['binding']}{_costs_text(answer)}"
             f"{f' ({LOSSY})' if answer.lossy else ''}"
-        )
-    on_device = [answer.run.to_dict()["kept_weights"]["device"] for answer in found if answer.run]
-    if max(on_device) - min(on_device) > UNLIKE_WEIGHTS:
-        lines.append(
-            "  note: these systems keep different shares of the weights on the device, which may explain more of a "
-            "difference than their caches do; weights_device=SHARE in a system's call sets the share"
         )
     return "\n".join(lines)
 
@@ -219,12 +220,12 @@ class Picture(NamedTuple):
     paper: Any = None
 
 
-def check_plot(path: Path | None, field: str | None) -> None:
-    """Raise InputError for a picture that cannot be drawn: of no ``field``, or in another format."""
+def check_plot(path: Path | None, field: str | None, remedy: str = "name it, like --vary batch=1,2,4,8") -> None:
+    """Raise InputError for a picture that cannot be drawn: of no ``field``, with the remedy, or in another format."""
     if path is None:
         return
     if field is None:
-        raise InputError(f"--plot {path} draws tokens/s over one field: name it, like --vary batch=1,2,4,8")
+        raise InputError(f"--plot {path} draws tokens/s over one field: {remedy}")
     if path.suffix.lower() not in FORMATS:
         raise InputError(f"--plot {path}: a picture is a {', '.join(FORMATS)} file")
 

@@ -164,7 +164,7 @@ def sweep_grid(
     varied = {key: list(dict.fromkeys(point.get(key) for point in points)) for key in dict.fromkeys(chain(*points))}
     axis = next((key for key, of in varied.items() if len(of) > 1 and all(map(is_number, of))), None)
     if plot:
-        check_plot(plot, axis)
+        check_plot(plot, axis, "give one of the grid's keys several numbers")
         check_new_file(plot)
     summary = run_sweep(points, out, evaluate, workers, fresh, quiet)
     if plot and axis:
