@@ -27,7 +27,6 @@ from experiments.bench.models.layer_kinds import bench_layer_kinds
 from experiments.bench.models.module_path import bench_module_path
 from experiments.bench.models.path_speeds import bench_path_speeds
 from experiments.bench.overlap import bench_overlap, bench_profile
-from experiments.bench.queues.census import bench_census
 from experiments.bench.queues.forecast import bench_forecast
 from experiments.bench.queues.prefixes import bench_prefixes
 from experiments.bench.queues.refill import bench_density, bench_queue_overlap, bench_refill
@@ -250,7 +249,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "executor": (bench_overlap,),
     "selection": (bench_selection,),
     "layers": (bench_layer_kinds,),
-    "run": (bench_census, bench_run),
+    "run": (bench_run,),
     "replanning": (bench_replanning,),
     "refill": (bench_refill, bench_queue_overlap, bench_density, bench_forecast),
     "prefixes": (bench_prefixes,),
