@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from fake_cuda.order import Clock, Order, Place, Span
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Operations that torch would take apart, and that are one kernel or a few of their own here.
@@ -33,6 +32,8 @@ class Operation(NamedTuple):
     writes: tuple[bool, ...]  #: of each argument by place
     writes_by_name: frozenset[str]
     returns: tuple[str, ...]  #: names of the arguments that it returns, where it writes to some
+    arguments: tuple[str, ...]  #: all names
+    is_void: bool  #: it returns nothing
 
 
 @lru_cache(None)
@@ -42,7 +43,9 @@ def operation(func) -> Operation:
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
     view = func.is_view or name in ("detach", "alias", "as_strided", "_reshape_alias", "lift_fresh", "_unsafe_view")
     names = [a.name for a, is_written in zip(arguments, written, strict=True) if is_written]
-    return Operation(name, composite and name not in WHOLE, view, tuple(written), frozenset(names), tuple(names))
+    composite, returned = composite and name not in WHOLE, tuple(names)
+    every, is_void = tuple(a.name for a in arguments), not func._schema.returns
+    return Operation(name, composite, view, tuple(written), frozenset(names), returned, every, is_void)
 
 
 def span_of(tensor: torch.Tensor) -> Span:
@@ -170,9 +173,8 @@ class Watch:
         if staged:
             self._wait_for(info.name)
         if not info.returns:
-            for tensor in pytree.tree_leaves(made):
-                if isinstance(tensor, torch.Tensor):
-                    self.by_stream(stream, span_of(tensor), True, info.name)
+            for tensor in tensors_of(made):
+                self.by_stream(stream, span_of(tensor), True, info.name)
         return made
 
     def _make(self, func, args: tuple, kwargs: dict, from_device: bool) -> Any:
@@ -214,15 +216,16 @@ def _operands(info: Operation, args: tuple, kwargs: dict) -> tuple[list[torch.Te
     reads, writes = [], []
     for place, value in enumerate(args):
         written = info.writes[place]
-        for leaf in [value] if isinstance(value, torch.Tensor) else _leaves(value):
-            (writes if written else reads).append(leaf)
+        (writes if written else reads).extend(tensors_of(value))
     for name, value in kwargs.items():
-        for leaf in [value] if isinstance(value, torch.Tensor) else _leaves(value):
-            (writes if name in info.writes_by_name else reads).append(leaf)
+        (writes if name in info.writes_by_name else reads).extend(tensors_of(value))
     return reads, writes
 
 
-def _leaves(value) -> list[torch.Tensor]:
+def tensors_of(value) -> list[torch.Tensor]:
+    """Return the tensors of an argument or a result: itself, or those of a list or tuple."""
+    if isinstance(value, torch.Tensor):
+        return [value]
     return [leaf for leaf in value if isinstance(leaf, torch.Tensor)] if isinstance(value, list | tuple) else []
 
 
@@ -239,6 +242,10 @@ class Watching(TorchDispatchMode):
     def __init__(self, watch: Watch):
         super().__init__()
         self.watch = watch
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and skipping takes as long as an operation
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if operation(func).composite:

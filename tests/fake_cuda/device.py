@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_cuda.accesses import Plain, Watch, operation
+from fake_cuda.accesses import Plain, Watch, operation, tensors_of
 from fake_cuda.arrays import Arrays
 from fake_cuda.order import Span
 from fake_cuda.watch import watching
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from flexhybrid.runtime import cuda
@@ -42,6 +41,7 @@ ARENA_BYTES = 1 << 28  #: touched as far as it is used
 ALIGNMENT = 64
 #: Operations that take what CUDA's take and a CPU's do not.
 LACKING: dict[str, Callable] = {"histc": lambda rows, *others: torch.histc(rows.float(), *others)}
+SHAPES: dict[Any, Any] = {}  #: of results, on any device
 POISON = 0x7FFFFFFF  #: NaN in float32, and in integers beyond every index
 
 
@@ -87,16 +87,15 @@ class Device(Plain):
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._making = threading.Lock()
-        self._shapes: dict[Any, Any] = {}
         self.here = threading.local()
         self.default = Stream(self)
 
     # ---- memory
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        if tensor.device.type != "cpu":
-            return False
-        address = tensor.data_ptr() or tensor.untyped_storage().data_ptr()  # 0: it has no elements
+        address = tensor.data_ptr()
+        if not address:  # it has no elements, or no memory at all
+            address = tensor.untyped_storage().data_ptr() if tensor.device.type == "cpu" else 0
         return 0 <= address - self.base < ARENA_BYTES
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -104,13 +103,13 @@ class Device(Plain):
 
     def raw(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the same memory without holding it: what a kernel's arguments are."""
-        if not tensor.numel() or not self.on_device(tensor):
+        offset = tensor.data_ptr() - self.base
+        if not 0 <= offset < ARENA_BYTES or not tensor.numel():
             return tensor
         view = self.views.get(tensor.dtype)
         if view is None:
             view = self.views[tensor.dtype] = self.views[torch.uint8].view(tensor.dtype)
-        offset = (tensor.data_ptr() - self.base) // tensor.element_size()
-        return view.as_strided(tensor.shape, tensor.stride(), offset)
+        return view.as_strided(tensor.shape, tensor.stride(), offset // tensor.element_size())
 
     def new(self, stream: Stream, shape, stride, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of a stream, of the size of an earlier tensor of it where one is gone."""
@@ -151,21 +150,18 @@ class Device(Plain):
         raw_args, raw_kwargs = _mapped(self.raw, args, kwargs)
         if info.returns:
             stream.put(lambda: func(*raw_args, **raw_kwargs))
-            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-            if not func._schema.returns:
+            if info.is_void:
                 return None
+            given = dict(zip(info.arguments, args, strict=False)) | kwargs
             made = [given[name] for name in info.returns]
             return made[0] if len(made) == 1 else tuple(made)
-        made = pytree.tree_map_only(
-            torch.Tensor, lambda t: self.new(stream, t.shape, t.stride(), t.dtype), self._shapes_of(func, args, kwargs)
-        )
-        targets = [self.raw(t) for t in pytree.tree_leaves(made) if isinstance(t, torch.Tensor)]
-
+        shapes = self._shapes_of(func, args, kwargs)
+        ((made,), _) = _mapped(lambda t: self.new(stream, t.shape, t.stride(), t.dtype), (shapes,), {})
+        targets = list(map(self.raw, tensors_of(made)))
         compute = LACKING.get(info.name, func)
 
         def work() -> None:
-            found = [t for t in pytree.tree_leaves(compute(*raw_args, **raw_kwargs)) if isinstance(t, torch.Tensor)]
-            for target, one in zip(targets, found, strict=True):
+            for target, one in zip(targets, tensors_of(compute(*raw_args, **raw_kwargs)), strict=True):
                 target.copy_(one)
 
         stream.put(work)
@@ -198,7 +194,7 @@ class Device(Plain):
             made.copy_(tensor)
             return made
 
-        return pytree.tree_map_only(torch.Tensor, placed, found)
+        return _mapped(placed, (found,), {})[0][0]
 
     def copy_rows(
         self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, height: int, kind: int, stream: int
@@ -221,17 +217,17 @@ class Device(Plain):
         def described(value):
             if isinstance(value, torch.Tensor):
                 return tuple(value.shape), value.stride(), value.dtype
-            return tuple(map(described, value)) if isinstance(value, list | tuple) else value
+            return tuple(map(described, value)) if isinstance(value, list | tuple) else (type(value), value)
 
         key = func, described(args), tuple((name, described(value)) for name, value in kwargs.items())
-        if (found := self._shapes.get(key)) is None:
+        if (found := SHAPES.get(key)) is None:
             meta_args, meta_kwargs = _mapped(
                 lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args, kwargs
             )
-            if "device" in {a.name for a in func._schema.arguments}:
+            if "device" in operation(func).arguments:
                 meta_kwargs = dict(meta_kwargs, device="meta")
             meta_kwargs.pop("pin_memory", None)
-            found = self._shapes[key] = func(*meta_args, **meta_kwargs)
+            found = SHAPES[key] = func(*meta_args, **meta_kwargs)
         return found
 
     # ---- time

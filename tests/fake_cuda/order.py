@@ -29,11 +29,15 @@ class Span(NamedTuple):
 
     def bounds(self) -> tuple[int, int]:
         """Return the first byte and the one behind the last; equal for an empty array."""
-        if 0 in self.shape:
-            return self.address, self.address
-        reach = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
-        low, high = sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
-        return self.address + low, self.address + high + self.itemsize
+        low, high = self.address, self.address + self.itemsize
+        for n, stride in zip(self.shape, self.strides, strict=True):
+            if n == 0:
+                return self.address, self.address
+            if stride > 0:
+                high += (n - 1) * stride
+            else:
+                low += (n - 1) * stride
+        return low, high
 
     def runs(self) -> tuple[np.ndarray, int]:
         """Return where runs of neighbouring bytes begin, sorted, and how long each is."""
