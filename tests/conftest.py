@@ -53,13 +53,13 @@ else:
 
 #: Seconds of a core, roughly, that the tests of a file and what they start take: of the longest files.
 SECONDS = {
-    **{"graphs": 40, "ray": 40, "run": 35, "docs": 25, "counted_steps": 19, "search_optimum": 24, "speculative": 14},
-    **{"kinds_of_requests": 18, "streams": 22, "sim_queue": 18, "reproduce_kvpr": 17, "refill": 12},
+    **{"graphs": 32, "ray": 40, "run": 35, "docs": 25, "counted_steps": 12, "search_optimum": 24, "speculative": 14},
+    **{"kinds_of_requests": 17, "streams": 15, "sim_queue": 18, "reproduce_kvpr": 17, "refill": 12},
     **{"published_models": 4, "attend_triton": 10, "sim_closed_form": 14, "states": 10, "device_memory": 6},
     **{"interpreted": 13, "wheel": 12, "compare": 12, "reproduce_capture": 12, "models": 12, "whatif": 11},
     **{"exactness": 9, "lending": 6, "moves": 10},
     **{"accuracy": 9, "checkpoint_files": 9, "faults": 6, "queue_search": 9, "replanning": 9, "accuracy_study": 8},
-    **{"attention_in_place": 8, "cli": 8, "outlook": 8, "run_memory": 8, "structured": 8, "api": 7, "gpu_parts": 7},
+    **{"attention_in_place": 6, "cli": 8, "outlook": 8, "run_memory": 8, "structured": 8, "api": 7, "gpu_parts": 7},
     **{"profile": 4, "run_malformed": 7, "heavy_hitters": 6, "lm_eval": 6, "prefixes": 5, "published": 6},
     **{"quantize_triton": 5, "runtime_disk": 6, "search_lp": 5, "selection_product": 5, "sim_launcher": 3},
 }
