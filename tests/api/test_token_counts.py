@@ -57,7 +57,7 @@ def test_counts_are_those_of_the_encoding(kind):
     tokenizer = KINDS[kind]()
     counter, counted = TokenCounter(tokenizer), []
 
-    @settings(max_examples=400)
+    @settings(max_examples=150)
     @given(st.lists(st.text(string.printable, max_size=6) | PIECES, max_size=12).map("".join), st.booleans())
     def count(text, special):
         found = counter.count(text, special)

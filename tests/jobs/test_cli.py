@@ -14,6 +14,7 @@ from runs import run_simulate
 from flexhybrid import cli, shipped
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
+from flexhybrid.jobs import search
 from flexhybrid.jobs import simulate as jobs
 
 LENGTHS = ("--prompt-len", "512", "--gen-len", "8")
@@ -221,8 +222,15 @@ def test_a_budget_beyond_the_machine_is_remarked(capsys):
     assert cli.main([*SIMULATE, "--device-memory", "15GiB"]) == 0 and not capsys.readouterr().err
 
 
-def test_rivals_are_told_whole(capsys):
-    """Each rival's error is there to its end, and each share of weights."""
+def test_rivals_are_told_whole(capsys, monkeypatch):
+    """Each rival's error is there to its end, and each share of weights, in both forms of one search's answer."""
+    found, run_search = [], search.run_search
+
+    def once(*options):
+        found[:] = found or [run_search(*options)]
+        return found[0]
+
+    monkeypatch.setattr(search, "run_search", once)
     asked = [*SEARCH, "--lossy", "--host-memory", "3GiB", "--max-batch", "4"]
     assert cli.main(asked) == 0
     said = capsys.readouterr().out

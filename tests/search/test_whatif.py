@@ -118,11 +118,11 @@ def test_the_rivals_are_said_to_be_free(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["kv_only", "hybrid(0.5)", "capture"])
 def test_the_best_batch_is_the_best_of_all_batches(name):
-    """Against every third batch that fits at once."""
+    """Against every ninth batch that fits at once."""
     point = {**POINT, "system": name}
     budgets = {"device": "1930MiB", "host": "300MiB"}
     _, best = run_point({**point, "batch": "auto"}, budgets)
-    batches, rates = range(1, 100, 3), []
+    batches, rates = range(1, 100, 9), []
     for batch in batches:
         _, run = run_point({**point, "batch": batch}, budgets)
         if run.num_waves == 1:
