@@ -64,7 +64,6 @@ def run(tiny, tmp_path, monkeypatch):
 
 
 RAY = ("--engine", "ray", "--actors", "2")
-NUM_PROMPTS = 16  #: of the shipped ones, for the page's command
 
 
 def requests(path: Path, count: int) -> Path:
@@ -112,24 +111,20 @@ def workers(name: str) -> set[int]:
 
 @pytest.fixture
 def page(tmp_path, monkeypatch) -> list[str]:
-    """The words of the page's command, in a folder like a clone of the project with a third of its prompts."""
+    """The words of the page's command, in a folder like a clone of the project."""
     (tmp_path / "flexhybrid").symlink_to(ROOT / "flexhybrid")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(opening, "measure_for_model", lambda *setting: MACHINE)
     monkeypatch.setattr(opening, "measured_dtype", lambda *setting: MACHINE.dtype)
     (command,) = COMMAND.findall((ROOT / "docs/on-a-cluster.md").read_text(encoding="utf-8"))
-    prompts = ROOT / "flexhybrid/shipped/prompts.txt"
-    (tmp_path / "few.txt").write_text("".join(prompts.read_text().splitlines(keepends=True)[:NUM_PROMPTS]))
-    words = shlex.split(command)
-    words[words.index("-i") + 1] = "few.txt"
-    return words
+    return shlex.split(command)
 
 
 def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
     page, two_cpus, tmp_path, monkeypatch, capsys
 ):
-    """As written, but two requests at a time, so that there is much to be killed in. Tokens are drawn, with a seed
+    """As written, but eight requests at a time, so that there is much to be killed in. Tokens are drawn, with a seed
     whose uniforms all lie 3.6e-6 and more from a token's boundary: an actor's batches round otherwise than one batch
     of all.
 
@@ -137,8 +132,8 @@ def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
     job of hours would show no progress."""
     from ray.data import Dataset
 
-    count = NUM_PROMPTS
-    words, few = page, ["--max-batch", "2", "--seed", "2", "--quiet"]
+    count = len((ROOT / "flexhybrid/shipped/prompts.txt").read_text().splitlines())
+    words, few = page, ["--max-batch", "8", "--seed", "2", "--quiet"]
     assert words[-4:] == [*RAY] and words[words.index("-o") + 1] == "cluster.jsonl"
     local = [word.replace("cluster.jsonl", "local.jsonl") for word in words[:-4]]
     assert cli.main([*local, *few, "--reprofile"]) == 0
