@@ -144,8 +144,8 @@ class Report:
         if result["sweep"]:
             self.say("\nSweep over ACT shares\n")
             self.table([speed_line(row) for row in result["sweep"]])
-        if told := verdict(result):
-            self.say(f"\n{told}")
+        if words := verdict(result):
+            self.say(f"\n{words}")
         violations = result["trace_violations"]
         self.say(f"\nTRACE VIOLATIONS: {violations[:3]}" if violations else "\nTraces: every read saw its version.")
 

@@ -176,10 +176,8 @@ LEAST_IN_A_ROW = 4  #: tasks of a size that followed others at once; where there
 LONG_S = 1e-2
 #: The pace of a hastened link, in bytes a second of computing, times those that each of these seconds needs.
 HASTE = 1.25
-AGREE, WEIGHTY = (
-    1.05,
-    0.05,
-)  #: ratio of the two shortest times of a size; the share of its run's time that makes it count
+AGREE = 1.05  #: ratio up to which the two shortest times of a size agree
+WEIGHTY = 0.05  #: share of its run's computing seconds from which a size counts
 CPU_SECONDS = 45.0  #: after which no run of a CPU is measured a third time
 #: Of a GPU's times of a size: those below a gap of this ratio count, where an eighth lies on each side. The others wait
 #: for the host: the first layer of a step for its index tensors, 300 µs where 25 are work (an H200).
