@@ -104,7 +104,8 @@ class Watch:
         return getattr(self.here, "verb", "-")
 
     def is_registered(self, address: int) -> bool:
-        return any(low <= address < high for low, high in tuple(self.registered.items()))
+        # a copy: other threads lock pages meanwhile, and making a tuple may collect garbage, which lets them
+        return any(low <= address < high for low, high in self.registered.copy().items())
 
     # ---- accesses
 
