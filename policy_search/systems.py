@@ -4,7 +4,8 @@
 written as in a call: ``infinigen(alpha=5, cap=0.1)``, ``flexgen(host_attention=true)``, ``kvpr_column(hiding=false)``.
 Options that every system takes say how well its code uses the machine (``sim.implementation``): cache_link,
 weights_link, step_s, conversion, gemm. What is known of a system's own code (``MEASURED`` there) holds unless an option
-says otherwise: ``deepspeed(weights_link=1)`` is DeepSpeed's policy at all of the link.
+says otherwise: ``deepspeed(weights_link=1)`` is DeepSpeed's policy at all of the link, ``flexgen(engine=ours)``
+FlexGen's on our engine, ``kvpr_column(engine=flexgen)`` KVPR's on FlexGen's, as its authors ran it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from policy_search.search_problem import RESIDENT_MINI_BATCH_TOKENS
 from sim import presets
 from sim.array_clock import predict
 from sim.candidate_memory import peak_bytes
-from sim.candidates import Candidates, mean_lengths
+from sim.candidates import Candidates, mean_lengths, num_mini_batches
 from sim.cost import hardware_of
 from sim.implementation import MEASURED, Implementation, eager_bytes, on
 from sim.simulate import SimulatedRun, simulate
@@ -77,10 +78,11 @@ class System:
     hardware: Hardware
 
 
-def _flexgen(setting: Setting, **options) -> Policy:
+def _flexgen(setting: Setting, cache: str | None = None, **options) -> Policy:
     from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
 
-    return flexgen_policy(setting.problem, setting.workload, FlexGenOptions(batch=setting.batch, **options)).policy
+    asked = FlexGenOptions(batch=setting.batch, cache_on_host=cache == "host", **options)
+    return flexgen_policy(setting.problem, setting.workload, asked).policy
 
 
 def _deepspeed(setting: Setting) -> Policy:
@@ -239,6 +241,8 @@ PACKED = Kind(f"one of {', '.join(map(str, BITS[1:]))}", lambda value: type(valu
 LAYERS = Kind("a whole number >= 0", lambda value: type(value) is int and value >= 0)
 NUMBER = Kind("a number", lambda value: type(value) in (int, float))
 SHARE = Kind("a number, or accuracy.json", lambda value: type(value) in (int, float, str))
+ENGINE = Kind("ours or flexgen", lambda value: value in ("ours", "flexgen"))
+HOST = Kind("host", lambda value: value == "host")
 LIMIT = Kind("a share from 0 to 1, or bytes like 20GiB", lambda value: type(value) in (int, float, str))
 WORD = Kind("a word", lambda value: isinstance(value, str))
 TIER = Kind("device or host", lambda value: value in ("device", "host"))
@@ -257,32 +261,37 @@ class Entry:
 
 
 def _preset(function: Callable[..., Policy], options: dict[str, Kind], required: str | None = None) -> Entry:
-    """The entry of a preset. Its option ``weights_device`` is the resident share of the weights.
+    """The entry of a preset. Its option ``weights_device`` is the resident share of the weights, ``overlap`` what
+    copies and computing do at a time, where the paper's own code does not overlap all.
 
     A system that keeps its weights on the device keeps, where they do not all fit, as many twelfths of each layer as
     do: a matrix of attention is a twelfth of an OPT layer, and FlexGen places whole matrices.
     """
 
-    def make(setting: Setting, weights_device: float | None = None, **arguments) -> Policy:
+    def make(setting: Setting, weights_device: float | None = None, overlap: Overlap | None = None, **given) -> Policy:
         if function is presets.hybrid_static:
-            arguments["shape"] = setting.problem.shape
-        return _placed(setting, function(**arguments), weights_device)
+            given["shape"] = setting.problem.shape
+        return _placed(setting, _overlapping(function(**given), overlap), weights_device)
 
-    return Entry(make, options, required)
+    return Entry(make, {**options, "overlap": OVERLAP}, required)
 
 
 def _recomputing(function: Callable[..., Policy], options: dict[str, Kind]) -> Entry:
     """The entry of a preset of KVPR."""
 
-    def make(setting: Setting, weights_device: float | None = None, **arguments) -> Policy:
-        return _kvpr(setting, function(**arguments), weights_device)
+    def make(setting: Setting, weights_device: float | None = None, overlap: Overlap | None = None, **given) -> Policy:
+        return _kvpr(setting, _overlapping(function(**given), overlap), weights_device)
 
-    return Entry(make, options, reads_lines=True)
+    return Entry(make, {**options, "overlap": OVERLAP}, reads_lines=True)
+
+
+def _overlapping(policy: Policy, overlap: Overlap | None) -> Policy:
+    return policy if overlap is None else replace(policy, overlap=overlap)
 
 
 _WEIGHTS = {"weights_device": NUMBER}
 _SIZES = {"max_mini_batch_tokens": COUNT, **_WEIGHTS}
-_SERIAL = {"max_mini_batch_tokens": COUNT, "overlap": OVERLAP, **_WEIGHTS}
+_SERIAL = {"max_mini_batch_tokens": COUNT, "overlap": OVERLAP, **_WEIGHTS}  # in this order
 _FRACTIONS = dict.fromkeys(("alpha", "partial_ratio", "cap"), NUMBER)
 _INFINIGEN = {**_FRACTIONS, "pool": LIMIT, "victim": WORD, "whole_layers": COUNT, "expected": SHARE}
 _INFINIGEN |= {"columns": WORD, **_SIZES}
@@ -306,10 +315,10 @@ SYSTEMS: dict[str, Entry] = {
     "int4": _preset(presets.int4, _SERIAL),
     "quantized": _preset(presets.quantized, {"kv": PACKED, **_SERIAL}),
     "h2o": _preset(presets.h2o, {"budget": NUMBER, "whole_layers": LAYERS, "cache": TIER, **_SIZES}),
-    "infinigen": Entry(_infinigen, _INFINIGEN),
+    "infinigen": Entry(_infinigen, _PLAIN_INFINIGEN.options),
     "fastdecode": Entry(_fastdecode, {"gpus": COUNT}),
     "hybrid": _preset(presets.hybrid, {"share": NUMBER, **_SIZES}, required="share"),
-    "flexgen": Entry(_flexgen, {"host_attention": FLAG, "compress": FLAG}, reads_lines=True),
+    "flexgen": Entry(_flexgen, {"host_attention": FLAG, "compress": FLAG, "cache": HOST}, reads_lines=True),
     "capture": Entry(_capture, _CAPTURE, reads_lines=True),
     "uvm": Entry(_uvm, {"fault_gb_per_s": NUMBER}, only_simulated=_PAGES_FAULT),
     "searched": Entry(_searched, {"lossless": FLAG}, reads_lines=True),
@@ -317,6 +326,7 @@ SYSTEMS: dict[str, Entry] = {
 
 #: Options of every system: ``sim.implementation``.
 _QUALITIES: dict[str, Kind] = dict.fromkeys(("cache_link", "conversion", "gemm", "step_s", "weights_link"), NUMBER)
+_QUALITIES["engine"] = ENGINE
 _CALL = re.compile(r"\s*([a-z0-9_]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
 
@@ -375,16 +385,25 @@ def _value(text: str) -> bool | int | float | str:
     return text
 
 
-def system(text: str, setting: Setting) -> System:
-    """Return a system for a setting. Raise InputError for an unknown name, option or value, and where the system's own
-    placement finds nothing that fits."""
+def system(text: str, setting: Setting, on_ours: bool = False) -> System:
+    """Return a system for a setting; ``on_ours``: its policy for our engine. Raise InputError for an unknown name,
+    option or value, and where the system's own placement finds nothing that fits."""
     name, options = parse(text)
     quality = {key: options.pop(key) for key in _QUALITIES if key in options}
-    code = replace(MEASURED.get(name, Implementation(name)), **quality)
-    if code != Implementation(name):
-        setting = setting.on(on(code, setting.machine))
+    neutral = Implementation(name)
+    engine = quality.pop("engine", name)
+    code = neutral if on_ours else replace(MEASURED.get(engine, neutral), **quality)
+    plain = setting.machine
+    if code != neutral:
+        setting = setting.on(on(code, plain))
     made = SYSTEMS[name].make(setting, **options)
-    return made if isinstance(made, System) else System(text, made, setting.machine)
+    if isinstance(made, System):
+        return made
+    if code.undoes_bits_again and made.bits.weights != "native":
+        lengths = min(setting.batch, made.max_batch or setting.batch), setting.prompt_tokens, setting.max_tokens
+        count, _ = num_mini_batches(*lengths, made.max_mini_batch_tokens, made.packing)
+        return System(text, made, on(code, plain, int(count)))
+    return System(text, made, setting.machine)
 
 
 def run_system(text: str, setting: Setting, clock: str = "closed") -> SimulatedRun:
@@ -455,4 +474,4 @@ def policy_here(text: str, problem: Problem, workload: Workload) -> Policy:
 
 def _named_policy(text: str, setting: Setting) -> Policy:
     """Return the policy of a system, named as it was asked for."""
-    return replace(system(text, setting).policy, name=text.strip())
+    return replace(system(text, setting, on_ours=True).policy, name=text.strip())

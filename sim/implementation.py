@@ -7,6 +7,7 @@ nothing.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from math import inf
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
@@ -16,7 +17,7 @@ from flexhybrid.core.verbs import VERBS, Verb
 
 @dataclass(frozen=True)
 class Implementation:
-    """Shares of the machine's rates, 0..1, and seconds added. The source says where each comes from."""
+    """Shares of the machine's rates, 0..1, and what is added to its times. The source says where each comes from."""
 
     name: str = "neutral"
     cache_link: float = 1.0  #: of the link's rate, for keys, values and activations (pageable or strided copies)
@@ -24,11 +25,17 @@ class Implementation:
     step_s: float = 0.0  #: the host's time a mini-batch and layer: a device-wide barrier, launches
     conversion: float = 1.0  #: of the memory's rate, for (de)quantising
     gemm: float = 1.0  #: of the machine's rate, for matrix products
+    gemm_of_peak: float = 1.0  #: of the device's peak, for matrix products, where the machine reaches more
+    relay_gb_per_s: float = inf  #: at which the host copies what crosses as ``cache_link``, before the link does
+    #: of the memory's peak, for attention in decode steps, which reads keys and values where they lie: none are
+    #: assembled. None: the machine's own
+    attention: float | None = None
+    undoes_bits_again: bool = False  #: of a layer's weights, for each mini-batch
     sharers: int = 1  #: GPUs that share the host's cores and memory
     source: str = ""
 
     def __post_init__(self):
-        for name in ("cache_link", "weights_link", "conversion", "gemm"):
+        for name in ("cache_link", "weights_link", "conversion", "gemm", "gemm_of_peak"):
             if not 0 < getattr(self, name) <= 1:
                 raise InputError(f"implementation {self.name}: {name} is {getattr(self, name)!r}; it must be in (0, 1]")
         if self.step_s < 0 or self.sharers < 1:
@@ -36,9 +43,24 @@ class Implementation:
 
 
 _T4 = "{} of the published T4 runs (FlexGen's Table 2 and its batch_size_table.md): experiments.reproduce.published"
+_FLEXGEN = (
+    "pageable keys and values go through page-locked memory (pytorch_backend.py of github.com/FMInference/FlexLLMGen), "
+    "as fast as KVPR's Table 5 has it (experiments.reproduce.capture.setup.refit_relay); matrix products and "
+    "attention by its authors' fit of a T4, 21.24 of 65 TFLOP/s and 0.079 TFLOP/s at 320 GB/s "
+    "(experimental/cost_model.py); 4 bits by " + _T4.format("rows pb002, pb003 and pb004")
+)
 
 #: Systems whose code is known to reach less of a machine than ours: taken by name, and no part of their policies.
 MEASURED = {
+    "flexgen": Implementation(
+        "flexgen",
+        relay_gb_per_s=33.7,
+        gemm_of_peak=0.33,
+        attention=0.247,
+        conversion=0.112,
+        undoes_bits_again=True,
+        source=_FLEXGEN,
+    ),
     "deepspeed": Implementation("deepspeed", weights_link=0.612, source=_T4.format("rows pb005 and pb006")),
     "accelerate": Implementation("accelerate", weights_link=0.35, source=_T4.format("row pb009")),
 }
@@ -58,9 +80,12 @@ def eager_bytes(shape: ModelShape, prompt_tokens: int, max_tokens: int, element_
     return int(max(scores, logits, cached))
 
 
-def on(implementation: Implementation, hardware: Hardware) -> Hardware:
-    """The machine as this implementation sees it."""
-    i, lines = implementation, dict(hardware.lines)
+def on(implementation: Implementation, hardware: Hardware, num_mini_batches: int = 1) -> Hardware:
+    """The machine as this implementation sees it. A machine whose rates were fitted to this very code (its notes name
+    the engine) is that already, but for what depends on ``num_mini_batches``."""
+    i, lines, notes = implementation, dict(hardware.lines), hardware.notes
+    if notes.get("rates", {}).get("engine") == i.name:
+        i = Implementation(i.name, undoes_bits_again=i.undoes_bits_again)
 
     def change(verbs: Iterable[Verb], make: Callable[[Line], Line]) -> None:
         for verb in verbs:
@@ -68,30 +93,35 @@ def on(implementation: Implementation, hardware: Hardware) -> Hardware:
                 line = hardware.line(verb.name, verb.resource)
             except InputError:  # a machine without this resource
                 continue
-            lines[verb.name] = make(line)
+            lines[verb.name] = replace(make(line), samples=(), r2=None)
 
     def of_group(group: str) -> list[Verb]:
         return [verb for verb in VERBS.values() if verb.group == group]
 
-    def at(share: float):
-        return lambda line: replace(line, s_per_byte=line.s_per_byte / share, samples=(), r2=None)
+    def at(share: float, added_s: float = 0.0):
+        return lambda line: replace(line, s_per_byte=line.s_per_byte / share + added_s)
 
-    weights, copies, conversions = [VERBS["load_weights"]], of_group("cache copy"), of_group("conversion")
-    for share, verbs in ((i.cache_link, copies), (i.weights_link, weights), (i.conversion, conversions)):
-        if share != 1:
-            change(verbs, at(share))
-    if i.gemm != 1:
-        change(of_group("gemm"), lambda line: replace(line, s_per_flop=line.s_per_flop / i.gemm, samples=(), r2=None))
+    if i.cache_link != 1 or i.relay_gb_per_s != inf:
+        change(of_group("cache copy"), at(i.cache_link, 1e-9 / i.relay_gb_per_s))
+    if i.weights_link != 1:
+        change([VERBS["load_weights"]], at(i.weights_link))
+    if i.conversion != 1:
+        change(of_group("conversion"), at(i.conversion))
+    least_s = 1 / (i.gemm_of_peak * notes.get("peak_flops", inf)) if i.gemm_of_peak != 1 else 0.0
+    if i.gemm != 1 or least_s:
+        change(of_group("gemm"), lambda line: replace(line, s_per_flop=max(line.s_per_flop / i.gemm, least_s)))
+    if i.attention and "memory_bytes_per_s" in notes:
+        read_s = 1 / (i.attention * notes["memory_bytes_per_s"])
+        change([VERBS["attend"]], lambda line: Line(line.overhead_s, s_per_byte=read_s))
+        lines["assemble"] = Line()
     if i.sharers > 1:
         on_host = [verb for verb in VERBS.values() if verb.resource == "host_compute"]
-        change(on_host, lambda line: _slower(line, i.sharers))
-        if hardware.host_memory is not None:
-            hardware = replace(hardware, host_memory=hardware.host_memory // i.sharers)
+        change(on_host, lambda line: Line(line.overhead_s, line.s_per_flop * i.sharers, line.s_per_byte * i.sharers))
+    memory = None if hardware.host_memory is None else hardware.host_memory // i.sharers
     if i.step_s:
         finish = lines.get("finish") or hardware.line("finish", "compute")
         lines["finish"] = replace(finish, overhead_s=finish.overhead_s + i.step_s, samples=(), r2=None)
-    return replace(hardware, lines=lines)
-
-
-def _slower(line: Line, times: float) -> Line:
-    return Line(line.overhead_s, line.s_per_flop * times, line.s_per_byte * times)
+    if i.undoes_bits_again and num_mini_batches > 1:
+        once = lines.get("dequantize_weights") or hardware.line("dequantize_weights", "compute")
+        lines["dequantize_weights"] = replace(once, s_per_byte=num_mini_batches * once.s_per_byte)
+    return replace(hardware, lines=lines, host_memory=memory)

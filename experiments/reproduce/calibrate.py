@@ -15,10 +15,6 @@ MOST_CONSTANTS = 6  #: of one testbed, priors included
 #: CAPTURE's and KVPR's calibrate rows together as 0.85, which is nearest (``experiments.reproduce.one_law``).
 PCIE_SHARE = 0.84
 
-#: What of the GPU's peak FlexGen's engine, KVPR's too, reaches in matrix products: the one published fit of that
-#: engine, by its authors (its cost model of the T4, in sim/catalogue/t4.json: 21.24 of 65 TFLOP/s).
-ENGINE_GEMM = 0.33
-
 
 def fit(
     free: tuple[Constant, ...], ours: Callable[[dict[str, float]], np.ndarray], paper: np.ndarray, rows: str

@@ -79,13 +79,13 @@ def a100_kvpr() -> Datasheet:
     host = kvpr.fit_host_s()
     on = f"{SHARED}; a layer of transformers' code takes {1e3 * host.value:.2f} ms besides (KVPR, {host.fitted_on}), "
     on += "which is no part of this machine; the rest is a100-40g's, assumed"
-    return _entry(base, "a100-kvpr", testbed, on, f"KVPR's latencies there: {in_words(ours, paper)}")
+    return _entry(base, "a100-kvpr", testbed, on, f"KVPR's latencies there: {in_words(ours, paper)}", engine=None)
 
 
 def rtx5000_kvpr() -> Datasheet:
     """KVPR's low-end testbed under FlexGen's code, whose copies are fitted on FlexGen's rows."""
     base, ours, paper = load_datasheet(catalogue.FOLDER / "rtx5000.json"), table5_rates(kvpr_alone=True), table5_paper()
-    on = f"{SHARED}; FlexGen's relayed copies: {capture.flexgen_constant().fitted_on}; the rest is rtx5000's, assumed"
+    on = f"{SHARED}; FlexGen's relayed copies: {capture.relay_constant().fitted_on}; the rest is rtx5000's, assumed"
     held_out = f"KVPR there: {in_words(ours['KVPR, paper rule'], paper['KVPR'])}"
     return _entry(base, "rtx5000-kvpr", kvpr.rtx5000(), on, held_out)
 
@@ -118,12 +118,16 @@ def a6000_infinigen() -> Datasheet:
     return _entry(base, "a6000-infinigen", testbed, on, f"batch 20 of these: {in_words(ours, paper)}")
 
 
-def _entry(base: Datasheet, name: str, testbed: Hardware, on: str, held_out: str) -> Datasheet:
-    """Return the datasheet of a testbed: the base's with the lines that the testbed has of its own."""
+def _entry(
+    base: Datasheet, name: str, testbed: Hardware, on: str, held_out: str, engine: str | None = "flexgen"
+) -> Datasheet:
+    """Return the datasheet of a testbed: the base's with the lines that the testbed has of its own. ``engine``: whose
+    code they are the rates of (``sim.implementation.on``)."""
     plain = base.hardware()
     own = {key: in_rates(line) for key, line in testbed.lines.items() if line != plain.lines.get(key)}
     lines = {key: {name: _rounded(rate) for name, rate in rates.items()} for key, rates in own.items()}
-    return replace(base, name=name, lines=lines, rates={"kind": "fitted", "on": on, "held_out": held_out})
+    rates = {"kind": "fitted", "on": on, "held_out": held_out} | ({"engine": engine} if engine else {})
+    return replace(base, name=name, lines=lines, rates=rates)
 
 
 def _rounded(value: float) -> float:

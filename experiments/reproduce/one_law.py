@@ -13,7 +13,7 @@ from experiments.reproduce.calibrate import PCIE_SHARE, fit
 from experiments.reproduce.capture import setup as capture
 from experiments.reproduce.experiment import Constant, Experiment, Row
 from experiments.reproduce.kvpr import setup as kvpr
-from experiments.reproduce.paper import FLEXGEN, context, values_of
+from experiments.reproduce.paper import CAPTURE, FLEXGEN, context, values_of
 from flexhybrid.core.hardware import Hardware
 
 #: What each chapter's calibrate rows alone would have, the shared one, and the nearest to both.
@@ -41,7 +41,7 @@ def share_errors(share: float) -> dict[str, float]:
 
 def _relayed(values: dict[str, float]) -> Hardware:
     plain = kvpr.machine("rtx5000", capture.LOW_END_LINK_GB_PER_S)
-    return kvpr.as_flexgen(plain, values["flexgen_relay_gb_per_s"])
+    return kvpr.relayed(plain, values["flexgen_relay_gb_per_s"])
 
 
 def _one_share(values: dict[str, float]) -> Hardware:
@@ -50,8 +50,8 @@ def _one_share(values: dict[str, float]) -> Hardware:
 
 #: Law -> machine of a constant, the constant.
 COPIES: dict[str, tuple[Callable[[dict[str, float]], Hardware], Constant]] = {
-    law.name: (machine, law.constant)
-    for law, machine in ((capture.RELAY, _relayed), (capture.EXPLANATIONS[2], _one_share))
+    "relay": (_relayed, CAPTURE.constant("flexgen_relay_gb_per_s", 20.0)),
+    "share of the standard": (_one_share, CAPTURE.constant("flexgen_share_of_standard", 0.6)),
 }
 
 
@@ -83,4 +83,4 @@ def table() -> Experiment:
         together, left_out = copies_errors(law)
         rows.append(context(f"FlexGen's copies, {law}: Table 5, FlexGen off by", together, "%"))
         rows.append(context(f"FlexGen's copies, {law}: each row by a fit on the others, off by", left_out, "%"))
-    return FLEXGEN.experiment("flexgen-one-law", rows, (), (capture.flexgen_constant(),), share=PCIE_SHARE)
+    return FLEXGEN.experiment("flexgen-one-law", rows, (), (capture.relay_constant(),), share=PCIE_SHARE)

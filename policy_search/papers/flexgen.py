@@ -38,6 +38,7 @@ DISK_EFFICIENCY = 0.95  #: FlexGen's: of the disk's rate, when it reads weights 
 TIE = 1e-5  #: of the least run's seconds: what a share on the host costs, and half of one on the disk
 LEAST_SHARE = 1e-3  #: smaller shares are dropped
 MOST_REQUESTS = 1 << 16  #: of a block, where memory sets no bound
+OWN_SIZES = (1, 2, 3, *(1 << power for power in range(2, 16)))  #: of GPU batches, that FlexGen tries
 MOST_ROUNDS = 8  #: of solving again with less memory
 NATIVE = Bits()
 LINK_VERBS = ("load_weights", "load_kv", "load_hidden", "store_kv", "store_hidden")
@@ -78,6 +79,7 @@ class BlockSetting:
     gen_tokens: int
     bits: Bits = NATIVE  #: as stored: scales and zeros count, which FlexGen's quarter leaves out
     host_attention: bool = False  #: to keys and values off the device; else they cross to it in each step
+    cache_on_host: bool = False  #: keys and values lie there and nowhere else
     disk: bool = False  #: whether a disk is used
 
     @property
@@ -283,8 +285,9 @@ class FlexGenOptions:
     #: held to it; attention on the device stays in the race
     host_attention: bool = False
     compress: bool = False  #: weights in 4 bits, and the cache too where attention is on the device
+    cache_on_host: bool = False  #: keys and values lie there and nowhere else, as in the papers that compare with it
     memory_share: float = 0.8  #: of each tier, what FlexGen may use
-    #: GPU batches to try; None: with a batch all even cuts of it, else FlexGen's own 1, 2, 3, 4, 8, 16, …
+    #: GPU batches to try; None: FlexGen's own
     gpu_batches: tuple[int, ...] | None = None
 
     def __post_init__(self):
@@ -312,9 +315,8 @@ class PlacementSearch:
         return self.solved[key]
 
     def of_batch(self, batch: int, gpu_batches: Iterable[int] | None) -> list[tuple[Block, np.ndarray]]:
-        """Return the placements of every way to cut ``batch`` requests into GPU batches of nearly one size."""
-        wanted = range(1, batch + 1) if gpu_batches is None else gpu_batches
-        sizes = {-(-batch // -(-batch // min(g, batch))) for g in wanted}
+        """Return the placements of the ways to cut ``batch`` requests into GPU batches of nearly these sizes."""
+        sizes = {-(-batch // -(-batch // min(g, batch))) for g in gpu_batches or OWN_SIZES}
         return [placed for g in sorted(sizes) if (placed := self.at(g, batch))]
 
     def of_any(
@@ -326,9 +328,8 @@ class PlacementSearch:
         in the number (but for small working sets), so tokens/s rises and then falls, and halving finds the number with
         fewer programs.
         """
-        own = (g if g < 4 else 1 << (g - 2) for g in range(1, 18))  # 1, 2, 3, 4, 8, 16, …
         best = []
-        for g in own if gpu_batches is None else gpu_batches:
+        for g in gpu_batches or OWN_SIZES:
             most = most_requests // g
             if not most or self.at(g, g) is None:
                 if gpu_batches is None:
@@ -369,8 +370,9 @@ def flexgen_policy(problem: Problem, workload: Workload, options: FlexGenOptions
     reasons = []
     for on_host in (True, False) if options.host_attention else (False,):
         bits = Bits(weights=4, kv="native" if on_host else 4) if options.compress else NATIVE
-        setting = BlockSetting(problem, prompt_tokens, gen_tokens, bits, on_host, memories["disk"] != 0)
-        cuts = PlacementSearch(partial(make_block, setting), budgets, on_host)
+        kept = on_host or options.cache_on_host
+        setting = BlockSetting(problem, prompt_tokens, gen_tokens, bits, on_host, kept, disk=memories["disk"] != 0)
+        cuts = PlacementSearch(partial(make_block, setting), budgets, kept)
         if options.batch is None:
             placed = cuts.of_any(gpu_batches, options.most_requests)
         else:
@@ -445,7 +447,7 @@ def _fit(block: Block, shares: np.ndarray, budgets: dict[str, float]) -> tuple[P
         x = np.append(_shares_of(policy), 1.0)
         for tier, excess in over.items():
             budgets[tier] = max(float(row @ x) for of, row in memory_rows(block) if of == tier) - excess
-        again = solve(block, budgets, block.setting.host_attention)
+        again = solve(block, budgets, block.setting.cache_on_host)
         if again is None:
             break
         policy = _policy(block, again)

@@ -14,7 +14,7 @@ import pytest
 from experiments import reference
 from experiments.reproduce import gate, machines, registry
 from experiments.reproduce.calibrate import MOST_CONSTANTS, PCIE_SHARE
-from experiments.reproduce.capture.setup import flexgen_constant
+from experiments.reproduce.capture.setup import refit_relay
 from experiments.reproduce.kvpr import figures as kvpr_figures
 from experiments.reproduce.kvpr import latency as kvpr_latency
 from experiments.reproduce.kvpr import setup
@@ -123,7 +123,7 @@ def test_constants_are_few_and_possible(constants):
 
 
 def test_no_fit_sees_a_row_that_is_held_out(monkeypatch):
-    fits = (flexgen_constant, setup.fit_host_s, setup.fit_a100)
+    fits = (refit_relay, setup.fit_host_s.__wrapped__, setup.fit_a100.__wrapped__)
     before = [fit() for fit in fits]
     real = reference.load
 
@@ -134,7 +134,7 @@ def test_no_fit_sees_a_row_that_is_held_out(monkeypatch):
         return frame
 
     monkeypatch.setattr(reference, "load", altered)
-    assert [fit.__wrapped__() for fit in fits] == before
+    assert [fit() for fit in fits] == before
 
 
 def test_a_fit_follows_the_rows_it_may_see(monkeypatch):
@@ -152,7 +152,7 @@ def test_a_fit_follows_the_rows_it_may_see(monkeypatch):
     monkeypatch.setattr(reference, "load", altered)
     # a twentieth more tokens/s: what the relay adds to a byte falls by a twentieth of relay and link together
     link_s, relayed_s = 1 / (PCIE_SHARE * 15.75), 1 / before["flexgen_relay_gb_per_s"]
-    relay = flexgen_constant.__wrapped__().value
+    relay = refit_relay().value
     assert 1 / relay == pytest.approx((link_s + relayed_s) / 1.05 - link_s, rel=0.1)
     assert setup.fit_host_s.__wrapped__().value > 1.5 * before["host_s"]
 

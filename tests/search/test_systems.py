@@ -63,7 +63,7 @@ def test_every_system_survives_its_json(name):
         ("h2o(whole_layers=-1)", "whole_layers is '-1'; it must be a whole number >= 0"),
         ("h2o(whole_layers=0.5)", "whole_layers is '0.5'; it must be a whole number >= 0"),
         ("h2o(0.1, budget=0.2)", "given twice"),
-        ("kv_only(1, 2, 3, 4)", "takes"),
+        ("kv_only(1, 2, none, 3, 4)", "takes"),
         ("token_recompute", "ratio"),
         ("hybrid", "needs share; write hybrid"),
         ("fastdecode(gpus=2.5)", "gpus is '2.5'; it must be a whole number"),

@@ -283,7 +283,7 @@ def recompute_factors(model: str, way: str) -> np.ndarray:
 @cache
 def _copies() -> dict[str, Hardware]:
     """Return the machines of the ways in which keys, values and weights may cross the link."""
-    relayed = setup.RELAY.hardware(setup.hardware(), setup.flexgen_constant().value)
+    relayed = setup.relayed(setup.hardware())
     line = relayed.line("load_kv", "h2d")
     return {
         "cache relayed": relayed,

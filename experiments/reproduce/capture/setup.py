@@ -4,32 +4,33 @@ CAPTURE (IEEE CAL) and HybridServe (arXiv) are one system by the same authors. C
 of the two smaller models; FlexGen's is fitted on another paper's testbed, where it has rows for that (KVPR, Table 5).
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pandas as pd
 
 from experiments import reference
-from experiments.reproduce.calibrate import ENGINE_GEMM, PCIE_SHARE, fit
+from experiments.reproduce.calibrate import PCIE_SHARE, fit
 from experiments.reproduce.experiment import Constant
 from experiments.reproduce.paper import CAPTURE, values_of
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
-from flexhybrid.core.policy import Overlap, Placement, Policy
+from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import host_blocks, layer_times, share_for_batch
 from policy_search.papers.capture import CaptureOptions, capture_policy
-from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
+from policy_search.systems import Setting, system
 from sim import candidates as candidate_steps
 from sim import catalogue, presets
 from sim.array_clock import Prediction, predict
 from sim.candidates import Candidates
-from sim.implementation import Implementation, on
+from sim.implementation import MEASURED, Implementation, on
 
 DTYPE = "float16"  #: everywhere
 BYTES = DTYPE_BYTES[DTYPE]
@@ -38,7 +39,6 @@ BATCH, GENERATED, PROMPT = 128, 128, 1920
 #: Prompt lengths of the throughput figure. Neither paper states them: totals of 512 to 2048 tokens are assumed.
 PROMPTS = (384, 896, 1408, 1920)
 MINI_BATCH_TOKENS = presets.CAPTURE_MINI_BATCH_TOKENS
-GPU_BATCHES = (1, 2, 3, 4, 8, 16, 32, 64, 128)  #: those that FlexGen's own search tries
 #: Where the ratios of KV to ACT bytes are printed.
 PRINTED_RATIO = {"OPT-30B": "ch089", "OPT-66B": "ch090"}
 
@@ -209,142 +209,74 @@ def run_shares(
 # ---- FlexGen
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """Why FlexGen's cache crosses a link more slowly than the link allows, with one constant."""
-
-    name: str
-    why: str
-    constant: Constant  #: before it is fitted
-    #: (constant, GB/s reached, GB/s of the standard) -> GB/s of the cache's copies and of the weights'
-    rates: Callable[[float, float, float], tuple[float, float]]
-    overlap: Overlap = "step"
-
-    def hardware(self, base: Hardware, constant: float) -> Hardware:
-        """Return the machine as this FlexGen sees it."""
-        reached = 1e-9 / base.line("load_weights", "h2d").s_per_byte
-        cache_rate, weights_rate = self.rates(constant, reached, base.notes["link_bytes_per_s"] / 1e9)
-        cache_link, weights_link = (min(1.0, rate / reached) for rate in (cache_rate, weights_rate))
-        return on(Implementation("flexgen", cache_link=cache_link, weights_link=weights_link), base)
-
-
-RELAY = Explanation(
-    "relay",
-    "keys and values lie in pageable memory, and each copy goes through a fresh page-locked one first: first the "
-    "host's copy, then the link's (FlexGen's code, github.com/FMInference/FlexLLMGen, pytorch_backend.py)",
-    CAPTURE.constant("flexgen_relay_gb_per_s", 20.0),
-    lambda x, reached, standard: (1 / (1 / x + 1 / reached), reached),
-)
-EXPLANATIONS = (
-    RELAY,
-    Explanation(
-        "share of the rate reached",
-        "keys and values take so many times as long as a page-locked copy would",
-        CAPTURE.constant("flexgen_share_of_reached", 0.7),
-        lambda x, reached, standard: (x * reached, reached),
-    ),
-    Explanation(
-        "share of the standard",
-        "all copies, weights too, reach so much of the link's standard",
-        CAPTURE.constant("flexgen_share_of_standard", 0.6),
-        lambda x, reached, standard: (x * standard, x * standard),
-    ),
-    Explanation(
-        "the host's rate",
-        "keys and values are held up by the host, whatever the link",
-        CAPTURE.constant("flexgen_host_gb_per_s", 9.0),
-        lambda x, reached, standard: (x, reached),
-    ),
-    Explanation(
-        "nothing overlaps",
-        "a pageable copy holds the program up, so that computing waits for it; so much of the rate reached",
-        CAPTURE.constant("flexgen_share_in_turn", 0.9),
-        lambda x, reached, standard: (x * reached, reached),
-        overlap="none",
-    ),
-)
-
 LOW_END_LINK_GB_PER_S = PCIE_SHARE * catalogue.load("rtx5000").notes["link_bytes_per_s"] / 1e9  #: of KVPR's Table 5
+FLEXGEN_CODE = MEASURED["flexgen"]
+FLEXGEN_ROWS = "KVPR Table 5, the six FlexGen rows"
 
 
-@cache
-def flexgen_constant(explanation: Explanation = RELAY) -> Constant:
-    """Fit an explanation's constant on FlexGen's rows of KVPR's Table 5: this testbed has none.
+def relayed(hardware: Hardware, gb_per_s: float = FLEXGEN_CODE.relay_gb_per_s) -> Hardware:
+    """Return a machine whose keys, values and activations the host copies into page-locked memory first."""
+    return on(Implementation("flexgen", relay_gb_per_s=gb_per_s), hardware)
 
-    Those are of OPT-6.7B on an RTX 5000, 32 x 8 requests.
-    """
+
+def relay_constant() -> Constant:
+    """Return the rate of these copies as ``sim.implementation`` has it: what ``refit_relay`` found."""
+    constant = CAPTURE.constant("flexgen_relay_gb_per_s", FLEXGEN_CODE.relay_gb_per_s)
+    return replace(constant, fitted_on=FLEXGEN_ROWS)
+
+
+def refit_relay() -> Constant:
+    """Fit it on FlexGen's rows of KVPR's Table 5, OPT-6.7B on an RTX 5000, 32 x 8 requests: this testbed has none."""
     rows = reference.check_role(reference.rows("kvpr_table5", method="FlexGen"), "calibrate")
     prompts, generated = rows["prompt_len"].to_numpy(), rows["gen_len"].to_numpy()
     requests, gpu_batch = 256, 32
     tokens = gpu_batch * (np.ceil((prompts + generated - 1) / BLOCK_TOKENS) * BLOCK_TOKENS + 1)
-    policy = replace(presets.offloaded(overlap=explanation.overlap), weights=Placement(host=1.0))
+    policy = replace(presets.offloaded(overlap="step"), weights=Placement(host=1.0))
     candidates = Candidates(policy, requests, prompts, generated, max_mini_batch_tokens=tokens)
-    name, base = explanation.constant.name, catalogue.load("rtx5000").with_link_rate(LOW_END_LINK_GB_PER_S)
+    base = catalogue.load("rtx5000").with_link_rate(LOW_END_LINK_GB_PER_S)
 
     def seconds(values: dict[str, float], walk: bool) -> np.ndarray:
-        hardware = explanation.hardware(base, values[name])
+        hardware = relayed(base, values["flexgen_relay_gb_per_s"])
         return predict(problem("OPT-6.7B", hardware), candidates, walk=walk).decode_s
 
     decode_s = requests * (generated - 1) / rows["value"].to_numpy()
-    return fit_fast((explanation.constant,), seconds, decode_s, "KVPR Table 5, the six FlexGen rows")[0]
+    return fit_fast((CAPTURE.constant("flexgen_relay_gb_per_s", 20.0),), seconds, decode_s, FLEXGEN_ROWS)[0]
 
 
 @cache
-def flexgen_hardware(explanation: Explanation | None = RELAY) -> Hardware:
-    """Return this testbed as FlexGen sees it: with its copies (None: page-locked ones), its matrix products, at the
-    share of the peak that its engine has on all testbeds, and its attention in place of HybridServe's."""
-    seen = explanation.hardware(hardware(), flexgen_constant(explanation).value) if explanation else hardware()
-    reached = 1 / (seen.line("project", "compute").s_per_flop * seen.notes["peak_flops"])
-    seen = on(Implementation("flexgen", gemm=ENGINE_GEMM / reached), seen)
-    t4 = catalogue.load("t4").notes
-    share = 1e12 * t4["published_fit"]["decode_attention_tflops"] / t4["memory_bytes_per_s"]  # an operation a byte
-    attend = Line(PRIORS["overhead_us"] * 1e-6, s_per_byte=1 / (share * seen.notes["memory_bytes_per_s"]))
-    return replace(seen, lines={**seen.lines, "assemble": Line(), "attend": attend})
+def flexgen_hardware(relays: bool = True) -> Hardware:
+    """Return this testbed as FlexGen sees it; ``relays`` False: with page-locked copies."""
+    return on(FLEXGEN_CODE if relays else replace(FLEXGEN_CODE, relay_gb_per_s=math.inf), hardware())
 
 
 @cache
 def flexgen_placement(model: str, prompt: int, batch: int = BATCH, generated: int = GENERATED) -> Policy:
-    """Return FlexGen's policy: weights, hidden states and GPU batch by its own search, the cache on the host.
-
-    The search knows one rate of a link. The papers have the cache on the host: as many weights as fit in GPU memory,
-    the others and the cache in the host's.
-    """
-    workload = Workload.uniform(batch, prompt, generated)
-    options = FlexGenOptions(batch=batch, gpu_batches=GPU_BATCHES)
-    policy = flexgen_policy(problem(model, hardware()), workload, options).policy
-    return replace(policy, cache={"kv@host": 1.0})
+    """Return FlexGen's policy: weights, hidden states and GPU batch by its own search, the cache on the host, where the
+    papers have it."""
+    return system("flexgen(cache=host)", Setting(problem(model, hardware()), batch, prompt, generated)).policy
 
 
-def run_flexgen(
-    model: str,
-    prompts,
-    batch=BATCH,
-    explanation: Explanation | None = RELAY,
-    generated: int = GENERATED,
-    overlap: Overlap | None = None,
-) -> Prediction:
-    """Predict FlexGen over prompt lengths (or batches: both broadcast); None: with page-locked copies.
+def run_flexgen(model: str, prompts, batch=BATCH, relays: bool = True, generated: int = GENERATED) -> Prediction:
+    """Predict FlexGen over prompt lengths (or batches: both broadcast); ``relays`` as in ``flexgen_hardware``.
 
     Each length has its own placement, and hidden states lie on the device where the search wants that for all of them.
     """
     prompts, batches = np.broadcast_arrays(np.atleast_1d(prompts), np.atleast_1d(batch))
     placed = [flexgen_placement(model, int(p), int(b), generated) for p, b in zip(prompts, batches, strict=True)]
     hidden = "device" if all(policy.hidden == "device" for policy in placed) else "host"
-    if overlap is None:
-        overlap = explanation.overlap if explanation else "step"
-    policy = replace(placed[0], hidden=hidden, overlap=overlap, max_batch=None)
+    policy = replace(placed[0], hidden=hidden, max_batch=None)
     varied = {
         "max_mini_batch_tokens": np.array([policy.max_mini_batch_tokens for policy in placed]),
         "weights_device": np.array([policy.weights.device for policy in placed]),
         "weights_disk": 0.0,
     }
-    seen_as = problem(model, flexgen_hardware(explanation))
+    seen_as = problem(model, flexgen_hardware(relays))
     return predict(seen_as, Candidates(policy, batches, prompts, generated, **varied))
 
 
 def all_constants() -> tuple[Constant, ...]:
     """The testbed's six."""
-    return (*constants(), flexgen_constant())
+    return (*constants(), relay_constant())
 
 
 def tokens_per_s(outcomes) -> list[float]:

@@ -1,12 +1,10 @@
 """CAPTURE's comparison with other systems (CAPTURE Fig. 8, HybridServe Fig. 12), and what slows FlexGen's link down."""
 
-from dataclasses import replace
 from functools import cache, partial
 
 import numpy as np
 from scipy.stats import gmean
 
-from experiments import reference
 from experiments.reproduce.capture import setup
 from experiments.reproduce.capture.setup import MODELS, PROMPTS
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars
@@ -15,7 +13,8 @@ from policy_search.systems import Setting, run_system
 from sim.implementation import MEASURED
 
 SYSTEMS = ("DeepSpeed-Inference", "FlexGen", "act_only", "hybrid_full")
-HOST = next(explanation for explanation in setup.EXPLANATIONS if explanation.name == "the host's rate")
+#: At most, what KVPR's Table 5 leaves weights in pageable memory, were it the host alone that holds FlexGen up there.
+PAGEABLE_GB_PER_S = 9.5
 Rates = dict[tuple[str, int], float]  #: (model, prompt tokens) -> tokens/s
 
 
@@ -74,9 +73,9 @@ def act_only() -> Rates:
 
 
 @cache
-def flexgen(explanation: setup.Explanation | None = setup.RELAY) -> Rates:
-    """None: with copies as fast as page-locked ones."""
-    return _over(lambda model, prompts: setup.run_flexgen(model, prompts, explanation=explanation).tokens_per_s)
+def flexgen(relays: bool = True) -> Rates:
+    """``relays`` False: with copies as fast as page-locked ones."""
+    return _over(lambda m, prompts: [float(setup.run_flexgen(m, p, relays=relays).tokens_per_s[0]) for p in prompts])
 
 
 @cache
@@ -86,7 +85,7 @@ def deepspeed(gb_per_s: float | None = None) -> Rates:
     Its weights cross the link at the share that it reaches on another machine (``sim.implementation.MEASURED``), or at
     a given rate.
     """
-    text = f"deepspeed(weights_link={gb_per_s / cache_rate(None)})" if gb_per_s else "deepspeed"
+    text = f"deepspeed(weights_link={gb_per_s / link_rate()})" if gb_per_s else "deepspeed"
 
     def rates(model: str, prompts) -> list[float]:
         problem = setup.problem(model, setup.hardware())
@@ -96,13 +95,9 @@ def deepspeed(gb_per_s: float | None = None) -> Rates:
     return _over(rates)
 
 
-def cache_rate(explanation: setup.Explanation | None) -> float:
-    """Return the GB/s of FlexGen's cache copies on this testbed."""
-    reached = values_of(setup.constants())["link_gb_per_s"]
-    if explanation is None:
-        return reached
-    standard = setup.hardware().notes["link_bytes_per_s"] / 1e9
-    return explanation.rates(setup.flexgen_constant(explanation).value, reached, standard)[0]
+def link_rate() -> float:
+    """Return the GB/s of page-locked copies on this testbed."""
+    return values_of(setup.constants())["link_gb_per_s"]
 
 
 def ratios(over: Rates, under: Rates, model: str | None = None, least_prompt: int = 0) -> np.ndarray:
@@ -157,9 +152,9 @@ def _reading_rows() -> list[Row]:
             ratio = mean_ratio(full, other, least_prompt=least)
             rows.append(CAPTURE.beside(row_id, ratio, f"hybrid_full over {name}, mean; {reading}"))
     flex, deep = "hybrid_full over FlexGen, mean", "DeepSpeed-Inference of FlexGen, mean"
-    locked, host = (100 * mean_ratio(deepspeed(cache_rate(how)), flexgen()) for how in (None, HOST))
-    gain = mean_ratio(hybrid_full(), flexgen(None))
-    weights = cache_rate(None) * MEASURED["deepspeed"].weights_link
+    locked, host = (100 * mean_ratio(deepspeed(rate), flexgen()) for rate in (link_rate(), PAGEABLE_GB_PER_S))
+    gain = mean_ratio(hybrid_full(), flexgen(relays=False))
+    weights = link_rate() * MEASURED["deepspeed"].weights_link
     needed = weights * CAPTURE.value("ch025") / (100 * mean_ratio(deepspeed(), hybrid_full()))  # nothing else binds it
     return [
         *rows,
@@ -169,7 +164,7 @@ def _reading_rows() -> list[Row]:
         ),
         CAPTURE.beside("ch020", gain, f"{flex}; FlexGen's copies as fast as page-locked ones"),
         CAPTURE.beside("ch024", locked, f"{deep}; weights as fast as page-locked ones"),
-        CAPTURE.beside("ch024", host, f"{deep}; weights at {cache_rate(HOST):.1f} GB/s"),
+        CAPTURE.beside("ch024", host, f"{deep}; weights at {PAGEABLE_GB_PER_S:.1f} GB/s"),
     ]
 
 
@@ -202,123 +197,11 @@ def figure12() -> Experiment:
         [_panel(model) for model in MODELS],
         setup.all_constants(),
         prompts=", ".join(map(str, PROMPTS)),
-        gain=mean_ratio(full, flexgen(None)),
+        gain=mean_ratio(full, flexgen(relays=False)),
         by_model=by_model,
         prompt=PROMPTS[0],
         act_rate=act["OPT-6.7B", PROMPTS[0]],
         full_rate=on_host()["OPT-6.7B", PROMPTS[0]],
         of_flexgen=of_flexgen,
-        host=mean_ratio(deepspeed(cache_rate(HOST)), flex),
-    )
-
-
-# ---- what slows FlexGen's link down
-
-
-def needed_rate(target: float, model: str | None = None) -> float:
-    """Return the GB/s of the cache's copies at which hybrid_full's mean gain over FlexGen would be ``target``.
-
-    FlexGen's time is linear in its copies' seconds a byte while the link binds, so that the gain is too.
-    """
-    slow, fast = (
-        (mean_ratio(hybrid_full(), flexgen(explanation), model), 1 / cache_rate(explanation))
-        for explanation in (setup.RELAY, None)
-    )
-    slope = (slow[0] - fast[0]) / (slow[1] - fast[1])
-    return 1 / (fast[1] + (target - fast[0]) / slope)
-
-
-def _relayed_if(link_gb_per_s: float) -> float:
-    """Return the GB/s of cache copies here, had the RTX 5000's link this rate.
-
-    The rate of its cache copies is known, so the relay differs.
-    """
-    there, assumed = setup.flexgen_constant().value, setup.LOW_END_LINK_GB_PER_S
-    relay_s = 1 / there + 1 / assumed - 1 / link_gb_per_s
-    return 1 / (relay_s + 1 / cache_rate(None))
-
-
-def explanation_rows() -> list[Row]:
-    """Return rows of each explanation with its constant from KVPR's testbed: cache rate here, and the gains."""
-    claims = (
-        ("hybrid_full over FlexGen, mean", "ch020", hybrid_full(), None),
-        ("hybrid_full over FlexGen, OPT-6.7B", "ch022", hybrid_full(), "OPT-6.7B"),
-        ("hybrid_full over FlexGen, OPT-66B", "ch023", hybrid_full(), "OPT-66B"),
-        ("act_only over FlexGen, mean", "ch021", act_only(), None),
-    )
-    rows = []
-    for explanation in (None, *setup.EXPLANATIONS):
-        name = explanation.name if explanation else "full rate, barriers alone"
-        more = {"explanation": name, "cache_gb_per_s": cache_rate(explanation)}
-        for quantity, row_id, over, model in claims:
-            rows.append(CAPTURE.beside(row_id, mean_ratio(over, flexgen(explanation), model), quantity, **more))
-    return rows
-
-
-SOCKET_GB = 441  #: of the testbed's 882 GB of host memory
-#: FlexGen's weights in pageable memory too, as its authors' scripts have those of their largest model (--pin-weight 0).
-UNPINNED = replace(setup.RELAY, name="relay, weights too", rates=lambda x, reached, _: (1 / (1 / x + 1 / reached),) * 2)
-
-
-def size_rows() -> list[Row]:
-    """Return rows of how the gain over FlexGen goes with the model's size, and of what could turn it round."""
-    rows = []
-    for name, rates in (("", flexgen()), (", its weights relayed too", flexgen(UNPINNED))):
-        for model in MODELS:
-            for least, prompts in ((0, ""), (setup.PROMPT, f", prompt {setup.PROMPT} alone")):
-                gain = mean_ratio(hybrid_full(), rates, model, least)
-                rows.append(context(f"hybrid_full over FlexGen{name}, {model}{prompts}", gain, "x", explanation="size"))
-    for model, row_id in (("OPT-6.7B", "ch022"), ("OPT-66B", "ch023")):
-        measured = reference.value("capture_table3", model=model, variant="hybrid_full")
-        run = setup.run_flexgen(model, setup.PROMPT)
-        seconds = setup.BATCH * setup.GENERATED * CAPTURE.value(row_id) / measured - float(run.prefill_s[0])
-        moved = run.traffic_bytes["h2d"]
-        others = sum(float(moved[kind][0]) for kind in moved if kind != "kv") * (setup.GENERATED - 1) / setup.GENERATED
-        rate = 1e-9 * float(moved["kv"][0]) / (seconds - 1e-9 * others / cache_rate(None))
-        quantity = f"GB/s of FlexGen's cache that the printed gain means beside Table III, {model}"
-        rows.append(context(quantity, rate, "GB/s", source=row_id, explanation="size"))
-    beyond = 1 - SOCKET_GB * 1e9 / float(run.peak_bytes["host"][0])
-    other = beyond / (1 / rate - (1 - beyond) / cache_rate(setup.RELAY))
-    quantity = "GB/s of its copies from the other socket, were these alone behind it, OPT-66B"
-    rows.append(context(quantity, other, "GB/s", explanation="size"))
-    return rows
-
-
-def distance(rows: list[Row], name: str) -> float:
-    """Return the mean |log(ours / paper)| of an explanation's rows."""
-    return float(np.mean([abs(np.log(row["ours"] / row["paper"])) for row in rows if row["explanation"] == name]))
-
-
-def flexgen_link() -> Experiment:
-    rows = explanation_rows()
-    names = list(dict.fromkeys(row["explanation"] for row in rows))
-    distances = {name: distance(rows, name) for name in names}
-    nearest = min(distances, key=lambda name: distances[name])
-    rows += (by_size := size_rows())
-    for row_id, model in (("ch020", None), ("ch022", "OPT-6.7B"), ("ch023", "OPT-66B")):
-        target = CAPTURE.value(row_id)
-        quantity = f"GB/s of cache copies that {target:g}x needs ({model or 'all models'})"
-        rate = needed_rate(target, model)
-        rows.append(context(quantity, rate, "GB/s", source=row_id, explanation="none"))
-    fitted = tuple(setup.flexgen_constant(explanation) for explanation in setup.EXPLANATIONS)
-    listed = "; ".join(f"{name} {value:.0%}" for name, value in distances.items())
-    free, met = (
-        setup.run_flexgen(MODELS[0], setup.PROMPT, explanation=None, overlap=overlap) for overlap in ("full", "step")
-    )
-    host_gb = float(setup.run_flexgen(MODELS[-1], setup.PROMPT).peak_bytes["host"][0]) / 1e9
-    return CAPTURE.experiment(
-        "capture-flexgen",
-        rows,
-        constants=fitted,
-        explanations=[f"{explanation.name}: {explanation.why}." for explanation in setup.EXPLANATIONS],
-        listed=listed,
-        nearest=nearest,
-        slower_link=_relayed_if(12.0),
-        faster_link=_relayed_if(13.1),
-        relayed=cache_rate(setup.RELAY),
-        barriers=met.total_s[0] / free.total_s[0] - 1,
-        small=needed_rate(2.05, "OPT-6.7B"),
-        large=needed_rate(2.33, "OPT-66B"),
-        host_gb=host_gb,
-        size={row["what"]: row["ours"] for row in by_size},
+        host=mean_ratio(deepspeed(PAGEABLE_GB_PER_S), flex),
     )

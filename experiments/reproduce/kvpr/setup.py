@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from experiments import reference
-from experiments.reproduce.calibrate import ENGINE_GEMM, PCIE_SHARE, fit
-from experiments.reproduce.capture.setup import RELAY, flexgen_constant
+from experiments.reproduce.calibrate import PCIE_SHARE, fit
+from experiments.reproduce.capture.setup import relay_constant, relayed
 from experiments.reproduce.experiment import Constant, Figure, bars
 from experiments.reproduce.paper import KVPR, Series, points, values_of
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -20,9 +20,10 @@ from flexhybrid.core.problem import Problem
 from sim import catalogue, presets
 from sim.array_clock import Prediction, predict
 from sim.candidates import Candidates
-from sim.implementation import Implementation, on
+from sim.implementation import MEASURED, Implementation, on
 
 DTYPE = "float16"  #: everywhere
+ENGINE_GEMM = MEASURED["flexgen"].gemm_of_peak
 BYTES = DTYPE_BYTES[DTYPE]
 
 #: (prompt, generated) tokens of Fig. 6, 9, 13 and Table 5; of Fig. 7 and Tables 3 and 4.
@@ -63,17 +64,11 @@ def machine(
     line = hardware.line(before, "h2d")
     lines = {**hardware.lines, before: replace(line, overhead_s=line.overhead_s + host_s)}
     hardware = replace(hardware, lines=lines)
-    return on(Implementation("kvpr", gemm=gemm / hardware.notes["efficiency"]["gemm"]), hardware)
-
-
-def as_flexgen(hardware: Hardware, relay_gb_per_s: float | None = None) -> Hardware:
-    """Return a machine whose keys, values and activations are relayed through page-locked memory, as FlexGen's code has
-    it and KVPR's, which is built on it; by default at the rate that Table 5's FlexGen rows show."""
-    return RELAY.hardware(hardware, relay_gb_per_s or flexgen_constant().value)
+    return on(Implementation("kvpr", gemm_of_peak=gemm), hardware)
 
 
 def with_locked_act(hardware: Hardware) -> Hardware:
-    """Return a machine of ``as_flexgen`` whose activations alone are page-locked, as Sec. 3.3 has them."""
+    """Return a machine of ``relayed`` whose activations alone are page-locked, as Sec. 3.3 has them."""
     lines = {verb: hardware.line(resource, resource) for verb, resource in (("load_act", "h2d"), ("store_act", "d2h"))}
     return replace(hardware, lines={**hardware.lines, **lines})
 
@@ -85,7 +80,7 @@ def link_standard(name: str) -> float:
 
 def rtx5000(gemm: float = ENGINE_GEMM) -> Hardware:
     """The low-end testbed under FlexGen's code."""
-    return as_flexgen(machine("rtx5000", PCIE_SHARE * link_standard("rtx5000"), gemm=gemm))
+    return relayed(machine("rtx5000", PCIE_SHARE * link_standard("rtx5000"), gemm=gemm))
 
 
 def a100(mode: str = "many") -> Hardware:
@@ -94,7 +89,7 @@ def a100(mode: str = "many") -> Hardware:
     host_s = 0.0 if mode == "many" else values_of(a100_constants())["host_s"]
     if mode == "latency":
         return machine("a100-40g", a100_link(), host_s, "load_kv")
-    return as_flexgen(machine("a100-40g", a100_link(), host_s))
+    return relayed(machine("a100-40g", a100_link(), host_s))
 
 
 def a100_link() -> float:
@@ -188,7 +183,7 @@ def _from_catalogue(machine_name: str, *names: str) -> tuple[Constant, ...]:
 def rtx5000_constants() -> tuple[Constant, ...]:
     """Return the low-end testbed's: FlexGen's copies, fitted on its rows of Table 5, and four set beforehand."""
     priors = _from_catalogue("rtx5000", "memory", "attention_memory")
-    return (flexgen_constant(), KVPR.constant("pcie_share", PCIE_SHARE), KVPR.constant("gemm", ENGINE_GEMM), *priors)
+    return (relay_constant(), KVPR.constant("pcie_share", PCIE_SHARE), KVPR.constant("gemm", ENGINE_GEMM), *priors)
 
 
 def accelerate_rows(anomalous: bool = False) -> pd.DataFrame:
@@ -241,7 +236,7 @@ def a100_constants() -> tuple[Constant, ...]:
     link = KVPR.constant("link_gb_per_s", a100_link())
     link = replace(link, fitted_on=f"{_fitted_on()}, and CAPTURE's six rows of two models")
     priors = _from_catalogue("a100-40g", "memory", "attention_memory")
-    return (link, fit_host_s(), flexgen_constant(), KVPR.constant("gemm", ENGINE_GEMM), *priors)
+    return (link, fit_host_s(), relay_constant(), KVPR.constant("gemm", ENGINE_GEMM), *priors)
 
 
 @cache

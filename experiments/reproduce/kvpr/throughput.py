@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from experiments import reference
-from experiments.reproduce.calibrate import ENGINE_GEMM, PCIE_SHARE, fit
+from experiments.reproduce.calibrate import PCIE_SHARE, fit
 from experiments.reproduce.experiment import ARITHMETIC, Experiment, Row, lines
 from experiments.reproduce.kvpr import setup
 from experiments.reproduce.kvpr.setup import label, labels, median_error, worst_error
@@ -38,7 +38,7 @@ def _column_rates(shape: ModelShape, hardware: Hardware, policies: dict[str, Pol
 # ---- Table 5
 
 
-def table5_rates(gemm: float = ENGINE_GEMM, kvpr_alone: bool = False) -> Rates:
+def table5_rates(gemm: float = setup.ENGINE_GEMM, kvpr_alone: bool = False) -> Rates:
     """Return the rates of KVPR by each rule; unless ``kvpr_alone``, also FlexGen's and those at Fig. 10's share."""
     policies = {f"KVPR, {rule} rule": setup.kvpr(rule) for rule in RULES}
     if not kvpr_alone:
@@ -63,7 +63,7 @@ def resident_rates(share: float) -> np.ndarray:
     plain = setup.machine("rtx5000", PCIE_SHARE * setup.link_standard("rtx5000"))
 
     def ours(values: dict[str, float]) -> np.ndarray:
-        hardware = setup.as_flexgen(plain, values[free.name])
+        hardware = setup.relayed(plain, values[free.name])
         return _column_rates(setup.shape_of("OPT-6.7B"), hardware, {"FlexGen": setup.flexgen(share)})["FlexGen"]
 
     fitted = fit((free,), ours, rows["value"].to_numpy(), "Table 5, FlexGen")[0]

@@ -1,0 +1,111 @@
+"""What a command line can say of a judged row is the number that ``reproduce`` prints for it."""
+
+import numpy as np
+import pytest
+
+from experiments.reproduce import published
+from experiments.reproduce.capture import setup as capture
+from experiments.reproduce.capture import systems as capture_systems
+from experiments.reproduce.infinigen import setup as infinigen
+from experiments.reproduce.kvpr import setup as kvpr
+from experiments.reproduce.kvpr.throughput import table5_rates
+from flexhybrid.core.hardware import Line
+from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.problem import Problem
+from policy_search.systems import Setting, run_system, system
+from sim import catalogue
+from sim.implementation import MEASURED, on
+
+DECODE = "decode_tokens_per_s"
+
+
+def rate(text: str, machine: str, model: str, lengths: tuple[int, int, int], metric: str = "tokens_per_s") -> float:
+    """``flexhybrid simulate``'s number; ``lengths``: requests, prompt and generated tokens."""
+    problem = Problem(shape=shape_by_name(model.lower()), dtype="float16", hardware=catalogue.load(machine))
+    return getattr(run_system(text, Setting(problem, *lengths)), metric)
+
+
+@pytest.mark.parametrize("model", ["OPT-6.7B", "OPT-66B"])
+def test_captures_rows(model):
+    systems = {"act_only": "act_only", "hybrid_static": "hybrid_static", "hybrid_full": "capture(device_act=true)"}
+    for variant, text in systems.items():
+        ours = capture.run_variant(variant, model, capture.hardware()).tokens_per_s[0]
+        assert rate(text, capture.ENTRY, model, (128, 1920, 128)) == pytest.approx(ours)
+    full, flexgen = capture_systems.hybrid_full(), capture_systems.flexgen()
+    for prompt in (384, 1920):
+        over = [
+            rate(text, capture.ENTRY, model, (128, prompt, 128))
+            for text in (systems["hybrid_full"], "flexgen(cache=host)")
+        ]
+        assert over[0] / over[1] == pytest.approx(full[model, prompt] / flexgen[model, prompt])
+        ours = capture_systems.deepspeed()[model, prompt]
+        assert rate("deepspeed", capture.ENTRY, model, (128, prompt, 128)) == pytest.approx(ours)
+
+
+def test_kvprs_rows():
+    rates = table5_rates()
+    for place, (prompt, generated) in enumerate(kvpr.LONG):
+        size = int(kvpr.mini_batch_tokens(prompt, generated))
+        systems = {
+            "FlexGen": f"offloaded(max_mini_batch_tokens={size}, overlap=step, weights_device=0)",
+            "KVPR, paper rule": f"kvpr_column(max_mini_batch_tokens={size}, overlap=step)",
+        }
+        for name, text in systems.items():
+            found = rate(text, "rtx5000-kvpr", "OPT-6.7B", (256, prompt, generated), DECODE)
+            assert found == pytest.approx(rates[name][place], rel=1e-5)  # the entry's numbers have six digits
+    ours = kvpr.run_one(kvpr.shape_of("OPT-6.7B"), kvpr.a100("many"), kvpr.flexgen(), np.array([32]), 256, 64)
+    text = "offloaded(overlap=step, weights_device=0, engine=flexgen)"
+    found = rate(text, "a100-kvpr", "OPT-6.7B", (32, 256, 64), DECODE)
+    assert found == pytest.approx(float(ours.decode_tokens_per_s[0]), rel=1e-5)
+
+
+def test_infinigens_rows():
+    systems = {"FlexGen": "offloaded", "INT4": "int4", "H2O": "h2o(whole_layers=2, overlap=none)"}
+    systems["InfiniGen"] = "infinigen(whole_layers=2, overlap=none)"
+    for name, text in systems.items():
+        found = rate(text, "a6000-infinigen", "opt-13b", (20, 1920, 128))
+        assert found == pytest.approx(float(infinigen.throughput(name, 20)), rel=1e-5)
+
+
+def test_the_baselines_published_rows():
+    systems = {"pb006": "deepspeed", "pb019": "accelerate(cache=device)"}
+    systems["pb020"] = "accelerate(cache=device, weights_device=0)"
+    metrics = {"throughput": "tokens_per_s", "decode_throughput": DECODE}
+    for row_id, text in systems.items():
+        row = published.record(row_id)
+        lengths = row["batch"], row["prompt_len"], row["gen_len"]
+        found = rate(text, "t4", row["model"], lengths, metrics.get(row["metric"], row["metric"]))
+        assert found == pytest.approx(published.baseline_rate(text.partition("(")[0], row_id))
+
+
+def test_flexgens_code_is_taken_by_name_once():
+    """Its constants are those that ``reproduce`` fits; a testbed whose rates were fitted to it has them already."""
+    code = MEASURED["flexgen"]
+    assert code.relay_gb_per_s == pytest.approx(capture.refit_relay().value, rel=0.01)
+    t4 = catalogue.load("t4")
+    fit, engine = t4.notes["published_fit"], catalogue.load("t4-flexgen")
+    assert code.gemm_of_peak == pytest.approx(fit["prefill_gemm_tflops"] * 1e12 / t4.notes["peak_flops"], rel=0.02)
+    assert code.attention == pytest.approx(
+        1e12 * fit["decode_attention_tflops"] / t4.notes["memory_bytes_per_s"], rel=0.01
+    )
+    assert code.conversion == pytest.approx(
+        engine.lines["compute"].s_per_byte / engine.lines["dequantize_kv"].s_per_byte, rel=0.01
+    )
+    for name in ("t4-flexgen", "a6000-infinigen", "rtx5000-kvpr"):
+        assert on(code, catalogue.load(name)).lines == catalogue.load(name).lines
+    plain = catalogue.load("rtx4090")
+    seen = on(code, plain)
+    assert seen.lines["load_kv"].s_per_byte == pytest.approx(plain.lines["h2d"].s_per_byte + 1e-9 / 33.7)
+    assert seen.line("load_weights", "h2d") == plain.line("load_weights", "h2d")
+    assert 1 / seen.line("project", "compute").s_per_flop == pytest.approx(0.33 * plain.notes["peak_flops"])
+    assert seen.lines["assemble"] == Line()
+
+
+def test_flexgen_undoes_bits_for_every_gpu_batch_and_ours_does_not():
+    problem = Problem(shape=shape_by_name("opt-6.7b"), hardware=catalogue.load("t4-flexgen"))
+    setting = Setting(problem, 256, 512, 32)
+    theirs, ours = (system(f"flexgen(compress=true{engine})", setting) for engine in ("", ", engine=ours"))
+    once = ours.hardware.lines["dequantize_weights"].s_per_byte
+    size = theirs.policy.max_mini_batch_tokens // (512 + 32 + 1)  # padded to whole blocks: 545 tokens a request
+    count = -(-256 // size)
+    assert count > 1 and theirs.hardware.lines["dequantize_weights"].s_per_byte == pytest.approx(count * once)
