@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -26,6 +28,7 @@ class Mixed(RuntimeError):
 class Operation(NamedTuple):
     """What is known of an operation of torch."""
 
+    call: Callable
     name: str
     composite: bool  #: made of others
     view: bool
@@ -34,6 +37,7 @@ class Operation(NamedTuple):
     returns: tuple[str, ...]  #: names of the arguments that it returns, where it writes to some
     arguments: tuple[str, ...]  #: all names
     is_void: bool  #: it returns nothing
+    makes: bool  #: it makes a tensor from none, or from the form of one
 
 
 @lru_cache(None)
@@ -45,12 +49,13 @@ def operation(func) -> Operation:
     names = [a.name for a, is_written in zip(arguments, written, strict=True) if is_written]
     composite, returned = composite and name not in WHOLE, tuple(names)
     every, is_void = tuple(a.name for a in arguments), not func._schema.returns
-    return Operation(name, composite, view, tuple(written), frozenset(names), returned, every, is_void)
+    makes = not names and (name.startswith(FACTORIES) or name.endswith("_like"))
+    return Operation(func, name, composite, view, tuple(written), frozenset(names), returned, every, is_void, makes)
 
 
 def span_of(tensor: torch.Tensor) -> Span:
     size = tensor.element_size()
-    return Span(tensor.data_ptr(), tuple(tensor.shape), tuple(s * size for s in tensor.stride()), size)
+    return Span(tensor.data_ptr(), tuple(tensor.shape), tuple([s * size for s in tensor.stride()]), size)
 
 
 class Plain:
@@ -62,14 +67,14 @@ class Plain:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
 
-    def run(self, _stream, func, args, kwargs) -> Any:
-        return func(*args, **kwargs)
+    def run(self, _stream, info: Operation, args, kwargs) -> Any:
+        return info.call(*args, **kwargs)
 
-    def wait(self, func, args, kwargs) -> Any:
-        return func(*args, **kwargs)
+    def wait(self, info: Operation, args, kwargs) -> Any:
+        return info.call(*args, **kwargs)
 
-    def make(self, _stream, func, args, kwargs) -> Any:
-        return func(*args, **kwargs)
+    def make(self, _stream, info: Operation, args, kwargs) -> Any:
+        return info.call(*args, **kwargs)
 
     def enter_thread(self) -> None: ...
 
@@ -81,7 +86,10 @@ class Watch:
         self.order, self.runs = Order(), runs
         self.waits: Counter[tuple[str, str]] = Counter()
         self.here = threading.local()
-        self.registered: dict[int, int] = {}  #: page-locked memory: address -> the one behind it
+        self._registered: dict[int, int] = {}  #: page-locked memory: address -> the one behind it
+        self._sorted: list[
+            tuple[list[int], list[int]]
+        ] = []  #: the same as two lists, from when they are first asked for
         self.streams: dict[int, int] = {}  #: thread -> the stream of its lane
         self.progress: defaultdict[int, list[tuple[int, Clock]]] = defaultdict(list)  #: of streams, by threads' times
         self.kept: list = []  #: page-locked memory of torch's own, as long as the watch
@@ -103,9 +111,21 @@ class Watch:
     def verb(self) -> str:
         return getattr(self.here, "verb", "-")
 
+    def register(self, address: int, size: int) -> None:
+        self._registered[address], self._sorted = address + size, []
+
+    def unregister(self, address: int) -> None:
+        self._registered.pop(address, None)
+        self._sorted = []
+
     def is_registered(self, address: int) -> bool:
-        # a copy: other threads lock pages meanwhile, and making a tuple may collect garbage, which lets them
-        return any(low <= address < high for low, high in self.registered.copy().items())
+        if not (kept := self._sorted):
+            # a copy: other threads lock pages meanwhile, and making a tuple may collect garbage, which lets them
+            known = self._registered.copy()
+            kept.append((lows := sorted(known), [known[low] for low in lows]))
+        lows, highs = kept[0]
+        place = bisect_right(lows, address) - 1
+        return place >= 0 and address < highs[place]
 
     # ---- accesses
 
@@ -119,9 +139,14 @@ class Watch:
         if (captured := getattr(self.here, "captured", None)) is not None:
             captured.append((place, write, what))
             return
-        agent = self.stream(stream)
+        self.all_by_stream(stream, ((place, write, what),))
+
+    def all_by_stream(self, stream, accesses: Iterable[tuple[Place, bool, str]]) -> None:
+        """Check accesses, one after the other, of what the calling thread enqueues now."""
+        agent, verb = self.stream(stream), self.verb
         self.order.learn(agent, self.order.now(self.thread()))
-        self.order.access(agent, place, write, f"{self.verb} ({what})")
+        for place, write, what in accesses:
+            self.order.access(agent, place, write, f"{verb} ({what})")
 
     def passed(self) -> Clock:
         """Note how far the calling thread's stream has come with a task; return what the thread knows."""
@@ -142,35 +167,32 @@ class Watch:
         else:
             self.by_stream(stream, place, True, "memory of another tensor")
 
-    def perform(self, func, args: tuple, kwargs: dict) -> Any:
+    def perform(self, info: Operation, args: tuple, kwargs: dict) -> Any:
         """Check an operation's accesses, and run it."""
-        info, runs = operation(func), self.runs
-        if info.view:
-            return args[0].view(args[1]) if info.name == "_unsafe_view" else func(*args, **kwargs)
+        runs = self.runs
         reads, writes = _operands(info, args, kwargs)
-        operands = reads + writes
+        operands, written = reads + writes, [False] * len(reads) + [True] * len(writes)
         places = [runs.on_device(tensor) for tensor in operands]
-        factory = info.name.startswith(FACTORIES) or info.name.endswith("_like")
-        if factory and not info.writes_by_name:
-            return self._make(func, args, kwargs, any(places))
+        if info.makes:
+            return self._make(info, args, kwargs, any(places))
         if not any(places):
-            for tensor, write in [(t, False) for t in reads] + [(t, True) for t in writes]:
-                if tensor.device.type == "cpu":
+            for tensor, write in zip(operands, written, strict=True):
+                if tensor.device.type == "cpu" and self.is_registered(tensor.data_ptr()):
                     self.on_host(span_of(tensor), write, info.name)
-            made = func(*args, **kwargs)
+            made = info.call(*args, **kwargs)
             if info.name == "_to_copy" and runs.on_device(made):
                 self.by_stream(torch.cuda.current_stream(), span_of(made), True, info.name)
             return made
         if info.name in WAITING or _is_masked(info, args) or info.name == "_to_copy" and self._to_host(kwargs):
-            return self._wait(func, args, kwargs, operands)
+            return self._wait(info, args, kwargs, operands)
         staged = info.name == "copy_" and not all(places) and not self._is_direct(writes[0], args[1])
         if info.name != "copy_" and any(t.dim() for t, there in zip(operands, places, strict=True) if not there):
             raise Mixed(f"{info.name} in {self.verb} has tensors of host and device")
         stream = torch.cuda.current_stream()
-        for tensor, write in [(t, False) for t in reads] + [(t, True) for t in writes]:
-            if runs.on_device(tensor) or self.is_registered(tensor.data_ptr()):
+        for tensor, there, write in zip(operands, places, written, strict=True):
+            if there or self.is_registered(tensor.data_ptr()):
                 self.by_stream(stream, span_of(tensor), write, info.name)
-        made = runs.run(stream, func, args, kwargs)
+        made = runs.run(stream, info, args, kwargs)
         if staged:
             self._wait_for(info.name)
         if not info.returns:
@@ -178,17 +200,17 @@ class Watch:
                 self.by_stream(stream, span_of(tensor), True, info.name)
         return made
 
-    def _make(self, func, args: tuple, kwargs: dict, from_device: bool) -> Any:
+    def _make(self, info: Operation, args: tuple, kwargs: dict, from_device: bool) -> Any:
         asked, given = getattr(self.here, "asked", None), kwargs.get("device")
         kind = None if given is None else torch.device(given).type
         if kind == "meta":
-            return func(*args, **kwargs)
+            return info.call(*args, **kwargs)
         if "cuda" in (asked, kind) or asked is None and from_device:
             stream = torch.cuda.current_stream()
-            made = self.runs.make(stream, func, args, kwargs)
+            made = self.runs.make(stream, info, args, kwargs)
             self.by_stream(stream, span_of(made), True, "new memory")
             return made
-        return func(*args, **kwargs)
+        return info.call(*args, **kwargs)
 
     def _to_host(self, kwargs: dict) -> bool:
         device = kwargs.get("device")
@@ -205,11 +227,11 @@ class Watch:
         self.waits[name, self.verb] += 1
         torch.cuda.current_stream().synchronize()
 
-    def _wait(self, func, args: tuple, kwargs: dict, operands: list[torch.Tensor]) -> Any:
-        self._wait_for(operation(func).name)
+    def _wait(self, info: Operation, args: tuple, kwargs: dict, operands: list[torch.Tensor]) -> Any:
+        self._wait_for(info.name)
         for tensor in operands:
-            self.by_stream(torch.cuda.current_stream(), span_of(tensor), False, operation(func).name)
-        return self.runs.wait(func, args, kwargs)
+            self.by_stream(torch.cuda.current_stream(), span_of(tensor), False, info.name)
+        return self.runs.wait(info, args, kwargs)
 
 
 def _operands(info: Operation, args: tuple, kwargs: dict) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -249,10 +271,13 @@ class Watching(TorchDispatchMode):
         return False  # nothing is compiled here, and skipping takes as long as an operation
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if operation(func).composite:
+        info, kwargs = operation(func), kwargs or {}
+        if info.composite:
             with self:
-                made = func.decompose(*args, **(kwargs or {}))
+                made = func.decompose(*args, **kwargs)
             if made is not NotImplemented:
                 return made
         with torch._C.DisableTorchFunction():
-            return self.watch.perform(func, args, kwargs or {})
+            if info.view:
+                return args[0].view(args[1]) if info.name == "_unsafe_view" else func(*args, **kwargs)
+            return self.watch.perform(info, args, kwargs)

@@ -19,13 +19,14 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fake_cuda.accesses import Plain, Watch, operation, tensors_of
+from fake_cuda.accesses import Operation, Plain, Watch, tensors_of
 from fake_cuda.arrays import Arrays
 from fake_cuda.order import Span
 from fake_cuda.watch import watching
@@ -37,6 +38,7 @@ from flexhybrid.runtime.verbs import graphed
 
 DEVICE = torch.device("cuda")
 DEVICE_OF, IS_CUDA = torch.Tensor.device.__get__, torch.Tensor.is_cuda.__get__
+MOVES = torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda
 ARENA_BYTES = 1 << 28  #: touched as far as it is used
 ALIGNMENT = 64
 #: Operations that take what CUDA's take and a CPU's do not.
@@ -78,7 +80,7 @@ class Device(Plain):
         self.deferred = deferred  #: False: every operation runs when it is enqueued
         whole = np.zeros(ARENA_BYTES + ALIGNMENT, dtype=np.uint8)
         self.arena = whole[-whole.ctypes.data % ALIGNMENT :][:ARENA_BYTES]
-        self.base = self.arena.ctypes.data
+        self.base, self.words = self.arena.ctypes.data, self.arena.view(np.int32)
         self.views: dict[torch.dtype, torch.Tensor] = {torch.uint8: torch.from_numpy(self.arena)}
         self.used = 0  #: by blocks that were ever made
         self.reused = self.poisoned = self.run_late = 0
@@ -113,7 +115,7 @@ class Device(Plain):
 
     def new(self, stream: Stream, shape, stride, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of a stream, of the size of an earlier tensor of it where one is gone."""
-        elements = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if 0 not in shape else 0
+        elements = 1 + sum([(n - 1) * s for n, s in zip(shape, stride, strict=True)]) if 0 not in shape else 0
         size = max(ALIGNMENT, -(-elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
         with self._making:
             if free := stream.memory.free[size]:
@@ -135,18 +137,21 @@ class Device(Plain):
         while memory.freed:
             place, thread, known = memory.freed.popleft()
             (size,) = place.shape
-            whole = self.views[torch.uint8][place.address - self.base :][:size].view(torch.int32)
             self.watch.reuse(stream, place, thread, known)
-            stream.put(lambda whole=whole: whole.fill_(POISON))
+            stream.put(partial(self._poison, place.address, size))
             memory.free[size].append(place.address)
             self.poisoned += 1
 
+    def _poison(self, address: int, size: int) -> None:
+        start = (address - self.base) // 4
+        self.words[start : start + size // 4] = POISON
+
     # ---- operations
 
-    def run(self, stream: Stream, func, args: tuple, kwargs: dict) -> Any:
+    def run(self, stream: Stream, info: Operation, args: tuple, kwargs: dict) -> Any:
         """Enqueue an operation; return its results, whose values are not there yet."""
         self.take_back(stream)
-        info = operation(func)
+        func = info.call
         raw_args, raw_kwargs = _mapped(self.raw, args, kwargs)
         if info.returns:
             stream.put(lambda: func(*raw_args, **raw_kwargs))
@@ -155,7 +160,7 @@ class Device(Plain):
             given = dict(zip(info.arguments, args, strict=False)) | kwargs
             made = [given[name] for name in info.returns]
             return made[0] if len(made) == 1 else tuple(made)
-        shapes = self._shapes_of(func, args, kwargs)
+        shapes = self._shapes_of(info, args, kwargs)
         ((made,), _) = _mapped(lambda t: self.new(stream, t.shape, t.stride(), t.dtype), (shapes,), {})
         targets = list(map(self.raw, tensors_of(made)))
         compute = LACKING.get(info.name, func)
@@ -167,26 +172,24 @@ class Device(Plain):
         stream.put(work)
         return made
 
-    def make(self, stream: Stream, func, args: tuple, kwargs: dict) -> torch.Tensor:
+    def make(self, stream: Stream, info: Operation, args: tuple, kwargs: dict) -> torch.Tensor:
         """Make a tensor of the device: uninitialized where it is not filled."""
         self.take_back(stream)
         raw_args, raw_kwargs = _mapped(self.raw, args, kwargs)
-        shape = self._shapes_of(func, args, kwargs)
+        shape = self._shapes_of(info, args, kwargs)
         made = self.new(stream, shape.shape, shape.stride(), shape.dtype)
         target = self.raw(made)
-        if operation(func).name.startswith(("empty", "new_empty")):
-            size = made.untyped_storage().nbytes()
-            start = made.untyped_storage().data_ptr() - self.base  # the tensor's own is 0 where it has no elements
-            whole = self.views[torch.uint8][start:][:size].view(torch.int32)
-            stream.put(lambda: whole.fill_(POISON))
+        if info.name.startswith(("empty", "new_empty")):
+            memory = made.untyped_storage()  # the tensor's own address is 0 where it has no elements
+            stream.put(partial(self._poison, memory.data_ptr(), memory.nbytes()))
         else:
-            stream.put(lambda: target.copy_(func(*raw_args, **raw_kwargs)))
+            stream.put(lambda: target.copy_(info.call(*raw_args, **raw_kwargs)))
         return made
 
-    def wait(self, func, args: tuple, kwargs: dict) -> Any:
+    def wait(self, info: Operation, args: tuple, kwargs: dict) -> Any:
         """Run an operation whose result the host needs: its stream has come to it."""
         raw_args, raw_kwargs = _mapped(self.raw, args, kwargs)
-        found = func(*raw_args, **raw_kwargs)
+        found = info.call(*raw_args, **raw_kwargs)
         stream = self.current()
 
         def placed(tensor: torch.Tensor) -> torch.Tensor:
@@ -211,23 +214,23 @@ class Device(Plain):
             target.copy_(torch.frombuffer(held, dtype=torch.uint8), non_blocking=True)
         return 0
 
-    def _shapes_of(self, func, args: tuple, kwargs: dict) -> Any:
+    def _shapes_of(self, info: Operation, args: tuple, kwargs: dict) -> Any:
         """Return an operation's results without values, of which their shapes, strides and dtypes count."""
 
         def described(value):
             if isinstance(value, torch.Tensor):
-                return tuple(value.shape), value.stride(), value.dtype
+                return value.shape, value.stride(), value.dtype
             return tuple(map(described, value)) if isinstance(value, list | tuple) else (type(value), value)
 
-        key = func, described(args), tuple((name, described(value)) for name, value in kwargs.items())
+        key = info.call, described(args), tuple([(name, described(value)) for name, value in kwargs.items()])
         if (found := SHAPES.get(key)) is None:
             meta_args, meta_kwargs = _mapped(
                 lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta"), args, kwargs
             )
-            if "device" in operation(func).arguments:
+            if "device" in info.arguments:
                 meta_kwargs = dict(meta_kwargs, device="meta")
             meta_kwargs.pop("pin_memory", None)
-            found = SHAPES[key] = func(*meta_args, **meta_kwargs)
+            found = SHAPES[key] = info.call(*meta_args, **meta_kwargs)
         return found
 
     # ---- time
@@ -259,12 +262,17 @@ class Device(Plain):
 def _mapped(function: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Apply a function to all tensors of an operation's arguments."""
 
-    def mapped(value):
-        if isinstance(value, torch.Tensor):
-            return function(value)
-        return type(value)(map(mapped, value)) if type(value) in (list, tuple) else value
+    def mapped(values):
+        return [
+            function(value)
+            if isinstance(value, torch.Tensor)
+            else type(value)(mapped(value))
+            if type(value) in (list, tuple)
+            else value
+            for value in values
+        ]
 
-    return mapped(args), {name: mapped(value) for name, value in kwargs.items()}
+    return tuple(mapped(args)), dict(zip(kwargs, mapped(kwargs.values()), strict=True))
 
 
 class Mark:
@@ -311,8 +319,8 @@ class Stream:
 
     def can_run(self) -> bool:
         """Return whether there is work that waits for no other stream."""
-        if not self.queue:
-            return False
+        if not self.queue or not self.waits:
+            return bool(self.queue)
         awaited = self.waits.get(self.queue[0])
         if awaited is not None and awaited.reached:
             del self.waits[self.queue[0]]
@@ -444,10 +452,24 @@ class Runtime:
         return 0
 
 
+#: Functions that are something else where the tensor is on a GPU; and those that name one.
+PLACED = {
+    DEVICE_OF,
+    IS_CUDA,
+    torch.Tensor.pin_memory,
+    *MOVES,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.from_numpy,
+}
+
+
 class Placed(Arrays):
     """Says that tensors in the device's arena are on a GPU, and makes those that are asked for there."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not kwargs and func not in PLACED:
+            return func(*args)
         kwargs, device = kwargs or {}, self.watch.runs
         if func == DEVICE_OF:
             return DEVICE if device.on_device(args[0]) else func(*args)
@@ -455,7 +477,7 @@ class Placed(Arrays):
             return device.on_device(args[0])
         if func is torch.Tensor.pin_memory:
             return self._pinned(args[0].shape, args[0].dtype).copy_(args[0])
-        if func in (torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda):
+        if func in MOVES:
             return self._to(func, args, kwargs)
         if func is torch.Tensor.numpy and device.on_device(args[0]):
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
@@ -480,7 +502,7 @@ class Placed(Arrays):
         size = -(-max(1, shape.numel()) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         memory = (ctypes.c_char * size)()
         address = ctypes.addressof(memory)
-        self.watch.registered[address] = address + size
+        self.watch.register(address, size)
         self.watch.kept.append(memory)
         return torch.frombuffer(memory, dtype=dtype)[: shape.numel()].view(shape)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Hashable
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -27,17 +28,20 @@ class Span(NamedTuple):
     strides: tuple[int, ...]  #: in bytes
     itemsize: int
 
-    def bounds(self) -> tuple[int, int]:
-        """Return the first byte and the one behind the last; equal for an empty array."""
-        low, high = self.address, self.address + self.itemsize
-        for n, stride in zip(self.shape, self.strides, strict=True):
+    @lru_cache(1 << 16)  # noqa: B019  a value: most come again
+    def bounds(self) -> tuple[int, int, bool]:
+        """Return the first byte, the one behind the last, and whether these are all of them: surely, if it is true.
+        The first two are equal for an empty array."""
+        low, high, whole = self.address, self.address + self.itemsize, True
+        for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if n == 0:
-                return self.address, self.address
+                return self.address, self.address, True
+            whole = whole and (n == 1 or stride == high - low)
             if stride > 0:
                 high += (n - 1) * stride
             else:
                 low += (n - 1) * stride
-        return low, high
+        return low, high, whole
 
     def runs(self) -> tuple[np.ndarray, int]:
         """Return where runs of neighbouring bytes begin, sorted, and how long each is."""
@@ -59,10 +63,10 @@ class Cells(NamedTuple):
     addresses: np.ndarray  #: sorted
     itemsize: int
 
-    def bounds(self) -> tuple[int, int]:
+    def bounds(self) -> tuple[int, int, bool]:
         if not len(self.addresses):
-            return 0, 0
-        return int(self.addresses[0]), int(self.addresses[-1]) + self.itemsize
+            return 0, 0, True
+        return int(self.addresses[0]), int(self.addresses[-1]) + self.itemsize, False
 
     def runs(self) -> tuple[np.ndarray, int]:
         return self.addresses, self.itemsize
@@ -71,24 +75,20 @@ class Cells(NamedTuple):
 Place = Span | Cells
 
 
-class Seen(NamedTuple):
+class Seen:
     """An access."""
 
-    agent: int
-    time: int  #: how many accesses its agent had made with it
-    write: bool
-    place: Place
-    low: int
-    high: int
-    what: str
+    __slots__ = ("agent", "high", "low", "place", "time", "what", "whole", "write")
 
+    def __init__(self, agent: int, time: int, place: Place, write: bool, what: str):
+        self.agent, self.time, self.place, self.write, self.what = agent, time, place, write, what
+        self.low, self.high, self.whole = place.bounds()  #: time: how many accesses its agent had made with it
 
-def covers(one: Seen, other: Seen) -> bool:
-    """Return whether an access is to every byte of another one, as far as is seen at a glance."""
-    if type(one.place) is type(other.place) is Span and one.place == other.place:
-        return True
-    whole = type(one.place) is Span and len(one.place.shape) == 1 and one.place.strides[0] == one.place.itemsize
-    return whole and one.low <= other.low and other.high <= one.high
+    def covers(self, other: Seen) -> bool:
+        """Return whether this access is to every byte of another one, as far as is seen at a glance."""
+        if self.whole:
+            return self.low <= other.low and other.high <= self.high
+        return type(self.place) is type(other.place) is Span and self.place == other.place
 
 
 def overlap(one: Seen, other: Seen) -> bool:
@@ -145,34 +145,29 @@ class Order:
 
     def access(self, agent: int, place: Place, write: bool, what: str, known: Clock | None = None) -> None:
         """Check an access, and remember it. ``known``: what its agent knows, where that is not its own clock."""
-        low, high = place.bounds()
-        if low == high:
-            return
         with self._lock:
             clock = self._clocks[agent]
+            access = Seen(agent, clock[agent] + 1, place, write, what)
+            if access.low == access.high:
+                return
             clock[agent] += 1
             self.checked += 1
-            access = Seen(agent, clock[agent], write, place, low, high, what)
             if known is not None:
                 clock = known + [0] * (len(clock) - len(known))
-            for granule in range(low >> GRANULE_BITS, (high - 1 >> GRANULE_BITS) + 1):
-                self._seen[granule] = self._after(access, clock, self._seen[granule])
+            for granule in range(access.low >> GRANULE_BITS, (access.high - 1 >> GRANULE_BITS) + 1):
+                self._check(access, clock, self._seen[granule])
 
-    def _after(self, access: Seen, clock: Clock, seen: list[Seen]) -> list[Seen]:
-        """Check an access against those to the same piece of memory; return those to remember."""
+    def _check(self, access: Seen, clock: Clock, seen: list[Seen]) -> None:
+        """Check an access against those to the same piece of memory, ``seen``; remember it there."""
         if len(seen) > CROWDED:
             least = [min(self._clocks[thread][agent] for thread in self._threads) for agent in range(len(clock))]
-            seen = [one for one in seen if one.time > least[one.agent]]
-        kept, low, high = [], access.low, access.high
-        for one in seen:
-            if one.high <= low or high <= one.low:
-                pass
-            elif one.agent == access.agent or one.time <= clock[one.agent]:
-                if (access.write or not one.write) and covers(access, one):
-                    continue  # what is not in order with that one is not in order with this one either
+            seen[:] = [one for one in seen if one.time > least[one.agent]]
+        low, high = access.low, access.high
+        for one in [one for one in seen if one.low < high and low < one.high]:
+            if one.agent == access.agent or one.time <= clock[one.agent]:
+                if (access.write or not one.write) and access.covers(one):
+                    seen.remove(one)  # what is not in order with that one is not in order with this one either
             elif (access.write or one.write) and overlap(one, access):
                 kinds = ["reads", "writes"]
                 self.faults[f"{access.what} {kinds[access.write]}", f"{one.what} {kinds[one.write]}"] += 1
-            kept.append(one)
-        kept.append(access)
-        return kept
+        seen.append(access)

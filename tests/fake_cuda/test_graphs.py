@@ -275,10 +275,10 @@ def launches_of_layers(monkeypatch) -> list[list[str]]:
         begin(graph, *given, **named)
         captured.append([])
 
-    def noted(device, stream, func, args, kwargs):
+    def noted(device, stream, operation, args, kwargs):
         if stream.captured:
-            captured[-1].append(func.overloadpacket.__name__)
-        return run_on(device, stream, func, args, kwargs)
+            captured[-1].append(operation.name)
+        return run_on(device, stream, operation, args, kwargs)
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", begun)
     monkeypatch.setattr(Device, "run", noted)

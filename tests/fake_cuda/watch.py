@@ -17,6 +17,7 @@ import pytest
 import torch
 from fake_cuda.accesses import Plain, Watch, Watching, span_of
 from fake_cuda.arrays import Arrays
+from fake_cuda.order import Place
 
 from flexhybrid.runtime import engine as engine_module
 from flexhybrid.runtime import token_masks
@@ -144,15 +145,26 @@ def _watch_graphs(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
 
     def ended(graph):
         watch.here.captured = None
+        graph.accesses = _without_repeats(graph.accesses)
         end(graph)
 
     def replayed(graph):
-        for access in getattr(graph, "accesses", ()):
-            watch.by_stream(torch.cuda.current_stream(), *access)
+        watch.all_by_stream(torch.cuda.current_stream(), getattr(graph, "accesses", ()))
         replay(graph)
 
     for name, function in (("capture_begin", begun), ("capture_end", ended), ("replay", replayed)):
         monkeypatch.setattr(graph_type, name, function)
+
+
+def _without_repeats(accesses: list[tuple[Place, bool, str]]) -> list[tuple[Place, bool, str]]:
+    """Return of accesses to the same bytes one, which writes if one of them does: nothing comes between them, and
+    whatever is not in order with one of them is not in order with that one."""
+    kept: dict[Place, tuple[Place, bool, str]] = {}
+    for access in accesses:
+        place, write, _ = access
+        if write or place not in kept:
+            kept[place] = access
+    return [*kept.values()]
 
 
 class Registering:
@@ -162,11 +174,11 @@ class Registering:
         self._runtime, self._watch = runtime, watch
 
     def cudaHostRegister(self, address: int, size: int, flags: int):  # noqa: N802
-        self._watch.registered[address] = address + size
+        self._watch.register(address, size)
         return self._runtime.cudaHostRegister(address, size, flags)
 
     def cudaHostUnregister(self, address: int):  # noqa: N802
-        self._watch.registered.pop(address, None)
+        self._watch.unregister(address)
         return self._runtime.cudaHostUnregister(address)
 
 
