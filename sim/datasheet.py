@@ -54,6 +54,9 @@ class Datasheet:
     #: likewise: what the peaks and shares gave for ``lines`` when these were fitted (what they give). A line is scaled
     #: by the ratio of what they give to this.
     in_place_of: dict = field(default_factory=dict)
+    #: that decode steps read keys and values where they lie, as our engine's do; False: its ``lines`` are of code that
+    #: lays them side by side first
+    attends_in_place: bool = True
     rates: dict = field(default_factory=dict)  #: ``kind``, one of KINDS, with ``on`` and ``held_out`` in words
     source: str = ""
     sources: dict = field(default_factory=dict)  #: field -> where its number is from
@@ -68,6 +71,9 @@ class Datasheet:
                 value = getattr(self, known.name)
                 unset = value is None and known.type is not float
                 check(where + known.name, value, unset or _positive(value), "a number above 0")
+        check(
+            f"{where}attends_in_place", self.attends_in_place, isinstance(self.attends_in_place, bool), "true or false"
+        )
         for name, known in (("shares", SHARES), ("overhead_us", OVERHEAD_US)):
             _check_table(where + name, getattr(self, name), known)
         for name, value in self.shares.items():
@@ -157,6 +163,7 @@ class Datasheet:
             source=self.source,
             notes=notes,
             device_reserve=parse_bytes(self.device_reserve),
+            attends_in_place=self.attends_in_place,
         )
 
     def _shares_in_words(self) -> str:

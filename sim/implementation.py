@@ -31,6 +31,7 @@ class Implementation:
     #: assembled. None: the machine's own
     attention: float | None = None
     undoes_bits_again: bool = False  #: of a layer's weights, for each mini-batch
+    assembles: bool = False  #: it lays keys and values side by side in each decode step, where ours attends in place
     sharers: int = 1  #: GPUs that share the host's cores and memory
     source: str = ""
 
@@ -59,10 +60,13 @@ MEASURED = {
         attention=0.247,
         conversion=0.112,
         undoes_bits_again=True,
+        assembles=True,
         source=_FLEXGEN,
     ),
-    "deepspeed": Implementation("deepspeed", weights_link=0.612, source=_T4.format("rows pb005 and pb006")),
-    "accelerate": Implementation("accelerate", weights_link=0.35, source=_T4.format("row pb009")),
+    "deepspeed": Implementation(
+        "deepspeed", weights_link=0.612, assembles=True, source=_T4.format("rows pb005 and pb006")
+    ),
+    "accelerate": Implementation("accelerate", weights_link=0.35, assembles=True, source=_T4.format("row pb009")),
 }
 
 
@@ -124,4 +128,5 @@ def on(implementation: Implementation, hardware: Hardware, num_mini_batches: int
     if i.undoes_bits_again and num_mini_batches > 1:
         once = lines.get("dequantize_weights") or hardware.line("dequantize_weights", "compute")
         lines["dequantize_weights"] = replace(once, s_per_byte=num_mini_batches * once.s_per_byte)
-    return replace(hardware, lines=lines, host_memory=memory)
+    in_place = hardware.attends_in_place and not i.assembles
+    return replace(hardware, lines=lines, host_memory=memory, attends_in_place=in_place)

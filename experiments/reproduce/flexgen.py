@@ -121,7 +121,7 @@ def engine_rates(
     if disk:
         lines["disk_read"] = copies("disk_read", "disk_read_gib_per_s")
         lines["disk_write"] = copies("disk_write", "disk_write_gib_per_s")
-    hardware = on(Implementation("flexgen", conversion=conversion), replace(hardware, lines=lines))
+    hardware = on(Implementation("flexgen", conversion=conversion, assembles=True), replace(hardware, lines=lines))
     once = hardware.lines["dequantize_weights"]
     again = replace(once, s_per_byte=num_gpu_batches * once.s_per_byte)
     return replace(hardware, lines={**hardware.lines, "dequantize_weights": again})

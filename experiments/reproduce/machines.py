@@ -62,7 +62,7 @@ def rtx4090_capture() -> Datasheet:
         "on": on,
         "held_out": f"OPT-30B and OPT-66B there: {in_words(ours, rows['tokens_per_s'])}",
     }
-    return replace(base, name=capture.ENTRY, lines=lines, rates=rates)
+    return replace(base, name=capture.ENTRY, lines=lines, rates=rates, attends_in_place=False)
 
 
 def a100_kvpr() -> Datasheet:
@@ -127,7 +127,7 @@ def _entry(
     own = {key: in_rates(line) for key, line in testbed.lines.items() if line != plain.lines.get(key)}
     lines = {key: {name: _rounded(rate) for name, rate in rates.items()} for key, rates in own.items()}
     rates = {"kind": "fitted", "on": on, "held_out": held_out} | ({"engine": engine} if engine else {})
-    return replace(base, name=name, lines=lines, rates=rates)
+    return replace(base, name=name, lines=lines, rates=rates, attends_in_place=False)
 
 
 def _rounded(value: float) -> float:

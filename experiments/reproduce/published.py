@@ -184,7 +184,7 @@ def engine(conversion: float, relay_gb_per_s: float, cached_disk_gb_per_s: float
         "load_kv": replace(link, s_per_byte=link.s_per_byte + 1e-9 / relay_gb_per_s),
         "disk_read": _disk_line(cached_disk_gb_per_s),
     }
-    return replace(plain, lines={**engine_lines, **left_out, **own})
+    return replace(plain, lines={**engine_lines, **left_out, **own}, attends_in_place=False)
 
 
 def refit_engine() -> tuple[Constant, ...]:

@@ -75,6 +75,8 @@ def layer_times(
             "attend": work.attend_decode(shape, width, rows, context_tokens + 1),
             "finish": work.finish(shape, width, rows),
         }
+        if problem.attends_in_place:
+            del amounts["assemble"]
         for verb, amount in amounts.items():
             forward_s += num_mini_batches * seconds(verb, "compute", amount)
     streamed = [of.total_bytes - of.resident_prefix(weights_device) for of in kind_layouts(shape, width)]

@@ -78,13 +78,15 @@ def promises() -> list[Promise]:
 
 
 def random_setting(rng: np.random.Generator) -> Setting:
-    """Draw a model, a machine of the catalogue whose link is up to four times as fast or as slow, and a batch."""
+    """Draw a model, a machine of the catalogue whose link is up to four times as fast or as slow, and a batch. Contexts
+    are laid side by side in each step, as in the papers' code."""
     hardware = catalogue.load(str(rng.choice(MACHINES)))
     rate = 1e-9 / hardware.line("load_kv", "h2d").s_per_byte * 4 ** rng.uniform(-1, 1)
     shape = shape_by_name(str(rng.choice(MODELS)))
     prompt, generated = round(2 ** rng.uniform(4, 10.5)), round(2 ** rng.uniform(1, 7))
     prompt = min(prompt, shape.max_positions - generated)
-    hardware = replace(hardware.with_link_rate(rate), device_memory=None, host_memory=None)
+    hardware = hardware.with_link_rate(rate)
+    hardware = replace(hardware, device_memory=None, host_memory=None, attends_in_place=False)
     return Setting(Problem(shape=shape, hardware=hardware), round(2 ** rng.uniform(0, 8)), prompt, generated)
 
 

@@ -253,6 +253,7 @@ def _machine(**shares: float):
     sheet = Datasheet(
         name="toy", tflops=20.0, memory_gb_per_s=200.0, link_gb_per_s=10.0, device_memory="1GiB", device_reserve="1MiB",
         host_memory="16GiB", host_memory_gb_per_s=30.0, host_tflops=1.0, shares=shares,
+        attends_in_place=False,
     )  # fmt: skip
     return sheet.hardware()
 

@@ -83,7 +83,7 @@ def machine(values: dict[str, float]) -> Hardware:
         "d2h": copy,
     }
     base = catalogue.load("rtx4090")
-    return replace(base, name=ENTRY, lines={**base.lines, **lines})
+    return replace(base, name=ENTRY, lines={**base.lines, **lines}, attends_in_place=False)
 
 
 def fit_fast(free: tuple[Constant, ...], seconds: Callable, paper_s: np.ndarray, rows: str) -> tuple[Constant, ...]:

@@ -85,7 +85,7 @@ def machine(link_gb_per_s: float, conversion: float, gather_s: float) -> Hardwar
     ``mha_gen`` makes views of it), so assembling it costs nothing.
     """
     hardware = catalogue.load("rtx-a6000").with_link_rate(link_gb_per_s)
-    hardware = on(Implementation("flexgen", conversion=conversion), hardware)
+    hardware = on(Implementation("flexgen", conversion=conversion, assembles=True), hardware)
     cores = hardware.lines["host_compute"]
     lines = {**hardware.lines, "assemble": Line(), "gather": replace(cores, overhead_s=gather_s)}
     return replace(hardware, lines=lines)

@@ -64,7 +64,7 @@ def machine(
     line = hardware.line(before, "h2d")
     lines = {**hardware.lines, before: replace(line, overhead_s=line.overhead_s + host_s)}
     hardware = replace(hardware, lines=lines)
-    return on(Implementation("kvpr", gemm_of_peak=gemm), hardware)
+    return on(Implementation("kvpr", gemm_of_peak=gemm, assembles=True), hardware)
 
 
 def with_locked_act(hardware: Hardware) -> Hardware:
