@@ -79,7 +79,7 @@ def choose(hardware: Hardware) -> Policy:
 def try_on(true: Hardware, limit_s: float = 1e9) -> tuple[Trials, list[Policy]]:
     ran: list[Policy] = []
     run = lambda policy: ran.append(policy) or run_on(true, policy)  # noqa: E731
-    return run_trials(known_machine(), choose, price, GRID[::2], run, -2, limit_s), ran
+    return run_trials(known_machine(), choose(known_machine()), choose, price, GRID[::2], run, -2, limit_s), ran
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -148,7 +148,7 @@ def test_what_was_measured_to_be_faster_than_the_choice_is_taken():
         wait = 0.0 if policy == favoured else 0.1
         return [TraceEvent(task, *(s + wait * task.iteration for s in span)) for task, *span in run_on(known, policy)]
 
-    assert run_trials(known, choose, price, [GRID[2], GRID[4]], run, -2).policy.cache == favoured.cache
+    assert run_trials(known, choose(known), choose, price, [GRID[2], GRID[4]], run, -2).policy.cache == favoured.cache
 
 
 def test_rivals_differ_in_what_limits_them():

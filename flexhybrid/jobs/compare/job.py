@@ -120,7 +120,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
             if options.trials:
                 setting, tried = _try(setting, mix, bench, advance)
                 report.trials(mix, tried)
-                mix, searched = tried.policy, replace(setting.search(setting.machine), policy=tried.policy)
+                mix, searched = tried.policy, setting.priced(searched, tried.policy)
             (named, sweep), shown = setting.mixes(mix), "hybrid"
             bound = EXACT_MINI_BATCH_TOKENS
             mixes = [kv_only(bound), act_only(bound), hybrid_static(setting.checkpoint.shape, bound)]
@@ -349,7 +349,7 @@ def _try(
     def price(hardware: Hardware, policy: Policy) -> Priced:
         return _priced(replace(setting.problem, hardware=hardware), policy, setting.workload)
 
-    tried = run_trials(setting.machine, search, price, table, run, LAST)
+    tried = run_trials(setting.machine, mix, search, price, table, run, LAST)
     tried.hardware.save(setting.options.out / f"hardware-{setting.paced.device.type}.json")
     setting = setting.measured(tried.hardware)
     bench.problem = setting.problem  # which decides the split points of both(…)

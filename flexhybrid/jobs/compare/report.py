@@ -18,7 +18,7 @@ from flexhybrid.core.units import counted, gib
 from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.breakdown import KINDS
-from flexhybrid.jobs.compare.trials import Trials
+from flexhybrid.jobs.compare.trials import TIE, Trials
 from flexhybrid.jobs.profile.job import company_note
 from flexhybrid.jobs.run.forecast import duration
 from flexhybrid.runtime.links import MOST_LATE_S
@@ -31,7 +31,6 @@ from sim.correction import told
 SHOWN_LINES = ("h2d", "d2h", "h2d_both", "d2h_both", "disk_read", "disk_write", *VERBS)
 BUSY = "*"  #: marks a figure that was measured on a busy machine
 MOST_SPREAD = 0.15  #: (fastest - slowest) / median of a policy's rounds; an idle machine's rounds lie closer
-TIE = 0.01  #: medians that differ by less tie
 
 
 def is_disturbed(row: dict) -> bool:

@@ -177,6 +177,11 @@ class ComparisonSetting:
         )
         return search(replace(self.problem, hardware=hardware), self.workload, settings)
 
+    def priced(self, result: SearchResult, policy: Policy) -> SearchResult:
+        """Return the result with another policy, and what this machine is predicted to do under it."""
+        prediction = predict(self.problem, candidates_of(policy, self.workload)).row()
+        return replace(result, policy=policy, prediction=prediction)
+
 
 def settle(options: CompareOptions) -> ComparisonSetting:
     """Open the checkpoint and the policy files, and return the setting before the machine is measured. Raise InputError

@@ -13,8 +13,8 @@ from sim.virtual_clock import summarize_measured
 
 MOST_ROUNDS = 3  #: searches with a corrected record
 MOST_TRIED = 4  #: candidates of the first round
+TIE = 0.01  #: share by which a policy must be faster than another one; medians that differ by less tie
 TRIAL_ITERATIONS = 4  #: that a candidate decodes; the first and the last do not count
-TIE = 0.01  #: share by which another choice must be predicted to be faster than one that was tried
 LIMIT_S = 20.0  #: of iterations under trial
 
 
@@ -37,6 +37,7 @@ class Trials:
 
 def run_trials(
     hardware: Hardware,
+    choice: Policy,
     search: Callable[[Hardware], Policy],
     price: Callable[[Hardware, Policy], Priced],
     others: Iterable[Policy],
@@ -44,13 +45,14 @@ def run_trials(
     last: int,
     limit_s: float = LIMIT_S,
 ) -> Trials:
-    """Try the search's choice and its rivals among ``others``; correct, search and try again until the choice stays.
+    """Try ``choice``, the search's first, and its rivals among ``others``; correct, search and try again until the
+    choice stays.
 
     ``run`` returns the trace of a few decode iterations, of which ``last`` (``Window``) ends what counts. Once these
     took ``limit_s``, nothing more is tried. The choice stays where none is predicted to be faster by more than TIE. At
     the end it gives way to a policy that was tried and measured to be faster by more than that.
     """
-    record, choice, rounds = hardware, search(hardware), 0
+    record, rounds = hardware, 0
     tried: dict[Policy, list[TraceEvent]] = {}
     wanted = [choice, *rivals(choice, {policy: price(record, policy) for policy in others})]
     while rounds < MOST_ROUNDS and any(policy not in tried for policy in wanted):
