@@ -6,7 +6,7 @@ second thread. It has its own pid, environment, folder and pipes, takes signals,
 which is the process that it was forked from, tells how it ended.
 
 ``ray_workers`` has Ray's workers forked from it, too: Ray starts ``warm_ray_worker.py``, which asks for the fork. Ray's
-own processes, messages and recovery stay as they are; the workers of a job load Ray, torch and the product once.
+own messages and recovery stay as they are; the workers of a job load Ray, torch and the product once.
 
 ``test_workers`` has pytest-xdist's workers forked as well, from a process that has also loaded the libraries of the
 tests (``PRELOADED_FOR_TESTS``), and the processes that fork for each of them. So all of them load torch once.
@@ -98,9 +98,15 @@ def run(arguments: list[str], check: bool = False, timeout: float = 240, **optio
 
 
 def ray_workers(patch, folder: Path) -> None:
-    """Have the workers of a Ray cluster that this process starts forked; ``folder`` takes the socket for it."""
-    from ray._private import ray_constants
+    """Have the workers of a Ray cluster that this process starts forked; ``folder`` takes the socket for it.
 
+    Ray's processes for its dashboard, its autoscaler and the printing of logs, which no test sees, are not started.
+    """
+    from ray._private import node, ray_constants, utils
+
+    for unused in ("start_monitor", "start_log_monitor", "start_api_server"):
+        patch.setattr(node.Node, unused, lambda self, **options: None)
+    patch.setattr(utils, "get_dashboard_dependency_error", lambda: "left out")  # the agent of each node starts small
     patch.setenv("WARM_PYTHON", str(folder / "warm"))
     patch.setenv("RAY_prestart_worker_first_driver", "0")  # without a job yet, they could not be forked
     patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", str(Path(__file__).with_name("warm_ray_worker.py")))

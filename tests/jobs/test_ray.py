@@ -21,7 +21,6 @@ from forced_machine import ATTENTION
 from test_docs import COMMAND, MACHINE, ROOT
 
 from flexhybrid import LLM, InputError, cli
-from flexhybrid.cascade.loading import load_model
 from flexhybrid.cascade.routes import Cascade, CascadeModel
 from flexhybrid.cascade.serving import ray_serve
 from flexhybrid.core.policy import Policy
@@ -136,7 +135,7 @@ def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
     words, few = page, ["--max-batch", "8", "--seed", "2", "--quiet"]
     assert words[-4:] == [*RAY] and words[words.index("-o") + 1] == "cluster.jsonl"
     local = [word.replace("cluster.jsonl", "local.jsonl") for word in words[:-4]]
-    assert cli.main([*local, *few, "--reprofile"]) == 0
+    assert cli.main([*local, *few]) == 0
     killed, writes, messages = [], [], []
 
     def iter_batches(self, iter_batches=Dataset.iter_batches, **options):
@@ -365,22 +364,32 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def test_a_cascade_answers_on_ray_as_it_does_here_and_loses_nothing_when_a_replica_dies(
+def status_of(url: str) -> dict:
+    with urllib.request.urlopen(url, timeout=120) as response:
+        return json.load(response)
+
+
+def test_a_cascade_answers_on_ray_as_it_does_here_beside_another_and_loses_nothing_when_a_replica_dies(
     two_cpus, tmp_path, monkeypatch, capsys
 ):
-    """The whole command, with a plan: over HTTP, where a replica is killed, then its file.
+    """The whole command, with a plan: over HTTP, where a replica is killed, then its file. Meanwhile another cascade
+    comes, in one process with its router, is left serving by its command, and goes alone.
 
     Both models fail at a tenth of the requests, the large one alone at another tenth: those fall back on the small one.
     """
+    from ray import serve
+
     x = np.arange(60, dtype=np.float32)[:, None] % 10 - 1
     np.savez(tmp_path / "data.npz", x=x, labels=x[:, 0].astype(int) + 1)
     models = CascadeModel("small", source="cascade_toys:Small"), CascadeModel("large", source="cascade_toys:Large")
-    Cascade(models, (0.9,)).save(tmp_path / "cascade.json")
+    cascade = Cascade(models, (0.9,))
+    cascade.save(tmp_path / "cascade.json")
     sizes = {"small": [["one"], ["two"]], "large": [["two"]]}
     planned = [{"name": name, "partitions": 1, "batch": 8, "gpus": gpus} for name, gpus in sizes.items()]
     gpus = [{"name": name, "host": "here"} for name in ("one", "two")]
     (tmp_path / "plan.json").write_text(json.dumps({"models": planned, "gpus": gpus}))
-    command = ["cascade", "run", "--cascade", f"{tmp_path}/cascade.json", "-i", f"{tmp_path}/data.npz", "--json", "-o"]
+    run = ["cascade", "run", "--cascade", f"{tmp_path}/cascade.json"]
+    command = [*run, "-i", f"{tmp_path}/data.npz", "--json", "-o"]
     port, killed, over_http = free_port(), [], []
 
     def ask(i: int) -> tuple[int, dict]:
@@ -389,13 +398,36 @@ def test_a_cascade_answers_on_ray_as_it_does_here_and_loses_nothing_when_a_repli
             os.kill(killed[0], signal.SIGKILL)
         return post(port, {"x": x[i].tolist()})
 
-    def answer_all(handle, requests, first, answer_all=ray_serve._answer_all):
+    def check_another() -> None:
+        for name, route, words in (("cascade", "/x", "'cascade' is served"), ("other", "/", "is being used by appl")):
+            options, nobody = ray_serve.ServeOptions(name=name, route=route), [functools.partial(pytest.fail)] * 2
+            with pytest.raises(InputError, match=words), ray_serve.deployed(cascade, nobody, options, print):
+                pass
+        capsys.readouterr()
+        assert (
+            cli.main([*run, "--engine", "ray", "--device", "cpu", "--detach", "--name", "two", "--route", "/two"]) == 0
+        )
+        assert f"http://127.0.0.1:{port}/two, 2 models in 1 processes" in capsys.readouterr().err
+        assert post(port, {"x": [8.0]}, "two")[0] == 200
+        found = answer_all(serve.get_app_handle("two"), np.array([[8.0], [3.0]], dtype=np.float32), 5)
+        assert [(answer.index, answer.model, answer.output) for answer in found] == [(5, "small", 9), (6, "large", 4)]
+        status = status_of(f"http://127.0.0.1:{port}/two")
+        assert [row["answered"] for row in status["models"]] == [2, 1] and status["under_way"] == 0
+        assert cli.main(["cascade", "stop", "--name", "two"]) == 0
+        assert cli.main(["cascade", "stop", "--name", "two"]) == 2
+        assert "no application 'two' is served on this cluster; it has cascade" in capsys.readouterr().err
+        assert list(serve.status().applications) == ["cascade"] and post(port, {"x": [3.0]})[1]["model"] == "large"
+        assert status_of(f"http://127.0.0.1:{port}/")["num_requests"] == len(x) + 1
+
+    def answer_file(handle, requests, first):
         with ThreadPoolExecutor(16) as load:
             over_http.extend(load.map(ask, range(len(requests))))
         assert post(port, {"y": 1})[0] == 400
+        check_another()
         return answer_all(handle, requests, first)
 
-    monkeypatch.setattr(ray_serve, "_answer_all", answer_all)
+    answer_all = ray_serve._answer_all
+    monkeypatch.setattr(ray_serve, "_answer_all", answer_file)
     monkeypatch.setattr(ray_serve, "START_S", 500)  # how long it takes says something of the machine alone
     records, answers = [], []
     on_ray = ["--engine", "ray", "--port", str(port), "--plan", f"{tmp_path}/plan.json"]
@@ -413,42 +445,4 @@ def test_a_cascade_answers_on_ray_as_it_does_here_and_loses_nothing_when_a_repli
         for expected, found in zip(here, there, strict=True):  # a batch of another size may round otherwise
             assert expected | {"confidence": None} == found | {"confidence": None}
             assert (expected["confidence"] or 0) == pytest.approx(found["confidence"] or 0, rel=1e-5)
-
-
-def status_of(url: str) -> dict:
-    with urllib.request.urlopen(url, timeout=120) as response:
-        return json.load(response)
-
-
-def test_a_cascade_is_an_application_beside_others(two_cpus, tmp_path, monkeypatch, capsys):
-    """In one process with its router; another one comes, is left serving by its command, and goes alone."""
-    from ray import serve
-
-    monkeypatch.setattr(ray_serve, "START_S", 500)
-    models = CascadeModel("small", source="cascade_toys:Small"), CascadeModel("large", source="cascade_toys:Large")
-    cascade, port, said = Cascade(models, (0.9,)), free_port(), []
-    cascade.save(tmp_path / "cascade.json")
-    loads = [
-        functools.partial(load_model, model.name, model.source, "classification", device="cpu") for model in models
-    ]
-    one = ray_serve.ServeOptions(port=port, name="one", route="/one")
-    with ray_serve.deployed(cascade, loads, one, said.append) as at_work:
-        assert said[-1] == f"cascade    http://127.0.0.1:{port}/one, 2 models in 1 processes"
-        found = at_work.answer(np.array([[8.0], [3.0]], dtype=np.float32), 5)
-        assert [(answer.index, answer.model, answer.output) for answer in found] == [(5, "small", 9), (6, "large", 4)]
-        for name, route, words in (("one", "/x", "'one' is served"), ("other", "/one", "is being used by application")):
-            options = ray_serve.ServeOptions(name=name, route=route)
-            with pytest.raises(InputError, match=words), ray_serve.deployed(cascade, loads, options, said.append):
-                pass
-        command = ["cascade", "run", "--engine", "ray", "--cascade", f"{tmp_path}/cascade.json", "--device", "cpu"]
-        assert cli.main([*command, "--detach", "--name", "two", "--route", "/two"]) == 0
-        capsys.readouterr()
-        assert post(port, {"x": [8.0]}, "two")[0] == post(port, {"x": [8.0]}, "one")[0] == 200
-        assert status_of(f"http://127.0.0.1:{port}/two")["num_requests"] == 1
-        assert cli.main(["cascade", "stop", "--name", "two"]) == 0
-        assert cli.main(["cascade", "stop", "--name", "two"]) == 2
-        assert "no application 'two' is served on this cluster; it has one" in capsys.readouterr().err
-        assert list(serve.status().applications) == ["one"] and post(port, {"x": [3.0]}, "one")[1]["model"] == "large"
-        status = status_of(f"http://127.0.0.1:{port}/one")
-        assert [row["answered"] for row in status["models"]] == [2, 2] and status["under_way"] == 0
     assert not serve.status().applications and not serve.status().proxies
