@@ -53,7 +53,7 @@ else:
 
 #: Seconds of a core, roughly, that the tests of a file and what they start take: of the longest files.
 SECONDS = {
-    **{"graphs": 32, "ray": 40, "run": 35, "docs": 25, "counted_steps": 12, "search_optimum": 24, "speculative": 14},
+    **{"graphs": 32, "ray": 30, "run": 35, "docs": 21, "counted_steps": 12, "search_optimum": 24, "speculative": 14},
     **{"kinds_of_requests": 17, "streams": 15, "sim_queue": 18, "reproduce_kvpr": 17, "refill": 12},
     **{"published_models": 4, "attend_triton": 10, "sim_closed_form": 14, "states": 10, "device_memory": 6},
     **{"interpreted": 13, "wheel": 12, "compare": 12, "reproduce_capture": 12, "models": 12, "whatif": 11},

@@ -70,10 +70,13 @@ def check_git_ignores(clone: Path) -> None:
 def test_the_page_about_jobs_works_as_written(clone, capsys):
     commands = COMMAND.findall(PAGE)
     assert len(commands) == len(re.findall(r"```sh", PAGE)) == 7
+    told = []
     for command in commands:
         assert cli.main(shlex.split(command)) == 0, command
-        assert capsys.readouterr().out, command
-    first = [json.loads(raw) for raw in (clone / "results.jsonl").read_bytes().splitlines()]
+        told.append(capsys.readouterr().out)
+        assert told[-1], command
+    assert "predicted" in told[0] and "48 answered, 0 refused, 0 left" in told[0]
+    first = [json.loads(raw) for raw in (clone / "first.jsonl").read_bytes().splitlines()]
     assert len(first) == len((ROOT / "flexhybrid/shipped/prompts.txt").read_text().splitlines())
     assert all(row["response"]["status_code"] == 200 for row in first)
     answers = [json.loads(raw) for raw in (clone / "answers.jsonl").read_bytes().splitlines()]
@@ -118,8 +121,8 @@ def test_pages_and_files_that_are_named_exist():
 
 
 def test_the_commands_of_the_readme_are_commands():
-    """The parser takes all commands; those that take no more than a few seconds are run, as another page shows them."""
-    run = COMMAND.findall((ROOT / "docs/simulating.md").read_text(encoding="utf-8"))
+    """The parser takes all commands; those that take no more than a few seconds are run, as other pages show them."""
+    run = COMMAND.findall((ROOT / "docs/simulating.md").read_text(encoding="utf-8")) + COMMAND.findall(PAGE)
     assert "simulating" in OTHER_PAGES
     pages = [ROOT / "README.md", ROOT / "docs/accuracy.md"]
     commands = [command for page in pages for command in COMMAND.findall(page.read_text(encoding="utf-8"))]
@@ -127,14 +130,7 @@ def test_the_commands_of_the_readme_are_commands():
     for command in commands:
         words = shlex.split(command)
         assert cli.build_parser().parse_args(words).command == words[0]
-        assert words[0] not in ("simulate", "search") or command in run
-
-
-def test_the_readme_leads_to_the_command(clone, capsys):
-    (command,) = [one for one in COMMAND.findall((ROOT / "README.md").read_text()) if one.startswith("run ")]
-    assert cli.main(shlex.split(command)) == 0
-    out = capsys.readouterr().out
-    assert "predicted" in out and "48 answered, 0 refused, 0 left" in out
+        assert words[0] not in ("run", "simulate", "search") or command in run
 
 
 def test_the_readme_leads_to_answers_from_python(clone, capsys):
@@ -177,7 +173,16 @@ def test_what_fits_hangs_on_the_memory_there_is(host_bytes, size, small, large, 
 
 
 def test_the_doctor_says_what_fits_and_what_to_change(host_bytes, clone, capsys, monkeypatch):
+    """The same model on the same rates is searched once."""
     host_bytes(32 << 30)
+    policies = {}
+
+    def best_policy(problem, lengths, search=doctor.best_policy, **more):
+        key = repr((problem, lengths))
+        policies[key] = policies.get(key) or search(problem, lengths, **more)
+        return policies[key]
+
+    monkeypatch.setattr(doctor, "best_policy", best_policy)
     assert cli.main(["doctor", "--device", "cpu", "--models", "opt-125m"]) == 0
     out = capsys.readouterr().out
     assert "not measured, so no speed is predicted: run flexhybrid profile" in out
