@@ -85,9 +85,9 @@ def _flexgen(setting: Setting, cache: str | None = None, **options) -> Policy:
     return flexgen_policy(setting.problem, setting.workload, asked).policy
 
 
-def _deepspeed(setting: Setting) -> Policy:
+def _deepspeed(setting: Setting, bits: int | None = None, cache: str = "device") -> Policy:
     """DeepSpeed with as many requests at a time as its code has memory for: it cuts no batch into parts."""
-    policy, budget = presets.deepspeed(), setting.problem.effective_budgets.device
+    policy, budget = presets.deepspeed(bits, cache), setting.problem.effective_budgets.device
     if budget is None:
         return policy
     batches, lengths = np.arange(1, setting.batch + 1), (setting.prompt_tokens, setting.max_tokens)
@@ -261,8 +261,8 @@ class Entry:
 
 
 def _preset(function: Callable[..., Policy], options: dict[str, Kind], required: str | None = None) -> Entry:
-    """The entry of a preset. Its option ``weights_device`` is the resident share of the weights, ``overlap`` what
-    copies and computing do at a time, where the paper's own code does not overlap all.
+    """The entry of a preset. Its option ``weights_device`` is the resident share of the weights, ``weights_disk`` that
+    on the disk, ``overlap`` what copies and computing do at a time, where the paper's own code does not overlap all.
 
     A system that keeps its weights on the device keeps, where they do not all fit, as many twelfths of each layer as
     do: a matrix of attention is a twelfth of an OPT layer, and FlexGen places whole matrices.
@@ -289,7 +289,7 @@ def _overlapping(policy: Policy, overlap: Overlap | None) -> Policy:
     return policy if overlap is None else replace(policy, overlap=overlap)
 
 
-_WEIGHTS = {"weights_device": NUMBER}
+_WEIGHTS = {"weights_device": NUMBER, "weights_disk": NUMBER}
 _SIZES = {"max_mini_batch_tokens": COUNT, **_WEIGHTS}
 _SERIAL = {"max_mini_batch_tokens": COUNT, "overlap": OVERLAP, **_WEIGHTS}  # in this order
 _FRACTIONS = dict.fromkeys(("alpha", "partial_ratio", "cap"), NUMBER)
@@ -306,7 +306,7 @@ SYSTEMS: dict[str, Entry] = {
     "hybrid_static": _preset(presets.hybrid_static, _SIZES),
     "resident": Entry(_resident, _SIZES),
     "ideal": Entry(lambda setting: System("ideal", presets.ideal(), replace(setting.machine, device_memory=None))),
-    "deepspeed": Entry(_deepspeed),
+    "deepspeed": Entry(_deepspeed, {"bits": PACKED, "cache": TIER, "weights_disk": NUMBER}),
     "accelerate": _preset(presets.accelerate, {"cache": TIER, **_WEIGHTS}),
     "token_recompute": _preset(presets.token_recompute, {"ratio": NUMBER, **_SIZES}, required="ratio"),
     "kvpr_row": _recomputing(presets.kvpr_row, {"split": WORD, "act": WORD, **_WEIGHTS}),
@@ -396,9 +396,15 @@ def system(text: str, setting: Setting, on_ours: bool = False) -> System:
     plain = setting.machine
     if code != neutral:
         setting = setting.on(on(code, plain))
+    on_disk = options.pop("weights_disk", 0.0)
     made = SYSTEMS[name].make(setting, **options)
     if isinstance(made, System):
         return made
+    if on_disk:
+        on_device = float(options.get("weights_device", min(made.weights.device, 1.0 - on_disk)))
+        if not (0 <= on_disk <= 1 and on_device + on_disk <= 1):
+            raise InputError(f"system {text!r}: weights_disk is a share from 0 to 1, with weights_device at most 1")
+        made = replace(made, weights=Placement(on_device, max(0.0, 1.0 - on_device - on_disk), float(on_disk)))
     if code.undoes_bits_again and made.bits.weights != "native":
         lengths = min(setting.batch, made.max_batch or setting.batch), setting.prompt_tokens, setting.max_tokens
         count, _ = num_mini_batches(*lengths, made.max_mini_batch_tokens, made.packing)

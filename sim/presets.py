@@ -68,11 +68,12 @@ def ideal() -> Policy:
     return Policy("ideal", _RESIDENT, cache={"kv@device": 1.0}, max_mini_batch_tokens=WHOLE_BATCH, packing="fifo")
 
 
-def deepspeed() -> Policy:
-    """DeepSpeed ZeRO-Inference: one batch, layer after layer, weights streamed, keys and values on the device."""
+def deepspeed(bits: int | None = None, cache: str = "device") -> Policy:
+    """DeepSpeed ZeRO-Inference: one batch, layer after layer, weights streamed, keys and values on the device. ``bits``
+    of the weights, native by default; ``cache`` "host": keys and values lie there, and the host attends to them."""
     return Policy(
-        "deepspeed", cache={"kv@device": 1.0}, schedule="row", max_mini_batch_tokens=WHOLE_BATCH,
-        packing="fifo", weight_order="natural",
+        "deepspeed", cache={f"kv@{cache}": 1.0}, schedule="row", max_mini_batch_tokens=WHOLE_BATCH,
+        packing="fifo", weight_order="natural", attention=cache, bits=Bits(weights=bits or "native"),
     )  # fmt: skip
 
 

@@ -115,7 +115,7 @@ def _best_setting(
     if "max_mini_batch_tokens" in accepted and "max_mini_batch_tokens" not in options:
         sizes = RESIDENT_MINI_BATCH_TOKENS if name == "resident" else MINI_BATCH_TOKENS
     shares = np.array([made.policy.weights.device])
-    if places_weights and "weights_device" not in options:
+    if places_weights and not {"weights_device", "weights_disk"} & options.keys():
         shares = WEIGHT_SHARES
     problem = replace(setting.problem, hardware=made.hardware)
     rate, batch, tokens, share = -1.0, 0.0, 0.0, 0.0
@@ -128,7 +128,8 @@ def _best_setting(
         step = max(1, int(batch) // 32)
         batches = np.arange(max(1, int(batch * 0.76)), min(setting.batch, int(batch * 1.3)) + 1, step)
         sizes, shares = [tokens], np.array([share])
-    weights = Placement(device=float(share), host=1.0 - float(share))
+    on_disk = made.policy.weights.disk
+    weights = Placement(device=float(share), host=1.0 - float(share) - on_disk, disk=on_disk)
     policy = replace(made.policy, weights=weights, max_mini_batch_tokens=int(tokens), max_batch=int(batch))
     return known if known and known[0] >= rate else (rate, replace(made, policy=policy))
 
@@ -159,7 +160,7 @@ def _fastest(
     def predicted(members: np.ndarray, walk: bool):
         batch, tokens, share = (axis[members] for axis in axes)
         lengths = batch.astype(float), setting.prompt_tokens, setting.max_tokens
-        shares = {"weights_device": share, "weights_disk": np.zeros(len(share))}
+        shares = {"weights_device": share, "weights_disk": np.full(len(share), policy.weights.disk)}
         return predict(problem, Candidates(policy, *lengths, tokens.astype(float), **shares), walk=walk)
 
     bounded = predicted(np.arange(len(axes[0])), False)

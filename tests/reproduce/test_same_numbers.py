@@ -69,6 +69,7 @@ def test_infinigens_rows():
 
 def test_the_baselines_published_rows():
     systems = {"pb006": "deepspeed", "pb019": "accelerate(cache=device)"}
+    systems |= {"pb007": "deepspeed(weights_disk=1)", "pb010": "accelerate(cache=device, weights_disk=1)"}
     systems["pb020"] = "accelerate(cache=device, weights_device=0)"
     metrics = {"throughput": "tokens_per_s", "decode_throughput": DECODE}
     for row_id, text in systems.items():

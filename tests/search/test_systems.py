@@ -63,7 +63,7 @@ def test_every_system_survives_its_json(name):
         ("h2o(whole_layers=-1)", "whole_layers is '-1'; it must be a whole number >= 0"),
         ("h2o(whole_layers=0.5)", "whole_layers is '0.5'; it must be a whole number >= 0"),
         ("h2o(0.1, budget=0.2)", "given twice"),
-        ("kv_only(1, 2, none, 3, 4)", "takes"),
+        ("kv_only(1, 2, 3, none, 4)", "takes"),
         ("token_recompute", "ratio"),
         ("hybrid", "needs share; write hybrid"),
         ("fastdecode(gpus=2.5)", "gpus is '2.5'; it must be a whole number"),
@@ -72,6 +72,8 @@ def test_every_system_survives_its_json(name):
         ("flexgen(host_attention=3)", "true or false"),
         ("int4(overlap=3)", "full, step, none"),
         ("capture(balance=1)", "a word"),
+        ("kv_only(weights_device=0.8, weights_disk=0.5)", "at most 1"),
+        ("kv_only(weights_disk=-1)", "a share from 0 to 1"),
         ("kv_only(weights_device=x)", "weights_device is 'x'; it must be a number"),
         ("uvm(fault_gb_per_s=0)", "must be a number > 0"),
         ("kv_only(cache_link=fast)", "must be a number"),
@@ -282,6 +284,14 @@ def test_where_a_cache_lies_may_be_said(tmp_path):
     assert dict(system("accelerate(cache=device, weights_device=0)", SETTING).policy.cache) == {"kv@device": 1.0}
     assert dict(system("h2o(0.3, cache=device)", SETTING).policy.cache) == {"kv@device": 1.0}
     assert system("capture(weights_device=0.5)", SETTING).policy.weights == Placement(device=0.5, host=0.5)
+    for text, weights in (
+        ("kv_only(weights_disk=0.25)", Placement(host=0.75, disk=0.25)),
+        ("kvpr_column(weights_device=0.5, weights_disk=0.5)", Placement(device=0.5, disk=0.5)),
+        ("deepspeed(weights_disk=1)", Placement(disk=1.0)),
+    ):
+        assert system(text, SETTING).policy.weights == weights
+    there = system("deepspeed(bits=4, cache=host)", SETTING).policy
+    assert (there.bits.weights, there.attention, dict(there.cache)) == (4, "host", {"kv@host": 1.0})
     with pytest.raises(InputError, match="cache is 'disk'; it must be device or host"):
         system("h2o(0.3, cache=disk)", SETTING)
 

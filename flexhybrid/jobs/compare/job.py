@@ -349,7 +349,7 @@ def _try(
     def price(hardware: Hardware, policy: Policy) -> Priced:
         return _priced(replace(setting.problem, hardware=hardware), policy, setting.workload)
 
-    tried = run_trials(setting.machine, mix, search, price, table, run, LAST)
+    tried = run_trials(setting.machine, mix, search, price, others=table, run=run, last=LAST)
     tried.hardware.save(setting.options.out / f"hardware-{setting.paced.device.type}.json")
     setting = setting.measured(tried.hardware)
     bench.problem = setting.problem  # which decides the split points of both(…)
