@@ -12,7 +12,7 @@ import torch
 from fake_cuda.device import DEVICE, fake_cuda
 from fake_cuda.test_attention_in_place import IN_PLACE
 from models import save_llama
-from oracles import attend_table
+from oracles import attend_table, rows_as_operations
 
 from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.policy import Placement, Policy
@@ -50,6 +50,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     monkeypatch.setattr(attend_triton, "launch", attend_table.launch_by_address)
+    rows_as_operations.install(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,8 @@ from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.verbs import VERB_FUNCTIONS, attending
 from sim import catalogue
 
+#: Whose engine lays contexts side by side; the kernels that attend in place are Triton's.
+SIDE_BY_SIDE = replace(catalogue.load("t4"), attends_in_place=False)
 EVERYWHERE = Policy(
     weights=Placement(device=0.3, host=0.3, disk=0.4), max_mini_batch_tokens=100,
     cache={"act@host": 0.2, "act@device": 0.2, "kv@disk": 0.2, "kv@device": 0.2, "kv@host": 0.2},
@@ -71,7 +73,7 @@ def run_under(
 ):
     """Run prompts to their lengths. ``changed``: task -> what is run in its place; ``others``: of the problem."""
     prompts, max_tokens = requests
-    machine = {"hardware": catalogue.load("t4"), "device": device.type, "cuda_graphs": False} | others
+    machine = {"hardware": SIDE_BY_SIDE, "device": device.type, "cuda_graphs": False} | others
     problem = Problem(shape=source.shape, dtype="float32", **machine)
     workload = Workload(np.array([len(p) for p in prompts]), np.broadcast_to(max_tokens, len(prompts)).copy())
     wave = admit(problem, policy, workload)
