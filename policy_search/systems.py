@@ -46,6 +46,7 @@ class Setting:
     batch: int
     prompt_tokens: int
     max_tokens: int
+    own_batch: bool = False  #: whether FlexGen's search may choose fewer requests, as it does by itself
 
     @property
     def workload(self) -> Workload:
@@ -81,7 +82,8 @@ class System:
 def _flexgen(setting: Setting, cache: str | None = None, **options) -> Policy:
     from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
 
-    asked = FlexGenOptions(batch=setting.batch, cache_on_host=cache == "host", **options)
+    batch = None if setting.own_batch else setting.batch
+    asked = FlexGenOptions(batch=batch, most_requests=setting.batch, cache_on_host=cache == "host", **options)
     return flexgen_policy(setting.problem, setting.workload, asked).policy
 
 

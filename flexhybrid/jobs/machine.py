@@ -30,7 +30,8 @@ def device_name(device: torch.device) -> str:
         pass
     # Virtual machines hide the model; what the products can use decides their speed.
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{model or platform.processor() or 'CPU'} ({capability}), {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{model or platform.processor() or 'CPU'} ({capability}), {threads} thread{'s' * (threads > 1)}"
 
 
 def machine_memories(device: torch.device) -> dict[str, int | None]:

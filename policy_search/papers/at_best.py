@@ -16,7 +16,6 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
-from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
 from policy_search.search_problem import MINI_BATCH_TOKENS, RESIDENT_MINI_BATCH_TOKENS
 from policy_search.systems import SYSTEMS, Setting, System, parse, system, without_recomputing
 from sim.array_clock import predict
@@ -41,10 +40,8 @@ def at_best(text: str, setting: Setting, free: bool) -> tuple[System, SimulatedR
     waves of its own. Raise InputError where nothing fits.
     """
     name, options = (text, {}) if text in TRIED else parse(text)
-    if name == "flexgen" and not options.keys() - {"host_attention", "compress"}:
-        asked = FlexGenOptions(most_requests=setting.batch, **options)
-        policy = flexgen_policy(setting.problem, setting.workload, asked).policy
-        return _run(System(text, policy, setting.machine), setting, free)
+    if name == "flexgen":
+        return _run(system(text, replace(setting, own_batch=True)), setting, free)
     if SYSTEMS[name].reads_lines and name not in TRIED:
         return best_batch(partial(system, text), setting, free)
     call, best = text, None
