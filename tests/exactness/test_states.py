@@ -58,7 +58,7 @@ def models(tmp_path_factory):
 @pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2", "mamba"])
 def test_requests_that_join_leave_and_step_back_get_the_references_tokens(models, tmp_path, batches, model_type):
     checkpoint, model = models[model_type]
-    prompts, max_tokens, stops = some_requests(4, 5, 30)
+    prompts, max_tokens, stops = some_requests(4, 4, 30)
     expected = [
         greedy(model, [prompt], min(length, stop))[0]
         for prompt, length, stop in zip(prompts, max_tokens, stops, strict=True)
