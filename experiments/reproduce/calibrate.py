@@ -36,6 +36,6 @@ def fit(
     def residuals(logs) -> np.ndarray:
         return np.log(np.asarray(ours(values(logs))) / paper)
 
-    optimum = values(least_squares(residuals, start, bounds=(low, high), diff_step=1e-3).x)
+    optimum = values(least_squares(residuals, start, bounds=(low, high), diff_step=1e-3, xtol=1e-6).x)
     inside = {c.name: min(max(optimum[c.name], c.low), c.high) for c in free}
     return tuple(replace(constant, value=inside[constant.name], fitted_on=rows) for constant in free)

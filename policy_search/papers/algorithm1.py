@@ -138,7 +138,7 @@ def allocate(
         link_s = times.link_s(balance, act_blocks, kv_besides(act_blocks))
         return times.compute_s(balance, act_blocks, act_gpu_blocks) - link_s
 
-    act = _nearest_root(gap, int(room // act_block_bytes))
+    act = _nearest_root(gap, int(room // act_block_bytes), steps=4)  # memory may hold no whole further KV block
     return _allocation(times, balance, act_gpu_blocks, act, kv_besides(act))
 
 
@@ -177,21 +177,17 @@ def check_balance(balance: str) -> None:
         raise InputError(f"unknown balance {balance!r}; known: {', '.join(BALANCES)}")
 
 
-def _nearest_root(gap: Callable[[int], float], most: int) -> int:
-    """Return the integer in [0, most] with the smallest |gap|, for a gap that is linear but for overheads at the
-    ends."""
+def _nearest_root(gap: Callable[[int], float], most: int, steps: int = 0) -> int:
+    """Return the integer in [0, most] with the smallest |gap|, for a gap that is linear but for overheads at the ends
+    and, if it goes in steps, of at most so many integers each."""
     low, high = min(1, most), max(0, most - 1)
-    candidates = {0, low, high, most}
-    if gap(low) * gap(high) < 0:
+    candidates, below = {0, low, high, most}, gap(low)
+    if below * gap(high) < 0:
         while high - low > 1:
             middle = (low + high) // 2
-            if gap(low) * gap(middle) <= 0:
-                high = middle
-            else:
-                low = middle
+            low, high = (low, middle) if below * gap(middle) <= 0 else (middle, high)
         candidates |= {low, high}
-    # memory that holds no whole further block makes the gap step: look a few blocks to either side
-    near = {min(most, max(0, candidate + step)) for candidate in candidates for step in range(-4, 5)}
+    near = {min(most, max(0, candidate + step)) for candidate in candidates for step in range(-steps, steps + 1)}
     return min(sorted(near), key=lambda blocks: abs(gap(blocks)))
 
 

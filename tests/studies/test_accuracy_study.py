@@ -38,7 +38,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def study(folder, tmp_path_factory):
-    return accuracy_study.study(folder, TEXTS, tmp_path_factory.mktemp("study"))
+    """Of the first documents alone, and without the pictures of its runs, which test_accuracy draws."""
+    texts, documents = tmp_path_factory.mktemp("texts") / "texts.txt", accuracy_study.TEXTS.read_text(encoding="utf-8")
+    texts.write_text("\f".join(document[:LENGTH] for document in documents.split("\f")[:TEXTS]), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accuracy_study, "TEXTS", texts)
+        patch.setattr("figures.accuracy.by_chunk", lambda *drawn: None)
+        return accuracy_study.study(folder, TEXTS, tmp_path_factory.mktemp("study"))
 
 
 @pytest.fixture(scope="module")
