@@ -66,11 +66,13 @@ def copies_errors(law: str) -> tuple[float, float]:
         run = kvpr.run_column(kvpr.shape_of("OPT-6.7B"), machine(values), kvpr.flexgen(), *lengths)
         return run.decode_tokens_per_s
 
-    def fitted(among: np.ndarray) -> np.ndarray:
-        return ours(values_of(fit((free,), lambda values: ours(values)[among], paper[among], "Table 5, FlexGen")))
+    def fitted(start: tuple[Constant, ...], among: np.ndarray) -> tuple[Constant, ...]:
+        return fit(start, lambda values: ours(values)[among], paper[among], "Table 5, FlexGen")
 
-    left_out = [fitted(np.arange(len(paper)) != index)[index] for index in range(len(paper))]
-    return _off(fitted(np.ones(len(paper), dtype=bool)), paper), _off(left_out, paper)
+    places = np.arange(len(paper))
+    together = fitted((free,), places)
+    left_out = [ours(values_of(fitted(together, places[places != place])))[place] for place in places]
+    return _off(ours(values_of(together)), paper), _off(left_out, paper)
 
 
 def table() -> Experiment:

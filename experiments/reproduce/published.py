@@ -82,6 +82,7 @@ FITTED |= {"engine": ("pb002", "pb003", "pb004", "pb013", "pb014", "pb018")}
 NOT_SIMULATED = "pb016"  #: its batch is not stated
 
 
+@cache
 def record(row_id: str) -> dict:
     """Return a published row. Raise InputError for an unknown id."""
     return reference.row("published", id=row_id)

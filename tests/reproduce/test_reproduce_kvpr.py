@@ -123,7 +123,7 @@ def test_constants_are_few_and_possible(constants):
 
 
 def test_no_fit_sees_a_row_that_is_held_out(monkeypatch):
-    fits = (refit_relay, setup.fit_host_s.__wrapped__, setup.fit_a100.__wrapped__)
+    fits = (refit_relay, setup.fit_host_s.__wrapped__)
     before = [fit() for fit in fits]
     real = reference.load
 
@@ -161,7 +161,7 @@ def test_anomalous_rows_are_left_out_and_would_spoil_the_fit():
     assert len(setup.accelerate_rows()) == 9 and len(setup.accelerate_rows(anomalous=True)) == 12
     clean, every = (
         np.concatenate([
-            kvpr_latency.accelerate_s(model, setup.SHORT, setup.fit_a100(anomalous=anomalous))
+            kvpr_latency.accelerate_s(model, setup.SHORT, setup.fit_a100(anomalous, "step"))
             for model in ("OPT-6.7B", "OPT-13B")
         ])
         for anomalous in (False, True)
@@ -360,7 +360,7 @@ def test_figure14_one_host_for_all():
 
 @pytest.mark.parametrize("policy", [setup.flexgen(), setup.kvpr(), setup.kvpr("pipeline")], ids=lambda p: p.name)
 def test_closed_form_is_the_virtual_clock_for_a_column(policy):
-    shape, hardware, generated = setup.shape_of("OPT-6.7B"), setup.rtx5000(), 3
+    shape, hardware, generated = replace(setup.shape_of("OPT-6.7B"), num_layers=8), setup.rtx5000(), 3
     closed = setup.run_column(shape, hardware, policy, 256, generated).row()
     bounded = replace(policy, max_mini_batch_tokens=int(setup.mini_batch_tokens(256, generated)))
     wave = admit(Problem(shape=shape, hardware=hardware), bounded, Workload.uniform(256, 256, generated))
@@ -371,7 +371,7 @@ def test_closed_form_is_the_virtual_clock_for_a_column(policy):
 
 @pytest.mark.parametrize("policy", [setup.accelerate(), setup.kvpr_latency()], ids=lambda p: p.name)
 def test_closed_form_is_the_virtual_clock_for_a_row(policy):
-    shape, hardware = setup.shape_of("OPT-6.7B"), setup.a100("latency")
+    shape, hardware = replace(setup.shape_of("OPT-6.7B"), num_layers=8), setup.a100("latency")
     closed = setup.run_one(shape, hardware, policy, 64, 512, 9).row()
     wave = admit(Problem(shape=shape, hardware=hardware), policy, Workload.uniform(64, 512, 9))
     assert closed["decode_s"] == pytest.approx(summarize(run(stream(wave), hardware)).decode_s, rel=0.01)
@@ -381,7 +381,7 @@ def test_the_catalogues_a100_is_the_fit():
     fresh, kept = machines.a100_kvpr(), load_datasheet(catalogue.FOLDER / "a100-kvpr.json")
     assert replace(fresh, lines={}) == replace(kept, lines={})
     assert kept.lines["h2d"] == pytest.approx(fresh.lines["h2d"], rel=1e-3)
-    own = values_of(setup.fit_a100())["link_gb_per_s"]  # the rows of this testbed alone would have it a little faster
+    own = values_of(setup.fit_a100(False, "step"))["link_gb_per_s"]  # the rows of this testbed alone would have it a little faster
     assert 1e-9 / catalogue.load("a100-kvpr").lines["h2d"].s_per_byte == pytest.approx(setup.a100_link())
     assert setup.a100_link() < own < 1.03 * setup.a100_link()
 

@@ -194,7 +194,7 @@ def accelerate_rows(anomalous: bool = False) -> pd.DataFrame:
 
 
 @cache
-def fit_a100(anomalous: bool = False, overlap: Overlap = "step") -> tuple[Constant, ...]:
+def fit_a100(anomalous: bool, overlap: Overlap) -> tuple[Constant, ...]:
     """The link's rate and the host's time a layer, from Accelerate's latencies."""
     rows = accelerate_rows(anomalous)
     free = tuple(KVPR.constant(name, STARTS_AT[name]) for name in ("link_gb_per_s", "host_s"))
