@@ -8,7 +8,7 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.units import gib
 from policy_search.grid import ChoiceGrid
-from policy_search.lp import least_memory
+from policy_search.lp import Solution, least_memory
 from policy_search.rounding import WEIGHT_STEPS, candidates_of, place_weights, round_shares
 from policy_search.search_problem import NATIVE, SearchProblem, pairs_of
 from sim.candidate_memory import peak_bytes
@@ -32,29 +32,33 @@ def tightest(problem: SearchProblem, batch: int, mini_batch_tokens) -> TightestP
     choices, best, least = np.arange(grid.num_choices), None, (len(TIERS) + 1, np.inf)
     for tiers in (*((tier,) for tier in problem.tiers), problem.tiers):
         solution = least_memory(grid, choices, tiers)
-        for choice in np.argsort(solution.value, kind="stable")[:MOST_TRIED]:
-            if not np.isfinite(solution.value[choice]):
-                break
-            weights = solution.weights[choice] @ np.array(problem.placements)
-            for policy, peaks in _peaks(grid, int(choice), solution.cache[choice], weights):
-                factors = {tier: peaks[tier] / max(problem.limits[tier], 1.0) for tier in peaks}
-                lacking = tuple(tier for tier in peaks if peaks[tier] > problem.limits[tier])
-                if (change := (len(lacking), max(factors.values()))) < least:
-                    best, least = TightestPolicy(policy, peaks, lacking), change
+        tried = np.argsort(solution.value, kind="stable")[:MOST_TRIED]
+        for policy, peaks in _peaks(grid, tried[np.isfinite(solution.value[tried])], solution):
+            factors = {tier: peaks[tier] / max(problem.limits[tier], 1.0) for tier in peaks}
+            lacking = tuple(tier for tier in peaks if peaks[tier] > problem.limits[tier])
+            if (change := (len(lacking), max(factors.values()))) < least:
+                best, least = TightestPolicy(policy, peaks, lacking), change
     return best
 
 
-def _peaks(grid: ChoiceGrid, choice: int, shares: np.ndarray, weights: np.ndarray):
-    """Yield (policy, bytes of every tier) of what a program's shares round to, with the weights that fit and with the
-    program's own."""
-    problem = grid.problem
-    for unplaced, _ in round_shares(grid, choice, shares):
-        device, disk, _ = place_weights(problem, candidates_of(problem, [unplaced]))
-        less = np.floor(weights[:1] * WEIGHT_STEPS) / WEIGHT_STEPS
-        for kept, moved in ((device, disk), (less, weights[2:])):
-            placed = candidates_of(problem, [unplaced], None, kept, moved)
-            peaks = peak_bytes(problem, placed)
-            yield unplaced.policy(kept[0], moved[0]), {tier: float(peaks[tier][0]) for tier in problem.tiers}
+def _peaks(grid: ChoiceGrid, choices: np.ndarray, solution: Solution):
+    """Yield (policy, bytes of every tier) of what the shares of choices' programs round to, with the weights that fit
+    and with the programs' own; what is priced alike is priced at once."""
+    problem, groups = grid.problem, {}
+    for choice in choices:
+        for unplaced, _ in round_shares(grid, int(choice), solution.cache[choice]):
+            group = unplaced.option, unplaced.entries, unplaced if unplaced.keeps_both else None
+            groups.setdefault(group, []).append((unplaced, choice))
+    for group in groups.values():
+        unplaced, of = ([*column] for column in zip(*group, strict=True))
+        device, disk, _ = place_weights(problem, candidates_of(problem, unplaced))
+        weights = solution.weights[of] @ np.array(problem.placements)
+        less = np.floor(weights[:, 0] * WEIGHT_STEPS) / WEIGHT_STEPS
+        for kept, moved in ((device, disk), (less, weights[:, 2])):
+            peaks = peak_bytes(problem, candidates_of(problem, unplaced, None, kept, moved))
+            for place, policy in enumerate(unplaced):
+                sizes = {tier: float(peaks[tier][place]) for tier in problem.tiers}
+                yield policy.policy(kept[place], moved[place]), sizes
 
 
 def shortage(problem: SearchProblem, batch: int, mini_batch_tokens, best: TightestPolicy | None) -> str:

@@ -381,7 +381,9 @@ def test_the_catalogues_a100_is_the_fit():
     fresh, kept = machines.a100_kvpr(), load_datasheet(catalogue.FOLDER / "a100-kvpr.json")
     assert replace(fresh, lines={}) == replace(kept, lines={})
     assert kept.lines["h2d"] == pytest.approx(fresh.lines["h2d"], rel=1e-3)
-    own = values_of(setup.fit_a100(False, "step"))["link_gb_per_s"]  # the rows of this testbed alone would have it a little faster
+    own = values_of(setup.fit_a100(False, "step"))[
+        "link_gb_per_s"
+    ]  # the rows of this testbed alone would have it a little faster
     assert 1e-9 / catalogue.load("a100-kvpr").lines["h2d"].s_per_byte == pytest.approx(setup.a100_link())
     assert setup.a100_link() < own < 1.03 * setup.a100_link()
 
