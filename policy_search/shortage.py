@@ -42,8 +42,7 @@ def tightest(problem: SearchProblem, batch: int, mini_batch_tokens) -> TightestP
 
 
 def _peaks(grid: ChoiceGrid, choices: np.ndarray, solution: Solution):
-    """Yield (policy, bytes of every tier) of what the shares of choices' programs round to, with the weights that fit
-    and with the programs' own; what is priced alike is priced at once."""
+    """Yield (policy, bytes of every tier) of what programs round to, with the weights that fit and with their own."""
     problem, groups = grid.problem, {}
     for choice in choices:
         for unplaced, _ in round_shares(grid, int(choice), solution.cache[choice]):
@@ -56,9 +55,8 @@ def _peaks(grid: ChoiceGrid, choices: np.ndarray, solution: Solution):
         less = np.floor(weights[:, 0] * WEIGHT_STEPS) / WEIGHT_STEPS
         for kept, moved in ((device, disk), (less, weights[:, 2])):
             peaks = peak_bytes(problem, candidates_of(problem, unplaced, None, kept, moved))
-            for place, policy in enumerate(unplaced):
-                sizes = {tier: float(peaks[tier][place]) for tier in problem.tiers}
-                yield policy.policy(kept[place], moved[place]), sizes
+            for i, policy in enumerate(unplaced):
+                yield policy.policy(kept[i], moved[i]), {tier: float(peaks[tier][i]) for tier in problem.tiers}
 
 
 def shortage(problem: SearchProblem, batch: int, mini_batch_tokens, best: TightestPolicy | None) -> str:

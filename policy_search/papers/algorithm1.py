@@ -178,8 +178,7 @@ def check_balance(balance: str) -> None:
 
 
 def _nearest_root(gap: Callable[[int], float], most: int, steps: int = 0) -> int:
-    """Return the integer in [0, most] with the smallest |gap|, for a gap that is linear but for overheads at the ends
-    and, if it goes in steps, of at most so many integers each."""
+    """Return the integer in [0, most] of the least |gap|, linear but for the ends and for steps of up to ``steps``."""
     low, high = min(1, most), max(0, most - 1)
     candidates, below = {0, low, high, most}, gap(low)
     if below * gap(high) < 0:
