@@ -54,7 +54,7 @@ from flexhybrid.runtime.executor import Executor
 COMPLETED = mmap.mmap(-1, 8)
 tqdm.monitor_interval = 0  # its thread may hold the bars' lock while an attempt is forked, which then waits for ever
 answers_module.SYNC_S = 0.0  # at every write: by the clock, an attempt might have fewer fsyncs than the one counted
-census_module.CHUNK_LINES, run_module.CENSUS_S = 16, 0.0  # the first chunk is answered while the others are counted
+census_module.CHUNK_LINES, run_module.CENSUS_S = 8, 0.0  # the first chunk is answered while the others are counted
 KINDS = ("before write", "within write", "after write", "fsync", "step", "join", "step back", "census", "change")
 CHANGE_ITERATIONS = 20  #: after which the policy changes
 MIXES = ({"kv@host": 1.0}, {"act@host": 0.5, "kv@host": 0.5})

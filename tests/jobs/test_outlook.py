@@ -223,8 +223,10 @@ def test_the_queue_is_counted_again_when_the_time_has_doubled(monkeypatch):
     assert outlook.seconds_left() == 0.0 and inside == [None, 55.0, 9.0] and not lefts
 
 
-@pytest.mark.parametrize("slower", [0.05, 20.0])
-@pytest.mark.parametrize("start, later, tail", [(0.0, 1.0, 0), (0.25, 1.0, 3), (0.0, 4.0, 0), (0.0, 0.3, 3)])
+@pytest.mark.parametrize(
+    "slower, start, later, tail",
+    [(0.05, 0.0, 1.0, 0), (20.0, 0.25, 1.0, 3), (0.05, 0.0, 4.0, 0), (20.0, 0.0, 4.0, 0), (20.0, 0.0, 0.3, 3)],
+)
 def test_the_time_left_corrects_itself(slower, start, later, tail, monkeypatch):
     """Iterations take ``slower`` times the predicted second, from an eighth of them on ``later`` times that; the first
     one takes a share ``start`` of the run besides, as compiling does; the last ``tail`` answers are far longer. A count
