@@ -26,7 +26,7 @@ from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.dependencies import Dependencies
 from flexhybrid.core.task import RESOURCES, Access, Task
-from flexhybrid.core.verbs import VERBS
+from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 
@@ -41,6 +41,8 @@ RESIDENT_CLASSES = (0, 1, 2, 3)
 
 #: Verbs that a step may lack in the real run though the tiny one has them.
 OPTIONAL = frozenset(verb.name for verb in VERBS.values() if verb.needs)
+#: Lane of a verb's tasks: the verb itself where it is optional, else its resource.
+LANE_OF = {name: name if name in OPTIONAL else resource for name, resource in RESOURCE_OF.items()}
 
 
 class TaskKey(NamedTuple):
@@ -357,13 +359,6 @@ def _wave(
     return replace(wave, split=split)
 
 
-class _Users(NamedTuple):
-    """Indices of the tasks that used a piece of memory last; several where runs may be without the later ones."""
-
-    writers: list[int]  #: latest, in stream order
-    readers: list[int]  #: since the last writer that every run has, in stream order
-
-
 class _Waits:
     """What each task of the tiny run waits for: indices of earlier tasks on other resources.
 
@@ -380,69 +375,49 @@ class _Waits:
     def __init__(self):
         self.dependencies = Dependencies()
         self.resources: list[str] = []  # of each task
-        self.optional: list[str | None] = []  # of each task: its verb; None: every run has the task
+        self.lanes: list[str] = []  # of each task
         self.queues: dict[str, list[int]] = {resource: [] for resource in RESOURCES}
-        self.users: defaultdict[Access, _Users] = defaultdict(lambda: _Users([], []))
+        # Of each piece of memory the latest task of each lane that wrote it, and that read it since: all of them since
+        # the last writer that every run has.
+        self.users: defaultdict[Access, tuple[dict[str, int], dict[str, int]]] = defaultdict(lambda: ({}, {}))
         self.awaited: dict[str, set[int]] = {resource: set() for resource in RESOURCES}  # by tasks every run has
         self.covered: dict[tuple[str, str], int] = {}  # (waiting, awaited resource) -> latest awaited of every run
 
     def add(self, task: Task) -> tuple[int, ...]:
         """Queue a task; what it waits for."""
-        index, resource, verb = len(self.resources), task.resource, task.verb
-        optional = verb if verb in OPTIONAL else None
+        index, resource, lane = len(self.resources), task.resource, LANE_OF[task.verb]
         awaited = {self.queues[other][ordinal] for other, ordinal in self.dependencies.add(task)}
         self.queues[resource].append(index)
         self.resources.append(resource)
-        self.optional.append(optional)
+        self.lanes.append(lane)
         for access in task.reads:
             writers, readers = self.users[access]
-            awaited.update(writers)
-            self._append(readers, index)
+            awaited.update(writers.values())
+            readers[lane] = index
         for access in task.writes:
             writers, readers = self.users[access]
-            awaited.update(writers, readers)
-            if optional is None:
+            awaited.update(writers.values(), readers.values())
+            if lane == resource:
                 writers.clear()
                 readers.clear()
-            self._append(writers, index)
-        others = [earlier for earlier in awaited if self.resources[earlier] != resource]
-        if not others:
-            return ()
-        return tuple(sorted(earlier for earlier in self._uncovered(others) if self._is_new(earlier, index)))
-
-    def _covers(self, later: int, earlier: int) -> bool:
-        """Whether an earlier task is over once a later one is, in every run that has the earlier one.
-
-        A resource works first in, first out. A run has all or none of an optional verb's tasks.
-        """
-        if self.resources[later] != self.resources[earlier]:
-            return False
-        optional = self.optional[later]
-        return optional is None or optional == self.optional[earlier]
-
-    def _append(self, queued: list[int], latest: int) -> None:
-        """Add the latest task and drop those that it covers."""
-        if queued:
-            queued[:] = [earlier for earlier in queued if not self._covers(latest, earlier)]
-        queued.append(latest)
-
-    def _uncovered(self, queued: list[int]) -> list[int]:
-        """The tasks that no later one of them covers, latest first."""
-        if len(queued) < 2:
-            return queued
-        kept: list[int] = []
-        for task in sorted(queued, reverse=True):
-            if not any(self._covers(later, task) for later in kept):
-                kept.append(task)
-        return kept
+            writers[lane] = index
+        # A resource works first in, first out, and a run has all or none of an optional verb's tasks: a task is over
+        # once a later one of its lane is, or of its resource's lane.
+        over, waits = {resource}, []
+        for earlier in sorted(awaited, reverse=True):
+            if self.resources[earlier] not in over and self.lanes[earlier] not in over:
+                over.add(self.lanes[earlier])
+                if self._is_new(earlier, index):
+                    waits.append(earlier)
+        return tuple(reversed(waits))
 
     def _is_new(self, earlier: int, waiting: int) -> bool:
         """Whether ``waiting`` has to wait for ``earlier`` although tasks before it in its queue may have; notes it."""
         queues = self.resources[waiting], self.resources[earlier]
         if earlier in self.awaited[queues[0]] or earlier < self.covered.get(queues, 0):
             return False
-        if self.optional[waiting] is None:
+        if self.lanes[waiting] == queues[0]:
             self.awaited[queues[0]].add(earlier)
-            if self.optional[earlier] is None:
+            if self.lanes[earlier] == queues[1]:
                 self.covered[queues] = earlier
         return True
