@@ -13,6 +13,7 @@ from itertools import groupby, product
 from typing import NamedTuple
 
 from flexhybrid.core.context.selection import num_whole
+from flexhybrid.core.model.shape import LayerKind
 from flexhybrid.core.problem import launches_steps
 from flexhybrid.core.schedule.refill import RunningBatch
 from flexhybrid.core.schedule.step_work import StepCounts, counts_of, step_work, work_of_kind
@@ -143,6 +144,7 @@ def _lay_out(
     steps, wave = [], batch.wave
     kinds = tuple(dict.fromkeys(wave.shape.layer_kinds))
     shapes = {kind.weights: wave.shape.of_weights(kind.weights) for kind in kinds}
+    priced: dict[LayerKind, tuple[StepCounts, dict[str, Work]]] = {}
     for k, chunk, piece, built, requests in batch.steps(iteration, stopped):
         of_windows: dict[int | None, tuple[MiniBatchStep, StepCounts]] = {}
         for window in wave.windows:
@@ -152,7 +154,10 @@ def _lay_out(
         whole_step, policy, by_kind = step, wave.policy, []
         for kind in kinds:
             of_step, of_counts = of_windows.get(kind.window, (step, counts))  # a selection has one kind
-            works = work_of_kind(shapes[kind.weights], policy, wave.stored, of_counts, False, kind)
+            known, works = priced.get(kind, (None, {}))
+            if known != of_counts:  # else as in the mini-batch before, whose requests are as long
+                works = work_of_kind(shapes[kind.weights], policy, wave.stored, of_counts, False, kind)
+                priced[kind] = of_counts, works
             by_kind.append((of_step, works))
         whole: dict[int, StepWorks] = {kind.weights: of for kind, of in zip(kinds, by_kind, strict=True)}
         if wave.whole:
