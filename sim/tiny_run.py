@@ -65,6 +65,9 @@ class TinyTask(NamedTuple):
     waits: tuple[int, ...]  #: indices of the tasks on other resources that it waits for
 
 
+_new = tuple.__new__  #: half of what calling a NamedTuple takes
+
+
 @dataclass(frozen=True)
 class Loop:
     """One of the two nested loops of an iteration."""
@@ -193,6 +196,8 @@ def tiny_run(
     layers, mini_batches = (outer, inner) if structure.schedule == "column" else (inner, outer)
     positions = inner.num_rounds * outer.num_rounds
     first = 2 if positions >= 4 else 5  # this iteration is repeated: who had a slot before is as far back in the next
+    if resident and not any("act" in entry for entry in structure.cache) and structure.weight_order == "kv_act_first":
+        structure = replace(structure, weight_order="kv_first")  # nothing comes before the rest of the weights
     # It is laid out even where it is left out again: one layout then serves every number of iterations.
     laid_out = num_decode if num_decode < first else first + 1
     tasks, ends = lay_out(structure, layers.kinds, mini_batches.num_rounds, laid_out, resident, on_disk, states)
@@ -228,7 +233,7 @@ def with_aliases(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], inner: Loop
         return awaited
 
     def renamed_waits(task: TinyTask, position: int) -> TinyTask:
-        return task._replace(waits=tuple(name_of(awaited, position) for awaited in task.waits))
+        return _new(TinyTask, (*task[:-1], tuple([name_of(awaited, position) for awaited in task.waits])))
 
     # Nothing is awaited across a skip by tasks of positions before the first one of their loop.
     behind = [
@@ -245,8 +250,9 @@ def _unused(tasks: tuple[TinyTask, ...], ends: tuple[int, ...]) -> tuple[tuple[i
     last_use: dict[int, int] = {}
     for index, task in enumerate(tasks):
         last_use[index] = index
-        last_use.update(dict.fromkeys(task.waits, index))
-    at = np.repeat(np.arange(len(ends)), np.diff((0, *ends)))
+        for awaited in task.waits:
+            last_use[awaited] = index
+    at = np.repeat(np.arange(len(ends)), np.diff((0, *ends))).tolist()
     unused: list[list[int]] = [[] for _ in ends]
     for name, index in last_use.items():
         unused[at[index]].append(name)
@@ -297,19 +303,18 @@ def lay_out(
             ends.append(len(tasks))
         first_load = not loaded and task.verb in ("load_weights", "read_weights")
         loaded = loaded or task.verb == "load_weights"
-        key = TaskKey(
-            task.verb, first_load, task.layer < whole, task.mini_batch, layers[task.layer], _part_of(task, wave)
-        )
+        part = _part_of(task, wave) if task.verb == "load_weights" else 0
+        key = task.verb, first_load, task.layer < whole, task.mini_batch, layers[task.layer], part
         resource, waits = (0, ()) if one_by_one else (places[task.resource], waits_of.add(task))
-        tasks.append(TinyTask(resource, task.iteration, key, waits))
+        tasks.append(_new(TinyTask, (resource, task.iteration, _new(TaskKey, key), waits)))
     last = (num_decode + 1) * num_layers * num_mini_batches - 1  # what comes after it belongs to it
     return tuple(tasks), (*ends[:last], *[len(tasks)] * (last + 1 - min(len(ends), last)))
 
 
 def _part_of(task: Task, wave: Wave) -> int:
-    """``TaskKey.part`` of a task."""
+    """``TaskKey.part`` of a load of weights."""
     sliced = wave.policy.schedule == "column" and len(wave.mini_batches) > 1
-    if task.verb != "load_weights" or sliced or not wave.cuts_layer(task.layer):
+    if sliced or not wave.cuts_layer(task.layer):
         return 0
     placed, piece = wave.placed_of(task.layer), task.payload
     return 1 if piece.end == placed.layout.kv_end else 2 if piece.start == placed.layout.kv_end else 0

@@ -450,25 +450,24 @@ def _stores(wave, requests, lengths, holdings, window) -> tuple[Store, ...]:
     entry_index = wave.entries.entry_of(positions)
     if token_index is None or positions is not context:
         token_index = wave.entries.stored(positions)  # tokens of each entry that came before, dropped ones included
-    stores, shared, own_from = [], np.zeros(len(positions), dtype=bool), np.zeros(0, dtype=np.int64)
+    stores, shared, own_from = [], np.zeros(0, dtype=bool), np.zeros(0, dtype=np.int64)
     if wave.sharing is not None:
         shared = positions < (wave.shared.depth[requests] * BLOCK_TOKENS)[batch_row]
         own_from = wave.entries.dealt(wave.shared.depth[requests]) * BLOCK_TOKENS
     for i, entry in enumerate(wave.entries.names):
-        chosen = entry_index == i
-        if not chosen.any():
+        chosen = np.flatnonzero(entry_index == i)
+        if not len(chosen):
             continue
-        held, counts = holdings[i]
-        reserved, index = counts[batch_row[chosen]], token_index[chosen, i]
-        rows = batch_row[chosen] * width + within[chosen]
+        (held, counts), row = holdings[i], batch_row[chosen]
+        rows, index, kinds = row * width + within[chosen], token_index[chosen, i], (True, False)
         if wave.sharing is not None:
-            index = index - own_from[batch_row[chosen], i]
-        places = index % (np.maximum(reserved, 1) * BLOCK_TOKENS)
-        blocks, is_shared = held[batch_row[chosen], places // BLOCK_TOKENS], shared[chosen]
-        if is_shared.any():  # a row of the table has all blocks of its request, whatever their entry
-            at = chosen & shared
+            index = index - own_from[row, i]
+        places = index % (np.maximum(counts[row], 1) * BLOCK_TOKENS)
+        blocks, offsets = held[row, places // BLOCK_TOKENS], places % BLOCK_TOKENS
+        if wave.sharing is not None and (is_shared := shared[chosen]).any():
+            # A row of the table has all blocks of its request, whatever their entry.
+            at, kinds = chosen[is_shared], (not is_shared.all(), True)
             blocks[is_shared] = wave.shared.table[requests[batch_row[at]], positions[at] // BLOCK_TOKENS]
         for part in stored_copies(entry):
-            kinds = not is_shared.all(), bool(is_shared.any())
-            stores.append(Store(*part, rows, blocks, places % BLOCK_TOKENS, places, held, *kinds))
+            stores.append(Store(*part, rows, blocks, offsets, places, held, *kinds))
     return tuple(stores)
