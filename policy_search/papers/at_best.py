@@ -44,14 +44,14 @@ def at_best(text: str, setting: Setting, free: bool) -> tuple[System, SimulatedR
         return _run(system(text, replace(setting, own_batch=True)), setting, free)
     if SYSTEMS[name].reads_lines and name not in TRIED:
         return best_batch(partial(system, text), setting, free)
-    call, best = text, None
+    call, best, plain = text, None, None
     tried = {option: values for option, values in TRIED.get(name, {}).items() if option not in options}
     for values in product(*tried.values()):
         call = _call(name, options | dict(zip(tried, values, strict=True)))
         with suppress(InputError):  # nothing of it fits
             made = system(call, replace(setting, batch=1))
             best = _best_setting(call, made, setting, free, best)
-            if made.policy.share("both"):  # KVPR takes the faster of recomputing and loading all
+            if made.policy.share("both") and not plain:  # KVPR takes the faster of recomputing and loading all
                 plain = replace(made, policy=without_recomputing(made.policy))
                 best = _best_setting(call, plain, setting, free, best)
     if best is None:
