@@ -67,7 +67,7 @@ def test_at_eight_windows_of_context_pools_hold_what_windows_need(kinds, cache):
     assert tokens * BATCH * row <= held <= 1.1 * tokens * BATCH * row
 
 
-@pytest.mark.parametrize("window", [1, 2, 16, 17, 33, 100])
+@pytest.mark.parametrize("window", [1, 16, 17, 33, 100])
 @pytest.mark.parametrize(
     "cache",
     [*CACHES, {"tok": 0.3, "kv@host": 0.4, "act@device": 0.3}, {"tok": 0.6, "kv@host": 0.4}, {
@@ -79,11 +79,11 @@ def test_what_a_step_reads_is_there(window, cache):
     shape = replace(SHAPE, max_positions=4096, attention=(AttentionKind(window),))
     problem = Problem(shape=shape, dtype="float32", hardware=machine())
     for prompt, chunk in ((1, 4096), (150, 4096), (150, 48)):
-        wave = admit(problem, Policy(cache=cache, max_mini_batch_tokens=chunk), Workload.uniform(1, prompt, 90))
+        wave = admit(problem, Policy(cache=cache, max_mini_batch_tokens=chunk), Workload.uniform(1, prompt, 60))
         entries = wave.entries
         pieces = [(0, piece) for piece in range(-(-prompt // chunk))]
         holds: dict[tuple[str, int], int] = {}  # block of a pool -> which of its request's blocks
-        for iteration, piece in [*pieces, *((i, 0) for i in range(1, 90))]:
+        for iteration, piece in [*pieces, *((i, 0) for i in range(1, 60))]:
             step = make_step(wave, iteration, 0, np.array([0]), piece, window=window)
             context = int(step.context[0])
             read = [] if step.recomputed is None else list(range(int(step.recomputed[0])))
