@@ -394,6 +394,8 @@ def system(text: str, setting: Setting, on_ours: bool = False) -> System:
     quality = {key: options.pop(key) for key in _QUALITIES if key in options}
     neutral = Implementation(name)
     engine = quality.pop("engine", name)
+    if "gemm" in quality:
+        quality["gemm_of_peak"] = 1.0  # in place of what is known
     code = neutral if on_ours else replace(MEASURED.get(engine, neutral), **quality)
     plain = setting.machine
     if code != neutral:

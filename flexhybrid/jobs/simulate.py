@@ -206,7 +206,7 @@ def describe(outcome: SimulatedRun) -> str:
     o = outcome
     memory = ", ".join(f"{tier} {gib(size)}" for tier, size in o.peak_bytes.items() if size)
     busy = ", ".join(f"{name} {share:.0%}" for name, share in o.busy.items() if share >= 0.005)
-    decodes = o.decode_s > 0  # an answer of one token comes out of the prefill
+    decodes = bool(o.decode_s > 0)  # an answer of one token comes out of the prefill
     rate = f"decode {o.decode_tokens_per_s:.4g} tokens/s" if decodes else "no decode, each answer is one token"
     lines = [
         f"{o.policy.name}: {o.tokens_per_s:.4g} tokens/s; {rate}",

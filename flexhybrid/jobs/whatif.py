@@ -33,7 +33,7 @@ LENGTHS = ("prompt_len", "gen_len")
 UNLIKE_WEIGHTS = 0.1  #: difference of two systems' shares of weights on the device that is remarked
 UNLIKE = (
     "  note: these systems keep different shares of the weights on the device, which may explain more of a difference "
-    "than their caches do; weights_device=SHARE in a system's call sets the share"
+    "than their caches do; weights_device=SHARE in the call of a system that takes it sets the share"
 )
 #: Fields that can be varied -> what reads a value of theirs.
 VARIED: dict[str, Callable[[str], Any]] = {

@@ -42,7 +42,7 @@ def at_best(text: str, setting: Setting, free: bool) -> tuple[System, SimulatedR
     name, options = (text, {}) if text in TRIED else parse(text)
     if name == "flexgen":
         return _run(system(text, replace(setting, own_batch=True)), setting, free)
-    if SYSTEMS[name].reads_lines and name not in TRIED:
+    if SYSTEMS[name].reads_lines and name not in TRIED or name == "deepspeed":
         return best_batch(partial(system, text), setting, free)
     call, best, plain = text, None, None
     tried = {option: values for option, values in TRIED.get(name, {}).items() if option not in options}

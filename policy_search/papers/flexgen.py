@@ -470,8 +470,9 @@ def _what_flexgen_lacks(block: Block, budgets: dict[str, float]) -> str:
             f"device memory: GPU batches of {block.gpu_batch} need at least {gib(device)}, "
             f"FlexGen may use {gib(budgets['device'])}"
         )
-    tiers = "host and disk memory" if budgets["disk"] else "host memory"
-    room = budgets["host"] + budgets["disk"]
+    on_disk = budgets["disk"] and not block.setting.cache_on_host
+    tiers = "host and disk memory" if on_disk else "host memory"
+    room = budgets["host"] + (budgets["disk"] if on_disk else 0)
     needs = max(float(row @ ways[0]) for tier, row in memory_rows(block) if tier == "host")
     requests = "1 request" if block.batch == 1 else f"{block.batch} requests"
     return f"{tiers}: weights and cache of {requests} take about {gib(needs)}, FlexGen may use {gib(room)}"

@@ -17,9 +17,11 @@ from flexhybrid.core.policy import Placement
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.simulate import describe
 from flexhybrid.resolve import resolve_policy
 from flexhybrid.runtime.runnable import check_runnable
 from policy_search import systems
+from policy_search.papers.at_best import at_best
 from policy_search.systems import Setting, run_system, system
 from sim import catalogue
 from sim.implementation import Implementation, eager_bytes, on
@@ -302,3 +304,30 @@ def test_kvpr_keeps_no_layer_inputs_that_it_never_reads():
         setting = setting_of(shape_by_name("llama-3-8b"), catalogue.load(machine), 8, 4000, 64)
         for name in ("kvpr_row", "kvpr_column"):
             assert "both" not in "".join(system(name, setting).policy.cache)
+
+
+def test_deepspeeds_best_batch_is_one_that_its_code_has_memory_for():
+    setting = setting_of(shape_by_name("opt-30b"), catalogue.load("t4"), 64, 512, 8)
+    made, run = at_best("deepspeed", setting, free=True)
+    assert run.batch < 64 and made.policy.max_batch == run.batch
+    same = run_system("deepspeed", replace(setting, batch=run.batch))
+    assert same.tokens_per_s == pytest.approx(run.tokens_per_s) and same.num_waves == 1
+
+
+def test_what_is_given_takes_the_place_of_what_is_known_of_flexgens_products():
+    setting = setting_of(shape_by_name("opt-6.7b"), catalogue.load("rtx4090"), 8, 512, 8)
+    known, all_of_them = (system(text, setting).hardware for text in ("flexgen", "flexgen(gemm=1)"))
+    assert all_of_them.line("project", "compute") == setting.machine.line("project", "compute")
+    assert known.line("project", "compute").s_per_flop > 2 * all_of_them.line("project", "compute").s_per_flop
+
+
+def test_a_cache_that_must_lie_on_the_host_is_refused_by_the_hosts_memory():
+    setting = setting_of(shape_by_name("opt-30b"), catalogue.load("t4"), 256, 512, 8)
+    with pytest.raises(InputError, match=r"FlexGen places nothing: host memory: .* may use 166"):
+        system("flexgen(cache=host)", setting)
+
+
+def test_a_run_in_which_nothing_overlaps_is_described_by_both_clocks():
+    for clock in ("closed", "virtual"):
+        run = run_system("infinigen(overlap=none, whole_layers=2)", SETTING, clock)
+        assert "tokens/s" in describe(run)
