@@ -34,7 +34,7 @@ from sim.array_clock import predict
 from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates, mean_lengths, num_mini_batches
 from sim.cost import hardware_of
-from sim.implementation import MEASURED, Implementation, eager_bytes, on
+from sim.implementation import Implementation, eager_bytes, known_code, on
 from sim.simulate import SimulatedRun, simulate
 
 
@@ -392,12 +392,11 @@ def system(text: str, setting: Setting, on_ours: bool = False) -> System:
     option or value, and where the system's own placement finds nothing that fits."""
     name, options = parse(text)
     quality = {key: options.pop(key) for key in _QUALITIES if key in options}
-    neutral = Implementation(name)
+    plain, neutral = setting.machine, Implementation(name)
     engine = quality.pop("engine", name)
     if "gemm" in quality:
         quality["gemm_of_peak"] = 1.0  # in place of what is known
-    code = neutral if on_ours else replace(MEASURED.get(engine, neutral), **quality)
-    plain = setting.machine
+    code = neutral if on_ours else replace(known_code(engine, plain), **quality)
     if code != neutral:
         setting = setting.on(on(code, plain))
     on_disk = options.pop("weights_disk", 0.0)

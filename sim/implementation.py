@@ -63,9 +63,7 @@ MEASURED = {
         assembles=True,
         source=_FLEXGEN,
     ),
-    "deepspeed": Implementation(
-        "deepspeed", weights_link=0.612, assembles=True, source=_T4.format("rows pb005 and pb006")
-    ),
+    "deepspeed": Implementation("deepspeed", weights_link=0.612, assembles=True, source=_T4.format("pb005 and pb006")),
     "accelerate": Implementation("accelerate", weights_link=0.35, assembles=True, source=_T4.format("row pb009")),
 }
 
@@ -84,12 +82,18 @@ def eager_bytes(shape: ModelShape, prompt_tokens: int, max_tokens: int, element_
     return int(max(scores, logits, cached))
 
 
+def known_code(name: str, hardware: Hardware) -> Implementation:
+    """What is known of a system's own code, neutral where nothing is. A machine whose rates were fitted to that very
+    code (its notes name the engine) has it, but for what depends on the mini-batches."""
+    code = MEASURED.get(name, Implementation(name))
+    if hardware.notes.get("rates", {}).get("engine") != name:
+        return code
+    return Implementation(name, undoes_bits_again=code.undoes_bits_again)
+
+
 def on(implementation: Implementation, hardware: Hardware, num_mini_batches: int = 1) -> Hardware:
-    """The machine as this implementation sees it. A machine whose rates were fitted to this very code (its notes name
-    the engine) is that already, but for what depends on ``num_mini_batches``."""
+    """The machine as this implementation sees it, with a batch of so many mini-batches."""
     i, lines, notes = implementation, dict(hardware.lines), hardware.notes
-    if notes.get("rates", {}).get("engine") == i.name:
-        i = Implementation(i.name, undoes_bits_again=i.undoes_bits_again)
 
     def change(verbs: Iterable[Verb], make: Callable[[Line], Line]) -> None:
         for verb in verbs:

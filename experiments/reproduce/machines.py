@@ -121,8 +121,7 @@ def a6000_infinigen() -> Datasheet:
 def _entry(
     base: Datasheet, name: str, testbed: Hardware, on: str, held_out: str, engine: str | None = "flexgen"
 ) -> Datasheet:
-    """Return the datasheet of a testbed: the base's with the lines that the testbed has of its own. ``engine``: whose
-    code they are the rates of (``sim.implementation.on``)."""
+    """Return a testbed's datasheet: the base's with the lines of its own; ``engine``: whose code has these rates."""
     plain = base.hardware()
     own = {key: in_rates(line) for key, line in testbed.lines.items() if line != plain.lines.get(key)}
     lines = {key: {name: _rounded(rate) for name, rate in rates.items()} for key, rates in own.items()}

@@ -14,7 +14,7 @@ from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.problem import Problem
 from policy_search.systems import Setting, run_system, system
 from sim import catalogue
-from sim.implementation import MEASURED, on
+from sim.implementation import MEASURED, known_code, on
 
 DECODE = "decode_tokens_per_s"
 
@@ -93,7 +93,13 @@ def test_flexgens_code_is_taken_by_name_once():
         engine.lines["compute"].s_per_byte / engine.lines["dequantize_kv"].s_per_byte, rel=0.01
     )
     for name in ("t4-flexgen", "a6000-infinigen", "rtx5000-kvpr"):
-        assert on(code, catalogue.load(name)).lines == catalogue.load(name).lines
+        machine = catalogue.load(name)
+        assert on(known_code("flexgen", machine), machine).lines == machine.lines
+        given = system(
+            "flexgen(cache_link=0.5)", Setting(Problem(shape=shape_by_name("opt-6.7b"), hardware=machine), 8, 64, 8)
+        )
+        before, after = (of.line("load_kv", "h2d").s_per_byte for of in (machine, given.hardware))
+        assert after == pytest.approx(2 * before)  # what is given holds there too
     plain = catalogue.load("rtx4090")
     seen = on(code, plain)
     assert seen.lines["load_kv"].s_per_byte == pytest.approx(plain.lines["h2d"].s_per_byte + 1e-9 / 33.7)

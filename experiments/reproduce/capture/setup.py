@@ -208,7 +208,6 @@ def run_shares(
 
 # ---- FlexGen
 
-
 LOW_END_LINK_GB_PER_S = PCIE_SHARE * catalogue.load("rtx5000").notes["link_bytes_per_s"] / 1e9  #: of KVPR's Table 5
 FLEXGEN_CODE = MEASURED["flexgen"]
 FLEXGEN_ROWS = "KVPR Table 5, the six FlexGen rows"
@@ -251,8 +250,7 @@ def flexgen_hardware(relays: bool = True) -> Hardware:
 
 @cache
 def flexgen_placement(model: str, prompt: int, batch: int = BATCH, generated: int = GENERATED) -> Policy:
-    """Return FlexGen's policy: weights, hidden states and GPU batch by its own search, the cache on the host, where the
-    papers have it."""
+    """Return FlexGen's policy by its own search, with its cache on the host, where the papers have it."""
     return system("flexgen(cache=host)", Setting(problem(model, hardware()), batch, prompt, generated)).policy
 
 
