@@ -101,11 +101,11 @@ def _add_sweep(commands) -> None:
         "sweep",
         help="simulate all combinations of a grid file",
         description="A JSON or TOML file gives lists for system (names and policy files), model, hardware, batch, "
-        "prompt_len, gen_len (and host, dtype, clock, memories, rates and fields of the policy). The same command "
-        "continues a stopped sweep.",
+        "prompt_len, gen_len (and host, dtype, clock, memories, rates and fields of the policy). Points that the table "
+        "has already are not simulated again.",
     )
     parser.add_argument("grid", type=Path, help="grid file")
-    parser.add_argument("--out", type=Path, help="table to write, .csv or .parquet (the grid's name, .csv)")
+    parser.add_argument("--out", type=Path, help="table to write or to continue (the grid's name, .csv)")
     parser.add_argument("--workers", type=int, help="processes (all cores)")
     parser.add_argument("--fresh", action="store_true", help="overwrite the table instead of continuing it")
     parser.add_argument(

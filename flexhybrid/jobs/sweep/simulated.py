@@ -2,7 +2,6 @@
 
 import csv
 import json
-from collections.abc import Sequence
 from dataclasses import astuple, replace
 from itertools import chain
 from pathlib import Path
@@ -12,18 +11,17 @@ from flexhybrid.core.errors import InputError, is_number
 from flexhybrid.core.files import check_new_file
 from flexhybrid.core.model.shape import DTYPE_BYTES
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.jobs.paths import shape_to_simulate
 from flexhybrid.jobs.rates import RATES, Budgets, costs, pace_of_link
 from flexhybrid.jobs.simulate import MOST_AT_A_TIME, is_policy_file, named_system, setting_of, simulate_system
 from flexhybrid.jobs.sweep.grid import one_of, positive_integer, read_points
-from flexhybrid.jobs.sweep.job import SweepSummary, run_sweep
+from flexhybrid.jobs.sweep.table import SweepSummary, cell, run_sweep
 from flexhybrid.jobs.whatif import AUTO, at_its_best, check_plot, draw_rows
 from policy_search.systems import Setting, System, check
 from sim import catalogue
 from sim.catalogue.hosts import HOSTS
-from sim.simulate import CLOCKS, Lengths, SimulatedRun, simulate_many
+from sim.simulate import CLOCKS, SimulatedRun
 
 
 def _system(value: str) -> str:
@@ -98,49 +96,30 @@ def _budgets(point: dict) -> Budgets:
 
 
 def evaluate(points: list[dict]) -> list[dict]:
-    """Return a row for each point; {"error": why} for a point that cannot run.
-
-    On the closed clock, points that differ in lengths alone and have the same policy are simulated together.
-    """
-    rows: list[dict] = [{}] * len(points)
-    together: dict[str, list[tuple[int, Setting, System]]] = {}
-    for index, point in enumerate(points):
+    """Return a row for each point; {"error": why} for a point that cannot run."""
+    rows = []
+    for point in points:
         try:
-            fields = {field: point[field] for field in POLICY_FIELDS if field in point}
-            if point["batch"] == AUTO:
-                if fields:
-                    raise InputError(f"batch auto chooses {next(iter(fields))} itself: name a batch")
-                setting = setting_of({**point, "batch": MOST_AT_A_TIME}, _budgets(point))
-                made, run = at_its_best(point["system"], setting)
-                rows[index] = _flat(setting, made, run) | {"num_requests": run.batch}
-                continue
-            setting = setting_of(point, _budgets(point))
-            made = named_system(point["system"], setting)
-            for field, value in fields.items():
-                made = replace(made, policy=made.policy.with_field(field, value))
-            if point.get("clock") == "virtual":
-                rows[index] = _flat(setting, made, simulate_system(setting, made, "virtual"))
-                continue
+            rows.append(_row(point))
         except InputError as error:
-            rows[index] = {"error": str(error)}
-            continue
-        alike = {key: value for key, value in point.items() if key not in LENGTHS}
-        together.setdefault(f"{alike}{made.policy.to_json()}{made.hardware.lines}", []).append((index, setting, made))
-    for group in together.values():
-        _, setting, made = group[0]
-        problem = replace(setting.problem, hardware=made.hardware)
-        lengths = [(own.batch, own.prompt_tokens, own.max_tokens) for _, own, _ in group]
-        for (index, own, own_made), run in zip(group, _simulated(problem, made.policy, lengths), strict=True):
-            rows[index] = {"error": str(run)} if isinstance(run, InputError) else _flat(own, own_made, run)
+            rows.append({"error": str(error)})
     return rows
 
 
-def _simulated(problem: Problem, policy: Policy, lengths: Sequence[Lengths]) -> list[SimulatedRun | InputError]:
-    """Return the run of each workload, or why it cannot run."""
-    try:
-        return simulate_many(problem, policy, lengths)
-    except InputError as error:
-        return [error] if len(lengths) == 1 else [_simulated(problem, policy, [each])[0] for each in lengths]
+def _row(point: dict) -> dict:
+    """Return the simulated numbers of a point. Raise InputError where it cannot run."""
+    fields = {field: point[field] for field in POLICY_FIELDS if field in point}
+    if point["batch"] == AUTO:
+        if fields:
+            raise InputError(f"batch auto chooses {next(iter(fields))} itself: name a batch")
+        setting = setting_of({**point, "batch": MOST_AT_A_TIME}, _budgets(point))
+        made, run = at_its_best(point["system"], setting)
+        return _flat(setting, made, run) | {"num_requests": run.batch}
+    setting = setting_of(point, _budgets(point))
+    made = named_system(point["system"], setting)
+    for field, value in fields.items():
+        made = replace(made, policy=made.policy.with_field(field, value))
+    return _flat(setting, made, simulate_system(setting, made, point.get("clock", "closed")))
 
 
 def _flat(setting: Setting, made: System, o: SimulatedRun) -> dict:
@@ -168,9 +147,11 @@ def sweep_grid(
         check_new_file(plot)
     summary = run_sweep(points, out, evaluate, workers, fresh, quiet)
     if plot and axis:
+        own = {tuple(cell(point.get(key)) for key in varied) for point in points}  # the table may have other points
         with open(out, encoding="utf-8", newline="") as table:
-            found = [row for row in csv.DictReader(table) if not row["error"]]
+            rows = [row for row in csv.DictReader(table) if tuple(row[key] for key in varied) in own]
+        found = [row for row in rows if not row["error"]]
         names = [key for key, of in varied.items() if len(of) > 1 and key != axis]
-        rows = [(", ".join(row[key] for key in names), float(row[axis]), float(row["tokens_per_s"])) for row in found]
-        draw_rows(rows, axis, ", ".join(str(of[0]) for of in varied.values() if len(of) == 1), plot)
+        drawn = [(", ".join(row[key] for key in names), float(row[axis]), float(row["tokens_per_s"])) for row in found]
+        draw_rows(drawn, axis, ", ".join(str(of[0]) for of in varied.values() if len(of) == 1), plot)
     return summary
