@@ -53,29 +53,16 @@ gate: $(INSTALLED)  ## the reproduced rows anew, unless they are worse; ARGS="--
 	$(BIN)/python -m experiments.reproduce.gate $(ARGS)
 
 CHECKPOINTS := experiments/checkpoints
-SHIPPED := flexhybrid/shipped/opt-stdlib-4m
-TRAIN := -m experiments.training.train_checkpoint --documents whole --positions 2048 --seed 0
-
 SHIPPED_QWEN3 := flexhybrid/shipped/qwen3-stdlib-4m
-MODELS := opt-stdlib-2k/config.json opt-stdlib-deep/config.json opt-recall/config.json ngrams-stdlib.npz \
-	digits/held_out.npz
+MODELS := ngrams-stdlib.npz digits/held_out.npz
 
 models: $(SHIPPED_QWEN3)/config.json $(addprefix $(CHECKPOINTS)/,$(MODELS))  ## those that are not there
 
 $(SHIPPED_QWEN3)/config.json: | $(INSTALLED)
 	$(BIN)/python -m experiments.training.train_checkpoint --out $(@D) --architecture qwen3 --positions 640 --seed 0 --steps 2500
 
-$(CHECKPOINTS)/opt-stdlib-2k/config.json: | $(INSTALLED)
-	$(BIN)/python $(TRAIN) --out $(@D) --start $(SHIPPED) --steps 1000
-
-$(CHECKPOINTS)/opt-stdlib-deep/config.json: | $(INSTALLED)
-	$(BIN)/python $(TRAIN) --out $(@D) --hidden 160 --layers 12 --outliers 4 --rows growing --optimizer muon --steps 1500
-
 $(CHECKPOINTS)/ngrams-stdlib.npz: | $(INSTALLED)
 	$(BIN)/python -m experiments.training.ngrams --out $@
-
-$(CHECKPOINTS)/opt-recall/config.json: | $(INSTALLED)
-	$(BIN)/python -m experiments.training.train_recall --out $(@D) --seed 0 --steps 200
 
 $(CHECKPOINTS)/digits/held_out.npz: | $(TESTING)
 	$(BIN)/python -m experiments.training.digits --out $(@D)

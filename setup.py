@@ -23,8 +23,8 @@ setup(
         "flexhybrid": ["shipped/*.txt", "shipped/*/*", "core/context/*.csv"],
         "experiments": [
             *("checkpoints/**/*", "grid.toml", "reference/*.csv", "reference/README.md"),
-            *("reproduce/*.csv", "reproduce/notes/*.md", "reproduce/report.*", "training/*.md", "training/*.jsonl"),
-            *("studies/*.txt", "studies/tasks/*.jsonl", "studies/tasks/*.yaml"),
+            *("reproduce/*.csv", "reproduce/notes/*.md", "reproduce/report.*"),
+            *("studies/*.txt", "studies/*.jsonl", "studies/tasks/*.jsonl", "studies/tasks/*.yaml"),
             # what our own models and cascades did, for reproduce; what peers found, to compare with
             *("results/accuracy/**/*.json", "results/cascade/*.json", "results/peers/*.json"),
         ],

@@ -19,8 +19,7 @@ from tqdm import tqdm
 
 from experiments.bench.cascade import OPTIONS, SEEDS, Trial, trial
 from experiments.bench.harness import seconds_of
-from experiments.studies.line_cascade import answered, line_study
-from experiments.training import code_lines
+from experiments.studies.line_cascade import answered, line_study, read_requests
 from flexhybrid.cascade.routes import Cascade, CascadeModel
 from flexhybrid.cascade.thresholds.confidence import confidence
 from flexhybrid.cascade.thresholds.exact import exact_curve
@@ -114,7 +113,7 @@ def main() -> None:
         record = study([trial(seed) for seed in tqdm(range(SEEDS[0], SEEDS[0] + arguments.seeds), unit="seed")])
         write_by_rename(arguments.out / "digits.json", json.dumps(record, indent=1))
     if arguments.only != "digits":
-        answers = answered(code_lines.read())
+        answers = answered(read_requests())
         record = study([answers.trial(fold) for fold in answers.folds()]) | {"lines": line_study(answers)}
         write_by_rename(arguments.out / "code_lines.json", json.dumps(record, indent=1))
 

@@ -1,22 +1,25 @@
 """A cascade of language models that goes on with lines of code, like the paper's on LAMBADA.
 
 The smallest model is a table of n-grams, the largest a checkpoint of this repository, with one tokenizer. The requests
-are those of ``experiments.training.code_lines``. Files are dealt into folds: the cascade that answers a fold's files
+are in ``code_lines.jsonl`` beside this file: lines of the standard library's files that no checkpoint learned from, the
+last one without its last word. The first token of that word is the answer. ``except ValueError`` is easy to end, the
+name in ``return self.name`` is hard. Files are dealt into folds: the cascade that answers a fold's files
 was fitted on the files of the others, so that each file is judged once, by thresholds that have not seen it. Intervals
 are over files, drawn whole, both sides of a pair together. Energy is stated: multiply-adds, and reads of the table.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from experiments import token_ids
 from experiments.bench.cascade import OPTIONS, Trial, evaluated
-from experiments.training.code_lines import ANSWER_TOKENS, Request
 from experiments.training.digits import PICOJOULES
 from experiments.training.ngrams import BITS, NGramModel, NGrams
 from flexhybrid import shipped
@@ -31,6 +34,8 @@ from flexhybrid.core import work
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.jobs.accuracy.bootstrap import Interval, mean_difference, ratio_of_means
 
+REQUESTS = Path(__file__).with_name("code_lines.jsonl")  #: as ``cascade fit --task generation`` reads it
+ANSWER_TOKENS = 1
 NGRAMS = "ngrams"
 CHECKPOINTS_OF = {"qwen3-4m": shipped.QWEN3}
 NUM_FOLDS = 5
@@ -52,6 +57,21 @@ def lookup_j(ngrams: NGrams) -> float:
     """Return the joules of an answer of the table: two searches for each length of context, and the mixing."""
     reads = sum(2 * np.ceil(np.log2(len(keys) + 1)) for keys in ngrams.keys)
     return 1e-12 * (reads * READ_PICOJOULES + len(ngrams.keys) * (1 << BITS) * PICOJOULES) * ANSWER_TOKENS
+
+
+@dataclass(frozen=True)
+class Request:
+    """A line to finish: the number of its file, its type, the text up to its last word, and what comes there."""
+
+    file: int
+    type: str
+    prompt: str
+    answer: str
+
+
+def read_requests() -> list[Request]:
+    """Return the requests that the repository holds."""
+    return [Request(**json.loads(line)) for line in REQUESTS.read_text(encoding="utf-8").splitlines()]
 
 
 @dataclass(frozen=True)

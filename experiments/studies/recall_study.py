@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM
 from experiments import CHECKPOINTS
 from experiments.reproduce.infinigen.accuracy_policies import infinigen, quantized
 from experiments.reproduce.infinigen.recall import RESULTS
-from experiments.training import recall
-from experiments.training.recall import Sizes
+from experiments.studies import recall_texts as recall
+from experiments.studies.recall_texts import Sizes
 from flexhybrid.core.files import write_by_rename
 from flexhybrid.core.task import Task
 from flexhybrid.jobs.accuracy.attention_watch import watch_loads, watch_positions

@@ -1,4 +1,4 @@
-"""The bound of an evicting cache, the model that is built to recall, and the study of it, whole, on a small one."""
+"""The bound of an evicting cache, the model that is built to recall, and the study of it, whole, on short texts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from experiments.reproduce import registry
 from experiments.reproduce.infinigen import recall as recalled
 from experiments.reproduce.infinigen.recall import bound, most_held, most_right
 from experiments.studies import recall_study
-from experiments.training import recall, train_recall
-from experiments.training.corpus import save_tokenizer
-from experiments.training.recall import Sizes
-from experiments.training.train_checkpoint import save_model
+from experiments.studies import recall_texts as recall
+from experiments.studies.recall_texts import Sizes
 from flexhybrid.runtime.threads import torch_threads
 
 SMALL = Sizes(facts=24, filler=15, queries=12)  # 64 tokens of a prompt: four blocks
@@ -50,18 +48,8 @@ def test_no_eviction_answers_more_than_the_bound_and_the_best_reaches_it(facts, 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The circuit as it is set, not trained: it recalls as few facts as SMALL has."""
-    folder = tmp_path_factory.mktemp("recall")
-    torch.manual_seed(0)
-    save_model(train_recall.build(positions=128), folder)
-    save_tokenizer(recall.build_tokenizer(), 128, folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def network(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def network():
+    return AutoModelForCausalLM.from_pretrained(recall_study.MODEL, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -105,18 +93,18 @@ def test_kept_facts_are_answered_and_others_are_not(network, texts, which):
 
 def test_one_head_reads_the_facts(network, texts):
     heads = recall_study.reading_heads(network, texts, SMALL, 1 / recall.NUM_VALUES)
-    assert [(row["layer"], row["head"]) for row in heads if row["reads"]] == [(train_recall.LOOKUP, 0)]
+    assert [(row["layer"], row["head"]) for row in heads if row["reads"]] == [(2, 0)]
     (reader,) = [row for row in heads if row["reads"]]
     assert reader["alone"] > 0.9 and reader["without"] < 0.1
 
 
 @pytest.fixture(scope="module")
-def study(folder, tmp_path_factory):
+def study(tmp_path_factory):
     shorter = {"PLACES": (16,), "FEWER_PLACES": (), "ONE_WHOLE": (), "NOT_SKEWED": (16,), "RATIOS": ()}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (shorter | {"ALPHAS": (2.0,), "BITS": (8,)}).items():
             patch.setattr(recall_study, name, value)
-        return recall_study.study(folder, 4, tmp_path_factory.mktemp("study"), SMALL)
+        return recall_study.study(recall_study.MODEL, 4, tmp_path_factory.mktemp("study"), SMALL)
 
 
 def find(study, **cells):

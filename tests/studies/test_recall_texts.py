@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.training import recall
-from experiments.training.corpus import save_tokenizer
-from experiments.training.recall import Sizes
+from experiments.studies import recall_texts as recall
+from experiments.studies.recall_study import MODEL
+from experiments.studies.recall_texts import Sizes
 from flexhybrid.requests import load_tokenizer
 
 
@@ -42,9 +42,8 @@ def test_numbers_are_drawn_evenly_and_by_themselves():
     assert alike == pytest.approx(100 * (1 - 0.99**40), abs=0.5)
 
 
-def test_the_tokenizer_gives_the_words_of_a_text_and_its_tokens_back(tmp_path):
-    save_tokenizer(recall.build_tokenizer(), 64, tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
+def test_the_tokenizer_gives_the_words_of_a_text_and_its_tokens_back():
+    tokenizer = load_tokenizer(MODEL)
     assert tokenizer is not None and len(set(recall.words())) == recall.VOCAB_SIZE == len(tokenizer)
     (text,) = recall.draw_texts(Sizes(24, 15, 12), 1, np.random.default_rng(0)).tolist()
     words = tokenizer.decode(text, skip_special_tokens=True)

@@ -17,7 +17,6 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from experiments.training.corpus import EOS_ID, SPECIAL_TOKENS
 
@@ -38,18 +37,6 @@ def words() -> list[str]:
     closed = ["".join(pair) for pair in itertools.product(syllables, CONSONANTS)]
     filler = [closed[i * len(closed) // NUM_FILLER] for i in range(NUM_FILLER)]
     return [*SPECIAL_TOKENS, *names, *(f"{value:02}" for value in range(NUM_VALUES)), *filler]
-
-
-def build_tokenizer() -> Tokenizer:
-    """Return a tokenizer of whole words, separated by spaces, that like OPT's puts ``</s>`` before each text."""
-    vocabulary = {word: i for i, word in enumerate(words())}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="</s> $A", pair="</s> $A </s> $B", special_tokens=[("</s>", EOS_ID)]
-    )
-    return tokenizer
 
 
 @dataclass(frozen=True)
