@@ -7,24 +7,27 @@ import sys
 from pathlib import Path
 
 from experiments.bench.harness import Table
-from experiments.peers import flexgen_search
 from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from policy_search.search import LOSSLESS, SearchSettings, search
 from sim import catalogue
 from sim.simulate import simulate
 
-RECORDED = Path(flexgen_search.__file__).parent.parent / "results" / "peers" / "flexgen-0.1.8.json"
+#: What FlexGen's own search chose (PyPI flexgen==0.1.8, run as published on the rates of our hardware records or on its
+#: own fit of a T4), as policies of ours. Commit b18005f has the code that ran it (experiments/peers/flexgen_search.py).
+RECORD = Path(__file__).parents[1] / "results" / "peers" / "flexgen-0.1.8.json"
+MACHINES = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))  #: model and hardware of the cases
 PROMPT, GENERATED = 512, 32
 
 
 def bench_peer(table: Table) -> None:
     """Our search against the recorded policies of FlexGen's search, which are priced unchanged (in waves where our
     account of memory requires them)."""
-    for run in json.loads(RECORDED.read_text(encoding="utf-8"))["runs"]:
+    for run in json.loads(RECORD.read_text(encoding="utf-8"))["runs"]:
         shape, hardware = shape_by_name(run["model"]), catalogue.load(run["hardware"])
-        problem, theirs = Problem(shape=shape, hardware=hardware), flexgen_search.to_policy(run, shape)
+        problem, theirs = Problem(shape=shape, hardware=hardware), Policy.from_dict(run["policy"])
         batch = run["gpu_batch_size"] * run["num_gpu_batches"]
         priced = simulate(problem, theirs, batch, PROMPT, GENERATED).tokens_per_s
         ours = search(problem, Workload.uniform(1, PROMPT, GENERATED), SearchSettings(space=LOSSLESS))
@@ -36,6 +39,7 @@ def bench_peer(table: Table) -> None:
 _ONE_SEARCH = """
 import json, sys
 from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from policy_search.search import search
@@ -49,7 +53,7 @@ print(json.dumps([search(problem, workload).search_s for _ in range(3)]))
 
 def bench_search_time(table: Table) -> None:
     """Seconds of the full search over all discrete choices: a process's first call, and the median of the next two."""
-    for model, hardware in flexgen_search.MACHINES:
+    for model, hardware in MACHINES:
         case = json.dumps([model, hardware, PROMPT, GENERATED])
         run = subprocess.run([sys.executable, "-c", _ONE_SEARCH, case], capture_output=True, text=True, check=True)
         first, *later = json.loads(run.stdout)

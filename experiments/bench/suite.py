@@ -32,9 +32,8 @@ from experiments.bench.queues.prefixes import bench_prefixes
 from experiments.bench.queues.refill import bench_density, bench_queue_overlap, bench_refill
 from experiments.bench.queues.replanning import bench_replanning
 from experiments.bench.queues.run import bench_run
-from experiments.bench.search import bench_peer, bench_search_time
+from experiments.bench.search import MACHINES, bench_peer, bench_search_time
 from experiments.bench.selection import bench_selection
-from experiments.peers.flexgen_search import MACHINES
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Placement, Policy

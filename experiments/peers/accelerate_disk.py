@@ -11,8 +11,11 @@ is not timed. Prompts are random token ids of one length; both sides decode gree
 
 import argparse
 import importlib.util
+import json
 import os
+import platform
 import random
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +23,9 @@ from functools import partial
 from pathlib import Path
 
 from experiments.peers import children
-from experiments.peers.children import PeerUnavailable
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.files import cache_folder
+from flexhybrid.core.files import cache_folder, write_by_rename
 from flexhybrid.core.model.shape import shape_by_name, shape_from_config
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.units import gib, parse_bytes
@@ -55,22 +57,22 @@ Run = Callable[[int, int, bool], dict]  #: from batch, tokens to generate, and w
 
 
 def find_peer(path: str | Path | None = None) -> Path | None:
-    """Return the folder that accelerate was installed to; None where this Python has it. Raise PeerUnavailable."""
+    """Return the folder that accelerate was installed to; None where this Python has it. Raise InputError."""
     folder = FOLDER if path is None else Path(path)
     if (folder / "accelerate" / "__init__.py").is_file():
         return folder.resolve()
     if path is None and importlib.util.find_spec("accelerate"):
         return None
     named = "" if path is None else f" at {path}"
-    raise PeerUnavailable(f"accelerate was not found{named}; {HOW_TO_GET}")
+    raise InputError(f"accelerate was not found{named}; {HOW_TO_GET}")
 
 
 def run_child(request: dict, peer: Path | None) -> dict:
-    """Return the child's answer. Raise PeerUnavailable when an import of the child failed."""
+    """Return the child's answer. Raise InputError when an import of the child failed."""
     folders = [peer] if peer and request["side"] != "ours" else []
     answer = children.ask(CHILD, request, LIMIT_S, folders, MALLOC)
     if "missing" in answer:
-        raise PeerUnavailable(f"{request['side']} cannot be loaded ({answer['missing']}); {HOW_TO_GET}")
+        raise InputError(f"{request['side']} cannot be loaded ({answer['missing']}); {HOW_TO_GET}")
     return answer
 
 
@@ -164,7 +166,7 @@ class DiskRuns:
 
 
 def compare(options: argparse.Namespace) -> dict:
-    """Return the rows of both sides at their best batches. Raise PeerUnavailable or InputError."""
+    """Return the rows of both sides at their best batches. Raise InputError."""
     if options.gen_len < 3:
         raise InputError(f"--gen-len is {options.gen_len}; to time a decode it takes at least 3 tokens")
     peer, memory = find_peer(options.peer), int(parse_bytes(options.memory) or 0)
@@ -243,7 +245,11 @@ def compare_and_print(options: argparse.Namespace) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = children.command_parser("experiments.peers.accelerate_disk", __doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.peers.accelerate_disk", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("--machine", default=f"{os.cpu_count()} cores, {platform.machine()}", help="named in the file")
+    parser.add_argument("--out", type=Path, help="a JSON file for the result")
     parser.add_argument("--shape", default="opt-1.3b", help="of the random checkpoint")
     parser.add_argument("--model", help="a checkpoint instead: an OPT in Hugging Face layout")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
@@ -255,7 +261,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--peer", help="the folder that accelerate was installed to")
     parser.add_argument("--cache", help="folder for checkpoint, offload folder and scratch (default: the user's cache)")
-    return children.run_command(parser, arguments, compare_and_print)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(arguments)
+    try:
+        result = compare_and_print(options)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if options.out:
+        header = {"command": f"{parser.prog} {shlex.join(arguments)}", "machine": options.machine}
+        write_by_rename(options.out, json.dumps(header | result, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":

@@ -8,9 +8,8 @@ whose torch cannot allocate more than the device's budget.
 FlexGen 0.1.8 (PyPI) runs as it is shipped; with sep_layer=False, which keeps its link busy during a layer's MLP; and
 with its host cache page-locked, which is our patch: as shipped it copies pageable memory on its main thread. Its
 settings are those that its cost model chooses by an H200's record, with a run's account of memory
-(``policy_search.papers.flexgen``) and as it is published (``experiments.peers.flexgen_search``), and the most requests
-that fit. A claim is against the fastest of them. Runs that do not fit into the time left, are not installed or fail are
-rows, and have no ratio.
+(``policy_search.papers.flexgen``) and as it is published, and the most requests that fit. A claim is against the
+fastest of them. Runs that do not fit into the time left, are not installed or fail are rows, and have no ratio.
 """
 
 import json

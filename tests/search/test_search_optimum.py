@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_machine import MIB, SHAPE, machine
 
-from experiments.peers import flexgen_search
+from experiments.bench.search import RECORD
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import PACKING_BYTES, PACKING_ELEMENTS, fits, total_bytes
@@ -40,8 +39,6 @@ from sim.candidates import Candidates, candidates_of, padded_width
 from sim.presets import hybrid
 from sim.presets import resident as preset_resident
 from sim.simulate import simulate
-
-PEER = Path(flexgen_search.__file__).parent.parent / "results" / "peers" / "flexgen-0.1.8.json"
 
 
 def mib(device=None, host=None, disk=None, besides_packing=True) -> Budgets:
@@ -215,7 +212,7 @@ def test_no_system_of_the_papers_is_better(machine_name, batch):
 
 
 def peer_runs():
-    return json.loads(PEER.read_text(encoding="utf-8"))["runs"]
+    return json.loads(RECORD.read_text(encoding="utf-8"))["runs"]
 
 
 @pytest.mark.parametrize("model, machine_name", [("opt-30b", "rtx4090"), ("opt-175b", "t4")])
@@ -227,9 +224,7 @@ def test_flexgens_own_policies_are_not_better(model, machine_name):
         if (run["model"], run["hardware"]) == (model, machine_name):
             compared += 1
             batch = run["gpu_batch_size"] * run["num_gpu_batches"]
-            theirs = simulate(
-                Problem(shape=shape, hardware=hardware), flexgen_search.to_policy(run, shape), batch, 512, 32
-            )
+            theirs = simulate(Problem(shape=shape, hardware=hardware), Policy.from_dict(run["policy"]), batch, 512, 32)
             assert found.prediction["tokens_per_s"] >= theirs.tokens_per_s * (1 - 1e-9)
     assert compared == 2
 
