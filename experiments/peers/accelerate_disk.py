@@ -5,8 +5,8 @@
 
 An OPT-1.3B shape with random weights is written once to the user's cache folder, and once more as accelerate's offload
 folder. Every batch of every side runs in a process of its own (``disk_child`` says how it bounds memory and keeps the
-page cache out). A sweep of short runs finds each side's best batch; one longer run of that batch is reported. Loading
-is not timed. Prompts are random token ids of one length; both sides decode greedily.
+page cache out). Each side's fastest batch is reported. Loading is not timed. Prompts are random token ids of one
+length; both sides decode greedily.
 """
 
 import argparse
@@ -42,7 +42,7 @@ NUM_PROMPTS = 4096
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 #: Variants of accelerate: plain disk_offload reads both embedding tables in every pass, though one is used for a few
-#: rows only. In memory the tables take what each of them takes during its pass, so one sweep serves both variants.
+#: rows only.
 PEER_WAYS = {"disk": "accelerate, embeddings on disk", "memory": "accelerate, embeddings in memory"}
 
 #: All layers on the disk and the cache in memory beside the computation: only weights have to move.
@@ -53,7 +53,7 @@ BOUND = (
     "its files (POSIX_FADV_DONTNEED) before every forward pass; both with MALLOC_MMAP_THRESHOLD_ of 1 MiB"
 )
 
-Run = Callable[[int, int, bool], dict]  #: from batch, tokens to generate, and whether the run is the last, to its row
+Run = Callable[[int], dict]  #: from a batch to its row
 
 
 def find_peer(path: str | Path | None = None) -> Path | None:
@@ -90,37 +90,23 @@ def rates(answer: dict, batch: int) -> dict:
     }
 
 
-def sweep(run: Run, batches: list[int], gen_tokens: int) -> list[dict]:
-    """Return a row for each batch, from the smallest to the first that fails; that last row has an "error".
+def best(run: Run, batches: list[int]) -> tuple[dict, list[dict]]:
+    """Return the row of the fastest batch, and a short row for each batch from the smallest to the first that fails.
 
-    Throughput grows with the batch until memory is full, so no batch beyond a failed one is tried.
+    Throughput grows with the batch until memory is full, so no batch beyond a failed one is tried. Raise InputError
+    when none ran.
     """
     rows = []
     for batch in sorted(batches):
-        row = run(batch, gen_tokens, False)
-        rows.append({"batch": batch} | {key: row[key] for key in ("tokens_per_s", "peak_bytes", "error") if key in row})
-        if "error" in row:
+        rows.append({"batch": batch} | run(batch))
+        if "error" in rows[-1]:
             break
-    return rows
-
-
-def fastest_first(rows: list[dict]) -> list[int]:
-    """Return the batches of a sweep that ran, fastest first. Raise InputError when none did."""
-    ran = sorted((row for row in rows if "error" not in row), key=lambda row: -row["tokens_per_s"])
+    ran = [row for row in rows if "error" not in row]
     if not ran:
         raise InputError(f"batch {rows[-1]['batch']} does not run: {rows[-1]['error']}")
-    return [row["batch"] for row in ran]
-
-
-def long_run(run: Run, batches: list[int], gen_tokens: int) -> dict:
-    """Return the row of the first batch that completes: one that fits with few tokens may not fit with all."""
-    error = ""
-    for batch in batches:
-        row = run(batch, gen_tokens, True)
-        if "error" not in row:
-            return row
-        error = row["error"]
-    raise InputError(f"batch {batches[-1]} does not run with {gen_tokens} tokens: {error}")
+    fields = ("batch", "tokens_per_s", "peak_bytes", "error")
+    short = [{name: row[name] for name in fields if name in row} for row in rows]
+    return max(ran, key=lambda row: row["tokens_per_s"]), short
 
 
 def same_tokens(ours: list[list[int]], theirs: list[list[int]]) -> dict:
@@ -143,17 +129,15 @@ class DiskRuns:
     scratch: Path
     offloaded: Path  #: accelerate's offload folder
 
-    def _run(self, batch: int, tokens: int, **fields) -> dict:
-        request = self.common | {"prompts": self.prompts[:batch], "gen_tokens": tokens} | fields
+    def _run(self, batch: int, **fields) -> dict:
+        request = self.common | {"prompts": self.prompts[:batch]} | fields
         return rates(run_child(request, self.peer), batch)
 
-    def ours(self, batch: int, tokens: int, last: bool) -> dict:
-        fields = {"side": "ours", "folder": str(self.scratch.resolve()), "policy": OURS.to_dict(), "ideals": last}
-        return self._run(batch, tokens, **fields)
+    def ours(self, batch: int) -> dict:
+        return self._run(batch, side="ours", folder=str(self.scratch.resolve()), policy=OURS.to_dict())
 
-    def accelerate(self, batch: int, tokens: int, last: bool, embeddings: str) -> dict:
-        folder = str(self.offloaded.resolve())
-        return self._run(batch, tokens, side="accelerate", folder=folder, embeddings=embeddings)
+    def accelerate(self, batch: int, embeddings: str) -> dict:
+        return self._run(batch, side="accelerate", folder=str(self.offloaded.resolve()), embeddings=embeddings)
 
     def prepare(self) -> None:
         """Write accelerate's offload folder unless it exists. Raise InputError when accelerate fails."""
@@ -179,19 +163,16 @@ def compare(options: argparse.Namespace) -> dict:
     shape, generator = shape_from_config(checkpoint), random.Random(0)
     prompts = [[generator.randrange(4, shape.vocab) for _ in range(options.prompt_len)] for _ in range(NUM_PROMPTS)]
     common = {"checkpoint": str(checkpoint.resolve()), "memory_bytes": memory}
-    common |= {"dtype": options.dtype, "threads": options.threads}
+    common |= {"dtype": options.dtype, "threads": options.threads, "gen_tokens": options.gen_len}
     runs = DiskRuns(common, prompts, peer, cache, cache / f"{checkpoint.name}-accelerate")
     runs.prepare()
 
-    sweeps = {"ours": sweep(runs.ours, options.batches, options.sweep_len)}
-    sides = {"ours": long_run(runs.ours, fastest_first(sweeps["ours"]), options.gen_len)}
-    report(memory, "ours", sides["ours"], sweeps["ours"])
-    plain_sweep = sweep(partial(runs.accelerate, embeddings="disk"), options.batches, options.sweep_len)
-    for embeddings, name in PEER_WAYS.items():
-        sweeps[name] = plain_sweep
-        run = partial(runs.accelerate, embeddings=embeddings)
-        sides[name] = long_run(run, fastest_first(plain_sweep), options.gen_len)
-        report(memory, name, sides[name], plain_sweep)
+    ways = {"ours": runs.ours}
+    ways |= {name: partial(runs.accelerate, embeddings=embeddings) for embeddings, name in PEER_WAYS.items()}
+    sides, sweeps = {}, {}
+    for name, run in ways.items():
+        sides[name], sweeps[name] = best(run, options.batches)
+        report(memory, name, sides[name], sweeps[name])
     ours = sides["ours"]
     ours["decode_s"] = ours["iteration_end_s"][-1] - ours["iteration_end_s"][0]
     ours["overlap"] = max(ours["ideal_disk_s"], ours["ideal_compute_s"]) / ours["decode_s"]
@@ -256,7 +237,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memory", default="2.5GiB", help="of each process, beyond its libraries")
     parser.add_argument("--prompt-len", type=int, default=8, help="short, because the prefill only computes")
     parser.add_argument("--gen-len", type=int, default=16)
-    parser.add_argument("--sweep-len", type=int, default=2, help="tokens generated in the runs that choose the batch")
     parser.add_argument("--batches", type=int, nargs="+", default=[32, 48, 64, 96], help="tried on both sides")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--peer", help="the folder that accelerate was installed to")

@@ -6,15 +6,15 @@ Started by file name. The request (``experiments.peers.child``):
     checkpoint    folder in Hugging Face layout
     folder        accelerate's offload folder, or where our scratch file may lie
     prompts       token ids, all prompts of one length
-    gen_tokens    tokens to generate for each
+    gen_tokens    tokens to generate for each, at least 3
     memory_bytes  what the process may take beyond what it holds once its libraries are loaded
     dtype         "float32" or "bfloat16"
     threads       of torch
     policy        of ours, as a dictionary
-    ideals        of ours: also time the disk alone and the computation alone, which takes at least 3 tokens
     embeddings    of accelerate: "disk", as disk_offload keeps them, or "memory"
 
-The answer: "error" alone where the run was not possible, else seconds, bytes and tokens.
+The answer: "error" alone where the run was not possible, else seconds, bytes and tokens; of ours also the seconds of
+the disk alone and of the computation alone.
 
 RLIMIT_DATA bounds both sides: an allocation beyond it fails. It counts private memory without the page cache, so
 neither side may use the cache: ours reads with O_DIRECT (the run is refused where that does not work), and accelerate's
@@ -209,15 +209,14 @@ def run_ours(request: dict) -> dict:
         "busy_s": busy_seconds(result.trace),
         "tokens": np.array(result.tokens).tolist(),
     }
-    if request["ideals"]:
-        decode = request["gen_tokens"] - 1
-        began = time.perf_counter()  # all layers are read one after another while nothing else runs
-        for layer in range(shape.num_layers):
-            disk.read([(weights.disk_starts[layer], engine.slots.staging[layer % 2])])
-        answer["ideal_disk_s"] = decode * (time.perf_counter() - began)
-        disk.enabled = session.engine.copies.enabled = False
-        window = Window(session.decode(IDEAL_ITERATIONS + 1))
-        answer["ideal_compute_s"] = window.seconds * decode / window.num_iterations
+    decode = request["gen_tokens"] - 1
+    began = time.perf_counter()  # all layers are read one after another while nothing else runs
+    for layer in range(shape.num_layers):
+        disk.read([(weights.disk_starts[layer], engine.slots.staging[layer % 2])])
+    answer["ideal_disk_s"] = decode * (time.perf_counter() - began)
+    disk.enabled = session.engine.copies.enabled = False
+    window = Window(session.decode(IDEAL_ITERATIONS + 1))
+    answer["ideal_compute_s"] = window.seconds * decode / window.num_iterations
     engine.close()
     weights.close()
     return answer

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from experiments.peers import accelerate_disk, children
-from experiments.peers.accelerate_disk import OURS, fastest_first, long_run, rates, same_tokens, sweep
+from experiments.peers.accelerate_disk import OURS, best, rates, same_tokens
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_from_config
@@ -30,7 +30,7 @@ def tiny(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
 def request(folder: Path, scratch: Path, **changes) -> dict:
     return {
         "side": "ours", "checkpoint": str(folder), "folder": str(scratch), "prompts": PROMPTS, "gen_tokens": 4,
-        "memory_bytes": 512 << 20, "dtype": "float32", "threads": 1, "policy": OURS.to_dict(), "ideals": True,
+        "memory_bytes": 512 << 20, "dtype": "float32", "threads": 1, "policy": OURS.to_dict(),
     } | changes  # fmt: skip
 
 
@@ -97,38 +97,18 @@ def test_rates_count_all_tokens_and_the_decodes_apart():
     assert rates({"error": "out of memory"}, batch=8) == {"error": "out of memory"}
 
 
-def machine(most: dict[int, int], speeds: dict[int, float]):
-    """A stand-in for a side: a batch runs up to so many tokens, at that speed. And the calls it got."""
-    calls = []
+def test_the_fastest_batch_counts_up_to_the_first_that_fails():
+    speeds, calls = {4: 1.0, 8: 3.0, 16: 2.0}, []
 
-    def run(batch: int, tokens: int, last: bool) -> dict:
-        calls.append((batch, tokens, last))
-        if tokens > most.get(batch, 100):
-            return {"error": "out of memory"}
-        return {"batch": batch, "tokens_per_s": speeds[batch], "peak_bytes": 1}
+    def run(batch: int) -> dict:
+        calls.append(batch)
+        return {"tokens_per_s": speeds[batch], "peak_bytes": 1} if batch in speeds else {"error": "out of memory"}
 
-    return run, calls
-
-
-def test_a_sweep_ends_with_the_first_batch_that_fails():
-    run, calls = machine({32: 0}, {4: 1.0, 8: 3.0, 16: 2.0})
-    rows = sweep(run, [16, 64, 8, 32, 4], 2)
-    assert [row["batch"] for row in rows] == [4, 8, 16, 32] and rows[-1]["error"] == "out of memory"
-    assert calls == [(4, 2, False), (8, 2, False), (16, 2, False), (32, 2, False)]
-    assert fastest_first(rows) == [8, 16, 4]
-
-
-def test_a_batch_that_fits_short_and_not_long_gives_way_to_the_next():
-    run, calls = machine({8: 2}, {4: 1.0, 8: 3.0})
-    assert long_run(run, [8, 4], 10)["batch"] == 4 and calls == [(8, 10, True), (4, 10, True)]
-
-
-def test_a_side_that_runs_no_batch_says_why():
-    run, _ = machine({4: 0}, {})
+    row, tried = best(run, [16, 64, 8, 32, 4])
+    assert row["batch"] == 8 and calls == [4, 8, 16, 32]
+    assert [each["batch"] for each in tried] == calls and tried[-1]["error"] == "out of memory"
     with pytest.raises(InputError, match="out of memory"):
-        fastest_first(sweep(run, [4, 8], 2))
-    with pytest.raises(InputError, match="out of memory"):
-        long_run(run, [4], 10)
+        best(run, [32, 64])
 
 
 def test_tokens_count_up_to_a_requests_first_difference():
