@@ -158,6 +158,11 @@ def _add_reproduce(commands) -> None:
     parser.add_argument("--list", action="store_true", help="name the experiments and stop")
     parser.add_argument("--out", type=Path, default=Path("results/reproduce"), help="folder (results/reproduce)")
     parser.add_argument("--workers", type=int, help="processes (all cores)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="MACHINE.FIELD=VALUE",
+        help="change a field of a paper's machine, like rtx4090-capture.link_gb_per_s=16 or "
+        "t4.lines.h2d.gb_per_s=10; repeatable",
+    )  # fmt: skip
     parser.set_defaults(run=_reproduce)
 
 
@@ -259,7 +264,7 @@ def _reproduce(args) -> dict:
         names = registry.names()
         args.show("\n".join(names))
         return {"experiments": names}
-    result = registry.reproduce(args.only, args.out, args.workers, quiet=args.json)
+    result = registry.reproduce(args.only, args.out, args.workers, args.set, quiet=args.json)
     args.show(registry.describe(result))
     return result
 

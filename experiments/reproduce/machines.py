@@ -75,7 +75,8 @@ def a100_kvpr() -> Datasheet:
     for model in TABLES.values():
         rows = reference.rows("kvpr_table3_4", model=model, method="KVPR", metric="decode_latency")
         paper += list(rows["value"])
-        ours += list(kvpr_s(model, list(zip(rows["prompt_len"], rows["gen_len"], strict=True))))
+        pairs = list(zip(rows["prompt_len"], rows["gen_len"], strict=True))
+        ours += list(kvpr_s(model, pairs, constants=kvpr.a100_constants()))
     host = kvpr.fit_host_s()
     on = f"{SHARED}; a layer of transformers' code takes {1e3 * host.value:.2f} ms besides (KVPR, {host.fitted_on}), "
     on += "which is no part of this machine; the rest is a100-40g's, assumed"
@@ -84,10 +85,11 @@ def a100_kvpr() -> Datasheet:
 
 def rtx5000_kvpr() -> Datasheet:
     """KVPR's low-end testbed under FlexGen's code, whose copies are fitted on FlexGen's rows."""
-    base, ours, paper = load_datasheet(catalogue.FOLDER / "rtx5000.json"), table5_rates(kvpr_alone=True), table5_paper()
+    base, paper = load_datasheet(catalogue.FOLDER / "rtx5000.json"), table5_paper()
+    ours = table5_rates(kvpr.ENGINE_GEMM, kvpr_alone=True)
     on = f"{SHARED}; FlexGen's relayed copies: {capture.relay_constant().fitted_on}; the rest is rtx5000's, assumed"
     held_out = f"KVPR there: {in_words(ours['KVPR, paper rule'], paper['KVPR'])}"
-    return _entry(base, "rtx5000-kvpr", kvpr.rtx5000(), on, held_out)
+    return _entry(base, "rtx5000-kvpr", kvpr.rtx5000(kvpr.ENGINE_GEMM), on, held_out)
 
 
 def t4_flexgen() -> Datasheet:

@@ -1,5 +1,6 @@
 """All experiments by name, and the command that runs them."""
 
+import json
 import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
@@ -7,13 +8,17 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from experiments.reproduce.experiment import Experiment, summary
 from experiments.reproduce.infinigen.accuracy_policies import RESULTS
-from experiments.reproduce.paper import compared, listing
-from flexhybrid.core.errors import check, unknown
+from experiments.reproduce.paper import PAPERS, compared, listing
+from flexhybrid.core.errors import InputError, check, unknown
+from flexhybrid.core.files import load_json
 from flexhybrid.jobs.paths import check_writable
 from flexhybrid.jobs.progress import Progress
+from sim import catalogue
+from sim.datasheet import load_datasheet
 
 
 def names(module: str = "") -> list[str]:
@@ -42,18 +47,34 @@ def _function(name: str) -> Callable[[], Experiment]:
     return getattr(import_module(f"experiments.reproduce.{module}"), function)
 
 
-def reproduce(only: Sequence[str] | None, out: Path, workers: int | None = None, quiet: bool = False) -> dict:
-    """Run experiments on all cores, write tables, pictures and report.html. Raises InputError for an unknown name."""
-    from experiments.reproduce import report
+def reproduce(
+    only: Sequence[str] | None,
+    out: Path,
+    workers: int | None = None,
+    changes: Sequence[str] = (),
+    quiet: bool = False,
+) -> dict:
+    """Run experiments on all cores, write tables, pictures and report.html. ``changes``: of ``change_machines``.
+
+    Raises InputError for an unknown name or change, and for changes whose report would replace the rows that the
+    repository keeps.
+    """
+    from experiments.reproduce import gate, report
 
     known = names()
     for name in only or ():
         if name not in known:
             raise unknown("experiment", name, known)
     check("workers", workers, workers is None or workers >= 1, "a whole number >= 1")
+    if changes and out.resolve() == gate.FILE.parent:
+        raise InputError(f"--out {out} has the rows of the unchanged machines: with --set, name another folder")
     check_writable(out)
-    results = run_all([name for name in known if not only or name in only], workers, quiet)
-    path = report.write(results, out)
+    chosen = [name for name in known if not only or name in only]
+    with TemporaryDirectory() as folder:
+        if changes:
+            change_machines(changes, Path(folder))
+        results = run_all(chosen, workers, quiet, Path(folder) if changes else None)
+    path = report.write(results, out, changes)
     held_out = summary(compared(results), "validate")
     return {
         "report": str(path),
@@ -63,11 +84,49 @@ def reproduce(only: Sequence[str] | None, out: Path, workers: int | None = None,
     }
 
 
-def run_all(chosen: Sequence[str], workers: int | None = None, quiet: bool = False) -> list[Experiment]:
-    """Run experiments, in processes of their own where ``workers`` (None: one a core) and they are several."""
+def change_machines(changes: Sequence[str], folder: Path) -> None:
+    """Write the catalogue's machines to a folder, with changes "MACHINE.FIELD=VALUE".
+
+    MACHINE is one that a paper is computed on, FIELD one of its datasheet, or of a table there, such as
+    "lines.h2d.gb_per_s"; VALUE is JSON, or else text. Raises InputError for an unknown machine or field and for a value
+    that no datasheet may have.
+    """
+    known = dict.fromkeys(machine for paper in PAPERS.values() for machine in paper.machines)
+    sheets = {name: load_json(catalogue.SHIPPED / f"{name}.json") for name in catalogue.names()}
+    for change in changes:
+        place, equals, text = change.partition("=")
+        name, _, path = place.strip().partition(".")
+        *tables, field = path.split(".")
+        if not equals or not path:
+            raise InputError(f"--set {change}: write MACHINE.FIELD=VALUE, such as rtx4090-capture.link_gb_per_s=16")
+        if name not in known:
+            raise unknown("machine", name, known)
+        table = sheets[name]
+        for key in tables:
+            table = table.setdefault(key, {})
+            if not isinstance(table, dict):
+                raise InputError(f"--set {change}: {key} has no fields of its own")
+        try:
+            table[field] = json.loads(text)
+        except ValueError:
+            table[field] = text.strip()
+    for name, sheet in sheets.items():
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(sheet), encoding="utf-8")
+        try:
+            load_datasheet(file)
+        except InputError as error:
+            raise InputError(f"--set: {str(error).replace(str(file), name)}") from None
+
+
+def run_all(
+    chosen: Sequence[str], workers: int | None = None, quiet: bool = False, machines: Path | None = None
+) -> list[Experiment]:
+    """Run experiments, in processes of their own where ``workers`` (None: one a core) and they are several, or with
+    ``machines``, a folder that takes the place of the catalogue's."""
     done: dict[str, Experiment] = {}
     workers = min(workers or multiprocessing.cpu_count(), len(chosen))
-    if workers == 1:
+    if workers == 1 and machines is None:
         with Progress(len(chosen), "reproduce", "experiment", quiet) as progress:
             progress.steps_alike = False
             for name in chosen:
@@ -76,7 +135,7 @@ def run_all(chosen: Sequence[str], workers: int | None = None, quiet: bool = Fal
         return [*done.values()]
     context = multiprocessing.get_context("spawn")  # numpy's and scipy's threads do not survive a fork
     with (
-        ProcessPoolExecutor(workers, mp_context=context) as pool,
+        ProcessPoolExecutor(workers, context, _read_machines, (machines,)) as pool,
         Progress(len(chosen), "reproduce", "experiment", quiet) as progress,
     ):
         progress.steps_alike = False
@@ -90,6 +149,11 @@ def run_all(chosen: Sequence[str], workers: int | None = None, quiet: bool = Fal
                 worker.terminate()
             raise
     return [done[name] for name in chosen]
+
+
+def _read_machines(folder: Path | None) -> None:
+    """Let this process read the machines of a folder."""
+    catalogue.FOLDER = folder or catalogue.SHIPPED
 
 
 def _submit(pool: ProcessPoolExecutor, chosen: Sequence[str]) -> dict:

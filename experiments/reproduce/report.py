@@ -32,9 +32,9 @@ HEADLINES = tuple(f"{key}_headlines" for key in PAPERS if f"{key}_headlines" in 
 FOLDED = 20
 
 
-def write(experiments: Sequence[Experiment], out_dir: str | Path) -> Path:
+def write(experiments: Sequence[Experiment], out_dir: str | Path, changes: Sequence[str] = ()) -> Path:
     """Write NAME.csv and NAME-FIGURE.png, .pdf and .svg of every experiment, summary.csv and report.html; return the
-    path of report.html.
+    path of report.html. ``changes``: what a reader has changed of the machines.
 
     A file is complete or absent, and equal records give equal bytes. Raises InputError where the folder
     cannot be written or two experiments have one name.
@@ -53,9 +53,8 @@ def write(experiments: Sequence[Experiment], out_dir: str | Path) -> Path:
                 for ending, content in picture.items():
                     write_by_rename(out_dir / f"{experiment.name}-{figure.name}.{ending}", content)
         write_by_rename(out_dir / SUMMARY, as_csv(compared(experiments)))
-        write_by_rename(
-            out_dir / "report.html", page(experiments, [[one["png"] for one in drawn] for drawn in pictures])
-        )
+        shown = [[one["png"] for one in drawn] for drawn in pictures]
+        write_by_rename(out_dir / "report.html", page(experiments, shown, changes))
     return out_dir / "report.html"
 
 
@@ -161,5 +160,5 @@ def _macros() -> dict:
 
 
 _MACROS = _macros()
-page = _MACROS["page"]  #: (experiments, pictures of each) -> the HTML document
+page = _MACROS["page"]  #: (experiments, pictures of each, changes of the machines) -> the HTML document
 rows_table = _MACROS["rows_table"]  #: rows -> an HTML table

@@ -15,7 +15,8 @@ from flexhybrid.core.hardware import Hardware, load_hardware
 from sim.catalogue.hosts import beside
 from sim.datasheet import is_record, load_datasheet, load_machine
 
-FOLDER = Path(__file__).parent
+SHIPPED = Path(__file__).parent
+FOLDER = SHIPPED  #: the one that is read: `flexhybrid reproduce --set` has a copy with changes
 
 #: The name that stands for this machine's own profile.
 LOCAL = "local"

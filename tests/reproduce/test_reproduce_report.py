@@ -419,6 +419,40 @@ def test_the_terminal_table_is_of_held_out_rows():
     assert "13.5%" in registry.describe(result) and "aside: not judged" in registry.describe(result)
 
 
+def test_a_machines_field_can_be_set(tmp_path):
+    """Twice the link of PCIe 4.0, which no fit may find there, halves loads; half the products' rate doubles KV-Gen."""
+    changes = ["rtx4090-capture.link_gb_per_s=63", "rtx4090-capture.lines.kv_gen.tflops=82.6"]
+    registry.change_machines(changes, tmp_path)
+    before, after = registry.run("capture-fig11").rows, registry.run_all(["capture-fig11"], 1, True, tmp_path)[0].rows
+    for verb, ratio in (("load_kv", 0.5), ("kv_gen", 2.0)):
+        of_verb = before["what"] == f"T_{verb}'s slope, one layer"
+        assert after["ours"][of_verb].item() == pytest.approx(ratio * before["ours"][of_verb].item(), rel=1e-3)
+    assert "changed machines: " + ", ".join(changes) in Page(report.page([], [], changes)).text
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ("h100.tflops=1", "unknown machine 'h100'; known: rtx4090-capture, a100-kvpr"),
+        ("t4.tflop=1", "unknown field 'tflop'; did you mean tflops? known: name, tflops"),
+        ("t4.lines.h2d.rate=1", "known: tflops, gb_per_s, overhead_us"),
+        ("t4.tflops=-1", "machine t4: tflops is -1; it must be a number above 0"),
+        ("t4.tflops.x=1", "tflops has no fields"),
+        ("t4=1", "write MACHINE.FIELD=VALUE"),
+        ("t4.tflops", "write MACHINE.FIELD=VALUE"),
+    ],
+)
+def test_a_field_that_cannot_be_set_is_refused(change, words, tmp_path):
+    with pytest.raises(InputError) as refused:
+        registry.change_machines([change], tmp_path)
+    assert words in str(refused.value) and str(tmp_path) not in str(refused.value)
+
+
+def test_changed_machines_never_replace_the_rows_that_are_kept():
+    with pytest.raises(InputError, match="name another folder"):
+        registry.reproduce(["capture-fig11"], gate.FILE.parent, changes=["t4.tflops=1"], quiet=True)
+
+
 @pytest.mark.parametrize("paper", PAPERS.values(), ids=list(PAPERS))
 def test_the_first_page_says_what_holds_of_each_paper_with_its_numbers(paper):
     kept = gate.kept()

@@ -259,7 +259,7 @@ def figure14_rates() -> dict[str, np.ndarray]:
     """Return decode tokens/s a process at 1, 2, 4, 8 processes: OPT-6.7B, 32 requests of 1024+32 each."""
     memory = setup.a100("one").notes["host_memory_bytes_per_s"] / 1e9
     effective = memory * values_of(setup.node_constants())["host_memory"]
-    hardware = setup.machine("a100-40g", setup.a100_link())
+    hardware = catalogue.load("a100-kvpr")
     setting = Setting(Problem(shape=setup.shape_of("OPT-6.7B"), hardware=hardware), 32, 1024, 32)
     rates = {"FastDecode": [run_system(f"fastdecode(gpus={n})", setting).decode_tokens_per_s for n in GPUS]}
     for name, shared in (
@@ -273,7 +273,8 @@ def figure14_rates() -> dict[str, np.ndarray]:
 
 def _kvpr_process(host_gb_per_s: float) -> Prediction:
     """Predict one process of KVPR that reads so much of the host's memory at most."""
-    hardware = setup.machine("a100-40g", min(setup.a100_link(), host_gb_per_s))
+    entry = catalogue.load("a100-kvpr")
+    hardware = entry.with_link_rate(min(1e-9 / entry.lines["h2d"].s_per_byte, host_gb_per_s))
     return setup.run_one(setup.shape_of("OPT-6.7B"), hardware, setup.kvpr(), 32, 1024, 32)
 
 

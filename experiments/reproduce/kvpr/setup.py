@@ -54,17 +54,19 @@ def lengths(pairs: Iterable[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 def machine(
     name: str, link_gb_per_s: float, host_s: float = 0.0, before: str = "load_weights", gemm: float = ENGINE_GEMM
 ) -> Hardware:
-    """A catalogue entry as one of the paper's programs sees it.
-
-    ``host_s``: seconds in which the host holds up the link before each task ``before`` (it synchronises, launches,
-    writes new keys and values to their place); ``Implementation.step_s`` would put them on the compute resource, where
-    the next copies hide them. ``gemm``: share of the GPU's peak that matrix products reach, at most the catalogue's.
-    """
-    hardware = catalogue.load(name).with_link_rate(link_gb_per_s)
-    line = hardware.line(before, "h2d")
-    lines = {**hardware.lines, before: replace(line, overhead_s=line.overhead_s + host_s)}
-    hardware = replace(hardware, lines=lines)
+    """A card's catalogue entry as one of the paper's programs sees it: ``_held_up``, and its matrix products reach
+    ``gemm``, a share of the GPU's peak, at most the catalogue's."""
+    hardware = _held_up(catalogue.load(name).with_link_rate(link_gb_per_s), host_s, before)
     return on(Implementation("kvpr", gemm_of_peak=gemm, assembles=True), hardware)
+
+
+def _held_up(hardware: Hardware, host_s: float, before: str) -> Hardware:
+    """Return a machine whose host holds up the link for ``host_s`` seconds before each task ``before`` (it
+    synchronises, launches, writes new keys and values to their place). ``Implementation.step_s`` would put them on the
+    compute resource, where the next copies hide them."""
+    line = hardware.line(before, "h2d")
+    held_up = replace(line, overhead_s=line.overhead_s + host_s)
+    return replace(hardware, lines={**hardware.lines, before: held_up})
 
 
 def with_locked_act(hardware: Hardware) -> Hardware:
@@ -78,18 +80,22 @@ def link_standard(name: str) -> float:
     return catalogue.load(name).notes["link_bytes_per_s"] / 1e9
 
 
-def rtx5000(gemm: float = ENGINE_GEMM) -> Hardware:
-    """The low-end testbed under FlexGen's code."""
+def rtx5000(gemm: float | None = None) -> Hardware:
+    """The low-end testbed under FlexGen's code: the catalogue's entry, or as it is made with this share of the GPU's
+    peak for matrix products."""
+    if gemm is None:
+        return catalogue.load("rtx5000-kvpr")
     return relayed(machine("rtx5000", PCIE_SHARE * link_standard("rtx5000"), gemm=gemm))
 
 
 def a100(mode: str = "many") -> Hardware:
-    """The main testbed. ``mode``: "latency" (transformers, weights resident, the host's time before each layer's
-    cache), "one" (FlexGen with one GPU batch: the same, before each layer's weights), "many" (FlexGen's 32 x 8)."""
-    host_s = 0.0 if mode == "many" else values_of(a100_constants())["host_s"]
+    """The main testbed, the catalogue's entry. ``mode``: "latency" (transformers, weights resident, the host's time
+    before each layer's cache), "one" (FlexGen with one GPU batch: the same, before each layer's weights), "many"
+    (FlexGen's 32 x 8)."""
+    host_s, entry = 0.0 if mode == "many" else values_of(a100_constants())["host_s"], catalogue.load("a100-kvpr")
     if mode == "latency":
-        return machine("a100-40g", a100_link(), host_s, "load_kv")
-    return relayed(machine("a100-40g", a100_link(), host_s))
+        return _held_up(entry, host_s, "load_kv")
+    return relayed(_held_up(entry, host_s, "load_weights"))
 
 
 def a100_link() -> float:

@@ -13,6 +13,7 @@ from experiments.reproduce.paper import KVPR, context, contexts, points, printed
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Policy
+from sim import catalogue
 
 RULES = ("paper", "pipeline")
 MODELS = ("OPT-6.7B", "OPT-13B", "OPT-30B")
@@ -38,8 +39,9 @@ def _column_rates(shape: ModelShape, hardware: Hardware, policies: dict[str, Pol
 # ---- Table 5
 
 
-def table5_rates(gemm: float = setup.ENGINE_GEMM, kvpr_alone: bool = False) -> Rates:
-    """Return the rates of KVPR by each rule; unless ``kvpr_alone``, also FlexGen's and those at Fig. 10's share."""
+def table5_rates(gemm: float | None = None, kvpr_alone: bool = False) -> Rates:
+    """Return the rates of KVPR by each rule; unless ``kvpr_alone``, also FlexGen's and those at Fig. 10's share.
+    ``gemm`` as in ``setup.rtx5000``."""
     policies = {f"KVPR, {rule} rule": setup.kvpr(rule) for rule in RULES}
     if not kvpr_alone:
         policies = {"FlexGen": setup.flexgen(), **policies}
@@ -152,7 +154,7 @@ def table2() -> Experiment:
         for batch, gain, theirs in zip(TABLE2_BATCHES, gains[name], printed_gains[name], strict=True):
             rows.append(context(f"gain of {name} over FlexGen, batch {batch}", gain, "%", theirs, "Table 2"))
     others = {
-        "page-locked rate, no host time": setup.machine("a100-40g", setup.a100_link()),
+        "page-locked rate, no host time": catalogue.load("a100-kvpr"),
         "relayed, no host time": setup.a100("many"),
     }
     for reading, hardware in others.items():
