@@ -159,10 +159,12 @@ def _add_reproduce(commands) -> None:
     parser.add_argument("--out", type=Path, default=Path("results/reproduce"), help="folder (results/reproduce)")
     parser.add_argument("--workers", type=int, help="processes (all cores)")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="MACHINE.FIELD=VALUE",
-        help="change a field of a paper's machine, like rtx4090-capture.link_gb_per_s=16 or "
-        "t4.lines.h2d.gb_per_s=10; repeatable",
-    )  # fmt: skip
+        "--set",
+        action="append",
+        default=[],
+        metavar="MACHINE.FIELD=VALUE",
+        help="change a field of a paper's machine, such as rtx4090-capture.link_gb_per_s=16; repeatable",
+    )
     parser.set_defaults(run=_reproduce)
 
 

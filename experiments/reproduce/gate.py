@@ -9,7 +9,6 @@ the file is not what a commit computes.
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -20,7 +19,7 @@ from experiments.reproduce.paper import COMPARED, PAPERS, as_csv, compared, unex
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import write_by_rename
 
-FILE = Path(__file__).parents[1] / "results" / "reproduce" / "summary.csv"
+FILE = registry.KEPT / "summary.csv"
 WORSE = 1 / 20  #: by how much of itself a median may grow
 SLACK = 1e-3  #: of a median: a tenth of a percentage point, which says nothing
 SAME = 1e-3  #: relative; optimizers and libraries differ by less

@@ -20,6 +20,8 @@ from flexhybrid.jobs.progress import Progress
 from sim import catalogue
 from sim.datasheet import load_datasheet
 
+KEPT = Path(__file__).parents[1] / "results" / "reproduce"  #: the folder with the rows of the last commit
+
 
 def names(module: str = "") -> list[str]:
     """Return the experiments' names in the report's order: all, or those of a module ("kvpr", "kvpr.latency").
@@ -59,14 +61,14 @@ def reproduce(
     Raises InputError for an unknown name or change, and for changes whose report would replace the rows that the
     repository keeps.
     """
-    from experiments.reproduce import gate, report
+    from experiments.reproduce import report
 
     known = names()
     for name in only or ():
         if name not in known:
             raise unknown("experiment", name, known)
     check("workers", workers, workers is None or workers >= 1, "a whole number >= 1")
-    if changes and out.resolve() == gate.FILE.parent:
+    if changes and out.resolve() == KEPT:
         raise InputError(f"--out {out} has the rows of the unchanged machines: with --set, name another folder")
     check_writable(out)
     chosen = [name for name in known if not only or name in only]
