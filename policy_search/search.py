@@ -42,7 +42,7 @@ from policy_search.selection import UnderSelection, best_under_selection, value_
 from policy_search.shortage import shortage, tightest
 from sim.array_clock import Prediction, predict
 from sim.candidates import mean_lengths
-from sim.cost import hardware_of
+from sim.cost import hardware_of_wave
 from sim.queue_clock import QueueRun, price_queue
 from sim.virtual_clock import SimulatedSummary, run, summarize
 
@@ -283,4 +283,4 @@ def confirmed(result: SearchResult) -> SimulatedSummary | QueueRun:
     wave = admit(problem, result.policy, lengths)
     if len(wave.mini_batches) * problem.shape.num_layers * problem.max_tokens > MOST_CONFIRMED:
         return price_queue(problem, result.policy, lengths, result.batch, (result.batch, 1.0))
-    return summarize(run(stream(wave), hardware_of(problem, result.policy)))
+    return summarize(run(stream(wave), hardware_of_wave(wave)))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from flexhybrid.core.errors import InputError, check, is_number, unknown
 from flexhybrid.core.files import load_json, write_by_rename
+from flexhybrid.core.hardware import CACHED_DISK, FAR_MEMORY, Hardware, Line, load_hardware, resource_of_line
 from flexhybrid.core.hardware import FORMAT as RECORD
-from flexhybrid.core.hardware import Hardware, Line, load_hardware, resource_of_line
 from flexhybrid.core.units import parse_bytes
 
 FORMAT = "flexhybrid-datasheet-1"
@@ -42,6 +42,10 @@ class Datasheet:
     disk_memory: str | None = None
     disk_read_gb_per_s: float | None = None
     disk_write_gb_per_s: float | None = None
+    #: of what free host memory holds of the disk, for code that reads through the page cache (ours does not)
+    disk_cached_gb_per_s: float | None = None
+    host_near_memory: str | None = None  #: of the node that the link is at; None: all of it
+    host_far_share: float | None = None  #: of the link's rate, from the memory of the other node
     device_reserve: str | None = None
     price_per_hour: float | None = None  #: of the machine, in US dollars
     watts: float | None = None  #: that the device draws at work
@@ -94,6 +98,8 @@ class Datasheet:
             raise InputError(
                 f"{where}a disk has disk_memory, disk_read_gb_per_s and disk_write_gb_per_s, or none of them"
             )
+        if bool(self.host_near_memory) != bool(self.host_far_share) or (self.host_far_share or 0) > 1:
+            raise InputError(f"{where}two nodes have host_near_memory and host_far_share, a share of at most 1")
         object.__setattr__(self, "in_place_of", self.in_place_of or self.replaced())
 
     def by_shares(self) -> dict[str, Line]:
@@ -151,7 +157,10 @@ class Datasheet:
             "sources": self.sources,
             "published_fit": self.published_fit,
         }
+        near = parse_bytes(self.host_near_memory)
+        far = {"near_bytes": near, "share": self.host_far_share} if near else None
         costs = {"price_per_hour": self.price_per_hour, "watts": self.watts}
+        costs |= {FAR_MEMORY: far, CACHED_DISK: self.disk_cached_gb_per_s}
         notes |= {name: value for name, value in costs.items() if value is not None}
         return Hardware(
             name=self.name,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.hardware import CACHED_DISK, PAGE_CACHE, Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.verbs import VERBS, Verb
 
@@ -32,6 +32,7 @@ class Implementation:
     attention: float | None = None
     undoes_bits_again: bool = False  #: of a layer's weights, for each mini-batch
     assembles: bool = False  #: it lays keys and values side by side in each decode step, where ours attends in place
+    page_cache: bool = False  #: it reads the disk through the host's page cache, which ours passes by
     sharers: int = 1  #: GPUs that share the host's cores and memory
     source: str = ""
 
@@ -61,10 +62,13 @@ MEASURED = {
         conversion=0.112,
         undoes_bits_again=True,
         assembles=True,
+        page_cache=True,
         source=_FLEXGEN,
     ),
     "deepspeed": Implementation("deepspeed", weights_link=0.612, assembles=True, source=_T4.format("pb005 and pb006")),
-    "accelerate": Implementation("accelerate", weights_link=0.35, assembles=True, source=_T4.format("row pb009")),
+    "accelerate": Implementation(
+        "accelerate", weights_link=0.35, assembles=True, page_cache=True, source=_T4.format("row pb009")
+    ),
 }
 
 
@@ -132,5 +136,7 @@ def on(implementation: Implementation, hardware: Hardware, num_mini_batches: int
     if i.undoes_bits_again and num_mini_batches > 1:
         once = lines.get("dequantize_weights") or hardware.line("dequantize_weights", "compute")
         lines["dequantize_weights"] = replace(once, s_per_byte=num_mini_batches * once.s_per_byte)
+    if i.page_cache and CACHED_DISK in notes:
+        notes = {**notes, PAGE_CACHE: notes[CACHED_DISK]}
     in_place = hardware.attends_in_place and not i.assembles
-    return replace(hardware, lines=lines, host_memory=memory, attends_in_place=in_place)
+    return replace(hardware, lines=lines, host_memory=memory, attends_in_place=in_place, notes=notes)

@@ -32,7 +32,7 @@ from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
 from sim.array_clock import predict
 from sim.candidates import Candidates
-from sim.cost import hardware_of
+from sim.cost import hardware_of_wave
 from sim.queue_counts import Stints, stints
 from sim.tiny_run import layer_loop
 
@@ -223,7 +223,7 @@ def walk_queue(problem: Problem, policy: Policy, workload: Workload, at_most: in
         lengths = workload.select(left)
         count, share = batch_size(problem, policy, lengths, at_most)
         wave = open_batch(problem, policy, lengths, count, share)
-        trace = virtual_clock.run(virtual_clock.answered(wave, lengths.answers), hardware_of(problem, policy))
+        trace = virtual_clock.run(virtual_clock.answered(wave, lengths.answers), hardware_of_wave(wave))
         runs.append(_of_trace(trace, lengths, count))
         begun.append(sum(len(run.seconds) for run in runs[:-1]))
         left = left[wave.queue.waiting] if wave.queue else left[:0]
@@ -302,7 +302,7 @@ class _Price:
 
     def __init__(self, wave: Wave, workload: Workload, times: float):
         self.wave, self.workload, self.times = wave, workload, times
-        self.hardware = hardware_of(wave.problem, wave.policy)
+        self.hardware = hardware_of_wave(wave)
         self.stints = stints(wave, workload)
         self.num_iterations = self.stints.num_iterations
         self.bounds = _bounds(self.stints.joined, self.num_iterations)

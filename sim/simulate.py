@@ -27,7 +27,7 @@ from flexhybrid.core.workload import Workload
 from sim.array_clock import predict
 from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates
-from sim.cost import hardware_of
+from sim.cost import hardware_of, hardware_of_wave
 from sim.virtual_clock import run, summarize
 
 CLOCKS = ("closed", "virtual")
@@ -253,7 +253,7 @@ def _run_virtually(problem: Problem, policy: Policy, lengths: Lengths) -> _WaveR
             f"the virtual clock would walk some {tasks / 1e6:.0f} million tasks (limit {MOST_TASKS / 1e6:.0f}): "
             "use the closed form, fewer generated tokens or a smaller batch"
         )
-    hardware = hardware_of(problem, policy)
+    hardware = hardware_of_wave(wave)
     trace = run(stream(wave), hardware)
     summary = summarize(trace)
     launching = {LAUNCHER: len(trace) * hardware.launch_s / summary.total_s} if hardware.launch_s else {}

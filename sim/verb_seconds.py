@@ -14,6 +14,7 @@ import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.selection import num_whole
+from flexhybrid.core.hardware import FAR_MEMORY, PAGE_CACHE
 from flexhybrid.core.plan import PAGE_BYTES
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.step_work import StepCounts, recomputed_rows, work_of_kind
@@ -23,7 +24,7 @@ from flexhybrid.core.wave import check_planned
 from flexhybrid.core.work import kv_gen
 from sim.candidate_memory import peak_of_steps
 from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
-from sim.cost import hardware_of, price
+from sim.cost import byte_times, hardware_of, price
 
 #: (verb, in a layer that attends to all tokens although others select, of one of the last mini-batches, index of the
 #: layer's kind in ``CandidateSteps.kinds``)
@@ -57,6 +58,8 @@ class VerbSeconds:
         places add up; else those that stay on the device as they are, undisturbed."""
         self.steps, self.hardware, self.stretches = steps, hardware_of(steps.problem), stretches
         self.alone = steps.stays_on_device
+        by_memory = self.hardware.notes.keys() & {FAR_MEMORY, PAGE_CACHE}
+        self.byte_times = byte_times(self.hardware, peak_of_steps(steps)) if by_memory else {}
         #: the machine of the candidates that stay on the device; None where none is priced as such
         self.undisturbed = self.hardware.undisturbed if self.alone.any() and not beside_link else None
         self.phases = [self._phase(None)]
@@ -78,6 +81,8 @@ class VerbSeconds:
 
     def _price(self, verb: str, resource: str, work: Work) -> Any:
         """Return the seconds of a task, [candidates] or one number for all."""
+        if resource in self.byte_times:
+            work = work._replace(link_bytes=work.link_bytes * self.byte_times[resource])
         seconds = price(self.hardware, verb, resource, work)
         if self.undisturbed is None:
             return seconds

@@ -40,6 +40,11 @@ CONTENTION, AFTER_PAUSE = "contention", "times as long after a pause"
 #: lifted after the measurement (``Hardware.with_link_rate``).
 PACE, LIFTED_PACE = "link_gb_per_s", "link's pace while measured, GB/s"
 
+#: Of a record's notes. FAR_MEMORY: {"near_bytes", "share"} of a host of two nodes: memory beyond near_bytes is the far
+#: node's and crosses the link at a share of its rate. CACHED_DISK: GB/s of disk reads that the page cache serves;
+#: PAGE_CACHE: the same where code runs that reads through it (``sim.implementation``).
+FAR_MEMORY, CACHED_DISK, PAGE_CACHE = "far host memory", "page cache, GB/s", "page cache in use, GB/s"
+
 OWN_MEMORY = "usable memory of its own"  #: of a record's notes: tier -> bytes, where a user's budget took its place
 
 #: Bytes of a GPU's memory that no program gets. The driver withholds 0.25 to 0.6 GiB of what a datasheet names (an RTX

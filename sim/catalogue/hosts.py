@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from flexhybrid.core.errors import unknown
 from flexhybrid.core.hardware import is_of_disk, resource_of_line
-from sim.datasheet import Datasheet
+from sim.datasheet import SCATTER_GB_PER_S, Datasheet
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,9 @@ def beside(sheet: Datasheet, name: str) -> Datasheet:
         disk_memory=size,
         disk_read_gb_per_s=reads,
         disk_write_gb_per_s=writes,
+        disk_cached_gb_per_s=SCATTER_GB_PER_S / 2,  # a core reads and writes each byte
+        host_near_memory=None,
+        host_far_share=None,
         shares={key: value for key, value in sheet.shares.items() if not key.startswith("host_")},
         lines=of_device(sheet.lines),
         in_place_of=of_device(sheet.in_place_of),

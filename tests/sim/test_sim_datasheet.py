@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from functools import reduce
 
 import pytest
@@ -9,9 +10,13 @@ import pytest
 from flexhybrid import cli
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import crosses_link, resource_of_line
+from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
 from flexhybrid.jobs.rates import with_given_rates
+from policy_search.systems import Setting, run_system
 from sim import catalogue
+from sim.datasheet import Datasheet, load_datasheet
 
 PEAKS = ["--tflops", "71", "--memory-gb-per-s", "936", "--link-gb-per-s", "31.5", "--device-memory", "24GiB"]
 RUN = ["--model", "opt-6.7b", "--batch", "8", "--prompt-len", "64", "--gen-len", "8"]
@@ -221,6 +226,41 @@ def test_cards_are_compared_beside_one_host(tmp_path):
         catalogue.load(tmp_path / "measured.json", "desktop-128g")
     with pytest.raises(InputError, match="did you mean desktop-64g"):
         catalogue.load("t4", "dsktop-64g")
+
+
+RTX4090 = load_datasheet(catalogue.FOLDER / "rtx4090.json")
+
+
+def run_on(sheet: Datasheet, system: str, clock: str = "closed", **changes):
+    problem = Problem(shape=shape_by_name("opt-125m"), hardware=replace(sheet, **changes).hardware())
+    return run_system(system, Setting(problem, 8, 64, 4), clock)
+
+
+@pytest.mark.parametrize("clock", ["closed", "virtual"])
+def test_memory_of_the_far_node_is_a_slower_link(clock):
+    """With half of its bytes on the far node, at a third of the rate, a byte takes (1 + 3) / 2 times as long."""
+    plain = run_on(RTX4090, "kv_only", clock)
+    nodes = {"host_near_memory": str(plain.peak_bytes["host"] // 2), "host_far_share": 1 / 3}
+    slower = run_on(RTX4090, "kv_only", clock, link_gb_per_s=RTX4090.link_gb_per_s / 2)
+    assert slower.total_s > 1.5 * plain.total_s
+    assert run_on(RTX4090, "kv_only", clock, **nodes).total_s == pytest.approx(slower.total_s)
+    assert run_on(RTX4090, "resident", clock, **nodes).total_s == run_on(RTX4090, "resident", clock).total_s
+    with pytest.raises(InputError, match="host_near_memory and host_far_share"):
+        replace(RTX4090, host_near_memory="1GiB")
+
+
+@pytest.mark.parametrize("clock", ["closed", "virtual"])
+def test_what_the_page_cache_holds_is_read_faster_by_code_that_reads_through_it(clock):
+    """Half of the weights fit the host memory that is left: half of the bytes come eight times as fast."""
+    disk = replace(RTX4090, disk_memory="1TB", disk_read_gb_per_s=1.0, disk_write_gb_per_s=1.0)
+    weights = "accelerate(weights_disk=1)"
+    peaks = run_on(disk, weights, clock).peak_bytes
+    half = str(peaks["host"] + peaks["disk"] // 2)
+    faster = run_on(disk, weights, clock, disk_read_gb_per_s=1 / (0.5 + 0.5 / 8))
+    cached = run_on(disk, weights, clock, disk_cached_gb_per_s=8.0, host_memory=half)
+    assert cached.total_s == pytest.approx(faster.total_s)
+    ours = "offloaded(weights_disk=1, weights_device=0)"
+    assert run_on(disk, ours, clock, disk_cached_gb_per_s=8.0).total_s == run_on(disk, ours, clock).total_s
 
 
 def test_a_hosts_memory_of_another_peak(capsys):
