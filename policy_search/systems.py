@@ -247,6 +247,7 @@ ENGINE = Kind("ours or flexgen", lambda value: value in ("ours", "flexgen"))
 HOST = Kind("host", lambda value: value == "host")
 LIMIT = Kind("a share from 0 to 1, or bytes like 20GiB", lambda value: type(value) in (int, float, str))
 WORD = Kind("a word", lambda value: isinstance(value, str))
+PACKING = Kind("true, false or balance", lambda value: isinstance(value, bool) or value == "balance")
 TIER = Kind("device or host", lambda value: value in ("device", "host"))
 OVERLAP = Kind(f"one of {', '.join(get_args(Overlap))}", lambda value: value in get_args(Overlap))
 
@@ -297,7 +298,7 @@ _SERIAL = {"max_mini_batch_tokens": COUNT, "overlap": OVERLAP, **_WEIGHTS}  # in
 _FRACTIONS = dict.fromkeys(("alpha", "partial_ratio", "cap"), NUMBER)
 _INFINIGEN = {**_FRACTIONS, "pool": LIMIT, "victim": WORD, "whole_layers": COUNT, "expected": SHARE}
 _INFINIGEN |= {"columns": WORD, **_SIZES}
-_CAPTURE = {"ratio": FLAG, "packing": FLAG, "device_act": FLAG, "balance": WORD, **_WEIGHTS}
+_CAPTURE = {"ratio": FLAG, "packing": PACKING, "device_act": FLAG, "balance": WORD, **_WEIGHTS}
 _PLAIN_INFINIGEN = _preset(presets.infinigen, _INFINIGEN)
 _PAGES_FAULT = "its pages move when the hardware faults, not when a plan says so"
 

@@ -87,7 +87,7 @@ def padded_width(prompt_tokens, max_tokens):
 
 
 def num_mini_batches(batch, prompt_tokens, max_tokens, max_mini_batch_tokens, packing: str = "balanced"):
-    """(mini-batches, requests in the largest) as ``packing.pack`` cuts requests of one length; arrays."""
+    """(mini-batches, requests in the largest) as ``packing.packed`` cuts requests of one length; arrays."""
     size = np.maximum(1.0, np.floor(max_mini_batch_tokens / padded_width(prompt_tokens, max_tokens)))
     if packing == "balanced":
         size = np.ceil(batch / np.ceil(batch / size))
@@ -245,13 +245,13 @@ class CandidateSteps:
         """Requests in each of the last mini-batches: the remainder, or, of sizes as equal as possible, one less than
         in the first."""
         remaining = self.batch - (self.num_mini_batches - 1) * self.size
-        return remaining if self.policy.packing == "fifo" else np.maximum(remaining, self.size - 1)
+        return np.maximum(remaining, self.size - 1) if self.policy.packing == "balanced" else remaining
 
     @cached_property
     def num_last(self) -> np.ndarray:
         """How many of the last mini-batches have ``last_size`` requests. Where not all mini-batches are walked it is 1,
         and the others count with their mean size."""
-        if self.policy.packing == "fifo":
+        if self.policy.packing != "balanced":
             return np.ones_like(self.num_mini_batches)
         walked = most_mini_batches(self.policy, self.layers)
         count = self.num_mini_batches

@@ -16,6 +16,7 @@ from flexhybrid.core.policy import WHOLE_BATCH, Bits, Overlap, Placement, Policy
 from flexhybrid.core.units import parse_bytes
 
 _RESIDENT = Placement(device=1.0)
+_NEWEST_ALONE = 1e-6  #: a share of tokens that rounds to no block: its entry has the newest one, which is never dropped
 #: CAPTURE's buffers hold 8,192 cached tokens, four requests of 2,048; ours also count each request's new token.
 CAPTURE_MINI_BATCH_TOKENS = 8192 + 16
 
@@ -88,9 +89,11 @@ def accelerate(cache: str = "host") -> Policy:
 
 
 def token_recompute(ratio: float, max_mini_batch_tokens: int = 8192) -> Policy:
-    """A leading share of the tokens recomputed through all layers, the rest as keys and values on the host."""
+    """A leading share of the tokens recomputed through all layers, the rest as keys and values on the host; of 1, all
+    but each request's newest block."""
     ratio = _share(ratio, "token_recompute: the ratio")
-    shares = {"tok": ratio, "kv@host": 1.0 - ratio}
+    recomputed = min(ratio, 1.0 - _NEWEST_ALONE)
+    shares = {"tok": recomputed, "kv@host": 1.0 - recomputed}
     cache = {entry: share for entry, share in shares.items() if share > 0}
     return Policy(f"token_recompute({ratio:g})", cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
 

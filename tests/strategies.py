@@ -19,7 +19,7 @@ def lossless_policies(draw) -> Policy:
     rest = dict(
         schedule=draw(st.sampled_from(("column", "row"))),
         max_mini_batch_tokens=draw(st.sampled_from((16, 50, 120, 400, 8192))),
-        packing=draw(st.sampled_from(("balanced", "fifo"))),
+        packing=draw(st.sampled_from(("balanced", "fifo", "balance"))),
         hidden=draw(st.sampled_from(("device", "host"))),
         weight_order=draw(st.sampled_from(("kv_first", "kv_act_first", "natural"))),
         overlap=draw(st.sampled_from(("full", "full", "full", "none", "step"))),

@@ -202,7 +202,7 @@ _CHOICES = {
     "hidden": TIERS,
     "states": ("auto", "device", "host"),
     "schedule": ("column", "row"),
-    "packing": ("balanced", "fifo"),
+    "packing": ("balanced", "fifo", "balance"),
     "attention": ("device", "host"),
     "weight_order": ("kv_first", "kv_act_first", "natural"),
     "split": ("pipeline", "paper", "paper_prompt"),
@@ -231,6 +231,7 @@ class Policy:
     schedule: str = "column"
     max_mini_batch_tokens: int = 8192
     max_batch: int | None = None
+    #: requests into mini-batches: by length in even parts, in order of arrival, or "balance", by CAPTURE's F_b
     packing: str = "balanced"
     selection: Selection = Selection()
     attention: str = "device"

@@ -17,7 +17,7 @@ import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockManager
 from flexhybrid.core.context.cache_entries import Pool, representation_of
-from flexhybrid.core.context.packing import chunk_tokens, num_chunks, pack
+from flexhybrid.core.context.packing import chunk_tokens, num_chunks, packed
 from flexhybrid.core.context.prefixes import SharedBlocks
 from flexhybrid.core.context.selection import (
     kept_tokens,
@@ -211,7 +211,8 @@ def check_planned(policy: Policy, shape: ModelShape) -> None:
         (shape.lending and policy.selection.method != "none", f"selection {policy.selection.method} for a model whose "
          "layers attend to keys and values of others, in which other tokens would have to be chosen,"),
         (policy.hidden == "disk", "hidden states on the disk"),
-        (representations == {"tok"}, "a cache of token ids alone: the newest tokens need a share of kv or act, and it"),
+        (representations == {"tok"}, "a cache of token ids alone: the newest block needs an entry too, such as kv@host "
+         "with a share of 1e-6 (token_recompute(1) has it), and it"),
         (policy.selection.method == "heavy_hitter" and representations != {"kv"}, "selection heavy_hitter over a cache "
          "other than kv"),
         (speculative and not set(policy.cache_entries) <= {"kv@host", "act@host"}, "speculative selection over a cache "
@@ -254,7 +255,7 @@ def admit(
         entry: split_lines(problem, policy, entry) for entry in entries.names if representation_of(entry) == "both"
     }
     if mini_batches is None:
-        mini_batches = pack(cached, entries, policy.max_mini_batch_tokens, policy.packing)
+        mini_batches = packed(problem, policy, cached)
     if problem.shape.whole_prompts:
         longest = max(int(of.cached_tokens.max()) for of in (workload, alone) if of is not None)
         bound = max(policy.max_mini_batch_tokens, (longest // BLOCK_TOKENS + 1) * BLOCK_TOKENS)

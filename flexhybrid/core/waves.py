@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
-from flexhybrid.core.context.packing import chunk_tokens, pack
+from flexhybrid.core.context.packing import chunk_tokens, pack, packed
 from flexhybrid.core.context.prefixes import PromptTree, SharedBlocks
 from flexhybrid.core.context.selection import pool_blocks
 from flexhybrid.core.errors import InputError
@@ -141,10 +141,10 @@ def _packed(problem: Problem, policy: Policy, workload: Workload, count: int, tr
         tree.longest = math.inf if exact else chunk_tokens(policy.max_mini_batch_tokens)  # pieces attend to blocks
         room, paths = _shared_room(tree, entries, count, workload.num_requests)
     if not room:
-        return _Packed(pack(cached, entries, policy.max_mini_batch_tokens, policy.packing), room, paths)
+        return _Packed(packed(problem, policy, cached), room, paths)
     # The host attends while the device computes another mini-batch: all in one would let them take turns.
     own = 0 if policy.attention == "host" else _depth(paths) * BLOCK_TOKENS
-    return _Packed(_pack_sharing(cached - own, entries, policy, paths), room, paths)
+    return _Packed(_pack_sharing(cached - own, problem, policy, paths), room, paths)
 
 
 def _depth(paths: list[list[int]]) -> np.ndarray:
@@ -180,18 +180,16 @@ def _shared_room(
     return dict(zip(entries.names, most.tolist(), strict=True)), [shared[request] for request in range(count)]
 
 
-def _pack_sharing(
-    tokens: np.ndarray, entries: BlockEntries, policy: Policy, paths: list[list[int]]
-) -> list[np.ndarray]:
+def _pack_sharing(tokens: np.ndarray, problem: Problem, policy: Policy, paths: list[list[int]]) -> list[np.ndarray]:
     """Pack requests that have ``tokens`` of their own and share ``paths``: by length, or those together that begin
     alike, whichever leaves fewer blocks to load."""
-    groups = pack(tokens, entries, policy.max_mini_batch_tokens, policy.packing)
+    groups, entries = packed(problem, policy, tokens), BlockEntries(policy.cache)
     order = np.array(sorted(range(len(paths)), key=lambda place: (paths[place], -tokens[place])))
     alike = [order[group] for group in pack(tokens[order], entries, policy.max_mini_batch_tokens, "fifo")]
 
-    def num_blocks(packed: list[np.ndarray]) -> int:
-        shared = sum(len({block for place in group for block in paths[place]}) for group in packed)
-        return shared + sum(len(group) * int(ceil_blocks(tokens[group].max())) for group in packed)
+    def num_blocks(groups: list[np.ndarray]) -> int:
+        shared = sum(len({block for place in group for block in paths[place]}) for group in groups)
+        return shared + sum(len(group) * int(ceil_blocks(tokens[group].max())) for group in groups)
 
     return min(groups, alike, key=num_blocks)
 

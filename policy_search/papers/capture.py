@@ -19,6 +19,9 @@ SHARE_STEPS = 256  #: ACT shares tried are multiples of one of so many
 CACHE = ("act@device", "act@host", "kv@host")
 
 
+_PACKINGS: dict[bool | str, str] = {True: "balanced", False: "fifo", "balance": "balance"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class CaptureOptions:
     """What of CAPTURE is used, and how large its batches are.
@@ -28,7 +31,7 @@ class CaptureOptions:
       ``ratio`` the static split of the paper's Table III: equal bytes of ACT and KV (that ACT is "filled first" we
       leave out: a host with room to spare would hold no KV at all). Each request keeps the pools' ratio (eq. 5).
     - ``packing``: mini-batches of like length in even parts, which serve better than those of eq. 6 and 7
-      (``core/context/packing.py``); without it in order of arrival. They have up to
+      (``core/context/packing.py``); "balance": those; without it in order of arrival. They have up to
       ``max_mini_batch_tokens`` padded tokens.
     - ``device_act``: ACT blocks fill what GPU memory is left ("exclusively allocated for Activation cache blocks"), up
       to the number that Algorithm 1 wants in all. HybridServe adds that a small batch may keep KV there instead, but
@@ -39,7 +42,7 @@ class CaptureOptions:
 
     balance: str = "paper"
     ratio: bool = True
-    packing: bool = True
+    packing: bool | str = True
     device_act: bool = True
     batch: int | None = None  #: None: all requests of the workload
     max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS
@@ -123,7 +126,7 @@ def capture_policy(problem: Problem, workload: Workload, options: CaptureOptions
         cache=dict.fromkeys(CACHE, 1 / 3),
         max_mini_batch_tokens=options.max_mini_batch_tokens,
         max_batch=size,
-        packing="balanced" if options.packing else "fifo",
+        packing=_PACKINGS[options.packing],
     )
     steps = np.arange(SHARE_STEPS + 1) / SHARE_STEPS
     device_shares = steps if options.device_act else steps[:1]

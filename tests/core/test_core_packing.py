@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries
-from flexhybrid.core.context.packing import pack, padded_tokens, split_representations
+from flexhybrid.core.context.packing import imbalance, pack, packed, padded_tokens, split_representations
+from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.work import kv_gen
+from sim.candidates import num_mini_batches
 
 MIXES = [
     {"kv@host": 1.0},
@@ -76,3 +84,65 @@ def test_padded_tokens_worked_by_hand():
     # KV widest 17 -> 32, ACT widest 3 -> 16: two requests of 48 columns, and a new token each
     assert padded_tokens(np.array([17, 5]), np.array([0, 3])) == 2 * (32 + 16) + 2
     assert padded_tokens(np.array([]), np.array([])) == 0
+
+
+# ---- CAPTURE's F_b: a token of ACT takes 3 s to recompute, one of KV 2 s to load
+
+SHAPE = shape_by_name("opt-30b")
+LINES = {
+    "compute": Line(s_per_flop=3.0 / kv_gen(SHAPE, 2, 1).flops),
+    "h2d": Line(s_per_byte=2.0 / SHAPE.kv_token_bytes(2)),
+}
+PROBLEM = Problem(shape=SHAPE, hardware=Hardware("toy", "cuda", LINES))
+
+
+def by_imbalance(mix: dict, lengths, bound: int) -> list[list[int]]:
+    policy = Policy(cache=mix, packing="balance", max_mini_batch_tokens=bound)
+    return [group.tolist() for group in packed(PROBLEM, policy, np.array(lengths))]
+
+
+def test_imbalance_is_f_b_of_capture():
+    assert imbalance(2.0, 2.0) == imbalance(0, 0) == 1
+    assert imbalance(3.0, 2.0) == imbalance(2.0, 3.0) == 1.5
+    assert imbalance(0, 1.0) == imbalance(1.0, 0) == math.inf
+
+
+def test_f_bs_greedy_takes_whoever_fits_and_does_not_worsen_it():
+    # Blocks are ACT and KV in turn. F_b of 64 tokens, and of 32, is 3·32 / (2·32) = 1.5, also of several. With 48 (32
+    # ACT, 16 KV) it would rise to 3·64 / (2·48) = 2. Alone those have 3·32 / (2·16) = 3, and each 64 lowers that. The
+    # bound takes three requests.
+    groups = by_imbalance(MIXES[2], [64, 48, 32, 64, 64, 64], 3 * (64 + 1))
+    assert groups == [[0, 2, 3], [1, 4, 5]]
+
+
+@given(LENGTHS, st.sampled_from(MIXES), st.integers(1, 3000))
+def test_f_bs_greedy_leaves_out_only_who_worsens_it_or_finds_no_room(lengths, mix, bound):
+    """The paper's loop once more, over the requests that earlier mini-batches have left, counted token by token."""
+    entries, left = BlockEntries(mix), list(range(len(lengths)))
+
+    def worst(group) -> float:
+        kv, act = split_representations(entries, np.array(lengths)[group])
+        return imbalance(3.0 * act.sum(), 2.0 * kv.sum())
+
+    for group in by_imbalance(mix, lengths, bound):
+        assert group[0] == left[0]
+        taken = group[:1]
+        for request in left[1:]:
+            wider = [*taken, request]
+            joins = padded_by_hand(entries, np.array(lengths)[wider]) <= bound and worst(wider) <= worst(taken) + 1e-9
+            assert joins == (request in group)
+            taken = wider if joins else taken
+        left = [request for request in left if request not in group]
+    assert not left
+
+
+@given(st.integers(1, 40), st.integers(1, 300), st.sampled_from(MIXES[:2]), st.integers(100, 3000))
+def test_requests_of_one_length_are_cut_as_predictions_count_them(num_requests, length, mix, bound):
+    sizes = [len(group) for group in by_imbalance(mix, [length] * num_requests, bound)]
+    assert sizes == [len(group) for group in pack(np.full(num_requests, length), BlockEntries(mix), bound, "fifo")]
+    assert (len(sizes), max(sizes)) == num_mini_batches(num_requests, length, 1, bound, "balance")
+
+
+def test_f_b_needs_the_machines_seconds():
+    with pytest.raises(InputError, match="run `flexhybrid profile` once"):
+        packed(Problem(shape=SHAPE), Policy(packing="balance"), np.array([8]))

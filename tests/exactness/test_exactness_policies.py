@@ -1,5 +1,7 @@
 """Whatever a policy says, the tokens are transformers' own: every tier, representation, schedule and way to attend."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from flexhybrid.core.trace import check_trace
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.runtime.storage.loader import Checkpoint
 from sim import catalogue
+from sim.presets import hybrid, token_recompute
 
 MACHINE = catalogue.load("t4")  # it has a disk
 
@@ -51,6 +54,7 @@ def test_every_lossless_policy_gives_the_references_tokens(tmp_path_factory, dat
         ({"act@host": 0.5, "kv@disk": 0.5}, "column"),
         ({"tok": 0.5, "act@device": 0.5}, "row"),
         ({"tok": 0.5, "act@device": 0.5}, "column"),
+        (token_recompute(1).cache, "column"),
     ],
 )
 def test_a_prompt_longer_than_a_mini_batch_is_taken_in_chunks(tmp_path, cache, schedule):
@@ -63,6 +67,16 @@ def test_a_prompt_longer_than_a_mini_batch_is_taken_in_chunks(tmp_path, cache, s
     assert chunks == {0, 1, 2}
     widest = max(task.payload.step.width for task, _, _ in result.trace if task.verb == "project")
     assert widest == 32
+
+
+def test_mini_batches_by_f_b_give_the_same_tokens(tmp_path):
+    """Loading outlasts recomputing here, so F_b of two blocks of ACT and one of KV is less than of two and two: 40 and
+    42 tokens join 60, which keeps 58 out."""
+    save_opt(tmp_path)
+    prompts = [np.random.default_rng(length).integers(3, 61, length).tolist() for length in (60, 40, 58, 42)]
+    result = check(tmp_path, prompts, 4, replace(hybrid(0.5, 200), packing="balance"))
+    together = {tuple(task.payload.step.requests) for task, _, _ in result.trace if task.verb == "project"}
+    assert together == {(0, 1, 3), (2,)}
 
 
 def test_a_split_that_moves_is_followed(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -16,12 +15,8 @@ from experiments.reproduce.capture import figures as capture_figures
 from experiments.reproduce.capture import setup as capture_setup
 from experiments.reproduce.capture import systems as capture_systems
 from experiments.reproduce.capture import table3 as capture_table3
-from experiments.reproduce.capture.packing import greedy, imbalance
 from experiments.reproduce.capture.setup import MODELS, PROMPTS
-from flexhybrid.core.hardware import Hardware, Line
-from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.work import kv_gen
 from sim import catalogue
 from sim.datasheet import load_datasheet
 from sim.simulate import simulate
@@ -266,25 +261,6 @@ def test_judged_rows_have_the_reference_tables_role_and_number():
 
 
 # ---- packing
-
-
-def test_imbalance_is_f_b_of_capture():
-    assert imbalance(2.0, 2.0) == imbalance(0, 0) == 1
-    assert imbalance(3.0, 2.0) == imbalance(2.0, 3.0) == 1.5
-    assert imbalance(0, 1.0) == imbalance(1.0, 0) == math.inf
-
-
-def test_f_bs_greedy_takes_whoever_fits_and_does_not_worsen_it():
-    """A token of ACT takes 3 s to recompute, one of KV 2 s to load. Blocks are ACT and KV in turn."""
-    shape = capture_setup.shape_of("OPT-30B")
-    one = kv_gen(shape, 2, 1).flops
-    lines = {"compute": Line(s_per_flop=3.0 / one), "h2d": Line(s_per_byte=2.0 / shape.kv_token_bytes(2))}
-    problem = Problem(shape=shape, hardware=Hardware("toy", "cuda", lines))
-    policy = Policy(cache={"act@host": 0.5, "kv@host": 0.5}, max_mini_batch_tokens=3 * (64 + 1))
-    # F_b of 64 tokens, and of 32, is 3·32 / (2·32) = 1.5, also of several. With 48 (32 ACT, 16 KV) it would rise to
-    # 3·64 / (2·48) = 2. Alone those have 3·32 / (2·16) = 3, and each 64 lowers that. The bound takes three requests.
-    groups = greedy(problem, policy, np.array([64, 48, 32, 64, 64, 64]))
-    assert [group.tolist() for group in groups] == [[0, 2, 3], [1, 4, 5]]
 
 
 def test_packing_by_length_pays_where_lengths_differ_and_f_b_does_not():

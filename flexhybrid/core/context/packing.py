@@ -1,8 +1,8 @@
-"""Requests into mini-batches under the buffer bounds: by length, in even parts, or in order of arrival.
+"""Requests into mini-batches under the buffer bounds: by length in even parts, as they arrive, or by CAPTURE's F_b.
 
 CAPTURE (Sec. IV.B, eq. 6 and 7) forms mini-batches by F_b = max(T_kv_gen / T_load_kv, its inverse). Requests that keep
-the ratio of the pools (eq. 5) have one F_b however they are grouped, but for blocks cut in two: with the fitted seconds
-of a machine it tells nothing apart, and its greedy needs more mini-batches (`make bench`, part packing).
+the ratio of the pools (eq. 5) have one F_b however they are grouped, except for blocks cut in two. So F_b tells nothing
+apart, and its greedy makes slower mini-batches than even parts (`flexhybrid reproduce --only capture-table3`).
 """
 
 import math
@@ -11,7 +11,9 @@ import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
 from flexhybrid.core.context.cache_entries import representation_of
+from flexhybrid.core.context.split import split_lines
 from flexhybrid.core.policy import Policy
+from flexhybrid.core.problem import Problem
 
 
 def padded_tokens(kv_tokens: np.ndarray, act_tokens: np.ndarray) -> int:
@@ -19,10 +21,12 @@ def padded_tokens(kv_tokens: np.ndarray, act_tokens: np.ndarray) -> int:
 
     Both counts are rounded up to whole blocks, as the buffers are.
     """
-    if len(kv_tokens) == 0:
-        return 0
-    widest = ceil_blocks(int(np.max(kv_tokens))) + ceil_blocks(int(np.max(act_tokens)))
-    return len(kv_tokens) * (widest * BLOCK_TOKENS + 1)
+    return _padded(len(kv_tokens), int(np.max(kv_tokens)), int(np.max(act_tokens))) if len(kv_tokens) else 0
+
+
+def _padded(count: int, kv_tokens: int, act_tokens: int) -> int:
+    """``padded_tokens`` of requests of which none caches more than this."""
+    return count * ((ceil_blocks(kv_tokens) + ceil_blocks(act_tokens)) * BLOCK_TOKENS + 1)
 
 
 def split_representations(entries: BlockEntries, tokens) -> tuple[np.ndarray, np.ndarray]:
@@ -31,6 +35,47 @@ def split_representations(entries: BlockEntries, tokens) -> tuple[np.ndarray, np
     is_act = np.array([representation_of(entry) == "act" for entry in entries.names])
     recomputed = entries.tok_tokens(np.asarray(tokens))  # chunk rows beside the new token
     return counts[..., ~is_act].sum(-1) + recomputed, counts[..., is_act].sum(-1)
+
+
+def packed(problem: Problem, policy: Policy, tokens: np.ndarray) -> list[np.ndarray]:
+    """Cut requests that cache at most ``tokens`` tokens each into a policy's mini-batches: ``pack``, or, for "balance",
+    CAPTURE's greedy with the machine's seconds. Raises InputError where these are needed and not known."""
+    entries, bound = BlockEntries(policy.cache), policy.max_mini_batch_tokens
+    if policy.packing != "balance":
+        return pack(tokens, entries, bound, policy.packing)
+    lines = split_lines(problem, policy, "both(kv@host,act@host)")
+    kv, act = split_representations(entries, tokens)
+    return _by_imbalance(kv.tolist(), act.tolist(), lines.gen_s, lines.load_kv_s, bound)
+
+
+def imbalance(kv_gen_s: float, load_kv_s: float) -> float:
+    """F_b = max(balance, 1/balance) with balance = T_kv_gen / T_load_kv (CAPTURE, eq. 6 and 7); 1 is perfect. With
+    nothing to recompute or nothing to load it is infinity, with neither 1."""
+    longer, shorter = max(kv_gen_s, load_kv_s), min(kv_gen_s, load_kv_s)
+    if not longer:
+        return 1.0
+    return longer / shorter if shorter else math.inf
+
+
+def _by_imbalance(kv: list[int], act: list[int], gen_s: float, load_s: float, bound: int) -> list[np.ndarray]:
+    """CAPTURE's greedy as printed, with the seconds a token: in order of arrival a request joins the mini-batch where
+    it fits and F_b does not rise; where no more does, the next one begins."""
+    groups, left = [], list(range(len(kv)))
+    while left:
+        group, others = [left[0]], []
+        widest, sums = (kv[left[0]], act[left[0]]), (gen_s * act[left[0]], load_s * kv[left[0]])
+        for request in left[1:]:
+            wider = max(widest[0], kv[request]), max(widest[1], act[request])
+            more = sums[0] + gen_s * act[request], sums[1] + load_s * kv[request]
+            fits = _padded(len(group) + 1, *wider) <= bound
+            if fits and imbalance(*more) <= imbalance(*sums) * (1 + 1e-12):
+                group.append(request)
+                widest, sums = wider, more
+            else:
+                others.append(request)
+        groups.append(np.array(group))
+        left = others
+    return groups
 
 
 def pack(

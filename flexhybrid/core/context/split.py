@@ -53,8 +53,8 @@ def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
     shape, hardware, p = problem.shape, problem.hardware, problem.bytes_per_element
     if hardware is None:
         raise InputError(
-            f"policy {policy.name} splits the tokens of {entry} by how fast this machine is, which is not known: run "
-            "`flexhybrid profile` once, or name a machine (--hardware)"
+            f"policy {policy.name} splits tokens of {entry}, or packs requests, by how fast this machine is, which is "
+            "not known: run `flexhybrid profile` once, or name a machine (--hardware)"
         )
     stored = problem.stored(policy.bits)
     tier = {part.representation: part.tier for part in stored_copies(entry)}

@@ -127,7 +127,7 @@ class ComparisonSetting:
                 )
             if uses_disk(policy) and options.disk_dir is None:
                 raise InputError(f"policy {policy.name} puts something on a disk: name a folder with --disk-dir")
-            if self.problem.hardware or not policy.share("both"):
+            if self.problem.hardware or not (policy.share("both") or policy.packing == "balance"):
                 subject = f"policy {policy.name} with {options.batch} requests"
                 check_budget(wave_plan(self.problem, policy, self.workload), self.problem.budgets, subject)
 
