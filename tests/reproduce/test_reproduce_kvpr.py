@@ -299,6 +299,7 @@ def test_table2_without_a_fit():
     flexgen = np.abs(errors("kvpr-table2", "FlexGen, "))
     assert np.median(flexgen) <= 0.03 and flexgen.max() <= 0.13
     assert np.abs(errors("kvpr-table2", "KVPR with hiding, ")).max() <= 0.08
+    assert np.abs(errors("kvpr-table2", "KVPR with.* over FlexGen")).max() <= 0.09
     found = kvpr_throughput.table2_rates(setup.a100("one"))
     assert (found["KVPR with hiding"] >= found["FlexGen"]).all()
     assert found["KVPR with hiding"] == pytest.approx(found["KVPR without hiding"], rel=1e-3)
