@@ -6,7 +6,6 @@ kernel of equal shape, or predicted against measured.
 
 import argparse
 import os
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -32,7 +31,7 @@ from experiments.bench.queues.prefixes import bench_prefixes
 from experiments.bench.queues.refill import bench_density, bench_queue_overlap, bench_refill
 from experiments.bench.queues.replanning import bench_replanning
 from experiments.bench.queues.run import bench_run
-from experiments.bench.search import MACHINES, bench_peer, bench_search_time
+from experiments.bench.search import bench_peer, bench_search_time
 from experiments.bench.selection import bench_selection
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.shape import shape_by_name
@@ -73,16 +72,9 @@ BUDGETS = Budgets(host=8 * 2**30)
 # ---- cheap figures ---------------------------------------------------------------------------------------------------
 
 
-def bench_closed_form(table: Table) -> None:
-    """Add the speed of the array clock and of the search."""
-    with torch_threads(1):
-        bench_predictions(table, np.random.default_rng(11))
-        for model, machine in MACHINES:
-            bench_search(table, model, machine)
-
-
-def bench_predictions(table: Table, generator: np.random.Generator) -> None:
+def bench_predictions(table: Table) -> None:
     """Add the policies per second that the array clock prices, with and without walking the tiny run."""
+    generator = np.random.default_rng(11)
     shape, hardware, count = shape_by_name("opt-30b"), load("rtx4090"), 100_000
     shares = generator.random(count)
     candidates = Candidates(
@@ -92,22 +84,12 @@ def bench_predictions(table: Table, generator: np.random.Generator) -> None:
         max_tokens=generator.integers(10, 129, count),
         cache={"act@host": shares, "kv@host": 1.0 - shares},
     )
-    for name, walk, bar in (("closed form", True, 1e4), ("closed form without waiting", False, 1e6)):
-        call = partial(predict, Problem(shape=shape, hardware=hardware), candidates, walk=walk)
-        call()  # the first call of a process touches its memory
-        rate = count / seconds_of(call)
-        table.at_least(f"{name}, policies a second on one core", rate, bar, "1/s")
-
-
-def bench_search(table: Table, model: str, machine: str) -> None:
-    """Add the seconds of the full search. The first search of a process builds tables that later ones reuse."""
-    problem, workload = Problem(shape=shape_by_name(model), hardware=load(machine)), Workload.uniform(1, 512, 32)
-    results = [search(problem, workload) for _ in range(5)]
-    result, seconds = results[-1], [result.search_s for result in results]
-    conditions = {**result.counts, "again_s": statistics.median(seconds[1:]), "gap": result.gap, "samples": seconds}
-    table.at_most(f"search, {model} on {machine}, first of its kind", seconds[0], 1.0, "s", **conditions)
-    solved = 100 * (1 - result.num_bounded_out / result.num_choices)
-    table.at_most(f"search, {model} on {machine}, choices whose LP is solved", solved, 3, "%")
+    with torch_threads(1):
+        for name, walk, bar in (("closed form", True, 1e4), ("closed form without waiting", False, 1e6)):
+            call = partial(predict, Problem(shape=shape, hardware=hardware), candidates, walk=walk)
+            call()  # the first call of a process touches its memory
+            rate = count / seconds_of(call)
+            table.at_least(f"{name}, policies a second on one core", rate, bar, "1/s")
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
@@ -240,7 +222,7 @@ def bench_speed(table: Table, dtype: str) -> None:
 #: Parts by their names in ``--only``, in the order of a full run. A bench of TIMED also takes the compute dtype.
 PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "simulator": (bench_peer, bench_search_time),
-    "model": (bench_closed_form, bench_launch),
+    "model": (bench_predictions, bench_launch),
     "modules": (bench_module_path, bench_path_speeds),
     "kernels": (lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),),
     "host kernels": (bench_host_kernels,),
