@@ -132,9 +132,6 @@ class Replanner:
         hardware = self.hardware
         if parted(self.watch.slower):
             hardware, _ = self._measured(outlook, self.watch.before[0], statistics.median(self.watch.slower))
-        waits, answers = outlook.waiting()
-        outlook.assumed = outlook.assumed.copy()
-        outlook.assumed[waits] = answers
         since = f"after {outlook.answers.num_ended:,} answers, {outlook.num_iterations:,} iterations: {reason}"
         self._ask(outlook, hardware, since, SEARCH_S)
 
@@ -169,10 +166,13 @@ class Replanner:
         return self.hardware.scaled({binding: slower}), f"{binding} takes {slower:.2f} of the profile's time"
 
     def _ask(self, outlook: Outlook, hardware: Hardware | None, reason: str, limit_s: float) -> None:
-        """Search for those who wait, if any, in a thread of its own."""
+        """Search for the queued requests, if any, in a thread of its own. The outlook then assumes the lengths of their
+        answers that the search takes."""
         waits, answers = outlook.waiting()
         if not len(waits):
             return
+        outlook.assumed = outlook.assumed.copy()
+        outlook.assumed[waits] = answers
         self.num_searches += 1
         lengths = outlook.workload.select(waits)
         waiting = replace(lengths, answer_tokens=answers).behind(outlook.given[waits])
