@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from experiments.bench.cascade import bench_cascade
+from experiments.bench.cascade import bench_serve
 from experiments.bench.harness import Table, seconds_of
 from experiments.bench.host_kernels import bench_host_kernels
 from experiments.bench.kernels import bench_kernels
@@ -235,7 +235,7 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "refill": (bench_refill, bench_queue_overlap, bench_density, bench_forecast),
     "prefixes": (bench_prefixes,),
     "speed": (bench_speed,),
-    "cascade": (bench_cascade,),
+    "cascade": (bench_serve,),
 }
 TIMED = ("kernels", "profile", "executor", "selection", "speed")
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from experiments.bench.cascade import OPTIONS, SEEDS, Trial, trial
 from experiments.bench.harness import seconds_of
 from experiments.studies.line_cascade import answered, line_study, read_requests
+from experiments.studies.trials import OPTIONS, Trial, evaluated
+from experiments.training.digits import fit_on, scored_on, splits, train_all
 from flexhybrid.cascade.routes import Cascade, CascadeModel
 from flexhybrid.cascade.thresholds.confidence import confidence
 from flexhybrid.cascade.thresholds.exact import exact_curve
@@ -29,10 +30,18 @@ from flexhybrid.cascade.thresholds.search import SearchOptions, search
 from flexhybrid.cascade.thresholds.skips import Route
 from flexhybrid.core.files import write_by_rename
 
+SEEDS = range(20, 30)  #: splits and trainings of digits, on which CAUTION is judged
 FOLDER = Path(__file__).parents[1] / "results" / "cascade"
 ROUTED_BYTES = (1_000, 50_000, 1_000_000)  #: the paper's Fig. 8
 ROUTED_MODELS = 5
 REPEATS = 50
+
+
+def trial(seed: int, **training) -> Trial:
+    """Train, fit, and evaluate on held-out images."""
+    data, models = splits(seed), train_all(seed, **training)
+    fitted = fit_on(models, data["validation"])
+    return evaluated(fitted, [scored_on(model, data["held out"]) for model in models.values()])
 
 
 def study(trials: Sequence[Trial]) -> dict:

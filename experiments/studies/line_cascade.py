@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments import token_ids
-from experiments.bench.cascade import OPTIONS, Trial, evaluated
+from experiments.studies.trials import OPTIONS, Trial, evaluated
 from experiments.training.digits import PICOJOULES
 from experiments.training.ngrams import BITS, NGramModel, NGrams
 from flexhybrid import shipped

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from experiments import reference
-from experiments.bench import cascade as bench_cascade
 from experiments.reproduce import registry
 from experiments.reproduce.cascade import confidence as cascade
 from experiments.reproduce.experiment import Experiment
 from experiments.studies import cascade_study
+from experiments.studies.trials import OPTIONS, Trial
 from flexhybrid.cascade.routes import CascadeModel
+from flexhybrid.cascade.thresholds.curve import Answers
 from flexhybrid.cascade.thresholds.fit import Fitted
 
 
@@ -64,15 +65,15 @@ def test_our_own_numbers_are_the_study_s(done):
                 assert one["cost_of_largest"] == pytest.approx(cost)
 
 
-def made_trial() -> bench_cascade.Trial:
+def made_trial() -> Trial:
     """Two halves of made-up answers of three models."""
     generator = np.random.default_rng(1)
     confidence = generator.random((3, 400)) * 0.99
     correct = generator.random((3, 400)) < np.array([[0.5], [0.7], [0.95]]) * (0.3 + 0.7 * confidence)
     models = tuple(CascadeModel(name, energy_j=cost) for name, cost in (("a", 1.0), ("b", 4.0), ("c", 20.0)))
     fitted = Fitted(models, "classification", None, correct[:, :200], confidence[:, :200], np.full((3, 2), 0.1))
-    held_out = bench_cascade.Answers(correct[:, 200:], confidence[:, 200:], np.array([1.0, 4.0, 20.0]))
-    return bench_cascade.Trial(fitted, held_out, np.full((3, 2), 0.1))
+    held_out = Answers(correct[:, 200:], confidence[:, 200:], np.array([1.0, 4.0, 20.0]))
+    return Trial(fitted, held_out, np.full((3, 2), 0.1))
 
 
 def test_a_study_is_plain_numbers_of_held_out_requests():
@@ -82,18 +83,10 @@ def test_a_study_is_plain_numbers_of_held_out_requests():
     assert record["alone"][0] == correct.mean(axis=1).tolist()
     by_hand = [correct[0].mean(), (correct[1] & ~correct[0]).mean(), (correct[2] & ~correct[0] & ~correct[1]).mean()]
     assert record["contribution"][1] == pytest.approx(by_hand)
-    for name, options in bench_cascade.OPTIONS.items():
+    for name, options in OPTIONS.items():
         route = one.route(options)
         assert record["modes"][name][0]["accuracy"] == pytest.approx(route.correct.mean())
         assert record["modes"][name][0]["cost_of_largest"] == pytest.approx(route.cost / 20)
-
-
-def test_the_interval_of_a_mean():
-    # four values: mean 2.5, standard error sqrt(5/3) / 2, Student's t with 3 degrees 3.182
-    assert bench_cascade.interval([1, 2, 3, 4]) == (
-        pytest.approx(2.5),
-        pytest.approx(3.182 * (5 / 3) ** 0.5 / 2, rel=1e-3),
-    )
 
 
 def test_digits_are_split_without_overlap_and_training_repeats(tmp_path):

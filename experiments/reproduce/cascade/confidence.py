@@ -12,12 +12,12 @@ import numpy as np
 import pandas as pd
 
 from experiments import reference
-from experiments.bench.cascade import CAREFUL, CAUTION
 from experiments.reproduce.cascade.setup import MODES, Family
 from experiments.reproduce.cascade.setup import family as family_of
 from experiments.reproduce.experiment import ARITHMETIC, Experiment, Row, bars, lines
 from experiments.reproduce.paper import CASCADE, context, judged
 from experiments.studies.cascade_study import FOLDER
+from experiments.studies.trials import CAREFUL, CAUTION
 from flexhybrid.cascade.thresholds.skips import energy_benefit
 
 TASKS = ("CoLA", "QQP", "SST-2", "QNLI", "RTE")
