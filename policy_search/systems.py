@@ -3,9 +3,10 @@
 ``system("h2o(0.1)", setting)`` gives a policy and the machine as that system's implementation sees it. Options are
 written as in a call: ``infinigen(alpha=5, cap=0.1)``, ``flexgen(host_attention=true)``, ``kvpr_column(hiding=false)``.
 Options that every system takes say how well its code uses the machine (``sim.implementation``): cache_link,
-weights_link, step_s, conversion, gemm. What is known of a system's own code (``MEASURED`` there) holds unless an option
-says otherwise: ``deepspeed(weights_link=1)`` is DeepSpeed's policy at all of the link, ``flexgen(engine=ours)``
-FlexGen's on our engine, ``kvpr_column(engine=flexgen)`` KVPR's on FlexGen's, as its authors ran it.
+weights_link, step_s, weights_wait_s, cache_wait_s, conversion, gemm. What is known of a system's own code (``MEASURED``
+there) holds unless an option says otherwise: ``deepspeed(weights_link=1)`` is DeepSpeed's policy at all of the link,
+``flexgen(engine=ours)`` FlexGen's on our engine, ``kvpr_column(engine=flexgen)`` KVPR's on FlexGen's, as its authors
+ran it.
 """
 
 from __future__ import annotations
@@ -328,7 +329,9 @@ SYSTEMS: dict[str, Entry] = {
 }
 
 #: Options of every system: ``sim.implementation``.
-_QUALITIES: dict[str, Kind] = dict.fromkeys(("cache_link", "conversion", "gemm", "step_s", "weights_link"), NUMBER)
+_QUALITIES: dict[str, Kind] = dict.fromkeys(
+    ("cache_link", "conversion", "gemm", "step_s", "weights_link", "weights_wait_s", "cache_wait_s"), NUMBER
+)
 _QUALITIES["engine"] = ENGINE
 _CALL = re.compile(r"\s*([a-z0-9_]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 

@@ -23,6 +23,10 @@ class Implementation:
     cache_link: float = 1.0  #: of the link's rate, for keys, values and activations (pageable or strided copies)
     weights_link: float = 1.0  #: of the link's rate, for weights
     step_s: float = 0.0  #: the host's time a mini-batch and layer: a device-wide barrier, launches
+    #: for which the host holds up the link before each load of weights, or of keys and values: it synchronises,
+    #: launches, writes new keys and values to their place. As ``step_s`` the next copies would hide it
+    weights_wait_s: float = 0.0
+    cache_wait_s: float = 0.0
     conversion: float = 1.0  #: of the memory's rate, for (de)quantising
     gemm: float = 1.0  #: of the machine's rate, for matrix products
     gemm_of_peak: float = 1.0  #: of the device's peak, for matrix products, where the machine reaches more
@@ -40,8 +44,8 @@ class Implementation:
         for name in ("cache_link", "weights_link", "conversion", "gemm", "gemm_of_peak"):
             if not 0 < getattr(self, name) <= 1:
                 raise InputError(f"implementation {self.name}: {name} is {getattr(self, name)!r}; it must be in (0, 1]")
-        if self.step_s < 0 or self.sharers < 1:
-            raise InputError(f"implementation {self.name}: step_s must be >= 0 and sharers at least 1")
+        if min(self.step_s, self.weights_wait_s, self.cache_wait_s) < 0 or self.sharers < 1:
+            raise InputError(f"implementation {self.name}: step_s and waits must be >= 0 and sharers at least 1")
 
 
 _T4 = "{} of the published T4 runs (FlexGen's Table 2 and its batch_size_table.md): experiments.reproduce.published"
@@ -97,12 +101,12 @@ def known_code(name: str, hardware: Hardware) -> Implementation:
 
 def on(implementation: Implementation, hardware: Hardware, num_mini_batches: int = 1) -> Hardware:
     """The machine as this implementation sees it, with a batch of so many mini-batches."""
-    i, lines, notes = implementation, dict(hardware.lines), hardware.notes
+    i, lines, notes = implementation, {}, hardware.notes
 
     def change(verbs: Iterable[Verb], make: Callable[[Line], Line]) -> None:
         for verb in verbs:
             try:
-                line = hardware.line(verb.name, verb.resource)
+                line = lines.get(verb.name) or hardware.line(verb.name, verb.resource)
             except InputError:  # a machine without this resource
                 continue
             lines[verb.name] = replace(make(line), samples=(), r2=None)
@@ -110,15 +114,17 @@ def on(implementation: Implementation, hardware: Hardware, num_mini_batches: int
     def of_group(group: str) -> list[Verb]:
         return [verb for verb in VERBS.values() if verb.group == group]
 
-    def at(share: float, added_s: float = 0.0):
-        return lambda line: replace(line, s_per_byte=line.s_per_byte / share + added_s)
+    def slow(verbs: Iterable[Verb], share: float = 1.0, byte_s: float = 0.0, wait_s: float = 0.0) -> None:
+        if (share, byte_s, wait_s) != (1.0, 0.0, 0.0):
+            change(verbs, lambda of: Line(of.overhead_s + wait_s, of.s_per_flop, of.s_per_byte / share + byte_s))
 
-    if i.cache_link != 1 or i.relay_gb_per_s != inf:
-        change(of_group("cache copy"), at(i.cache_link, 1e-9 / i.relay_gb_per_s))
-    if i.weights_link != 1:
-        change([VERBS["load_weights"]], at(i.weights_link))
-    if i.conversion != 1:
-        change(of_group("conversion"), at(i.conversion))
+    slow(of_group("cache copy"), i.cache_link, 1e-9 / i.relay_gb_per_s)
+    slow([VERBS["load_kv"]], wait_s=i.cache_wait_s)
+    slow([VERBS["load_weights"]], i.weights_link, wait_s=i.weights_wait_s)
+    slow(of_group("conversion"), i.conversion)
+    slow([VERBS["finish"]], wait_s=i.step_s)
+    if i.undoes_bits_again:
+        slow([VERBS["dequantize_weights"]], 1 / num_mini_batches)
     least_s = 1 / (i.gemm_of_peak * notes.get("peak_flops", inf)) if i.gemm_of_peak != 1 else 0.0
     if i.gemm != 1 or least_s:
         change(of_group("gemm"), lambda line: replace(line, s_per_flop=max(line.s_per_flop / i.gemm, least_s)))
@@ -130,13 +136,7 @@ def on(implementation: Implementation, hardware: Hardware, num_mini_batches: int
         on_host = [verb for verb in VERBS.values() if verb.resource == "host_compute"]
         change(on_host, lambda line: Line(line.overhead_s, line.s_per_flop * i.sharers, line.s_per_byte * i.sharers))
     memory = None if hardware.host_memory is None else hardware.host_memory // i.sharers
-    if i.step_s:
-        finish = lines.get("finish") or hardware.line("finish", "compute")
-        lines["finish"] = replace(finish, overhead_s=finish.overhead_s + i.step_s, samples=(), r2=None)
-    if i.undoes_bits_again and num_mini_batches > 1:
-        once = lines.get("dequantize_weights") or hardware.line("dequantize_weights", "compute")
-        lines["dequantize_weights"] = replace(once, s_per_byte=num_mini_batches * once.s_per_byte)
     if i.page_cache and CACHED_DISK in notes:
         notes = {**notes, PAGE_CACHE: notes[CACHED_DISK]}
-    in_place = hardware.attends_in_place and not i.assembles
+    in_place, lines = hardware.attends_in_place and not i.assembles, {**hardware.lines, **lines}
     return replace(hardware, lines=lines, host_memory=memory, attends_in_place=in_place, notes=notes)

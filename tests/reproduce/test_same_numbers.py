@@ -1,14 +1,15 @@
 """What a command line can say of a judged row is the number that ``reproduce`` prints for it."""
 
-import numpy as np
 import pytest
 
 from experiments.reproduce import published
 from experiments.reproduce.capture import setup as capture
 from experiments.reproduce.capture import systems as capture_systems
 from experiments.reproduce.infinigen import setup as infinigen
+from experiments.reproduce.infinigen.performance import MATRICES
 from experiments.reproduce.kvpr import setup as kvpr
-from experiments.reproduce.kvpr.throughput import table5_rates
+from experiments.reproduce.kvpr.latency import TABLES, accelerate_s
+from experiments.reproduce.kvpr.throughput import TABLE2_BATCHES, table2_rates, table5_rates
 from flexhybrid.core.hardware import Line
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.problem import Problem
@@ -53,18 +54,42 @@ def test_kvprs_rows():
         for name, text in systems.items():
             found = rate(text, "rtx5000-kvpr", "OPT-6.7B", (256, prompt, generated), DECODE)
             assert found == pytest.approx(rates[name][place], rel=1e-5)  # the entry's numbers have six digits
-    ours = kvpr.run_one(kvpr.shape_of("OPT-6.7B"), kvpr.a100("many"), kvpr.flexgen(), np.array([32]), 256, 64)
-    text = "offloaded(overlap=step, weights_device=0, engine=flexgen)"
-    found = rate(text, "a100-kvpr", "OPT-6.7B", (32, 256, 64), DECODE)
-    assert found == pytest.approx(float(ours.decode_tokens_per_s[0]), rel=1e-5)
+
+
+def test_kvprs_rows_of_one_batch():
+    """Table 2, and Accelerate's latencies in Tables 3 and 4: the host holds up each layer for the fitted time."""
+    waits = kvpr.fit_host_s().value
+    code, rates = f"engine=flexgen, weights_wait_s={waits}", table2_rates(kvpr.a100("one"))
+    systems = {
+        "FlexGen": f"offloaded(overlap=step, weights_device=0, {code})",
+        "KVPR without hiding": f"kvpr_column(hiding=false, max_mini_batch_tokens=1000000, overlap=step, {code})",
+    }
+    for name, text in systems.items():
+        for batch, ours in zip(TABLE2_BATCHES, rates[name], strict=True):
+            assert rate(text, "a100-kvpr", "OPT-6.7B", (batch, 256, 64), DECODE) == pytest.approx(ours, rel=1e-5)
+    text = f"accelerate(engine=ours, overlap=step, cache_wait_s={waits})"
+    for model in TABLES.values():
+        for (prompt, generated), ours in zip(kvpr.SHORT, accelerate_s(model, kvpr.SHORT), strict=True):
+            lengths = kvpr.LATENCY_BATCH, prompt, generated
+            assert rate(text, "a100-kvpr", model, lengths, "decode_s") == pytest.approx(ours, rel=1e-5)
 
 
 def test_infinigens_rows():
-    systems = {"FlexGen": "offloaded", "INT4": "int4", "H2O": "h2o(whole_layers=2, overlap=none)"}
-    systems["InfiniGen"] = "infinigen(whole_layers=2, overlap=none)"
-    for name, text in systems.items():
-        found = rate(text, "a6000-infinigen", "opt-13b", (20, 1920, 128))
+    """Fig. 15 at batch 20, Fig. 16 at one length and for one model whose weights do not all fit."""
+    options = {"FlexGen": "offloaded(", "INT4": "int4(", "H2O": "h2o(whole_layers=2, overlap=none, "}
+    options["InfiniGen"] = "infinigen(whole_layers=2, overlap=none, "
+
+    def rates(model: str, lengths: tuple[int, int, int], share: float) -> dict[str, float]:
+        weights = f"weights_device={share})"
+        return {name: rate(text + weights, "a6000-infinigen", model, lengths) for name, text in options.items()}
+
+    for name, found in rates("opt-13b", (20, 1920, 128), 1.0).items():
         assert found == pytest.approx(float(infinigen.throughput(name, 20)), rel=1e-5)
+    for model, share, lengths in (("opt-13b", 1.0, (8, 384, 128)), ("opt-30b", MATRICES, (4, 1920, 128))):
+        found = rates(model, lengths, share)
+        gains = infinigen.speedups(*lengths[:2], shape_by_name(model), weights_device=share)
+        for name, gain in gains.items():
+            assert found[name] / found["FlexGen"] == pytest.approx(float(gain[0]))
 
 
 def test_the_baselines_published_rows():

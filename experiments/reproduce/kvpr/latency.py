@@ -60,7 +60,7 @@ def _hardware(constants: tuple[Constant, ...] | None):
     if constants is None:
         return setup.a100("latency")
     link, host_s = (values_of(constants)[name] for name in ("link_gb_per_s", "host_s"))
-    return setup.machine("a100-40g", link, host_s, "load_kv")
+    return setup.machine("a100-40g", link, host_s)
 
 
 @cache

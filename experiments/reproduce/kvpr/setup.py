@@ -51,22 +51,11 @@ def lengths(pairs: Iterable[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 # ---- machines
 
 
-def machine(
-    name: str, link_gb_per_s: float, host_s: float = 0.0, before: str = "load_weights", gemm: float = ENGINE_GEMM
-) -> Hardware:
-    """A card's catalogue entry as one of the paper's programs sees it: ``_held_up``, and its matrix products reach
-    ``gemm``, a share of the GPU's peak, at most the catalogue's."""
-    hardware = _held_up(catalogue.load(name).with_link_rate(link_gb_per_s), host_s, before)
-    return on(Implementation("kvpr", gemm_of_peak=gemm, assembles=True), hardware)
-
-
-def _held_up(hardware: Hardware, host_s: float, before: str) -> Hardware:
-    """Return a machine whose host holds up the link for ``host_s`` seconds before each task ``before`` (it
-    synchronises, launches, writes new keys and values to their place). ``Implementation.step_s`` would put them on the
-    compute resource, where the next copies hide them."""
-    line = hardware.line(before, "h2d")
-    held_up = replace(line, overhead_s=line.overhead_s + host_s)
-    return replace(hardware, lines={**hardware.lines, before: held_up})
+def machine(name: str, link_gb_per_s: float, cache_wait_s: float = 0.0, gemm: float = ENGINE_GEMM) -> Hardware:
+    """A card's catalogue entry as one of the paper's programs sees it. ``gemm``: share of the GPU's peak that matrix
+    products reach, at most the catalogue's."""
+    code = Implementation("kvpr", cache_wait_s=cache_wait_s, gemm_of_peak=gemm, assembles=True)
+    return on(code, catalogue.load(name).with_link_rate(link_gb_per_s))
 
 
 def with_locked_act(hardware: Hardware) -> Hardware:
@@ -94,8 +83,8 @@ def a100(mode: str = "many") -> Hardware:
     (FlexGen's 32 x 8)."""
     host_s, entry = 0.0 if mode == "many" else values_of(a100_constants())["host_s"], catalogue.load("a100-kvpr")
     if mode == "latency":
-        return _held_up(entry, host_s, "load_kv")
-    return relayed(_held_up(entry, host_s, "load_weights"))
+        return on(Implementation("kvpr", cache_wait_s=host_s), entry)
+    return relayed(on(Implementation("kvpr", weights_wait_s=host_s), entry))
 
 
 def a100_link() -> float:
@@ -226,7 +215,7 @@ def _fitted_on(anomalous: bool = False) -> str:
 
 def accelerate_s(rows: pd.DataFrame, values: dict[str, float], overlap: Overlap = "step") -> np.ndarray:
     """Return the decode seconds of Accelerate's rows, in their order, with these constants."""
-    hardware = machine("a100-40g", values["link_gb_per_s"], values["host_s"], "load_kv")
+    hardware = machine("a100-40g", values["link_gb_per_s"], values["host_s"])
     policy, seconds = accelerate(overlap), []
     for model, of_model in rows.groupby("model", sort=False):
         prompts, generated = of_model["prompt_len"].to_numpy(), of_model["gen_len"].to_numpy()
