@@ -1,39 +1,14 @@
-"""Bench rows of the search: its policies against FlexGen's recorded ones, and its seconds."""
+"""Bench rows of the search: its seconds, and the choices that its bounds leave to be solved."""
 
 import json
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 from experiments.bench.harness import Table
-from flexhybrid.core.model.shape import shape_by_name
-from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import Problem
-from flexhybrid.core.workload import Workload
-from policy_search.search import LOSSLESS, SearchSettings, search
-from sim import catalogue
-from sim.simulate import simulate
 
-#: What FlexGen's own search chose (PyPI flexgen==0.1.8, run as published on the rates of our hardware records or on its
-#: own fit of a T4), as policies of ours. Commit b18005f has the code that ran it (experiments/peers/flexgen_search.py).
-RECORD = Path(__file__).parents[1] / "results" / "peers" / "flexgen-0.1.8.json"
-MACHINES = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))  #: model and hardware of the cases
+MACHINES = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
 PROMPT, GENERATED = 512, 32
-
-
-def bench_peer(table: Table) -> None:
-    """Our search against the recorded policies of FlexGen's search, which are priced unchanged (in waves where our
-    account of memory requires them)."""
-    for run in json.loads(RECORD.read_text(encoding="utf-8"))["runs"]:
-        shape, hardware = shape_by_name(run["model"]), catalogue.load(run["hardware"])
-        problem, theirs = Problem(shape=shape, hardware=hardware), Policy.from_dict(run["policy"])
-        batch = run["gpu_batch_size"] * run["num_gpu_batches"]
-        priced = simulate(problem, theirs, batch, PROMPT, GENERATED).tokens_per_s
-        ours = search(problem, Workload.uniform(1, PROMPT, GENERATED), SearchSettings(space=LOSSLESS))
-        row = f"search, {run['model']} on {run['hardware']}, lossless, over FlexGen's policy ({run['constants']} rates)"
-        table.at_least(row, ours.prediction["tokens_per_s"] / priced, 1.0, "x")
-
 
 #: A process that only imports and searches.
 _ONE_SEARCH = """

@@ -31,7 +31,7 @@ from experiments.bench.queues.prefixes import bench_prefixes
 from experiments.bench.queues.refill import bench_density, bench_queue_overlap, bench_refill
 from experiments.bench.queues.replanning import bench_replanning
 from experiments.bench.queues.run import bench_run
-from experiments.bench.search import bench_peer, bench_search_time
+from experiments.bench.search import bench_search_time
 from experiments.bench.selection import bench_selection
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.shape import shape_by_name
@@ -221,7 +221,7 @@ def bench_speed(table: Table, dtype: str) -> None:
 
 #: Parts by their names in ``--only``, in the order of a full run. A bench of TIMED also takes the compute dtype.
 PARTS: dict[str, tuple[Callable[..., None], ...]] = {
-    "simulator": (bench_peer, bench_search_time),
+    "simulator": (bench_search_time,),
     "model": (bench_predictions, bench_launch),
     "modules": (bench_module_path, bench_path_speeds),
     "kernels": (lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),),
