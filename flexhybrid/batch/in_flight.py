@@ -1,5 +1,5 @@
-"""How far the requests in flight are: a small file beside the output, by which the run after a kill says what was lost,
-and the run after a stop knows which answers are long.
+"""How far the requests in flight are: a small file beside the output, by which the run after a kill or a stop knows
+which answers are long.
 
 It is written now and then and never waited for: the output alone decides what is done.
 """
@@ -14,7 +14,6 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import write_by_rename
 
 NOTE_S = 1.0  #: seconds between notes
-STOPPED = "stopped"
 
 #: Line of the input, from 1 -> tokens that its answers have so far.
 Tokens = dict[int, int]
@@ -36,21 +35,12 @@ class InFlight:
         self._noted_at = time.monotonic()
         return True
 
-    def earlier(self) -> tuple[Tokens, bool]:
-        """Return what an earlier run has noted last, and whether it was killed; nothing after one that came to its
-        end."""
+    def earlier(self) -> Tokens:
+        """Return what an earlier run has noted last; nothing after one that came to its end."""
         try:
-            noted = json.loads(self.path.read_bytes())
-            tokens = {int(line): int(count) for line, count in noted.get(STOPPED, noted).items()}
-            return tokens, STOPPED not in noted
+            return {int(line): int(count) for line, count in json.loads(self.path.read_bytes()).items()}
         except (OSError, ValueError, TypeError, AttributeError):
-            return {}, False
-
-    def stop(self) -> None:
-        """Keep the last note of a run that was asked to stop."""
-        if self.path.exists():
-            with contextlib.suppress(InputError):
-                write_by_rename(self.path, json.dumps({STOPPED: self.earlier()[0]}))
+            return {}
 
     def remove(self) -> None:
         """End the notes."""

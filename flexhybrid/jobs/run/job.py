@@ -67,7 +67,6 @@ from sim.correction import TRIALS
 CENSUS_S = 5.0  #: seconds of counting before the first requests are answered
 ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
 REFILLS = 4  #: times as many requests as run together stand for a queue whose places are taken anew
-SHOWN_LINES = 5  #: of those that a kill has cost
 VERSIONED = {"flexhybrid": flexhybrid, "torch": torch, "transformers": transformers}  #: named in the manifest
 
 
@@ -153,7 +152,6 @@ class Job:
         self.in_flight = InFlight(options.output)
         self.lengths: ObservedAnswers | None = None
         self._ages = np.zeros(self.census.num_lines, np.int32)  #: tokens of answers that the run before left unfinished
-        self.lost: Tokens = {}  #: of lines that were in flight when the run before broke off
         self.manifest: dict = {}
         self.trace: list[TraceEvent] = []  #: of the first wave, where a trace or a report is asked for
         self.lanes: dict[str, LaneTimes] = {}  #: of the first wave likewise
@@ -176,7 +174,6 @@ class Job:
             raise InputError(f"{options.input} " + ("has a header and no rows" if options.column else "is empty"))
         self._resume(say)
         self._earlier = int((self.states != PENDING).sum())
-        self._say_lost(say)
         if not len(self.pending()) and not self.census.valid.any():
             told = self.source.refusals(range(1, self.census.num_lines + 1))
             number, refused = next((one for one in told if one[1].code != BLANK_LINE), (0, None))
@@ -221,7 +218,6 @@ class Job:
             counts=counts,
             work=work,
             tokens=self.tokens,
-            lost=self.lost,
             refused_codes=self.refused_codes,
             replanned=self.replanned,
             trial=self.replanner and self.replanner.trial,
@@ -263,7 +259,8 @@ class Job:
                 answer_on_cluster(self, self.source, self.crew, config, stop)
         if self.replanner:
             self.replanner.end()
-        self.in_flight.stop() if stop.asked else self.in_flight.remove()
+        if not stop.asked:
+            self.in_flight.remove()
         generated, ended = self.progress.count, CpuUse.now()
         others = None if self.crew else ended.others_since(started)
         if self.replanner and self.replanner.trial and (others or 0.0) <= MOST_OTHERS:
@@ -286,15 +283,12 @@ class Job:
         options = self.options
         earlier, given_input = load_manifest(options.output), self._input()
         used = [file.path for file in self.files.values() if not file.is_empty]
-        unfinished, killed = self.in_flight.earlier()
-        if not options.restart and killed and earlier and earlier.get("input") == given_input:
-            self.lost = unfinished
         begins_anew = options.restart or not used or bool((earlier or {}).get(NOTHING_SERVED))
         states, num_tokens = self.states.copy(), np.zeros(self.census.num_lines, np.int32)
         if not begins_anew and earlier and earlier.get("input") == given_input:
             for file in self.files.values():
                 file.check(states, num_tokens)
-            self._learn(states, num_tokens, unfinished)
+            self._learn(states, num_tokens, self.in_flight.earlier())
         now = self._identity()
         if not begins_anew:
             if earlier is None:
@@ -382,19 +376,6 @@ class Job:
                 beyond = count
         llm.use(policy)
         return policy
-
-    def _say_lost(self, say: Callable[[str], None]) -> None:
-        """Tell how far the requests were that the end of the run before has cost."""
-        states = self.states
-        self.lost = {n: tokens for n, tokens in self.lost.items() if n <= len(states) and states[n - 1] == PENDING}
-        if self.lost:
-            furthest = sorted(self.lost.items(), key=lambda line: -line[1])
-            more = ", …" * (len(furthest) > SHOWN_LINES)
-            named = ", ".join(f"line {number}: {tokens:,}" for number, tokens in furthest[:SHOWN_LINES])
-            say(
-                f"resumed    {len(self.lost):,} requests were in flight when the run before broke off; their "
-                f"{sum(self.lost.values()):,} tokens are computed again ({named}{more})"
-            )
 
     def _identity(self) -> dict:
         """Return what the results depend on: a run that goes on with this one must agree in it."""

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from flexhybrid.batch.in_flight import Tokens
 from flexhybrid.core.schedule.refill import stores_exactly
 from flexhybrid.core.units import counted
 from flexhybrid.jobs.run.forecast import duration, foretold
@@ -58,7 +57,6 @@ class Outcome(NamedTuple):
     counts: dict[str, int]  #: lines, and how many of them were "answered", "refused", "left" and "done_before" it
     work: Work | None  #: None: nothing was left to answer
     tokens: int  #: that were generated, of answers that were written
-    lost: Tokens  #: that the end of the run before has cost
     refused_codes: Counter  #: error code -> lines that this run has refused with it
     replanned: list[str]  #: what was changed on the way, and why
     trial: str | None  #: what the first iterations corrected; None: they were no trial
@@ -138,7 +136,6 @@ class Outcome(NamedTuple):
             "shared_prompt_tokens": self.llm.num_shared,
             "cuda_graphs": self.llm.graphs or None,
             "tokens_dropped": self.dropped,
-            "tokens_lost_before": self.lost,
             "seconds": work.seconds if work else 0.0,
             "tokens_per_s": self.tokens_per_s,
             "compiling_s": work.compiling_s if work else 0.0,
