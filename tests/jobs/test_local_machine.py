@@ -170,7 +170,7 @@ def test_a_stopped_run_counts_what_was_computed_and_blames_no_profile(left):
     counts = {"lines": 9, "answered": 9 - left, "refused": 0, "left": left, "blank": 0, "done_before": 0}
     work = Work(1000.0, 20.0, None, 1900 if left else 0, 1000.0)
     outcome, said = (
-        Outcome(options, SimpleNamespace(num_shared=0, graphs=""), counts, work, 100, {}, Counter(), [], None, False),
+        Outcome(options, SimpleNamespace(num_shared=0, graphs=""), counts, work, 100, Counter(), [], None, False),
         [],
     )
     outcome.say(said.append, 21.0)
