@@ -128,8 +128,8 @@ def run_sweep(
     if out.suffix.lower() != ".csv":
         raise InputError(f"--out {out}: a table is a .csv file, not {out.suffix or 'one without a suffix'}")
     table = Table(out, list(dict.fromkeys(itertools.chain(*points))), fresh)
-    known, keys = frozenset(table.cells_of_points), table.keys
-    todo = [point for point in points if tuple(cell(point.get(key)) for key in keys) not in known]
+    known = table.cells_of_points
+    todo = [point for point in points if tuple(cell(point.get(key)) for key in table.keys) not in known]
     hidden = quiet or not sys.stderr.isatty()
     bar = tqdm(total=len(todo), desc="sweep", unit="point", disable=hidden, leave=False)
     try:
