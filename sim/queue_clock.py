@@ -353,7 +353,8 @@ class _Price:
             tokens=tokens,
             **self.bounds,
             times=1.0 + (self.times - 1.0) * float(tokens.sum() / inside) if end > begin else 1.0,
-            busy={resource: float(spent.sum() / seconds.sum()) for resource, spent in work.items()},
+            # Both are interpolated between iterations that were walked, each by itself.
+            busy={resource: min(1.0, float(spent.sum() / seconds.sum())) for resource, spent in work.items()},
             at_a_time=self.wave.workload.num_requests,
             pace=pace,
             step_backs=self.times * float(self.stints.returned.sum()),

@@ -52,6 +52,17 @@ def queue_of(seed: int) -> tuple[Problem, Policy, Workload, int]:
     return problem, policy, Workload(prompts[order], limits[order], answers[order]), places
 
 
+def test_no_resource_is_busy_for_more_than_the_time():
+    """The price interpolates work and seconds each by itself: this link's work is 0.7 % more than the seconds."""
+    rng = np.random.default_rng(38)
+    count = int(rng.integers(4, 80))
+    workload = Workload(rng.integers(8, 120, count), rng.integers(2, 30, count))
+    policy = Policy(weights=Placement(host=1.0), cache={"kv@host": 1.0}, max_mini_batch_tokens=1024)
+    problem = Problem(shape=SHAPE, hardware=machine(0.12221467, 16.75948169, 13.09909372, 0.1651985))
+    run = price_queue(problem, policy, workload, 3)
+    assert run.busy[run.binding] == 1.0
+
+
 def test_a_few_iterations_price_a_queue_as_all_of_its_tasks_do():
     errors = []
     for seed in range(1, 6):
