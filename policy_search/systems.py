@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -261,6 +261,9 @@ class Entry:
     options: dict[str, Kind] = field(default_factory=dict)
     required: str | None = None  #: the option that has no default
     reads_lines: bool = False  #: whether its own placement is found on the lines of a machine
+    #: how ``papers.at_best`` finds its best batch: all batches of its one policy "together"; "one by one", each with a
+    #: policy of its own; or by the system "itself"
+    batches: Literal["together", "one by one", "itself"] = "together"
     only_simulated: str | None = None  #: why no policy stands for it on a real machine
 
 
@@ -310,7 +313,7 @@ SYSTEMS: dict[str, Entry] = {
     "hybrid_static": _preset(presets.hybrid_static, _SIZES),
     "resident": Entry(_resident, _SIZES),
     "ideal": Entry(lambda setting: System("ideal", presets.ideal(), replace(setting.machine, device_memory=None))),
-    "deepspeed": Entry(_deepspeed, {"bits": PACKED, "cache": TIER, "weights_disk": NUMBER}),
+    "deepspeed": Entry(_deepspeed, {"bits": PACKED, "cache": TIER, "weights_disk": NUMBER}, batches="one by one"),
     "accelerate": _preset(presets.accelerate, {"cache": TIER, **_WEIGHTS}),
     "token_recompute": _preset(presets.token_recompute, {"ratio": NUMBER, **_SIZES}, required="ratio"),
     "kvpr_row": _recomputing(presets.kvpr_row, {"split": WORD, "act": WORD, **_WEIGHTS}),
@@ -322,10 +325,12 @@ SYSTEMS: dict[str, Entry] = {
     "infinigen": Entry(_infinigen, _PLAIN_INFINIGEN.options),
     "fastdecode": Entry(_fastdecode, {"gpus": COUNT}),
     "hybrid": _preset(presets.hybrid, {"share": NUMBER, **_SIZES}, required="share"),
-    "flexgen": Entry(_flexgen, {"host_attention": FLAG, "compress": FLAG, "cache": HOST}, reads_lines=True),
-    "capture": Entry(_capture, _CAPTURE, reads_lines=True),
+    "flexgen": Entry(
+        _flexgen, {"host_attention": FLAG, "compress": FLAG, "cache": HOST}, reads_lines=True, batches="itself"
+    ),
+    "capture": Entry(_capture, _CAPTURE, reads_lines=True, batches="one by one"),
     "uvm": Entry(_uvm, {"fault_gb_per_s": NUMBER}, only_simulated=_PAGES_FAULT),
-    "searched": Entry(_searched, {"lossless": FLAG}, reads_lines=True),
+    "searched": Entry(_searched, {"lossless": FLAG}, reads_lines=True, batches="one by one"),
 }
 
 #: Options of every system: ``sim.implementation``.

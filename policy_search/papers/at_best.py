@@ -14,7 +14,7 @@ import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.policy import Placement, Policy
+from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from policy_search.search_problem import MINI_BATCH_TOKENS, RESIDENT_MINI_BATCH_TOKENS
 from policy_search.systems import SYSTEMS, Setting, System, parse, system, without_recomputing
@@ -33,16 +33,17 @@ WEIGHT_SHARES = np.arange(13) / 12  #: a matrix of attention is a twelfth of an 
 WALKED = 16, 8  #: choices of a system that are walked, those with the least bounds: of all, and around the best
 
 
-def at_best(text: str, setting: Setting, free: bool) -> tuple[System, SimulatedRun]:
+def at_best(text: str, setting: Setting, free: bool, bits: Bits | None = None) -> tuple[System, SimulatedRun]:
     """Return a system and its run with the batch and the settings that suit it best.
 
     ``setting.batch``: with ``free`` the most requests that it may take, else the requests to answer, which it takes in
-    waves of its own. Raise InputError where nothing fits.
+    waves of its own. ``bits``: in place of the system's own, where its batches are tried together. Raise InputError
+    where nothing fits.
     """
     name, options = (text, {}) if text in TRIED else parse(text)
-    if name == "flexgen":
+    if SYSTEMS[name].batches == "itself":
         return _run(system(text, replace(setting, own_batch=True)), setting, free)
-    if SYSTEMS[name].reads_lines and name not in TRIED or name == "deepspeed":
+    if SYSTEMS[name].batches == "one by one":
         return best_batch(partial(system, text), setting, free)
     call, best, plain = text, None, None
     tried = {option: values for option, values in TRIED.get(name, {}).items() if option not in options}
@@ -50,6 +51,7 @@ def at_best(text: str, setting: Setting, free: bool) -> tuple[System, SimulatedR
         call = _call(name, options | dict(zip(tried, values, strict=True)))
         with suppress(InputError):  # nothing of it fits
             made = system(call, replace(setting, batch=1))
+            made = made if bits is None else replace(made, policy=replace(made.policy, bits=bits))
             best = _best_setting(call, made, setting, free, best)
             if made.policy.share("both") and not plain:  # KVPR takes the faster of recomputing and loading all
                 plain = replace(made, policy=without_recomputing(made.policy))
