@@ -47,6 +47,9 @@ def state(program: Program) -> pulp.LpProblem:
             problem += total <= seconds[phase], f"{phase}_{name}_within_T"
         elif np.isfinite(program.limits[name]):
             problem += total <= program.limits[name] / unit, f"{name}_memory_fits"
+    for phase in PHASES:
+        if np.isfinite(program.limits[phase]):
+            problem += seconds[phase] <= program.limits[phase], f"{phase}_within_its_limit"
     return problem
 
 

@@ -119,11 +119,12 @@ class BranchAndBound:
         self.complete &= not late
         return late
 
-    def take(self, evaluated: list[EvaluatedPolicy]) -> None:
-        """Remember evaluated policies, and the best of all."""
-        self.evaluated += evaluated
-        contenders = [*evaluated, *([self.best] if self.best else [])]
-        self.best = min(contenders, key=_seconds, default=None)
+    def take(self, evaluated: list[EvaluatedPolicy]) -> list[EvaluatedPolicy]:
+        """Remember and return the evaluated policies that keep the limits of latency, and remember the best of all."""
+        in_time = [known for known in evaluated if known.in_time]
+        self.evaluated += in_time
+        self.best = min([*in_time, *([self.best] if self.best else [])], key=_seconds, default=None)
+        return in_time
 
     def seed(self, seeds: Iterable[Policy], batches: np.ndarray, mini_batch_tokens: int | None) -> None:
         """Evaluate given policies where their lower bound allows that they are better: on the batch asked for, else on
@@ -153,8 +154,7 @@ class BranchAndBound:
             unplaced = [UnplacedPolicy.of(option, *pair, dict(policy.cache)) for pair in pairs]
             for some in (unplaced[::COARSE], unplaced):
                 evaluated = self.evaluator.evaluate(some, min(map(_seconds, staying), default=np.inf))
-                self.take(evaluated)
-                staying.extend(known for known in evaluated if known.policy.stays_on_device)
+                staying.extend(known for known in self.take(evaluated) if known.policy.stays_on_device)
 
         evaluate(*pairs_of(problem, batches, mini_batch_tokens))
         fastest = min(staying, key=_seconds, default=None)

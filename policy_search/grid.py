@@ -45,7 +45,7 @@ class Program:
     constant: np.ndarray  #: [rows], wherever cache and weights lie
     cache: dict[str, np.ndarray]  #: entry -> [rows], added with all of the cache there
     weights: dict[tuple[float, float, float], np.ndarray]  #: shares of device, host, disk -> [rows], added
-    limits: dict[str, float]  #: tier -> bytes
+    limits: dict[str, float]  #: tier -> bytes, phase -> seconds
     counted: tuple[float, float]  #: weight of the prefill's and of the decode's seconds in the objective
 
 
@@ -57,7 +57,9 @@ class Programs:
     prefill and of the decode per generated token.
     """
 
-    G: np.ndarray  #: [programs, rows, columns]; the rows of ROWS, then "shares add up" of the cache and of the weights
+    #: [programs, rows, columns]; the rows of ROWS, "shares add up" of the cache and of the weights, and one for each
+    #: phase of which the seconds are limited
+    G: np.ndarray
     h: np.ndarray  #: [programs, rows]
     c: np.ndarray  #: [columns]
     num_cache: int  #: entries, the first included
@@ -201,10 +203,6 @@ class ChoiceGrid:
         """Bytes that may be filled, [tiers]."""
         return np.array([self.problem.limits[tier] for tier in TIERS])
 
-    @property
-    def counted(self) -> tuple[float, float]:
-        return (0.0, 1.0) if self.problem.by_decode else (1.0, 1.0)
-
     def program(self, choice: int) -> Program:
         """Return the program of one choice, spelt out."""
         index, pair = self.split(choice)
@@ -222,8 +220,8 @@ class ChoiceGrid:
             constant=self.constant(option)[pair] + in_any_entry + in_any_placement,
             cache={entry: term - in_any_entry for entry, term in cache.items()},
             weights={placement: term - in_any_placement for placement, term in weights.items()},
-            limits=self.problem.limits,
-            counted=self.counted,
+            limits=self.problem.limits | dict(zip(PHASES, self.problem.phase_limits.tolist(), strict=True)),
+            counted=self.problem.counted,
         )
 
     def programs(self, choices: np.ndarray, less_bytes: np.ndarray | None = None) -> Programs:
@@ -231,7 +229,9 @@ class ChoiceGrid:
         option_index, pairs = self.split(choices)
         nc, nw, rows = self.num_vertices, len(self.problem.placements), len(ROWS)
         columns = nc + nw  # both simplices without their first vertex, and two phases
-        G, h = np.zeros((len(pairs), rows + 2, columns)), np.zeros((len(pairs), rows + 2))
+        limited_phases = np.flatnonzero(np.isfinite(self.problem.phase_limits))
+        num_rows = rows + 2 + len(limited_phases)
+        G, h = np.zeros((len(pairs), num_rows, columns)), np.zeros((len(pairs), num_rows))
         limited = np.isfinite(self.limits)
         share_of_limit = np.where(limited, 1 / np.maximum(np.where(limited, self.limits, 1.0), 1.0), 0.0)
         for index in np.unique(option_index):
@@ -251,11 +251,14 @@ class ChoiceGrid:
         G[:, rows, : nc - 1] = 1.0
         G[:, rows + 1, nc - 1 : nc + nw - 2] = 1.0
         h[:, rows:] = 1.0
+        for row, phase in enumerate(limited_phases, rows + 2):
+            G[:, row, columns - 2 + phase] = 1.0
+            h[:, row] = self.problem.phase_limits[phase] * self.unit[pairs]
         h[:, NUM_TIME_ROWS:rows] += 1.0
         if less_bytes is not None:
             h[:, NUM_TIME_ROWS] -= less_bytes * share_of_limit[0]
         c = np.zeros(columns)
-        c[-2:] = self.counted
+        c[-2:] = self.problem.counted
         return Programs(G, h, c, nc)
 
     def shares(self, programs: Programs, z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

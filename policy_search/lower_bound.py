@@ -34,14 +34,16 @@ class SimplexResult:
 
 def simple_bounds(grid: ChoiceGrid) -> np.ndarray:
     """Return seconds per token, [choices], that no policy of a choice is below: each resource alone, with everything
-    where it costs that resource least. Infinity where a tier cannot hold even what it must."""
-    counted = np.array(grid.counted)
+    where it costs that resource least. Infinity where a tier cannot hold even what it must, or a phase takes longer
+    than it may."""
+    counted = np.array(grid.problem.counted)
     values = []
     for option in grid.options:
         least = grid.constant(option) + np.minimum.reduce(grid.vertices(option))
         least = least + np.minimum.reduce(grid.weight_vertices(option))
         phases = least[:, :NUM_TIME_ROWS].reshape(len(least), 2, -1).max(axis=2)
         fits = (least[:, NUM_TIME_ROWS:] <= grid.limits * (1 + 1e-6)).all(axis=1)
+        fits &= grid.problem.may_be_in_time(*(phases / (1 + 1e-6)).T)
         values.append(np.where(fits, phases @ counted * grid.unit, np.inf))
     return np.concatenate(values)
 

@@ -3,8 +3,9 @@
 They are pivoted side by side (``lower_bound``). Those that this leaves open, and the questions of least memory, are
 solved by scipy's HiGHS as the blocks of one large program: alone, a program of a dozen columns costs 1.5 ms, nearly all
 of it on the way to the solver; as a block it costs a tenth of that. A program may need more memory than there is (a
-layer cut between two tiers needs workspace that its lower bound does not charge). The missing bytes are a column of the
-block, at a price that no saving repays, so that one infeasible block does not spoil the others.
+layer cut between two tiers needs workspace that its lower bound does not charge), or more seconds than a phase may
+take. What is missing is a column of the block, at a price that no saving repays, so that one infeasible block does not
+spoil the others.
 """
 
 from dataclasses import dataclass
@@ -15,15 +16,17 @@ from flexhybrid.core.context.cache_entries import TIERS
 from policy_search.grid import NUM_TIME_ROWS, ROWS, ChoiceGrid, Programs
 from policy_search.lower_bound import OPTIMAL, solve_side_by_side
 
-LACK_PRICE = 1e4  #: of as many bytes as the tier's limit, in units of the program's own seconds
+LACK_PRICE = 1e4  #: of as much as the whole limit, in units of the program's own seconds
 
 
 @dataclass(frozen=True)
 class Solution:
     """Optima of programs, arrays [programs]."""
 
-    value: np.ndarray  #: seconds per token; infinity where a tier is too small
-    lacking: np.ndarray  #: missing bytes of the tier that misses most, as a share of its limit
+    value: np.ndarray  #: seconds per token; infinity where a limit is too small
+    lacking: (
+        np.ndarray
+    )  #: what is missing of the limit (of a tier's bytes, a phase's seconds) that misses most, a share
     cache: np.ndarray  #: shares, [programs, entries]
     weights: np.ndarray  #: shares, [programs, placements]
 
@@ -36,6 +39,7 @@ def solve(
     ``all_streamed`` keeps the weights out of their first placement, the device.
     """
     programs = grid.programs(choices, less_bytes)
+    phases = slice(len(ROWS) + 2, programs.G.shape[1])  # rows of limits
     G, h = programs.G.copy(), programs.h.copy()
     if all_streamed:
         last = -programs.G[:, -1:]
@@ -45,8 +49,9 @@ def solve(
     scale = np.maximum(-h[:, :NUM_TIME_ROWS].min(axis=1), 1e-300)  # seconds near 1, whatever the machine
     G[:, :NUM_TIME_ROWS, :-2] /= scale[:, None, None]
     h[:, :NUM_TIME_ROWS] /= scale[:, None]
+    h[:, phases] /= scale[:, None]
     missing = np.zeros((count, rows, 1))
-    missing[:, NUM_TIME_ROWS : len(ROWS)] = -1.0
+    missing[:, NUM_TIME_ROWS : len(ROWS)] = missing[:, phases] = -1.0
     G, costs = np.concatenate([G, missing], axis=2), np.append(programs.c, LACK_PRICE)
     solved = solve_side_by_side(Programs(G, h, costs, programs.num_cache))
     z, left = solved.z, solved.state != OPTIMAL
@@ -64,7 +69,8 @@ def least_memory(grid: ChoiceGrid, choices: np.ndarray, tiers: tuple[str, ...]) 
     ``value`` is the missing share of a limit; infinity where another tier is too small as well.
     """
     programs = grid.programs(choices, grid.cut_bytes[grid.split(choices)[1]])
-    G, h = programs.G[:, NUM_TIME_ROWS:, :-2], programs.h[:, NUM_TIME_ROWS:]
+    of_memory = slice(NUM_TIME_ROWS, len(ROWS) + 2)
+    G, h = programs.G[:, of_memory, :-2], programs.h[:, of_memory]
     count, rows, columns = G.shape
     more = np.zeros((count, rows, 2))
     more[:, [TIERS.index(tier) for tier in tiers], 0] = -1.0

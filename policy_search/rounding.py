@@ -70,6 +70,7 @@ class EvaluatedPolicy:
     batch: int  #: ``policy.max_batch``
     seconds: float
     unplaced: UnplacedPolicy | None = None
+    in_time: bool = True  #: whether it keeps the limits of latency
 
 
 @dataclass
@@ -105,45 +106,49 @@ class Evaluator:
         candidates = candidates_of(problem, unplaced, policies[0], device, disk)
         if np.isfinite(limit):
             bound = predict(problem, candidates, walk=False)
-            near = _counted(problem, bound, np.asarray(candidates.batch)) < limit
+            near = _may_be_below(problem, bound, np.asarray(candidates.batch), limit)
             if not near.any():
                 return []
             policies, unplaced = list(compress(policies, near)), list(compress(unplaced, near))
             candidates = candidates_of(problem, unplaced, policies[0], device[near], disk[near])
-        self.num_walked += len(unplaced)
-        seconds = objective_seconds(problem, candidates)
-        return [
-            EvaluatedPolicy(policy, origin.batch, float(s), origin)
-            for policy, origin, s in zip(policies, unplaced, seconds, strict=True)
-        ]
+        return self._walk(policies, candidates, unplaced)
 
     def evaluate_policy(self, policy: Policy, batches: np.ndarray, limit: float = np.inf) -> list[EvaluatedPolicy]:
         """Return a placed policy on several batches: those that fit and whose bound is below ``limit``."""
         problem = self.problem
         candidates = problem.candidates(policy, batches.astype(np.float64))
         bound = predict(problem, candidates, walk=False)
-        near = _fits(problem, bound.peak_bytes) & (_counted(problem, bound, batches) < limit)
+        near = _fits(problem, bound.peak_bytes) & _may_be_below(problem, bound, batches, limit)
         batches = batches[near]
         if not len(batches):
             return []
-        self.num_walked += len(batches)
-        seconds = objective_seconds(problem, replace(candidates, batch=batches.astype(np.float64)))
-        return [
-            EvaluatedPolicy(replace(policy, max_batch=int(batch)), int(batch), float(s))
-            for batch, s in zip(batches, seconds, strict=True)
-        ]
+        policies = [replace(policy, max_batch=int(batch)) for batch in batches]
+        return self._walk(policies, replace(candidates, batch=batches.astype(np.float64)), [None] * len(batches))
+
+    def _walk(self, policies: list[Policy], candidates: Candidates, origins: Iterable) -> list[EvaluatedPolicy]:
+        """Evaluate policies that fit with waiting, each with what it was made of."""
+        self.num_walked += len(policies)
+        prediction, batch = predict(self.problem, candidates), np.asarray(candidates.batch, dtype=int)
+        seconds, in_time = _counted(self.problem, prediction, batch), self.problem.in_time(prediction)
+        columns = policies, batch.tolist(), seconds.tolist(), origins, in_time.tolist()
+        return [EvaluatedPolicy(*row) for row in zip(*columns, strict=True)]
 
 
 def objective_seconds(problem: SearchProblem, candidates: Candidates) -> np.ndarray:
-    """Return seconds per token, [candidates]: of the whole run, or of the decode. Never less than the bound."""
-    prediction = predict(problem, candidates)
-    return _counted(problem, prediction, np.asarray(candidates.batch))
+    """Return seconds per token, [candidates]: of the whole run, or of a phase. Never less than the bound."""
+    return _counted(problem, predict(problem, candidates), np.asarray(candidates.batch))
+
+
+def _may_be_below(problem: SearchProblem, bound: Prediction, batch: np.ndarray, limit: float) -> np.ndarray:
+    """Return whether seconds per token with waiting can be below ``limit``, within the limits of latency."""
+    return problem.may_be_in_time(bound.prefill_s, bound.decode_s) & (_counted(problem, bound, batch) < limit)
 
 
 def _counted(problem: SearchProblem, prediction: Prediction, batch: np.ndarray) -> np.ndarray:
     """Return the seconds of a prediction that the objective counts, per token."""
-    run_s = prediction.decode_s if problem.by_decode else np.maximum(prediction.total_s, prediction.bound_s)
-    return run_s / problem.tokens(batch)
+    prefill, decode = problem.counted
+    run_s = prefill * prediction.prefill_s + decode * prediction.decode_s
+    return (np.maximum(run_s, prediction.bound_s) if prefill and decode else run_s) / problem.tokens(batch)
 
 
 def _fits(problem: SearchProblem, peak: dict[str, np.ndarray]) -> np.ndarray:

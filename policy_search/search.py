@@ -73,6 +73,9 @@ class SearchSettings:
     mini_batch_tokens: tuple[int, ...] = MINI_BATCH_TOKENS  #: sizes of a mini-batch that are tried; one alone is kept
     weights_device: float | None = None  #: share of each layer; None: free
     weights_disk: float | None = None  #: likewise
+    #: the most seconds from the start of the requests that run at once to their first tokens; None: no limit
+    max_ttft_s: float | None = None
+    max_tpot_s: float | None = None  #: likewise from a token of a request to its next one
     seeds: Iterable[Policy] = ()  #: tried as well: the answer is never worse than one that fits and is allowed
     #: What fits the device stays there: with everything resident, a policy is only left for one that is predicted
     #: faster by more than this share
@@ -93,6 +96,8 @@ class SearchSettings:
             raise InputError("a batch has at least one request")
         if batch is not None and self.max_batch != MAX_BATCH and batch > self.max_batch:
             raise InputError(f"batch is {batch}, but max_batch {self.max_batch}: give one of the two")
+        for name in ("max_ttft_s", "max_tpot_s"):
+            check(name, getattr(self, name), getattr(self, name) is None or getattr(self, name) > 0, "seconds above 0")
         check("margin", self.margin, self.margin >= 0, "a share >= 0")
         if not tokens or min(tokens) < 1:
             raise InputError(f"mini_batch_tokens is {tokens!r}; each must be a whole number >= 1")
@@ -181,20 +186,16 @@ class SearchResult:
 def search(problem: Problem, workload: Workload, settings: SearchSettings | None = None) -> SearchResult:
     """Return the best policy for requests of the workload's mean lengths, within the problem's effective budgets.
 
-    Raise InputError when nothing fits, naming what each tier lacks and the smallest change that would do.
+    Raise InputError when nothing fits, naming what each tier lacks and the smallest change that would do, and
+    TooSlowError when no policy that fits is predicted to keep the limits of TTFT and TPOT.
     """
     started = time.perf_counter()
     settings = settings or SearchSettings()
     prompt_tokens, max_tokens = mean_lengths(workload)
-    searched = SearchProblem(
-        **{field.name: getattr(problem, field.name) for field in fields(Problem)},
-        prompt_tokens=prompt_tokens,
-        max_tokens=max_tokens,
-        space=settings.space,
-        weights_device=settings.weights_device,
-        weights_disk=settings.weights_disk,
-        objective=settings.objective,
-    )
+    given = {field.name: getattr(problem, field.name) for field in fields(Problem)}
+    asked = ("space", "weights_device", "weights_disk", "objective", "max_ttft_s", "max_tpot_s")
+    given |= {name: getattr(settings, name) for name in asked}
+    searched = SearchProblem(**given, prompt_tokens=prompt_tokens, max_tokens=max_tokens)
     batches, tokens = settings.batches, settings.mini_batch_tokens
     deadline = np.inf if settings.time_limit is None else started + settings.time_limit
     solver = BranchAndBound(searched, deadline, settings.prune)
@@ -208,6 +209,13 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
         if least is None or least.lacking:
             raise InputError(shortage(searched, smallest, tokens, least))
         solver.take(solver.evaluator.evaluate_policy(least.policy, batches[:1]))
+        if solver.best is None:
+            soonest = [_soonest(searched, name, batches[:1], tokens, least.policy) for name in ("ttft", "tpot")]
+            for known in soonest:
+                evaluated = solver.evaluator.evaluate_policy(known.policy, batches[:1])
+                solver.take([replace(one, unplaced=known.unplaced) for one in evaluated])
+            if solver.best is None:
+                raise TooSlowError(_too_slow(searched, *(known.seconds for known in soonest)))
     solver.refine(batches, tokens)
     if settings.weights_device is None and "device" in settings.space.weights:
         # The programs' shares of the weights are continuous. Where few are possible, each is searched by itself.
@@ -222,6 +230,32 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
     if settings.selection is not None:
         result = _with_selection(result, settings.selection, settings)
     return replace(result, virtual=confirmed(result)) if settings.confirm else result
+
+
+class TooSlowError(InputError):
+    """No policy keeps the limits of TTFT and TPOT."""
+
+
+def _too_slow(problem: SearchProblem, ttft_s: float, tpot_s: float) -> str:
+    """Return why no policy was found, in one line. ``ttft_s``, ``tpot_s``: the least of each by itself."""
+    limits = {"TTFT": problem.max_ttft_s, "TPOT": problem.max_tpot_s}
+    asked = " and ".join(f"{name} of at most {limit:.4g} s" for name, limit in limits.items() if limit)
+    least = f"the least, each by itself: TTFT {ttft_s:.4g} s and TPOT {tpot_s:.4g} s"
+    return f"no policy is predicted to have {asked}; {least}"
+
+
+def _soonest(
+    problem: SearchProblem, latency: str, batches: np.ndarray, tokens: tuple[int, ...], fitting: Policy
+) -> EvaluatedPolicy:
+    """Return the policy with the least of a latency, "ttft" or "tpot", without limits; ``fitting``: one that fits."""
+    solver = BranchAndBound(replace(problem, objective=latency, max_ttft_s=None, max_tpot_s=None))
+    solver.explore(ChoiceGrid(solver.problem, problem.options, *pairs_of(problem, batches, tokens)))
+    if solver.best is None:
+        solver.take(solver.evaluator.evaluate_policy(fitting, batches))
+    solver.refine(batches, tokens)
+    if solver.best is None:
+        raise RuntimeError("the tightest policy fits, but was not evaluated")
+    return solver.best
 
 
 def _result(solver: BranchAndBound, best: EvaluatedPolicy, started: float, tokens: tuple[int, ...]) -> SearchResult:

@@ -17,6 +17,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import BITS, Bits, CacheShares, Placement, Policy
 from flexhybrid.core.problem import Problem
+from sim.array_clock import Prediction
 from sim.candidates import Candidates, num_mini_batches
 from sim.cost import hardware_of
 
@@ -24,6 +25,7 @@ NATIVE = "native"
 MINI_BATCH_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)  #: sizes of a mini-batch that are tried
 #: The same where everything is on the device: no copy asks for more than one mini-batch, and each pass begins anew.
 RESIDENT_MINI_BATCH_TOKENS = (*MINI_BATCH_TOKENS, 65536, 131072)
+ROUNDING = 1 + 1e-9  #: of the last digits of a prediction that just keeps a limit
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,10 @@ class SearchProblem(Problem):
     space: Space = FULL
     weights_device: float | None = None  #: share of each layer's bytes; None: free
     weights_disk: float | None = None  #: likewise
+    #: of ``search.OBJECTIVES``; or "ttft" or "tpot": the least seconds to the first token, or between two tokens
     objective: str = "throughput"
+    max_ttft_s: float | None = None  #: the most seconds to the first tokens of a wave; None: no limit
+    max_tpot_s: float | None = None  #: likewise between two tokens of a request
 
     def allows(self, policy: Policy) -> bool:
         """Return whether a policy may be chosen: it is in the space, and its weights lie where they must."""
@@ -176,14 +181,34 @@ class SearchProblem(Problem):
         them."""
         return Candidates(policy, batch, self.prompt_tokens, self.max_tokens, mini_batch_tokens, **shares)
 
+    @cached_property
+    def phase_limits(self) -> np.ndarray:
+        """The most seconds of work that a resource may have in a wave's prefill and in its decode, [2]; infinity: no
+        limit. An iteration of the decode may be hidden behind the prefill."""
+        decode = None if self.max_tpot_s is None or self.max_tokens == 1 else self.max_tpot_s * self.max_tokens
+        return np.array([np.inf if limit is None else limit * ROUNDING for limit in (self.max_ttft_s, decode)])
+
+    def in_time(self, prediction: Prediction) -> np.ndarray:
+        """Return whether predictions with waiting keep the limits of TTFT and TPOT, [candidates]."""
+        decode_s = prediction.decode_s * self.max_tokens / max(1, self.max_tokens - 1)
+        return (prediction.prefill_s <= self.phase_limits[0]) & (decode_s <= self.phase_limits[1])
+
+    def may_be_in_time(self, prefill_s, decode_s):
+        """Return whether policies can keep the limits whose busiest resources have so much work."""
+        return (prefill_s <= self.phase_limits[0]) & (decode_s <= self.phase_limits[1])
+
     @property
-    def by_decode(self) -> bool:
-        """Whether the decode alone counts."""
-        return self.objective == "decode_throughput" and self.max_tokens > 1
+    def counted(self) -> tuple[float, float]:
+        """The weights of the prefill's and of the decode's seconds in the objective."""
+        if self.objective in ("decode_throughput", "tpot") and self.max_tokens > 1:
+            return 0.0, 1.0
+        return 1.0, float(self.objective != "ttft")
 
     def tokens(self, batch):
-        """Return the generated tokens over which the objective spreads its seconds."""
-        return batch * (self.max_tokens - 1 if self.by_decode else self.max_tokens)
+        """Return the generated tokens over which the objective spreads its seconds; of one request for a latency."""
+        prefill, decode = self.counted
+        of_request = self.max_tokens - (not prefill) if decode else 1
+        return of_request * (np.ones_like(batch) if self.objective in ("ttft", "tpot") else batch)
 
     @cached_property
     def tiers(self) -> tuple[str, ...]:

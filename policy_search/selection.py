@@ -27,7 +27,7 @@ class UnderSelection:
 
     policy: Policy
     batch: int
-    value: float  #: of the objective: tokens/s, or for latency seconds below zero
+    value: float  #: of the objective: tokens/s, or for latency seconds below zero; -inf: none keeps the limits
     with_act: float | None  #: value of the best policy that keeps any ACT; None: nothing with ACT fits
     without_act: float | None  #: value of the best policy without ACT; None: nothing without ACT fits
 
@@ -66,13 +66,15 @@ def best_under_selection(
     fits = np.all([bounded.peak_bytes[tier] <= problem.limits[tier] for tier in TIERS], axis=0)
     if not fits.any():
         raise InputError("no policy with the selection asked for fits the machine: leave it out, or give more memory")
-    promise = np.where(fits, value_of(problem.objective, bounded), -np.inf)
+    may = fits & problem.may_be_in_time(bounded.prefill_s, bounded.decode_s)
+    promise = np.where(may, value_of(problem.objective, bounded), -np.inf)
     best: dict[bool, tuple[float, int]] = {}
     for has_act in (False, True):
         members = np.flatnonzero(fits & ((act > 0) == has_act))
         if len(members):
             members = members[np.argsort(-promise[members])[:WALKED]]
-            values = value_of(problem.objective, predicted(members, True))
+            walked = predicted(members, True)
+            values = np.where(problem.in_time(walked), value_of(problem.objective, walked), -np.inf)
             best[has_act] = float(values.max()), int(members[values.argmax()])
     value, winner = max(best.values())
     shares = {"kv@host": 1.0 - float(act[winner]), "act@host": float(act[winner])}

@@ -59,6 +59,8 @@ class SimulatedRun:
     #: entry both(…) -> tokens of each request that the first and the last decode step recompute
     recomputed_tokens: dict[str, list[int]]
     prompt_tokens: int  #: of each request, the most that eq. 11 of KVPR would have recomputed
+    ttft_s: float  #: from the start of the first wave, a full one, to the first tokens of its requests
+    tpot_s: float  #: from a token of its requests to their next one; 0 without a decode
     kept_weights: dict[str, float]  #: tier -> share of the layers' bytes that it holds; the policy has what was asked
     limited_by: str = ""  #: why no more requests run at a time; "" where all do
 
@@ -71,21 +73,10 @@ class SimulatedRun:
         """The busiest resource."""
         return max(self.busy, key=lambda resource: self.busy[resource])
 
-    @property
-    def ttft_s(self) -> float:
-        """Seconds from the start of a wave to the first tokens of its requests; mean of the waves."""
-        return self.prefill_s / self.num_waves
-
-    @property
-    def tpot_s(self) -> float:
-        """Seconds from a token of a request to its next one; 0 without a decode."""
-        tokens = self.decode_tokens_per_s * self.decode_s / self.batch  # of a request
-        return self.decode_s / self.num_waves / tokens if tokens else 0.0
-
     def to_dict(self) -> dict:
         """Plain JSON."""
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "policy"}
-        plain |= {"total_s": self.total_s, "binding": self.binding, "ttft_s": self.ttft_s, "tpot_s": self.tpot_s}
+        plain |= {"total_s": self.total_s, "binding": self.binding}
         return {**plain, "policy": self.policy.to_dict(), "lossless": self.policy.lossless}
 
 
@@ -207,6 +198,8 @@ def _in_turn(
         if max_tokens > 1
         else {},
         prompt_tokens=prompt,
+        ttft_s=waves[0][0]["prefill_s"],
+        tpot_s=waves[0][0]["decode_s"] / max(1, max_tokens - 1),
         kept_weights=kept_shares(problem, policy),
         limited_by=_limit(problem, policy, (wave + 1, prompt, max_tokens)) if wave < batch else "",
     )

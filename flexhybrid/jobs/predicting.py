@@ -70,9 +70,13 @@ def _add_search(commands) -> None:
         description="Search placement over three tiers, KV:ACT mix, compression, batch, mini-batch and schedule.",
     )
     _model_and_machine(parser)
-    parser.add_argument("--batch", type=int, help="requests, with --lengths at a time (as many as pay)")
+    parser.add_argument("--batch", type=_batch, help="requests, with --lengths at a time; auto: as many as pay (auto)")
     parser.add_argument("--max-batch", type=int, default=1024, help="most requests to try (1024)")
     parser.add_argument("--objective", choices=("throughput", "latency"), default="throughput")
+    parser.add_argument(
+        "--max-ttft", type=float, metavar="SECONDS", help="most to the first tokens of the requests that run at once"
+    )
+    parser.add_argument("--max-tpot", type=float, metavar="SECONDS", help="most from a request's token to its next one")
     parser.add_argument(
         "--lossy", dest="lossless", action="store_false",
         help="also fewer bits and selections, which change the tokens (default: the same tokens)",
@@ -244,7 +248,9 @@ def _search(args) -> dict:
     from flexhybrid.jobs.simulate import asked_record, describe_queue
 
     names = ("model", "hardware", "host", "batch", "max_batch", "prompt_len", "gen_len", "dtype", "objective")
-    asked = {name: getattr(args, name) for name in (*names, "lossless", "attention", "selection", "time_limit", *RATES)}
+    names += ("max_ttft", "max_tpot", "lossless", "attention", "selection", "time_limit", *RATES)
+    args.batch = None if args.batch == "auto" else args.batch
+    asked = {name: getattr(args, name) for name in names}
     asked["keep"] = list(args.keep) or None
     options = options_from(
         PolicySearchOptions, args, budgets=budgets_from(args), lengths=_lengths(args), keep=tuple(args.keep)

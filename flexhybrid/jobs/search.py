@@ -29,18 +29,21 @@ from flexhybrid.jobs.simulate import (
     shares_text,
     simulate_queue,
     simulate_system,
+    unlike_weights,
 )
 from policy_search.keep import with_kept
 from policy_search.queue_search import best_for_queue
-from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, confirmed, search
-from policy_search.search_problem import measured_space
+from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, TooSlowError, confirmed, search
+from policy_search.search_problem import SearchProblem, measured_space
 from policy_search.sensitivity import TOLERANCE, Hang, assumed_rates, hangs_of
-from policy_search.systems import Setting, System, system
+from policy_search.systems import SYSTEMS, Setting, System, system
 from sim.queue_clock import QueueRun
 from sim.simulate import SimulatedRun
 
 MACHINE_KEYS = ("model", "hardware", "host", "dtype", *RATES)
 WHERE = ("any", "device", "host")  #: of attention
+LATENCIES = ("max_ttft", "max_tpot")  #: options that limit them
+LEAST_GAP = 0.005  #: of the proof, below which the margin for staying on the device decides nothing
 
 #: Systems that the best policy is compared with.
 LOSSLESS_RIVALS = (
@@ -48,7 +51,9 @@ LOSSLESS_RIVALS = (
     *("accelerate", "kvpr_row", "kvpr_column", "token_recompute", "fastdecode", "resident"),
 )
 LONGEST = "capture"  #: of them, the one that takes longest to price: it is left to the process that searches
-LOSSY_RIVALS = ("int4",)  #: these change the tokens: with --lossy alone
+#: These change the tokens: with --lossy alone. So do the other systems in the bits of a policy found with --lossy.
+LOSSY_RIVALS = ("int4", "deepspeed(bits=4)", "flexgen(compress=true)")
+IN_ANY_BITS = tuple(name for name in LOSSLESS_RIVALS if SYSTEMS[name.partition("(")[0]].batches == "together")
 #: Systems whose policies cost nothing to make: the search is never worse than one of these that fits.
 SEEDS = ("kv_only", "act_only", "hybrid_static", "deepspeed", "accelerate", "fastdecode", "token_recompute(0.2)")
 
@@ -71,6 +76,8 @@ class PolicySearchOptions:
     keep: tuple[str, ...] = ()  #: FIELD=VALUE of a policy, which the search may not change
     selection: str | None = None  #: infinigen(…), which may be used where it is faster
     time_limit: float | None = None
+    max_ttft: float | None = None  #: seconds, as SearchSettings has them
+    max_tpot: float | None = None
     link_gb_per_s: float | None = None  #: these rates in place of the machine's own
     disk_gb_per_s: float | None = None
     gemm_tflops: float | None = None
@@ -101,7 +108,8 @@ def run_search(
 
     ``note`` as in ``setting_of``; ``show`` takes each part of the answer, as text, as soon as it is known.
     """
-    for name, value in (("max_batch", options.max_batch), ("time_limit", options.time_limit)):
+    for name in ("max_batch", "time_limit", "max_ttft", "max_tpot"):
+        value = getattr(options, name)
         check(flag(name), value, value is None or value > 0, "above 0")
     batch = 1 if options.batch is None and options.objective == "latency" else options.batch
     point = {name: getattr(options, name) for name in ("prompt_len", "gen_len", *MACHINE_KEYS)}
@@ -121,17 +129,18 @@ def run_search(
     free = options.batch is None and options.objective == "throughput"
     names = LOSSLESS_RIVALS + (() if options.lossless else LOSSY_RIVALS)
     priced = beside(lambda: [_at_best(name, setting, free) for name in names if name != LONGEST])
-    whole = batch if at_a_time is None else at_a_time
-    settings = replace(settings, batch=whole)
-    result = search(setting.problem, setting.workload, settings)
-    best, search_s = simulated(result, batch or result.batch), result.search_s
+    tried = [replace(settings, batch=batch if at_a_time is None else at_a_time)]
     if batch is not None and batch > 1 and options.objective == "throughput" and at_a_time is None:
-        smaller = replace(settings, batch=None, max_batch=batch)  # waves of the same requests may be faster
-        waves = search(setting.problem, setting.workload, smaller)
-        search_s += waves.search_s
-        if (in_waves := simulated(waves, batch)).tokens_per_s > best.tokens_per_s:
-            result, best, settings = waves, in_waves, smaller
+        tried.append(replace(settings, max_batch=batch))  # waves of the same requests may be faster, or sooner
+    answers = []
+    for settings in tried:
+        with contextlib.nullcontext() if settings is tried[-1] and not answers else contextlib.suppress(TooSlowError):
+            result = search(setting.problem, setting.workload, settings)
+            answers.append((simulated(result, batch or result.batch), result, settings))
+    best, result, settings = max(answers, key=lambda answer: answer[0].tokens_per_s)
+    search_s = sum(found.search_s for _, found, _ in answers)
     given = {"--keep": bool(options.keep), "--attention": options.attention != "any"}
+    given |= {flag(name): getattr(options, name) is not None for name in LATENCIES}
     bounds = tuple(name for name, binds in given.items() if binds)
     report = SearchReport(best, result, setting.machine, search_s, bounds=bounds)
     show(describe_found(report))
@@ -143,7 +152,11 @@ def run_search(
     report = report._replace(hangs=hangs_of(result, settings))
     show(describe_hangs(report))
     began = time.perf_counter()
-    rivals = _rivals([_at_best(LONGEST, setting, free), *priced()], best)
+    bits = result.policy.bits
+    packed = () if bits.native else IN_ANY_BITS
+    priced_so = beside(lambda: [_at_best(name, setting, free, bits) for name in packed])
+    rows = [_at_best(LONGEST, setting, free), *priced(), *(row for row in priced_so() if not row["error"])]
+    rivals = _rivals(rows, best, result.problem)
     report = report._replace(rivals=rivals, rivals_s=time.perf_counter() - began)
     show(describe_rivals(report))
     return report
@@ -167,9 +180,8 @@ def settings_of(options: PolicySearchOptions, setting: Setting) -> SearchSetting
         )
     if options.attention != "any":
         space = replace(space, attention=(options.attention,))
-    settings = SearchSettings(
-        max_batch=options.max_batch, objective=options.objective, space=space, time_limit=options.time_limit
-    )
+    same = {name: getattr(options, name) for name in ("max_batch", "objective", "time_limit")}
+    settings = SearchSettings(space=space, max_ttft_s=options.max_ttft, max_tpot_s=options.max_tpot, **same)
     return with_kept(settings, options.keep)
 
 
@@ -181,6 +193,7 @@ def search_queue(options: PolicySearchOptions, note: Note | None = None) -> Simu
     sizes = [text for text in options.keep if text.startswith(("max_batch", "max_mini_batch_tokens"))]
     alone = {"--objective latency": options.objective != "throughput", "--selection": options.selection is not None}
     alone |= {"--lp": options.lp is not None, f"--keep {''.join(sizes[:1])}": bool(sizes)}
+    alone |= {flag(name): getattr(options, name) is not None for name in LATENCIES}
     if refused := [name for name, given in alone.items() if given]:
         raise InputError(f"{refused[0]} is of requests of one length: give --prompt-len and --gen-len, not --lengths")
     point = {name: getattr(options, name) for name in MACHINE_KEYS}
@@ -205,26 +218,30 @@ def _selection_of(text: str, setting: Setting) -> Selection:
     return selection
 
 
-def _at_best(name: str, setting: Setting, free: bool) -> dict:
+def _at_best(name: str, setting: Setting, free: bool, bits: Bits | None = None) -> dict:
     """Return the row of a rival in the batch and settings that are best for itself, or with the error that keeps it
-    from running."""
+    from running. ``bits``: in place of its own."""
     from policy_search.papers.at_best import at_best  # loads scipy's solvers
 
     row = dict.fromkeys(("system", "tokens_per_s", "total_s", "loses", "error", "weights_on_device"))
     try:
-        made, run = at_best(name, setting, free)
+        made, run = at_best(name, setting, free, bits)
         row |= {"tokens_per_s": run.tokens_per_s, "total_s": run.total_s, "policy": made.policy.to_dict()}
         row |= {"weights_on_device": run.kept_weights["device"]}
         row |= {"at_a_time": run.wave, "num_mini_batches": run.num_mini_batches}
+        row |= {"ttft_s": run.ttft_s, "tpot_s": run.tpot_s}
     except InputError as error:
         row["error"] = str(error)
-    return row | {"system": name}
+    return row | {"system": f"{name}, same bits" if bits else name}
 
 
-def _rivals(rows: list[dict], best: SimulatedRun) -> list[dict]:
-    """Return rivals' rows, the fastest first, with the share by which their tokens/s are fewer than the best's."""
+def _rivals(rows: list[dict], best: SimulatedRun, problem: SearchProblem) -> list[dict]:
+    """Return rivals' rows, the fastest first, with the share by which their tokens/s are fewer than the best's, and the
+    limits that they exceed."""
+    limits = {"ttft_s": problem.max_ttft_s, "tpot_s": problem.max_tpot_s}
     for row in rows:
         row["loses"] = row["tokens_per_s"] and 1 - row["tokens_per_s"] / best.tokens_per_s
+        row["exceeds"] = [name for name, limit in limits.items() if limit and row.get(name, 0.0) > limit]
     return sorted(rows, key=lambda row: -(row["tokens_per_s"] or 0))
 
 
@@ -297,12 +314,16 @@ def describe_found(report: SearchReport) -> str:
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found.counts.items())
     lines.append(f"  searched in {report.search_s:.2f} s ({counts})")
     lines.append(f"  {found.proof}")
-    if found.margin:
+    if found.margin and found.gap > LEAST_GAP:
         lines.append(
-            f"  stays on the device: another policy would have to be {found.margin:.0%} faster, the largest error of a "
-            "prediction so far"
+            f"  stays on the device: what may be faster is by less than the largest error of a prediction so far, "
+            f"{found.margin:.0%}"
         )
     return "\n".join(lines)
+
+
+def _bits_text(bits: Bits) -> str:
+    return f"{bits.weights}/{bits.kv}/{bits.act}"
 
 
 def describe_hangs(report: SearchReport) -> str:
@@ -328,14 +349,15 @@ def describe_hangs(report: SearchReport) -> str:
 
 def _brief(problem: Problem, policy: Policy, batch: int) -> str:
     """Return a policy in a line."""
-    bits = "" if policy.bits == Bits() else f", bits {policy.bits.weights}/{policy.bits.kv}/{policy.bits.act}"
+    bits = "" if policy.bits.native else f", bits {_bits_text(policy.bits)}"
     where = f"weights {shares_text(kept_shares(problem, policy))}; cache {shares_text(policy.cache)}"
     return f"{where}; attention on the {policy.attention}, {counted(batch, 'request')} at a time{bits}"
 
 
 def describe_rivals(report: SearchReport) -> str:
     """Return the other systems as lines of text."""
-    bound = f" ({' and '.join(report.bounds)} bind the search alone, not these)" if report.bounds else ""
+    binds = "binds" if len(report.bounds) == 1 else "bind"
+    bound = f" ({' and '.join(report.bounds)} {binds} the search alone, not these)" if report.bounds else ""
     lines = [
         f"The other systems, each in the batch and the settings that suit it best, in {report.rivals_s:.2f} s{bound}:",
         f"  {'':28} {'tokens/s':>10} {'':>7} {'requests':>9} {'mini-batches':>12} {'weights on device':>17}",
@@ -343,8 +365,11 @@ def describe_rivals(report: SearchReport) -> str:
     for row in report.rivals:
         if row["tokens_per_s"]:
             streamed = row["system"] == "resident" and row["weights_on_device"] < 1
-            note = f" ({WEIGHTS_STREAMED})" if streamed else ""
-            note += " (changes the tokens)" if row["system"] in LOSSY_RIVALS else ""
+            bits, notes = Bits(**row["policy"]["bits"]), [WEIGHTS_STREAMED] * streamed
+            notes += [f"{name[:4].upper()} {row[name]:.4g} s is over the limit" for name in row["exceeds"]]
+            notes += [f"bits {_bits_text(bits)}"] * (bits != report.found.policy.bits)
+            notes += ["changes the tokens"] * (not bits.native)
+            note = f" ({'; '.join(notes)})" if notes else ""
             lines.append(
                 f"  {row['system']:28} {row['tokens_per_s']:10.4g} {-row['loses']:+7.1%} {row['at_a_time']:9} "
                 f"{row['num_mini_batches']:12} {row['weights_on_device']:17.0%}{note}"
@@ -352,4 +377,6 @@ def describe_rivals(report: SearchReport) -> str:
         else:
             reason = row["error"].partition("does not fit. ")[2] or row["error"]
             lines.append(f"  {row['system']:28} does not run: {reason}")
+    on_device = (row["weights_on_device"] for row in report.rivals if row["tokens_per_s"])
+    lines += unlike_weights([report.best.kept_weights["device"], *on_device])
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """``flexhybrid simulate``: one run of one system, predicted."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
@@ -20,6 +20,13 @@ from policy_search.systems import Setting, System, system
 from sim import catalogue
 from sim.queue_clock import QueueRun, price_queue, walk_queue
 from sim.simulate import MOST_TASKS, TASKS_PER_POSITION, SimulatedRun, simulate
+
+#: Said of systems whose shares of the weights on the device differ by more than this.
+UNLIKE_WEIGHTS = 0.1
+UNLIKE = (
+    "  note: these systems keep different shares of the weights on the device, which may explain more of a difference "
+    "than their caches do; `simulate --compare` takes weights_device=SHARE in the call of a system"
+)
 
 Note = Callable[[str], object]  #: takes a line for the user
 
@@ -212,7 +219,8 @@ def describe(outcome: SimulatedRun) -> str:
         f"{o.policy.name}: {o.tokens_per_s:.4g} tokens/s; {rate}",
         f"  prefill {o.prefill_s:.4g} s, decode {o.decode_s:.4g} s; {counted(o.batch, 'request')} in {_waves(o)}, "
         f"{o.num_mini_batches} mini-batch{'es' * (o.num_mini_batches > 1)} {'a wave' if o.num_waves > 1 else 'in all'}",
-        f"  first tokens after {o.ttft_s:.4g} s (TTFT)" + f", then {o.tpot_s:.4g} s a token (TPOT)" * decodes,
+        f"  first tokens{' of the first wave' * (o.num_waves > 1)} after {o.ttft_s:.4g} s (TTFT)"
+        + f", then {o.tpot_s:.4g} s a token (TPOT)" * decodes,
         f"  weights {kept_text(o.policy, o.kept_weights)}; cache {shares_text(o.policy.cache)}",
         f"  memory: {memory}",
         f"  busy {'while decoding' if decodes else 'in the prefill'}: {busy or 'nothing'}; bound by {o.binding}",
@@ -233,6 +241,12 @@ def describe(outcome: SimulatedRun) -> str:
             parts = ", ".join(f"{kind} {gib(size)}" for kind, size in kinds.items() if size)
             lines.append(f"  {link}: {gib(total)} ({parts})")
     return "\n".join([*lines, *no_start(o.total_s)])
+
+
+def unlike_weights(on_device: Iterable[float]) -> list[str]:
+    """Return the remark about systems that keep different shares of the weights on the device; none where all agree."""
+    shares = list(on_device)
+    return [UNLIKE] if max(shares) - min(shares) > UNLIKE_WEIGHTS else []
 
 
 def no_start(total_s: float) -> list[str]:

@@ -21,6 +21,7 @@ from flexhybrid.jobs.simulate import (
     shares_text,
     simulate_queue,
     simulate_system,
+    unlike_weights,
 )
 from policy_search.papers.at_best import at_best, best_batch
 from policy_search.systems import Setting, System, check
@@ -30,11 +31,6 @@ LOSSY = "changes the tokens"  #: said of a system that does
 AUTO = "auto"  #: as a batch: the one with which the system answers most tokens a second
 MEMORIES = tuple(f"{tier}_memory" for tier in TIERS)
 LENGTHS = ("prompt_len", "gen_len")
-UNLIKE_WEIGHTS = 0.1  #: difference of two systems' shares of weights on the device that is remarked
-UNLIKE = (
-    "  note: these systems keep different shares of the weights on the device, which may explain more of a difference "
-    "than their caches do; weights_device=SHARE in the call of a system that takes it sets the share"
-)
 #: Fields that can be varied -> what reads a value of theirs.
 VARIED: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("batch", *LENGTHS), int), **dict.fromkeys(RATES, float),
@@ -149,9 +145,8 @@ def describe_answers(found: list[Answer], varied: Varied | None) -> str:
     """Return a table: of one field's values, tokens/s of each system; without one, a line a system."""
     table = _by_value(found, varied) if varied else _by_system(found)
     runs = [answer.run.to_dict() for answer in found if answer.run]
-    on_device = [run["kept_weights"]["device"] for run in runs]
-    remarked = max(on_device) - min(on_device) > UNLIKE_WEIGHTS and len({answer.system for answer in found}) > 1
-    unlike = [UNLIKE] if remarked else []
+    several = len({answer.system for answer in found}) > 1
+    unlike = unlike_weights([run["kept_weights"]["device"] for run in runs]) if several else []
     return "\n".join([table, *unlike, *no_start(min(run["total_s"] for run in runs))])
 
 

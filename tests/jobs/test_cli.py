@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from runs import run_simulate
 
 from flexhybrid import cli, shipped
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.policy import Policy
+from flexhybrid.core.policy import Bits, Policy
 from flexhybrid.jobs import search
 from flexhybrid.jobs import simulate as jobs
 
@@ -235,7 +236,8 @@ def test_rivals_are_told_whole(capsys, monkeypatch):
         return found[0]
 
     monkeypatch.setattr(search, "run_search", once)
-    asked = [*SEARCH, "--lossy", "--host-memory", "3GiB", "--max-batch", "4"]
+    monkeypatch.setattr(search, "IN_ANY_BITS", ("kv_only", "fastdecode"))
+    asked = [*SEARCH, "--lossy", "--device-memory", "5GiB", "--host-memory", "8GiB", "--max-batch", "4"]
     assert cli.main(asked) == 0
     said = capsys.readouterr().out
     assert cli.main([*asked, "--json"]) == 0
@@ -246,7 +248,12 @@ def test_rivals_are_told_whole(capsys, monkeypatch):
     for error in failed:
         assert any(error.endswith(line.split("does not run: ")[1]) for line in said.splitlines() if "not run" in line)
     assert all(0 <= row["weights_on_device"] <= 1 for row in rivals if not row["error"])
-    assert [line.split()[0] for line in said.splitlines() if line.endswith("(changes the tokens)")] == ["int4"]
+    changing = {row["system"] for row in rivals if not row["error"] and row["policy"]["bits"] != asdict(Bits())}
+    assert {"deepspeed(bits=4)", "kv_only, same bits"} <= changing and "kv_only" not in changing
+    marked = (line for line in said.splitlines() if line.endswith("changes the tokens)"))
+    assert {line[2:30].strip() for line in marked} == changing
+    same = [line for line in said.splitlines() if "same bits" in line]
+    assert same and not any("(bits" in line for line in same)
 
 
 @pytest.mark.parametrize("option", ["--save-policy", "--lp"])

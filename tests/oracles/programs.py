@@ -29,6 +29,11 @@ def solve_alone(program: Program) -> tuple[float, dict[str, float], dict[tuple, 
         else:
             A.append([*terms[row] / scale, -1.0 * (phase == "prefill"), -1.0 * (phase == "decode")])
             b.append(-program.constant[row] / scale)
+    for column, phase in ((-2, "prefill"), (-1, "decode")):
+        if np.isfinite(program.limits[phase]):
+            A.append([0.0] * (terms.shape[1] + 2))
+            A[-1][column] = scale / program.limits[phase]
+            b.append(1.0)
     sums = np.zeros((2, len(cache) + len(weights) + 2))
     sums[0, : len(cache)] = sums[1, len(cache) : -2] = 1.0
     c = [0.0] * terms.shape[1] + list(program.counted)

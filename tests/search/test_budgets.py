@@ -1,28 +1,43 @@
-"""What ``search`` and ``simulate`` plan in a budget of a GPU's memory, a run in that budget has room for."""
+"""What ``search`` and ``simulate`` plan in a budget of a GPU's memory, a run in that budget has room for; and what a
+search finds within limits of the time to the first token and between tokens."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from toy_machine import MIB, SHAPE, machine
 
 from flexhybrid import resolve
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import AttentionPaths, Problem
+from flexhybrid.core.problem import AttentionPaths, Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.wave import admit
 from flexhybrid.core.waves import batch_size
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.search import PolicySearchOptions, search_queue, settings_of
+from flexhybrid.jobs import search as searches
+from flexhybrid.jobs.search import (
+    PolicySearchOptions,
+    describe_found,
+    describe_rivals,
+    run_search,
+    search_queue,
+    search_record,
+    settings_of,
+)
 from flexhybrid.jobs.simulate import named_system, setting_of, simulate_system
-from policy_search.search import search
+from policy_search.search import PLAIN, SearchSettings, TooSlowError, search
 from policy_search.systems import Setting
+from sim.array_clock import predict
+from sim.candidates import Candidates
 
 H200 = str(Path(__file__).parents[2] / "experiments/results/nvidia-h200/profiles/hardware-cuda.json")
 MODELS = ("opt-1.3b", "opt-6.7b", "opt-13b", "llama-2-7b", "llama-3-8b")
@@ -92,3 +107,93 @@ def test_what_was_searched_for_18_gib_takes_no_more():
     queue = search_queue(lengths)
     places, _ = batch_size(problem, queue.system.policy, workload, 128)
     assert queue.run.at_a_time <= places and queue.peak_bytes["device"] <= parse_bytes("18GiB")
+
+
+# ---- limits of latency
+
+PROMPT, TOKENS, MOST, SIZES = 150, 8, 10, (1024,)
+SPACE = replace(PLAIN, entries=("kv@device", "kv@host", "act@host"))
+TOY = Problem(shape=SHAPE, hardware=machine(0.3), budgets=Budgets(device=20 * MIB, host=40 * MIB))
+
+
+@pytest.fixture(scope="module")
+def enumerated():
+    """Return (tokens/s, TTFT, TPOT) of policies that fit: every batch, quarters of the cache in each of two entries,
+    halves of the weights on the device."""
+    mixes = np.array([(a, b, 4 - a - b) for a in range(5) for b in range(5 - a) if 0 in (a, b, 4 - a - b)]) / 4
+    axes = np.meshgrid(np.arange(1, MOST + 1), SIZES, np.arange(3) / 2, np.arange(len(mixes)), indexing="ij")
+    batch, sizes, device, mix = (axis.reshape(-1) for axis in axes)
+    columns = []
+    for kinds in np.unique(mixes > 0, axis=0):
+        of = np.flatnonzero(((mixes[mix] > 0) == kinds).all(axis=1))
+        cache = {entry: mixes[mix[of], i] for i, entry in enumerate(SPACE.entries) if kinds[i]}
+        policy = Policy(cache={entry: float(share[0]) for entry, share in cache.items()})
+        run = predict(TOY, Candidates(policy, batch[of], PROMPT, TOKENS, sizes[of], cache, device[of], 0.0))
+        fits = (run.peak_bytes["device"] <= TOY.budgets.device) & (run.peak_bytes["host"] <= TOY.budgets.host)
+        columns.append(np.stack([run.tokens_per_s, run.prefill_s, run.decode_s / (TOKENS - 1)])[:, fits])
+    return np.concatenate(columns, axis=1)
+
+
+def found_within(ttft=np.inf, tpot=np.inf, **options):
+    """Search; an infinite limit is none."""
+    asked = {"max_ttft_s": ttft if ttft < np.inf else None, "max_tpot_s": tpot if tpot < np.inf else None}
+    asked |= {"max_batch": MOST, "space": SPACE, "mini_batch_tokens": SIZES, "margin": 0.0} | options
+    return search(TOY, Workload.uniform(1, PROMPT, TOKENS), SearchSettings(**asked))
+
+
+@pytest.mark.parametrize("shares", [(0.55, np.inf), (np.inf, 0.8), (0.8, 0.75), (0.4, 0.75)])
+def test_the_answer_keeps_the_limits_and_is_the_best_that_does(enumerated, shares):
+    """Limits as shares of what the fastest policy of all takes."""
+    rates, *times = enumerated
+    limits = np.array(shares) * [of[rates.argmax()] for of in times]
+    best = rates[np.all(np.array(times) <= limits[:, None], axis=0)].max()
+    for prune in (True, False):
+        found = found_within(*limits, prune=prune)
+        latencies = found.prediction["prefill_s"], found.prediction["decode_s"] / (TOKENS - 1)
+        assert (latencies <= limits * (1 + 1e-8)).all() and best < rates.max()
+        assert best * (1 - 3e-3) <= found.prediction["tokens_per_s"] <= best * 1.1
+        assert best <= found.prediction["tokens_per_s"] * (1 + found.gap + 3e-3), "what is proved"
+
+
+def test_limits_that_do_not_bind_change_nothing():
+    free, loose = found_within(), found_within(1e6, 1e6)
+    assert (free.policy, free.gaps) == (loose.policy, loose.gaps)
+
+
+def test_limits_that_nothing_keeps_are_refused_with_the_least_that_can_be_had(enumerated):
+    with pytest.raises(TooSlowError, match="TTFT of at most 0.0001 s and TPOT of at most 0.0001 s") as refused:
+        found_within(1e-4, 1e-4)
+    said = re.search(r"TTFT (\S+) s and TPOT (\S+) s$", str(refused.value)).groups()
+    for seconds, times, name in zip(map(float, said), enumerated[1:], ("ttft", "tpot"), strict=True):
+        assert 0.8 * times.min() <= seconds <= 1.003 * times.min()
+        assert found_within(**{name: 1.001 * seconds}).batch == 1
+        with pytest.raises(TooSlowError, match=f"{name.upper()} of at most"):
+            found_within(**{name: 0.99 * seconds})
+    others = {"batch": 8, "mini_batch_tokens": (256, 1024)}  # the least TPOT is with mini-batches between these
+    with pytest.raises(TooSlowError) as refused:
+        found_within(tpot=1e-4, **others)
+    least = float(re.search(r"TPOT (\S+) s$", str(refused.value))[1])
+    assert found_within(tpot=1.001 * least, **others).prediction["decode_s"] == pytest.approx(7 * least, rel=2e-3)
+    with pytest.raises(InputError, match="no policy fits .* memory"):
+        search(replace(TOY, budgets=Budgets(MIB, MIB)), Workload.uniform(1, 9, 9), SearchSettings(max_ttft_s=1.0))
+
+
+def test_a_limit_of_latency_may_be_kept_in_waves(monkeypatch):
+    """By requests that exceed it all at once. The systems beside the answer do not know of it."""
+    monkeypatch.setattr(searches, "LOSSLESS_RIVALS", ("kv_only", "act_only"))
+    monkeypatch.setattr(searches, "LONGEST", "kv_only")
+    options = PolicySearchOptions("opt-1.3b", "t4", 512, 8, batch=64, max_ttft=2.0, confirm=False)
+    report = run_search(options)
+    assert report.best.num_waves > 1 and report.best.batch == 64 and 1.0 < report.best.ttft_s <= 2.0
+    record = search_record(report)
+    assert record["not_of_rivals"] == ["--max-ttft"] and record["ttft_s"] == report.best.ttft_s
+    assert [row["exceeds"] for row in record["rivals"]] == [["ttft_s"]] * 2
+    assert describe_rivals(report).count("is over the limit") == 2 and "binds the search alone" in describe_rivals(
+        report
+    )
+    assert "first tokens of the first wave after" in describe_found(report)
+    for name, value in (("max_ttft", 0.0), ("max_tpot", np.nan)):
+        with pytest.raises(InputError, match=f"--{name.replace('_', '-')} is .*; it must be above 0"):
+            run_search(replace(options, **{name: value}))
+    with pytest.raises(InputError, match="--max-ttft is of requests of one length"):
+        search_queue(replace(options, lengths=Workload.uniform(1, 9, 9)))

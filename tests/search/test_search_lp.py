@@ -147,15 +147,25 @@ def test_bits_schedule_and_hidden_states_add_up_independently():
 # ---- how it is solved
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_four_solvers_agree(seed):
-    """Tableaus side by side, HiGHS side by side, HiGHS on each alone, PuLP's statement of it."""
+@pytest.mark.parametrize("seed, limited", [(0, ()), (1, ()), (2, ()), (1, ("max_ttft_s",)), (2, ("max_tpot_s",))])
+def test_four_solvers_agree(seed, limited):
+    """Tableaus side by side, HiGHS side by side, HiGHS on each alone, PuLP's statement of it. Limits of
+    latency: somewhat less than the median choice takes."""
     rng = np.random.default_rng(seed)
     hardware = machine(*np.exp(rng.uniform(np.log([0.05, 10, 2, 0.02]), np.log([5, 500, 50, 1]))))
     problem = problem_with(hardware=hardware, device=int(rng.integers(10, 60)), host=int(rng.integers(10, 80)))
     grid = grid_of(problem)
     choices = some_choices(grid, 40, seed)
     mine = solve_side_by_side(grid.programs(choices))
+    if limited:
+        free, phases_s = mine, mine.z[:, -2:] / grid.unit[grid.split(choices)[1], None]
+        limits = dict(zip(("max_ttft_s", "max_tpot_s"), 0.97 * np.median(phases_s, axis=0) / (1, 8), strict=True))
+        grid = grid_of(replace(problem, **{name: float(limits[name]) for name in limited}))
+        mine = solve_side_by_side(grid.programs(choices))
+        assert (np.isinf(mine.value) & np.isfinite(free.value)).any(), "a choice that cannot keep the limit"
+        slower = (mine.value > free.value * (1 + 1e-6)) & np.isfinite(mine.value)
+        assert slower.any() == ("max_ttft_s" in limited), "a choice that keeps it with another mix"
+        assert (simple_bounds(grid)[choices] <= mine.value * (1 + 1e-9)).all()
     theirs = solve(grid, choices)
     infeasible = mine.state == INFEASIBLE
     assert set(mine.state) <= {OPTIMAL, INFEASIBLE}
