@@ -111,6 +111,11 @@ def test_implementation_changes_only_what_it_names():
     assert shared.line("finish", "compute") == base.line("finish", "compute")
     barrier = on(Implementation(step_s=1e-3), base)
     assert barrier.line("finish", "compute").overhead_s == base.line("finish", "compute").overhead_s + 1e-3
+    waits = on(Implementation(cache_link=0.5, cache_wait_s=1e-3, weights_wait_s=2e-3), base)
+    plain = base.line("load_kv", "h2d")
+    kv, weights = (waits.line(verb, "h2d") for verb in ("load_kv", "load_weights"))
+    assert (kv.overhead_s, kv.s_per_byte) == (plain.overhead_s + 1e-3, 2 * plain.s_per_byte)
+    assert (weights.overhead_s, weights.s_per_byte) == (plain.overhead_s + 2e-3, plain.s_per_byte)
     gemm = on(Implementation(gemm=0.5), base)
     assert gemm.line("kv_gen", "compute").s_per_flop == 2 * base.line("kv_gen", "compute").s_per_flop
     assert gemm.line("attend", "compute") == base.line("attend", "compute")
