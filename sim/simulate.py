@@ -231,6 +231,8 @@ def _too_large(problem: Problem, policy: Policy, lengths: Lengths) -> InputError
                 f"{tier} memory: one request needs {gib(needed)}, there are {gib(budget)} "
                 f"({gib(needed - budget)} short; the largest part is {part} with {gib(plan[tier][part])})"
             )
+    if not hardware_of(problem).has_disk and any(shortage.startswith("disk") for shortage in shortages):
+        shortages.append("this machine has no disk: --host, or --disk-memory and --disk-gb-per-s, give it one")
     return InputError(
         f"{policy.name} on {hardware_of(problem).name}: {problem.shape.name} with {prompt_tokens} + {max_tokens} "
         "tokens does not fit. " + "; ".join(shortages)

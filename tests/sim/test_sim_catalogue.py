@@ -29,25 +29,25 @@ MACHINES = {
     "rtx-a6000": (48, 96, 15.75, None),
     "rtx5000": (16, 256, 15.75, None),  # the host is assumed
     "t4": (16, 208, 15.75, 1500),
-    "h100": (80, 256, 63.0, None),  # no testbed; the host is assumed
-    "h200": (141, 256, 63.0, None),
-    # no testbeds; the hosts are assumed
-    "rtx3060-12g": (12, 128, 31.5, None),
-    "rtx3090": (24, 128, 31.5, None),
-    "rtx4060ti-16g": (16, 128, 15.75, None),
-    "rtx4080": (16, 128, 31.5, None),
-    "rtx5080": (16, 128, 63.0, None),
-    "rtx5090": (32, 128, 63.0, None),
-    "l4": (24, 512, 31.5, None),
-    "a10": (24, 512, 31.5, None),
-    "a30": (24, 512, 31.5, None),
-    "a40": (48, 512, 31.5, None),
-    "l40s": (48, 512, 31.5, None),
-    "rtx6000-ada": (48, 512, 31.5, None),
-    "v100-32g": (32, 512, 15.75, None),
-    "a100-80g": (80, 256, 31.5, None),
-    "h100-pcie": (80, 256, 63.0, None),
-    "b200": (180, 256, 63.0, None),
+    "h100": (80, 256, 63.0, 1000),  # no testbed; the host and its disk are assumed
+    "h200": (141, 256, 63.0, 1000),
+    # no testbeds; the hosts and their disks are assumed
+    "rtx3060-12g": (12, 128, 31.5, 1000),
+    "rtx3090": (24, 128, 31.5, 1000),
+    "rtx4060ti-16g": (16, 128, 15.75, 1000),
+    "rtx4080": (16, 128, 31.5, 1000),
+    "rtx5080": (16, 128, 63.0, 1000),
+    "rtx5090": (32, 128, 63.0, 1000),
+    "l4": (24, 512, 31.5, 1000),
+    "a10": (24, 512, 31.5, 1000),
+    "a30": (24, 512, 31.5, 1000),
+    "a40": (48, 512, 31.5, 1000),
+    "l40s": (48, 512, 31.5, 1000),
+    "rtx6000-ada": (48, 512, 31.5, 1000),
+    "v100-32g": (32, 512, 15.75, 1000),
+    "a100-80g": (80, 256, 31.5, 1000),
+    "h100-pcie": (80, 256, 63.0, 1000),
+    "b200": (180, 256, 63.0, 1000),
 }
 
 
@@ -103,6 +103,7 @@ def test_every_number_has_a_source(name):
     numbers = {"tflops", "memory_gb_per_s", "link_gb_per_s", "device_memory", "device_reserve", "host_memory"}
     numbers |= {"host_memory_gb_per_s", "host_tflops", "shares", "watts"}
     numbers |= {"disk_memory", "disk_read_gb_per_s", "disk_write_gb_per_s"} if sheet.disk_memory else set()
+    numbers |= {"disk_cached_gb_per_s"} if sheet.disk_cached_gb_per_s else set()
     assert numbers == sheet.sources.keys()
     assert all(len(text) > 20 for text in sheet.sources.values()) and len(sheet.source) > 20
     assert "assumed by this project" in sheet.sources["shares"]
@@ -139,8 +140,8 @@ def test_flexgens_disk_reads_2_gb_a_second_and_writes_1():
     t4 = catalogue.load("t4")
     assert t4.line("read_kv", "disk_read").seconds(0, 2e9) == pytest.approx(1.0, rel=1e-3)
     assert t4.line("write_kv", "disk_write").seconds(0, 1e9) == pytest.approx(1.0, rel=1e-3)
-    with pytest.raises(InputError, match="'h100' has no line for 'read_kv' nor for 'disk_read'"):
-        catalogue.load("h100").line("read_kv", "disk_read")
+    with pytest.raises(InputError, match="'rtx4090' has no line for 'read_kv' nor for 'disk_read'"):
+        catalogue.load("rtx4090").line("read_kv", "disk_read")
 
 
 @pytest.mark.parametrize("name", ["v100", "a100", "", "..", None, 7, 1.5, ["t4"], "x" * 5000])

@@ -9,7 +9,7 @@ import pytest
 
 from flexhybrid import cli
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import crosses_link, resource_of_line
+from flexhybrid.core.hardware import CACHED_DISK, crosses_link, resource_of_line
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
@@ -142,7 +142,7 @@ def test_a_links_rate_means_the_same_wherever_it_is_named(name, tmp_path, capsys
 def counted(machine) -> tuple:
     """What predictions take from a machine."""
     memories = machine.device_memory, machine.device_reserve, machine.host_memory, machine.disk_memory
-    return machine.lines, memories, machine.notes["watts"]
+    return machine.lines, memories, machine.notes["watts"], machine.notes.get(CACHED_DISK)
 
 
 def numbers_of(value, *place):
@@ -280,12 +280,12 @@ def test_a_hosts_memory_of_another_peak(capsys):
         (["--policy", "here.json", "--system", "kv_only"], "give one of them"),
         (["--link-gb-per-s", "0"], "--link-gb-per-s is 0.0; it must be a number above 0"),
         (["--gemm-tflops", "nan"], "--gemm-tflops is nan; it must be a number above 0"),
-        (["--disk-memory", "1TB"], "l4 has no disk; give its rate too, --disk-gb-per-s"),
-        (["--disk-gb-per-s", "2"], "l4 has no disk; give its size too, --disk-memory"),
+        (["--disk-memory", "1TB"], "rtx4090 has no disk; give its rate too, --disk-gb-per-s"),
+        (["--disk-gb-per-s", "2"], "rtx4090 has no disk; give its size too, --disk-memory"),
     ],
 )
 def test_flags_that_contradict_are_refused(arguments, words, capsys):
-    assert cli.main(["simulate", "--hardware", "l4", *RUN, *arguments]) == 2
+    assert cli.main(["simulate", "--hardware", "rtx4090", *RUN, *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
