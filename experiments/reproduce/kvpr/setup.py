@@ -95,10 +95,9 @@ def a100_link() -> float:
 # ---- policies
 
 
-def flexgen(weights_device: float = 0.0) -> Policy:
+def flexgen() -> Policy:
     """FlexGen's throughput run: cache and weights on the host, a barrier after every mini-batch of a layer."""
-    weights = Placement(device=weights_device, host=1.0 - weights_device)
-    return replace(presets.offloaded(overlap="step"), name="flexgen", weights=weights)
+    return replace(presets.offloaded(overlap="step"), name="flexgen", weights=Placement(host=1.0))
 
 
 def kvpr(rule: str = "paper", hiding: bool = True) -> Policy:

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 
 from experiments import reference
-from experiments.reproduce.calibrate import PCIE_SHARE, fit
 from experiments.reproduce.experiment import ARITHMETIC, Experiment, Row, lines
 from experiments.reproduce.kvpr import setup
 from experiments.reproduce.kvpr.setup import label, labels, median_error, worst_error
@@ -58,20 +57,6 @@ def table5_paper() -> Rates:
     return {method: np.array(numbers) for method, numbers in values.items()}
 
 
-def resident_rates(share: float) -> np.ndarray:
-    """Return FlexGen's rates with a share of the weights on the GPU and the copies that then fit its rows best."""
-    rows = reference.check_role(reference.rows("kvpr_table5", method="FlexGen"), "calibrate")
-    free = setup.rtx5000_constants()[0]
-    plain = setup.machine("rtx5000", PCIE_SHARE * setup.link_standard("rtx5000"))
-
-    def ours(values: dict[str, float]) -> np.ndarray:
-        hardware = setup.relayed(plain, values[free.name])
-        return _column_rates(setup.shape_of("OPT-6.7B"), hardware, {"FlexGen": setup.flexgen(share)})["FlexGen"]
-
-    fitted = fit((free,), ours, rows["value"].to_numpy(), "Table 5, FlexGen")[0]
-    return ours({free.name: fitted.value})
-
-
 def _error_rows(quantity: str, ours, paper) -> list[Row]:
     return [
         context(f"median |error| of {quantity}", 100 * median_error(ours, paper), "%"),
@@ -101,9 +86,6 @@ def table5() -> Experiment:
         for name, rates in table5_rates(gemm, kvpr_alone=True).items():
             sensitivity.append({"gemm": gemm, "error": 100 * median_error(rates, paper["KVPR"]), "rule": name})
             rows += _error_rows(f"{name}, GEMMs at {gemm:g} of peak", rates, paper["KVPR"])
-    for share in (0.5, 1.0):
-        quantity = f"FlexGen, best link, {share:g} of the weights on the GPU"
-        rows += _error_rows(quantity, resident_rates(share), paper["FlexGen"])
     shown = {"FlexGen": paper["FlexGen"], **{f"KVPR, {rule} rule": paper["KVPR"] for rule in RULES}}
     title, x_label = "What the GEMM rate does to KVPR's rows", "GEMM share of the datasheet's 89.2 TFLOP/s"
     lengths = "Table 5: OPT-6.7B on a Quadro RTX 5000"
