@@ -177,11 +177,6 @@ class SearchResult:
         kv_bytes = (self.policy.share("kv") + both) * shape.kv_token_bytes(stored.kv)
         return kv_bytes / act_bytes if act_bytes else float("inf")
 
-    @property
-    def memory(self) -> dict[str, int]:
-        """Bytes that the policy needs in each tier."""
-        return {tier: int(self.prediction["peak_bytes"][tier]) for tier in TIERS}
-
 
 def search(problem: Problem, workload: Workload, settings: SearchSettings | None = None) -> SearchResult:
     """Return the best policy for requests of the workload's mean lengths, within the problem's effective budgets.
@@ -215,7 +210,10 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
                 evaluated = solver.evaluator.evaluate_policy(known.policy, batches[:1])
                 solver.take([replace(one, unplaced=known.unplaced) for one in evaluated])
             if solver.best is None:
-                raise TooSlowError(_too_slow(searched, *(known.seconds for known in soonest)))
+                limits = (("TTFT", searched.max_ttft_s), ("TPOT", searched.max_tpot_s))
+                asked = " and ".join(f"{name} of at most {limit:.4g} s" for name, limit in limits if limit)
+                least = "TTFT {:.4g} s and TPOT {:.4g} s".format(*(known.seconds for known in soonest))
+                raise TooSlowError(f"no policy is predicted to have {asked}; the least, each by itself: {least}")
     solver.refine(batches, tokens)
     if settings.weights_device is None and "device" in settings.space.weights:
         # The programs' shares of the weights are continuous. Where few are possible, each is searched by itself.
@@ -234,14 +232,6 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
 
 class TooSlowError(InputError):
     """No policy keeps the limits of TTFT and TPOT."""
-
-
-def _too_slow(problem: SearchProblem, ttft_s: float, tpot_s: float) -> str:
-    """Return why no policy was found, in one line. ``ttft_s``, ``tpot_s``: the least of each by itself."""
-    limits = {"TTFT": problem.max_ttft_s, "TPOT": problem.max_tpot_s}
-    asked = " and ".join(f"{name} of at most {limit:.4g} s" for name, limit in limits.items() if limit)
-    least = f"the least, each by itself: TTFT {ttft_s:.4g} s and TPOT {tpot_s:.4g} s"
-    return f"no policy is predicted to have {asked}; {least}"
 
 
 def _soonest(

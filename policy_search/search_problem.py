@@ -25,7 +25,6 @@ NATIVE = "native"
 MINI_BATCH_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)  #: sizes of a mini-batch that are tried
 #: The same where everything is on the device: no copy asks for more than one mini-batch, and each pass begins anew.
 RESIDENT_MINI_BATCH_TOKENS = (*MINI_BATCH_TOKENS, 65536, 131072)
-ROUNDING = 1 + 1e-9  #: of the last digits of a prediction that just keeps a limit
 
 
 @dataclass(frozen=True)
@@ -184,9 +183,9 @@ class SearchProblem(Problem):
     @cached_property
     def phase_limits(self) -> np.ndarray:
         """The most seconds of work that a resource may have in a wave's prefill and in its decode, [2]; infinity: no
-        limit. An iteration of the decode may be hidden behind the prefill."""
+        limit. An iteration of the decode may be hidden behind the prefill; the last digits are rounded."""
         decode = None if self.max_tpot_s is None or self.max_tokens == 1 else self.max_tpot_s * self.max_tokens
-        return np.array([np.inf if limit is None else limit * ROUNDING for limit in (self.max_ttft_s, decode)])
+        return np.array([np.inf if limit is None else limit * (1 + 1e-9) for limit in (self.max_ttft_s, decode)])
 
     def in_time(self, prediction: Prediction) -> np.ndarray:
         """Return whether predictions with waiting keep the limits of TTFT and TPOT, [candidates]."""

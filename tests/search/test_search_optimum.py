@@ -271,7 +271,7 @@ def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path, mo
     assert space.allows(found.policy)
     problem = Problem(shape=SHAPE, hardware=machine())
     plan = wave_plan(problem, found.policy, Workload.uniform(found.batch, 300, 12))
-    assert fits(plan, budgets) and total_bytes(plan) == found.memory
+    assert fits(plan, budgets) and total_bytes(plan) == found.prediction["peak_bytes"]
     assert found.virtual.tokens_per_s == pytest.approx(found.prediction["tokens_per_s"], rel=0.05)
     monkeypatch.setattr(searching, "MOST_CONFIRMED", 0)  # too long to walk it all
     assert searching.confirmed(found).tokens_per_s == pytest.approx(found.virtual.tokens_per_s, rel=0.02)
@@ -435,7 +435,7 @@ def test_what_fits_only_just_is_found():
     with pytest.raises(InputError) as error:
         found(4)
     needed = int(str(error.value).split("device memory to ")[1].split("MiB")[0])
-    assert found(needed).memory["device"] <= needed * MIB
+    assert found(needed).prediction["peak_bytes"]["device"] <= needed * MIB
 
 
 def test_policies_that_a_refusal_compares_are_priced_as_alone():

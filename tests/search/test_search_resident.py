@@ -101,7 +101,7 @@ def test_nothing_stays_where_it_does_not_fit_or_is_not_allowed():
     problem = Problem(shape=SHAPE, hardware=machine(), budgets=Budgets(device=48 * MIB, host=400 * MIB))
     found = search(problem, Workload.uniform(1, 900, 12), SearchSettings(batch=32, space=PLAIN))
     assert not found.policy.stays_on_device and found.margin is None
-    assert found.memory["device"] <= 48 * MIB
+    assert found.prediction["peak_bytes"]["device"] <= 48 * MIB
     streamed = SearchSettings(batch=4, space=PLAIN, weights_device=0.0)
     assert search(Problem(shape=SHAPE, hardware=machine()), Workload.uniform(1, 60, 6), streamed).margin is None
 
