@@ -318,7 +318,9 @@ class BranchAndBound:
         """Move the best policy's cache from the disk to the host where that takes no longer: a disk that limits nothing
         is the slower tier all the same."""
         best = self.best.unplaced if self.best else None
-        if best is None or not any("@disk" in entry for entry in best.entries) or not self._can_mix(best):
+        if best is None or not any("@disk" in entry for entry in best.entries):
+            return
+        if not self._can_mix(best) and (best.option.attention == "device" or self.problem.space.mix):
             return
         mix: dict[str, float] = {}
         for entry, share in best.cache:

@@ -35,6 +35,11 @@ TOK_SHARE = 0.5  #: share at which recomputing a prefix is priced: its attention
 WEIGHTS_ON_DEVICE = (1.0, 0.0, 0.0)
 
 
+def attended_entry(entry: str) -> str:
+    """Return which entry of the two that the host attends to stands in a program for an entry of the cache."""
+    return entry if entry == "kv@disk" else "kv@host"
+
+
 @dataclass(frozen=True)
 class Program:
     """The linear program of one choice, spelt out for a reader: seconds and bytes of each row of ROWS."""
@@ -142,8 +147,9 @@ class ChoiceGrid:
             term[:, :NUM_TIME_ROWS] = np.minimum(term[:, :NUM_TIME_ROWS], seconds)
         return term
 
-    def _host_attention_term(self) -> np.ndarray:
-        return self._evaluate({"kv@host": 1.0}, attention="host")[0] - self.reference
+    def _host_attention_term(self, entry: str) -> np.ndarray:
+        cache = self.problem.space.mix or {entry: 1.0}
+        return self._evaluate(cache, attention="host")[0] - self.reference
 
     def _weights_term(self, schedule: str, bits) -> np.ndarray:
         """Return [placements, pairs, rows]. A schedule in itself costs nothing: native weights on the device cost what
@@ -176,7 +182,9 @@ class ChoiceGrid:
     def vertices(self, option: Option) -> list[np.ndarray]:
         """Return the cache's terms, one for each of ``problem.entries``; one in all for a cache that is kept."""
         if option.attention == "host":
-            return [self._term(self._host_attention_term)] * self.num_vertices
+            if self.problem.space.mix:
+                return [self._term(self._host_attention_term, "kv@host")]
+            return [self._term(self._host_attention_term, attended_entry(entry)) for entry in self.problem.entries]
         if self.problem.space.mix:
             return [self._term(self._mix_term, option.kv_bits, option.act_bits)]
         widths = {"kv": option.kv_bits, "act": option.act_bits, "tok": NATIVE}
@@ -208,7 +216,10 @@ class ChoiceGrid:
         index, pair = self.split(choice)
         option = self.options[index]
         mix = self.problem.space.mix
-        names = ("as kept",) if mix else self.problem.entries if option.attention == "device" else ("kv@host",)
+        names = self.problem.entries
+        if option.attention == "host":
+            names = tuple(map(attended_entry, names))
+        names = ("as kept",) if mix else names
         cache = {name: term[pair] for name, term in zip(names, self.vertices(option), strict=False)}
         placements = zip(self.problem.placements, self.weight_vertices(option), strict=True)
         weights = {placement: term[pair] for placement, term in placements}

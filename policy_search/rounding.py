@@ -257,15 +257,16 @@ def _largest(steps: np.ndarray, size: tuple[int, ...], fits: Callable[[np.ndarra
 def round_shares(grid: ChoiceGrid, choice: int, shares: np.ndarray) -> list[tuple[UnplacedPolicy, np.ndarray]]:
     """Return a choice with the cache shares [entries] of its program in whole blocks: policies, each with its shares.
 
-    With attention on the host all columns of a program are equal, and the first stands for the cache.
+    With attention on the host all columns of a program but that of the disk are equal, and stand for the host's.
     """
     index, pair = grid.split(choice)
     option, batch, tokens = grid.options[index], grid.batch[pair], grid.mini_batch_tokens[pair]
-    if option.attention == "host":
-        return [(UnplacedPolicy.of(option, batch, tokens, {"kv@host": 1.0}), np.eye(len(shares))[0])]
     if grid.problem.space.mix:
         return [(UnplacedPolicy.of(option, batch, tokens, dict(grid.problem.space.mix)), shares)]
     entries, blocks = grid.problem.entries, final_blocks(grid.problem)
+    if option.attention == "host":
+        on_disk = np.array([entry == "kv@disk" for entry in entries])
+        shares = np.where(on_disk, shares, np.eye(len(shares))[entries.index("kv@host")] * shares[~on_disk].sum())
     ways = [way for rounded in roundings(shares, blocks) for way in _with_newest(rounded, entries, blocks)]
     return [(UnplacedPolicy.of(option, batch, tokens, dict(zip(entries, way, strict=True))), way) for way in ways]
 

@@ -260,7 +260,7 @@ class SearchProblem(Problem):
             on_device = []
         on_host = "host" in space.attention and "kv@host" in space.entries and (NATIVE in kv or "kv" not in stored)
         on_host = on_host and self.has_line("attend_host", "host_compute")
-        on_host = on_host and (space.mix is None or list(space.mix) == ["kv@host"])
+        on_host = on_host and {*(space.mix or ())} <= {"kv@host", "kv@disk"}
         options = []
         for schedule, hidden in product(space.schedules, space.hidden):
             options += [Option(schedule, hidden, "device", *bits) for bits in on_device]

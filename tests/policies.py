@@ -28,6 +28,9 @@ def wider_policies(wide: int, narrow: int, chunk: int) -> dict[str, Policy]:
         "host attention": Policy(
             weights=Placement(device=0.5, host=0.5), attention="host", max_mini_batch_tokens=narrow
         ),
+        "host attention, disk": Policy(
+            cache={"kv@host": 0.4, "kv@disk": 0.6}, attention="host", max_mini_batch_tokens=narrow
+        ),
         "kvpr": Policy(cache={"both(kv@host,act@host)": 1.0}, max_mini_batch_tokens=wide),
         "two copies": Policy(
             cache={"both(kv@host,act@device)": 0.5, "both(kv@disk,act@host)": 0.5}, max_mini_batch_tokens=wide

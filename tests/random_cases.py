@@ -151,7 +151,9 @@ def _policy(rng, kind: str, num_layers: int) -> Policy:
     if kind == "serial":
         form = rng.choice(["attention", "both", "disk", "disk weights"])
     if form == "attention":
-        return replace(policy, attention="host", bits=replace(policy.bits, act="native"))
+        own = np.random.default_rng(int(1e6 * policy.weights.host) + num_layers)  # the other cases stay what they are
+        cache = ({"kv@host": 1.0}, {"kv@host": 0.7, "kv@disk": 0.3}, {"kv@disk": 1.0})[int(own.integers(3))]
+        return replace(policy, cache=cache, attention="host", bits=replace(policy.bits, act="native"))
     if form == "both":
         places = ("kv@host,act@host", "kv@host,act@device", "kv@disk,act@host")
         return replace(policy, cache={f"both({rng.choice(places)})": 1.0}, weights=weights(0.0))

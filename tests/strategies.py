@@ -11,6 +11,8 @@ from flexhybrid.cascade.thresholds.curve import Answers
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 
 TIERS = ("device", "host", "disk")
+#: Caches that the host attends to.
+ATTENDED = ({"kv@host": 1.0}, {"kv@host": 0.6, "kv@disk": 0.4}, {"kv@disk": 1.0})
 
 
 @st.composite
@@ -27,7 +29,7 @@ def lossless_policies(draw) -> Policy:
     device, disk = draw(st.sampled_from(((0.0, 0.0), (0.3, 0.4), (0.0, 1.0), (0.7, 0.0), (1.0, 0.0), (0.5, 0.5))))
     weights = Placement(device=device, host=1 - device - disk, disk=disk)
     if draw(st.integers(0, 4)) == 0:
-        return Policy("host attention", weights, attention="host", **rest)
+        return Policy("host attention", weights, cache=draw(st.sampled_from(ATTENDED)), attention="host", **rest)
     entries = [f"{r}@{tier}" for r in ("kv", "act") for tier in TIERS]
     both = [f"both(kv@{a},act@{b})" for a in TIERS for b in TIERS]
     chosen = draw(st.lists(st.sampled_from([*entries, *entries, *both]), min_size=1, max_size=4, unique=True))
@@ -51,7 +53,7 @@ def sharing_policies(draw, few_bits: bool = False) -> Policy:
     return Policy(
         "shared",
         Placement(device=device, host=1 - device - disk, disk=disk),
-        cache={"kv@host": 1.0} if attention == "host" else cache,
+        cache=draw(st.sampled_from(ATTENDED)) if attention == "host" else cache,
         bits=draw(st.sampled_from((Bits(), Bits(8, 4, 8)))) if few_bits and attention == "device" else Bits(),
         attention=attention,
         schedule=draw(st.sampled_from(("column", "row"))),

@@ -273,8 +273,8 @@ class Policy:
         check("policy: max_batch", most, most is None or _is_count(most), "a whole number >= 1")
         if self.attention == "host":
             for key in self.cache:
-                if key != "kv@host":
-                    raise InputError(f"policy: attention on the host reads kv@host alone, but cache names {key}")
+                if key not in ("kv@host", "kv@disk"):
+                    raise InputError(f"policy: attention on the host reads kv@host and kv@disk, but cache names {key}")
 
     def share(self, representation: str) -> float:
         """Share of tokens held as ``kv``, ``act``, ``both`` or ``tok``, over all tiers."""
@@ -284,6 +284,11 @@ class Policy:
     def cache_entries(self) -> tuple[str, ...]:
         """The representations in use, ACT before KV: the order of shares of zero does not matter."""
         return tuple(sorted(key for key, share in self.cache.items() if share > 0))
+
+    @property
+    def attends_from_disk(self) -> bool:
+        """Whether the host attends to blocks that it reads from the disk."""
+        return self.attention == "host" and "kv@disk" in self.cache_entries
 
     @property
     def state_tier(self) -> str:

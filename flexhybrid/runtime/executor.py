@@ -155,6 +155,7 @@ class Executor(Generic[SelectionT]):
         #: by mini-batch and window, ``StepExtents`` of its decode step
         self.extents: dict[tuple[int, int | None], tuple[MiniBatchStep, Any]] = {}
         on_host = self.policy.attention == "host" and wave.problem.host_attends_in_place
+        on_host = on_host or self.policy.attends_from_disk
         if on_host or self.device.type == "cpu" and attends_in_place(wave.problem, wave.policy):
             from flexhybrid.runtime.kernels.in_place import compile_for
 

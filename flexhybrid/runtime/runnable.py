@@ -5,6 +5,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.attention import PLAIN
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
+from flexhybrid.runtime.kernels import compiled
 from flexhybrid.runtime.kernels.quantize import row_unit
 
 
@@ -54,6 +55,14 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
         (
             policy.attention == "host" and policy.bits.kv != "native",
             f"attention on the host over {policy.bits.kv}-bit KV",
+        ),
+        (
+            policy.attends_from_disk and (shape.softcaps or any(map(shape.borrows, range(shape.num_layers)))),
+            "attention on the host over the disk, for a model that caps scores or whose layers borrow keys and values,",
+        ),
+        (
+            policy.attends_from_disk and not compiled.has_numba(),
+            "attention on the host over the disk, without numba (pip install numba),",
         ),
     )
     for refused, feature in refusals:

@@ -117,7 +117,7 @@ def test_no_rounded_policy_is_faster_than_its_program():
     for choice in some_choices(grid, 12):
         number, pair = grid.split(choice)
         option = grid.options[number]
-        shares = {"kv@host": 1.0}
+        shares = {"kv@host": 0.5, "kv@disk": 0.5} if compared % 2 else {"kv@host": 1.0}
         if option.attention == "device":
             shares = dict(zip(rng.permutation(problem.entries)[:2], rng.dirichlet([1, 1]), strict=True))
         unplaced = UnplacedPolicy.of(option, grid.batch[pair], grid.mini_batch_tokens[pair], shares)
@@ -136,7 +136,7 @@ def test_bits_schedule_and_hidden_states_add_up_independently():
     grid = grid_of(problem, batches=(5,), mini_batch_tokens=(1024,))
     for number in some_choices(grid, 25, seed=3):
         option, program = grid.options[number], grid.program(number)
-        entry = "kv@host" if option.attention == "host" else "act@disk"
+        entry = ("kv@host", "kv@disk")[number % 2] if option.attention == "host" else "act@disk"
         unplaced = UnplacedPolicy.of(option, 5, 1024, {entry: 1.0})
         policy = replace(unplaced.option.policy({entry: 1.0}, Placement(host=1.0)), max_mini_batch_tokens=1024)
         measured = resource_sums(problem, replace(candidates_of(problem, [unplaced]), policy=policy)).T

@@ -76,12 +76,10 @@ def brute_force(problem: SearchProblem, batches, mini_batch_tokens) -> float:
     """Least seconds per token over every option, cut into mini-batches and deal of blocks, all of them walked."""
     unplaced = []
     for option in problem.options:
-        cuts = (
-            [{"kv@host": 1.0}]
-            if option.attention == "host"
-            else list(every_cut(problem.entries, final_blocks(problem)))
-        )
-        cuts = [cut for cut in cuts if cut.get("tok", 0) < 1]
+        entries = problem.entries
+        if option.attention == "host":
+            entries = [entry for entry in entries if entry in ("kv@host", "kv@disk")]
+        cuts = [cut for cut in every_cut(entries, final_blocks(problem)) if cut.get("tok", 0) < 1]
         for batch, tokens in zip(*pairs_of(problem, batches, mini_batch_tokens), strict=True):
             unplaced += [UnplacedPolicy.of(option, batch, tokens, cut) for cut in cuts]
     return min(one.seconds for one in Evaluator(problem).evaluate(unplaced))
@@ -91,6 +89,8 @@ BRUTE = {
     "runnable": (PLAIN, {"device": 14, "host": 24}),
     "host attention": (replace(LOSSLESS, entries=("kv@device", "kv@host", "act@host"), hidden=("device",)),
                        {"device": 16}),
+    "host attention over the disk": (replace(LOSSLESS, entries=("kv@host", "kv@disk"), hidden=("device",),
+                                             weights=("host",)), {"device": 12, "host": 7, "disk": 64}),
     "bits and disk": (replace(FULL, entries=("kv@host", "act@host", "kv@disk"), weights_bits=("native", 4),
                               kv_bits=("native", 4), act_bits=("native",), schedules=("column",), hidden=("device",)),
                       {"device": 12, "host": 16, "disk": 64}),
@@ -100,8 +100,10 @@ BRUTE = {
 
 
 @pytest.mark.parametrize(
-    "name, link", [("runnable", 0.1), ("host attention", 1.0), ("bits and disk", 1.0), ("token ids", 0.1)]
-)
+    "name, link",
+    [("runnable", 0.1), ("host attention", 1.0), ("host attention over the disk", 1.0), ("bits and disk", 1.0),
+     ("token ids", 0.1)],
+)  # fmt: skip
 def test_the_search_is_as_good_as_brute_force(name, link):
     """A tenth of a per cent is what it does not look for; shares finer than blocks can make it better."""
     space, budgets = BRUTE[name]

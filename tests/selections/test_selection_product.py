@@ -41,9 +41,10 @@ ATTENTION = ("device", "host")
 #: What the plain account of no selection takes: all layers look at all tokens.
 EVERYTHING = replace(speculative(), whole_layers=3)
 
+HOST_READS = {"kv@host", "kv@disk"}
 #: What a refusal may say, and of which combinations it must say it: (words, applies to selection, cache, bits, where).
 REFUSALS = (
-    ("attention on the host reads kv@host alone", lambda s, c, b, a: a == "host" and list(c) != ["kv@host"]),
+    ("attention on the host reads kv@host and kv@disk", lambda s, c, b, a: a == "host" and {*c} - HOST_READS),
     ("attention on the host over", lambda s, c, b, a: a == "host" and b.kv != "native"),
     ("a speculative selection with attention on the host", lambda s, c, b, a: a == "host" and _guesses(s)),
     ("selection heavy_hitter over a cache other than kv", lambda s, c, b, a: _ranks(s) and not _only(c, "kv")),

@@ -52,7 +52,7 @@ class Outlines:
                     yield f"load_{representation}", (gathered,), (buffer,)
             return
         for representation in ("act", "kv"):
-            if f"load_{representation}" not in works:
+            if not {f"load_{representation}", f"read_{representation}"} & works.keys():
                 continue
             reads = self.at.pools(ahead, representation, "host")
             if f"read_{representation}" in works:
@@ -60,8 +60,9 @@ class Outlines:
                 pools = self.at.pools(ahead, representation, "disk")
                 yield f"read_{representation}", pools, (staged,)
                 reads = (*reads, staged)
-            buffer = cell(f"{representation}_buffer", slot)
-            yield f"load_{representation}", reads, (buffer,)
+            if f"load_{representation}" in works:  # else the host attends
+                buffer = cell(f"{representation}_buffer", slot)
+                yield f"load_{representation}", reads, (buffer,)
 
     def open(self, position: Position) -> Iterator[Outline]:
         """One mini-batch in one layer up to its queries: embedding, recomputing, projecting, speculating."""
@@ -122,8 +123,13 @@ class Outlines:
         query, out = cell("query_strip", slot), cell("out_strip", slot)
         yield "store_query", (qkv,), (query,)
         stores = () if self.wave.shape.borrows(position.layer) else position.step.stores
-        own = tuple(self.at.pool(position, store.entry, store.representation) for store in stores)
+        own = tuple(
+            cell("kv_strip", slot) if store.tier == "disk" else self.at.pool(position, store.entry, "kv")
+            for store in stores
+        )
         pools = self.at.pools(position, "kv", "host")
+        if "read_kv" in position.works:
+            pools = *pools, cell("kv_staging", slot)
         yield "attend_host", (query, *pools), (out, *own)
         if "attend_host_shared" in position.works:
             yield "attend_host_shared", (query, out, *pools), (out,)
@@ -176,9 +182,10 @@ class Outlines:
         device. Hidden states that live on the host follow."""
         works, slot, step = position.works, position.slot, position.step
         staging, ranks = cell("staging", slot), (self.at.ranks(position),) if "rank" in works else ()
-        strips = {r: cell(f"{r}_strip", slot) for r in ("act", "kv") if f"store_{r}" in works}
-        for representation, strip in strips.items():
-            yield f"store_{representation}", (staging, *ranks), (strip,)
+        sent = [r for r in ("act", "kv") if f"store_{r}" in works]
+        strips = {r: cell(f"{r}_strip", slot) for r in ("act", "kv") if r in sent or f"write_{r}" in works}
+        for representation in sent:
+            yield f"store_{representation}", (staging, *ranks), (strips[representation],)
 
         pools: dict[str, list[tuple[str, Access]]] = {"device": [], "host": [], "disk": []}
         for store in step.stores:

@@ -128,7 +128,8 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
             works["speculate"] = work.choose_columns(shape, p, c.batch * c.width, share, whole_q)
         return works
     if policy.attention == "host" and not c.chunk:
-        return works | _host_works(shape, p, c)
+        loads = _load_works(shape, stored, c) if policy.attends_from_disk else {}
+        return works | _host_works(shape, p, c) | {verb: loads[verb] for verb in ("read_kv",) if verb in loads}
     attended = c.context + c.recomputed + c.width
     if c.selected is None or whole:
         works |= _load_works(shape, stored, c)
@@ -282,15 +283,18 @@ def _load_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dict[
 
 
 def _store_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
-    """New rows: quantised, to the host's strip, from there to host blocks or the disk; or to device blocks."""
-    if policy.attention == "host" and not (c.prefill or c.chunk):
-        return {}  # the query task brings the new rows along, and attention writes them to their blocks
+    """New rows: quantised, to the host's strip, from there to host blocks or the disk; or to device blocks. Those of a
+    decode step with attention on the host come with the query: attention writes them to host blocks, or to the strip.
+    """
     works = {}
     of_element, width = {"act": stored.act, "kv": stored.kv}, {"act": shape.act_width, "kv": shape.kv_width}
 
     def rows(representation: str, *tiers: str):
         return sum(n for part, n in c.stored.items() if part.representation == representation and part.tier in tiers)
 
+    if policy.attention == "host" and not (c.prefill or c.chunk):
+        written = rows("kv", "disk")
+        return {"write_kv": work.store_rows(shape, stored.kv, "kv", written)} if _any(written) else {}
     quantized = 0
     for representation in ("kv", "act"):
         if _any(sent := rows(representation, "host", "disk")):

@@ -304,7 +304,8 @@ def make_step(
     stores = _stores(wave, requests, lengths, holdings, window)
     commons = () if wave.sharing is None else _known_commons(wave, mini_batch, requests, depth)
     decodes = bool(age[0]) and built is None
-    if window and commons and not (decodes and wave.policy.attention == "host"):  # the host reads blocks by itself
+    by_blocks = decodes and wave.policy.attention == "host" and not wave.policy.attends_from_disk
+    if window and commons and not by_blocks:  # the host finds those of its own memory by itself
         commons = _commons_in_window(wave.entries, commons, context, window)
     begins = bool(not age[0] and (built is not None or context[0] == shared[0]))
     return MiniBatchStep(

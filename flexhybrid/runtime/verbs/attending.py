@@ -20,7 +20,12 @@ from flexhybrid.runtime.kernels.shared_attention import (
     attend_in_parts,
     grouped,
 )
-from flexhybrid.runtime.verbs.attending_in_place import add_shared_in_place, attend_blocks_in_place, attend_in_place
+from flexhybrid.runtime.verbs.attending_in_place import (
+    add_shared_in_place,
+    attend_blocks_in_place,
+    attend_in_place,
+    attend_on_host_in_place,
+)
 from flexhybrid.runtime.verbs.moving import put_rows
 
 #: gather(tensor, [index], out=out) writes ``tensor[index]`` to ``out``, whatever its strides.
@@ -224,12 +229,23 @@ def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
 
 
 def attend_host(state: State, task: Task) -> None:
-    """Put the new rows into the host's KV blocks, where a layer that borrows them finds them, then attend with each
-    request over its own blocks."""
+    """Put the new rows into the host's KV blocks, where a layer that borrows them finds them, or where they are written
+    to the disk from, then attend with each request over its own blocks."""
     step, slot, width = task.payload.step, task.payload.slot, state.shape.kv_width
+    for store in () if state.shape.borrows(task.layer) else step.stores:
+        rows = state.buffers.query_strip[slot, : len(step.requests), :width]
+        if len(store.rows) < len(rows):
+            rows = rows[torch.from_numpy(store.rows)]
+        if store.tier == "host":
+            put_rows(state, task, store, rows)
+        else:
+            state.buffers.landed(store.space, slot, len(rows)).copy_(rows)
+    if state.policy.attends_from_disk:
+        attend_on_host_in_place(state, task, _host_queries(state, task))
+        if not step.commons:
+            _give_attended(state, task)
+        return
     (store,), (segment,) = step.stores, step.segments
-    if not state.shape.borrows(task.layer):
-        put_rows(state, task, store, state.buffers.query_strip[slot, : len(step.requests), :width])
     query, places = _host_queries(state, task), (store.held, segment.num_tokens + 1, np.zeros_like(segment.num_tokens))
     if width := state.window_of(task):
         places = _blocks_in_window(step, store.held, width)
@@ -241,6 +257,10 @@ def attend_host(state: State, task: Task) -> None:
 def attend_host_shared(state: State, task: Task) -> None:
     """Add what all that share blocks get of these."""
     query = _host_queries(state, task)
+    if state.policy.attends_from_disk:
+        add_shared_in_place(state, task, query)
+        _give_attended(state, task)
+        return
     queries = query.unflatten(1, (state.shape.num_kv_heads, -1))[:, :, :, None]
     for common in () if state.window_of(task) else task.payload.step.commons:
         (blocks,) = common.segments

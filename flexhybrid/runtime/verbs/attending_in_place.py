@@ -14,7 +14,7 @@ from flexhybrid.core.schedule.step_work import commons_together
 from flexhybrid.core.schedule.steps import MiniBatchStep, Segment
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.executor import State
-from flexhybrid.runtime.kernels.attention import Extent, ScoreRule, Weighed
+from flexhybrid.runtime.kernels.attention import Extent, ScoreRule, Share, Weighed
 from flexhybrid.runtime.kernels.logit_changes import ToDevice
 from flexhybrid.runtime.kernels.shared_attention import add_part
 
@@ -69,7 +69,7 @@ def extents_of(state: State, task: Task, window: int | None) -> StepExtents:
         return state.graphs.fixed(state, task).extents
     of_step, extents = state.extents.get((task.mini_batch, window), (None, None))
     if of_step is not step:
-        extents = step_extents(state, step, window, state.to_device)
+        extents = step_extents(state, step, window, torch.from_numpy if on_host(state) else state.to_device)
         state.extents[task.mini_batch, window] = step, extents
     return cast("StepExtents", extents)
 
@@ -79,9 +79,18 @@ def memory_names(state: State, segments: Sequence[Segment | None]) -> list[str]:
     return [_memory_name(state, segment) for segment in segments]
 
 
-def add_shared_in_place(state: State, task: Task) -> None:
-    """Add to ``state.weighed`` what requests attend to together."""
-    queries = _queries(state, task).unflatten(1, (state.shape.num_kv_heads, -1))
+def attend_on_host_in_place(state: State, task: Task, query: torch.Tensor) -> None:
+    """Attend on the host, with queries [B, H, d], to blocks of its memory and to those that were read from the disk:
+    ``state.weighed``."""
+    segments, layout, _ = extents_of(state, task, state.window_of(task))
+    memories = [_memory(state, task, segment) for segment in segments]
+    state.weighed = _attend_and_sum(state, query, memories, layout, state.score_rule(task))
+
+
+def add_shared_in_place(state: State, task: Task, query: torch.Tensor | None = None) -> None:
+    """Add to ``state.weighed`` what requests attend to together. ``query``: [B, H, d]; None: of the projected rows."""
+    query = _queries(state, task) if query is None else query
+    queries = query.unflatten(1, (state.shape.num_kv_heads, -1))
     rule = state.score_rule(task)
     for rows, segments, layout in extents_of(state, task, state.window_of(task)).together:
         memories = [_memory(state, task, segment) for segment in segments]
@@ -94,7 +103,19 @@ def add_shared_in_place(state: State, task: Task) -> None:
 
 def by_numba(state: State) -> bool:
     """Return whether the kernels of a CPU attend, not those of a GPU."""
-    return state.device.type == "cpu"
+    return state.device.type == "cpu" or on_host(state)
+
+
+def on_host(state: State) -> bool:
+    """Return whether the host attends, beside any device."""
+    return state.policy.attention == "host"
+
+
+def _shares(state: State) -> tuple[int, Share]:
+    """Return over how many threads a CPU's kernels deal their work, and what deals it."""
+    if on_host(state):
+        return torch.get_num_threads(), state.host_share  # those of the calling lane
+    return state.compute_threads, state.compute_share
 
 
 def _attend_and_sum(
@@ -107,7 +128,7 @@ def _attend_and_sum(
         return attend_triton.attend_and_sum(query, memories, cast("Table", layout), rule)
     from flexhybrid.runtime.kernels import in_place
 
-    return in_place.attend_and_sum(query, memories, cast("Layout", layout), state.compute_share, rule.scaling)
+    return in_place.attend_and_sum(query, memories, cast("Layout", layout), _shares(state)[1], rule.scaling)
 
 
 def _layout(
@@ -126,7 +147,7 @@ def _layout(
         return table_of(extents, memory_names(state, segments), (shape.num_kv_heads, shape.head_dim), to_device)
     from flexhybrid.runtime.kernels.in_place import layout_of
 
-    return layout_of(extents, shape.num_kv_heads, state.compute_threads, of_head)
+    return layout_of(extents, shape.num_kv_heads, _shares(state)[0], of_head)
 
 
 def _queries(state: State, task: Task) -> torch.Tensor:
@@ -164,18 +185,22 @@ def _memory_name(state: State, segment: Segment | None) -> str:
         return "generated"
     if state.buffers.packed("kv"):
         return "plain"
-    return segment.space if segment.tier == "device" else "loaded"
+    if on_host(state) and segment.tier == "disk":
+        return "read"
+    return segment.space if segment.tier == "device" or on_host(state) else "loaded"
 
 
 def _memory(state: State, task: Task, segment: Segment | None) -> torch.Tensor:
     """Return what holds keys and values in the task's layer, all that lie as the segment does."""
     buffers, name = state.buffers, _memory_name(state, segment)
     if name == "rows":
-        return state.kvq[task.payload.slot]
+        return buffers.query_strip[task.payload.slot] if on_host(state) else state.kvq[task.payload.slot]
     if name == "generated":
         return buffers.generated
     if name == "plain":
         return buffers.plain["kv"]
+    if name == "read":
+        return buffers.read["kv"][task.payload.slot]
     return buffers.loaded["kv"][task.payload.slot] if name == "loaded" else buffers.pools[name][task.layer]
 
 
@@ -184,7 +209,8 @@ def _blocks(state: State, step: MiniBatchStep) -> dict[int, np.ndarray]:
     unpacking laid them, segments lie one after the other."""
     blocks, first = {}, {"act": 0, "kv": 0}
     for segment in (*step.of("act"), *step.of("kv")):
-        if segment.representation == "act" or segment.tier != "device" or state.buffers.packed("kv"):
+        in_pool = segment.tier == "device" or on_host(state) and segment.tier == "host"
+        if segment.representation == "act" or not in_pool or state.buffers.packed("kv"):
             begin = first[segment.representation]
             table = begin + segment.buffer_table
             first[segment.representation] = begin + segment.block_table.size
@@ -266,10 +292,12 @@ def step_extents(state: State, step: MiniBatchStep, window: int | None, to_devic
         segments += _shared_extents(state, step, blocks_of, window)
     of_segments, extents = [segment for segment, _ in segments], [extent for _, extent in segments]
     layout = _layout(state, extents, of_segments, shape.queries_per_key * d, to_device)
-    return StepExtents(of_segments, layout, [] if window else _together(state, step, blocks_of))
+    return StepExtents(of_segments, layout, [] if window else _together(state, step, blocks_of, to_device))
 
 
-def _together(state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray]) -> list[Together]:
+def _together(
+    state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray], to_device: ToDevice
+) -> list[Together]:
     block, parts = BLOCK_TOKENS * state.shape.kv_width, []
     for common in commons_together(step, state.wave):
         segments = tuple(segment for segment in common.segments if segment.max_tokens)
@@ -277,6 +305,6 @@ def _together(state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray
             Extent(blocks_of[id(s)] * block, s.num_tokens.astype(np.int64), *_strides(state, s)) for s in segments
         ]
         of_head = common.rows.shape[1] * state.shape.queries_per_key * state.shape.head_dim
-        layout = _layout(state, extents, segments, of_head, state.to_device)
-        parts.append(Together(state.to_device(common.rows), segments, layout))
+        layout = _layout(state, extents, segments, of_head, to_device)
+        parts.append(Together(to_device(common.rows), segments, layout))
     return parts
