@@ -26,6 +26,7 @@ from experiments.bench.models.layer_kinds import bench_layer_kinds
 from experiments.bench.models.module_path import bench_module_path
 from experiments.bench.models.path_speeds import bench_path_speeds
 from experiments.bench.overlap import bench_overlap, bench_profile
+from experiments.bench.queues.auto import bench_auto
 from experiments.bench.queues.forecast import bench_forecast
 from experiments.bench.queues.prefixes import bench_prefixes
 from experiments.bench.queues.refill import bench_density, bench_queue_overlap, bench_refill
@@ -231,13 +232,14 @@ PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "selection": (bench_selection,),
     "layers": (bench_layer_kinds,),
     "run": (bench_run,),
+    "auto": (bench_auto,),
     "replanning": (bench_replanning,),
     "refill": (bench_refill, bench_queue_overlap, bench_density, bench_forecast),
     "prefixes": (bench_prefixes,),
     "speed": (bench_speed,),
     "cascade": (bench_serve,),
 }
-TIMED = ("kernels", "profile", "executor", "selection", "speed")
+TIMED = ("kernels", "profile", "executor", "selection", "auto", "speed")
 
 
 def main() -> None:

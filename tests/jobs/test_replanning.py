@@ -9,24 +9,28 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_local_machine import machine
+from test_local_machine import CPU, machine
 from test_run import by_id, requests, run
 
 from flexhybrid import llm as llm_module
 from flexhybrid import resolve
 from flexhybrid.batch import census as census_module
-from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.hardware import Hardware, Line, load_hardware
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.trace import LineTimes
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.profile.job import model_profile_path
 from flexhybrid.jobs.run import job as job_module
 from flexhybrid.jobs.run import outlook as outlook_module
 from flexhybrid.jobs.run import replanning
 from flexhybrid.jobs.run.job import Job
 from flexhybrid.jobs.run.outlook import ChangeCosts, Outlook, change_costs
 from flexhybrid.jobs.run.replanning import Replanner, Watch
+from flexhybrid.runtime.profiling.cpu_use import CpuUse
+from flexhybrid.runtime.storage.loader import Checkpoint
+from sim.correction import TRIALS
 from sim.cost import price as seconds_of
 from sim.queue_clock import Pace, price_queue
 from tests import toy_machine
@@ -130,11 +134,15 @@ def test_lines_that_take_longer_correct_the_record_and_the_search(tiny, tmp_path
         (replanning, "Thread", AtOnce),
         (replanning, "time", Seconds()),
         (Outlook, "slower", lambda *_: 3.0),
+        (CpuUse, "others_since", lambda *_: 0.0),
         (Replanner, "__init__", lambda self, *which: seen.append(self) or init(self, *which)),
     ):
         monkeypatch.setattr(place, name, value)
+    own = model_profile_path(Checkpoint(tiny).shape, "float32", CPU)
+    known.save(own)
     for out, *more in (("kept", "--no-replan"), ("out", *([] if early else ["--no-trials"]))):
-        assert auto(tmp_path / "in.jsonl", tmp_path / f"{out}.jsonl", tiny, "--device-memory", "2MiB", *more) == 0
+        arguments = tmp_path / "in.jsonl", tmp_path / f"{out}.jsonl", tiny, "--device-memory", "2MiB", *more
+        assert run(*arguments, policy="auto") == 0
     assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "kept.jsonl")
     (replanner,) = seen
     assert replanner.num_searches == replanner.num_changes == 1
@@ -143,6 +151,9 @@ def test_lines_that_take_longer_correct_the_record_and_the_search(tiny, tmp_path
     assert replanner.llm.settled_policy.cache.get("kv@host", 0.0) < 1.0
     told = capsys.readouterr().out
     assert ("trials     load_kv takes 3.00 of the profile's time" in told) == early
+    kept = load_hardware(own)
+    assert (TRIALS in kept.notes) == early
+    assert kept.line("load_kv", "h2d").s_per_byte == pytest.approx((3 if early else 1) * known.lines["h2d"].s_per_byte)
     reason = "after 6 iterations: load_kv takes 3.00" if early else "iterations took 3.00 times as long as predicted"
     assert reason in told.partition("replanned  ")[2]
 

@@ -1,0 +1,96 @@
+"""Bench rows of policy auto: jobs that it chooses a policy for, against policies named by hand, each job run whole.
+
+A job's tokens/s with policy auto count its trial, its searches and its changes of policy; only the profile is measured
+before. The grid of policies holds what a careful user would try one by one. Policy auto runs first and last: what parts
+its two runs is the machine's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+import numpy as np
+from tqdm import tqdm
+
+from experiments.bench.harness import Table
+from experiments.bench.queues.run import profiled, silent
+from experiments.peers.random_opt import make_checkpoint
+from flexhybrid.arguments import LLMArguments
+from flexhybrid.core.errors import InputError
+from flexhybrid.jobs.profile.job import TIMING_SHAPE
+from flexhybrid.jobs.run.job import RunOptions, run
+
+SHAPE = replace(TIMING_SHAPE, name="opt-chosen", num_layers=8, vocab=3000)
+LINK_GB_PER_S, DISK_GB_PER_S = 0.4, 0.2
+GRID = ("resident", "kv_only", "act_only", "hybrid(0.25)", "hybrid(0.5)", "hybrid(0.75)", "fastdecode")
+BAR = 0.98
+
+
+@dataclass(frozen=True)
+class ChosenJob:
+    """A kind of job: its requests, and the memory that it may use."""
+
+    name: str
+    num_requests: int
+    prompt_tokens: int
+    max_tokens: int
+    budgets: dict[str, str]
+    grid: tuple[str, ...] = GRID[1:]
+
+
+JOBS = (
+    ChosenJob("resident", 64, 256, 48, {}, GRID),
+    ChosenJob("streamed", 64, 256, 48, {"device": "160MiB"}),
+    ChosenJob("long context", 24, 1536, 48, {"device": "400MiB"}),
+    ChosenJob("short labels", 192, 384, 4, {"device": "160MiB"}),
+    ChosenJob("weights on the disk", 64, 256, 48, {"device": "160MiB", "host": "300MiB"}),
+)
+
+
+def write_requests(path: Path, job: ChosenJob) -> None:
+    """Write prompts of half to one and a half times the mean, each answered to its limit."""
+    generator = np.random.default_rng(0)
+    with open(path, "w", encoding="utf-8") as file:
+        for number in range(job.num_requests):
+            length = generator.integers(job.prompt_tokens // 2, job.prompt_tokens * 3 // 2)
+            limit = int(generator.integers(max(1, job.max_tokens // 2), job.max_tokens * 3 // 2))
+            prompt = generator.integers(3, SHAPE.vocab, min(length, SHAPE.max_positions - limit)).tolist()
+            body = {"prompt": prompt, "temperature": 0, "max_tokens": limit, "ignore_eos": True}
+            line = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
+            file.write(json.dumps(line) + "\n")
+
+
+def bench_auto(table: Table, dtype: str) -> None:
+    """Add, for each job, tokens/s of policy auto over those of the best policy of the grid."""
+    with TemporaryDirectory() as name, patch.dict(os.environ, FLEXHYBRID_CACHE=str(Path(name) / "cache")):
+        folder = Path(name)
+        make_checkpoint(folder / "model", SHAPE, dtype)
+        for job in JOBS:
+            write_requests(folder / "in.jsonl", job)
+            llm = LLMArguments(
+                folder / "model", "auto", "cpu", dtype, budgets=dict(job.budgets), link_gb_per_s=LINK_GB_PER_S,
+                disk_dir=folder, disk_gb_per_s=DISK_GB_PER_S,
+            )  # fmt: skip
+            options = RunOptions(folder / "in.jsonl", folder / "out.jsonl", llm, restart=True, quiet=True)
+            profiled(options)
+            seconds: dict[str, list[float]] = {}
+            refused = {}
+            for policy in tqdm(("auto", *job.grid, "auto"), desc=job.name, leave=False):
+                try:
+                    record = run(replace(options, llm=replace(llm, policy=policy)), silent)
+                except InputError as error:  # it does not fit
+                    refused[policy] = str(error)
+                    continue
+                seconds.setdefault(policy, []).append(record["seconds"])
+            own = seconds.pop("auto")
+            best = min(seconds, key=lambda policy: seconds[policy][0])
+            conditions = {"auto_s": own, "grid_s": {name: of[0] for name, of in seconds.items()}, "refused": refused}
+            value = seconds[best][0] / statistics.mean(own)
+            table.at_least(f"auto, {job.name}: of the tokens/s of the best of a grid", value, BAR, "x", best=best,
+                           **conditions)  # fmt: skip
