@@ -26,31 +26,34 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.jobs.profile.job import TIMING_SHAPE
 from flexhybrid.jobs.run.job import RunOptions, run
 
-SHAPE = replace(TIMING_SHAPE, name="opt-chosen", num_layers=8, vocab=3000)
+SHAPE = replace(TIMING_SHAPE, name="opt-chosen", vocab=3000)
 LINK_GB_PER_S, DISK_GB_PER_S = 0.4, 0.2
-GRID = ("resident", "kv_only", "act_only", "hybrid(0.25)", "hybrid(0.5)", "hybrid(0.75)", "fastdecode")
+GRID = ("kv_only", "kv_only(weights_device=0.5)", "act_only", "hybrid(0.5)", "fastdecode")
 BAR = 0.98
 
 
 @dataclass(frozen=True)
 class ChosenJob:
-    """A kind of job: its requests, and the memory that it may use."""
+    """A kind of job: its requests, the memory that it may use, and the policies that a user would try."""
 
     name: str
     num_requests: int
     prompt_tokens: int
     max_tokens: int
     budgets: dict[str, str]
-    grid: tuple[str, ...] = GRID[1:]
+    grid: tuple[str, ...] = GRID
 
 
 JOBS = (
-    ChosenJob("resident", 64, 256, 48, {}, GRID),
-    ChosenJob("streamed", 64, 256, 48, {"device": "160MiB"}),
-    ChosenJob("long context", 24, 1536, 48, {"device": "400MiB"}),
-    ChosenJob("short labels", 192, 384, 4, {"device": "160MiB"}),
-    ChosenJob("weights on the disk", 64, 256, 48, {"device": "160MiB", "host": "300MiB"}),
-)
+    ChosenJob("resident", 192, 256, 48, {}, ("resident", "hybrid(0.5)")),
+    ChosenJob("streamed", 48, 256, 32, {"device": "96MiB"}),
+    ChosenJob("long context", 16, 1280, 24, {"device": "192MiB"}),
+    ChosenJob("short labels", 192, 384, 4, {"device": "96MiB"}),
+    ChosenJob(
+        "weights on the disk", 32, 256, 16, {"device": "96MiB", "host": "90MiB"},
+        tuple(f"{name}weights_disk=1)" for name in ("kv_only(", "act_only(", "hybrid(0.5, ")),
+    ),
+)  # fmt: skip
 
 
 def write_requests(path: Path, job: ChosenJob) -> None:
