@@ -308,7 +308,7 @@ def describe_found(report: SearchReport) -> str:
     order = f"{policy.schedule} schedule, {policy.cut}"
     lines.append(f"          {order}, attention on the {policy.attention}")
     if found.selected:
-        used = "used" if policy.selection.method == "speculative" else "not used: it would be slower"
+        used = "used" if policy.selection.method == "speculative" else "not used: nothing is faster with it"
         pays = "pays" if found.selected.act_pays else "does not pay"
         lines.append(f"  the selection allowed is {used}; under it ACT {pays} (and tokens change)")
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found.counts.items())

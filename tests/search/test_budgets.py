@@ -191,7 +191,11 @@ def test_a_limit_of_latency_may_be_kept_in_waves(monkeypatch):
     assert describe_rivals(report).count("is over the limit") == 2 and "binds the search alone" in describe_rivals(
         report
     )
+    assert "keep different shares of the weights" in describe_rivals(report)
     assert "first tokens of the first wave after" in describe_found(report)
+    for gap, said in ((0.002, False), (0.08, True)):  # the margin decides nothing where nothing can be faster
+        unproved = report._replace(found=replace(report.found, gaps={"device": gap}))
+        assert report.found.margin and ("stays on the device" in describe_found(unproved)) == said
     for name, value in (("max_ttft", 0.0), ("max_tpot", np.nan)):
         with pytest.raises(InputError, match=f"--{name.replace('_', '-')} is .*; it must be above 0"):
             run_search(replace(options, **{name: value}))

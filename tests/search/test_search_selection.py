@@ -68,6 +68,13 @@ def test_nothing_of_its_space_is_faster_by_hand(results):
                 assert outcome.tokens_per_s <= selected.value * (1 + 1e-9)
 
 
+def test_a_selection_keeps_the_limits_of_latency_too(results):
+    limit = 0.995 * results[0.02].prediction["prefill_s"]
+    found = found_with(0.02, max_ttft_s=limit)
+    assert found.prediction["prefill_s"] <= limit * (1 + 1e-8)
+    assert 0 < found.selected.value < results[0.02].selected.value
+
+
 def test_lossless_and_a_selection_contradict_each_other():
     with pytest.raises(InputError, match="lossy"):
         found_with(0.1, space=LOSSLESS)

@@ -384,7 +384,7 @@ def test_the_best_batch_is_the_same_in_a_sweep_in_simulate_and_in_searchs_table(
     with open(out, encoding="utf-8", newline="") as file:
         swept = {row["system"]: row for row in csv.DictReader(file)}
     capsys.readouterr()
-    assert cli.main(["search", *where, "--no-confirm", "--json"]) == 0
+    assert cli.main(["search", *where, "--batch", "auto", "--no-confirm", "--json"]) == 0
     rivals = {row["system"]: row for row in json.loads(capsys.readouterr().out)["rivals"]}
     for system_name in ("kv_only", "flexgen"):
         assert cli.main(["simulate", "--system", system_name, *where, "--batch", "auto", "--json"]) == 0
