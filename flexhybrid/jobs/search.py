@@ -365,7 +365,7 @@ def describe_rivals(report: SearchReport) -> str:
     for row in report.rivals:
         if row["tokens_per_s"]:
             streamed = row["system"].startswith("resident") and row["weights_on_device"] < 1
-            bits, notes = Bits(**row["policy"]["bits"]), [WEIGHTS_STREAMED] * streamed
+            bits, notes = Bits(**row["policy"]["bits"]), [WEIGHTS_STREAMED] * bool(streamed)
             notes += [f"{name[:4].upper()} {row[name]:.4g} s is over the limit" for name in row["exceeds"]]
             notes += [f"bits {_bits_text(bits)}"] * (bits != report.found.policy.bits)
             notes += ["changes the tokens"] * (not bits.native)

@@ -10,7 +10,7 @@ import pytest
 from test_floors import ROOT, imported_names, parsed, source_files
 
 MAX_FILES = 16  #: Python files of one folder
-MAX_LINES = 64418
+MAX_LINES = 64429
 MAX_FORMAT_SKIPS = 250  #: places where the formatter is switched off, tests included
 MAX_LONG_CALLS = 20  #: calls with LONG_CALL or more positional arguments
 LONG_CALL = 7

@@ -101,9 +101,14 @@ BRUTE = {
 
 @pytest.mark.parametrize(
     "name, link",
-    [("runnable", 0.1), ("host attention", 1.0), ("host attention over the disk", 1.0), ("bits and disk", 1.0),
-     ("token ids", 0.1)],
-)  # fmt: skip
+    [
+        ("runnable", 0.1),
+        ("host attention", 1.0),
+        ("host attention over the disk", 1.0),
+        ("bits and disk", 1.0),
+        ("token ids", 0.1),
+    ],
+)
 def test_the_search_is_as_good_as_brute_force(name, link):
     """A tenth of a per cent is what it does not look for; shares finer than blocks can make it better."""
     space, budgets = BRUTE[name]

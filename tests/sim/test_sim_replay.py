@@ -88,7 +88,7 @@ def test_what_is_read_where_it_lies_needs_no_attention_buffer():
         assert {"attention buffer", "KV buffers"}.isdisjoint(part for _, part in differences(parts, planned)), case
         in_pieces = num_chunks(case.policy, wave.workload.prompt_tokens[wave.mini_batches[0]]) > 1
         closed = predict(case.problem, case.candidate, walk=False).row()
-        close = 0.02 if in_pieces else 1e-6  # a last piece may be a small one
+        close = 0.05 if in_pieces else 1e-6  # a last piece may be a small one
         assert closed["peak_bytes"] == pytest.approx(total_bytes(planned), rel=close, abs=40), case
         assert ("attention buffer" in planned["device"]) == in_pieces, case
         assert ("attention sums" in planned["device"]) == (device == "cuda")

@@ -50,10 +50,14 @@ JOBS = (
     ChosenJob("long context", 16, 1280, 24, {"device": "192MiB"}),
     ChosenJob("short labels", 192, 384, 4, {"device": "96MiB"}),
     ChosenJob(
-        "weights on the disk", 32, 256, 16, {"device": "96MiB", "host": "90MiB"},
+        "weights on the disk",
+        32,
+        256,
+        16,
+        {"device": "96MiB", "host": "90MiB"},
         tuple(f"{name}weights_disk=1)" for name in ("kv_only(", "act_only(", "hybrid(0.5, ")),
     ),
-)  # fmt: skip
+)
 
 
 def write_requests(path: Path, job: ChosenJob) -> None:
@@ -77,9 +81,15 @@ def bench_auto(table: Table, dtype: str) -> None:
         for job in JOBS:
             write_requests(folder / "in.jsonl", job)
             llm = LLMArguments(
-                folder / "model", "auto", "cpu", dtype, budgets=dict(job.budgets), link_gb_per_s=LINK_GB_PER_S,
-                disk_dir=folder, disk_gb_per_s=DISK_GB_PER_S,
-            )  # fmt: skip
+                folder / "model",
+                "auto",
+                "cpu",
+                dtype,
+                budgets=dict(job.budgets),
+                link_gb_per_s=LINK_GB_PER_S,
+                disk_dir=folder,
+                disk_gb_per_s=DISK_GB_PER_S,
+            )
             options = RunOptions(folder / "in.jsonl", folder / "out.jsonl", llm, restart=True, quiet=True)
             profiled(options)
             seconds: dict[str, list[float]] = {}
@@ -95,5 +105,6 @@ def bench_auto(table: Table, dtype: str) -> None:
             best = min(seconds, key=lambda policy: seconds[policy][0])
             conditions = {"auto_s": own, "grid_s": {name: of[0] for name, of in seconds.items()}, "refused": refused}
             value = seconds[best][0] / statistics.mean(own)
-            table.at_least(f"auto, {job.name}: of the tokens/s of the best of a grid", value, BAR, "x", best=best,
-                           **conditions)  # fmt: skip
+            table.at_least(
+                f"auto, {job.name}: of the tokens/s of the best of a grid", value, BAR, "x", best=best, **conditions
+            )
