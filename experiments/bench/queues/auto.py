@@ -29,6 +29,7 @@ from flexhybrid.jobs.run.job import RunOptions, run
 SHAPE = replace(TIMING_SHAPE, name="opt-chosen", vocab=3000)
 LINK_GB_PER_S, DISK_GB_PER_S = 0.4, 0.2
 GRID = ("kv_only", "kv_only(weights_device=0.5)", "act_only", "hybrid(0.5)", "fastdecode")
+ON_DISK = ("kv_only(weights_disk=1)", "act_only(weights_disk=1)", "hybrid(0.5, weights_disk=1)")
 BAR = 0.98
 
 
@@ -45,18 +46,11 @@ class ChosenJob:
 
 
 JOBS = (
-    ChosenJob("resident", 192, 256, 48, {}, ("resident", "hybrid(0.5)")),
-    ChosenJob("streamed", 48, 256, 32, {"device": "96MiB"}),
-    ChosenJob("long context", 16, 1280, 24, {"device": "192MiB"}),
-    ChosenJob("short labels", 192, 384, 4, {"device": "96MiB"}),
-    ChosenJob(
-        "weights on the disk",
-        32,
-        256,
-        16,
-        {"device": "96MiB", "host": "90MiB"},
-        tuple(f"{name}weights_disk=1)" for name in ("kv_only(", "act_only(", "hybrid(0.5, ")),
-    ),
+    ChosenJob("resident", 128, 256, 48, {}, ("resident",)),
+    ChosenJob("streamed", 24, 256, 16, {"device": "96MiB"}),
+    ChosenJob("long context", 8, 1280, 12, {"device": "192MiB"}),
+    ChosenJob("short labels", 64, 384, 4, {"device": "96MiB"}),
+    ChosenJob("weights on the disk", 16, 256, 8, {"device": "96MiB", "host": "90MiB"}, ON_DISK),
 )
 
 
