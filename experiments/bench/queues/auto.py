@@ -80,7 +80,7 @@ def bench_auto(table: Table, dtype: str) -> None:
                 "cpu",
                 dtype,
                 budgets=dict(job.budgets),
-                link_gb_per_s=LINK_GB_PER_S,
+                link_gb_per_s=LINK_GB_PER_S if job.budgets else None,  # under a pace nothing stays for its own sake
                 disk_dir=folder,
                 disk_gb_per_s=DISK_GB_PER_S,
             )
