@@ -318,9 +318,7 @@ class BranchAndBound:
         """Move the best policy's cache from the disk to the host where that takes no longer: a disk that limits nothing
         is the slower tier all the same."""
         best = self.best.unplaced if self.best else None
-        if best is None or not any("@disk" in entry for entry in best.entries):
-            return
-        if not self._can_mix(best) and (best.option.attention == "device" or self.problem.space.mix):
+        if best is None or not any("@disk" in entry for entry in best.entries) or not self._can_move(best):
             return
         mix: dict[str, float] = {}
         for entry, share in best.cache:
@@ -334,7 +332,10 @@ class BranchAndBound:
                 self.best = known
 
     def _can_mix(self, policy: UnplacedPolicy) -> bool:
-        free = policy.option.attention == "device" and self.problem.space.mix is None
+        return policy.option.attention == "device" and self._can_move(policy)
+
+    def _can_move(self, policy: UnplacedPolicy) -> bool:
+        free = self.problem.space.mix is None
         return free and all(entry in self.problem.entries for entry in policy.entries)
 
     def _grid_of(self, policy: UnplacedPolicy) -> ChoiceGrid:

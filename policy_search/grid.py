@@ -35,11 +35,6 @@ TOK_SHARE = 0.5  #: share at which recomputing a prefix is priced: its attention
 WEIGHTS_ON_DEVICE = (1.0, 0.0, 0.0)
 
 
-def attended_entry(entry: str) -> str:
-    """Return which entry of the two that the host attends to stands in a program for an entry of the cache."""
-    return entry if entry == "kv@disk" else "kv@host"
-
-
 @dataclass(frozen=True)
 class Program:
     """The linear program of one choice, spelt out for a reader: seconds and bytes of each row of ROWS."""
@@ -179,12 +174,17 @@ class ChoiceGrid:
         rounded_row = 1e-3 * problem.shape.layer_bytes(problem.bytes_per_element)
         return np.maximum(0.0, half - (streamed + resident) / 2) + rounded_row
 
+    def columns(self, option: Option) -> tuple[str, ...]:
+        """Return which entry each of ``vertices`` stands for: where the host attends, one of the two that it reads."""
+        if self.problem.space.mix:
+            return ("as kept",)
+        on_host, entries = option.attention == "host", self.problem.entries
+        return tuple("kv@host" if on_host and entry != "kv@disk" else entry for entry in entries)
+
     def vertices(self, option: Option) -> list[np.ndarray]:
         """Return the cache's terms, one for each of ``problem.entries``; one in all for a cache that is kept."""
         if option.attention == "host":
-            if self.problem.space.mix:
-                return [self._term(self._host_attention_term, "kv@host")]
-            return [self._term(self._host_attention_term, attended_entry(entry)) for entry in self.problem.entries]
+            return [self._term(self._host_attention_term, entry) for entry in self.columns(option)]
         if self.problem.space.mix:
             return [self._term(self._mix_term, option.kv_bits, option.act_bits)]
         widths = {"kv": option.kv_bits, "act": option.act_bits, "tok": NATIVE}
@@ -215,12 +215,8 @@ class ChoiceGrid:
         """Return the program of one choice, spelt out."""
         index, pair = self.split(choice)
         option = self.options[index]
-        mix = self.problem.space.mix
-        names = self.problem.entries
-        if option.attention == "host":
-            names = tuple(map(attended_entry, names))
-        names = ("as kept",) if mix else names
-        cache = {name: term[pair] for name, term in zip(names, self.vertices(option), strict=False)}
+        terms = zip(self.columns(option), self.vertices(option), strict=True)
+        cache = {entry: term[pair] for entry, term in terms}
         placements = zip(self.problem.placements, self.weight_vertices(option), strict=True)
         weights = {placement: term[pair] for placement, term in placements}
         in_any_entry, in_any_placement = (np.min(list(terms.values()), axis=0) for terms in (cache, weights))

@@ -24,9 +24,8 @@ class Solution:
     """Optima of programs, arrays [programs]."""
 
     value: np.ndarray  #: seconds per token; infinity where a limit is too small
-    lacking: (
-        np.ndarray
-    )  #: what is missing of the limit (of a tier's bytes, a phase's seconds) that misses most, a share
+    #: what is missing of the limit that misses most (a tier's bytes or a phase's seconds), as a share of it
+    lacking: np.ndarray
     cache: np.ndarray  #: shares, [programs, entries]
     weights: np.ndarray  #: shares, [programs, placements]
 

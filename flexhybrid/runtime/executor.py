@@ -154,8 +154,8 @@ class Executor(Generic[SelectionT]):
         self.compute_threads = parts.compute_threads
         #: by mini-batch and window, ``StepExtents`` of its decode step
         self.extents: dict[tuple[int, int | None], tuple[MiniBatchStep, Any]] = {}
-        on_host = self.policy.attention == "host" and wave.problem.host_attends_in_place
-        on_host = on_host or self.policy.attends_from_disk
+        by_kernels = wave.problem.host_attends_in_place or self.policy.attends_from_disk
+        on_host = self.policy.attention == "host" and by_kernels
         if on_host or self.device.type == "cpu" and attends_in_place(wave.problem, wave.policy):
             from flexhybrid.runtime.kernels.in_place import compile_for
 

@@ -7,9 +7,9 @@ its two runs is the machine's.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.bench.harness import Table
-from experiments.bench.queues.run import profiled, silent
+from experiments.bench.queues.run import profiled, silent, write_lines
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.errors import InputError
@@ -54,17 +54,14 @@ JOBS = (
 )
 
 
-def write_requests(path: Path, job: ChosenJob) -> None:
-    """Write prompts of half to one and a half times the mean, each answered to its limit."""
+def requests(job: ChosenJob) -> Iterator[dict]:
+    """Yield bodies with prompts of half to one and a half times the mean, each answered to its limit."""
     generator = np.random.default_rng(0)
-    with open(path, "w", encoding="utf-8") as file:
-        for number in range(job.num_requests):
-            length = generator.integers(job.prompt_tokens // 2, job.prompt_tokens * 3 // 2)
-            limit = int(generator.integers(max(1, job.max_tokens // 2), job.max_tokens * 3 // 2))
-            prompt = generator.integers(3, SHAPE.vocab, min(length, SHAPE.max_positions - limit)).tolist()
-            body = {"prompt": prompt, "temperature": 0, "max_tokens": limit, "ignore_eos": True}
-            line = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}
-            file.write(json.dumps(line) + "\n")
+    for _ in range(job.num_requests):
+        length = generator.integers(job.prompt_tokens // 2, job.prompt_tokens * 3 // 2)
+        limit = int(generator.integers(max(1, job.max_tokens // 2), job.max_tokens * 3 // 2))
+        prompt = generator.integers(3, SHAPE.vocab, min(length, SHAPE.max_positions - limit)).tolist()
+        yield {"prompt": prompt, "temperature": 0, "max_tokens": limit, "ignore_eos": True}
 
 
 def bench_auto(table: Table, dtype: str) -> None:
@@ -73,7 +70,7 @@ def bench_auto(table: Table, dtype: str) -> None:
         folder = Path(name)
         make_checkpoint(folder / "model", SHAPE, dtype)
         for job in JOBS:
-            write_requests(folder / "in.jsonl", job)
+            write_lines(folder / "in.jsonl", requests(job))
             llm = LLMArguments(
                 folder / "model",
                 "auto",

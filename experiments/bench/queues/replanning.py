@@ -20,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.bench.harness import Table
+from experiments.bench.queues.run import write_lines
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.hardware import Hardware
@@ -70,16 +71,12 @@ def busy_link() -> Iterator[None]:
         yield
 
 
-def write_requests(path: Path) -> None:
+def requests() -> Iterator[dict]:
     generator = np.random.default_rng(0)
-    with open(path, "w", encoding="utf-8") as file:
-        for number in range(NUM_REQUESTS):
-            prompt = generator.integers(3, SHAPE.vocab, generator.integers(24, 65)).tolist()
-            limit = int(np.clip(np.exp(generator.normal(np.log(40), 0.6)), 4, 160))
-            body = {"prompt": prompt, "temperature": 0, "max_tokens": limit, "ignore_eos": True}
-            file.write(
-                json.dumps({"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}) + "\n"
-            )
+    for _ in range(NUM_REQUESTS):
+        prompt = generator.integers(3, SHAPE.vocab, generator.integers(24, 65)).tolist()
+        limit = int(np.clip(np.exp(generator.normal(np.log(40), 0.6)), 4, 160))
+        yield {"prompt": prompt, "temperature": 0, "max_tokens": limit, "ignore_eos": True}
 
 
 def bench_replanning(table: Table, hardware: Hardware | None = None) -> None:
@@ -87,7 +84,7 @@ def bench_replanning(table: Table, hardware: Hardware | None = None) -> None:
     hardware = hardware or measure_for_model(SHAPE, "float32", pick_device("cpu", LINK_GB_PER_S))
     with TemporaryDirectory() as name:
         folder = Path(name)
-        write_requests(folder / "in.jsonl")
+        write_lines(folder / "in.jsonl", requests())
         seconds, answers = {}, {}
         for replan in (False, True):
             with busy_link():

@@ -9,7 +9,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -48,15 +48,20 @@ def requests() -> list[dict]:
     return bodies
 
 
+def write_lines(path: Path, bodies: Iterable[dict]) -> None:
+    """Write a batch of completions, with the custom_ids r0, r1, …"""
+    line = {"method": "POST", "url": "/v1/completions"}
+    lines = [json.dumps({"custom_id": f"r{i}", **line, "body": body}) for i, body in enumerate(bodies)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def bench_run(table: Table) -> None:
     """Add all rows."""
     model = shipped.CHECKPOINT
     with TemporaryDirectory() as name, patch.dict(os.environ, FLEXHYBRID_CACHE=str(Path(name) / "cache")):
         folder = Path(name)
         bodies = requests()
-        line = {"method": "POST", "url": "/v1/completions"}
-        lines = [json.dumps({"custom_id": f"r{i}", **line, "body": body}) for i, body in enumerate(bodies)]
-        (folder / "in.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_lines(folder / "in.jsonl", bodies)
         bench_overhead(table, model, folder, bodies)
         bench_prediction(table, model, folder)
 
