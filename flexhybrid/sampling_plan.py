@@ -11,7 +11,7 @@ from flexhybrid.core.errors import InputError, shown
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.runtime.kernels.logit_changes import LogitChanges
 from flexhybrid.sampling_params import SamplingParams
-from flexhybrid.structured_outputs import Grammar, Grammars
+from flexhybrid.structured_outputs import CompiledGrammar, Grammars
 
 LARGEST_PENALTY = 1e25  #: of repetition: logits times it are finite in float32
 
@@ -30,7 +30,7 @@ class SamplingRules:
         self.changes(params, 0, name)
         self.grammar(params, name)
 
-    def grammar(self, params: SamplingParams, name: str) -> Grammar | None:
+    def grammar(self, params: SamplingParams, name: str) -> CompiledGrammar | None:
         """Return the grammar of a request's answer; None: it has none. Raise InputError likewise."""
         if params.structured_outputs is None:
             return None

@@ -110,7 +110,7 @@ class Grammars:
             raise InputError(f"structured outputs cannot read this tokenizer: {str(error).splitlines()[0]}") from None
         self.compile = functools.lru_cache(maxsize=KEPT_GRAMMARS)(self._compile)
 
-    def _compile(self, params: StructuredOutputsParams) -> Grammar:
+    def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
         """Raise InputError for what is no form."""
         matcher_of = self._llguidance.LLMatcher
         try:
@@ -124,7 +124,7 @@ class Grammars:
             raise InputError(
                 f"{asked} of structured outputs, {shown(getattr(params, asked))}, cannot be used: {reason}"
             )
-        return Grammar(matcher_of(self.tokenizer, text, log_level=0), self.size, self.ends)
+        return CompiledGrammar(matcher_of(self.tokenizer, text, log_level=0), self.size, self.ends)
 
     def _text(self, params: StructuredOutputsParams) -> str:
         """Return llguidance's own text of a form."""
@@ -139,16 +139,16 @@ class Grammars:
         return self._llguidance.grammar_from("grammar", params.grammar)
 
 
-class Grammar:
+class CompiledGrammar:
     """A compiled form, and the beginning of an answer in it."""
 
     def __init__(self, matcher: Any, size: int, ends: tuple[int, ...]):
         """``size``: tokens of the matcher's vocabulary; ``ends``: those that end an answer."""
         self._matcher, self._size, self._ends = matcher, size, ends
 
-    def begin(self) -> Grammar:
+    def begin(self) -> CompiledGrammar:
         """Return the beginning of another answer."""
-        return Grammar(self._matcher.deep_copy(), self._size, self._ends)
+        return CompiledGrammar(self._matcher.deep_copy(), self._size, self._ends)
 
     def fill(self, words: np.ndarray) -> None:
         """Set bit t % 32 of word t // 32 (int32) where token t may come next; at the form's end only what ends an

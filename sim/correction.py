@@ -111,7 +111,7 @@ def _refitted(line: Line, points: list[_Point]) -> Line:
 
 def with_waiting(hardware: Hardware, traces: Iterable[tuple[Policy, list[TraceEvent]]], last: int) -> Hardware:
     """Return the machine with each resource that limits runs slower, or faster, as their steps are measured against the
-    virtual clock of the same tasks: the median of the runs that it limits. ``last``: see ``Window``."""
+    virtual clock of the same tasks: the median of the runs that it limits. ``last``: see ``TraceWindow``."""
     ratios: dict[str, list[float]] = {}
     for policy, trace in traces:
         walked = virtual_clock.run((event.task for event in trace), hardware.at_work(policy))

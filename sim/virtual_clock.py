@@ -123,7 +123,7 @@ Summary = TypeVar("Summary", bound=RunSummary)
 
 def summarize(trace: list[TraceEvent], last: int = -1) -> SimulatedSummary:
     """Reduce the trace of ``run`` to its times, tokens, traffic and busy shares. The decode ends with the iteration
-    ``last`` (as a list index: ``Window``). Raises ValueError for an empty trace."""
+    ``last`` (as a list index: ``TraceWindow``). Raises ValueError for an empty trace."""
     return _summarize(trace, last, SimulatedSummary)
 
 

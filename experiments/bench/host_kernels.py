@@ -18,7 +18,7 @@ import torch
 
 from experiments.bench import kernels
 from experiments.bench.harness import Table, seconds_in_turn
-from experiments.bench.kernels import TIMING, Sizes, laid_in_host_memory, memory_share, times_as_fast
+from experiments.bench.kernels import TIMING, KernelSizes, laid_in_host_memory, memory_share, times_as_fast
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.runtime.kernels.compiled import Share
 from flexhybrid.runtime.kernels.quantize import dequantize, quantize
@@ -34,7 +34,7 @@ SETS = 4  #: of operands that take turns
 PACKED = 4096, 2048  #: rows, and elements of each
 
 
-def bench_host_kernels(table: Table, sizes: Sizes = TIMING) -> None:
+def bench_host_kernels(table: Table, sizes: KernelSizes = TIMING) -> None:
     """Add all rows, on one core and, where there are more, on all."""
     most = torch.get_num_threads()
     for threads in dict.fromkeys((1, most)):
@@ -50,7 +50,7 @@ def bench_host_kernels(table: Table, sizes: Sizes = TIMING) -> None:
         bench_attention_together(table, sizes)
 
 
-def bench_attention(table: Table, sizes: Sizes, kind: tuple[torch.dtype, int], share: Share, where: str) -> None:
+def bench_attention(table: Table, sizes: KernelSizes, kind: tuple[torch.dtype, int], share: Share, where: str) -> None:
     """Attention of one new token over blocks in place, in a dtype and with so many queries a key head. Of few requests
     what precedes the kernel counts, and of two threads waking the other."""
     from flexhybrid.runtime.kernels import in_place
@@ -64,14 +64,14 @@ def bench_attention(table: Table, sizes: Sizes, kind: tuple[torch.dtype, int], s
     table.at_least(f"{name}: share of the memory bandwidth", found, 0.6, "x")
 
 
-def _blocks(sizes: Sizes, dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
+def _blocks(sizes: KernelSizes, dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
     """Return blocks of contexts, and which each request holds [B, n]."""
     count = sizes.batch * ceil_blocks(sizes.context)
     blocks = torch.randn(count, 2, sizes.heads, BLOCK_TOKENS, sizes.head_dim).to(dtype)
     return blocks, np.arange(count).reshape(sizes.batch, -1)
 
 
-def _layout(sizes: Sizes, held: np.ndarray, threads: int, queries: int):
+def _layout(sizes: KernelSizes, held: np.ndarray, threads: int, queries: int):
     """Return the layout of full contexts in the blocks that requests hold [B, n]."""
     from flexhybrid.runtime.kernels import in_place
 
@@ -81,7 +81,7 @@ def _layout(sizes: Sizes, held: np.ndarray, threads: int, queries: int):
     return in_place.layout_of([extent], sizes.heads, threads, queries * sizes.head_dim)
 
 
-def bench_attention_together(table: Table, sizes: Sizes) -> None:
+def bench_attention_together(table: Table, sizes: KernelSizes) -> None:
     """Attention over blocks that all requests share, against each attending to them by itself."""
     from flexhybrid.runtime.kernels import in_place
 
@@ -119,7 +119,7 @@ def bench_packing(table: Table, share: Share, where: str) -> None:
             _against_a_copy(table, f"{name}, {bits} bits, {where}", call, num_bytes, BARS[name])
 
 
-def bench_moving(table: Table, sizes: Sizes, share: Share, where: str) -> None:
+def bench_moving(table: Table, sizes: KernelSizes, share: Share, where: str) -> None:
     """New rows of bfloat16 put into blocks: a prompt's, side by side, and one of each request, anywhere. And rows taken
     from anywhere: of single heads, and of all."""
     tokens, width = kernels.LARGE_BYTES // 2**16, 2 * sizes.heads * sizes.head_dim

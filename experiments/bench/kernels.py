@@ -27,7 +27,7 @@ REPEATS = 7
 LARGE_BYTES = 2**28  #: far more than a processor's caches hold
 
 
-class Sizes(NamedTuple):
+class KernelSizes(NamedTuple):
     """Sizes of a mini-batch; ``chunk``: new tokens of a chunk."""
 
     batch: int
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
     chunk: int
 
 
-TIMING = Sizes(8, 16, 64, 520, 256)  #: of the timing model
+TIMING = KernelSizes(8, 16, 64, 520, 256)  #: of the timing model
 
 
 def median_seconds(function, repeats: int = 15) -> float:
@@ -71,7 +71,7 @@ def memory_share(operands: torch.Tensor, ours) -> float:
     return statistics.median(shares)
 
 
-def bench_kernels(table: Table, contender: PolicyRun, sizes: Sizes = TIMING) -> None:
+def bench_kernels(table: Table, contender: PolicyRun, sizes: KernelSizes = TIMING) -> None:
     """Add all rows; ``contender`` runs a mix whose KV-Gen is timed in the executor."""
     weights = contender.session.executor.weights
     like = {"dtype": weights.dtype, "device": weights.device}
@@ -95,7 +95,7 @@ def bench_kv_gen(table: Table, contender: PolicyRun, like: dict) -> None:
     table.at_least("KV-Gen against a plain matrix product of its shape", ratio, 0.85, "x")
 
 
-def bench_attention(table: Table, sizes: Sizes, like: dict, paths: dict[str, Path]) -> None:
+def bench_attention(table: Table, sizes: KernelSizes, like: dict, paths: dict[str, Path]) -> None:
     """Attention of one new token, of a chunk of a prompt, and of a full prompt, by the executor's path of each phase.
 
     A chunk is measured against its two products alone: softmax, mask and scale pass over scores that have as many bytes
@@ -126,7 +126,7 @@ def bench_attention(table: Table, sizes: Sizes, like: dict, paths: dict[str, Pat
     bench_prompt(table, new, paths["prompt"])
 
 
-def bench_attention_shared(table: Table, sizes: Sizes, like: dict) -> None:
+def bench_attention_shared(table: Table, sizes: KernelSizes, like: dict) -> None:
     """Attention of a chunk of prompts over itself and what all share, against its products alone."""
     batch, heads, head_dim, context, chunk = sizes
     new = torch.randn(batch, chunk, heads, head_dim, **like)
@@ -160,7 +160,7 @@ def bench_prompt(table: Table, new: torch.Tensor, prompt: Path) -> None:
     table.at_least("attend, whole prompt: speed of the two products of all with all", ratio, 1.0, "x")
 
 
-def bench_gather(table: Table, sizes: Sizes, like: dict) -> None:
+def bench_gather(table: Table, sizes: KernelSizes, like: dict) -> None:
     """Gathering blocks of requests of mixed lengths, against a plain copy of as many bytes."""
     generator, max_blocks = np.random.default_rng(0), ceil_blocks(sizes.context)
     held = generator.integers(max_blocks // 2, max_blocks + 1, 4 * sizes.batch)
@@ -176,7 +176,7 @@ def bench_gather(table: Table, sizes: Sizes, like: dict) -> None:
     table.at_least("assemble, requests of mixed lengths: speed of a plain copy", ratio, 0.5, "x")
 
 
-def bench_in_place(table: Table, sizes: Sizes, like: dict, decode: Path) -> None:
+def bench_in_place(table: Table, sizes: KernelSizes, like: dict, decode: Path) -> None:
     """Attention that reads blocks where they lie, for requests of 1 to twice the context's tokens: its bandwidth, and
     its time against that of laying them side by side, padded, and attending to that."""
     from flexhybrid.runtime.kernels import in_place
@@ -215,7 +215,7 @@ def bench_in_place(table: Table, sizes: Sizes, like: dict, decode: Path) -> None
         table.at_least("attend in place, mixed lengths: times as fast as side by side", ratio, 1.5, "x")
 
 
-def bench_rotation(table: Table, sizes: Sizes, like: dict) -> None:
+def bench_rotation(table: Table, sizes: KernelSizes, like: dict) -> None:
     """Rotation of keys in place against a plain copy of them.
 
     torch takes seven passes over halves, each at most a copy's time, and half as much again for the angles.

@@ -29,7 +29,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.task import Task
-from flexhybrid.core.trace import LaneTimes, TraceEvent, Window
+from flexhybrid.core.trace import LaneTimes, TraceEvent, TraceWindow
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.speed import LAST
@@ -164,8 +164,8 @@ def at_rates(hardware: Hardware, rates: dict[str, float]) -> Hardware:
     return hardware.with_disk_rate(rates["disk_read"]) if "disk_read" in rates else hardware
 
 
-def predicted(wave, hardware: Hardware) -> Window:
-    return Window(virtual_clock.run(stream(wave, first_iteration=1), hardware), LAST)
+def predicted(wave, hardware: Hardware) -> TraceWindow:
+    return TraceWindow(virtual_clock.run(stream(wave, first_iteration=1), hardware), LAST)
 
 
 def balanced_rate(case: OverlapCase, bytes_per_element: int, hardware: Hardware) -> float:
@@ -245,7 +245,7 @@ def bench_overlap(table: Table, dtype: str) -> None:
         errors.append(error)
         corrected_errors.append(after)
         traces = [done.result.trace for done in rounds]
-        idle[case.name] = 100 * statistics.median(Window(trace, LAST).idle_share() for trace in traces)
+        idle[case.name] = 100 * statistics.median(TraceWindow(trace, LAST).idle_share() for trace in traces)
         shares += [done.others for done in rounds]
     table.errors(f"virtual clock vs measured, {len(errors)} kinds of policy", errors, 12, 25)
     table.errors(f"virtual clock after trials vs measured, {len(errors)} kinds of policy", corrected_errors, 8, 15)
@@ -278,7 +278,7 @@ def measure(
 
     def one_round() -> Decode:
         result = run.session.decode_result()
-        window = Window(result.trace, LAST)
+        window = TraceWindow(result.trace, LAST)
         moving_s = {name: window.moved_bytes(name) / (rate * 1e9) for name, rate in rates.items()}
         return Decode(result.trace, window.seconds, moving_s | run.computing_s(), result.lanes)
 

@@ -22,7 +22,7 @@ from flexhybrid.core.context.selection import REPORTED, REPORTED_ALPHA, counted_
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.trace import TraceEvent, Window
+from flexhybrid.core.trace import TraceEvent, TraceWindow
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.job import TIMING_SHAPE
@@ -90,7 +90,7 @@ def measure(
         fill(session.executor)
         rounds = least_disturbed(session.decode, num_rounds)
         wave = session.wave
-    windows = [Window(done.result, LAST) for done in rounds]
+    windows = [TraceWindow(done.result, LAST) for done in rounds]
     steps = [window.seconds / window.num_iterations for window in windows]
     return SelectionRun(
         tokens_per_s=[workload.num_requests / step_s for step_s in steps],
@@ -101,14 +101,14 @@ def measure(
     )
 
 
-def verb_s(window: Window, verb: str) -> float:
+def verb_s(window: TraceWindow, verb: str) -> float:
     """Return the seconds per iteration of a verb's tasks that end inside the window."""
     events = (event for event in window.trace if event.task.verb == verb)
     seconds = (end - start for _, start, end in events if window.begin_s < end < window.end_s)
     return sum(seconds) / window.num_iterations
 
 
-def moved_share(window: Window, wave: Wave) -> float:
+def moved_share(window: TraceWindow, wave: Wave) -> float:
     """Return the bytes of loaded keys and values over those of the full context in all layers."""
     loads: list[TraceEvent] = [event for event in window.trace if event.task.verb == "load_kv"]
     token_bytes = wave.shape.kv_token_bytes(wave.problem.bytes_per_element)
@@ -128,7 +128,7 @@ def bench_selection(table: Table, dtype: str) -> None:
             runs[name] = measure(policy, weights)
             bar.update()
             wave = admit(Problem(shape=SHAPE, dtype=dtype), policy, WORKLOAD)
-            predicted = Window(virtual_clock.run(stream(wave, first_iteration=1), hardware), LAST)
+            predicted = TraceWindow(virtual_clock.run(stream(wave, first_iteration=1), hardware), LAST)
             predicted_step_s = predicted.seconds / predicted.num_iterations
             errors.append(100 * abs(runs[name].step_s / predicted_step_s - 1))
     full, own = runs["full cache"], runs["InfiniGen"]

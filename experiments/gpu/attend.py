@@ -20,7 +20,7 @@ from flexhybrid.runtime.step_tensors import mask_of
 from flexhybrid.runtime.verbs.attending import gather_blocks
 
 
-class Case(NamedTuple):
+class AttendCase(NamedTuple):
     """A mini-batch's decode step in one layer."""
 
     requests: int
@@ -31,10 +31,10 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "OPT-6.7B, 17 x 512": Case(17, 512, 32, 1),
-    "Llama-3-8B, 32 x 512": Case(32, 512, 8, 4),
-    "Llama-3-8B, 32 x 2048": Case(32, 2048, 8, 4),
-    "Llama-3-8B, 1 x 8192": Case(1, 8192, 8, 4),
+    "OPT-6.7B, 17 x 512": AttendCase(17, 512, 32, 1),
+    "Llama-3-8B, 32 x 512": AttendCase(32, 512, 8, 4),
+    "Llama-3-8B, 32 x 2048": AttendCase(32, 2048, 8, 4),
+    "Llama-3-8B, 1 x 8192": AttendCase(1, 8192, 8, 4),
 }
 #: Speed over that of a plain copy, which reads and writes, of torch's attention over contiguous contexts, and of laying
 #: them side by side. Cases of 30 to 50 MB take ten microseconds, which a row's seconds tell.
@@ -82,7 +82,7 @@ def _sweep(table: Table, name: str, one_query: bool, attended: Callable[[], obje
     table.at_most(row, seconds["in use"] / seconds[fastest], 1.05, "x", fastest=fastest, **told)
 
 
-def _bench(table: Table, name: str, case: Case, sizes: bool) -> None:
+def _bench(table: Table, name: str, case: AttendCase, sizes: bool) -> None:
     from flexhybrid.runtime.kernels.attend_triton import attend, table_of
 
     like, generator = {"dtype": torch.bfloat16, "device": gpu()}, np.random.default_rng(0)

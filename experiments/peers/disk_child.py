@@ -167,7 +167,7 @@ def run_ours(request: dict) -> dict:
     from flexhybrid.core.policy import Policy
     from flexhybrid.core.problem import Budgets, Problem
     from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-    from flexhybrid.core.trace import Window, busy_seconds, check_trace, iteration_ends
+    from flexhybrid.core.trace import TraceWindow, busy_seconds, check_trace, iteration_ends
     from flexhybrid.core.wave import admit
     from flexhybrid.core.workload import Workload
     from flexhybrid.runtime.engine import Engine
@@ -215,7 +215,7 @@ def run_ours(request: dict) -> dict:
         disk.read([(weights.disk_starts[layer], engine.slots.staging[layer % 2])])
     answer["ideal_disk_s"] = decode * (time.perf_counter() - began)
     disk.enabled = session.engine.copies.enabled = False
-    window = Window(session.decode(IDEAL_ITERATIONS + 1))
+    window = TraceWindow(session.decode(IDEAL_ITERATIONS + 1))
     answer["ideal_compute_s"] = window.seconds * decode / window.num_iterations
     engine.close()
     weights.close()

@@ -60,7 +60,7 @@ def lookup_j(ngrams: NGrams) -> float:
 
 
 @dataclass(frozen=True)
-class Request:
+class LineRequest:
     """A line to finish: the number of its file, its type, the text up to its last word, and what comes there."""
 
     file: int
@@ -69,13 +69,13 @@ class Request:
     answer: str
 
 
-def read_requests() -> list[Request]:
+def read_requests() -> list[LineRequest]:
     """Return the requests that the repository holds."""
-    return [Request(**json.loads(line)) for line in REQUESTS.read_text(encoding="utf-8").splitlines()]
+    return [LineRequest(**json.loads(line)) for line in REQUESTS.read_text(encoding="utf-8").splitlines()]
 
 
 @dataclass(frozen=True)
-class Answered:
+class AnsweredLines:
     """The models' answers to N requests. ``files`` [N]: the file of each; ``labels`` [N, ANSWER_TOKENS]."""
 
     models: list[CascadeModel]
@@ -110,7 +110,7 @@ def _rows(array: np.ndarray | None, kept: np.ndarray) -> np.ndarray | None:
     return None if array is None else array[kept]
 
 
-def answered(requests: Sequence[Request]) -> Answered:
+def answered(requests: Sequence[LineRequest]) -> AnsweredLines:
     """Let every model answer every request; the models' seconds are processor time, of a request."""
     prompts = [token_ids(request.prompt) for request in requests]
     labels = np.array([token_ids(request.answer)[1:] for request in requests])
@@ -128,7 +128,7 @@ def answered(requests: Sequence[Request]) -> Answered:
         generator.close()
         models.append(CascadeModel(name, energy_j=energy, energy_source=STATED, seconds=seconds))
         predictions.append(joined(parts))
-    return Answered(models, predictions, labels, *map(np.array, zip(*((r.file, r.type) for r in requests))))
+    return AnsweredLines(models, predictions, labels, *map(np.array, zip(*((r.file, r.type) for r in requests))))
 
 
 STATED = "stated: multiply-adds and reads"
@@ -229,7 +229,7 @@ def by_type(trials: Sequence[Trial], folds: Sequence[np.ndarray], types: np.ndar
     return judged
 
 
-def line_study(answers: Answered) -> dict:
+def line_study(answers: AnsweredLines) -> dict:
     """Return all figures of this cascade as plain numbers."""
     folds = answers.folds()
     trials = [answers.trial(fold) for fold in folds]

@@ -54,7 +54,7 @@ VARIED = 16  #: places at which variants are compared
 FEW = 8  #: texts that tell which heads read facts
 
 
-class Watch:
+class RecallWatch:
     """What the attention of a run reads: bytes that move, tokens that thinned layers look at, and which asked facts
     the heads that read facts still see there. ``texts`` are token ids [N, tokens], ``reading`` (layer, head)."""
 
@@ -106,7 +106,7 @@ def measure(
     forced = 2 * sizes.queries
     with LLM(model, policy, device="cpu", dtype="float32", hardware="rtx4090") as llm:
         reading = [(row["layer"], row["head"]) for row in heads if row["reads"] and row["layer"] >= whole_layers]
-        watch = Watch(texts, sizes, whole_layers, reading)
+        watch = RecallWatch(texts, sizes, whole_layers, reading)
         scores = score(llm, texts.tolist(), forced, watch)
         token_bytes = llm.shape.num_layers * llm.shape.kv_token_bytes(llm.problem.bytes_per_element)
     right = np.stack([run.greedy[1::2] for run in scores]) == texts[:, sizes.prompt_tokens + 1 :: 2]

@@ -24,7 +24,7 @@ class InputError(ValueError):
 
 
 class DiskError(InputError):
-    """A disk that is full or does not work: nothing that the user gave is wrong."""
+    """A disk is full or fails, or its file was shortened or closed: nothing that the user gave is wrong."""
 
     exit_status = 1
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from flexhybrid.core.schedule import places
 from flexhybrid.core.schedule.outlines import Accesses, Outline, Outlines
-from flexhybrid.core.schedule.positions import NO_STOPS, Group, Position, Stops, positions
+from flexhybrid.core.schedule.positions import NO_STOPS, LayerGroup, Position, Stops, positions
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.wave import Wave
@@ -69,7 +69,7 @@ class Turn(NamedTuple):
     position: Position
     ahead: Position | None  #: the position behind it
     before: Position | None  #: the one before it, where its stores were held back
-    following: Group | None  #: the next group, of whose weights a slice is loaded
+    following: LayerGroup | None  #: the next group, of whose weights a slice is loaded
     index: int  #: of the position in its group
     num_slices: int  #: positions of its group
     opened: bool  #: the turn before it has begun to compute the position
@@ -109,7 +109,7 @@ def _loads_of_weights(key: tuple[int, int, int], entries: Iterable[tuple]) -> li
     return [_new(Task, (*key, *entry)) for entry in entries]
 
 
-def _slice_key(group: Group, position: Position, index: int) -> tuple[int, int, int]:
+def _slice_key(group: LayerGroup, position: Position, index: int) -> tuple[int, int, int]:
     """The key of a group's slice of weights that comes in the turn of a position, the one with this index: it is named
     after the mini-batch that has the index in the group, or after the position's where the group is not settled."""
     if group.positions:
@@ -297,7 +297,7 @@ class _Stream:
         yield FOLLOWING, weights
         yield AHEAD, cache
 
-    def _load_weights(self, group: Group, index: int, num_slices: int, cut: bool = False) -> Entries:
+    def _load_weights(self, group: LayerGroup, index: int, num_slices: int, cut: bool = False) -> Entries:
         """Slice of a group's streamed bytes: one slice a position of the group before keeps the link evenly busy.
 
         What lies on the host and what lies on the disk are sliced alike, so that the disk is evenly busy too. ``cut``:

@@ -183,7 +183,7 @@ def iteration_ends(trace: Iterable[TraceEvent]) -> list[float]:
     return [ends[i] for i in sorted(ends)]
 
 
-class Window:
+class TraceWindow:
     """A stretch of a trace: from the end of its first iteration to the end of a later one, ``last`` (as a list index).
 
     The first iteration is left out because nothing runs before it that it could overlap with. ``last=-2`` leaves the

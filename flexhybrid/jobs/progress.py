@@ -166,7 +166,7 @@ class Progress:
             tqdm.write(f"flexhybrid: {text}", file=sys.stderr)
 
 
-class _Stream:
+class _LastingStream:
     """stdout or stderr, which may be full, closed or ASCII: what cannot be written is lost, and nothing ends by it."""
 
     def __init__(self, stream: TextIO | None):
@@ -191,10 +191,10 @@ class _Stream:
 
 
 @contextlib.contextmanager
-def lasting_streams() -> Iterator[_Stream]:
+def lasting_streams() -> Iterator[_LastingStream]:
     """Let the block write to stdout and stderr whatever becomes of them, a warning as one line. Yield stdout."""
     before = sys.stdout, sys.stderr, warnings.formatwarning
-    streams = sys.stdout, sys.stderr = _Stream(sys.stdout), _Stream(sys.stderr)
+    streams = sys.stdout, sys.stderr = _LastingStream(sys.stdout), _LastingStream(sys.stderr)
     warnings.formatwarning = lambda message, *_: f"flexhybrid: {message}\n"  # without a line of our source
     try:
         yield streams[0]

@@ -46,7 +46,7 @@ class Varied(NamedTuple):
     values: tuple
 
 
-class Answer(NamedTuple):
+class SystemRun(NamedTuple):
     """One run of one system: what was asked, and what is predicted or why it cannot run."""
 
     system: str
@@ -117,7 +117,7 @@ def answers(
     budgets: Budgets,
     workload: Workload | None = None,
     note: Note | None = None,
-) -> list[Answer]:
+) -> list[SystemRun]:
     """Return a run of every system at every value of the field that is varied. What cannot run has its error; raise
     InputError where nothing can, and for a name that is none of a system."""
     for text in systems:
@@ -132,16 +132,16 @@ def answers(
             there[varied.field] = value
         for system in systems:
             try:
-                found.append(Answer(system, value, *run_point({**there, "system": system}, sizes, workload, note)))
+                found.append(SystemRun(system, value, *run_point({**there, "system": system}, sizes, workload, note)))
             except InputError as error:
-                found.append(Answer(system, value, None, None, str(error)))
+                found.append(SystemRun(system, value, None, None, str(error)))
             note = None  # said once
     if not any(answer.run for answer in found):
         raise InputError(found[0].error)
     return found
 
 
-def describe_answers(found: list[Answer], varied: Varied | None) -> str:
+def describe_answers(found: list[SystemRun], varied: Varied | None) -> str:
     """Return a table: of one field's values, tokens/s of each system; without one, a line a system."""
     table = _by_value(found, varied) if varied else _by_system(found)
     runs = [answer.run.to_dict() for answer in found if answer.run]
@@ -150,7 +150,7 @@ def describe_answers(found: list[Answer], varied: Varied | None) -> str:
     return "\n".join([table, *unlike, *no_start(min(run["total_s"] for run in runs))])
 
 
-def _by_value(found: list[Answer], varied: Varied) -> str:
+def _by_value(found: list[SystemRun], varied: Varied) -> str:
     systems = list(dict.fromkeys(answer.system for answer in found))
     widths = [max(12, len(system)) for system in systems]
     first = max(len(varied.field), *(len(str(value)) for value in varied.values))
@@ -166,7 +166,7 @@ def _by_value(found: list[Answer], varied: Varied) -> str:
     return "\n".join([*lines, *(f"  -  {text}" for text in wrong), *(f"  {text}" for text in lossy)])
 
 
-def _by_system(found: list[Answer]) -> str:
+def _by_system(found: list[SystemRun]) -> str:
     width = max(len(answer.system) for answer in found)
     lines = [f"  {'':{width}}  {'tokens/s':>10}  {'seconds':>10}  {'requests':>9}  at a time"]
     for answer in sorted(found, key=lambda answer: -_rate(answer.run)):
@@ -184,7 +184,7 @@ def _by_system(found: list[Answer]) -> str:
     return "\n".join(lines)
 
 
-def _costs_text(answer: Answer) -> str:
+def _costs_text(answer: SystemRun) -> str:
     machine = answer.setting.machine if answer.setting else None
     found = costs(machine, _rate(answer.run)) if machine else {}
     words = {"dollars_per_million_tokens": "${:.3g}", "kwh_per_million_tokens": "{:.3g} kWh"}
@@ -225,7 +225,7 @@ def check_plot(path: Path | None, field: str | None, remedy: str = "name it, lik
         raise InputError(f"--plot {path}: a picture is a {', '.join(FORMATS)} file")
 
 
-def plot(found: list[Answer], varied: Varied, title: str, path: Path) -> None:
+def plot(found: list[SystemRun], varied: Varied, title: str, path: Path) -> None:
     """Draw tokens/s over the values of the field, one line a system."""
     draw_rows([(a.system, a.value, _rate(a.run)) for a in found if a.run], varied.field, title, path)
 

@@ -34,7 +34,7 @@ Launch = tuple[list[Task], Waits]  #: tasks that are enqueued together, and what
 LOOK_S = 2e-4
 
 
-class Together(Protocol):
+class JointCall(Protocol):
     """What launches several tasks in one call (``verbs.graphed.JointLaunch``)."""
 
     patient: Sequence[str]  #: verbs for whose waits the tasks before may wait too
@@ -120,7 +120,7 @@ class StreamLane(Lane):
     issuer: Issuer
 
     def __init__(
-        self, name: str, perform: Perform, stream: CudaStream, issuer: Issuer, together: Together | None = None
+        self, name: str, perform: Perform, stream: CudaStream, issuer: Issuer, together: JointCall | None = None
     ):
         super().__init__(name, perform)
         self.stream, self.issuer, self.together = stream, issuer, together
@@ -144,7 +144,7 @@ class StreamLane(Lane):
         self.issuer.enqueue()
         return ordinal
 
-    def _hold(self, together: Together, task: Task, waits: Waits) -> None:
+    def _hold(self, together: JointCall, task: Task, waits: Waits) -> None:
         """Let a task join those that are held, or queue them; hold it where another one may join."""
         latest, held = self._latest, self._held
         late = [(lane, ordinal) for lane, ordinal in waits if latest.get(lane, -1) < ordinal]

@@ -30,7 +30,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  #: cosines and sines, [R, d] each
 PlaceArrays = Callable[[dict[Hashable, np.ndarray]], dict[Hashable, torch.Tensor]]
 
 
-class Places(NamedTuple):
+class WindowPositions(NamedTuple):
     """Positions in their requests, for layers with a window."""
 
     new_BN: torch.Tensor
@@ -58,7 +58,7 @@ class StepTensors:
     mask_B11T: torch.Tensor | None  #: added to scores; None when no column is padding
     #: by window: the same with what lies before it, of the one new token of each request
     window_masks: dict[int, torch.Tensor]
-    places: Places | None  #: None where nothing is assembled, or no layer has a window
+    places: WindowPositions | None  #: None where nothing is assembled, or no layer has a window
     last_rows_B: torch.Tensor | None  #: rows that the head reads; None when it is all of them
     sampled_cells_B: torch.Tensor  #: of the token table
     sampling: StepSampling | None
@@ -277,12 +277,12 @@ class StepMaker:
                 masks[window] = mask_of(outside, self.dtype, self.device)
         return masks
 
-    def _places(self, step: MiniBatchStep, positions: np.ndarray, columns_BT: np.ndarray) -> Places:
+    def _places(self, step: MiniBatchStep, positions: np.ndarray, columns_BT: np.ndarray) -> WindowPositions:
         common = []
         for part in step.commons:
             of_part = [segment_positions(segment, self.positions) for segment in part.segments]
             common.append(self._copy(np.concatenate(of_part, axis=1)))
-        return Places(self._copy(positions[:, step.recomputed_width :]), self._copy(columns_BT), tuple(common))
+        return WindowPositions(self._copy(positions[:, step.recomputed_width :]), self._copy(columns_BT), tuple(common))
 
     def rotation_at(self, positions: np.ndarray) -> Rotation | None:
         """Cosines and sines of tokens at these positions, flat; None where the model has no rotary positions."""

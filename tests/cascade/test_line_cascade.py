@@ -67,7 +67,7 @@ def test_the_bounds_are_what_trying_every_way_finds():
         assert perfect.cost.sum() == everything.cost.sum() + 9 * (~answers.correct.any(axis=0)).sum()
 
 
-def made_answers(num_files: int = 12, each: int = 30) -> line_cascade.Answered:
+def made_answers(num_files: int = 12, each: int = 30) -> line_cascade.AnsweredLines:
     """Three models, surer of what they have right, on files of two types of lines."""
     generator, num = np.random.default_rng(2), num_files * each
     hard, labels = generator.random(num), generator.integers(0, 2, size=(num, 1))
@@ -80,7 +80,7 @@ def made_answers(num_files: int = 12, each: int = 30) -> line_cascade.Answered:
         predictions.append(ModelOutputs(chosen.tolist(), logits, np.ones((num, 1), dtype=bool)))
     models = [CascadeModel(name, energy_j=cost) for name, cost in (("a", 1.0), ("b", 4.0), ("c", 20.0))]
     files = np.repeat(np.arange(num_files), each)
-    return line_cascade.Answered(models, predictions, labels, files, np.where(hard < 0.5, "easy", "hard"))
+    return line_cascade.AnsweredLines(models, predictions, labels, files, np.where(hard < 0.5, "easy", "hard"))
 
 
 def test_each_file_is_judged_once_by_thresholds_of_others():

@@ -12,7 +12,7 @@ from flexhybrid.core.context.blocks import (
     BlockEntries,
     BlockManager,
     BlockPool,
-    Extent,
+    BlockSpan,
     ceil_blocks,
     most_dealt,
     window_blocks,
@@ -173,7 +173,7 @@ def test_the_integrity_check_sees_damage(spoil):
     elif spoil == "count":
         pool.num_free += 1
     else:
-        pool.held[2] = [Extent(0, 4) if spoil == "twice" else Extent(8, 1)]
+        pool.held[2] = [BlockSpan(0, 4) if spoil == "twice" else BlockSpan(8, 1)]
     with pytest.raises(AssertionError):
         pool.check()
 

@@ -19,7 +19,7 @@ from flexhybrid.core.trace import check_trace
 from flexhybrid.jobs.doctor import doctor
 from flexhybrid.runtime.models import empty_model
 from flexhybrid.runtime.models.empty_model import _check_cache
-from flexhybrid.runtime.models.transformer import Refused
+from flexhybrid.runtime.models.transformer import Unsupported
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
 from sim import catalogue
 from sim.presets import act_only, hybrid, kv_only
@@ -100,7 +100,7 @@ def test_a_cache_that_forgets_what_the_mask_lets_see_is_refused():
     config = MistralConfig(num_hidden_layers=2, sliding_window=9)
     _check_cache(config, {0: 9, 1: 5}, 128)
     for windows in ({0: 9, 1: None}, {0: 10, 1: 9}):
-        with pytest.raises(Refused, match="keeps 9 tokens of a layer"):
+        with pytest.raises(Unsupported, match="keeps 9 tokens of a layer"):
             _check_cache(config, windows, 128)
 
 

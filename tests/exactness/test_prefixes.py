@@ -32,7 +32,7 @@ from flexhybrid.jobs.compare.exactness import compare_tokens
 from flexhybrid.llm import LLM
 from flexhybrid.runtime.buffers import SharedPart
 from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.kernels.attention import ScoreRule, Window
+from flexhybrid.runtime.kernels.attention import ScoreRule, SlidingWindow
 from flexhybrid.runtime.kernels.shared_attention import attend_in_parts
 from flexhybrid.runtime.links import CpuCopies, num_blocks
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -373,7 +373,7 @@ def test_attention_in_parts_is_attention_over_all(seed, dtype, new, kind):
     columns = torch.cat(
         [torch.randint(0, 50, (batch, own), generator=draw), 50 + torch.arange(new).repeat(batch, 1)], 1
     )
-    window = None if width is None else Window(width, columns[:, own:], columns)
+    window = None if width is None else SlidingWindow(width, columns[:, own:], columns)
     rule = ScoreRule(scaling, softcap, sinks)
     answer = attend_in_parts(q, (k, v, mask.to(dtype)), shared, rule, window).view(batch, new, heads, d)
     for row in range(batch):

@@ -147,7 +147,7 @@ def test_auto_uses_the_saved_profile(run, monkeypatch, tmp_path):
 
 def test_bytes_of_a_window_count_what_moved_in_it():
     from flexhybrid.core.task import Task, Work
-    from flexhybrid.core.trace import TraceEvent, Window
+    from flexhybrid.core.trace import TraceEvent, TraceWindow
 
     def event(verb, resource, iteration, start, end, size=0):
         return TraceEvent(Task(iteration, 0, 0, verb, resource, Work(link_bytes=size), (), ()), start, end)
@@ -159,7 +159,7 @@ def test_bytes_of_a_window_count_what_moved_in_it():
         event("load_kv", "h2d", 3, 2.5, 4.5, 80),  # a quarter of it inside
         event("sample", "compute", 2, 2.0, 3.0),
     ]
-    assert Window(trace).moved_bytes("h2d") == pytest.approx(50 + 40 + 20)
+    assert TraceWindow(trace).moved_bytes("h2d") == pytest.approx(50 + 40 + 20)
 
 
 def test_a_profile_records_what_the_machine_has(tmp_path):

@@ -22,7 +22,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import machine as memory_here
 from flexhybrid.jobs.profile import job as profile_job
 from flexhybrid.jobs.run.forecast import Forecast, Foretold, describe, duration, plan_lines
-from flexhybrid.jobs.run.outcome import PARTED, TELLING_S, Outcome, Work, against, parted
+from flexhybrid.jobs.run.outcome import PARTED, TELLING_S, Effort, Outcome, against, parted
 from flexhybrid.resolve import PacedDevice, best_policy
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
@@ -147,7 +147,7 @@ def test_answers_shorter_than_their_limits_are_judged_by_what_was_predicted_for_
     expected = replace(plan, shorter=None, longest=Foretold(99.0, 250.0, 250_000))
     assert [expected.seconds_of(tokens) for tokens in (100_000, 175_000, 250_000, 999_999)] == [39.0, 69.0, 99.0, 99.0]
     assert replace(plan, seconds=None).seconds_of(5) is None
-    work = Work(39.0, 34.0, None, 0, plan.seconds_of(26_747))
+    work = Effort(39.0, 34.0, None, 0, plan.seconds_of(26_747))
     assert against(work) == " (predicted 29 s for answers as long as these, 39 s at most)"
     assert not parted(work.seconds, work.predicted_of_these_s)
     assert against(work._replace(predicted_of_these_s=39.0)) == " (predicted 39 s)"
@@ -168,7 +168,7 @@ def test_a_stopped_run_counts_what_was_computed_and_blames_no_profile(left):
     options = SimpleNamespace(llm=SimpleNamespace(hardware=None), restart=False, output="out.jsonl")
     vars(options).update(dict.fromkeys(("parquet", "errors", "trace", "report")))
     counts = {"lines": 9, "answered": 9 - left, "refused": 0, "left": left, "blank": 0, "done_before": 0}
-    work = Work(1000.0, 20.0, None, 1900 if left else 0, 1000.0)
+    work = Effort(1000.0, 20.0, None, 1900 if left else 0, 1000.0)
     outcome, said = (
         Outcome(options, SimpleNamespace(num_shared=0, graphs=""), counts, work, 100, Counter(), [], None, False),
         [],

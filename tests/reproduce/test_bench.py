@@ -11,7 +11,7 @@ import torch
 from experiments.bench import host_kernels
 from experiments.bench import selection as bench_selection
 from experiments.bench.harness import Table
-from experiments.bench.kernels import Sizes, bench_kernels
+from experiments.bench.kernels import KernelSizes, bench_kernels
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
@@ -57,7 +57,7 @@ def test_the_bench_of_the_hosts_kernels_fills_its_rows(monkeypatch):
     monkeypatch.setattr(host_kernels, "PACKED", (16, 128))
     table = Table()
     with torch_threads(2):
-        host_kernels.bench_host_kernels(table, Sizes(2, 4, 64, 40, 32))
+        host_kernels.bench_host_kernels(table, KernelSizes(2, 4, 64, 40, 32))
     assert all(row["value"] > 0 for row in table.rows.values())
     for name in ("attend_host", "quantize", "dequantize", "scatter", "gather"):
         rows = [row for row in table.rows if row.startswith(name)]
@@ -71,5 +71,5 @@ def test_the_bench_of_kernels_fills_its_rows(monkeypatch):
     make_weights = partial(Weights, shape, RandomWeights(shape), "float32", torch.device("cpu"))
     table, problem = Table(), Problem(shape=shape, dtype="float32")
     with Bench(make_weights, problem, prompts, 8, PacedDevice(torch.device("cpu"))) as bench:
-        bench_kernels(table, PolicyRun(bench, hybrid(0.5, 200)), Sizes(2, 4, 64, 40, 32))
+        bench_kernels(table, PolicyRun(bench, hybrid(0.5, 200)), KernelSizes(2, 4, 64, 40, 32))
     assert all(row["value"] > 0 for row in table.rows.values()) and "KV-Gen" in " ".join(table.rows)

@@ -180,7 +180,7 @@ def test_both_clocks_agree_on_the_testbed(name):
 
 def test_two_whole_layers_cost_what_they_move():
     """H2O with layers 0 and 1 loaded whole: more by their bytes over the link, nearly."""
-    hardware, few = setup.testbed(), setup.Reading(first_two_full=False)
+    hardware, few = setup.testbed(), setup.Interpretation(first_two_full=False)
     for name, layers, kept in (("H2O", 2, 384), ("InfiniGen", 1, 72)):
         _, more = setup.times(name, 8) - setup.times(name, 8, reading=few, hardware=hardware)  # prefill, decode
         moved = layers * 127 * 8 * (1983 - kept) * setup.OPT_13B.kv_token_bytes(2)

@@ -160,7 +160,7 @@ def test_the_kernel_that_adds_parts_compiles_without_spilling(architecture, tmp_
     ],
 )
 def test_few_contexts_are_read_in_parts(batch, heads, groups, blocks, parts):
-    table = attend_triton.Table(*[torch.empty(0)] * 3, groups, blocks, ())
+    table = attend_triton.BlockTable(*[torch.empty(0)] * 3, groups, blocks, ())
     assert attend_triton.num_parts(batch, heads, table) == parts
     assert parts == 1 or parts * batch * heads <= attend_triton.PARTIAL_ROWS
 

@@ -57,7 +57,7 @@ class End:
 
 
 @dataclass
-class Case:
+class QueueCase:
     """A queue of requests, with the lengths at which their answers end."""
 
     workload: Workload
@@ -67,7 +67,7 @@ class Case:
     ends_s: list[float] = field(default_factory=list)  #: when each iteration ended
 
     @classmethod
-    def of(cls, name: str, vocab: int, num_requests: int = NUM_REQUESTS) -> Case:
+    def of(cls, name: str, vocab: int, num_requests: int = NUM_REQUESTS) -> QueueCase:
         generator = np.random.default_rng(0)
         prompt_tokens = generator.integers(16, 65, num_requests)
         if name == LOG_NORMAL:
@@ -105,7 +105,7 @@ class Case:
 
 def streamed(at_a_time: int) -> Policy:
     """Return the policy of all cases: weights pass the link, the context stays, one mini-batch holds all requests."""
-    tokens = at_a_time * (Case.of(LOG_NORMAL, 10).workload.cached_tokens.max() + 16)
+    tokens = at_a_time * (QueueCase.of(LOG_NORMAL, 10).workload.cached_tokens.max() + 16)
     kept: dict[str, float] = {"kv@device": 1.0}
     return Policy(
         "weights streamed", Placement(host=1), cache=kept, max_batch=at_a_time, max_mini_batch_tokens=int(tokens)
@@ -116,7 +116,7 @@ def bench_refill(table: Table, num_requests: int = NUM_REQUESTS) -> None:
     """Add the rows of each case."""
     for name, at_a_time, bar in CASES:
         with LLM(MODEL, streamed(at_a_time), device="cpu", dtype="float32", link_gb_per_s=LINK_GB_PER_S) as llm:
-            case = Case.of(name, llm.shape.vocab, num_requests)
+            case = QueueCase.of(name, llm.shape.vocab, num_requests)
             case.seconds(llm, np.arange(at_a_time), joining=True)  # buffers and weights are there from now on
             refilled_s = case.seconds(llm, np.arange(num_requests), joining=True)
             rate = case.ends.sum() / refilled_s
@@ -139,7 +139,7 @@ def bench_queue_overlap(table: Table) -> None:
             runs = {}
             for rate in window_s:
                 llm = LLM(MODEL, streamed(at_a_time), device="cpu", dtype="float32", link_gb_per_s=rate)
-                runs[rate] = stack.enter_context(llm), Case.of(name, llm.shape.vocab)
+                runs[rate] = stack.enter_context(llm), QueueCase.of(name, llm.shape.vocab)
             for _ in range(ROUNDS):
                 for rate, (llm, case) in runs.items():
                     case.seconds(llm, np.arange(NUM_REQUESTS), joining=True, most_iterations=WINDOW.stop + 1)

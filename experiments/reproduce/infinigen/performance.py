@@ -166,7 +166,7 @@ def readings() -> Experiment:
     return INFINIGEN.experiment("infinigen-readings", rows, verdict="; ".join(verdict))
 
 
-def _reading_rows(reading: setup.Reading) -> list[Row]:
+def _reading_rows(reading: setup.Interpretation) -> list[Row]:
     """Return the rows that no constant was fitted on, computed with a reading."""
     rows, hardware = [], setup.testbed(reading)
     for name, row_id in setup.VALIDATE.items():

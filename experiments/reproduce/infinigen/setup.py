@@ -2,8 +2,8 @@
 
 The published scripts (github.com/snu-comparch/InfiniGen, commit 3754f52, ``speedup``) settle what the paper leaves
 open: every FlexGen-based system runs with ``--overlap false`` and one GPU batch, and H2O and InfiniGen load the whole
-cache of the first two layers. ``Reading`` names these choices, so that the paper's own words can be computed beside
-them.
+cache of the first two layers. ``Interpretation`` names these choices, so that the paper's own words can be computed
+too.
 """
 
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ VALIDATE = {"InfiniGen": "ih044", "INT4": "ih046", "H2O": "ih048"}
 
 
 @dataclass(frozen=True)
-class Reading:
+class Interpretation:
     """How the systems ran, where the paper and the published scripts differ."""
 
     overlap: bool = False  #: copies behind computing; the scripts have --overlap false
@@ -69,8 +69,8 @@ class Reading:
         return f"{order}; {layers}"
 
 
-AS_RUN = Reading()
-READINGS = tuple(Reading(overlap, full) for overlap in (False, True) for full in (True, False))
+AS_RUN = Interpretation()
+READINGS = tuple(Interpretation(overlap, full) for overlap in (False, True) for full in (True, False))
 
 
 # ---- machine and constants
@@ -92,7 +92,7 @@ def machine(link_gb_per_s: float, conversion: float, gather_s: float) -> Hardwar
 
 
 @cache
-def fitted(reading: Reading = AS_RUN) -> tuple[Constant, ...]:
+def fitted(reading: Interpretation = AS_RUN) -> tuple[Constant, ...]:
     """Fit link, conversion and gathering on the three rows of batch 4."""
     rows = pd.concat([reference.rows("infinigen_headlines", id=row_id) for row_id in CALIBRATE.values()])
     paper = reference.check_role(rows, "calibrate")["value"].to_numpy()
@@ -130,7 +130,7 @@ def constants() -> tuple[Constant, ...]:
 
 
 @cache
-def testbed(reading: Reading = AS_RUN) -> Hardware:
+def testbed(reading: Interpretation = AS_RUN) -> Hardware:
     """Return the catalogue's entry: the machine with the fitted constants; of another reading, with those of its own
     fit."""
     if reading == AS_RUN:
@@ -146,7 +146,7 @@ def times(
     batch: np.ndarray | float,
     prompt: np.ndarray | float = PROMPT,
     shape: ModelShape = OPT_13B,
-    reading: Reading = AS_RUN,
+    reading: Interpretation = AS_RUN,
     hardware: Hardware | None = None,
     weights_device: float = 1.0,
     policy: Policy | None = None,
@@ -167,7 +167,7 @@ def times(
     return np.array([prediction.prefill_s, prediction.decode_s])
 
 
-def throughput(name: str, batch, reading: Reading = AS_RUN, hardware: Hardware | None = None) -> np.ndarray:
+def throughput(name: str, batch, reading: Interpretation = AS_RUN, hardware: Hardware | None = None) -> np.ndarray:
     """Return generated tokens a second, prefill included, OPT-13B with 1920 + 128 tokens."""
     total_s = times(name, batch, reading=reading, hardware=hardware).sum(axis=0)
     return np.squeeze(np.asarray(batch) * GENERATED / total_s)

@@ -258,7 +258,7 @@ class BlockEntries(Dealing):
 
 
 @dataclass(frozen=True)
-class Extent:
+class BlockSpan:
     """Physical blocks [first, first + count) of one pool; the same ids serve every layer."""
 
     first: int
@@ -274,11 +274,11 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, first: int = 0):
         self.first, self.num_blocks = first, num_blocks
-        self.free: list[Extent] = [Extent(first, num_blocks)] if num_blocks else []  #: sorted; no two are neighbours
-        self.held: dict[int, list[Extent]] = {}  #: request -> its runs, in the order of its blocks
+        self.free: list[BlockSpan] = [BlockSpan(first, num_blocks)] if num_blocks else []  #: sorted, with gaps
+        self.held: dict[int, list[BlockSpan]] = {}  #: request -> its runs, in the order of its blocks
         self.num_free = num_blocks
 
-    def take(self, request: int, count: int) -> list[Extent]:
+    def take(self, request: int, count: int) -> list[BlockSpan]:
         """Give a request ``count`` more blocks in as few runs as the gaps allow; return all its runs.
 
         The gap behind its last block comes first, then the smallest one that holds the rest, else the largest ones.
@@ -291,14 +291,14 @@ class BlockPool:
             gap, size = self._gap(runs[-1].end if runs else None, count)
             count, self.num_free = count - size, self.num_free - size
             if runs and runs[-1].end == gap.first:
-                runs[-1] = Extent(runs[-1].first, runs[-1].count + size)
+                runs[-1] = BlockSpan(runs[-1].first, runs[-1].count + size)
             else:
-                runs.append(Extent(gap.first, size))
+                runs.append(BlockSpan(gap.first, size))
             place = self.free.index(gap)
-            self.free[place : place + 1] = [Extent(gap.first + size, gap.count - size)] if gap.count > size else []
+            self.free[place : place + 1] = [BlockSpan(gap.first + size, gap.count - size)] if gap.count > size else []
         return runs
 
-    def _gap(self, behind: int | None, count: int) -> tuple[Extent, int]:
+    def _gap(self, behind: int | None, count: int) -> tuple[BlockSpan, int]:
         """The gap to take blocks of next, and how many."""
         wide = []
         for gap in self.free:
@@ -319,21 +319,21 @@ class BlockPool:
         if not count:
             return
         runs = self.held[request]
-        given_up: list[Extent] = []
+        given_up: list[BlockSpan] = []
         while count:
             last = runs.pop()
             size = min(count, last.count)
-            given_up.append(Extent(last.end - size, size))
+            given_up.append(BlockSpan(last.end - size, size))
             if size < last.count:
-                runs.append(Extent(last.first, last.count - size))
+                runs.append(BlockSpan(last.first, last.count - size))
             count -= size
         self._free(given_up)
 
-    def _free(self, extents: list[Extent]) -> None:
-        merged: list[Extent] = []
+    def _free(self, extents: list[BlockSpan]) -> None:
+        merged: list[BlockSpan] = []
         for extent in sorted([*self.free, *extents], key=lambda extent: extent.first):
             if merged and merged[-1].end == extent.first:
-                merged[-1] = Extent(merged[-1].first, merged[-1].count + extent.count)
+                merged[-1] = BlockSpan(merged[-1].first, merged[-1].count + extent.count)
             else:
                 merged.append(extent)
         self.free, self.num_free = merged, self.num_free + sum(extent.count for extent in extents)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from flexhybrid.core.context.selection import first_choosing
 from flexhybrid.core.schedule import places
-from flexhybrid.core.schedule.places import Places, cell, host_hidden
+from flexhybrid.core.schedule.places import AccessMap, cell, host_hidden
 from flexhybrid.core.schedule.positions import Position
 from flexhybrid.core.task import Access
 from flexhybrid.core.wave import Wave
@@ -23,7 +23,7 @@ class Outlines:
     """The parts of a wave's positions; each method gives one part of a position."""
 
     def __init__(self, wave: Wave):
-        self.wave, self.at = wave, Places(wave)
+        self.wave, self.at = wave, AccessMap(wave)
         self.num_layers = wave.shape.num_layers
         self.first_choosing = first_choosing(wave.policy.selection)
         # Bytes of each kind of layer that recomputing and projecting wait for; in natural order W_K and W_V come no

@@ -42,7 +42,7 @@ PLAIN_ACT = cell("plain_act", 0)
 PLAIN_KV = cell("plain_kv", 0)
 
 
-class Places:
+class AccessMap:
     """What a wave's positions read and write, by name."""
 
     def __init__(self, wave: Wave):

@@ -66,7 +66,7 @@ class Position(NamedTuple):
         return self.step.mini_batch == other.step.mini_batch or bool(other.step.builds and self.step.commons)
 
 
-class Group(NamedTuple):
+class LayerGroup(NamedTuple):
     """Positions that share a layer's weights."""
 
     iteration: int
@@ -78,7 +78,7 @@ class Group(NamedTuple):
 _new = tuple.__new__  #: half of what calling a NamedTuple takes
 
 
-def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[Group]:
+def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[LayerGroup]:
     """Yield the groups of an iteration, then those of the next one.
 
     Iteration i + 1 is settled when the group behind i's last one is taken, with the stops of the groups before that
@@ -112,14 +112,14 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[Group]
                 form = forms.setdefault((layer, number % 2, weight_slot, leads, step_form), len(forms))
                 group.append(_new(Position, (step, layer, works, number % 2, weight_slot, leads, form)))
                 number += 1
-            yield Group(iteration, layer, weight_slot, group)
+            yield LayerGroup(iteration, layer, weight_slot, group)
             slot += 1
         iteration += 1
         num_steps += sum(step.last for step, *_ in laid_out)
         unknown, awaited = group, num_awaited(len(group))
         # A launch of a whole step is not held while the tokens before it are waited for.
         if launched_whole and not awaited or stops.may_come(_running_on(wave, iteration, group[:awaited])):
-            yield Group(iteration, 0, slot % 2, [])
+            yield LayerGroup(iteration, 0, slot % 2, [])
             unknown = group[awaited:]
         known = num_steps - sum(position.step.last for position in unknown)
         laid_out = _lay_out(batch, iteration, stops.until(iteration, known), step_forms)

@@ -297,7 +297,7 @@ def make_step(
     segments: list[Segment] = []
     holdings = [held_blocks(wave, Pool(entry, window).name, requests) for entry in entries.names]
     for i, (entry, (held, reserved)) in enumerate(zip(entries.names, holdings, strict=True)):
-        extent = Extent(held, held_from[..., i], before[:, i], reserved)
+        extent = HeldTokens(held, held_from[..., i], before[:, i], reserved)
         segments += _segments(wave, mini_batch, entry, extent, tokens_by_entry[:, i])
     recomputed = entries.tok_tokens(context) if entries.tok_share else None
     lengths = context, new_tokens, stored if kept is context else None
@@ -386,7 +386,7 @@ def held_blocks(wave, pool: str, requests: np.ndarray) -> tuple[np.ndarray, np.n
     return wave.tables[pool][requests, : max(1, int(counts.max()))], counts
 
 
-class Extent(NamedTuple):
+class HeldTokens(NamedTuple):
     """What requests of a step hold of an entry: see ``Segment``."""
 
     held: np.ndarray
@@ -395,7 +395,7 @@ class Extent(NamedTuple):
     reserved: np.ndarray
 
 
-def _segments(wave, mini_batch: int, entry: str, extent: Extent, tokens) -> list[Segment]:
+def _segments(wave, mini_batch: int, entry: str, extent: HeldTokens, tokens) -> list[Segment]:
     """One segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV.
 
     The split is that of the whole mini-batch, whoever has left: fewer requests could want more ACT than its buffer has.

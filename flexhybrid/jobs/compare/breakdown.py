@@ -6,7 +6,7 @@ HybridServe's Fig. 13 and 14).
 
 from flexhybrid.core.hardware import LINKS
 from flexhybrid.core.task import RESOURCES, Task
-from flexhybrid.core.trace import TraceEvent, Window
+from flexhybrid.core.trace import TraceEvent, TraceWindow
 from flexhybrid.core.verbs import CARGO, VERBS
 from sim.virtual_clock import summarize
 
@@ -27,12 +27,12 @@ def kind_of(task: Task) -> str:
 
 def seconds_per_step(trace: list[TraceEvent], last: int = -1) -> dict[str, float]:
     """Return kind -> seconds that its tasks ran in a decode step: the mean over the iterations after the first, up to
-    ``last`` (as a list index: ``Window``).
+    ``last`` (as a list index: ``TraceWindow``).
 
     A task at the edge counts in part, so that the kinds of a resource add up to its busy time in the window that
     ``summarize`` uses. Raises ValueError for a trace without such iterations.
     """
-    window = Window(trace, last)
+    window = TraceWindow(trace, last)
     seconds: dict[str, float] = {}
     for event in trace:
         if (inside_s := window.inside_s(event)) > 0:

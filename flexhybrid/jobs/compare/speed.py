@@ -17,7 +17,7 @@ from flexhybrid.core.memory import check_budget, memory_plan
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.trace import TraceEvent, Window
+from flexhybrid.core.trace import TraceEvent, TraceWindow
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.resolve import PacedDevice
@@ -28,7 +28,7 @@ from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.weights import Weights, WeightSlots
 from sim.virtual_clock import MeasuredSummary, summarize_measured
 
-LAST = -2  #: iteration that ends a window (``Window``): the loads of the very last end early, as no other follows
+LAST = -2  #: iteration that ends a window (``TraceWindow``): the loads of the very last end early, as no other follows
 ALONE_ROUNDS = 3  #: decode rounds without the link, of which the best is the ideal compute
 
 
@@ -61,7 +61,7 @@ class MeasuredPolicy:
 
     def ideal_link_s(self, bytes_per_s: float) -> float:
         """Seconds of the window's bytes from the host at the link's full rate; median over rounds."""
-        return statistics.median(Window(trace, LAST).moved_bytes("h2d") for trace in self.traces) / bytes_per_s
+        return statistics.median(TraceWindow(trace, LAST).moved_bytes("h2d") for trace in self.traces) / bytes_per_s
 
     def overlap(self, bytes_per_s: float) -> float | None:
         """max(ideal link, ideal compute) / wall, median over rounds (design section 11)."""

@@ -48,9 +48,9 @@ def run_trials(
     """Try ``choice``, the search's first, and its rivals among ``others``; correct, search and try again until the
     choice stays.
 
-    ``run`` returns the trace of a few decode iterations, of which ``last`` (``Window``) ends what counts. Once these
-    took ``limit_s``, nothing more is tried. The choice stays where none is predicted to be faster by more than TIE. At
-    the end it gives way to a policy that was tried and measured to be faster by more than that.
+    ``run`` returns the trace of a few decode iterations; ``last`` as in ``TraceWindow``. After ``limit_s`` no more are
+    tried. The choice stays where none is predicted to be faster by more than TIE. At the end it gives way to a policy
+    that was measured to be faster by more than that.
     """
     record, rounds = hardware, 0
     tried: dict[Policy, list[TraceEvent]] = {}

@@ -50,7 +50,7 @@ from flexhybrid.jobs.run.opening import (
     remove_partial_files,
 )
 from flexhybrid.jobs.run.options import RunOptions, check_options
-from flexhybrid.jobs.run.outcome import Outcome, Work, again
+from flexhybrid.jobs.run.outcome import Effort, Outcome, again
 from flexhybrid.jobs.run.outlook import Outlook, batches
 from flexhybrid.jobs.run.replanning import LEAST_ANSWERS, Replanner, move_is_cheap
 from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report
@@ -203,7 +203,7 @@ class Job:
             write_report(options.report, printed, self.manifest, refusal_codes(self.errors.path), traces, self.lanes)
         return outcome.record()
 
-    def _outcome(self, work: Work | None) -> Outcome:
+    def _outcome(self, work: Effort | None) -> Outcome:
         counts = {
             "lines": self.census.num_lines,
             "answered": int((self.states == ANSWERED).sum()),
@@ -227,7 +227,7 @@ class Job:
     def _keep_trace(self, result: WaveResult) -> None:
         self.trace, self.lanes = result.trace, result.lanes
 
-    def _answer(self, say: Callable[[str], None]) -> Work:
+    def _answer(self, say: Callable[[str], None]) -> Effort:
         """Plan and answer the pending requests, until a stop is asked for."""
         options, plan = self.options, self._plan(say)
         self.plan = plan
@@ -266,7 +266,7 @@ class Job:
         if self.replanner and self.replanner.trial and (others or 0.0) <= MOST_OTHERS:
             self._keep_corrected(self.replanner.hardware)
         seconds, unfinished = ended.at_s - started.at_s - sum(compiling), generated - self.tokens
-        return Work(plan.seconds, seconds, others, unfinished, plan.seconds_of(generated), sum(compiling))
+        return Effort(plan.seconds, seconds, others, unfinished, plan.seconds_of(generated), sum(compiling))
 
     def _keep_corrected(self, hardware: Hardware | None) -> None:
         """Keep the lines that the trial corrected in the record of this machine from which they came, if any."""

@@ -21,7 +21,7 @@ def again(options: RunOptions) -> str:
     return "the same command again" + (", without --restart," if options.restart else "")
 
 
-class Work(NamedTuple):
+class Effort(NamedTuple):
     """What answering took, without compiling."""
 
     predicted_s: float | None
@@ -40,7 +40,7 @@ def parted(seconds: float, predicted_s: float | None) -> bool:
     return max(seconds / predicted_s, predicted_s / seconds) > PARTED
 
 
-def against(work: Work) -> str:
+def against(work: Effort) -> str:
     """Return what was predicted for a run, in words: for answers as long as they came, and at most, or as long as they
     were expected."""
     own, most = (foretold(s) if s else "" for s in (work.predicted_of_these_s, work.predicted_s))
@@ -55,7 +55,7 @@ class Outcome(NamedTuple):
     options: RunOptions
     llm: LLM
     counts: dict[str, int]  #: lines, and how many of them were "answered", "refused", "left" and "done_before" it
-    work: Work | None  #: None: nothing was left to answer
+    work: Effort | None  #: None: nothing was left to answer
     tokens: int  #: that were generated, of answers that were written
     refused_codes: Counter  #: error code -> lines that this run has refused with it
     replanned: list[str]  #: what was changed on the way, and why

@@ -48,7 +48,7 @@ class SweepSummary:
     path: Path
 
 
-class Table:
+class SweepTable:
     """A CSV file that this process alone writes. Columns: ``keys`` of the points, the results' names, ``error``."""
 
     def __init__(self, path: Path, keys: Sequence[str], fresh: bool) -> None:
@@ -127,7 +127,7 @@ def run_sweep(
     check("workers", workers, is_integer(workers) and workers >= 1, "a whole number >= 1")
     if out.suffix.lower() != ".csv":
         raise InputError(f"--out {out}: a table is a .csv file, not {out.suffix or 'one without a suffix'}")
-    table = Table(out, list(dict.fromkeys(itertools.chain(*points))), fresh)
+    table = SweepTable(out, list(dict.fromkeys(itertools.chain(*points))), fresh)
     known = table.cells_of_points
     todo = [point for point in points if tuple(cell(point.get(key)) for key in table.keys) not in known]
     hidden = quiet or not sys.stderr.isatty()

@@ -50,7 +50,7 @@ ALIGNMENT_VARIES = ("queries", "memories", "starts", "places", "kinds", "sinks",
 ADDING = {"num_warps": 4, "num_stages": 2}
 
 
-class Table(NamedTuple):
+class BlockTable(NamedTuple):
     """Where the blocks of a step's requests lie, on the device."""
 
     starts: torch.Tensor  #: [B + 1] int64: a request's first place in the others, and the one behind its last
@@ -70,7 +70,7 @@ def table_of(
     names: Sequence[Hashable],
     sizes: tuple[int, int],
     to_device: Callable[[np.ndarray], torch.Tensor],
-) -> Table:
+) -> BlockTable:
     """Return the table of contexts that have a part in each extent. ``names``: of the extents' memories, alike where
     they are one; ``sizes``: key heads and elements of a head. Raises ValueError for more memories than kernels take."""
     groups, d = sizes
@@ -96,13 +96,13 @@ def table_of(
     reach = tuple(max(end for of, end in ends if of == name) for name in order)
     row = max(extent.token_stride for extent in extents)
     row = row if row > 2 * groups * d else 0
-    return Table(starts, of_places, of_kinds, groups, int(counts.max()), parts, reach=reach, row=row)
+    return BlockTable(starts, of_places, of_kinds, groups, int(counts.max()), parts, reach=reach, row=row)
 
 
 def attend(
     q_BHd: torch.Tensor,
     memories: Sequence[torch.Tensor],
-    table: Table,
+    table: BlockTable,
     rule: ScoreRule,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -113,7 +113,7 @@ def attend(
 
 
 def attend_and_sum(
-    q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], table: Table, rule: ScoreRule, parts: int | None = None
+    q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], table: BlockTable, rule: ScoreRule, parts: int | None = None
 ) -> Weighed:
     """Attend as ``attend`` does, but for sinks; return float32 [B, G, r, d], and the logarithm of what it was divided
     by, [B, G, r]. ``parts``: in how many each context is read; None: as many as fill a GPU."""
@@ -126,7 +126,7 @@ def attend_and_sum(
 def _attended(
     query: torch.Tensor,
     memories: Sequence[torch.Tensor],
-    table: Table,
+    table: BlockTable,
     rule: ScoreRule,
     sums: torch.Tensor | None,
     parts: int | None = None,
@@ -149,7 +149,7 @@ def _attended(
     return target, sums
 
 
-def num_parts(batch: int, heads: int, table: Table) -> int:
+def num_parts(batch: int, heads: int, table: BlockTable) -> int:
     """Return in how many parts each request's context is read: of many queries in one, that of a few in several."""
     items = batch * table.groups
     programs, least = SPLITS[heads == table.groups]
@@ -159,7 +159,7 @@ def num_parts(batch: int, heads: int, table: Table) -> int:
 def launch(
     query: torch.Tensor,
     memories: Sequence[torch.Tensor],
-    table: Table,
+    table: BlockTable,
     rule: ScoreRule,
     given: tuple[torch.Tensor, torch.Tensor | None],
     partial: torch.Tensor | None,

@@ -101,7 +101,7 @@ class Path(Protocol):
     ) -> torch.Tensor: ...
 
 
-class Window(NamedTuple):
+class SlidingWindow(NamedTuple):
     """A sliding window over columns that lie in any order: a token sees those of the last ``tokens`` positions up to
     its own."""
 
@@ -351,7 +351,7 @@ def attend_in_window(
     q_BNHd: torch.Tensor,
     keys_values: tuple[torch.Tensor, torch.Tensor],
     mask_B11T: torch.Tensor | None,
-    window: Window,
+    window: SlidingWindow,
     scaling: float | None = None,
 ) -> torch.Tensor:
     """Attend as a path does, and to what lies in the window alone.

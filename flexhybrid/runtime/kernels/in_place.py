@@ -26,7 +26,7 @@ from flexhybrid.runtime.kernels.compiled.attention import KINDS, LANES, attend_i
 SHARED_PRODUCTS = 1 << 20
 
 
-class Layout(NamedTuple):
+class Parts(NamedTuple):
     """Where contexts lie, part by part: the same in every layer of a step."""
 
     tokens: np.ndarray  #: [parts, B] int64
@@ -38,7 +38,7 @@ class Layout(NamedTuple):
     reach: list[int]  #: ``Extent.reach`` of each part
 
 
-def layout_of(extents: Sequence[Extent], groups: int, num_threads: int, width: int = 0) -> Layout:
+def layout_of(extents: Sequence[Extent], groups: int, num_threads: int, width: int = 0) -> Parts:
     """Return the layout of contexts that have a part in each extent, for ``num_threads`` threads; ``width``: elements
     of the queries of a key head, where there are several threads."""
     first, strides, reach = 0, [], [extent.reach("attend_items", groups) for extent in extents]
@@ -52,11 +52,11 @@ def layout_of(extents: Sequence[Extent], groups: int, num_threads: int, width: i
         if extent.hidden is not None:
             blocks[1, begin : begin + extent.hidden.size] = extent.hidden.ravel()
     bounds = bounds_of(tokens.sum(0), groups, num_threads, width)
-    return Layout(tokens, blocks, np.array(strides, np.int64), bounds, groups, reach)
+    return Parts(tokens, blocks, np.array(strides, np.int64), bounds, groups, reach)
 
 
 def attend(
-    q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], layout: Layout, share: Share, scaling: float | None = None
+    q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], layout: Parts, share: Share, scaling: float | None = None
 ) -> torch.Tensor:
     """Attend with one query a request over its whole context; return [B, H·d] in the queries' dtype.
 
@@ -67,7 +67,7 @@ def attend(
 
 
 def attend_and_sum(
-    q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], layout: Layout, share: Share, scaling: float | None = None
+    q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], layout: Parts, share: Share, scaling: float | None = None
 ) -> Weighed:
     """Attend as ``attend`` does; return float32 [B, G, r, d], and the logarithm of what it was divided by [B, G, r]."""
     (batch, heads, d), groups = q_BHd.shape, layout.groups

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from flexhybrid.runtime.buffers import SharedPart
-from flexhybrid.runtime.kernels.attention import PREFILL_QUERIES, ScoreRule, Weighed, Window
+from flexhybrid.runtime.kernels.attention import PREFILL_QUERIES, ScoreRule, SlidingWindow, Weighed
 
 #: On a CPU: attends in one pass over the keys, sums in float32, and gives the logarithms of the sums too.
 _in_one_pass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -24,7 +24,7 @@ def attend_in_parts(
     own: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     shared: Sequence[SharedPart],
     rule: ScoreRule,
-    window: Window | None = None,
+    window: SlidingWindow | None = None,
 ) -> torch.Tensor:
     """Attend as a ``Path`` does over ``own`` keys and values, with their mask [B, 1, 1, T], and over ``shared`` ones,
     by any rule and in any window. Returns [B, N, H·d]."""
@@ -71,7 +71,7 @@ def add_shared(
     q_BGrNd: torch.Tensor,
     shared: Sequence[SharedPart],
     rule: ScoreRule,
-    window: Window | None = None,
+    window: SlidingWindow | None = None,
 ) -> None:
     """Add to what queries get of their own contexts (Q = r · N) what they get of ``shared`` ones."""
     for rows, keys, values, columns in shared:

@@ -24,7 +24,7 @@ from flexhybrid.core.model.stored import PackedFormat, packed_format
 from flexhybrid.runtime.models.interrupted import hosted
 from flexhybrid.runtime.models.latent import tensors_in
 from flexhybrid.runtime.models.probe import ROWS, AttentionFacts, LayerFacts, look, measure
-from flexhybrid.runtime.models.transformer import Layers, Refused, build, check_libraries, decoder_layers, one_line
+from flexhybrid.runtime.models.transformer import Layers, Unsupported, build, check_libraries, decoder_layers, one_line
 
 FAMILY = "module"  #: of shapes whose models run through transformers' layers
 UNLIMITED_POSITIONS = 1 << 20  #: of a model whose configuration names no limit
@@ -77,7 +77,7 @@ def _empty_model(
     config = json.loads(configuration)
     try:
         if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
-            raise Refused("its code is remote, in the checkpoint; such code is never run")
+            raise Unsupported("its code is remote, in the checkpoint; such code is never run")
         model = build(folder)
         model.config.dtype = stored_dtype({"dtype": model.config.dtype}, packed)
         for name in untied:
@@ -85,7 +85,7 @@ def _empty_model(
             setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], own)
         return hosted(lambda: _looked_at(folder, model, "text_config" in config, untied))
     except Exception as error:  # Refused; or whatever a model raises whose modules are built in a way of their own
-        reason = error if isinstance(error, Refused) else f"its modules are not as expected ({one_line(error)})"
+        reason = error if isinstance(error, Unsupported) else f"its modules are not as expected ({one_line(error)})"
         raise InputError(
             f"{folder}: models of type {shown(config.get('model_type'))} cannot be run exactly: {reason}"
         ) from None
@@ -106,7 +106,7 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
     _check_cache(text, {index: of.window for index, of in keeping.items()}, _positions(model))
     widths = {(fact.heads, fact.groups) for fact in attention}
     if len(widths) > 1:
-        raise Refused("its layers have different numbers of heads")
+        raise Unsupported("its layers have different numbers of heads")
     ((heads, groups),) = widths or {(1, 1)}
     behind = {name for fact in facts if fact.attention for name in fact.late}
     kinds: list[tuple[LayerTensor, ...]] = []
@@ -114,7 +114,7 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
     for layer, fact in zip(layers.layers, facts, strict=True):
         named = dict(layer.named_parameters())
         if any(id(parameter) in known for parameter in named.values()):
-            raise Refused("its layers share parameters")
+            raise Unsupported("its layers share parameters")
         known |= set(map(id, named.values()))
         inside |= {id(parameter) for name, parameter in named.items() if name not in fact.lent}
         # Where no attention parts a layer, what other layers do not have behind theirs lies where they have theirs.
@@ -151,7 +151,7 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
     )
     dtype = str(model.config.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
-        raise Refused(f"dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}")
+        raise Unsupported(f"dtype {dtype} is not one of {', '.join(DTYPE_BYTES)}")
     return ModelShape(
         name=folder.name,
         family=FAMILY,
@@ -210,7 +210,7 @@ def _check_cache(text, windows: Mapping[int, int | None], longest: int) -> None:
         # No defaults where keys and values are kept: another name must not pass.
         kept = cached.sliding_window if hasattr(cached, "keys") and cached.is_sliding else None
         if kept is not None and (window or longest) > kept:
-            raise Refused(f"its cache keeps {kept} tokens of a layer, and its mask lets see more")
+            raise Unsupported(f"its cache keeps {kept} tokens of a layer, and its mask lets see more")
 
 
 def _elements(tensors: list[torch.Tensor]) -> int:

@@ -81,7 +81,7 @@ def _call(function: Callable[[], Result]) -> Result:
     return function()
 
 
-class Run:
+class Coroutine:
     """A function that is running, in the thread that has started it."""
 
     def __init__(self, worker: _Worker):
@@ -113,7 +113,7 @@ class Run:
         self.resume(_LEFT)
 
 
-def started(function: Callable[[], Any]) -> tuple[Run, Any]:
+def started(function: Callable[[], Any]) -> tuple[Coroutine, Any]:
     """Run a function until it is interrupted, or to its end: return what it was interrupted with, or its result.
 
     Raise what it raises, and RuntimeError outside of ``hosted``.
@@ -122,7 +122,7 @@ def started(function: Callable[[], Any]) -> tuple[Run, Any]:
         raise RuntimeError("functions that are interrupted run within hosted()")
     worker = _host.idle.pop() if _host.idle else _new_worker()
     worker.place.append(function)
-    run = Run(worker)
+    run = Coroutine(worker)
     return run, run.resume(worker.place)
 
 
@@ -135,8 +135,8 @@ def _new_worker() -> _Worker:
 
 
 def interrupt(value: Any) -> Any:
-    """Interrupt the running function, of which ``started`` or ``Run.resume`` return this value. Return the value that
-    it is resumed with. Raise RuntimeError where no such function runs."""
+    """Interrupt the running function: ``started`` or ``Coroutine.resume`` returns ``value``. Return what it is resumed
+    with. Raise RuntimeError where no such function runs."""
     import greenlet
 
     if _host.base is None or greenlet.getcurrent() is _host.whole:

@@ -19,7 +19,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.runtime.models.empty_model import empty_model
 from flexhybrid.runtime.models.latent import ActRows
 from flexhybrid.runtime.models.probe import Argument, AttentionFacts
-from flexhybrid.runtime.models.states import Group, RecurrentLayers, groups_of
+from flexhybrid.runtime.models.states import RecurrentLayers, RowGroup, groups_of
 from flexhybrid.runtime.models.transformer import DTYPE, AttentionCall, LayerCall, Layers, Pending, call_directly
 from flexhybrid.runtime.process_settings import float32_default
 
@@ -51,7 +51,7 @@ class ModulePath:
             for fact in self.facts
         ]
         self.recurrent = RecurrentLayers(self.layers, [fact.state for fact in self.facts])
-        self._groups: dict[Any, list[Group]] = {}  # by step: requests that recurrent layers take together
+        self._groups: dict[Any, list[RowGroup]] = {}  # by step: requests that recurrent layers take together
         self._in_place: dict[int, Any] = {}  # by layer: the views that its parameters are
         self.calls: dict[Any, list[LayerCall]] = {}  #: by step: how the model calls its layers
         self._rest: dict[Any, tuple[int, Any]] = {}  # by step: the rows of a forward that waits for its end, and it
@@ -170,7 +170,7 @@ class ModulePath:
         self.recurrent.run(slot, layer, hidden_Rh, self.calls[step][layer], self._groups[step], held)
         return self.recurrent.finish(slot, None)
 
-    def left(self, slot: int, layer: int) -> list[tuple[Group, list[torch.Tensor]]]:
+    def left(self, slot: int, layer: int) -> list[tuple[RowGroup, list[torch.Tensor]]]:
         """Return the states [batch, …] that a finished layer has left, by groups of the step's requests."""
         return self.recurrent.left(slot, layer)
 

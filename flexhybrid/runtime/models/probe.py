@@ -35,7 +35,7 @@ from flexhybrid.runtime.models.transformer import (
     LayerCall,
     Layers,
     Pending,
-    Refused,
+    Unsupported,
     masks_made_by,
     one_line,
     same_tensor,
@@ -159,11 +159,11 @@ def window_of(mask_function, longest: int) -> int | None:
             seen = torch.as_tensor(mask_function(zero, zero, keys[query], keys), dtype=torch.bool).expand(len(keys))
         count = int(seen.sum())
         if bool(seen[-1]) or not bool(seen[query + 1 - count : query + 1].all()) or count == 0:
-            raise Refused("its attention mask is neither causal nor a sliding window")
+            raise Unsupported("its attention mask is neither causal nor a sliding window")
         windows.add(count if count <= query else None)
     shorter = windows - {None}
     if len(shorter) > 1:
-        raise Refused("its attention mask is neither causal nor a sliding window of one size")
+        raise Unsupported("its attention mask is neither causal nor a sliding window of one size")
     return shorter.pop() if shorter else None
 
 
@@ -179,7 +179,7 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
         ids = torch.zeros(ROWS, dtype=torch.int64, device="meta")
         hidden, calls, _ = _told(layers, lambda: layers.embed(ids, ids), "what stands before its layers")
         if hidden.dim() not in (3, 4) or hidden.shape[-3:-1] != (1, ROWS):
-            raise Refused("its hidden states are not one row a token")
+            raise Unsupported("its hidden states are not one row a token")
 
         def embed(tokens: int | None) -> tuple[torch.Tensor, list[LayerCall]]:
             places = ids if tokens is None else torch.zeros(tokens, dtype=torch.int64, device="meta")
@@ -187,7 +187,7 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
 
         states = find_states(layers, embed)
         if hidden.dim() == 4 and any(states):
-            raise Refused("it keeps states, and several hidden states of each token")
+            raise Unsupported("it keeps states, and several hidden states of each token")
         sources = _sources(layers, hidden, layers.embed(ids, ids).calls, states)
 
         def look_at_all(latents: bool) -> list[LayerFacts]:
@@ -202,7 +202,7 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
         if len({fact.attention.kv_gen.width for fact in facts if fact.attention}) > 1:  # ACT blocks are all alike
             facts = look_at_all(latents=False)
         if not asked and any(fact.attention for fact in facts):
-            raise Refused("its masks do not come from transformers' AttentionMaskInterface")
+            raise Unsupported("its masks do not come from transformers' AttentionMaskInterface")
     for source in {fact.source for fact in facts if fact.source is not None}:
         facts[source] = replace(facts[source], lent=_lent(layers.layers[source], facts[source]))
     return facts
@@ -232,7 +232,7 @@ def _sources(
                 continue
             whose = [of for of in lenders if all(map(same_tensor, own, made[of]))]
             if len(lenders) != 1 or not whose or state:
-                raise Refused(f"layer {index} makes its keys and values from those of other layers")
+                raise Unsupported(f"layer {index} makes its keys and values from those of other layers")
             sources[index] = int(whose[0])
     return sources
 
@@ -258,19 +258,19 @@ def _told(layers: Layers, function: Callable[[], Any], where: str) -> Any:
     """Run a function of a model's layers; turn its errors into Refused."""
     try:
         return function()
-    except Refused:
+    except Unsupported:
         raise
     except Exception as error:
         seen = _TaggedMask.__name__ in str(error)  # it stands where the model expects a tensor
         if not getattr(layers.model, "_supports_attention_backend", True) and (seen or "attention" in where):
-            raise Refused(OWN_ATTENTION) from error
+            raise Unsupported(OWN_ATTENTION) from error
         if seen:
-            raise Refused(
+            raise Unsupported(
                 "it computes with its attention mask by code of its own, beside transformers' AttentionInterface"
             ) from error
         if _lacks_values(error):
-            raise Refused(f"{where} computes what depends on the values of tensors ({one_line(error)})") from error
-        raise Refused(f"{where} cannot be run by itself ({one_line(error)})") from error
+            raise Unsupported(f"{where} computes what depends on the values of tensors ({one_line(error)})") from error
+        raise Unsupported(f"{where} cannot be run by itself ({one_line(error)})") from error
 
 
 def _begun(layers: Layers, index: int, hidden: torch.Tensor, call: LayerCall) -> Pending:
@@ -300,20 +300,20 @@ def _look_at(
     early = {name for name, parameter in named.items() if id(parameter) in uses.seen}
     attention = _attention_facts(layers, index, hidden, again, pending.call, latents=latents, lender=lender)
     if lender and attention.window != lender.window:
-        raise Refused(f"layer {index} sees other tokens than the layer whose keys and values it attends to")
+        raise Unsupported(f"layer {index} sees other tokens than the layer whose keys and values it attends to")
     attended = pending.call.query.new_empty(1, ROWS, attention.heads, attention.value_dim)
     try:
         with _Uses() as uses:
             result = layers.finish(pending, attended)
-    except Refused:
+    except Unsupported:
         raise
     except Exception as error:
         if not _lacks_values(error):
-            raise Refused(f"layer {index} cannot be run behind its attention ({one_line(error)})") from error
+            raise Unsupported(f"layer {index} cannot be run behind its attention ({one_line(error)})") from error
         result = None  # a routing of experts has sizes that the meta device cannot know
     late = {name for name, parameter in named.items() if id(parameter) in uses.seen} if result is not None else set()
     if result is not None and result.shape != hidden.shape:
-        raise Refused(f"layer {index} does not give one row a token")
+        raise Unsupported(f"layer {index} does not give one row a token")
     read = dict(attention.module.named_parameters())
     reads = set() if lender else {id(read[name]) for name in attention.kv_gen.read}
     return LayerFacts(
@@ -385,30 +385,30 @@ def _attention_facts(
     finally:
         made.module.forward = own
     if len(taken) != 1:
-        raise Refused(f"layer {index} does not call its attention module once")
+        raise Unsupported(f"layer {index} does not call its attention module once")
     if cache and cache.own.changes > changes[0]:
-        raise Refused(f"the attention module of layer {index} keeps a state of its own")
+        raise Unsupported(f"the attention module of layer {index} keeps a state of its own")
     args, kwargs = taken[0]
     kwargs = dict(kwargs)
     rows = args[0] if args else kwargs.pop("hidden_states", None)
     if not isinstance(rows, torch.Tensor) or rows.shape != hidden.shape[-3:]:
-        raise Refused(f"the attention module of layer {index} takes no hidden states")
+        raise Unsupported(f"the attention module of layer {index} takes no hidden states")
     where = f"the attention module of layer {index}"
     sources = {"args": call.args, "kwargs": call.kwargs}
     query, key, value, options = made.query, made.key, made.value, made.options
     for name, size in (("queries", query), ("keys", key), ("values", value)):
         if size.dim() != 4 or size.shape[0] != 1 or size.shape[2] != ROWS:
-            raise Refused(f"the {name} of layer {index} are {list(size.shape)}, not one row a token")
+            raise Unsupported(f"the {name} of layer {index} are {list(size.shape)}, not one row a token")
     window = options.get("sliding_window")
     if made.mask is not None and not isinstance(made.mask, _TaggedMask):
-        raise Refused(f"{where} gets a mask that the model makes itself")
+        raise Unsupported(f"{where} gets a mask that the model makes itself")
     of_mask = None if made.mask is None else made.mask.window
     window = window if of_mask is None else of_mask if window is None else min(window, of_mask)
     if options.get("is_causal") is False:
-        raise Refused(f"{where} looks at tokens that come later")
+        raise Unsupported(f"{where} looks at tokens that come later")
     for name, option in options.items():
         if name not in (*SILENT, "is_causal") and _asks(option):
-            raise Refused(f"its attention has {name}")
+            raise Unsupported(f"its attention has {name}")
     return AttentionFacts(
         module=made.module,
         args=tuple(_argument(value, sources, where) for value in args[1:]),
@@ -441,7 +441,7 @@ def _argument(value, sources: dict[str, Any], where: str) -> Argument:
                 for place, inner in enumerate(other):
                     if inner is value:
                         return Argument((kind, key, place))
-    raise Refused(f"{where} takes a tensor that is not of its layer's arguments")
+    raise Unsupported(f"{where} takes a tensor that is not of its layer's arguments")
 
 
 def _holds_tensor(value) -> bool:

@@ -21,7 +21,7 @@ import torch
 
 from flexhybrid.core.model.states import LayerState, StateTensor, WorkBytes
 from flexhybrid.runtime.models.allocations import peak_bytes
-from flexhybrid.runtime.models.interrupted import Run, started
+from flexhybrid.runtime.models.interrupted import Coroutine, started
 from flexhybrid.runtime.models.transformer import (
     DTYPE,
     PLAIN,
@@ -29,7 +29,7 @@ from flexhybrid.runtime.models.transformer import (
     AttentionCall,
     LayerCall,
     Layers,
-    Refused,
+    Unsupported,
     hidden_states,
     one_line,
 )
@@ -40,7 +40,7 @@ CACHES = ("past_key_values", "cache_params")
 KINDS = ("conv", "recurrent")  #: of states in transformers' cache
 
 
-class Group(NamedTuple):
+class RowGroup(NamedTuple):
     """Requests of a step that have equally many new tokens."""
 
     rows: torch.Tensor | None  #: [batch · tokens] of the grid; None: all of them, in order
@@ -49,16 +49,16 @@ class Group(NamedTuple):
     tokens: int
 
 
-def groups_of(new_tokens: np.ndarray, device: torch.device) -> list[Group]:
+def groups_of(new_tokens: np.ndarray, device: torch.device) -> list[RowGroup]:
     """Return the groups of a step whose requests have ``new_tokens`` [B], in a grid as wide as the longest."""
     width, groups = int(new_tokens.max()), []
     lengths = np.unique(new_tokens)
     if len(lengths) == 1:
-        return [Group(None, None, len(new_tokens), width)]
+        return [RowGroup(None, None, len(new_tokens), width)]
     for length in lengths.tolist():
         members = np.flatnonzero(new_tokens == length)
         rows = (members[:, None] * width + np.arange(length)).reshape(-1)
-        groups.append(Group(to_device(rows, device), members, len(members), length))
+        groups.append(RowGroup(to_device(rows, device), members, len(members), length))
     return groups
 
 
@@ -133,7 +133,7 @@ def with_cache(call: LayerCall, made: Any, index: int) -> LayerCall:
     """Return a layer's call with a cache. Raise Refused where it takes none."""
     names = [name for name in CACHES if name in call.kwargs]
     if not names:
-        raise Refused(f"layer {index} keeps a state elsewhere than in transformers' cache")
+        raise Unsupported(f"layer {index} keeps a state elsewhere than in transformers' cache")
     return LayerCall(call.args, call.kwargs | dict.fromkeys(names, made))
 
 
@@ -147,7 +147,7 @@ def is_stand_in(value: Any) -> bool:
     return type(value).__name__ == "StandIn" and isinstance(value, _classes()[1])
 
 
-def of_group(value: Any, group: Group, rows: int) -> Any:
+def of_group(value: Any, group: RowGroup, rows: int) -> Any:
     """Return an argument for a group: tensors [1, R, …] become [batch, tokens, …], others stay."""
     if isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[:2] == (1, rows):
         chosen = value[0] if group.rows is None else value[0][group.rows]
@@ -160,9 +160,9 @@ def of_group(value: Any, group: Group, rows: int) -> Any:
 class Running(NamedTuple):
     """A group in a layer: what came out, or the attention that it waits for."""
 
-    group: Group
+    group: RowGroup
     made: Any  #: the cache that it was given
-    run: Run
+    run: Coroutine
     result: Any  #: ``AttentionCall``, or the layer's hidden states [batch, tokens, h]
 
     def tensors(self, state: LayerState) -> list[torch.Tensor]:
@@ -174,7 +174,7 @@ class Running(NamedTuple):
         return self._replace(result=hidden_states(self.run.resume((attended, None))))
 
 
-def run_group(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, group: Group, made: Any) -> Running:
+def run_group(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, group: RowGroup, made) -> Running:
     """Run a layer on the rows of a group, to its end or up to its attention."""
     rows = len(hidden_Rh)
     args = tuple(of_group(value, group, rows) for value in call.args)
@@ -199,7 +199,7 @@ class RecurrentLayers:
         index: int,
         hidden_Rh: torch.Tensor,
         call: LayerCall,
-        groups: list[Group],
+        groups: list[RowGroup],
         held: Sequence[torch.Tensor] | None,
         take: Callable[[], torch.Tensor],
     ) -> tuple[AttentionCall, torch.Tensor]:
@@ -226,7 +226,7 @@ class RecurrentLayers:
         index: int,
         hidden_Rh: torch.Tensor,
         call: LayerCall,
-        groups: list[Group],
+        groups: list[RowGroup],
         held: Sequence[torch.Tensor] | None,
     ) -> None:
         """Run a layer that does not attend; ``finish`` returns what it gives."""
@@ -251,13 +251,13 @@ class RecurrentLayers:
         widest = max(run.group.tokens for run in running)
         return _grid(sum(run.group.batch for run in running) * widest, [(run.group, run.result) for run in running])
 
-    def left(self, slot: int, index: int) -> list[tuple[Group, list[torch.Tensor]]]:
+    def left(self, slot: int, index: int) -> list[tuple[RowGroup, list[torch.Tensor]]]:
         """Return the states [batch, …] that the layer in a slot has left, group by group."""
         state = self.states[index]
         return [(run.group, run.tensors(state)) for run in self._running.pop(slot)] if state and state.tensors else []
 
 
-def _grid(rows: int, parts: list[tuple[Group, torch.Tensor]]) -> torch.Tensor:
+def _grid(rows: int, parts: list[tuple[RowGroup, torch.Tensor]]) -> torch.Tensor:
     """Return [R, …] of the groups' tensors [batch, tokens, …]; zeros in rows that no group has."""
     group, first = parts[0]
     if group.rows is None:
@@ -329,7 +329,7 @@ def in_each_dtype(model) -> Iterator[torch.dtype]:
 
 def run_alone(layers: Layers, index: int, hidden: torch.Tensor, calls: Sequence[LayerCall]) -> None:
     """Run a layer that keeps a state, or does not attend, over a prompt's hidden states [1, R, h]."""
-    group = Group(None, None, 1, hidden.shape[1])
+    group = RowGroup(None, None, 1, hidden.shape[1])
     with suppress(Exception):  # routing of experts, which comes last, may have sizes that are not known
         running = run_group(layers, index, hidden[0], calls[index], group, stand_in(layers))
         if isinstance(running.result, AttentionCall):
@@ -340,30 +340,30 @@ def _find(layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, 
     if kind not in (*RECURRENT, *PLAIN):
         return None
     rows, found = len(hidden_Rh), []
-    for group in (Group(None, None, 1, rows), Group(None, None, rows, 1)):  # a prompt, and the first tokens of several
+    for group in (RowGroup(None, None, 1, rows), RowGroup(None, None, rows, 1)):  # a prompt; several first tokens
         found.append(_left(layers, index, hidden_Rh, call, group, stand_in(layers)))
     (long, attends), (short, _) = found
     if long != short:
-        raise Refused(f"the state of layer {index} has no fixed size")
+        raise Unsupported(f"the state of layer {index} has no fixed size")
     state = LayerState(tuple(sorted(long, key=lambda tensor: not tensor.wide)), attends)
     if kind in RECURRENT and not state.tensors:
-        raise Refused(f"layer {index} keeps a state elsewhere than in transformers' cache")
+        raise Unsupported(f"layer {index} keeps a state elsewhere than in transformers' cache")
     if kind in PLAIN and (state.tensors or attends):
-        raise Refused(f"layer {index} is more than a feed-forward network")
+        raise Unsupported(f"layer {index} is more than a feed-forward network")
     if state.tensors:  # it goes on from a state, and leaves one of the same size
         held = [
             hidden_Rh.new_empty(rows, *t.size, dtype=torch.float32 if t.wide else hidden_Rh.dtype)
             for t in state.tensors
         ]
         made = stand_in(layers, state, held)
-        after, _ = _left(layers, index, hidden_Rh, call, Group(None, None, rows, 1), made)
+        after, _ = _left(layers, index, hidden_Rh, call, RowGroup(None, None, rows, 1), made)
         if after != long:
-            raise Refused(f"the state of layer {index} does not stay of one size")
+            raise Unsupported(f"the state of layer {index} does not stay of one size")
     return state
 
 
 def _left(
-    layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, group: Group, made: Any
+    layers: Layers, index: int, hidden_Rh: torch.Tensor, call: LayerCall, group: RowGroup, made: Any
 ) -> tuple[list[StateTensor], bool]:
     """Return the tensors that a layer leaves in a cache, and whether it attends."""
     attends = False
@@ -371,16 +371,16 @@ def _left(
         running = run_group(layers, index, hidden_Rh, call, group, made)
         attends = isinstance(running.result, AttentionCall)
         if not attends and running.result.shape != (group.batch, group.tokens, hidden_Rh.shape[1]):
-            raise Refused(f"layer {index} does not give one row a token")
-    except Refused:
+            raise Unsupported(f"layer {index} does not give one row a token")
+    except Unsupported:
         raise
     except Exception as error:  # routing of experts has sizes that the meta device cannot know; it comes last
         if not made.own.changes:
-            raise Refused(f"layer {index} cannot be run by itself ({one_line(error)})") from error
+            raise Unsupported(f"layer {index} cannot be run by itself ({one_line(error)})") from error
     left = []
     for kind, place, tensor in _tensors(made.own):
         if tensor.shape[0] != group.batch:
-            raise Refused(f"the state of layer {index} is not one a request")
+            raise Unsupported(f"the state of layer {index} is not one a request")
         left.append(StateTensor(kind, place, tuple(tensor.shape[1:]), tensor.dtype == torch.float32))
     return left, attends
 

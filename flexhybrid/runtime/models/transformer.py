@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.runtime.models.interrupted import Run, interrupt, started
+from flexhybrid.runtime.models.interrupted import Coroutine, interrupt, started
 from flexhybrid.runtime.models.text_part import takes_more_than_text, text_part
 
 NAME = "flexhybrid"  #: of our attention, as transformers knows it
@@ -40,7 +40,7 @@ OLDEST = (5, 6)  #: version of transformers whose layers run here; tried up to 5
 OWN_ATTENTION = "it attends by code of its own, not through transformers' AttentionInterface"
 
 
-class Refused(Exception):
+class Unsupported(Exception):
     """The model cannot run exactly; says why."""
 
 
@@ -67,7 +67,7 @@ class Embedded(NamedTuple):
 
     hidden: torch.Tensor  #: of the first layer [1, R, h], or several of each token [n, 1, R, h]
     calls: list[LayerCall]  #: of each layer
-    rest: Run  #: it waits; resumed with the last hidden states, it returns logits
+    rest: Coroutine  #: it waits; resumed with the last hidden states, it returns logits
 
 
 _AT_THE_LAST = object()  #: that forward tells so that it waits
@@ -176,11 +176,11 @@ def build(folder: Path):
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if getattr(config, "is_encoder_decoder", False):
-            raise Refused("it has an encoder")
+            raise Unsupported("it has an encoder")
         if takes_more_than_text(config) and (config := text_part(config)) is None:
-            raise Refused("it takes more than text, and has no part for text alone")
+            raise Unsupported("it takes more than text, and has no part for text alone")
         if kinds := _stateful_kinds(config.get_text_config()):
-            raise Refused(
+            raise Unsupported(
                 f"its layers of kind {kinds[0]} keep or see something else than keys and values of all tokens"
             )
         config._attn_implementation, dtype = NAME, config.dtype
@@ -188,12 +188,12 @@ def build(folder: Path):
             warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=DTYPE)
         model.config.dtype = dtype
-    except Refused:
+    except Unsupported:
         raise
     except Exception as error:  # transformers raises many types for what it does not know or cannot read
         if isinstance(error, KeyError) and error.args == (NAME,):
-            raise Refused(OWN_ATTENTION) from None
-        raise Refused(f"transformers {transformers.__version__} cannot build it: {one_line(error)}") from None
+            raise Unsupported(OWN_ATTENTION) from None
+        raise Unsupported(f"transformers {transformers.__version__} cannot build it: {one_line(error)}") from None
     finally:
         transformers.logging.set_verbosity(level)
     for module in model.modules():
@@ -223,7 +223,7 @@ def decoder_layers(model) -> torch.nn.ModuleList:
     lists = [m for m in lists if all(any(part.children()) for part in m)]  # not of single matrices
     whole = [m for m in lists if not any(m is not other and _within(m, other) for other in lists)]
     if len(whole) != 1:
-        raise Refused(f"it has {len(whole)} lists of {count} layers")
+        raise Unsupported(f"it has {len(whole)} lists of {count} layers")
     return whole[0]
 
 
@@ -272,9 +272,9 @@ class Layers:
             if index == 0:
                 self._passed = hidden_states
             elif self._passed is None or not same_tensor(hidden_states, self._passed):
-                raise Refused("it computes something between its layers")
+                raise Unsupported("it computes something between its layers")
             if any(value is _NOTHING_ELSE for value in (*args, *kwargs.values())):
-                raise Refused("its layers pass on more than hidden states")
+                raise Unsupported("its layers pass on more than hidden states")
             self._records[index] = LayerCall(args, kwargs)
             if index == last:
                 hidden_states = interrupt(_AT_THE_LAST)
@@ -296,7 +296,7 @@ class Layers:
                 return self._embed(ids, positions)
             except Exception as second:
                 self._pairs = None
-                raise (second if isinstance(second, Refused) and "pass on" in str(second) else error) from None
+                raise (second if isinstance(second, Unsupported) and "pass on" in str(second) else error) from None
         return embedded
 
     def _embed(self, ids: torch.Tensor, positions: torch.Tensor) -> Embedded:
@@ -309,7 +309,7 @@ class Layers:
             records, hidden = self._records, self._passed
             self._records = self._passed = None
         if interrupted_with is not _AT_THE_LAST or hidden is None or len(records) < len(self.layers):
-            raise Refused("its forward does not call each of its layers once")
+            raise Unsupported("its forward does not call each of its layers once")
         self.hidden_size, self.streams = hidden.shape[-1], hidden.shape[0] if hidden.dim() == 4 else 1
         return Embedded(hidden, [records[index] for index in range(len(self.layers))], rest)
 
@@ -323,7 +323,7 @@ class Layers:
             return rows[None]
         return rows.unflatten(1, (self.streams, -1)).transpose(0, 1).contiguous()[:, None]
 
-    def head(self, hidden_Rh: torch.Tensor, rest: Run | None = None) -> torch.Tensor:
+    def head(self, hidden_Rh: torch.Tensor, rest: Coroutine | None = None) -> torch.Tensor:
         """Return the logits [R, vocab] of the last layer's hidden states. ``rest``: of ``Embedded``, of as many rows;
         None: another one."""
         if rest is None:
@@ -331,7 +331,7 @@ class Layers:
             rest = self.embed(zeros, zeros).rest
         logits = rest.resume(self.states_of(hidden_Rh))
         if not rest.ended or logits.shape[0] != len(hidden_Rh):
-            raise Refused("its forward does not end in one row of logits a token")
+            raise Unsupported("its forward does not end in one row of logits a token")
         return logits
 
     def begin(self, index: int, hidden: torch.Tensor, call: LayerCall) -> Pending:
@@ -347,7 +347,7 @@ class Layers:
 def hidden_states(result: Any) -> Any:
     """Return the hidden states of what a layer returns."""
     if isinstance(result, AttentionCall):
-        raise Refused("a layer attends twice")
+        raise Unsupported("a layer attends twice")
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -401,7 +401,7 @@ def _read_directly(kind: type) -> type:
 class Pending(NamedTuple):
     """A layer that waits for its attention."""
 
-    run: Run
+    run: Coroutine
     call: AttentionCall
 
 
@@ -409,5 +409,5 @@ def begun(function: Callable[[], Any]) -> Pending:
     """Run a function up to its attention call. Raise Refused where it makes none."""
     run, call = started(function)
     if not isinstance(call, AttentionCall):
-        raise Refused("a layer makes no attention call through transformers' AttentionInterface")
+        raise Unsupported("a layer makes no attention call through transformers' AttentionInterface")
     return Pending(run, call)

@@ -98,7 +98,7 @@ class Fetched(NamedTuple):
         return np.minimum(rows, heads * self.tokens - 1)
 
 
-class Choice(NamedTuple):
+class Choosable(NamedTuple):
     """Which tokens of a representation a decode step may choose, and which cells of the index take the chosen ones."""
 
     segment: Segment
@@ -124,7 +124,7 @@ class Guess(NamedTuple):
     held_BT: torch.Tensor  #: bool: the places that hold a token
     places_B: torch.Tensor  #: of the new tokens, where the oldest token makes room
     full_B: torch.Tensor | None  #: bool: requests without an empty place; None where there are none
-    choices: dict[str, Choice]  #: by representation
+    choices: dict[str, Choosable]  #: by representation
 
 
 class Speculation(SelectionHooks):
@@ -363,7 +363,7 @@ class Speculation(SelectionHooks):
             choices=self._choices(step),
         )
 
-    def _choices(self, step: MiniBatchStep) -> dict[str, Choice]:
+    def _choices(self, step: MiniBatchStep) -> dict[str, Choosable]:
         choices, start, batch = {}, int(self.index_start[step.mini_batch]), len(step.requests)
         for segment in step.segments:
             if not segment.max_tokens:
@@ -379,6 +379,6 @@ class Speculation(SelectionHooks):
                 positions = self.positions[segment.entry][: segment.max_tokens]
                 among = to_device(positions, self.device), to_device(held, self.device)
             most_B = to_device(limit, self.device)
-            choices[segment.representation] = Choice(segment, each_head, cells, size, most_B, among)
+            choices[segment.representation] = Choosable(segment, each_head, cells, size, most_B, among)
             start = cells.stop
         return choices

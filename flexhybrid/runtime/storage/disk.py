@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from flexhybrid.core.errors import InputError, is_number
+from flexhybrid.core.errors import DiskError, InputError, is_number
 from flexhybrid.core.files import cache_folder
 from flexhybrid.runtime.links import Pacer
 from flexhybrid.runtime.storage.host_memory import HostMemory
@@ -49,10 +49,6 @@ SLOWEST_PACE = 0.01  #: GB/s, the lowest pace accepted: slower, nothing would ev
 NUM_WORKERS = 4  #: requests of one call that run at once, including the calling thread's
 
 Piece = tuple[int, torch.Tensor]  #: (offset in bytes, contiguous CPU memory)
-
-
-class DiskError(InputError):
-    """A transfer failed: the disk is full or broken, or the file was shortened or closed."""
 
 
 _Part = tuple[int, bool, memoryview]  #: (offset, direct, bytes)

@@ -12,7 +12,7 @@ from flexhybrid.core.task import Task
 from flexhybrid.runtime.buffers import Context, SharedPart
 from flexhybrid.runtime.executor import State
 from flexhybrid.runtime.kernels import attention
-from flexhybrid.runtime.kernels.attention import Window, attend_in_window, split_heads
+from flexhybrid.runtime.kernels.attention import SlidingWindow, attend_in_window, split_heads
 from flexhybrid.runtime.kernels.shared_attention import (
     add_part,
     add_shared,
@@ -181,11 +181,11 @@ def attend_chunk(state: State, task: Task) -> None:
     state.attended = attended.flatten(0, 1)
 
 
-def _window(state: State, task: Task) -> Window | None:
+def _window(state: State, task: Task) -> SlidingWindow | None:
     """Return the window of the new tokens over the attention buffer's columns; None where all lie within."""
     places = state.tensors(task).places
     width = state.window_of(task)
-    return Window(width, places.new_BN, places.columns_BT) if width and places else None
+    return SlidingWindow(width, places.new_BN, places.columns_BT) if width and places else None
 
 
 def _new_queries(state: State, task: Task) -> torch.Tensor:
@@ -220,7 +220,7 @@ def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
     sides, rule, window = (keys.transpose(1, 2), values.transpose(1, 2)), state.score_rule(task), None
     if width := state.window_of(task):
         places = torch.arange(grid.shape[1], device=grid.device, dtype=torch.int64)[None]
-        window = Window(width, places, places)
+        window = SlidingWindow(width, places, places)
     if rule.changes_scores:
         return attend_in_parts(queries, (*sides, None), (), rule, window)
     if window:

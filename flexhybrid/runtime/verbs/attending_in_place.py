@@ -19,16 +19,16 @@ from flexhybrid.runtime.kernels.logit_changes import ToDevice
 from flexhybrid.runtime.kernels.shared_attention import add_part
 
 if TYPE_CHECKING:
-    from flexhybrid.runtime.kernels.attend_triton import Table
-    from flexhybrid.runtime.kernels.in_place import Layout
+    from flexhybrid.runtime.kernels.attend_triton import BlockTable
+    from flexhybrid.runtime.kernels.in_place import Parts
 
 
-class Together(NamedTuple):
+class Group(NamedTuple):
     """Where keys and values lie to which requests attend together."""
 
     rows: torch.Tensor  #: [g, m] of the step: of g such parts, m requests have each
     segments: tuple[Segment, ...]
-    layout: Layout | Table
+    layout: Parts | BlockTable
 
 
 class StepExtents(NamedTuple):
@@ -37,8 +37,8 @@ class StepExtents(NamedTuple):
     #: a part each, also of what requests share, but each attends to by itself; None: one among the projected rows, of
     #: the new tokens or of a recomputed prefix
     segments: list[Segment | None]
-    layout: Layout | Table
-    together: list[Together]  #: none in a window, which begins elsewhere for each request
+    layout: Parts | BlockTable
+    together: list[Group]  #: none in a window, which begins elsewhere for each request
 
 
 def attend_in_place(state: State, task: Task) -> None:
@@ -52,14 +52,14 @@ def attend_in_place(state: State, task: Task) -> None:
         from flexhybrid.runtime.kernels import attend_triton
 
         out = state.graphs.attended(state, task.payload.step) if state.graphs else None
-        state.attended = attend_triton.attend(query, memories, cast("Table", layout), rule, out)
+        state.attended = attend_triton.attend(query, memories, cast("BlockTable", layout), rule, out)
     elif rule.changes_scores:
         state.weighed = _attend_and_sum(state, query, memories, layout, rule)
         state.finish_attention(task)
     else:
         from flexhybrid.runtime.kernels import in_place
 
-        state.attended = in_place.attend(query, memories, cast("Layout", layout), state.compute_share, rule.scaling)
+        state.attended = in_place.attend(query, memories, cast("Parts", layout), state.compute_share, rule.scaling)
 
 
 def extents_of(state: State, task: Task, window: int | None) -> StepExtents:
@@ -119,16 +119,16 @@ def _shares(state: State) -> tuple[int, Share]:
 
 
 def _attend_and_sum(
-    state: State, query: torch.Tensor, memories: Sequence[torch.Tensor], layout: Layout | Table, rule: ScoreRule
+    state: State, query: torch.Tensor, memories: Sequence[torch.Tensor], layout: Parts | BlockTable, rule: ScoreRule
 ) -> Weighed:
     """Attend with queries [B, H, d]; sinks are left to ``State.finish_attention``."""
     if not by_numba(state):
         from flexhybrid.runtime.kernels import attend_triton
 
-        return attend_triton.attend_and_sum(query, memories, cast("Table", layout), rule)
+        return attend_triton.attend_and_sum(query, memories, cast("BlockTable", layout), rule)
     from flexhybrid.runtime.kernels import in_place
 
-    return in_place.attend_and_sum(query, memories, cast("Layout", layout), _shares(state)[1], rule.scaling)
+    return in_place.attend_and_sum(query, memories, cast("Parts", layout), _shares(state)[1], rule.scaling)
 
 
 def _layout(
@@ -137,7 +137,7 @@ def _layout(
     segments: Sequence[Segment | None],
     of_head: int,
     to_device: ToDevice,
-) -> Layout | Table:
+) -> Parts | BlockTable:
     """Return where contexts lie, as the kernels take it. ``segments``: of the extents, None: among the projected rows;
     ``of_head``: elements of the queries of a key head."""
     shape = state.shape
@@ -295,9 +295,7 @@ def step_extents(state: State, step: MiniBatchStep, window: int | None, to_devic
     return StepExtents(of_segments, layout, [] if window else _together(state, step, blocks_of, to_device))
 
 
-def _together(
-    state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray], to_device: ToDevice
-) -> list[Together]:
+def _together(state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray], to_device: ToDevice) -> list[Group]:
     block, parts = BLOCK_TOKENS * state.shape.kv_width, []
     for common in commons_together(step, state.wave):
         segments = tuple(segment for segment in common.segments if segment.max_tokens)
@@ -306,5 +304,5 @@ def _together(
         ]
         of_head = common.rows.shape[1] * state.shape.queries_per_key * state.shape.head_dim
         layout = _layout(state, extents, segments, of_head, to_device)
-        parts.append(Together(to_device(common.rows), segments, layout))
+        parts.append(Group(to_device(common.rows), segments, layout))
     return parts

@@ -57,7 +57,7 @@ from flexhybrid.runtime.step_tensors import Rotation, StepTensors, together_to_d
 from flexhybrid.runtime.verbs.attending_in_place import StepExtents, memory_names, step_extents
 
 if TYPE_CHECKING:
-    from flexhybrid.runtime.kernels.attend_triton import Table
+    from flexhybrid.runtime.kernels.attend_triton import BlockTable
 
 #: Verbs that are captured: few kernels, whose number and shapes do not grow with the context, but for a recomputed
 #: prefix's, by a block at a time. Products over whole contexts, and the unpacking of what the link brings of them, take
@@ -290,7 +290,7 @@ class Graphs:
 
         extents = step_extents(state, step, _hiding(step), torch.from_numpy)
         batch, width = len(step.requests), step.computed_width
-        table, group = cast("Table", extents.layout), len(state.wave.mini_batches[step.mini_batch])
+        table, group = cast("BlockTable", extents.layout), len(state.wave.mini_batches[step.mini_batch])
         rows = {name: getattr(table, name).numpy() for name in ("starts", "places", "kinds")}
         if held is None or held.room < len(rows["kinds"]):
             most = cast("FixedHiddenStates", state.hidden).most[step.mini_batch]
@@ -507,7 +507,7 @@ def _graphed(state: Executor, task: Task) -> None:
 
 
 class JointLaunch:
-    """Launches tasks of a position, or of a whole step, by one graph: an ``issuing.Together``."""
+    """Launches tasks of a position, or of a whole step, by one graph: an ``issuing.JointCall``."""
 
     patient: Sequence[str] = ("sample",)  # for the tokens before to be on the host
 

@@ -88,7 +88,7 @@ def test_every_way_to_attend_is_plain_attention(name, dtype, heads, d, new, hidd
         if window is None:
             out = path(new_queries, *heads_first, mask, scaling)
         else:
-            of_window = attention.Window(window, places[:, cached:], places)
+            of_window = attention.SlidingWindow(window, places[:, cached:], places)
             out = attention.attend_in_window(path, new_queries, heads_first, mask, of_window, scaling)
     assert out.shape == (batch, new, num_heads * d) and out.dtype == dtype
     accuracy = 1e-5 if dtype == torch.float32 else 4e-2
