@@ -3,7 +3,7 @@
 ``system("h2o(0.1)", setting)`` gives a policy and the machine as that system's implementation sees it. Options are
 written as in a call: ``infinigen(alpha=5, cap=0.1)``, ``flexgen(host_attention=true)``, ``kvpr_column(hiding=false)``.
 Options that every system takes say how well its code uses the machine (``sim.implementation``): cache_link,
-weights_link, step_s, weights_wait_s, cache_wait_s, conversion, gemm. What is known of a system's own code (``MEASURED``
+weights_link, conversion, gemm, and the seconds of ``ADDED`` there. What is known of a system's own code (``MEASURED``
 there) holds unless an option says otherwise: ``deepspeed(weights_link=1)`` is DeepSpeed's policy at all of the link,
 ``flexgen(engine=ours)`` FlexGen's on our engine, ``kvpr_column(engine=flexgen)`` KVPR's on FlexGen's, as its authors
 ran it.
@@ -35,7 +35,7 @@ from sim.array_clock import predict
 from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates, mean_lengths, num_mini_batches
 from sim.cost import hardware_of
-from sim.implementation import Implementation, eager_bytes, known_code, on
+from sim.implementation import ADDED, Implementation, eager_bytes, known_code, on
 from sim.simulate import SimulatedRun, simulate
 
 
@@ -267,33 +267,24 @@ class Entry:
     only_simulated: str | None = None  #: why no policy stands for it on a real machine
 
 
-def _preset(function: Callable[..., Policy], options: dict[str, Kind], required: str | None = None) -> Entry:
+def _preset(
+    function: Callable[..., Policy], options: dict[str, Kind], required: str | None = None, place=None
+) -> Entry:
     """The entry of a preset. Its option ``weights_device`` is the resident share of the weights, ``weights_disk`` that
     on the disk, ``overlap`` what copies and computing do at a time, where the paper's own code does not overlap all.
 
     A system that keeps its weights on the device keeps, where they do not all fit, as many twelfths of each layer as
-    do: a matrix of attention is a twelfth of an OPT layer, and FlexGen places whole matrices.
+    do: a matrix of attention is a twelfth of an OPT layer, and FlexGen places whole matrices. ``place``: ``_kvpr``.
     """
 
     def make(setting: Setting, weights_device: float | None = None, overlap: Overlap | None = None, **given) -> Policy:
         if function is presets.hybrid_static:
             given["shape"] = setting.problem.shape
-        return _placed(setting, _overlapping(function(**given), overlap), weights_device)
+        policy = function(**given)
+        policy = policy if overlap is None else replace(policy, overlap=overlap)
+        return (place or _placed)(setting, policy, weights_device)
 
-    return Entry(make, {**options, "overlap": OVERLAP}, required)
-
-
-def _recomputing(function: Callable[..., Policy], options: dict[str, Kind]) -> Entry:
-    """The entry of a preset of KVPR."""
-
-    def make(setting: Setting, weights_device: float | None = None, overlap: Overlap | None = None, **given) -> Policy:
-        return _kvpr(setting, _overlapping(function(**given), overlap), weights_device)
-
-    return Entry(make, {**options, "overlap": OVERLAP}, reads_lines=True)
-
-
-def _overlapping(policy: Policy, overlap: Overlap | None) -> Policy:
-    return policy if overlap is None else replace(policy, overlap=overlap)
+    return Entry(make, {**options, "overlap": OVERLAP}, required, reads_lines=place is not None)
 
 
 _WEIGHTS = {"weights_device": NUMBER, "weights_disk": NUMBER}
@@ -316,12 +307,15 @@ SYSTEMS: dict[str, Entry] = {
     "deepspeed": Entry(_deepspeed, {"bits": PACKED, "cache": TIER, "weights_disk": NUMBER}, batches="one by one"),
     "accelerate": _preset(presets.accelerate, {"cache": TIER, **_WEIGHTS}),
     "token_recompute": _preset(presets.token_recompute, {"ratio": NUMBER, **_SIZES}, required="ratio"),
-    "kvpr_row": _recomputing(presets.kvpr_row, {"split": WORD, "act": WORD, **_WEIGHTS}),
-    "kvpr_column": _recomputing(presets.kvpr_column, {"split": WORD, "hiding": FLAG, **_SIZES}),
+    "kvpr_row": _preset(presets.kvpr_row, {"split": WORD, "act": WORD, **_WEIGHTS}, place=_kvpr),
+    "kvpr_column": _preset(presets.kvpr_column, {"split": WORD, "hiding": FLAG, **_SIZES}, place=_kvpr),
     "offloaded": _preset(presets.offloaded, _SERIAL),
     "int4": _preset(presets.int4, _SERIAL),
     "quantized": _preset(presets.quantized, {"kv": PACKED, **_SERIAL}),
-    "h2o": _preset(presets.h2o, {"budget": NUMBER, "whole_layers": LAYERS, "cache": TIER, **_SIZES}),
+    "h2o": _preset(
+        presets.h2o,
+        {"budget": NUMBER, "whole_layers": LAYERS, "cache": TIER, "attention": TIER, "hidden": TIER, **_SIZES},
+    ),
     "infinigen": Entry(_infinigen, _PLAIN_INFINIGEN.options),
     "fastdecode": Entry(_fastdecode, {"gpus": COUNT}),
     "hybrid": _preset(presets.hybrid, {"share": NUMBER, **_SIZES}, required="share"),
@@ -334,9 +328,7 @@ SYSTEMS: dict[str, Entry] = {
 }
 
 #: Options of every system: ``sim.implementation``.
-_QUALITIES: dict[str, Kind] = dict.fromkeys(
-    ("cache_link", "conversion", "gemm", "step_s", "weights_link", "weights_wait_s", "cache_wait_s"), NUMBER
-)
+_QUALITIES: dict[str, Kind] = dict.fromkeys(("cache_link", "conversion", "gemm", "weights_link", *ADDED), NUMBER)
 _QUALITIES["engine"] = ENGINE
 _CALL = re.compile(r"\s*([a-z0-9_]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 
@@ -417,10 +409,12 @@ def system(text: str, setting: Setting, on_ours: bool = False) -> System:
         if not (0 <= on_disk <= 1 and on_device + on_disk <= 1):
             raise InputError(f"system {text!r}: weights_disk is a share from 0 to 1, with weights_device at most 1")
         made = replace(made, weights=Placement(on_device, max(0.0, 1.0 - on_device - on_disk), float(on_disk)))
-    if code.undoes_bits_again and made.bits.weights != "native":
-        lengths = min(setting.batch, made.max_batch or setting.batch), setting.prompt_tokens, setting.max_tokens
-        count, _ = num_mini_batches(*lengths, made.max_mini_batch_tokens, made.packing)
-        return System(text, made, on(code, plain, int(count)))
+    if code.undoes_bits_again and made.bits.weights != "native" or code.evict_head_s:
+        batch = min(setting.batch, made.max_batch or setting.batch)
+        lengths = setting.prompt_tokens, setting.max_tokens
+        count, _ = num_mini_batches(batch, *lengths, made.max_mini_batch_tokens, made.packing)
+        heads = batch / int(count) * setting.problem.shape.num_heads
+        return System(text, made, on(code, plain, int(count), heads))
     return System(text, made, setting.machine)
 
 

@@ -14,6 +14,9 @@ from flexhybrid.core.hardware import CACHED_DISK, PAGE_CACHE, Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.verbs import VERBS, Verb
 
+#: Fields that are seconds, added to a task's.
+ADDED = ("step_s", "weights_wait_s", "cache_wait_s", "evict_s", "evict_head_s")
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -27,6 +30,10 @@ class Implementation:
     #: launches, writes new keys and values to their place. As ``step_s`` the next copies would hide it
     weights_wait_s: float = 0.0
     cache_wait_s: float = 0.0
+    #: in which new keys and values take the places of others, a mini-batch and layer of a decode step; and, where the
+    #: host attends, a head of a request besides
+    evict_s: float = 0.0
+    evict_head_s: float = 0.0
     conversion: float = 1.0  #: of the memory's rate, for (de)quantising
     gemm: float = 1.0  #: of the machine's rate, for matrix products
     gemm_of_peak: float = 1.0  #: of the device's peak, for matrix products, where the machine reaches more
@@ -44,8 +51,8 @@ class Implementation:
         for name in ("cache_link", "weights_link", "conversion", "gemm", "gemm_of_peak"):
             if not 0 < getattr(self, name) <= 1:
                 raise InputError(f"implementation {self.name}: {name} is {getattr(self, name)!r}; it must be in (0, 1]")
-        if min(self.step_s, self.weights_wait_s, self.cache_wait_s) < 0 or self.sharers < 1:
-            raise InputError(f"implementation {self.name}: step_s and waits must be >= 0 and sharers at least 1")
+        if min(getattr(self, name) for name in ADDED) < 0 or self.sharers < 1:
+            raise InputError(f"implementation {self.name}: {', '.join(ADDED)} must be >= 0 and sharers at least 1")
 
 
 _T4 = "{} of the published T4 runs (FlexGen's Table 2 and its batch_size_table.md): experiments.reproduce.published"
@@ -99,8 +106,9 @@ def known_code(name: str, hardware: Hardware) -> Implementation:
     return Implementation(name, undoes_bits_again=code.undoes_bits_again)
 
 
-def on(implementation: Implementation, hardware: Hardware, num_mini_batches: int = 1) -> Hardware:
-    """The machine as this implementation sees it, with a batch of so many mini-batches."""
+def on(implementation: Implementation, hardware: Hardware, num_mini_batches=1, host_heads: float = 0.0) -> Hardware:
+    """Return the machine as this implementation sees it, with a batch of so many mini-batches, for each of which the
+    host attends with ``host_heads`` heads of requests."""
     i, lines, notes = implementation, {}, hardware.notes
 
     def change(verbs: Iterable[Verb], make: Callable[[Line], Line]) -> None:
@@ -123,6 +131,8 @@ def on(implementation: Implementation, hardware: Hardware, num_mini_batches: int
     slow([VERBS["load_weights"]], i.weights_link, wait_s=i.weights_wait_s)
     slow(of_group("conversion"), i.conversion)
     slow([VERBS["finish"]], wait_s=i.step_s)
+    slow([VERBS["attend"]], wait_s=i.evict_s)
+    slow([VERBS["attend_host"]], wait_s=i.evict_s + host_heads * i.evict_head_s)
     if i.undoes_bits_again:
         slow([VERBS["dequantize_weights"]], 1 / num_mini_batches)
     least_s = 1 / (i.gemm_of_peak * notes.get("peak_flops", inf)) if i.gemm_of_peak != 1 else 0.0

@@ -142,13 +142,14 @@ def h2o(
     whole_layers: int = WHOLE_LAYERS,
     max_mini_batch_tokens: int = WHOLE_BATCH,
     cache: str = "host",
+    **places: str,
 ) -> Policy:
     """H2O: heavy hitters and a recent window, a fixed share of the prompt, in the tier ``cache``. The first
-    ``whole_layers`` keep all tokens, as layers 0 and 1 do in the authors' code."""
+    ``whole_layers`` keep all tokens, as layers 0 and 1 do in the authors' code. ``places``: attention, hidden."""
     name = f"h2o({_share(budget, 'h2o: the budget'):g})"
     selection = Selection("heavy_hitter", budget=budget, whole_layers=whole_layers)
     policy = replace(offloaded(max_mini_batch_tokens, "full"), name=name, selection=selection)
-    return replace(policy, cache={f"kv@{cache}": 1.0})
+    return replace(policy, cache={f"kv@{cache}": 1.0}, **places)
 
 
 def infinigen(

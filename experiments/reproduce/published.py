@@ -8,7 +8,7 @@ which were, and how far off the others are, is in the notes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -93,20 +93,13 @@ def _of_metric(row: Mapping, result: Mapping) -> float:
     return float(result[by_metric.get(row["metric"], row["metric"])])
 
 
-@dataclass(frozen=True)
-class Eviction:
-    """What H2O's code takes to put new keys and values in the places of old ones (``cache_replace``): seconds a layer
-    and GPU batch wherever they lie, and besides, on the host, seconds a head of a request."""
-
-    layer_s: float
-    head_s: float
+#: What H2O's code takes to put new keys and values in the places of old ones (``cache_replace``): as found by
+#: ``refit_eviction``.
+EVICTION = Implementation("h2o", evict_s=5.106e-4, evict_head_s=5.629e-6)
 
 
-def flexgen_rate(row_id: str, hardware: Hardware, eviction: Eviction | None = None) -> float:
-    """Return a FlexGen or H2O row on a machine, in the row's unit; placements are priced without memory limits.
-
-    ``eviction``: None stands for ``EVICTION``, the fitted.
-    """
+def flexgen_rate(row_id: str, hardware: Hardware, eviction: Implementation = EVICTION) -> float:
+    """Return a FlexGen or H2O row on a machine, in the row's unit; placements are priced without memory limits."""
     row = record(row_id)
     placed: dict[str, Any] = {"weights": _HOST, "cache": "host", "hidden": "host", "overlap": "step"}
     placed |= FLEXGEN_ROWS[row_id]
@@ -124,8 +117,6 @@ def flexgen_rate(row_id: str, hardware: Hardware, eviction: Eviction | None = No
         # one crosses the link while others read
     if placed["cache"] == "disk":  # they come as far as the host, whose cores attend (an operation a byte) and copy in
         lines |= {"load_kv": Line(s_per_byte=lines["attend_host"].s_per_flop), "attend": Line()}  # turns
-    once = lines["dequantize_weights"]  # FlexGen's code undoes the bits again for each GPU batch
-    lines["dequantize_weights"] = replace(once, s_per_byte=num * once.s_per_byte)
     prompt, generated = row["prompt_len"], row["gen_len"]
     padded = -(-(prompt + generated - 1) // BLOCK_TOKENS) * BLOCK_TOKENS + 1
     cache_entry = {f"kv@{placed.pop('cache')}": 1.0}
@@ -133,17 +124,10 @@ def flexgen_rate(row_id: str, hardware: Hardware, eviction: Eviction | None = No
         "flexgen", cache=cache_entry, max_mini_batch_tokens=gpu_batch * padded, packing="fifo", weight_order="natural",
         **placed,
     )  # fmt: skip
-    result = _priced(row, policy, replace(hardware, lines=lines))
-    if policy.selection.method == "heavy_hitter":
-        eviction, shape = eviction or EVICTION, shape_by_name(row["model"].lower())
-        heads = row["batch"] * shape.num_heads if policy.attention == "host" else 0
-        evicting_s = (generated - 1) * shape.num_layers * (num * eviction.layer_s + heads * eviction.head_s)
-        decode_s, total_s = (result[name] + evicting_s for name in ("decode_s", "total_s"))
-        result |= {
-            "tokens_per_s": row["batch"] * generated / total_s,
-            "decode_tokens_per_s": row["batch"] * (generated - 1) / decode_s,
-        }
-    return _of_metric(row, result)
+    code = eviction if policy.selection.method == "heavy_hitter" else Implementation("flexgen")
+    heads = row["batch"] / num * shape_by_name(row["model"].lower()).num_heads
+    machine = on(replace(code, undoes_bits_again=True), replace(hardware, lines=lines), num, heads)
+    return _of_metric(row, _priced(row, policy, machine))
 
 
 def baseline_rate(system: str, row_id: str, implementation: Implementation | None = None) -> float:
@@ -164,8 +148,6 @@ def _disk_line(gb_per_s: float) -> Line:
 
 
 # ---- constants
-
-EVICTION = Eviction(layer_s=5.106e-4, head_s=5.629e-6)  #: what ``refit_eviction`` finds
 
 
 def engine(conversion: float, relay_gb_per_s: float, cached_disk_gb_per_s: float) -> Hardware:
@@ -208,7 +190,8 @@ def refit_eviction() -> tuple[Constant, ...]:
     free = (FLEXGEN.constant("eviction_layer_us", 500.0), FLEXGEN.constant("eviction_head_us", 5.0))
 
     def ours(values: dict[str, float]) -> np.ndarray:
-        eviction = Eviction(*(1e-6 * values[one.name] for one in free))
+        layer_s, head_s = (1e-6 * values[one.name] for one in free)
+        eviction = Implementation("h2o", evict_s=layer_s, evict_head_s=head_s)
         return np.array([flexgen_rate(row_id, machine, eviction) for row_id in ids])
 
     return fit(free, ours, _values(ids), f"published T4 runs: {', '.join(ids)}")
@@ -288,8 +271,8 @@ def t4() -> Experiment:
         FLEXGEN.constant("conversion", conversion),
         FLEXGEN.constant("flexgen_relay_gb_per_s", 1e-9 / relay_s),
         FLEXGEN.constant("cached_disk_gb_per_s", 1e-9 / lines["disk_read"].s_per_byte),
-        FLEXGEN.constant("eviction_layer_us", 1e6 * EVICTION.layer_s),
-        FLEXGEN.constant("eviction_head_us", 1e6 * EVICTION.head_s),
+        FLEXGEN.constant("eviction_layer_us", 1e6 * EVICTION.evict_s),
+        FLEXGEN.constant("eviction_head_us", 1e6 * EVICTION.evict_head_s),
         *(FLEXGEN.constant(f"{name}_weights_link", MEASURED[name].weights_link) for name in BASELINE_ROWS),
     ]
     values = values_of(constants)

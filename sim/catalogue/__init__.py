@@ -21,33 +21,20 @@ FOLDER = SHIPPED  #: the one that is read: `flexhybrid reproduce --set` has a co
 #: The name that stands for this machine's own profile.
 LOCAL = "local"
 
-#: What the driver calls a GPU -> its entry. Only exact names: an "RTX 4090 D" or a "GH200" is another
-#: machine, and an "RTX 3060" or "RTX 4060 Ti" may be the one of 8 GB.
+#: What the driver calls a GPU -> its entry, where that is not the name without its maker ("NVIDIA GeForce RTX 4090").
+#: Only exact names: an "RTX 4090 D" or a "GH200" is another machine, and an "RTX 3060" may be the one of 8 GB.
 GPU_NAMES = {
-    "NVIDIA GeForce RTX 4090": "rtx4090",
     "NVIDIA A100-SXM4-40GB": "a100-40g",
     "NVIDIA A100-PCIE-40GB": "a100-40g",
     "NVIDIA RTX A6000": "rtx-a6000",
     "Quadro RTX 5000": "rtx5000",
     "NVIDIA Quadro RTX 5000": "rtx5000",
     "Tesla T4": "t4",
-    "NVIDIA T4": "t4",
     "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H200": "h200",
-    "NVIDIA GeForce RTX 3090": "rtx3090",
-    "NVIDIA GeForce RTX 4080": "rtx4080",
-    "NVIDIA GeForce RTX 5080": "rtx5080",
-    "NVIDIA GeForce RTX 5090": "rtx5090",
-    "NVIDIA L4": "l4",
-    "NVIDIA A10": "a10",
-    "NVIDIA A30": "a30",
-    "NVIDIA A40": "a40",
-    "NVIDIA L40S": "l40s",
     "NVIDIA RTX 6000 Ada Generation": "rtx6000-ada",
     "Tesla V100-SXM2-32GB": "v100-32g",
     "NVIDIA A100-SXM4-80GB": "a100-80g",
     "NVIDIA H100 PCIe": "h100-pcie",
-    "NVIDIA B200": "b200",
 }
 
 
@@ -103,8 +90,9 @@ def for_gpu(device_name: str) -> Hardware | None:
     Without what belongs to the testbed's host alone: its memory's size and its disk. The link and the host's rates
     stay the testbed's until this machine is profiled.
     """
-    name = GPU_NAMES.get(device_name)
-    if name is None:
+    plain = device_name.removeprefix("NVIDIA ").removeprefix("GeForce ").replace(" ", "").lower()
+    name = GPU_NAMES.get(device_name, plain)
+    if name not in names():
         return None
     entry = load(name)
     lines = {key: line for key, line in entry.lines.items() if not key.startswith("disk_")}

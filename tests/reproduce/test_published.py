@@ -67,12 +67,12 @@ def test_h2os_logs_were_held_out():
     wrong = errors(logs)
     assert np.median(wrong) <= 0.06 and wrong.max() <= 0.15
     # without its eviction H2O on the host would be half as fast again
-    free = published.flexgen_rate("pb026", catalogue.load(published.ENTRY), published.Eviction(0.0, 0.0))
+    free = published.flexgen_rate("pb026", catalogue.load(published.ENTRY), Implementation())
     assert free > 1.4 * published.all_rates()["pb026"]
 
 
 def test_evictions_seconds_are_the_fit():
-    kept = [1e6 * published.EVICTION.layer_s, 1e6 * published.EVICTION.head_s]
+    kept = [1e6 * published.EVICTION.evict_s, 1e6 * published.EVICTION.evict_head_s]
     assert [one.value for one in published.refit_eviction()] == pytest.approx(kept, rel=0.01)
 
 

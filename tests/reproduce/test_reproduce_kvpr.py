@@ -178,18 +178,6 @@ def test_anomalous_rows_are_left_out_and_would_spoil_the_fit():
 # ---- Table 5
 
 
-def test_table5_flexgen_and_kvpr_by_its_own_rule():
-    assert np.abs(errors("kvpr-table5", "FlexGen, ")).max() <= 0.08
-    found = np.abs(errors("kvpr-table5", "KVPR, paper rule, "))
-    assert np.median(found) <= 0.11 and found.max() <= 0.16
-
-
-def test_table5_by_the_pipeline_rule():
-    """Four of its six rows are beyond 15 %: the rule fills the GPU as no measured program did."""
-    found = np.abs(errors("kvpr-table5", "KVPR, pipeline rule, "))
-    assert np.median(found) <= 0.17 and found.max() <= 0.24
-
-
 def test_table5_with_the_share_of_figure_10():
     assert setup.share_of_figure_10() == pytest.approx(0.296, abs=0.001)
     assert not judged()["what"].str.contains("0.30").any()  # derived from held-out rows: shown, never judged
@@ -210,15 +198,6 @@ def test_a_column_has_eight_mini_batches():
 
 
 # ---- Tables 3 and 4, Fig. 7 and 13
-
-
-def test_speedups_over_accelerate():
-    found = kvpr_latency.speedup_errors("eq. 10, ACT on host")
-    assert len(found) == 12
-    assert np.median(np.abs(list(found.values()))) <= 0.07
-    assert max(abs(e) for key, e in found.items() if key not in setup.ANOMALOUS) <= 0.15
-    for name, most in (("kvpr-table3", 0.13), ("kvpr-table4", 0.03)):
-        assert np.median(np.abs(errors(name, "speedup "))) <= most
 
 
 def test_readings_that_the_data_refuse():
@@ -287,12 +266,6 @@ def test_llama_runs_put_kvpr_first():
 
 
 # ---- the other experiments
-
-
-def test_table1_is_arithmetic():
-    assert np.abs(errors("kvpr-table1", ".*(cache size|pcie latency)")).max() <= 0.002
-    assert errors("kvpr-table1", "OPT.*recompute latency").min() > 15  # the printed column needs petaflops
-    assert 1 < ours("kvpr-table1", "least ratio of PCIe to recompute latency") < 2.3
 
 
 def test_table2_without_a_fit():

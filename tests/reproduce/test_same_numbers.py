@@ -8,21 +8,25 @@ from experiments.reproduce.capture import systems as capture_systems
 from experiments.reproduce.infinigen import setup as infinigen
 from experiments.reproduce.infinigen.performance import MATRICES
 from experiments.reproduce.kvpr import setup as kvpr
-from experiments.reproduce.kvpr.latency import TABLES, accelerate_s
+from experiments.reproduce.kvpr.latency import TABLES, accelerate_s, kvpr_s
 from experiments.reproduce.kvpr.throughput import TABLE2_BATCHES, table2_rates, table5_rates
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Line
 from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.policy import Placement
 from flexhybrid.core.problem import Problem
 from policy_search.systems import Setting, run_system, system
 from sim import catalogue
 from sim.implementation import MEASURED, known_code, on
 
 DECODE = "decode_tokens_per_s"
+METRICS = {"throughput": "tokens_per_s", "decode_throughput": DECODE}
 
 
-def rate(text: str, machine: str, model: str, lengths: tuple[int, int, int], metric: str = "tokens_per_s") -> float:
-    """``flexhybrid simulate``'s number; ``lengths``: requests, prompt and generated tokens."""
-    problem = Problem(shape=shape_by_name(model.lower()), dtype="float16", hardware=catalogue.load(machine))
+def rate(text: str, machine: str, model: str, lengths: tuple[int, int, int], metric="tokens_per_s", memory=None):
+    """``flexhybrid simulate``'s number; ``lengths``: requests, prompt and generated tokens; ``memory`` in bytes."""
+    hardware = catalogue.load(machine).with_memory(memory or {})
+    problem = Problem(shape=shape_by_name(model.lower()), dtype="float16", hardware=hardware)
     return getattr(run_system(text, Setting(problem, *lengths)), metric)
 
 
@@ -57,7 +61,8 @@ def test_kvprs_rows():
 
 
 def test_kvprs_rows_of_one_batch():
-    """Table 2, and Accelerate's latencies in Tables 3 and 4: the host holds up each layer for the fitted time."""
+    """Table 2, and the latencies of Tables 3 and 4: the host holds up each layer for the fitted time. KVPR's program
+    handles all of the reserved length in each step: its row is G - 1 times the TPOT of eight tokens around P + G."""
     waits = kvpr.fit_host_s().value
     code, rates = f"engine=flexgen, weights_wait_s={waits}", table2_rates(kvpr.a100("one"))
     systems = {
@@ -67,8 +72,14 @@ def test_kvprs_rows_of_one_batch():
     for name, text in systems.items():
         for batch, ours in zip(TABLE2_BATCHES, rates[name], strict=True):
             assert rate(text, "a100-kvpr", "OPT-6.7B", (batch, 256, 64), DECODE) == pytest.approx(ours, rel=1e-5)
-    text = f"accelerate(engine=ours, overlap=step, cache_wait_s={waits})"
+    text, kvpr_row = (
+        f"{name}overlap=step, cache_wait_s={waits})" for name in ("accelerate(engine=ours, ", "kvpr_row(")
+    )
     for model in TABLES.values():
+        for (prompt, generated), ours in zip(kvpr.SHORT, kvpr_s(model, kvpr.SHORT), strict=True):
+            lengths = kvpr.LATENCY_BATCH, prompt + generated - 4, 8
+            step_s = rate(kvpr_row, "a100-kvpr", model, lengths, "tpot_s")
+            assert (generated - 1) * step_s == pytest.approx(ours, rel=1e-5)
         for (prompt, generated), ours in zip(kvpr.SHORT, accelerate_s(model, kvpr.SHORT), strict=True):
             lengths = kvpr.LATENCY_BATCH, prompt, generated
             assert rate(text, "a100-kvpr", model, lengths, "decode_s") == pytest.approx(ours, rel=1e-5)
@@ -96,12 +107,28 @@ def test_the_baselines_published_rows():
     systems = {"pb006": "deepspeed", "pb019": "accelerate(cache=device)"}
     systems |= {"pb007": "deepspeed(weights_disk=1)", "pb010": "accelerate(cache=device, weights_disk=1)"}
     systems["pb020"] = "accelerate(cache=device, weights_device=0)"
-    metrics = {"throughput": "tokens_per_s", "decode_throughput": DECODE}
     for row_id, text in systems.items():
         row = published.record(row_id)
         lengths = row["batch"], row["prompt_len"], row["gen_len"]
-        found = rate(text, "t4", row["model"], lengths, metrics.get(row["metric"], row["metric"]))
+        found = rate(text, "t4", row["model"], lengths, METRICS.get(str(row["metric"]), str(row["metric"])))
         assert found == pytest.approx(published.baseline_rate(text.partition("(")[0], row_id))
+
+
+@pytest.mark.parametrize("row_id", ["pb025", "pb026", "pb028", "pb030"])
+def test_h2os_published_rows(row_id):
+    """New keys and values take the places of others for the fitted times; by our account pb030 needs
+    more memory than a T4 has."""
+    row, of, code = published.record(row_id), published.FLEXGEN_ROWS[row_id], published.EVICTION
+    gpu_batch, _ = of.get("batches", (row["gpu_batch"], 0))
+    tokens = gpu_batch * (-(-(row["prompt_len"] + row["gen_len"] - 1) // BLOCK_TOKENS) * BLOCK_TOKENS + 1)
+    place = "attention=host, hidden=host, overlap=step" if "attention" in of else "cache=device, overlap=none"
+    text = (
+        f"h2o({of['selection'].budget}, 0, {place}, weights_device={of.get('weights', Placement(host=1.0)).device}, "
+        f"max_mini_batch_tokens={tokens}, evict_s={code.evict_s}, evict_head_s={code.evict_head_s})"
+    )
+    lengths, memory = (row["batch"], row["prompt_len"], row["gen_len"]), {"device": 2**35} if row_id == "pb030" else {}
+    found = rate(text, "t4-flexgen", row["model"], lengths, METRICS[row["metric"]], memory)
+    assert found == pytest.approx(published.flexgen_rate(row_id, catalogue.load("t4-flexgen")))
 
 
 def test_flexgens_code_is_taken_by_name_once():
