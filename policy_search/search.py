@@ -212,6 +212,12 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
             if solver.best is None:
                 limits = (("TTFT", searched.max_ttft_s), ("TPOT", searched.max_tpot_s))
                 asked = " and ".join(f"{name} of at most {limit:.4g} s" for name, limit in limits if limit)
+                if settings.selection is not None:  # which may keep them; the proof is of a search without limits
+                    free = replace(settings, selection=None, max_ttft_s=None, max_tpot_s=None, confirm=False)
+                    found = replace(search(problem, workload, free), problem=searched)
+                    found = _with_selection(found, settings.selection, settings)
+                    if found.policy.selection == settings.selection:
+                        return replace(found, virtual=confirmed(found)) if settings.confirm else found
                 least = "TTFT {:.4g} s and TPOT {:.4g} s".format(*(known.seconds for known in soonest))
                 raise TooSlowError(f"no policy is predicted to have {asked}; the least, each by itself: {least}")
     solver.refine(batches, tokens)
@@ -291,7 +297,8 @@ def _with_selection(result: SearchResult, selection: Selection, settings: Search
     """Return the result with the best policy under the selection in place of its own, where that is faster."""
     started, problem = time.perf_counter(), result.problem
     selected = best_under_selection(problem, selection, settings.batches, settings.mini_batch_tokens)
-    own = float(value_of(problem.objective, _predicted(problem, result.policy, result.batch))[0])
+    plain = _predicted(problem, result.policy, result.batch)
+    own = float(value_of(problem.objective, plain)[0]) if problem.in_time(plain).all() else -np.inf
     result = replace(result, selected=selected, search_s=result.search_s + time.perf_counter() - started)
     if selected.value <= own:
         return result

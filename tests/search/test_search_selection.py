@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
-from policy_search.search import LOSSLESS, SearchSettings, search
+from policy_search.search import FULL, LOSSLESS, SearchSettings, TooSlowError, search
 from sim import catalogue
 from sim.presets import infinigen
 from sim.simulate import simulate
@@ -73,6 +74,14 @@ def test_a_selection_keeps_the_limits_of_latency_too(results):
     found = found_with(0.02, max_ttft_s=limit)
     assert found.prediction["prefill_s"] <= limit * (1 + 1e-8)
     assert 0 < found.selected.value < results[0.02].selected.value
+
+
+def test_a_limit_that_only_a_selection_keeps():
+    space = replace(FULL, entries=("kv@host",), attention=("device",))
+    with pytest.raises(TooSlowError, match="TPOT of at most 0.08 s"):
+        found_with(None, space=space, max_tpot_s=0.08)
+    found = found_with(0.02, space=space, max_tpot_s=0.08)
+    assert found.policy.selection.method == "speculative" and found.prediction["decode_s"] / 31 <= 0.08
 
 
 def test_lossless_and_a_selection_contradict_each_other():
