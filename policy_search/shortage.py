@@ -66,14 +66,17 @@ def shortage(problem: SearchProblem, batch: int, mini_batch_tokens, best: Tighte
         return f"no policy fits {requests}: what may be said leaves no place for the weights or the cache"
     peaks, bits, limits = best.peaks, best.policy.bits, problem.limits
     kept = "" if bits.native else f" with bits {bits.weights}/{bits.kv}/{bits.act}"
+    lacking, short = [(tier,) for tier in best.lacking], _short_of_machine(problem, peaks)
+    if problem.device == "cpu" and "host" in short and np.isfinite(limits["device"] + limits["host"]):
+        lacking = [("device", "host")]  # parts of one memory
+    sizes = [(" and ".join(tiers), *(sum(of[tier] for tier in tiers) for of in (peaks, limits))) for tiers in lacking]
     missing = "; ".join(
-        f"{tier} memory: the least that would do{kept} is {gib(peaks[tier])}, the budget is {gib(limits[tier])} "
-        f"({gib(peaks[tier] - limits[tier])} short)"
-        for tier in best.lacking
+        f"{where} memory: the least that would do{kept} is {gib(needed)}, the budget is {gib(size)} "
+        f"({gib(needed - size)} short)"
+        for where, needed, size in sizes
     )
     change = " and ".join(f"{tier} memory to {-(-int(peaks[tier]) // MIB)}MiB" for tier in best.lacking)
     fewer = _most_that_fit(problem, batch, mini_batch_tokens)
-    short = _short_of_machine(problem, peaks)
     if not short:
         change += f", or lower the batch to {fewer}" if fewer else ""
         return f"no policy fits {requests}: {missing}. Raise {change}"

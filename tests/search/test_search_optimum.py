@@ -427,7 +427,9 @@ def test_what_is_advised_the_machine_has(device):
     assert ("Raise" in told(sum(need), 1)) == ("Raise" in told(1, sum(need))) == (device == "cpu")
     for lacks_device, less in ((True, (need[0] - 1, need[1])), (False, (need[0], need[1] - 1))):
         disk = "" if device == "cuda" and lacks_device else ", a disk"  # which holds nothing of the device's
-        assert told(*less).endswith(f"more than the machine has. What may help: a smaller model, fewer bits{disk}")
+        said = told(*less)
+        assert said.endswith(f"more than the machine has. What may help: a smaller model, fewer bits{disk}")
+        assert ("in 16 bits: device and host memory: the least" in said) == (device == "cpu")
     fewer_bits = told(1, 1, space=replace(options["space"], weights_bits=(4,)), budgets=mib(3, 1, 1))
     assert "do with bits 4/native/native is" in fewer_bits and fewer_bits.endswith("What may help: a smaller model")
 
