@@ -18,11 +18,16 @@ DIGEST = re.compile(r"req_\d+_([0-9a-f]{16})")
 LEAST_LOGPROB = -9999.0  #: stands for the logarithm of 0, which JSON cannot say; vLLM's number
 
 
+def answer_tokens(request: Request, output: RequestOutput) -> int:
+    """Return the tokens of all choices; 0 for a request that asks for nothing behind its prompt."""
+    return 0 if request.echo and request.echo.alone else sum(len(one.token_ids) for one in output.outputs)
+
+
 def answer_line(number: int, request: Request, output: RequestOutput, created: int) -> bytes:
     """Return the output line that answers input line ``number``. ``created``: unix time of the job."""
     chat = request.url == CHAT
     prompt_tokens = len(output.prompt_token_ids)
-    tokens = 0 if request.echo and request.echo.alone else sum(len(one.token_ids) for one in output.outputs)
+    tokens = answer_tokens(request, output)
     usage = {"prompt_tokens": prompt_tokens, "completion_tokens": tokens, "total_tokens": prompt_tokens + tokens}
     body = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{number:08d}",
@@ -57,12 +62,7 @@ def _choice(request: Request, output: RequestOutput, completion: CompletionOutpu
         if echo:
             of_prompt, offsets = len(output.prompt_token_ids), shown["text_offset"]
             offsets[of_prompt:] = [len(echo.text) + offset for offset in offsets[of_prompt:]]
-    choice = {
-        "index": completion.index,
-        "text": text,
-        "logprobs": shown,
-        "finish_reason": completion.finish_reason,
-    }
+    choice = {"index": completion.index, "text": text, "logprobs": shown, "finish_reason": completion.finish_reason}
     if output.prompt_logprobs is not None:
         choice["prompt_logprobs"] = _by_id(output.prompt_logprobs)
     return {**choice, "token_ids": ids} if request.return_token_ids else choice

@@ -141,6 +141,7 @@ def test_a_file_of_completions_gives_what_generate_gives(tmp_path, monkeypatch, 
         "score": {"prompt": prompt, "max_tokens": 0, "logprobs": 0, "echo": True, "prompt_logprobs": 1},
         "bare echo": {"prompt": prompt, **greedy, "echo": True, "frequency_penalty": 1.5, "presence_penalty": 0.5},
     }, shipped.CHECKPOINT)  # fmt: skip
+    assert f"{sum(body['usage']['completion_tokens'] for body in got.values())} tokens in" in capsys.readouterr().out
     llm = LLM(shipped.CHECKPOINT, "kv_only", device="cpu", dtype="float32")
     asked = SamplingParams(**greedy, logprobs=2, prompt_logprobs=1)
     (answer,) = llm.generate([prompt], asked)

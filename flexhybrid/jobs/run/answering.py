@@ -11,7 +11,7 @@ import torch
 from flexhybrid.batch.census import per_answer
 from flexhybrid.batch.in_flight import Tokens
 from flexhybrid.batch.openai import Refused, Request, refusing
-from flexhybrid.batch.replies import error_line
+from flexhybrid.batch.replies import answer_tokens, error_line
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload
@@ -253,8 +253,8 @@ class Batch:
                 text = line.echo and line.echo.text
                 if (reply := self.replies.add(place, generated, text, str(place))) is None:
                     return
-                num_tokens = sum(len(output.token_ids) for output in reply.outputs)
-                self.answered.append(Answered(place + 1, self.requests.line(place + 1, line, reply), num_tokens))
+                answer = self.requests.line(place + 1, line, reply)
+                self.answered.append(Answered(place + 1, answer, answer_tokens(line, reply)))
                 if len(self.answered[-1].line) > LONG_LINE:
                     self.write()
         if place in self.refused:
