@@ -328,20 +328,8 @@ SYSTEMS: dict[str, Entry] = {
 }
 
 #: Options of every system: ``sim.implementation``.
-_QUALITIES: dict[str, Kind] = dict.fromkeys(("cache_link", "conversion", "gemm", "weights_link", *ADDED), NUMBER)
-_QUALITIES["engine"] = ENGINE
+_QUALITIES = dict.fromkeys(("cache_link", "conversion", "gemm", "weights_link", *ADDED), NUMBER) | {"engine": ENGINE}
 _CALL = re.compile(r"\s*([a-z0-9_]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
-
-
-def names() -> list[str]:
-    """Return the names of all systems, in the order of their definition."""
-    return list(SYSTEMS)
-
-
-def check(text: str) -> str:
-    """Return the text if it names a system with options that it takes, else raise InputError."""
-    parse(text)
-    return text
 
 
 def parse(text: str, known: Iterable[str] | None = None, other: str = "") -> tuple[str, dict]:
@@ -355,7 +343,7 @@ def parse(text: str, known: Iterable[str] | None = None, other: str = "") -> tup
         closed = f"{begun}({rest.strip('() ')})" if rest.strip("() ") else begun
         raise InputError(f"system {text!r}: its brackets do not match; write {closed}")
     if match is None or name not in SYSTEMS:
-        raise unknown("system", name, names() if known is None else known, other=other)
+        raise unknown("system", name, SYSTEMS if known is None else known, other=other)
     entry, accepted = SYSTEMS[name], list(SYSTEMS[name].options)
     options: dict = {}
     for position, argument in enumerate(filter(None, (a.strip() for a in (match[2] or "").split(",")))):
@@ -450,6 +438,14 @@ def check_run(text: str, also: Iterable[str] = ()) -> None:
 def needs_lines(text: str) -> bool:
     """Return whether a system's own placement is found on the lines of a machine."""
     return SYSTEMS[parse(text)[0]].reads_lines
+
+
+def dropped(text: str, attention: str) -> str:
+    """Return in words that a system's own search has dropped the host attention that its call allows; "" otherwise."""
+    with suppress(InputError):  # no system's name
+        if attention == "device" and parse(text)[1].get("host_attention"):
+            return "host_attention is not used: by FlexGen's cost model attention on the device is faster"
+    return ""
 
 
 def policy_anywhere(text: str, shape: ModelShape) -> Policy | None:

@@ -8,6 +8,7 @@ from flexhybrid.core.errors import InputError, flag
 from flexhybrid.core.files import check_new_file
 from flexhybrid.core.hardware import is_of_disk
 from flexhybrid.core.units import gib, parse_bytes
+from flexhybrid.jobs.rates import describe_rates
 from sim import catalogue
 from sim.datasheet import HOST, SHARES, Datasheet, in_rates, load_datasheet
 
@@ -27,8 +28,14 @@ SIZES = {
     "host_memory": "like 128GiB (not limited)",
     "disk_memory": "like 1TB (no disk)",
     "device_reserve": "of the device, what no program gets (1GiB)",
+    "host_near_memory": "of a host of two nodes, the one that the link is at, like 441GiB (all of it)",
 }
-COSTS = {"price_per_hour": "US dollars an hour of the machine", "watts": "watts that the device draws at work"}
+OTHERS = {
+    "price_per_hour": "US dollars an hour of the machine",
+    "watts": "watts that the device draws at work",
+    "disk_cached_gb_per_s": "10^9 bytes a second of disk reads from the page cache, for code that reads through it",
+    "host_far_share": "of a host of two nodes, the share of the link's rate from the other node's memory",
+}
 NEEDED = ("tflops", "memory_gb_per_s", "link_gb_per_s", "device_memory")
 
 
@@ -49,7 +56,7 @@ def add_hardware(commands) -> None:
     for field, text in PEAKS.items():
         unit = "10^12 a second" if "tflops" in field else "10^9 bytes a second"
         parser.add_argument(flag(field), type=float, help=f"{unit}: {text}")
-    for field, text in COSTS.items():
+    for field, text in OTHERS.items():
         parser.add_argument(flag(field), type=float, help=text)
     for field, text in SIZES.items():
         parser.add_argument(flag(field), help=text)
@@ -60,7 +67,7 @@ def add_hardware(commands) -> None:
 
 def run_hardware(args: argparse.Namespace) -> dict:
     """List, show or write. Raise InputError for a number that is missing, wrong or given for nothing."""
-    given = {field: getattr(args, field) for field in (*PEAKS, *SIZES, *COSTS) if getattr(args, field) is not None}
+    given = {field: getattr(args, field) for field in (*PEAKS, *SIZES, *OTHERS) if getattr(args, field) is not None}
     shares = {share: value for share in SHARES if (value := getattr(args, f"{share}_share")) is not None}
     if args.out is None:
         if given or shares or args.like:
@@ -140,8 +147,6 @@ def _listed(args) -> dict:
 
 def _shown(args) -> dict:
     hardware = catalogue.load(args.name)
-    from flexhybrid.jobs.rates import describe_rates
-
     if catalogue.path_of(args.name) is None:
         args.show(f"{hardware.name}: measured; {hardware.source}\n{describe_rates(hardware)}")
         return {"name": hardware.name, "rates": hardware.rates, "source": hardware.source}

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, TypeVar
 
 from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.core.errors import InputError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -27,6 +28,9 @@ def budgets_from(args: argparse.Namespace) -> dict[str, str | None]:
 
 
 def split_names(texts: list[str]) -> tuple[str, ...]:
-    """Return the names of a list: separated by spaces, or by commas outside parentheses."""
-    parts = [part.strip() for text in texts for part in re.split(r",(?![^()]*\))", text)]
-    return tuple(part for part in parts if part)
+    """Return the names of a list: separated by spaces, or by commas outside parentheses. Raise InputError for an empty
+    name; a comma may end a text."""
+    parts = [part.strip() for text in texts for part in re.split(r",(?![^()]*\))", text.strip().removesuffix(","))]
+    if "" in parts:
+        raise InputError(f"{' '.join(texts)!r} has an empty name: write names with commas between, like kv_only,int4")
+    return tuple(parts)

@@ -120,10 +120,9 @@ def _add_sweep(commands) -> None:
 
 
 def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    names = {"model": "a shape by name (opt-30b, llama-2-70b), or a config.json"}
-    names["hardware"] = "a machine by name (rtx4090, t4, local), or a hardware file"
-    for name, text in names.items():
-        parser.add_argument(flag(name), required=required, help=text)
+    texts = "a shape by name (opt-30b, llama-2-70b), or a config.json", "a machine by name (rtx4090, local), or a file"
+    for name, text in zip(("--model", "--hardware"), texts):
+        parser.add_argument(name, required=required, help=text)
     hosts = f"memory, cores and disk beside a GPU of the catalogue: {', '.join(HOSTS)} (the machine's own)"
     parser.add_argument("--host", metavar="NAME", help=hosts)
     parser.add_argument("--prompt-len", type=int, help="tokens of each prompt")
@@ -177,9 +176,10 @@ def _simulate(args) -> dict:
     from flexhybrid.jobs.rates import RATES, costs, describe_costs, describe_rates
     from flexhybrid.jobs.simulate import SimulatedQueue, asked_record, describe, describe_queue
     from flexhybrid.jobs.whatif import LENGTHS, check_plot, run_point, varied_of
+    from policy_search.systems import dropped
 
     named = {"--system": args.system, "--policy": args.policy, "--compare": args.compare}
-    if len(given := [f"{name} {value}" for name, value in named.items() if value]) > 1:
+    if len(given := [f"{name} {value}" for name, value in named.items() if value is not None]) > 1:
         raise InputError(f"{' and '.join(given)}: give one of them")
     varied = varied_of(args.vary) if args.vary else None
     check_plot(args.plot, varied and varied.field)
@@ -192,19 +192,21 @@ def _simulate(args) -> dict:
     if missing := [name for name in keys[:2] if name not in known]:
         raise InputError(f"the following arguments are required: {', '.join(map(flag, missing))}")
     point, budgets = {key: getattr(args, key) for key in keys}, budgets_from(args)
-    if args.compare or varied:
-        return _what_if(args, point, varied)
-    point = {"system": args.system or args.policy or "capture", **point}
+    one = [text for text in (args.system, args.policy) if text is not None] or ["capture"]
+    systems = tuple(one) if args.compare is None else split_names(args.compare)
+    if args.compare is not None or varied:
+        return _what_if(args, point, systems, varied)
+    point = {"system": one[0], **point}
     setting, outcome = run_point(point, budgets, _lengths(args), _note)
     args.show(describe_queue(outcome) if isinstance(outcome, SimulatedQueue) else describe(outcome))
-    rate = outcome.to_dict()["tokens_per_s"]
-    for text in filter(None, (describe_costs(setting.machine, rate), describe_rates(setting.machine))):
+    row, machine = outcome.to_dict(), setting.machine
+    unused, rate = dropped(point["system"], row["policy"]["attention"]), row["tokens_per_s"]
+    for text in filter(None, (unused and f"  {unused}", describe_costs(machine, rate), describe_rates(machine))):
         args.show(text)
-    record = asked_record(setting.machine, _asked(args, point), budgets)
-    return record | outcome.to_dict() | costs(setting.machine, rate)
+    return asked_record(machine, _asked(args, point), budgets) | row | costs(machine, rate)
 
 
-def _what_if(args, point: dict, varied) -> dict:
+def _what_if(args, point: dict, systems: tuple[str, ...], varied) -> dict:
     """Simulate several systems, or one at several values of a field."""
     from flexhybrid.jobs.rates import RATES, describe_rates, without_given
     from flexhybrid.jobs.simulate import asked_record
@@ -213,7 +215,6 @@ def _what_if(args, point: dict, varied) -> dict:
     if args.plot:
         check_new_file(args.plot)
     budgets, workload = budgets_from(args), _lengths(args)
-    systems = split_names(args.compare) if args.compare else (args.system or args.policy or "capture",)
     found = answers(point, systems, varied, budgets, workload, _note)
     args.show(describe_answers(found, varied))
     machines = {

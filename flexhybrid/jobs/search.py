@@ -36,7 +36,7 @@ from policy_search.queue_search import best_for_queue
 from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, TooSlowError, confirmed, search
 from policy_search.search_problem import SearchProblem, measured_space
 from policy_search.sensitivity import TOLERANCE, Hang, assumed_rates, hangs_of
-from policy_search.systems import SYSTEMS, Setting, System, system
+from policy_search.systems import SYSTEMS, Setting, System, dropped, system
 from sim.queue_clock import QueueRun
 from sim.simulate import SimulatedRun
 
@@ -368,7 +368,8 @@ def describe_rivals(report: SearchReport) -> str:
             bits, notes = Bits(**row["policy"]["bits"]), [WEIGHTS_STREAMED] * bool(streamed)
             notes += [f"{name[:4].upper()} {row[name]:.4g} s is over the limit" for name in row["exceeds"]]
             notes += [f"bits {_bits_text(bits)}"] * (bits != report.found.policy.bits)
-            notes += ["changes the tokens"] * (not bits.native)
+            unused = dropped(row["system"], row["policy"]["attention"])
+            notes += filter(None, ["changes the tokens" * (not bits.native), unused])
             note = f" ({'; '.join(notes)})" if notes else ""
             lines.append(
                 f"  {row['system']:28} {row['tokens_per_s']:10.4g} {-row['loses']:+7.1%} {row['at_a_time']:9} "

@@ -109,15 +109,6 @@ def test_the_scripts_reading_is_the_nearest(done):
     assert set(rows["role"]) == {"context"}  # of readings only one may be judged
 
 
-def test_latency_ranges(done):
-    assert abs(row(done["infinigen-fig14"], "ih038")["error"]) < 0.10
-    assert abs(row(done["infinigen-fig14"], "ih039")["error"]) < 0.15
-    assert abs(row(done["infinigen-fig15"], "ih041")["error"]) < 0.15
-    assert abs(row(done["infinigen-fig15"], "ih001")["error"]) < 0.15
-    # a miss, on record: unified memory that fits is barely slower here
-    assert row(done["infinigen-fig15"], "ih040")["ours"] > 1.0
-
-
 def test_unified_memory_falls_where_the_working_set_passes_the_device(done):
     assert row(done["infinigen-fig15"], "ih042")["ours"] == 16
     assert setup.uvm_working_set_bytes(16) / 2**30 == pytest.approx(48.9, abs=0.1)
@@ -142,13 +133,6 @@ def test_sequence_lengths_and_model_sizes(done):
         assert abs(found.error) > abs(row(done["infinigen-fig16b"], found.source)["error"])
     assert row(done["infinigen-fig16b"], "ih061")["ours"] < 1.1  # a miss, explained in its mismatches
     assert any("1.17" in text for text in done["infinigen-fig16b"].mismatches)
-
-
-def test_block_breakdown(done):
-    assert abs(row(done["infinigen-fig18"], "ih072")["ours"] - 96.9) < 3
-    assert abs(row(done["infinigen-fig18"], "ih073")["ours"] - 91.8) < 3
-    for row_id in ("ih074", "ih075", "ih076"):
-        assert abs(row(done["infinigen-fig18"], row_id)["error"]) < 0.25, row_id
 
 
 @pytest.mark.parametrize("name", list(setup.POLICIES))
@@ -201,12 +185,6 @@ def test_every_run_fits_the_machine():
     for name, policy in setup.POLICIES.items():
         outcome = simulate(Problem(shape=setup.OPT_13B, hardware=setup.testbed()), policy, 20, 1920, 128)
         assert outcome.wave == 20, name
-
-
-def test_partial_keys_and_weights(done):
-    """The first two layers need none: two of 40 less than the paper counts. Columns are whole: 39 of a head's 128."""
-    for row_id, most in (("ih071", 0.02), ("ih077", 0.06), ("ih078", 0.05)):
-        assert abs(row(done["infinigen-fig17"], row_id)["error"]) <= most, row_id
 
 
 def test_figures_have_data_and_context_rows_no_verdict(done):

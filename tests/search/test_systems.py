@@ -36,7 +36,7 @@ def setting_of(
 
 SMALL = replace(shape_by_name("opt-1.3b"), num_layers=3)
 SETTING = setting_of(SMALL, catalogue.load("t4"), 6, 100, 5)
-PLAIN = [name for name in systems.names() if name != "searched"]
+PLAIN = [name for name in systems.SYSTEMS if name != "searched"]
 REQUIRED = {"token_recompute": "(0.3)", "hybrid": "(0.4)"}
 
 
@@ -219,7 +219,7 @@ def test_uvm_migrates_all_or_nothing():
     assert large.total_s / large.batch > 3 * small.total_s / small.batch
 
 
-@pytest.mark.parametrize("name", systems.names())
+@pytest.mark.parametrize("name", systems.SYSTEMS)
 def test_every_system_is_run_or_refused_by_name_with_the_reason(name):
     text = name + REQUIRED.get(name, "")
     workload = Workload(np.array([40, 100]), np.array([5, 3]))
@@ -249,7 +249,7 @@ def test_a_mistyped_policy_is_answered_with_what_the_command_takes():
     with pytest.raises(InputError, match="or a policy file") as error:
         resolve_policy("kv_onyl", SMALL)
     known = str(error.value).partition("known: ")[2].partition(", or")[0].split(", ")
-    assert known == ["auto", *(name for name in systems.names() if name != "uvm")]
+    assert known == ["auto", *(name for name in systems.SYSTEMS if name != "uvm")]
     for name in known:
         resolve_policy(name + REQUIRED.get(name, ""), SMALL)
     with pytest.raises(InputError, match="known: kv_only.* uvm"):

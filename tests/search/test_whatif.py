@@ -87,8 +87,18 @@ def test_what_changes_the_tokens_is_marked(capsys):
     assert set(marked) == {"int4", "h2o(0.5)"}
     assert cli.main(["simulate", *MODEL, "--compare", "kv_only,int4", "--vary", "batch=1,2"]) == 0
     assert [line.strip() for line in capsys.readouterr().out.splitlines() if "changes" in line] == [
-        "int4 changes the tokens"
+        "int4: changes the tokens"
     ]
+
+
+def test_a_host_attention_that_flexgen_drops_is_said(capsys):
+    """By its cost model attention belongs on the device where the cache fits it."""
+    dropped, system_name = "host_attention is not used", "flexgen(host_attention=true)"
+    for memory, lines in (("15GiB", 1), ("1GiB", 0)):
+        where = ("--batch", "64", "--device-memory", memory)
+        for command in (["simulate", "--system", system_name], ["simulate", "--compare", system_name]):
+            assert cli.main([*command, *MODEL, *where]) == 0
+            assert capsys.readouterr().out.count(dropped) == lines
 
 
 def test_rates_that_vary_are_all_named(capsys):
@@ -142,7 +152,12 @@ def test_the_best_batch_is_the_best_of_all_batches(name):
         (("--batch", "2", "--system", "kv_only", "--compare", "act_only"), "give one of them"),
         (("--batch", "2", "--vary", "batch=1,2"), "--vary batch=1,2 and --batch: give one of them"),
         (("--vary", "bach=1"), "did you mean batch?"),
-        (("--vary", "batch=a"), "must be numbers"),
+        (("--vary", "batch=auto,4"), "--vary batch: 'auto,4' must be numbers, like batch=1,2,4,8"),
+        (("--batch", "2", "--system", ""), "unknown system ''; known: kv_only"),
+        (("--batch", "2", "--system", "", "--policy", "kv_only"), "give one of them"),
+        (("--batch", "2", "--compare", ""), "'' has an empty name: write names with commas between"),
+        (("--batch", "2", "--compare", "kv_only,,int4"), "'kv_only,,int4' has an empty name"),
+        (("--batch", "2", "--compare", "['act_only']"), "unknown system \"['act_only']\"; did you mean act_only?"),
         (("--vary", "batch="), "write FIELD=VALUE,VALUE"),
         (("--batch", "2", "--plot", "x.png"), "name it, like --vary batch=1,2,4,8"),
         (("--vary", "batch=1,2", "--plot", "x.gif"), "a picture is a .png, .pdf, .svg file"),
@@ -184,10 +199,13 @@ def test_costs_are_of_the_record_and_only_there(tmp_path, capsys):
 
 def test_a_price_alone_keeps_what_was_fitted(tmp_path, capsys):
     out = tmp_path / "mine.json"
-    assert cli.main(["hardware", "--like", "rtx4090-capture", "--price-per-hour", "0.4", "--out", str(out)]) == 0
+    nodes = ["--host-near-memory", "441GiB", "--host-far-share", "0.5", "--disk-cached-gb-per-s", "8"]
+    like = ["hardware", "--like", "rtx4090-capture", "--price-per-hour", "0.4", *nodes, "--out", str(out)]
+    assert cli.main(like) == 0
     before = load_datasheet(catalogue.FOLDER / "rtx4090-capture.json")
     after = load_datasheet(out)
     assert (after.lines, after.rates, after.price_per_hour) == (before.lines, before.rates, 0.4)
+    assert (after.host_near_memory, after.host_far_share, after.disk_cached_gb_per_s) == ("441GiB", 0.5, 8.0)
 
 
 def test_a_sweep_takes_policy_files_and_memories(tmp_path):

@@ -17,6 +17,7 @@ from flexhybrid.core.units import counted, gib
 from flexhybrid.core.waves import EXPECTED_SHARE
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM, MOST_AT_A_TIME
+from policy_search.systems import dropped
 from sim.answer_lengths import with_mean
 from sim.queue_clock import ROUGH_TASKS, WALKED_TASKS, QueueRun, price_queue
 
@@ -168,7 +169,8 @@ def describe(policy: Policy, problem: Problem) -> str:
     kept = f"; context {shares(dict(policy.cache))}" if shape.attending else ""
     kept += f"; states of recurrent layers on the {policy.state_tier}" if shape.recurrent else ""
     order = f"{policy.schedule}, {policy.cut}"
-    return f"{policy.name}: weights {weights}{kept}; {order}{bits}{elsewhere}"
+    unused = dropped(policy.name, policy.attention)
+    return f"{policy.name}: weights {weights}{kept}; {order}{bits}{elsewhere}{unused and f'; {unused}'}"
 
 
 def foretold(seconds: float) -> str:

@@ -18,7 +18,7 @@ from flexhybrid.jobs.simulate import MOST_AT_A_TIME, is_policy_file, named_syste
 from flexhybrid.jobs.sweep.grid import one_of, positive_integer, read_points
 from flexhybrid.jobs.sweep.table import SweepSummary, cell, run_sweep
 from flexhybrid.jobs.whatif import AUTO, at_its_best, check_plot, draw_rows
-from policy_search.systems import Setting, System, check
+from policy_search.systems import Setting, System, parse
 from sim import catalogue
 from sim.catalogue.hosts import HOSTS
 from sim.simulate import CLOCKS, SimulatedRun
@@ -27,8 +27,9 @@ from sim.simulate import CLOCKS, SimulatedRun
 def _system(value: str) -> str:
     if isinstance(value, str) and is_policy_file(value):
         Policy.load(value)
-        return value
-    return check(value)
+    else:
+        parse(value)
+    return value
 
 
 def _memory(value):
