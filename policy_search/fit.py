@@ -63,7 +63,7 @@ def _fit_alone(samples: tuple[Sample, ...], beside: Line) -> Line:
     """Return a GPU's line of a verb while nothing crosses the link, through the samples that agree with its line
     ``beside`` a busy link (``beside`` where none does): the link slows kernels down, so that slower samples hold the
     device's waits for the host, which the launcher's line prices."""
-    agree = [(f, b, s) for f, b, s in samples if s < TROUBLED_ALONE * beside.seconds(f, b)]
+    agree = [(f, b, s) for f, b, s in samples if s < TROUBLED_ALONE * beside.at(f, b)]
     return replace(fit_line(agree, True) if agree else beside, samples=samples)
 
 
@@ -104,7 +104,7 @@ def fit_report(hardware: Hardware) -> list[dict]:
     number of samples, largest relative error, and whether R² is below the papers' 0.99."""
     rows = []
     for key, line in hardware.lines.items():
-        errors = [abs(line.seconds(f, b) / s - 1) for f, b, s in line.samples]
+        errors = [abs(line.at(f, b) / s - 1) for f, b, s in line.samples]
         rows.append(
             {
                 "key": key,

@@ -2,7 +2,7 @@
 
 With everything discrete decided (an ``Option``, a batch, the tokens of a mini-batch), the seconds of every resource and
 the bytes of every tier are sums over where the weights and the cache lie, each weighted by its share. The terms of such
-a sum are read off ``sim.sums`` at the vertices: everything in one place. Bits, placement and schedule add up
+a sum are read off ``VerbSeconds`` at the vertices: everything in one place. Bits, placement and schedule add up
 independently, so a few dozen evaluations over all batches at once make the terms of all choices.
 
 The terms leave out what the walk of ``sim.array_clock`` has: waiting, whole blocks, and what only mixtures pay (a

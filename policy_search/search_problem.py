@@ -159,7 +159,7 @@ class SearchProblem(Problem):
     space: Space = FULL
     weights_device: float | None = None  #: share of each layer's bytes; None: free
     weights_disk: float | None = None  #: likewise
-    #: of ``search.OBJECTIVES``; or "ttft" or "tpot": the least seconds to the first token, or between two tokens
+    #: of ``OBJECTIVES``; or "ttft" or "tpot": the least seconds to the first token, or between two tokens
     objective: str = "throughput"
     max_ttft_s: float | None = None  #: the most seconds to the first tokens of a wave; None: no limit
     max_tpot_s: float | None = None  #: likewise between two tokens of a request

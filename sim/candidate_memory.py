@@ -9,8 +9,8 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, lengths_between
 from flexhybrid.core.context.cache_entries import TIERS, Pool
 from flexhybrid.core.memory import layer_bytes, memory_parts
-from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.buffer_sizes import BufferSizes, Reads, group_sizes, split_blocks
+from flexhybrid.core.problem import BufferSizes, Problem
+from flexhybrid.core.schedule.buffer_sizes import Reads, group_sizes, split_blocks
 from sim.candidates import Candidates, CandidateSteps, candidate_steps
 
 #: Latest contexts of a request in layers with a window, of which the one that needs the most memory is sought.

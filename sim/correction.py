@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexhybrid.core.hardware import ALONE_SUFFIX, Hardware, Line, resource_of_line
+from flexhybrid.core.hardware import ALONE_SUFFIX, CALL_S, Hardware, Line, resource_of_line, task_seconds
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.trace import LineKey, LineTimes, TraceEvent
 from sim import virtual_clock
-from sim.cost import CALL_S, line_seconds
 
 TRIALS = "corrected by trials"  #: key of a record's notes: what was measured over what was known, by line and resource
 OUTLIER = 2.0  #: times as long as the median task of its line: such a task was disturbed
@@ -45,7 +44,7 @@ def times_of(trace: list[TraceEvent], hardware: Hardware) -> dict[LineKey, LineT
         task, start, end = event
         if task.iteration > first:
             key = task.verb, task.resource, task.work.line
-            known_s = line_seconds(hardware.line(*key), task.resource, task.work)
+            known_s = task_seconds(hardware.line(*key), task.resource, task.work)
             events.setdefault(key, []).append((event, (end - start) / max(known_s, 1e-9)))
     times = {key: LineTimes() for key in events}
     for key, of_line in events.items():
@@ -85,7 +84,7 @@ def corrected(hardware: Hardware, runs: Iterable[Run]) -> Hardware:
 
 def _mean_task(line: Line, times: LineTimes) -> _Point:
     flops, num_bytes = times.flops / times.tasks, times.num_bytes / times.tasks
-    known_s, measured_s = line.seconds(flops, num_bytes), (times.seconds - CALL_S * times.calls) / times.tasks
+    known_s, measured_s = line.at(flops, num_bytes), (times.seconds - CALL_S * times.calls) / times.tasks
     return _Point(known_s - line.overhead_s, known_s, measured_s, (flops, num_bytes, measured_s), times.tasks)
 
 

@@ -1,10 +1,4 @@
-"""The price of a task: the one place where work and a hardware line become seconds.
-
-The virtual clock prices single tasks, the array clock arrays of them. What is left out: a link slowed by the other
-direction (h2d_both and d2h_both are measured and shown, but price nothing: stores are a trickle beside loads) or by a
-busy memory (profile under load, so that the lines contain it), caches that stay warm between tasks, and the time to
-enqueue a task.
-"""
+"""The machine that a problem, a policy or a wave is priced on, and the price of a verb there."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,15 +7,13 @@ from typing import Any
 import numpy as np
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import FAR_MEMORY, LINKS, PAGE_CACHE, Hardware, Line, resource_of_line
+from flexhybrid.core.hardware import FAR_MEMORY, PAGE_CACHE, Hardware, resource_of_line, task_seconds
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.task import Work
 from flexhybrid.core.wave import Wave
-
-CALL_S = 4e-6  #: what Python takes to issue a small operation: numpy 2 to 4 us, a kernel on CUDA 4 to 5
 
 
 def hardware_of(problem: Problem, policy: Policy | None = None) -> Hardware:
@@ -65,10 +57,4 @@ def byte_times(hardware: Hardware, peak_bytes: Mapping[str, Any]) -> dict[str, A
 
 def price(hardware: Hardware, verb: str, resource: str, work: Work):
     """Seconds of one task. The work's counts may be numpy arrays, then so is the result."""
-    return line_seconds(hardware.line(verb, resource, work.line), resource, work)
-
-
-def line_seconds(line: Line, resource: str, work: Work):
-    """Seconds of a task whose hardware line is known."""
-    seconds = line.seconds(work.flops, work.link_bytes if resource in LINKS else work.memory_bytes)
-    return seconds + CALL_S * work.calls
+    return task_seconds(hardware.line(verb, resource, work.line), resource, work)

@@ -1,6 +1,6 @@
 """Seconds and bytes of every verb in the prefill and in the stretches of the decode, in arrays of candidates.
 
-Work comes from ``core.schedule.step_work.step_work``, seconds from ``sim.cost.price``. Their sums over a phase need no
+Work comes from ``step_work``, seconds from ``sim.cost.price``. Their sums over a phase need no
 walk: no phase is faster than the seconds of its busiest resource.
 """
 

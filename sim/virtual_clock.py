@@ -3,7 +3,7 @@
 Each resource runs its tasks first in, first out; a task starts when its resource is free and what it depends on has
 ended. Dependencies are derived by the same function that guards the real run. Tasks are launched one after the other,
 in the time that the machine's record has for it. What is left out: that a real run launches only so many tasks ahead
-and waits for stops before it settles an iteration, and everything ``sim.cost`` leaves out.
+and waits for stops before it settles an iteration, and everything ``task_seconds`` leaves out.
 """
 
 from collections import Counter
@@ -13,14 +13,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from flexhybrid.core.hardware import LINKS, Hardware, Line
+from flexhybrid.core.hardware import LINKS, Hardware, Line, task_seconds
 from flexhybrid.core.plan import stream
 from flexhybrid.core.schedule.dependencies import HAZARDS, Dependencies
 from flexhybrid.core.schedule.positions import Stops
 from flexhybrid.core.task import RESOURCES, Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.wave import Wave
-from sim.cost import line_seconds
 
 
 def run(
@@ -53,7 +52,7 @@ def run(
             end = ends[other][ordinal]
             if end > start:
                 start = end
-        end = start + (seconds_of(task) if seconds_of else line_seconds(line, resource, task.work))
+        end = start + (seconds_of(task) if seconds_of else task_seconds(line, resource, task.work))
         own.append(end)
         trace.append(TraceEvent(task, start, end))
     return trace

@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from experiments.bench.harness import Round, Table, least_disturbed
-from flexhybrid.core.hardware import CONTENTION, Hardware
+from flexhybrid.core.hardware import CONTENTION, Hardware, task_seconds
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
@@ -47,7 +47,6 @@ from flexhybrid.runtime.threads import torch_threads
 from policy_search.fit import fit_hardware
 from sim import virtual_clock
 from sim.correction import corrected, times_of, with_waiting
-from sim.cost import line_seconds
 from sim.presets import hybrid, kv_only, kvpr_column
 
 BATCH, CONTEXT, MAX_TOKENS, MINI_BATCH = 16, 512, 6, 4
@@ -196,7 +195,7 @@ def line_times(hardware: Hardware, share: float) -> tuple[dict[str, float], floa
     seconds: dict[str, float] = {}
     for task in filter(in_window, stream(wave, first_iteration=1)):
         line = hardware.own_line(task.verb, task.resource, task.work.line)
-        seconds[task.verb] = seconds.get(task.verb, 0.0) + line_seconds(line, task.resource, task.work)
+        seconds[task.verb] = seconds.get(task.verb, 0.0) + task_seconds(line, task.resource, task.work)
     return seconds, predicted(wave, hardware).seconds
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from flexhybrid.core.errors import InputError, check
 from flexhybrid.core.files import load_json, write_by_rename
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.task import RESOURCES
+from flexhybrid.core.task import RESOURCES, Work
 from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 
 #: Resources whose tasks cross a link; the others compute.
 LINKS = ("h2d", "d2h", "disk_read", "disk_write")
+
+CALL_S = 4e-6  #: seconds in which Python issues a small operation: numpy 2 to 4 us, a kernel on CUDA 4 to 5
 
 #: Of the line of ``finish`` in layers whose feed-forward network is experts, whose products are grouped.
 EXPERTS_SUFFIX = "_experts"
@@ -85,9 +87,20 @@ class Line:
         terms = {name: times * getattr(self, name) for name in ("overhead_s", "s_per_flop", "s_per_byte")}
         return replace(self, **terms)
 
-    def seconds(self, flops, num_bytes):
-        """Time of one task; arguments may be numpy arrays."""
+    def at(self, flops, num_bytes):
+        """Return the line's value in seconds; arguments may be numpy arrays."""
         return self.overhead_s + flops * self.s_per_flop + num_bytes * self.s_per_byte
+
+
+def task_seconds(line: Line, resource: str, work: Work):
+    """Return the seconds of a task on its resource's or verb's line; the counts of its work may be numpy arrays.
+
+    Every price of a task is this one. Left out: a link that the other direction slows (h2d_both and d2h_both are
+    measured and shown, but price nothing: stores are few beside loads) or that a busy memory slows (profile under
+    load), caches that stay warm between tasks, and the time to enqueue a task.
+    """
+    seconds = line.at(work.flops, work.link_bytes if resource in LINKS else work.memory_bytes)
+    return seconds + CALL_S * work.calls
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,8 @@ def test_a_saved_record_is_read_back_exactly(tmp_path_factory, lines, memory):
 
 def test_line_is_overhead_plus_flops_plus_bytes():
     line = Line(0.5, 0.25, 0.125)
-    assert line.seconds(2, 4) == 0.5 + 0.5 + 0.5
-    assert line.seconds(np.array([0, 4]), np.array([8, 0])).tolist() == [1.5, 1.5]
+    assert line.at(2, 4) == 0.5 + 0.5 + 0.5
+    assert line.at(np.array([0, 4]), np.array([8, 0])).tolist() == [1.5, 1.5]
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), pytest.param(10**400, id="huge"), "1", None, True])
@@ -73,7 +73,7 @@ def test_a_verb_borrows_the_line_of_the_same_kernel_or_loop():
 def test_a_disk_has_lines_of_its_own():
     disk = {"disk_read": Line(1e-4, 0.0, 5e-10), "disk_write": Line(1e-4, 0.0, 1e-9)}
     hardware = Hardware("x", "cuda", {**small_hardware().lines, **disk}, disk_memory=10**12)
-    assert hardware.line("read_kv", "disk_read").seconds(0, 2e9) == pytest.approx(1.0001)
+    assert hardware.line("read_kv", "disk_read").at(0, 2e9) == pytest.approx(1.0001)
     paced = hardware.with_link_rate(0.4)
     assert paced.lines["disk_read"] == disk["disk_read"] and paced.lines["disk_write"] == disk["disk_write"]
     with pytest.raises(InputError, match="'read_kv'.*'disk_read'"):

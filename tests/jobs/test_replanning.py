@@ -147,7 +147,7 @@ def test_lines_that_take_longer_correct_the_record_and_the_search(tiny, tmp_path
     (replanner,) = seen
     assert replanner.num_searches == replanner.num_changes == 1
     for key, line in replanner.hardware.lines.items():
-        assert line.seconds(1e6, 1e6) == pytest.approx(true.line(key, RESOURCE_OF.get(key, key)).seconds(1e6, 1e6)), key
+        assert line.at(1e6, 1e6) == pytest.approx(true.line(key, RESOURCE_OF.get(key, key)).at(1e6, 1e6)), key
     assert replanner.llm.settled_policy.cache.get("kv@host", 0.0) < 1.0
     told = capsys.readouterr().out
     assert ("trials     load_kv takes 3.00 of the profile's time" in told) == early

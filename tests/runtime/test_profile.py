@@ -149,7 +149,7 @@ def test_the_fit_recovers_a_planted_law_under_interruptions(terms, share, slower
         trace, at = [], 0.0
         for _ in range(40):
             for work in works:
-                seconds = truth.seconds(work.flops, work.memory_bytes) * random.uniform(1.0, 1.02) * disturbed
+                seconds = truth.at(work.flops, work.memory_bytes) * random.uniform(1.0, 1.02) * disturbed
                 seconds /= left if seconds >= profiling.LONG_S * left else 1.0  # every long task is robbed
                 chance = random.random()
                 seconds *= slower if chance < share else 30.0 if chance > 0.97 else 1.0
@@ -160,13 +160,12 @@ def test_the_fit_recovers_a_planted_law_under_interruptions(terms, share, slower
         passes.append(kernel_times([Stretch(trace, at, left, alone=False)], "cpu"))
     line = fit_hardware(profiling.samples_of(passes, "cpu").samples, name="here", device="cpu").lines["finish"]
     for work in works:
-        expected = truth.seconds(work.flops, work.memory_bytes)
-        assert line.seconds(work.flops, work.memory_bytes) == pytest.approx(expected, rel=0.03)
+        expected = truth.at(work.flops, work.memory_bytes)
+        assert line.at(work.flops, work.memory_bytes) == pytest.approx(expected, rel=0.03)
 
 
 def test_what_tasks_take_on_the_mean_is_the_line_and_its_contention():
-    """Each task waits 0.4 ms in two cases of ten, and one second in five of work costs another half. What runs while
-    nothing crosses the link has a contention of its own."""
+    """Each task waits 0.4 ms in 2 of 10 cases, and 1 of 5 work seconds costs half more; alone, otherwise."""
     work, trace, at = [Work(flops=1e6 * 4**n, memory_bytes=5) for n in range(6)], [], 0.0
     for number in range(200):
         for of in work:
@@ -182,18 +181,17 @@ def test_what_tasks_take_on_the_mean_is_the_line_and_its_contention():
     here = fit_hardware(samples, name="here", device="cpu", notes=notes)
     for of in work:
         seconds = np.mean([end - start for task, start, end in trace if task.work == of])
-        assert here.line("finish", "compute").seconds(of.flops, 5) == pytest.approx(seconds, rel=0.03)
-        alone = here.undisturbed.line("finish", "compute").seconds(of.flops, 5)
+        assert here.line("finish", "compute").at(of.flops, 5) == pytest.approx(seconds, rel=0.03)
+        alone = here.undisturbed.line("finish", "compute").at(of.flops, 5)
         assert alone == pytest.approx(1.25e-9 * of.flops, rel=0.03)
     for before, after in ((here, here.contended), (here.undisturbed, here.contended.undisturbed)):
         assert after.lines["finish"] == after.line("finish", "compute") == before.line("finish", "compute")
-    twice = here.scaled({"compute": 2.0}).line("finish", "compute").seconds(work[0].flops, 5)
-    assert twice == pytest.approx(2 * here.line("finish", "compute").seconds(work[0].flops, 5))
+    twice = here.scaled({"compute": 2.0}).line("finish", "compute").at(work[0].flops, 5)
+    assert twice == pytest.approx(2 * here.line("finish", "compute").at(work[0].flops, 5))
 
 
 def test_runs_are_repeated_until_their_long_tasks_agree(monkeypatch):
-    """The second run's task takes 1.3 times as long in the second pass, as in the first in the third; short tasks and
-    those of the other run may differ."""
+    """The second run's task takes 1.3 times as long in pass two; short tasks and other runs may differ."""
     shape, taken = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96), []
     runs = tuple(ProfileRun(2, context, 2, {"kv@host": 1.0}) for context in (16, 32))
     monkeypatch.setenv(FASTER_DTYPE, "float32")

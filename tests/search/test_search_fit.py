@@ -26,7 +26,7 @@ def test_exact_samples_give_their_line(overhead_s, s_per_flop, s_per_byte):
     samples = samples_of(overhead_s, s_per_flop, s_per_byte)
     line = fit_line(samples)
     for flops, num_bytes, seconds in samples:
-        assert line.seconds(flops, num_bytes) == pytest.approx(seconds, rel=1e-5)
+        assert line.at(flops, num_bytes) == pytest.approx(seconds, rel=1e-5)
     assert line.r2 == pytest.approx(1.0, abs=1e-6)
 
 

@@ -115,7 +115,7 @@ def test_every_number_has_a_source(name):
 def test_the_host_attends_more_slowly_than_the_device(name):
     hardware = catalogue.load(name)
     device, host = hardware.line("attend", "compute"), hardware.line("attend_host", "host_compute")
-    assert host.seconds(1e9, 1e9) > device.seconds(1e9, 1e9)  # an operation a byte: keys and values in FP16
+    assert host.at(1e9, 1e9) > device.at(1e9, 1e9)  # an operation a byte: keys and values in FP16
 
 
 def test_every_machine_says_the_energy_of_a_million_tokens():
@@ -138,8 +138,8 @@ def test_host_rates_worked_by_hand():
 
 def test_flexgens_disk_reads_2_gb_a_second_and_writes_1():
     t4 = catalogue.load("t4")
-    assert t4.line("read_kv", "disk_read").seconds(0, 2e9) == pytest.approx(1.0, rel=1e-3)
-    assert t4.line("write_kv", "disk_write").seconds(0, 1e9) == pytest.approx(1.0, rel=1e-3)
+    assert t4.line("read_kv", "disk_read").at(0, 2e9) == pytest.approx(1.0, rel=1e-3)
+    assert t4.line("write_kv", "disk_write").at(0, 1e9) == pytest.approx(1.0, rel=1e-3)
     with pytest.raises(InputError, match="'rtx4090' has no line for 'read_kv' nor for 'disk_read'"):
         catalogue.load("rtx4090").line("read_kv", "disk_read")
 

@@ -7,7 +7,7 @@ import pytest
 from random_cases import random_case
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import LINKS, Hardware, Line
+from flexhybrid.core.hardware import CALL_S, LINKS, Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
@@ -18,7 +18,7 @@ from flexhybrid.core.trace import TraceEvent, check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from sim import presets
-from sim.cost import CALL_S, price
+from sim.cost import price
 from sim.virtual_clock import run, summarize
 
 SHAPE = ModelShape("tiny", "opt", 3, 64, 4, 4, 16, 256, 128, 512)
@@ -185,8 +185,7 @@ def test_the_checker_sees_a_removed_kind_of_dependency(removed):
 
 
 def test_the_checker_sees_writes_that_overtake():
-    """The plan has one writing resource a buffer, so its stream has no write-after-write across resources: two tasks
-    stand for those that later plans have."""
+    """A plan has one writing resource per buffer; two made tasks stand in for write-after-write across resources."""
     cell = Access(("cell",), 0, 1)
     tasks = [task(0, "load_kv", "h2d", writes=[cell]), task(0, "scatter", "host_compute", writes=[cell])]
     hardware = machine(link_s=1.0)

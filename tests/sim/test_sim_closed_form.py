@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_cases import KINDS, UniformCase, compare, random_case
 
+from flexhybrid.core import hardware
 from flexhybrid.core.context.blocks import BlockEntries
 from flexhybrid.core.context.packing import pack
 from flexhybrid.core.context.split import split_point
@@ -28,7 +29,7 @@ from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.workload import Workload
-from sim import catalogue, cost
+from sim import catalogue
 from sim.array_clock import predict
 from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates, candidates_of, num_mini_batches
@@ -207,8 +208,7 @@ def test_mixes_that_leave_entries_out_need_what_each_needs_alone():
 
 
 def test_seconds_scale_with_the_machine(monkeypatch):
-    """A machine with every line halved, and the seconds of a small operation, takes half the time: no other constant
-    hides in the closed form."""
+    """Halving every line and CALL_S halves the time: the closed form has no other constant."""
     for case in small_cases(9, 17):
         lines = {
             key: Line(line.overhead_s / 2, line.s_per_flop / 2, line.s_per_byte / 2)
@@ -216,7 +216,7 @@ def test_seconds_scale_with_the_machine(monkeypatch):
         }
         whole = closed_form(case)["total_s"]
         with monkeypatch.context() as patch:
-            patch.setattr(cost, "CALL_S", cost.CALL_S / 2)
+            patch.setattr(hardware, "CALL_S", hardware.CALL_S / 2)
             halved = closed_form(replace(case, hardware=replace(case.hardware, lines=lines)))
         assert halved["total_s"] == pytest.approx(whole / 2)
 

@@ -1,5 +1,4 @@
-"""Trials on a machine whose lines take other times than its record says: they are recovered, and the choice is the best
-of a grid on the true machine."""
+"""Trials recover lines that differ from the record; the choice is the best of a grid on the true machine."""
 
 from __future__ import annotations
 
@@ -99,7 +98,7 @@ def test_lines_are_recovered_though_tasks_scatter_and_some_are_disturbed():
     found = corrected(known, runs)
     for key in LINES:
         task = 5e6, 1e6
-        assert found.lines[key].seconds(*task) == pytest.approx(true.lines[key].seconds(*task), rel=0.05), key
+        assert found.lines[key].at(*task) == pytest.approx(true.lines[key].at(*task), rel=0.05), key
         assert found.notes[TRIALS]["lines"][key] == pytest.approx(factors.get(key, 1.0), rel=0.05)
     assert "kv_gen takes 0.4" in told(found) and "project" not in told(found)
 
@@ -161,4 +160,4 @@ def test_a_slower_resource_is_slower_in_all_of_its_tasks_alone():
     busy = known.scaled({"h2d": 3.0})
     for key, line in known.lines.items():
         times = 3.0 if key in ("h2d", "load_kv", "load_act", "load_weights") else 1.0
-        assert busy.lines[key].seconds(1e6, 1e6) == pytest.approx(times * line.seconds(1e6, 1e6))
+        assert busy.lines[key].at(1e6, 1e6) == pytest.approx(times * line.at(1e6, 1e6))

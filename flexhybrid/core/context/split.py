@@ -14,8 +14,7 @@ cross, or an end:
 Where loading ACT costs at least as much as loading KV (grouped queries, KV in 4 bits), all rules give 0.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,9 +22,11 @@ from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import representation_of, stored_copies
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.hardware import task_seconds
 from flexhybrid.core.model.layout import placed_layers
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.task import Count, Work
 
 
 @dataclass(frozen=True)
@@ -59,37 +60,39 @@ def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
     stored = problem.stored(policy.bits)
     tier = {part.representation: part.tier for part in stored_copies(entry)}
 
-    def slope(verb: str, resource: str, make) -> tuple[float, float]:
-        line, many = hardware.line(verb, resource), make(1 << 20)
-        moved = many.link_bytes or many.memory_bytes
-        zero = make(0)
-        least = line.seconds(zero.flops, zero.link_bytes or zero.memory_bytes)
-        return least, (line.seconds(many.flops, moved) - least) / (1 << 20)
+    def slope(verb: str, make) -> tuple[float, float]:
+        line = hardware.line(verb, "compute")
+        least = task_seconds(line, "compute", make(0))
+        return least, (task_seconds(line, "compute", make(1 << 20)) - least) / (1 << 20)
+
+    def crossing(verb: str, resource: str, num_bytes: float) -> float:
+        line = replace(hardware.line(verb, resource), overhead_s=0.0)
+        return task_seconds(line, resource, Work(link_bytes=num_bytes))
 
     def load(representation: str, element_bytes: float) -> float:
         if tier[representation] == "device":
             return 0.0
         one = work.load_blocks(shape, element_bytes, representation, 1, 1).link_bytes / BLOCK_TOKENS
-        seconds = one * hardware.line(f"load_{representation}", "h2d").s_per_byte
+        seconds = crossing(f"load_{representation}", "h2d", one)
         if tier[representation] == "disk":
-            seconds = max(seconds, one * hardware.line(f"read_{representation}", "disk_read").s_per_byte)
+            seconds = max(seconds, crossing(f"read_{representation}", "disk_read", one))
         return seconds
 
     def unpack(representation: str, width: float) -> tuple[float, float]:
         if getattr(policy.bits, representation) == "native":
             return 0.0, 0.0
         element_bytes = getattr(stored, representation)
-        return slope(f"dequantize_{representation}", "compute", lambda n: work.convert(n * width, p, element_bytes))
+        return slope(f"dequantize_{representation}", lambda n: work.convert(n * width, p, element_bytes))
 
     project, finish = (
-        slope(verb, "compute", lambda rows, make=make: make(shape, p, rows))
+        slope(verb, lambda rows, make=make: make(shape, p, rows))
         for verb, make in (("project", work.project), ("finish", work.finish))
     )
-    attend = slope("attend", "compute", lambda tokens: work.attend_decode(shape, p, tokens, 1))
-    assemble = slope("assemble", "compute", lambda tokens: work.assemble(shape, p, tokens))
+    attend = slope("attend", lambda tokens: work.attend_decode(shape, p, tokens, 1))
+    assemble = slope("assemble", lambda tokens: work.assemble(shape, p, tokens))
     if problem.attends_in_place:
         assemble = 0.0, 0.0
-    generate = slope("kv_gen", "compute", lambda rows: work.kv_gen(shape, p, rows))
+    generate = slope("kv_gen", lambda rows: work.kv_gen(shape, p, rows))
     unpack_act, unpack_kv = unpack("act", shape.act_width), unpack("kv", shape.kv_width)
     placed = zip(shape.weights_counts, placed_layers(shape, policy.weights, stored.weights, p), strict=True)
     streamed = sum(count * kind.streamed_bytes for count, kind in placed) / shape.num_layers
@@ -98,7 +101,7 @@ def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
         gen_s=generate[1] + unpack_act[1],
         load_act_s=load("act", stored.act),
         load_kv_s=load("kv", stored.kv),
-        weights_s=streamed * hardware.line("load_weights", "h2d").s_per_byte if streamed else 0.0,
+        weights_s=crossing("load_weights", "h2d", streamed) if streamed else 0.0,
         forward_s=project[0] + finish[0] + attend[0] + assemble[0],
         forward_request_s=project[1] + finish[1],
         attend_s=attend[1] + assemble[1],
@@ -109,7 +112,7 @@ def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
 
 
 def split_point(
-    lines: SplitLines, batch, context, num_mini_batches: Any = 1, whole_blocks: bool = True, prompt: Any = np.inf
+    lines: SplitLines, batch, context, num_mini_batches: Count = 1, whole_blocks: bool = True, prompt: Count = np.inf
 ):
     """Tokens l of each request to recompute, in whole blocks; ``context`` s and ``batch`` may be arrays.
 
@@ -158,7 +161,7 @@ def recomputed_tokens(problem: Problem, policy: Policy, requests: int, mini_batc
     }
 
 
-def split_seconds(lines: SplitLines, batch, context, tokens, num_mini_batches: Any = 1):
+def split_seconds(lines: SplitLines, batch, context, tokens, num_mini_batches: Count = 1):
     """What the rule minimises, for ``tokens`` recomputed of each of ``batch`` requests: seconds of one layer, of whose
     weights each of ``num_mini_batches`` waits for its part."""
     act, kv, gen = (
