@@ -28,8 +28,8 @@ from flexhybrid.core.memory import fits, memory_plan
 from flexhybrid.core.model.generation_config import default_sampling
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.buffer_sizes import BufferSizes, buffer_sizes
+from flexhybrid.core.problem import BufferSizes, Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.waves import batch_size, check_least, check_longest, first_wave, open_batch, wave_plan
 from flexhybrid.core.workload import Workload

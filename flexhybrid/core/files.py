@@ -5,12 +5,12 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from flexhybrid.core.errors import InputError, file_errors
 
 
-def load_json(path: str | Path, kind: str = "", **options) -> Any:
+def load_json(path: str | Path, kind: str = "", **options):
     """Return what a JSON file holds. Raise InputError, which calls the file ``kind`` ("policy file "), for one that
     cannot be read. ``options`` as in ``parse_json``."""
     with file_errors(f"read {kind}{path}"):
@@ -26,7 +26,7 @@ def check_no_pointer(path: Path) -> None:
             raise InputError(f"{path} is a git-lfs pointer, not the file itself: run git lfs pull in its folder")
 
 
-def parse_json(text: str, name: str, **options) -> Any:
+def parse_json(text: str, name: str, **options):
     """Return what a JSON text holds. Raise InputError with line and column where it is broken. ``options``: those of
     ``json.loads``, whose functions may raise ValueError."""
     try:
@@ -37,7 +37,7 @@ def parse_json(text: str, name: str, **options) -> Any:
         raise InputError(f"cannot read {name}: {error}") from None
 
 
-def named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def named_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a JSON object whose fields are all named once; JSON readers would take the last of several."""
     data = dict(pairs)
     if len(data) < len(pairs):

@@ -1,10 +1,10 @@
-"""One accounting of memory: what the rows and blocks of ``BufferSizes`` make in bytes per tier and part. What is
-checked before work starts is what is allocated."""
+"""The one account of memory: turns ``BufferSizes`` into bytes per tier and part. What is checked here is what is
+allocated."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,53 +25,53 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import AttentionPaths, Budgets, Problem, attends_in_place, launches_steps, without_graphs
 from flexhybrid.core.schedule.buffer_sizes import BufferSizes, larger
+from flexhybrid.core.task import Count
 from flexhybrid.core.units import gib
 from flexhybrid.core.wave import stored_layers
 from flexhybrid.core.work import MIN_KV_GEN_ROWS, PREFILL_QUERIES
 
 NUM_SLOTS = 2  #: double buffers
 
-#: Elements that the quantiser has in work at a time (or one row, where longer), and bytes of workspace for each. Fewer
-#: would fit a CPU's caches better, but each pass ends in a barrier: on a busy machine 2**18 took up to twice as long.
-#: The device's figure is not measured.
+#: #: Elements that the quantizer processes at a time (or one row, if longer), and workspace bytes for each. Fewer would
+#: suit a CPU's caches, but each pass ends in a barrier: 2**18 took up to twice as long on a busy machine. The device's
+#: figure is not measured.
 PACKING_ELEMENTS, PACKING_BYTES = {"cpu": 2**20, "cuda": 2**23}, 6
 
-#: With attention on the host: the most threads that share its requests (on a CPU that is the device, the other cores
-#: are at work on that), and elements of 16-bit keys that each has in float32 at a time, with as many of values: 4 MB,
-#: which a shared cache holds.
+#: #: Attention on the host: most threads that share its requests (the other cores compute when the CPU is the device),
+#: and elements of 16-bit keys, and of values, that each converts to float32 at a time: 4 MB, which fit a shared cache.
 HOST_THREADS, WIDENED_ELEMENTS = {"cpu": 1, "cuda": 16}, 1 << 19
 
-#: Attention in place on a CUDA device: where several programs share a context, so many rows at most, each of a query's
-#: weighted values and two sums in float32, are held until they are added up (``partial_elements``).
+#: #: CUDA attention in place: most partial results, each a weighted value and two sums in float32, that programs which
+#: share a context keep until they are added (``partial_elements``).
 PARTIAL_ROWS = 4096
 
-#: CUDA graphs of decode steps: those that are held at a time, each of a layer's verbs or of one of them, and bytes that
-#: the driver keeps of each. An H200's driver kept 123 KiB of a verb's graph, so of four at most this; graphs of several
-#: verbs were never measured; that of a step counts as one for each layer. Segments of the allocator that their memory
-#: pool may leave half empty.
+#: #: CUDA graphs of decode steps: how many are kept, each of a layer's verbs or of one of them, and the bytes that the
+#: driver keeps of each. An H200's driver kept 123 KiB for one verb's graph, so at most this for four; graphs of several
+#: verbs were never measured. A step's graph counts one per layer. Then the bytes of allocator segments that their
+#: memory pool may leave half empty.
 MOST_GRAPHS, GRAPH_BYTES, GRAPH_POOL_BYTES = 256, 1 << 19, 22 << 20
 
-#: Rows of decode steps that graphs hold at fixed addresses where a prefix is recomputed: of all mini-batches together.
-#: By an estimate a layer of OPT-1.3B computes so many in the time of its launches, 0.1 ms. More rows hide these, and
-#: contexts make more of their memory.
+#: #: Rows of decode steps, over all mini-batches, that graphs keep at fixed addresses if a prefix is recomputed. A
+#: layer of OPT-1.3B computes about this many during its launches, 0.1 ms (estimated); with more rows launches are
+#: hidden anyway.
 GRAPH_ROWS = 512
 
-#: Device bytes set aside beyond all named parts: masks, places of stored rows, the libraries' own workspaces (cuBLAS
-#: takes up to 64 MiB for each stream that multiplies: 32 MiB on Hopper, and as many for cublasLt).
+#: #: Device bytes beyond all named parts: masks, places of stored rows, workspaces of libraries (cuBLAS: up to 64 MiB
+#: per multiplying stream; 32 MiB on Hopper, and the same for cublasLt).
 SLACK_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
 
-#: Of a CUDA device, where a plan counts them (``Problem.counts_allocator``): the context with the kernels that
-#: libraries load, from what others report; and what the allocator holds beyond tensors, as a share of all else.
+#: #: For a CUDA device, if a plan counts them (``Problem.counts_allocator``): the context with the libraries' kernels,
+#: as others report; and the share that the allocator holds beyond tensors.
 CONTEXT_BYTES, ALLOCATOR_SHARE = 1 << 29, 1 / 28
 
 
 def cuda_reserve(budget: int) -> int:
-    """Return what a plan of this many bytes of a CUDA device counts beside its tensors."""
+    """Return the bytes of a CUDA device that a plan of this size counts beyond its tensors."""
     return CONTEXT_BYTES + int((budget - CONTEXT_BYTES) * ALLOCATOR_SHARE / (1 + ALLOCATOR_SHARE))
 
 
 def partial_elements(head_dim: int) -> int:
-    """Return the elements of one of ``PARTIAL_ROWS``: two sums behind the values, up to a multiple of 16 bytes."""
+    """Return the elements of one of ``PARTIAL_ROWS``: values and two sums, rounded up to 16 bytes."""
     return -(-(head_dim + 2) // 4) * 4
 
 
@@ -85,8 +85,8 @@ def memory_plan(problem: Problem, policy: Policy, sizes: BufferSizes) -> MemoryP
 
 
 def kept_shares(problem: Problem, policy: Policy) -> dict[str, float]:
-    """Return the share of the layers' bytes that each tier holds. A policy asks for shares; where layers are modules,
-    whole tensors are placed."""
+    """Return each tier's share of the layers' bytes. It may differ from the policy's: modules are placed by whole
+    tensors."""
     placed = _placed_bytes(problem, policy)
     sizes = {"device": placed.resident, "host": placed.on_host, "disk": placed.on_disk}
     return {tier: float(size) / sum(sizes.values()) for tier, size in sizes.items()}
@@ -101,17 +101,17 @@ def _placed_bytes(problem: Problem, policy: Policy) -> LayerBytes:
 class LayerBytes(NamedTuple):
     """Bytes of a model's layers, by where they lie: numbers, or arrays over candidates."""
 
-    resident: Any  #: of all layers, on the device
-    on_host: Any  #: of all layers
-    on_disk: Any  #: of all layers
-    slot: Any  #: of the layer that streams the most of them
-    staging: Any  #: of the layer that has the most of them on the disk
-    cut: Any  #: whether some layer is partly resident
-    first_resident: Any  #: of a layer of the first kind, on the device
+    resident: Count  #: of all layers, on the device
+    on_host: Count  #: of all layers
+    on_disk: Count  #: of all layers
+    slot: Count  #: #: of the layer that streams the most
+    staging: Count  #: #: of the layer with the most on the disk
+    cut: Count  #: whether some layer is partly resident
+    first_resident: Count  #: of a layer of the first kind, on the device
 
 
 def layer_bytes(problem: Problem, policy: Policy, resident, on_disk) -> LayerBytes:
-    """Return the bytes of the layers' weights; ``resident`` and ``on_disk`` [kinds, ...] of each kind of
+    """Return the bytes of the layers' weights. ``resident``, ``on_disk``: [kinds, ...], in the order of
     ``ModelShape.weights_counts``."""
     stored, shape = problem.stored(policy.bits), problem.shape
     layouts = kind_layouts(shape, stored.weights, stored.compute)
@@ -131,7 +131,7 @@ def layer_bytes(problem: Problem, policy: Policy, resident, on_disk) -> LayerByt
 
 
 def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: LayerBytes) -> dict[str, dict]:
-    """``memory_plan`` before rounding; ``sizes`` and the bytes of the layers' ``weights`` may be arrays."""
+    """Return ``memory_plan`` before rounding; ``sizes`` and ``weights`` may hold arrays."""
     shape, p, device = problem.shape, problem.bytes_per_element, problem.device
     layers, stored = shape.num_layers, problem.stored(policy.bits)
     row = {"kv": shape.kv_token_bytes(stored.kv), "act": shape.act_token_bytes(stored.act)}
@@ -143,16 +143,16 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     turned = shape.rotary or shape.modules
     rotation = 2 * shape.head_dim * p if turned else 0  # a cosine and a sine for each element of a head
     act = any("act@" in entry for entry in sizes.staged_rows)
-    # Set aside whatever the bits, so that a program over bits can add up; a small model's pieces are small. Triton's
-    # kernels need none of it, but whether they run on a GPU is known there alone.
+    # # Reserved for any bits, so that sums over bits work; small for small models. Triton's kernels do not need it, but
+    # only a run knows whether they work.
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
     on_host = policy.attention == "host"
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
     running = problem
-    if problem.counts_allocator and problem.attention is None:  # a run there may attend in place: room for either
+    if problem.counts_allocator and problem.attention is None:  # # a run may attend in place: room for either
         running = replace(problem, attention=AttentionPaths("", "", "", in_place=True))
     partial = device == "cuda" and attends_in_place(running, policy)
-    # Scores that are capped are made whole, and again as weights: of so many queries of each request at a time.
+    # # Capped scores are stored whole, twice, for this many queries of each request at a time.
     scored = np.minimum(sizes.step_rows, PREFILL_QUERIES * sizes.batch) * shape.softcaps
     pools, staged = _pool_parts(problem, policy, sizes, row)
     workspace = workspace_bytes(shape, p, sizes.step_rows, sizes.batch, weights.cut)
@@ -173,7 +173,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "attention sums": 4 * PARTIAL_ROWS * partial_elements(shape.head_dim) if partial else 0,
         "staging": NUM_SLOTS * (staged["device"] + staged["host"]),
         "hidden states": (sizes.hidden_rows if policy.hidden == "device" else NUM_SLOTS * sizes.step_rows) * hidden,
-        "lent keys and values": len(shape.lending) * sizes.hidden_rows * native_kv,  # of the tokens that are computed
+        "lent keys and values": len(shape.lending) * sizes.hidden_rows * native_kv,  # # of computed tokens
         "layers' arguments": (shape.modules.call_elements if shape.modules else 0) * sizes.hidden_rows * p,
         "token ids": 8 * sizes.cached_tokens,
         "positions": 16 * sizes.hidden_rows
@@ -209,30 +209,30 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
 
 
 def graph_rows(policy: Policy, sizes: BufferSizes):
-    """Return the rows that CUDA graphs hold at fixed addresses: of the largest mini-batch, and of all together. Where a
-    prefix is recomputed, each mini-batch has its requests' share; its steps of more rows have no graphs."""
+    """Return the rows that CUDA graphs keep at fixed addresses: of the largest mini-batch, and of all. If a prefix is
+    recomputed, each mini-batch has its requests' share; steps with more rows have no graph."""
     most = GRAPH_ROWS if "tok" in policy.cache_entries else 0
     return larger(sizes.decode_batch, most), larger(sizes.places, most)
 
 
 def _graph_bytes(problem: Problem, policy: Policy, p: int, sizes: BufferSizes):
-    """Device bytes of CUDA graphs: what the driver keeps, what their kernels have in work, and what they read and write
-    at fixed addresses (hidden states, keys, values and queries, what attention gives, rotations, places, tables)."""
+    """Return the device bytes of CUDA graphs: the driver's, the kernels' workspaces, and what they access at fixed
+    addresses (hidden states, keys, values, queries, attention outputs, rotations, places, tables)."""
     shape, sampling = problem.shape, launches_steps(problem, policy) * sizes.decode_batch
     rows, of_all = graph_rows(policy, sizes)
     in_work = workspace_bytes(shape, p, rows, sampling, 1)
     row = NUM_SLOTS * (shape.kv_width + shape.query_width) + shape.query_width
     rotation = 2 * shape.head_dim if shape.rotary else 0
     of_places = shape.passed_width + len(shape.windows or (None,)) * rotation
-    copies = 2 * len(sizes.staged_rows)  # of new rows, at most
+    copies = 2 * len(sizes.staged_rows)  # # of new rows, at most
     index = 8 * (6 * (sizes.cached_tokens // BLOCK_TOKENS) + (26 + 10 * copies) * sizes.places + 4 * of_all)
     fixed = p * (row * rows + of_places * of_all) + index * len(shape.windows or (None,))
     return MOST_GRAPHS * GRAPH_BYTES + GRAPH_POOL_BYTES + in_work + fixed
 
 
 def _state_parts(shape: ModelShape, policy: Policy, sizes: BufferSizes, p: int, workspace) -> dict[str, dict]:
-    """States of recurrent layers: of each request in all layers; on their way between host and device, those of a
-    mini-batch in one layer; and what a layer has in work beyond the ``workspace`` that there is in any case."""
+    """Return the bytes of recurrent states: of each request in all layers; in transit, of a mini-batch in a layer; and
+    what a layer needs beyond ``workspace``."""
     states = [state for state in map(shape.state_of, shape.recurrent) if state]
     each = [state.num_bytes(p) for state in states]
     pool, of_batch = {"state pool": sizes.places * sum(each)}, sizes.batch * max(each, default=0)
@@ -248,7 +248,7 @@ def _state_parts(shape: ModelShape, policy: Policy, sizes: BufferSizes, p: int, 
 def _pool_parts(
     problem: Problem, policy: Policy, sizes: BufferSizes, row: dict[str, float]
 ) -> tuple[dict[str, dict], dict[str, float]]:
-    """The pools of each tier, and the bytes of new rows on their way to pools of the device and to others."""
+    """Return the pools of each tier, and the bytes of new rows in transit to device pools and to others."""
     tiers: dict[str, dict] = {"device": {}, "host": {}, "disk": {}}
     staged: dict[str, float] = {"device": 0, "host": 0}
     of_windows = layers_by_window(problem.shape, policy.selection)
@@ -269,7 +269,7 @@ def _pool_parts(
 def _selection_parts(
     problem: Problem, policy: Policy, sizes: BufferSizes, resident, row: dict[str, float]
 ) -> dict[str, dict]:
-    """What a selection keeps on device and host beside the cache; zeros without one."""
+    """Return what a selection keeps on device and host in addition to the cache; zeros without one."""
     shape, p = problem.shape, problem.bytes_per_element
     selection, layers, groups = policy.selection, shape.num_layers, shape.num_kv_heads
     speculative, ranked = selection.method == "speculative", selection.method == "heavy_hitter"
@@ -304,17 +304,15 @@ def _selection_parts(
 
 
 def index_cells(shape: ModelShape, policy: Policy, rows: dict):
-    """Chosen tokens that are written down: of native keys and values, each head has its own choice."""
+    """Return the stored choices of tokens: for native keys and values, each head has its own."""
     heads = shape.num_kv_heads if policy.bits.kv == "native" else 1
     return rows.get("kv", 0) * heads + rows.get("act", 0)
 
 
 def partial_query_bytes(problem: Problem, policy: Policy, columns: int, column_sets, resident):
-    """Bytes of a layer with which a selection guesses queries: which columns each set chose, and their rows of the
-    query weights and biases; of a rotary model the skewing matrices. Where whole queries are guessed
-    (``selection.whole_queries``), all query weights unless they are ``resident`` in the compute dtype. Numbers or
-    arrays.
-    """
+    """Return the bytes of a layer with which a selection predicts queries: chosen columns, their rows of query weights
+    and biases, and a rotary model's skewing matrices. With ``selection.whole_queries``, all query weights unless they
+    are ``resident`` in the compute dtype. Numbers or arrays."""
     shape, p = problem.shape, problem.bytes_per_element
     chosen = 8 * column_sets * shape.num_kv_heads * columns
     row = (shape.hidden + 1) * p
@@ -327,11 +325,12 @@ def partial_query_bytes(problem: Problem, policy: Policy, columns: int, column_s
 
 
 def workspace_bytes(shape: ModelShape, p: int, step_rows, batch, cut):
-    """Temporaries of one step of ``step_rows`` padded new tokens and ``batch`` requests; arguments may be arrays.
+    """Return the temporaries of a step with ``step_rows`` padded new tokens and ``batch`` requests; arguments may be
+    arrays.
 
-    Prefill lives on the queries, keys and values, the attended rows, the feed-forward rows and three hidden-sized rows;
-    where a matrix is ``cut`` between resident and streamed rows (0 or 1) one product is there twice. What layers that
-    are modules have in work is measured. Sampling lives on the logits in float32, their softmax and its sum in float64.
+    A prefill holds queries, keys, values, attended rows, feed-forward rows and three rows of hidden size; ``cut`` (0 or
+    1): a matrix between resident and streamed rows doubles one product. For modules it is measured. Sampling holds
+    float32 logits, their softmax and its float64 sum.
     """
     sampling = batch * shape.vocab * (p + 24)
     for work in shape.modules.work if shape.modules else ():
@@ -347,7 +346,8 @@ def total_bytes(plan: MemoryPlan) -> dict[str, int]:
 
 
 def check_budget(plan: MemoryPlan, budgets: Budgets, what: str = "this run") -> None:
-    """Raise InputError when a tier is over its budget: the tier, the part that no longer fits, bytes asked and left."""
+    """Raise InputError if a tier exceeds its budget: names the tier, the first part that does not fit, bytes needed and
+    left."""
     for tier, parts in plan.items():
         budget = budgets.of(tier)
         if budget is None or sum(parts.values()) <= budget:
@@ -363,6 +363,6 @@ def check_budget(plan: MemoryPlan, budgets: Budgets, what: str = "this run") -> 
 
 
 def fits(plan: MemoryPlan, budgets: Budgets) -> bool:
-    """Whether no tier is over its budget."""
+    """Return whether every tier is within its budget."""
     limits = ((budgets.of(tier), size) for tier, size in total_bytes(plan).items())
     return all(limit is None or size <= limit for limit, size in limits)

@@ -1,10 +1,10 @@
-"""The stream of tasks of a wave, in FlexGen's zig-zag (column) order or row by row (core/positions.py).
+"""The stream of tasks of a wave, in FlexGen's zig-zag (column) order or row by row (``schedule/positions.py``).
 
-While a position computes, the link loads a slice of the next group's weights and the next position's cache. There is no
-edge between iterations: the last group of iteration i carries the first loads of weights of iteration i + 1, and of the
-cache where nobody may stop in it. A request leaves when it has its tokens. Where it may stop by itself, iteration i + 1
-is settled with the stops of iteration i but for those of its last positions, which are still queued then: who stops in
-these leaves one iteration late (``positions.num_awaited``).
+While a position computes, the link loads a slice of the next group's weights and the next position's cache. Iterations
+overlap: the last group of iteration i carries the first weight loads of iteration i + 1, and the first cache loads
+unless a request may stop. A request leaves when it has all its tokens. If it may stop earlier, iteration i + 1 is
+settled while the last positions of iteration i are still queued, so a stop in these positions takes effect one
+iteration late (``positions.num_awaited``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.wave import Wave
 
-PAGE_BYTES = 4096  #: slices of a streamed layer end on whole pages
+PAGE_BYTES = 4096  #: #: slices of a streamed layer end at whole pages
 LOADS_OF_ACT = ("read_act", "load_act")
 
 
 class WeightSlice(NamedTuple):
-    """Bytes [start, end) of a layer on their way from the host to a device slot; the payload of load_weights.
+    """Bytes [start, end) of a layer that a load_weights task copies from the host to a device slot: its payload.
 
-    Of a layer that lies partly on the disk, bytes [disk_start, disk_end) come along by way of staging.
+    Of a layer that is partly on the disk, bytes [disk_start, disk_end) come with them, through staging.
     """
 
     slot: int
@@ -37,24 +37,22 @@ class WeightSlice(NamedTuple):
 
 
 def stream(wave: Wave, stops: Stops = NO_STOPS, first_iteration: int = 0) -> Iterator[Task]:
-    """The tasks of a wave in stream order, from the first prompt token to the last sampled one.
+    """Yield the tasks of a wave in stream order, from the first prompt token to the last sampled one.
 
-    ``first_iteration`` 1 starts at the first decode iteration, over a cache that is already filled.
-
-    ``stops``: who stops by itself. It is asked once an iteration, when every task is handed out that the answer hangs
-    on, and may block until it is known.
+    ``first_iteration`` 1 starts at the first decode iteration, with a filled cache. ``stops`` names requests that stop
+    early. It is asked once an iteration, after all tasks that its answer depends on were yielded, and may block.
     """
     return _Stream(wave, stops).tasks(first_iteration)
 
 
 def numbered_stream(wave: Wave) -> Iterator[tuple[int, Task]]:
-    """``stream`` where nobody stops, with the number, from 1, of the position during which a task is handed out."""
+    """Yield (position number from 1, task) of ``stream`` when no request stops early."""
     state = _Stream(wave, NO_STOPS)
     return ((state.number, task) for task in state.tasks(0))
 
 
 class Slice(NamedTuple):
-    """A task that brings a slice of weights, without its key."""
+    """A load of a slice of weights, without its key."""
 
     verb: str
     reads: Accesses
@@ -64,38 +62,37 @@ class Slice(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """Whose tasks are handed out while a position has its turn."""
+    """A position, and what decides which tasks are yielded while it computes."""
 
     position: Position
-    ahead: Position | None  #: the position behind it
-    before: Position | None  #: the one before it, where its stores were held back
-    following: LayerGroup | None  #: the next group, of whose weights a slice is loaded
+    ahead: Position | None  #: #: the next position
+    before: Position | None  #: #: the previous position, if its stores were held back
+    following: LayerGroup | None  #: #: the next group, of whose weights a slice is loaded
     index: int  #: of the position in its group
     num_slices: int  #: positions of its group
-    opened: bool  #: the turn before it has begun to compute the position
+    opened: bool  #: #: the previous turn already began to compute the position
 
 
 POSITION, AHEAD, BEFORE, FOLLOWING = range(4)  #: in a ``Turn``
-#: Scripts that are kept at most. Where requests join one by one, which positions follow each other goes on changing.
+#: #: Limit of kept scripts. Requests that join one by one keep changing the order of positions.
 MOST_SCRIPTS = 8192
 
-#: Tasks without what their position says: verb, resource, reads and writes; loads of weights with work and payload.
+#: #: Tasks without what the position adds: verb, resource, reads, writes; for weight loads also work and payload.
 Entries = tuple[tuple, ...]
-#: A part of a script: the index in ``Turn`` of the position whose tasks these are, and the tasks.
+#: #: A part of a script: the index in ``Turn`` of the position that the tasks belong to, and the tasks.
 Part = tuple[int, Sequence[tuple]]
 
 
 class Script(NamedTuple):
-    """The tasks of a turn. They are those of every turn whose positions have the same forms: the positions say the
-    rest."""
+    """The recorded tasks of a turn, reused for every turn whose positions have the same forms."""
 
-    parts: tuple[tuple[int, Callable[..., list[Task]], Entries], ...]  #: whose, what makes them of what
-    opens: bool  #: they begin to compute the position ahead
+    parts: tuple[tuple[int, Callable[..., list[Task]], Entries], ...]  #: #: (owner, function, its argument)
+    opens: bool  #: #: they begin to compute the next position
     holds: bool  #: the stores of the position are held back
 
 
 def _tasks(position: Position, entries: Iterable[tuple]) -> list[Task]:
-    """The tasks of a position that a script has."""
+    """Make the tasks of a position from their recorded entries."""
     step, works = position.step, position.works
     iteration, layer, k = step.iteration, position.layer, step.mini_batch
     return [
@@ -105,34 +102,34 @@ def _tasks(position: Position, entries: Iterable[tuple]) -> list[Task]:
 
 
 def _loads_of_weights(key: tuple[int, int, int], entries: Iterable[tuple]) -> list[Task]:
-    """The tasks that bring weights; ``key``: iteration and layer that they are for, and a mini-batch."""
+    """Make the tasks that load weights. ``key``: (iteration, layer) that they are for, and a mini-batch."""
     return [_new(Task, (*key, *entry)) for entry in entries]
 
 
 def _slice_key(group: LayerGroup, position: Position, index: int) -> tuple[int, int, int]:
-    """The key of a group's slice of weights that comes in the turn of a position, the one with this index: it is named
-    after the mini-batch that has the index in the group, or after the position's where the group is not settled."""
+    """Return the key of the slice of a group's weights that is loaded with position number ``index``. The mini-batch in
+    it is the group's own with that index, or the position's if the group is not settled."""
     if group.positions:
         position = group.positions[min(index, len(group.positions) - 1)]
     return group.iteration, group.layer, position.step.mini_batch
 
 
-_new = tuple.__new__  #: half of what calling a NamedTuple takes
+_new = tuple.__new__  #: #: halves the time of making a NamedTuple
 
 
 class _Stream:
-    """The state of the stream. Emits tasks turn by turn."""
+    """The state of a stream: yields tasks turn by turn."""
 
     def __init__(self, wave: Wave, stops: Stops):
         self.wave, self.stops = wave, stops
         self.num_layers = wave.shape.num_layers
         self.kinds = [wave.shape.weights_kind(layer) for layer in range(self.num_layers)]
-        self.number = 1  # of the position at hand
-        self.by_step = wave.policy.overlap == "step"  # with a barrier after odd positions, and one after even ones
+        self.number = 1  # # of the current position
+        self.by_step = wave.policy.overlap == "step"  # # a barrier between positions, as FlexGen has
         self.one_by_one = wave.policy.overlap == "none"
         self.outlines = Outlines(wave)
-        self.slices: dict[tuple, Entries] = {}  # that bring a slice of weights
-        self.of_parts: dict[tuple, Entries] = {}  # of the parts of positions
+        self.slices: dict[tuple, Entries] = {}  # # -> loads of a slice of weights
+        self.of_parts: dict[tuple, Entries] = {}  # # -> tasks of a part of a position
         self.scripts: dict[tuple, Script] = {}
 
     def tasks(self, first_iteration: int) -> Iterator[Task]:
@@ -175,9 +172,9 @@ class _Stream:
             yield from self._tasks_of(self.outlines.store, before)
 
     def _script(self, turn: Turn) -> Script:
-        """Write down the tasks of a turn."""
+        """Record the tasks of a turn."""
         position, ahead = turn.position, turn.ahead
-        # What the position stores or selects now may be what the next one loads.
+        # # The next position may load what this one stores or selects.
         late = self._loads_late(position, ahead) if ahead else None
         opens = ahead is not None and self._opens_early(position, ahead, turn.num_slices)
         holds = self.by_step and late != "stored"
@@ -191,10 +188,10 @@ class _Stream:
         return Script(tuple(made), opens, holds)
 
     def _entry(self, verb: str, reads: Accesses, writes: Accesses) -> tuple[str, str, Accesses, Accesses]:
-        """What a script has of a task, with what keeps it in order where the policy lets tasks overlap less.
+        """Return a task's entry in a script, with the accesses that order tasks under policies with less overlap.
 
-        With a barrier after each position, as FlexGen has one, it waits for all tasks of the position before. One at a
-        time, every task passes through one cell, so that it waits for the one before.
+        overlap "step": a barrier after each position (FlexGen). overlap "none": all tasks access one cell, one after
+        another.
         """
         resource = RESOURCE_OF[verb]
         if self.by_step:
@@ -206,13 +203,13 @@ class _Stream:
         return verb, resource, reads, writes
 
     def _parts(self, turn: Turn, late: str | None, opens: bool, holds: bool) -> Iterator[Part]:
-        """Yield the tasks of a turn, each with whose it is."""
+        """Yield the tasks of a turn, each with its owner."""
         position, ahead, before, following, *_, opened = turn
         if before:
             yield BEFORE, self._part(self.outlines.store, before)
         on_host = "attend_host" in position.works
-        # What attention on the host gave comes before the weights: the device waits for it, and not yet for
-        # them. Peers that meet after each step (FlexGen) load their weights first.
+        # # The host's attention output crosses before the weights, because the device waits for it first. FlexGen,
+        # which synchronizes after each step, loads weights first.
         weights_last = on_host and self.wave.policy.overlap == "full"
         cache = self._part(self.outlines.load_cache, ahead) if ahead and not late else ()
         yield from self._loads(turn, cache, weights_last)
@@ -237,15 +234,18 @@ class _Stream:
             yield AHEAD, self._part(self.outlines.load_cache, ahead)
 
     def _loads_late(self, position: Position, ahead: Position) -> str | None:
-        """ "stored": the next position loads what this one stores; "selected": what it selects; None: neither."""
+        """Return "stored" if the next position loads what this one stores, "selected" if it loads what this one
+        selects, else None."""
         if ahead.follows(position) and (ahead.layer == position.layer or "load_hidden" in ahead.works and ahead.layer):
             return "stored"
         return "selected" if "gather" in ahead.works else None
 
     def _opens_early(self, position: Position, ahead: Position, num_slices: int) -> bool:
-        """With attention on the host, the next mini-batch projects while the host attends to this one; the first of the
-        next layer only where what it reads came with the slices before the last of ``num_slices``, which comes later,
-        and does not take the place of unpacked weights that this one still needs."""
+        """Return whether the next position projects while the host attends to this one (attention on the host).
+
+        For the first position of the next layer this needs all bytes that projection reads before the last of
+        ``num_slices`` slices, and native weights: unpacked weights of this layer are still in use.
+        """
         if "attend_host" not in position.works or "attend_host" not in ahead.works or ahead.follows(position):
             return False
         if not ahead.leads:
@@ -257,15 +257,14 @@ class _Stream:
         return all(start == end or start >= self.outlines.needed[kind][1] for start, end in last)
 
     def _streamed(self, kind: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The streamed bytes [start, end) of a kind of layer: those from the host, and those from the disk."""
+        """Return the streamed bytes [start, end) of a kind of layer: from the host, and from the disk."""
         layout, streamed_from, disk_from = self.wave.placed[kind]
         return (streamed_from, disk_from), (disk_from, layout.total_bytes)
 
     # ---- the tasks of a position
 
     def _part(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> Entries:
-        """The tasks of a part of a position. What they read and write is the same in all positions of its form, and
-        worked out in the first."""
+        """Return the entries of a part of a position, which are equal in all positions of a form."""
         key = part.__name__, position.form, self.by_step and self.number % 2
         entries = self.of_parts.get(key)
         if entries is None:
@@ -273,16 +272,16 @@ class _Stream:
         return entries
 
     def _tasks_of(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> list[Task]:
-        """The tasks of a part of a position, outside of a script."""
+        """Return the tasks of a part of a position, outside a script."""
         return _tasks(position, self._part(part, position))
 
     # ---- loads
 
     def _loads(self, turn: Turn, cache: Entries, weights_last: bool) -> Iterator[Part]:
-        """The loads of a position: a slice of the next group's weights, then the next position's cache.
+        """Yield the loads of a turn: a slice of the next group's weights, then the next position's cache.
 
-        ``kv_act_first``: ACT before the slice, and of a layer that comes at once W_K and W_V before it. Recomputing
-        then runs while the rest of the weights and the keys and values cross the link (KVPR, Fig. 5b).
+        ``kv_act_first``: ACT first, then W_K and W_V if the layer is loaded at once, then the rest. Recomputation
+        overlaps with the rest of the loads (KVPR, Fig. 5b).
         """
         following, early = turn.following, self.wave.policy.weight_order == "kv_act_first"
         weights: Entries = ()
@@ -298,10 +297,10 @@ class _Stream:
         yield AHEAD, cache
 
     def _load_weights(self, group: LayerGroup, index: int, num_slices: int, cut: bool = False) -> Entries:
-        """Slice of a group's streamed bytes: one slice a position of the group before keeps the link evenly busy.
+        """Return the loads of one slice of a group's streamed bytes; a slice per position keeps the link evenly busy.
 
-        What lies on the host and what lies on the disk are sliced alike, so that the disk is evenly busy too. ``cut``:
-        in two loads, what recomputing reads before the rest.
+        Bytes on the host and on the disk are sliced alike, so that the disk is evenly busy too. ``cut``: in two loads,
+        the bytes for recomputation first.
         """
         of = self.kinds[group.layer], group.weight_slot, index, num_slices, cut
         if (key := (*of, self.by_step and self.number % 2)) not in self.slices:
@@ -310,7 +309,7 @@ class _Stream:
         return self.slices[key]
 
     def _slice_tasks(self, kind: int, slot: int, index: int, num_slices: int, cut: bool) -> Iterator[Slice]:
-        """The tasks that bring a slice of a kind of layer."""
+        """Return the loads of a slice of a kind of layer."""
         layout, first, disk_first = self.wave.placed[kind]
         (low, high), (disk_start, disk_end) = (_slice(*part, index, num_slices) for part in self._streamed(kind))
         on_disk = disk_end - disk_start
@@ -329,8 +328,8 @@ class _Stream:
 
 
 def _slice(first: int, last: int, index: int, num_slices: int) -> tuple[int, int]:
-    """[start, end) of one of so many slices of bytes [first, last): whole pages, as even as they allow. Where pages are
-    fewer than slices, the empty ones lie between the others, so that the link is evenly busy all the same."""
+    """Return [start, end) of one slice of the bytes [first, last), in whole pages. If there are fewer pages than
+    slices, empty slices are spread evenly between the others."""
     pages = -(-(last - first) // PAGE_BYTES)
     start, end = (first + -(-pages * i // num_slices) * PAGE_BYTES for i in (index, index + 1))
     return min(last, start), min(last, end)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from flexhybrid.core.context.cache_entries import CACHE_KEY, TIERS, representation_of
 from flexhybrid.core.errors import InputError, check
@@ -109,7 +109,7 @@ class Selection:
     pool: float | None = None  #: speculative: share of the cache the pool may hold; or ``pool_bytes``
     victim: str | None = None  #: speculative: fifo, lru or counter
     partial_keys: str | None = None  #: speculative: tier of the partial keys
-    #: first layers that keep and look at all tokens; None: none of heavy_hitter, ``core.selection``'s of speculative
+    #: first layers that keep and look at all tokens; None: none for heavy_hitter, ``first_choosing``'s for speculative
     whole_layers: int | None = None
     #: speculative: share of a context that the other layers are expected to fetch, for predictions; None: InfiniGen's
     expected_fraction: float | None = None
@@ -321,7 +321,7 @@ class Policy:
 
     def to_dict(self) -> dict:
         """Plain data; an infinite alpha is the text "inf", for which JSON has no number."""
-        data: dict[str, Any] = asdict(self)
+        data: dict = asdict(self)
         data["cache"] = dict(self.cache)
         if self.selection.alpha == math.inf:
             data["selection"]["alpha"] = "inf"
@@ -330,7 +330,7 @@ class Policy:
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
 
-    def with_field(self, field: str, value: Any) -> Policy:
+    def with_field(self, field: str, value) -> Policy:
         """Return the policy with a field by its name in ``to_dict``, a part behind a dot ("weights.device"), at another
         value. Of shares the others change in proportion. Raise InputError for an unknown field or a wrong value."""
         data, (name, _, part) = self.to_dict(), field.partition(".")

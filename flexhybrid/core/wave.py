@@ -1,8 +1,6 @@
-"""From a policy and a workload to a wave: requests packed into mini-batches, each with its blocks, and those that wait
-for room.
+"""From a policy and a workload to a wave: requests in mini-batches, each with its blocks, and the queue of the others.
 
-``flexhybrid.core.schedule.steps`` says what a mini-batch of the wave does in an iteration, ``flexhybrid.core.plan`` in
-which order all of it is done.
+``schedule.steps`` says what a mini-batch does in an iteration, ``core.plan`` in which order.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
@@ -31,31 +28,30 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.layout import PlacedLayer, placed_layers
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy, Selection
-from flexhybrid.core.problem import Problem
+from flexhybrid.core.problem import BufferSizes, Problem
 from flexhybrid.core.workload import Workload
 
 
 @dataclass
 class RequestQueue:
-    """The requests of a batch: those that run have a place in it (an index into ``Wave.workload``), the others wait.
+    """The requests of a batch: running ones have a place (an index into ``Wave.workload``), the others wait.
 
-    They join in the order of their numbers, those that have stepped back before all others; who finds no place is
-    passed over.
+    They join by number, preempted ones first. A request that does not fit is passed over.
     """
 
     workload: Workload  #: of all requests
-    following: int  #: from this one on nobody was ever looked at
-    passed_over: list[int] = field(default_factory=list)  #: those before it that wait
-    #: request -> tokens that it had before it stepped back, or in a batch before this one: a part of its prompt then
+    following: int  #: #: first request that was never considered
+    passed_over: list[int] = field(default_factory=list)  #: #: earlier requests that wait
+    #: #: request -> tokens from before a preemption or from an earlier batch, now part of its prompt
     given: dict[int, int] = field(default_factory=dict)
-    #: called, while the batch runs, as a request joins a mini-batch; again after it stepped back
+    #: #: called as a request joins a mini-batch of the running batch, also after a preemption
     on_join: Callable[[int, int], None] = lambda request, mini_batch: None
-    on_leave: Callable[[int, int], None] = lambda request, iteration: None  #: called when it runs no more
-    ended: np.ndarray | None = None  #: answers that ended before this batch, by tokens
-    closes: Callable[[], bool] = lambda: False  #: once true nobody joins but those who have stepped back
+    on_leave: Callable[[int, int], None] = lambda request, iteration: None  #: #: called when it stops running
+    ended: np.ndarray | None = None  #: #: answers that ended before this batch, by tokens
+    closes: Callable[[], bool] = lambda: False  #: #: once true, only preempted requests join
 
     def first(self, count: int) -> list[int]:
-        """Return the first requests that wait, ``count`` at most."""
+        """Return the first waiting requests, ``count`` at most."""
         end = min(self.workload.num_requests, self.following + max(0, count - len(self.passed_over)))
         self.passed_over += range(self.following, end)
         self.following = end
@@ -63,15 +59,15 @@ class RequestQueue:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody may join: nobody waits, or the queue closes and nobody has stepped back."""
+        """Return whether no request may join: none waits, or the queue is closed and none was preempted."""
         return self.is_empty or self.closes() and not (self.passed_over and self.passed_over[0] in self.given)
 
     def remove(self, requests: set[int]) -> None:
-        """Take those who join, or never will, out."""
+        """Remove requests that join, or never will."""
         self.passed_over = [request for request in self.passed_over if request not in requests]
 
     def put_back(self, request: int, num_given: int) -> None:
-        """Let a request that has ``num_given`` tokens wait again, before all others."""
+        """Queue a preempted request with ``num_given`` tokens, before all others."""
         self.given[request] = num_given
         self.passed_over.insert(0, request)
 
@@ -87,8 +83,8 @@ class RequestQueue:
 
 @dataclass(frozen=True)
 class Wave:
-    """Requests that run together: lengths, mini-batches, blocks. Where others wait (``queue``), a place that a request
-    leaves is taken by one of these (``core/schedule/refill.py``), and the arrays over places change."""
+    """Requests that run together: lengths, mini-batches, blocks. With a queue, waiting requests take the places of
+    ended ones (``core/schedule/refill.py``), and the arrays over places change."""
 
     problem: Problem
     policy: Policy
@@ -96,25 +92,25 @@ class Wave:
     entries: BlockEntries
     mini_batches: tuple[np.ndarray, ...]  #: places
     windows: tuple[int | None, ...]  #: kinds of layers (``layers_by_window``); each has pools of its own
-    tables: dict[str, np.ndarray]  #: pool -> [places, most], the physical blocks that a request holds, in order
-    num_blocks: dict[str, np.ndarray]  #: pool -> [places], how many these are
+    tables: dict[str, np.ndarray]  #: #: pool -> [places, most], the physical blocks of each request, in order
+    num_blocks: dict[str, np.ndarray]  #: #: pool -> [places], their counts
     joined: np.ndarray  #: [places], the iteration that computes the prompt
     request: np.ndarray  #: [places], index of the request in the queue
-    blocks: tuple[BlockManager, ...]  #: of each mini-batch; they own the blocks of the pools
+    blocks: tuple[BlockManager, ...]  #: #: of each mini-batch; they own the blocks of the pools
     placed: tuple[PlacedLayer, ...]  #: the weights of each kind of layer (``ModelShape.weights_kind``)
-    split: dict[str, SplitLines]  #: of the entries both(…)
-    #: the same requests in layers that keep all tokens although the others do not, in blocks of their own
+    split: dict[str, SplitLines]  #: #: of both(…) entries
+    #: #: the same requests in layers that keep all tokens although others do not, in separate blocks
     whole: Wave | None = None
-    queue: RequestQueue | None = None  #: None: nobody waits, and nobody will
-    limits: Any = None  #: ``BufferSizes`` that those who join keep to; None without a queue
-    #: of an answer's limit, that is expected of it; below 1 requests take blocks as they need them, not all at once
+    queue: RequestQueue | None = None  #: #: None: no request waits
+    limits: BufferSizes = BufferSizes({}, {})  #: for requests that join; unused without a queue
+    #: #: expected answer length / limit; below 1, requests take blocks on demand
     expected_share: float = 1.0
-    empty: bool = False  #: as the batch begins: all of its queue wait
-    sharing: SharedBlocks | None = None  #: what prompts that begin alike share; None: nothing
+    empty: bool = False  #: #: no request has a place yet
+    sharing: SharedBlocks | None = None  #: #: shared blocks of equal prompt beginnings; None: none
 
     @property
     def begun(self) -> np.ndarray:
-        """The requests that have a place as the batch begins."""
+        """Return the requests that have places when the batch begins."""
         return self.request[:0] if self.empty else self.request
 
     @property
@@ -127,12 +123,12 @@ class Wave:
 
     @cached_property
     def pools(self) -> tuple[Pool, ...]:
-        """The pools that requests have blocks of, kind of layers by kind; counts [..., pool] are in this order."""
+        """Return the requests' pools, kind of layers by kind; counts [..., pool] have this order."""
         return tuple(Pool(entry, window) for window in self.windows for entry in self.entries.names)
 
     @property
     def pool_blocks(self) -> dict[str, int]:
-        """Pool -> its blocks, in each of its layers. What requests share comes first, alike in all kinds of layers."""
+        """Return each pool's number of blocks per layer. Shared blocks come first, in all kinds of layers."""
         sizes = {pool.name: sum(part.pools[pool.name].num_blocks for part in self.blocks) for pool in self.pools}
         for pool in self.pools if self.sharing else ():
             sizes[pool.name] += self.shared.blocks.pools[pool.entry].num_blocks
@@ -143,33 +139,34 @@ class Wave:
         return self.shape.attention_of(layer).window if self.windows != (None,) else None
 
     def by_pool(self, counts: np.ndarray) -> np.ndarray:
-        """Blocks of each pool, [..., pool], of requests that hold ``counts`` [..., entry] where layers keep all."""
+        """Return the blocks of each pool, [..., pool], for requests with ``counts`` [..., entry] in layers that keep
+        all tokens."""
         return by_pool(self.entries, self.windows, counts)
 
     @property
     def shared(self) -> SharedBlocks:
-        """What requests share. Raises ValueError where they share nothing."""
+        """Return the shared blocks. Raise ValueError without any."""
         if self.sharing is None:
             raise ValueError("the requests of this wave share no blocks")
         return self.sharing
 
     def shared_blocks(self, places) -> np.ndarray:
-        """Blocks that the requests in these places share with others, the first ones of their prompts."""
+        """Return how many leading blocks of their prompts the requests in these places share."""
         return np.zeros(np.shape(places), np.int64) if self.sharing is None else self.sharing.depth[places]
 
     def skipped_tokens(self, places) -> np.ndarray:
-        """First tokens of the prompts in these places that are not computed with them, because blocks hold them."""
+        """Return the leading prompt tokens in these places that shared blocks already hold."""
         computed = self.sharing is None or not self.sharing.exact
         return np.zeros(np.shape(places), np.int64) if computed else self.shared.depth[places] * BLOCK_TOKENS
 
     def own_blocks(self, places, tokens) -> np.ndarray:
-        """Blocks of each pool that the requests in these places hold of their own with so many tokens."""
+        """Return the blocks of each pool that the requests in these places own at these lengths."""
         held = self.entries.held(tokens)
         return self.by_pool(held if self.sharing is None else held - self.entries.dealt(self.sharing.depth[places]))
 
     @cached_property
     def stored(self) -> ElementBytes:
-        """Bytes an element of weights, KV and ACT as they are stored."""
+        """Return the stored bytes per element of weights, KV and ACT."""
         return self.problem.stored(self.policy.bits)
 
     def placed_of(self, layer: int) -> PlacedLayer:
@@ -177,7 +174,8 @@ class Wave:
         return self.placed[self.shape.weights_kind(layer)]
 
     def cuts_layer(self, layer: int) -> bool:
-        """Whether a layer that comes at once comes in two loads: what recomputing reads, then, behind ACT, the rest."""
+        """Return whether a layer that is loaded at once comes in two loads: what recomputation reads, then ACT, then
+        the rest."""
         streams_early = self.policy.weight_order == "kv_act_first" and self.policy.bits.weights == "native"
         return streams_early and self.placed_of(layer).has_early_part
 
@@ -189,13 +187,13 @@ def by_pool(entries: BlockEntries, windows: tuple[int | None, ...], counts: np.n
 
 
 def stored_layers(problem: Problem, policy: Policy) -> tuple[PlacedLayer, ...]:
-    """Return where the weights of each kind of layer lie, whose matrices are stored in the policy's bits."""
+    """Return the placement of each kind of layer's weights, in the policy's bits."""
     stored = problem.stored(policy.bits)
     return placed_layers(problem.shape, policy.weights, stored.weights, stored.compute)
 
 
 def check_planned(policy: Policy, shape: ModelShape) -> None:
-    """Refuse what this plan maker does not lay out, by name. Raise InputError."""
+    """Raise InputError for what this planner does not support, by name."""
     whole = policy.selection.whole_layers
     if whole is not None and whole > shape.num_layers:
         raise InputError(
@@ -237,14 +235,12 @@ def admit(
     room: Mapping[str, int] = MappingProxyType({}),
     gives: bool = True,
 ) -> Wave:
-    """Pack requests and take their blocks, those of a mini-batch side by side in pools of exactly the size that they
-    need.
+    """Pack requests and allocate their blocks, each mini-batch's contiguous, in pools of exactly the needed size.
 
-    ``mini_batches`` stand for the packing. ``alone``: each mini-batch's part of a pool holds any of these requests by
-    itself at least. ``shared``: of each request, its first blocks that lie elsewhere (``Wave.sharing``): at the
-    beginning of each pool, where ``room`` [entry] is left for them. The hardware record decides the split points of
-    both(…) entries. Without ``gives`` pools have their sizes and all blocks stay free. Raises InputError when a policy
-    cannot be planned.
+    ``mini_batches``: a given packing. ``alone``: each part of a pool must hold any of these requests alone. ``shared``:
+    leading blocks of each request that are shared (``Wave.sharing``); they are at the beginning of each pool, ``room``
+    [entry] blocks. The hardware record decides split points of both(…) entries. Without ``gives``, pools are sized and
+    all blocks stay free. Raise InputError for a policy that cannot be planned.
     """
     check_planned(policy, problem.shape)
     cached = workload.cached_tokens
@@ -291,7 +287,7 @@ def admit(
     wave = _with_blocks(wave, wave.by_pool(counts), None if least is None else wave.by_pool(least), room, gives)
     if not num_keeping(policy.selection, problem.shape.num_layers):
         return wave
-    # A prompt is taken whole in all layers, also that of a request that joins later.
+    # # In all layers a prompt is computed whole, also that of a request that joins later.
     longest = max(int(of.cached_tokens.max()) for of in (workload, alone) if of is not None)
     keeping = replace(policy, selection=Selection(), max_mini_batch_tokens=longest + BLOCK_TOKENS)
     whole = _with_blocks(replace(wave, policy=keeping), entries.most_blocks(first, cached), None, gives=gives)
@@ -305,8 +301,8 @@ def _with_blocks(
     room: Mapping[str, int] = MappingProxyType({}),
     gives: bool = True,
 ) -> Wave:
-    """Return the wave with ``counts`` [requests, pool] blocks of its own in pools that hold just these, but ``least``
-    [pool] in each mini-batch, behind ``room`` [entry]; without ``gives`` they are free."""
+    """Return the wave with ``counts`` [requests, pool] own blocks in pools of that size, at least ``least`` [pool] per
+    mini-batch, after ``room`` [entry]. Without ``gives`` the blocks stay free."""
     names, blocks = tuple(pool.name for pool in wave.pools), []
     taken = {pool.name: room.get(pool.entry, 0) for pool in wave.pools}
     for group in wave.mini_batches:
@@ -325,8 +321,8 @@ def _with_blocks(
 
 
 def give_blocks(wave: Wave, k: int, place: int, counts: Sequence[int] | np.ndarray) -> None:
-    """Let the request in a place of mini-batch ``k`` hold ``counts`` [pool] blocks, no fewer than it holds. Raise
-    InputError, and give nothing, when fewer are free."""
+    """Extend the blocks of the request in a place of mini-batch ``k`` to ``counts`` [pool]. Raise InputError, and
+    change nothing, if too few are free."""
     have = {name: int(held[place]) for name, held in wave.num_blocks.items()}
     more = {pool.name: int(count) - have[pool.name] for pool, count in zip(wave.pools, counts, strict=True)}
     wave.blocks[k].take(place, more)
@@ -339,8 +335,7 @@ def give_blocks(wave: Wave, k: int, place: int, counts: Sequence[int] | np.ndarr
 
 
 def trim_blocks(wave: Wave, k: int, place: int, counts: Sequence[int] | np.ndarray) -> None:
-    """Take the last blocks of the request in a place of mini-batch ``k`` back that it holds beyond ``counts`` [pool],
-    above 0."""
+    """Free the last blocks of the request in a place of mini-batch ``k`` beyond ``counts`` [pool], above 0."""
     for pool, count in zip(wave.pools, counts, strict=True):
         spare = int(wave.num_blocks[pool.name][place]) - int(count)
         if spare > 0:
@@ -349,7 +344,7 @@ def trim_blocks(wave: Wave, k: int, place: int, counts: Sequence[int] | np.ndarr
 
 
 def leave_place(wave: Wave, k: int, place: int) -> None:
-    """Free what the request in a place of mini-batch ``k`` holds, of its own and with others."""
+    """Free what the request in a place of mini-batch ``k`` holds, and its part in shared blocks."""
     take_blocks_back(wave, k, place)
     if wave.sharing:
         wave.sharing.detach(place)

@@ -1,4 +1,4 @@
-"""Requests into batches: as many at a time as the memory budgets (and the policy's max_batch) allow."""
+"""Splits requests into batches that fit the memory budgets and the policy's max_batch."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -24,33 +24,32 @@ from flexhybrid.core.schedule.refill import FIRST_RUN, LOOKED_AT, joins_singly, 
 from flexhybrid.core.wave import RequestQueue, Wave, admit, give_blocks, leave_place, take_blocks_back
 from flexhybrid.core.workload import Workload
 
-#: Of an answer's limit, that is expected of it where not all of it fits: most answers end long before.
+#: #: Expected share of an answer's limit if the whole limit does not fit; most answers end long before.
 EXPECTED_SHARE = 0.25
-#: Of so many requests that run, room is set aside for what one that follows them shares: it joins before all have left
-#: who share what the one before it shared.
+#: #: Room for one more shared prefix per this many running requests: a new prefix begins before the last is unused.
 FOLLOWERS = 4
 NOTHING_GIVEN: Mapping[int, int] = MappingProxyType({})
 SHORT_REQUEST_TOKENS = 16  #: prompt tokens of the request that ``check_least`` tries
 
 
 def wave_plan(problem: Problem, policy: Policy, workload: Workload) -> MemoryPlan:
-    """Bytes per tier and part of requests that run together."""
+    """Return the bytes per tier and part of requests that run together."""
     return memory_plan(problem, policy, buffer_sizes(admit(problem, policy, workload)))
 
 
 def check_longest(problem: Problem, policy: Policy, workload: Workload) -> None:
-    """Raise InputError when a single request is over a given budget."""
+    """Raise InputError if a single request exceeds a given budget."""
     for request in extremes(workload):
         first_wave(problem, policy, workload.select(np.array([request])))
 
 
 def extremes(workload: Workload) -> list[int]:
-    """Return the requests of the longest prompt and of the most tokens in all."""
+    """Return the requests with the longest prompt and with the most tokens in all."""
     return sorted({int(workload.prompt_tokens.argmax()), int(workload.cached_tokens.argmax())})
 
 
 def split_waves(problem: Problem, policy: Policy, workload: Workload) -> list[np.ndarray]:
-    """Consecutive requests per wave, as indices. Raises InputError when a single request is over a given budget."""
+    """Return consecutive requests per wave, as indices. Raise InputError if a single request exceeds a budget."""
     waves, start = [], 0
     while start < workload.num_requests:
         count = first_wave(problem, policy, workload.select(slice(start, None)))
@@ -69,21 +68,19 @@ def open_batch(
     given: Mapping[int, int] = NOTHING_GIVEN,
     gives: bool = True,
 ) -> Wave:
-    """Return a batch with places for ``count`` requests, the first of the workload; the others wait for places.
+    """Return a batch with places for the first ``count`` requests of the workload; the others wait.
 
-    ``share``: the pools are made for answers of this share of their limits, but for a single one of its full length in
-    each mini-batch; requests then take blocks as they need them. ``tree``: of the requests' prompts (None:
-    ``known_tree``); those that begin alike share what they have in common, where the policy allows it (``may_share``).
-    ``given``: tokens that requests have from a batch before this one. All requests wait then: contexts are computed
-    anew iteration by iteration, as many together as the prompts of a batch that begins. Without ``gives`` nobody has
-    blocks, as where sizes alone are asked for. Raises ValueError for ``given`` where requests that step back could not
-    come back (``may_grow``).
+    ``share``: pools hold answers of this share of their limits, and in each mini-batch one of full length; requests
+    then take blocks on demand. ``tree``: the requests' prompts (default: ``known_tree``), whose equal beginnings share
+    blocks where the policy allows it (``may_share``). ``given``: tokens that requests have from an earlier batch; all
+    requests then wait, and contexts are recomputed a batch of prompts per iteration. Without ``gives`` no blocks are
+    allocated, for sizes alone. Raise ValueError for ``given`` if preempted requests cannot return (``may_grow``).
     """
     if given and not may_grow(policy):
         raise ValueError(f"requests under policy {policy.name} cannot go on behind tokens that they have")
     num_requests, tree = workload.num_requests, tree or known_tree(workload)
     prompts, limits = workload.prompt_tokens[:count], workload.max_tokens[:count]
-    first = Workload(prompts.copy(), limits.copy(), noted=workload.noted)  # who joins is written
+    first = Workload(prompts.copy(), limits.copy(), noted=workload.noted)  # # joining requests are written into it
     mini_batches, room, paths = _packed(problem, policy, workload, count, tree)
     if count == num_requests and share == 1 and not any(paths) and not given:
         return admit(problem, policy, workload, gives=gives)
@@ -101,7 +98,7 @@ def open_batch(
         wave = replace(wave, sharing=sharing)
     if wave.whole:
         wave = replace(wave, whole=replace(wave.whole, workload=first))
-    # One that steps back comes back with all the tokens that it has.
+    # # A preempted request returns with all its tokens.
     returns = share < 1 or given
     longest = Workload(alone.cached_tokens, np.ones_like(alone.max_tokens)) if returns else alone
     limits = queue_sizes(wave, longest, joins_singly(policy))
@@ -128,12 +125,12 @@ class _Packed(NamedTuple):
 
     mini_batches: list[np.ndarray]  #: places
     room: dict[str, int]  #: ``_shared_room``
-    paths: list[list[int]]  #: blocks that each of them shares with others; empty where nobody does
+    paths: list[list[int]]  #: #: shared blocks of each request; empty without any
 
 
 def _packed(problem: Problem, policy: Policy, workload: Workload, count: int, tree: PromptTree | None) -> _Packed:
-    """Pack the first ``count`` requests. Buffers are for answers of full length: what is padded to the longest of a
-    mini-batch never limits who runs."""
+    """Pack the first ``count`` requests, with buffers for answers of full length: padding never limits which requests
+    run."""
     entries, cached = BlockEntries(policy.cache), workload.cached_tokens[:count]
     room, paths = {}, []
     if tree and may_share(policy, problem.shape):
@@ -142,7 +139,7 @@ def _packed(problem: Problem, policy: Policy, workload: Workload, count: int, tr
         room, paths = _shared_room(tree, entries, count, workload.num_requests)
     if not room:
         return _Packed(packed(problem, policy, cached), room, paths)
-    # The host attends while the device computes another mini-batch: all in one would let them take turns.
+    # # The host attends while the device computes another mini-batch: a single mini-batch would alternate.
     own = 0 if policy.attention == "host" else _depth(paths) * BLOCK_TOKENS
     return _Packed(_pack_sharing(cached - own, problem, policy, paths), room, paths)
 
@@ -153,15 +150,15 @@ def _depth(paths: list[list[int]]) -> np.ndarray:
 
 
 def known_tree(workload: Workload) -> PromptTree | None:
-    """Return the tree of prompts of which it is known what they share, though not their tokens; for predictions."""
+    """Return the tree of prompts whose shared lengths are known but not their tokens, for predictions."""
     return PromptTree(workload.stand_in) if workload.prefixes is not None else None
 
 
 def _shared_room(
     tree: PromptTree, entries: BlockEntries, count: int, num_requests: int
 ) -> tuple[dict[str, int], list[list[int]]]:
-    """Return the blocks of each entry to set aside for what requests share, ``count`` of them at a time, and what the
-    first of them share; nothing where nobody does. Sought among the first requests and a sample of all."""
+    """Return the blocks of each entry to reserve for sharing among ``count`` requests at a time, and the shared blocks
+    of the first of them; empty without sharing. Looks at the first requests and a sample of all."""
     tree.resident = {}
     window = count + max(1, count // FOLLOWERS)
     first = range(min(num_requests, max(window, count + LOOKED_AT)))
@@ -181,8 +178,8 @@ def _shared_room(
 
 
 def _pack_sharing(tokens: np.ndarray, problem: Problem, policy: Policy, paths: list[list[int]]) -> list[np.ndarray]:
-    """Pack requests that have ``tokens`` of their own and share ``paths``: by length, or those together that begin
-    alike, whichever leaves fewer blocks to load."""
+    """Pack requests with ``tokens`` of their own and shared ``paths``: by length, or by equal beginnings, whichever
+    loads fewer blocks."""
     groups, entries = packed(problem, policy, tokens), BlockEntries(policy.cache)
     order = np.array(sorted(range(len(paths)), key=lambda place: (paths[place], -tokens[place])))
     alike = [order[group] for group in pack(tokens[order], entries, policy.max_mini_batch_tokens, "fifo")]
@@ -195,8 +192,8 @@ def _pack_sharing(tokens: np.ndarray, problem: Problem, policy: Policy, paths: l
 
 
 def first_wave(problem: Problem, policy: Policy, workload: Workload) -> int:
-    """How many of the first requests fit the given budgets together, with room for the longest answers that they may
-    give. Raises InputError when not even one does."""
+    """Return how many of the first requests fit the given budgets together, at their longest answers. Raise InputError
+    if not even one fits."""
 
     def plan(count: int) -> MemoryPlan:
         return wave_plan(problem, policy, workload.select(slice(count)))
@@ -207,10 +204,9 @@ def first_wave(problem: Problem, policy: Policy, workload: Workload) -> int:
 def batch_size(
     problem: Problem, policy: Policy, workload: Workload, at_most: int, tree: PromptTree | None = None
 ) -> tuple[int, float]:
-    """Return how many requests run at a time, and for which share of their answers' limits the pools are made
-    (``open_batch``): for all of it where that fits the budgets with ``at_most`` requests, otherwise, where requests may
-    take blocks as they need them, EXPECTED_SHARE. ``tree``: see ``open_batch``. Raises InputError when not even one
-    request fits."""
+    """Return how many requests run at a time, and the share of their answers' limits that the pools hold
+    (``open_batch``): 1 if ``at_most`` requests fit, otherwise EXPECTED_SHARE if blocks can be taken on demand.
+    ``tree``: see ``open_batch``. Raise InputError if not even one request fits."""
     tree = tree or known_tree(workload)
     shares = (1.0, EXPECTED_SHARE) if may_grow(policy) else (1.0,)
     counts = []
@@ -220,7 +216,7 @@ def batch_size(
             wave = open_batch(problem, policy, workload, count, share, tree, gives=False)
             return memory_plan(problem, policy, buffer_sizes(wave))
 
-        # Requests that step back come back with more tokens: their prompts may need more room than there is.
+        # # Preempted requests return with longer prompts, which may not fit.
         counts.append(_most_that_fit(problem, policy, workload, plan, tree, at_most))
         counts[0] = counts[0] or _refuse(problem, workload, plan)
         if counts[0] == min(at_most, policy.max_batch or at_most, workload.num_requests):
@@ -237,12 +233,11 @@ def _most_that_fit(
     tree: PromptTree | None,
     at_most: int | None = None,
 ) -> int:
-    """The largest number of requests whose plan fits the budgets; 0 when one is over them.
+    """Return the largest number of requests whose plan fits the budgets; 0 if one does not.
 
-    A request more may need less memory: where it opens a mini-batch, all of them become smaller, and with them the
-    buffers. Bisected is therefore the number of mini-batches, by the fewest requests that need as many, and then the
-    number of requests that are cut into as many. That is the largest number for requests of one length, and close to
-    it for others.
+    One more request may need less memory: if it opens a mini-batch, all become smaller. So bisect the number of
+    mini-batches, at its fewest requests, then the requests within it. Exact for requests of one length, close for
+    others.
     """
     high = min(at_most or workload.num_requests, policy.max_batch or workload.num_requests, workload.num_requests)
     if policy.selection.pool_bytes is not None:
@@ -258,19 +253,19 @@ def _most_that_fit(
         return len(_packed(problem, policy, workload, count, tree).mini_batches)
 
     def fewest(count: int) -> int:
-        """The fewest requests in as many mini-batches as ``count`` requests."""
+        """Return the fewest requests that form the same number of mini-batches as ``count``."""
         return count if count == 1 else 1 + _last(0, count, lambda n: num_mini_batches(n) < num_mini_batches(count))
 
     if fitting(high):
         return high
     if not fitting(1):
         return 0
-    some = _last(1, high, lambda count: fitting(fewest(count)))  # the last of those in as many mini-batches
+    some = _last(1, high, lambda count: fitting(fewest(count)))  # # the last in this number of mini-batches
     return _last(fewest(some), some + 1, fitting)
 
 
 def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Bisect for the last number below ``high`` for which something holds; it does for ``low``."""
+    """Bisect for the last number below ``high`` for which ``holds``; it holds for ``low``."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
@@ -278,25 +273,25 @@ def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 
 def _refuse(problem: Problem, workload: Workload, plan: Callable[[int], MemoryPlan]) -> NoReturn:
-    """Raise InputError for a request that does not fit the budgets by itself."""
+    """Raise InputError for a request that does not fit the budgets alone."""
     check_budget(plan(1), problem.budgets, f"one request of {int(workload.prompt_tokens[0])} prompt tokens")
     raise ValueError("the request fits by itself")
 
 
 def check_least(problem: Problem, policy: Policy) -> None:
-    """Raise InputError when not even one short request can run, naming the least memory that would do."""
+    """Raise InputError if not even one short request can run, naming the memory that would suffice."""
     least = wave_plan(problem, policy, Workload.uniform(1, SHORT_REQUEST_TOKENS, 1))
     subject = f"model {problem.shape.name} with policy {policy.name} and a single short request"
     check_budget(least, problem.budgets, subject)
 
 
 def check_smallest(problem: Problem) -> None:
-    """Raise InputError when the device's budget is too small for a single short request under any policy without loss,
-    naming the least memory that would do. What a machine is measured for can be refused before."""
+    """Raise InputError if the device budget is too small for one short request under any lossless policy, naming what
+    would suffice. Saves profiling for a run that cannot work."""
     plans, request = [], Workload.uniform(1, SHORT_REQUEST_TOKENS, 1)
     streamed = Policy("auto", Placement(host=1), cache={"kv@host": 1.0}, states="host")
     for attention, hidden, schedule in product(("device", "host"), ("device", "host"), ("column", "row")):
-        with suppress(InputError):  # not of this model
+        with suppress(InputError):  # # not for this model
             policy = replace(streamed, attention=attention, hidden=hidden, schedule=schedule)
             plans.append(wave_plan(problem, policy, request))
     least = min(plans, key=lambda plan: total_bytes(plan)["device"])

@@ -15,7 +15,7 @@ from flexhybrid.core.context.selection import layers_by_window, num_choosing, nu
 from flexhybrid.core.memory import NUM_SLOTS, index_cells
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.schedule.buffer_sizes import BufferSizes
+from flexhybrid.core.problem import BufferSizes
 from flexhybrid.core.schedule.steps import BlockRun, MiniBatchStep, Segment, Store
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime.kernels.compiled import Share

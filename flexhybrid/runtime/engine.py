@@ -17,8 +17,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import HOST_THREADS
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import without_graphs
-from flexhybrid.core.schedule.buffer_sizes import BufferSizes
+from flexhybrid.core.problem import BufferSizes, without_graphs
 from flexhybrid.core.schedule.positions import Stops
 from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import LaneTimes, LineKey, LineTimes, TraceEvent

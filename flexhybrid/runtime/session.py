@@ -9,8 +9,8 @@ import numpy as np
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.buffer_sizes import BufferSizes, buffer_sizes
+from flexhybrid.core.problem import BufferSizes, Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload

@@ -1,8 +1,8 @@
-"""Requests into mini-batches under the buffer bounds: by length in even parts, as they arrive, or by CAPTURE's F_b.
+"""Packs requests into mini-batches within the buffer bounds: by length, by arrival, or by CAPTURE's F_b.
 
-CAPTURE (Sec. IV.B, eq. 6 and 7) forms mini-batches by F_b = max(T_kv_gen / T_load_kv, its inverse). Requests that keep
-the ratio of the pools (eq. 5) have one F_b however they are grouped, except for blocks cut in two. So F_b tells nothing
-apart, and its greedy makes slower mini-batches than even parts (`flexhybrid reproduce --only capture-table3`).
+CAPTURE (Sec. IV.B, eq. 6 and 7) forms mini-batches by F_b = max(T_kv_gen / T_load_kv, its inverse). If requests keep
+the pools' ratio (eq. 5), F_b is the same for every grouping, except for rounding to blocks. F_b then distinguishes
+nothing, and its greedy makes slower mini-batches than even parts (`flexhybrid reproduce --only capture-table3`).
 """
 
 import math
@@ -17,15 +17,15 @@ from flexhybrid.core.problem import Problem
 
 
 def padded_tokens(kv_tokens: np.ndarray, act_tokens: np.ndarray) -> int:
-    """B·max(KV) + B·max(ACT) + B: rows of the attention buffer of these requests and their new tokens.
+    """Return B·max(KV) + B·max(ACT) + B: rows of the attention buffer of these requests with their new tokens.
 
-    Both counts are rounded up to whole blocks, as the buffers are.
+    Both counts are rounded up to whole blocks, as in the buffers.
     """
     return _padded(len(kv_tokens), int(np.max(kv_tokens)), int(np.max(act_tokens))) if len(kv_tokens) else 0
 
 
 def _padded(count: int, kv_tokens: int, act_tokens: int) -> int:
-    """``padded_tokens`` of requests of which none caches more than this."""
+    """Return ``padded_tokens`` of requests that each cache at most this."""
     return count * ((ceil_blocks(kv_tokens) + ceil_blocks(act_tokens)) * BLOCK_TOKENS + 1)
 
 
@@ -33,13 +33,13 @@ def split_representations(entries: BlockEntries, tokens) -> tuple[np.ndarray, np
     """(kv, act) tokens of requests that cache ``tokens`` tokens each, summed over tiers."""
     counts = entries.tokens(np.asarray(tokens))
     is_act = np.array([representation_of(entry) == "act" for entry in entries.names])
-    recomputed = entries.tok_tokens(np.asarray(tokens))  # chunk rows beside the new token
+    recomputed = entries.tok_tokens(np.asarray(tokens))  # # chunk rows and the new token
     return counts[..., ~is_act].sum(-1) + recomputed, counts[..., is_act].sum(-1)
 
 
 def packed(problem: Problem, policy: Policy, tokens: np.ndarray) -> list[np.ndarray]:
-    """Cut requests that cache at most ``tokens`` tokens each into a policy's mini-batches: ``pack``, or, for "balance",
-    CAPTURE's greedy with the machine's seconds. Raises InputError where these are needed and not known."""
+    """Cut requests of at most ``tokens`` tokens each into a policy's mini-batches: ``pack``, or for "balance" CAPTURE's
+    greedy. Raise InputError if the machine's seconds are needed and unknown."""
     entries, bound = BlockEntries(policy.cache), policy.max_mini_batch_tokens
     if policy.packing != "balance":
         return pack(tokens, entries, bound, policy.packing)
@@ -49,8 +49,8 @@ def packed(problem: Problem, policy: Policy, tokens: np.ndarray) -> list[np.ndar
 
 
 def imbalance(kv_gen_s: float, load_kv_s: float) -> float:
-    """F_b = max(balance, 1/balance) with balance = T_kv_gen / T_load_kv (CAPTURE, eq. 6 and 7); 1 is perfect. With
-    nothing to recompute or nothing to load it is infinity, with neither 1."""
+    """Return F_b = max(balance, 1/balance), balance = T_kv_gen / T_load_kv (CAPTURE, eq. 6 and 7); 1 is perfect.
+    Infinity if only one of them is 0, else 1 if both are."""
     longer, shorter = max(kv_gen_s, load_kv_s), min(kv_gen_s, load_kv_s)
     if not longer:
         return 1.0
@@ -58,8 +58,8 @@ def imbalance(kv_gen_s: float, load_kv_s: float) -> float:
 
 
 def _by_imbalance(kv: list[int], act: list[int], gen_s: float, load_s: float, bound: int) -> list[np.ndarray]:
-    """CAPTURE's greedy as printed, with the seconds a token: in order of arrival a request joins the mini-batch where
-    it fits and F_b does not rise; where no more does, the next one begins."""
+    """Pack by CAPTURE's greedy as printed, with seconds per token: in order of arrival, a request joins the mini-batch
+    if it fits and F_b does not rise; if none does, the next mini-batch begins."""
     groups, left = [], list(range(len(kv)))
     while left:
         group, others = [left[0]], []
@@ -84,13 +84,11 @@ def pack(
     max_mini_batch_tokens: int,
     packing: str = "balanced",
 ) -> list[np.ndarray]:
-    """Cut requests into mini-batches whose padded tokens stay within the bound.
+    """Cut requests into mini-batches whose padded tokens stay within the bound; return arrays of request indices.
 
-    ``tokens``: the most tokens each request will ever cache. A request that alone exceeds the bound gets a mini-batch
-    of its own. Returns arrays of request indices.
-
-    balanced: requests sorted by length, so that padding is small, and cut into the fewest mini-batches of nearly equal
-    size: a pipeline of equal steps has no bubbles.
+    ``tokens``: the most tokens each request will ever cache. A request above the bound gets its own mini-batch.
+    "balanced": sorted by length, so that padding is small, and cut into the fewest mini-batches of nearly equal size,
+    because a pipeline of equal steps has no bubbles.
     """
     tokens = np.asarray(tokens)
     kv, act = split_representations(entries, tokens)
@@ -100,7 +98,7 @@ def pack(
 
 
 def _first_come(kv, act, bound: int) -> list[np.ndarray]:
-    """Consecutive runs in order of arrival, each as long as the bound allows."""
+    """Cut consecutive runs in order of arrival, each as long as the bound allows."""
     bins: list[list[int]] = []
     for request in range(len(kv)):
         candidate = [*bins[-1], request] if bins else None
@@ -112,10 +110,10 @@ def _first_come(kv, act, bound: int) -> list[np.ndarray]:
 
 
 def _even_cut(order, kv, act, bound: int) -> list[np.ndarray]:
-    """The fewest runs of ``order`` (longest request first) within the bound, of sizes as equal as it allows.
+    """Cut ``order`` (longest request first) into the fewest runs within the bound, of sizes as equal as possible.
 
-    The first request of a run sets its padding, so it alone says how many fit. Later runs are of shorter requests and
-    have more room: taking less than fits from an early one never costs a run more.
+    The first request of a run sets its padding, so it alone limits the run. Later runs have shorter requests: a smaller
+    early run never lengthens a later one.
     """
 
     def room(start: int) -> int:
@@ -134,10 +132,10 @@ def _even_cut(order, kv, act, bound: int) -> list[np.ndarray]:
 
 
 def num_chunks(policy: Policy, prompts: np.ndarray) -> int:
-    """Pieces in which a mini-batch's prompts (their tokens, [B]) are computed: more than one where a single prompt is
-    longer than a mini-batch may be.
+    """Return in how many pieces a mini-batch's prompts (tokens, [B]) are computed: more than one if a single prompt
+    exceeds the mini-batch bound.
 
-    A selection, and attention on the host, take a prompt whole.
+    Under a selection, and with attention on the host, prompts are computed whole.
     """
     if len(prompts) > 1 or takes_prompts_whole(policy):
         return 1
@@ -145,17 +143,17 @@ def num_chunks(policy: Policy, prompts: np.ndarray) -> int:
 
 
 def takes_prompts_whole(policy: Policy) -> bool:
-    """Whether no prompt is cut, however long."""
+    """Return whether prompts are never cut."""
     return policy.attention == "host" or policy.selection.method != "none"
 
 
 def chunk_tokens(max_mini_batch_tokens):
-    """Tokens of a piece of a long prompt: whole blocks within the bound of a mini-batch; works on arrays."""
+    """Return the tokens of a piece of a long prompt: whole blocks within the mini-batch bound; works on arrays."""
     blocks = max_mini_batch_tokens // BLOCK_TOKENS
     return (np.maximum(blocks, 1) if np.ndim(blocks) else max(blocks, 1)) * BLOCK_TOKENS
 
 
 def longest_piece(policy: Policy, prompts: np.ndarray) -> int:
-    """Prompt tokens that a mini-batch takes of a request in one step, at most."""
+    """Return the most prompt tokens of a request that a mini-batch computes in one step."""
     longest = int(prompts.max())
     return longest if num_chunks(policy, prompts) == 1 else chunk_tokens(policy.max_mini_batch_tokens)

@@ -1,7 +1,6 @@
 """What a checkpoint's generation_config.json asks for: tokens that end an answer, and sampling parameters."""
 
 from pathlib import Path
-from typing import Any
 
 from flexhybrid.core.errors import InputError, check, is_integer, shown
 from flexhybrid.core.files import load_json
@@ -36,7 +35,7 @@ def default_sampling(folder: Path, source: str = "auto") -> dict:
     return {SAMPLING[name]: value for name, value in fields.items() if name in SAMPLING}
 
 
-def end_tokens(folder: Path | None, *configured: Any) -> tuple[int, ...]:
+def end_tokens(folder: Path | None, *configured) -> tuple[int, ...]:
     """Return the token ids that end an answer: the file's or, where it names none, the first that is named of
     ``configured`` (eos_token_id of config.json and of its parts), as in transformers; () where none is.
 

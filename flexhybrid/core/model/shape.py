@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from flexhybrid.core.errors import InputError, NotBuiltIn, check, is_number, shown, unknown
 from flexhybrid.core.files import load_json
@@ -354,29 +354,29 @@ _END_TOKEN: dict[object, int | None] = {"qwen2": None, "qwen3": None, "phi3": 32
 _SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "ffn", "vocab", "max_positions")
 
 
-def _opt(name: str, *row: int, **more: Any) -> ModelShape:
+def _opt(name: str, *row: int, **more) -> ModelShape:
     sizes = dict(zip(_SIZES, row))
     hidden, heads = sizes["hidden"], sizes["num_heads"]
     more |= dict(ffn=4 * hidden, vocab=50272, max_positions=2048)
     return ModelShape(name=f"opt-{name}", family="opt", num_kv_heads=heads, head_dim=hidden // heads, **sizes, **more)
 
 
-def _gated(name: str, row: tuple[int, ...], eos: int = 2, theta: float = 1e4, **more: Any) -> ModelShape:
+def _gated(name: str, row: tuple[int, ...], eos: int = 2, theta: float = 1e4, **more) -> ModelShape:
     """Llama and those built like it: gated feed-forward, rotary positions, RMSNorm; bfloat16, its head not tied."""
     sizes = dict(zip(_SIZES, row, strict=True))
     built = dict(gated_mlp=True, rotary=True, bias=False, tied_head=False, dtype="bfloat16", rope=Rope(theta))
-    fields: dict[str, Any] = sizes | built | more
+    fields: dict = sizes | built | more
     fields.setdefault("head_dim", sizes["hidden"] // sizes["num_heads"])
     return ModelShape(name=name, family="llama", eos_token_ids=(eos,), **fields)
 
 
-def _qwen(name: str, row: tuple[int, ...], norm_eps: float = 1e-6, **more: Any) -> ModelShape:
+def _qwen(name: str, row: tuple[int, ...], norm_eps: float = 1e-6, **more) -> ModelShape:
     return _gated(f"qwen2.5-{name}", row, 151643, theta=1e6, qkv_bias=True, norm_eps=norm_eps, **more)
 
 
-def _qwen3(size: str, row: tuple[int, ...], **more: Any) -> ModelShape:
+def _qwen3(size: str, row: tuple[int, ...], **more) -> ModelShape:
     """Qwen3 as it is published for chats; the base models, "-base", end at another token and have 32,768 positions."""
-    fields: dict[str, Any] = dict(qk_norm=True, norm_eps=1e-6, head_dim=QWEN3_HEAD_DIM) | more
+    fields: dict = dict(qk_norm=True, norm_eps=1e-6, head_dim=QWEN3_HEAD_DIM) | more
     sizes = (*row, 151936, 40960)
     return replace(_gated(f"qwen3-{size}", sizes, theta=1e6, **fields), eos_token_ids=(151645, 151643))
 
@@ -616,7 +616,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     if (dtype := config["dtype"]) not in DTYPE_BYTES:
         raise InputError(f"{path}: dtype {shown(dtype)} is not one of {', '.join(DTYPE_BYTES)}")
     folder = path.parent if path.name == "config.json" else None
-    common: dict[str, Any] = dict(
+    common: dict = dict(
         name=_checkpoint_name(path.parent) or model_type,
         family=family,
         num_layers=size("num_hidden_layers"),

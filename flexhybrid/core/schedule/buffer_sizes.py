@@ -1,4 +1,4 @@
-"""How many rows and blocks each buffer of a wave needs; ``core.memory`` says what they are in bytes.
+"""Rows and blocks of each buffer of a wave; ``core.memory`` turns them into bytes.
 
 The executor allocates from ``BufferSizes``; the budget check and the search add up the same sizes.
 """
@@ -6,9 +6,9 @@ The executor allocates from ``BufferSizes``; the budget check and the search add
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,79 +19,16 @@ from flexhybrid.core.context.prefixes import Build, build_steps, common_blocks, 
 from flexhybrid.core.context.selection import kept_tokens, most_selected
 from flexhybrid.core.context.split import SplitLines, split_point
 from flexhybrid.core.policy import Policy, Selection
-from flexhybrid.core.problem import Problem, attends_in_place
+from flexhybrid.core.problem import BufferSizes, Problem, attends_in_place, larger
 from flexhybrid.core.wave import Wave, by_pool
 from flexhybrid.core.workload import Workload
 
-LOG_ITERATIONS = 4  #: of sampled tokens that the host keeps where requests join: two would do
-
-
-@dataclass(frozen=True)
-class BufferSizes:
-    """Rows and blocks that a wave needs; maxima over its mini-batches at their final lengths. Numbers, or arrays (the
-    closed form's candidates)."""
-
-    pool_blocks: dict[str, int]  #: name of a pool (``Pool``) -> blocks, in each layer that has it
-    staged_rows: dict[str, int]  #: entry -> new tokens of one mini-batch in one step
-    act_buffer_blocks: int = 0  #: of one slot
-    kv_buffer_blocks: int = 0  #: of one slot
-    act_staging_blocks: int = 0  #: of one slot, on their way from the disk
-    kv_staging_blocks: int = 0
-    act_blocks: int = 0  #: of one mini-batch, recomputed together
-    plain_kv_blocks: int = 0  #: of one mini-batch, wherever they lie
-    attention_tokens: int = 0  #: B·T
-    context_tokens: int = 0  #: those of them that are cached
-    hidden_rows: int = 0  #: of all mini-batches together
-    #: padded rows of the largest mini-batch in a step: its prompts, or new tokens and those of a recomputed prefix
-    step_rows: int = 0
-    batch: int = 0  #: requests of the largest mini-batch
-    decode_batch: int = 0  #: of those, as far as they ever decode
-    cached_tokens: int = 0  #: of all requests that run together
-    kept_tokens: int = 0  #: of all requests together, those that a selection keeps
-    #: representation -> most rows that a speculative selection gathers for one mini-batch
-    selected_rows: dict[str, int] = field(default_factory=dict)
-    index_rows: dict[str, int] = field(default_factory=dict)  #: the same for all mini-batches together
-    partial_rows: int = 0  #: places of a speculative selection, padded, of all mini-batches together
-    column_sets: int = 0  #: mini-batches or requests that choose columns to guess with
-    longest: int = 0  #: tokens of the longest request, prompt and answer
-    log_cells: int = 0  #: iterations times requests
-    places: int = 0  #: requests that run together, which keep a state where layers are recurrent
-    noted_bytes: int = 0  #: of log probabilities (``Workload.noted``), of all requests that run together
-    #: entry -> blocks in layers that keep all tokens although the others do not
-    whole_blocks: dict[str, int] = field(default_factory=dict)
-
-    def merge(self, other: BufferSizes) -> BufferSizes:
-        """Enough for either."""
-
-        def of_both(a, b):
-            if isinstance(a, dict):
-                return {key: larger(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
-            return larger(a, b)
-
-        others = vars(other)
-        sizes: dict[str, Any] = {name: of_both(own, others[name]) for name, own in vars(self).items()}
-        return BufferSizes(**sizes)
-
-    def holds(self, other: BufferSizes) -> bool:
-        """Whether buffers of these sizes do for the other ones."""
-        return all(
-            all(own.get(key, 0) >= size for key, size in asked.items()) if isinstance(asked, dict) else own >= asked
-            for own, asked in zip(vars(self).values(), vars(other).values(), strict=True)
-        )
-
-    def plain(self) -> BufferSizes:
-        """The same as Python's own whole numbers."""
-
-        def as_int(value):
-            return {key: int(size) for key, size in value.items()} if isinstance(value, dict) else int(value)
-
-        sizes: dict[str, Any] = {f.name: as_int(getattr(self, f.name)) for f in fields(self)}
-        return BufferSizes(**sizes)
+LOG_ITERATIONS = 4  #: #: iterations of sampled tokens that the host keeps if requests join; 2 would suffice
 
 
 def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> Iterator[tuple[BufferSizes, int]]:
-    """Sizes for each mini-batch (or each of these ``groups`` of places), the pools left out, and in how many chunks its
-    prompts are taken. Mini-batches of equal lengths share one result."""
+    """Yield the sizes of each mini-batch (or of each of ``groups``), without pools, and the number of chunks of its
+    prompts. Mini-batches of equal lengths share one result."""
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
     of_lengths: dict[bytes, tuple[BufferSizes, int]] = {}
     entries, policy, widest = wave.entries, wave.policy, wave.windows[-1]
@@ -112,7 +49,7 @@ def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> 
             staged = _staged_by_chunk(entries, policy, int(prompts[group].max()), widest)
         stored_now = by_entry(fresh[group].any(axis=0) * len(group))
         longest, staged_now = longest_piece(policy, prompts[group]), by_entry(staged)
-        windows = wave.windows if wave.split else (widest,)  # a shorter context may want more of it recomputed
+        windows = wave.windows if wave.split else (widest,)  # # shorter contexts may recompute more
         reads = (_reads(wave, group, window) for window in windows)
         sizes = (
             group_sizes(wave.problem, policy, len(group), longest, of_window, fresh=stored_now, staged=staged_now)
@@ -123,15 +60,15 @@ def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> 
 
 
 class SharedLengths(NamedTuple):
-    """What requests of a mini-batch share."""
+    """Blocks that requests of a mini-batch share."""
 
     depth: np.ndarray  #: [requests] blocks
-    joining: np.ndarray  #: [requests that join] blocks that are not computed with them
-    common: np.ndarray  #: [entry] blocks that they share, each once
+    joining: np.ndarray  #: #: [joining requests] blocks that are not computed with them
+    common: np.ndarray  #: #: [entry] shared blocks, each counted once
 
 
 def shared_lengths(wave: Wave, group: np.ndarray, joining: np.ndarray) -> SharedLengths | None:
-    """What the requests in the places ``group`` share, those in ``joining`` among them; None: nothing ever."""
+    """Return what the requests in places ``group`` share, including those in ``joining``; None without sharing."""
     if wave.sharing is None:
         return None
     depth = wave.shared_blocks(group)
@@ -142,8 +79,10 @@ def shared_lengths(wave: Wave, group: np.ndarray, joining: np.ndarray) -> Shared
 def running_sizes(
     wave: Wave, cached: np.ndarray, joining: np.ndarray, shared: SharedLengths | None = None
 ) -> BufferSizes:
-    """Sizes that do for a mini-batch of requests until each has ``cached`` tokens, in whatever order they leave;
-    ``joining``: prompt tokens of those that are computed together now. Of plain entries, which only grow."""
+    """Return sizes that suffice for a mini-batch until each request has ``cached`` tokens, in any order of leaving.
+
+    ``joining``: prompt tokens of the requests whose prompts are computed now. For plain entries, which only grow.
+    """
     entries, depth, depth_joining, widest = wave.entries, np.int64(0), np.int64(0), wave.windows[-1]
     most = np.inf if widest is None else entries.in_window(widest)  # blocks [entry] of a request
     if shared is not None:
@@ -163,7 +102,7 @@ def running_sizes(
         )
         fresh_tokens = joining - depth_joining * BLOCK_TOKENS
         longest = longest_piece(wave.policy, fresh_tokens)
-        if num_chunks(wave.policy, fresh_tokens) > 1:  # the last piece reads the others
+        if num_chunks(wave.policy, fresh_tokens) > 1:  # # the last piece reads the earlier ones
             prompt = int(joining[0])
             staged = _staged_by_chunk(entries, wave.policy, prompt, widest, anywhere=wave.sharing is not None)
             running, new, pieces = np.r_[running, 1], np.r_[new, longest], np.array([False, True])
@@ -173,7 +112,7 @@ def running_sizes(
             )
             blocks, tokens = np.vstack([blocks, of_prompt[0]]), np.vstack([tokens, of_prompt[1]])
             act_blocks = np.vstack([act_blocks, of_prompt[0]])
-        elif np.any(depth_joining):  # they attend to what is shared
+        elif np.any(depth_joining):  # # they attend to shared tokens
             running, new, pieces = np.r_[running, len(joining)], np.r_[new, longest], np.array([False, True])
             blocks, tokens, act_blocks = (np.vstack([of, 0 * of]) for of in (blocks, tokens, act_blocks))
 
@@ -199,7 +138,7 @@ def running_sizes(
 
 
 def with_common(sizes: BufferSizes, blocks: dict[str, int]) -> BufferSizes:
-    """``sizes`` with room for blocks of each entry beside those that requests have of their own."""
+    """Return ``sizes`` with room for the shared blocks of each entry."""
 
     def of(representation: str, *tiers: str) -> int:
         chosen = (copy for entry in blocks for copy in stored_copies(entry))
@@ -221,7 +160,7 @@ def with_common(sizes: BufferSizes, blocks: dict[str, int]) -> BufferSizes:
 
 
 def build_sizes(wave: Wave, builds: Sequence[Build]) -> BufferSizes:
-    """Sizes for a step that computes shared blocks."""
+    """Return the sizes of a step that computes shared blocks."""
     entries, sharing = wave.entries, wave.shared
     places, first, last = (np.array([build[i] for build in builds]) for i in range(3))
     staged = (entries.dealt(last) - entries.dealt(first)).sum(axis=0) * BLOCK_TOKENS
@@ -237,8 +176,8 @@ def build_sizes(wave: Wave, builds: Sequence[Build]) -> BufferSizes:
 
 
 def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
-    """Sizes for a wave whose places other requests take later, ``singly`` or a mini-batch at a time; each of
-    ``everybody`` fits at least by itself."""
+    """Return the sizes of a wave whose places later requests take, one by one (``singly``) or a mini-batch at a time.
+    Each request of ``everybody`` fits if it runs alone."""
     prompts, longest, hidden_rows = everybody.prompt_tokens, int(everybody.cached_tokens.max()) + 1, 0
     of_groups = [] if wave.sharing else list(mini_batch_sizes(wave))
     sizes = BufferSizes(wave.pool_blocks, staged_rows={}) if wave.sharing else _merged(wave, of_groups)
@@ -272,9 +211,9 @@ def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
 
 
 def holds_lengths(most: Workload, cached: np.ndarray, prompts: np.ndarray, piece: int = 0) -> bool:
-    """Whether ``running_sizes`` of requests with ``most`` lengths surely do for others with ``cached`` tokens of whom
-    some with ``prompts`` join: these are fewer, and one by one no longer. ``piece``: tokens of a single prompt that is
-    surely not computed in pieces."""
+    """Return whether ``running_sizes`` of the lengths ``most`` surely suffice for requests with ``cached`` tokens, some
+    of which join with ``prompts``: fewer requests, none longer. ``piece``: largest prompt that is surely computed
+    whole."""
 
     def no_longer(tokens: np.ndarray, those: np.ndarray) -> bool:
         return len(tokens) <= len(those) and bool((np.sort(tokens)[::-1] <= np.sort(those)[::-1][: len(tokens)]).all())
@@ -284,7 +223,7 @@ def holds_lengths(most: Workload, cached: np.ndarray, prompts: np.ndarray, piece
 
 
 def _largest_groups(wave: Wave) -> list[np.ndarray]:
-    """Return the mini-batches that need the most: not those that are as the one before them or shorter."""
+    """Return the mini-batches that need the most; drops those no longer than the one before them."""
     chosen, most = [], None
     for group in wave.mini_batches:
         lengths = wave.workload.select(group)
@@ -295,7 +234,7 @@ def _largest_groups(wave: Wave) -> list[np.ndarray]:
 
 
 def _shared_prompt_rows(wave: Wave) -> int:
-    """Most rows, padded, that a mini-batch computes on one pass of the weights as the batch begins."""
+    """Return the most padded rows that a mini-batch computes in one pass of the weights when the batch begins."""
     rows = []
     for group in wave.mini_batches:
         own = wave.workload.prompt_tokens[group] - wave.skipped_tokens(group)
@@ -305,8 +244,7 @@ def _shared_prompt_rows(wave: Wave) -> int:
 
 
 def first_builds(wave: Wave, group: np.ndarray | None = None) -> list[list[Build]]:
-    """Return the steps that compute the shared blocks which are not computed yet: those of a mini-batch's members, or
-    of all."""
+    """Return the steps that compute shared blocks for the first time, for one mini-batch's members or for all."""
     groups = wave.mini_batches if group is None else [group]
     steps = []
     for members in groups:
@@ -317,18 +255,18 @@ def first_builds(wave: Wave, group: np.ndarray | None = None) -> list[list[Build
 
 
 def prompt_rows(sizes: BufferSizes, of_groups: list[tuple[BufferSizes, int]]) -> int:
-    """Most rows of prompts, padded, that a mini-batch computes on one pass of the weights: those of ``sizes`` in one
-    step, or a single prompt in pieces. ``of_groups``: ``mini_batch_sizes``."""
+    """Return the most padded prompt rows of a mini-batch in one pass of the weights: ``sizes`` for one step, or one
+    prompt in pieces. ``of_groups``: ``mini_batch_sizes``."""
     return max(sizes.step_rows, *(of_group.step_rows * chunks for of_group, chunks in of_groups))
 
 
 def buffer_sizes(wave: Wave) -> BufferSizes:
-    """Sizes for a wave, from the lengths its requests can reach. Who stops early only leaves some of it unused."""
-    return wave.limits or _merged(wave, list(mini_batch_sizes(wave)))
+    """Return the sizes of a wave from the lengths that its requests can reach."""
+    return wave.limits if wave.queue else _merged(wave, list(mini_batch_sizes(wave)))
 
 
 def _merged(wave: Wave, of_groups: list[tuple[BufferSizes, int]]) -> BufferSizes:
-    """``buffer_sizes`` of a wave that nobody joins; ``of_groups``: ``mini_batch_sizes``."""
+    """Return ``buffer_sizes`` of a wave without a queue; ``of_groups``: ``mini_batch_sizes``."""
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
     kept = kept_tokens(wave.policy.selection, prompts, cached, cached)
     sizes, hidden_rows, index_rows = BufferSizes(pool_blocks=wave.pool_blocks, staged_rows={}), 0, {}
@@ -359,8 +297,9 @@ def _merged(wave: Wave, of_groups: list[tuple[BufferSizes, int]]) -> BufferSizes
 
 
 def log_shape(wave: Wave, batch: int) -> tuple[int, int]:
-    """Iterations and requests of the log of sampled tokens on the host. Where ``batch`` requests at most of each
-    mini-batch decode and as many join, the log is a ring: tokens are read two iterations later."""
+    """Return the shape (iterations, requests) of the log of sampled tokens on the host. If requests join, the log is a
+    ring for up to ``batch`` decoding and ``batch`` joining requests per mini-batch; tokens are read two iterations
+    later."""
     if wave.queue is None:
         return int(wave.workload.max_tokens.max()), wave.workload.num_requests
     return LOG_ITERATIONS, 2 * batch * len(wave.mini_batches)
@@ -368,33 +307,33 @@ def log_shape(wave: Wave, batch: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Reads:
-    """What steps of a mini-batch read of its longest requests: arrays [steps], or [steps, candidates]."""
+    """What the steps of a mini-batch read for its longest requests: arrays [steps] or [steps, candidates]."""
 
-    running: np.ndarray  #: requests that still run
+    running: np.ndarray  #: #: requests still running
     held: dict[str, np.ndarray]  #: entry -> blocks
     tokens: dict[str, np.ndarray]  #: entry -> tokens
-    context: np.ndarray | int  #: columns of the attention buffer that they fill
-    recomputed: np.ndarray  #: the longest prefix kept as token ids
-    splits: dict[str, dict[str, np.ndarray]]  #: entry both(…) -> blocks recomputed ("act") and loaded ("kv")
+    context: np.ndarray | int  #: #: columns of the attention buffer in use
+    recomputed: np.ndarray  #: #: longest prefix kept as token ids
+    splits: dict[str, dict[str, np.ndarray]]  #: #: both(…) entry -> blocks recomputed ("act"), loaded ("kv")
     new: np.ndarray | int = 1  #: new tokens of a request
-    pieces: np.ndarray | bool = False  #: steps of prompts, for which the device attends to what is cached
-    #: entry -> blocks of ACT of all requests, which lie side by side; None: all requests are as long as the longest
+    pieces: np.ndarray | bool = False  #: #: prompt steps, in which the device attends to the cache
+    #: #: entry -> contiguous ACT blocks of all requests; None: all requests are as long as the longest
     act_blocks: dict[str, np.ndarray] | None = None
 
 
 def _reads(wave: Wave, group: np.ndarray, window: int | None) -> Reads:
-    """The steps of a mini-batch that may need the most in layers with this window, and one that needs nothing: its
-    decode, and before that the chunks of a long prompt."""
+    """Return the steps of a mini-batch that may need the most in layers with this window (decode steps, chunks of a
+    long prompt), and one step that needs nothing."""
     entries, policy, workload = wave.entries, wave.policy, wave.workload
     alike, count = np.unique(
         np.stack([workload.prompt_tokens[group], workload.max_tokens[group]]), axis=1, return_counts=True
     )
     prompts, generated = alike
     if window is not None and workload.cached_tokens[group].max() <= window:
-        window = None  # nothing is ever behind it
+        window = None  # # nothing comes after it
     if entries.tok_share or wave.split or window is not None:
         steps = np.arange(generated.max())[:, None]
-    else:  # each entry only grows: the last step before somebody leaves
+    else:  # # entries only grow: the last step before a request leaves
         steps = np.unique([0, *(generated - 1)])[:, None]
     runs = (steps > 0) & (steps < generated)  # [steps, requests that differ]
     last = prompts + generated - 1
@@ -423,7 +362,7 @@ def _reads(wave: Wave, group: np.ndarray, window: int | None) -> Reads:
     act_blocks = {entry: of_all(blocks) for entry, (blocks, _) in blocks_and_tokens.items()}
     most_tokens = {entry: longest(tokens_by_step) for entry, (_, tokens_by_step) in blocks_and_tokens.items()}
     splits = {}
-    for entry, lines in wave.split.items():  # whoever is the longest of those that did not stop early
+    for entry, lines in wave.split.items():  # # the longest request that did not stop early
         tokens_by_step, prompt = blocks_and_tokens[entry][1], int(prompts.max())
         blocks = split_blocks(lines, len(group), tokens_by_step, len(wave.mini_batches), prompt)
         splits[entry] = {r: longest(values_by_step) for r, values_by_step in blocks.items()}
@@ -445,8 +384,8 @@ def _reads(wave: Wave, group: np.ndarray, window: int | None) -> Reads:
 def _staged_by_chunk(
     entries: BlockEntries, policy: Policy, prompt: int, window: int | None, anywhere: bool = False
 ) -> np.ndarray:
-    """Most tokens of each entry that one chunk of a prompt stores in layers with this window: [entry]. ``anywhere``:
-    chunks begin at any block, not at multiples of their size."""
+    """Return the most tokens of each entry that a chunk of a prompt stores in layers with this window, [entry].
+    ``anywhere``: chunks begin at any block, not only at multiples of their size."""
     size = chunk_tokens(policy.max_mini_batch_tokens)
     before = np.arange(0, prompt, BLOCK_TOKENS if anywhere else size)
     after = np.minimum(before + size, prompt)
@@ -454,7 +393,7 @@ def _staged_by_chunk(
 
 
 def selected_rows(selection: Selection, reads: Reads) -> dict:
-    """Representation -> the most rows that a speculative selection ever fetches for a mini-batch in a layer."""
+    """Return the most rows that a speculative selection fetches for a mini-batch in a layer, by representation."""
     if selection.method != "speculative":
         return {}
     return {
@@ -464,9 +403,9 @@ def selected_rows(selection: Selection, reads: Reads) -> dict:
 
 
 def _stored_until(entries: BlockEntries, tokens, kept) -> np.ndarray:
-    """Tokens that went to blocks of each entry, of each request's first ``tokens``: [requests, entry].
+    """Return the tokens in blocks of each entry, for the first ``tokens`` of each request: [requests, entry].
 
-    Beyond what is ``kept`` the newest tokens take the places of the oldest.
+    Beyond ``kept`` tokens, the newest replace the oldest.
     """
     rounds, remainder = np.divmod(tokens, kept)
     return rounds[:, None] * entries.stored(kept) + entries.stored(remainder)
@@ -475,12 +414,12 @@ def _stored_until(entries: BlockEntries, tokens, kept) -> np.ndarray:
 def group_sizes(
     problem: Problem, policy: Policy, batch, prompt, reads: Reads, fresh: dict, staged: dict
 ) -> BufferSizes:
-    """What one mini-batch of ``batch`` requests needs; numbers, or arrays [candidates].
+    """Return the sizes of a mini-batch of ``batch`` requests; numbers or arrays [candidates].
 
-    ``prompt``: its longest, in tokens. ``fresh``: new tokens of a decode step, and ``staged``: prompt tokens of all its
-    requests, by entry.
+    ``prompt``: its longest, in tokens. ``fresh``: new tokens of a decode step; ``staged``: prompt tokens of all its
+    requests; both by entry.
     """
-    largest = np.maximum.reduce  # of np.max the half is looking for its arguments
+    largest = np.maximum.reduce  # # np.max spends half its time on arguments
     columns = {(r, tier): 0 * reads.context for r in ("act", "kv") for tier in ("any", "disk", "device")}
     for entry, blocks in reads.held.items():
         for part in stored_copies(entry):
@@ -497,7 +436,7 @@ def group_sizes(
     on_device = reads.pieces if policy.attention == "host" else True
     assembled = reads.pieces if attends_in_place(problem, policy) else on_device
     moved = {r: columns[r, "any"] - columns[r, "device"] for r in ("act", "kv")}
-    if policy.bits.act == "native":  # blocks of the device are gathered beside those that come over the link
+    if policy.bits.act == "native":  # # device blocks are gathered with the loaded ones
         moved["act"] = columns["act", "any"]
     return BufferSizes(
         pool_blocks={},
@@ -517,13 +456,8 @@ def group_sizes(
     )
 
 
-def larger(a, b) -> Any:
-    """Return the larger one of numbers, or of arrays element by element."""
-    return np.maximum(a, b) if isinstance(a, np.ndarray) or isinstance(b, np.ndarray) else max(a, b)
-
-
 def split_blocks(lines: SplitLines, batch, tokens, num_mini_batches, prompt) -> dict:
-    """Blocks of a request that a both(…) entry recomputes ("act") and loads ("kv") of ``tokens``; arrays allowed.
-    ``prompt``: tokens of the mini-batch's longest."""
+    """Return the blocks per request that a both(…) entry recomputes ("act") and loads ("kv") of ``tokens``; arrays
+    allowed. ``prompt``: tokens of the mini-batch's longest prompt."""
     act = split_point(lines, batch, tokens, num_mini_batches, prompt=prompt) // BLOCK_TOKENS
     return {"act": act, "kv": ceil_blocks(tokens) - act}

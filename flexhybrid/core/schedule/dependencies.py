@@ -1,8 +1,8 @@
-"""Dependencies derived from what tasks read and write: one function, no list kept by hand.
+"""Dependencies of tasks, derived from what they read and write.
 
-Tasks come in stream order. Each resource runs its tasks first in, first out, so "task n of resource R is complete"
-implies all before it; a dependency is therefore a pair (resource, ordinal) and of several on one resource only the
-latest counts. Dependencies on the task's own resource need no waiting.
+Tasks come in stream order, and each resource runs its tasks in that order. "Task n of resource R is complete" therefore
+implies all tasks before it on R. A dependency is a pair (resource, ordinal); only the latest per resource counts, and
+the task's own resource needs none.
 """
 
 from collections.abc import Iterable
@@ -11,25 +11,24 @@ from flexhybrid.core.task import Access, Task
 
 HAZARDS = ("read_after_write", "write_after_read", "write_after_write")
 
-#: (resource, ordinal): wait until the resource has completed its task with this ordinal, counted from 0.
+#: #: (resource, ordinal): wait until the resource has completed the task with this ordinal, counted from 0.
 Mark = tuple[str, int]
 
 
 class _Span:
-    """Cells [lo, hi) that share a last writer and the readers since: resource -> latest ordinal."""
+    """Cells [lo, hi) with one last writer and the readers since: resource -> latest ordinal."""
 
     __slots__ = ("lo", "hi", "writer", "written", "readers")
 
     def __init__(self, lo: int, hi: int, writer: str | None, written: int, readers: dict[str, int]):
         self.lo, self.hi, self.readers = lo, hi, readers
-        self.writer, self.written = writer, written  #: the resource and the ordinal of the last task that wrote
+        self.writer, self.written = writer, written  #: #: resource and ordinal of the last task that wrote
 
 
 class _Space:
     """The spans of a space, by their first cells, and the accesses whose spans are known.
 
-    Spans are split where an access begins or ends and never joined again: a run names the same few extents over and
-    over, and finds them as it left them.
+    Spans are split where an access begins or ends, and never joined: a run repeats the same few accesses.
     """
 
     __slots__ = ("spans", "accesses")
@@ -42,14 +41,14 @@ class _Space:
 Accesses = tuple[Access, ...]
 Spans = tuple[_Span, ...]
 
-#: Footprints that are kept at most: those of a hundred layers, as many mini-batches and twelve tasks.
+#: #: Limit of kept footprints: 100 layers, 100 mini-batches, 12 tasks each.
 MOST_FOOTPRINTS = 1 << 17
 
 
 class Dependencies:
-    """Feed tasks in stream order; ``add`` returns what each must wait for.
+    """Derives dependencies: ``add`` takes tasks in stream order and returns what each must wait for.
 
-    ``hazards`` leaves out a hazard on purpose: tests do so to see the trace checker fail.
+    ``hazards`` leaves out a kind of dependency, with which tests show that the trace checker fails.
     """
 
     def __init__(self, hazards: Iterable[str] = HAZARDS):
@@ -57,8 +56,8 @@ class Dependencies:
         self._hazards = tuple(hazard in hazards for hazard in HAZARDS)
         self._spaces: dict[tuple, _Space] = {}
         self._covered: dict[Access, Spans] = {}  # of all spaces
-        # By the identities of the tuples that a task names its reads and writes with, which the tasks of a form share:
-        # their spans, and the tuples, whose identities are theirs as long as they are kept.
+        # # Keyed by the identity of the tuples of reads and writes, which tasks of one form share. The tuples are kept,
+        # so that identities stay valid.
         self._footprints: dict[tuple[int, int], tuple[Spans, Spans, Accesses, Accesses]] = {}
         self._issued: dict[str, int] = {}
 
@@ -94,11 +93,11 @@ class Dependencies:
         return tuple(waits.items()) if waits else ()
 
     def _footprint(self, reads: Accesses, writes: Accesses) -> tuple[Spans, Spans, Accesses, Accesses]:
-        """The spans that a task reads, and those that it writes."""
+        """Return the spans that a task reads, and those that it writes."""
         try:
             read, written = self._spans(reads), self._spans(writes)
         except KeyError:
-            for access in (*reads, *writes) * 2:  # twice: one may split the spans of another
+            for access in (*reads, *writes) * 2:  # # twice: one may split the other's spans
                 if access not in self._covered:
                     self._cover(access)
             read, written = self._spans(reads), self._spans(writes)
@@ -109,12 +108,12 @@ class Dependencies:
         return footprint
 
     def _spans(self, accesses: Accesses) -> Spans:
-        """The spans of accesses. Raises KeyError where one is not covered yet."""
+        """Return the spans of accesses. Raise KeyError for cells without a span."""
         covered = self._covered
         return tuple([span for access in accesses for span in covered[access]])
 
     def _cover(self, access: Access) -> None:
-        """Note the spans that cover the access exactly, made or split where needed."""
+        """Record the spans that cover an access exactly, made or split where needed."""
         space = self._spaces.get(access.space)
         if space is None:
             space = self._spaces[access.space] = _Space()
@@ -128,7 +127,7 @@ class Dependencies:
 
 
 def _split(spans: list[_Span], lo: int, hi: int) -> bool:
-    """Let whole spans, in order of their cells, cover [lo, hi) and nothing beside it. Whether one had to be split."""
+    """Make whole spans cover [lo, hi) exactly; return whether one was split."""
     if lo >= hi:
         return False
     if not spans or spans[-1].hi <= lo:  # the common case

@@ -1,7 +1,6 @@
-"""The tasks of a position, part by part, as outlines: verbs, and what they read and write.
+"""The tasks of a position, part by part, as outlines: verb, reads, writes.
 
-A *position* is a mini-batch in a layer. In which order its parts come, and which of its neighbours' stand between them,
-says ``core.plan``.
+A *position* is a mini-batch in a layer. ``core.plan`` decides the order of the parts.
 """
 
 from __future__ import annotations
@@ -20,19 +19,18 @@ Outline = tuple[str, Accesses, Accesses]  #: a task's verb, reads and writes
 
 
 class Outlines:
-    """The parts of a wave's positions; each method gives one part of a position."""
+    """The parts of a wave's positions: one method a part."""
 
     def __init__(self, wave: Wave):
         self.wave, self.at = wave, AccessMap(wave)
         self.num_layers = wave.shape.num_layers
         self.first_choosing = first_choosing(wave.policy.selection)
-        # Bytes of each kind of layer that recomputing and projecting wait for; in natural order W_K and W_V come no
-        # sooner.
+        # # Bytes of each kind of layer that recomputation and projection wait for; W_K and W_V may come first.
         natural, layouts = wave.policy.weight_order == "natural", [placed.layout for placed in wave.placed]
         self.needed = [(of.total_bytes,) * 2 if natural else (of.kv_end, of.qkv_end) for of in layouts]
 
     def load_cache(self, ahead: Position) -> Iterator[Outline]:
-        """ACT before KV: recomputing comes before assembling. Disk blocks go through staging."""
+        """Yield the cache loads, ACT before KV because recomputation comes first. Disk blocks pass through staging."""
         step, slot, works = ahead.step, ahead.slot, ahead.works
         if "load_hidden" in works and ahead.layer:
             yield "load_hidden", (host_hidden(step),), (self.at.hidden(ahead),)
@@ -60,12 +58,12 @@ class Outlines:
                 pools = self.at.pools(ahead, representation, "disk")
                 yield f"read_{representation}", pools, (staged,)
                 reads = (*reads, staged)
-            if f"load_{representation}" in works:  # else the host attends
+            if f"load_{representation}" in works:  # # otherwise the host attends
                 buffer = cell(f"{representation}_buffer", slot)
                 yield f"load_{representation}", reads, (buffer,)
 
     def open(self, position: Position) -> Iterator[Outline]:
-        """One mini-batch in one layer up to its queries: embedding, recomputing, projecting, speculating."""
+        """Yield the computation up to the queries: embedding, recomputation, projection, speculation."""
         step, layer, works = position.step, position.layer, position.works
         kind, slot, k = self.wave.shape.weights_kind(layer), position.slot, step.mini_batch
         kv_end, qkv_end = self.needed[kind]
@@ -82,7 +80,7 @@ class Outlines:
             if "dequantize_act" in works:
                 yield "dequantize_act", (buffer, *pools), (places.PLAIN_ACT,)
                 reads = (*reads, places.PLAIN_ACT)
-            elif pools:  # gathered into the buffer, beside what the link brought
+            elif pools:  # # gathered into the buffer next to loaded rows
                 reads, writes = (*reads, *pools), (*writes, buffer)
             yield "kv_gen", reads, writes
         if "project" not in works:  # the layer does not attend: all of it is in finish
@@ -96,7 +94,7 @@ class Outlines:
         if "quantize" in works:
             yield "quantize", (qkv,), (staging,)
         ranks = (self.at.ranks(position),) if "rank" in works else ()
-        if ranks and step.prefill:  # only now it is known which rows stay
+        if ranks and step.prefill:  # # only now are the rows to keep known
             yield "rank", (qkv,), (*ranks, staging)
         if "speculate" in works and step.prefill and layer >= self.first_choosing:
             yield "speculate", (qkv, *ranks, *matrices), (cell("partial_keys", k, layer),)
@@ -106,11 +104,11 @@ class Outlines:
             yield from self._attend_on_host(position, qkv)
 
     def _guesses(self, layer: int) -> bool:
-        """Whether a layer's input guesses what the next one looks at."""
+        """Return whether this layer's input predicts the next layer's selection."""
         return self.first_choosing <= layer + 1 < self.num_layers
 
     def _speculate(self, position: Position, qkv: Access) -> Iterator[Outline]:
-        """The next layer's choice, from this layer's input; its index goes to the host, which gathers the rows."""
+        """Yield the selection for the next layer. Its index goes to the host, which gathers the rows."""
         k, slot = position.step.mini_batch, position.slot
         keys = cell("partial_keys", k, position.layer + 1)
         source = cell("partial_buffer", slot) if "load_keys" in position.works else keys
@@ -138,7 +136,7 @@ class Outlines:
         yield "load_attended", (cell("out_strip", position.slot),), (self.at.attended(position),)
 
     def close(self, position: Position) -> Iterator[Outline]:
-        """The rest of what it computes: attention and feed-forward."""
+        """Yield the rest of the computation: attention and feed-forward."""
         step, works = position.step, position.works
         layout = self.wave.placed_of(position.layer).layout
         hidden, qkv, states = self.at.hidden(position), self.at.qkv(position), self.at.computed_states(position)
@@ -178,8 +176,8 @@ class Outlines:
             yield "attend_recomputed", (qkv, places.ATTENTION), (places.ATTENDED,)
 
     def store(self, position: Position) -> Iterator[Outline]:
-        """New tokens: staging -> landing strip over the link, strip -> blocks by a host core or the disk; or on the
-        device. Hidden states that live on the host follow."""
+        """Yield the stores of new tokens: staging, landing strip, host blocks or disk; or device blocks. Then hidden
+        states, if the host keeps them."""
         works, slot, step = position.works, position.slot, position.step
         staging, ranks = cell("staging", slot), (self.at.ranks(position),) if "rank" in works else ()
         sent = [r for r in ("act", "kv") if f"store_{r}" in works]
@@ -212,7 +210,7 @@ class Outlines:
             yield "store_hidden", (self.at.hidden(position),), (host_hidden(step),)
 
     def sample(self, position: Position) -> Iterator[Outline]:
-        """The next token, from the last layer's hidden states."""
+        """Yield the sampling of the next token after the last layer."""
         k, hidden = position.step.mini_batch, self.at.hidden(position)
         tokens = cell("tokens", k)
         yield "head", (hidden,), (places.LOGITS,)

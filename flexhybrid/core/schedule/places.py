@@ -1,7 +1,6 @@
 """What the tasks of a position read and write: slots of buffers, bytes of weight slots, blocks of pools.
 
-Two tasks depend on each other where these overlap (core/dependencies.py), so that each fact about which buffer is
-double and which is single stands here.
+Dependencies follow from these alone (``dependencies.py``), including which buffers are double and which single.
 """
 
 from functools import cache
@@ -15,14 +14,15 @@ from flexhybrid.core.wave import Wave
 
 @cache
 def cell(name: str, number: int, part: int | None = None) -> Access:
-    """One slot of a buffer, or what belongs to one mini-batch; ``part``: in one layer, or one chunk of a prompt."""
+    """Return the access to one slot of a buffer, or to what one mini-batch owns; ``part``: a layer, or a chunk of a
+    prompt."""
     return Access((name,) if part is None else (name, part), number, number + 1)
 
 
 @cache
 def bytes_of_slot(slot: int, start: int, end: int) -> tuple[Access, ...]:
-    """Bytes [start, end) of a weight slot; nothing where there are none. The slot's first byte is the first one that is
-    streamed of the layer in it."""
+    """Return the access to bytes [start, end) of a weight slot, () if empty. Byte 0 is the layer's first streamed
+    byte."""
     return (Access(("weights", slot), start, end),) if start < end else ()
 
 
@@ -30,8 +30,8 @@ def host_hidden(step: MiniBatchStep) -> Access:
     return cell("host_hidden", step.mini_batch, step.chunk)
 
 
-#: Buffers of which there is one, used by the compute resource alone: its first-in-first-out order guards them. The
-#: attention buffer is one of them; CAPTURE doubles it, but with one compute stream a second one would never be used.
+#: #: Single buffers: only the compute resource uses them, and it runs its tasks in order. CAPTURE doubles the attention
+#: buffer; with one compute stream a second one would be unused.
 GENERATED = cell("generated", 0)
 QKV = cell("qkv", 0)
 ATTENTION = cell("attention", 0)
@@ -43,7 +43,7 @@ PLAIN_KV = cell("plain_kv", 0)
 
 
 class AccessMap:
-    """What a wave's positions read and write, by name."""
+    """The accesses of a wave's positions, by name."""
 
     def __init__(self, wave: Wave):
         self.wave = wave
@@ -52,8 +52,7 @@ class AccessMap:
         self._streamed_from = [wave.placed_of(layer).streamed_from for layer in layers]
         self._sources = [shape.source_of(layer) for layer in layers]  # of keys and values
         self._keeps_states = [(state := shape.state_of(layer)) is not None and bool(state.tensors) for layer in layers]
-        # What every iteration names anew: the blocks of (pool, mini-batch), and the pools that a mini-batch's context
-        # in a layer is read from.
+        # # Repeated in every iteration: the blocks of (pool, mini-batch), and the pools that a context is read from.
         self._extents: dict[tuple[str, int], tuple[int, int]] = {}
         self._pools: dict[tuple, tuple[Access, ...]] = {}
 
@@ -62,12 +61,12 @@ class AccessMap:
         return cell("ranks", k, position.layer)
 
     def weights(self, position: Position, start: int, end: int) -> tuple[Access, ...]:
-        """Streamed bytes of the position's layer within [start, end)."""
+        """Return the streamed bytes of the position's layer within [start, end)."""
         first = self._streamed_from[position.layer]
         return bytes_of_slot(position.weight_slot, max(start, first) - first, end - first)
 
     def matrices(self, position: Position, start: int, end: int) -> tuple[Access, ...]:
-        """What a product reads of the layer: the streamed bytes themselves, or what was made of them."""
+        """Return what a product reads of the layer: the streamed bytes, or their unpacked form."""
         return PLAIN if "dequantize_weights" in position.works else self.weights(position, start, end)
 
     def hidden(self, position: Position) -> Access:
@@ -77,27 +76,26 @@ class AccessMap:
         return cell("hidden", position.slot)
 
     def state(self, position: Position) -> Access:
-        """The states of a mini-batch's requests in the position's layer, where they are kept."""
+        """Return the kept states of a mini-batch's requests in the position's layer."""
         return cell("states", position.step.mini_batch, position.layer)
 
     def computed_states(self, position: Position) -> tuple[Access, ...]:
-        """The states that the layer reads and changes: those that the link brings and takes, or those of the device;
-        none where it has none."""
+        """Return the states that the layer updates: the link's buffer, or the device's own; () without states."""
         if "store_state" in position.works:
             return (cell("state_buffer", position.slot),)
         return (self.state(position),) if self._keeps_states[position.layer] else ()
 
     def qkv(self, position: Position) -> Access:
-        """One buffer does for one compute resource; two where the next mini-batch projects early."""
+        """Return the QKV buffer: one, or two if the next mini-batch projects early."""
         return cell("qkv", position.slot) if self.on_host else QKV
 
     def attended(self, position: Position) -> Access:
-        """The same of what attention gives: the host's output for a mini-batch comes while the one before it is
-        finished. One place for both would let the link, and the weights behind it in its queue, wait for that."""
+        """Return the attention output: two with attention on the host, because its output for the next mini-batch
+        arrives while this one is finished. A single buffer would block the link, and the weights queued on it."""
         return cell("attended", position.slot) if self.on_host else ATTENDED
 
     def pools(self, position: Position, representation: str, tier: str) -> tuple[Access, ...]:
-        """The pools of a tier that the position's context is read from."""
+        """Return the pools of a tier that hold the position's context."""
         step = position.step
         common = {segment.entry for segment in step.shared_segments if segment.tier == tier}
         key = step.mini_batch, position.layer, representation, tier, tuple(sorted(common))
@@ -111,8 +109,8 @@ class AccessMap:
         return self._pools[key]
 
     def pool(self, position: Position, entry: str, representation: str, shared: bool = False) -> Access:
-        """The blocks of a mini-batch in one layer of a pool, side by side; or all ``shared`` ones. A layer that borrows
-        keys and values has those of their layer."""
+        """Return the blocks of a mini-batch in one layer of a pool, or all ``shared`` ones. A layer that borrows keys
+        and values uses the lender's."""
         space = entry if "(" not in entry else f"{entry}.{representation}"
         name, k = entry, len(self.wave.blocks)
         if not shared:

@@ -1,8 +1,8 @@
-"""The zig-zag order of a wave: which mini-batch passes which layer when, before any task of it is named.
+"""The zig-zag order of a wave: which mini-batch passes which layer when.
 
-The column schedule takes all mini-batches of a layer, then the next layer; the row schedule all layers of a mini-batch,
-then the next mini-batch. Either way it is a row of groups that share streamed weights, and of positions (a mini-batch
-in a layer) within them.
+Column schedule: all mini-batches pass a layer, then the next layer. Row schedule: a mini-batch passes all layers, then
+the next mini-batch. Both are a sequence of groups that share streamed weights, each a list of positions (a mini-batch
+in a layer).
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
 from flexhybrid.core.task import Work
 from flexhybrid.core.wave import Wave
 
-QUEUED_SHARE = 4  #: a fourth of a group's positions is still queued while the planner waits for tokens
+QUEUED_SHARE = 4  #: #: a quarter of a group's positions stays queued while the planner waits for tokens
 
 
 class Stops(NamedTuple):
-    """What a stream asks about requests that end by themselves, before their limits.
+    """What a stream asks about requests that end before their limits.
 
-    ``until(iteration, num_steps)``: when ``iteration`` is settled, those that have ended with a token of the stream's
-    first ``num_steps`` steps that sample; it may block until these tokens are known. ``may_come(requests)``: whether
-    one of them may end by itself.
+    ``until(iteration, num_steps)``: asked when ``iteration`` is settled; returns the requests that ended with a token
+    of the stream's first ``num_steps`` sampling steps, and may block for these tokens. ``may_come(requests)``: whether
+    one of them may end early.
     """
 
     until: Callable[[int, int], Collection[int]]
     may_come: Callable[[Iterable[int]], bool]
 
 
-#: Nobody ends before its limit (ignore_eos, and predictions of fixed lengths).
+#: #: Every request runs to its limit (ignore_eos, and predictions of fixed lengths).
 NO_STOPS = Stops(lambda iteration, num_steps: frozenset(), lambda requests: False)
 
 
 def num_awaited(num_positions: int) -> int:
-    """Return how many positions of an iteration's last group, counted from its first, have their tokens waited for
-    before the next iteration is settled. The others, at least one, are what the lanes work on meanwhile; who stops in
-    them leaves an iteration late."""
+    """Return how many positions of an iteration's last group are awaited before the next iteration is settled, counted
+    from the first. The lanes work on the others, at least one, meanwhile; a stop in those takes effect one iteration
+    late."""
     return num_positions - max(1, num_positions // QUEUED_SHARE)
 
 
@@ -58,11 +58,12 @@ class Position(NamedTuple):
     works: dict[str, Work]
     slot: int  #: of the KV, ACT, staging and strip buffers
     weight_slot: int
-    leads: bool  #: it is the first of its group
-    form: int  #: of two positions with the same one the tasks read and write the same
+    leads: bool  #: #: the first position of its group
+    form: int  #: #: positions with equal forms have tasks with equal reads and writes
 
     def follows(self, other: Position) -> bool:
-        """Whether it needs what the other computes: it continues its very requests, or shares it with others."""
+        """Return whether it needs the other's result: the same requests, or blocks that the other computes for
+        several."""
         return self.step.mini_batch == other.step.mini_batch or bool(other.step.builds and self.step.commons)
 
 
@@ -72,19 +73,18 @@ class LayerGroup(NamedTuple):
     iteration: int
     layer: int
     weight_slot: int
-    positions: list[Position]  #: in turn; empty: not settled yet
+    positions: list[Position]  #: #: in order; empty: not settled yet
 
 
-_new = tuple.__new__  #: half of what calling a NamedTuple takes
+_new = tuple.__new__  #: #: halves the time of making a NamedTuple
 
 
 def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[LayerGroup]:
-    """Yield the groups of an iteration, then those of the next one.
+    """Yield the groups of each iteration.
 
-    Iteration i + 1 is settled when the group behind i's last one is taken, with the stops of the groups before that
-    last one. Where stops may come in the last group too, this yields the first group of i + 1 without positions, for
-    the loads of its weights. Taken again, behind the last position, it settles i + 1 with the stops of the positions
-    that ``num_awaited`` counts, and yields the group with its positions.
+    Iteration i + 1 is settled after all but the last group of iteration i. If requests may also stop in the last group,
+    the first group of i + 1 is yielded twice: without positions, for its weight loads, and again after the last
+    position, when the stops of the positions that ``num_awaited`` counts are known.
     """
     first = num_whole(wave.policy.selection, wave.shape.num_layers)
     iteration, number, slot, num_steps = first_iteration, 0, 0, 0
@@ -96,7 +96,7 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[LayerG
     laid_out = _lay_out(batch, iteration, frozenset(), step_forms)
     while laid_out:
         layers, column = range(wave.shape.num_layers), wave.policy.schedule == "column"
-        in_turn = sorted(laid_out, key=lambda s: s[0].chunk)  # so that a chunk need not wait for the one before
+        in_turn = sorted(laid_out, key=lambda s: s[0].chunk)  # # so that a chunk does not wait for the previous one
         sharing = (
             [in_turn]
             if column
@@ -117,7 +117,7 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[LayerG
         iteration += 1
         num_steps += sum(step.last for step, *_ in laid_out)
         unknown, awaited = group, num_awaited(len(group))
-        # A launch of a whole step is not held while the tokens before it are waited for.
+        # # A launch of a whole step is not delayed while the previous tokens are awaited.
         if launched_whole and not awaited or stops.may_come(_running_on(wave, iteration, group[:awaited])):
             yield LayerGroup(iteration, 0, slot % 2, [])
             unknown = group[awaited:]
@@ -126,7 +126,7 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[LayerG
 
 
 def _running_on(wave: Wave, iteration: int, sampling: list[Position]) -> list[int]:
-    """Return the requests to which these positions give a token and which run in ``iteration`` unless it ends them."""
+    """Return the requests that get a token from these positions and run on in ``iteration`` unless it ends them."""
     requests: list[int] = []
     for step in (position.step for position in sampling if position.step.last):
         runs_on = wave.workload.max_tokens[step.requests] > iteration - wave.joined[step.requests]
@@ -137,10 +137,9 @@ def _running_on(wave: Wave, iteration: int, sampling: list[Position]) -> list[in
 def _lay_out(
     batch: RunningBatch, iteration: int, stopped: Collection[int], forms: dict[tuple, int]
 ) -> list[tuple[MiniBatchStep, list[StepWorks], dict[int, StepWorks], int]]:
-    """Of the mini-batches that have a request: the step; it and its works in layers that look at a choice of tokens, of
-    each kind in the order of their first layers, and in those that look at all, by their kind of weights, and their
-    form: what else than the layer and its slots decides the forms of its positions.
-    """
+    """Return, for each mini-batch with a request: its step; (step, works) in layers with a selection, by kind of layer;
+    the same in layers that attend to all tokens, by kind of weights; its form, which with layer and slots decides the
+    forms of its positions."""
     steps, wave = [], batch.wave
     kinds = tuple(dict.fromkeys(wave.shape.layer_kinds))
     shapes = {kind.weights: wave.shape.of_weights(kind.weights) for kind in kinds}
@@ -150,12 +149,12 @@ def _lay_out(
         for window in wave.windows:
             step = make_step(wave, iteration, k, requests, chunk, piece, built, window)
             of_windows[window] = step, counts_of(step, wave)
-        step, counts = of_windows[wave.windows[-1]]  # of the kind of layers that keeps the most
+        step, counts = of_windows[wave.windows[-1]]  # # of the kind of layers that keeps the most tokens
         whole_step, policy, by_kind = step, wave.policy, []
         for kind in kinds:
             of_step, of_counts = of_windows.get(kind.window, (step, counts))  # a selection has one kind
             known, works = priced.get(kind, (None, {}))
-            if known != of_counts:  # else as in the mini-batch before, whose requests are as long
+            if known != of_counts:  # # else equal to the previous mini-batch
                 works = work_of_kind(shapes[kind.weights], policy, wave.stored, of_counts, False, kind)
                 priced[kind] = of_counts, works
             by_kind.append((of_step, works))

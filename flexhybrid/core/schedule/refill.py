@@ -1,15 +1,14 @@
-"""Who runs in each iteration of a batch: requests leave, and those that wait take their places (continuous batching).
+"""Continuous batching: which requests run in each iteration, as some leave and waiting ones take their places.
 
-A mini-batch keeps its places, its part of every pool, its turn in the stream and its bounds (``Wave.limits``) for as
-long as the batch runs; its members change. A request that joins has its prompt computed on the same pass of the weights
-on which the others decode, as a step of its own behind them, and decodes with them from the next iteration on (CAPTURE
-IV.B forms mini-batches anew at each iteration; here a request stays where its blocks lie). Under policies whose state
-belongs to a whole mini-batch (``joins_singly``), a mini-batch takes new requests when its last one has left.
+A mini-batch keeps its places, its part of every pool, its order in the stream and its limits (``Wave.limits``) while
+the batch runs; its members change. The prompt of a joining request is computed in the same pass of the weights as the
+others' decode, as a step of its own after theirs; it decodes with them from the next iteration on. (CAPTURE IV.B forms
+mini-batches again at each iteration; here a request stays where its blocks are.) Policies with state per mini-batch
+(``joins_singly``) refill a mini-batch when its last request has left.
 
-Where requests take blocks as they need them (``Wave.grows``), a pool may run full before answers end. Then the youngest
-requests of the mini-batch are preempted: their blocks are free again, and they come back when there is room, with the
-tokens that they have as a part of the prompt. The oldest request always has room: alone, each fits its mini-batch's
-part. So it ends some time, and progress is certain.
+If requests take blocks on demand (``Wave.grows``), a pool may run full. The youngest requests of the mini-batch are
+then preempted: their blocks are freed, and they return when there is room, with their tokens as part of the prompt. The
+oldest request is never preempted and fits its part of the pools alone, so it ends.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from flexhybrid.core.schedule.buffer_sizes import (
 )
 from flexhybrid.core.wave import Wave, give_blocks, leave_place, take_blocks_back, trim_blocks
 
-LOOKED_AT = 64  #: waiting requests, at least, among which a mini-batch seeks those that fit it
-MOST_FAILURES = 8  #: requests without room after which it seeks no further
-FIRST_RUN = 4  #: blocks that a request takes beyond its prompt's, and later doubles
+LOOKED_AT = 64  #: #: least waiting requests among which a mini-batch looks for fitting ones
+MOST_FAILURES = 8  #: #: requests without room after which the search stops
+FIRST_RUN = 4  #: #: blocks that a request takes beyond its prompt's; later doubled
 NOBODY = np.zeros(0, dtype=np.int64)
 
 
 def state_of_all(policy: Policy) -> str | None:
-    """Return what of a policy belongs to a whole mini-batch, as a text; None where nothing does."""
+    """Return what of a policy belongs to a whole mini-batch, in words; None without such state."""
     kinds = {representation_of(entry) for entry in policy.cache_entries}
     reasons = (
         (policy.selection.method != "none", f"selection {policy.selection.method}"),
@@ -56,29 +55,30 @@ def state_of_all(policy: Policy) -> str | None:
 
 
 def joins_singly(policy: Policy) -> bool:
-    """Whether a request joins a mini-batch whose others decode; under other policies all of its places are taken at a
-    time."""
+    """Return whether a request may join a decoding mini-batch; otherwise all its places are filled at once."""
     return state_of_all(policy) is None
 
 
 def stores_exactly(policy: Policy) -> bool:
-    """Whether cached blocks hold what was computed, and not fewer bits of it."""
+    """Return whether cached blocks hold full precision."""
     return all(getattr(policy.bits, representation_of(entry), "native") == "native" for entry in policy.cache_entries)
 
 
 def may_grow(policy: Policy) -> bool:
-    """Whether requests take blocks as they need them. A preempted request has its answer so far computed again as a
-    part of the prompt: only without loss are those the tokens that it would have got."""
+    """Return whether requests may take blocks on demand. A preempted request recomputes its answer as part of the
+    prompt, which gives the same tokens only without loss."""
     return joins_singly(policy) and stores_exactly(policy)
 
 
 def may_share(policy: Policy, shape: ModelShape) -> bool:
-    """Whether prompts that begin alike share blocks. A state is that of a whole prompt, not of its beginning."""
+    """Return whether prompts with equal beginnings share blocks. Recurrent layers cannot: their state covers the whole
+    prompt."""
     return joins_singly(policy) and not shape.recurrent
 
 
 def sharing_limit(policy: Policy, shape: ModelShape) -> str | None:
-    """Return, as a sentence without its dot, what prompts that begin alike do not share, and why; None: nothing."""
+    """Return what equal prompt beginnings do not share, and why, as a sentence without its dot; None: they share
+    everything."""
     if shape.recurrent:
         return "prompts that begin alike share nothing: a recurrent layer's state is that of the whole prompt"
     if reason := state_of_all(policy):
@@ -90,22 +90,22 @@ def sharing_limit(policy: Policy, shape: ModelShape) -> str | None:
 
 
 class AnswerLengths:
-    """Expected lengths of answers, from those that have ended. ``longest``: no answer has more tokens. ``earlier``:
-    answers that have ended elsewhere, by tokens."""
+    """Expected answer lengths, learned from answers that have ended. ``longest``: upper limit in tokens. ``earlier``:
+    counts of answers that ended elsewhere, by tokens."""
 
     def __init__(self, share: float, longest: int, earlier: np.ndarray | None = None):
-        self.share = share  #: of what is left of an answer's limit, that is expected before others have ended
-        self.ended = np.zeros(longest + 2, dtype=np.int64)  #: answers that have ended, by their tokens
+        self.share = share  #: #: expected share of an answer's remaining limit, before any has ended
+        self.ended = np.zeros(longest + 2, dtype=np.int64)  #: #: ended answers, by tokens
         if earlier is not None:
             np.add.at(self.ended, np.minimum(np.arange(len(earlier)), longest), earlier)
 
     def end(self, tokens: int) -> None:
-        """Take the length of an answer that has ended."""
+        """Record the length of an ended answer."""
         self.ended[tokens] += 1
 
     def remaining(self, ages: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        """Return how many tokens more are expected of answers that have ``ages`` and end at ``limits`` at the latest:
-        the mean over longer answers that have ended, with one made up of ``share`` beside them."""
+        """Return the expected remaining tokens of answers with ``ages`` tokens and these ``limits``: the mean over
+        longer ended answers, with one of ``share`` added."""
         counts = np.cumsum(self.ended[::-1])[::-1]
         sums = np.cumsum((self.ended * np.arange(len(self.ended)))[::-1])[::-1]
         longer = np.minimum(ages, len(self.ended) - 2) + 1
@@ -113,29 +113,29 @@ class AnswerLengths:
         return np.minimum((sums[longer] - counts[longer] * ages + left) / (counts[longer] + 1), limits - ages)
 
     def halfway(self, prompts: np.ndarray, ages: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        """Return the tokens that requests are expected to cache half-way to their ends: so much they hold together
-        when the next of them end."""
+        """Return the tokens that requests are expected to cache half-way to their ends, about when the next of them
+        end."""
         left = self.remaining(ages, limits)
         tokens = prompts + ages + np.ceil(left / 2).astype(np.int64) + BLOCK_TOKENS
         return np.minimum(tokens, prompts + limits - 1)
 
 
 def shorter(prompts: np.ndarray, tokens: np.ndarray, ordered: bool) -> list[int]:
-    """Return which of some requests may have room where the first has none: those as long have none either.
-    ``ordered``: the shortest comes first; without room for that there is none for any."""
+    """Return which requests may have room although the first has none. ``ordered``: the shortest comes first, so none
+    has."""
     found = np.flatnonzero((prompts < prompts[0]) | (tokens < tokens[0]))
     return (found[np.argsort(tokens[found], kind="stable")] if ordered else found).tolist()
 
 
 def buffers_hold(wave: Wave, cached: np.ndarray, joining: np.ndarray, shared: SharedLengths | None) -> bool:
-    """Return whether the buffers hold a mini-batch until its members have ``cached`` tokens, in whatever order they
-    leave; ``joining``: prompt tokens of those of them that join now (``running_sizes``)."""
+    """Return whether the buffers suffice until the members have ``cached`` tokens, in any order of leaving;
+    ``joining``: prompt tokens of those that join now (``running_sizes``)."""
     return wave.limits.holds(running_sizes(wave, cached, joining, shared))
 
 
 def computed_together(wave: Wave, prompts: np.ndarray, builds: list[list[Build]]) -> bool:
-    """Return whether one step, or the pieces of one prompt, compute ``prompts`` [requests that join] tokens behind what
-    they share, and the iteration beside them the steps ``builds`` that compute this."""
+    """Return whether one step, or pieces of one prompt, can compute ``prompts`` [joining requests] tokens after shared
+    blocks, and the iteration also the steps ``builds`` for these blocks."""
     rows = len(prompts) * longest_piece(wave.policy, prompts)
     in_all = sum(map(padded_rows, builds)) + rows * num_chunks(wave.policy, prompts)
     most = (wave.limits.hidden_rows - wave.workload.num_requests) // len(wave.mini_batches)
@@ -143,20 +143,21 @@ def computed_together(wave: Wave, prompts: np.ndarray, builds: list[list[Build]]
 
 
 class RunningBatch:
-    """The members of a wave's mini-batches, iteration by iteration. Changes the wave's arrays for those who join."""
+    """The members of a wave's mini-batches, iteration by iteration. Changes the wave's arrays for requests that
+    join."""
 
     def __init__(self, wave: Wave):
         self.wave, self.groups = wave, [NOBODY if wave.empty else group for group in wave.mini_batches]
         self.limits = wave.limits
-        self.now = 0  #: the iteration that is laid out
+        self.now = 0  #: #: current iteration
         if wave.queue is None:
             return
         self.queue, self.singly = wave.queue, joins_singly(wave.policy)
         longest = int(wave.queue.workload.max_tokens.max())
         self.answers = AnswerLengths(wave.expected_share, longest, wave.queue.ended)
-        self.not_before: dict[int, int] = {}  #: request that has stepped back -> first iteration of its return
-        self.full = [False] * len(self.groups)  #: of a mini-batch: nobody fits before somebody has left
-        self.num_back = 0  #: times that a request has stepped back
+        self.not_before: dict[int, int] = {}  #: #: preempted request -> first iteration of its return
+        self.full = [False] * len(self.groups)  #: #: mini-batch -> no request fits before one leaves
+        self.num_back = 0  #: #: number of preemptions
         self.sharing = wave.sharing
         self.steering = Steering(wave.sharing.tree) if wave.sharing else None
         if not self.singly:
@@ -166,10 +167,10 @@ class RunningBatch:
     def steps(
         self, iteration: int, stopped: Collection[int]
     ) -> Iterator[tuple[int, int, int, np.ndarray | None, np.ndarray]]:
-        """Yield (mini-batch, ``MiniBatchStep.chunk``, piece of the prompts, shared blocks that are computed, places) of
-        the iteration's steps.
+        """Yield (mini-batch, ``MiniBatchStep.chunk``, piece of the prompts, shared blocks to compute, places) of each
+        step.
 
-        ``stopped``: requests that run no more, or never will.
+        ``stopped``: requests that have ended, or never run.
         """
         members = list(self._members(iteration, stopped))
         builds = self._builds(members) if self.wave.sharing else {}
@@ -188,14 +189,13 @@ class RunningBatch:
                 yield from ((k, first + piece, piece, None, joining) for piece in range(pieces))
 
     def _builds(self, members) -> dict[int, list[tuple[int, list[Build]]]]:
-        """Return by mini-batch the steps that compute shared blocks, numbered in an order in which each finds what it
-        needs."""
+        """Return the steps that compute shared blocks by mini-batch, each after the blocks that it needs."""
         sharing, steps = self.wave.shared, []
         builds = sharing.take_builds({place for _, _, joining in members for place in joining.tolist()})
         for k, _, joining in members if sharing.exact else ():
             places = set(joining.tolist())
             for step in build_steps([b for b in builds if b.place in places], self.wave.policy.max_mini_batch_tokens):
-                together = self.limits is None or self.limits.holds(build_sizes(self.wave, step))
+                together = self.wave.queue is None or self.limits.holds(build_sizes(self.wave, step))
                 steps += [(k, step)] if together else [(k, [build]) for build in step]
         numbered: dict[int, list] = {}
         for chunk, (k, step) in enumerate(sorted(steps, key=lambda step: step[1][0].level)):
@@ -206,7 +206,7 @@ class RunningBatch:
         return numbered
 
     def _members(self, iteration: int, stopped: Collection[int]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield each mini-batch with the places that decode and those whose prompts are computed."""
+        """Yield each mini-batch with its decoding places and those whose prompts are computed."""
         wave = self.wave
         for k, group in enumerate(self.groups):
             running = group[wave.workload.max_tokens[group] > iteration - wave.joined[group]]
@@ -216,13 +216,13 @@ class RunningBatch:
             if wave.queue is not None:
                 running, joining = self._change(k, iteration, running, stopped)
             self.groups[k] = np.concatenate([running, joining])
-            ages = iteration - wave.joined[self.groups[k]]  # below 0 where a prediction knows who will join
+            ages = iteration - wave.joined[self.groups[k]]  # # negative if a prediction knows which requests will join
             yield k, self.groups[k][ages > 0], self.groups[k][ages == 0]
 
     # ---- who leaves
 
     def _change(self, k: int, iteration: int, running: np.ndarray, stopped) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places of mini-batch ``k`` that run on, and those that are taken now."""
+        """Return the places of mini-batch ``k`` that run on, and those that are filled now."""
         wave, group, self.now = self.wave, self.groups[k], iteration
         left = np.setdiff1d(group, running) if len(running) < len(group) else NOBODY
         for place in left.tolist():
@@ -239,8 +239,7 @@ class RunningBatch:
         return running, self._join(k, iteration, running, stopped)
 
     def _sampled(self, place: int, iteration: int) -> int:
-        """Return how many tokens the request in a place has got before this iteration, with those before it stepped
-        back."""
+        """Return how many tokens the request in a place has, including those from before a preemption."""
         given = self.queue.given.get(int(self.wave.request[place]), 0)
         return given + iteration - int(self.wave.joined[place])
 
@@ -252,12 +251,12 @@ class RunningBatch:
             self.sharing.tree.forget(request)
 
     def _grow(self, k: int, iteration: int, running: np.ndarray) -> np.ndarray:
-        """Give each request the blocks of its next token; return the places that run on. Without room all first give up
-        what they hold for later tokens; then the youngest requests step back."""
+        """Give each request the blocks of its next token; return the places that run on. Without room, first free
+        blocks held in advance, then preempt the youngest requests."""
         wave, workload = self.wave, self.wave.workload
 
         def blocks(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            """Those that they need, and those that they have: [places, pool]."""
+            """Return the needed and the held blocks: [places, pool]."""
             context = workload.prompt_tokens[places] + iteration - wave.joined[places]
             have = np.stack([wave.num_blocks[pool.name][places] for pool in wave.pools], axis=1)
             return wave.own_blocks(places, context), have
@@ -268,7 +267,7 @@ class RunningBatch:
         need, have = blocks(running)
         lengths = workload.prompt_tokens, workload.cached_tokens
         prompts, at_most = (wave.own_blocks(running, tokens[running]) for tokens in lengths)
-        run = np.maximum(have - prompts, FIRST_RUN)  # as much as it has grown by so far
+        run = np.maximum(have - prompts, FIRST_RUN)  # # as much as it has grown so far
         wanted = np.where(need > have, np.clip(have + run, need, at_most), have)
         for index in np.flatnonzero((need > have).any(axis=1)).tolist():
             while index < len(running):
@@ -279,7 +278,7 @@ class RunningBatch:
         return np.sort(running)
 
     def _give(self, k: int, place: int, wanted: list[int], need: list[int]) -> bool:
-        """Give a request ``wanted`` blocks of each pool, or at least those that it needs; False without room."""
+        """Give a request ``wanted`` blocks of each pool, or at least its need; return False without room."""
         counts, pools = [], self.wave.blocks[k].pools
         for pool, most, least in zip(self.wave.pools, wanted, need, strict=True):
             held = int(self.wave.num_blocks[pool.name][place])
@@ -291,8 +290,7 @@ class RunningBatch:
         return True
 
     def _trim(self, k: int, running: np.ndarray, need: np.ndarray) -> bool:
-        """Take the blocks back that the requests of a mini-batch hold beyond ``need`` [places, pool]; return whether
-        that were any."""
+        """Free blocks of a mini-batch's requests beyond ``need`` [places, pool]; return whether there were any."""
         held = np.stack([self.wave.num_blocks[pool.name][running] for pool in self.wave.pools], axis=1)
         beyond = np.flatnonzero((held > need[: len(running)]).any(axis=1))
         for index in beyond.tolist():
@@ -300,12 +298,11 @@ class RunningBatch:
         return bool(len(beyond))
 
     def _step_back(self, k: int, iteration: int, running: np.ndarray) -> np.ndarray:
-        """Let the youngest request, the last one, give its blocks back and wait again, before all others; return the
-        rest."""
+        """Preempt the last, youngest request: free its blocks and queue it first; return the others."""
         wave, place = self.wave, int(running[-1])
         request = int(wave.request[place])
         self.queue.put_back(request, self._sampled(place, iteration))
-        self.not_before[request] = iteration + 1  # its last token is known then
+        self.not_before[request] = iteration + 1  # # its last token is known by then
         self.num_back += 1
         self.full = [False] * len(self.groups)  # another mini-batch may have room for it
         leave_place(wave, k, place)
@@ -314,11 +311,10 @@ class RunningBatch:
     # ---- who joins
 
     def _join(self, k: int, iteration: int, running: np.ndarray, stopped) -> np.ndarray:
-        """Give free places of mini-batch ``k`` to waiting requests, in their order; return these places.
+        """Give free places of mini-batch ``k`` to waiting requests, in order; return these places.
 
-        As many as there are places are tried together, then half of them, and so on: to weigh one is as much work as
-        to weigh a hundred. How many there is room for is bisected: ``too_many`` of the next ones have been weighed
-        together, after those that join, and there was no room.
+        Requests are checked together, because checking 100 costs as much as checking one: all that have places, then
+        half of them, and so on. ``too_many``: the last count that did not fit.
         """
         wave, queue = self.wave, self.queue
         free = np.setdiff1d(wave.mini_batches[k], running)
@@ -381,7 +377,7 @@ class RunningBatch:
         return np.array([len(self.sharing.tree.shared(request)) * BLOCK_TOKENS for request in requests])
 
     def _enter(self, places: np.ndarray, requests: list[int], iteration: int) -> dict[str, np.ndarray]:
-        """Write requests to places; return what the arrays over places held there."""
+        """Write requests to places; return the previous contents of the arrays over places."""
         arrays, lengths = self._arrays(), self.queue.workload
         before = {name: array[places] for name, array in arrays.items()}
         recomputed = self._recomputed(requests)
@@ -395,7 +391,7 @@ class RunningBatch:
         return before
 
     def _recomputed(self, requests: list[int]) -> np.ndarray:
-        """Return how many tokens of answers are computed anew as a part of the prompts, [requests]."""
+        """Return how many answer tokens are recomputed as part of the prompts, [requests]."""
         given = self.queue.given
         if not given:  # mostly
             return np.zeros(len(requests), dtype=np.int64)
@@ -409,14 +405,14 @@ class RunningBatch:
             array[places] = before[name]
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays over places that say who is there."""
+        """Return the arrays over places that identify their requests."""
         wave = self.wave
         lengths = {"prompt": wave.workload.prompt_tokens, "max": wave.workload.max_tokens}
         return lengths | {"joined": wave.joined, "request": wave.request}
 
     def _has_room(self, k: int, running: np.ndarray, joining: np.ndarray) -> bool:
-        """Whether the buffers hold a mini-batch with these members until the last of them ends; and where requests take
-        blocks as they need them, whether its pools do, until half of what is expected of them has come."""
+        """Return whether the buffers suffice for a mini-batch with these members until the last one ends; with blocks
+        on demand, whether its pools suffice until half of the expected tokens have come."""
         wave, lengths = self.wave, self.wave.workload
         group = np.concatenate([running, joining])
         if not self.singly:
@@ -440,13 +436,13 @@ class RunningBatch:
         return kept_tokens(self.wave.policy.selection, lengths.prompt_tokens, cached, cached)
 
     def _prefills(self, joining: np.ndarray) -> bool:
-        """Whether one step, or the pieces of one prompt, compute these prompts."""
+        """Return whether one step, or pieces of one prompt, can compute these prompts."""
         wave = self.wave
         prompts = wave.workload.prompt_tokens[joining] - wave.skipped_tokens(joining)
         return computed_together(wave, prompts, first_builds(wave, joining) if self.sharing else [])
 
     def _reserve(self, k: int, places: np.ndarray) -> int:
-        """Give requests that join their blocks, in turn; return how many of them there is room for."""
+        """Give joining requests their blocks, in order; return how many have room."""
         wave, lengths = self.wave, self.wave.workload
         prompts, cached = lengths.prompt_tokens[places], lengths.cached_tokens[places]
         if wave.grows:
@@ -462,7 +458,7 @@ class RunningBatch:
         for count, place in enumerate(places.tolist()):
             if not self._give(k, place, wanted[count].tolist(), need[count].tolist()):
                 return count
-            if wave.whole:  # under a selection, which takes a prompt whole
+            if wave.whole:  # # under a selection, which computes a prompt whole
                 of_all = wave.entries.most_blocks(prompts[count], cached[count])
                 if not wave.whole.blocks[k].has_room(dict(zip(wave.entries.names, of_all.tolist(), strict=True))):
                     take_blocks_back(wave, k, place)

@@ -1,7 +1,7 @@
-"""The work of each verb in a step, from the sums of what the step reads, computes and stores.
+"""The work of each verb in a step, from sums over what the step reads, computes and stores.
 
-``StepCounts`` are those sums: numbers for one ``MiniBatchStep``, or arrays with one element a policy.
-Both clocks take their work from ``step_work``.
+``StepCounts`` holds these sums: numbers for one ``MiniBatchStep``, or arrays with one element per policy. Both clocks
+take their work from ``step_work``.
 """
 
 from dataclasses import dataclass
@@ -17,42 +17,42 @@ from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.schedule.steps import Common, MiniBatchStep
 from flexhybrid.core.task import Work
 
-Count = float | np.ndarray  #: a number, or an array with an element a candidate
+Count = float | np.ndarray  #: #: a number, or an array over candidates
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """The sums of a step that its work depends on; numbers, or arrays of one shape. Absent keys mean none."""
+    """Sums over a step; numbers, or arrays of one shape. Absent keys mean none."""
 
     prefill: bool
     batch: Count
     width: Count  #: new tokens of the longest request
     context: Count  #: columns of cached keys and values in the attention buffer
-    blocks: dict[StoredCopy, Count]  #: blocks of each part that the step reads, over all requests
-    copies: dict[StoredCopy, Count]  #: runs of blocks that lie apart
-    stored: dict[StoredCopy, Count]  #: new rows of each part, over all requests
-    recomputed: Count = 0  #: tokens of the recomputed prefix, of the longest request
-    selected: Count | None = None  #: tokens of a request that a speculative selection fetches; None: all
-    in_place: Count | None = None  #: tokens of all requests, which attention reads where they lie; None: assembled
-    common: Count = 0  #: tokens that requests share, each once
-    common_reads: Count = 0  #: how many of them each request attends to, over all requests
-    chunk: bool = False  #: of prompts, behind what is cached: the device attends
-    window: int | None = None  #: of the layer; ``context``, ``blocks`` and ``in_place`` have what lies in it alone
+    blocks: dict[StoredCopy, Count]  #: #: blocks of each part that the step reads, all requests
+    copies: dict[StoredCopy, Count]  #: #: contiguous runs of blocks
+    stored: dict[StoredCopy, Count]  #: #: new rows of each part, all requests
+    recomputed: Count = 0  #: #: the longest request's tokens of a recomputed prefix
+    selected: Count | None = None  #: #: tokens that a speculative selection fetches per request; None: all
+    in_place: Count | None = None  #: #: tokens that attention reads in place, all requests; None: assembled
+    common: Count = 0  #: #: shared tokens, each counted once
+    common_reads: Count = 0  #: #: shared tokens that each request attends to, summed over requests
+    chunk: bool = False  #: #: prompt steps after cached tokens: the device attends
+    window: int | None = None  #: #: of the layer; ``context``, ``blocks``, ``in_place`` count what is in it
 
 
-#: Queries a key head from which on requests attend together to what they share; below, where keys are read where they
-#: lie, each attends to it by itself.
+#: #: Queries per key head from which requests attend together to shared tokens in place; below, each request attends
+#: alone.
 LEAST_QUERIES = 8
 
 
 def commons_together(step: MiniBatchStep, wave) -> tuple[Common, ...]:
-    """The shared blocks of a step to which requests attend together."""
+    """Return the shared blocks of a step to which requests attend together."""
     least = LEAST_QUERIES / wave.shape.queries_per_key if step.in_place else 0
     return tuple(common for common in step.commons if common.rows.shape[1] >= least)
 
 
 def counts_of(step: MiniBatchStep, wave) -> StepCounts:
-    """The sums of one step of a ``plan.Wave``, in the layers that it is of."""
+    """Return the sums of a ``plan.Wave``'s step, in the kind of layers that it is for."""
     policy, blocks, copies = wave.policy, {}, {}
     for segment in step.segments:
         if segment.max_tokens:
@@ -76,7 +76,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         own = sum(int(segment.num_tokens.sum()) for segment in step.segments) + len(step.requests)
         own += 0 if step.recomputed is None else int(step.recomputed.sum())
         in_place = own + sum(common.rows.size * common.tokens for common in step.commons) - common_reads
-        if window is not None and step.commons:  # each request attends to what it sees of them by itself
+        if window is not None and step.commons:  # # each request attends alone to the shared tokens that it sees
             in_place = int(np.minimum(step.context + 1, window).sum())
     return StepCounts(
         prefill=step.prefill,
@@ -97,10 +97,10 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
 
 
 def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts, whole: bool) -> dict[str, Work]:
-    """The work of each verb of a step in one layer; a verb without work is absent. Layers of a shape have one kind of
-    weights (``ModelShape.of_weights``).
+    """Return the work of each verb of a step in a layer; verbs without work are absent. Layers of a shape have one kind
+    of weights (``ModelShape.of_weights``).
 
-    ``whole``: in one of the layers in which a speculative selection looks at all tokens.
+    ``whole``: in a layer in which a speculative selection looks at all tokens.
     """
     p = stored.compute
     rows = c.batch * c.width + (0 if c.prefill else c.batch * c.recomputed)
@@ -155,21 +155,21 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
     return works
 
 
-#: Verbs of a layer that does not attend.
+#: #: Verbs of a layer without attention.
 STATE_VERBS = ("embed", "dequantize_weights", "load_hidden", "finish", "store_hidden", "head", "sample", "store_out")
 
 
-#: Verbs that store new keys and values, or what they are recomputed from.
+#: #: Verbs that store new keys and values, or what they are recomputed from.
 STORING = ("quantize", "store_kv", "store_act", "scatter", "scatter_device", "write_kv", "write_act")
 
 
 def work_of_kind(
     shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts, whole: bool, kind: LayerKind
 ) -> dict[str, Work]:
-    """``step_work`` of a kind of layer.
+    """Return ``step_work`` of a kind of layer.
 
-    A layer that borrows them stores none; it loads, or recomputes, those of the layer that made them. Of a layer with a
-    state a prompt begins with none: nothing is loaded for it. A layer that does not attend is computed at once.
+    A layer that borrows keys and values stores none, and loads or recomputes the lender's. A prompt loads no state. A
+    layer without attention is computed at once.
     """
     works = step_work(shape, policy, stored, c, whole)
     if kind.borrows:
@@ -189,8 +189,8 @@ def work_of_kind(
 
 
 def _host_works(shape: ModelShape, p: int, c: StepCounts) -> dict[str, Work]:
-    """A decode step's attention on the host, and what it takes there and back. In a window each request reads what it
-    sees of shared tokens by itself."""
+    """Return the work of a decode step's attention on the host, transfers included. In a window each request reads the
+    shared tokens that it sees alone."""
     seen, shared = c.context + 1, (c.common, c.common_reads)
     if c.window is not None:
         seen, shared = _at_most(seen + c.common_reads / c.batch, c.window), (0, 0)
@@ -205,12 +205,12 @@ def _host_works(shape: ModelShape, p: int, c: StepCounts) -> dict[str, Work]:
 
 
 def recomputed_rows(c: StepCounts) -> Count:
-    """Rows of ACT from which a step that looks at all tokens recomputes keys and values."""
+    """Return the ACT rows from which a step that looks at all tokens recomputes keys and values."""
     return BLOCK_TOKENS * sum(count for part, count in c.blocks.items() if part.representation == "act")
 
 
 def _attend_works(shape: ModelShape, p: int, c: StepCounts, attended: Count) -> dict[str, Work]:
-    """Attention over ``attended`` columns of each request, and over what requests share."""
+    """Return attention over ``attended`` columns of each request, and over shared tokens."""
     shared = work.attend_shared(shape, p, c.width, c.common, c.common_reads)
     if c.in_place is not None:
         works = {"attend": work.attend_decode(shape, p, 1, c.in_place)}
@@ -225,7 +225,8 @@ def _attend_works(shape: ModelShape, p: int, c: StepCounts, attended: Count) -> 
 
 
 def _selected_of(c: StepCounts) -> dict[str, Count]:
-    """Tokens of a request that a selection is expected to fetch, by representation, in proportion to the context's."""
+    """Return the tokens of a request that a selection is expected to fetch, by representation, in the context's
+    proportions."""
     if c.selected is None:
         raise ValueError("this step selects no tokens")
     blocks = {r: sum(n for part, n in c.blocks.items() if part.representation == r) for r in ("act", "kv")}
@@ -236,7 +237,7 @@ def _selected_of(c: StepCounts) -> dict[str, Count]:
 
 
 def _gather_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
-    """The selected tokens' rows, gathered on the host and loaded."""
+    """Return the work of gathering the selected rows on the host and loading them."""
     rows = {representation: c.batch * tokens for representation, tokens in _selected_of(c).items()}
     works = {"gather": work.scatter_rows(shape, stored.kv, stored.act, rows.get("kv", 0), rows.get("act", 0))}
     widths = {"kv": (shape.kv_width, stored.kv), "act": (shape.act_width, stored.act)}
@@ -249,7 +250,7 @@ def _gather_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dic
 
 
 def _at_least(value, least):
-    """The larger, for a number or an array; a number stays a plain one."""
+    """Return the larger; numbers stay plain numbers."""
     return np.maximum(value, least) if isinstance(value, np.ndarray) else max(value, least)
 
 
@@ -259,7 +260,7 @@ def _at_most(value, most):
 
 
 def _any(count) -> bool:
-    """np.any, which takes a number as long as all else that is done with it."""
+    """Return np.any, which is slow, of numbers or arrays."""
     return bool(count.any()) if isinstance(count, np.ndarray) else bool(count)
 
 
@@ -283,9 +284,8 @@ def _load_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dict[
 
 
 def _store_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
-    """New rows: quantised, to the host's strip, from there to host blocks or the disk; or to device blocks. Those of a
-    decode step with attention on the host come with the query: attention writes them to host blocks, or to the strip.
-    """
+    """Return the work of storing new rows: quantized, then to the host's strip and its blocks or the disk; or to device
+    blocks. In a decode step with attention on the host, rows come with the query, and attention writes them."""
     works = {}
     of_element, width = {"act": stored.act, "kv": stored.kv}, {"act": shape.act_width, "kv": shape.kv_width}
 

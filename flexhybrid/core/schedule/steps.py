@@ -83,20 +83,20 @@ class Segment(CopyPart):
 
     @cached_property
     def in_line(self) -> bool:
-        """Whether its buffer holds the requests' blocks one after the other, without padding: ACT, from which keys and
-        values are recomputed in one product. Elsewhere the buffer is a grid with a row for each request."""
+        """Return whether the buffer holds the requests' blocks contiguously, without padding (ACT, recomputed in one
+        product). Otherwise it is a grid with a row per request."""
         return self.representation == "act" and self.moved_blocks.min() < self.moved_blocks.max()
 
     @cached_property
     def runs(self) -> tuple[BlockRun, ...]:
-        """Where the blocks lie that a step reads, merged over neighbouring requests that are alike."""
+        """Return where the step's blocks are, merged over equal neighbouring requests."""
         table = self.block_table
         return block_runs(table, np.array([table.size]) if self.in_line else self.moved_blocks)
 
     @cached_property
     def block_table(self) -> np.ndarray:
-        """The physical block of each of its buffer's: [1, blocks] in line, else [B, columns]. There padding repeats a
-        request's last block; of a request that has none it is block 0."""
+        """Return the physical block for each buffer block: [1, blocks] if contiguous, else [B, columns]. Padding
+        repeats a request's last block, or is block 0."""
         start, count = self.start_block[:, None], self.moved_blocks[:, None]
         columns = np.arange(int(count.max()))
         column = np.minimum(columns, np.maximum(count - 1, 0))
@@ -106,7 +106,7 @@ class Segment(CopyPart):
 
     @cached_property
     def buffer_table(self) -> np.ndarray:
-        """[B, columns]: the place in its buffer of each request's blocks. Padding repeats the last."""
+        """[B, columns]: the buffer place of each request's blocks. Padding repeats the last."""
         count = self.moved_blocks[:, None]
         columns = np.arange(int(count.max()))
         if not self.in_line:
@@ -116,10 +116,10 @@ class Segment(CopyPart):
 
 
 def block_runs(table: np.ndarray, counts: np.ndarray) -> tuple[BlockRun, ...]:
-    """Runs of the first ``counts`` [B] blocks of each row of a table [B, columns]."""
+    """Return the runs of the first ``counts`` [B] blocks of each row of a table [B, columns]."""
     begins = np.arange(table.shape[1]) < counts[:, None]
     begins[:, 1:] &= table[:, 1:] != table[:, :-1] + 1
-    column, row = np.nonzero(begins.T)  # by columns: the first runs of requests that are alike come one after the other
+    column, row = np.nonzero(begins.T)  # # by columns, so that equal requests have adjacent first runs
     order = np.lexsort((column, row))
     begin, owner = column[order], row[order]
     end = np.where(np.append(owner[1:] == owner[:-1], False), np.append(begin[1:], 0), counts[owner])
@@ -149,19 +149,19 @@ class Store(CopyPart):
     rows: np.ndarray
     blocks: np.ndarray
     offsets: np.ndarray
-    places: np.ndarray  #: of each row, in tokens, among all the blocks that its request holds of the entry
-    held: np.ndarray  #: [B, most]: those blocks, in order
-    own: bool = True  #: whether some of the blocks are those of a single request
-    shared: bool = False  #: whether some are those that several share
+    places: np.ndarray  #: #: of each row, in tokens, over the request's blocks of the entry
+    held: np.ndarray  #: #: [B, most]: these blocks, in order
+    own: bool = True  #: #: some blocks belong to a single request
+    shared: bool = False  #: #: some blocks are shared
 
     def block_at(self, requests: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return the physical blocks of places (in tokens) of these requests of the step."""
+        """Return the physical blocks of places (in tokens) of these requests."""
         return self.held[requests, places // BLOCK_TOKENS]
 
 
 @dataclass(frozen=True)
 class Common:
-    """Blocks [first, last) of prompts that begin alike. Of g such beginnings, m requests of the step have each."""
+    """Blocks [first, last) of equal prompt beginnings: g beginnings, each shared by m requests of the step."""
 
     rows: np.ndarray  #: [g, m] rows of the step
     first: int
@@ -175,39 +175,39 @@ class Common:
 
 @dataclass(frozen=True)
 class MiniBatchStep:
-    """What one mini-batch does in one iteration; the same for all layers that keep as many tokens.
+    """What one mini-batch does in one iteration; the same for all layers that keep the same number of tokens.
 
-    New tokens form a grid [B, width], right-padded; row b·width + t. The attention buffer of a decode step is
-    [segment | segment | … | recomputed prefix | new], each as wide as its longest request. Behind it lie the keys and
-    values of the blocks that requests share (``commons``).
+    New tokens form a right-padded grid [B, width], row b·width + t. The attention buffer of a decode step is [segment |
+    segment | … | recomputed prefix | new], each part padded to its longest request. Keys and values of shared blocks
+    (``commons``) follow.
     """
 
     iteration: int
     mini_batch: int
     requests: np.ndarray  #: [B] places in the wave
-    queued: np.ndarray  #: [B] indices of the requests in these places, in the queue
+    queued: np.ndarray  #: #: [B] the requests' indices in the queue
     context: np.ndarray  #: [B] tokens cached before this iteration
     new_tokens: np.ndarray  #: [B]
-    most_kept: np.ndarray  #: [B] tokens that the selection ever keeps of each request
+    most_kept: np.ndarray  #: #: [B] tokens of each request that the selection keeps
     segments: tuple[Segment, ...]
     stores: tuple[Store, ...]
-    recomputed: np.ndarray | None = None  #: [B] leading tokens kept as ids alone; None where there are none
-    #: which of the mini-batch's steps in this iteration: pieces of its prompts; of later iterations the decode (0) and,
-    #: from 1 on, pieces of the prompts of those who join it
+    recomputed: np.ndarray | None = None  #: #: [B] leading tokens kept as ids alone; None: none
+    #: #: the mini-batch's step in this iteration: a piece of its prompts; in later iterations the decode is 0, and
+    #: pieces of joining prompts count from 1
     chunk: int = 0
     last: bool = True  #: the prompt's last piece, or a decode step: a token is sampled
-    whole: bool = False  #: of layers that keep all tokens although the others do not
-    begins: bool = False  #: the first piece of its requests' prompts
-    joins: bool = False  #: likewise, of requests that took their places while the batch runs
+    whole: bool = False  #: #: of layers that keep all tokens although others do not
+    begins: bool = False  #: #: the first piece of its requests' prompts
+    joins: bool = False  #: #: the same, of requests that joined the running batch
     commons: tuple[Common, ...] = ()
-    builds: bool = False  #: it computes shared blocks, and what it stores goes there
-    decodes: bool = False  #: one new token of each request, behind its whole prompt
-    in_place: bool = False  #: it decodes, and reads keys and values where they lie
-    window: int | None = None  #: of layers with such a window: segments hold what some new token sees; None: all
+    builds: bool = False  #: #: it computes shared blocks and stores into them
+    decodes: bool = False  #: #: one new token of each request, after its whole prompt
+    in_place: bool = False  #: #: it decodes, reading keys and values in place
+    window: int | None = None  #: #: of layers with this window, whose segments hold the tokens in sight; None: all
 
     @cached_property
     def prefill(self) -> bool:
-        """Nothing is cached yet: the new tokens are a prompt and attend to themselves alone."""
+        """Return whether nothing is cached: the new tokens are a prompt that attends to itself alone."""
         return not self.context.any()
 
     @cached_property
@@ -224,7 +224,7 @@ class MiniBatchStep:
 
     @property
     def computed_width(self) -> int:
-        """Tokens of a request that pass through the layers, padded: a recomputed prefix, then the new ones."""
+        """Return the padded tokens of a request that pass through the layers: recomputed prefix, then new ones."""
         return self.recomputed_width + self.width
 
     @cached_property
@@ -233,7 +233,7 @@ class MiniBatchStep:
         return sum(segment.max_tokens for segment in self.segments) + self.computed_width
 
     def of(self, representation: str) -> tuple[Segment, ...]:
-        """The segments of "kv" or "act" that have tokens, and behind them those that requests share."""
+        """Return the segments of "kv" or "act" that have tokens, then the shared ones."""
         return self._by_representation[representation]
 
     @cached_property
@@ -261,14 +261,14 @@ def make_step(
     built: np.ndarray | None = None,
     window: int | None = None,
 ) -> MiniBatchStep:
-    """The step of the given (still running) requests of a ``plan.Wave``'s mini-batch. O(B) numpy work.
+    """Make the step of the still running requests of a ``plan.Wave``'s mini-batch; O(B) numpy work.
 
-    ``chunk``: see ``MiniBatchStep``; ``piece``: which piece of their prompts it is (None: the chunk). ``built``
-    [B, 2]: instead, it computes these shared blocks [first, last) of their prompts. ``window``: in layers that have it;
-    what no new token of a request sees is not read, and what no later one will see is not stored.
+    ``chunk``: see ``MiniBatchStep``; ``piece``: of the prompts (None: the chunk). ``built`` [B, 2]: compute these
+    shared blocks [first, last) instead. ``window``: for layers that have it; tokens out of sight of all new tokens are
+    not read, tokens out of sight of all later ones not stored.
     """
     prompts, last = wave.workload.prompt_tokens[requests], True
-    age, depth = iteration - wave.joined[requests], wave.shared_blocks(requests)  # blocks that others have too
+    age, depth = iteration - wave.joined[requests], wave.shared_blocks(requests)  # # shared blocks
     if built is not None:
         depth = built[:, 0]
     elif not age[0]:
@@ -291,7 +291,7 @@ def make_step(
     before, held_from = entries.dropped_blocks(kept, window), np.zeros(len(entries.names), np.int64)
     if wave.sharing is not None:
         held_from = entries.dealt(depth)
-        before = np.maximum(before, held_from)  # what is shared is never dropped
+        before = np.maximum(before, held_from)  # # shared blocks are never dropped
     stored = entries.stored(kept)
     tokens_by_entry = stored - before * BLOCK_TOKENS
     segments: list[Segment] = []
@@ -305,7 +305,7 @@ def make_step(
     commons = () if wave.sharing is None else _known_commons(wave, mini_batch, requests, depth)
     decodes = bool(age[0]) and built is None
     by_blocks = decodes and wave.policy.attention == "host" and not wave.policy.attends_from_disk
-    if window and commons and not by_blocks:  # the host finds those of its own memory by itself
+    if window and commons and not by_blocks:  # # the host finds its own blocks
         commons = _commons_in_window(wave.entries, commons, context, window)
     begins = bool(not age[0] and (built is not None or context[0] == shared[0]))
     return MiniBatchStep(
@@ -332,7 +332,7 @@ def make_step(
 
 
 def _commons_in_window(entries: BlockEntries, commons: tuple[Common, ...], context, window: int) -> tuple[Common, ...]:
-    """What is left of shared blocks where those that no new token sees are left out. ``context``: [B]."""
+    """Drop shared blocks that are outside every new token's window. ``context``: [B]."""
     left = []
     for common in commons:
         seen_from = int(np.maximum(context[common.rows].min() + 1 - window, 0)) // BLOCK_TOKENS
@@ -351,7 +351,7 @@ def _commons_in_window(entries: BlockEntries, commons: tuple[Common, ...], conte
 
 
 def _known_commons(wave, mini_batch: int, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...]:
-    """``_commons``, which stay those of the mini-batch's step before as long as its members share the same blocks."""
+    """Return ``_commons``, cached while the members of a mini-batch share the same blocks."""
     key = requests.tobytes(), depth.tobytes(), wave.shared.table[requests, : int(depth.max())].tobytes()
     known = wave.shared.commons.get(mini_batch)
     if known is None or known[0] != key:
@@ -360,7 +360,7 @@ def _known_commons(wave, mini_batch: int, requests: np.ndarray, depth: np.ndarra
 
 
 def _commons(wave, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...]:
-    """What some of the step's requests share of their first ``depth`` [B] blocks, each block once."""
+    """Return what requests of the step share of their first ``depth`` [B] blocks, each block once."""
     table, alike = wave.shared.table[requests], {}
     for first, last, rows in shared_runs(table, depth):
         alike.setdefault((first, last, len(rows)), []).append(rows)
@@ -381,13 +381,13 @@ def _commons(wave, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...
 
 
 def held_blocks(wave, pool: str, requests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the blocks that requests of a wave hold of a pool, in order, [B, most], padded; and how many, [B]."""
+    """Return the blocks that requests hold of a pool, in order and padded: [B, most]; and their counts [B]."""
     counts = wave.num_blocks[pool][requests]
     return wave.tables[pool][requests, : max(1, int(counts.max()))], counts
 
 
 class HeldTokens(NamedTuple):
-    """What requests of a step hold of an entry: see ``Segment``."""
+    """The blocks of an entry that requests of a step hold: see ``Segment``."""
 
     held: np.ndarray
     held_from: np.ndarray
@@ -396,9 +396,9 @@ class HeldTokens(NamedTuple):
 
 
 def _segments(wave, mini_batch: int, entry: str, extent: HeldTokens, tokens) -> list[Segment]:
-    """One segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV.
+    """Return one segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV.
 
-    The split is that of the whole mini-batch, whoever has left: fewer requests could want more ACT than its buffer has.
+    The split stays that of the whole mini-batch: with fewer requests more ACT might be best than its buffer holds.
     """
     held, held_from, dropped, reserved = extent
     leading = {"act": (tokens, dropped), "kv": (tokens, dropped)}
@@ -423,8 +423,8 @@ def _segments(wave, mini_batch: int, entry: str, extent: HeldTokens, tokens) -> 
 
 
 def _stores(wave, requests, lengths, holdings, window) -> tuple[Store, ...]:
-    """Where new tokens go. ``lengths``: tokens cached before, new ones, and what the former stored (None: not known);
-    ``holdings``: ``held_blocks`` of each entry."""
+    """Return where new tokens go. ``lengths``: tokens cached before, new tokens, and where the former went (None: not
+    known); ``holdings``: ``held_blocks`` of each entry."""
     context, new_tokens, token_index = lengths
     width = int(new_tokens.max())
     if width == 1:
@@ -433,24 +433,24 @@ def _stores(wave, requests, lengths, holdings, window) -> tuple[Store, ...]:
         batch_row = np.repeat(np.arange(len(requests)), new_tokens)
         within = np.arange(len(batch_row)) - np.repeat(np.cumsum(new_tokens) - new_tokens, new_tokens)
         positions = context[batch_row] + within
-    if limits_cache(wave.policy.selection):  # the newest take the places of those that are dropped
+    if limits_cache(wave.policy.selection):  # # the newest replace the dropped ones
         lengths = wave.workload.prompt_tokens[requests], context + new_tokens, wave.workload.cached_tokens[requests]
         kept = kept_tokens(wave.policy.selection, *lengths)
         positions = positions % kept[batch_row]
         fresh = within >= (new_tokens - kept)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
-    if wave.entries.tok_share or window and width > 1:  # the leading tokens will be recomputed, or nobody sees them
+    if wave.entries.tok_share or window and width > 1:  # # recomputed leading tokens, or out of sight
         first = wave.entries.first_stored(context + new_tokens, window)
         fresh = positions >= first[batch_row]
-        if wave.sharing is not None:  # others see what is shared
+        if wave.sharing is not None:  # # shared blocks are read by other requests
             fresh |= positions < (wave.shared.depth[requests] * BLOCK_TOKENS)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
-    if wave.sharing is not None and width > 1:  # what others have stored is there
+    if wave.sharing is not None and width > 1:  # # already stored by another request
         fresh = positions >= (wave.shared.stored_before[requests] * BLOCK_TOKENS)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
     entry_index = wave.entries.entry_of(positions)
     if token_index is None or positions is not context:
-        token_index = wave.entries.stored(positions)  # tokens of each entry that came before, dropped ones included
+        token_index = wave.entries.stored(positions)  # # earlier tokens of each entry, dropped ones included
     stores, shared, own_from = [], np.zeros(0, dtype=bool), np.zeros(0, dtype=np.int64)
     if wave.sharing is not None:
         shared = positions < (wave.shared.depth[requests] * BLOCK_TOKENS)[batch_row]
@@ -466,7 +466,7 @@ def _stores(wave, requests, lengths, holdings, window) -> tuple[Store, ...]:
         places = index % (np.maximum(counts[row], 1) * BLOCK_TOKENS)
         blocks, offsets = held[row, places // BLOCK_TOKENS], places % BLOCK_TOKENS
         if wave.sharing is not None and (is_shared := shared[chosen]).any():
-            # A row of the table has all blocks of its request, whatever their entry.
+            # # A row of the table has all blocks of its request, of every entry.
             at, kinds = chosen[is_shared], (not is_shared.all(), True)
             blocks[is_shared] = wave.shared.table[requests[batch_row[at]], positions[at] // BLOCK_TOKENS]
         for part in stored_copies(entry):

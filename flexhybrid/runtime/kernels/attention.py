@@ -27,7 +27,7 @@ Weighed = tuple[torch.Tensor, torch.Tensor]
 
 
 class ScoreRule(NamedTuple):
-    """What becomes of q·k before the softmax: ``core.model.attention.AttentionKind`` with its numbers."""
+    """What becomes of q·k before the softmax: ``AttentionKind`` with its numbers."""
 
     scaling: float
     softcap: float | None = None

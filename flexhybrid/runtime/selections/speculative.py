@@ -3,7 +3,7 @@
 In the decode the attention input of layer i - 1 times the partial query weights of layer i guesses the queries, and
 these times the partial keys (``selections.partial``) the scores. For each head, tokens with scores above the largest
 one less alpha count; every head of a request then fetches as many tokens as its heads count on average: at most a share
-of the context, at least one. The first layers read every token (``core.selection.first_choosing``).
+of the context, at least one. The first layers read every token (``first_choosing``).
 
 Differences from the paper: each request is counted by itself, and of the query heads of a group (GQA) the one with the
 highest score decides on a token.
