@@ -66,11 +66,8 @@ SECONDS = {
 
 
 def dealt(items: list, num_workers: int) -> list:
-    """Return the tests in the order in which pytest-xdist gives each worker as many of them as the next one, in turn.
-
-    Each worker begins with long files of about as many seconds. It keeps a file's tests together, and with them what
-    they compute once: who is done early takes tests from the ends of the others' parts, and there are short ones.
-    """
+    """Order tests so that pytest-xdist deals each worker long files of equal total time first, then short ones. A
+    file's tests stay together, with what they compute once."""
     files: dict[str, list] = {}
     for item in items:
         files.setdefault(item.path.stem.removeprefix("test_"), []).append(item)
@@ -88,8 +85,7 @@ def dealt(items: list, num_workers: int) -> list:
 
 
 def pytest_collection_modifyitems(items):
-    """Deal the tests to the workers. Skip what needs a GPU where there is none; torch is loaded for the question only
-    if a test asks it."""
+    """Deal the tests to the workers; skip GPU tests without a GPU. Torch is loaded only if a test asks for one."""
     items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
     gpu_items = [item for item in items if item.get_closest_marker("cuda")]
     if not gpu_items:
@@ -130,8 +126,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item, nextitem):
-    """What a file's tests leave behind stays as well: the product and tests collect garbage by hand in hundreds of
-    places, and would look through all of it each time."""
+    """Freeze what a file's tests leave behind: hundreds of later garbage collections would scan it."""
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()

@@ -1,5 +1,4 @@
-"""Modules that are imported when a test first asks for something of theirs: some take seconds, and every worker of
-pytest imports all files of tests."""
+"""Imports modules when a test first needs them: some take seconds, and each worker imports all test files."""
 
 from importlib import import_module
 from typing import Any

@@ -40,8 +40,7 @@ def save_opt(folder, *, layers=2, heads=3, head_dim=16, ffn=40, vocab=61, positi
 def save_llama(folder, *, kind="llama", layers=2, heads=4, kv_heads=2, head_dim=16, hidden=None, ffn=40, vocab=61,
                positions=96, eos=2, tied=False, rope=None, theta=10_000.0, seed=0, scale=0.25, dtype=torch.float32,
                max_shard_size="1GB", **more):  # fmt: skip
-    """A random checkpoint of Llama, Mistral, Qwen2, Qwen3 or Phi-3 in Hugging Face layout; returns transformers' own
-    model of it in float32. ``more`` goes into its config."""
+    """Make a random Hugging Face checkpoint; return transformers' float32 model. ``more``: its config."""
     import transformers
 
     name = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "phi3": "Phi3"}[kind]

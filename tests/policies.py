@@ -6,11 +6,8 @@ from flexhybrid.core.policy import Placement, Policy, Selection
 
 
 def wider_policies(wide: int, narrow: int, chunk: int) -> dict[str, Policy]:
-    """Every way to run beside plain mixes in memory: disk, row by row, chunks of prompts, two copies, token ids, hidden
-    states and attention on the host, a selection that takes everything.
-
-    Bounds of a mini-batch in tokens: ``wide`` holds some requests, ``narrow`` fewer, ``chunk`` less than a prompt.
-    """
+    """Every way to run next to plain mixes in memory; a selection here takes everything. Bounds of a mini-batch in
+    tokens: ``wide`` holds some requests, ``narrow`` fewer, ``chunk`` less than a prompt."""
     everything = Selection("speculative", None, 1e9, 0.3, 1.0, 1.0, "lru", "device")
     return {
         "disk": Policy(

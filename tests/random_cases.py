@@ -64,12 +64,9 @@ class UniformCase:
 
 
 def random_case(rng: np.random.Generator, kind: str = "column") -> UniformCase:
-    """A random model (1-24 layers, hidden 128-4096), batch, policy of one of KINDS, and machine.
-
-    The machine's rates are drawn two to three decades wide, so that every resource binds somewhere, and for a third of
-    the cases one resource is then set to within a quarter of the rate that balances compute: there a wrong account of
-    waiting shows. Overheads are 0-50 µs. Mini-batches, layers and iterations are often more than the closed form walks.
-    """
+    """A random model (1-24 layers, hidden 128-4096), batch, policy of one of KINDS, and machine. Rates span two to
+    three decades, so that every resource is a limit somewhere; in a third of the cases one resource is within a quarter
+    of the balance with compute, where errors in waiting show. Overheads are 0-50 µs."""
     shape = _shape(rng)
     policy = _policy(rng, kind, shape.num_layers)
     generated = int(rng.choice(np.array([1, 2, rng.integers(3, 9), rng.integers(9, 65)]), p=[0.08, 0.07, 0.35, 0.5]))

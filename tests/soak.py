@@ -270,8 +270,7 @@ def chosen_points(counts: dict[str, int], num_points: int, generator: random.Ran
 def soak(
     folder: Path, num_requests: int, num_points: int, num_timed: int, seed: int, batch: int, show: bool = False
 ) -> dict:
-    """Kill and resume; raises AssertionError for anything lost, doubled or changed. Returns counts. ``show``: say now
-    and then on stderr how far it is."""
+    """Kill and resume; raise AssertionError for anything lost, doubled or changed; return counts."""
     generator, began = random.Random(seed), time.monotonic()
     os.environ["FLEXHYBRID_CACHE"] = str(folder / "cache")  # nothing is known of the machine, nothing predicted
     save_model(folder / "model")
@@ -310,8 +309,7 @@ def soak(
 
 
 def failing_disk(folder: Path, step: int = 1, first: int = 0) -> dict:
-    """Have every ``step``-th fault at the file operations of a job, from the ``first`` on, and resume it; return
-    counts."""
+    """Plant every ``step``-th fault from ``first`` at a job's file operations and resume it; return counts."""
     job, said, record = folder / "job", folder / "said", folder / "seen.json"
     os.environ["FLEXHYBRID_CACHE"] = str(folder / "cache")
     tempfile.tempdir = str(job / "temporary")  # of the table's lines

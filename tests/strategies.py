@@ -113,8 +113,7 @@ def opt_shapes(draw) -> dict:
 
 @st.composite
 def llama_shapes(draw) -> dict:
-    """Multi-head, grouped-query, Qwen2's biases, heads that are not as wide as the model, every kind of rotation:
-    arguments of ``models.save_llama``."""
+    """Arguments of ``models.save_llama``: multi-head, grouped-query, biases, other head widths, rotations."""
     groups, queries_a_group = draw(st.sampled_from(((1, 1), (3, 1), (1, 4), (2, 2), (2, 3), (4, 1))))
     heads, head_dim = groups * queries_a_group, draw(st.sampled_from((6, 8, 16, 24)))
     ropes = (

@@ -196,8 +196,7 @@ CHANGES = {
     "change, named", [*((change, bool(turn % 2)) for turn, change in enumerate(CHANGES)), ("twice", True)]
 )
 def test_a_changed_input_keeps_the_answers_to_the_lines_that_it_still_has(tiny, tmp_path, capsys, change, named):
-    """Wherever they stand now; the seeds of answers that are kept are those of the lines that they had. A run killed
-    at any write of the change does it again."""
+    """Kept answers have the seeds of the lines that they had. A run killed at any write of the change repeats it."""
     lines = [line(f"r{i}", [5 + i, 7], temperature=2.0) if named else body(i) for i in range(8)] + ["{bad"]
     first = run(tmp_path, tiny, lines, "--errors", str(tmp_path / "errors.jsonl"))
     assert len(first) == 8

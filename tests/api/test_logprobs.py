@@ -70,8 +70,7 @@ def check_answer(model, answer, params: SamplingParams) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_logprobs_are_those_of_transformers_under_every_policy(model, name):
-    """Prompts at once and in chunks; requests that ask beside others that do not; what sampling does to the logits is
-    not in them."""
+    """Prompts whole and in chunks, in mixed batches; log probabilities are those before sampling's changes."""
     generator = np.random.default_rng(5)
     prompts = [generator.integers(3, 61, n).tolist() for n in (21, 5, 5, 12, 1)]
     params = [

@@ -52,8 +52,7 @@ def by_cells(tasks: list[Task], hazards) -> list[dict[str, int]]:
 
 @st.composite
 def streams(draw) -> list[Task]:
-    """Tasks that name a few tuples of accesses again and again, as those of forms do; extents overlap, and a task may
-    split what it reads itself."""
+    """Tasks that repeat a few tuples of accesses, as forms do. Extents overlap; a task may split what it reads."""
     extents = st.sampled_from("ab"), st.integers(0, 6), st.integers(0, 5)
     access = st.builds(lambda space, lo, size: Access((space,), lo, lo + size), *extents)
     tuples = draw(st.lists(st.lists(access, max_size=3).map(tuple), min_size=1, max_size=6))

@@ -136,8 +136,7 @@ def test_the_split_point_is_the_best_whole_block(lines, batch, context):
 @pytest.mark.parametrize("rule", ["paper", "pipeline"])
 @pytest.mark.parametrize("shape, act", [(SHAPE, "host"), (SHAPE, "device"), (GROUPED, "host"), (GROUPED, "device")])
 def test_what_the_machine_says_decides(rule, shape, act):
-    """A slow link recomputes, a slow processor loads; where ACT is no smaller than KV and crosses the same link, it
-    never does."""
+    """A slow link recomputes, a slow processor loads. ACT as large as KV on the same link is never recomputed."""
     kind = f"both(kv@host,act@{act})"
     policy = Policy(cache={kind: 1.0}, split=rule)
     found = {}

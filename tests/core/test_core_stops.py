@@ -19,8 +19,7 @@ LABELS = np.random.default_rng(0).integers(1, 9, 240)  #: tokens of answers, at 
 
 
 def share_in_use(places: int, at_a_time: int, schedule: str, ends: np.ndarray = LABELS) -> float:
-    """Return the share of a batch's places whose requests get a token of their answers, in the middle half of the
-    iterations; ``at_a_time``: requests of a mini-batch."""
+    """Return the share of places in use in the middle half of a batch; ``at_a_time``: mini-batch size."""
     count = len(ends)
     workload = Workload(np.full(count, 9), np.full(count, 8), ends)
     shape = ModelShape("tiny", "opt", 2, 8, 2, 2, 4, 16, 32, 64)

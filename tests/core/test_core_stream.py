@@ -92,8 +92,7 @@ def waves_with_stops(draw) -> tuple[Wave, dict[int, int]]:
 
 
 class Known:
-    """What a planner knows of stops (request -> iteration): those among the tokens that were sampled so far, of the
-    steps that the stream asks about."""
+    """A planner's knowledge of stops (request -> iteration): only of tokens that were sampled so far."""
 
     def __init__(self, stops: dict[int, int]):
         self.stops = stops

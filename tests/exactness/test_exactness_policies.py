@@ -70,8 +70,7 @@ def test_a_prompt_longer_than_a_mini_batch_is_taken_in_chunks(tmp_path, cache, s
 
 
 def test_mini_batches_by_f_b_give_the_same_tokens(tmp_path):
-    """Loading outlasts recomputing here, so F_b of two blocks of ACT and one of KV is less than of two and two: 40 and
-    42 tokens join 60, which keeps 58 out."""
+    """Loading outlasts recomputing: F_b of 2 ACT and 1 KV block is less than of 2 and 2; 40 and 42 join 60."""
     save_opt(tmp_path)
     prompts = [np.random.default_rng(length).integers(3, 61, length).tolist() for length in (60, 40, 58, 42)]
     result = check(tmp_path, prompts, 4, replace(hybrid(0.5, 200), packing="balance"))

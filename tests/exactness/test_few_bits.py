@@ -1,5 +1,4 @@
-"""Keys and values of few bits in models that run through transformers' layers, against transformers' own generate whose
-attention sees what the same bits keep of earlier tokens."""
+"""Few-bit keys and values under transformers' layers, against a generate that sees the same bits."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ POLICIES = {
 
 
 def rounded(heads: torch.Tensor, newest: int, bits: int, head_dim: int) -> torch.Tensor:
-    """Return keys or values [1, G, T, d] of all tokens, those before the ``newest`` as ``bits`` keep them. A head that
-    is narrower than others is filled with zeros."""
+    """Return keys or values [1, G, T, d], those before the ``newest`` in ``bits``; narrow heads are zero-filled."""
     old = heads[:, :, : heads.shape[2] - newest]
     if not old.numel():
         return heads

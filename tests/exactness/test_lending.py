@@ -1,5 +1,4 @@
-"""Layers that attend to keys and values of other layers (Gemma 4, Gemma 3n): they have no blocks of their own, and give
-transformers' own tokens wherever the blocks lie that they read."""
+"""Layers that attend to other layers' keys and values (Gemma 4, Gemma 3n): no blocks, equal tokens."""
 
 from __future__ import annotations
 

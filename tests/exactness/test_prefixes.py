@@ -351,8 +351,7 @@ def test_prompts_whose_tokens_are_scored_are_computed_as_a_whole(tmp_path):
     st.sampled_from(((0.35, None, False, None), (0.1, 2.0, True, 12), (0.5, None, True, None), (0.35, 5.0, False, 40))),
 )
 def test_attention_in_parts_is_attention_over_all(seed, dtype, new, kind):
-    """Against softmax over the keys of all parts side by side, request by request, in float64: scaled, capped, then
-    hidden by a window, with a sink in the sum of each head."""
+    """Against float64 softmax over all parts of each request: scaled, capped, windowed, with sinks."""
     draw = torch.Generator().manual_seed(seed)
     batch, groups, heads, d, own = 5, 2, 4, 8, 7
     scaling, softcap, has_sinks, width = kind

@@ -33,8 +33,7 @@ from flexhybrid.runtime.storage.weights import DiskPlace, Weights
 def answers(
     checkpoint, policy, prompts, max_tokens, stops, count, disk_dir, share=1.0, sharing=False, attention=None
 ) -> list[list[int]]:
-    """Return the tokens of each request, ``count`` places being there; ``stops``: of each request, after how many
-    tokens a text ends it."""
+    """Return the tokens of each request with ``count`` places; ``stops``: tokens after which a text ends each."""
     disk, tokens = DiskPlace(disk_dir), [[] for _ in prompts]
     problem = Problem(shape=checkpoint.shape, dtype="float32", hardware=machine(), attention=attention)
     left = np.arange(len(prompts))
@@ -190,8 +189,7 @@ def labels(tmp_path_factory):
 
 
 def labelled(labels, at_a_time: int, stops: bool = True):
-    """Answer the queue of labels in 8 places; return the trace, what was heard of tokens, and the tokens. ``stops``:
-    whether answers end by themselves; else at their limits."""
+    """Answer the labels in 8 places; return trace, tokens heard, tokens. ``stops``: answers end early."""
     checkpoint, prompts, ends = labels
     policy = Policy(weights=Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=17 * at_a_time)
     problem = Problem(shape=checkpoint.shape, dtype="float32", hardware=machine())

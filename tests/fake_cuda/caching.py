@@ -91,11 +91,8 @@ def segment_size(size: int) -> int:
 
 
 class CachingAllocator:
-    """Bytes that tensors have (``allocated``) and that the allocator holds for them (``reserved``), and their peaks.
-
-    ``limit``: of ``torch.cuda.set_per_process_memory_fraction``. ``retries``: how often nothing was left, so that all
-    that was cached had to go first, for which the device waits.
-    """
+    """Bytes of tensors (``allocated``), bytes held for them (``reserved``), and peaks. ``limit``: of
+    ``torch.cuda.set_per_process_memory_fraction``. ``retries``: how often the cache had to be emptied."""
 
     def __init__(self, limit: int | None = None, expandable: bool = False):
         self.limit, self.expandable = limit, expandable
@@ -199,8 +196,7 @@ class CachingAllocator:
         return rest
 
     def _find(self, pool: Pool, size: int) -> Block | None:
-        """Take the free block that fits best. An expandable block counts as large as it can become: the last one of a
-        segment comes after all others."""
+        """Take the free block that fits best. An expandable block has the size that it can reach and comes last."""
         best = None
         for block in pool.from_size(size):
             behind = block.next
@@ -284,8 +280,7 @@ class CachingAllocator:
 
 
 def _place(block: Block, size: int) -> Block | None:
-    """Return the block from which free memory and addresses without memory, side by side, have ``size`` bytes: an
-    unmapped block, or the free one before it."""
+    """Return the block at which ``size`` bytes of free or unmapped addresses begin."""
     start = block.previous if block.previous is not None and block.previous.free else block
     found, at = 0, start
     while found < size and at is not None and at.free:

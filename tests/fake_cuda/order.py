@@ -30,8 +30,7 @@ class Span(NamedTuple):
 
     @lru_cache(1 << 16)  # noqa: B019  a value: most come again
     def bounds(self) -> tuple[int, int, bool]:
-        """Return the first byte, the one behind the last, and whether these are all of them: surely, if it is true.
-        The first two are equal for an empty array."""
+        """Return an array's first byte, the byte after its last, and whether it surely fills the range."""
         low, high, whole = self.address, self.address + self.itemsize, True
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if n == 0:
@@ -102,8 +101,7 @@ def overlap(one: Seen, other: Seen) -> bool:
 
 
 class Order:
-    """The clocks of all agents, and the accesses that not everybody knows of. ``faults``: (what, what it met) of
-    accesses that are not in order."""
+    """The clocks of all agents, and accesses unknown to some. ``faults``: (access, conflicting access)."""
 
     def __init__(self):
         self.faults: Counter[tuple[str, str]] = Counter()

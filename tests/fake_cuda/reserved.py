@@ -148,8 +148,7 @@ class NoDisk:
 
 
 def attended(query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False) -> torch.Tensor:
-    """Allocate what CUDA's attention does: its result, and each row's sum; without a mask flash attention cuts few
-    queries' keys into pieces, and keeps what each piece gives in float32."""
+    """Allocate CUDA attention's result, row sums, and, for flash attention of few queries, its pieces."""
     batch, heads, new, d = query.shape
     made = query.new_empty(batch, new, heads, d).transpose(1, 2)
     query.new_empty(batch, heads, -(-new // 32) * 32, dtype=torch.float32)
@@ -307,8 +306,7 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 1200), st.integers(2, 60)), min_siz
 
 
 def check_policies(count: int) -> list[float]:
-    """Return what random policies reserve, over their plans; ``count`` policies, the same ones each time. Raise
-    AssertionError where one reserves more than it plans."""
+    """Return the shares of their plans that ``count`` random policies reserve; AssertionError above 1."""
 
     @settings(
         max_examples=count,

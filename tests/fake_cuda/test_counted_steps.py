@@ -1,5 +1,4 @@
-"""Tensors of decode steps that the device counts up, against those that the host works out: random queues whose
-requests join, leave, step back, share beginnings, stop and draw."""
+"""Decode step tensors counted up on the device, against the host's, in random queues with every event."""
 
 from __future__ import annotations
 
@@ -86,8 +85,7 @@ def some_requests(name: str):
 
 @pytest.fixture(scope="module")
 def plain(source):
-    """Return the tokens of a case that are right: those of a CPU. Log probabilities may differ in their last bits
-    there, and are those of kernels that are launched one by one."""
+    """Return a case's right tokens, a CPU's; log probabilities are those of kernels launched one by one."""
 
     def of(name: str, by_host: bool = False):
         if not by_host:

@@ -1,5 +1,4 @@
-"""CUDA's allocator: the settings that a run asks for, and what it reserves for real models, by a model of it
-(``fake_cuda.reserved``), against the budget."""
+"""CUDA's allocator: its settings, and what it reserves for real models (``fake_cuda.reserved``)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""On the fake device: layers that keep states or latents, requests that join and step back, and grammars, whose masks a
-thread of the host makes from tokens of the device."""
+"""On the fake device: states, latents, joins and preemptions, and grammars whose masks the host makes."""
 
 from __future__ import annotations
 
@@ -88,8 +87,7 @@ def some_requests(count: int = 5) -> tuple[list, list, list]:
 
 
 def queue_under(source, policy: Policy, requests, places: int, share: float):
-    """Answer the requests, ``places`` at a time. Return their tokens, the trace, and who has none yet: those whose
-    memory others took."""
+    """Answer the requests, ``places`` at a time; return tokens, trace, and requests that never got memory."""
     prompts, max_tokens, stops = requests
     problem = Problem(shape=source.shape, dtype="float32", device=DEVICE.type, hardware=SIDE_BY_SIDE)
     workload = Workload(np.array([len(prompt) for prompt in prompts]), np.array(max_tokens))
@@ -127,8 +125,7 @@ def test_requests_that_join_leave_and_step_back(made):
 
 
 def test_preempted_requests_give_their_blocks_of_the_device_to_others_at_once(made):
-    """In one mini-batch: an access by an index counts as one of the whole pool, in which mini-batches have parts of
-    their own."""
+    """In one mini-batch: an access by an index counts as one of the whole pool."""
     model, source = made("llama")
     generator = np.random.default_rng(5)
     prompts = [generator.integers(3, 61, length).tolist() for length in (1, 17, 30, 16, 9)]

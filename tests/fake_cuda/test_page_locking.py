@@ -18,8 +18,7 @@ MIB = 1 << 20
 
 
 class CountingRuntime:
-    """A CUDA runtime's binding that notes what is locked, and whether its pages were there; of more than ``most`` bytes
-    at a time, or in all, it refuses what comes."""
+    """A CUDA binding that records locked memory and its pages, and refuses more than ``most`` bytes."""
 
     def __init__(self, most: float = float("inf")):
         self.most = most

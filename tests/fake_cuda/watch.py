@@ -101,8 +101,7 @@ def watched_lane(kind: type[Lane], watch: Watch) -> type[Lane]:
 
 
 def _watch_events(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
-    """Let streams and events carry clocks. An event that is recorded again has the clock of the last time; one that was
-    never recorded has none, and holds nobody back."""
+    """Give streams and events clocks; an event has its latest record's, or none, which orders nothing."""
     order, (stream_type, event_type) = watch.order, (torch.cuda.Stream, torch.cuda.Event)
     record, wait, synchronize = event_type.record, event_type.wait, event_type.synchronize
     finish = stream_type.synchronize
@@ -157,8 +156,7 @@ def _watch_graphs(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
 
 
 def _without_repeats(accesses: list[tuple[Place, bool, str]]) -> list[tuple[Place, bool, str]]:
-    """Return of accesses to the same bytes one, which writes if one of them does: nothing comes between them, and
-    whatever is not in order with one of them is not in order with that one."""
+    """Return one of several accesses to the same bytes, a writing one if any: the others conflict alike."""
     kept: dict[Place, tuple[Place, bool, str]] = {}
     for access in accesses:
         place, write, _ = access

@@ -23,8 +23,7 @@ SMALL_DPI = 40
 
 
 def faster_dtype(*sizes: int) -> str:
-    """What the environment says is faster. A test that asks without having said which would depend on the machine it
-    meets."""
+    """The dtype that the environment declares faster; without it tests would depend on the machine."""
     name = os.environ.get(FASTER_DTYPE)
     if name is None:
         raise AssertionError("this test computes in what is faster on this machine: let it take the fixture cpu_dtype")

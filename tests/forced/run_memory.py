@@ -39,8 +39,7 @@ sys.exit(cli.main(sys.argv[2:]))
 
 
 def answer_at_once(_engine, executor, control, _tasks=None):
-    """Answer in the place of ``Engine.run``: each request stops with its first token. The plan maker, the queue and the
-    files do as in any run."""
+    """Answers instead of ``Engine.run``: each request stops at its first token; plan, queue and files as in a run."""
     from flexhybrid.core.schedule.refill import RunningBatch
     from flexhybrid.runtime.clock import Clock
     from flexhybrid.runtime.engine import WaveResult, _Collector

@@ -52,8 +52,7 @@ def parsers(parser) -> Iterator[argparse.ArgumentParser]:
 
 
 def test_no_option_of_any_command_drops_a_value_unseen(capsys):
-    """What names files or several things is refused by name when given twice, unless it collects; of a number or a name
-    the last one counts; a second parse begins anew."""
+    """A file or list given twice is refused unless it collects; the last number or name counts."""
     for parser in parsers(cli.build_parser()):
         for name, action in parser._option_string_actions.items():
             if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):

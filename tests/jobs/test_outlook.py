@@ -129,8 +129,7 @@ def test_the_end_is_foretold_after_a_tenth(monkeypatch, slower):
 
 
 def test_a_drain_is_foretold_by_the_resource_that_binds_it(monkeypatch):
-    """Products take twice as long as predicted and bind while all places are in use; the link, as predicted, does while
-    the last three requests run."""
+    """Products take twice the predicted time and limit a full batch; the link limits the last three requests."""
     limits = np.r_[np.full(197, 20), np.full(3, 400)]
     workload = Workload(np.full(200, 9), limits, limits)
     policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 17)
@@ -197,8 +196,7 @@ def test_a_plan_says_what_lies_off_the_device():
 
 
 def test_the_queue_is_counted_again_when_the_time_has_doubled(monkeypatch):
-    """Or half of what was left has passed; not before three times as long has passed as counting took, nor by two
-    threads at once: who asks meanwhile takes what was counted before."""
+    """Count again after half of the rest, at least three counting times later, in one thread at a time."""
     clock, lefts, inside = [100.0], [60, 20, 4], []
     monkeypatch.setattr(outlook_module.time, "monotonic", lambda: clock[0])
     outlook = Outlook(ONE_SECOND, Workload.uniform(4, 8, 8), open_wave=lambda: pytest.fail("nobody counts here"))

@@ -39,8 +39,7 @@ def clock(monkeypatch) -> list[float]:
 
 @pytest.mark.parametrize("mean, limit", [(150, 1024), (40, 64), (8, 1000)])
 def test_what_is_left_is_what_comes(clock, mean, limit):
-    """2,000 answers of geometric lengths, 64 at a time, a second an iteration: what is still to come is known as well
-    as a mean of the answers that have ended."""
+    """2,000 answers of geometric lengths, 64 at a time, 1 s an iteration: the error is that of a mean."""
     lengths = np.minimum(np.random.default_rng(0).geometric(1 / mean, 2000), limit).tolist()
     progress = Progress(limit * len(lengths), "tokens", "tok", quiet=True, answers=len(lengths))
     queue, running, told = list(lengths), [], []
@@ -296,8 +295,7 @@ def test_a_full_disk_keeps_every_line_that_fitted(tmp_path, monkeypatch, at_once
 
 
 def interrupted_at(line: int, function) -> bool:
-    """Call a function, and raise KeyboardInterrupt before the n-th line of the output file's own code; return whether
-    it has so many."""
+    """Raise KeyboardInterrupt before the n-th line of the output file's code; return whether it has n lines."""
     left = [line]
 
     def trace(frame, event, _argument):

@@ -123,12 +123,8 @@ def page(tmp_path, monkeypatch) -> list[str]:
 def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
     page, two_cpus, tmp_path, monkeypatch, capsys
 ):
-    """As written, but eight requests at a time, so that there is much to be killed in. Tokens are drawn, with a seed
-    whose uniforms all lie 3.6e-6 and more from a token's boundary: an actor's batches round otherwise than one batch
-    of all.
-
-    Each message also arrives by itself: Ray gathers 128 MiB of what an actor gives before it sends them on, and a
-    job of hours would show no progress."""
+    """As written, but 8 requests at a time, and drawn tokens with uniforms 3.6e-6 off a token's boundary, as batches
+    round differently. Each message arrives alone: Ray gathers 128 MiB, so a job of hours would show no progress."""
     from ray.data import Dataset
 
     count = len((ROOT / "flexhybrid/shipped/prompts.txt").read_text().splitlines())
@@ -372,11 +368,8 @@ def status_of(url: str) -> dict:
 def test_a_cascade_answers_on_ray_as_it_does_here_beside_another_and_loses_nothing_when_a_replica_dies(
     two_cpus, tmp_path, monkeypatch, capsys
 ):
-    """The whole command, with a plan: over HTTP, where a replica is killed, then its file. Meanwhile another cascade
-    comes, in one process with its router, is left serving by its command, and goes alone.
-
-    Both models fail at a tenth of the requests, the large one alone at another tenth: those fall back on the small one.
-    """
+    """The whole command over HTTP with a plan and a killed replica, then its file; another cascade comes and goes
+    meanwhile. Both models fail at a tenth of the requests, the large one at another tenth, which fall back."""
     from ray import serve
 
     x = np.arange(60, dtype=np.float32)[:, None] % 10 - 1

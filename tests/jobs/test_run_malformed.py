@@ -279,8 +279,7 @@ def test_a_census_counts_what_each_line_is_by_itself(text_llm, monkeypatch, chun
 
 
 def test_a_long_file_is_answered_while_it_is_counted(tiny, tmp_path, monkeypatch, capsys):
-    """The first answers come before the last lines are counted; all lines are as in a file that is counted at once, and
-    so is what a second run finds."""
+    """Answers come before the last lines are counted; all lines are as if counted at once, also on resuming."""
     from flexhybrid.jobs.run import job
 
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))

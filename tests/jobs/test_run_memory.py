@@ -102,8 +102,7 @@ with LLM(sys.argv[1], policy=sys.argv[2], device="cpu", dtype="float32", disk_di
 
 
 def test_a_hundred_and_twenty_answers_take_no_more_than_twenty(tmp_path):
-    """Prompts of all lengths, whose feed-forward rows take up to 15 MB: each thread that has held them once may keep
-    twice as much. So it is the same few threads that run all tasks."""
+    """Feed-forward rows of up to 15 MB: the same few threads run all tasks, as each may keep twice as much."""
     shape = ModelShape("wide", "opt", 1, 64, 1, 1, 64, 2048, 100, 1024)
     model = make_checkpoint(tmp_path / "wide", shape, "float32")
     (tmp_path / "policy.json").write_text(json.dumps({"weights": {"disk": 1.0}, "cache": {"kv@disk": 1.0}}))

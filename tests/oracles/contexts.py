@@ -17,8 +17,7 @@ POLICIES = {
 
 
 def laid_out(generator, dtype, groups, d, tokens, head_major):
-    """Keys and values of requests with so many tokens, [tokens, 2, G, d] each, the extent of their blocks, which lie
-    anywhere in a memory full of NaN, and that memory."""
+    """Keys and values [tokens, 2, G, d] of requests, their blocks' extent in a memory of NaN, that memory."""
     counts = ceil_blocks(np.array(tokens))
     order = torch.randperm(int(counts.sum()) + 3, generator=generator).numpy()
     memory = torch.full((len(order), 2, groups, BLOCK_TOKENS, d), float("nan"), dtype=dtype)

@@ -17,9 +17,9 @@ from flexhybrid.runtime.storage.weights import Weights
 
 @torch.inference_mode()
 def plain_h2o(checkpoint, prompt, max_tokens: int, budget: float, cache=None, whole_layers=0) -> list[int]:
-    """Answer of a prompt, one token at a time, head by head: half of the budget newest, half with the largest sums; the
-    first ``whole_layers`` drop nothing. Places lie in the pools of ``cache`` as a context's tokens do, and a token that
-    goes leaves its place to one of its pool."""
+    """Answer a prompt token by token, head by head: half the budget newest, half with the largest sums; the first
+    ``whole_layers`` drop nothing. Places are in the pools of ``cache`` like a context's tokens; a new token replaces
+    one of its pool."""
     entries = BlockEntries(cache or {"kv@host": 1.0})
     shape, model = checkpoint.shape, architecture(checkpoint.shape)
     weights = Weights(shape, checkpoint, "float32", torch.device("cpu"), Policy(weights=Placement(device=1.0)))

@@ -6,11 +6,8 @@ import numpy as np
 
 
 def round_trip(rows: np.ndarray, bits: int, group: int) -> np.ndarray:
-    """Return rows [..., n] float32 as they come back from ``bits`` bits in groups of ``group`` elements.
-
-    A group's minimum is the largest float16 that is not above its smallest element, its scale the float16 nearest to
-    what the codes must span; products and sums are float32.
-    """
+    """Return float32 rows [..., n] as read back from ``bits`` bits in groups of ``group`` elements. Minimum: largest
+    float16 not above the smallest element; scale: nearest float16 to the span of codes; float32 arithmetic."""
     groups = np.asarray(rows, dtype=np.float32).reshape(*rows.shape[:-1], -1, group)
     lowest, highest = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     minimum = lowest.astype(np.float16)

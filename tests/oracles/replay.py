@@ -212,8 +212,7 @@ class _Replay:
     # ---- selections, and attention on the host
 
     def _rank(self, task: Task) -> None:
-        """A float32 score and an age, of each key/value head for each cached token; on the host, where new ones go.
-        What a speculative selection counts is held by ``_speculate``."""
+        """Scores and ages of cached tokens by key/value head, on the host; ``_speculate`` holds its own."""
         if self.wave.policy.selection.method == "speculative":
             return
         step, layer = task.payload.step, task.layer

@@ -41,8 +41,7 @@ def changed(  # noqa: PLR0913 (what a request may ask)
     never=(),
     bad_words=(),
 ) -> torch.Tensor:
-    """Logits of one row before the temperature, in the order of vLLM. ``never``: may not come now; ``bad_words``:
-    tuples of token ids; ``bias``: token id -> number."""
+    """Logits of a row before the temperature, in vLLM's order. ``never``: excluded ids; ``bias``: by id."""
     scores, vocab = logits_V[None].float(), len(logits_V)
     never = {*never, *(() if allowed is None else set(range(vocab)) - set(allowed))}
     never |= {word[-1] for word in bad_words if list(word[:-1]) == output[len(output) - len(word) + 1 :]}

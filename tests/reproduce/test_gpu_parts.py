@@ -1,5 +1,4 @@
-"""The parts of ``make gpu`` on a CPU, with tiny models: each part's own code runs, and what needs a GPU is given by the
-test. Rows are held against what they stand for."""
+"""The parts of ``make gpu`` on a CPU with tiny models; the test supplies what needs a GPU."""
 
 from __future__ import annotations
 

@@ -116,8 +116,7 @@ def test_the_baselines_published_rows():
 
 @pytest.mark.parametrize("row_id", ["pb025", "pb026", "pb028", "pb030"])
 def test_h2os_published_rows(row_id):
-    """New keys and values take the places of others for the fitted times; by our account pb030 needs
-    more memory than a T4 has."""
+    """With the fitted times new keys and values replace others; by our account pb030 does not fit a T4."""
     row, of, code = published.record(row_id), published.FLEXGEN_ROWS[row_id], published.EVICTION
     gpu_batch, _ = of.get("batches", (row["gpu_batch"], 0))
     tokens = gpu_batch * (-(-(row["prompt_len"] + row["gen_len"] - 1) // BLOCK_TOKENS) * BLOCK_TOKENS + 1)

@@ -1,5 +1,4 @@
-"""Loads of cache blocks: one call of CUDA a run, against numpy's copy of the same runs, byte by byte; and the bytes of
-a copy on OPT-6.7B, counted from the executor's verbs on meta tensors."""
+"""Loads of cache blocks: one CUDA call a run, against numpy byte by byte; and copies of OPT-6.7B."""
 
 from __future__ import annotations
 
@@ -196,8 +195,7 @@ def test_the_copies_of_a_turn_are_its_stores_and_loads(policy, stored):
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_copies_are_large_enough_for_a_link(mixed):
-    """Loads take whole runs of blocks; a mini-batch stores its new tokens of an entry in one copy. A token in 4 bits
-    has 0.28 of its bytes: its stores cannot be so large."""
+    """Loads take whole runs; a mini-batch stores an entry's new tokens in one copy, smaller in 4 bits."""
     shape = replace(shape_by_name("opt-6.7b"), num_layers=2)
     problem = Problem(shape=shape, dtype="float16", hardware=load("a100-40g"))
     prompts = np.random.default_rng(0).integers(PROMPTS[0], PROMPTS[1] + 1, BATCH) if mixed else PROMPTS[1]

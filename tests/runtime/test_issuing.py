@@ -138,8 +138,7 @@ def test_each_task_begins_when_all_that_it_conflicts_with_have_run(drawn, may_jo
 
 
 def test_tasks_of_a_position_with_nothing_between_them_are_launched_together(monkeypatch):
-    """Not behind a wait of their own, nor with another position, nor while spans are kept; what waits for one of them
-    lets the others come later."""
+    """Not after an own wait, with another position, or while spans are kept; a waiting task admits others later."""
     here, there = object(), object()
     of = partial(task_of, resource="compute")
     tasks = [
@@ -175,8 +174,7 @@ def test_tasks_of_a_position_with_nothing_between_them_are_launched_together(mon
 
 @pytest.mark.parametrize("awaited", [False, True])
 def test_what_is_launched_together_does_not_hang_on_when_the_plan_waits(awaited):
-    """It waits for another lane's task; that one for nothing, or by way of a lane of the host for the task that is
-    held: then it comes alone."""
+    """It waits for another lane's task; if that one depends on the held task, the held one is issued alone."""
     joint: list[list[int]] = []
     made, notes = lanes_of(lambda task: None, joint)
     clock, here = Clock(made), object()
@@ -217,8 +215,7 @@ def test_a_lane_that_waits_for_the_host_keeps_no_other_from_being_fed(blocked):
 
 @pytest.mark.parametrize("failing", ["host_compute", "compute", "the plan"])
 def test_an_error_ends_lanes_that_wait_for_it(failing):
-    """A stream lane waits for a host lane's task, and a host lane for a stream lane's, that never come; or the host
-    lane's comes when the plan has broken."""
+    """Stream and host lanes wait for each other's tasks that never come, or come after the plan broke."""
     planned = threading.Event()
 
     def perform(task: Task) -> None:

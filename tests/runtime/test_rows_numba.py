@@ -51,8 +51,7 @@ def without_numba():
 
 
 def view_inside(shape: tuple[int, ...], dtype: torch.dtype, gaps: tuple[int, ...], fill: float) -> tuple:
-    """A tensor filled with a value, and a view of it with gaps between neighbours of each axis but the last one, where
-    they lie around each row."""
+    """A filled tensor, and a view of it with gaps between neighbours on each axis but the last."""
     whole = torch.full([n + gap for n, gap in zip(shape, gaps, strict=True)], fill).to(dtype)
     return whole, whole[tuple(slice(gap // 2, gap // 2 + n) for n, gap in zip(shape, gaps, strict=True))]
 

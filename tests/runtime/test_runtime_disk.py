@@ -148,8 +148,7 @@ def test_tensors_of_any_type(tmp_path):
 
 
 def test_requests_are_large_aligned_and_past_the_page_cache(tmp_path, monkeypatch):
-    """A whole call's pieces, neighbours joined, make requests of 8 MiB on the direct descriptor; up to 8 MiB are
-    one request, on the thread that asks for them."""
+    """Joined pieces make direct requests of 8 MiB; up to 8 MiB are one request on the caller's thread."""
     calls: list[tuple[int, int]] = []
     callers: set[int] = set()
     preadv = os.preadv
@@ -245,8 +244,7 @@ def test_a_file_shortened_under_way_is_an_error_that_tells_where(tmp_path):
 
 
 def test_an_error_that_nobody_keeps_is_freed_at_once(tmp_path):
-    """Two lanes may fail on one shortened file. Only one of their errors is raised; the other holds the frames of its
-    lane, and with them the buffers, until it is freed."""
+    """Two lanes may fail on one shortened file; the error that is not raised holds buffers until freed."""
 
     def failed() -> weakref.ref:
         try:

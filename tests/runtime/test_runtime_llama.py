@@ -1,5 +1,4 @@
-"""Llama, Mistral, Qwen2, Qwen3 and Phi-3: layer functions and rotation put together are transformers' own models; what
-of a checkpoint is read, what ignored, what refused."""
+"""Llama-like models: layer functions and rotation equal transformers'; checkpoints read or refused."""
 
 from __future__ import annotations
 

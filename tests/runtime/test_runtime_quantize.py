@@ -153,8 +153,7 @@ def test_error_bound_over_magnitudes(seed, spread, offset, sign, dtype, into, bi
     bits=st.sampled_from(BITS), seed=st.integers(0, 2**32 - 1),
 )  # fmt: skip
 def test_no_group_spans_two_heads(head_dim, heads, bits, seed):
-    """Heads of very different size: each comes back as it does alone, as a plain account has it, in the bytes that are
-    counted for it."""
+    """Heads of very different size: each is unpacked as if alone, by a plain account, from the counted bytes."""
     shape = ModelShape("heads", "opt", 1, heads * head_dim, heads, heads, head_dim, 64, 100, 64)
     generator, group = np.random.default_rng(seed), shape.kv_group
     values = generator.standard_normal((3, 2 * heads, head_dim)) * 10.0 ** generator.integers(-2, 3, (1, 2 * heads, 1))
@@ -227,8 +226,7 @@ def test_values_beyond_float16_saturate(bits):
 
 
 def restored_group(bits, columns: int | slice, value: float) -> torch.Tensor:
-    """The group of columns 64 to 127 as it comes back where ``columns`` of it hold ``value``; its neighbours come back
-    as they would without."""
+    """Unpack columns 64 to 127 with ``columns`` of them set to ``value``; neighbours must not change."""
     rows = torch.randn(2, 192)
     clean = dequantize(quantize(rows, bits), bits, torch.float32)
     rows[1, columns] = value

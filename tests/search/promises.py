@@ -78,8 +78,7 @@ def promises() -> list[Promise]:
 
 
 def random_setting(rng: np.random.Generator) -> Setting:
-    """Draw a model, a machine of the catalogue whose link is up to four times as fast or as slow, and a batch. Contexts
-    are laid side by side in each step, as in the papers' code."""
+    """Draw a model, a machine with its link 1/4 to 4 times as fast, and a batch; contexts are assembled."""
     hardware = catalogue.load(str(rng.choice(MACHINES)))
     rate = 1e-9 / hardware.line("load_kv", "h2d").s_per_byte * 4 ** rng.uniform(-1, 1)
     shape = shape_by_name(str(rng.choice(MODELS)))

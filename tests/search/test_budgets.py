@@ -51,8 +51,7 @@ def proved(monkeypatch):
 
 
 def run_problems(setting: Setting, hardware: str, budgets: dict) -> list[Problem]:
-    """Return what ``LLM`` makes of these budgets on that machine; on one that was not measured it attends in place or
-    side by side."""
+    """Return what ``LLM`` makes of these budgets there; an unmeasured machine attends in place or assembles."""
     ways = (True,) if setting.problem.hardware.attends_in_place else (True, False)
     paths = [AttentionPaths("fused", "products", "fused", in_place=way, on_host=True) for way in ways]
     asked = [LLMArguments("", "auto", "cuda", hardware=hardware, budgets=budgets, attention=of) for of in paths]
@@ -118,8 +117,7 @@ TOY = Problem(shape=SHAPE, hardware=machine(0.3), budgets=Budgets(device=20 * MI
 
 @pytest.fixture(scope="module")
 def enumerated():
-    """Return (tokens/s, TTFT, TPOT) of policies that fit: every batch, quarters of the cache in each of two entries,
-    halves of the weights on the device."""
+    """Return (tokens/s, TTFT, TPOT) of fitting policies: all batches, cache in quarters, weights in halves."""
     mixes = np.array([(a, b, 4 - a - b) for a in range(5) for b in range(5 - a) if 0 in (a, b, 4 - a - b)]) / 4
     axes = np.meshgrid(np.arange(1, MOST + 1), SIZES, np.arange(3) / 2, np.arange(len(mixes)), indexing="ij")
     batch, sizes, device, mix = (axis.reshape(-1) for axis in axes)

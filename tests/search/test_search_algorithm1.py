@@ -91,11 +91,8 @@ def test_allocation_is_brute_forces(t, room, balance, act_gpu):
 
 
 def test_the_papers_two_steps_by_hand():
-    """No overheads. Weights 100 s, KV-Gen 1 s and KV load 2 s a block, S_ACT = 1, S_KV = 2, 400 bytes for blocks.
-
-    Step 1: ACT_init = 100. Remaining: a + 2k = 300 and a = 2k, so a = 150, k = 75. Together 250 and 75; then
-    T_PCIe = 100 + 150 = T_Computation = 250.
-    """
+    """Weights 100 s, KV-Gen 1 s and KV load 2 s a block, S_ACT = 1, S_KV = 2, 400 bytes. ACT_init = 100; then a + 2k =
+    300, a = 2k: a = 150, k = 75. Together 250 and 75; T_PCIe = 100 + 150 = T_Computation = 250."""
     t = LayerTimes(100.0, Linear(1.0), Linear(2.0), Linear(1.0))
     found = allocate(t, 1400, 1000, 1, 2)
     assert (found.act_blocks, found.kv_blocks) == (250, 75)
@@ -103,8 +100,7 @@ def test_the_papers_two_steps_by_hand():
 
 
 def test_the_papers_other_branch_by_hand():
-    """ACT on the GPU takes longer than the weights: 150 blocks, 50 s over. KV_init = 25. Remaining 350 bytes: a = 175,
-    2k = 175: 87.5; rounded."""
+    """ACT on the GPU takes longer than the weights: 150 blocks, 50 s more. KV_init 25; of 350 bytes 2k = 175."""
     t = LayerTimes(100.0, Linear(1.0), Linear(2.0), Linear(1.0))
     found = allocate(t, 1400, 1000, 1, 2, act_gpu_blocks=150)
     assert (found.act_blocks, found.kv_blocks) in {(175, 112), (174, 113), (176, 112)}

@@ -1,5 +1,4 @@
-"""FlexGen's placement program: against a grid of placements under its formulas written out, against the published
-search's own answers, and as a policy that fits our account of memory."""
+"""FlexGen's placement program against a grid by its formulas, the published search, and our memory plan."""
 
 from __future__ import annotations
 
@@ -62,9 +61,8 @@ def grid(steps: int = 12) -> np.ndarray:
 
 
 def published(block: Block, x: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """(seconds of the run, most bytes of each tier) of each placement, as the published cost model has it: OPT, two
-    bytes an element. With attention on the device, what it charges to resident keys and values goes for all, and those
-    off the device cross the link."""
+    """(seconds, most bytes of each tier) of each placement by the published cost model: OPT, 2 bytes an element. With
+    attention on the device, resident KV is charged like all KV, and the rest crosses the link."""
     wg, wc, wn, cg, cc, cn, hg, hc = x
     r, g, b, setting = block.rates, block.gpu_batch, block.batch, block.setting
     s, n, shape, host = setting.prompt_tokens, setting.gen_tokens, setting.problem.shape, setting.host_attention

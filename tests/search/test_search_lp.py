@@ -149,8 +149,7 @@ def test_bits_schedule_and_hidden_states_add_up_independently():
 
 @pytest.mark.parametrize("seed, limited", [(0, ()), (1, ()), (2, ()), (1, ("max_ttft_s",)), (2, ("max_tpot_s",))])
 def test_four_solvers_agree(seed, limited):
-    """Tableaus side by side, HiGHS side by side, HiGHS on each alone, PuLP's statement of it. Limits of
-    latency: somewhat less than the median choice takes."""
+    """Batched tableaus, batched HiGHS, single HiGHS and PuLP agree; latency limits are below the median."""
     rng = np.random.default_rng(seed)
     hardware = machine(*np.exp(rng.uniform(np.log([0.05, 10, 2, 0.02]), np.log([5, 500, 50, 1]))))
     problem = problem_with(hardware=hardware, device=int(rng.integers(10, 60)), host=int(rng.integers(10, 80)))

@@ -295,8 +295,7 @@ def test_another_share_of_a_peak_is_another_datasheet(name):
 
 
 def test_a_choice_hangs_on_the_rate_that_turns_it():
-    """Where another search, at the end of a range, finds what is faster by more than TOLERANCE, that rate is told, and
-    from where on; at no rate is more lost than is told."""
+    """If another choice is faster by TOLERANCE at a rate, that rate is reported; no rate loses more."""
     problem = Problem(shape=SMALL, hardware=_machine())
     space = replace(PLAIN, attention=LOSSLESS.attention, entries=("kv@device", "kv@host", "act@host"))
     settings = SearchSettings(max_batch=16, space=space, margin=0.0)

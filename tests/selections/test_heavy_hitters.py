@@ -23,8 +23,7 @@ MAX_TOKENS, LENGTHS = 20, (90, 33, 90, 20, 64)
 
 @pytest.fixture(scope="module", params=["opt", "llama"])
 def accounts(request, tmp_path_factory):
-    """(checkpoint, prompts, function: budget, shares of the pools, whole layers, number of prompts -> tokens of the
-    plain account, computed once)"""
+    """(checkpoint, prompts, cached function: budget, pool shares, whole layers, count -> tokens by the oracle)"""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "opt":
         save_opt(folder, layers=3, heads=4, positions=160, scale=0.15)

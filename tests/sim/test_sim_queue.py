@@ -1,5 +1,4 @@
-"""The price of a queue whose places are taken anew: against the executor's own plan on the virtual clock, and counts
-against a plain account."""
+"""Prices of refilled queues against the executor's plan on the virtual clock; counts against an oracle."""
 
 from __future__ import annotations
 

@@ -180,8 +180,7 @@ def test_a_small_run_worked_out_by_hand():
 
 @pytest.mark.parametrize("tok", [0.1, 0.5, 0.95])
 def test_pools_hold_each_block_until_it_is_dropped(tok):
-    """Token by token, with a set for every pool: no block that is still read is given to a new token, and every block
-    that was reserved is used."""
+    """Token by token, a set per pool: no block is reused while it is read, and every reserved block is used."""
     rest = 1.0 - tok
     policy = Policy(cache={"tok": tok, "kv@host": 0.4 * rest, "act@host": 0.35 * rest, "kv@device": 0.25 * rest})
     entries = BlockEntries(policy.cache)

@@ -28,8 +28,7 @@ SMALL = Sizes(facts=24, filler=15, queries=12)  # 64 tokens of a prompt: four bl
     ("facts", "places", "sets", "values"), [(3, 1, 1, 2), (4, 2, 1, 3), (4, 1, 2, 2), (3, 2, 2, 3)]
 )
 def test_no_eviction_answers_more_than_the_bound_and_the_best_reaches_it(facts, places, sets, values):
-    """Over all ways to keep places of facts, and to answer what is not kept with a number of the facts that are (or any
-    fixed one), in all texts and queries."""
+    """Over all ways to keep places of facts and to guess the others (or answer a fixed number), in all texts."""
     ways = list(itertools.product(itertools.combinations(range(facts), places), repeat=sets))
     shares = []
     for kept in ways:

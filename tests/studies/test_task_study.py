@@ -58,8 +58,7 @@ def test_right_answers_are_counted_by_document():
 
 
 def test_the_study_asks_every_question_under_every_policy(tmp_path, monkeypatch):
-    """On short questions, whose answers the model can see: the full cache knows them, and an exact policy answers as
-    it does, through the decode too."""
+    """Short questions with visible answers: the full cache knows them, and an exact policy agrees in decode."""
     folder = tmp_path / "tasks"
     folder.mkdir()
     for name in TASKS_OF_HARNESS:

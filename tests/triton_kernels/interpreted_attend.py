@@ -31,8 +31,7 @@ def no_device(monkeypatch):
 
 
 def check(seed: int, dtype, sizes: tuple[int, int, int], part_tokens: list[list[int]], **asked) -> None:
-    """Attend with ``sizes`` (key heads, queries of each, elements of a head) over contexts that have ``part_tokens`` in
-    each part; ``asked``: hides, softcap, sinks, parts."""
+    """Attend with ``sizes`` (key heads, queries of each, head elements) over ``part_tokens`` in each part."""
     groups, queries, d = sizes
     generator, batch = torch.Generator().manual_seed(seed), len(part_tokens[0])
     rows = torch.randn(batch, (2 * groups + groups * queries) * d, generator=generator).to(dtype)

@@ -1,5 +1,4 @@
-"""Decode attention by Triton: its kernels compiled, where it is chosen, whole runs with plain torch in
-the kernels' place, and what only a GPU can show."""
+"""Decode attention by Triton: compiled kernels, whole runs with plain torch instead, GPU-only checks."""
 
 import functools
 import inspect
@@ -90,8 +89,7 @@ def test_every_variant_compiles_without_spilling(architecture, tmp_path, monkeyp
 
 
 def narrow(ptx: str, widest: int = 16) -> dict[str, set[int]]:
-    """Return what loads of keys or values take at a time, where some take other than ``widest`` bytes. Raise
-    AssertionError where the loads of a kernel are not found."""
+    """Return the bytes per load of keys or values if not ``widest``; AssertionError if loads are missing."""
     lines, first = inspect.getsourcelines(attend_triton._attend_kernel.fn)
     loads = {
         number: line.strip()[0] for number, line in enumerate(lines, first) if line.strip()[:5] in ("k = t", "v = t")
@@ -107,8 +105,7 @@ def narrow(ptx: str, widest: int = 16) -> dict[str, set[int]]:
     "dtype, d, counts", [("bfloat16", 72, (1, 4)), ("float16", 20, (1, 4)), ("bfloat16", 18, (1,))]
 )
 def test_no_key_or_value_is_loaded_less_than_16_bytes_at_a_time(dtype, d, counts, tmp_path, monkeypatch):
-    """For one query a key head and for several; other sizes: VARIANTS. Heads of 40 and of 36 bytes cannot all begin at
-    multiples of 16: they come 8 and 4 bytes at a time."""
+    """One and several queries a key head; other sizes. Heads of 40 and 36 bytes load 8 and 4 bytes at a time."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.backends.nvidia.compiler.CUDABackend, "make_cubin", lambda *given: b"")  # slow, unread
     widest = {20: 8, 18: 4}.get(d, 16)

@@ -27,8 +27,7 @@ def names(paths: AttentionPaths) -> set[str]:
 
 @pytest.fixture
 def timed(monkeypatch, tmp_path):
-    """Seconds of each way, or a function of its operands, for the test to set: by a clock that only they move on; and a
-    folder to keep the choice."""
+    """Seconds of each way, or a function of its operands, on a clock that only they move; and a cache folder."""
     now, seconds = [0.0], dict.fromkeys(PATHS, 1.0)
 
     def attend(name, *operands):

@@ -18,8 +18,7 @@ CHUNKS = (2, 5, 37), (6, 33, 70), (4, 8, 8)  #: query heads of two key heads, ne
 
 
 def test_a_chunk_attends_by_flash_attention_where_a_gpu_has_it(monkeypatch):
-    """A CPU's attention with the mask that causal_lower_right names stands in for it. Masked columns, and heads that it
-    does not take, are products."""
+    """A stand-in on a CPU, with causal_lower_right's mask. Masked columns and unsupported heads use products."""
     calls = []
 
     def of_a_gpu(query, keys, values, dropout, causal, *, scale):

@@ -33,8 +33,7 @@ def plain(query_Hd, keys_GTd, values_GTd, scaling=None, softcap=None):
 @pytest.mark.parametrize("groups", [2, 8])
 @torch.inference_mode()  # as on its lane: the pool's threads are in no such mode of their own
 def test_attention_over_blocks_is_plain_attention(monkeypatch, threads, rule, dtype, groups):
-    """Lengths that fill their blocks and ones that do not, requests apart in the pool, several pieces of heads; some of
-    the first places behind a window."""
+    """Full and partly full blocks, requests apart in the pool, pieces of heads; some places outside a window."""
     monkeypatch.setattr(attention, "WIDENED_ELEMENTS", 2000)
     generator, heads, d = torch.Generator().manual_seed(0), 8, 48
     tokens, first, behind = np.array([33, 48, 1, 1000]), np.array([2, 7, 11, 13]), np.array([0, 15, 0, 9])
@@ -69,9 +68,8 @@ def test_attention_over_blocks_is_plain_attention(monkeypatch, threads, rule, dt
 )
 @torch.inference_mode()
 def test_every_way_to_attend_is_plain_attention(name, dtype, heads, d, new, hidden, at_once, window, scaling):
-    """A prompt (no cached columns), a chunk and a decode step; requests that lack columns; grouped heads; pieces of
-    heads and of requests; more queries than attend at a time; operands that are views, as the verbs give them; windows
-    over columns in any order."""
+    """A prompt, a chunk and a decode step; short requests; grouped heads; pieces of heads and requests; more queries
+    than attend at a time; operands as views, as verbs pass them; windows over columns in any order."""
     (num_heads, groups), batch = heads, 3
     generator, cached = torch.Generator().manual_seed(d + new), 0 if hidden is None else 12
     rows = torch.randn(batch, cached + new, 2 * groups + num_heads, d, generator=generator).to(dtype)

@@ -367,8 +367,7 @@ def _too_long(*_):
 
 
 def run(types: list[str], numbers: range, seed: int, quiet: bool = True, alarm=lambda seconds: None) -> Counter:
-    """Run cases; return how often each outcome came, and print those that must not come. ``alarm`` raises TimeoutError
-    after so many seconds."""
+    """Run cases; return counts of outcomes, printing bad ones. ``alarm`` raises TimeoutError after seconds."""
     counts: Counter = Counter()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,5 +1,4 @@
-"""What runs transformers' layers: its shortcuts change nothing that is computed, and a transformers that does
-otherwise than the one it was written for is refused with a sentence."""
+"""Running transformers' layers: shortcuts change no result, and unknown behaviour is refused in words."""
 
 import re
 from typing import Any
