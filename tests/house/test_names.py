@@ -43,20 +43,19 @@ def test_names_and_paths_that_texts_mention_exist():
         if name.startswith("tests/"):
             known |= words(text)
             continue
-        nodes, docstrings = list(ast.walk(parsed(text))), re.findall(r"#:? (.*)", text)
-        names = {getattr(node, field, "") for node in nodes for field in ("id", "attr", "arg", "name")}
-        strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-        known |= words(" ".join([*map(str, names), *(s for s in strings if not re.search(r"\s\S+\s", s))]))
-        members[Path(name).parent.name] |= names if name.endswith("__init__.py") else set()
+        nodes, spoken = list(ast.walk(parsed(text))), re.findall(r"#:? (.*)", text)
         for node in nodes:
-            if isinstance(node, ast.ClassDef):
-                inner = [
-                    part for part in ast.walk(node) if isinstance(part, (ast.Attribute, ast.Name, ast.FunctionDef))
-                ]
-                members[node.name] |= {getattr(part, field, "") for part in inner for field in ("id", "attr", "name")}
             if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
-                docstrings.append(ast.get_docstring(node, clean=False) or "")
-        texts[name] = "\n".join(docstrings).replace("``", "`")
+                spoken.append(ast.get_docstring(node, clean=False) or "")
+            if isinstance(node, ast.ClassDef):
+                inner = list(ast.walk(node))
+                members[node.name] |= {getattr(part, field, "") for part in inner for field in ("id", "attr", "name")}
+        names = {getattr(node, field, "") for node in nodes for field in ("id", "attr", "arg", "name")}
+        strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        strings = {string for string in strings.difference(spoken) if not re.search(r"\s\S+\s", string)}
+        known |= words(" ".join([*map(str, names), *strings]))
+        members[Path(name).parent.name] |= names if name.endswith("__init__.py") else set()
+        texts[name] = "\n".join(spoken).replace("``", "`")
     pages = [name for name in files if name.endswith(".md") and not name.startswith("experiments/re")]
     texts |= {name: (ROOT / name).read_text("utf-8") for name in [*pages, "experiments/results/NOTES.md"]}
     assert {name: found for name, text in texts.items() if (found := strange(text, known, members, files))} == {}
