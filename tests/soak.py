@@ -43,7 +43,6 @@ from flexhybrid import cli
 from flexhybrid import llm as llm_module
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch import census as census_module
-from flexhybrid.batch import in_flight as in_flight_module
 from flexhybrid.core.schedule.refill import RunningBatch
 from flexhybrid.jobs.run import job as run_module
 from flexhybrid.jobs.run.options import journal_of
@@ -198,7 +197,7 @@ def change_mixes(die_at) -> None:
     def drains(self):
         return iterations[0] >= CHANGE_ITERATIONS and changes[0] % 2 == 0
 
-    def moves(self, nobody_waits, /):
+    def moves(self):
         return iterations[0] >= CHANGE_ITERATIONS and changes[0] % 2 == 1
 
     run_module.Job.advance, run_module.Job.between_batches = counts, changed
@@ -313,7 +312,7 @@ def failing_disk(folder: Path, step: int = 1, first: int = 0) -> dict:
     job, said, record = folder / "job", folder / "said", folder / "seen.json"
     os.environ["FLEXHYBRID_CACHE"] = str(folder / "cache")
     tempfile.tempdir = str(job / "temporary")  # of the table's lines
-    answers_module.ROOM_WAIT_S, answers_module.RETRY_S, in_flight_module.NOTE_S = 0.0, 1e-3, 0.0
+    answers_module.ROOM_WAIT_S, answers_module.RETRY_S = 0.0, 1e-3
     save_model(folder / "model")
     (folder / "policy.json").write_text(json.dumps({"name": "soak", "cache": {"kv@host": 1.0}, "max_batch": 4}))
     write_table(folder / "in.parquet", 6, 0)

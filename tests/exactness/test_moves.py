@@ -36,7 +36,7 @@ class Lines:
         self.llm, self.prompts, self.max_tokens, self.policies = llm, prompts, np.array(max_tokens), cycle(policies)
         self.period, self.iterations, self.num_moves, self.num_tokens = period, 0, 0, 0
         self.tokens: list = [None] * len(prompts)
-        self.keep = self.check_input_unchanged = self.begins = lambda *_: None
+        self.check_input_unchanged = self.begins = lambda *_: None
         self.watch, self.drains, self.lengths = lambda *_: None, lambda: False, None
 
     def pending(self):
@@ -65,7 +65,7 @@ class Lines:
     def advance(self, num_tokens):
         self.iterations, self.num_tokens = self.iterations + 1, self.num_tokens + num_tokens
 
-    def moves(self, *_nobody_waits):
+    def moves(self):
         return self.iterations >= self.period
 
     def between_batches(self):
@@ -169,7 +169,7 @@ def test_whatever_a_request_asks_for_it_gets_when_it_moves(tmp_path, monkeypatch
         self.llm.use(next(policies))
 
     monkeypatch.setattr(Job, "advance", heard)
-    monkeypatch.setattr(Job, "moves", lambda self, _nobody_waits: told["iterations"] // 6 > told["moves"])
+    monkeypatch.setattr(Job, "moves", lambda self: told["iterations"] // 6 > told["moves"])
     monkeypatch.setattr(Job, "between_batches", between)
     with pytest.raises(SystemExit):
         answered(source, tmp_path / "out.jsonl", model)

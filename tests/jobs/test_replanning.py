@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,7 +13,6 @@ from test_run import by_id, requests, run
 
 from flexhybrid import llm as llm_module
 from flexhybrid import resolve
-from flexhybrid.batch import census as census_module
 from flexhybrid.core.hardware import Hardware, Line, load_hardware
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
@@ -22,7 +20,6 @@ from flexhybrid.core.trace import LineTimes
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.job import model_profile_path
-from flexhybrid.jobs.run import job as job_module
 from flexhybrid.jobs.run import outlook as outlook_module
 from flexhybrid.jobs.run import replanning
 from flexhybrid.jobs.run.job import Job
@@ -199,35 +196,6 @@ def test_a_crash_after_a_change_loses_nothing(tiny, tmp_path, monkeypatch, repla
     assert auto(source, tmp_path / "out.jsonl", tiny) == 0
     assert run(source, tmp_path / "plain.jsonl", tiny) == 0
     assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "plain.jsonl")
-
-
-@pytest.mark.parametrize("costs", [ChangeCosts(0.0, 0.0, 1e-9), ChangeCosts(0.0, 1e-9, 0.0)], ids=["drain", "move"])
-def test_lines_that_are_counted_meanwhile_join_those_who_run(tiny, tmp_path, monkeypatch, costs):
-    """Six lines are counted at the start, the other eighteen in the second iteration."""
-    machine().save(tmp_path / "machine.json")
-    source, iterations, moved = requests(tmp_path / "in.jsonl", 24), [], []
-    assert run(source, tmp_path / "plain.jsonl", tiny) == 0
-    opened, advance = llm_module.open_batch, Job.advance
-
-    def counts(self, num_tokens):
-        iterations.append(num_tokens)
-        while len(iterations) == 2 and self.census.count_on():
-            pass
-        advance(self, num_tokens)
-
-    for place, name, value in (
-        (job_module, "CENSUS_S", 0.0),
-        (job_module, "WINDOW", 4),
-        (census_module, "CHUNK_LINES", 6),
-        (census_module.Census, "count_meanwhile", lambda *_: nullcontext()),
-        (replanning, "change_costs", lambda *_: costs),
-        (llm_module, "open_batch", lambda *which, **more: moved.append(which[6:]) or opened(*which, **more)),
-        (Job, "advance", counts),
-    ):
-        monkeypatch.setattr(place, name, value)
-    assert run(source, tmp_path / "out.jsonl", tiny, "--hardware", str(tmp_path / "machine.json")) == 0
-    assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "plain.jsonl")
-    assert any(given for (given,) in filter(None, moved)) == (costs.move_s < costs.drain_s)
 
 
 def test_a_named_policy_is_kept(tiny, tmp_path, replanned):

@@ -24,7 +24,6 @@ from flexhybrid import LLM, InputError, SamplingParams, cli, shipped
 from flexhybrid import resolve as machine
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch import answers as answers_module
-from flexhybrid.batch import in_flight as in_flight_module
 from flexhybrid.batch.answers import ANSWERED, FAILED, AnswerFile
 from flexhybrid.batch.manifest import manifest_path
 from flexhybrid.batch.openai import Refused
@@ -158,7 +157,7 @@ def test_a_resumed_run_expects_answers_as_long_as_those_that_ended(tiny, tmp_pat
         made(self, *arguments)
         admitted.append(self.ended.copy())
 
-    monkeypatch.setattr(run_module, "LEAST_ANSWERS", 12)
+    monkeypatch.setattr(run_module, "WINDOW", 12)
     monkeypatch.setattr(run_module, "forecast", lambda llm, known: foretold.append(known) or forecast_of(llm, known))
     monkeypatch.setattr(AnswerLengths, "__init__", learns)
     assert run(source, out, tiny, "--max-batch", "3") == 0 and len(by_id(out)) == 24
@@ -263,7 +262,6 @@ def test_a_disk_that_fails_at_any_operation_costs_one_line_and_no_answer(tiny, t
     """A part of the points of ``make soak``; answers come at once."""
     monkeypatch.setattr(Engine, "run", answer_at_once)
     monkeypatch.setattr(answers_module, "ROOM_WAIT_S", 0.0)
-    monkeypatch.setattr(in_flight_module, "NOTE_S", 0.0)
     job = tmp_path / "job"
     more = ["--ordered", "--errors", str(job / "errors.jsonl"), "--report", str(job / "report.md")]
     job.mkdir()
@@ -280,7 +278,7 @@ def test_a_disk_that_fails_at_any_operation_costs_one_line_and_no_answer(tiny, t
         shutil.rmtree(job)
         job.mkdir()
         requests(source, 4)
-        (job / "out.parquet.jsonl.in-flight.json.partial").touch()  # a kill's
+        (job / "out.parquet.jsonl.manifest.json.partial").touch()  # a kill's
         capsys.readouterr()
         with faults.Faults(job, *point) as failing:
             status = run(source, job / "out.parquet", tiny, *more)
@@ -608,7 +606,6 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path
                     os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(run_module.Progress, "advance", interrupted)
-    monkeypatch.setattr(in_flight_module, "NOTE_S", 0.0)
     assert run(source, out, tiny, "--restart") == 130
     assert len(heard) == 5 if times == 2 else 5 < len(heard) < 10
     told, warned = capsys.readouterr()
@@ -619,19 +616,8 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path
     assert bool(lost) == (times == 1) and (lost is None or f"{lost[1]} tokens of unfinished answers are lost" in told)
     assert (f"answers written so far are kept; {again}" in warned) == (times == 2)
     assert len(by_id(out)) == 4  # the short ones
-    learnt = []
-
-    def learn(self, states, num_tokens, unfinished, learn=run_module.Job._learn):
-        learn(self, states, num_tokens, unfinished)
-        learnt.append((unfinished, self._ages.tolist()))
-
-    monkeypatch.setattr(run_module.Job, "_learn", learn)
-    monkeypatch.setattr(run_module, "LEAST_ANSWERS", 4)
     assert run(source, out, tiny) == 0
-    assert by_id(out) == by_id(tmp_path / "whole.jsonl") and not [*tmp_path.glob("*.in-flight*")]
-    unfinished, ages = learnt[0]  # the long answers count as such, or the short ones would promise too much
-    assert sorted(unfinished) == [2, 4, 6, 8] and min(unfinished.values()) > 3
-    assert ages == [unfinished.get(number, 0) for number in range(1, 9)]
+    assert by_id(out) == by_id(tmp_path / "whole.jsonl")
 
 
 def test_an_interrupt_before_the_first_answer_says_what_it_leaves(tiny, tmp_path, capsys, monkeypatch):

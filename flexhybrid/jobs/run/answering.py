@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from flexhybrid.batch.census import per_answer
-from flexhybrid.batch.in_flight import Tokens
 from flexhybrid.batch.openai import Refused, Request, refusing
 from flexhybrid.batch.replies import answer_tokens, error_line
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -78,9 +77,6 @@ class PendingRequests(Protocol):
     def advance(self, num_tokens: int) -> None:
         """Take the number of tokens that an iteration has generated."""
 
-    def keep(self, in_flight: Callable[[], Tokens]) -> None:
-        """Note now and then how far the lines are that are not answered, for the run after a kill."""
-
     def note(self, text: str) -> None:
         """Tell the user something."""
 
@@ -92,9 +88,9 @@ class PendingRequests(Protocol):
         """Return whether nobody shall join the batch any more."""
         ...
 
-    def moves(self, nobody_waits: bool, /) -> bool:
+    def moves(self) -> bool:
         """Return whether the batch shall break off, and its requests go on in the next one behind the tokens that they
-        have. ``nobody_waits``: all requests of the batch have begun."""
+        have."""
         ...
 
     def between_batches(self) -> None:
@@ -140,7 +136,6 @@ class Batch:
         self.refused: dict[int, Refused] = {}  #: by place, those of which something failed; they run to their end
         #: by place and index, requests that have begun, and are not complete
         self.begun: dict[tuple[int, int], tuple[Generated, SamplingPlan]] = {}
-        self.num_waiting = 0  #: requests that have not begun
         self.answered: list[Answered] = []
         self.next_check = CHECKED_LINES
         self.outlook: Outlook | None = None
@@ -161,7 +156,6 @@ class Batch:
             given = np.zeros(len(in_order), np.int64)
             given[: len(begun)] = [len(generated.token_ids) for generated, _ in self.begun.values()]
         self.prompt_tokens = workload.prompt_tokens
-        self.num_waiting = len(self.place) - len(begun)
         self.outlook = self.requests.watch(workload, given)
         joins = self.outlook.begin if self.outlook else None
         lengths = self.requests.lengths
@@ -193,14 +187,13 @@ class Batch:
 
     def ends(self) -> bool:
         """Return whether the batch shall break off."""
-        return self.stop.asked or self.requests.moves(not self.num_waiting)
+        return self.stop.asked or self.requests.moves()
 
     def begin(self, request: int) -> tuple[Generated, SamplingPlan]:
         """Read a line when the first of its requests joins."""
         place, index = int(self.place[request]), int(self.index[request])
         if (place, index) in self.begun:
             return self.begun[place, index]
-        self.num_waiting -= 1
         if place not in self.open_lines:
             self.next_check -= 1
             if not self.next_check:
@@ -275,13 +268,6 @@ class Batch:
         if self.outlook:
             self.outlook.advance()
         self.requests.advance(count)
-        self.requests.keep(self.in_flight)
-
-    def in_flight(self) -> Tokens:
-        """Return how far the lines are that are not answered. Those that have no token yet are left out: lines are
-        read before they join, so that it is known what their prompts share."""
-        tokens = {place + 1: sum(len(of.token_ids) for of in open_[1]) for place, open_ in self.open_lines.items()}
-        return {line: count for line, count in tokens.items() if count}
 
 
 def _shrink(llm: LLM, error: torch.OutOfMemoryError, note: Callable[[str], None]) -> None:

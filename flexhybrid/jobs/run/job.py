@@ -19,9 +19,8 @@ import transformers
 
 import flexhybrid
 from flexhybrid.batch.answers import ANSWERED, BLANK, FAILED, PENDING, AnswerFile
-from flexhybrid.batch.census import RequestFile, file_state, per_answer, take_census
+from flexhybrid.batch.census import RequestFile, file_state, take_census
 from flexhybrid.batch.formats import format_of, open_lines
-from flexhybrid.batch.in_flight import InFlight, Tokens
 from flexhybrid.batch.manifest import NOTHING_SERVED, check_same, load_manifest, model_record, save_manifest
 from flexhybrid.batch.openai import BLANK_LINE, Refused, Request, check_template
 from flexhybrid.batch.replies import answer_line, error_line
@@ -52,7 +51,7 @@ from flexhybrid.jobs.run.opening import (
 from flexhybrid.jobs.run.options import RunOptions, check_options
 from flexhybrid.jobs.run.outcome import Effort, Outcome, again
 from flexhybrid.jobs.run.outlook import Outlook, batches
-from flexhybrid.jobs.run.replanning import LEAST_ANSWERS, Replanner, move_is_cheap
+from flexhybrid.jobs.run.replanning import Replanner
 from flexhybrid.jobs.run.report import clocks, refusal_codes, write_report
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
@@ -65,6 +64,7 @@ from sim.answer_lengths import ObservedAnswers, with_mean
 from sim.correction import TRIALS
 
 CENSUS_S = 5.0  #: seconds of counting before the first requests are answered
+TRIM_S = 1.0  #: seconds between two calls of ``trim_memory``
 ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
 REFILLS = 4  #: times as many requests as run together stand for a queue whose places are taken anew
 VERSIONED = {"flexhybrid": flexhybrid, "torch": torch, "transformers": transformers}  #: named in the manifest
@@ -149,9 +149,8 @@ class Job:
         self._taken = 0  #: lines of the census that are in the order, or refused
         self._earlier = 0  #: lines that earlier runs have done
         self.tokens = 0  #: that this run has generated, of answers that it has written
-        self.in_flight = InFlight(options.output)
+        self._trimmed_at = 0.0
         self.lengths: ObservedAnswers | None = None
-        self._ages = np.zeros(self.census.num_lines, np.int32)  #: tokens of answers that the run before left unfinished
         self.manifest: dict = {}
         self.trace: list[TraceEvent] = []  #: of the first wave, where a trace or a report is asked for
         self.lanes: dict[str, LaneTimes] = {}  #: of the first wave likewise
@@ -259,8 +258,6 @@ class Job:
                 answer_on_cluster(self, self.source, self.crew, config, stop)
         if self.replanner:
             self.replanner.end()
-        if not stop.asked:
-            self.in_flight.remove()
         generated, ended = self.progress.count, CpuUse.now()
         others = None if self.crew else ended.others_since(started)
         if self.replanner and self.replanner.trial and (others or 0.0) <= MOST_OTHERS:
@@ -288,7 +285,7 @@ class Job:
         if not begins_anew and earlier and earlier.get("input") == given_input:
             for file in self.files.values():
                 file.check(states, num_tokens)
-            self._learn(states, num_tokens, self.in_flight.earlier())
+            self._learn(states, num_tokens)
         now = self._identity()
         if not begins_anew:
             if earlier is None:
@@ -306,7 +303,6 @@ class Job:
             self.manifest = earlier
         self._settle_policy()
         now["numbers"] = self._numbers()
-        self.in_flight.remove()
         if begins_anew:
             if (left := (earlier or {}).get("errors")) and left != now["errors"]:
                 # Its folder is not known: a file of that name may be another's.
@@ -406,19 +402,17 @@ class Job:
     def _input(self) -> dict:
         return {"sha256": self.census.sha256, "lines": self.census.num_lines}
 
-    def _learn(self, states: np.ndarray, num_tokens: np.ndarray, unfinished: Tokens) -> None:
-        """Take in the lengths of the answers of the run before, and how far those were that it left unfinished."""
+    def _learn(self, states: np.ndarray, num_tokens: np.ndarray) -> None:
+        """Take in the lengths of the answers of the run before, where they are more than the ones that it left
+        unfinished: those are the long ones."""
         limits, counts = self.census.max_tokens, self.census.num_answers(slice(None))
         answered = np.flatnonzero((states == ANSWERED) & self.census.valid)
-        if len(answered) < LEAST_ANSWERS:
+        if len(answered) < WINDOW:
             return
         self.lengths = ObservedAnswers(int(limits.max()), self.options.answer_tokens)
         each = np.repeat(answered, counts[answered])
         for tokens, limit in zip((num_tokens // counts)[each].tolist(), limits[each].tolist(), strict=True):
             self.lengths.end(min(tokens, limit), limit)
-        for line, tokens in unfinished.items():
-            if line <= len(limits) and limits[line - 1] and states[line - 1] == PENDING:
-                self._ages[line - 1] = min(tokens // int(counts[line - 1]), int(limits[line - 1]))
 
     def _chat_identity(self) -> dict:
         chat = asdict(self.source.rules.chat)
@@ -437,11 +431,10 @@ class Job:
 
     def _expected(self, places: np.ndarray) -> Workload:
         """Return the lengths of the lines at ``places``, with the answers that the user expects, or that the run before
-        has shown: one that it left unfinished has as many tokens at least."""
+        has shown."""
         lengths, mean = self.workload(places), self.options.answer_tokens
         if self.lengths:
-            ages = self._ages[per_answer(places, self.num_answers(places))].astype(np.int64)
-            return replace(lengths, answer_tokens=self.lengths.expected(lengths.max_tokens, ages))
+            return replace(lengths, answer_tokens=self.lengths.expected(lengths.max_tokens))
         return lengths if mean is None else with_mean(lengths, mean)
 
     def _sorted(self, chosen: np.ndarray) -> np.ndarray:
@@ -568,12 +561,11 @@ class Job:
 
     def advance(self, num_tokens: int) -> None:
         self.progress.advance(num_tokens)
+        if time.monotonic() - self._trimmed_at > TRIM_S:
+            trim_memory()
+            self._trimmed_at = time.monotonic()
         if self.replanner and self.outlook:
             self.replanner.look(self.outlook)
-
-    def keep(self, in_flight: Callable[[], Tokens]) -> None:
-        if self.in_flight.note(in_flight):
-            trim_memory()
 
     def note(self, text: str) -> None:
         self.progress.note(text)
@@ -592,15 +584,8 @@ class Job:
     def drains(self) -> bool:
         return bool(self.replanner and self.replanner.change)
 
-    def moves(self, nobody_waits: bool) -> bool:
-        if self.replanner and self.replanner.change:
-            return self.replanner.change.moves
-        return nobody_waits and self._queue_has_grown() and move_is_cheap(self.llm, self.outlook)
-
-    def _queue_has_grown(self) -> bool:
-        """Return whether lines were counted since the batch began, enough of them for one more."""
-        more = self.census.counted - self._taken
-        return more >= WINDOW or more > 0 and self.census.complete
+    def moves(self) -> bool:
+        return bool(self.replanner and self.replanner.change and self.replanner.change.moves)
 
     def between_batches(self) -> None:
         if not (self.replanner and self.replanner.change):

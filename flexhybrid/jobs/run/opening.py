@@ -11,7 +11,6 @@ from typing import BinaryIO
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.answers import AnswerFile
 from flexhybrid.batch.census import first_urls
-from flexhybrid.batch.in_flight import InFlight
 from flexhybrid.batch.manifest import load_manifest, manifest_path
 from flexhybrid.batch.openai import CHAT
 from flexhybrid.batch.requests import LineRules
@@ -53,8 +52,8 @@ def open_answers(stack: contextlib.ExitStack, path: Path, output: Path) -> Answe
 def remove_partial_files(options: RunOptions) -> None:
     """Remove what a run that was killed was writing: this one has locked the output."""
     journals = [path for path in (options.output, options.errors) if path]
-    beside = [manifest_path(options.output), InFlight(options.output).path]
-    for path in [*journals, *beside, *filter(None, (options.parquet, options.trace, options.report))]:
+    others = filter(None, (options.parquet, options.trace, options.report))
+    for path in [*journals, manifest_path(options.output), *others]:
         partial_file(path).unlink(missing_ok=True)
 
 

@@ -27,7 +27,6 @@ from ray.exceptions import RayError
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.census import RequestFile
-from flexhybrid.batch.in_flight import Tokens
 from flexhybrid.batch.openai import Refused, Request
 from flexhybrid.batch.replies import answer_line, error_line
 from flexhybrid.batch.requests import LineReader, LineRules
@@ -276,9 +275,6 @@ class RemoteBatch:
         if self._answered or self._iterations % self.config.heartbeat == 0:
             self.flush()
 
-    def keep(self, in_flight: Callable[[], Tokens]) -> None:
-        """Keep nothing: when an actor dies, its batch is done again at once."""
-
     def note(self, text: str) -> None:
         self.send(_message(note=text))
 
@@ -288,7 +284,7 @@ class RemoteBatch:
     def drains(self) -> bool:
         return False
 
-    def moves(self, _nobody_waits: bool) -> bool:
+    def moves(self) -> bool:
         return False
 
     def between_batches(self) -> None:

@@ -252,19 +252,6 @@ def other_mixes(policy: Policy) -> list[Policy]:
     return [replace(plain, name="searched", cache={k: v for k, v in mix.items() if v}) for mix in shares]
 
 
-def move_is_cheap(llm: LLM, outlook: Outlook | None) -> bool:
-    """Return whether those who run had better be moved to the next batch than end in this one; False where it is not
-    known."""
-    rest = outlook.rest() if outlook else None
-    if not outlook or rest is None:
-        return False
-    longest = int(outlook.workload.cached_tokens.max())
-    if not can_return(llm.problem, llm.settled_policy, longest):
-        return False
-    costs = change_costs(rest, outlook.pace, outlook.pace)
-    return costs.move_s < costs.drain_s
-
-
 def can_return(problem: Problem, policy: Policy, tokens: int) -> bool:
     """Return whether a request that has nearly all of so many tokens can be computed anew within the budgets."""
     with suppress(InputError):
