@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.simulate import named_system, setting_of, simulate_system
 from flexhybrid.runtime.engine import Engine, WaveResult
 from flexhybrid.runtime.forcing import force_tokens
 from flexhybrid.runtime.session import Session
@@ -45,9 +44,3 @@ def forced_logits(checkpoint, policy, texts, steps, **options) -> list[torch.Ten
         checkpoint, policy, prompts, steps, edit=lambda executor: force_tokens(executor, texts, hear), **options
     )  # fmt: skip
     return [torch.stack(rows) for rows in recorded]
-
-
-def run_simulate(point: dict, budgets=None):
-    """One predicted run of the point's system, a name or a policy file."""
-    setting = setting_of(point, budgets, None)
-    return simulate_system(setting, named_system(point["system"], setting), point.get("clock", "closed"))

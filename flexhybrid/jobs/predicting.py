@@ -10,7 +10,7 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, flag
 from flexhybrid.core.files import check_new_file
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.options import budgets_from, options_from, split_names
+from flexhybrid.jobs.options import options_from, split_names
 from sim.catalogue.hosts import HOSTS
 
 #: New objects after which Python looks for cycles. Predictions make many that live long, and few cycles: after every
@@ -120,9 +120,10 @@ def _add_sweep(commands) -> None:
 
 
 def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    texts = "a shape by name (opt-30b, llama-2-70b), or a config.json", "a machine by name (rtx4090, local), or a file"
-    for name, text in zip(("--model", "--hardware"), texts):
-        parser.add_argument(name, required=required, help=text)
+    names = {"model": "a shape by name (opt-30b, llama-2-70b), or a config.json"}
+    names["hardware"] = "a machine by name (rtx4090, t4, local), or a hardware file"
+    for name, text in names.items():
+        parser.add_argument(flag(name), required=required, help=text)
     hosts = f"memory, cores and disk beside a GPU of the catalogue: {', '.join(HOSTS)} (the machine's own)"
     parser.add_argument("--host", metavar="NAME", help=hosts)
     parser.add_argument("--prompt-len", type=int, help="tokens of each prompt")
@@ -173,49 +174,45 @@ def _lengths(args) -> Workload | None:
 
 def _simulate(args) -> dict:
     gc.set_threshold(UNTIL_COLLECTED)
-    from flexhybrid.jobs.rates import RATES, costs, describe_costs, describe_rates
-    from flexhybrid.jobs.simulate import SimulatedQueue, asked_record, describe, describe_queue
-    from flexhybrid.jobs.whatif import LENGTHS, check_plot, run_point, varied_of
-    from policy_search.systems import dropped
+    from flexhybrid.jobs.rates import costs, describe_costs, describe_rates
+    from flexhybrid.jobs.simulate import POINT, SimulatedQueue, asked_record, describe, describe_queue, run_point
+    from flexhybrid.jobs.sweep.side_by_side import check_plot, varied_of
 
     named = {"--system": args.system, "--policy": args.policy, "--compare": args.compare}
-    if len(given := [f"{name} {value}" for name, value in named.items() if value is not None]) > 1:
+    if len(given := [f"{name} {value}" for name, value in named.items() if value]) > 1:
         raise InputError(f"{' and '.join(given)}: give one of them")
     varied = varied_of(args.vary) if args.vary else None
     check_plot(args.plot, varied and varied.field)
     if varied and getattr(args, varied.field, None) is not None:
         raise InputError(f"--vary {args.vary} and {flag(varied.field)}: give one of them")
-    if varied and varied.field in LENGTHS and args.lengths:
+    if varied and varied.field in ("prompt_len", "gen_len") and args.lengths:
         raise InputError(f"--lengths says how long requests are: --vary {varied.field} has nothing to vary")
-    keys = ("model", "hardware", "host", "batch", "prompt_len", "gen_len", "dtype", "clock", *RATES)
-    known = {name for name in keys[:2] if getattr(args, name) is not None} | {varied and varied.field}
-    if missing := [name for name in keys[:2] if name not in known]:
+    needed = [name for name in ("model", "hardware") if name != (varied and varied.field)]
+    if missing := [name for name in needed if getattr(args, name) is None]:
         raise InputError(f"the following arguments are required: {', '.join(map(flag, missing))}")
-    point, budgets = {key: getattr(args, key) for key in keys}, budgets_from(args)
-    one = [text for text in (args.system, args.policy) if text is not None] or ["capture"]
-    systems = tuple(one) if args.compare is None else split_names(args.compare)
-    if args.compare is not None or varied:
-        return _what_if(args, point, systems, varied)
-    point = {"system": one[0], **point}
-    setting, outcome = run_point(point, budgets, _lengths(args), _note)
+    point = {key: getattr(args, key) for key in ("clock", *POINT)}
+    if args.compare or varied:
+        return _what_if(args, point, varied)
+    point = {"system": args.system or args.policy or "capture", **point}
+    setting, _, outcome = run_point(point, _lengths(args), _note)
     args.show(describe_queue(outcome) if isinstance(outcome, SimulatedQueue) else describe(outcome))
-    row, machine = outcome.to_dict(), setting.machine
-    unused, rate = dropped(point["system"], row["policy"]["attention"]), row["tokens_per_s"]
-    for text in filter(None, (unused and f"  {unused}", describe_costs(machine, rate), describe_rates(machine))):
+    rate = outcome.tokens_per_s
+    for text in filter(None, (describe_costs(setting.machine, rate), describe_rates(setting.machine))):
         args.show(text)
-    return asked_record(machine, _asked(args, point), budgets) | row | costs(machine, rate)
+    record = asked_record(setting.machine, _asked(args, point))
+    return record | outcome.to_dict() | costs(setting.machine, rate)
 
 
-def _what_if(args, point: dict, systems: tuple[str, ...], varied) -> dict:
+def _what_if(args, point: dict, varied) -> dict:
     """Simulate several systems, or one at several values of a field."""
     from flexhybrid.jobs.rates import RATES, describe_rates, without_given
     from flexhybrid.jobs.simulate import asked_record
-    from flexhybrid.jobs.whatif import answers, describe_answers, plot
+    from flexhybrid.jobs.sweep.side_by_side import describe_answers, plot, side_by_side
 
     if args.plot:
         check_new_file(args.plot)
-    budgets, workload = budgets_from(args), _lengths(args)
-    found = answers(point, systems, varied, budgets, workload, _note)
+    systems = split_names(args.compare) if args.compare else (args.system or args.policy or "capture",)
+    found = side_by_side(point, systems, varied, _lengths(args), _note)
     args.show(describe_answers(found, varied))
     machines = {
         answer.setting.machine.name: without_given(answer.setting.machine, varied.field if varied else "")
@@ -231,7 +228,7 @@ def _what_if(args, point: dict, systems: tuple[str, ...], varied) -> dict:
         plot(found, varied, asked, args.plot)
         args.show(f"  {args.plot}")
     inputs = _asked(args, point | {"compare": list(systems), "vary": args.vary})
-    record = asked_record(next(iter(machines.values())), inputs, budgets)
+    record = asked_record(next(iter(machines.values())), inputs)
     return record | {"runs": [answer.to_dict(varied and varied.field) for answer in found]}
 
 
@@ -244,18 +241,15 @@ def _asked(args, point: dict) -> dict:
 def _search(args) -> dict:
     gc.set_threshold(UNTIL_COLLECTED)
     from flexhybrid.core.files import write_by_rename
-    from flexhybrid.jobs.rates import RATES, costs, describe_costs, describe_rates
+    from flexhybrid.jobs.rates import costs, describe_costs, describe_rates
     from flexhybrid.jobs.search import PolicySearchOptions, run_search, search_queue, search_record
-    from flexhybrid.jobs.simulate import asked_record, describe_queue
+    from flexhybrid.jobs.simulate import POINT, asked_record, describe_queue
 
-    names = ("model", "hardware", "host", "batch", "max_batch", "prompt_len", "gen_len", "dtype", "objective")
-    names += ("max_ttft", "max_tpot", "lossless", "attention", "selection", "time_limit", *RATES)
+    names = ("max_batch", "objective", "max_ttft", "max_tpot", "lossless", "attention", "selection", "time_limit")
     args.batch = None if args.batch == "auto" else args.batch
-    asked = {name: getattr(args, name) for name in names}
-    asked["keep"] = list(args.keep) or None
-    options = options_from(
-        PolicySearchOptions, args, budgets=budgets_from(args), lengths=_lengths(args), keep=tuple(args.keep)
-    )
+    point = {name: getattr(args, name) for name in POINT}
+    asked = _asked(args, point | {name: getattr(args, name) for name in names} | {"keep": list(args.keep) or None})
+    options = options_from(PolicySearchOptions, args, point=point, lengths=_lengths(args), keep=tuple(args.keep))
     for path in (args.save_policy, args.lp):
         if path:
             check_new_file(path)  # before the work
@@ -265,14 +259,14 @@ def _search(args) -> dict:
             write_by_rename(args.save_policy, choice.system.policy.to_json())
         args.show(describe_queue(choice))
         args.show(describe_rates(choice.system.hardware))
-        return asked_record(choice.system.hardware, _asked(args, asked), options.budgets) | choice.to_dict()
+        return asked_record(choice.system.hardware, asked) | choice.to_dict()
     report = run_search(options, _note, args.show)
     if args.save_policy:
         write_by_rename(args.save_policy, report.found.policy.to_json())
     machine, rate = report.hardware, report.best.tokens_per_s
     for text in filter(None, (describe_costs(machine, rate), describe_rates(machine))):
         args.show(text)
-    record = asked_record(machine, _asked(args, asked), options.budgets)
+    record = asked_record(machine, asked)
     return record | search_record(report) | costs(machine, rate)
 
 

@@ -6,14 +6,12 @@ from dataclasses import replace
 from flexhybrid.core.errors import InputError, check, flag
 from flexhybrid.core.hardware import LIFTED_PACE, PACE, Hardware, Line, crosses_link, resource_of_line
 
-Budgets = dict[str, str | None]  #: tier -> memory as text, in place of the machine's own; None: the machine's
-
 #: Keys of a point, and flags, that set a rate in place of the machine's own.
 RATES = ("link_gb_per_s", "disk_gb_per_s", "gemm_tflops", "host_memory_gb_per_s")
 DISK_OVERHEAD_S = 1e-4  #: of a request to a disk that the machine's record does not have, as the catalogue's
 
 
-def with_given_rates(hardware: Hardware, point: Mapping, budgets: Budgets) -> Hardware:
+def with_given_rates(hardware: Hardware, point: Mapping) -> Hardware:
     """Return the machine at the rates that a point sets, with a note of them in its ``rates``.
 
     The link's rate is the one that ``flexhybrid hardware`` shows: a standard's, of which copies reach the share that
@@ -24,7 +22,7 @@ def with_given_rates(hardware: Hardware, point: Mapping, budgets: Budgets) -> Ha
     given = {name: point[name] for name in RATES if point.get(name) is not None}
     for name, rate in given.items():
         check(flag(name), rate, 0 < rate < float("inf"), "a number above 0")
-    own, size = hardware.rates, budgets.get("disk")
+    own, size = hardware.rates, point.get("disk_memory")
     disk = given.get("disk_gb_per_s")
     if size is not None and disk is None and not hardware.has_disk:
         raise InputError(f"--disk-memory {size}: {hardware.name} has no disk; give its rate too, --disk-gb-per-s")

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +18,6 @@ from flexhybrid.core.policy import Bits, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import counted
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.rates import RATES
 from flexhybrid.jobs.simulate import (
     WEIGHTS_STREAMED,
     Note,
@@ -32,6 +31,7 @@ from flexhybrid.jobs.simulate import (
     unlike_weights,
 )
 from policy_search.keep import with_kept
+from policy_search.papers.at_best import at_best
 from policy_search.queue_search import best_for_queue
 from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, TooSlowError, confirmed, search
 from policy_search.search_problem import SearchProblem, measured_space
@@ -40,7 +40,6 @@ from policy_search.systems import SYSTEMS, Setting, System, dropped, system
 from sim.queue_clock import QueueRun
 from sim.simulate import SimulatedRun
 
-MACHINE_KEYS = ("model", "hardware", "host", "dtype", *RATES)
 WHERE = ("any", "device", "host")  #: of attention
 LATENCIES = ("max_ttft", "max_tpot")  #: options that limit them
 LEAST_GAP = 0.005  #: of the proof, below which the margin for staying on the device decides nothing
@@ -62,14 +61,9 @@ SEEDS = ("kv_only", "act_only", "hybrid_static", "deepspeed", "accelerate", "fas
 class PolicySearchOptions:
     """What the command was asked for, by the names of its flags."""
 
-    model: str
-    hardware: str
-    prompt_len: int | None = None
-    gen_len: int | None = None
+    point: Mapping  #: POINT of ``jobs.simulate``: without "batch" it is searched for
     lengths: Workload | None = None  #: a queue, in place of requests of one length
-    batch: int | None = None
     max_batch: int = 1024
-    dtype: str | None = None  #: None: the checkpoint's; see ``setting_of``
     objective: str = "throughput"
     lossless: bool = True
     attention: str = "any"  #: one of WHERE
@@ -78,14 +72,12 @@ class PolicySearchOptions:
     time_limit: float | None = None
     max_ttft: float | None = None  #: seconds, as SearchSettings has them
     max_tpot: float | None = None
-    link_gb_per_s: float | None = None  #: these rates in place of the machine's own
-    disk_gb_per_s: float | None = None
-    gemm_tflops: float | None = None
-    host_memory_gb_per_s: float | None = None
-    host: str | None = None  #: in place of the machine's own
-    budgets: dict[str, str | None] | None = None
     confirm: bool = True
     lp: Path | None = None
+
+    @property
+    def batch(self) -> int | None:
+        return self.point.get("batch")
 
 
 class SearchReport(NamedTuple):
@@ -112,8 +104,7 @@ def run_search(
         value = getattr(options, name)
         check(flag(name), value, value is None or value > 0, "above 0")
     batch = 1 if options.batch is None and options.objective == "latency" else options.batch
-    point = {name: getattr(options, name) for name in ("prompt_len", "gen_len", *MACHINE_KEYS)}
-    setting = setting_of({**point, "batch": options.max_batch if batch is None else batch}, options.budgets, note)
+    setting = setting_of({**options.point, "batch": options.max_batch if batch is None else batch}, note)
     selection = None if options.selection is None else _selection_of(options.selection, setting)
     seeds = []
     for name in SEEDS:
@@ -196,9 +187,8 @@ def search_queue(options: PolicySearchOptions, note: Note | None = None) -> Simu
     alone |= {flag(name): getattr(options, name) is not None for name in LATENCIES}
     if refused := [name for name, given in alone.items() if given]:
         raise InputError(f"{refused[0]} is of requests of one length: give --prompt-len and --gen-len, not --lengths")
-    point = {name: getattr(options, name) for name in MACHINE_KEYS}
     at_most = options.batch or options.max_batch
-    setting = queue_setting({**point, "batch": at_most}, options.lengths, options.budgets, note)
+    setting = queue_setting({**options.point, "batch": at_most}, options.lengths, note)
     settings = replace(settings_of(options, setting), max_batch=setting.batch)
     given = []
     for name in LOSSLESS_RIVALS[:3]:
@@ -221,8 +211,6 @@ def _selection_of(text: str, setting: Setting) -> Selection:
 def _at_best(name: str, setting: Setting, free: bool, bits: Bits | None = None) -> dict:
     """Return the row of a rival in the batch and settings that are best for itself, or with the error that keeps it
     from running. ``bits``: in place of its own."""
-    from policy_search.papers.at_best import at_best  # loads scipy's solvers
-
     row = dict.fromkeys(("system", "tokens_per_s", "total_s", "loses", "error", "weights_on_device"))
     try:
         made, run = at_best(name, setting, free, bits)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
+from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, check, flag, is_integer
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import kept_shares, memory_plan, total_bytes
@@ -15,7 +16,8 @@ from flexhybrid.core.units import counted, gib, parse_bytes
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.paths import shape_to_simulate
-from flexhybrid.jobs.rates import Budgets, pace_of_link, with_given_rates
+from flexhybrid.jobs.rates import RATES, pace_of_link, with_given_rates
+from policy_search.papers.at_best import at_best, best_batch
 from policy_search.systems import Setting, System, system
 from sim import catalogue
 from sim.queue_clock import QueueRun, price_queue, walk_queue
@@ -30,6 +32,18 @@ UNLIKE = (
 
 Note = Callable[[str], object]  #: takes a line for the user
 
+#: Keys of a point, which are the names of flags: how much there is to do, and of which model on which machine.
+LENGTHS = ("batch", "prompt_len", "gen_len")
+MEMORIES = tuple(f"{tier}_memory" for tier in TIERS)
+POINT = ("model", "hardware", "host", *LENGTHS, "dtype", *RATES, *MEMORIES)
+#: Fields of a policy that a point may set as well, in place of the system's own.
+POLICY_FIELDS = (
+    *("weights.device", "weights.disk", "bits.weights", "bits.kv", "bits.act"),
+    *(f"cache.{kind}@{tier}" for kind in ("kv", "act") for tier in TIERS),
+    *("schedule", "attention", "hidden", "overlap", "packing", "max_mini_batch_tokens", "max_batch"),
+)
+AUTO = "auto"  #: as a batch: the one with which the system answers most tokens a second
+
 MOST_AT_A_TIME = 1024  #: requests of a queue, as in a run
 #: Seconds of a run below which its start, which no prediction has, changes its tokens/s; what is said of it.
 SHORT_S = 60.0
@@ -38,29 +52,28 @@ NO_START = "  not in it: the start of a run, seconds that load the weights and, 
 WEIGHTS_STREAMED = "not all weights fit the device beside the cache, the rest is streamed"
 
 
-def setting_of(point: dict, budgets: Budgets | None = None, note: Note | None = None) -> Setting:
-    """Return the setting of a point: model, hardware, batch, prompt_len, gen_len and dtype by name.
+def setting_of(point: Mapping, note: Note | None = None) -> Setting:
+    """Return the setting of a point (POINT): its model, machine and requests.
 
-    ``note`` takes a line about a profile that was disturbed, and one for each budget above the machine's memory;
-    such budgets ask what more memory would bring. Raise InputError, naming the key.
+    ``note`` takes a line about a profile that was disturbed, and one for each memory above the machine's own; such
+    memories ask what more would bring. Raise InputError, naming the key.
     """
-    lengths = ("batch", "prompt_len", "gen_len")
-    if missing := [flag(name) for name in lengths if point[name] is None]:
+    if missing := [flag(name) for name in LENGTHS if point[name] is None]:
         raise InputError(f"say how much there is to do: {', '.join(missing)} (or the lengths of a queue, --lengths)")
-    for name in lengths:
+    for name in LENGTHS:
         check(name, point[name], is_integer(point[name]) and point[name] >= 1, "a whole number >= 1")
     shape = shape_to_simulate(point["model"])
-    hardware = with_given_rates(machine_of(point["hardware"], shape, point.get("host")), point, budgets or {})
+    hardware = with_given_rates(machine_of(point["hardware"], shape, point.get("host")), point)
     if note and hardware.company:
         from flexhybrid.jobs.profile.job import company_note  # loads torch
 
         note(company_note(hardware) or "")
-    sizes = {tier: size for tier, text in (budgets or {}).items() if (size := parse_bytes(text)) is not None}
-    for tier, size in sizes.items():
-        memory = getattr(hardware, f"{tier}_memory")
+    sizes = {name: size for name in MEMORIES if (size := parse_bytes(point.get(name))) is not None}
+    for name, size in sizes.items():
+        memory = getattr(hardware, name)
         if note and memory is not None and size > memory:
-            note(f"--{tier}-memory {(budgets or {})[tier]} is more than the {gib(memory)} that {hardware.name} has")
-    hardware = hardware.with_memory(sizes)
+            note(f"{flag(name)} {point[name]} is more than the {gib(memory)} that {hardware.name} has")
+    hardware = hardware.with_memory({name.removesuffix("_memory"): size for name, size in sizes.items()})
     last = point["prompt_len"] + point["gen_len"]
     if last > shape.max_positions:
         raise InputError(
@@ -84,10 +97,10 @@ def machine_of(hardware: str, shape: ModelShape, host: str | None = None) -> Har
     return local_machine(shape)
 
 
-def asked_record(machine: Hardware, asked: Mapping, budgets: Budgets | None = None) -> dict:
+def asked_record(machine: Hardware, asked: Mapping) -> dict:
     """Return what a prediction was asked for, and where its machine's rates come from, as plain JSON."""
-    memory = {f"{tier}_memory": parse_bytes(size) for tier, size in (budgets or {}).items() if size is not None}
-    inputs = {name: value for name, value in asked.items() if value is not None} | memory
+    inputs = {name: value for name, value in asked.items() if value is not None}
+    inputs |= {name: parse_bytes(inputs[name]) for name in MEMORIES if name in inputs}
     paced = {"paced": words} if (words := pace_of_link(machine)) else {}
     return {"inputs": inputs, "rates": {"hardware": machine.name, **machine.rates, **paced}}
 
@@ -118,6 +131,10 @@ class SimulatedQueue(NamedTuple):
     clock: str
     kept_weights: dict[str, float]  #: tier -> share of the layers' bytes that it holds
 
+    @property
+    def tokens_per_s(self) -> float:
+        return self.run.tokens_per_s
+
     def to_dict(self) -> dict:
         """Plain JSON."""
         run = self.run
@@ -142,12 +159,12 @@ class SimulatedQueue(NamedTuple):
         }
 
 
-def queue_setting(point: dict, workload: Workload, budgets: Budgets | None = None, note: Note | None = None) -> Setting:
+def queue_setting(point: Mapping, workload: Workload, note: Note | None = None) -> Setting:
     """Return the setting of a queue: as many requests at a time as ``point`` says ("batch"; None: MOST_AT_A_TIME), as
     long as the longest."""
     batch = min(point.get("batch") or MOST_AT_A_TIME, workload.num_requests)
     longest = {"prompt_len": int(workload.prompt_tokens.max()), "gen_len": int(workload.max_tokens.max())}
-    return setting_of({**point, "batch": batch, **longest}, budgets, note)
+    return setting_of({**point, "batch": batch, **longest}, note)
 
 
 def simulate_queue(
@@ -170,6 +187,39 @@ def simulate_queue(
     wave = open_batch(problem, made.policy, workload, *places)
     memory = total_bytes(memory_plan(problem, made.policy, buffer_sizes(wave)))
     return SimulatedQueue(made, workload, run, memory, clock, kept_shares(problem, made.policy))
+
+
+def run_point(
+    point: Mapping, workload: Workload | None = None, note: Note | None = None
+) -> tuple[Setting, System, SimulatedRun | SimulatedQueue]:
+    """Return the setting, the system and the predicted run of a point: POINT, "system" (a name or a policy file),
+    "clock" and POLICY_FIELDS. With a ``workload`` of a queue. A batch may be AUTO. Raise InputError as ``setting_of``,
+    and where nothing fits."""
+    text, clock, auto = point["system"], point.get("clock") or "closed", point["batch"] == AUTO
+    fields = {field: point[field] for field in POLICY_FIELDS if field in point}
+    if auto and fields:
+        raise InputError(f"batch auto chooses {next(iter(fields))} itself: name a batch")
+    if workload is not None:
+        setting = queue_setting({**point, "batch": None if auto else point["batch"]}, workload, note)
+        made = named_system(text, setting)
+        return setting, made, simulate_queue(setting, made, workload, clock)
+    setting = setting_of({**point, "batch": MOST_AT_A_TIME if auto else point["batch"]}, note)
+    if auto:
+        made, run = at_its_best(text, setting)
+        setting = replace(setting, batch=run.batch)
+        return setting, made, run if clock == "closed" else simulate_system(setting, made, clock)
+    made = named_system(text, setting)
+    for field, value in fields.items():
+        made = replace(made, policy=made.policy.with_field(field, value))
+    return setting, made, simulate_system(setting, made, clock)
+
+
+def at_its_best(text: str, setting: Setting) -> tuple[System, SimulatedRun]:
+    """Return a system, or a policy of a file, in the batch of at most the setting's with which it is fastest. Of a
+    system its own settings are tried as well, as `search` lists it. Raise InputError where nothing fits."""
+    if is_policy_file(text):
+        return best_batch(lambda there: named_system(text, there), setting)
+    return at_best(text, setting, True)
 
 
 def describe_queue(outcome: SimulatedQueue) -> str:

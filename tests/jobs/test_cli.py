@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from runs import run_simulate
 
 from flexhybrid import cli, shipped
 from flexhybrid.core.errors import InputError
@@ -187,22 +186,22 @@ def test_prompts_up_to_the_last_position_are_taken():
 )  # fmt: skip
 def test_waves_are_told_as_they_run(batch, room_for_four, words):
     point = {"system": "kv_only", "model": "opt-125m", "hardware": "t4", "batch": batch, "prompt_len": 64, "gen_len": 4}
-    whole = run_simulate({**point, "batch": 4})
-    budgets = {"host": str(whole.peak_bytes["host"])} if room_for_four else None
-    run = run_simulate(point, budgets=budgets)
+    whole = jobs.run_point({**point, "batch": 4})[-1]
+    limit = {"host_memory": str(whole.peak_bytes["host"])} if room_for_four else {}
+    run = jobs.run_point(point | limit)[-1]
     assert words in jobs.describe(run)
     limited = "at most 4 requests at a time by host memory: 5 would take" in jobs.describe(run)
     assert limited == room_for_four == bool(run.limited_by)
     one = {**point, "batch": 3, "prompt_len": 700}
-    wide = jobs.describe(run_simulate({**one, "system": "kv_only(max_mini_batch_tokens=1024)"}))
+    wide = jobs.describe(jobs.run_point({**one, "system": "kv_only(max_mini_batch_tokens=1024)"})[-1])
     assert "one request a mini-batch by max_mini_batch_tokens 1,024" in wide
 
 
 def test_answers_of_one_token_have_no_decode():
     point = {"system": "kv_only", "model": "opt-125m", "hardware": "t4", "batch": 4, "prompt_len": 64, "gen_len": 1}
-    said = jobs.describe(run_simulate(point))
+    said = jobs.describe(jobs.run_point(point)[-1])
     assert "no decode, each answer is one token" in said and "busy in the prefill: " in said
-    assert "busy while decoding: " in jobs.describe(run_simulate({**point, "gen_len": 2}))
+    assert "busy while decoding: " in jobs.describe(jobs.run_point({**point, "gen_len": 2})[-1])
 
 
 def test_a_resident_system_that_streams_says_so(capsys):

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from runs import run_simulate
 
 from experiments import reference
 from experiments.reproduce import gate, machines, registry
@@ -17,6 +16,7 @@ from experiments.reproduce.capture import systems as capture_systems
 from experiments.reproduce.capture import table3 as capture_table3
 from experiments.reproduce.capture.setup import MODELS, PROMPTS
 from flexhybrid.core.problem import Problem
+from flexhybrid.jobs.simulate import run_point
 from sim import catalogue
 from sim.datasheet import load_datasheet
 from sim.simulate import simulate
@@ -126,7 +126,7 @@ def test_simulate_by_name_has_table3s_rows():
     for model in ("OPT-13B", "OPT-66B"):
         for variant, name in (("act_only", "act_only"), ("hybrid_static", "hybrid_static"), ("hybrid_full", "capture")):
             point = {"system": name, "model": model.lower(), "hardware": "rtx4090-capture", "batch": 128}
-            run = run_simulate({**point, "prompt_len": 1920, "gen_len": 128})
+            run = run_point({**point, "prompt_len": 1920, "gen_len": 128})[-1]
             found = rows[rows["what"] == f"{model} {variant}"].iloc[0]
             assert run.tokens_per_s == pytest.approx(found["ours"], rel=1e-6)
 

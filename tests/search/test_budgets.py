@@ -75,9 +75,10 @@ def test_a_searched_policy_is_admitted_by_a_run(seed):
         model, hardware = str(rng.choice(MODELS)), str(rng.choice(MACHINES))
         prompt, generated, most = (int(2 ** rng.uniform(*ends)) for ends in ((5, 10), (2, 6), (0, 6)))
         budgets = {"device": f"{2 ** rng.uniform(1, 5):.3f}GiB", "host": f"{2 ** rng.uniform(4, 6):.2f}GiB"}
-        options = PolicySearchOptions(model, hardware, prompt, generated, max_batch=most, lossless=bool(seed % 2))
-        point = {"model": model, "hardware": hardware, "prompt_len": prompt, "gen_len": generated, "batch": most}
-        setting = setting_of(point, budgets)
+        point = {"model": model, "hardware": hardware, "prompt_len": prompt, "gen_len": generated}
+        point |= {f"{tier}_memory": size for tier, size in budgets.items()}
+        options = PolicySearchOptions(point, max_batch=most, lossless=bool(seed % 2))
+        setting = setting_of({**point, "batch": most})
         try:
             found = search(setting.problem, setting.workload, settings_of(options, setting))
             simulated = simulate_system(setting, named_system("hybrid(0.5)", setting))
@@ -92,18 +93,17 @@ def test_a_searched_policy_is_admitted_by_a_run(seed):
 def test_what_was_searched_for_18_gib_takes_no_more():
     """It took 18.91 GiB in a run once: 15 requests at a time, without the context and what the allocator holds."""
     budgets, workload = {"device": "18GiB", "host": "96GiB"}, Workload.uniform(128, 512, 32)
-    options = PolicySearchOptions("opt-6.7b", H200, 512, 32, max_batch=128, lossless=True, budgets=budgets)
-    setting = setting_of(
-        {"model": "opt-6.7b", "hardware": H200, "prompt_len": 512, "gen_len": 32, "batch": 128}, budgets
-    )
+    machine = {"model": "opt-6.7b", "hardware": H200, "device_memory": "18GiB", "host_memory": "96GiB"}
+    point = {**machine, "prompt_len": 512, "gen_len": 32}
+    options = PolicySearchOptions(point, max_batch=128, lossless=True)
+    setting = setting_of({**point, "batch": 128})
     found = search(setting.problem, setting.workload, settings_of(options, setting))
     (problem,) = run_problems(setting, H200, budgets)
     planned = check_admitted(problem, found.policy, Workload.uniform(found.batch, 512, 32))
     assert planned["device"] > 0.95 * parse_bytes("18GiB") and found.batch == 12
     with pytest.raises(AssertionError):
         check_admitted(problem, found.policy, Workload.uniform(15, 512, 32))
-    lengths = PolicySearchOptions("opt-6.7b", H200, lengths=workload, max_batch=128, lossless=True, budgets=budgets)
-    queue = search_queue(lengths)
+    queue = search_queue(PolicySearchOptions(machine, lengths=workload, max_batch=128, lossless=True))
     places, _ = batch_size(problem, queue.system.policy, workload, 128)
     assert queue.run.at_a_time <= places and queue.peak_bytes["device"] <= parse_bytes("18GiB")
 
@@ -180,7 +180,8 @@ def test_a_limit_of_latency_may_be_kept_in_waves(monkeypatch):
     """By requests that exceed it all at once. The systems beside the answer do not know of it."""
     monkeypatch.setattr(searches, "LOSSLESS_RIVALS", ("kv_only", "act_only"))
     monkeypatch.setattr(searches, "LONGEST", "kv_only")
-    options = PolicySearchOptions("opt-1.3b", "t4", 512, 8, batch=64, max_ttft=2.0, confirm=False)
+    point = {"model": "opt-1.3b", "hardware": "t4", "prompt_len": 512, "gen_len": 8, "batch": 64}
+    options = PolicySearchOptions(point, max_ttft=2.0, confirm=False)
     report = run_search(options)
     assert report.best.num_waves > 1 and report.best.batch == 64 and 1.0 < report.best.ttft_s <= 2.0
     record = search_record(report)

@@ -18,8 +18,7 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import search as searches
 from flexhybrid.jobs.doctor import describe_doctor
-from flexhybrid.jobs.simulate import setting_of
-from flexhybrid.jobs.whatif import run_point
+from flexhybrid.jobs.simulate import run_point, setting_of
 from policy_search.papers.at_best import _fastest, at_best
 from policy_search.search import LOSSLESS, PLAIN, SearchSettings, search
 from policy_search.sensitivity import RATES, TOLERANCE, assumed_rates, hangs_of, with_share
@@ -129,12 +128,11 @@ def test_the_rivals_are_said_to_be_free(monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["kv_only", "hybrid(0.5)", "capture"])
 def test_the_best_batch_is_the_best_of_all_batches(name):
     """Against every ninth batch that fits at once."""
-    point = {**POINT, "system": name}
-    budgets = {"device": "1930MiB", "host": "300MiB"}
-    _, best = run_point({**point, "batch": "auto"}, budgets)
+    point = {**POINT, "system": name, "device_memory": "1930MiB", "host_memory": "300MiB"}
+    best = run_point({**point, "batch": "auto"})[-1]
     batches, rates = range(1, 100, 9), []
     for batch in batches:
-        _, run = run_point({**point, "batch": batch}, budgets)
+        run = run_point({**point, "batch": batch})[-1]
         if run.num_waves == 1:
             rates.append(run.tokens_per_s)
     binds = len(rates) < len(batches) or name == "capture"  # which has room for all of these
@@ -222,8 +220,8 @@ def test_a_sweep_takes_policy_files_and_memories(tmp_path):
         rows = list(csv.DictReader(file))
     assert [bool(row["error"]) for row in rows] == [True, False, True, False]
     assert Policy.from_json(rows[3]["policy"]) == Policy.load(policy) and rows[3]["bits"] == "native/8/native"
-    point = {**POINT, "batch": 2, "link_gb_per_s": 4.0}
-    assert float(rows[1]["tokens_per_s"]) == pytest.approx(run_point(point, {"host": "2GiB"})[1].tokens_per_s)
+    point = {**POINT, "batch": 2, "link_gb_per_s": 4.0, "host_memory": "2GiB"}
+    assert float(rows[1]["tokens_per_s"]) == pytest.approx(run_point(point)[-1].tokens_per_s)
 
 
 def test_a_rival_at_its_best_is_never_worse_than_as_it_comes():
@@ -374,7 +372,7 @@ def test_a_sweep_has_fields_of_the_policy_as_axes_and_draws_them(tmp_path):
     with open(out, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 12 and not any(row["error"] for row in rows)
-    setting = setting_of({**POINT, "batch": 4}, {})
+    setting = setting_of({**POINT, "batch": 4})
     for row in rows:
         device, act = float(row["weights.device"]), float(row["cache.act@host"])
         policy = Policy.from_json(row["policy"])

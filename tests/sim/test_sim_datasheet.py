@@ -126,7 +126,7 @@ def test_rates_and_memories_are_set_on_the_command_line(capsys):
 def test_a_links_rate_means_the_same_wherever_it_is_named(name, tmp_path, capsys):
     """The rate that `hardware` shows changes nothing; another one is that of the file that `hardware` writes."""
     own = catalogue.load(name).notes["link_bytes_per_s"] / 1e9
-    same = with_given_rates(catalogue.load(name), {"link_gb_per_s": own}, {}).lines
+    same = with_given_rates(catalogue.load(name), {"link_gb_per_s": own}).lines
     for key, line in catalogue.load(name).lines.items():
         assert same[key].s_per_byte == pytest.approx(line.s_per_byte)
     slower = str(tmp_path / "slower.json")
@@ -265,7 +265,7 @@ def test_what_the_page_cache_holds_is_read_faster_by_code_that_reads_through_it(
 
 def test_a_hosts_memory_of_another_peak(capsys):
     own = catalogue.load("l4")
-    slower = with_given_rates(own, {"host_memory_gb_per_s": own.notes["host_memory_bytes_per_s"] / 2e9}, {})
+    slower = with_given_rates(own, {"host_memory_gb_per_s": own.notes["host_memory_bytes_per_s"] / 2e9})
     assert slower.lines["attend_host"].s_per_byte == pytest.approx(2 * own.lines["attend_host"].s_per_byte)
     assert slower.lines["scatter"] == own.lines["scatter"] and slower.lines["h2d"] == own.lines["h2d"]
     run = ["simulate", "--system", "fastdecode", "--hardware", "l4", *RUN]

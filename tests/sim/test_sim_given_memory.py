@@ -18,9 +18,9 @@ from sim.simulate import simulate
 
 @pytest.mark.parametrize("model, budget, host", [("opt-6.7b", 18, 96), ("llama-3-8b", 12, 64)])
 def test_a_policy_for_a_given_device_memory_fits_it_as_a_run_counts(model, budget, host):
-    lengths = {"batch": 64, "prompt_len": 512, "gen_len": 32}
-    given, size = {"device": f"{budget}GiB", "host": f"{host}GiB"}, int(budget * 2**30)
-    setting = setting_of({"model": model, "hardware": "h100", **lengths}, given)
+    point = {"model": model, "hardware": "h100", "batch": 64, "prompt_len": 512, "gen_len": 32}
+    point |= {"device_memory": f"{budget}GiB", "host_memory": f"{host}GiB"}
+    setting, size = setting_of(point), int(budget * 2**30)
     found = search(setting.problem, setting.workload, SearchSettings(max_batch=64, space=LOSSLESS))
     policies = [found.policy, kv_only(), replace(kv_only(), cache={"kv@device": 1.0})]
     ways = [None, AttentionPaths("fused", "fused", "fused", in_place=True), AttentionPaths("fused", "fused", "fused")]
@@ -37,6 +37,6 @@ def test_a_policy_for_a_given_device_memory_fits_it_as_a_run_counts(model, budge
             assert needed["device"] <= size, (policy.name, attention)
             if attention is None:
                 assert needed["device"] == pytest.approx(run.peak_bytes["device"], rel=1e-6)
-    queue = queue_setting({"model": model, "hardware": "h100", **lengths}, setting.workload, given)
+    queue = queue_setting(point, setting.workload)
     made = System("kv_only", kv_only(), queue.machine)
     assert simulate_queue(queue, made, setting.workload).peak_bytes["device"] <= size

@@ -2,23 +2,22 @@
 
 import csv
 import json
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from itertools import chain
 from pathlib import Path
 
-from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, is_number
 from flexhybrid.core.files import check_new_file
 from flexhybrid.core.model.shape import DTYPE_BYTES
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.jobs.paths import shape_to_simulate
-from flexhybrid.jobs.rates import RATES, Budgets, costs, pace_of_link
-from flexhybrid.jobs.simulate import MOST_AT_A_TIME, is_policy_file, named_system, setting_of, simulate_system
+from flexhybrid.jobs.rates import RATES, costs, pace_of_link
+from flexhybrid.jobs.simulate import AUTO, LENGTHS, MEMORIES, POLICY_FIELDS, is_policy_file
 from flexhybrid.jobs.sweep.grid import one_of, positive_integer, read_points
+from flexhybrid.jobs.sweep.side_by_side import SystemRun, answers, check_plot, draw_rows
 from flexhybrid.jobs.sweep.table import SweepSummary, cell, run_sweep
-from flexhybrid.jobs.whatif import AUTO, at_its_best, check_plot, draw_rows
-from policy_search.systems import Setting, System, parse
+from policy_search.systems import check
 from sim import catalogue
 from sim.catalogue.hosts import HOSTS
 from sim.simulate import CLOCKS, SimulatedRun
@@ -27,9 +26,8 @@ from sim.simulate import CLOCKS, SimulatedRun
 def _system(value: str) -> str:
     if isinstance(value, str) and is_policy_file(value):
         Policy.load(value)
-    else:
-        parse(value)
-    return value
+        return value
+    return check(value)
 
 
 def _memory(value):
@@ -66,12 +64,6 @@ def _of_policy(field: str):
     return check_field
 
 
-#: Fields of a policy that a grid may set, in place of the system's own.
-POLICY_FIELDS = (
-    *("weights.device", "weights.disk", "bits.weights", "bits.kv", "bits.act"),
-    *(f"cache.{kind}@{tier}" for kind in ("kv", "act") for tier in TIERS),
-    *("schedule", "attention", "hidden", "overlap", "packing", "max_mini_batch_tokens", "max_batch"),
-)
 #: Key of a grid file -> what checks its values.
 KEYS = {
     "system": _system,
@@ -83,47 +75,22 @@ KEYS = {
     "gen_len": positive_integer,
     "dtype": one_of("dtype", tuple(DTYPE_BYTES)),
     "clock": one_of("clock", CLOCKS),
-    **{f"{tier}_memory": _memory for tier in TIERS},
+    **dict.fromkeys(MEMORIES, _memory),
     **dict.fromkeys(RATES, _rate),
     **{field: _of_policy(field) for field in POLICY_FIELDS},
 }
-LENGTHS = ("batch", "prompt_len", "gen_len")
 REQUIRED = ("system", "model", "hardware", *LENGTHS)
-
-
-def _budgets(point: dict) -> Budgets:
-    sizes = {tier: point.get(f"{tier}_memory") for tier in TIERS}
-    return {tier: None if size is None else str(size) for tier, size in sizes.items()}
 
 
 def evaluate(points: list[dict]) -> list[dict]:
     """Return a row for each point; {"error": why} for a point that cannot run."""
-    rows = []
-    for point in points:
-        try:
-            rows.append(_row(point))
-        except InputError as error:
-            rows.append({"error": str(error)})
-    return rows
+    return [_row(answer) for answer in answers(points)]
 
 
-def _row(point: dict) -> dict:
-    """Return the simulated numbers of a point. Raise InputError where it cannot run."""
-    fields = {field: point[field] for field in POLICY_FIELDS if field in point}
-    if point["batch"] == AUTO:
-        if fields:
-            raise InputError(f"batch auto chooses {next(iter(fields))} itself: name a batch")
-        setting = setting_of({**point, "batch": MOST_AT_A_TIME}, _budgets(point))
-        made, run = at_its_best(point["system"], setting)
-        return _flat(setting, made, run) | {"num_requests": run.batch}
-    setting = setting_of(point, _budgets(point))
-    made = named_system(point["system"], setting)
-    for field, value in fields.items():
-        made = replace(made, policy=made.policy.with_field(field, value))
-    return _flat(setting, made, simulate_system(setting, made, point.get("clock", "closed")))
-
-
-def _flat(setting: Setting, made: System, o: SimulatedRun) -> dict:
+def _row(answer: SystemRun) -> dict:
+    o, made, setting = answer.run, answer.made, answer.setting
+    if not isinstance(o, SimulatedRun) or made is None or setting is None:
+        return {"error": answer.error}
     names = ("tokens_per_s", "decode_tokens_per_s", "prefill_s", "decode_s", "ttft_s", "tpot_s")
     names += ("num_waves", "num_mini_batches")
     row = {name: getattr(o, name) for name in names} | {"bound_by": o.binding}
@@ -131,8 +98,9 @@ def _flat(setting: Setting, made: System, o: SimulatedRun) -> dict:
     row |= {f"{link}_{kind}_bytes": size for link, kinds in o.traffic_bytes.items() for kind, size in kinds.items()}
     row |= {f"{resource}_busy": share for resource, share in o.busy.items()}
     row |= {"policy": json.dumps(made.policy.to_dict()), "bits": "/".join(map(str, astuple(made.policy.bits)))}
-    rates = "; ".join(filter(None, (made.hardware.rates["kind"], pace_of_link(made.hardware))))
-    return row | costs(setting.machine, o.tokens_per_s) | {"rates": rates}
+    row |= costs(setting.machine, o.tokens_per_s)
+    row |= {"rates": "; ".join(filter(None, (made.hardware.rates["kind"], pace_of_link(made.hardware))))}
+    return row | ({"num_requests": o.batch} if answer.point["batch"] == AUTO else {})
 
 
 def sweep_grid(

@@ -53,7 +53,7 @@ def simulated(folder):
 
 def searched(folder):
     try:
-        search_job.run_search(search_job.PolicySearchOptions(model=str(folder), **POINT))
+        search_job.run_search(search_job.PolicySearchOptions({**POINT, "model": str(folder)}))
     except Seen as seen:
         (problem,) = seen.args
         return problem.shape.weights_bytes(problem.bytes_per_element)

@@ -1,0 +1,211 @@
+"""Points whose runs are shown beside each other: systems, and the values of one field, as a table or as a picture."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flexhybrid.core.errors import InputError, flag, shown, unknown
+from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.rates import RATES, costs
+from flexhybrid.jobs.simulate import (
+    LENGTHS,
+    POINT,
+    Note,
+    SimulatedQueue,
+    is_policy_file,
+    no_start,
+    run_point,
+    shares_text,
+    unlike_weights,
+)
+from policy_search.systems import Setting, System, check
+from sim.simulate import SimulatedRun
+
+LOSSY = "changes the tokens"  #: said of a system that does
+#: Fields that can be varied -> what reads a value of theirs.
+VARIED: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys(POINT, str), **dict.fromkeys(LENGTHS, int), **dict.fromkeys(RATES, float)
+}  # fmt: skip
+FORMATS = (".png", ".pdf", ".svg")
+
+
+class Varied(NamedTuple):
+    """A field of the setting, and the values that it takes in turn."""
+
+    field: str
+    values: tuple
+
+
+class SystemRun(NamedTuple):
+    """The predicted run of a point, or why it cannot run."""
+
+    point: Mapping
+    setting: Setting | None = None
+    made: System | None = None
+    run: SimulatedRun | SimulatedQueue | None = None
+    error: str = ""
+
+    @property
+    def system(self) -> str:
+        return self.point["system"]
+
+    def to_dict(self, field: str | None) -> dict:
+        """Plain JSON; ``field``: of the point, that is varied."""
+        row = {"system": self.system} | ({field: self.point[field]} if field else {})
+        if self.run is None or self.setting is None:
+            return row | {"error": self.error}
+        return row | self.run.to_dict() | costs(self.setting.machine, self.tokens_per_s)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0 for a point that does not run."""
+        return self.run.tokens_per_s if self.run else 0.0
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the system changes the tokens; False for one that does not run."""
+        return self.run is not None and not self.run.to_dict()["lossless"]
+
+
+def varied_of(text: str) -> Varied:
+    """Read FIELD=VALUE,VALUE,…. Raise InputError for an unknown field, and for a value that it cannot have."""
+    field, equals, rest = (part.strip() for part in text.partition("="))
+    field = field.removeprefix("--").replace("-", "_")
+    if field not in VARIED:
+        raise unknown("field of --vary", field, VARIED)
+    texts = [part.strip() for part in rest.split(",") if part.strip()]
+    if not equals or not texts:
+        raise InputError(f"--vary {text!r}: write FIELD=VALUE,VALUE, like batch=1,2,4,8")
+    try:
+        return Varied(field, tuple(dict.fromkeys(map(VARIED[field], texts))))
+    except ValueError:
+        raise InputError(f"--vary {field}: {shown(rest)} must be numbers") from None
+
+
+def answers(points: Iterable[Mapping], workload: Workload | None = None, note: Note | None = None) -> list[SystemRun]:
+    """Return the run of each point, or its error; ``workload`` and ``note`` as in ``run_point``."""
+    found = []
+    for point in points:
+        try:
+            found.append(SystemRun(point, *run_point(point, workload, note)))
+        except InputError as error:
+            found.append(SystemRun(point, error=str(error)))
+        note = None  # said once
+    return found
+
+
+def side_by_side(
+    point: Mapping,
+    systems: Sequence[str],
+    varied: Varied | None,
+    workload: Workload | None = None,
+    note: Note | None = None,
+) -> list[SystemRun]:
+    """Return a run of every system at every value of the field that is varied. Raise InputError where none can run, and
+    for a name that is none of a system."""
+    for text in systems:
+        if not is_policy_file(text):
+            check(text)
+    values = [{varied.field: value} for value in varied.values] if varied else [{}]
+    found = answers([{**point, **value, "system": text} for value in values for text in systems], workload, note)
+    if not any(answer.run for answer in found):
+        raise InputError(found[0].error)
+    return found
+
+
+def describe_answers(found: list[SystemRun], varied: Varied | None) -> str:
+    """Return a table: of one field's values, tokens/s of each system; without one, a line a system."""
+    table = _by_value(found, varied) if varied else _by_system(found)
+    runs = [answer.run.to_dict() for answer in found if answer.run]
+    several = len({answer.system for answer in found}) > 1
+    unlike = unlike_weights([run["kept_weights"]["device"] for run in runs]) if several else []
+    return "\n".join([table, *unlike, *no_start(min(run["total_s"] for run in runs))])
+
+
+def _by_value(found: list[SystemRun], varied: Varied) -> str:
+    systems = list(dict.fromkeys(answer.system for answer in found))
+    widths = [max(12, len(system)) for system in systems]
+    first = max(len(varied.field), *(len(str(value)) for value in varied.values))
+    columns = (f"{system:>{width}}" for system, width in zip(systems, widths, strict=True))
+    lines = ["tokens/s", f"  {varied.field:>{first}}  {'  '.join(columns)}"]
+    for value in varied.values:
+        cells = []
+        for answer, width in zip((one for one in found if one.point[varied.field] == value), widths, strict=True):
+            cells.append(f"{answer.tokens_per_s:{width}.4g}" if answer.run else f"{'-':>{width}}")
+        lines.append(f"  {value!s:>{first}}  {'  '.join(cells)}")
+    wrong = dict.fromkeys(f"{answer.system}: {answer.error}" for answer in found if answer.error)
+    lossy = dict.fromkeys(f"{answer.system} {LOSSY}" for answer in found if answer.lossy)
+    return "\n".join([*lines, *(f"  -  {text}" for text in wrong), *(f"  {text}" for text in lossy)])
+
+
+def _by_system(found: list[SystemRun]) -> str:
+    width = max(len(answer.system) for answer in found)
+    lines = [f"  {'':{width}}  {'tokens/s':>10}  {'seconds':>10}  {'requests':>9}  at a time"]
+    for answer in sorted(found, key=lambda answer: -answer.tokens_per_s):
+        if answer.run is None:
+            lines.append(f"  {answer.system:{width}}  does not run: {answer.error}")
+            continue
+        row = answer.run.to_dict()
+        placed = f"weights {shares_text(row['kept_weights'])}; cache {shares_text(row['policy']['cache'])}"
+        requests, at_a_time = row.get("requests", row.get("batch")), row.get("at_a_time", row.get("wave"))
+        lines.append(
+            f"  {answer.system:{width}}  {row['tokens_per_s']:10.4g}  {row['total_s']:10.4g}  {requests:9}  "
+            f"{at_a_time:9}  {placed}; bound by {row['binding']}{_costs_text(answer)}"
+            f"{f' ({LOSSY})' if answer.lossy else ''}"
+        )
+    return "\n".join(lines)
+
+
+def _costs_text(answer: SystemRun) -> str:
+    found = costs(answer.setting.machine, answer.tokens_per_s) if answer.setting else {}
+    words = {"dollars_per_million_tokens": "${:.3g}", "kwh_per_million_tokens": "{:.3g} kWh"}
+    parts = [words[name].format(value) for name, value in found.items()]
+    return f"; {' and '.join(parts)} a million tokens" if parts else ""
+
+
+class Picture(NamedTuple):
+    """What ``figures.reproduce.draw`` draws."""
+
+    name: str
+    frame: Any  #: pandas
+    title: str
+    x: str
+    x_label: str
+    log_x: bool
+    kind: str = "line"
+    y: str = "tokens_per_s"
+    y_label: str = "generated tokens/s"
+    series: str = "system"
+    log_y: bool = False
+    paper: Any = None
+
+
+def check_plot(path: Path | None, field: str | None, remedy: str = "name it, like --vary batch=1,2,4,8") -> None:
+    """Raise InputError for a picture that cannot be drawn: of no ``field``, with the remedy, or in another format."""
+    if path is None:
+        return
+    if field is None:
+        raise InputError(f"--plot {path} draws tokens/s over one field: {remedy}")
+    if path.suffix.lower() not in FORMATS:
+        raise InputError(f"--plot {path}: a picture is a {', '.join(FORMATS)} file")
+
+
+def plot(found: list[SystemRun], varied: Varied, title: str, path: Path) -> None:
+    """Draw tokens/s over the values of the field, one line a system."""
+    rows = [(answer.system, answer.point[varied.field], answer.tokens_per_s) for answer in found if answer.run]
+    draw_rows(rows, varied.field, title, path)
+
+
+def draw_rows(rows: Sequence[tuple[str, Any, float]], field: str, title: str, path: Path) -> None:
+    """Draw (series, value of the field, tokens/s), one line a series."""
+    import pandas as pd
+
+    from figures.reproduce import draw
+
+    frame = pd.DataFrame(rows, columns=["system", field, "tokens_per_s"])
+    values = frame[field].unique().tolist()
+    numbers = [value for value in values if isinstance(value, (int, float))]
+    spread = len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= 8 * min(numbers)
+    label = flag(field).removeprefix("--").replace("-", " ")
+    pictures = draw(Picture(path.stem, frame, title, x=field, x_label=label, log_x=spread))
+    path.write_bytes(pictures[path.suffix.lower().removeprefix(".")])
