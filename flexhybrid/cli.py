@@ -10,16 +10,18 @@ import time
 from pathlib import Path
 
 from flexhybrid import __version__
+from flexhybrid.arguments import LLMArguments, add_options, budgets_from, options_from, split_names
 from flexhybrid.cascade.cli import add_cascade
 from flexhybrid.core.errors import InputError, file_error, stray_error, unknown
 from flexhybrid.core.model.shape import shape_from_config
 from flexhybrid.core.policy import Policy
+from flexhybrid.jobs.accuracy.options import AccuracyOptions
+from flexhybrid.jobs.compare.options import CompareOptions
 from flexhybrid.jobs.hardware import add_hardware
-from flexhybrid.jobs.options import budgets_from, options_from, split_names
-from flexhybrid.jobs.paths import check_checkpoint, check_file, check_writable
+from flexhybrid.jobs.paths import check_checkpoint, check_file
 from flexhybrid.jobs.predicting import add_predicting
 from flexhybrid.jobs.progress import lasting_streams, lost_interrupts_again
-from flexhybrid.jobs.run.cli import DISK_DIR_HELP, TRIALS_HELP, add_doctor, add_run
+from flexhybrid.jobs.run.cli import add_doctor, add_run
 
 
 class _Once(argparse.Action):
@@ -84,27 +86,10 @@ def build_parser() -> argparse.ArgumentParser:
         "predicted against measured. Without --model: exactness on the shipped checkpoint, speed on a random model. "
         "Without --link-gb-per-s a CPU's link is paced at 0.4 GB/s, or faster where 0.4 leaves nothing to mix.",
     )
-    _common(compare)
-    compare.add_argument("--model", type=Path, help="local checkpoint folder (Hugging Face layout)")
+    add_options(compare, CompareOptions)
     compare.add_argument("--device-memory", help="budget of the device, like 12GiB (no limit)")
     compare.add_argument("--host-memory", default="8GiB", help="budget of the host (8GiB)")
     compare.add_argument("--disk-memory", help="budget of the disk (what is free)")
-    compare.add_argument("--batch", type=int, default=32, help="requests of the speed runs (32)")
-    compare.add_argument("--prompt-len", type=int, help="tokens of each (512, or fewer where this machine is slow)")
-    compare.add_argument("--gen-len", type=int, default=6, help="tokens that each generates, at least 4 (6)")
-    compare.add_argument("--mini-batch", type=int, default=8, help="requests a mini-batch; systems have their own (8)")
-    compare.add_argument(
-        "--disk-dir", type=Path, metavar="DIR", help="scratch folder of policies that use a disk; they need one here"
-    )
-    compare.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
-    compare.add_argument(
-        "--systems", nargs="+", metavar="NAME",
-        help="run these instead of the KV:ACT mixes, and show where a decode step of each goes: systems by name, with "
-        "options as in a call, and policy JSON files, like \"kv_only,hybrid(0.5),kvpr_column,int4,mine.json\" (quoted)",
-    )  # fmt: skip
-    compare.add_argument("--policy", type=Path, help="policy JSON file to run beside the others")
-    compare.add_argument("--no-trials", dest="trials", action="store_false", help=TRIALS_HELP)
-    compare.add_argument("--out", type=Path, default=Path("results"), help="folder for tables and figures (results)")
     compare.set_defaults(run=_compare)
 
     profile = commands.add_parser(
@@ -117,13 +102,13 @@ def build_parser() -> argparse.ArgumentParser:
         "small model's sizes, one to two minutes at the usual ones, on a machine that should do nothing else. "
         "`flexhybrid run` measures at its own model's by itself.",
     )
-    _common(profile)
+    add_options(profile, LLMArguments, {"device", "link_gb_per_s"})
     profile.add_argument("--model", type=Path, help="measure at this checkpoint's layer sizes (hidden 1,024)")
     profile.add_argument("--disk", type=Path, metavar="DIR", help="measure the disk of this folder too (needs 256 MiB)")
     profile.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
     profile.set_defaults(run=_profile)
     _add_skew(commands)
-    add_run(commands, _common)
+    add_run(commands)
     add_doctor(commands)
     add_hardware(commands)
     add_predicting(commands)
@@ -176,33 +161,8 @@ def _add_accuracy(commands) -> None:
         "similarity of attention weights and agreement of greedy tokens with the full cache, share of the cache that "
         "is looked at and moved; as table, CSV, JSON and picture.",
     )
-    parser.add_argument("--model", type=Path, help="local checkpoint folder (the shipped OPT)")
-    parser.add_argument("--text", type=Path, help="text file, its documents parted by form feeds (the shipped one)")
-    parser.add_argument(
-        "--policies", nargs="+", metavar="NAME",
-        help="systems by name, with options as in a call, and policy JSON files (kv_only,act_only,int4,h2o(0.5),"
-        "infinigen)",
-    )  # fmt: skip
-    parser.add_argument("--length", type=int, help="tokens of a text (all the model's positions, at most 2048)")
-    parser.add_argument("--prompt-tokens", type=int, help="of those, in the prompt: what h2o(0.5) takes half of (1/8)")
-    parser.add_argument("--num-texts", type=int, help="texts of that length, evenly over the file (14)")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="(float32)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--hardware", help="machine by name or file, for policies that it decides (what was measured)")
-    parser.add_argument("--disk-dir", type=Path, metavar="DIR", help=DISK_DIR_HELP)
-    parser.add_argument("--out", type=Path, default=Path("results/accuracy"), help="folder (results/accuracy)")
+    add_options(parser, AccuracyOptions)
     parser.set_defaults(run=_accuracy)
-
-
-def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(auto: CUDA, if there is one)"
-    )
-    parser.add_argument(
-        "--link-gb-per-s",
-        type=float,
-        help="pace of the link that a CPU has in place of a GPU's, which copies reach",
-    )
 
 
 def _compare(args) -> dict:
@@ -211,7 +171,6 @@ def _compare(args) -> dict:
         Policy.load(args.policy)
 
     from flexhybrid.jobs.compare.job import compare
-    from flexhybrid.jobs.compare.setting import CompareOptions
 
     systems = split_names(args.systems or [])
     return compare(options_from(CompareOptions, args, budgets=budgets_from(args), systems=systems), quiet=args.json)
@@ -219,33 +178,12 @@ def _compare(args) -> dict:
 
 def _profile(args) -> dict:
     named = shape_from_config(args.model) if args.model else None
-
-    from flexhybrid.core.files import profile_file
-    from flexhybrid.jobs.compare.report import Report
-    from flexhybrid.jobs.profile.disk import measure_disk, with_disk
-    from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype, measure_hardware, profile_steps
-    from flexhybrid.jobs.progress import Progress
-    from flexhybrid.resolve import pick_device
-    from policy_search.fit import fit_report
-
     if args.disk_gb_per_s is not None and args.disk is None:
         raise InputError("--disk-gb-per-s is the pace of a disk: name its folder with --disk")
-    paced = pick_device(args.device, args.link_gb_per_s, args.disk, args.disk_gb_per_s)
-    path = profile_file(paced.device.type)
-    check_writable(path.parent)
-    disk = measure_disk(paced.disk) if args.disk else None
-    shape = named or TIMING_SHAPE
-    dtype = fastest_dtype(shape, paced.device)
-    with Progress(profile_steps(paced.device), "profile", "step", args.json) as progress:
-        hardware, disagreements = measure_hardware(shape, dtype, paced, on_progress=progress.advance)
-    if disk:
-        hardware = with_disk(hardware, disk[0])
-        hardware.save(path)
-        disagreements += disk[1]
-    rows = fit_report(hardware)
-    Report(quiet=args.json).profile(hardware, disagreements)
-    args.show(f"\nKept at {path}")
-    return {"path": str(path), "lines": rows, "disagreements": disagreements}
+
+    from flexhybrid.jobs.profile.command import profile
+
+    return profile(args, named)
 
 
 def _skew(args) -> dict:
@@ -275,7 +213,7 @@ def _accuracy(args) -> dict:
     check_checkpoint(args.model)
     check_file(args.text, "text file ")
 
-    from flexhybrid.jobs.accuracy.job import AccuracyOptions, accuracy
+    from flexhybrid.jobs.accuracy.job import accuracy
 
     named = {"policies": split_names(args.policies)} if args.policies else {}
     return accuracy(options_from(AccuracyOptions, args, **named), quiet=args.json)

@@ -4,41 +4,28 @@ Lines 1 to 4 of Algorithm 3 (HybridServe, V-C). It writes the file of profiles t
 (``cluster.profiles``), through whose pairs they draw lines.
 """
 
+import functools
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
+from flexhybrid.arguments import options_from
 from flexhybrid.cascade.cluster.profiles import VERSION
 from flexhybrid.cascade.cluster.served import fit_batch_line
 from flexhybrid.cascade.data import read_requests
 from flexhybrid.cascade.loading import load_model, named_path, named_policies
 from flexhybrid.cascade.metering import MEASURED_S, Meter
 from flexhybrid.cascade.models import TOP_K, Model, first_line
+from flexhybrid.cascade.options import ProfileOptions
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.files import check_new_file, write_by_rename
 
 REPEATS = 5  #: of each batch size, of which the median counts
-
-
-@dataclass(frozen=True)
-class ProfileOptions:
-    """The options of ``flexhybrid cascade profile``."""
-
-    out: Path
-    models: Sequence[str]  #: NAME=PATH
-    data: Path  #: requests; fewer than a batch are taken again
-    task: str = "classification"
-    batches: Sequence[int] = (1, 2, 4, 8, 16)
-    max_tokens: int = 1
-    policies: Sequence[str] = ()  #: NAME=POLICY, of language models
-    device: str = "auto"
-    repeats: int = REPEATS
 
 
 def run_profile(options: ProfileOptions, say: Callable[[str], None] = print) -> dict:
@@ -179,3 +166,10 @@ def describe_profile(result: dict) -> str:
     sources = sorted({model["measured"]["energy"] for model in result["models"].values()})
     lines.append(f"\nline: the batch line that plan draws, over what was measured; energy {'; '.join(sources)}")
     return "\n".join([*lines, result["path"]])
+
+
+def command(args) -> dict:
+    """Do what the arguments of the command line ask for."""
+    result = run_profile(options_from(ProfileOptions, args), say=functools.partial(print, file=sys.stderr))
+    args.show(describe_profile(result))
+    return result

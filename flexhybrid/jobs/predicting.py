@@ -1,21 +1,11 @@
 """The commands that predict without running a model: ``simulate``, ``search``, ``sweep``."""
 
 import argparse
-import gc
-import sys
-from dataclasses import asdict
 from pathlib import Path
 
-from flexhybrid.core.context.cache_entries import TIERS
-from flexhybrid.core.errors import InputError, flag
-from flexhybrid.core.files import check_new_file
-from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.options import options_from, split_names
+from flexhybrid.arguments import add_budgets, job
+from flexhybrid.core.errors import flag
 from sim.catalogue.hosts import HOSTS
-
-#: New objects after which Python looks for cycles. Predictions make many that live long, and few cycles: after every
-#: 700, as usual, looking for them takes a seventh of a search.
-UNTIL_COLLECTED = 100_000
 
 
 def add_predicting(commands) -> None:
@@ -53,7 +43,7 @@ def _add_simulate(commands) -> None:
         "--clock", choices=("closed", "virtual"), default="closed",
         help="closed form in milliseconds, or the executor's own stream task by task (closed)",
     )  # fmt: skip
-    parser.set_defaults(run=_simulate)
+    parser.set_defaults(run=job("flexhybrid.jobs.predictions", "simulate"))
 
 
 def _batch(text: str) -> int | str:
@@ -97,7 +87,7 @@ def _add_search(commands) -> None:
     )
     parser.add_argument("--save-policy", type=Path, help="write the policy to this JSON file, in a folder that exists")
     parser.add_argument("--lp", type=Path, help="write the winner's linear program, rows named, to this .lp file")
-    parser.set_defaults(run=_search)
+    parser.set_defaults(run=job("flexhybrid.jobs.predictions", "search"))
 
 
 def _add_sweep(commands) -> None:
@@ -116,14 +106,13 @@ def _add_sweep(commands) -> None:
         "--plot", type=Path, metavar="FILE", help="draw tokens/s over the first key with several numbers"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.set_defaults(run=_sweep)
+    parser.set_defaults(run=job("flexhybrid.jobs.predictions", "sweep"))
 
 
 def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    names = {"model": "a shape by name (opt-30b, llama-2-70b), or a config.json"}
-    names["hardware"] = "a machine by name (rtx4090, t4, local), or a hardware file"
-    for name, text in names.items():
-        parser.add_argument(flag(name), required=required, help=text)
+    texts = "a shape by name (opt-30b, llama-2-70b), or a config.json", "a machine by name (rtx4090, local), or a file"
+    for name, text in zip(("--model", "--hardware"), texts):
+        parser.add_argument(name, required=required, help=text)
     hosts = f"memory, cores and disk beside a GPU of the catalogue: {', '.join(HOSTS)} (the machine's own)"
     parser.add_argument("--host", metavar="NAME", help=hosts)
     parser.add_argument("--prompt-len", type=int, help="tokens of each prompt")
@@ -140,8 +129,7 @@ def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -
         help="mean of the answers, where the file does not name them (as many as they may have)",
     )  # fmt: skip
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="(the checkpoint's, as run)")
-    for tier in TIERS:
-        parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (the machine's)")
+    add_budgets(parser, "the machine's")
     parser.add_argument(
         "--link-gb-per-s", type=float,
         help="rate of the link in each direction as `flexhybrid hardware` shows it, of which copies reach the "
@@ -153,130 +141,3 @@ def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -
     )
     host_rate = "rate of the host's memory by its channels, of which attention reaches a share (the machine's)"
     parser.add_argument("--host-memory-gb-per-s", type=float, help=host_rate)
-
-
-def _note(line: str) -> None:
-    print(f"flexhybrid: {line}", file=sys.stderr)
-
-
-def _lengths(args) -> Workload | None:
-    """Return the queue of --lengths; None without it. Raise InputError for flags that say lengths twice."""
-    if args.lengths is None:
-        if args.answer_tokens is not None:
-            raise InputError("--answer-tokens is of --lengths; --gen-len says how long answers of one length are")
-        return None
-    if args.prompt_len is not None or args.gen_len is not None:
-        raise InputError("--lengths says how long requests are: leave --prompt-len and --gen-len out")
-    from flexhybrid.jobs.lengths import read_lengths
-
-    return read_lengths(args.lengths, args.model, args.answer_tokens)
-
-
-def _simulate(args) -> dict:
-    gc.set_threshold(UNTIL_COLLECTED)
-    from flexhybrid.jobs.rates import costs, describe_costs, describe_rates
-    from flexhybrid.jobs.simulate import POINT, SimulatedQueue, asked_record, describe, describe_queue, run_point
-    from flexhybrid.jobs.sweep.side_by_side import check_plot, varied_of
-
-    named = {"--system": args.system, "--policy": args.policy, "--compare": args.compare}
-    if len(given := [f"{name} {value}" for name, value in named.items() if value]) > 1:
-        raise InputError(f"{' and '.join(given)}: give one of them")
-    varied = varied_of(args.vary) if args.vary else None
-    check_plot(args.plot, varied and varied.field)
-    if varied and getattr(args, varied.field, None) is not None:
-        raise InputError(f"--vary {args.vary} and {flag(varied.field)}: give one of them")
-    if varied and varied.field in ("prompt_len", "gen_len") and args.lengths:
-        raise InputError(f"--lengths says how long requests are: --vary {varied.field} has nothing to vary")
-    needed = [name for name in ("model", "hardware") if name != (varied and varied.field)]
-    if missing := [name for name in needed if getattr(args, name) is None]:
-        raise InputError(f"the following arguments are required: {', '.join(map(flag, missing))}")
-    point = {key: getattr(args, key) for key in ("clock", *POINT)}
-    if args.compare or varied:
-        return _what_if(args, point, varied)
-    point = {"system": args.system or args.policy or "capture", **point}
-    setting, _, outcome = run_point(point, _lengths(args), _note)
-    args.show(describe_queue(outcome) if isinstance(outcome, SimulatedQueue) else describe(outcome))
-    rate = outcome.tokens_per_s
-    for text in filter(None, (describe_costs(setting.machine, rate), describe_rates(setting.machine))):
-        args.show(text)
-    record = asked_record(setting.machine, _asked(args, point))
-    return record | outcome.to_dict() | costs(setting.machine, rate)
-
-
-def _what_if(args, point: dict, varied) -> dict:
-    """Simulate several systems, or one at several values of a field."""
-    from flexhybrid.jobs.rates import RATES, describe_rates, without_given
-    from flexhybrid.jobs.simulate import asked_record
-    from flexhybrid.jobs.sweep.side_by_side import describe_answers, plot, side_by_side
-
-    if args.plot:
-        check_new_file(args.plot)
-    systems = split_names(args.compare) if args.compare else (args.system or args.policy or "capture",)
-    found = side_by_side(point, systems, varied, _lengths(args), _note)
-    args.show(describe_answers(found, varied))
-    machines = {
-        answer.setting.machine.name: without_given(answer.setting.machine, varied.field if varied else "")
-        for answer in found
-        if answer.setting
-    }
-    for machine in machines.values():
-        args.show(describe_rates(machine))
-    if varied and varied.field in RATES:
-        args.show(f"  {flag(varied.field)} in turn: {', '.join(f'{value:g}' for value in varied.values)}")
-    if args.plot:
-        asked = ", ".join(str(point[key]) for key in ("model", "hardware") if point[key] is not None)
-        plot(found, varied, asked, args.plot)
-        args.show(f"  {args.plot}")
-    inputs = _asked(args, point | {"compare": list(systems), "vary": args.vary})
-    record = asked_record(next(iter(machines.values())), inputs)
-    return record | {"runs": [answer.to_dict(varied and varied.field) for answer in found]}
-
-
-def _asked(args, point: dict) -> dict:
-    """Return what a prediction was asked for, with the files that say it."""
-    files = {"lengths": args.lengths and str(args.lengths), "answer_tokens": args.answer_tokens}
-    return point | files
-
-
-def _search(args) -> dict:
-    gc.set_threshold(UNTIL_COLLECTED)
-    from flexhybrid.core.files import write_by_rename
-    from flexhybrid.jobs.rates import costs, describe_costs, describe_rates
-    from flexhybrid.jobs.search import PolicySearchOptions, run_search, search_queue, search_record
-    from flexhybrid.jobs.simulate import POINT, asked_record, describe_queue
-
-    names = ("max_batch", "objective", "max_ttft", "max_tpot", "lossless", "attention", "selection", "time_limit")
-    args.batch = None if args.batch == "auto" else args.batch
-    point = {name: getattr(args, name) for name in POINT}
-    asked = _asked(args, point | {name: getattr(args, name) for name in names} | {"keep": list(args.keep) or None})
-    options = options_from(PolicySearchOptions, args, point=point, lengths=_lengths(args), keep=tuple(args.keep))
-    for path in (args.save_policy, args.lp):
-        if path:
-            check_new_file(path)  # before the work
-    if options.lengths is not None:
-        choice = search_queue(options, _note)
-        if args.save_policy:
-            write_by_rename(args.save_policy, choice.system.policy.to_json())
-        args.show(describe_queue(choice))
-        args.show(describe_rates(choice.system.hardware))
-        return asked_record(choice.system.hardware, asked) | choice.to_dict()
-    report = run_search(options, _note, args.show)
-    if args.save_policy:
-        write_by_rename(args.save_policy, report.found.policy.to_json())
-    machine, rate = report.hardware, report.best.tokens_per_s
-    for text in filter(None, (describe_costs(machine, rate), describe_rates(machine))):
-        args.show(text)
-    record = asked_record(machine, asked)
-    return record | search_record(report) | costs(machine, rate)
-
-
-def _sweep(args) -> dict:
-    gc.set_threshold(UNTIL_COLLECTED)
-    from flexhybrid.jobs.sweep.simulated import sweep_grid
-
-    out, quiet = args.out or args.grid.with_suffix(".csv"), args.quiet or args.json
-    summary = sweep_grid(args.grid, out, args.workers, args.fresh, quiet, args.plot)
-    resumed = f", {summary.num_resumed} kept from before" if summary.num_resumed else ""
-    failed = f", {summary.num_errors} cannot run (column error)" if summary.num_errors else ""
-    args.show(f"{summary.num_points} points in {summary.seconds:.1f} s{resumed}{failed}: {summary.path}")
-    return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(summary).items()}

@@ -299,7 +299,7 @@ def test_torch_modules_from_fit_to_run(pixels, capsys):
     assert [line["index"] for line in lines] == list(range(CHUNK + 200))
     assert [line["model"] for line in lines] == [routes.names[place] for place in answered]
     # replicas on Ray load either kind of source: what loads it is sent to them
-    loads = run_module._loads(routes, run_module.CascadeRunOptions(Path(cascade), models=tuple(models)))
+    loads = run_module._loads(routes, run_module.CascadeRunOptions(cascade=Path(cascade), models=tuple(models)))
     for load, module in zip(pickle.loads(pickle.dumps(loads)), (small(), large()), strict=True):
         x = np.load(data)["x"][:5]
         assert load().predict(x).logits[:, 0] == pytest.approx(module(torch.as_tensor(x)).numpy(), rel=1e-5)

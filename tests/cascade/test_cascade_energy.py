@@ -337,8 +337,9 @@ def test_a_module_s_memory_is_its_weights_and_the_tensors_of_a_batch(tmp_path, m
     monkeypatch.setattr(metering, "POWERCAP", tmp_path)
     np.savez(tmp_path / "data.npz", x=np.ones((3, 256), dtype=np.float32))
     options = profiling.ProfileOptions(
-        tmp_path / "out.json", [f"wide={__name__}:wide"], tmp_path / "data.npz", batches=(1, 7), device="cpu", repeats=1
-    )
+        out=tmp_path / "out.json", models=[f"wide={__name__}:wide"], data=tmp_path / "data.npz", batches=(1, 7),
+        device="cpu", repeats=1,
+    )  # fmt: skip
     model = profiling.run_profile(options)["models"]["wide"]
     weights = 4 * (256 * 512 + 512)
     assert model["memory_bytes"] == [[batch, weights + batch * 512 * (4 + 8)] for batch in (1, 7)]

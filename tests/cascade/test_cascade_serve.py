@@ -17,11 +17,12 @@ import torch
 from flexhybrid import InputError
 from flexhybrid.cascade.loading import load_model
 from flexhybrid.cascade.models import ModelOutputs
+from flexhybrid.cascade.options import ServeOptions
 from flexhybrid.cascade.routes import Cascade, CascadeModel, Skip
 from flexhybrid.cascade.serving.answers import Answer, judge, serve
 from flexhybrid.cascade.serving.processes import Process, actor_options, processes_of
-from flexhybrid.cascade.serving.ray_serve import ServeOptions, _answer_all, _cause
-from flexhybrid.cascade.serving.router import ASK_AGAIN, Limits, LocalRouter, RemoteRouter, Router, Worker, stacked
+from flexhybrid.cascade.serving.ray_serve import _answer_all, _cause
+from flexhybrid.cascade.serving.router import ASK_AGAIN, LocalRouter, RemoteRouter, Router, Worker, stacked
 
 CASCADE = Cascade(tuple(map(CascadeModel, ("small", "middle", "large"))), (0.9, 0.8), ((Skip(0.6, 2),), ()))
 
@@ -62,7 +63,7 @@ class Handle:
 
 
 def router_of(*holders) -> Router:
-    return Router(CASCADE, [[holder] for holder in holders])
+    return Router(CASCADE, [[holder] for holder in holders], ServeOptions())
 
 
 async def all_answers(router: Router) -> list[dict]:
@@ -106,7 +107,7 @@ def test_a_request_whose_largest_model_dies_has_the_surest_smaller_answer():
 def test_another_process_of_a_model_is_asked_where_one_dies():
     pytest.importorskip("ray")
     dead, alive = Handle(0, ASK_AGAIN), Handle(0)
-    router = Router(CASCADE, [[dead, alive], [Handle(1)], [Handle(2)]])
+    router = Router(CASCADE, [[dead, alive], [Handle(1)], [Handle(2)]], ServeOptions())
     answer = asyncio.run(router.answer(REQUESTS[-1], 0))
     assert (answer.model, dead.calls, alive.calls) == ("small", 1, 1)
 
@@ -123,7 +124,7 @@ def test_the_process_with_the_fewest_requests_is_asked():
 
         return ask
 
-    router = Router(Cascade((CascadeModel("one"),), ()), [[holder(0), holder(1)]])
+    router = Router(Cascade((CascadeModel("one"),), ()), [[holder(0), holder(1)]], ServeOptions())
 
     async def load() -> list[int]:
         asked = [asyncio.ensure_future(router.answer(None, i)) for i in range(6)]
@@ -231,7 +232,7 @@ def test_requests_that_come_while_a_model_computes_are_its_next_batch():
 def test_all_models_in_one_process_answer_as_each_in_its_own():
     pytest.importorskip("ray")
     loads = {place: (lambda toy=toy: toy) for place, toy in enumerate(TOYS)}
-    router = LocalRouter(CASCADE, loads, dict.fromkeys(loads, 4), Limits())
+    router = LocalRouter(CASCADE, loads, dict.fromkeys(loads, 4), ServeOptions())
 
     async def together() -> list[dict]:
         router.check_health()
@@ -253,7 +254,7 @@ def test_joules_are_those_of_the_machines_each_counted_once():
 
         return SimpleNamespace(ask=SimpleNamespace(remote=energy), energy=SimpleNamespace(remote=energy))
 
-    router = RemoteRouter(CASCADE, [[0], [1], [2]], Limits(), *map(handle, "abc"))
+    router = RemoteRouter(CASCADE, [[0], [1], [2]], ServeOptions(), *map(handle, "abc"))
     assert asyncio.run(router.energy()) == (9.0, "measured: A; measured: B, 2 machines")
     shown["c"] = ("m2", None, "not measured: x")
     assert asyncio.run(router.energy()) == (None, "not measured: x (m2)")
@@ -304,7 +305,7 @@ def posted(cascade: Cascade, model, text: str) -> tuple[int, dict]:
         outputs, sure, reasons, tokens = judge(cascade, 0, model, stacked([request]))
         return outputs[0], float(sure[0]), reasons[0], tokens[0]
 
-    router = Router(cascade, [[ask]])
+    router = Router(cascade, [[ask]], ServeOptions())
     response = asyncio.run(router(Posted(text)))
     return response.status_code, json.loads(response.body)
 
@@ -365,7 +366,7 @@ def test_more_requests_than_the_queue_has_room_for_are_told_to_come_again():
         await waiting.wait()
         return 1, 0.99, None, 1
 
-    router = Router(Cascade((CascadeModel("one"),), ()), [[ask]], Limits(queue=2))
+    router = Router(Cascade((CascadeModel("one"),), ()), [[ask]], ServeOptions(queue=2))
     get = SimpleNamespace(method="GET")
 
     async def load() -> list:

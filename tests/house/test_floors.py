@@ -53,16 +53,20 @@ FLOORS = {
         lazily=names("pulp"),
         must_not_load=("torch", "transformers", "flexhybrid.runtime", "pulp"),
     ),
+    # Options of all commands: read before anything is loaded.
+    "flexhybrid.arguments": Floor(
+        names("flexhybrid.core"), must_not_load=("torch", "transformers", "scipy", "sim", "flexhybrid.runtime")
+    ),
     # Reads models' outputs: torch only inside the functions that run a model.
     "flexhybrid.cascade": Floor(
-        names("flexhybrid.cascade flexhybrid.core sim policy_search numpy scipy tqdm"),
+        names("flexhybrid.cascade flexhybrid.core flexhybrid.arguments sim policy_search numpy scipy tqdm"),
         lazily=names("flexhybrid flexhybrid.runtime torch transformers pandas pyarrow pulp pynvml ray starlette"),
         must_not_load=("torch", "transformers", "pandas", "pulp", "ray", "flexhybrid.runtime"),
     ),
     # The doors (DOORS below) load nothing heavy; what they open lazily may.
     "flexhybrid": Floor(
         names(
-            "flexhybrid flexhybrid.cascade flexhybrid.core flexhybrid.runtime sim policy_search "
+            "flexhybrid flexhybrid.arguments flexhybrid.cascade flexhybrid.core flexhybrid.runtime sim policy_search "
             "numpy pandas torch transformers tokenizers safetensors tqdm pyarrow ray lm_eval"
         ),
         lazily=names("experiments figures jinja2 scipy"),  # experiments: flexhybrid.cli alone (the reproduce command)
@@ -70,8 +74,8 @@ FLOORS = {
     ),
     "experiments": Floor(
         names(
-            "experiments figures flexhybrid flexhybrid.cascade flexhybrid.core flexhybrid.runtime sim policy_search "
-            "numpy scipy pandas torch transformers tokenizers safetensors tqdm pytest jinja2"
+            "experiments figures flexhybrid flexhybrid.arguments flexhybrid.cascade flexhybrid.core flexhybrid.runtime "
+            "sim policy_search numpy scipy pandas torch transformers tokenizers safetensors tqdm pytest jinja2"
         ),
         # peers, where they are installed; the handwritten digits; the cascade's hop on Ray Serve; tasks of the harness;
         # a GPU's clocks and partitions

@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 from random_cases import random_case
 
 from figures import compare as draw
+from flexhybrid.arguments import split_names
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line, load_hardware
 from flexhybrid.core.model.shape import ModelShape
@@ -30,7 +31,6 @@ from flexhybrid.jobs.compare.predicted import closed_decode, virtual_decode
 from flexhybrid.jobs.compare.report import Report, speed_line, verdict
 from flexhybrid.jobs.compare.setting import LEAST_TOKENS, SIZES, TABLE_SECONDS, CompareOptions, settle
 from flexhybrid.jobs.compare.speed import LAST, Bench, PolicyRun
-from flexhybrid.jobs.options import split_names
 from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.profiling import profile

@@ -16,15 +16,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
+from flexhybrid.cascade.options import ServeOptions
 from flexhybrid.cascade.routes import Cascade
 from flexhybrid.cascade.serving.answers import Answer
 from flexhybrid.cascade.serving.processes import Process, actor_options, processes_of
-from flexhybrid.cascade.serving.router import ASK_AGAIN, Limits, Load, LocalRouter, RemoteRouter, Worker
-from flexhybrid.core.errors import InputError, check
+from flexhybrid.cascade.serving.router import ASK_AGAIN, Load, LocalRouter, RemoteRouter, Worker
+from flexhybrid.core.errors import InputError
 
 ROUTER = "router"
 HOST = "127.0.0.1"  #: the endpoint serves this machine alone: it has no access control
@@ -33,26 +33,6 @@ START_S = 120  #: until which Ray Serve's HTTP endpoint must be up
 HEALTH_S = 2.0  #: between two health checks of a process, and for which one that ends may finish
 IDLE_S = 0.5  #: between two looks for requests under way of a process that is to end; Ray's own are 2 s apart
 FILE_REQUESTS = 10_000  #: of a file that the router may have at a time
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """How a cascade is served on Ray."""
-
-    plan: Path | None = None  #: the file of `flexhybrid cascade plan`; None: no plan
-    isolate: bool = False  #: a process for each model
-    device: str = "auto"  #: "cpu": no GPUs
-    port: int = 8000  #: of the HTTP endpoint
-    name: str = "cascade"  #: of the application
-    route: str = "/"  #: under which the endpoint has it
-    timeout_s: float = Limits.timeout_s
-    queue: int = Limits.queue
-    detach: bool = False  #: it stays when the command has ended
-
-    def __post_init__(self):
-        check("--timeout-s", self.timeout_s, 0 < self.timeout_s < float("inf"), "a number of seconds above 0")
-        check("--queue", self.queue, self.queue >= 1, "a whole number >= 1")
-        check("--route", self.route, self.route.startswith("/"), "a path that begins with /")
 
 
 @dataclass(frozen=True)
@@ -184,7 +164,6 @@ def _application(cascade: Cascade, loads: Sequence[Load], processes: Sequence[Pr
     free = ray.available_resources()
     if options.device == "cpu":
         free.pop("GPU", None)
-    limits = Limits(options.timeout_s, options.queue)
     routing = {"max_ongoing_requests": FILE_REQUESTS + options.queue, "max_queued_requests": FILE_REQUESTS}
     shared = {
         "health_check_period_s": HEALTH_S,
@@ -202,7 +181,7 @@ def _application(cascade: Cascade, loads: Sequence[Load], processes: Sequence[Pr
             held[place] = functools.partial(loads[place], device_memory=size)  # type: ignore[call-arg]: load_model's
         if len(processes) == 1:
             whole = serve.deployment(LocalRouter).options(name=ROUTER, ray_actor_options=actor, **routing, **shared)
-            return whole.bind(cascade, held, process.batch, limits)
+            return whole.bind(cascade, held, process.batch, options)
         most = 2 * sum(process.batch.values())
         worker = serve.deployment(Worker).options(
             name=process.name, ray_actor_options=actor, max_ongoing_requests=most, **shared
@@ -215,7 +194,7 @@ def _application(cascade: Cascade, loads: Sequence[Load], processes: Sequence[Pr
         graceful_shutdown_wait_loop_s=IDLE_S,
         **routing,
     )
-    return router.bind(cascade, [list(process.batch) for process in processes], limits, *bound)
+    return router.bind(cascade, [list(process.batch) for process in processes], options, *bound)
 
 
 def _machines(ray) -> dict[str, float]:
@@ -257,3 +236,10 @@ def _answer_all(handle, requests: Sequence | np.ndarray, first: int) -> list[Ans
         if len(answers) == len(requests):
             return [answers[i] for i in range(len(requests))]
     raise InputError(f"the router of the cascade died {ASK_AGAIN} times")
+
+
+def stop_command(args) -> dict:
+    """Do what the arguments of the command line ask for."""
+    result = stop(args.name, functools.partial(print, file=sys.stderr))
+    args.show(f"ended: {result['ended']}")
+    return result

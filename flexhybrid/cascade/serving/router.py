@@ -11,13 +11,13 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 
 from flexhybrid.cascade.data import request_of
 from flexhybrid.cascade.metering import Meter
 from flexhybrid.cascade.models import Model, first_line
+from flexhybrid.cascade.options import ServeOptions
 from flexhybrid.cascade.routes import Cascade
 from flexhybrid.cascade.serving.answers import Answer, Judgement, judge, note
 from flexhybrid.cascade.serving.counts import Counts
@@ -34,15 +34,6 @@ ModelAnswer = tuple[object, float, str | None, int]
 Ask = Callable[[object], Awaitable[ModelAnswer]]
 #: A machine's name, the joules that its meter shows (None: it shows none), and by what it measures.
 Reading = tuple[str, float | None, str]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a served cascade bears. ``timeout_s``: of a batch on a model, and of an HTTP request at a model, waiting
-    included. ``queue``: HTTP requests under way; more get status 503."""
-
-    timeout_s: float = 120.0
-    queue: int = 256
 
 
 class Worker:
@@ -129,7 +120,7 @@ class Router:
         self,
         cascade: Cascade,
         asks: Sequence[Sequence[Ask]],
-        limits: Limits = Limits(),
+        limits: ServeOptions,
         meters: Sequence[Callable[[], Awaitable[Reading]]] = (),
     ):
         self.cascade, self.asks, self.limits, self.meters = cascade, asks, limits, meters
@@ -221,7 +212,7 @@ class Router:
 class RemoteRouter(Router):
     """A router before processes of Ray. ``held`` [processes]: the models that each one holds."""
 
-    def __init__(self, cascade: Cascade, held: Sequence[Sequence[int]], limits: Limits, *handles):
+    def __init__(self, cascade: Cascade, held: Sequence[Sequence[int]], limits: ServeOptions, *handles):
         asks: list[list[Ask]] = [[] for _ in cascade.models]
         for places, handle in zip(held, handles, strict=True):
             for place in places:
@@ -232,7 +223,7 @@ class RemoteRouter(Router):
 class LocalRouter(Router):
     """A router in one process with all models."""
 
-    def __init__(self, cascade: Cascade, loads: dict[int, Load], batch: dict[int, int], limits: Limits):
+    def __init__(self, cascade: Cascade, loads: dict[int, Load], batch: dict[int, int], limits: ServeOptions):
         self.worker = Worker(cascade, loads, batch, limits.timeout_s)
         asks = [[functools.partial(self.worker.ask, place)] for place in range(len(cascade.models))]
         super().__init__(cascade, asks, limits, [self.worker.energy])

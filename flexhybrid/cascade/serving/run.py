@@ -6,39 +6,26 @@ The energy is that of answering: loading the models is not in it.
 
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from tqdm import tqdm
+
+from flexhybrid.arguments import options_from
 from flexhybrid.cascade.data import read_requests
 from flexhybrid.cascade.loading import check_source, load_model, named_path, named_policies
 from flexhybrid.cascade.metering import Meter, describe_energy
 from flexhybrid.cascade.models import Model
+from flexhybrid.cascade.options import CascadeRunOptions, ServeOptions
 from flexhybrid.cascade.routes import Cascade
 from flexhybrid.cascade.serving.answers import serve
 from flexhybrid.cascade.serving.counts import Counts, Tokenize
-from flexhybrid.cascade.serving.ray_serve import ServeOptions, Serving, deployed
+from flexhybrid.cascade.serving.ray_serve import Serving, deployed
 from flexhybrid.core.errors import InputError, file_errors
 
 CHUNK = 1024  #: requests on their way through the models together
-
-
-@dataclass(frozen=True)
-class CascadeRunOptions:
-    """The options of ``flexhybrid cascade run``."""
-
-    cascade: Path
-    input: Path | None = None  #: None with Ray: requests come to the endpoint alone, until Ctrl-C
-    output: Path | None = None
-    models: Sequence[str] = ()  #: NAME=PATH, in place of the cascade's own paths
-    max_tokens: int = 1
-    policies: Sequence[str] = ()  #: NAME=POLICY, of language models
-    engine: str = "local"  #: or "ray"
-    device: str = "auto"
-    serving: ServeOptions = field(default_factory=ServeOptions)  #: Ray
-    restart: bool = False  #: over the answers of an earlier run
-    on_progress: Callable[[int], object] | None = None
 
 
 def run(options: CascadeRunOptions, say: Callable[[str], None] = print) -> dict:
@@ -153,3 +140,13 @@ def describe_run(result: dict) -> str:
         )
     lines += ["", describe_energy(result)]
     return "\n".join([*lines, f"{', '.join(totals)}: {result.get('path') or result['url']}"])
+
+
+def command(args) -> dict:
+    """Do what the arguments of the command line ask for."""
+    with tqdm(desc="cascade", unit="request", file=sys.stderr, disable=args.json or None, leave=False) as bar:
+        serving = options_from(ServeOptions, args)
+        options = options_from(CascadeRunOptions, args, serving=serving, on_progress=bar.update)
+        result = run(options, say=functools.partial(print, file=sys.stderr))
+    args.show(describe_run(result))
+    return result

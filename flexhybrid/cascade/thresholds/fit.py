@@ -11,10 +11,12 @@ from pathlib import Path
 
 import numpy as np
 
+from flexhybrid.arguments import options_from
 from flexhybrid.cascade.data import NO_LABEL, check_labels, read_labels, read_logits, read_requests, scored
 from flexhybrid.cascade.loading import load_model, named_path, named_policies
 from flexhybrid.cascade.metering import MEASURED_S, Energy, Meter, describe_energy
 from flexhybrid.cascade.models import TOP_K, Generator, Model, ModelOutputs, first_line
+from flexhybrid.cascade.options import FitOptions
 from flexhybrid.cascade.routes import COSTS, TASKS, VERSION, CascadeModel, costs_of, read_json
 from flexhybrid.cascade.thresholds.confidence import calibrate
 from flexhybrid.cascade.thresholds.curve import Answers
@@ -95,24 +97,6 @@ def fit(
     confidence = np.array([calibration.confidence for calibration in calibrations])
     ece = np.array([(calibration.ece_before, calibration.ece_after) for calibration in calibrations])
     return Fitted(tuple(fitted), task, top_k, np.array(correct), confidence, ece)
-
-
-@dataclass(frozen=True)
-class FitOptions:
-    """The options of ``flexhybrid cascade fit``. Costs are a list a kind, in the models' order."""
-
-    out: Path
-    task: str = "classification"
-    logits: Sequence[str] = ()  #: NAME=FILE
-    models: Sequence[str] = ()  #: NAME=PATH
-    labels: Path | None = None
-    data: Path | None = None
-    costs: dict[str, list[float] | None] | None = None
-    watts: float | None = None  #: a stated power: energy of a local model is this times its measured seconds
-    top_k: int | None = None
-    max_tokens: int = 1
-    policies: Sequence[str] = ()  #: NAME=POLICY, of language models
-    device: str = "auto"
 
 
 def run_fit(options: FitOptions) -> dict:
@@ -290,3 +274,10 @@ def describe_fit(result: dict) -> str:
         f"{result['path']}"
     )
     return "\n".join(lines)
+
+
+def command(args) -> dict:
+    """Do what the arguments of the command line ask for."""
+    result = run_fit(options_from(FitOptions, args, costs={cost: getattr(args, cost) for cost in COSTS}))
+    args.show(describe_fit(result))
+    return result

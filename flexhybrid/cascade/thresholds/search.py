@@ -7,38 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
+from flexhybrid.arguments import options_from
+from flexhybrid.cascade.options import SearchOptions
 from flexhybrid.cascade.routes import COSTS, Cascade, Expected
 from flexhybrid.cascade.thresholds.curve import Answers, Choice, Curve, accuracy_preserving, cautious, energy_optimal
 from flexhybrid.cascade.thresholds.exact import exact_curve
 from flexhybrid.cascade.thresholds.fit import Fitted
 from flexhybrid.cascade.thresholds.sampling import sampled_curve
 from flexhybrid.cascade.thresholds.skips import Route, best_subset, drop_by_benefit, even_skips, fitted_skips
-from flexhybrid.core.errors import InputError, file_errors, unknown
+from flexhybrid.core.errors import InputError, file_errors
 
 CHOICES = {"mode": "ap eo", "method": "exact sampling", "drop": "best paper none", "skips": "fitted paper none"}
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """The options of a search. ``accuracy`` asks for a share of right answers instead of a mode."""
-
-    cost: str = "energy_j"
-    mode: str = "ap"
-    accuracy: float | None = None
-    method: str = "exact"  #: or "sampling", the paper's
-    drop: str = "best"
-    skips: str = "fitted"
-    caution: float = 1.0  #: divides the doubt 1 − t that a threshold t allows; 1 is the paper's
-    seed: int = 0
-
-    def __post_init__(self):
-        for name, known in CHOICES.items():
-            if getattr(self, name) not in known.split():
-                raise unknown(name, getattr(self, name), known.split())
-        if self.accuracy is not None and not 0 <= self.accuracy <= 1:
-            raise InputError(f"accuracy is {self.accuracy:g}; it is a share of right answers, between 0 and 1")
-        if not 1 <= self.caution < np.inf:
-            raise InputError(f"caution is {self.caution:g}; it must be 1 (the paper's) or more")
 
 
 @dataclass(frozen=True)
@@ -190,3 +169,10 @@ def describe_search(result: dict) -> str:
         f"largest's; without skips {result['cost_without_skips']:.4g}\n{result['note']}: {result['path']}"
     )
     return "\n".join(rows)
+
+
+def command(args) -> dict:
+    """Do what the arguments of the command line ask for."""
+    result = run_search(args.fitted, args.out, options_from(SearchOptions, args), args.curve)
+    args.show(describe_search(result))
+    return result

@@ -27,6 +27,7 @@ from flexhybrid.core.policy import Policy, Selection
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.accuracy import bootstrap
 from flexhybrid.jobs.accuracy.attention_watch import FullCache, Seen
+from flexhybrid.jobs.accuracy.options import AccuracyOptions
 from flexhybrid.jobs.compare.report import Report
 from flexhybrid.jobs.paths import check_writable
 from flexhybrid.jobs.progress import Progress
@@ -38,23 +39,6 @@ from sim.presets import resident
 FULL_CACHE = "full_cache"
 CHUNK_TOKENS = 256
 DOCUMENT_END = "\f"  #: between the documents of a text file
-
-
-@dataclass(frozen=True)
-class AccuracyOptions:
-    """What the command line can change."""
-
-    model: Path | None = None  #: None: the shipped OPT
-    text: Path | None = None  #: None: the shipped text, which the shipped models have not learned from
-    policies: tuple[str, ...] = ("kv_only", "act_only", "int4", "h2o(0.5)", "infinigen")
-    length: int | None = None  #: tokens of a text; None: what the model has positions for, at most 2,048
-    prompt_tokens: int | None = None  #: of those; None: an eighth
-    num_texts: int = 14
-    dtype: str = "float32"
-    device: str = "auto"
-    hardware: str | None = None  #: what policies that the machine decides reckon with; None: what was measured here
-    disk_dir: Path | None = None
-    out: Path = Path("results/accuracy")
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -19,6 +18,7 @@ from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.compare.options import CompareOptions
 from flexhybrid.jobs.compare.speed import ALONE_ROUNDS
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype
 from flexhybrid.resolve import PacedDevice, pick_device
@@ -43,30 +43,6 @@ LEAST_TOKENS = (
     4  #: of an answer: a step is measured from the end of the first of three decode iterations to the second's
 )
 OWN_NAMES = ("kv_only", "act_only", "hybrid_static", "hybrid")
-
-
-@dataclass(frozen=True)
-class CompareOptions:
-    """What the command was asked for, by the names of its flags; the defaults are the README's run on two cores."""
-
-    model: Path | None = None  #: None: the shipped checkpoint for exactness, a random model for speed
-    device: str = "auto"
-    link_gb_per_s: float | None = None  #: on a CPU; None: the slowest rate at which the best policy is a mix
-    budgets: dict[str, str | None] = field(default_factory=lambda: {"host": "8GiB"})  #: tier -> memory
-    disk_dir: Path | None = None  #: scratch space of policies that use a disk, which is measured there
-    disk_gb_per_s: float | None = None
-    systems: tuple[str, ...] = ()  #: in place of the KV:ACT mixes: systems by name, policy files
-    policy: Path | None = None
-    out: Path = Path("results")
-    batch: int = 32
-    prompt_len: int | None = None  #: None: the longest of ``SIZES`` that this machine gets through in ``TABLE_SECONDS``
-    gen_len: int = 6
-    mini_batch: int = 8  #: requests a mini-batch in the speed runs; systems have bounds of their own
-    rounds: int = 3
-    trials: bool = True  #: whether candidates are tried before the table, and the search corrected by them
-    exact_tokens: int = 24
-    exact_prompts: int = 48  #: at most, evenly over the shipped ones
-    shape: ModelShape = TIMING_SHAPE
 
 
 @dataclass(frozen=True)
@@ -193,7 +169,7 @@ def settle(options: CompareOptions) -> ComparisonSetting:
     files = {text: Policy.load(text) for text in options.systems if text.endswith(".json")}
     extra = [Policy.load(options.policy)] if options.policy else []
     checkpoint = Checkpoint(options.model or shipped.CHECKPOINT)
-    shape = checkpoint.shape if options.model else options.shape
+    shape = checkpoint.shape if options.model else options.shape or TIMING_SHAPE
     for policy in extra:
         if not options.systems and policy.name in OWN_NAMES:
             raise InputError(f"{options.policy}: the name {policy.name!r} is one of the comparison's own; rename it")

@@ -1,20 +1,11 @@
 """The commands for people with a file of requests: ``run`` and ``doctor``."""
 
-import argparse
-from collections.abc import Callable
-from pathlib import Path
-
-from flexhybrid.arguments import LLMArguments
-from flexhybrid.core.context.cache_entries import TIERS
+from flexhybrid.arguments import DEVICES, LLMArguments, add_budgets, add_options, budgets_from, options_from
 from flexhybrid.core.errors import flag
-from flexhybrid.core.model.generation_config import SOURCES, default_sampling
+from flexhybrid.core.model.generation_config import default_sampling
 from flexhybrid.core.model.shape import checkpoint_folder
-from flexhybrid.jobs.options import budgets_from, options_from
+from flexhybrid.jobs.run.options import RunOptions, check_options, journal_of
 
-TRIALS_HELP = "take the search's choice as it is: no trials correct the profile"
-DISK_DIR_HELP = (
-    "scratch folder of policies that use a disk (scratch in $FLEXHYBRID_CACHE, or in ~/.cache/flexhybrid without it)"
-)
 #: Sampling parameters that ``run`` takes for all requests: name, type, help.
 SAMPLING = (
     ("max_tokens", int, "most tokens of an answer", "16; of a chat, what the model has room for"),
@@ -24,8 +15,8 @@ SAMPLING = (
 )
 
 
-def add_run(commands, common: Callable) -> None:
-    """The command; ``common`` adds the arguments that all commands on a model share."""
+def add_run(commands) -> None:
+    """The command."""
     parser = commands.add_parser(
         "run",
         help="answer a file of requests; the same command goes on after any stop",
@@ -34,85 +25,19 @@ def add_run(commands, common: Callable) -> None:
         "Parquet or a dataset. Answers are appended as they come, in OpenAI's format. Stopped or killed, the same "
         "command goes on.",
     )
-    common(parser)
-    parser.add_argument(
-        "-i",
-        "--input",
-        type=Path,
-        required=True,
-        help="file of requests (also .gz), a dataset's folder, or - for stdin",
-    )
-    parser.add_argument("-o", "--output", type=Path, required=True, help="file of answers: JSON lines, or .parquet")
-    parser.add_argument(
-        "--model", type=Path, required=True, help="checkpoint: a local folder, or a name in the Hugging Face cache"
-    )
-    parser.add_argument("--errors", type=Path, help="file of the lines that were refused (the output)")
-    parser.add_argument("--format", choices=("auto", "jsonl", "text", "csv", "parquet", "dataset"), default="auto")
-    parser.add_argument(
-        "--encoding", metavar="NAME", help="of text, CSV and JSON lines, like cp1252 (UTF-8, or by BOM)"
-    )
-    parser.add_argument("--column", help="column of the prompts, of CSV, Parquet and a dataset")
-    parser.add_argument("--id-column", help="column of the custom_ids there (line-1, line-2, …)")
-    parser.add_argument("--chat", action="store_true", help="send prompts of text and tables as messages of a user")
-    parser.add_argument("--system-prompt", metavar="TEXT", help="message of the system before them, with --chat")
-    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="Jinja template of chats (the tokenizer's)")
-    parser.add_argument(
-        "--chat-template-kwargs", metavar="JSON",
-        help='variables of the template, like {"enable_thinking": false}, where a request names no others',
-    )  # fmt: skip
-    parser.add_argument(
-        "--generation-config", choices=SOURCES, default="auto",
-        help="auto: sampling that neither a request nor this command names is that of the checkpoint's "
-        "generation_config.json (auto)",
-    )  # fmt: skip
+    add_options(parser, RunOptions)
+    add_options(parser, LLMArguments)
+    add_budgets(parser, "what is free")
     for name, kind, meaning, default in SAMPLING:
         text = f"{meaning}, where a request names none ({default})"
         parser.add_argument(flag(name), type=kind, help=text)
-    parser.add_argument("--seed", type=int, default=0, help="of requests without one, together with their line (0)")
-    parser.add_argument("--policy", default="auto", help="auto, a system by name, or a policy JSON file (auto)")
-    parser.add_argument("--hardware", help="what auto reckons with: a machine by name or a file (a profile, kept)")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    for tier in TIERS:
-        parser.add_argument(f"--{tier}-memory", help=f"budget of the {tier}, like 12GiB (what is free)")
-    parser.add_argument("--disk-dir", type=Path, metavar="DIR", help=DISK_DIR_HELP)
-    parser.add_argument("--disk-gb-per-s", type=float, help="pace of that disk")
-    parser.add_argument(
-        "--max-batch", type=int, metavar="N",
-        help="requests at a time, at most: a stop loses what is not complete of so many (as many as memory holds)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--answer-tokens", type=float, metavar="MEAN",
-        help="tokens expected of an answer, on average: for the forecast and policy auto (as many as it may have)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True,
-        help="compute and keep what prompts begin with alike once for all of them (yes)",
-    )  # fmt: skip
-    graphs = "launch decode steps on a GPU by CUDA graphs, where they can be (yes)"
-    parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help=graphs)
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="ray: on a Ray cluster (local)")
-    parser.add_argument("--actors", type=int, metavar="N", help="executors on the Ray cluster (one a GPU, or a node)")
-    parser.add_argument("--ordered", action="store_true", help="put the output in the input's order at the end")
-    parser.add_argument("--restart", action="store_true", help="begin anew, over the output of an earlier run")
-    parser.add_argument("--verify", action="store_true", help="hash the model's files, to compare when going on")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write what ran when in a wave, for Perfetto")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write a page about the run, in Markdown")
-    parser.add_argument("--reprofile", action="store_true", help="measure this machine again for policy auto")
-    parser.add_argument(
-        "--replan", action=argparse.BooleanOptionalAction, default=True,
-        help="search policy auto again when iterations or answers take a tenth more or less than predicted (yes)",
-    )  # fmt: skip
-    parser.add_argument("--no-trials", dest="trials", action="store_false", help=TRIALS_HELP)
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.set_defaults(run=_run)
 
 
 def _run(args) -> dict:
-    from flexhybrid.jobs.run.options import RunOptions, check_options, journal_of
-
     named = {name: getattr(args, name) for name, *_ in SAMPLING if getattr(args, name) is not None}
     llm = options_from(LLMArguments, args, budgets=budgets_from(args))
-    defaults = default_sampling(checkpoint_folder(args.model), args.generation_config)
+    defaults = default_sampling(checkpoint_folder(args.model), llm.generation_config)
     table = args.output if args.output.suffix.lower() == ".parquet" else None
     output = journal_of(table) if table else args.output
     options = options_from(
@@ -142,7 +67,7 @@ def add_doctor(commands) -> None:
         description="Show versions, memory, the measured links and disk, and what the search predicts of each model "
         "that is known by name. Nothing is run.",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument(
         "--models", "--model", nargs="+", metavar="NAME", default=[], help="models by name or config.json (all)"
     )

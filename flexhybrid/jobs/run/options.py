@@ -1,11 +1,12 @@
 """Options of ``flexhybrid run``, and the checks that need no heavy imports."""
 
+from argparse import BooleanOptionalAction
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from flexhybrid.arguments import LLMArguments
-from flexhybrid.batch.formats import STDIN, ChatRules, Columns, check_encoding, format_of
+from flexhybrid.arguments import TRIALS_HELP, LLMArguments, option
+from flexhybrid.batch.formats import FORMATS, STDIN, ChatRules, Columns, check_encoding, format_of
 from flexhybrid.core.errors import InputError, check, file_errors
 from flexhybrid.core.files import check_new_file, parse_json
 from flexhybrid.core.policy import Policy
@@ -27,35 +28,47 @@ OTHERS |= {ending for _, *endings in WRITTEN.values() for ending in endings}
 class RunOptions:
     """What the command was asked for, by the names of its flags."""
 
-    input: Path
-    output: Path
-    llm: LLMArguments
-    errors: Path | None = None  #: file of the lines that were refused; None: ``output``
-    format: str = "auto"
-    encoding: str | None = None  #: of text, CSV and JSON lines; None: UTF-8, or what a byte order mark names
-    column: str | None = None  #: of a table's prompts
-    id_column: str | None = None  #: of a table's custom_ids
-    chat: bool = False  #: whether prompts of texts and tables are messages of a user
-    system_prompt: str | None = None  #: of those chats
-    chat_template: Path | None = None  #: file in place of the tokenizer's own template
-    chat_template_kwargs: str | None = None  #: JSON object: variables of the template, where a line names no other
+    input: Path = option("file of requests (also .gz), a dataset's folder, or - for stdin", names=("-i", "--input"))
+    output: Path = option("file of answers: JSON lines, or .parquet", names=("-o", "--output"))
+    llm: LLMArguments  # pyright: ignore[reportGeneralTypeIssues] (no option, and required like those before it)
+    errors: Path | None = option("file of the lines that were refused (the output)", None)
+    format: str = option(None, "auto", choices=("auto", *FORMATS))
+    encoding: str | None = option("of text, CSV and JSON lines, like cp1252 (UTF-8, or by BOM)", None, metavar="NAME")
+    column: str | None = option("column of the prompts, of CSV, Parquet and a dataset", None)
+    id_column: str | None = option("column of the custom_ids there (line-1, line-2, …)", None)
+    chat: bool = option("send prompts of text and tables as messages of a user", False)
+    system_prompt: str | None = option("message of the system before them, with --chat", None, metavar="TEXT")
+    chat_template: Path | None = option("Jinja template of chats (the tokenizer's)", None, metavar="FILE")
+    chat_template_kwargs: str | None = option(
+        'variables of the template, like {"enable_thinking": false}, where a request names no others', None,
+        metavar="JSON",
+    )  # fmt: skip
     parquet: Path | None = None  #: table of the answers, written at the end; ``output`` is then its journal
     named_sampling: dict = field(default_factory=dict)  #: sampling parameters of requests that do not name them
     checkpoint_sampling: dict = field(default_factory=dict)  #: those of the checkpoint's generation_config.json
-    seed: int = 0
-    max_batch: int | None = None  #: most requests at a time; None: as many as memory holds
-    answer_tokens: float | None = None  #: expected of an answer on average; None: as many as it may have
-    engine: str = "local"  #: or "ray"
-    actors: int | None = None  #: executors on a Ray cluster
-    ordered: bool = False
-    restart: bool = False
-    verify: bool = False
-    trace: Path | None = None  #: trace of the first wave
-    report: Path | None = None  #: page about the run
-    reprofile: bool = False
-    quiet: bool = False
-    replan: bool = True  #: whether policy auto is searched again when the run leaves its prediction
-    trials: bool = True  #: whether the first iterations correct the profile, and policy auto with it
+    seed: int = option("of requests without one, together with their line (0)", 0)
+    max_batch: int | None = option(
+        "requests at a time, at most: a stop loses what is not complete of so many (as many as memory holds)", None,
+        metavar="N",
+    )  # fmt: skip
+    answer_tokens: float | None = option(
+        "tokens expected of an answer, on average: for the forecast and policy auto (as many as it may have)", None,
+        metavar="MEAN",
+    )  # fmt: skip
+    engine: str = option("ray: on a Ray cluster (local)", "local", choices=("local", "ray"))
+    actors: int | None = option("executors on the Ray cluster (one a GPU, or a node)", None, metavar="N")
+    ordered: bool = option("put the output in the input's order at the end", False)
+    restart: bool = option("begin anew, over the output of an earlier run", False)
+    verify: bool = option("hash the model's files, to compare when going on", False)
+    trace: Path | None = option("write what ran when in a wave, for Perfetto", None, metavar="FILE")
+    report: Path | None = option("write a page about the run, in Markdown", None, metavar="FILE")
+    reprofile: bool = option("measure this machine again for policy auto", False)
+    quiet: bool = option("no progress bar", False)
+    replan: bool = option(
+        "search policy auto again when iterations or answers take a tenth more or less than predicted (yes)", True,
+        action=BooleanOptionalAction,
+    )  # fmt: skip
+    trials: bool = option(TRIALS_HELP, True)
 
     @property
     def sampling(self) -> dict:

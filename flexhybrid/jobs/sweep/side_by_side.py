@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from flexhybrid.core.errors import InputError, flag, shown, unknown
@@ -18,7 +19,7 @@ from flexhybrid.jobs.simulate import (
     shares_text,
     unlike_weights,
 )
-from policy_search.systems import Setting, System, check
+from policy_search.systems import Setting, System, dropped, parse
 from sim.simulate import SimulatedRun
 
 LOSSY = "changes the tokens"  #: said of a system that does
@@ -62,9 +63,11 @@ class SystemRun(NamedTuple):
         return self.run.tokens_per_s if self.run else 0.0
 
     @property
-    def lossy(self) -> bool:
-        """Whether the system changes the tokens; False for one that does not run."""
-        return self.run is not None and not self.run.to_dict()["lossless"]
+    def remarks(self) -> str:
+        """What is said of a run beside its numbers; "" for a system that does not run."""
+        row = self.run and self.run.to_dict()
+        said = row and [LOSSY * (not row["lossless"]), dropped(self.system, row["policy"]["attention"])]
+        return "; ".join(filter(None, said or ()))
 
 
 def varied_of(text: str) -> Varied:
@@ -79,7 +82,7 @@ def varied_of(text: str) -> Varied:
     try:
         return Varied(field, tuple(dict.fromkeys(map(VARIED[field], texts))))
     except ValueError:
-        raise InputError(f"--vary {field}: {shown(rest)} must be numbers") from None
+        raise InputError(f"--vary {field}: {shown(rest)} must be numbers, like {field}=1,2,4,8") from None
 
 
 def answers(points: Iterable[Mapping], workload: Workload | None = None, note: Note | None = None) -> list[SystemRun]:
@@ -105,7 +108,7 @@ def side_by_side(
     for a name that is none of a system."""
     for text in systems:
         if not is_policy_file(text):
-            check(text)
+            parse(text)
     values = [{varied.field: value} for value in varied.values] if varied else [{}]
     found = answers([{**point, **value, "system": text} for value in values for text in systems], workload, note)
     if not any(answer.run for answer in found):
@@ -117,8 +120,8 @@ def describe_answers(found: list[SystemRun], varied: Varied | None) -> str:
     """Return a table: of one field's values, tokens/s of each system; without one, a line a system."""
     table = _by_value(found, varied) if varied else _by_system(found)
     runs = [answer.run.to_dict() for answer in found if answer.run]
-    several = len({answer.system for answer in found}) > 1
-    unlike = unlike_weights([run["kept_weights"]["device"] for run in runs]) if several else []
+    on_device = [run["kept_weights"]["device"] for run in runs]
+    unlike = unlike_weights(on_device) if len({answer.system for answer in found}) > 1 else []
     return "\n".join([table, *unlike, *no_start(min(run["total_s"] for run in runs))])
 
 
@@ -134,8 +137,8 @@ def _by_value(found: list[SystemRun], varied: Varied) -> str:
             cells.append(f"{answer.tokens_per_s:{width}.4g}" if answer.run else f"{'-':>{width}}")
         lines.append(f"  {value!s:>{first}}  {'  '.join(cells)}")
     wrong = dict.fromkeys(f"{answer.system}: {answer.error}" for answer in found if answer.error)
-    lossy = dict.fromkeys(f"{answer.system} {LOSSY}" for answer in found if answer.lossy)
-    return "\n".join([*lines, *(f"  -  {text}" for text in wrong), *(f"  {text}" for text in lossy)])
+    said = dict.fromkeys(f"  {answer.system}: {answer.remarks}" for answer in found if answer.remarks)
+    return "\n".join([*lines, *(f"  -  {text}" for text in wrong), *said])
 
 
 def _by_system(found: list[SystemRun]) -> str:
@@ -151,7 +154,7 @@ def _by_system(found: list[SystemRun]) -> str:
         lines.append(
             f"  {answer.system:{width}}  {row['tokens_per_s']:10.4g}  {row['total_s']:10.4g}  {requests:9}  "
             f"{at_a_time:9}  {placed}; bound by {row['binding']}{_costs_text(answer)}"
-            f"{f' ({LOSSY})' if answer.lossy else ''}"
+            f"{answer.remarks and f' ({answer.remarks})'}"
         )
     return "\n".join(lines)
 
@@ -161,23 +164,6 @@ def _costs_text(answer: SystemRun) -> str:
     words = {"dollars_per_million_tokens": "${:.3g}", "kwh_per_million_tokens": "{:.3g} kWh"}
     parts = [words[name].format(value) for name, value in found.items()]
     return f"; {' and '.join(parts)} a million tokens" if parts else ""
-
-
-class Picture(NamedTuple):
-    """What ``figures.reproduce.draw`` draws."""
-
-    name: str
-    frame: Any  #: pandas
-    title: str
-    x: str
-    x_label: str
-    log_x: bool
-    kind: str = "line"
-    y: str = "tokens_per_s"
-    y_label: str = "generated tokens/s"
-    series: str = "system"
-    log_y: bool = False
-    paper: Any = None
 
 
 def check_plot(path: Path | None, field: str | None, remedy: str = "name it, like --vary batch=1,2,4,8") -> None:
@@ -206,6 +192,7 @@ def draw_rows(rows: Sequence[tuple[str, Any, float]], field: str, title: str, pa
     values = frame[field].unique().tolist()
     numbers = [value for value in values if isinstance(value, (int, float))]
     spread = len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= 8 * min(numbers)
-    label = flag(field).removeprefix("--").replace("-", " ")
-    pictures = draw(Picture(path.stem, frame, title, x=field, x_label=label, log_x=spread))
-    path.write_bytes(pictures[path.suffix.lower().removeprefix(".")])
+    figure = {"name": path.stem, "kind": "line", "frame": frame, "title": title, "series": "system", "paper": None}
+    figure |= {"x": field, "x_label": flag(field).removeprefix("--").replace("-", " "), "log_x": spread}
+    figure |= {"y": "tokens_per_s", "y_label": "generated tokens/s", "log_y": False}
+    path.write_bytes(draw(SimpleNamespace(**figure))[path.suffix.lower().removeprefix(".")])

@@ -17,7 +17,7 @@ from flexhybrid.jobs.simulate import AUTO, LENGTHS, MEMORIES, POLICY_FIELDS, is_
 from flexhybrid.jobs.sweep.grid import one_of, positive_integer, read_points
 from flexhybrid.jobs.sweep.side_by_side import SystemRun, answers, check_plot, draw_rows
 from flexhybrid.jobs.sweep.table import SweepSummary, cell, run_sweep
-from policy_search.systems import check
+from policy_search.systems import parse
 from sim import catalogue
 from sim.catalogue.hosts import HOSTS
 from sim.simulate import CLOCKS, SimulatedRun
@@ -26,8 +26,9 @@ from sim.simulate import CLOCKS, SimulatedRun
 def _system(value: str) -> str:
     if isinstance(value, str) and is_policy_file(value):
         Policy.load(value)
-        return value
-    return check(value)
+    else:
+        parse(value)
+    return value
 
 
 def _memory(value):

@@ -1,0 +1,41 @@
+"""Options of ``flexhybrid compare``. Importing this loads no torch."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flexhybrid.arguments import DEVICE_HELP, DEVICES, DISK_PACE_HELP, LINK_HELP, TRIALS_HELP, option
+from flexhybrid.core.model.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """What the command was asked for, by the names of its flags; the defaults are the README's run on two cores.
+
+    Without a model: the shipped checkpoint for exactness, a random model for speed. Without a link's rate, on a CPU:
+    the slowest one at which the best policy is a mix.
+    """
+
+    model: Path | None = option("local checkpoint folder (Hugging Face layout)", None)
+    device: str = option(DEVICE_HELP, "auto", choices=DEVICES)
+    link_gb_per_s: float | None = option(LINK_HELP, None)
+    budgets: dict[str, str | None] = field(default_factory=lambda: {"host": "8GiB"})  #: tier -> memory
+    disk_dir: Path | None = option(
+        "scratch folder of policies that use a disk; they need one here", None, metavar="DIR"
+    )
+    disk_gb_per_s: float | None = option(DISK_PACE_HELP, None)
+    systems: tuple[str, ...] = option(
+        "run these instead of the KV:ACT mixes, and show where a decode step of each goes: systems by name, with "
+        'options as in a call, and policy JSON files, like "kv_only,hybrid(0.5),kvpr_column,int4,mine.json" (quoted)',
+        (), metavar="NAME",
+    )  # fmt: skip
+    policy: Path | None = option("policy JSON file to run beside the others", None)
+    out: Path = option("folder for tables and figures (results)", Path("results"))
+    batch: int = option("requests of the speed runs (32)", 32)
+    prompt_len: int | None = option("tokens of each (512, or fewer where this machine is slow)", None)
+    gen_len: int = option("tokens that each generates, at least 4 (6)", 6)
+    mini_batch: int = option("requests a mini-batch; systems have their own (8)", 8)
+    rounds: int = 3
+    trials: bool = option(TRIALS_HELP, True)
+    exact_tokens: int = 24
+    exact_prompts: int = 48  #: at most, evenly over the shipped ones
+    shape: ModelShape | None = None  #: of the random model; None: TIMING_SHAPE
