@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 from flexhybrid.arguments import add_budgets, job
-from flexhybrid.core.errors import flag
 from sim.catalogue.hosts import HOSTS
 
 
