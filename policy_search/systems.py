@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from flexhybrid.core.context.cache_entries import stored_copies
-from flexhybrid.core.errors import InputError, file_errors, unknown
+from flexhybrid.core.errors import InputError, check, file_errors, unknown
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import BITS, Overlap, Placement, Policy
@@ -114,11 +114,8 @@ def _searched(setting: Setting, lossless: bool = True) -> Policy:
     return search(setting.problem, setting.workload, settings).policy
 
 
-def _resident(
-    setting: Setting, max_mini_batch_tokens: int | None = None, weights_device: float | None = None
-) -> Policy:
+def _resident(setting: Setting, max_mini_batch_tokens=None, weights_device: float | None = None) -> Policy:
     """Everything on the device that fits, in the mini-batches that are predicted to be fastest."""
-
     if max_mini_batch_tokens is not None:
         return _placed(setting, presets.resident(max_mini_batch_tokens), weights_device)
     lengths, runs = (setting.batch, setting.prompt_tokens, setting.max_tokens), []
@@ -147,8 +144,7 @@ def _uvm(setting: Setting, fault_gb_per_s: float = 4.0) -> System:
     """Unified memory: what is touched migrates page by page. What fits the device migrates once. What does not fit is
     touched in a cycle over all layers, and the oldest pages, those needed soonest, make room: all of it migrates every
     iteration. 4 GB/s with evictions is what InfiniGen's Fig. 14 and 15 imply."""
-    if not 0 < fault_gb_per_s < float("inf"):
-        raise InputError(f"uvm: fault_gb_per_s is {fault_gb_per_s}; it must be a number > 0")
+    check("uvm: fault_gb_per_s", fault_gb_per_s, 0 < fault_gb_per_s < float("inf"), "a number > 0")
     policy, hardware = presets.ideal(), replace(setting.machine, device_memory=None)
     budget = setting.problem.effective_budgets.device
     if budget is None or float(setting.device_peak_bytes(policy)[0]) <= budget:
@@ -290,9 +286,8 @@ def _preset(
 _WEIGHTS = {"weights_device": NUMBER, "weights_disk": NUMBER}
 _SIZES = {"max_mini_batch_tokens": COUNT, **_WEIGHTS}
 _SERIAL = {"max_mini_batch_tokens": COUNT, "overlap": OVERLAP, **_WEIGHTS}  # in this order
-_FRACTIONS = dict.fromkeys(("alpha", "partial_ratio", "cap"), NUMBER)
-_INFINIGEN = {**_FRACTIONS, "pool": LIMIT, "victim": WORD, "whole_layers": COUNT, "expected": SHARE}
-_INFINIGEN |= {"columns": WORD, **_SIZES}
+_INFINIGEN = dict.fromkeys(("alpha", "partial_ratio", "cap"), NUMBER) | {"pool": LIMIT, "victim": WORD}
+_INFINIGEN |= {"whole_layers": COUNT, "expected": SHARE, "columns": WORD, **_SIZES}
 _CAPTURE = {"ratio": FLAG, "packing": PACKING, "device_act": FLAG, "balance": WORD, **_WEIGHTS}
 _PLAIN_INFINIGEN = _preset(presets.infinigen, _INFINIGEN)
 _PAGES_FAULT = "its pages move when the hardware faults, not when a plan says so"
@@ -383,6 +378,10 @@ def system(text: str, setting: Setting, on_ours: bool = False) -> System:
     quality = {key: options.pop(key) for key in _QUALITIES if key in options}
     plain, neutral = setting.machine, Implementation(name)
     engine = quality.pop("engine", name)
+    if engine == "ours" and (other := plain.notes.get("rates", {}).get("engine")):
+        raise InputError(
+            f"system {text!r}: {plain.name} has the rates of {other}'s code; for ours name another, like t4"
+        )
     if "gemm" in quality:
         quality["gemm_of_peak"] = 1.0  # in place of what is known
     code = neutral if on_ours else replace(known_code(engine, plain), **quality)

@@ -116,11 +116,11 @@ def describe_rates(hardware: Hardware) -> str:
     rates = hardware.rates
     words = {"measured": "measured", "fitted": "fitted to published runs", "assumed": "assumed, not measured"}
     said = f"  rates of {hardware.name}: {words.get(rates['kind'], 'as its file states')}"
+    said += f" of {rates['engine']}'s code, which every system gets here" if rates.get("engine") else ""
     said += f" ({rates['on']})" if rates.get("on") else ""
     said += f"; host {rates['host']} by its datasheet" if rates.get("host") else ""
     said += f"; not fitted: {rates['held_out']}" if rates.get("held_out") else ""
-    if paced := pace_of_link(hardware):
-        said += f"; {paced}"
+    said += (paced := pace_of_link(hardware)) and f"; {paced}"
     texts = {name: f"{flag(name)} {value:g}" for name, value in rates.get("given", {}).items()}
     if "link_gb_per_s" in texts and hardware.notes.get("link_bytes_per_s") and hardware.lines["h2d"].s_per_byte:
         texts["link_gb_per_s"] += f" (of which copies reach {1e-9 / hardware.lines['h2d'].s_per_byte:.3g})"
