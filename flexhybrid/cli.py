@@ -15,9 +15,8 @@ from flexhybrid.cascade.cli import add_cascade
 from flexhybrid.core.errors import InputError, file_error, stray_error, unknown
 from flexhybrid.core.model.shape import shape_from_config
 from flexhybrid.core.policy import Policy
-from flexhybrid.jobs.accuracy.options import AccuracyOptions
-from flexhybrid.jobs.compare.options import CompareOptions
 from flexhybrid.jobs.hardware import add_hardware
+from flexhybrid.jobs.options import AccuracyOptions, CompareOptions
 from flexhybrid.jobs.paths import check_checkpoint, check_file
 from flexhybrid.jobs.predicting import add_predicting
 from flexhybrid.jobs.progress import lasting_streams, lost_interrupts_again

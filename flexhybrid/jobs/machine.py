@@ -1,5 +1,7 @@
-"""What this machine is and has: names and memories, as its operating system tells them."""
+"""What this machine is and has, as its operating system tells it; and freed memory that goes back to it."""
 
+import contextlib
+import ctypes
 import os
 import platform
 from collections.abc import Iterator
@@ -16,6 +18,9 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 #: Shares of the free host memory that budgets take where none is named. A CPU's device tier is host memory too.
 FREE_SHARES = {"cuda": {"host": 0.9}, "cpu": {"device": 0.45, "host": 0.45}}
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  #: glibc's malloc.h
+LARGEST_KEPT_BYTES = 1 << 20
+KEPT_PRODUCTS = 64  #: that oneDNN has compiled, each for a number of rows, in 0.1 MB; its default is 1,024
 
 
 def device_name(device: torch.device) -> str:
@@ -106,3 +111,23 @@ def host_budgets(device: torch.device, num_bytes: int | None, sharers: int = 1) 
     if num_bytes is None:
         return {}
     return {tier: int(num_bytes * share / sharers) for tier, share in FREE_SHARES[device.type].items()}
+
+
+def return_freed_memory() -> None:
+    """Let glibc give every freed block of LARGEST_KEPT_BYTES or more back at once.
+
+    By itself it raises that size to the largest block ever freed, up to 32 MiB, and keeps twice as much: reading a
+    layer's tensors once then leaves tens of megabytes with each thread, beside the budgets. Other C libraries are left
+    as they are. For a process that is our own, before its first product.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KEPT_PRODUCTS))
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        for setting in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            libc.mallopt(setting, LARGEST_KEPT_BYTES)
+
+
+def trim_memory() -> None:
+    """Let glibc give back the whole pages between blocks that are in use: with time they add up to 150 MB."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -28,7 +28,7 @@ def command(folder: Path, model: Path, policy: str) -> list[str]:
 FREED = """
 import os, sys
 from tests.forced.run_memory import held_bytes
-from flexhybrid.jobs.malloc import return_freed_memory
+from flexhybrid.jobs.machine import return_freed_memory
 if sys.argv[1] == "returned":
     return_freed_memory()
 before = held_bytes(os.getpid())

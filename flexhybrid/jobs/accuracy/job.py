@@ -27,8 +27,8 @@ from flexhybrid.core.policy import Policy, Selection
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.accuracy import bootstrap
 from flexhybrid.jobs.accuracy.attention_watch import FullCache, Seen
-from flexhybrid.jobs.accuracy.options import AccuracyOptions
 from flexhybrid.jobs.compare.report import Report
+from flexhybrid.jobs.options import AccuracyOptions
 from flexhybrid.jobs.paths import check_writable
 from flexhybrid.jobs.progress import Progress
 from flexhybrid.llm import LLM

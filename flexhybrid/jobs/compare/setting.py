@@ -18,8 +18,8 @@ from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.compare.options import CompareOptions
 from flexhybrid.jobs.compare.speed import ALONE_ROUNDS
+from flexhybrid.jobs.options import CompareOptions
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype
 from flexhybrid.resolve import PacedDevice, pick_device
 from flexhybrid.runtime.profiling.attention_paths import fastest_paths

@@ -52,7 +52,7 @@ def _run(args) -> dict:
     )
     check_options(options)  # before the imports that take seconds
 
-    from flexhybrid.jobs.malloc import return_freed_memory
+    from flexhybrid.jobs.machine import return_freed_memory
     from flexhybrid.jobs.run.job import run
 
     return_freed_memory()

@@ -32,7 +32,7 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.trace import LaneTimes, TraceEvent, save_chrome_trace
 from flexhybrid.core.units import counted
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.malloc import trim_memory
+from flexhybrid.jobs.machine import trim_memory
 from flexhybrid.jobs.profile.job import company_note, model_profile_path
 from flexhybrid.jobs.progress import Progress, stop_on_signal
 from flexhybrid.jobs.ray_cluster import Crew, cluster, crew_of
