@@ -184,7 +184,11 @@ def test_no_row_is_worse_or_stale():
 
 
 def test_every_system_at_every_length():
-    for rates in (capture_systems.deepspeed(), capture_systems.flexgen(), capture_systems.act_only()):
+    for rates in (
+        capture_systems.rates("DeepSpeed-Inference"),
+        capture_systems.rates("FlexGen"),
+        capture_systems.rates("act_only"),
+    ):
         assert set(rates) == {(model, prompt) for model in MODELS for prompt in PROMPTS}
         assert all(rate > 0 for rate in rates.values())
     assert len(experiment("capture-fig12").figures) == len(MODELS)

@@ -12,7 +12,10 @@ from experiments.reproduce.paper import CAPTURE, context, values_of
 from policy_search.systems import Setting, run_system
 from sim.implementation import MEASURED
 
-SYSTEMS = ("DeepSpeed-Inference", "FlexGen", "act_only", "hybrid_full")
+#: The figure's systems -> as ``flexhybrid simulate`` takes them. DeepSpeed's share of the link is known from another
+#: machine; the full system fills spare GPU memory with ACT.
+CALLS = {"DeepSpeed-Inference": "deepspeed", "FlexGen": "flexgen(cache=host)", "act_only": "act_only"}
+CALLS["hybrid_full"] = "capture(device_act=true)"
 #: At most, what KVPR's Table 5 leaves weights in pageable memory, were it the host alone that holds FlexGen up there.
 PAGEABLE_GB_PER_S = 9.5
 Rates = dict[tuple[str, int], float]  #: (model, prompt tokens) -> tokens/s
@@ -35,12 +38,22 @@ def _at_shares(shares_of) -> Rates:
 
 
 @cache
-def hybrid_full() -> Rates:
-    """The full system as CAPTURE has it: ACT fills spare GPU memory, Algorithm 1's share is each batch's."""
-    hardware = setup.hardware()
-    return _over(
-        lambda model, prompts: [float(setup.run_full(model, hardware, prompt=int(p)).tokens_per_s[0]) for p in prompts]
-    )
+def rates(system: str) -> Rates:
+    """Return a system's rates, by its name in CALLS or by another call."""
+    text, hardware = CALLS.get(system, system), setup.hardware()
+
+    def of_model(model: str, prompts) -> list[float]:
+        problem = setup.problem(model, hardware)
+        settings = (Setting(problem, setup.BATCH, int(prompt), setup.GENERATED) for prompt in prompts)
+        return [run_system(text, setting).tokens_per_s for setting in settings]
+
+    return _over(of_model)
+
+
+@cache
+def page_locked_flexgen() -> Rates:
+    """FlexGen with copies as fast as page-locked ones."""
+    return _over(lambda m, prompts: [float(setup.run_flexgen(m, p, relays=False).tokens_per_s[0]) for p in prompts])
 
 
 @cache
@@ -67,34 +80,6 @@ def at_fastest_share() -> Rates:
     return _over(rates)
 
 
-@cache
-def act_only() -> Rates:
-    return _at_shares(lambda model, prompts: 1.0)
-
-
-@cache
-def flexgen(relays: bool = True) -> Rates:
-    """``relays`` False: with copies as fast as page-locked ones."""
-    return _over(lambda m, prompts: [float(setup.run_flexgen(m, p, relays=relays).tokens_per_s[0]) for p in prompts])
-
-
-@cache
-def deepspeed(gb_per_s: float | None = None) -> Rates:
-    """Return DeepSpeed's rates with as many requests at a time as its code has memory for.
-
-    Its weights cross the link at the share that it reaches on another machine (``sim.implementation.MEASURED``), or at
-    a given rate.
-    """
-    text = f"deepspeed(weights_link={gb_per_s / link_rate()})" if gb_per_s else "deepspeed"
-
-    def rates(model: str, prompts) -> list[float]:
-        problem = setup.problem(model, setup.hardware())
-        settings = [Setting(problem, setup.BATCH, int(prompt), setup.GENERATED) for prompt in prompts]
-        return [run_system(text, setting).tokens_per_s for setting in settings]
-
-    return _over(rates)
-
-
 def link_rate() -> float:
     """Return the GB/s of page-locked copies on this testbed."""
     return values_of(setup.constants())["link_gb_per_s"]
@@ -109,9 +94,14 @@ def mean_ratio(over: Rates, under: Rates, model: str | None = None, least_prompt
     return float(ratios(over, under, model, least_prompt).mean())
 
 
+def _deepspeed_of_flexgen(gb_per_s: float) -> float:
+    """Return DeepSpeed's rate over FlexGen's, mean, with weights that cross the link at so many GB/s."""
+    return mean_ratio(rates(f"deepspeed(weights_link={gb_per_s / link_rate()})"), rates("FlexGen"))
+
+
 def headline_rows() -> list[Row]:
     """Return the ratios that both papers quote."""
-    full, act, flex, deep = hybrid_full(), act_only(), flexgen(), deepspeed()
+    deep, flex, act, full = map(rates, CALLS)
     over_flex, over_act = mean_ratio(full, flex), mean_ratio(full, act)
     small, large = MODELS[0], MODELS[-1]
     slip = "a slip: the paper says 1.35 two paragraphs on (note 1)"
@@ -143,19 +133,19 @@ def _reading_rows() -> list[Row]:
         "all cache on the host, one share for all lengths": (on_host(), 0),
         "all cache on the host, Algorithm 1's share for each prompt length": (at_share_of_batch(), 0),
         "all cache on the host, the fastest share for each prompt length": (at_fastest_share(), 0),
-        "prompts of 896 and more": (hybrid_full(), 896),
-        "prompts of 1920 alone": (hybrid_full(), 1920),
+        "prompts of 896 and more": (rates("hybrid_full"), 896),
+        "prompts of 1920 alone": (rates("hybrid_full"), 1920),
     }
     rows = []
     for reading, (full, least) in readings.items():
-        for name, other, row_id in (("FlexGen", flexgen(), "ch020"), ("act_only", act_only(), "ch026")):
-            ratio = mean_ratio(full, other, least_prompt=least)
+        for name, row_id in (("FlexGen", "ch020"), ("act_only", "ch026")):
+            ratio = mean_ratio(full, rates(name), least_prompt=least)
             rows.append(CAPTURE.beside(row_id, ratio, f"hybrid_full over {name}, mean; {reading}"))
     flex, deep = "hybrid_full over FlexGen, mean", "DeepSpeed-Inference of FlexGen, mean"
-    locked, host = (100 * mean_ratio(deepspeed(rate), flexgen()) for rate in (link_rate(), PAGEABLE_GB_PER_S))
-    gain = mean_ratio(hybrid_full(), flexgen(relays=False))
+    locked, host = (100 * _deepspeed_of_flexgen(rate) for rate in (link_rate(), PAGEABLE_GB_PER_S))
+    gain = mean_ratio(rates("hybrid_full"), page_locked_flexgen())
     weights = link_rate() * MEASURED["deepspeed"].weights_link
-    needed = weights * CAPTURE.value("ch025") / (100 * mean_ratio(deepspeed(), hybrid_full()))  # nothing else binds it
+    needed = weights * CAPTURE.value("ch025") / (100 * mean_ratio(rates("DeepSpeed-Inference"), rates("hybrid_full")))
     return [
         *rows,
         context("rate of DeepSpeed's weights", weights, "GB/s"),
@@ -168,14 +158,10 @@ def _reading_rows() -> list[Row]:
     ]
 
 
-def _all_systems() -> dict[str, Rates]:
-    return dict(zip(SYSTEMS, (deepspeed(), flexgen(), act_only(), hybrid_full()), strict=True))
-
-
 def _panel(model: str) -> Figure:
     points = [
-        {"prompt": str(prompt), "rate": rates[model, prompt], "system": system}
-        for system, rates in _all_systems().items()
+        {"prompt": str(prompt), "rate": rates(system)[model, prompt], "system": system}
+        for system in CALLS
         for prompt in PROMPTS
     ]
     title = f"{model}, batch 128, 128 generated tokens"
@@ -184,11 +170,11 @@ def _panel(model: str) -> Figure:
 
 def figure12() -> Experiment:
     rows = headline_rows()
-    for name, rates in _all_systems().items():
-        for (model, prompt), rate in rates.items():
+    for name in CALLS:
+        for (model, prompt), rate in rates(name).items():
             rows.append(context(f"{name}, {model}, prompt {prompt}", rate, "tokens/s"))
     rows += _reading_rows()
-    full, act, flex, deep = hybrid_full(), act_only(), flexgen(), deepspeed()
+    deep, flex, act, full = map(rates, CALLS)
     by_model = ", ".join(f"{mean_ratio(full, flex, model):.2f}" for model in MODELS)
     of_flexgen = ", ".join(f"{mean_ratio(deep, flex, model):.0%}" for model in MODELS)
     return CAPTURE.experiment(
@@ -197,11 +183,11 @@ def figure12() -> Experiment:
         [_panel(model) for model in MODELS],
         setup.all_constants(),
         prompts=", ".join(map(str, PROMPTS)),
-        gain=mean_ratio(full, flexgen(relays=False)),
+        gain=mean_ratio(full, page_locked_flexgen()),
         by_model=by_model,
         prompt=PROMPTS[0],
         act_rate=act["OPT-6.7B", PROMPTS[0]],
         full_rate=on_host()["OPT-6.7B", PROMPTS[0]],
         of_flexgen=of_flexgen,
-        host=mean_ratio(deepspeed(PAGEABLE_GB_PER_S), flex),
+        host=_deepspeed_of_flexgen(PAGEABLE_GB_PER_S),
     )
