@@ -97,7 +97,7 @@ def t4_flexgen() -> Datasheet:
     base, fitted = load_datasheet(catalogue.FOLDER / "t4.json"), values_of(published.refit_engine())
     engine = published.engine(*(_rounded(value) for value in fitted.values()))
     saw = (*published.FITTED["engine"], *published.FITTED["eviction"])
-    ids = [row_id for row_id in published.FLEXGEN_ROWS if row_id not in saw]
+    ids = [row_id for row_id in (*published.FLEXGEN_ROWS, *published.H2O_ROWS) if row_id not in saw]
     ours = [published.flexgen_rate(row_id, engine) for row_id in ids]
     paper = [published.record(row_id)["value"] for row_id in ids]
     on = "attention on the host and of prompts: FlexGen's published cost model, which its authors fitted here; 4-bit "

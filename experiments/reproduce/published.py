@@ -23,7 +23,7 @@ from experiments.reproduce.paper import FLEXGEN, context, printed, values_of
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import shape_by_name
-from flexhybrid.core.policy import Bits, Placement, Policy, Selection
+from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from policy_search.systems import Setting, run_system
 from sim import catalogue
@@ -40,16 +40,10 @@ _ATTENDS_THERE = {"weights": _TWELFTH, "cache": "host", "attention": "host"}
 _PAGEABLE = {"pinned": False}  #: weights of OPT-175B (--pin-weight 0)
 _FROM_DISK = {"weights": _HALF, "cache": "disk"} | _PAGEABLE
 _FOUR_BITS = Bits(weights=4, kv=4)
-_EVICTS = {"attention": "host"}
 _ON_DEVICE = {"weights": _RESIDENT, "cache": "device", "hidden": "device", "overlap": "none"}
 
 
-def _heavy(ratio: float) -> Selection:
-    """H2O's --hh-ratio: so much of the prompt is kept as heavy hitters, and as much again of the newest tokens."""
-    return Selection("heavy_hitter", budget=2 * ratio, whole_layers=0)
-
-
-#: Row -> where things lie and how they are overlapped, by the authors' scripts: FlexGen's rows and H2O's.
+#: Row -> where things lie and how they are overlapped, by the authors' scripts.
 FLEXGEN_ROWS: dict[str, dict] = {
     "pb001": _ON_DEVICE,
     "pb002": _ON_DEVICE | {"bits": _FOUR_BITS},
@@ -64,13 +58,18 @@ FLEXGEN_ROWS: dict[str, dict] = {
     "pb018": _FROM_DISK | {"overlap": "none"},
     "pb023": _ON_DEVICE,
     "pb024": _ATTENDS_THERE | {"batches": (40, 2)},
-    "pb025": _ON_DEVICE | {"selection": _heavy(0.2)},
-    "pb026": _EVICTS | {"selection": _heavy(0.2), "batches": (52, 8)},
-    "pb027": _EVICTS | {"selection": _heavy(0.2), "weights": _TWELFTH},
-    "pb028": _EVICTS | {"selection": _heavy(0.3), "weights": _TWELFTH},
-    "pb029": _EVICTS | {"selection": _heavy(0.3)},
-    "pb030": _EVICTS | {"selection": _heavy(0.1), "weights": _TWELFTH},
-    "pb031": _EVICTS | {"selection": _heavy(0.1)},
+}
+_ATTENDED = "attention=host, hidden=host, overlap=step, weights_device"
+#: H2O's row -> requests of a GPU batch, and options as ``flexhybrid simulate`` takes them. The share kept is twice
+#: --hh-ratio: as much again of the newest tokens as of heavy hitters.
+H2O_ROWS = {
+    "pb025": (4, "0.4, 0, cache=device, overlap=none, weights_device=1"),
+    "pb026": (52, f"0.4, 0, {_ATTENDED}=0"),
+    "pb027": (40, f"0.4, 0, {_ATTENDED}={1 / 12}"),
+    "pb028": (40, f"0.6, 0, {_ATTENDED}={1 / 12}"),
+    "pb029": (44, f"0.6, 0, {_ATTENDED}=0"),
+    "pb030": (48, f"0.2, 0, {_ATTENDED}={1 / 12}"),
+    "pb031": (52, f"0.2, 0, {_ATTENDED}=0"),
 }
 _CACHED = "cache=device, weights_device"
 #: Row -> options of the system, as ``flexhybrid simulate`` takes them. pb021 is more than its rule of memory admits.
@@ -98,12 +97,17 @@ def _of_metric(row: Mapping, result: Mapping) -> float:
 
 #: What H2O's code takes to put new keys and values in the places of old ones (``cache_replace``): as found by
 #: ``refit_eviction``.
-EVICTION = Implementation("h2o", evict_s=5.106e-4, evict_head_s=5.629e-6)
+EVICTION = {"evict_s": 5.106e-4, "evict_head_s": 5.629e-6}
 
 
-def flexgen_rate(row_id: str, hardware: Hardware, eviction: Implementation = EVICTION) -> float:
+def flexgen_rate(row_id: str, hardware: Hardware, eviction: Mapping[str, float] = EVICTION) -> float:
     """Return a FlexGen or H2O row on a machine, in the row's unit; placements are priced without memory limits."""
     row = record(row_id)
+    padded = -(-(row["prompt_len"] + row["gen_len"] - 1) // BLOCK_TOKENS) * BLOCK_TOKENS + 1
+    if row_id in H2O_ROWS:
+        gpu_batch, options = H2O_ROWS[row_id]
+        evicting = "".join(f", {name}={seconds}" for name, seconds in eviction.items())
+        return _called(row, f"h2o({options}, max_mini_batch_tokens={gpu_batch * padded}{evicting})", hardware)
     placed: dict[str, Any] = {"weights": _HOST, "cache": "host", "hidden": "host", "overlap": "step"}
     placed |= FLEXGEN_ROWS[row_id]
     gpu_batch, num = placed.pop("batches", (row["gpu_batch"], row["num_gpu_batches"]))
@@ -120,30 +124,28 @@ def flexgen_rate(row_id: str, hardware: Hardware, eviction: Implementation = EVI
         # one crosses the link while others read
     if placed["cache"] == "disk":  # they come as far as the host, whose cores attend (an operation a byte) and copy in
         lines |= {"load_kv": Line(s_per_byte=lines["attend_host"].s_per_flop), "attend": Line()}  # turns
-    prompt, generated = row["prompt_len"], row["gen_len"]
-    padded = -(-(prompt + generated - 1) // BLOCK_TOKENS) * BLOCK_TOKENS + 1
     cache_entry = {f"kv@{placed.pop('cache')}": 1.0}
     policy = Policy(
         "flexgen", cache=cache_entry, max_mini_batch_tokens=gpu_batch * padded, packing="fifo", weight_order="natural",
         **placed,
     )  # fmt: skip
-    code = eviction if policy.selection.method == "heavy_hitter" else Implementation("flexgen")
-    heads = row["batch"] / num * shape_by_name(row["model"].lower()).num_heads
-    machine = on(replace(code, undoes_bits_again=True), replace(hardware, lines=lines), num, heads)
-    return _of_metric(row, _priced(row, policy, machine))
+    machine = on(Implementation("flexgen", undoes_bits_again=True), replace(hardware, lines=lines), num)
+    problem = Problem(shape=shape_by_name(row["model"].lower()), hardware=machine)
+    candidates = Candidates(policy, row["batch"], row["prompt_len"], row["gen_len"])
+    return _of_metric(row, predict(problem, candidates).row())
 
 
 def baseline_rate(system: str, row_id: str, more: str = "") -> float:
-    """Return a row of DeepSpeed or Accelerate on a T4 whose memory has no limit; ``more``: options besides."""
-    row, hardware = record(row_id), replace(catalogue.load("t4"), device_memory=None)
-    problem = Problem(shape=shape_by_name(row["model"].lower()), hardware=hardware)
+    """Return a row of DeepSpeed or Accelerate on the T4; ``more``: options besides."""
+    text = f"{system}({BASELINE_ROWS[system][row_id]}{more})"
+    return _called(record(row_id), text, catalogue.load("t4"))
+
+
+def _called(row: Mapping, text: str, hardware: Hardware) -> float:
+    """Return a row by a call, on a machine whose device has no limit of memory."""
+    problem = Problem(shape=shape_by_name(row["model"].lower()), hardware=replace(hardware, device_memory=None))
     setting = Setting(problem, row["batch"], row["prompt_len"], row["gen_len"])
-    return _of_metric(row, run_system(f"{system}({BASELINE_ROWS[system][row_id]}{more})", setting).to_dict())
-
-
-def _priced(row: Mapping, policy: Policy, hardware: Hardware) -> dict:
-    problem = Problem(shape=shape_by_name(row["model"].lower()), hardware=hardware)
-    return predict(problem, Candidates(policy, row["batch"], row["prompt_len"], row["gen_len"])).row()
+    return _of_metric(row, run_system(text, setting).to_dict())
 
 
 def _disk_line(gb_per_s: float) -> Line:
@@ -193,8 +195,7 @@ def refit_eviction() -> tuple[Constant, ...]:
     free = (FLEXGEN.constant("eviction_layer_us", 500.0), FLEXGEN.constant("eviction_head_us", 5.0))
 
     def ours(values: dict[str, float]) -> np.ndarray:
-        layer_s, head_s = (1e-6 * values[one.name] for one in free)
-        eviction = Implementation("h2o", evict_s=layer_s, evict_head_s=head_s)
+        eviction = {name: 1e-6 * values[one.name] for name, one in zip(EVICTION, free, strict=True)}
         return np.array([flexgen_rate(row_id, machine, eviction) for row_id in ids])
 
     return fit(free, ours, _values(ids), f"published T4 runs: {', '.join(ids)}")
@@ -209,7 +210,7 @@ def _values(ids) -> np.ndarray:
 def all_rates() -> dict[str, float]:
     """Return row -> ours, in the row's unit, of every row whose batch is stated."""
     machine = catalogue.load(ENTRY)
-    rates = {row_id: flexgen_rate(row_id, machine) for row_id in FLEXGEN_ROWS}
+    rates = {row_id: flexgen_rate(row_id, machine) for row_id in (*FLEXGEN_ROWS, *H2O_ROWS)}
     for system, rows in BASELINE_ROWS.items():
         rates |= {row_id: baseline_rate(system, row_id) for row_id in rows}
     return dict(sorted(rates.items()))
@@ -274,8 +275,8 @@ def t4() -> Experiment:
         FLEXGEN.constant("conversion", conversion),
         FLEXGEN.constant("flexgen_relay_gb_per_s", 1e-9 / relay_s),
         FLEXGEN.constant("cached_disk_gb_per_s", 1e-9 / lines["disk_read"].s_per_byte),
-        FLEXGEN.constant("eviction_layer_us", 1e6 * EVICTION.evict_s),
-        FLEXGEN.constant("eviction_head_us", 1e6 * EVICTION.evict_head_s),
+        FLEXGEN.constant("eviction_layer_us", 1e6 * EVICTION["evict_s"]),
+        FLEXGEN.constant("eviction_head_us", 1e6 * EVICTION["evict_head_s"]),
         *(FLEXGEN.constant(f"{name}_weights_link", MEASURED[name].weights_link) for name in BASELINE_ROWS),
     ]
     values = values_of(constants)
