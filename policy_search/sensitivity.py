@@ -1,4 +1,4 @@
-"""Whether what a search chose hangs on rates of the machine that nobody has measured.
+"""Sensitivity: whether a choice depends on rates of the machine that were not measured.
 
 A datasheet's machine reaches assumed shares of its peaks. Each of these has a range in which it may plausibly lie. At
 both ends of the range the choice is priced again, beside the best that a search of the same kinds of policies finds
@@ -20,7 +20,7 @@ from policy_search.search_problem import SearchProblem, pairs_of
 from sim.cost import hardware_of
 from sim.datasheet import SHARES
 
-TOLERANCE = 0.03  #: share by which another policy must be faster for the choice to hang on a rate
+TOLERANCE = 0.03  #: share by which another policy must be faster for the choice to depend on a rate
 BISECTIONS = 5  #: of a range, each on a logarithmic scale
 
 
@@ -62,8 +62,8 @@ RATES = {
 
 
 @dataclass(frozen=True)
-class Hang:
-    """A rate on which a choice hangs: somewhere in its plausible range another policy is faster."""
+class Sensitivity:
+    """A rate that decides the choice: elsewhere in its plausible range another policy is faster."""
 
     rate: str  #: key of RATES
     words: str
@@ -102,11 +102,11 @@ def _changed(hardware: Hardware, name: str, times: float) -> dict[str, Line]:
     return lines
 
 
-def hangs_of(result: SearchResult, settings: SearchSettings) -> list[Hang]:
-    """Return the assumed rates on which a search's choice hangs. ``settings``: those of the search."""
+def sensitivity_of(result: SearchResult, settings: SearchSettings) -> list[Sensitivity]:
+    """Return the assumed rates that decide a search's choice. ``settings``: those of the search."""
     problem, machine = result.problem, hardware_of(result.problem)
     margin = result.margin or 0.0
-    tolerance, hangs = max(TOLERANCE, margin), list[Hang]()
+    tolerance, found = max(TOLERANCE, margin), list[Sensitivity]()
     least = _seconds(problem, result.policy, result.batch) / (1 + margin) if result.complete else 0.0
     for name, share in assumed_rates(machine).items():
         rate, worst = RATES[name], None
@@ -130,8 +130,8 @@ def hangs_of(result: SearchResult, settings: SearchSettings) -> list[Hang]:
             inside, outside = (inside, middle) if _loses(there, result, other) > tolerance else (middle, outside)
         unit, scale = rate.unit
         peak = machine.notes[rate.peak] / scale
-        hangs.append(
-            Hang(
+        found.append(
+            Sensitivity(
                 rate=name,
                 words=rate.words,
                 unit=unit,
@@ -143,7 +143,7 @@ def hangs_of(result: SearchResult, settings: SearchSettings) -> list[Hang]:
                 batch=other.batch,
             )
         )
-    return sorted(hangs, key=lambda hang: -hang.loses)
+    return sorted(found, key=lambda rate: -rate.loses)
 
 
 def _seconds(problem: SearchProblem, policy: Policy, batch: int) -> float:

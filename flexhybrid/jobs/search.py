@@ -1,4 +1,4 @@
-"""``flexhybrid search``: the best policy, its prediction, what it hangs on, and the other systems at their best."""
+"""``flexhybrid search``: the best policy, its prediction, what it depends on, and the other systems at their best."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ from policy_search.papers.at_best import at_best
 from policy_search.queue_search import best_for_queue
 from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, TooSlowError, confirmed, search
 from policy_search.search_problem import SearchProblem, measured_space
-from policy_search.sensitivity import TOLERANCE, Hang, assumed_rates, hangs_of
+from policy_search.sensitivity import TOLERANCE, Sensitivity, assumed_rates, sensitivity_of
 from policy_search.systems import SYSTEMS, Setting, System, dropped, system
 from sim.queue_clock import QueueRun
 from sim.simulate import SimulatedRun
@@ -81,13 +81,13 @@ class PolicySearchOptions:
 
 
 class SearchReport(NamedTuple):
-    """The best policy with its predicted run, what it hangs on, and how far behind the papers' systems are."""
+    """The best policy with its predicted run, what it depends on, and how far behind the papers' systems are."""
 
     best: SimulatedRun
     found: SearchResult
     hardware: Hardware
     search_s: float
-    hangs: Sequence[Hang] = ()
+    sensitivity: Sequence[Sensitivity] = ()
     rivals: Sequence[dict] = ()  #: ``_rivals``
     rivals_s: float = 0.0
     bounds: tuple[str, ...] = ()  #: flags that bind the search, and no rival
@@ -140,8 +140,8 @@ def run_search(
         report = report._replace(found=replace(result, virtual=virtual))
         some = " (some of its iterations)" if isinstance(virtual, QueueRun) else ""
         show(f"  virtual clock{some}: {virtual.tokens_per_s:.4g} tokens/s")
-    report = report._replace(hangs=hangs_of(result, settings))
-    show(describe_hangs(report))
+    report = report._replace(sensitivity=sensitivity_of(result, settings))
+    show(describe_sensitivity(report))
     began = time.perf_counter()
     bits = result.policy.bits
     packed = () if bits.native else IN_ANY_BITS
@@ -282,7 +282,7 @@ def search_record(report: SearchReport) -> dict:
         "rivals": report.rivals,
         "not_of_rivals": list(report.bounds),
         "assumed": sorted(assumed_rates(report.hardware)),
-        "hangs_on": [asdict(hang) | {"other": hang.other.to_dict()} for hang in report.hangs],
+        "hangs_on": [asdict(rate) | {"other": rate.other.to_dict()} for rate in report.sensitivity],
         "virtual_tokens_per_s": found.virtual.tokens_per_s if found.virtual else None,
     }
 
@@ -314,19 +314,19 @@ def _bits_text(bits: Bits) -> str:
     return f"{bits.weights}/{bits.kv}/{bits.act}"
 
 
-def describe_hangs(report: SearchReport) -> str:
-    """Return on which assumed rates the choice hangs, as lines of text."""
+def describe_sensitivity(report: SearchReport) -> str:
+    """Return the assumed rates that the choice depends on, as lines of text."""
     assumed = assumed_rates(report.hardware)
     if not assumed:
-        return "  no rate is assumed on which the choice could hang"
+        return "  the choice depends on no assumed rate"
     lines = []
-    for hang in report.hangs:
-        low, high = hang.plausible
-        side = "below" if hang.from_value < hang.value else "above"
+    for rate in report.sensitivity:
+        low, high = rate.plausible
+        side = "below" if rate.from_value < rate.value else "above"
         lines.append(
-            f"  hangs on the assumed rate of {hang.words}, {hang.value:.3g} {hang.unit} (plausibly {low:.3g} to "
-            f"{high:.3g}): {side} {hang.from_value:.3g} another policy is faster, by up to {hang.loses:.0%}: "
-            f"{_brief(report.found.problem, hang.other, hang.batch)}"
+            f"  depends on the assumed rate of {rate.words}, {rate.value:.3g} {rate.unit} (plausibly {low:.3g} to "
+            f"{high:.3g}): {side} {rate.from_value:.3g} another policy is faster, by up to {rate.loses:.0%}: "
+            f"{_brief(report.found.problem, rate.other, rate.batch)}"
         )
     if not lines:
         within = max(TOLERANCE, report.found.margin or 0.0)

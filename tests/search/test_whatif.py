@@ -21,7 +21,7 @@ from flexhybrid.jobs.doctor import describe_doctor
 from flexhybrid.jobs.simulate import run_point, setting_of
 from policy_search.papers.at_best import _fastest, at_best
 from policy_search.search import LOSSLESS, PLAIN, SearchSettings, search
-from policy_search.sensitivity import RATES, TOLERANCE, assumed_rates, hangs_of, with_share
+from policy_search.sensitivity import RATES, TOLERANCE, assumed_rates, sensitivity_of, with_share
 from policy_search.systems import Setting, run_system, system
 from sim import catalogue
 from sim.array_clock import predict
@@ -299,10 +299,10 @@ def test_a_choice_hangs_on_the_rate_that_turns_it():
     settings = SearchSettings(max_batch=16, space=space, margin=0.0)
     workload = Workload.uniform(1, 400, 16)
     found = search(problem, workload, settings)
-    hangs = {hang.rate: hang for hang in hangs_of(found, settings)}
-    everywhere = hangs_of(replace(found, complete=False), settings)  # no end of a range is left out
-    assert everywhere == list(hangs.values())
-    assert hangs, "this machine is made so that one rate decides where attention runs"
+    rates = {rate.rate: rate for rate in sensitivity_of(found, settings)}
+    everywhere = sensitivity_of(replace(found, complete=False), settings)  # no end of a range is left out
+    assert everywhere == list(rates.values())
+    assert rates, "this machine is made so that one rate decides where attention runs"
     for name in ("host_memory", "gemm"):
         for end in (RATES[name].low, RATES[name].high):
             there = with_share(_machine(), name, end)
@@ -310,10 +310,10 @@ def test_a_choice_hangs_on_the_rate_that_turns_it():
             setting = Setting(replace(problem, hardware=there), found.batch, 400, 16)
             own = run_point_rate(setting, found.policy)
             lost = best.prediction["tokens_per_s"] / own - 1
-            assert lost <= (hangs[name].loses if name in hangs else TOLERANCE) + 0.01
-    hang = next(iter(hangs.values()))
-    low, high = hang.plausible
-    assert min(low, hang.value) <= hang.from_value <= max(high, hang.value)
+            assert lost <= (rates[name].loses if name in rates else TOLERANCE) + 0.01
+    rate = next(iter(rates.values()))
+    low, high = rate.plausible
+    assert min(low, rate.value) <= rate.from_value <= max(high, rate.value)
 
 
 def run_point_rate(setting: Setting, policy: Policy) -> float:
