@@ -278,7 +278,7 @@ def _bounds(joined: np.ndarray, num_iterations: int) -> dict[str, Any]:
     return {"steady_from": int(later.min()), "drain_from": min(int(later.max()) + 1, num_iterations)}
 
 
-def every_so_manieth(count: int, most: int, in_runs: bool) -> np.ndarray:
+def evenly_spaced(count: int, most: int, in_runs: bool) -> np.ndarray:
     """Return about ``most`` of ``count`` places, evenly spread; ``in_runs`` of places that follow each other, as what
     requests share is shared by neighbours."""
     if not in_runs:
@@ -293,7 +293,7 @@ def _thinned(workload: Workload, at_most: int) -> tuple[Workload, float]:
     most = max(MOST_COUNTED, 8 * at_most)
     if workload.num_requests <= most:
         return workload, 1.0
-    chosen = every_so_manieth(workload.num_requests, most, workload.prefixes is not None)
+    chosen = evenly_spaced(workload.num_requests, most, workload.prefixes is not None)
     return workload.select(chosen), float(workload.answers.sum() / workload.answers[chosen].sum())
 
 

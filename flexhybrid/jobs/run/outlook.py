@@ -16,7 +16,7 @@ from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM, MOST_AT_A_TIME
 from sim.answer_lengths import ObservedAnswers, with_mean
-from sim.queue_clock import Pace, every_so_manieth
+from sim.queue_clock import Pace, evenly_spaced
 from sim.queue_counts import Stints, UnderWay, stints
 
 TRUSTED_S = 0.3  #: seconds measured at which three quarters of the difference from the prediction count (_slower)
@@ -210,7 +210,7 @@ class Outlook:
         ``most``: of more than so many every so manieth."""
         waits = np.flatnonzero(self.begun_in < 0)
         if most and len(waits) > most:
-            waits = waits[every_so_manieth(len(waits), most, False)]
+            waits = waits[evenly_spaced(len(waits), most, False)]
         runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
         ages = np.r_[self.given[waits], self.given[runs] + self.num_iterations - self.begun_in[runs]]
         return waits, self._expected(np.r_[waits, runs], ages)[: len(waits)]
@@ -254,7 +254,7 @@ class Outlook:
         runs = np.array([request for group in groups for request in group], dtype=np.int64)
         waits, times = np.r_[back, np.flatnonzero(self.begun_in < 0)].astype(np.int64), 1.0
         if len(waits) > MOST_COUNTED:
-            chosen = waits[every_so_manieth(len(waits), MOST_COUNTED, workload.prefixes is not None)]
+            chosen = waits[evenly_spaced(len(waits), MOST_COUNTED, workload.prefixes is not None)]
             waits, times = chosen, len(waits) / len(chosen)
         open_requests = np.r_[runs, waits]
         known = self._ran(first)
