@@ -33,10 +33,10 @@ from sim import virtual_clock
 from sim.array_clock import predict
 from sim.candidates import Candidates
 from sim.cost import hardware_of_wave
-from sim.queue_counts import Stints, stints
+from sim.queue_counts import RunIntervals, intervals
 from sim.tiny_run import layer_loop
 
-MOST_COUNTED = 5_000  #: requests; of a longer queue every so manieth stands for those beside it
+MOST_COUNTED = 5_000  #: requests; a longer queue is sampled evenly
 RUN = 64  #: of them, that follow each other
 WALKED_TASKS = 40_000  #: of a price: about a second
 ROUGH_TASKS, ROUGH_WINDOWS = 8_000, 12  #: of one that only ranks, at most
@@ -72,10 +72,10 @@ class Pace:
     exact: bool = True  #: ``SharedBlocks.exact``: what requests share is computed once
 
     def seconds(
-        self, counted: Stints, prefixes: Prefixes | None = None, cached: np.ndarray | None = None
+        self, counted: RunIntervals, prefixes: Prefixes | None = None, cached: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the seconds of each iteration of these stints, of requests that share ``prefixes``. ``cached``
-        [stints]: whose contexts need no computing (None: none)."""
+        """Return the seconds of each iteration of these intervals, of requests that share ``prefixes``. ``cached``
+        [intervals]: whose contexts need no computing (None: none)."""
         loads = iteration_loads(counted, self.num_mini_batches, prefixes, self.exact, cached)
         longest = np.max(list(self._work(loads).values()), axis=0)
         return longest * np.where(loads[:, JOINING] > 0, self.waiting[1], self.waiting[0])
@@ -84,7 +84,7 @@ class Pace:
         """Return the pace of a machine of which a resource takes ``times`` as long for its work."""
         return replace(self, factors={r: times.get(r, 1.0) * factors for r, factors in self.factors.items()})
 
-    def work(self, counted: Stints, prefixes: Prefixes | None = None) -> dict[str, np.ndarray]:
+    def work(self, counted: RunIntervals, prefixes: Prefixes | None = None) -> dict[str, np.ndarray]:
         """Return resource -> seconds of its work in each iteration."""
         return self._work(iteration_loads(counted, self.num_mini_batches, prefixes, self.exact))
 
@@ -96,7 +96,7 @@ JOINING = 5  #: column of ``iteration_loads``
 
 
 def iteration_loads(
-    counted: Stints,
+    counted: RunIntervals,
     num_mini_batches: int,
     prefixes: Prefixes | None = None,
     exact: bool = True,
@@ -288,8 +288,7 @@ def evenly_spaced(count: int, most: int, in_runs: bool) -> np.ndarray:
 
 
 def _thinned(workload: Workload, at_most: int) -> tuple[Workload, float]:
-    """Return every so manieth request of a long queue, in runs where they share prefixes, and how many times as much it
-    was."""
+    """Sample a long queue evenly, in contiguous runs if requests share prefixes; return it and the thinning factor."""
     most = max(MOST_COUNTED, 8 * at_most)
     if workload.num_requests <= most:
         return workload, 1.0
@@ -303,14 +302,14 @@ class _Price:
     def __init__(self, wave: Wave, workload: Workload, times: float):
         self.wave, self.workload, self.times = wave, workload, times
         self.hardware = hardware_of_wave(wave)
-        self.stints = stints(wave, workload)
-        self.num_iterations = self.stints.num_iterations
-        self.bounds = _bounds(self.stints.joined, self.num_iterations)
+        self.intervals = intervals(wave, workload)
+        self.num_iterations = self.intervals.num_iterations
+        self.bounds = _bounds(self.intervals.joined, self.num_iterations)
         self.layers, self.late, self.pace_layers = self._walked_layers()
         self.more_layers = wave.shape.num_layers - len(self.layers)
         self.exact = stores_exactly(wave.policy)
-        computed = self.stints.prompt_tokens - self.stints.found_tokens * self.exact
-        self.joining_tokens = self.stints.joining(computed.astype(float))
+        computed = self.intervals.prompt_tokens - self.intervals.found_tokens * self.exact
+        self.joining_tokens = self.intervals.joining(computed.astype(float))
         self.walked: dict[int, float] = {}  # iteration -> seconds
         self.work: dict[int, dict[str, float]] = {}  # iteration -> resource -> seconds of work
         #: of iterations in which fewer join than in the queue: what they have to do, their ``work``, and ``walked``
@@ -341,8 +340,8 @@ class _Price:
         if self.workload.answer_tokens is None and not only_ranks:
             self._walk_thinner(windows)
         seconds, work, pace = self._spread()
-        running = self.stints.per_iteration()
-        surplus = np.bincount(self.stints.left[self.stints.surplus] - 1, minlength=self.num_iterations)
+        running = self.intervals.per_iteration()
+        surplus = np.bincount(self.intervals.left[self.intervals.surplus] - 1, minlength=self.num_iterations)
         begin, end = self.bounds.values()
         tokens = running - surplus
         outside = tokens[:begin].sum() + tokens[end:].sum()
@@ -357,15 +356,15 @@ class _Price:
             busy={resource: min(1.0, float(spent.sum() / seconds.sum())) for resource, spent in work.items()},
             at_a_time=self.wave.workload.num_requests,
             pace=pace,
-            step_backs=self.times * float(self.stints.returned.sum()),
+            step_backs=self.times * float(self.intervals.returned.sum()),
             recomputing=self._recomputing(pace),
         )
 
     def _recomputing(self, pace: Pace) -> float:
         """Return ``QueueRun.recomputing``."""
-        if not (returned := self.stints.returned).any():
+        if not (returned := self.intervals.returned).any():
             return 0.0
-        computed, cached = (pace.seconds(self.stints, self.workload.prefixes, of) for of in (None, returned))
+        computed, cached = (pace.seconds(self.intervals, self.workload.prefixes, of) for of in (None, returned))
         return float(np.maximum(computed - cached, 0.0).sum() / computed.sum())
 
     # ---- the iterations that are walked
@@ -397,23 +396,23 @@ class _Price:
         """Walk the iterations in which the most join once more, with fewer who do. Answers that end by themselves let
         requests join one by one; where all have their limits many join at once, and nothing says what one of them takes
         and what a step does."""
-        counts = {start: int((self.stints.joined == start + 1).sum()) for start in windows}
+        counts = {start: int((self.intervals.joined == start + 1).sum()) for start in windows}
         for start in sorted((start for start in windows if counts[start] > 1), key=counts.__getitem__)[-THINNED:]:
             around = self._around(start)
-            joining = around[self.stints.joined[around] == start + 1]
-            others = around[self.stints.joined[around] <= start]
+            joining = around[self.intervals.joined[around] == start + 1]
+            others = around[self.intervals.joined[around] <= start]
             for kept in {1, -(-len(joining) // 4)}:  # the first of them: others share what these compute
                 chosen = np.sort(np.r_[others, joining[np.linspace(0, len(joining) - 1, kept).astype(int)]])
                 seconds, work = self._walked(start, chosen)[start + 1]
-                loads = self._loads(self.stints.select(chosen))[start + 1]
+                loads = self._loads(self.intervals.select(chosen))[start + 1]
                 self.thinner.append((loads, work, seconds))
 
     def _around(self, start: int) -> np.ndarray:
-        """Return the stints of iterations ``start`` to ``start`` + 2."""
-        return np.flatnonzero((self.stints.joined <= start + 2) & (self.stints.left > start))
+        """Return the intervals of iterations ``start`` to ``start`` + 2."""
+        return np.flatnonzero((self.intervals.joined <= start + 2) & (self.intervals.left > start))
 
     def _walked(self, start: int, chosen: np.ndarray) -> dict[int, tuple[float, dict[str, float]]]:
-        """Walk iterations ``start`` and ``start`` + 1 of some stints, and what of the next one begins before their end.
+        """Walk iterations ``start`` and ``start`` + 1 of some intervals, and what of the next one begins before their end.
         Return the seconds of the second, whose end does not depend on how the first began, and of iteration 0; and of
         each resource's work in them."""
         wave, stops = self._members(start, chosen)
@@ -433,20 +432,20 @@ class _Price:
         return walked
 
     def _members(self, start: int, chosen: np.ndarray) -> tuple[Wave, Stops]:
-        """Return the batch of some stints in iterations ``start`` to ``start`` + 2, and who leaves it before each."""
-        all_stints, wave = self.stints, self.wave
-        groups = [np.flatnonzero(all_stints.mini_batch[chosen] == k) for k in range(len(wave.mini_batches))]
-        requests, left = all_stints.request[chosen], all_stints.left[chosen]
-        given = all_stints.prompt_tokens[chosen] - self.workload.prompt_tokens[requests]
-        lengths = Workload(all_stints.prompt_tokens[chosen], self.workload.max_tokens[requests] - given)
+        """Return the batch of some intervals in iterations ``start`` to ``start`` + 2, and who leaves it before each."""
+        all_intervals, wave = self.intervals, self.wave
+        groups = [np.flatnonzero(all_intervals.mini_batch[chosen] == k) for k in range(len(wave.mini_batches))]
+        requests, left = all_intervals.request[chosen], all_intervals.left[chosen]
+        given = all_intervals.prompt_tokens[chosen] - self.workload.prompt_tokens[requests]
+        lengths = Workload(all_intervals.prompt_tokens[chosen], self.workload.max_tokens[requests] - given)
         problem = replace(wave.problem, shape=wave.shape.of_layers(self.layers))
-        depth = all_stints.shared_tokens[chosen] // BLOCK_TOKENS
+        depth = all_intervals.shared_tokens[chosen] // BLOCK_TOKENS
         groups = [group for group in groups if len(group)]
         shared, room = (
             (depth, dict.fromkeys(wave.entries.names, int(depth.max()) * len(depth))) if depth.any() else (None, {})
         )
         members = admit(problem, wave.policy, lengths, mini_batches=groups, shared=shared, room=room)
-        joined = all_stints.joined[chosen]
+        joined = all_intervals.joined[chosen]
         members = replace(members, joined=joined, whole=members.whole and replace(members.whole, joined=joined))
         if depth.any():
             members = replace(members, sharing=self._shared(members, room, chosen, start))
@@ -458,8 +457,8 @@ class _Price:
         return members, Stops(until, lambda requests: may_come and bool(requests))
 
     def _shared(self, members: Wave, room: dict[str, int], chosen: np.ndarray, start: int) -> SharedBlocks:
-        """Return the shared blocks of the chosen stints, with those that are computed from iteration ``start`` on."""
-        prefixes, counted = self.workload.prefixes, self.stints.select(chosen)
+        """Return the shared blocks of the chosen intervals, with those that are computed from iteration ``start`` on."""
+        prefixes, counted = self.workload.prefixes, self.intervals.select(chosen)
         if prefixes is None:
             raise ValueError("requests share blocks, and nobody knows which")
         paths = [
@@ -506,8 +505,8 @@ class _Price:
 
     # ---- the others
 
-    def _loads(self, counted: Stints) -> np.ndarray:
-        """Return ``iteration_loads`` of stints of the queue."""
+    def _loads(self, counted: RunIntervals) -> np.ndarray:
+        """Return ``iteration_loads`` of intervals of the queue."""
         return iteration_loads(counted, len(self.wave.mini_batches), self.workload.prefixes, self.exact)
 
     def _spread(self) -> tuple[np.ndarray, dict[str, np.ndarray], Pace]:
@@ -516,7 +515,7 @@ class _Price:
 
         known = np.array(sorted(self.walked))
         seconds = np.array([self.walked[i] for i in known.tolist()])
-        loads = self._loads(self.stints)
+        loads = self._loads(self.intervals)
         rows = np.array([*loads[known], *(of for of, _, _ in self.thinner)])
         scale = np.maximum(np.maximum(loads.max(axis=0), rows.max(axis=0)), 1e-300)
         works = [*(self.work[i] for i in known.tolist()), *(work for _, work, _ in self.thinner)]

@@ -36,8 +36,8 @@ from flexhybrid.core.workload import Prefixes, Workload
 
 
 @dataclass(frozen=True)
-class Stints:
-    """When requests run; arrays [stints]. A request that steps back has a stint more."""
+class RunIntervals:
+    """When requests run; arrays [intervals]. A request that steps back has a interval more."""
 
     request: np.ndarray  #: index in the queue
     mini_batch: np.ndarray
@@ -54,13 +54,13 @@ class Stints:
 
     @property
     def returned(self) -> np.ndarray:
-        """Whether a stint is a request's second or a later one: it has stepped back."""
+        """Whether a interval is a request's second or a later one: it has stepped back."""
         returned = np.ones(len(self.request), bool)
-        returned[np.unique(self.request, return_index=True)[1]] = False  # stints are in the order in which they end
+        returned[np.unique(self.request, return_index=True)[1]] = False  # intervals are in the order in which they end
         return returned
 
     def per_iteration(self, weights: np.ndarray | None = None) -> np.ndarray:
-        """Sum ``weights`` (1) over the stints of each iteration."""
+        """Sum ``weights`` (1) over the intervals of each iteration."""
         weights = np.ones(len(self.request)) if weights is None else weights
         size = self.num_iterations + 1
         change = np.bincount(self.joined, weights, size) - np.bincount(self.left, weights, size)
@@ -70,9 +70,9 @@ class Stints:
         """Sum ``weights`` over those who join in each iteration."""
         return np.bincount(self.joined, weights, self.num_iterations)
 
-    def select(self, chosen: np.ndarray) -> Stints:
+    def select(self, chosen: np.ndarray) -> RunIntervals:
         """Return the chosen ones."""
-        return Stints(*(getattr(self, field.name)[chosen] for field in fields(self)))
+        return RunIntervals(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
     def loads_of_shared(self, prefixes: Prefixes | None) -> np.ndarray:
         """Return the tokens of shared blocks that the steps of each iteration load, [iterations]: those of a mini-batch
@@ -106,7 +106,7 @@ class UnderWay:
     waiting: list[int]  #: in the order in which they may join
 
 
-def stints(wave: Wave, workload: Workload, under_way: UnderWay | None = None) -> Stints:
+def intervals(wave: Wave, workload: Workload, under_way: UnderWay | None = None) -> RunIntervals:
     """Return when the requests of ``workload`` run in a batch that was just opened for them (``open_batch``).
 
     ``under_way``: who runs and waits after a while, None: the batch begins; ``workload`` then says what is left of each
@@ -144,7 +144,7 @@ class _Queue:
         self.waiting = self.begin.waiting[::-1]  # the next one last
         self.running: list[list[_Member]] = [[] for _ in wave.mini_batches]
         self.changes: list[tuple[int, int]] = []  # (iteration, mini-batch) in which somebody leaves or steps back
-        self.rows: list[tuple] = []  # of the stints
+        self.rows: list[tuple] = []  # of the intervals
         self.not_before: dict[int, int] = {}  # request that has stepped back -> first iteration of its return
         self.full = [False] * len(wave.mini_batches)  # of a mini-batch: nobody fits before somebody has left
         self.pools = np.array([[part.pools[pool.name].num_blocks for pool in wave.pools] for part in wave.blocks])
@@ -164,7 +164,7 @@ class _Queue:
             self.entry_of = self.entries.entry_of(np.arange(most) * BLOCK_TOKENS)
         self.most_padded = max(alone, *(len(g.max_tokens) * int(ceil_blocks(g.cached_tokens).max()) for g in groups))
 
-    def run(self) -> Stints:
+    def run(self) -> RunIntervals:
         if self.sharing:
             for place in np.concatenate(self.wave.mini_batches)[::-1].tolist():
                 self.sharing.detach(place)
@@ -191,7 +191,7 @@ class _Queue:
             if self.wave.grows:
                 self._foresee(k, iteration)
         columns = [np.array(column) for column in zip(*self.rows, strict=True)]
-        return Stints(*columns)
+        return RunIntervals(*columns)
 
     def _enter(self, k: int, requests: list[int], places: list[int], iteration: int, prefills: bool = True) -> None:
         for request, place in zip(requests, places):
@@ -236,7 +236,7 @@ class _Queue:
         own = self.prompts[requests] - BLOCK_TOKENS * self.found[requests] * self.exact
         return num_chunks(self.wave.policy, own)
 
-    def _end_stint(self, k: int, member: _Member, left: int, surplus: bool) -> None:
+    def _end_interval(self, k: int, member: _Member, left: int, surplus: bool) -> None:
         request, shared = member.request, BLOCK_TOKENS * np.array([self.depth, self.found])[:, member.request]
         self.rows.append((request, k, self.prompts[request], member.joined, left, surplus, *shared))
         self._detach(k, request, member.place)
@@ -281,7 +281,7 @@ class _Queue:
                 stay.append(member)
                 continue
             self.full[k] = False
-            self._end_stint(k, member, member.left, member.surplus)
+            self._end_interval(k, member, member.left, member.surplus)
             self.learned.end(int(self.given[request] + self.ends[request]))
             if self.sharing:
                 self.sharing.tree.forget(request)
@@ -291,7 +291,7 @@ class _Queue:
         """Let the youngest wait again, before all others, while blocks are too few."""
         while len(self.running[k]) > 1 and not self._fits(k, iteration):
             member = self.running[k].pop()
-            self._end_stint(k, member, iteration, False)
+            self._end_interval(k, member, iteration, False)
             request, given = member.request, iteration - member.joined
             self.given[request] += given
             self.prompts[request] += given

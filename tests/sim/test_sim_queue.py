@@ -21,7 +21,7 @@ from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
 from sim.queue_clock import Pace, iteration_loads, least_seconds, price_queue, walk_queue
-from sim.queue_counts import Stints, stints
+from sim.queue_counts import RunIntervals, intervals
 from tests.toy_machine import SHAPE, machine
 
 MIXES = (
@@ -82,7 +82,7 @@ def test_the_pace_of_a_queue_holds_where_answers_end_by_themselves(limits):
         policy = Policy("plain", Placement(device=1), cache={"kv@device": 1.0}, max_mini_batch_tokens=2048)
         problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(link=10.0, gflops=30.0))
         pace = price_queue(problem, policy, workload, 25).pace
-        counted = stints(open_batch(problem, policy, known, *batch_size(problem, policy, known, 25)), known)
+        counted = intervals(open_batch(problem, policy, known, *batch_size(problem, policy, known, 25)), known)
         assert pace and min(factors.min() for factors in pace.factors.values()) >= 0
         assert pace.seconds(counted).sum() == pytest.approx(walk_queue(problem, policy, known, 25).total_s, rel=0.5)
 
@@ -118,7 +118,7 @@ def test_requests_step_back_while_nobody_leaves():
     problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(), budgets=Budgets(host=24e6))
     policy = Policy("grows", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 13)
     places, share = batch_size(problem, policy, workload, at_most=64)
-    counted = stints(open_batch(problem, policy, workload, places, share), workload)
+    counted = intervals(open_batch(problem, policy, workload, places, share), workload)
     assert len(counted.request) > 80
     batch = RunningBatch(open_batch(problem, policy, workload, places, share))
     iterations = itertools.takewhile(lambda iteration: any([*batch.steps(iteration, set())]), itertools.count())
@@ -128,7 +128,7 @@ def test_requests_step_back_while_nobody_leaves():
 def test_cached_contexts_are_not_computed():
     """Request 0 steps back with a context of 50 tokens; a token of a prompt takes a second, and nothing else."""
     nobody, none = np.zeros(3, bool), np.zeros(3, int)
-    counted = Stints(
+    counted = RunIntervals(
         request=np.array([0, 1, 0]),
         mini_batch=none,
         prompt_tokens=np.array([40, 30, 50]),
@@ -221,7 +221,7 @@ def test_buffers_limit_who_joins_as_in_a_run(cache, common):
     workload = Workload(prompts, limits, answers, prefixes)
     problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
     policy = Policy("plain", Placement(host=1), cache=cache, max_mini_batch_tokens=1 << 12)
-    counted = stints(open_batch(problem, policy, workload, 12), workload)
+    counted = intervals(open_batch(problem, policy, workload, 12), workload)
     iterations = {task.iteration for task in virtual_clock.answered(open_batch(problem, policy, workload, 12), answers)}
     assert counted.num_iterations == pytest.approx(len(iterations), rel=0.03)
     assert len(iterations) > 1.1 * (answers + (answers < 40)).sum() / 12  # places alone would let more join
@@ -236,7 +236,7 @@ def test_counts_are_those_of_a_list_of_places():
     workload = Workload(np.full(60, 16), limits, answers)
     problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
     policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 14)
-    counted = stints(open_batch(problem, policy, workload, 7), workload)
+    counted = intervals(open_batch(problem, policy, workload, 7), workload)
     waiting, given, running, ends, late = list(range(60)), Counter(), [], {}, set()
     for iteration in itertools.count():
         joining, waiting = waiting[: 7 - len(running)], waiting[7 - len(running) :]
@@ -266,7 +266,7 @@ def test_late_ends_are_counted_as_the_plan_has_them(schedule, at_a_time):
     problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
     bound = at_a_time * 33
     policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=bound, schedule=schedule)
-    counted = stints(open_batch(problem, policy, workload, 12), workload)
+    counted = intervals(open_batch(problem, policy, workload, 12), workload)
     steps = [
         (task.iteration, len(task.payload.step.queued))
         for task in virtual_clock.answered(open_batch(problem, policy, workload, 12), answers)
@@ -362,7 +362,7 @@ def test_prompts_are_counted_as_computed_where_the_plan_computes_them(bits):
     workload = Workload(prefixes.tokens[prefixes.of_request] + 20, lengths, lengths, prefixes)
     problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
     policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1024, bits=bits)
-    counted = stints(open_batch(problem, policy, workload, 6), workload)
+    counted = intervals(open_batch(problem, policy, workload, 6), workload)
     loads = iteration_loads(counted, 1, prefixes, stores_exactly(policy))
     steps, tokens = np.zeros((2, len(loads)))
     for task in virtual_clock.answered(open_batch(problem, policy, workload, 6), lengths):

@@ -17,13 +17,13 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM, MOST_AT_A_TIME
 from sim.answer_lengths import ObservedAnswers, with_mean
 from sim.queue_clock import Pace, evenly_spaced
-from sim.queue_counts import Stints, UnderWay, stints
+from sim.queue_counts import RunIntervals, UnderWay, intervals
 
 TRUSTED_S = 0.3  #: seconds measured at which three quarters of the difference from the prediction count (_slower)
 KEPT_BUSY = 4096  #: iterations whose resources' busy seconds are kept
 KEPT_ENDS = 2**17  #: iterations whose ends are kept: more than any window has
 LEAST_BUSY = 0.2  #: share of the time; how a resource fares that is busy for less says nothing
-MOST_COUNTED = 2048  #: requests that wait; of more every so manieth stands for those beside it
+MOST_COUNTED = 2048  #: requests that wait; a longer queue is sampled evenly
 REST, LEAST_REST = 50, 3  #: times as long as counting took until the queue is counted again: at most, and at least
 
 
@@ -45,7 +45,7 @@ class ChangeCosts(NamedTuple):
     move_s: float  #: in another batch, their contexts computed anew; others take their places there
 
 
-def change_costs(rest: Stints, before: Pace, after: Pace) -> ChangeCosts:
+def change_costs(rest: RunIntervals, before: Pace, after: Pace) -> ChangeCosts:
     """Return what it costs to end requests in a batch of one pace, or in one of another. ``rest``: ``Outlook.rest``."""
     old, new = (
         pace.seconds(replace(rest, mini_batch=rest.request % pace.num_mini_batches)) for pace in (before, after)
@@ -162,7 +162,7 @@ class Outlook:
         """Predict by the work of each resource, as much slower as it was so far: another one may bind the drain, where
         few run, than the iterations that were measured. The rest of the difference is waiting."""
         first, now = self._recent(), self.num_iterations
-        counted, times = self.stints(first)
+        counted, times = self.intervals(first)
         seconds = self.pace.slowed(self.slower_resources(first, TRUSTED_S)).seconds(counted, self.workload.prefixes)
         return CountedQueue(seconds, first, now, 1 + int(counted.joined.max()), times)
 
@@ -198,16 +198,16 @@ class Outlook:
             if busy.get(resource, 0.0) - before.get(resource, 0.0) > LEAST_BUSY * (self.ends[now] - self.ends[first])
         }
 
-    def _ran(self, first: int = 0) -> Stints:
+    def _ran(self, first: int = 0) -> RunIntervals:
         """Return who has run when, of those that ran in iteration ``first`` or later, as far as is known."""
         open_or_late = (self.ended_in < 0) | (self.ended_in >= first)
         begun, now = np.flatnonzero((self.begun_in >= 0) & open_or_late), self.num_iterations
         last = np.where(self.ended_in[begun] < 0, now - 1, self.ended_in[begun])
-        return self._stints(begun, self.begun_in[begun], np.maximum(last, self.begun_in[begun]) + 1)
+        return self._intervals(begun, self.begun_in[begun], np.maximum(last, self.begun_in[begun]) + 1)
 
     def waiting(self, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Return those who wait, and the lengths that their answers are expected to have by those that have ended.
-        ``most``: of more than so many every so manieth."""
+        ``most``: limit; a longer queue is sampled evenly."""
         waits = np.flatnonzero(self.begun_in < 0)
         if most and len(waits) > most:
             waits = waits[evenly_spaced(len(waits), most, False)]
@@ -215,7 +215,7 @@ class Outlook:
         ages = np.r_[self.given[waits], self.given[runs] + self.num_iterations - self.begun_in[runs]]
         return waits, self._expected(np.r_[waits, runs], ages)[: len(waits)]
 
-    def rest(self) -> Stints | None:
+    def rest(self) -> RunIntervals | None:
         """Return what is left of those who run, their contexts computed at once; None where nobody runs."""
         runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
         if not len(runs):
@@ -225,7 +225,7 @@ class Outlook:
         prompts = self.workload.prompt_tokens[runs] + ages
         places = np.arange(len(runs))
         shared = self.workload.select(runs).shared_tokens
-        return Stints(
+        return RunIntervals(
             request=places,
             mini_batch=places,
             prompt_tokens=prompts,
@@ -241,7 +241,7 @@ class Outlook:
         limits = self.workload.max_tokens[requests]
         return self.answers.expected(limits, np.minimum(ages, limits - 1))
 
-    def stints(self, first: int = 0) -> tuple[Stints, float]:
+    def intervals(self, first: int = 0) -> tuple[RunIntervals, float]:
         """Return who has run when, of those that ran in iteration ``first`` or later, and who is expected to run when,
         as the batch counts its queue; and how many times as long it takes to their last joining, where not all who wait
         are counted. Raise ValueError without a batch."""
@@ -269,8 +269,8 @@ class Outlook:
         more = counted.select(~goes_on)
         groups_of = more.mini_batch % self.pace.num_mini_batches
         more = replace(more, mini_batch=groups_of, joined=more.joined + now, left=more.left + now)
-        joined = (np.concatenate([getattr(part, field.name) for part in (known, more)]) for field in fields(Stints))
-        return Stints(*joined), times
+        joined = (np.concatenate([getattr(part, field.name) for part in (known, more)]) for field in fields(known))
+        return RunIntervals(*joined), times
 
     def _members(self, wave: Wave) -> tuple[list[list[int]], list[int]]:
         """Return those who run, by mini-batch, the oldest first; and those who have stepped back: there is no place
@@ -286,10 +286,10 @@ class Outlook:
             (groups[k] if free[k] else back).append(request)
         return groups, back
 
-    def _stints(self, requests: np.ndarray, begun: np.ndarray, ended: np.ndarray) -> Stints:
+    def _intervals(self, requests: np.ndarray, begun: np.ndarray, ended: np.ndarray) -> RunIntervals:
         lengths = self.workload.select(requests)
         shared = lengths.shared_tokens  # by all but the first
-        return Stints(
+        return RunIntervals(
             request=requests,
             mini_batch=self.mini_batch[requests].astype(np.int64) % self.pace.num_mini_batches,
             prompt_tokens=lengths.prompt_tokens + self.given[requests],
@@ -303,7 +303,7 @@ class Outlook:
 
 def _counted(
     wave: Wave, workload: Workload, under_way: UnderWay, requests: np.ndarray, given: np.ndarray, answers: np.ndarray
-) -> Stints:
+) -> RunIntervals:
     """Count a queue of which ``requests`` are open, with ``given`` tokens each and answers of ``answers`` in all.
 
     Only where prompts share what they begin with, which is known by request, are arrays over all requests made.
@@ -311,10 +311,10 @@ def _counted(
     if wave.sharing:
         given_of_all, answers_of_all = np.zeros_like(workload.max_tokens), np.ones_like(workload.max_tokens)
         given_of_all[requests], answers_of_all[requests] = given, answers
-        return stints(wave, replace(workload, answer_tokens=answers_of_all).behind(given_of_all), under_way)
+        return intervals(wave, replace(workload, answer_tokens=answers_of_all).behind(given_of_all), under_way)
     number = {request: place for place, request in enumerate(requests.tolist())}
     running = [[number[request] for request in group] for group in under_way.running]
     waiting = [number[request] for request in under_way.waiting]
     few = replace(workload.select(requests), answer_tokens=answers).behind(given)
-    counted = stints(wave, few, UnderWay(running, waiting))
+    counted = intervals(wave, few, UnderWay(running, waiting))
     return replace(counted, request=requests[counted.request])

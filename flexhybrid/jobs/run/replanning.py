@@ -32,7 +32,7 @@ from flexhybrid.llm import LLM, MOST_AT_A_TIME
 from flexhybrid.resolve import auto_settings
 from sim.correction import corrected, told
 from sim.queue_clock import QueueRun, price_queue
-from sim.queue_counts import Stints
+from sim.queue_counts import RunIntervals
 
 PARTED = 1.1  #: times by which measured seconds, or answers, differ from what was predicted
 WINDOW_S, WINDOW_ITERATIONS = 20.0, 16  #: that are looked at together, at least
@@ -193,7 +193,7 @@ class Replanner:
         self,
         hardware: Hardware | None,
         waiting: Workload,
-        rest: Stints | None,
+        rest: RunIntervals | None,
         longest: int,
         reason: str,
         limit_s: float,
