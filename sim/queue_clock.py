@@ -412,9 +412,9 @@ class _Price:
         return np.flatnonzero((self.intervals.joined <= start + 2) & (self.intervals.left > start))
 
     def _walked(self, start: int, chosen: np.ndarray) -> dict[int, tuple[float, dict[str, float]]]:
-        """Walk iterations ``start`` and ``start`` + 1 of some intervals, and what of the next one begins before their end.
-        Return the seconds of the second, whose end does not depend on how the first began, and of iteration 0; and of
-        each resource's work in them."""
+        """Walk iterations ``start`` and ``start`` + 1 of some intervals, and the beginning of the next one. Return the
+        seconds of the second, whose end does not depend on how the first began, and of iteration 0; and each resource's
+        work in them."""
         wave, stops = self._members(start, chosen)
 
         def both(task: Task) -> bool:
@@ -432,7 +432,8 @@ class _Price:
         return walked
 
     def _members(self, start: int, chosen: np.ndarray) -> tuple[Wave, Stops]:
-        """Return the batch of some intervals in iterations ``start`` to ``start`` + 2, and who leaves it before each."""
+        """Return the batch of some intervals in iterations ``start`` to ``start`` + 2, and the requests that leave
+        before each."""
         all_intervals, wave = self.intervals, self.wave
         groups = [np.flatnonzero(all_intervals.mini_batch[chosen] == k) for k in range(len(wave.mini_batches))]
         requests, left = all_intervals.request[chosen], all_intervals.left[chosen]
@@ -457,7 +458,7 @@ class _Price:
         return members, Stops(until, lambda requests: may_come and bool(requests))
 
     def _shared(self, members: Wave, room: dict[str, int], chosen: np.ndarray, start: int) -> SharedBlocks:
-        """Return the shared blocks of the chosen intervals, with those that are computed from iteration ``start`` on."""
+        """Return the shared blocks of the chosen intervals, including those computed from iteration ``start`` on."""
         prefixes, counted = self.workload.prefixes, self.intervals.select(chosen)
         if prefixes is None:
             raise ValueError("requests share blocks, and nobody knows which")

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from flexhybrid.core.schedule import places
-from flexhybrid.core.schedule.outlines import Accesses, Outline, Outlines
+from flexhybrid.core.schedule import accesses
 from flexhybrid.core.schedule.positions import NO_STOPS, LayerGroup, Position, Stops, positions
+from flexhybrid.core.schedule.templates import Accesses, Template, Templates
 from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.wave import Wave
@@ -127,7 +127,7 @@ class _Stream:
         self.number = 1  # # of the current position
         self.by_step = wave.policy.overlap == "step"  # # a barrier between positions, as FlexGen has
         self.one_by_one = wave.policy.overlap == "none"
-        self.outlines = Outlines(wave)
+        self.templates = Templates(wave)
         self.slices: dict[tuple, Entries] = {}  # # -> loads of a slice of weights
         self.of_parts: dict[tuple, Entries] = {}  # # -> tasks of a part of a position
         self.scripts: dict[tuple, Script] = {}
@@ -140,7 +140,7 @@ class _Stream:
             first = current.positions[0]
             key = current.iteration, current.layer, first.step.mini_batch
             yield from _loads_of_weights(key, self._load_weights(current, 0, 1))
-            yield from self._tasks_of(self.outlines.load_cache, first)
+            yield from self._tasks_of(self.templates.load_cache, first)
         while current:
             following, num_slices = next(groups, None), len(current.positions)
             upcoming = [*current.positions[1:], *(following.positions[:1] if following else ())]
@@ -163,13 +163,13 @@ class _Stream:
                     following = next(groups, None)
                     if ahead := following.positions[0] if following else None:
                         if before and self._loads_late(position, ahead) == "stored":
-                            yield from self._tasks_of(self.outlines.store, before)
+                            yield from self._tasks_of(self.templates.store, before)
                             before = None
-                        yield from self._tasks_of(self.outlines.load_cache, ahead)
+                        yield from self._tasks_of(self.templates.load_cache, ahead)
                 self.number += 1
             current = following
         if before:
-            yield from self._tasks_of(self.outlines.store, before)
+            yield from self._tasks_of(self.templates.store, before)
 
     def _script(self, turn: Turn) -> Script:
         """Record the tasks of a turn."""
@@ -206,32 +206,32 @@ class _Stream:
         """Yield the tasks of a turn, each with its owner."""
         position, ahead, before, following, *_, opened = turn
         if before:
-            yield BEFORE, self._part(self.outlines.store, before)
+            yield BEFORE, self._part(self.templates.store, before)
         on_host = "attend_host" in position.works
         # # The host's attention output crosses before the weights, because the device waits for it first. FlexGen,
         # which synchronizes after each step, loads weights first.
         weights_last = on_host and self.wave.policy.overlap == "full"
-        cache = self._part(self.outlines.load_cache, ahead) if ahead and not late else ()
+        cache = self._part(self.templates.load_cache, ahead) if ahead and not late else ()
         yield from self._loads(turn, cache, weights_last)
         if not opened:
-            yield POSITION, self._part(self.outlines.open, position)
+            yield POSITION, self._part(self.templates.open, position)
         if ahead and opens:
-            yield AHEAD, self._part(self.outlines.open, ahead)
+            yield AHEAD, self._part(self.templates.open, ahead)
         if ahead and late == "selected":
-            yield AHEAD, self._part(self.outlines.load_cache, ahead)
+            yield AHEAD, self._part(self.templates.load_cache, ahead)
         if on_host:
-            yield POSITION, self._part(self.outlines.load_attended, position)
+            yield POSITION, self._part(self.templates.load_attended, position)
         if following and weights_last:
             yield FOLLOWING, self._load_weights(following, turn.index, turn.num_slices)
-        yield POSITION, self._part(self.outlines.close, position)
+        yield POSITION, self._part(self.templates.close, position)
         if not self.by_step:
-            yield POSITION, self._part(self.outlines.store, position)
+            yield POSITION, self._part(self.templates.store, position)
         if position.layer == self.num_layers - 1 and position.step.last:
-            yield POSITION, self._part(self.outlines.sample, position)
+            yield POSITION, self._part(self.templates.sample, position)
         if self.by_step and not holds:
-            yield POSITION, self._part(self.outlines.store, position)
+            yield POSITION, self._part(self.templates.store, position)
         if ahead and late == "stored":
-            yield AHEAD, self._part(self.outlines.load_cache, ahead)
+            yield AHEAD, self._part(self.templates.load_cache, ahead)
 
     def _loads_late(self, position: Position, ahead: Position) -> str | None:
         """Return "stored" if the next position loads what this one stores, "selected" if it loads what this one
@@ -254,7 +254,7 @@ class _Stream:
             return False
         kind = self.kinds[ahead.layer]
         last = [_slice(*part, num_slices - 1, num_slices) for part in self._streamed(kind)]
-        return all(start == end or start >= self.outlines.needed[kind][1] for start, end in last)
+        return all(start == end or start >= self.templates.needed[kind][1] for start, end in last)
 
     def _streamed(self, kind: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return the streamed bytes [start, end) of a kind of layer: from the host, and from the disk."""
@@ -263,15 +263,15 @@ class _Stream:
 
     # ---- the tasks of a position
 
-    def _part(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> Entries:
+    def _part(self, part: Callable[[Position], Iterator[Template]], position: Position) -> Entries:
         """Return the entries of a part of a position, which are equal in all positions of a form."""
         key = part.__name__, position.form, self.by_step and self.number % 2
         entries = self.of_parts.get(key)
         if entries is None:
-            entries = self.of_parts[key] = tuple([self._entry(*outline) for outline in part(position)])
+            entries = self.of_parts[key] = tuple([self._entry(*template) for template in part(position)])
         return entries
 
-    def _tasks_of(self, part: Callable[[Position], Iterator[Outline]], position: Position) -> list[Task]:
+    def _tasks_of(self, part: Callable[[Position], Iterator[Template]], position: Position) -> list[Task]:
         """Return the tasks of a part of a position, outside a script."""
         return _tasks(position, self._part(part, position))
 
@@ -318,10 +318,10 @@ class _Stream:
                 return
             payload = WeightSlice(slot, start, end, disk_start, disk_end)
             reads: tuple[Access, ...] = ()
-            writes = places.bytes_of_slot(slot, start - first, end - first)
+            writes = accesses.bytes_of_slot(slot, start - first, end - first)
             if on_disk:
                 reads = (Access(("weights_staging", slot), disk_start - disk_first, disk_end - disk_first),)
-                writes += places.bytes_of_slot(slot, disk_start - first, disk_end - first)
+                writes += accesses.bytes_of_slot(slot, disk_start - first, disk_end - first)
                 yield Slice("read_weights", (), reads, Work(link_bytes=on_disk, num_copies=1), payload)
             moved = Work(link_bytes=end - start + on_disk, num_copies=len(writes))
             yield Slice("load_weights", reads, writes, moved, payload)

@@ -153,15 +153,14 @@ work context.split
 context.packing wave
 schedule.buffer_sizes memory
 schedule.refill waves
-schedule.steps schedule.step_work schedule.positions schedule.places schedule.outlines schedule.dependencies plan trace
+schedule plan trace
 """.strip().splitlines()
 
 
 def test_core_imports_from_its_own_layer_and_those_below():
     def layer(module: str) -> int:
         name = module.removeprefix("flexhybrid.core.")
-        (found,) = [at for at, row in enumerate(CORE_LAYERS) if any(is_within(name, entry) for entry in row.split())]
-        return found
+        return next(at for at, row in enumerate(CORE_LAYERS) if any(is_within(name, entry) for entry in row.split()))
 
     core = {m: s for m, s in product_sources().items() if m.startswith("flexhybrid.core.") and not s[1]}
     upward = [(m, other) for m, of in import_graph(core).items() for other in of if layer(other) > layer(m)]

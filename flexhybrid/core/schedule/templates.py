@@ -1,4 +1,4 @@
-"""The tasks of a position, part by part, as outlines: verb, reads, writes.
+"""The tasks of a position, part by part, as templates: verb, reads, writes.
 
 A *position* is a mini-batch in a layer. ``core.plan`` decides the order of the parts.
 """
@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flexhybrid.core.context.selection import first_choosing
-from flexhybrid.core.schedule import places
-from flexhybrid.core.schedule.places import AccessMap, cell, host_hidden
+from flexhybrid.core.schedule import accesses
+from flexhybrid.core.schedule.accesses import AccessMap, cell, host_hidden
 from flexhybrid.core.schedule.positions import Position
 from flexhybrid.core.task import Access
 from flexhybrid.core.wave import Wave
 
 Accesses = tuple[Access, ...]
-Outline = tuple[str, Accesses, Accesses]  #: a task's verb, reads and writes
+Template = tuple[str, Accesses, Accesses]  #: a task's verb, reads and writes
 
 
-class Outlines:
+class Templates:
     """The parts of a wave's positions: one method a part."""
 
     def __init__(self, wave: Wave):
@@ -29,7 +29,7 @@ class Outlines:
         natural, layouts = wave.policy.weight_order == "natural", [placed.layout for placed in wave.placed]
         self.needed = [(of.total_bytes,) * 2 if natural else (of.kv_end, of.qkv_end) for of in layouts]
 
-    def load_cache(self, ahead: Position) -> Iterator[Outline]:
+    def load_cache(self, ahead: Position) -> Iterator[Template]:
         """Yield the cache loads, ACT before KV because recomputation comes first. Disk blocks pass through staging."""
         step, slot, works = ahead.step, ahead.slot, ahead.works
         if "load_hidden" in works and ahead.layer:
@@ -62,7 +62,7 @@ class Outlines:
                 buffer = cell(f"{representation}_buffer", slot)
                 yield f"load_{representation}", reads, (buffer,)
 
-    def open(self, position: Position) -> Iterator[Outline]:
+    def open(self, position: Position) -> Iterator[Template]:
         """Yield the computation up to the queries: embedding, recomputation, projection, speculation."""
         step, layer, works = position.step, position.layer, position.works
         kind, slot, k = self.wave.shape.weights_kind(layer), position.slot, step.mini_batch
@@ -72,14 +72,14 @@ class Outlines:
             yield "embed", (cell("tokens", k),), (hidden,)
         if "dequantize_weights" in works and position.leads:
             weights = self.at.weights(position, 0, self.wave.placed[kind].layout.total_bytes)
-            yield "dequantize_weights", weights, places.PLAIN
+            yield "dequantize_weights", weights, accesses.PLAIN
         if "kv_gen" in works:
             buffer = cell("act_buffer", slot)
             pools = self.at.pools(position, "act", "device")
-            reads, writes = (buffer, *self.at.matrices(position, 0, kv_end)), (places.GENERATED,)
+            reads, writes = (buffer, *self.at.matrices(position, 0, kv_end)), (accesses.GENERATED,)
             if "dequantize_act" in works:
-                yield "dequantize_act", (buffer, *pools), (places.PLAIN_ACT,)
-                reads = (*reads, places.PLAIN_ACT)
+                yield "dequantize_act", (buffer, *pools), (accesses.PLAIN_ACT,)
+                reads = (*reads, accesses.PLAIN_ACT)
             elif pools:  # # gathered into the buffer next to loaded rows
                 reads, writes = (*reads, *pools), (*writes, buffer)
             yield "kv_gen", reads, writes
@@ -107,7 +107,7 @@ class Outlines:
         """Return whether this layer's input predicts the next layer's selection."""
         return self.first_choosing <= layer + 1 < self.num_layers
 
-    def _speculate(self, position: Position, qkv: Access) -> Iterator[Outline]:
+    def _speculate(self, position: Position, qkv: Access) -> Iterator[Template]:
         """Yield the selection for the next layer. Its index goes to the host, which gathers the rows."""
         k, slot = position.step.mini_batch, position.slot
         keys = cell("partial_keys", k, position.layer + 1)
@@ -116,7 +116,7 @@ class Outlines:
         yield "speculate", (qkv, source), (index,)
         yield "store_index", (index,), (cell("host_index", k),)
 
-    def _attend_on_host(self, position: Position, qkv: Access) -> Iterator[Outline]:
+    def _attend_on_host(self, position: Position, qkv: Access) -> Iterator[Template]:
         slot = position.slot
         query, out = cell("query_strip", slot), cell("out_strip", slot)
         yield "store_query", (qkv,), (query,)
@@ -132,10 +132,10 @@ class Outlines:
         if "attend_host_shared" in position.works:
             yield "attend_host_shared", (query, out, *pools), (out,)
 
-    def load_attended(self, position: Position) -> Iterator[Outline]:
+    def load_attended(self, position: Position) -> Iterator[Template]:
         yield "load_attended", (cell("out_strip", position.slot),), (self.at.attended(position),)
 
-    def close(self, position: Position) -> Iterator[Outline]:
+    def close(self, position: Position) -> Iterator[Template]:
         """Yield the rest of the computation: attention and feed-forward."""
         step, works = position.step, position.works
         layout = self.wave.placed_of(position.layer).layout
@@ -153,29 +153,29 @@ class Outlines:
         reads += self.at.matrices(position, layout.qkv_end, layout.total_bytes)
         yield "finish", (*reads, *states), (hidden, *states)
 
-    def _attend(self, position: Position, qkv: Access) -> Iterator[Outline]:
+    def _attend(self, position: Position, qkv: Access) -> Iterator[Template]:
         works, slot = position.works, position.slot
         buffer = cell("kv_buffer", slot)
         pools = self.at.pools(position, "kv", "device")
         reads = (qkv,)
         if "kv_gen" in works:
-            reads += (places.GENERATED,)
+            reads += (accesses.GENERATED,)
         if "dequantize_kv" in works:
-            yield "dequantize_kv", (buffer, *pools), (places.PLAIN_KV,)
-            reads += (places.PLAIN_KV,)
+            yield "dequantize_kv", (buffer, *pools), (accesses.PLAIN_KV,)
+            reads += (accesses.PLAIN_KV,)
         else:
             reads += ((buffer,) if "load_kv" in works else ()) + pools
         if "assemble" in works:
-            yield "assemble", reads, (places.ATTENTION,)
-            reads = (qkv, places.ATTENTION)
+            yield "assemble", reads, (accesses.ATTENTION,)
+            reads = (qkv, accesses.ATTENTION)
         attended = self.at.attended(position)
         yield "attend_chunk" if "attend_chunk" in works else "attend", reads, (attended,)
         if "attend_shared" in works:
             yield "attend_shared", (*reads, attended), (attended,)
         if "attend_recomputed" in works:
-            yield "attend_recomputed", (qkv, places.ATTENTION), (places.ATTENDED,)
+            yield "attend_recomputed", (qkv, accesses.ATTENTION), (accesses.ATTENDED,)
 
-    def store(self, position: Position) -> Iterator[Outline]:
+    def store(self, position: Position) -> Iterator[Template]:
         """Yield the stores of new tokens: staging, landing strip, host blocks or disk; or device blocks. Then hidden
         states, if the host keeps them."""
         works, slot, step = position.works, position.slot, position.step
@@ -209,10 +209,10 @@ class Outlines:
         if "store_hidden" in works and position.layer < self.num_layers - 1:
             yield "store_hidden", (self.at.hidden(position),), (host_hidden(step),)
 
-    def sample(self, position: Position) -> Iterator[Outline]:
+    def sample(self, position: Position) -> Iterator[Template]:
         """Yield the sampling of the next token after the last layer."""
         k, hidden = position.step.mini_batch, self.at.hidden(position)
         tokens = cell("tokens", k)
-        yield "head", (hidden,), (places.LOGITS,)
-        yield "sample", (places.LOGITS,), (tokens,)
+        yield "head", (hidden,), (accesses.LOGITS,)
+        yield "sample", (accesses.LOGITS,), (tokens,)
         yield "store_out", (tokens,), (cell("token_log", k),)
