@@ -38,7 +38,7 @@ GAIN = 1e-3
 MOST_NEAR = 1024
 #: A policy is walked where the waiting of its structure (or family), less this share, would make it the best.
 WAIT_SLACK = {"structure": 0.005, "family": 0.015}
-#: This many mini-batches and more wait equally long (``sim.tiny_run``).
+#: This many mini-batches and more wait equally long (``sim.template_run``).
 ALIKE_MINI_BATCHES = 6
 #: Structures of which a round walks a first policy. Without it 28 % more are walked; at 1, rounds follow one another.
 STRUCTURES_AT_ONCE = 3

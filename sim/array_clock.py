@@ -2,7 +2,7 @@
 
 ``sim.verb_seconds`` sums up each resource's seconds per phase: no phase is faster than its busiest resource, so the
 maximum is a bound, in a few numpy operations a policy. ``predict`` adds what waiting costs. It walks the tasks of a
-tiny run of the same structure (``sim.tiny_run``) with the durations of the real run, each task when its resource is
+template run of the same structure (``sim.template_run``) with the durations of the real run, each task when its resource is
 free and what it waits for has ended, and skips what repeats: after a few mini-batches of a layer, after a few layers,
 after two iterations, every resource goes on at the pace that it has reached, and what is walked next waits for the
 slowest.
@@ -22,7 +22,7 @@ from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.wave import check_planned
 from sim.candidate_memory import peak_of_steps
 from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
-from sim.tiny_run import RESIDENT_CLASSES, Loop, TaskKey, loops_of, structure_of, tiny_run
+from sim.template_run import RESIDENT_CLASSES, Loop, TaskKey, loops_of, structure_of, template_run
 from sim.verb_seconds import VerbSeconds, longest
 
 CHUNK = 1024  #: policies walked together: arrays of this size stay in a core's cache
@@ -105,7 +105,7 @@ def _gather(chunks: list[tuple[np.ndarray, dict]], size: tuple[int, ...]) -> Pre
 
 
 def _structure(steps: CandidateSteps) -> list[np.ndarray]:
-    """Numbers, each [candidates]: candidates of which all are equal, with the same entries, share a tiny run."""
+    """Numbers, each [candidates]: candidates of which all are equal, with the same entries, share a template run."""
     num_walked = _num_walked(steps)
     counts = np.array([stretch.count for stretch in steps.stretches()])
     short = _is_short(counts, steps.generated, num_walked)
@@ -129,7 +129,7 @@ def _is_short(counts: np.ndarray, generated: np.ndarray, num_walked) -> np.ndarr
 
 
 def _resident_class(steps: CandidateSteps) -> np.ndarray:
-    """Which of ``tiny_run.RESIDENT_CLASSES`` each candidate's resident prefix is in. Packed weights are unpacked layer
+    """Which of ``template_run.RESIDENT_CLASSES`` each candidate's resident prefix is in. Packed weights are unpacked layer
     by layer, so nothing waits for less than a whole layer of them. Of several kinds of layers the most frequent one
     decides, but nothing is complete that is not so in all."""
     complete = (steps.resident >= steps.layer_sizes).all(axis=0).astype(int)
@@ -199,7 +199,7 @@ def _predict_chunk(steps: CandidateSteps, walk: bool) -> dict:
 
 
 class _Walk:
-    """A walk of the tiny run's tasks with the durations of the real runs; arrays [candidates]."""
+    """A walk of the template run's tasks with the durations of the real runs; arrays [candidates]."""
 
     def __init__(self, verbs: VerbSeconds, num_walked: int):
         steps = verbs.steps
@@ -211,7 +211,7 @@ class _Walk:
             self.phase_of += [phase] * (1 if stretch.entry is None else num_walked)
             if stretch.entry is not None:
                 self.after[len(self.phase_of) - 1] = stretch.count - num_walked
-        self.tiny = tiny_run(
+        self.tiny = template_run(
             structure_of(steps.policy, tuple(sorted(steps.shares))),
             *loops_of(steps.policy, steps.layers, int(steps.num_mini_batches[0])),
             num_decode=len(self.phase_of) - 1,
@@ -220,7 +220,7 @@ class _Walk:
             states=tuple(kind.state for kind in steps.kinds),
         )
         inner, outer = self.tiny.inner.num_rounds, self.tiny.outer.num_rounds
-        #: rounds of each loop that the tiny run leaves out
+        #: rounds of each loop that the template run leaves out
         if schedule == "column":
             self.skipped_inner, self.skipped_outer = steps.num_mini_batches - inner, num_layers - outer
         else:
@@ -287,7 +287,7 @@ class _Walk:
         return price
 
     def _skip(self, position: int) -> None:
-        """Move what happened lately on by what the tiny run leaves out after this position."""
+        """Move what happened lately on by what the template run leaves out after this position."""
         inner, outer, ends = self.tiny.inner, self.tiny.outer, self.ends
         iteration, within = divmod(position, inner.num_rounds * outer.num_rounds)
         at_outer, at_inner = divmod(within, inner.num_rounds)

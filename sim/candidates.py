@@ -44,7 +44,7 @@ from flexhybrid.core.policy import ElementBytes, Policy, Selection
 from flexhybrid.core.problem import Problem, attends_in_place
 from flexhybrid.core.schedule.step_work import StepCounts
 from flexhybrid.core.workload import Workload
-from sim.tiny_run import most_mini_batches
+from sim.template_run import most_mini_batches
 
 #: Iterations at which a stretch of the decode is looked at: whole blocks make stairs of it.
 SAMPLES = 4

@@ -34,7 +34,7 @@ from sim.array_clock import predict
 from sim.candidates import Candidates
 from sim.cost import hardware_of_wave
 from sim.queue_counts import RunIntervals, intervals
-from sim.tiny_run import layer_loop
+from sim.template_run import layer_loop
 
 MOST_COUNTED = 5_000  #: requests; a longer queue is sampled evenly
 RUN = 64  #: of them, that follow each other

@@ -63,7 +63,7 @@ class VerbSeconds:
         #: the machine of the candidates that stay on the device; None where none is priced as such
         self.undisturbed = self.hardware.undisturbed if self.alone.any() and not beside_link else None
         self.phases = [self._phase(None)]
-        #: (verb of the prefill, kind of layer) -> seconds of work for which the tiny run has no task
+        #: (verb of the prefill, kind of layer) -> seconds of work for which the template run has no task
         self.extra_prefill_s: dict[tuple[str, int], np.ndarray] = {}
         if np.any(steps.num_chunks > 1):
             self._add_chunks()
@@ -183,7 +183,7 @@ class VerbSeconds:
     def _add_chunks(self) -> None:
         """Let a position of the prefill stand for all chunks of a long prompt, one after the other.
 
-        The tiny run computes its prompts whole, so what later chunks read of earlier ones is added to tasks that it
+        The template run computes its prompts whole, so what later chunks read of earlier ones is added to tasks that it
         has: loads to those of the weights where these are streamed, all else to the prompt's attention.
         """
         known = set(self.phases[0].verbs)

@@ -174,7 +174,7 @@ def _policy(rng, kind: str, num_layers: int) -> Policy:
         budget = float(rng.uniform(0.1, 0.8))
         own = np.random.default_rng(int(1e9 * budget))
         whole = min(num_layers, int(own.choice([0, 1, 2, 3, num_layers], p=[0.25, 0.2, 0.3, 0.15, 0.1])))
-        if "kv@disk" in kinds:  # what layers of few tokens do not read, the tiny run reads one layer ahead
+        if "kv@disk" in kinds:  # what layers of few tokens do not read, the template run reads one layer ahead
             whole = 0
         selection = Selection("heavy_hitter", budget=budget, whole_layers=whole)
         return replace(policy, selection=selection, cache=_shares(rng, kinds))

@@ -74,7 +74,7 @@ BUDGETS = Budgets(host=8 * 2**30)
 
 
 def bench_predictions(table: Table) -> None:
-    """Add the policies per second that the array clock prices, with and without walking the tiny run."""
+    """Add the policies per second that the array clock prices, with and without walking the template run."""
     generator = np.random.default_rng(11)
     shape, hardware, count = shape_by_name("opt-30b"), load("rtx4090"), 100_000
     shares = generator.random(count)

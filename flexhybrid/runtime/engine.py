@@ -30,7 +30,7 @@ from flexhybrid.runtime.issuing import Issuer, StreamLane
 from flexhybrid.runtime.kernels.sampling import NO_TOKEN
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.logprob_log import Noted
-from flexhybrid.runtime.models.interrupted import hosted
+from flexhybrid.runtime.models.coroutines import hosted
 from flexhybrid.runtime.process_settings import NO_CUDNN_ATTENTION, NO_TF32
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.selections.heavy_hitters import HeavyHitters

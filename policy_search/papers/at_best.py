@@ -172,7 +172,7 @@ def _fastest(
     most = bounded.tokens_per_s * bounded.total_s / bounded.least_s  # tokens/s that waiting can only lessen
     best, rate = -1, known
     while len(members := members[most[members] > rate]):
-        alike = bounded.num_mini_batches[members] == bounded.num_mini_batches[members[0]]  # one tiny run, mostly
+        alike = bounded.num_mini_batches[members] == bounded.num_mini_batches[members[0]]  # one template run, mostly
         rates = predicted(members[alike], True).tokens_per_s
         if rates.max() > rate:
             best, rate = int(members[alike][rates.argmax()]), float(rates.max())

@@ -12,7 +12,7 @@ from flexhybrid import LLM, SamplingParams
 from flexhybrid.core import work
 from flexhybrid.core.model.layout import layer_layout
 from flexhybrid.core.policy import Bits, Policy
-from flexhybrid.runtime.models.interrupted import hosted
+from flexhybrid.runtime.models.coroutines import hosted
 from flexhybrid.runtime.models.latent import kv_gen_of
 from flexhybrid.runtime.models.transformer import _attend
 from flexhybrid.runtime.storage.loader import Checkpoint

@@ -30,7 +30,7 @@ from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.forecast import describe
 from flexhybrid.runtime.buffers import Buffers
-from flexhybrid.runtime.models.interrupted import hosted
+from flexhybrid.runtime.models.coroutines import hosted
 from flexhybrid.runtime.models.states import groups_of
 from flexhybrid.runtime.models.transformer import missing_kernels
 from flexhybrid.runtime.runnable import check_runnable

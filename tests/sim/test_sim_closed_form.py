@@ -35,7 +35,7 @@ from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates, candidates_of, num_mini_batches
 from sim.cost import price
 from sim.presets import hybrid, infinigen, kv_only
-from sim.tiny_run import Loop, lay_out, structure_of, tiny_run, with_aliases
+from sim.template_run import Loop, lay_out, structure_of, template_run, with_aliases
 from sim.verb_seconds import num_slices
 from sim.virtual_clock import SimulatedSummary, run, summarize
 
@@ -228,13 +228,13 @@ def test_seconds_scale_with_the_machine(monkeypatch):
 ])  # fmt: skip
 @pytest.mark.parametrize("layers, mini_batches", [(1, 1), (1, 3), (3, 2)])
 def test_a_repeated_iteration_is_the_one_laid_out(changes, layers, mini_batches):
-    """A long tiny run is laid out for a few iterations only; the others are copies, or left out again."""
+    """A long template run is laid out for a few iterations only; the others are copies, or left out again."""
     policy = Policy(**changes)
     key, column = structure_of(policy, tuple(sorted(policy.cache))), policy.schedule == "column"
     of_layers, of_mini_batches = Loop(layers, None, (0,) * layers), Loop(mini_batches, None)
     loops = (of_mini_batches, of_layers) if column else (of_layers, of_mini_batches)
     for num_decode, on_disk in ((2, 1), (3, 0), (5, 0), (10, 0), (11, 2)):
-        tiny = tiny_run(key, *loops, num_decode, 0, on_disk)
+        tiny = template_run(key, *loops, num_decode, 0, on_disk)
         tasks, ends = lay_out(key, (0,) * layers, mini_batches, num_decode, 0, on_disk)
         assert (tiny.tasks, tiny.ends) == (tasks, ends)
         assert with_aliases(tasks, ends, tiny.inner, tiny.outer)[0] == tasks  # nothing is skipped here

@@ -24,7 +24,7 @@ from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.runtime.profiling.profile import profiled_layers
 from sim.array_clock import predict
 from sim.queue_clock import price_queue, walk_queue
-from sim.tiny_run import loops_of
+from sim.template_run import loops_of
 from sim.virtual_clock import run, summarize
 
 HIDDEN = SHAPE.hidden

@@ -22,8 +22,8 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.links import CpuCopies
+from flexhybrid.runtime.models.coroutines import hosted
 from flexhybrid.runtime.models.empty_model import empty_model
-from flexhybrid.runtime.models.interrupted import hosted
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights

@@ -21,7 +21,7 @@ from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
 from flexhybrid.core.model.rope import scaled_positions
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, check_plain, stored_dtype
 from flexhybrid.core.model.stored import PackedFormat, packed_format
-from flexhybrid.runtime.models.interrupted import hosted
+from flexhybrid.runtime.models.coroutines import hosted
 from flexhybrid.runtime.models.latent import tensors_in
 from flexhybrid.runtime.models.probe import ROWS, AttentionFacts, LayerFacts, look, measure
 from flexhybrid.runtime.models.transformer import Layers, Unsupported, build, check_libraries, decoder_layers, one_line

@@ -21,7 +21,7 @@ import torch
 
 from flexhybrid.core.model.states import LayerState, StateTensor, WorkBytes
 from flexhybrid.runtime.models.allocations import peak_bytes
-from flexhybrid.runtime.models.interrupted import Coroutine, started
+from flexhybrid.runtime.models.coroutines import Coroutine, started
 from flexhybrid.runtime.models.transformer import (
     DTYPE,
     PLAIN,

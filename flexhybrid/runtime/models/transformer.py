@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.runtime.models.interrupted import Coroutine, interrupt, started
+from flexhybrid.runtime.models.coroutines import Coroutine, interrupt, started
 from flexhybrid.runtime.models.text_part import takes_more_than_text, text_part
 
 NAME = "flexhybrid"  #: of our attention, as transformers knows it

@@ -15,8 +15,8 @@ from flexhybrid.core.memory import memory_plan
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement
 from flexhybrid.core.workload import Workload
+from flexhybrid.runtime.models.coroutines import hosted
 from flexhybrid.runtime.models.empty_model import empty_model
-from flexhybrid.runtime.models.interrupted import hosted
 from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights

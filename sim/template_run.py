@@ -1,7 +1,7 @@
 """A run's stream in small: the very tasks and dependencies of the plan maker, for a handful of layers and mini-batches.
 
 Layers are of few kinds in turn, mini-batches but the last are alike, iterations change slowly. So the order of tasks
-and what waits for what can be read off the stream of a tiny run. ``sim.array_clock`` takes it task by task with the
+and what waits for what can be read off the stream of a template run. ``sim.array_clock`` takes it task by task with the
 durations of the real run, many policies at a time, and skips over what repeats.
 """
 
@@ -46,7 +46,7 @@ LANE_OF = {name: name if name in OPTIONAL else resource for name, resource in RE
 
 
 class TaskKey(NamedTuple):
-    """All that the price of a tiny run's task depends on, besides its iteration."""
+    """All that the price of a template run's task depends on, besides its iteration."""
 
     verb: str
     first_load: bool  #: it belongs to the stream's first load of weights
@@ -57,7 +57,7 @@ class TaskKey(NamedTuple):
 
 
 class TinyTask(NamedTuple):
-    """A task of the tiny run."""
+    """A task of the template run."""
 
     resource: int  #: index into RESOURCES
     iteration: int
@@ -72,7 +72,7 @@ _new = tuple.__new__  #: half of what calling a NamedTuple takes
 class Loop:
     """One of the two nested loops of an iteration."""
 
-    num_rounds: int  #: of the tiny run
+    num_rounds: int  #: of the template run
     before_skip: int | None  #: rounds walked before the skip; None: the real run has no more rounds than the tiny one
     kinds: tuple[int, ...] = ()  #: of the layers, by round; of a loop over mini-batches none
     pace_rounds: int = 2  #: rounds whose mean is the pace: slots go by turns, and kinds of layers
@@ -95,7 +95,7 @@ class TinyRun:
 
 
 def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
-    """Take the numbers out of a policy: policies with equal results have one tiny run."""
+    """Take the numbers out of a policy: policies with equal results have one template run."""
     selection = policy.selection
     if selection.method == "speculative":
         counted = counts_uses(selection)
@@ -129,7 +129,7 @@ def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
 
 
 def loops_of(policy: Policy, layers: tuple[int, ...], num_mini_batches: int) -> tuple[Loop, Loop]:
-    """The inner and the outer loop of an iteration of the tiny run; ``layers``: the kind of each. What is skipped are
+    """The inner and the outer loop of an iteration of the template run; ``layers``: the kind of each. What is skipped are
     layers whose kinds come in turn as those of the last walked: the first ones, which look at all tokens although the
     others do not, and two more come before."""
 
@@ -173,13 +173,13 @@ def layer_loop(layers: tuple[int, ...], positions: int, whole: int) -> Loop:
 
 
 def most_mini_batches(policy: Policy, layers: tuple[int, ...]) -> int:
-    """How many mini-batches the tiny run has at most."""
+    """How many mini-batches the template run has at most."""
     inner, outer = loops_of(policy, layers, num_mini_batches=1 << 30)
     return (inner if policy.schedule == "column" else outer).num_rounds
 
 
 @lru_cache(maxsize=128)
-def tiny_run(
+def template_run(
     structure: Policy,
     inner: Loop,
     outer: Loop,
@@ -188,7 +188,7 @@ def tiny_run(
     on_disk: int,
     states: tuple[LayerState | None, ...] = (),
 ) -> TinyRun:
-    """The tiny run of the policies with this ``structure_of``, of ``num_decode`` decode iterations.
+    """The template run of the policies with this ``structure_of``, of ``num_decode`` decode iterations.
 
     ``resident``: one of RESIDENT_CLASSES. ``on_disk``: of the streamed weights, 0 none, 1 some, 2 all lie on the disk.
     ``states``: what layers of each kind keep, and whether they attend; empty: all of them attend, and keep none.
@@ -365,7 +365,7 @@ def _wave(
 
 
 class _Waits:
-    """What each task of the tiny run waits for: indices of earlier tasks on other resources.
+    """What each task of the template run waits for: indices of earlier tasks on other resources.
 
     ``Dependencies`` names the latest task of each resource, but a real run may be without it (OPTIONAL): a task then
     also waits for those that count in its place. Two tasks on the link write a buffer that a third reads:

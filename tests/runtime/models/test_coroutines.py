@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("greenlet")
-from flexhybrid.runtime.models.interrupted import hosted, interrupt, started
+from flexhybrid.runtime.models.coroutines import hosted, interrupt, started
 
 
 def called_deeper(depth: int, function):
