@@ -42,7 +42,7 @@ class RunningRequests:
         self._num_rows = 0  #: of these plans
 
     def join(self, request: int) -> None:
-        """Open a request, unless it has run before and stepped back."""
+        """Open a request, unless it ran before and was preempted."""
         if request not in self._running:
             self._running[request] = self._open(int(self._members[request]))
 

@@ -22,7 +22,7 @@ from flexhybrid.core.context.packing import padded_tokens, split_representations
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.refill import may_share
+from flexhybrid.core.schedule.scheduler import may_share
 from flexhybrid.core.waves import batch_size
 from flexhybrid.core.workload import Workload
 from policy_search.search import SearchResult, SearchSettings, search

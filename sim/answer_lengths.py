@@ -1,4 +1,4 @@
-"""How long answers are expected to be: from those that have ended and those that still run, or from a mean."""
+"""Expected lengths of answers: from ended and running ones, or from a mean."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import numpy as np
 
 from flexhybrid.core.workload import Workload
 
-GOLDEN = (5**0.5 - 1) / 2  #: multiples of it, less their whole parts, are spread evenly over 0 … 1
-PRIOR_ANSWERS = 2.0  #: as many answers as a mean that was given counts for at each length
-TOGETHER = 1 << 16  #: answers whose lengths are computed at once: those of a long file would take much memory
-FEW = 4  #: answers; a length that fewer have reached ends as the longer half of the answers do
+GOLDEN = (5**0.5 - 1) / 2  #: the fractional parts of its multiples are spread evenly over 0 … 1
+PRIOR_ANSWERS = 2.0  #: number of observed answers that a given mean counts as
+TOGETHER = 1 << 16  #: answers computed at once, to bound the memory
+FEW = 4  #: answers; lengths that fewer reach take the upper half's distribution
 
 
 class ObservedAnswers:
-    """Lengths of answers as they end. Kaplan and Meier's estimate, J. Am. Stat. Assoc. 53 (1958): an answer that still
-    runs, or has reached its limit, counts as one that is longer.
+    """Distribution of answer lengths by Kaplan and Meier's estimate (J. Am. Stat. Assoc. 53, 1958): an unfinished
+    answer, or one at its limit, counts as longer than it is.
 
-    ``longest``: no answer has more tokens. ``mean``: expected before any has ended; None: all are as long as they may
-    be.
+    ``longest``: the most tokens of an answer. ``mean``: expected before any has ended; None: every answer reaches its
+    limit.
     """
 
     def __init__(self, longest: int, mean: float | None = None):
@@ -36,10 +36,10 @@ class ObservedAnswers:
         return int(self.ended.sum() + self.cut.sum())
 
     def survival(self, ages: np.ndarray) -> np.ndarray:
-        """Return the share of the answers that are longer than 0, 1, … tokens; ``ages``: tokens of those that run."""
+        """Return the share of the answers longer than 0, 1, … tokens; ``ages``: tokens of running ones."""
         longest = len(self.ended) - 1
         seen = self.ended + self.cut + np.bincount(np.minimum(ages, longest), minlength=longest + 1)
-        reached = np.cumsum(seen[::-1])[::-1].astype(float)  # this length, at least
+        reached = np.cumsum(seen[::-1])[::-1].astype(float)  # of at least this length
         behind = np.arange(longest + 1) >= np.searchsorted(np.cumsum(self.ended), self.ended.sum() / 2)
         pooled = self.ended[behind].sum() / max(reached[behind].sum(), 1.0)
         hazard = np.where(reached >= FEW, self.ended / np.maximum(reached, 1.0), pooled)
@@ -48,8 +48,8 @@ class ObservedAnswers:
         return np.cumprod(1.0 - hazard)
 
     def expected(self, limits: np.ndarray, ages: np.ndarray | None = None) -> np.ndarray:
-        """Return lengths for answers with these limits that have ``ages`` tokens (0), spread as those of the others:
-        they stand for the answers to come. ``ages`` count as answers that run."""
+        """Return lengths for answers with these limits that have ``ages`` tokens (0), spread like the observed ones.
+        ``ages`` count as running answers."""
         begun = np.zeros(0, np.int64) if ages is None else np.minimum(ages[ages > 0], len(self.ended) - 1)
         survival, expected = self.survival(begun), np.empty(len(limits), np.int64)
         for first in range(0, len(limits), TOGETHER):
@@ -63,11 +63,11 @@ class ObservedAnswers:
 
 
 def with_mean(workload: Workload, mean: float) -> Workload:
-    """Return the workload with answers of this mean, as far as their limits allow: each token ends an answer with the
-    same probability."""
+    """Return the workload with answers of this mean, within their limits: each token ends an answer with equal
+    probability."""
     limits = workload.max_tokens
     low, high = 1.0, 64.0 * float(limits.max())
-    for _ in range(40):  # the mean before the limits cut
+    for _ in range(40):  # the mean before the limits apply
         middle = (low * high) ** 0.5
         observed = ObservedAnswers(int(limits.max()), middle)
         answers = observed.expected(limits)

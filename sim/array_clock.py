@@ -1,15 +1,13 @@
-"""The array clock: predict whole runs of many policies at once, without laying out their streams.
+"""The array clock: predicts whole runs of many policies at once, without their streams.
 
-``sim.verb_seconds`` sums up each resource's seconds per phase: no phase is faster than its busiest resource, so the
-maximum is a bound, in a few numpy operations a policy. ``predict`` adds what waiting costs. It walks the tasks of a
-template run of the same structure (``sim.template_run``) with the durations of the real run, each task when its resource is
-free and what it waits for has ended, and skips what repeats: after a few mini-batches of a layer, after a few layers,
-after two iterations, every resource goes on at the pace that it has reached, and what is walked next waits for the
-slowest.
+``sim.verb_seconds`` sums each resource's seconds per phase. The busiest resource is a lower bound, in a few numpy
+operations per policy. ``predict`` adds waiting: it walks the tasks of a template run of the same structure
+(``sim.template_run``) with the durations of the real run, and extrapolates repetitions (mini-batches of a layer,
+layers, iterations) at the rate that each resource has reached.
 
-What is left out: requests of different lengths (all requests of a candidate have the same); within a stretch of a
-long decode that what binds may change from block to block; and that only layers which keep all tokens may have some on
-the disk (H2O, planned alone). Tests and the bench measure the gap to the virtual clock.
+Left out: requests of different lengths in a candidate; a change of the limiting resource between blocks within a
+stretch of the decode; layers that alone have weights on the disk (H2O, planned alone). Tests and the bench measure the
+gap to the virtual clock.
 """
 
 from dataclasses import dataclass, fields
@@ -25,39 +23,39 @@ from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_
 from sim.template_run import RESIDENT_CLASSES, Loop, TaskKey, loops_of, structure_of, template_run
 from sim.verb_seconds import VerbSeconds, longest
 
-CHUNK = 1024  #: policies walked together: arrays of this size stay in a core's cache
-BOUND_CHUNK = 8192  #: policies bounded together; a bound holds fewer arrays at a time
-LAUNCHING = len(RESOURCES)  #: index of the time up to which tasks were launched, behind the resources
-WALKED = 2  #: iterations of each stretch of the decode; more where an iteration has few groups of weights
+CHUNK = 1024  #: policies walked together; arrays of this size fit a core's cache
+BOUND_CHUNK = 8192  #: policies bounded together; a bound holds fewer arrays
+LAUNCHING = len(RESOURCES)  #: index of the launching time, after the resources
+WALKED = 2  #: iterations per stretch of the decode; more if an iteration has few groups of weights
 GROUPS_WALKED = 6
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the array clock predicts of each candidate: arrays [policies]; times in seconds, shares 0..1."""
+    """The array clock's prediction for each candidate: arrays [policies], seconds, shares 0..1."""
 
     total_s: np.ndarray
     prefill_s: np.ndarray
     decode_s: np.ndarray
     tokens_per_s: np.ndarray  #: all generated tokens / total_s
     decode_tokens_per_s: np.ndarray  #: those of iterations 1, 2, … / decode_s; 0 without a decode
-    #: prefill, and each stretch of the decode, on its busiest resource; what hides behind another phase's work (the
-    #: first loads of the decode, mostly) can make a run of few layers or iterations faster than that
+    #: prefill, and each stretch of the decode, on its busiest resource; overlap with another phase (mostly the first
+    #: loads of the decode) can make a short run faster
     bound_s: np.ndarray
-    least_s: np.ndarray  #: no run is faster: all that any resource must have done when the last token is there
+    least_s: np.ndarray  #: lower bound: the work that any resource must finish before the last token
     num_mini_batches: np.ndarray
-    #: resource -> share of the decode (of the run without one) that it is at work; and "launcher", where it is known
+    #: resource -> busy share of the decode (without one: of the run); and "launcher" where known
     busy: dict[str, np.ndarray]
     traffic_bytes: dict[str, dict[str, np.ndarray]]  #: link -> kind (weights, kv, act, hidden) -> bytes of the run
     peak_bytes: dict[str, np.ndarray]  #: tier -> bytes
 
     @property
     def binding(self) -> np.ndarray:
-        """The busiest resource of each candidate, by name."""
+        """Return the busiest resource of each candidate, by name."""
         return np.array(list(self.busy))[np.argmax(np.stack(list(self.busy.values())), axis=0)]
 
     def row(self, index: int = 0) -> dict:
-        """One candidate as plain numbers, nested as above."""
+        """Return one candidate as plain numbers, nested as above."""
 
         def plain(value):
             if isinstance(value, dict):
@@ -69,9 +67,8 @@ class Prediction:
 
 
 def predict(problem: Problem, candidates: Candidates, walk: bool = True) -> Prediction:
-    """Predict every candidate. ``walk`` False stops at the bound: total_s, prefill_s and decode_s are the busiest
-    resource's. Raises InputError for a policy that cannot be planned, or a machine without a line for one of its verbs.
-    """
+    """Predict every candidate. Without ``walk``, stop at the bound: total_s, prefill_s and decode_s are the busiest
+    resource's. Raise InputError for a policy that cannot be planned or a verb without a line."""
     check_planned(candidates.policy, problem.shape)
     steps, size = candidate_steps(problem, candidates)
     chunk_size = CHUNK if walk else BOUND_CHUNK
@@ -84,7 +81,7 @@ def predict(problem: Problem, candidates: Candidates, walk: bool = True) -> Pred
 
 
 def _gather(chunks: list[tuple[np.ndarray, dict]], size: tuple[int, ...]) -> Prediction:
-    """Put the chunks' results in the candidates' order and shape."""
+    """Put the chunks' results into the candidates' order and shape."""
     total = int(np.prod(size))
 
     def join(parts: list):
@@ -105,7 +102,8 @@ def _gather(chunks: list[tuple[np.ndarray, dict]], size: tuple[int, ...]) -> Pre
 
 
 def _structure(steps: CandidateSteps) -> list[np.ndarray]:
-    """Numbers, each [candidates]: candidates of which all are equal, with the same entries, share a template run."""
+    """Yield the indices, each [candidates], of candidates with the same entries and structure, which share a template
+    run."""
     num_walked = _num_walked(steps)
     counts = np.array([stretch.count for stretch in steps.stretches()])
     short = _is_short(counts, steps.generated, num_walked)
@@ -117,21 +115,21 @@ def _structure(steps: CandidateSteps) -> list[np.ndarray]:
 
 
 def _num_walked(steps: CandidateSteps) -> np.ndarray:
-    """Iterations of a stretch that are walked. By then what the disk has read ahead is used up: four groups of weights
-    at most."""
+    """Return the iterations of a stretch to walk: enough to use up what the disk has read ahead, at most four groups of
+    weights."""
     groups = steps.problem.shape.num_layers * (1 if steps.policy.schedule == "column" else steps.num_mini_batches)
     return np.maximum(WALKED, np.ceil(GROUPS_WALKED / groups)) + np.zeros(len(steps.batch))
 
 
 def _is_short(counts: np.ndarray, generated: np.ndarray, num_walked) -> np.ndarray:
-    """Whether the decode is so short that it is walked iteration by iteration. ``counts``: [stretches, candidates]."""
+    """Return whether the decode is short enough to walk whole. ``counts``: [stretches, candidates]."""
     return generated - 1 <= num_walked * np.count_nonzero(counts[:-1], axis=0) + 2
 
 
 def _resident_class(steps: CandidateSteps) -> np.ndarray:
-    """Which of ``template_run.RESIDENT_CLASSES`` each candidate's resident prefix is in. Packed weights are unpacked layer
-    by layer, so nothing waits for less than a whole layer of them. Of several kinds of layers the most frequent one
-    decides, but nothing is complete that is not so in all."""
+    """Return each candidate's class of resident prefix (``template_run.RESIDENT_CLASSES``). Packed weights are unpacked
+    by layer, so only whole layers count. Of several kinds of layers the most frequent decides, but "complete" needs
+    all."""
     complete = (steps.resident >= steps.layer_sizes).all(axis=0).astype(int)
     if steps.policy.bits.weights != "native":
         return RESIDENT_CLASSES[-1] * complete
@@ -142,13 +140,13 @@ def _resident_class(steps: CandidateSteps) -> np.ndarray:
 
 
 def _disk_class(steps: CandidateSteps) -> np.ndarray:
-    """Of the streamed weights: 0 none, 1 some, 2 all lie on the disk."""
+    """Return how many of the streamed weights are on the disk: 0 none, 1 some, 2 all."""
     streamed = steps.layer_sizes - steps.resident
     return np.where((steps.on_disk <= 0).all(axis=0), 0, np.where((steps.on_disk >= streamed).all(axis=0), 2, 1))
 
 
 def _stretches(steps: CandidateSteps, walk: bool) -> tuple[list[DecodeStretch], int]:
-    """The stretches of the decode that some candidate has, and how many iterations of each are walked."""
+    """Return the stretches of the decode that some candidate has, and the iterations of each to walk."""
     num_walked, stretches = int(np.min(_num_walked(steps))), steps.stretches()
     counts = np.array([stretch.count for stretch in stretches])
     if walk and np.all(_is_short(counts, steps.generated, num_walked)):
@@ -158,7 +156,7 @@ def _stretches(steps: CandidateSteps, walk: bool) -> tuple[list[DecodeStretch], 
 
 
 def _predict_chunk(steps: CandidateSteps, walk: bool) -> dict:
-    """The fields of a Prediction for candidates of one structure."""
+    """Return the fields of a Prediction for candidates of one structure."""
     stretches, num_walked = _stretches(steps, walk)
     verbs = VerbSeconds(steps, stretches)
     prefill_busy, decode_busy, late = verbs.busy(0), verbs.decode_busy(), verbs.after_the_last_token()
@@ -168,7 +166,7 @@ def _predict_chunk(steps: CandidateSteps, walk: bool) -> dict:
     decoded = steps.generated - 1
     if walk:
         prefill_s, total_s, launching = _Walk(verbs, num_walked).run()
-        total_s = np.maximum(total_s, least_s)  # what a skip makes of a slow start may be too little
+        total_s = np.maximum(total_s, least_s)  # a skip may extrapolate too little of a slow start
         prefill_s = np.where(decoded > 0, prefill_s, total_s)
         decode_s = total_s - prefill_s
     total_s = prefill_s + decode_s
@@ -199,14 +197,14 @@ def _predict_chunk(steps: CandidateSteps, walk: bool) -> dict:
 
 
 class _Walk:
-    """A walk of the template run's tasks with the durations of the real runs; arrays [candidates]."""
+    """Walks the template run's tasks with the durations of the real runs; arrays [candidates]."""
 
     def __init__(self, verbs: VerbSeconds, num_walked: int):
         steps = verbs.steps
         schedule, num_layers = steps.policy.schedule, steps.problem.shape.num_layers
         self.verbs, self.num_walked = verbs, num_walked
-        self.phase_of = [0]  # of each iteration walked
-        self.after: dict[int, np.ndarray] = {}  # iteration -> how many more like it follow; < 0 takes walked ones back
+        self.phase_of = [0]  # of each walked iteration
+        self.after: dict[int, np.ndarray] = {}  # iteration -> number of like ones that follow; < 0 removes some
         for phase, stretch in enumerate(verbs.stretches, start=1):
             self.phase_of += [phase] * (1 if stretch.entry is None else num_walked)
             if stretch.entry is not None:
@@ -220,7 +218,7 @@ class _Walk:
             states=tuple(kind.state for kind in steps.kinds),
         )
         inner, outer = self.tiny.inner.num_rounds, self.tiny.outer.num_rounds
-        #: rounds of each loop that the template run leaves out
+        #: rounds of each loop that the template run omits
         if schedule == "column":
             self.skipped_inner, self.skipped_outer = steps.num_mini_batches - inner, num_layers - outer
         else:
@@ -228,13 +226,13 @@ class _Walk:
         self.full = _full_mini_batches(steps, inner if schedule == "column" else outer)
         self.prices: dict[tuple[int, TaskKey], tuple] = {}
         self.ends: list = [None] * (len(self.tiny.tasks) + self.tiny.num_moved)  # seconds; None: a task without work
-        # Before each position: when each resource is free, and up to when tasks were launched.
+        # Before each position: when each resource is free, and when the last task was launched.
         self.tails: list[list] = [[0.0] * (len(RESOURCES) + 1)]
         self.launch_s = verbs.hardware.launch_s
 
     def run(self) -> tuple[np.ndarray, np.ndarray, tuple]:
-        """(end of the prefill, end of the run), seconds from the first task's start, and the seconds that launching
-        took until either."""
+        """Return (end of the prefill, end of the run) in seconds from the first task, and the launching seconds until
+        each."""
         tiny, ends = self.tiny, self.ends
         sampled: dict[int, np.ndarray] = {}
         launched: dict[int, np.ndarray] = {}
@@ -271,7 +269,7 @@ class _Walk:
         return sampled[0], sampled[max(sampled)], (launched[0], launched[max(launched)])
 
     def _price(self, iteration: int, key: TaskKey) -> tuple:
-        """(seconds of a task or None where it has no work, candidates that have the task or None where all have it)."""
+        """Return (seconds of a task or None without work, candidates that have the task or None for all)."""
         phase = self.phase_of[iteration]
         price = self.prices.get((phase, key))
         if price is None:
@@ -287,7 +285,7 @@ class _Walk:
         return price
 
     def _skip(self, position: int) -> None:
-        """Move what happened lately on by what the template run leaves out after this position."""
+        """Advance the recent events by what the template run omits after this position."""
         inner, outer, ends = self.tiny.inner, self.tiny.outer, self.ends
         iteration, within = divmod(position, inner.num_rounds * outer.num_rounds)
         at_outer, at_inner = divmod(within, inner.num_rounds)
@@ -319,17 +317,16 @@ class _Walk:
         self.tails[-1] = [tail + move for tail, move in zip(self.tails[-1], moves)]
 
     def _least(self, iteration: int, loop: str, kinds: tuple[int, ...] = ()):
-        """Seconds of one more round of a loop on its busiest resource, the mean over layers of these kinds; the last
-        inner rounds are those of the last outer round."""
+        """Return the seconds of one more round of a loop on its busiest resource: the mean over layers of these kinds;
+        the last inner rounds are those of the last outer round."""
         return self.verbs.round_seconds(self.phase_of[iteration], loop, kinds)
 
     def _moves(self, stride: int, rounds: int, times, least, pace_rounds: int = 2) -> list:
-        """How far ``times`` more rounds of ``stride`` positions move each resource, in seconds: at the pace that it has
-        reached in the ``rounds`` walked.
+        """Return the seconds by which ``times`` more rounds of ``stride`` positions move each resource.
 
-        The pace is that of the last two rounds (slots go by turns; ``pace_rounds`` where layers differ), or of as many
-        before if that is less: what happened once, late, is not repeated. The first round may be a special one. A
-        single round has its own pace.
+        The rate is that of the last two of the ``rounds`` walked (slots alternate; ``pace_rounds`` if layers differ),
+        or of more of them if that is less, so that a single late event is not repeated. The first round may differ; a
+        single round has its own rate.
         """
         over = min(pace_rounds, rounds)
 
@@ -341,17 +338,17 @@ class _Walk:
         if rounds > over:
             back = min(over, rounds - over - 1)
             paces = [np.minimum(pace, pace_of(resource, back)) for resource, pace in enumerate(paces)]
-        limit = np.maximum(paces[0], least)  # a resource that was idle before and catches up is no slower for long
-        # Launching has no waits: where it is not behind yet, it catches up with what the others do meanwhile.
+        limit = np.maximum(paces[0], least)  # an idle resource that catches up is not slower for long
+        # Launching never waits: it catches up with the other resources while it is not behind.
         return [*(times * np.minimum(pace, limit) for pace in paces), times * pace_of(LAUNCHING, 0)]
 
 
 def _pace_kinds(loop: Loop) -> tuple[int, ...]:
-    """The kinds of the layers whose mean is the pace of a loop over layers; none of another loop."""
+    """Return the kinds of layers whose mean is the rate of a loop over layers; none for another loop."""
     return loop.kinds[: loop.before_skip][-loop.pace_rounds :] if loop.before_skip else ()
 
 
 def _full_mini_batches(steps: CandidateSteps, num_walked: int) -> list[bool | np.ndarray]:
-    """For each mini-batch walked, candidates for which it is not one of the last: True or False where for all."""
+    """Return for each walked mini-batch the candidates for which it is not one of the last: True or False for all."""
     full = np.arange(num_walked)[:, None] < num_walked - steps.num_last
     return [bool(row[0]) if row.all() or not row.any() else row for row in full]

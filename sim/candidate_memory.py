@@ -1,4 +1,4 @@
-"""The memory that candidates need: bytes of each tier, as ``core.memory`` counts them for the executor."""
+"""Memory of candidates: bytes of each tier, as ``core.memory`` counts them for the executor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexhybrid.core.problem import BufferSizes, Problem
 from flexhybrid.core.schedule.buffer_sizes import Reads, group_sizes, split_blocks
 from sim.candidates import Candidates, CandidateSteps, candidate_steps
 
-#: Latest contexts of a request in layers with a window, of which the one that needs the most memory is sought.
+#: Latest contexts, in layers with a window, among which the largest memory is sought.
 LAST_LENGTHS = 4 * BLOCK_TOKENS
 
 
@@ -24,7 +24,7 @@ def peak_of_steps(steps: CandidateSteps) -> dict[str, np.ndarray]:
 
 
 def memory_plans(steps: CandidateSteps) -> dict[str, dict[str, np.ndarray]]:
-    """``core.memory.memory_plan`` of each candidate: bytes per tier and part."""
+    """Return ``core.memory.memory_plan`` of each candidate: bytes per tier and part."""
     cached = steps.prompt + steps.generated - 1
     kept, sizes = steps.kept_of(cached), _mini_batch_sizes(steps)
     if steps.whole:
@@ -56,7 +56,7 @@ def _mini_batch_sizes(steps: CandidateSteps) -> BufferSizes:
     cached = steps.prompt + steps.generated - 1
     prompt, widest = np.minimum(steps.prompt, _most_new_tokens(steps)), steps.windows[-1]
     prompt_tokens = steps.prompt_tokens
-    if widest is not None:  # what no later token sees is not stored
+    if widest is not None:  # tokens out of sight of all later ones are not stored
         prompt_tokens = prompt_tokens - np.maximum(
             steps.dealing.stored(steps.dealing.first_stored(steps.prompt, widest))
             - steps.dealing.dropped_blocks(steps.prompt) * BLOCK_TOKENS,
@@ -77,7 +77,7 @@ def _mini_batch_sizes(steps: CandidateSteps) -> BufferSizes:
 
     reads = _reads(steps, widest)
     sizes = sizes_of(steps.size, reads)
-    if steps.lines:  # fewer requests, or a shorter context, may split elsewhere
+    if steps.lines:  # fewer requests or shorter contexts may split elsewhere
         sizes = sizes.merge(sizes_of(steps.last_size, reads))
         for window in steps.windows[:-1]:
             of_window = _reads(steps, window)
@@ -86,18 +86,18 @@ def _mini_batch_sizes(steps: CandidateSteps) -> BufferSizes:
 
 
 def _most_new_tokens(steps: CandidateSteps) -> np.ndarray:
-    """New tokens of a request in one step, at most."""
+    """Return the most new tokens of a request in one step."""
     return np.where(steps.num_chunks > 1, steps.chunk_size, np.inf)
 
 
 def _reads(steps: CandidateSteps, window: int | None) -> Reads:
-    """The steps of one request that may need the most memory in a layer with this window: its decode, and the last
-    chunks of a long prompt."""
+    """Return the steps of a request that may need the most memory in a layer with this window: decode steps and the
+    last chunks of a long prompt."""
     decodes = steps.generated > 1
     last = steps.kept_of(np.where(decodes, steps.prompt + steps.generated - 2, 0))
     stairs = steps.dealing.keeps_ids or steps.lines
     read = lengths_between(steps.prompt, last) if stairs else last[None]  # [steps, candidates]
-    if window is not None and np.any(last >= window):  # what is behind it leaves block by block
+    if window is not None and np.any(last >= window):  # older blocks leave one by one
         latest = np.maximum(last - np.arange(LAST_LENGTHS)[:, None], np.minimum(steps.prompt, last))
         read = np.concatenate([read, latest])
     running, new = np.where(decodes, 1.0, 0.0) + 0.0 * read, np.ones_like(read)

@@ -1,13 +1,11 @@
-"""Candidates, and what each mini-batch of theirs does in the prefill and in stretches of the decode.
+"""Candidates, and what their mini-batches do in the prefill and in stretches of the decode.
 
-A candidate is a policy on requests of one length; many are worked out at once, in arrays [candidates]. The sums of a
-step (``core.schedule.step_work.StepCounts``) are made here, the sizes of buffers (``BufferSizes``) in
-``candidate_memory``; what they cost in work and bytes comes from ``step_work`` and ``memory_parts``, as it does for the
-executor.
+A candidate is a policy with requests of one length; arrays [candidates] hold many. The sums of a step (``StepCounts``)
+are made here, buffer sizes (``BufferSizes``) in ``candidate_memory``; work and bytes come from ``step_work`` and
+``memory_parts``, as for the executor.
 
-``make_step`` and ``buffer_sizes`` of core are not used: they look at requests one by one, with the blocks of each, to
-say what the executor does in one iteration. A step here is the mean of many iterations of many policies, its counts are
-fractions, and requests of one length need no loop.
+Core's ``make_step`` and ``buffer_sizes`` describe one iteration request by request. A step here is the mean over many
+iterations of many policies, with fractional counts, and needs no loop over requests.
 """
 
 from __future__ import annotations
@@ -46,18 +44,18 @@ from flexhybrid.core.schedule.step_work import StepCounts
 from flexhybrid.core.workload import Workload
 from sim.template_run import most_mini_batches
 
-#: Iterations at which a stretch of the decode is looked at: whole blocks make stairs of it.
+#: Iterations sampled in a stretch of the decode, whose costs rise in steps of a block.
 SAMPLES = 4
-GROWTH = 0.25  #: of the context within a stretch of the decode (its logarithm); what binds may change as it grows
+GROWTH = 0.25  #: growth of the context within a stretch (its logarithm), as the limiting resource may change
 MOST_STRETCHES = 5
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Policies and batches to price: numbers or arrays that broadcast together, [candidates].
+    """Policies and batches to price: numbers or arrays that broadcast to [candidates].
 
-    ``policy`` says all that is not a number here: schedule, bits, attention, selection, …. All requests of a candidate
-    have the same lengths. None stands for the policy's own value.
+    ``policy`` has everything else: schedule, bits, attention, selection, … None: the policy's own value. All requests
+    of a candidate have the same lengths.
     """
 
     policy: Policy
@@ -71,23 +69,23 @@ class Candidates:
 
 
 def candidates_of(policy: Policy, workload: Workload) -> Candidates:
-    """Make one candidate: a policy and the workload's requests at their mean lengths."""
+    """Make one candidate from a policy and the workload's mean lengths."""
     return Candidates(policy, workload.num_requests, *mean_lengths(workload))
 
 
 def mean_lengths(workload: Workload) -> tuple[int, int]:
-    """(prompt tokens, generated tokens) of the mean request, rounded."""
+    """Return (prompt tokens, generated tokens) of the mean request, rounded."""
     return max(1, round(float(workload.prompt_tokens.mean()))), max(1, round(float(workload.max_tokens.mean())))
 
 
 def padded_width(prompt_tokens, max_tokens):
-    """Tokens of a mini-batch that a request takes: its whole context in blocks, whatever the shares, since only its
-    last block is partial, and a new token."""
+    """Return the tokens of a mini-batch that a request takes: its context in whole blocks, of which only the last is
+    partial, and a new token."""
     return ceil_blocks(prompt_tokens + max_tokens - 1) * BLOCK_TOKENS + 1
 
 
 def num_mini_batches(batch, prompt_tokens, max_tokens, max_mini_batch_tokens, packing: str = "balanced"):
-    """(mini-batches, requests in the largest) as ``packing.packed`` cuts requests of one length; arrays."""
+    """Return (mini-batches, requests in the largest) as ``packing.packed`` cuts requests of one length; arrays."""
     size = np.maximum(1.0, np.floor(max_mini_batch_tokens / padded_width(prompt_tokens, max_tokens)))
     if packing == "balanced":
         size = np.ceil(batch / np.ceil(batch / size))
@@ -101,8 +99,8 @@ class DecodeStretch:
 
     first: np.ndarray  #: tokens of context in the first iteration
     final: np.ndarray  #: tokens of context in the last iteration
-    count: np.ndarray  #: iterations; 0 where a candidate has none of them
-    entry: str | None = None  #: cache entry of the new tokens; None: each candidate has its own, or a mix of them
+    count: np.ndarray  #: iterations; 0 if a candidate has none
+    entry: str | None = None  #: cache entry of the new tokens; None: the candidate's own, or a mix
 
 
 class CandidateDealing(Dealing):
@@ -129,11 +127,11 @@ class CandidateDealing(Dealing):
 
 @dataclass(frozen=True)
 class CandidateSteps:
-    """A chunk of candidates whose policies differ in numbers alone: arrays [candidates]."""
+    """A chunk of candidates whose policies differ only in numbers: arrays [candidates]."""
 
     problem: Problem
-    policy: Policy  #: its cache entries without their shares; the numbers in it do not count
-    lines: dict[str, SplitLines]  #: of the entries both(…)
+    policy: Policy  #: its cache entries; their shares are not used
+    lines: dict[str, SplitLines]  #: of both(…) entries
     batch: np.ndarray
     prompt: np.ndarray  #: tokens
     generated: np.ndarray  #: tokens
@@ -143,7 +141,7 @@ class CandidateSteps:
     shares: dict[str, np.ndarray]  #: cache entry -> share of tokens
 
     def take(self, members: np.ndarray, entries: set[str]) -> CandidateSteps:
-        """The candidates of these indices, which use these cache entries alone."""
+        """Return the candidates of these indices, which use only these cache entries."""
         columns = ("batch", "prompt", "generated", "max_mini_batch_tokens", "weights_device", "weights_disk")
         return replace(
             self,
@@ -153,8 +151,8 @@ class CandidateSteps:
         )
 
     def alike(self, columns: Iterable[np.ndarray] = ()) -> Iterator[tuple[np.ndarray, set[str]]]:
-        """Yield the indices of candidates that use the same cache entries and are equal in these columns [candidates],
-        with those entries."""
+        """Yield the indices of candidates with equal cache entries and equal columns [candidates], with those
+        entries."""
         present = {entry: share > 0 for entry, share in self.shares.items()}
         codes = np.zeros(len(self.batch), dtype=np.int64)
         for column in (*present.values(), *columns):
@@ -167,16 +165,16 @@ class CandidateSteps:
 
     @property
     def stays_on_device(self) -> np.ndarray:
-        """Whether nothing but new tokens ever crosses the host link, [candidates]: as ``Policy.stays_on_device``."""
+        """Return whether only new tokens cross the host link, [candidates]: as ``Policy.stays_on_device``."""
         return self.policy.context_stays(self.shares) & (self.weights_device == 1)
 
     @cached_property
     def whole(self) -> CandidateSteps | None:
-        """The same in the layers that keep all tokens although the others do not; None: there are none."""
+        """Return the same for layers that keep all tokens although others do not; None without any."""
         if not num_keeping(self.policy.selection, self.problem.shape.num_layers):
             return None
         steps = replace(self, policy=replace(self.policy, selection=Selection()))
-        steps.__dict__["num_chunks"] = self.num_chunks  # a prompt is taken whole in all layers
+        steps.__dict__["num_chunks"] = self.num_chunks  # in all layers a prompt is computed whole
         return steps
 
     # ---- weights
@@ -192,7 +190,7 @@ class CandidateSteps:
 
     @cached_property
     def layer_sizes(self) -> np.ndarray:
-        """Bytes of a layer of each kind of weights, [kinds, 1]."""
+        """Bytes of a layer by kind of weights, [kinds, 1]."""
         return np.array([[layout.total_bytes] for layout in self.layouts])
 
     @cached_property
@@ -221,7 +219,7 @@ class CandidateSteps:
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
-        """Of each layer, the index of its kind in ``kinds``."""
+        """Each layer's index in ``kinds``."""
         return tuple(map(self.kinds.index, self.problem.shape.layer_kinds))
 
     # ---- mini-batches
@@ -242,15 +240,14 @@ class CandidateSteps:
 
     @cached_property
     def last_size(self) -> np.ndarray:
-        """Requests in each of the last mini-batches: the remainder, or, of sizes as equal as possible, one less than
-        in the first."""
+        """Requests in each of the last mini-batches: the remainder, or one less than in the first for even sizes."""
         remaining = self.batch - (self.num_mini_batches - 1) * self.size
         return np.maximum(remaining, self.size - 1) if self.policy.packing == "balanced" else remaining
 
     @cached_property
     def num_last(self) -> np.ndarray:
-        """How many of the last mini-batches have ``last_size`` requests. Where not all mini-batches are walked it is 1,
-        and the others count with their mean size."""
+        """Number of last mini-batches with ``last_size`` requests. If not all mini-batches are walked it is 1, and the
+        others count by their mean."""
         if self.policy.packing != "balanced":
             return np.ones_like(self.num_mini_batches)
         walked = most_mini_batches(self.policy, self.layers)
@@ -265,7 +262,7 @@ class CandidateSteps:
 
     @cached_property
     def chunk_size(self):
-        """Tokens of a chunk of a prompt that is longer than a mini-batch may be."""
+        """Tokens of a chunk of a prompt longer than a mini-batch."""
         return chunk_tokens(self.max_mini_batch_tokens)
 
     @cached_property
@@ -294,20 +291,20 @@ class CandidateSteps:
         return self.kept_of(self.prompt + self.generated)
 
     def kept_of(self, context):
-        """How many of a request's first ``context`` tokens stay cached."""
+        """Return how many of a request's first ``context`` tokens stay cached."""
         cached = self.prompt + self.generated - 1
         return np.minimum(kept_tokens(self._selection, self.prompt, context, cached), self._pool_tokens)
 
     @cached_property
     def _selection(self) -> Selection:
-        """The selection, a limit in bytes as a limited share of which ``_pool_tokens`` remain."""
+        """Return the selection, with a limit in bytes as a share, of which ``_pool_tokens`` remain."""
         selection = self.policy.selection
         limited = selection.pool_bytes is not None
         return replace(selection, pool=ALMOST_ALL, pool_bytes=None) if limited else selection
 
     @cached_property
     def _pool_tokens(self):
-        """Tokens that a limit in bytes leaves each request, as ``with_pool_share`` gives them to requests alike."""
+        """Return the tokens that a limit in bytes leaves each request, as ``with_pool_share`` divides it."""
         selection, bits = self.policy.selection, self.policy.bits
         if selection.pool_bytes is None:
             return np.inf
@@ -315,8 +312,8 @@ class CandidateSteps:
         return np.maximum(1.0, np.floor(blocks / self.batch)) * BLOCK_TOKENS
 
     def ever_stored(self, tokens) -> np.ndarray:
-        """How many of a request's first ``tokens`` went to each entry: [entry, ...]. Where a selection limits the
-        cache, the newest take the places of those that are dropped."""
+        """Return how many of a request's first ``tokens`` went to each entry: [entry, ...]. Under a selection that
+        limits the cache, the newest replace the dropped ones."""
         if not limits_cache(self.policy.selection):
             return self.dealing.stored(tokens)
         kept = np.broadcast_to(self.kept, np.shape(tokens))
@@ -324,40 +321,41 @@ class CandidateSteps:
         return rounds * self.dealing.stored(kept) + self.dealing.stored(tokens - rounds * kept)
 
     def _new_tokens(self, first, after) -> np.ndarray:
-        """How many iterations of those with contexts ``first``, … ``after`` − 1 store to each entry: [entry, ...]."""
+        """Return how many iterations with contexts ``first``, … ``after`` − 1 store to each entry: [entry, ...]."""
         return self.ever_stored(after) - self.ever_stored(first)
 
     # ---- what a step does
 
     @cached_property
     def prompt_tokens(self) -> np.ndarray:
-        """Tokens of a request that the prefill stores in each entry: [entry, candidates]."""
+        """Return the tokens of a request that the prefill stores in each entry: [entry, candidates]."""
         return self.dealing.tokens(self.kept_of(self.prompt))
 
     def _stored_at_once(self, num_tokens, window: int | None) -> np.ndarray:
-        """Tokens of each entry that a prompt's first ``num_tokens`` store in layers of a window, computed together."""
+        """Return the tokens of each entry that a prompt's first ``num_tokens``, computed together, store in layers of a
+        window."""
         window = self._windowed(window)
         if window is None:
             return self.dealing.tokens(self.kept_of(num_tokens))
         return self.dealing.stored(num_tokens) - self.dealing.stored(self.dealing.first_stored(num_tokens, window))
 
     def prefill(self, batch, window: int | None = None) -> StepCounts:
-        """The prefill of ``batch`` requests: ``full_size`` or ``last_size``; in layers of a window."""
+        """Return the prefill of ``batch`` requests: ``full_size`` or ``last_size``; in layers of a window."""
         stored = self._by_copy(batch * self._stored_at_once(self.prompt, window))
         return StepCounts(True, batch, self.prompt, 0.0, {}, {}, stored, window=self._windowed(window))
 
     def first_chunk(self, window: int | None = None) -> StepCounts:
-        """The first chunk of a long prompt."""
+        """Return the first chunk of a long prompt."""
         tokens = np.minimum(self.chunk_size, self.prompt)
         stored = self._by_copy(self._stored_at_once(tokens, window))
         return StepCounts(True, 1.0, tokens, 0.0, {}, {}, stored, window=self._windowed(window))
 
     def _windowed(self, window: int | None) -> int | None:
-        """The window of layers, where a selection does not choose what they look at."""
+        """Return the window of layers, unless a selection chooses what they look at."""
         return window if self.policy.selection.method == "none" else None
 
     def later_chunk(self, window: int | None = None) -> StepCounts:
-        """The mean of the chunks after the first."""
+        """Return the mean of the chunks after the first."""
         later = np.maximum(self.num_chunks - 1, 1)
         last = later * self.chunk_size
         stretch = DecodeStretch(np.minimum(self.chunk_size, last), last, later)
@@ -368,10 +366,10 @@ class CandidateSteps:
         return replace(mean, in_place=None, width=width, stored=stored, chunk=True)
 
     def stretches(self) -> list[DecodeStretch]:
-        """Cut the decode at whole blocks, and each cut by the entry that its new tokens go to: sixteen iterations on
-        end store to one entry. The last iteration stands apart. A count may be 0.
+        """Cut the decode at whole blocks, and each cut by the entry of its new tokens: sixteen consecutive iterations
+        store to one. The last iteration is apart. A count may be 0.
 
-        A block more is loaded once its first token is stored; a block more is kept as ids once the newest is full.
+        One more block is loaded once its first token is stored, and kept as ids once the newest is full.
         """
         begun = 0 if self.dealing.keeps_ids else 1
         end = self.prompt + np.maximum(self.generated - 2, 0)
@@ -388,7 +386,7 @@ class CandidateSteps:
         return [*stretches, DecodeStretch(end, end, np.where(self.generated > 1, 1.0, 0.0))]
 
     def decode(self, stretch: DecodeStretch, window: int | None = None) -> Callable[[np.ndarray | float], StepCounts]:
-        """The mean step over the iterations of a stretch, in layers of a window, as a function of its requests."""
+        """Return a stretch's mean step, in layers of a window, as a function of its requests."""
         at, weight = self._samples(stretch)
         window = self._windowed(window)
 
@@ -398,7 +396,7 @@ class CandidateSteps:
         held, reserved = self.by_entry(self.dealing.held(at, window)), self.reserved_in(window)
         tokens = self.by_entry(self.dealing.tokens(at, window)) if self.lines or window is not None else {}
         recomputed = mean(self.dealing.tok_blocks(at)) * BLOCK_TOKENS if self.dealing.keeps_ids else 0.0
-        context = mean(at) - recomputed if window is None else mean(sum(tokens.values()))  # cached, that is read
+        context = mean(at) - recomputed if window is None else mean(sum(tokens.values()))  # cached, that is, read
         new_tokens = None  # of one iteration
         if stretch.entry is None:
             new_tokens = self._new_tokens(stretch.first, stretch.final + 1) / (stretch.final + 1 - stretch.first)
@@ -445,13 +443,13 @@ class CandidateSteps:
         return step_of
 
     def _samples(self, stretch: DecodeStretch) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens in the cache at a few iterations of a stretch, and the share of the stretch that each stands for:
-        [samples, candidates]. Only iterations whose new token goes to the stretch's entry count. Where few blocks are
+        """Return the cached tokens at a few iterations of a stretch, and the share of it that each represents:
+        [samples, candidates]. Only iterations whose new token goes to the stretch's entry count; if few blocks are
         added, each number of blocks has its own samples."""
         first, final = stretch.first, stretch.final
         if np.all(first == final):
             return np.minimum(first, self.kept)[None], np.ones_like(first)[None]
-        # Within a block a split point may change; a block is dropped when the newest is full.
+        # Within a block the split point may change; a block is dropped when the newest is full.
         if self.lines:
             spans = [(token, token) for token in range(1, BLOCK_TOKENS + 1)]
         else:
@@ -476,18 +474,18 @@ class CandidateSteps:
 
     @cached_property
     def reserved(self) -> dict[str, np.ndarray]:
-        """Blocks of each entry that a request reserves."""
+        """Return the blocks of each entry that a request reserves."""
         last = self.kept_of(self.prompt + self.generated - 1)
         first = np.where(self.num_chunks > 1, self.chunk_size, self.prompt)  # the first length that is held completely
         return self.by_entry(self.dealing.most_blocks(first, last))
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """Kinds of layers by the window that they keep; the last one keeps the most."""
+        """Return the kinds of layers by window; the last keeps the most."""
         return tuple(layers_by_window(self.problem.shape, self.policy.selection))
 
     def reserved_in(self, window: int | None) -> dict[str, np.ndarray]:
-        """Blocks of each entry that a request reserves in a layer with this window."""
+        """Return the blocks of each entry that a request reserves in a layer with this window."""
         if window is None:
             return self.reserved
         at_most = self.by_entry(self.dealing.in_window(window))
@@ -495,7 +493,7 @@ class CandidateSteps:
 
 
 def candidate_steps(problem: Problem, candidates: Candidates) -> tuple[CandidateSteps, tuple[int, ...]]:
-    """Lay candidates out side by side in flat arrays of floats; and the shape that their numbers broadcast to.
+    """Lay candidates out in flat float arrays; return them and the shape that their numbers broadcast to.
 
     Cache entries without a share in any candidate are left out.
     """

@@ -1,8 +1,8 @@
-"""A machine's lines, corrected by what tasks took in a few iterations of a job (trials).
+"""Corrects a machine's lines by the measured times of a few iterations of a job (trials).
 
-Each line that ran is scaled to the seconds of its tasks. A line that ran at sizes far apart, by other times at each, is
-fitted again: its overhead, and its slope as a whole (operations and bytes alike). What a step takes beyond the virtual
-clock of the corrected lines is waiting that no line explains: one factor for the resource that limits the step.
+Each line is scaled to its tasks' seconds. A line that ran at very different sizes, with different ratios, is fitted
+again: its overhead, and its slope as a whole. A step's time beyond the virtual clock of the corrected lines is waiting
+without a line: one factor for the resource that limits the step.
 """
 
 import statistics
@@ -17,10 +17,10 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.trace import LineKey, LineTimes, TraceEvent
 from sim import virtual_clock
 
-TRIALS = "corrected by trials"  #: key of a record's notes: what was measured over what was known, by line and resource
-OUTLIER = 2.0  #: times as long as the median task of its line: such a task was disturbed
-APART, ALIKE = 1.5, 0.03  #: sizes that are far apart, by their known seconds; ratios that are alike
-LEAST_TOLD, MOST_TOLD = 0.03, 3  #: changes of a line that are told, and how many lines are
+TRIALS = "corrected by trials"  #: key of a record's notes: measured over known, by line and resource
+OUTLIER = 2.0  #: multiple of its line's median above which a task was disturbed
+APART, ALIKE = 1.5, 0.03  #: ratio of sizes that are far apart, in known seconds; equal ratios
+LEAST_TOLD, MOST_TOLD = 0.03, 3  #: least change of a line that is reported, and number of reported lines
 
 Run = tuple[Policy, Mapping[LineKey, LineTimes]]  #: iterations under a policy
 
@@ -36,8 +36,7 @@ class _Point(NamedTuple):
 
 
 def times_of(trace: list[TraceEvent], hardware: Hardware) -> dict[LineKey, LineTimes]:
-    """Return the times of each line in a trace's iterations after the first, without tasks that were disturbed
-    (OUTLIER)."""
+    """Return the times of each line in a trace after its first iteration, without disturbed tasks (OUTLIER)."""
     first = min(event.task.iteration for event in trace)
     events: dict[LineKey, list[tuple[TraceEvent, float]]] = {}
     for event in trace:
@@ -56,9 +55,8 @@ def times_of(trace: list[TraceEvent], hardware: Hardware) -> dict[LineKey, LineT
 
 
 def corrected(hardware: Hardware, runs: Iterable[Run]) -> Hardware:
-    """Return the machine with its lines as these runs show them; a line that did not run is scaled as those of its
-    resource that did. The notes (TRIALS) have the factor of each line, the one that changes the runs most first, and no
-    contention: it is in the lines."""
+    """Return the machine with its lines as these runs show them; lines without tasks scale like the others of their
+    resource. The notes (TRIALS) list the factors, largest effect first; contention is now in the lines."""
     hardware = hardware.contended
     points: dict[str, list[_Point]] = {}
     known: dict[str, Line] = {}
@@ -89,14 +87,14 @@ def _mean_task(line: Line, times: LineTimes) -> _Point:
 
 
 def _change(points: list[_Point]) -> tuple[float, float]:
-    """Return how many seconds more the runs' tasks of a line took than was known, and how many times as long."""
+    """Return the extra seconds of the runs' tasks of a line, and the factor."""
     known, measured = (sum(p.tasks * s for p, s in zip(points, of)) for of in zip(*(p[1:3] for p in points)))
     return measured - known, measured / known
 
 
 def _refitted(line: Line, points: list[_Point]) -> Line:
-    """Return the line scaled to the points, or with its overhead and its slope fitted to them."""
-    from scipy.optimize import nnls  # takes a quarter of a second to load
+    """Return the line scaled to the points, or with overhead and slope fitted to them."""
+    from scipy.optimize import nnls  # takes 0.25 s to load
 
     work_s, known_s, measured_s = (np.array(column) for column in zip(*(point[:3] for point in points)))
     times, ratios = _change(points)[1], measured_s / known_s
@@ -109,8 +107,8 @@ def _refitted(line: Line, points: list[_Point]) -> Line:
 
 
 def with_waiting(hardware: Hardware, traces: Iterable[tuple[Policy, list[TraceEvent]]], last: int) -> Hardware:
-    """Return the machine with each resource that limits runs slower, or faster, as their steps are measured against the
-    virtual clock of the same tasks: the median of the runs that it limits. ``last``: see ``TraceWindow``."""
+    """Return the machine with each limiting resource scaled by its steps' measured time over the virtual clock's: the
+    median over the runs that it limits. ``last``: see ``TraceWindow``."""
     ratios: dict[str, list[float]] = {}
     for policy, trace in traces:
         walked = virtual_clock.run((event.task for event in trace), hardware.at_work(policy))
@@ -122,7 +120,7 @@ def with_waiting(hardware: Hardware, traces: Iterable[tuple[Policy, list[TraceEv
 
 
 def told(hardware: Hardware) -> str:
-    """Return in words what trials changed: the lines that change most, and the waiting of resources."""
+    """Return in words what trials changed: the most changed lines, and the waiting of resources."""
     note = hardware.notes[TRIALS]
     changed = [f"{name} takes {of:.2f}" for name, of in note["lines"].items() if abs(of - 1) > LEAST_TOLD][:MOST_TOLD]
     parts = [f"{', '.join(changed)} of the profile's time" if changed else "tasks take the profile's time"]

@@ -17,7 +17,7 @@ from flexhybrid.core.wave import Wave
 
 
 def hardware_of(problem: Problem, policy: Policy | None = None) -> Hardware:
-    """The machine to price on; with a policy, as that leaves it (``Hardware.at_work``). Raises InputError where the
+    """Return the machine to price on, with a policy as that leaves it (``Hardware.at_work``). Raise InputError if the
     problem names none."""
     if problem.hardware is None:
         raise InputError(f"{problem.shape.name}: without a hardware record nothing can be predicted")
@@ -25,7 +25,7 @@ def hardware_of(problem: Problem, policy: Policy | None = None) -> Hardware:
 
 
 def hardware_of_wave(wave: Wave) -> Hardware:
-    """The machine as a wave's policy leaves it, its links as slow as the memories that the wave fills make them."""
+    """Return the machine as a wave's policy leaves it, with links slowed by the memories that the wave fills."""
     hardware = hardware_of(wave.problem, wave.policy)
     if not hardware.notes.keys() & {FAR_MEMORY, PAGE_CACHE}:
         return hardware
@@ -38,11 +38,10 @@ def hardware_of_wave(wave: Wave) -> Hardware:
 
 
 def byte_times(hardware: Hardware, peak_bytes: Mapping[str, Any]) -> dict[str, Any]:
-    """Link -> how many times as long a byte takes when a run fills so many bytes of each tier (numbers or arrays).
+    """Return link -> factor on the time of a byte when a run fills this much of each tier (numbers or arrays).
 
-    All that a tier holds crosses equally often: the mean over its bytes. The near node's memory is filled first, and
-    what the page cache holds is in the host memory that the run leaves free. Links whose rate does not depend on this
-    are left out.
+    All bytes of a tier cross equally often, so it is their mean. The near node's memory fills first; the page cache
+    uses the host memory that the run leaves free. Other links are absent.
     """
     times: dict[str, Any] = {}
     host, disk = (np.maximum(peak_bytes[tier], 1.0) for tier in ("host", "disk"))
@@ -56,5 +55,5 @@ def byte_times(hardware: Hardware, peak_bytes: Mapping[str, Any]) -> dict[str, A
 
 
 def price(hardware: Hardware, verb: str, resource: str, work: Work):
-    """Seconds of one task. The work's counts may be numpy arrays, then so is the result."""
+    """Return the seconds of one task; the work's counts, and so the result, may be numpy arrays."""
     return task_seconds(hardware.line(verb, resource, work.line), resource, work)

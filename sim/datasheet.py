@@ -1,7 +1,7 @@
-"""Machines from their datasheets: a file of peaks, sizes and shares in people's units, and the record that follows.
+"""Machines from datasheets: a file of peaks, sizes and shares in customary units, and the record made of it.
 
-The numbers of the file are the ones that count: every line of the record is a peak times a share, or a rate under
-``lines``, which changes with its peak and share. ``docs/simulating.md`` describes the format.
+Every line of the record is a peak times a share, or a rate under ``lines``, which scales with its peak and share.
+``docs/simulating.md`` describes the format.
 """
 
 import json
@@ -18,10 +18,10 @@ from flexhybrid.core.units import parse_bytes
 
 FORMAT = "flexhybrid-datasheet-1"
 
-#: Shares of the peaks that are assumed where a file names none: large matrix products, streaming reads and decode
-#: attention of the device's memory, long copies over the link, the host's memory and vector units in attention.
+#: Assumed shares of the peaks, if a file names none: large matrix products, streaming reads and decode attention of
+#: the device's memory, long copies over the link, the host's memory and vector units in attention.
 SHARES = {"gemm": 0.6, "memory": 0.8, "attention_memory": 0.6, "link": 0.8, "host_memory": 0.6, "host_flops": 0.3}
-OVERHEAD_US = {"compute": 10.0, "link": 10.0, "host": 20.0, "disk": 100.0}  #: of a task; assumed likewise
+OVERHEAD_US = {"compute": 10.0, "link": 10.0, "host": 20.0, "disk": 100.0}  #: of a task; assumed too
 SCATTER_GB_PER_S = 20.0  #: of one host core; a public STREAM run on a DGX A100 gives one thread 28
 HOST = {"host_memory_gb_per_s": 51.2, "host_tflops": 1.0}  #: two channels of DDR4-3200; sixteen AVX2 cores at 2 GHz
 KINDS = ("measured", "fitted", "assumed", "stated")
@@ -29,7 +29,7 @@ KINDS = ("measured", "fitted", "assumed", "stated")
 
 @dataclass(frozen=True, kw_only=True)
 class Datasheet:
-    """A machine in people's units: 10^12 operations and 10^9 bytes a second; memories as "24GiB"."""
+    """A machine in customary units: 10^12 operations/s, 10^9 bytes/s, memories as "24GiB"."""
 
     name: str
     tflops: float  #: of the tensor cores in FP16 with FP32 sums, dense
@@ -42,29 +42,27 @@ class Datasheet:
     disk_memory: str | None = None
     disk_read_gb_per_s: float | None = None
     disk_write_gb_per_s: float | None = None
-    #: of what free host memory holds of the disk, for code that reads through the page cache (ours does not)
+    #: rate at which the page cache serves disk reads, for code that reads through it (ours does not)
     disk_cached_gb_per_s: float | None = None
     host_near_memory: str | None = None  #: of the node that the link is at; None: all of it
-    host_far_share: float | None = None  #: of the link's rate, from the memory of the other node
+    host_far_share: float | None = None  #: of the link's rate, from the other node's memory
     device_reserve: str | None = None
     price_per_hour: float | None = None  #: of the machine, in US dollars
-    watts: float | None = None  #: that the device draws at work
+    watts: float | None = None  #: drawn under load
     gpu: str = ""
     testbed: str = ""  #: whose machine it is
-    shares: dict = field(default_factory=dict)  #: of the peaks, in place of SHARES
-    overhead_us: dict = field(default_factory=dict)  #: in place of OVERHEAD_US
+    shares: dict = field(default_factory=dict)  #: of the peaks, instead of SHARES
+    overhead_us: dict = field(default_factory=dict)  #: instead of OVERHEAD_US
     scatter_gb_per_s: float = SCATTER_GB_PER_S
-    lines: dict = field(default_factory=dict)  #: verb or resource -> tflops, gb_per_s, overhead_us, as they are
-    #: likewise: what the peaks and shares gave for ``lines`` when these were fitted (what they give). A line is scaled
-    #: by the ratio of what they give to this.
+    lines: dict = field(default_factory=dict)  #: verb or resource -> tflops, gb_per_s, overhead_us, final values
+    #: what peaks and shares gave for ``lines`` when these were fitted; a line scales by the ratio of today's to this
     in_place_of: dict = field(default_factory=dict)
-    #: that decode steps read keys and values where they lie, as our engine's do; False: its ``lines`` are of code that
-    #: lays them side by side first
+    #: decode steps read keys and values in place, as in our engine; False: ``lines`` are of code that assembles them
     attends_in_place: bool = True
     rates: dict = field(default_factory=dict)  #: ``kind``, one of KINDS, with ``on`` and ``held_out`` in words
     source: str = ""
-    sources: dict = field(default_factory=dict)  #: field -> where its number is from
-    published_fit: dict = field(default_factory=dict)  #: what others fitted on this machine
+    sources: dict = field(default_factory=dict)  #: field -> source of its number
+    published_fit: dict = field(default_factory=dict)  #: what others fitted to this machine
 
     def __post_init__(self):
         where = f"machine {self.name}: "
@@ -103,7 +101,7 @@ class Datasheet:
         object.__setattr__(self, "in_place_of", self.in_place_of or self.replaced())
 
     def by_shares(self) -> dict[str, Line]:
-        """Return the lines that are made of peaks and shares alone."""
+        """Return the lines made of peaks and shares alone."""
         shares, overhead = SHARES | self.shares, {k: 1e-6 * v for k, v in (OVERHEAD_US | self.overhead_us).items()}
 
         def line(where: str, tflops: float = 0.0, gb_per_s: float = 0.0) -> Line:
@@ -127,7 +125,7 @@ class Datasheet:
         return lines
 
     def replaced(self) -> dict[str, dict[str, float]]:
-        """Return what peaks and shares give in place of the numbers of ``lines``, where they give any."""
+        """Return what peaks and shares give for the numbers of ``lines``, where they give any."""
         plain, found = self.by_shares(), {}
         for key, own in self.lines.items():
             rates = in_rates(plain.get(key) or plain.get(resource_of_line(key) or "") or Line())
@@ -135,7 +133,7 @@ class Datasheet:
         return found
 
     def hardware(self) -> Hardware:
-        """Return the record: lines of seconds a flop and a byte."""
+        """Return the record: lines in seconds per FLOP and byte."""
         lines, replaced = self.by_shares(), self.replaced()
         for key, own in self.lines.items():
             before = lines.get(key) or lines.get(resource_of_line(key) or "") or Line()
@@ -176,7 +174,7 @@ class Datasheet:
         )
 
     def _shares_in_words(self) -> str:
-        """Return where rates come from in a file without ``rates``: the usual shares of peaks, or the file's own."""
+        """Return the origin of rates for a file without ``rates``: the assumed shares, or the file's own."""
         others = [f"{name} {value:g}" for name, value in self.shares.items() if value != SHARES[name]]
         return "shares of datasheet peaks" + (f"; its file has {' and '.join(others)}" if others else "")
 
@@ -204,7 +202,7 @@ def load_datasheet(path: str | Path) -> Datasheet:
         raise InputError(f"{path}: the field {missing[0]!r} is missing; a machine needs {', '.join(needed)}")
     try:
         sheet = Datasheet(**data)
-        sheet.hardware()  # its memories can be read
+        sheet.hardware()  # its memories can be parsed
         noted = data.get("in_place_of", {})
         if strange := [key for key, own in noted.items() if own.keys() - sheet.lines.get(key, {}).keys()]:
             raise InputError(f"in_place_of: {strange[0]} has rates that lines has not in their place")
@@ -219,13 +217,13 @@ def load_datasheet(path: str | Path) -> Datasheet:
 
 
 def is_record(path: str | Path) -> bool:
-    """Return whether a file is a measured record and no datasheet. Raise InputError where it cannot be read."""
+    """Return whether a file is a measured record, not a datasheet. Raise InputError if it cannot be read."""
     data = load_json(path, "hardware file ")
     return isinstance(data, dict) and data.get("format") == RECORD
 
 
 def load_machine(path: str | Path) -> Hardware:
-    """Read a machine's file, a datasheet or a measured record. Raise InputError with the file and what is wrong."""
+    """Read a machine's file, a datasheet or a measured record. Raise InputError naming the file and the fault."""
     data = load_json(path, "hardware file ")
     form = data.get("format") if isinstance(data, dict) else None
     if form == FORMAT:
@@ -239,7 +237,7 @@ def load_machine(path: str | Path) -> Hardware:
 
 
 def in_rates(line: Line) -> dict[str, float]:
-    """Return a line in people's units, without what costs nothing."""
+    """Return a line in customary units, without zero costs."""
     rates = {"tflops": 1e12 * line.s_per_flop, "gb_per_s": 1e9 * line.s_per_byte}
     rates = {"overhead_us": 1e6 * line.overhead_s} | {name: 1 / cost for name, cost in rates.items() if cost}
     return {name: float(f"{rate:.12g}") for name, rate in rates.items()}

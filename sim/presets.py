@@ -1,7 +1,7 @@
-"""Presets: every known system is one short function that returns a Policy.
+"""Presets: each known system is a short function that returns a Policy.
 
-Those whose placement the papers find by an optimisation of their own (FlexGen, CAPTURE) are in
-``policy_search.systems``, which also knows all names.
+Systems whose papers find the placement by optimization (FlexGen, CAPTURE) are in ``policy_search.systems``, which also
+has all names.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from flexhybrid.core.policy import WHOLE_BATCH, Bits, Overlap, Placement, Policy
 from flexhybrid.core.units import parse_bytes
 
 _RESIDENT = Placement(device=1.0)
-_NEWEST_ALONE = 1e-6  #: a share of tokens that rounds to no block: its entry has the newest one, which is never dropped
-#: CAPTURE's buffers hold 8,192 cached tokens, four requests of 2,048; ours also count each request's new token.
+_NEWEST_ALONE = 1e-6  #: a share that rounds to no block: its entry has only the newest block, which is never dropped
+#: CAPTURE's buffers hold 8,192 cached tokens, four requests of 2,048; ours also count the new tokens.
 CAPTURE_MINI_BATCH_TOKENS = 8192 + 16
 
 
@@ -40,7 +40,7 @@ def act_only(max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS) -> Policy:
 def hybrid(share: float, max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS) -> Policy:
     """A share of each request's tokens as ACT, the rest as KV, all on the host (CAPTURE-Hybrid-Cache).
 
-    Raises InputError for a share outside 0..1.
+    Raise InputError for a share outside 0..1.
     """
     share = _share(share, "hybrid: the ACT share")
     cache = {"act@host": share, "kv@host": 1.0 - share}
@@ -48,19 +48,19 @@ def hybrid(share: float, max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS)
 
 
 def static_share(shape: ModelShape) -> float:
-    """ACT share of tokens at which ACT and KV take the same bytes: 1 / (1 + ACT/KV byte ratio); 2/3 for multi-head
+    """Return the ACT share at which ACT and KV take equal bytes: 1 / (1 + ACT/KV byte ratio); 2/3 for multi-head
     attention (CAPTURE section V: the static hybrid)."""
     return 1.0 / (1.0 + shape.act_token_bytes(1) / shape.kv_token_bytes(1))
 
 
 def hybrid_static(shape: ModelShape, max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS) -> Policy:
-    """Equal host bytes in ACT and KV, whatever the machine."""
+    """Equal host bytes in ACT and KV on any machine."""
     return replace(hybrid(static_share(shape), max_mini_batch_tokens), name="hybrid_static")
 
 
 def resident(max_mini_batch_tokens: int = 8192) -> Policy:
-    """Weights and keys and values on the device: nothing crosses the link. (By name in ``policy_search.systems``, where
-    not all weights fit, as many as do.)"""
+    """Weights, keys and values on the device: the link is idle. (By name in ``policy_search.systems``, with the weights
+    that fit.)"""
     return Policy("resident", _RESIDENT, cache={"kv@device": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
@@ -70,8 +70,8 @@ def ideal() -> Policy:
 
 
 def deepspeed(bits: int | None = None, cache: str = "device") -> Policy:
-    """DeepSpeed ZeRO-Inference: one batch, layer after layer, weights streamed, keys and values on the device. ``bits``
-    of the weights, native by default; ``cache`` "host": keys and values lie there, and the host attends to them."""
+    """DeepSpeed ZeRO-Inference: one batch, layer after layer, weights streamed, keys and values on the device.
+    ``bits``: of the weights (default: native). ``cache`` "host": keys and values there, attended to by the host."""
     return Policy(
         "deepspeed", cache={f"kv@{cache}": 1.0}, schedule="row", max_mini_batch_tokens=WHOLE_BATCH,
         packing="fifo", weight_order="natural", attention=cache, bits=Bits(weights=bits or "native"),
@@ -79,9 +79,8 @@ def deepspeed(bits: int | None = None, cache: str = "device") -> Policy:
 
 
 def accelerate(cache: str = "host") -> Policy:
-    """Hugging Face's static cache: offloaded, weights resident, each layer's whole reserved cache copied in turn,
-    nothing overlapped (KVPR section 4.1). ``cache`` "device": it stays there, as beside offloaded weights (FlexGen's
-    baseline)."""
+    """Hugging Face's static cache: offloaded, weights resident, each layer's whole reserved cache copied, no overlap
+    (KVPR section 4.1). ``cache`` "device": not copied, next to offloaded weights (FlexGen's baseline)."""
     return Policy(
         "accelerate", _RESIDENT, cache={f"kv@{cache}": 1.0}, schedule="row", max_mini_batch_tokens=WHOLE_BATCH,
         packing="fifo", static_cache=True, overlap="none",
@@ -89,8 +88,8 @@ def accelerate(cache: str = "host") -> Policy:
 
 
 def token_recompute(ratio: float, max_mini_batch_tokens: int = 8192) -> Policy:
-    """A leading share of the tokens recomputed through all layers, the rest as keys and values on the host; of 1, all
-    but each request's newest block."""
+    """A leading share of the tokens is recomputed through all layers, the rest kept as keys and values on the host. At
+    share 1, all but each request's newest block."""
     ratio = _share(ratio, "token_recompute: the ratio")
     recomputed = min(ratio, 1.0 - _NEWEST_ALONE)
     shares = {"tok": recomputed, "kv@host": 1.0 - recomputed}
@@ -99,9 +98,9 @@ def token_recompute(ratio: float, max_mini_batch_tokens: int = 8192) -> Policy:
 
 
 def kvpr_row(split: str = "paper", act: str = "host") -> Policy:
-    """KVPR for latency: weights resident, one batch. ``act``: the tier of the layer inputs; the paper's text has them
-    on the device, its memory figures on the host. ``split``: ``Policy.split``; by name, where recomputing never pays,
-    no layer inputs are kept (``policy_search.systems``)."""
+    """KVPR for latency: weights resident, one batch. ``act``: tier of the layer inputs (the paper's text: device;
+    its memory figures: host). ``split``: ``Policy.split``. By name, layer inputs are dropped where recomputing never
+    pays."""
     return Policy(
         f"kvpr_row({split})", _RESIDENT, cache={f"both(kv@host,act@{act})": 1.0}, schedule="row",
         max_mini_batch_tokens=WHOLE_BATCH, packing="fifo", split=split,
@@ -109,9 +108,8 @@ def kvpr_row(split: str = "paper", act: str = "host") -> Policy:
 
 
 def kvpr_column(split: str = "paper", hiding: bool = True, max_mini_batch_tokens: int = 8192) -> Policy:
-    """KVPR for throughput: weights streamed, mini-batches in turn. ``hiding``: W_K and W_V cross the link first, then
-    the layer inputs, so that recomputing starts before the rest has come (KVPR section 3.3). ``split`` as in
-    ``kvpr_row``."""
+    """KVPR for throughput: weights streamed, several mini-batches. ``hiding``: W_K and W_V cross first, then the layer
+    inputs, so that recomputation starts before the rest arrives (KVPR section 3.3). ``split`` as in ``kvpr_row``."""
     return Policy(
         f"kvpr_column({split})", cache={"both(kv@host,act@host)": 1.0},
         max_mini_batch_tokens=max_mini_batch_tokens, packing="fifo", split=split,
@@ -120,7 +118,7 @@ def kvpr_column(split: str = "paper", hiding: bool = True, max_mini_batch_tokens
 
 
 def offloaded(max_mini_batch_tokens: int = WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
-    """FlexGen with everything but the cache on the device, as InfiniGen runs it: one task after the other."""
+    """FlexGen with only the cache off the device, as InfiniGen runs it: one task after another."""
     return Policy(
         "offloaded", _RESIDENT, cache={"kv@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens, packing="fifo",
         weight_order="natural", overlap=overlap,
@@ -128,7 +126,7 @@ def offloaded(max_mini_batch_tokens: int = WHOLE_BATCH, overlap: Overlap = "none
 
 
 def int4(max_mini_batch_tokens: int = WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
-    """FlexGen's group-wise 4-bit cache: keys and values alone; the weights keep their native bits."""
+    """FlexGen's group-wise 4-bit cache for keys and values; weights keep their native bits."""
     return replace(offloaded(max_mini_batch_tokens, overlap), name="int4", bits=Bits(kv=4))
 
 
@@ -145,7 +143,7 @@ def h2o(
     **places: str,
 ) -> Policy:
     """H2O: heavy hitters and a recent window, a fixed share of the prompt, in the tier ``cache``. The first
-    ``whole_layers`` keep all tokens, as layers 0 and 1 do in the authors' code. ``places``: attention, hidden."""
+    ``whole_layers`` keep all tokens, as layers 0 and 1 in the authors' code. ``places``: attention, hidden."""
     name = f"h2o({_share(budget, 'h2o: the budget'):g})"
     selection = Selection("heavy_hitter", budget=budget, whole_layers=whole_layers)
     policy = replace(offloaded(max_mini_batch_tokens, "full"), name=name, selection=selection)
@@ -162,11 +160,10 @@ def infinigen(
     max_mini_batch_tokens: int = WHOLE_BATCH,
     **fields: Any,
 ) -> Policy:
-    """InfiniGen: each layer's important tokens guessed one layer ahead, only those fetched; partial keys on the device.
-    ``expected``: the share that was measured to be fetched, where it is known. ``pool``: the share of the cache that
-    is held, or, above 1 or with a unit ("20GiB"), the bytes that the requests of a wave hold together. ``fields``:
-    ``whole_layers`` and ``columns`` of the selection, where they are not the paper's.
-    """
+    """InfiniGen: each layer's important tokens are predicted one layer ahead and only those fetched; partial keys on
+    the device. ``expected``: measured share of fetched tokens, if known. ``pool``: kept share of the cache, or, above 1
+    or with a unit ("20GiB"), bytes of all requests of a wave. ``fields``: ``whole_layers`` and ``columns``, if not the
+    paper's."""
     share = None if isinstance(pool, str) or pool > 1 else pool
     selection = Selection(
         "speculative",
@@ -184,7 +181,7 @@ def infinigen(
 
 
 def fastdecode(max_mini_batch_tokens: int = 8192) -> Policy:
-    """FastDecode: attention beside the cache, on the host. How many GPUs share the host is the implementation's."""
+    """FastDecode: attention on the host, next to the cache. ``implementation`` has how many GPUs share the host."""
     return Policy(
         "fastdecode", _RESIDENT, cache={"kv@host": 1.0}, attention="host", packing="fifo",
         max_mini_batch_tokens=max_mini_batch_tokens,

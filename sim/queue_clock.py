@@ -1,9 +1,8 @@
-"""Prices a queue of requests, whose places are taken anew as answers end, in about a second however long it is.
+"""Prices a queue whose places are refilled as answers end, in about a second for any length.
 
-``sim.queue_counts`` says who runs in which iteration. A few iterations are walked on the virtual clock, with the very
-tasks of the plan maker. From their work on each resource that of the others follows by what they have to do (requests,
-tokens of context, prompts); an iteration takes as long as its busiest resource, and as much longer as those walked
-around it do.
+``sim.queue_counts`` counts which requests run in which iteration. A few iterations are walked on the virtual clock,
+with the planner's own tasks. Their work per resource gives that of the others in proportion to requests, context tokens
+and prompts. An iteration takes its busiest resource's time, times the walked iterations' ratio of the two.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.positions import Stops
-from flexhybrid.core.schedule.refill import stores_exactly
+from flexhybrid.core.schedule.scheduler import stores_exactly
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.wave import Wave, admit
@@ -37,25 +36,25 @@ from sim.queue_counts import RunIntervals, intervals
 from sim.template_run import layer_loop
 
 MOST_COUNTED = 5_000  #: requests; a longer queue is sampled evenly
-RUN = 64  #: of them, that follow each other
-WALKED_TASKS = 40_000  #: of a price: about a second
-ROUGH_TASKS, ROUGH_WINDOWS = 8_000, 12  #: of one that only ranks, at most
+RUN = 64  #: of them, consecutive ones
+WALKED_TASKS = 40_000  #: tasks of a price: about a second
+ROUGH_TASKS, ROUGH_WINDOWS = 8_000, 12  #: tasks of a price that only ranks
 LEAST_WINDOWS, MOST_WINDOWS = 5, 60  #: pairs of iterations that are walked
-THINNED = 2  #: iterations in which many join that are walked with fewer, where answers may end by themselves
-WALKED_LAYERS, PACE_LAYERS = 6, 2  #: layers that are walked of a model, and of them those whose pace the others have
-MIXED_POSITIONS = 3  #: mini-batches for which ``layer_loop`` counts the layers of several kinds that are walked
-MANY_MINI_BATCHES = 16  #: where more share a layer, two layers less show the pace
+THINNED = 2  #: iterations with many joins walked again with fewer, if answers may end early
+WALKED_LAYERS, PACE_LAYERS = 6, 2  #: walked layers of a model, and those of them whose rate the others have
+MIXED_POSITIONS = 3  #: mini-batches for which ``layer_loop`` counts the walked layers of several kinds
+MANY_MINI_BATCHES = 16  #: if more share a layer, two layers fewer show the rate
 PHASES = ("ramp", "steady", "drain")
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a queue: until a place is first taken anew; until nobody waits; until the end."""
+    """A phase of a queue: until a place is first refilled; until no request waits; until the end."""
 
     iterations: float
     seconds: float
     tokens: float  #: generated
-    running: float  #: requests at a time, the mean over iterations
+    running: float  #: running requests, mean over iterations
 
     @property
     def tokens_per_s(self) -> float:
@@ -63,25 +62,25 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Pace:
-    """Seconds of an iteration, from what is done in it."""
+class IterationCost:
+    """Cost of an iteration in seconds, from what it does."""
 
-    factors: dict[str, np.ndarray]  #: resource -> seconds of work for one of each of ``iteration_loads``
+    factors: dict[str, np.ndarray]  #: resource -> seconds of work per unit of each of ``iteration_loads``
     num_mini_batches: int
-    waiting: tuple[float, float]  #: times as long as the busiest resource, where nobody joins and where somebody does
-    exact: bool = True  #: ``SharedBlocks.exact``: what requests share is computed once
+    waiting: tuple[float, float]  #: ratio to the busiest resource, without and with joining requests
+    exact: bool = True  #: ``SharedBlocks.exact``: shared blocks are computed once
 
     def seconds(
         self, counted: RunIntervals, prefixes: Prefixes | None = None, cached: np.ndarray | None = None
     ) -> np.ndarray:
         """Return the seconds of each iteration of these intervals, of requests that share ``prefixes``. ``cached``
-        [intervals]: whose contexts need no computing (None: none)."""
+        [intervals]: contexts that need no computation (None: none)."""
         loads = iteration_loads(counted, self.num_mini_batches, prefixes, self.exact, cached)
         longest = np.max(list(self._work(loads).values()), axis=0)
         return longest * np.where(loads[:, JOINING] > 0, self.waiting[1], self.waiting[0])
 
-    def slowed(self, times: Mapping[str, float]) -> Pace:
-        """Return the pace of a machine of which a resource takes ``times`` as long for its work."""
+    def slowed(self, times: Mapping[str, float]) -> IterationCost:
+        """Return the cost on a machine whose resources take ``times`` as long."""
         return replace(self, factors={r: times.get(r, 1.0) * factors for r, factors in self.factors.items()})
 
     def work(self, counted: RunIntervals, prefixes: Prefixes | None = None) -> dict[str, np.ndarray]:
@@ -102,15 +101,16 @@ def iteration_loads(
     exact: bool = True,
     cached: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return what each iteration has to do: [iterations, loads]: itself, steps that decode, steps that compute prompts,
-    requests that decode, tokens of their context of their own, requests that join, tokens that are computed of their
-    prompts, pairs that these attend to; of shared context the tokens attended to and loaded.
+    """Return the loads of each iteration, [iterations, loads]: 1, decode steps, prompt steps, decoding requests, their
+    own context tokens, joining requests, computed prompt tokens, pairs that these attend to, shared context tokens
+    attended to, and loaded.
 
-    ``exact``: see ``Pace``; ``cached``: see ``Pace.seconds``."""
+    ``exact``: see ``IterationCost``; ``cached``: see ``IterationCost.seconds``.
+    """
     ones = np.ones(len(counted.request)) if cached is None else 1.0 - cached
     tokens = counted.prompt_tokens.astype(float)
     shared, found = counted.shared_tokens.astype(float), counted.found_tokens * float(exact)
-    running, joining = counted.per_iteration(), counted.joining(ones)  # those who compute their prompts
+    running, joining = counted.per_iteration(), counted.joining(ones)  # requests whose prompts are computed
     iterations, steps = np.arange(len(running)), np.zeros((2, len(running)))
     attended = counted.per_iteration(shared) - counted.joining(shared * ones)
     own = tokens - shared
@@ -139,20 +139,19 @@ def iteration_loads(
 
 @dataclass(frozen=True)
 class QueueRun:
-    """A queue's predicted run. Arrays [iterations]; of a thinned queue its steady part stands for ``times`` as much."""
+    """A queue's predicted run. Arrays [iterations]; the steady part of a sampled queue counts ``times``."""
 
     seconds: np.ndarray
     running: np.ndarray  #: requests
     tokens: np.ndarray  #: generated
-    steady_from: int  #: the first iteration in which a place was taken anew
-    drain_from: int  #: the first in which nobody waits
+    steady_from: int  #: first iteration that refilled a place
+    drain_from: int  #: first iteration without waiting requests
     times: float
     busy: dict[str, float]  #: resource -> share of the time
     at_a_time: int  #: places
-    pace: Pace | None = None  #: by which others than these lengths are priced; None: of the virtual clock
-    step_backs: float = 0.0  #: times that a request gave its blocks back and waited again
-    #: share of the time, at most, that computing their contexts again takes: what swapping them a tier down and back
-    #: could save if moving took no time
+    pace: IterationCost | None = None  #: prices other lengths; None on the virtual clock
+    preemptions: float = 0.0  #: number of preemptions
+    #: upper bound of the time share of recomputing preempted contexts: what free swapping would save
     recomputing: float = 0.0
 
     @property
@@ -191,11 +190,10 @@ def price_queue(
     places: tuple[int, float] | None = None,
     walked_tasks: int = WALKED_TASKS,
 ) -> QueueRun:
-    """Price requests that run in a batch of at most ``at_most`` at a time, in this order, with answers of
-    ``workload.answers``. ``places``: ``batch_size`` of them, where it is known. ``walked_tasks``: fewer are faster and
-    rougher.
+    """Price requests that run at most ``at_most`` at a time, in this order, with answers of ``workload.answers``.
+    ``places``: their ``batch_size``, if known. ``walked_tasks``: fewer are faster and rougher.
 
-    Raises InputError where not even one fits the budgets, and for a machine without a line for one of the verbs.
+    Raise InputError if not one request fits the budgets, or a verb has no line.
     """
     few, times = _thinned(workload, at_most)
     count, share = places or batch_size(problem, policy, workload, at_most)
@@ -204,20 +202,19 @@ def price_queue(
 
 
 def least_seconds(problem: Problem, policy: Policy, workload: Workload, at_a_time: int) -> float:
-    """Return seconds that no queue ends before: each resource's work in as few iterations as places allow. 0 where
-    prompts share what they begin with."""
+    """Return a lower bound in seconds: each resource's work in the fewest iterations. 0 if prompts share beginnings."""
     if workload.prefixes is not None:
         return 0.0
     answers, prompts = workload.answers.astype(float), workload.prompt_tokens
-    # What is loaded grows with the tokens of context in each iteration: the mean of requests that run, not of all.
+    # Loads grow with the context in each iteration: the mean over running requests, not over all.
     prompt = max(1.0, min(prompts.mean(), prompts @ answers / answers.sum()) - BLOCK_TOKENS)
     wave = Candidates(policy, at_a_time, prompt, max(1.0, np.floor(answers.mean())))
     return float(predict(problem, wave, walk=False).least_s[0]) * workload.num_requests / at_a_time
 
 
 def walk_queue(problem: Problem, policy: Policy, workload: Workload, at_most: int) -> QueueRun:
-    """Price likewise on the virtual clock, task by task. Those for whom the buffers of a batch are too small have one
-    after it, as in a run."""
+    """Price a queue on the virtual clock, task by task. Requests too large for the batch's buffers run in a batch after
+    it, as in a run."""
     left, runs, begun = np.arange(workload.num_requests), [], []
     while len(left):
         lengths = workload.select(left)
@@ -270,8 +267,7 @@ def _of_trace(trace: list[TraceEvent], workload: Workload, count: int) -> QueueR
 
 
 def _bounds(joined: np.ndarray, num_iterations: int) -> dict[str, Any]:
-    """Return where the steady part begins and ends; without one both at the first end of an answer would say nothing:
-    all of it is drain."""
+    """Return where the steady part begins and ends; without one, the first end of an answer, as all of it is drain."""
     later = joined[joined > 0]
     if not len(later):
         return {"steady_from": 0, "drain_from": 0}
@@ -279,8 +275,8 @@ def _bounds(joined: np.ndarray, num_iterations: int) -> dict[str, Any]:
 
 
 def evenly_spaced(count: int, most: int, in_runs: bool) -> np.ndarray:
-    """Return about ``most`` of ``count`` places, evenly spread; ``in_runs`` of places that follow each other, as what
-    requests share is shared by neighbours."""
+    """Return about ``most`` of ``count`` places, evenly spread; ``in_runs``: consecutive ones, because neighbours share
+    prefixes."""
     if not in_runs:
         return np.linspace(0, count - 1, most).astype(np.int64)
     runs = np.linspace(0, count - RUN, most // RUN).astype(np.int64)
@@ -312,12 +308,12 @@ class _Price:
         self.joining_tokens = self.intervals.joining(computed.astype(float))
         self.walked: dict[int, float] = {}  # iteration -> seconds
         self.work: dict[int, dict[str, float]] = {}  # iteration -> resource -> seconds of work
-        #: of iterations in which fewer join than in the queue: what they have to do, their ``work``, and ``walked``
+        #: of iterations walked with fewer joins: their loads, ``work``, and ``walked``
         self.thinner: list[tuple[np.ndarray, dict[str, float], float]] = []
 
     def _walked_layers(self) -> tuple[list[int], int, int]:
-        """Return the layers that are walked, the place among them of the last one whose pace the others have, and how
-        many these are: two, or as many as the kinds of layers take turns in."""
+        """Return the walked layers, the last of them whose rate the others have, and the number of such layers: two, or
+        the period of kinds of layers."""
         wave, shape = self.wave, self.wave.shape
         whole, kinds = num_whole(wave.policy.selection, shape.num_layers), list(dict.fromkeys(shape.layer_kinds))
         if len(kinds) == 1:
@@ -352,15 +348,15 @@ class _Price:
             tokens=tokens,
             **self.bounds,
             times=1.0 + (self.times - 1.0) * float(tokens.sum() / inside) if end > begin else 1.0,
-            # Both are interpolated between iterations that were walked, each by itself.
+            # Both are interpolated between walked iterations, independently.
             busy={resource: min(1.0, float(spent.sum() / seconds.sum())) for resource, spent in work.items()},
             at_a_time=self.wave.workload.num_requests,
             pace=pace,
-            step_backs=self.times * float(self.intervals.returned.sum()),
+            preemptions=self.times * float(self.intervals.returned.sum()),
             recomputing=self._recomputing(pace),
         )
 
-    def _recomputing(self, pace: Pace) -> float:
+    def _recomputing(self, pace: IterationCost) -> float:
         """Return ``QueueRun.recomputing``."""
         if not (returned := self.intervals.returned).any():
             return 0.0
@@ -370,8 +366,7 @@ class _Price:
     # ---- the iterations that are walked
 
     def _windows(self, count: int) -> list[int]:
-        """Return the iterations after which one is walked: evenly over each phase, and in each part of it one in which
-        many join."""
+        """Return the iterations to walk: evenly over each phase, and in each part of it one with many joins."""
         if self.num_iterations - 1 <= count:
             return list(range(1, self.num_iterations - 1))
         begin, end = self.bounds.values()
@@ -393,15 +388,14 @@ class _Price:
             self.walked[iteration], self.work[iteration] = seconds, work
 
     def _walk_thinner(self, windows: list[int]) -> None:
-        """Walk the iterations in which the most join once more, with fewer who do. Answers that end by themselves let
-        requests join one by one; where all have their limits many join at once, and nothing says what one of them takes
-        and what a step does."""
+        """Walk the iterations with the most joins again, with fewer. If answers end early, requests join one by one; at
+        their limits many join at once, which does not separate the cost of a join from that of a step."""
         counts = {start: int((self.intervals.joined == start + 1).sum()) for start in windows}
         for start in sorted((start for start in windows if counts[start] > 1), key=counts.__getitem__)[-THINNED:]:
             around = self._around(start)
             joining = around[self.intervals.joined[around] == start + 1]
             others = around[self.intervals.joined[around] <= start]
-            for kept in {1, -(-len(joining) // 4)}:  # the first of them: others share what these compute
+            for kept in {1, -(-len(joining) // 4)}:  # the first of them: others share their blocks
                 chosen = np.sort(np.r_[others, joining[np.linspace(0, len(joining) - 1, kept).astype(int)]])
                 seconds, work = self._walked(start, chosen)[start + 1]
                 loads = self._loads(self.intervals.select(chosen))[start + 1]
@@ -482,8 +476,8 @@ class _Price:
         return sharing
 
     def _pace(self, events: list[TraceEvent]) -> float:
-        """Return the seconds of a layer more: those of the last ones walked, of all mini-batches in turn or (row
-        schedule) one after the other."""
+        """Return the seconds of one more layer: those of the last ones walked, over all mini-batches, together or (row
+        schedule) one after another."""
         if not self.more_layers:
             return 0.0
         late, early = self.late, self.late - self.pace_layers
@@ -510,9 +504,9 @@ class _Price:
         """Return ``iteration_loads`` of intervals of the queue."""
         return iteration_loads(counted, len(self.wave.mini_batches), self.workload.prefixes, self.exact)
 
-    def _spread(self) -> tuple[np.ndarray, dict[str, np.ndarray], Pace]:
-        """Return the seconds of all iterations, those of each resource's work in them, and the pace behind both."""
-        from scipy.optimize import nnls  # takes a quarter of a second to load
+    def _spread(self) -> tuple[np.ndarray, dict[str, np.ndarray], IterationCost]:
+        """Return the seconds of all iterations, of each resource's work in them, and the cost behind both."""
+        from scipy.optimize import nnls  # takes 0.25 s to load
 
         known = np.array(sorted(self.walked))
         seconds = np.array([self.walked[i] for i in known.tolist()])
@@ -521,11 +515,11 @@ class _Price:
         scale = np.maximum(np.maximum(loads.max(axis=0), rows.max(axis=0)), 1e-300)
         works = [*(self.work[i] for i in known.tolist()), *(work for _, work, _ in self.thinner)]
         lengths = np.array([*seconds, *(length for _, _, length in self.thinner)])
-        weights = 1.0 / np.maximum(lengths, 1e-12)  # a long first iteration shall not decide
+        weights = 1.0 / np.maximum(lengths, 1e-12)  # so that a long first iteration does not dominate
         work, factors = {}, {}
         for resource in sorted({resource for work in self.work.values() for resource in work}):
             spent = np.array([work.get(resource, 0.0) for work in works])
-            # Not below zero: what always came together in the few that were walked comes apart in others.
+            # Not negative: loads that occurred together in the walked iterations occur apart in others.
             fitted, _ = nnls(rows / scale * weights[:, None], spent * weights)
             factors[resource] = fitted / scale
             work[resource] = loads @ factors[resource]
@@ -538,4 +532,4 @@ class _Price:
             result[kind] = (longest * np.interp(everything, of_kind, ratio))[kind]
             waiting.append(float(np.median(ratio)))
         result[known] = seconds
-        return result, work, Pace(factors, len(self.wave.mini_batches), (waiting[0], waiting[1]), self.exact)
+        return result, work, IterationCost(factors, len(self.wave.mini_batches), (waiting[0], waiting[1]), self.exact)

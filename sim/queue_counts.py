@@ -1,8 +1,8 @@
-"""Who runs when in a queue of requests, by counting alone: ``core.schedule.refill`` without its plan.
+"""Counts which requests of a queue run when: ``core.schedule.scheduler`` without its plan.
 
-The executor's own account (``RunningBatch``) looks at every mini-batch in every iteration. Here only the iterations
-count in which somebody leaves or steps back, so that ten thousand requests take a fraction of a second. Left out: that
-blocks come in runs, and that a request is passed over for one behind it more often than once.
+The executor's ``Scheduler`` visits every mini-batch in every iteration. Only iterations in which a request leaves or is
+preempted count here: 10,000 requests take a fraction of a second. Left out: contiguous runs of blocks, and requests
+passed over more than once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.context.packing import chunk_tokens, longest_piece, num_chunks
-from flexhybrid.core.context.prefixes import Steering
+from flexhybrid.core.context.prefixes import PrefixOrder
 from flexhybrid.core.schedule.buffer_sizes import SharedLengths, first_builds, holds_lengths
 from flexhybrid.core.schedule.positions import num_awaited
-from flexhybrid.core.schedule.refill import (
+from flexhybrid.core.schedule.scheduler import (
     LOOKED_AT,
     MOST_FAILURES,
     AnswerLengths,
@@ -37,16 +37,16 @@ from flexhybrid.core.workload import Prefixes, Workload
 
 @dataclass(frozen=True)
 class RunIntervals:
-    """When requests run; arrays [intervals]. A request that steps back has a interval more."""
+    """When requests run; arrays [intervals]. A preempted request has one interval more."""
 
     request: np.ndarray  #: index in the queue
     mini_batch: np.ndarray
-    prompt_tokens: np.ndarray  #: with the tokens that it had before it stepped back
+    prompt_tokens: np.ndarray  #: with the tokens from before its preemption
     joined: np.ndarray  #: iteration that computes the prompt
     left: np.ndarray  #: first iteration without it
-    surplus: np.ndarray  #: whether its last step is for nothing: its end is known an iteration late
-    shared_tokens: np.ndarray  #: of its prompt, that lie with others'
-    found_tokens: np.ndarray  #: of these, that others had computed
+    surplus: np.ndarray  #: its last step is wasted: its end is known one iteration late
+    shared_tokens: np.ndarray  #: prompt tokens in shared blocks
+    found_tokens: np.ndarray  #: of these, computed for other requests
 
     @property
     def num_iterations(self) -> int:
@@ -54,9 +54,9 @@ class RunIntervals:
 
     @property
     def returned(self) -> np.ndarray:
-        """Whether a interval is a request's second or a later one: it has stepped back."""
+        """Return whether an interval follows a preemption."""
         returned = np.ones(len(self.request), bool)
-        returned[np.unique(self.request, return_index=True)[1]] = False  # intervals are in the order in which they end
+        returned[np.unique(self.request, return_index=True)[1]] = False  # intervals are ordered by their ends
         return returned
 
     def per_iteration(self, weights: np.ndarray | None = None) -> np.ndarray:
@@ -67,7 +67,7 @@ class RunIntervals:
         return np.cumsum(change)[:-1]
 
     def joining(self, weights: np.ndarray) -> np.ndarray:
-        """Sum ``weights`` over those who join in each iteration."""
+        """Sum ``weights`` over the joining requests of each iteration."""
         return np.bincount(self.joined, weights, self.num_iterations)
 
     def select(self, chosen: np.ndarray) -> RunIntervals:
@@ -75,8 +75,8 @@ class RunIntervals:
         return RunIntervals(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
     def loads_of_shared(self, prefixes: Prefixes | None) -> np.ndarray:
-        """Return the tokens of shared blocks that the steps of each iteration load, [iterations]: those of a mini-batch
-        once while it decodes, and once more for those who join it."""
+        """Return the shared-block tokens that each iteration loads, [iterations]: those of a mini-batch once while it
+        decodes, and once more for requests that join it."""
         changes, sharing = np.zeros(self.num_iterations + 1), np.flatnonzero(self.shared_tokens)
         if prefixes is None or not len(sharing):
             return changes[:-1]
@@ -91,7 +91,7 @@ class RunIntervals:
         at = np.concatenate([joined, joined + 1, joined + 1, self.left[each]])
         order = np.lexsort((at, key))
         key, at = key[order], at[order]
-        members = np.cumsum(np.repeat([1, -1], 2 * len(each))[order])  # 0 behind the last of each key
+        members = np.cumsum(np.repeat([1, -1], 2 * len(each))[order])  # 0 after the last of each key
         final = np.append((key[1:] != key[:-1]) | (at[1:] != at[:-1]), True)
         change = np.diff((members[final] > 0).astype(np.int64), prepend=0)
         np.add.at(changes, at[final], change * BLOCK_TOKENS * prefixes.own_blocks[key[final] % count])
@@ -100,17 +100,17 @@ class RunIntervals:
 
 @dataclass(frozen=True)
 class UnderWay:
-    """A batch that has run for a while; requests are indices of its queue."""
+    """A batch in progress; requests are indices of its queue."""
 
-    running: list[list[int]]  #: of each mini-batch its members, whose contexts are computed, the oldest first
-    waiting: list[int]  #: in the order in which they may join
+    running: list[list[int]]  #: members of each mini-batch with computed contexts, oldest first
+    waiting: list[int]  #: in joining order
 
 
 def intervals(wave: Wave, workload: Workload, under_way: UnderWay | None = None) -> RunIntervals:
-    """Return when the requests of ``workload`` run in a batch that was just opened for them (``open_batch``).
+    """Return when the requests of ``workload`` run in a batch just opened for them (``open_batch``).
 
-    ``under_way``: who runs and waits after a while, None: the batch begins; ``workload`` then says what is left of each
-    request, and iterations are counted from there. Changes ``wave.sharing``.
+    ``under_way``: running and waiting requests of a batch in progress (None: it begins); ``workload`` then has what
+    remains of each request, and iterations count from there. Changes ``wave.sharing``.
     """
     return _Queue(wave, workload, under_way).run()
 
@@ -120,13 +120,13 @@ class _Member(NamedTuple):
 
     request: int
     joined: int
-    left: int  #: iteration in which it will be gone; one later where its end is known late
+    left: int  #: first iteration without it; one later if its end is known late
     place: int
     prefills: bool  #: its prompt is computed in the iteration in which it joins
     surplus: bool = False  #: its end is known late
 
     def computes_prompt(self, iteration: int) -> bool:
-        """Return whether it has its prompt computed then."""
+        """Return whether its prompt is computed then."""
         return self.joined == iteration and self.prefills
 
 
@@ -136,27 +136,27 @@ class _Queue:
         self.prompts, self.limits, self.ends = (
             of.copy() for of in (workload.prompt_tokens, workload.max_tokens, workload.answers)
         )
-        self.given = np.zeros_like(self.ends)  # tokens that they had when they stepped back, a part of their prompts
+        self.given = np.zeros_like(self.ends)  # tokens from before a preemption, part of their prompts
         count, queue = wave.workload.num_requests, wave.queue
         self.learned = AnswerLengths(wave.expected_share, int(self.limits.max()), queue.ended if queue else None)
         begin = UnderWay([group.tolist() for group in wave.mini_batches], list(range(count, workload.num_requests)))
         self.begin, self.is_under_way = under_way or begin, under_way is not None
-        self.waiting = self.begin.waiting[::-1]  # the next one last
+        self.waiting = self.begin.waiting[::-1]  # in reverse order
         self.running: list[list[_Member]] = [[] for _ in wave.mini_batches]
-        self.changes: list[tuple[int, int]] = []  # (iteration, mini-batch) in which somebody leaves or steps back
+        self.changes: list[tuple[int, int]] = []  # (iteration, mini-batch) in which a request leaves or is preempted
         self.rows: list[tuple] = []  # of the intervals
-        self.not_before: dict[int, int] = {}  # request that has stepped back -> first iteration of its return
-        self.full = [False] * len(wave.mini_batches)  # of a mini-batch: nobody fits before somebody has left
+        self.not_before: dict[int, int] = {}  # preempted request -> first iteration of its return
+        self.full = [False] * len(wave.mini_batches)  # of a mini-batch: no request fits before one leaves
         self.pools = np.array([[part.pools[pool.name].num_blocks for pool in wave.pools] for part in wave.blocks])
         self.first = groups = [wave.workload.select(group) for group in wave.mini_batches]
         alone = int(ceil_blocks(workload.cached_tokens).max())
-        self.reserved = self.entries.most_blocks(self.prompts, workload.cached_tokens)  # where blocks do not grow
+        self.reserved = self.entries.most_blocks(self.prompts, workload.cached_tokens)  # if blocks do not grow
         self.places = [group.tolist() for group in wave.mini_batches]  # that are free
-        self.sharing, self.now = wave.sharing, 0  # the iteration whose builds it holds
-        self.unknown: set[tuple[int, bool]] = set()  # steps before it whose tokens nobody waits for: ``_unknown``
-        self.steering = Steering(wave.sharing.tree) if wave.sharing else None
+        self.sharing, self.now = wave.sharing, 0  # the iteration of its builds
+        self.unknown: set[tuple[int, bool]] = set()  # earlier steps whose tokens are not awaited: ``_unknown``
+        self.steering = PrefixOrder(wave.sharing.tree) if wave.sharing else None
         self.exact, self.piece = stores_exactly(wave.policy), chunk_tokens(wave.policy.max_mini_batch_tokens)
-        self.depth, self.found = np.zeros((2, workload.num_requests), dtype=np.int64)  # shared blocks of those who run
+        self.depth, self.found = np.zeros((2, workload.num_requests), dtype=np.int64)  # shared by running requests
         self.common: list[Counter[int]] = [Counter() for _ in groups]  # of each mini-batch: shared block -> members
         if self.sharing:
             self.common_blocks = np.zeros((len(groups), len(self.entries.names)), dtype=np.int64)  # of each entry
@@ -185,7 +185,7 @@ class _Queue:
                 self.now, self.unknown = iteration, self._unknown(iteration - 1)
             self._leave(k, iteration)
             if self.wave.grows:
-                self._step_back(k, iteration)
+                self._preempt(k, iteration)
             if self.waiting and not self.full[k] and (self.singly or not self.running[k]):
                 self._join(k, iteration)
             if self.wave.grows:
@@ -200,7 +200,7 @@ class _Queue:
             heapq.heappush(self.changes, (left, k))
 
     def _buffers_hold(self, k: int, requests: list[int], joining: list[int]) -> bool:
-        """Return whether the buffers hold these members of a mini-batch, of whom ``joining`` join."""
+        """Return whether the buffers hold these members of a mini-batch, including ``joining``."""
         cached = self.prompts[requests] + self.limits[requests] - 1
         if not self.singly:  # each is padded to the longest
             return len(requests) * int(ceil_blocks(cached.max())) <= self.most_padded
@@ -212,10 +212,10 @@ class _Queue:
         return buffers_hold(self.wave, cached, self.prompts[joining], shared)
 
     def _unknown(self, iteration: int) -> set[tuple[int, bool]]:
-        """Return the steps, as mini-batch and whether it computes prompts, whose tokens are not waited for before the
-        next iteration is settled. Nobody has left since then. Left out: steps that compute shared blocks."""
+        """Return the steps, as (mini-batch, computes prompts), whose tokens are not awaited before the next iteration
+        is settled; no request has left since. Left out: steps that compute shared blocks."""
         decode, pieces = [], {}
-        for k, group in enumerate(self.running):  # who has joined last stands last
+        for k, group in enumerate(self.running):  # the latest to join is last
             latest = [*takewhile(lambda member: member.joined == iteration, reversed(group))]
             joining = [member for member in latest if member.prefills]
             if len(joining) < len(group):
@@ -231,7 +231,7 @@ class _Queue:
         return {step for step, at in last_at.items() if at >= num_awaited(len(steps))}
 
     def _num_pieces(self, joining: list[_Member]) -> int:
-        """Return in how many pieces the prompts of those who join together are computed."""
+        """Return in how many pieces prompts that join together are computed."""
         requests = [member.request for member in joining]
         own = self.prompts[requests] - BLOCK_TOKENS * self.found[requests] * self.exact
         return num_chunks(self.wave.policy, own)
@@ -242,7 +242,7 @@ class _Queue:
         self._detach(k, request, member.place)
 
     def _attach(self, k: int, request: int) -> int:
-        """Give a request a free place of a mini-batch, and its share there; return the place."""
+        """Give a request a free place of a mini-batch and its blocks; return the place."""
         place = self.places[k].pop(0)
         if self.sharing:
             num_builds = len(self.sharing.builds)
@@ -254,7 +254,7 @@ class _Queue:
         return place
 
     def _count_common(self, k: int, place: int, step: int) -> None:
-        """Count the shared blocks of a member that comes (1) or goes (-1)."""
+        """Add (1) or remove (-1) the shared blocks of a member."""
         common = self.common[k]
         for at, block in enumerate(self.wave.shared.path(place)):
             before = common[block]
@@ -287,8 +287,8 @@ class _Queue:
                 self.sharing.tree.forget(request)
         self.running[k] = stay
 
-    def _step_back(self, k: int, iteration: int) -> None:
-        """Let the youngest wait again, before all others, while blocks are too few."""
+    def _preempt(self, k: int, iteration: int) -> None:
+        """Preempt the youngest requests while blocks are too few."""
         while len(self.running[k]) > 1 and not self._fits(k, iteration):
             member = self.running[k].pop()
             self._end_interval(k, member, iteration, False)
@@ -299,21 +299,21 @@ class _Queue:
             self.ends[request] = max(1, self.ends[request] - given)
             self.waiting.append(request)
             self.not_before[request] = iteration + 1
-            for other in range(len(self.running)):  # another mini-batch may have room for it
+            for other in range(len(self.running)):  # another mini-batch may have room
                 self._try_again(other, iteration)
 
     def _fits(self, k: int, iteration: int) -> bool:
-        """Return whether the pools of a mini-batch hold what its members need in an iteration."""
+        """Return whether a mini-batch's pools hold what its members need in an iteration."""
         requests, joined = np.array([member[:2] for member in self.running[k]]).T
         held = self.entries.held(self.prompts[requests] + iteration - joined) - self._dealt(requests)
         return bool((self.wave.by_pool(held).sum(axis=0) <= self.pools[k]).all())
 
     def _dealt(self, requests) -> np.ndarray | int:
-        """Return the blocks of each entry that requests share: [requests, entry]."""
+        """Return the shared blocks of each entry: [requests, entry]."""
         return self.entries.dealt(self.depth[requests]) if self.sharing else 0
 
     def _foresee(self, k: int, iteration: int) -> None:
-        """Note the first iteration in which blocks are too few, where it comes before somebody leaves."""
+        """Record the first iteration with too few blocks, if before a request leaves."""
         leave = min((member.left for member in self.running[k]), default=0)
         if len(self.running[k]) < 2 or leave <= iteration + 1 or self._fits(k, leave - 1):
             return
@@ -321,7 +321,7 @@ class _Queue:
         heapq.heappush(self.changes, (iteration + 1 + first, k))
 
     def _join(self, k: int, iteration: int) -> None:
-        """Let those who wait join in their turn; after one that does not fit, only shorter ones may."""
+        """Let waiting requests join in order; after one that does not fit, only shorter ones may."""
         group, self.full[k] = self.running[k], True
         room = self.pools[k] - (self._expected(group, iteration) if group else 0)
         free, failures = len(self.wave.mini_batches[k]) - len(group), 0
@@ -364,19 +364,19 @@ class _Queue:
         self._enter(k, joining, places, iteration)
 
     def _try_again(self, k: int, iteration: int) -> None:
-        """Let those who wait join in the next iteration, whether somebody leaves or not."""
+        """Let waiting requests join in the next iteration, whether or not one leaves."""
         self.full[k] = False
         heapq.heappush(self.changes, (iteration + 1, k))
 
     def _prefills(self, joining: list[int], places: list[int]) -> bool:
-        """Return whether an iteration computes the prompts of those who join in these places."""
+        """Return whether an iteration computes the prompts that join in these places."""
         own = self.prompts[joining] - BLOCK_TOKENS * self.depth[joining] * self.exact
         if not self.singly:
             return len(joining) * longest_piece(self.wave.policy, own) <= self.wave.limits.step_rows
         return computed_together(self.wave, own, first_builds(self.wave, np.array(places)) if self.sharing else [])
 
     def _shorter(self, places: list[int], first: list[int], failures: int) -> list[int]:
-        """Return which ``places`` of ``first`` have requests that may join where that of the first place does not."""
+        """Return which ``places`` of ``first`` have requests that may join where the first one may not."""
         requests = [first[place] for place in places]
         prompts, cached = self.prompts[requests], self.prompts[requests] + self.limits[requests] - 1
         if self.sharing:
@@ -390,8 +390,8 @@ class _Queue:
         return self.wave.by_pool(self._expected_of(requests, iteration - joined)).sum(axis=0)
 
     def _expected_of(self, requests, ages: np.ndarray) -> np.ndarray:
-        """Return the blocks that requests are reserved, or where they take them as needed those that they hold half-way
-        to the ends that are expected of them: [requests, entry]."""
+        """Return the blocks reserved for requests, or, on demand, those held half-way to their expected ends:
+        [requests, entry]."""
         if not self.wave.grows:
             return self.reserved[requests] - self._dealt(requests)
         given = self.given[requests]

@@ -1,7 +1,7 @@
-"""One run of one system on one machine: throughput, latency, memory, traffic and utilisation.
+"""Simulates one run of one system on one machine: throughput, latency, memory, traffic, utilization.
 
-A batch that does not fit is cut into waves, one after the other, as large as fit. How many requests fit is found on the
-array clock, whichever clock then times the waves.
+A batch that does not fit runs in consecutive waves, as large as fit. The array clock finds how many requests fit, for
+either clock.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,16 +32,16 @@ from sim.virtual_clock import run, summarize
 
 CLOCKS = ("closed", "virtual")
 PHASES_S = ("prefill_s", "decode_s")
-TASKS_PER_POSITION = 14  #: of a mini-batch in a layer, roughly
-MOST_TASKS = 20_000_000  #: of a run on the virtual clock: a few minutes
+TASKS_PER_POSITION = 14  #: of a mini-batch and layer, roughly
+MOST_TASKS = 20_000_000  #: limit of a run on the virtual clock: a few minutes
 
-#: (requests, prompt tokens, generated tokens) of a workload whose requests have one length
+#: (requests, prompt tokens, generated tokens) of a workload of equal requests
 Lengths = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What a run takes on one of the CLOCKS. Seconds, bytes, shares 0..1; tokens are generated tokens."""
+    """A run's result on one of the CLOCKS: seconds, bytes, shares 0..1; tokens are generated tokens."""
 
     tokens_per_s: float  #: generated tokens / (prefill + decode)
     decode_tokens_per_s: float  #: tokens after each request's first / decode
@@ -49,20 +49,20 @@ class SimulatedRun:
     decode_s: float
     peak_bytes: dict[str, int]  #: tier -> bytes
     traffic_bytes: dict[str, dict[str, float]]  #: link -> weights, kv, act, hidden -> bytes of the whole run
-    busy: dict[str, float]  #: resource -> share of the decode (of the prefill without one)
+    busy: dict[str, float]  #: resource -> busy share of the decode (without one: of the prefill)
     policy: Policy
     batch: int
-    wave: int  #: requests at a time
+    wave: int  #: requests that run together
     num_waves: int
     num_mini_batches: int  #: of a full wave
     clock: str
-    #: entry both(…) -> tokens of each request that the first and the last decode step recompute
+    #: both(…) entry -> tokens of each request that the first and the last decode step recompute
     recomputed_tokens: dict[str, list[int]]
-    prompt_tokens: int  #: of each request, the most that eq. 11 of KVPR would have recomputed
-    ttft_s: float  #: from the start of the first wave, a full one, to the first tokens of its requests
-    tpot_s: float  #: from a token of its requests to their next one; 0 without a decode
-    kept_weights: dict[str, float]  #: tier -> share of the layers' bytes that it holds; the policy has what was asked
-    limited_by: str = ""  #: why no more requests run at a time; "" where all do
+    prompt_tokens: int  #: per request, the most that KVPR's eq. 11 would recompute
+    ttft_s: float  #: from the start of the first, full wave to its requests' first tokens
+    tpot_s: float  #: between two tokens of a request; 0 without a decode
+    kept_weights: dict[str, float]  #: tier -> share of the layers' bytes it holds; the policy has the requested ones
+    limited_by: str = ""  #: why no more requests run together; "" if all do
 
     @property
     def total_s(self) -> float:
@@ -86,11 +86,10 @@ _WaveRun = dict[str, Any]  #: one wave on either clock: fields of ``Prediction``
 def simulate(
     problem: Problem, policy: Policy, batch: int, prompt_tokens: int, max_tokens: int, clock: str = "closed"
 ) -> SimulatedRun:
-    """Run ``batch`` requests of one length. ``clock``: "closed" (the array clock, milliseconds) or "virtual" (the
+    """Simulate ``batch`` requests of one length. ``clock``: "closed" (array clock, milliseconds) or "virtual" (the
     executor's stream).
 
-    Raises InputError where not even one request fits ``problem.effective_budgets``, naming the tier, the largest part
-    and what is missing.
+    Raise InputError if not one request fits ``problem.effective_budgets``, naming tier, largest part and shortage.
     """
     if clock not in CLOCKS:
         raise InputError(f"unknown clock {clock!r}; known: {', '.join(CLOCKS)}")
@@ -108,9 +107,9 @@ def simulate(
 
 
 def simulate_many(problem: Problem, policy: Policy, lengths: Sequence[Lengths]) -> list[SimulatedRun | InputError]:
-    """Run one policy on many workloads on the array clock, all at once.
+    """Simulate one policy on many workloads at once, on the array clock.
 
-    A workload of which not one request fits has the InputError in its place.
+    A workload of which no request fits yields its InputError.
     """
     for workload in lengths:
         _check(*workload)
@@ -145,14 +144,14 @@ def _check(batch: int, prompt_tokens: int, max_tokens: int) -> None:
 
 
 def _largest_fitting(most: np.ndarray, fits: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
-    """The largest sizes from 1 to ``most`` that fit, [workloads]; 0 where not even 1 does. ``fits(sizes, chosen)``:
-    whether ``sizes[chosen]`` fit the chosen workloads; where a size fits, smaller ones do."""
+    """Return the largest fitting sizes from 1 to ``most``, [workloads]; 0 if not even 1 fits. ``fits(sizes, chosen)``:
+    whether ``sizes[chosen]`` fit the chosen workloads; it must be monotonic."""
     low = np.where(fits(most, np.arange(len(most))), most, 0)
     too_many = np.flatnonzero(low == 0)
     if len(too_many):
         single = np.ones_like(most)
         low[too_many[fits(single, too_many)]] = 1
-    high = most.copy()  # low fits, or is 0; high does not, or is low
+    high = most.copy()  # low fits or is 0; high is too large or unknown
     while len(between := np.flatnonzero((low > 0) & (high - low > 1))):
         middle = (low + high) // 2
         inside = fits(middle, between)
@@ -163,7 +162,7 @@ def _largest_fitting(most: np.ndarray, fits: Callable[[np.ndarray, np.ndarray], 
 def _in_turn(
     problem: Problem, policy: Policy, lengths: Lengths, wave: int, waves: list[tuple[_WaveRun, int]], clock: str
 ) -> SimulatedRun:
-    """Waves one after the other, each as often as its count says."""
+    """Combine consecutive waves, each repeated by its count."""
     batch, prompt, max_tokens = map(int, lengths)
     num_mini_batches, last = waves[0][0]["num_mini_batches"], prompt + max_tokens - 2
     prefill_s, decode_s = (sum(count * row[phase] for row, count in waves) for phase in PHASES_S)
@@ -206,7 +205,7 @@ def _in_turn(
 
 
 def _limit(problem: Problem, policy: Policy, lengths: Lengths) -> str:
-    """Return what keeps so many requests from running at a time: the policy, or each tier that they go over."""
+    """Return what limits the requests that run together: the policy, or each exceeded tier."""
     if policy.max_batch and lengths[0] > policy.max_batch:
         return f"max_batch {policy.max_batch} of the policy"
     needed = {tier: float(peak[0]) for tier, peak in peak_bytes(problem, Candidates(policy, *lengths)).items()}
@@ -219,7 +218,7 @@ def _limit(problem: Problem, policy: Policy, lengths: Lengths) -> str:
 
 
 def _too_large(problem: Problem, policy: Policy, lengths: Lengths) -> InputError:
-    """The error of a workload of which not one request fits: each tier that is too small, and its largest part."""
+    """Return the error of a workload of which no request fits: each tier that is too small, and its largest part."""
     _, prompt_tokens, max_tokens = map(int, lengths)
     plan = wave_plan(problem, policy, Workload.uniform(1, prompt_tokens, max_tokens))
     shortages = []
@@ -240,7 +239,7 @@ def _too_large(problem: Problem, policy: Policy, lengths: Lengths) -> InputError
 
 
 def _run_virtually(problem: Problem, policy: Policy, lengths: Lengths) -> _WaveRun:
-    """One wave on the virtual clock."""
+    """Run one wave on the virtual clock."""
     wave = admit(problem, policy, Workload.uniform(*lengths))
     tasks = TASKS_PER_POSITION * problem.shape.num_layers * len(wave.mini_batches) * lengths[-1]
     if tasks > MOST_TASKS:

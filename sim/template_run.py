@@ -1,8 +1,8 @@
-"""A run's stream in small: the very tasks and dependencies of the plan maker, for a handful of layers and mini-batches.
+"""A run's stream in small: the planner's own tasks and dependencies for a few layers and mini-batches.
 
-Layers are of few kinds in turn, mini-batches but the last are alike, iterations change slowly. So the order of tasks
-and what waits for what can be read off the stream of a template run. ``sim.array_clock`` takes it task by task with the
-durations of the real run, many policies at a time, and skips over what repeats.
+Kinds of layers repeat, all mini-batches but the last are alike, and iterations change slowly. So the order of tasks and
+their dependencies follow from a template run. ``sim.array_clock`` walks it with the durations of the real run, many
+policies at a time, and skips repetitions.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 
-#: Positions walked before and after a skip. What a slow resource holds up shows after two positions at the next one
-#: (all buffers are double), and the longest chain has three of them: compute, d2h, host core; disk, h2d, compute.
+#: Positions walked before and after a skip. A slow resource delays the next one two positions later (all buffers are
+#: double), and the longest chain has three: compute, d2h, host core; disk, h2d, compute.
 BEFORE, AFTER = 6, 4
 LEAST_BEFORE, LEAST_AFTER = 4, 1  #: rounds of several positions each
-MOST_PERIOD = 16  #: layers after which kinds come again, at most; layers of longer periods are all walked
+MOST_PERIOD = 16  #: longest period of kinds of layers; with a longer one all layers are walked
 
-#: Which part of a layer is resident: less than W_K and W_V; those; those and W_Q; all.
+#: Resident part of a layer: less than W_K and W_V; those; those and W_Q; all.
 RESIDENT_CLASSES = (0, 1, 2, 3)
 
-#: Verbs that a step may lack in the real run though the tiny one has them.
+#: Verbs that a step of the real run may lack although the template has them.
 OPTIONAL = frozenset(verb.name for verb in VERBS.values() if verb.needs)
-#: Lane of a verb's tasks: the verb itself where it is optional, else its resource.
+#: Lane of a verb's tasks: the verb itself if optional, else its resource.
 LANE_OF = {name: name if name in OPTIONAL else resource for name, resource in RESOURCE_OF.items()}
 
 
 class TaskKey(NamedTuple):
-    """All that the price of a template run's task depends on, besides its iteration."""
+    """What the price of a template task depends on, besides its iteration."""
 
     verb: str
-    first_load: bool  #: it belongs to the stream's first load of weights
+    first_load: bool  #: in the stream's first load of weights
     all_tokens: bool  #: in a layer that attends to all tokens although others select
     mini_batch: int
     kind: int  #: of its layer
-    part: int = 0  #: of a layer's weights that come in two loads: 1 the first, 2 the second; else 0
+    part: int = 0  #: part of weights that come in two loads: 1 the first, 2 the second; else 0
 
 
 class TinyTask(NamedTuple):
@@ -62,10 +62,10 @@ class TinyTask(NamedTuple):
     resource: int  #: index into RESOURCES
     iteration: int
     key: TaskKey
-    waits: tuple[int, ...]  #: indices of the tasks on other resources that it waits for
+    waits: tuple[int, ...]  #: indices of awaited tasks on other resources
 
 
-_new = tuple.__new__  #: half of what calling a NamedTuple takes
+_new = tuple.__new__  #: halves the time of making a NamedTuple
 
 
 @dataclass(frozen=True)
@@ -73,29 +73,29 @@ class Loop:
     """One of the two nested loops of an iteration."""
 
     num_rounds: int  #: of the template run
-    before_skip: int | None  #: rounds walked before the skip; None: the real run has no more rounds than the tiny one
-    kinds: tuple[int, ...] = ()  #: of the layers, by round; of a loop over mini-batches none
-    pace_rounds: int = 2  #: rounds whose mean is the pace: slots go by turns, and kinds of layers
+    before_skip: int | None  #: rounds walked before the skip; None: the template has all rounds
+    kinds: tuple[int, ...] = ()  #: kinds of the layers, by round; empty for a loop over mini-batches
+    pace_rounds: int = 2  #: rounds whose mean is the rate: slots and kinds of layers alternate
 
 
 @dataclass(frozen=True)
 class TinyRun:
-    """The tasks in stream order, and how positions are nested: outer (column: layers) over inner (mini-batches)."""
+    """The tasks in stream order, and how positions nest: outer (column: layers) over inner (mini-batches)."""
 
     tasks: tuple[TinyTask, ...]
     inner: Loop
     outer: Loop
     ends: tuple[int, ...]  #: one past the last task of each position
-    #: position after which rounds are skipped -> (task, alias) pairs. Later tasks of the same loop wait for the alias,
-    #: a number beyond the tasks: it stands for what the skipped rounds did in the place of the task
+    #: position with a skip after it -> (task, alias) pairs. Later tasks of the loop wait for the alias, a number
+    #: beyond the tasks, which represents the skipped rounds' task
     moved_after: dict[int, tuple[tuple[int, int], ...]]
     num_moved: int
-    unused_after: tuple[tuple[int, ...], ...]  #: position -> tasks and aliases that no task waits for from there on
-    barriers: bool  #: all resources meet after each position
+    unused_after: tuple[tuple[int, ...], ...]  #: position -> tasks and aliases that no later task waits for
+    barriers: bool  #: all resources synchronize after each position
 
 
 def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
-    """Take the numbers out of a policy: policies with equal results have one template run."""
+    """Remove a policy's numbers: policies with equal results share a template run."""
     selection = policy.selection
     if selection.method == "speculative":
         counted = counts_uses(selection)
@@ -129,9 +129,9 @@ def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
 
 
 def loops_of(policy: Policy, layers: tuple[int, ...], num_mini_batches: int) -> tuple[Loop, Loop]:
-    """The inner and the outer loop of an iteration of the template run; ``layers``: the kind of each. What is skipped are
-    layers whose kinds come in turn as those of the last walked: the first ones, which look at all tokens although the
-    others do not, and two more come before."""
+    """Return the inner and outer loop of a template run's iteration; ``layers``: the kind of each. Skipped layers
+    continue the period of the last walked ones; before them come the first layers, which attend to all tokens although
+    others do not, and two more."""
 
     def loop(num_rounds: int, positions: int) -> Loop:
         before, after = _walked(positions)
@@ -146,14 +146,14 @@ def loops_of(policy: Policy, layers: tuple[int, ...], num_mini_batches: int) -> 
 
 
 def _walked(positions: int) -> tuple[int, int]:
-    """Rounds of so many positions that are walked before and after a skip."""
+    """Return the rounds of this many positions that are walked before and after a skip."""
     return max(LEAST_BEFORE, -(-BEFORE // positions)), max(LEAST_AFTER, -(-AFTER // positions))
 
 
 @lru_cache(maxsize=1024)
 def layer_loop(layers: tuple[int, ...], positions: int, whole: int) -> Loop:
-    """The loop over layers with the fewest rounds. What it skips are whole periods of the kinds: before these come the
-    layers that belong to none, the first ``whole`` and two more, and enough for a pace."""
+    """Return the loop over layers with the fewest rounds. It skips whole periods of kinds, after the layers outside the
+    period, the first ``whole`` and two more, and enough for a rate."""
     count, (least, after) = len(layers), _walked(positions)
     best = Loop(count, None, layers)
     periods = range(1, 1 + (1 if len(set(layers)) == 1 else min(MOST_PERIOD, count // 2)))
@@ -173,7 +173,7 @@ def layer_loop(layers: tuple[int, ...], positions: int, whole: int) -> Loop:
 
 
 def most_mini_batches(policy: Policy, layers: tuple[int, ...]) -> int:
-    """How many mini-batches the template run has at most."""
+    """Return the most mini-batches of a template run."""
     inner, outer = loops_of(policy, layers, num_mini_batches=1 << 30)
     return (inner if policy.schedule == "column" else outer).num_rounds
 
@@ -188,17 +188,17 @@ def template_run(
     on_disk: int,
     states: tuple[LayerState | None, ...] = (),
 ) -> TinyRun:
-    """The template run of the policies with this ``structure_of``, of ``num_decode`` decode iterations.
+    """Return the template run of policies with this ``structure_of``, with ``num_decode`` decode iterations.
 
-    ``resident``: one of RESIDENT_CLASSES. ``on_disk``: of the streamed weights, 0 none, 1 some, 2 all lie on the disk.
-    ``states``: what layers of each kind keep, and whether they attend; empty: all of them attend, and keep none.
+    ``resident``: one of RESIDENT_CLASSES. ``on_disk``: streamed weights on the disk, 0 none, 1 some, 2 all. ``states``:
+    what layers of each kind keep, and whether they attend; empty: all attend and keep nothing.
     """
     layers, mini_batches = (outer, inner) if structure.schedule == "column" else (inner, outer)
     positions = inner.num_rounds * outer.num_rounds
-    first = 2 if positions >= 4 else 5  # this iteration is repeated: who had a slot before is as far back in the next
+    first = 2 if positions >= 4 else 5  # repeated: the previous user of a slot is equally far back in the next
     if resident and not any("act" in entry for entry in structure.cache) and structure.weight_order == "kv_act_first":
         structure = replace(structure, weight_order="kv_first")  # nothing comes before the rest of the weights
-    # It is laid out even where it is left out again: one layout then serves every number of iterations.
+    # Laid out even if left out again: one layout serves every number of iterations.
     laid_out = num_decode if num_decode < first else first + 1
     tasks, ends = lay_out(structure, layers.kinds, mini_batches.num_rounds, laid_out, resident, on_disk, states)
     if num_decode != laid_out:
@@ -210,7 +210,7 @@ def template_run(
 
 
 def with_aliases(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], inner: Loop, outer: Loop):
-    """The tasks, waiting across skipped rounds for aliases; the (task, alias) pairs of each position; their number."""
+    """Return the tasks, waiting for aliases across skips; each position's (task, alias) pairs; their number."""
     at = np.repeat(np.arange(len(ends)), np.diff((0, *ends))).tolist()
     loops = [
         (loop.before_skip, stride, loop.num_rounds * stride)
@@ -221,7 +221,7 @@ def with_aliases(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], inner: Loop
     num_names = len(tasks)
 
     def name_of(awaited: int, position: int) -> int:
-        """Buffers have two slots: only what happened in the last two rounds before a skip is repeated by it."""
+        """Return the pairs of a skip: buffers have two slots, so it repeats only the last two rounds before it."""
         nonlocal num_names
         for before, stride, length in loops:
             skip = position // length * length + before * stride
@@ -235,7 +235,7 @@ def with_aliases(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], inner: Loop
     def renamed_waits(task: TinyTask, position: int) -> TinyTask:
         return _new(TinyTask, (*task[:-1], tuple([name_of(awaited, position) for awaited in task.waits])))
 
-    # Nothing is awaited across a skip by tasks of positions before the first one of their loop.
+    # Tasks before a loop's first position wait for nothing across its skip.
     behind = [
         any(position % length >= before * stride for before, stride, length in loops) for position in range(len(ends))
     ]
@@ -246,7 +246,7 @@ def with_aliases(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], inner: Loop
 
 
 def _unused(tasks: tuple[TinyTask, ...], ends: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Position -> tasks (or their aliases) that no task waits for from there on."""
+    """Return position -> tasks (or aliases) that no later task waits for."""
     last_use: dict[int, int] = {}
     for index, task in enumerate(tasks):
         last_use[index] = index
@@ -260,14 +260,14 @@ def _unused(tasks: tuple[TinyTask, ...], ends: tuple[int, ...]) -> tuple[tuple[i
 
 
 def _repeated(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], bounds: tuple[int, int], times: int):
-    """The tasks with those of the positions [first, last), an iteration, ``times`` times more in their place; -1
-    leaves them out."""
+    """Return the tasks with the positions [first, last), an iteration, repeated ``times`` more in place; -1 removes
+    them."""
     first, last = bounds
     start, end = ends[first - 1], ends[last - 1]
     out, out_ends = list(tasks[:start]), list(ends[:first])
 
     def append(begin: int, stop: int, copies: int) -> None:
-        """Add the tasks and ends of the positions [begin, stop), later by this many copies."""
+        """Append the tasks and ends of the positions [begin, stop), shifted by this many copies."""
         shift = copies * (end - start)
         for task in tasks[ends[begin - 1] : ends[stop - 1]]:
             waits = tuple([awaited + shift for awaited in task.waits])
@@ -290,13 +290,13 @@ def lay_out(
     on_disk: int,
     states: tuple[LayerState | None, ...] = (),
 ):
-    """(tasks, one past the last task of each position) of a run laid out in full; ``layers``: the kind of each."""
+    """Return (tasks, end of each position) of a run laid out in full; ``layers``: the kind of each."""
     num_layers = len(layers)
     of_layers = tuple(states[kind] for kind in layers) if any(states) else ()
     wave = _wave(structure, num_layers, num_mini_batches, num_decode, resident, on_disk, of_layers)
     policy = wave.policy
     waits_of, tasks, ends, loaded = _Waits(), [], [], False
-    one_by_one = policy.overlap == "none"  # as if there were one resource
+    one_by_one = policy.overlap == "none"  # as if for one resource
     whole, places = num_whole(policy.selection, num_layers), {name: place for place, name in enumerate(RESOURCES)}
     for position, task in numbered_stream(wave):
         while len(ends) < position - 1:
@@ -307,12 +307,12 @@ def lay_out(
         key = task.verb, first_load, task.layer < whole, task.mini_batch, layers[task.layer], part
         resource, waits = (0, ()) if one_by_one else (places[task.resource], waits_of.add(task))
         tasks.append(_new(TinyTask, (resource, task.iteration, _new(TaskKey, key), waits)))
-    last = (num_decode + 1) * num_layers * num_mini_batches - 1  # what comes after it belongs to it
+    last = (num_decode + 1) * num_layers * num_mini_batches - 1  # what follows belongs to it
     return tuple(tasks), (*ends[:last], *[len(tasks)] * (last + 1 - min(len(ends), last)))
 
 
 def _part_of(task: Task, wave: Wave) -> int:
-    """``TaskKey.part`` of a load of weights."""
+    """Return ``TaskKey.part`` of a load of weights."""
     sliced = wave.policy.schedule == "column" and len(wave.mini_batches) > 1
     if sliced or not wave.cuts_layer(task.layer):
         return 0
@@ -329,7 +329,7 @@ def _wave(
     on_disk: int,
     states: tuple[LayerState | None, ...],
 ) -> Wave:
-    """A wave with the structure of the policies, of a small model on a machine whose lines do not matter."""
+    """Return a wave with the policies' structure: a small model on a machine whose lines do not matter."""
     shape = ModelShape(
         name="tiny",
         family="opt",
@@ -348,7 +348,7 @@ def _wave(
     device = (0.0, (layout.kv_end + layout.qkv_end) / 2 / total, (layout.qkv_end + total) / 2 / total, 1.0)[resident]
     streamed = 1.0 - device
     disk = (0.0, streamed / 2, streamed)[on_disk]
-    # Requests that end at different blocks: whenever a token is new, some request's goes to each entry.
+    # Requests that end at different blocks, so that each new token goes to every entry of some request.
     together = 4 * len(structure.cache)
     prompts = 16 * (2 * together + np.arange(together))
     widest = together * (int(prompts.max()) + 16 * (len(structure.cache) + 2))
@@ -365,16 +365,15 @@ def _wave(
 
 
 class _Waits:
-    """What each task of the template run waits for: indices of earlier tasks on other resources.
+    """Return what each task waits for: indices of earlier tasks on other resources.
 
-    ``Dependencies`` names the latest task of each resource, but a real run may be without it (OPTIONAL): a task then
-    also waits for those that count in its place. Two tasks on the link write a buffer that a third reads:
+    ``Dependencies`` names the latest task per resource, but a real run may lack it (OPTIONAL): then the task also waits
+    for those that replace it. Two tasks on the link write a buffer that a third reads:
 
-        h2d       | 0 load_hidden | 1 load_kv |
-        compute                               | 2 attend |      waits for (0, 1): a run without load_kv waits for 0
+    h2d | 0 load_hidden | 1 load_kv | compute | 2 attend | waits for (0, 1): a run without load_kv waits for 0.
 
-    If every run had task 1, task 2 would wait for (1,): task 1 covers task 0, because the link takes them in turn.
-    Then, where task 2 is in every run, later tasks on compute wait for neither of them again.
+    If every run had task 1, task 2 would wait for (1,), since the link runs 0 before 1. And if every run has task 2,
+    later tasks on compute wait for neither.
     """
 
     def __init__(self):
@@ -382,14 +381,14 @@ class _Waits:
         self.resources: list[str] = []  # of each task
         self.lanes: list[str] = []  # of each task
         self.queues: dict[str, list[int]] = {resource: [] for resource in RESOURCES}
-        # Of each piece of memory the latest task of each lane that wrote it, and that read it since: all of them since
-        # the last writer that every run has.
+        # For each piece of memory, the latest task of each lane that wrote it, and those that read it since: all
+        # since the last writer that every run has.
         self.users: defaultdict[Access, tuple[dict[str, int], dict[str, int]]] = defaultdict(lambda: ({}, {}))
-        self.awaited: dict[str, set[int]] = {resource: set() for resource in RESOURCES}  # by tasks every run has
+        self.awaited: dict[str, set[int]] = {resource: set() for resource in RESOURCES}  # by tasks that every run has
         self.covered: dict[tuple[str, str], int] = {}  # (waiting, awaited resource) -> latest awaited of every run
 
     def add(self, task: Task) -> tuple[int, ...]:
-        """Queue a task; what it waits for."""
+        """Queue a task; return what it waits for."""
         index, resource, lane = len(self.resources), task.resource, LANE_OF[task.verb]
         awaited = {self.queues[other][ordinal] for other, ordinal in self.dependencies.add(task)}
         self.queues[resource].append(index)
@@ -406,8 +405,8 @@ class _Waits:
                 writers.clear()
                 readers.clear()
             writers[lane] = index
-        # A resource works first in, first out, and a run has all or none of an optional verb's tasks: a task is over
-        # once a later one of its lane is, or of its resource's lane.
+        # Resources are first in, first out, and a run has all or none of an optional verb's tasks: a task has ended
+        # once a later one of its lane or of its resource's lane has.
         over, waits = {resource}, []
         for earlier in sorted(awaited, reverse=True):
             if self.resources[earlier] not in over and self.lanes[earlier] not in over:
@@ -417,7 +416,8 @@ class _Waits:
         return tuple(reversed(waits))
 
     def _is_new(self, earlier: int, waiting: int) -> bool:
-        """Whether ``waiting`` has to wait for ``earlier`` although tasks before it in its queue may have; notes it."""
+        """Return whether ``waiting`` must wait for ``earlier`` although earlier tasks of its queue may have; record
+        it."""
         queues = self.resources[waiting], self.resources[earlier]
         if earlier in self.awaited[queues[0]] or earlier < self.covered.get(queues, 0):
             return False

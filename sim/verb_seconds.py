@@ -1,7 +1,7 @@
-"""Seconds and bytes of every verb in the prefill and in the stretches of the decode, in arrays of candidates.
+"""Seconds and bytes of every verb in the prefill and in stretches of the decode, in arrays of candidates.
 
-Work comes from ``step_work``, seconds from ``sim.cost.price``. Their sums over a phase need no
-walk: no phase is faster than the seconds of its busiest resource.
+Work comes from ``step_work``, seconds from ``sim.cost.price``. Sums over a phase need no walk: the busiest resource
+bounds it.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ from sim.candidate_memory import peak_of_steps
 from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
 from sim.cost import byte_times, hardware_of, price
 
-#: (verb, in a layer that attends to all tokens although others select, of one of the last mini-batches, index of the
-#: layer's kind in ``CandidateSteps.kinds``)
+#: (verb, in a layer that attends to all tokens although others select, in one of the last mini-batches, index in
+#: ``CandidateSteps.kinds``)
 VerbKey = tuple[str, bool, bool, int]
 
 
 @dataclass
 class _Phase:
-    """The prefill, or a stretch of the decode: what one task of each verb takes; arrays [candidates]."""
+    """The prefill, or a stretch of the decode: one task's cost by verb; arrays [candidates]."""
 
     seconds: dict[VerbKey, np.ndarray] = field(default_factory=dict)
     link_bytes: dict[VerbKey, Any] = field(default_factory=dict)
-    #: candidates that have the task; absent where all have it
+    #: candidates that have the task; absent if all have it
     present: dict[VerbKey, np.ndarray] = field(default_factory=dict)
-    first_load_s: dict[str, np.ndarray] = field(default_factory=dict)  #: of the run's first layer, which is not sliced
-    #: kind of layer -> of the first of the two loads in which it comes (``Wave.cuts_layer``); 0: it comes in one
+    first_load_s: dict[str, np.ndarray] = field(default_factory=dict)  #: of the first layer, which is not sliced
+    #: kind of layer -> seconds of the first of two loads (``Wave.cuts_layer``); 0: it comes in one
     early_load_s: dict[int, np.ndarray] = field(default_factory=dict)
 
     @property
     def verbs(self) -> list[str]:
-        """Each verb once, always in the same order: sums then end in the same last digit in every process."""
+        """Return each verb once, in a fixed order, so that sums are equal to the last digit in every process."""
         return list(dict.fromkeys(verb for verb, *_ in self.seconds))
 
 
 class VerbSeconds:
-    """Seconds and link bytes of every verb, of a full mini-batch and of the last: in the prefill (phase 0) and in the
+    """Seconds and link bytes of every verb, for a full mini-batch and for the last: in the prefill (phase 0) and in
     stretches of the decode (phases 1, 2, …). Arrays [candidates]."""
 
     def __init__(self, steps: CandidateSteps, stretches: list[DecodeStretch], beside_link: bool = False):
-        """``beside_link``: price every candidate as if something crossed the link all the while, so that the seconds of
-        places add up; else those that stay on the device as they are, undisturbed."""
+        """``beside_link``: price every candidate as if the link were always busy, so that seconds add up; else
+        candidates on the device are priced undisturbed."""
         self.steps, self.hardware, self.stretches = steps, hardware_of(steps.problem), stretches
         self.alone = steps.stays_on_device
         by_memory = self.hardware.notes.keys() & {FAR_MEMORY, PAGE_CACHE}
         self.byte_times = byte_times(self.hardware, peak_of_steps(steps)) if by_memory else {}
-        #: the machine of the candidates that stay on the device; None where none is priced as such
+        #: the machine for candidates that stay on the device; None without any
         self.undisturbed = self.hardware.undisturbed if self.alone.any() and not beside_link else None
         self.phases = [self._phase(None)]
-        #: (verb of the prefill, kind of layer) -> seconds of work for which the template run has no task
+        #: (prefill verb, kind of layer) -> seconds of work without a task in the template run
         self.extra_prefill_s: dict[tuple[str, int], np.ndarray] = {}
         if np.any(steps.num_chunks > 1):
             self._add_chunks()
@@ -102,7 +102,7 @@ class VerbSeconds:
         shape = steps.problem.shape.of_weights(weights)
         step_of = steps.decode(stretch, window) if stretch else partial(steps.prefill, window=window)
         if steps.whole:
-            # A stretch is cut by the entry that the layers store to that drop tokens: the others store to several.
+            # Stretches are cut by the entry that token-dropping layers store to; other layers store to several.
             mixed = steps.whole.decode(replace(stretch, entry=None)) if stretch else steps.whole.prefill
         for last, batch in ((False, steps.full_size), (True, steps.last_size)):
             if last and np.array_equal(batch, steps.full_size):
@@ -133,7 +133,7 @@ class VerbSeconds:
                         phase.link_bytes[key] = 0.0
 
     def _task_seconds(self, verb: str, work: Work, counts: StepCounts) -> tuple[Any, np.ndarray | None]:
-        """(mean seconds of a task over the steps of a phase, candidates that have the task; None: all have it)."""
+        """Return (mean seconds of a task over a phase's steps, candidates that have it; None: all)."""
         resource, share, empty = RESOURCE_OF[verb], _present_share(verb, counts), Work()
         if verb == "kv_gen" and counts.selected is None:
             rows = recomputed_rows(counts)
@@ -145,7 +145,7 @@ class VerbSeconds:
         return np.where(share > 0, seconds - (1.0 - share) * without, 0.0), share > 0
 
     def _add_weights(self, phase: _Phase) -> None:
-        """Add the streamed weights: in the row schedule a layer at once, in the column schedule a slice at a time."""
+        """Add the streamed weights: row schedule by layer, column schedule by slice."""
         steps = self.steps
         count, by_row = steps.num_mini_batches, steps.policy.schedule == "row"
         streamed = steps.layer_sizes - steps.resident
@@ -172,7 +172,7 @@ class VerbSeconds:
                     phase.first_load_s[verb] = layer_s
 
     def _early_load_s(self, weights: int) -> np.ndarray:
-        """Seconds in which W_K and W_V come where they come by themselves, before ACT; else 0."""
+        """Return the seconds until W_K and W_V arrive if they are loaded before ACT; else 0."""
         steps, layout = self.steps, self.steps.layouts[weights]
         early = layout.kv_end - steps.resident[weights]
         whole = steps.policy.schedule == "row" or steps.num_mini_batches == 1
@@ -181,10 +181,10 @@ class VerbSeconds:
         return np.where(cut, self._price("load_weights", "h2d", Work(link_bytes=np.maximum(early, 0))), 0.0)
 
     def _add_chunks(self) -> None:
-        """Let a position of the prefill stand for all chunks of a long prompt, one after the other.
+        """Make a position of the prefill represent all chunks of a long prompt, one after another.
 
-        The template run computes its prompts whole, so what later chunks read of earlier ones is added to tasks that it
-        has: loads to those of the weights where these are streamed, all else to the prompt's attention.
+        The template run computes its prompts whole. Later chunks' reads of earlier ones are added to its tasks: loads
+        to streamed weights' loads, the rest to the prompt's attention.
         """
         known = set(self.phases[0].verbs)
         for kind in self.kinds:
@@ -216,10 +216,10 @@ class VerbSeconds:
                 self.extra_prefill_s[carrier, kind] = self.extra_prefill_s.get((carrier, kind), 0.0) + share_s
 
     def task(self, phase: int, verb: str, all_tokens: bool, kind: int, full: bool | np.ndarray):
-        """(seconds of a task or None where it has no work, candidates that have the task or None where all have it), in
-        a layer of a kind.
+        """Return (seconds of a task or None without work, candidates that have it or None for all) in a layer of a
+        kind.
 
-        ``full``: candidates whose mini-batch is not one of the last; True or False where it holds for all.
+        ``full``: candidates whose mini-batch is not one of the last; True or False for all.
         """
         table, presence = self.phases[phase].seconds, self.phases[phase].present
         if (verb, all_tokens, False, kind) not in table:
@@ -243,9 +243,9 @@ class VerbSeconds:
     # ---- sums
 
     def round_seconds(self, phase: int, loop: str, kinds: tuple[int, ...] = ()):
-        """Seconds of one more round of a loop on its busiest resource: of a position ("inner"; "last inner": in the
-        last layer), of a layer or mini-batch ("outer"), of an iteration ("iteration"); the mean over layers of these
-        kinds, where rounds are in layers or layers themselves."""
+        """Return the seconds of one more round of a loop on its busiest resource: of a position ("inner"; "last inner":
+        in the last layer), of a layer or mini-batch ("outer"), of an iteration ("iteration"); a mean over layers of
+        these kinds."""
         key = phase, loop, kinds
         if key not in self._rounds:
             if loop == "iteration":
@@ -258,17 +258,17 @@ class VerbSeconds:
         return self._rounds[key]
 
     def _sum_of_rounds(self, phase: int, loop: str, kinds: tuple[int, ...]) -> dict[str, Any]:
-        """Seconds of rounds in layers of these kinds on each resource, together."""
+        """Return the seconds of rounds in layers of these kinds on each resource."""
         busy: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
         for place, kind in enumerate(dict.fromkeys(kinds)):
-            once = not place  # what an iteration has once is in the first
+            once = not place  # once per iteration: counted in the first
             for resource, seconds in self._busy_round(phase, loop, kind, kinds.count(kind), once).items():
                 busy[resource] = busy[resource] + seconds
         return busy
 
     def _busy_round(self, phase: int, loop: str, kind: int, count: int, first: bool) -> dict[str, np.ndarray]:
-        """Seconds of ``count`` rounds of the inner or the outer loop in layers of a kind on each resource; with what a
-        round of a mini-batch has once, where they are the ``first``."""
+        """Return the seconds of ``count`` rounds of the inner or outer loop in layers of a kind on each resource; as
+        the ``first``, with what a mini-batch's round has once."""
         column = self.steps.policy.schedule == "column"
         once = loop == "last inner" if column else loop == "outer"
         busy: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
@@ -287,11 +287,11 @@ class VerbSeconds:
         return busy
 
     def _of_all(self, full, last):
-        """Sum over mini-batches of a value of the full ones and of the last ones."""
+        """Return the sum over mini-batches of a value for full and for last ones."""
         return (self.steps.num_mini_batches - self.steps.num_last) * full + self.steps.num_last * last
 
     def _total(self, values: dict[VerbKey, np.ndarray], verb: str, first_load: np.ndarray | None = None):
-        """One iteration's sum of a verb over all layers and mini-batches. ``first_load``: of one layer instead."""
+        """Return one iteration's sum of a verb over layers and mini-batches. ``first_load``: of one layer instead."""
         steps, column = self.steps, self.steps.policy.schedule == "column"
         of_layers, first = steps.layers, num_whole(steps.policy.selection, steps.problem.shape.num_layers)
         per = VERBS[verb].per
@@ -305,7 +305,7 @@ class VerbSeconds:
         for kind in self.kinds:
             count, whole = of_layers.count(kind), steps.layers[:first].count(kind)
             full = values.get((verb, False, False, kind))
-            if full is None:  # in layers that attend to all tokens alone
+            if full is None:  # in layers that attend to all tokens
                 if (verb, True, False, kind) in values:
                     of_whole = (values[verb, True, last, kind] for last in (False, True))
                     total = total + whole * self._of_all(*of_whole)
@@ -344,14 +344,14 @@ class VerbSeconds:
         return busy
 
     def decode_bound_s(self):
-        """Seconds of the decode when each stretch takes as long as its busiest resource."""
+        """Return the seconds of the decode if each stretch takes its busiest resource's time."""
         pairs = enumerate(self.stretches, start=1)
         return sum((stretch.count * longest(*self.busy(phase).values()) for phase, stretch in pairs), start=0.0)
 
     def after_the_last_token(self) -> dict[str, np.ndarray]:
-        """Seconds of each resource's work, at most, that the run's last token does not wait for.
+        """Return the most seconds of each resource's work that the last token does not wait for.
 
-        A position waits for what was stored two positions before it, and that for its way to the blocks two before.
+        A position waits for what was stored two positions earlier, which waited for its way to the blocks two earlier.
         """
         late: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
         phase = self.phases[-1]
@@ -376,8 +376,8 @@ class VerbSeconds:
 
 
 def num_slices(num_mini_batches, on_host, on_disk):
-    """How many of a layer's slices, one a mini-batch, have bytes on the host or on the disk: both are cut into whole
-    pages as evenly as possible, so that few pages lie apart. Arrays [candidates]."""
+    """Return how many of a layer's slices, one per mini-batch, have bytes on the host or the disk: each is cut evenly
+    into whole pages, so that few pages are spread out. Arrays [candidates]."""
     pages = [np.minimum(num_mini_batches, np.ceil(num_bytes / PAGE_BYTES)) for num_bytes in (on_host, on_disk)]
     slices = np.maximum(*pages)
     apart = (slices < num_mini_batches) & (np.minimum(*pages) > 1)
@@ -390,14 +390,14 @@ def num_slices(num_mini_batches, on_host, on_disk):
 
 @lru_cache(maxsize=4096)
 def _num_places(slices: int, *pages: int) -> int:
-    """Slices that hold a page of either kind, when each kind has so many pages."""
+    """Return the slices with a page of either kind, for these numbers of pages."""
     return len({slices * page // count for count in pages for page in range(count)})
 
 
 def _present_share(verb: str, counts: StepCounts):
-    """The share of a phase's steps in which a verb has work, [candidates]; None where all steps of all candidates have.
+    """Return the share of a phase's steps in which a verb has work, [candidates]; None if all have.
 
-    Whole blocks come one at a time, and each new token goes to one cache entry.
+    Blocks come one at a time, and each new token goes to one cache entry.
     """
     share, needs, (representations, tiers) = None, VERBS[verb].needs, VERBS[verb].blocks or ((), ())
     if needs == "recomputed":
@@ -420,10 +420,10 @@ def longest(*values):
 
 
 def resource_sums(problem: Problem, candidates: Candidates) -> np.ndarray:
-    """Sum up candidates that use all their cache entries: the terms of a linear program over shares, [..., terms].
+    """Sum candidates that use all their cache entries: the terms of a linear program over shares, [..., terms].
 
-    Terms are each resource's seconds of work in the prefill, then in all iterations of the decode, then each tier's
-    bytes; "..." is the candidates' shape. Raises InputError as ``predict`` does.
+    Terms: each resource's seconds in the prefill, then in the decode, then each tier's bytes; "..." is the candidates'
+    shape. Raise InputError as ``predict`` does.
     """
     check_planned(candidates.policy, problem.shape)
     steps, size = candidate_steps(problem, candidates)

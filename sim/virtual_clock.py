@@ -1,9 +1,9 @@
-"""The virtual clock: the executor's own stream of tasks, walked in virtual time.
+"""The virtual clock: the executor's own stream of tasks in virtual time.
 
-Each resource runs its tasks first in, first out; a task starts when its resource is free and what it depends on has
-ended. Dependencies are derived by the same function that guards the real run. Tasks are launched one after the other,
-in the time that the machine's record has for it. What is left out: that a real run launches only so many tasks ahead
-and waits for stops before it settles an iteration, and everything ``task_seconds`` leaves out.
+Each resource runs its tasks first in, first out. A task starts when its resource is free and its dependencies have
+ended; the function that derives them also guards the real run. Tasks are launched one after another, in the record's
+launching time. Left out: the limit on launched tasks, waits for stops before an iteration is settled, and everything
+``task_seconds`` leaves out.
 """
 
 from collections import Counter
@@ -28,10 +28,10 @@ def run(
     hazards: Iterable[str] = HAZARDS,
     seconds_of: Callable[[Task], float] | None = None,
 ) -> list[TraceEvent]:
-    """Run tasks (``flexhybrid.core.plan.stream(wave)``) in virtual time; events in stream order, seconds from 0.
+    """Run tasks (``flexhybrid.core.plan.stream(wave)``) in virtual time; return events in stream order, from second 0.
 
-    ``hazards`` leaves out a hazard on purpose, as in ``Dependencies``. ``seconds_of`` says what a task takes; None: the
-    hardware's lines. Raises InputError when the hardware has no line for a task.
+    ``hazards``: leave out a hazard, as in ``Dependencies``. ``seconds_of``: price of a task (default: the hardware's
+    lines). Raise InputError for a task without a line.
     """
     dependencies = Dependencies(hazards)
     ends: dict[str, list[float]] = {resource: [] for resource in RESOURCES}
@@ -59,11 +59,11 @@ def run(
 
 
 def answered(wave: Wave, answer_tokens: np.ndarray) -> Iterator[Task]:
-    """Return the stream of a batch whose requests end by themselves after ``answer_tokens`` [requests of its queue]:
-    as in a run, an end is known when the next iteration is settled, or one later."""
+    """Return the stream of a batch whose requests end after ``answer_tokens`` [requests of its queue]: as in a run, an
+    end is known when the next iteration is settled, or one later."""
     num_sampled: Counter[int] = Counter()
-    ended: list[list[int]] = []  #: by step that samples, the requests that end with it
-    known, counted = set(), 0  #: those of the first steps, and how many steps these are
+    ended: list[list[int]] = []  #: sampling step -> requests that end with it
+    known, counted = set(), 0  #: those of the first steps, and the number of steps
 
     def until(_iteration: int, num_steps: int) -> Collection[int]:
         nonlocal counted
@@ -83,25 +83,24 @@ def answered(wave: Wave, answer_tokens: np.ndarray) -> Iterator[Task]:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run took, from its trace. Its two kinds, simulated and measured, differ in their type alone.
+    """What a run took, from its trace; simulated and measured summaries differ in type alone.
 
-    The prefill ends with the last sample of the trace's first iteration. The decode goes from there to the last sample
-    of the last iteration, so that the edges between its iterations are in it; where ``summarize`` was asked to leave
-    the last one out, to that of the one before. In a trace that starts with a decode iteration, that one takes the
-    prefill's place.
+    The prefill ends with the last sample of the first iteration. The decode lasts from there to the last sample of the
+    last iteration (or of the one before, if ``summarize`` leaves the last out). In a trace that starts with a decode
+    iteration, that one replaces the prefill.
     """
 
     total_s: float  #: from the first task's start to the last sample's end
     prefill_s: float
     decode_s: float
     num_iterations: int  #: in the trace; with a prefill it is one of them
-    num_decoded: int  #: that ended in the decode's seconds
+    num_decoded: int  #: that ended within the decode
     generated_tokens: int
     tokens_per_s: float  #: generated tokens / total_s
     decode_tokens_per_s: float  #: tokens of these / decode_s; 0 without a decode
     link_bytes: dict[str, dict[str, int]]  #: each of LINKS -> {"load_kv": bytes, …} over the whole run
     decode_link_bytes: dict[str, dict[str, int]]  #: of iterations 1, 2, … (the weights that they read included)
-    busy: dict[str, float]  #: resource -> share of the decode (of the whole run without one) it was at work
+    busy: dict[str, float]  #: resource -> busy share of the decode (of the whole run without one)
 
     @property
     def binding(self) -> str:
@@ -121,13 +120,13 @@ Summary = TypeVar("Summary", bound=RunSummary)
 
 
 def summarize(trace: list[TraceEvent], last: int = -1) -> SimulatedSummary:
-    """Reduce the trace of ``run`` to its times, tokens, traffic and busy shares. The decode ends with the iteration
-    ``last`` (as a list index: ``TraceWindow``). Raises ValueError for an empty trace."""
+    """Summarize the trace of ``run``: times, tokens, traffic and busy shares. The decode ends with iteration ``last``
+    (list index: ``TraceWindow``). Raise ValueError for an empty trace."""
     return _summarize(trace, last, SimulatedSummary)
 
 
 def summarize_measured(trace: list[TraceEvent], last: int = -1) -> MeasuredSummary:
-    """Reduce the trace of an executor likewise. Raises ValueError for an empty one."""
+    """Summarize the trace of an executor. Raise ValueError for an empty one."""
     return _summarize(trace, last, MeasuredSummary)
 
 

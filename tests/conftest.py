@@ -212,9 +212,9 @@ def batches(monkeypatch):
     """The batches that run during a test; their blocks are checked after every iteration."""
 
     from flexhybrid.core.schedule import positions
-    from flexhybrid.core.schedule.refill import RunningBatch
+    from flexhybrid.core.schedule.scheduler import Scheduler
 
-    class Checked(RunningBatch):
+    class Checked(Scheduler):
         def steps(self, iteration, stopped):
             yield from super().steps(iteration, stopped)
             if self.wave.sharing:
@@ -224,11 +224,11 @@ def batches(monkeypatch):
                 holders = {place for pool in part.pools.values() for place, runs in pool.held.items() if runs}
                 assert holders <= set(self.groups[k].tolist())  # nobody who has left holds blocks
 
-    started: list[RunningBatch] = []
+    started: list[Scheduler] = []
 
     def start(wave):
         started.append(Checked(wave))
         return started[-1]
 
-    monkeypatch.setattr(positions, "RunningBatch", start)
+    monkeypatch.setattr(positions, "Scheduler", start)
     return started

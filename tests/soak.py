@@ -43,7 +43,7 @@ from flexhybrid import cli
 from flexhybrid import llm as llm_module
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch import census as census_module
-from flexhybrid.core.schedule.refill import RunningBatch
+from flexhybrid.core.schedule.scheduler import Scheduler
 from flexhybrid.jobs.run import job as run_module
 from flexhybrid.jobs.run.options import journal_of
 from flexhybrid.requests import RequestCodec
@@ -126,7 +126,7 @@ def attempt(argv: list[str], point: tuple[str, int] | None, report: Path | None 
 def lay_traps(point: tuple[str, int] | None) -> Counter:
     """Let this process die at its n-th event of a kind; returns the counts of events so far."""
     counts, write, fsync, tokens_of = Counter(), os.write, os.fsync, Executor.tokens_of
-    complete, start, back = RequestCodec.completion, RequestCodec.open, RunningBatch._step_back
+    complete, start, back = RequestCodec.completion, RequestCodec.open, Scheduler._preempt
     count_on = census_module.Census.count_on
 
     def reached(kind: str) -> bool:
@@ -168,7 +168,7 @@ def lay_traps(point: tuple[str, int] | None) -> Counter:
 
     change_mixes(die_at)
     RequestCodec.completion, RequestCodec.open = counted, trapped("join", start)
-    RunningBatch._step_back = trapped("step back", back)
+    Scheduler._preempt = trapped("step back", back)
     census_module.Census.count_on = trapped("census", count_on)
     # another number of requests at a time would not fit pools of this share
     llm_module.batch_size = lambda _problem, policy, workload, at_most, *_: (

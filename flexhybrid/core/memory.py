@@ -32,35 +32,35 @@ from flexhybrid.core.work import MIN_KV_GEN_ROWS, PREFILL_QUERIES
 
 NUM_SLOTS = 2  #: double buffers
 
-#: #: Elements that the quantizer processes at a time (or one row, if longer), and workspace bytes for each. Fewer would
+#: Elements that the quantizer processes at a time (or one row, if longer), and workspace bytes for each. Fewer would
 #: suit a CPU's caches, but each pass ends in a barrier: 2**18 took up to twice as long on a busy machine. The device's
 #: figure is not measured.
 PACKING_ELEMENTS, PACKING_BYTES = {"cpu": 2**20, "cuda": 2**23}, 6
 
-#: #: Attention on the host: most threads that share its requests (the other cores compute when the CPU is the device),
+#: Attention on the host: most threads that share its requests (the other cores compute when the CPU is the device),
 #: and elements of 16-bit keys, and of values, that each converts to float32 at a time: 4 MB, which fit a shared cache.
 HOST_THREADS, WIDENED_ELEMENTS = {"cpu": 1, "cuda": 16}, 1 << 19
 
-#: #: CUDA attention in place: most partial results, each a weighted value and two sums in float32, that programs which
+#: CUDA attention in place: most partial results, each a weighted value and two sums in float32, that programs which
 #: share a context keep until they are added (``partial_elements``).
 PARTIAL_ROWS = 4096
 
-#: #: CUDA graphs of decode steps: how many are kept, each of a layer's verbs or of one of them, and the bytes that the
+#: CUDA graphs of decode steps: how many are kept, each of a layer's verbs or of one of them, and the bytes that the
 #: driver keeps of each. An H200's driver kept 123 KiB for one verb's graph, so at most this for four; graphs of several
 #: verbs were never measured. A step's graph counts one per layer. Then the bytes of allocator segments that their
 #: memory pool may leave half empty.
 MOST_GRAPHS, GRAPH_BYTES, GRAPH_POOL_BYTES = 256, 1 << 19, 22 << 20
 
-#: #: Rows of decode steps, over all mini-batches, that graphs keep at fixed addresses if a prefix is recomputed. A
+#: Rows of decode steps, over all mini-batches, that graphs keep at fixed addresses if a prefix is recomputed. A
 #: layer of OPT-1.3B computes about this many during its launches, 0.1 ms (estimated); with more rows launches are
 #: hidden anyway.
 GRAPH_ROWS = 512
 
-#: #: Device bytes beyond all named parts: masks, places of stored rows, workspaces of libraries (cuBLAS: up to 64 MiB
+#: Device bytes beyond all named parts: masks, places of stored rows, workspaces of libraries (cuBLAS: up to 64 MiB
 #: per multiplying stream; 32 MiB on Hopper, and the same for cublasLt).
 SLACK_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
 
-#: #: For a CUDA device, if a plan counts them (``Problem.counts_allocator``): the context with the libraries' kernels,
+#: For a CUDA device, if a plan counts them (``Problem.counts_allocator``): the context with the libraries' kernels,
 #: as others report; and the share that the allocator holds beyond tensors.
 CONTEXT_BYTES, ALLOCATOR_SHARE = 1 << 29, 1 / 28
 
@@ -104,8 +104,8 @@ class LayerBytes(NamedTuple):
     resident: Count  #: of all layers, on the device
     on_host: Count  #: of all layers
     on_disk: Count  #: of all layers
-    slot: Count  #: #: of the layer that streams the most
-    staging: Count  #: #: of the layer with the most on the disk
+    slot: Count  #: of the layer that streams the most
+    staging: Count  #: of the layer with the most on the disk
     cut: Count  #: whether some layer is partly resident
     first_resident: Count  #: of a layer of the first kind, on the device
 
@@ -143,16 +143,16 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     turned = shape.rotary or shape.modules
     rotation = 2 * shape.head_dim * p if turned else 0  # a cosine and a sine for each element of a head
     act = any("act@" in entry for entry in sizes.staged_rows)
-    # # Reserved for any bits, so that sums over bits work; small for small models. Triton's kernels do not need it, but
+    # Reserved for any bits, so that sums over bits work; small for small models. Triton's kernels do not need it, but
     # only a run knows whether they work.
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
     on_host = policy.attention == "host"
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
     running = problem
-    if problem.counts_allocator and problem.attention is None:  # # a run may attend in place: room for either
+    if problem.counts_allocator and problem.attention is None:  # a run may attend in place: room for either
         running = replace(problem, attention=AttentionPaths("", "", "", in_place=True))
     partial = device == "cuda" and attends_in_place(running, policy)
-    # # Capped scores are stored whole, twice, for this many queries of each request at a time.
+    # Capped scores are stored whole, twice, for this many queries of each request at a time.
     scored = np.minimum(sizes.step_rows, PREFILL_QUERIES * sizes.batch) * shape.softcaps
     pools, staged = _pool_parts(problem, policy, sizes, row)
     workspace = workspace_bytes(shape, p, sizes.step_rows, sizes.batch, weights.cut)
@@ -173,7 +173,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "attention sums": 4 * PARTIAL_ROWS * partial_elements(shape.head_dim) if partial else 0,
         "staging": NUM_SLOTS * (staged["device"] + staged["host"]),
         "hidden states": (sizes.hidden_rows if policy.hidden == "device" else NUM_SLOTS * sizes.step_rows) * hidden,
-        "lent keys and values": len(shape.lending) * sizes.hidden_rows * native_kv,  # # of computed tokens
+        "lent keys and values": len(shape.lending) * sizes.hidden_rows * native_kv,  # of computed tokens
         "layers' arguments": (shape.modules.call_elements if shape.modules else 0) * sizes.hidden_rows * p,
         "token ids": 8 * sizes.cached_tokens,
         "positions": 16 * sizes.hidden_rows
@@ -224,7 +224,7 @@ def _graph_bytes(problem: Problem, policy: Policy, p: int, sizes: BufferSizes):
     row = NUM_SLOTS * (shape.kv_width + shape.query_width) + shape.query_width
     rotation = 2 * shape.head_dim if shape.rotary else 0
     of_places = shape.passed_width + len(shape.windows or (None,)) * rotation
-    copies = 2 * len(sizes.staged_rows)  # # of new rows, at most
+    copies = 2 * len(sizes.staged_rows)  # of new rows, at most
     index = 8 * (6 * (sizes.cached_tokens // BLOCK_TOKENS) + (26 + 10 * copies) * sizes.places + 4 * of_all)
     fixed = p * (row * rows + of_places * of_all) + index * len(shape.windows or (None,))
     return MOST_GRAPHS * GRAPH_BYTES + GRAPH_POOL_BYTES + in_work + fixed

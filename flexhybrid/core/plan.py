@@ -19,7 +19,7 @@ from flexhybrid.core.task import RESOURCES, Access, Task, Work
 from flexhybrid.core.verbs import RESOURCE_OF
 from flexhybrid.core.wave import Wave
 
-PAGE_BYTES = 4096  #: #: slices of a streamed layer end at whole pages
+PAGE_BYTES = 4096  #: slices of a streamed layer end at whole pages
 LOADS_OF_ACT = ("read_act", "load_act")
 
 
@@ -65,29 +65,29 @@ class Turn(NamedTuple):
     """A position, and what decides which tasks are yielded while it computes."""
 
     position: Position
-    ahead: Position | None  #: #: the next position
-    before: Position | None  #: #: the previous position, if its stores were held back
-    following: LayerGroup | None  #: #: the next group, of whose weights a slice is loaded
+    ahead: Position | None  #: the next position
+    before: Position | None  #: the previous position, if its stores were held back
+    following: LayerGroup | None  #: the next group, of whose weights a slice is loaded
     index: int  #: of the position in its group
     num_slices: int  #: positions of its group
-    opened: bool  #: #: the previous turn already began to compute the position
+    opened: bool  #: the previous turn already began to compute the position
 
 
 POSITION, AHEAD, BEFORE, FOLLOWING = range(4)  #: in a ``Turn``
-#: #: Limit of kept scripts. Requests that join one by one keep changing the order of positions.
+#: Limit of kept scripts. Requests that join one by one keep changing the order of positions.
 MOST_SCRIPTS = 8192
 
-#: #: Tasks without what the position adds: verb, resource, reads, writes; for weight loads also work and payload.
+#: Tasks without what the position adds: verb, resource, reads, writes; for weight loads also work and payload.
 Entries = tuple[tuple, ...]
-#: #: A part of a script: the index in ``Turn`` of the position that the tasks belong to, and the tasks.
+#: A part of a script: the index in ``Turn`` of the position that the tasks belong to, and the tasks.
 Part = tuple[int, Sequence[tuple]]
 
 
 class Script(NamedTuple):
     """The recorded tasks of a turn, reused for every turn whose positions have the same forms."""
 
-    parts: tuple[tuple[int, Callable[..., list[Task]], Entries], ...]  #: #: (owner, function, its argument)
-    opens: bool  #: #: they begin to compute the next position
+    parts: tuple[tuple[int, Callable[..., list[Task]], Entries], ...]  #: (owner, function, its argument)
+    opens: bool  #: they begin to compute the next position
     holds: bool  #: the stores of the position are held back
 
 
@@ -114,7 +114,7 @@ def _slice_key(group: LayerGroup, position: Position, index: int) -> tuple[int, 
     return group.iteration, group.layer, position.step.mini_batch
 
 
-_new = tuple.__new__  #: #: halves the time of making a NamedTuple
+_new = tuple.__new__  #: halves the time of making a NamedTuple
 
 
 class _Stream:
@@ -124,12 +124,12 @@ class _Stream:
         self.wave, self.stops = wave, stops
         self.num_layers = wave.shape.num_layers
         self.kinds = [wave.shape.weights_kind(layer) for layer in range(self.num_layers)]
-        self.number = 1  # # of the current position
-        self.by_step = wave.policy.overlap == "step"  # # a barrier between positions, as FlexGen has
+        self.number = 1  # of the current position
+        self.by_step = wave.policy.overlap == "step"  # a barrier between positions, as FlexGen has
         self.one_by_one = wave.policy.overlap == "none"
         self.templates = Templates(wave)
-        self.slices: dict[tuple, Entries] = {}  # # -> loads of a slice of weights
-        self.of_parts: dict[tuple, Entries] = {}  # # -> tasks of a part of a position
+        self.slices: dict[tuple, Entries] = {}  # -> loads of a slice of weights
+        self.of_parts: dict[tuple, Entries] = {}  # -> tasks of a part of a position
         self.scripts: dict[tuple, Script] = {}
 
     def tasks(self, first_iteration: int) -> Iterator[Task]:
@@ -174,7 +174,7 @@ class _Stream:
     def _script(self, turn: Turn) -> Script:
         """Record the tasks of a turn."""
         position, ahead = turn.position, turn.ahead
-        # # The next position may load what this one stores or selects.
+        # The next position may load what this one stores or selects.
         late = self._loads_late(position, ahead) if ahead else None
         opens = ahead is not None and self._opens_early(position, ahead, turn.num_slices)
         holds = self.by_step and late != "stored"
@@ -208,7 +208,7 @@ class _Stream:
         if before:
             yield BEFORE, self._part(self.templates.store, before)
         on_host = "attend_host" in position.works
-        # # The host's attention output crosses before the weights, because the device waits for it first. FlexGen,
+        # The host's attention output crosses before the weights, because the device waits for it first. FlexGen,
         # which synchronizes after each step, loads weights first.
         weights_last = on_host and self.wave.policy.overlap == "full"
         cache = self._part(self.templates.load_cache, ahead) if ahead and not late else ()

@@ -51,11 +51,11 @@ class AttentionPaths(NamedTuple):
 
     prompt: str  #: all tokens of a prompt over themselves
     chunk: str  #: several new tokens over cached ones and themselves
-    decode: str  #: #: one new token over cached ones, contiguous
-    #: #: whether decode steps without a selection read keys and values in place (``in_place.py`` on a CPU,
+    decode: str  #: one new token over cached ones, contiguous
+    #: whether decode steps without a selection read keys and values in place (``in_place.py`` on a CPU,
     #: ``attend_triton.py`` on CUDA)
     in_place: bool = False
-    on_host: bool = False  #: #: whether attention on the host reads in place
+    on_host: bool = False  #: whether attention on the host reads in place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,8 @@ class Problem:
     hardware: Hardware | None = None  #: None: this machine was not profiled
     budgets: Budgets = NO_BUDGETS
     device: str = ""  #: "cpu" or "cuda"; by default the hardware record's, "cpu" without a record
-    attention: AttentionPaths | None = None  #: #: None: the fastest ones of the running machine
-    cuda_graphs: bool = True  #: #: launch decode steps by CUDA graphs where possible
+    attention: AttentionPaths | None = None  #: None: the fastest ones of the running machine
+    cuda_graphs: bool = True  #: launch decode steps by CUDA graphs where possible
 
     def __post_init__(self):
         if not self.device:
@@ -158,33 +158,33 @@ class BufferSizes:
     """Rows and blocks that a wave needs: maxima over its mini-batches at final lengths. Numbers, or arrays over
     candidates."""
 
-    pool_blocks: dict[str, int]  #: #: pool name (``Pool``) -> blocks, in each of its layers
+    pool_blocks: dict[str, int]  #: pool name (``Pool``) -> blocks, in each of its layers
     staged_rows: dict[str, int]  #: entry -> new tokens of one mini-batch in one step
     act_buffer_blocks: int = 0  #: of one slot
     kv_buffer_blocks: int = 0  #: of one slot
-    act_staging_blocks: int = 0  #: #: of one slot, on the way from the disk
+    act_staging_blocks: int = 0  #: of one slot, on the way from the disk
     kv_staging_blocks: int = 0
-    act_blocks: int = 0  #: #: of one mini-batch, recomputed together
-    plain_kv_blocks: int = 0  #: #: of one mini-batch, in any tier
+    act_blocks: int = 0  #: of one mini-batch, recomputed together
+    plain_kv_blocks: int = 0  #: of one mini-batch, in any tier
     attention_tokens: int = 0  #: B·T
-    context_tokens: int = 0  #: #: cached ones among them
+    context_tokens: int = 0  #: cached ones among them
     hidden_rows: int = 0  #: of all mini-batches together
-    #: #: padded rows of the largest mini-batch in a step: its prompts, or new tokens with a recomputed prefix
+    #: padded rows of the largest mini-batch in a step: its prompts, or new tokens with a recomputed prefix
     step_rows: int = 0
     batch: int = 0  #: requests of the largest mini-batch
-    decode_batch: int = 0  #: #: those of them that decode
+    decode_batch: int = 0  #: those of them that decode
     cached_tokens: int = 0  #: of all requests that run together
-    kept_tokens: int = 0  #: #: tokens that a selection keeps, of all requests
-    #: #: representation -> most rows that a speculative selection gathers for a mini-batch
+    kept_tokens: int = 0  #: tokens that a selection keeps, of all requests
+    #: representation -> most rows that a speculative selection gathers for a mini-batch
     selected_rows: dict[str, int] = field(default_factory=dict)
     index_rows: dict[str, int] = field(default_factory=dict)  #: the same for all mini-batches together
-    partial_rows: int = 0  #: #: padded places of a speculative selection, of all mini-batches
-    column_sets: int = 0  #: #: mini-batches or requests that choose columns for prediction
-    longest: int = 0  #: #: tokens of the longest request, prompt and answer
+    partial_rows: int = 0  #: padded places of a speculative selection, of all mini-batches
+    column_sets: int = 0  #: mini-batches or requests that choose columns for prediction
+    longest: int = 0  #: tokens of the longest request, prompt and answer
     log_cells: int = 0  #: iterations times requests
-    places: int = 0  #: #: requests that run together and keep recurrent states
-    noted_bytes: int = 0  #: #: of log probabilities (``Workload.noted``), of all requests
-    #: #: entry -> blocks in layers that keep all tokens although others do not
+    places: int = 0  #: requests that run together and keep recurrent states
+    noted_bytes: int = 0  #: of log probabilities (``Workload.noted``), of all requests
+    #: entry -> blocks in layers that keep all tokens although others do not
     whole_blocks: dict[str, int] = field(default_factory=dict)
 
     def merge(self, other: BufferSizes) -> BufferSizes:

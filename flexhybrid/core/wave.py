@@ -40,15 +40,15 @@ class RequestQueue:
     """
 
     workload: Workload  #: of all requests
-    following: int  #: #: first request that was never considered
-    passed_over: list[int] = field(default_factory=list)  #: #: earlier requests that wait
-    #: #: request -> tokens from before a preemption or from an earlier batch, now part of its prompt
+    following: int  #: first request that was never considered
+    passed_over: list[int] = field(default_factory=list)  #: earlier requests that wait
+    #: request -> tokens from before a preemption or from an earlier batch, now part of its prompt
     given: dict[int, int] = field(default_factory=dict)
-    #: #: called as a request joins a mini-batch of the running batch, also after a preemption
+    #: called as a request joins a mini-batch of the running batch, also after a preemption
     on_join: Callable[[int, int], None] = lambda request, mini_batch: None
-    on_leave: Callable[[int, int], None] = lambda request, iteration: None  #: #: called when it stops running
-    ended: np.ndarray | None = None  #: #: answers that ended before this batch, by tokens
-    closes: Callable[[], bool] = lambda: False  #: #: once true, only preempted requests join
+    on_leave: Callable[[int, int], None] = lambda request, iteration: None  #: called when it stops running
+    ended: np.ndarray | None = None  #: answers that ended before this batch, by tokens
+    closes: Callable[[], bool] = lambda: False  #: once true, only preempted requests join
 
     def first(self, count: int) -> list[int]:
         """Return the first waiting requests, ``count`` at most."""
@@ -84,7 +84,7 @@ class RequestQueue:
 @dataclass(frozen=True)
 class Wave:
     """Requests that run together: lengths, mini-batches, blocks. With a queue, waiting requests take the places of
-    ended ones (``core/schedule/refill.py``), and the arrays over places change."""
+    ended ones (``core/schedule/scheduler.py``), and the arrays over places change."""
 
     problem: Problem
     policy: Policy
@@ -92,21 +92,21 @@ class Wave:
     entries: BlockEntries
     mini_batches: tuple[np.ndarray, ...]  #: places
     windows: tuple[int | None, ...]  #: kinds of layers (``layers_by_window``); each has pools of its own
-    tables: dict[str, np.ndarray]  #: #: pool -> [places, most], the physical blocks of each request, in order
-    num_blocks: dict[str, np.ndarray]  #: #: pool -> [places], their counts
+    tables: dict[str, np.ndarray]  #: pool -> [places, most], the physical blocks of each request, in order
+    num_blocks: dict[str, np.ndarray]  #: pool -> [places], their counts
     joined: np.ndarray  #: [places], the iteration that computes the prompt
     request: np.ndarray  #: [places], index of the request in the queue
-    blocks: tuple[BlockManager, ...]  #: #: of each mini-batch; they own the blocks of the pools
+    blocks: tuple[BlockManager, ...]  #: of each mini-batch; they own the blocks of the pools
     placed: tuple[PlacedLayer, ...]  #: the weights of each kind of layer (``ModelShape.weights_kind``)
-    split: dict[str, SplitLines]  #: #: of both(…) entries
-    #: #: the same requests in layers that keep all tokens although others do not, in separate blocks
+    split: dict[str, SplitLines]  #: of both(…) entries
+    #: the same requests in layers that keep all tokens although others do not, in separate blocks
     whole: Wave | None = None
-    queue: RequestQueue | None = None  #: #: None: no request waits
+    queue: RequestQueue | None = None  #: None: no request waits
     limits: BufferSizes = BufferSizes({}, {})  #: for requests that join; unused without a queue
-    #: #: expected answer length / limit; below 1, requests take blocks on demand
+    #: expected answer length / limit; below 1, requests take blocks on demand
     expected_share: float = 1.0
-    empty: bool = False  #: #: no request has a place yet
-    sharing: SharedBlocks | None = None  #: #: shared blocks of equal prompt beginnings; None: none
+    empty: bool = False  #: no request has a place yet
+    sharing: SharedBlocks | None = None  #: shared blocks of equal prompt beginnings; None: none
 
     @property
     def begun(self) -> np.ndarray:
@@ -287,7 +287,7 @@ def admit(
     wave = _with_blocks(wave, wave.by_pool(counts), None if least is None else wave.by_pool(least), room, gives)
     if not num_keeping(policy.selection, problem.shape.num_layers):
         return wave
-    # # In all layers a prompt is computed whole, also that of a request that joins later.
+    # In all layers a prompt is computed whole, also that of a request that joins later.
     longest = max(int(of.cached_tokens.max()) for of in (workload, alone) if of is not None)
     keeping = replace(policy, selection=Selection(), max_mini_batch_tokens=longest + BLOCK_TOKENS)
     whole = _with_blocks(replace(wave, policy=keeping), entries.most_blocks(first, cached), None, gives=gives)

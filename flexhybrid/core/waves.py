@@ -20,13 +20,13 @@ from flexhybrid.core.memory import MemoryPlan, check_budget, fits, memory_plan, 
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes, queue_sizes
-from flexhybrid.core.schedule.refill import FIRST_RUN, LOOKED_AT, joins_singly, may_grow, may_share, stores_exactly
+from flexhybrid.core.schedule.scheduler import FIRST_RUN, LOOKED_AT, joins_singly, may_grow, may_share, stores_exactly
 from flexhybrid.core.wave import RequestQueue, Wave, admit, give_blocks, leave_place, take_blocks_back
 from flexhybrid.core.workload import Workload
 
-#: #: Expected share of an answer's limit if the whole limit does not fit; most answers end long before.
+#: Expected share of an answer's limit if the whole limit does not fit; most answers end long before.
 EXPECTED_SHARE = 0.25
-#: #: Room for one more shared prefix per this many running requests: a new prefix begins before the last is unused.
+#: Room for one more shared prefix per this many running requests: a new prefix begins before the last is unused.
 FOLLOWERS = 4
 NOTHING_GIVEN: Mapping[int, int] = MappingProxyType({})
 SHORT_REQUEST_TOKENS = 16  #: prompt tokens of the request that ``check_least`` tries
@@ -80,7 +80,7 @@ def open_batch(
         raise ValueError(f"requests under policy {policy.name} cannot go on behind tokens that they have")
     num_requests, tree = workload.num_requests, tree or known_tree(workload)
     prompts, limits = workload.prompt_tokens[:count], workload.max_tokens[:count]
-    first = Workload(prompts.copy(), limits.copy(), noted=workload.noted)  # # joining requests are written into it
+    first = Workload(prompts.copy(), limits.copy(), noted=workload.noted)  # joining requests are written into it
     mini_batches, room, paths = _packed(problem, policy, workload, count, tree)
     if count == num_requests and share == 1 and not any(paths) and not given:
         return admit(problem, policy, workload, gives=gives)
@@ -98,7 +98,7 @@ def open_batch(
         wave = replace(wave, sharing=sharing)
     if wave.whole:
         wave = replace(wave, whole=replace(wave.whole, workload=first))
-    # # A preempted request returns with all its tokens.
+    # A preempted request returns with all its tokens.
     returns = share < 1 or given
     longest = Workload(alone.cached_tokens, np.ones_like(alone.max_tokens)) if returns else alone
     limits = queue_sizes(wave, longest, joins_singly(policy))
@@ -125,7 +125,7 @@ class _Packed(NamedTuple):
 
     mini_batches: list[np.ndarray]  #: places
     room: dict[str, int]  #: ``_shared_room``
-    paths: list[list[int]]  #: #: shared blocks of each request; empty without any
+    paths: list[list[int]]  #: shared blocks of each request; empty without any
 
 
 def _packed(problem: Problem, policy: Policy, workload: Workload, count: int, tree: PromptTree | None) -> _Packed:
@@ -139,7 +139,7 @@ def _packed(problem: Problem, policy: Policy, workload: Workload, count: int, tr
         room, paths = _shared_room(tree, entries, count, workload.num_requests)
     if not room:
         return _Packed(packed(problem, policy, cached), room, paths)
-    # # The host attends while the device computes another mini-batch: a single mini-batch would alternate.
+    # The host attends while the device computes another mini-batch: a single mini-batch would alternate.
     own = 0 if policy.attention == "host" else _depth(paths) * BLOCK_TOKENS
     return _Packed(_pack_sharing(cached - own, problem, policy, paths), room, paths)
 
@@ -216,7 +216,7 @@ def batch_size(
             wave = open_batch(problem, policy, workload, count, share, tree, gives=False)
             return memory_plan(problem, policy, buffer_sizes(wave))
 
-        # # Preempted requests return with longer prompts, which may not fit.
+        # Preempted requests return with longer prompts, which may not fit.
         counts.append(_most_that_fit(problem, policy, workload, plan, tree, at_most))
         counts[0] = counts[0] or _refuse(problem, workload, plan)
         if counts[0] == min(at_most, policy.max_batch or at_most, workload.num_requests):
@@ -260,7 +260,7 @@ def _most_that_fit(
         return high
     if not fitting(1):
         return 0
-    some = _last(1, high, lambda count: fitting(fewest(count)))  # # the last in this number of mini-batches
+    some = _last(1, high, lambda count: fitting(fewest(count)))  # the last in this number of mini-batches
     return _last(fewest(some), some + 1, fitting)
 
 
@@ -291,7 +291,7 @@ def check_smallest(problem: Problem) -> None:
     plans, request = [], Workload.uniform(1, SHORT_REQUEST_TOKENS, 1)
     streamed = Policy("auto", Placement(host=1), cache={"kv@host": 1.0}, states="host")
     for attention, hidden, schedule in product(("device", "host"), ("device", "host"), ("column", "row")):
-        with suppress(InputError):  # # not for this model
+        with suppress(InputError):  # not for this model
             policy = replace(streamed, attention=attention, hidden=hidden, schedule=schedule)
             plans.append(wave_plan(problem, policy, request))
     least = min(plans, key=lambda plan: total_bytes(plan)["device"])

@@ -149,7 +149,7 @@ class SimulatedQueue(NamedTuple):
             },
             "busy": run.busy,
             "binding": run.binding,
-            "step_backs": run.step_backs,
+            "step_backs": run.preemptions,
             "recomputing": run.recomputing,
             "peak_bytes": self.peak_bytes,
             "kept_weights": self.kept_weights,
@@ -244,18 +244,18 @@ def describe_queue(outcome: SimulatedQueue) -> str:
             f"  weights {kept_text(policy, outcome.kept_weights)}; cache {shares_text(policy.cache)}",
             f"  memory: {memory}",
             f"  busy: {busy or 'nothing'}; bound by {run.binding}",
-            *_step_backs(run),
+            *_preemptions(run),
             *no_start(run.total_s),
         ]
     )
 
 
-def _step_backs(run: QueueRun) -> list[str]:
+def _preemptions(run: QueueRun) -> list[str]:
     """Return the line about requests that gave their blocks back; none where nobody did."""
-    if not run.step_backs:
+    if not run.preemptions:
         return []
     contexts = f"computing their contexts again takes {run.recomputing:.1%} of the time"
-    return [f"  preempted: {run.step_backs:,.0f} times; {contexts}"]
+    return [f"  preempted: {run.preemptions:,.0f} times; {contexts}"]
 
 
 def describe(outcome: SimulatedRun) -> str:

@@ -144,8 +144,8 @@ def test_a_request_gets_in_company_what_it_gets_alone(llm_of, requests, policy):
             assert (output.token_ids, output.finish_reason) == (alone.token_ids, alone.finish_reason)
 
 
-def test_requests_that_step_back_keep_what_they_ask_for(llm_of, model, monkeypatch, batches):
-    """Pools of the least size: the youngest step back and come again with a part of their answer as a prompt."""
+def test_preempted_requests_keep_what_they_ask_for(llm_of, model, monkeypatch, batches):
+    """Pools of the least size: the youngest are preempted and return with their answers so far as prompt."""
     monkeypatch.setattr(llm_module, "batch_size", lambda *_: (4, 0.01))
     generator = np.random.default_rng(2)
     asking = [

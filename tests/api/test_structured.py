@@ -209,7 +209,7 @@ def test_a_form_in_company_is_the_form_alone(llm_of, requests, policy):
 
 
 def test_a_form_outlasts_stepping_back(llm_of, monkeypatch, batches):
-    """Pools of the least size: the youngest requests step back, and come again in the middle of their form."""
+    """Pools of the least size: the youngest requests are preempted and return in the middle of their form."""
     monkeypatch.setattr(llm_module, "batch_size", lambda *_: (3, 0.01))
     form = {"regex": "([a-z]{1,9} [0-9]{3}, ){1,90}"}
     params = [SamplingParams(seed=seed, max_tokens=30, structured_outputs=form) for seed in range(4)]

@@ -11,7 +11,7 @@ from flexhybrid.core.model.states import LayerState, StateTensor
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.refill import may_share
+from flexhybrid.core.schedule.scheduler import may_share
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.verbs import CARGO, VERBS
 from flexhybrid.core.wave import admit

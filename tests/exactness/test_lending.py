@@ -72,7 +72,7 @@ def test_every_way_to_run_gives_the_references_tokens(models, model_type, names)
 
 
 @pytest.mark.parametrize("sharing", [False, True])
-def test_requests_that_join_leave_and_step_back_get_the_references_tokens(models, tmp_path, batches, sharing):
+def test_requests_that_join_leave_and_are_preempted_get_the_references_tokens(models, tmp_path, batches, sharing):
     checkpoint, model = models["gemma4_text"]
     prompts, max_tokens, stops = some_requests(4, 5, 30)
     if sharing:

@@ -16,7 +16,7 @@ from strategies import lossless_policies, sharing_policies
 from test_refill import answers
 from toy_machine import SHAPE, machine
 
-from flexhybrid.core.context.prefixes import PATIENCE, PromptTree, Steering
+from flexhybrid.core.context.prefixes import PATIENCE, PrefixOrder, PromptTree
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
@@ -24,7 +24,7 @@ from flexhybrid.core.problem import AttentionPaths, Budgets, Problem
 from flexhybrid.core.schedule import step_work
 from flexhybrid.core.schedule import steps as making
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.schedule.refill import RunningBatch, may_grow, sharing_limit
+from flexhybrid.core.schedule.scheduler import Scheduler, may_grow, sharing_limit
 from flexhybrid.core.wave import Wave
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
@@ -137,7 +137,7 @@ def shared_batch(prompts, max_tokens, policy, places: int, share: float = 1.0) -
 
 def rounds(wave: Wave, ends: list[int]) -> Iterator[list]:
     """The steps of each iteration, of requests that end after so many tokens."""
-    batch, stopped, iteration = RunningBatch(wave), set(), 0
+    batch, stopped, iteration = Scheduler(wave), set(), 0
     while steps := list(batch.steps(iteration, stopped)):
         yield steps
         for *_, places in steps:
@@ -417,7 +417,7 @@ def test_who_joins_is_steered_to_its_prefix(monkeypatch):
 
     steered, order = loads()
     assert sorted(order) == [*range(120)]
-    monkeypatch.setattr(Steering, "order", lambda self, ready, members: ready)
+    monkeypatch.setattr(PrefixOrder, "order", lambda self, ready, members: ready)
     in_turn, _ = loads()
     assert steered < 0.85 * in_turn
 
@@ -427,7 +427,7 @@ def test_nobody_is_passed_for_ever():
     prompts = [[1 + i % 2] * 40 for i in range(60)]
     tree = PromptTree(prompts.__getitem__)
     members = Counter(tree.path(1))
-    waiting, joined, steering = [*range(60)], [], Steering(tree)
+    waiting, joined, steering = [*range(60)], [], PrefixOrder(tree)
     for request in waiting:
         tree.path(request)
     while waiting:

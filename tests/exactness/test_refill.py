@@ -1,4 +1,4 @@
-"""Requests that join a running batch: tokens stay those that each gets alone, whoever comes, goes or steps back."""
+"""Requests that join a running batch: tokens stay those that each gets alone, whichever join, leave or are preempted."""
 
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +18,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.schedule.refill import AnswerLengths, may_grow
+from flexhybrid.core.schedule.scheduler import AnswerLengths, may_grow
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
@@ -261,7 +261,7 @@ def test_pools_of_the_least_size_answer_everything(four_answers, order, schedule
     assert answers(Checkpoint(folder), policy, prompts, [12] * 4, [12] * 4, 4, folder, share=0.01) == expected
 
 
-def test_requests_step_back_and_the_oldest_never_does(tmp_path, batches):
+def test_requests_are_preempted_and_the_oldest_never_is(tmp_path, batches):
     model = InMemory(save_opt(tmp_path, positions=96))
     prompts = [np.random.default_rng(i).integers(3, 61, 1).tolist() for i in range(4)]
     tokens = answers(Checkpoint(tmp_path), Policy(), prompts, [60] * 4, [60] * 4, 4, tmp_path, share=0.2)
@@ -271,7 +271,7 @@ def test_requests_step_back_and_the_oldest_never_does(tmp_path, batches):
     assert 0 not in batches[0].queue.given
 
 
-def test_blocks_held_for_later_tokens_are_given_up_before_anybody_steps_back(tmp_path, batches):
+def test_blocks_held_for_later_tokens_are_given_up_before_a_preemption(tmp_path, batches):
     """Two requests of three blocks each in a pool of six; the first one takes four as it joins."""
     model = InMemory(save_opt(tmp_path, positions=96))
     prompts = [np.random.default_rng(i).integers(3, 61, 1).tolist() for i in range(2)]

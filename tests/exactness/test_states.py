@@ -1,4 +1,4 @@
-"""Recurrent layers give transformers' own tokens wherever their states lie, whoever joins, leaves or steps back."""
+"""Recurrent layers give transformers' own tokens wherever their states lie, whichever requests join or leave."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.schedule.refill import may_share, sharing_limit
+from flexhybrid.core.schedule.scheduler import may_share, sharing_limit
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
@@ -56,7 +56,7 @@ def models(tmp_path_factory):
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2", "mamba"])
-def test_requests_that_join_leave_and_step_back_get_the_references_tokens(models, tmp_path, batches, model_type):
+def test_requests_that_join_leave_and_are_preempted_get_the_references_tokens(models, tmp_path, batches, model_type):
     checkpoint, model = models[model_type]
     prompts, max_tokens, stops = some_requests(4, 4, 30)
     expected = [

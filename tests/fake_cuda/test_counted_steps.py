@@ -17,7 +17,7 @@ from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.schedule.refill import RunningBatch
+from flexhybrid.core.schedule.scheduler import Scheduler
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine, RunControl
@@ -179,7 +179,7 @@ def is_quiet(step, last) -> bool:
 def test_steps_are_counted_up_as_the_host_works_them_out(source, plain, monkeypatch, name):
     """The host uploads nothing in a step in which no request joins, leaves, takes a block or begins to read one."""
     fix, latest, quiet, others = Graphs.fix_step, {}, [], []
-    step_back, back = RunningBatch._step_back, []
+    preempt, back = Scheduler._preempt, []
 
     def checked(graphs, state, step):
         before, last = graphs.uploads, latest.get((step.mini_batch, step.window))
@@ -192,7 +192,7 @@ def test_steps_are_counted_up_as_the_host_works_them_out(source, plain, monkeypa
     expected = plain(name)
     with fake_cuda(seed=len(name)), monkeypatch.context() as patch:
         patch.setattr(Graphs, "fix_step", checked)
-        patch.setattr(RunningBatch, "_step_back", lambda *given: back.append(given) or step_back(*given))
+        patch.setattr(Scheduler, "_preempt", lambda *given: back.append(given) or preempt(*given))
         tokens, graphs = answers(name, source, cuda_graphs=True)
     assert tokens == expected and graphs.launches and bool(back) == (CASES[name][2] < 1)
     assert {*others} == {1} and {*quiet} == {0} and len(quiet) > 5, (len(quiet), len(others))

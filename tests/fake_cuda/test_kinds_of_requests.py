@@ -111,7 +111,7 @@ def queue_under(source, policy: Policy, requests, places: int, share: float):
         weights.close()
 
 
-def test_requests_that_join_leave_and_step_back(made):
+def test_requests_that_join_leave_and_are_preempted(made):
     model, source = made("lfm2")
     requests = some_requests()
     with fake_cuda() as watch:

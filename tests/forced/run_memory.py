@@ -40,11 +40,11 @@ sys.exit(cli.main(sys.argv[2:]))
 
 def answer_at_once(_engine, executor, control, _tasks=None):
     """Answers instead of ``Engine.run``: each request stops at its first token; plan, queue and files as in a run."""
-    from flexhybrid.core.schedule.refill import RunningBatch
+    from flexhybrid.core.schedule.scheduler import Scheduler
     from flexhybrid.runtime.clock import Clock
     from flexhybrid.runtime.engine import WaveResult, _Collector
 
-    collector, batch, stopped = _Collector(executor, Clock([]), control), RunningBatch(executor.wave), set()
+    collector, batch, stopped = _Collector(executor, Clock([]), control), Scheduler(executor.wave), set()
     for iteration in itertools.count():
         before, stopped = stopped, set()
         for *_, places in batch.steps(iteration, before):

@@ -152,7 +152,7 @@ problem
 work context.split
 context.packing wave
 schedule.buffer_sizes memory
-schedule.refill waves
+schedule.scheduler waves
 schedule plan trace
 """.strip().splitlines()
 

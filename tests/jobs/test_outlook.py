@@ -10,18 +10,18 @@ import pytest
 
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.refill import RunningBatch
+from flexhybrid.core.schedule.scheduler import Scheduler
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.jobs.run import outlook as outlook_module
 from flexhybrid.jobs.run.forecast import describe
 from flexhybrid.jobs.run.outlook import CountedQueue, Outlook
 from sim.answer_lengths import ObservedAnswers, with_mean
-from sim.queue_clock import Pace
+from sim.queue_clock import IterationCost
 from tests.toy_machine import SHAPE, machine
 
 PROBLEM = Problem(shape=SHAPE, dtype="float32", hardware=machine())
-ONE_SECOND = Pace({"compute": np.array([1.0, *[0] * 9])}, 1, (1.0, 1.0))  #: an iteration
+ONE_SECOND = IterationCost({"compute": np.array([1.0, *[0] * 9])}, 1, (1.0, 1.0))  #: an iteration
 
 
 def log_normal(count: int, limit: int, seed: int = 0) -> np.ndarray:
@@ -83,7 +83,7 @@ def foretold(
     unknown = replace(known, answer_tokens=None)
     pace, busy = replace(pace, num_mini_batches=len(opened().mini_batches)), dict.fromkeys(pace.factors, 0.0)
     outlook, wave = Outlook(pace, unknown, open_wave=opened), opened()
-    batch, num_given, stopped = RunningBatch(wave), np.zeros(count, int), set()
+    batch, num_given, stopped = Scheduler(wave), np.zeros(count, int), set()
     wave.queue.on_join = outlook.begin
     for k, group in enumerate(wave.mini_batches):
         for request in wave.request[group].tolist():
@@ -140,7 +140,7 @@ def test_a_drain_is_foretold_by_the_resource_that_binds_it(monkeypatch):
         workload,
         1.0,
         (0.1, 0.5),
-        Pace(factors, 1, (1.0, 1.0)),
+        IterationCost(factors, 1, (1.0, 1.0)),
         lambda decoding: {"h2d": 1.0, "compute": 0.2 * decoding},
     )
     assert told == pytest.approx([1.0, 1.0], rel=0.02)
@@ -168,7 +168,7 @@ def test_of_many_that_wait_some_are_counted(monkeypatch):
     assert told == pytest.approx([1.0, 1.0], rel=0.1)  # 64 stand for all
 
 
-def test_requests_that_step_back_are_foretold(monkeypatch):
+def test_preempted_requests_are_foretold(monkeypatch):
     """Memory for a quarter of the answers' limits, which all of them take."""
     workload = Workload(np.random.default_rng(1).integers(16, 100, 200), np.full(200, 120))
     policy = Policy("grows", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 13)

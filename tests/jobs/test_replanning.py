@@ -29,7 +29,7 @@ from flexhybrid.runtime.profiling.cpu_use import CpuUse
 from flexhybrid.runtime.storage.loader import Checkpoint
 from sim.correction import TRIALS
 from sim.cost import price as seconds_of
-from sim.queue_clock import Pace, price_queue
+from sim.queue_clock import IterationCost, price_queue
 from tests import toy_machine
 
 MIX = {"kv@host": 0.5, "act@host": 0.5}
@@ -220,7 +220,7 @@ def watched(monkeypatch):
     monkeypatch.setattr(outlook_module, "time", clock)
 
     def watch(seconds, answer_tokens=64) -> tuple[Watch, list[str]]:
-        pace = Pace({"h2d": np.array([4.0, *[0] * 9])}, 1, (1.0, 1.0))
+        pace = IterationCost({"h2d": np.array([4.0, *[0] * 9])}, 1, (1.0, 1.0))
         outlook, watch, running, said = Outlook(pace, Workload.uniform(4000, 9, 64)), Watch(), {}, []
         waiting = iter(range(4000))
         for taken in seconds:
@@ -284,7 +284,7 @@ def test_what_a_change_costs_by_hand():
     assert waits.tolist() == [2] and 2 < lengths[0] <= 6
 
 
-PACE = Pace({"compute": np.array([2.0, 0, 0, 0, 0, 0, 0.1, 0, 0, 0])}, 1, (1.0, 1.0))
+PACE = IterationCost({"compute": np.array([2.0, 0, 0, 0, 0, 0, 0.1, 0, 0, 0])}, 1, (1.0, 1.0))
 
 
 def test_what_is_found_for_mean_lengths_is_priced_on_the_queue(monkeypatch):

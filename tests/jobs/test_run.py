@@ -32,7 +32,7 @@ from flexhybrid.batch.requests import line_seed
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.schedule.refill import AnswerLengths
+from flexhybrid.core.schedule.scheduler import AnswerLengths
 from flexhybrid.core.trace import iteration_ends
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload

@@ -16,11 +16,11 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import holds_lengths, running_sizes
-from flexhybrid.core.schedule.refill import RunningBatch, buffers_hold, stores_exactly
+from flexhybrid.core.schedule.scheduler import Scheduler, buffers_hold, stores_exactly
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
-from sim.queue_clock import Pace, iteration_loads, least_seconds, price_queue, walk_queue
+from sim.queue_clock import IterationCost, iteration_loads, least_seconds, price_queue, walk_queue
 from sim.queue_counts import RunIntervals, intervals
 from tests.toy_machine import SHAPE, machine
 
@@ -97,7 +97,7 @@ def test_no_queue_ends_before_its_least_seconds():
 
 
 @pytest.mark.parametrize("seed", (0,))
-def test_blocks_as_needed_are_priced_with_those_who_step_back(seed):
+def test_blocks_as_needed_are_priced_with_preemptions(seed):
     rng = np.random.default_rng(seed)
     answers = np.clip(rng.normal(60, 40, 50), 1, 160).astype(int)
     workload = Workload(rng.integers(16, 100, 50), np.full(50, 160), answers)
@@ -110,7 +110,7 @@ def test_blocks_as_needed_are_priced_with_those_who_step_back(seed):
     assert priced.phases["steady"].running == pytest.approx(walked.phases["steady"].running, rel=0.15)
 
 
-def test_requests_step_back_while_nobody_leaves():
+def test_requests_are_preempted_while_none_leaves():
     """Answers that all take their limits fill the pools between two ends; against the executor's own account."""
     rng = np.random.default_rng(0)
     limits = np.full(80, 160)
@@ -120,13 +120,13 @@ def test_requests_step_back_while_nobody_leaves():
     places, share = batch_size(problem, policy, workload, at_most=64)
     counted = intervals(open_batch(problem, policy, workload, places, share), workload)
     assert len(counted.request) > 80
-    batch = RunningBatch(open_batch(problem, policy, workload, places, share))
+    batch = Scheduler(open_batch(problem, policy, workload, places, share))
     iterations = itertools.takewhile(lambda iteration: any([*batch.steps(iteration, set())]), itertools.count())
     assert counted.num_iterations == pytest.approx(len([*iterations]), rel=0.15)  # runs of blocks are left out
 
 
 def test_cached_contexts_are_not_computed():
-    """Request 0 steps back with a context of 50 tokens; a token of a prompt takes a second, and nothing else."""
+    """Request 0 is preempted with a context of 50 tokens; a token of a prompt takes a second, and nothing else."""
     nobody, none = np.zeros(3, bool), np.zeros(3, int)
     counted = RunIntervals(
         request=np.array([0, 1, 0]),
@@ -139,7 +139,7 @@ def test_cached_contexts_are_not_computed():
         found_tokens=none,
     )
     assert counted.returned.tolist() == [False, False, True]
-    pace = Pace({"compute": np.array([0.0] * 6 + [1.0] + [0.0] * 3)}, 1, (1.0, 1.0))
+    pace = IterationCost({"compute": np.array([0.0] * 6 + [1.0] + [0.0] * 3)}, 1, (1.0, 1.0))
     assert pace.seconds(counted).sum() == 40 + 30 + 50
     assert pace.seconds(counted, cached=counted.returned).sum() == 40 + 30
     context = iteration_loads(counted, 1, cached=counted.returned)[12:14, 4]  # it decodes at once
@@ -162,7 +162,7 @@ def test_a_request_that_returns_is_expected_to_end_as_one_that_never_left():
     problem, policy, workload = growing_queue()
     expected = {}
     for way in ("preempted", "never left"):
-        batch = RunningBatch(open_batch(problem, policy, workload, 4, 0.2))
+        batch = Scheduler(open_batch(problem, policy, workload, 4, 0.2))
         for _ in range(20):
             batch.answers.end(12)
         batch.answers.end(100)
@@ -171,7 +171,7 @@ def test_a_request_that_returns_is_expected_to_end_as_one_that_never_left():
         if way != "never left":
             [*batch.steps(0, set())]
             batch.wave.joined[0] = 10
-            batch._step_back(0, 60, np.array([0]))
+            batch._preempt(0, 60, np.array([0]))
             batch.now = 62
             batch._enter(place, [request], 62)
         expected[way] = batch._expected(place).tolist()
@@ -180,10 +180,10 @@ def test_a_request_that_returns_is_expected_to_end_as_one_that_never_left():
 
 def test_a_request_that_is_stopped_while_it_waits_leaves_its_length_and_nothing_else():
     problem, policy, workload = growing_queue()
-    batch = RunningBatch(open_batch(problem, policy, workload, 4, 0.2))
+    batch = Scheduler(open_batch(problem, policy, workload, 4, 0.2))
     [*batch.steps(0, set())]
     request = int(batch.wave.request[0])
-    batch.groups[0] = batch._step_back(0, 7, np.array([1, 2, 3, 0]))
+    batch.groups[0] = batch._preempt(0, 7, np.array([1, 2, 3, 0]))
     assert batch.queue.given == {request: 7} and request in batch.not_before
     [*batch.steps(8, {request})]
     assert request not in {*batch.queue.given, *batch.not_before}
@@ -200,7 +200,7 @@ def bound_on_moving(cache: dict[str, float], link: float) -> float:
     problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(link=link, gflops=60), budgets=budgets)
     policy = Policy("grows", Placement(host=1), cache=cache, max_mini_batch_tokens=2048)
     run = price_queue(problem, policy, workload, 64)
-    assert run.step_backs >= 10 and run.binding == ("h2d" if link < 1 else "compute")
+    assert run.preemptions >= 10 and run.binding == ("h2d" if link < 1 else "compute")
     return run.recomputing
 
 

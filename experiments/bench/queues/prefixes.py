@@ -13,7 +13,7 @@ from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.refill import RunningBatch
+from flexhybrid.core.schedule.scheduler import Scheduler
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM
@@ -112,7 +112,7 @@ def bench_join(table: Table) -> None:
         prompts = [[*begin[i % len(begin)], *tokens] for i, tokens in enumerate(own)]
         lengths, spent = Workload(np.array([*map(len, prompts)]), np.full(len(prompts), 64)), []
         for _ in range(TURNS):
-            batch = RunningBatch(open_batch(problem, policy, lengths, JOINING, tree=PromptTree(prompts.__getitem__)))
+            batch = Scheduler(open_batch(problem, policy, lengths, JOINING, tree=PromptTree(prompts.__getitem__)))
             for iteration in range(2):
                 list(batch.steps(iteration, set()))
             began = time.perf_counter()

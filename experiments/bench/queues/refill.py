@@ -21,7 +21,7 @@ from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.schedule.refill import RunningBatch
+from flexhybrid.core.schedule.scheduler import Scheduler
 from flexhybrid.core.wave import stored_layers
 from flexhybrid.core.waves import batch_size, first_wave, open_batch
 from flexhybrid.core.workload import Workload
@@ -177,7 +177,7 @@ def bench_density(table: Table) -> None:
     problem = Problem(shape=shape, dtype="float32", device="cpu", budgets=Budgets(host=total_bytes(plan)["host"]))
     reserved = first_wave(problem, policy, workload)
     places, share = batch_size(problem, policy, workload, at_most=count)
-    batch = RunningBatch(open_batch(problem, policy, workload, places, share))
+    batch = Scheduler(open_batch(problem, policy, workload, places, share))
     running, iteration, stopped = [], 0, set()
     while not batch.queue.is_empty:
         members = [step for step in batch.steps(iteration, stopped)]

@@ -33,7 +33,7 @@ def split_representations(entries: BlockEntries, tokens) -> tuple[np.ndarray, np
     """(kv, act) tokens of requests that cache ``tokens`` tokens each, summed over tiers."""
     counts = entries.tokens(np.asarray(tokens))
     is_act = np.array([representation_of(entry) == "act" for entry in entries.names])
-    recomputed = entries.tok_tokens(np.asarray(tokens))  # # chunk rows and the new token
+    recomputed = entries.tok_tokens(np.asarray(tokens))  # chunk rows and the new token
     return counts[..., ~is_act].sum(-1) + recomputed, counts[..., is_act].sum(-1)
 
 

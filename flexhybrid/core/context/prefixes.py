@@ -79,7 +79,7 @@ class PromptTree:
             del self._blocks[self._keys.pop(block)]
 
 
-class Steering:
+class PrefixOrder:
     """Sends requests that wait to mini-batches whose members have what they share. The first one in the line goes first
     once PATIENCE have passed it: who stands at place i joins after (i + 1) * PATIENCE others at the latest, if there is
     room."""

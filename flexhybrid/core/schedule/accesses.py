@@ -30,7 +30,7 @@ def host_hidden(step: MiniBatchStep) -> Access:
     return cell("host_hidden", step.mini_batch, step.chunk)
 
 
-#: #: Single buffers: only the compute resource uses them, and it runs its tasks in order. CAPTURE doubles the attention
+#: Single buffers: only the compute resource uses them, and it runs its tasks in order. CAPTURE doubles the attention
 #: buffer; with one compute stream a second one would be unused.
 GENERATED = cell("generated", 0)
 QKV = cell("qkv", 0)
@@ -52,7 +52,7 @@ class AccessMap:
         self._streamed_from = [wave.placed_of(layer).streamed_from for layer in layers]
         self._sources = [shape.source_of(layer) for layer in layers]  # of keys and values
         self._keeps_states = [(state := shape.state_of(layer)) is not None and bool(state.tensors) for layer in layers]
-        # # Repeated in every iteration: the blocks of (pool, mini-batch), and the pools that a context is read from.
+        # Repeated in every iteration: the blocks of (pool, mini-batch), and the pools that a context is read from.
         self._extents: dict[tuple[str, int], tuple[int, int]] = {}
         self._pools: dict[tuple, tuple[Access, ...]] = {}
 

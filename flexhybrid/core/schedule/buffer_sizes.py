@@ -23,7 +23,7 @@ from flexhybrid.core.problem import BufferSizes, Problem, attends_in_place, larg
 from flexhybrid.core.wave import Wave, by_pool
 from flexhybrid.core.workload import Workload
 
-LOG_ITERATIONS = 4  #: #: iterations of sampled tokens that the host keeps if requests join; 2 would suffice
+LOG_ITERATIONS = 4  #: iterations of sampled tokens that the host keeps if requests join; 2 would suffice
 
 
 def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> Iterator[tuple[BufferSizes, int]]:
@@ -49,7 +49,7 @@ def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> 
             staged = _staged_by_chunk(entries, policy, int(prompts[group].max()), widest)
         stored_now = by_entry(fresh[group].any(axis=0) * len(group))
         longest, staged_now = longest_piece(policy, prompts[group]), by_entry(staged)
-        windows = wave.windows if wave.split else (widest,)  # # shorter contexts may recompute more
+        windows = wave.windows if wave.split else (widest,)  # shorter contexts may recompute more
         reads = (_reads(wave, group, window) for window in windows)
         sizes = (
             group_sizes(wave.problem, policy, len(group), longest, of_window, fresh=stored_now, staged=staged_now)
@@ -63,8 +63,8 @@ class SharedLengths(NamedTuple):
     """Blocks that requests of a mini-batch share."""
 
     depth: np.ndarray  #: [requests] blocks
-    joining: np.ndarray  #: #: [joining requests] blocks that are not computed with them
-    common: np.ndarray  #: #: [entry] shared blocks, each counted once
+    joining: np.ndarray  #: [joining requests] blocks that are not computed with them
+    common: np.ndarray  #: [entry] shared blocks, each counted once
 
 
 def shared_lengths(wave: Wave, group: np.ndarray, joining: np.ndarray) -> SharedLengths | None:
@@ -102,7 +102,7 @@ def running_sizes(
         )
         fresh_tokens = joining - depth_joining * BLOCK_TOKENS
         longest = longest_piece(wave.policy, fresh_tokens)
-        if num_chunks(wave.policy, fresh_tokens) > 1:  # # the last piece reads the earlier ones
+        if num_chunks(wave.policy, fresh_tokens) > 1:  # the last piece reads the earlier ones
             prompt = int(joining[0])
             staged = _staged_by_chunk(entries, wave.policy, prompt, widest, anywhere=wave.sharing is not None)
             running, new, pieces = np.r_[running, 1], np.r_[new, longest], np.array([False, True])
@@ -112,7 +112,7 @@ def running_sizes(
             )
             blocks, tokens = np.vstack([blocks, of_prompt[0]]), np.vstack([tokens, of_prompt[1]])
             act_blocks = np.vstack([act_blocks, of_prompt[0]])
-        elif np.any(depth_joining):  # # they attend to shared tokens
+        elif np.any(depth_joining):  # they attend to shared tokens
             running, new, pieces = np.r_[running, len(joining)], np.r_[new, longest], np.array([False, True])
             blocks, tokens, act_blocks = (np.vstack([of, 0 * of]) for of in (blocks, tokens, act_blocks))
 
@@ -309,15 +309,15 @@ def log_shape(wave: Wave, batch: int) -> tuple[int, int]:
 class Reads:
     """What the steps of a mini-batch read for its longest requests: arrays [steps] or [steps, candidates]."""
 
-    running: np.ndarray  #: #: requests still running
+    running: np.ndarray  #: requests still running
     held: dict[str, np.ndarray]  #: entry -> blocks
     tokens: dict[str, np.ndarray]  #: entry -> tokens
-    context: np.ndarray | int  #: #: columns of the attention buffer in use
-    recomputed: np.ndarray  #: #: longest prefix kept as token ids
-    splits: dict[str, dict[str, np.ndarray]]  #: #: both(…) entry -> blocks recomputed ("act"), loaded ("kv")
+    context: np.ndarray | int  #: columns of the attention buffer in use
+    recomputed: np.ndarray  #: longest prefix kept as token ids
+    splits: dict[str, dict[str, np.ndarray]]  #: both(…) entry -> blocks recomputed ("act"), loaded ("kv")
     new: np.ndarray | int = 1  #: new tokens of a request
-    pieces: np.ndarray | bool = False  #: #: prompt steps, in which the device attends to the cache
-    #: #: entry -> contiguous ACT blocks of all requests; None: all requests are as long as the longest
+    pieces: np.ndarray | bool = False  #: prompt steps, in which the device attends to the cache
+    #: entry -> contiguous ACT blocks of all requests; None: all requests are as long as the longest
     act_blocks: dict[str, np.ndarray] | None = None
 
 
@@ -330,10 +330,10 @@ def _reads(wave: Wave, group: np.ndarray, window: int | None) -> Reads:
     )
     prompts, generated = alike
     if window is not None and workload.cached_tokens[group].max() <= window:
-        window = None  # # nothing comes after it
+        window = None  # nothing comes after it
     if entries.tok_share or wave.split or window is not None:
         steps = np.arange(generated.max())[:, None]
-    else:  # # entries only grow: the last step before a request leaves
+    else:  # entries only grow: the last step before a request leaves
         steps = np.unique([0, *(generated - 1)])[:, None]
     runs = (steps > 0) & (steps < generated)  # [steps, requests that differ]
     last = prompts + generated - 1
@@ -362,7 +362,7 @@ def _reads(wave: Wave, group: np.ndarray, window: int | None) -> Reads:
     act_blocks = {entry: of_all(blocks) for entry, (blocks, _) in blocks_and_tokens.items()}
     most_tokens = {entry: longest(tokens_by_step) for entry, (_, tokens_by_step) in blocks_and_tokens.items()}
     splits = {}
-    for entry, lines in wave.split.items():  # # the longest request that did not stop early
+    for entry, lines in wave.split.items():  # the longest request that did not stop early
         tokens_by_step, prompt = blocks_and_tokens[entry][1], int(prompts.max())
         blocks = split_blocks(lines, len(group), tokens_by_step, len(wave.mini_batches), prompt)
         splits[entry] = {r: longest(values_by_step) for r, values_by_step in blocks.items()}
@@ -419,7 +419,7 @@ def group_sizes(
     ``prompt``: its longest, in tokens. ``fresh``: new tokens of a decode step; ``staged``: prompt tokens of all its
     requests; both by entry.
     """
-    largest = np.maximum.reduce  # # np.max spends half its time on arguments
+    largest = np.maximum.reduce  # np.max spends half its time on arguments
     columns = {(r, tier): 0 * reads.context for r in ("act", "kv") for tier in ("any", "disk", "device")}
     for entry, blocks in reads.held.items():
         for part in stored_copies(entry):
@@ -436,7 +436,7 @@ def group_sizes(
     on_device = reads.pieces if policy.attention == "host" else True
     assembled = reads.pieces if attends_in_place(problem, policy) else on_device
     moved = {r: columns[r, "any"] - columns[r, "device"] for r in ("act", "kv")}
-    if policy.bits.act == "native":  # # device blocks are gathered with the loaded ones
+    if policy.bits.act == "native":  # device blocks are gathered with the loaded ones
         moved["act"] = columns["act", "any"]
     return BufferSizes(
         pool_blocks={},

@@ -11,7 +11,7 @@ from flexhybrid.core.task import Access, Task
 
 HAZARDS = ("read_after_write", "write_after_read", "write_after_write")
 
-#: #: (resource, ordinal): wait until the resource has completed the task with this ordinal, counted from 0.
+#: (resource, ordinal): wait until the resource has completed the task with this ordinal, counted from 0.
 Mark = tuple[str, int]
 
 
@@ -22,7 +22,7 @@ class _Span:
 
     def __init__(self, lo: int, hi: int, writer: str | None, written: int, readers: dict[str, int]):
         self.lo, self.hi, self.readers = lo, hi, readers
-        self.writer, self.written = writer, written  #: #: resource and ordinal of the last task that wrote
+        self.writer, self.written = writer, written  #: resource and ordinal of the last task that wrote
 
 
 class _Space:
@@ -41,7 +41,7 @@ class _Space:
 Accesses = tuple[Access, ...]
 Spans = tuple[_Span, ...]
 
-#: #: Limit of kept footprints: 100 layers, 100 mini-batches, 12 tasks each.
+#: Limit of kept footprints: 100 layers, 100 mini-batches, 12 tasks each.
 MOST_FOOTPRINTS = 1 << 17
 
 
@@ -56,7 +56,7 @@ class Dependencies:
         self._hazards = tuple(hazard in hazards for hazard in HAZARDS)
         self._spaces: dict[tuple, _Space] = {}
         self._covered: dict[Access, Spans] = {}  # of all spaces
-        # # Keyed by the identity of the tuples of reads and writes, which tasks of one form share. The tuples are kept,
+        # Keyed by the identity of the tuples of reads and writes, which tasks of one form share. The tuples are kept,
         # so that identities stay valid.
         self._footprints: dict[tuple[int, int], tuple[Spans, Spans, Accesses, Accesses]] = {}
         self._issued: dict[str, int] = {}
@@ -97,7 +97,7 @@ class Dependencies:
         try:
             read, written = self._spans(reads), self._spans(writes)
         except KeyError:
-            for access in (*reads, *writes) * 2:  # # twice: one may split the other's spans
+            for access in (*reads, *writes) * 2:  # twice: one may split the other's spans
                 if access not in self._covered:
                     self._cover(access)
             read, written = self._spans(reads), self._spans(writes)

@@ -15,13 +15,13 @@ from typing import NamedTuple
 from flexhybrid.core.context.selection import num_whole
 from flexhybrid.core.model.shape import LayerKind
 from flexhybrid.core.problem import launches_steps
-from flexhybrid.core.schedule.refill import RunningBatch
+from flexhybrid.core.schedule.scheduler import Scheduler
 from flexhybrid.core.schedule.step_work import StepCounts, counts_of, step_work, work_of_kind
 from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
 from flexhybrid.core.task import Work
 from flexhybrid.core.wave import Wave
 
-QUEUED_SHARE = 4  #: #: a quarter of a group's positions stays queued while the planner waits for tokens
+QUEUED_SHARE = 4  #: a quarter of a group's positions stays queued while the planner waits for tokens
 
 
 class Stops(NamedTuple):
@@ -36,7 +36,7 @@ class Stops(NamedTuple):
     may_come: Callable[[Iterable[int]], bool]
 
 
-#: #: Every request runs to its limit (ignore_eos, and predictions of fixed lengths).
+#: Every request runs to its limit (ignore_eos, and predictions of fixed lengths).
 NO_STOPS = Stops(lambda iteration, num_steps: frozenset(), lambda requests: False)
 
 
@@ -58,8 +58,8 @@ class Position(NamedTuple):
     works: dict[str, Work]
     slot: int  #: of the KV, ACT, staging and strip buffers
     weight_slot: int
-    leads: bool  #: #: the first position of its group
-    form: int  #: #: positions with equal forms have tasks with equal reads and writes
+    leads: bool  #: the first position of its group
+    form: int  #: positions with equal forms have tasks with equal reads and writes
 
     def follows(self, other: Position) -> bool:
         """Return whether it needs the other's result: the same requests, or blocks that the other computes for
@@ -73,10 +73,10 @@ class LayerGroup(NamedTuple):
     iteration: int
     layer: int
     weight_slot: int
-    positions: list[Position]  #: #: in order; empty: not settled yet
+    positions: list[Position]  #: in order; empty: not settled yet
 
 
-_new = tuple.__new__  #: #: halves the time of making a NamedTuple
+_new = tuple.__new__  #: halves the time of making a NamedTuple
 
 
 def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[LayerGroup]:
@@ -92,11 +92,11 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[LayerG
     step_forms: dict[tuple, int] = {}
     kinds = tuple(dict.fromkeys(wave.shape.layer_kinds))
     kind_of = [kinds.index(kind) for kind in wave.shape.layer_kinds]
-    batch, launched_whole = RunningBatch(wave), launches_steps(wave.problem, wave.policy)
+    batch, launched_whole = Scheduler(wave), launches_steps(wave.problem, wave.policy)
     laid_out = _lay_out(batch, iteration, frozenset(), step_forms)
     while laid_out:
         layers, column = range(wave.shape.num_layers), wave.policy.schedule == "column"
-        in_turn = sorted(laid_out, key=lambda s: s[0].chunk)  # # so that a chunk does not wait for the previous one
+        in_turn = sorted(laid_out, key=lambda s: s[0].chunk)  # so that a chunk does not wait for the previous one
         sharing = (
             [in_turn]
             if column
@@ -117,7 +117,7 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[LayerG
         iteration += 1
         num_steps += sum(step.last for step, *_ in laid_out)
         unknown, awaited = group, num_awaited(len(group))
-        # # A launch of a whole step is not delayed while the previous tokens are awaited.
+        # A launch of a whole step is not delayed while the previous tokens are awaited.
         if launched_whole and not awaited or stops.may_come(_running_on(wave, iteration, group[:awaited])):
             yield LayerGroup(iteration, 0, slot % 2, [])
             unknown = group[awaited:]
@@ -135,7 +135,7 @@ def _running_on(wave: Wave, iteration: int, sampling: list[Position]) -> list[in
 
 
 def _lay_out(
-    batch: RunningBatch, iteration: int, stopped: Collection[int], forms: dict[tuple, int]
+    batch: Scheduler, iteration: int, stopped: Collection[int], forms: dict[tuple, int]
 ) -> list[tuple[MiniBatchStep, list[StepWorks], dict[int, StepWorks], int]]:
     """Return, for each mini-batch with a request: its step; (step, works) in layers with a selection, by kind of layer;
     the same in layers that attend to all tokens, by kind of weights; its form, which with layer and slots decides the
@@ -149,12 +149,12 @@ def _lay_out(
         for window in wave.windows:
             step = make_step(wave, iteration, k, requests, chunk, piece, built, window)
             of_windows[window] = step, counts_of(step, wave)
-        step, counts = of_windows[wave.windows[-1]]  # # of the kind of layers that keeps the most tokens
+        step, counts = of_windows[wave.windows[-1]]  # of the kind of layers that keeps the most tokens
         whole_step, policy, by_kind = step, wave.policy, []
         for kind in kinds:
             of_step, of_counts = of_windows.get(kind.window, (step, counts))  # a selection has one kind
             known, works = priced.get(kind, (None, {}))
-            if known != of_counts:  # # else equal to the previous mini-batch
+            if known != of_counts:  # else equal to the previous mini-batch
                 works = work_of_kind(shapes[kind.weights], policy, wave.stored, of_counts, False, kind)
                 priced[kind] = of_counts, works
             by_kind.append((of_step, works))

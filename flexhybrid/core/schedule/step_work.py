@@ -17,7 +17,7 @@ from flexhybrid.core.policy import ElementBytes, Policy
 from flexhybrid.core.schedule.steps import Common, MiniBatchStep
 from flexhybrid.core.task import Work
 
-Count = float | np.ndarray  #: #: a number, or an array over candidates
+Count = float | np.ndarray  #: a number, or an array over candidates
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class StepCounts:
     batch: Count
     width: Count  #: new tokens of the longest request
     context: Count  #: columns of cached keys and values in the attention buffer
-    blocks: dict[StoredCopy, Count]  #: #: blocks of each part that the step reads, all requests
-    copies: dict[StoredCopy, Count]  #: #: contiguous runs of blocks
-    stored: dict[StoredCopy, Count]  #: #: new rows of each part, all requests
-    recomputed: Count = 0  #: #: the longest request's tokens of a recomputed prefix
-    selected: Count | None = None  #: #: tokens that a speculative selection fetches per request; None: all
-    in_place: Count | None = None  #: #: tokens that attention reads in place, all requests; None: assembled
-    common: Count = 0  #: #: shared tokens, each counted once
-    common_reads: Count = 0  #: #: shared tokens that each request attends to, summed over requests
-    chunk: bool = False  #: #: prompt steps after cached tokens: the device attends
-    window: int | None = None  #: #: of the layer; ``context``, ``blocks``, ``in_place`` count what is in it
+    blocks: dict[StoredCopy, Count]  #: blocks of each part that the step reads, all requests
+    copies: dict[StoredCopy, Count]  #: contiguous runs of blocks
+    stored: dict[StoredCopy, Count]  #: new rows of each part, all requests
+    recomputed: Count = 0  #: the longest request's tokens of a recomputed prefix
+    selected: Count | None = None  #: tokens that a speculative selection fetches per request; None: all
+    in_place: Count | None = None  #: tokens that attention reads in place, all requests; None: assembled
+    common: Count = 0  #: shared tokens, each counted once
+    common_reads: Count = 0  #: shared tokens that each request attends to, summed over requests
+    chunk: bool = False  #: prompt steps after cached tokens: the device attends
+    window: int | None = None  #: of the layer; ``context``, ``blocks``, ``in_place`` count what is in it
 
 
-#: #: Queries per key head from which requests attend together to shared tokens in place; below, each request attends
+#: Queries per key head from which requests attend together to shared tokens in place; below, each request attends
 #: alone.
 LEAST_QUERIES = 8
 
@@ -76,7 +76,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         own = sum(int(segment.num_tokens.sum()) for segment in step.segments) + len(step.requests)
         own += 0 if step.recomputed is None else int(step.recomputed.sum())
         in_place = own + sum(common.rows.size * common.tokens for common in step.commons) - common_reads
-        if window is not None and step.commons:  # # each request attends alone to the shared tokens that it sees
+        if window is not None and step.commons:  # each request attends alone to the shared tokens that it sees
             in_place = int(np.minimum(step.context + 1, window).sum())
     return StepCounts(
         prefill=step.prefill,
@@ -155,11 +155,11 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
     return works
 
 
-#: #: Verbs of a layer without attention.
+#: Verbs of a layer without attention.
 STATE_VERBS = ("embed", "dequantize_weights", "load_hidden", "finish", "store_hidden", "head", "sample", "store_out")
 
 
-#: #: Verbs that store new keys and values, or what they are recomputed from.
+#: Verbs that store new keys and values, or what they are recomputed from.
 STORING = ("quantize", "store_kv", "store_act", "scatter", "scatter_device", "write_kv", "write_act")
 
 

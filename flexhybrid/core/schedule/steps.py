@@ -119,7 +119,7 @@ def block_runs(table: np.ndarray, counts: np.ndarray) -> tuple[BlockRun, ...]:
     """Return the runs of the first ``counts`` [B] blocks of each row of a table [B, columns]."""
     begins = np.arange(table.shape[1]) < counts[:, None]
     begins[:, 1:] &= table[:, 1:] != table[:, :-1] + 1
-    column, row = np.nonzero(begins.T)  # # by columns, so that equal requests have adjacent first runs
+    column, row = np.nonzero(begins.T)  # by columns, so that equal requests have adjacent first runs
     order = np.lexsort((column, row))
     begin, owner = column[order], row[order]
     end = np.where(np.append(owner[1:] == owner[:-1], False), np.append(begin[1:], 0), counts[owner])
@@ -149,10 +149,10 @@ class Store(CopyPart):
     rows: np.ndarray
     blocks: np.ndarray
     offsets: np.ndarray
-    places: np.ndarray  #: #: of each row, in tokens, over the request's blocks of the entry
-    held: np.ndarray  #: #: [B, most]: these blocks, in order
-    own: bool = True  #: #: some blocks belong to a single request
-    shared: bool = False  #: #: some blocks are shared
+    places: np.ndarray  #: of each row, in tokens, over the request's blocks of the entry
+    held: np.ndarray  #: [B, most]: these blocks, in order
+    own: bool = True  #: some blocks belong to a single request
+    shared: bool = False  #: some blocks are shared
 
     def block_at(self, requests: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Return the physical blocks of places (in tokens) of these requests."""
@@ -185,25 +185,25 @@ class MiniBatchStep:
     iteration: int
     mini_batch: int
     requests: np.ndarray  #: [B] places in the wave
-    queued: np.ndarray  #: #: [B] the requests' indices in the queue
+    queued: np.ndarray  #: [B] the requests' indices in the queue
     context: np.ndarray  #: [B] tokens cached before this iteration
     new_tokens: np.ndarray  #: [B]
-    most_kept: np.ndarray  #: #: [B] tokens of each request that the selection keeps
+    most_kept: np.ndarray  #: [B] tokens of each request that the selection keeps
     segments: tuple[Segment, ...]
     stores: tuple[Store, ...]
-    recomputed: np.ndarray | None = None  #: #: [B] leading tokens kept as ids alone; None: none
-    #: #: the mini-batch's step in this iteration: a piece of its prompts; in later iterations the decode is 0, and
+    recomputed: np.ndarray | None = None  #: [B] leading tokens kept as ids alone; None: none
+    #: the mini-batch's step in this iteration: a piece of its prompts; in later iterations the decode is 0, and
     #: pieces of joining prompts count from 1
     chunk: int = 0
     last: bool = True  #: the prompt's last piece, or a decode step: a token is sampled
-    whole: bool = False  #: #: of layers that keep all tokens although others do not
-    begins: bool = False  #: #: the first piece of its requests' prompts
-    joins: bool = False  #: #: the same, of requests that joined the running batch
+    whole: bool = False  #: of layers that keep all tokens although others do not
+    begins: bool = False  #: the first piece of its requests' prompts
+    joins: bool = False  #: the same, of requests that joined the running batch
     commons: tuple[Common, ...] = ()
-    builds: bool = False  #: #: it computes shared blocks and stores into them
-    decodes: bool = False  #: #: one new token of each request, after its whole prompt
-    in_place: bool = False  #: #: it decodes, reading keys and values in place
-    window: int | None = None  #: #: of layers with this window, whose segments hold the tokens in sight; None: all
+    builds: bool = False  #: it computes shared blocks and stores into them
+    decodes: bool = False  #: one new token of each request, after its whole prompt
+    in_place: bool = False  #: it decodes, reading keys and values in place
+    window: int | None = None  #: of layers with this window, whose segments hold the tokens in sight; None: all
 
     @cached_property
     def prefill(self) -> bool:
@@ -268,7 +268,7 @@ def make_step(
     not read, tokens out of sight of all later ones not stored.
     """
     prompts, last = wave.workload.prompt_tokens[requests], True
-    age, depth = iteration - wave.joined[requests], wave.shared_blocks(requests)  # # shared blocks
+    age, depth = iteration - wave.joined[requests], wave.shared_blocks(requests)  # shared blocks
     if built is not None:
         depth = built[:, 0]
     elif not age[0]:
@@ -291,7 +291,7 @@ def make_step(
     before, held_from = entries.dropped_blocks(kept, window), np.zeros(len(entries.names), np.int64)
     if wave.sharing is not None:
         held_from = entries.dealt(depth)
-        before = np.maximum(before, held_from)  # # shared blocks are never dropped
+        before = np.maximum(before, held_from)  # shared blocks are never dropped
     stored = entries.stored(kept)
     tokens_by_entry = stored - before * BLOCK_TOKENS
     segments: list[Segment] = []
@@ -305,7 +305,7 @@ def make_step(
     commons = () if wave.sharing is None else _known_commons(wave, mini_batch, requests, depth)
     decodes = bool(age[0]) and built is None
     by_blocks = decodes and wave.policy.attention == "host" and not wave.policy.attends_from_disk
-    if window and commons and not by_blocks:  # # the host finds its own blocks
+    if window and commons and not by_blocks:  # the host finds its own blocks
         commons = _commons_in_window(wave.entries, commons, context, window)
     begins = bool(not age[0] and (built is not None or context[0] == shared[0]))
     return MiniBatchStep(
@@ -433,24 +433,24 @@ def _stores(wave, requests, lengths, holdings, window) -> tuple[Store, ...]:
         batch_row = np.repeat(np.arange(len(requests)), new_tokens)
         within = np.arange(len(batch_row)) - np.repeat(np.cumsum(new_tokens) - new_tokens, new_tokens)
         positions = context[batch_row] + within
-    if limits_cache(wave.policy.selection):  # # the newest replace the dropped ones
+    if limits_cache(wave.policy.selection):  # the newest replace the dropped ones
         lengths = wave.workload.prompt_tokens[requests], context + new_tokens, wave.workload.cached_tokens[requests]
         kept = kept_tokens(wave.policy.selection, *lengths)
         positions = positions % kept[batch_row]
         fresh = within >= (new_tokens - kept)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
-    if wave.entries.tok_share or window and width > 1:  # # recomputed leading tokens, or out of sight
+    if wave.entries.tok_share or window and width > 1:  # recomputed leading tokens, or out of sight
         first = wave.entries.first_stored(context + new_tokens, window)
         fresh = positions >= first[batch_row]
-        if wave.sharing is not None:  # # shared blocks are read by other requests
+        if wave.sharing is not None:  # shared blocks are read by other requests
             fresh |= positions < (wave.shared.depth[requests] * BLOCK_TOKENS)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
-    if wave.sharing is not None and width > 1:  # # already stored by another request
+    if wave.sharing is not None and width > 1:  # already stored by another request
         fresh = positions >= (wave.shared.stored_before[requests] * BLOCK_TOKENS)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
     entry_index = wave.entries.entry_of(positions)
     if token_index is None or positions is not context:
-        token_index = wave.entries.stored(positions)  # # earlier tokens of each entry, dropped ones included
+        token_index = wave.entries.stored(positions)  # earlier tokens of each entry, dropped ones included
     stores, shared, own_from = [], np.zeros(0, dtype=bool), np.zeros(0, dtype=np.int64)
     if wave.sharing is not None:
         shared = positions < (wave.shared.depth[requests] * BLOCK_TOKENS)[batch_row]
@@ -466,7 +466,7 @@ def _stores(wave, requests, lengths, holdings, window) -> tuple[Store, ...]:
         places = index % (np.maximum(counts[row], 1) * BLOCK_TOKENS)
         blocks, offsets = held[row, places // BLOCK_TOKENS], places % BLOCK_TOKENS
         if wave.sharing is not None and (is_shared := shared[chosen]).any():
-            # # A row of the table has all blocks of its request, of every entry.
+            # A row of the table has all blocks of its request, of every entry.
             at, kinds = chosen[is_shared], (not is_shared.all(), True)
             blocks[is_shared] = wave.shared.table[requests[batch_row[at]], positions[at] // BLOCK_TOKENS]
         for part in stored_copies(entry):

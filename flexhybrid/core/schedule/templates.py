@@ -25,7 +25,7 @@ class Templates:
         self.wave, self.at = wave, AccessMap(wave)
         self.num_layers = wave.shape.num_layers
         self.first_choosing = first_choosing(wave.policy.selection)
-        # # Bytes of each kind of layer that recomputation and projection wait for; W_K and W_V may come first.
+        # Bytes of each kind of layer that recomputation and projection wait for; W_K and W_V may come first.
         natural, layouts = wave.policy.weight_order == "natural", [placed.layout for placed in wave.placed]
         self.needed = [(of.total_bytes,) * 2 if natural else (of.kv_end, of.qkv_end) for of in layouts]
 
@@ -58,7 +58,7 @@ class Templates:
                 pools = self.at.pools(ahead, representation, "disk")
                 yield f"read_{representation}", pools, (staged,)
                 reads = (*reads, staged)
-            if f"load_{representation}" in works:  # # otherwise the host attends
+            if f"load_{representation}" in works:  # otherwise the host attends
                 buffer = cell(f"{representation}_buffer", slot)
                 yield f"load_{representation}", reads, (buffer,)
 
@@ -80,7 +80,7 @@ class Templates:
             if "dequantize_act" in works:
                 yield "dequantize_act", (buffer, *pools), (accesses.PLAIN_ACT,)
                 reads = (*reads, accesses.PLAIN_ACT)
-            elif pools:  # # gathered into the buffer next to loaded rows
+            elif pools:  # gathered into the buffer next to loaded rows
                 reads, writes = (*reads, *pools), (*writes, buffer)
             yield "kv_gen", reads, writes
         if "project" not in works:  # the layer does not attend: all of it is in finish
@@ -94,7 +94,7 @@ class Templates:
         if "quantize" in works:
             yield "quantize", (qkv,), (staging,)
         ranks = (self.at.ranks(position),) if "rank" in works else ()
-        if ranks and step.prefill:  # # only now are the rows to keep known
+        if ranks and step.prefill:  # only now are the rows to keep known
             yield "rank", (qkv,), (*ranks, staging)
         if "speculate" in works and step.prefill and layer >= self.first_choosing:
             yield "speculate", (qkv, *ranks, *matrices), (cell("partial_keys", k, layer),)

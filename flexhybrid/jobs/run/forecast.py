@@ -12,7 +12,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import kept_shares, total_bytes
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.refill import sharing_limit
+from flexhybrid.core.schedule.scheduler import sharing_limit
 from flexhybrid.core.units import counted, gib
 from flexhybrid.core.waves import EXPECTED_SHARE
 from flexhybrid.core.workload import Workload

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
-from flexhybrid.core.schedule.refill import stores_exactly
+from flexhybrid.core.schedule.scheduler import stores_exactly
 from flexhybrid.core.units import counted
 from flexhybrid.jobs.run.forecast import duration, foretold
 from flexhybrid.jobs.run.options import RunOptions

@@ -16,7 +16,7 @@ from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM, MOST_AT_A_TIME
 from sim.answer_lengths import ObservedAnswers, with_mean
-from sim.queue_clock import Pace, evenly_spaced
+from sim.queue_clock import IterationCost, evenly_spaced
 from sim.queue_counts import RunIntervals, UnderWay, intervals
 
 TRUSTED_S = 0.3  #: seconds measured at which three quarters of the difference from the prediction count (_slower)
@@ -45,7 +45,7 @@ class ChangeCosts(NamedTuple):
     move_s: float  #: in another batch, their contexts computed anew; others take their places there
 
 
-def change_costs(rest: RunIntervals, before: Pace, after: Pace) -> ChangeCosts:
+def change_costs(rest: RunIntervals, before: IterationCost, after: IterationCost) -> ChangeCosts:
     """Return what it costs to end requests in a batch of one pace, or in one of another. ``rest``: ``Outlook.rest``."""
     old, new = (
         pace.seconds(replace(rest, mini_batch=rest.request % pace.num_mini_batches)) for pace in (before, after)
@@ -88,7 +88,7 @@ class Outlook:
 
     def __init__(
         self,
-        pace: Pace,
+        pace: IterationCost,
         workload: Workload,
         given: np.ndarray | None = None,
         mean_answer: float | None = None,
@@ -125,7 +125,7 @@ class Outlook:
         self.busy.pop(self.num_iterations - KEPT_BUSY, None)
 
     def begin(self, request: int, mini_batch: int = 0) -> None:
-        """Take a request that joins; one that has stepped back joins again."""
+        """Take a request that joins; a preempted one joins again."""
         self.mini_batch[request] = mini_batch
         if self.begun_in[request] < 0:
             self.begun_in[request] = self.num_iterations

@@ -23,7 +23,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.refill import may_grow
+from flexhybrid.core.schedule.scheduler import may_grow
 from flexhybrid.core.trace import LineKey, LineTimes
 from flexhybrid.core.waves import check_longest
 from flexhybrid.core.workload import Workload

@@ -21,7 +21,7 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import representation_of
 from flexhybrid.core.context.packing import longest_piece, num_chunks
-from flexhybrid.core.context.prefixes import Build, Steering, build_steps, padded_rows
+from flexhybrid.core.context.prefixes import Build, PrefixOrder, build_steps, padded_rows
 from flexhybrid.core.context.selection import kept_tokens
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
@@ -35,10 +35,10 @@ from flexhybrid.core.schedule.buffer_sizes import (
 )
 from flexhybrid.core.wave import Wave, give_blocks, leave_place, take_blocks_back, trim_blocks
 
-LOOKED_AT = 64  #: #: least waiting requests among which a mini-batch looks for fitting ones
-MOST_FAILURES = 8  #: #: requests without room after which the search stops
-FIRST_RUN = 4  #: #: blocks that a request takes beyond its prompt's; later doubled
-NOBODY = np.zeros(0, dtype=np.int64)
+LOOKED_AT = 64  #: least waiting requests among which a mini-batch looks for fitting ones
+MOST_FAILURES = 8  #: requests without room after which the search stops
+FIRST_RUN = 4  #: blocks that a request takes beyond its prompt's; later doubled
+NO_REQUESTS = np.zeros(0, dtype=np.int64)
 
 
 def state_of_all(policy: Policy) -> str | None:
@@ -94,8 +94,8 @@ class AnswerLengths:
     counts of answers that ended elsewhere, by tokens."""
 
     def __init__(self, share: float, longest: int, earlier: np.ndarray | None = None):
-        self.share = share  #: #: expected share of an answer's remaining limit, before any has ended
-        self.ended = np.zeros(longest + 2, dtype=np.int64)  #: #: ended answers, by tokens
+        self.share = share  #: expected share of an answer's remaining limit, before any has ended
+        self.ended = np.zeros(longest + 2, dtype=np.int64)  #: ended answers, by tokens
         if earlier is not None:
             np.add.at(self.ended, np.minimum(np.arange(len(earlier)), longest), earlier)
 
@@ -142,24 +142,24 @@ def computed_together(wave: Wave, prompts: np.ndarray, builds: list[list[Build]]
     return rows <= wave.limits.step_rows and in_all <= most
 
 
-class RunningBatch:
+class Scheduler:
     """The members of a wave's mini-batches, iteration by iteration. Changes the wave's arrays for requests that
     join."""
 
     def __init__(self, wave: Wave):
-        self.wave, self.groups = wave, [NOBODY if wave.empty else group for group in wave.mini_batches]
+        self.wave, self.groups = wave, [NO_REQUESTS if wave.empty else group for group in wave.mini_batches]
         self.limits = wave.limits
-        self.now = 0  #: #: current iteration
+        self.now = 0  #: current iteration
         if wave.queue is None:
             return
         self.queue, self.singly = wave.queue, joins_singly(wave.policy)
         longest = int(wave.queue.workload.max_tokens.max())
         self.answers = AnswerLengths(wave.expected_share, longest, wave.queue.ended)
-        self.not_before: dict[int, int] = {}  #: #: preempted request -> first iteration of its return
-        self.full = [False] * len(self.groups)  #: #: mini-batch -> no request fits before one leaves
-        self.num_back = 0  #: #: number of preemptions
+        self.not_before: dict[int, int] = {}  #: preempted request -> first iteration of its return
+        self.full = [False] * len(self.groups)  #: mini-batch -> no request fits before one leaves
+        self.num_back = 0  #: number of preemptions
         self.sharing = wave.sharing
-        self.steering = Steering(wave.sharing.tree) if wave.sharing else None
+        self.steering = PrefixOrder(wave.sharing.tree) if wave.sharing else None
         if not self.singly:
             self.of_group = list(mini_batch_sizes(wave))
             self.most_kept = [self._kept(group).max() for group in wave.mini_batches]
@@ -212,11 +212,11 @@ class RunningBatch:
             running = group[wave.workload.max_tokens[group] > iteration - wave.joined[group]]
             if stopped:
                 running = running[[request not in stopped for request in wave.request[running].tolist()]]
-            joining = NOBODY
+            joining = NO_REQUESTS
             if wave.queue is not None:
                 running, joining = self._change(k, iteration, running, stopped)
             self.groups[k] = np.concatenate([running, joining])
-            ages = iteration - wave.joined[self.groups[k]]  # # negative if a prediction knows which requests will join
+            ages = iteration - wave.joined[self.groups[k]]  # negative if a prediction knows which requests will join
             yield k, self.groups[k][ages > 0], self.groups[k][ages == 0]
 
     # ---- who leaves
@@ -224,7 +224,7 @@ class RunningBatch:
     def _change(self, k: int, iteration: int, running: np.ndarray, stopped) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of mini-batch ``k`` that run on, and those that are filled now."""
         wave, group, self.now = self.wave, self.groups[k], iteration
-        left = np.setdiff1d(group, running) if len(running) < len(group) else NOBODY
+        left = np.setdiff1d(group, running) if len(running) < len(group) else NO_REQUESTS
         for place in left.tolist():
             request = int(wave.request[place])
             leave_place(wave, k, place)
@@ -235,7 +235,7 @@ class RunningBatch:
         if len(running) < len(group):
             self.full[k] = False
         if self.full[k] or self.queue.is_closed or (len(running) and not self.singly):
-            return running, NOBODY
+            return running, NO_REQUESTS
         return running, self._join(k, iteration, running, stopped)
 
     def _sampled(self, place: int, iteration: int) -> int:
@@ -267,14 +267,14 @@ class RunningBatch:
         need, have = blocks(running)
         lengths = workload.prompt_tokens, workload.cached_tokens
         prompts, at_most = (wave.own_blocks(running, tokens[running]) for tokens in lengths)
-        run = np.maximum(have - prompts, FIRST_RUN)  # # as much as it has grown so far
+        run = np.maximum(have - prompts, FIRST_RUN)  # as much as it has grown so far
         wanted = np.where(need > have, np.clip(have + run, need, at_most), have)
         for index in np.flatnonzero((need > have).any(axis=1)).tolist():
             while index < len(running):
                 if self._give(k, int(running[index]), wanted[index].tolist(), need[index].tolist()):
                     break
                 if not self._trim(k, running, need):
-                    running = self._step_back(k, iteration, running)
+                    running = self._preempt(k, iteration, running)
         return np.sort(running)
 
     def _give(self, k: int, place: int, wanted: list[int], need: list[int]) -> bool:
@@ -297,12 +297,12 @@ class RunningBatch:
             trim_blocks(self.wave, k, int(running[index]), need[index])
         return bool(len(beyond))
 
-    def _step_back(self, k: int, iteration: int, running: np.ndarray) -> np.ndarray:
+    def _preempt(self, k: int, iteration: int, running: np.ndarray) -> np.ndarray:
         """Preempt the last, youngest request: free its blocks and queue it first; return the others."""
         wave, place = self.wave, int(running[-1])
         request = int(wave.request[place])
         self.queue.put_back(request, self._sampled(place, iteration))
-        self.not_before[request] = iteration + 1  # # its last token is known by then
+        self.not_before[request] = iteration + 1  # its last token is known by then
         self.num_back += 1
         self.full = [False] * len(self.groups)  # another mini-batch may have room for it
         leave_place(wave, k, place)
@@ -333,7 +333,7 @@ class RunningBatch:
                 self.sharing.tree.path(request)
             members = Counter(block for place in running.tolist() for block in self.sharing.path(place))
             ready = self.steering.order(ready, members)
-        joining, too_many, computed, failures = NOBODY, 0, True, 0
+        joining, too_many, computed, failures = NO_REQUESTS, 0, True, 0
         while ready and len(free) and failures < MOST_FAILURES:
             if too_many != 1:
                 size = too_many // 2 or min(len(free), len(ready))
@@ -458,7 +458,7 @@ class RunningBatch:
         for count, place in enumerate(places.tolist()):
             if not self._give(k, place, wanted[count].tolist(), need[count].tolist()):
                 return count
-            if wave.whole:  # # under a selection, which computes a prompt whole
+            if wave.whole:  # under a selection, which computes a prompt whole
                 of_all = wave.entries.most_blocks(prompts[count], cached[count])
                 if not wave.whole.blocks[k].has_room(dict(zip(wave.entries.names, of_all.tolist(), strict=True))):
                     take_blocks_back(wave, k, place)
