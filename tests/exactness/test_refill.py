@@ -1,4 +1,4 @@
-"""Requests that join a running batch: tokens stay those that each gets alone, whichever join, leave or are preempted."""
+"""Requests that join a running batch: tokens stay those that each gets alone, whichever join or leave."""
 
 from collections import Counter
 from dataclasses import replace
