@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 TICK_S = 1.0  #: seconds between looks at the clock
 FIRST_S, PLAIN_S = 5.0, 30.0  #: seconds until the first line, where there is no terminal, and from one to the next
-PRIOR_S = 1.0  #: seconds measured at which a quarter of the difference from the prediction still counts
 AGAIN_S = 0.05  #: seconds after which an interrupt that was lost is sent again
 STOP_S = 1.0  #: seconds after which a stop no longer waits for the end of the iteration
 BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
@@ -46,7 +45,8 @@ class Progress:
         answers: int | None = None,
     ):
         self.title, self.quiet, self.failed, self.answers = title, quiet, failed, answers
-        self.predicted_s, self.predicted_rate = predicted_s, total / predicted_s if predicted_s else None
+        self.predicted_s = predicted_s
+        self.predicted_rate: float | None = None  #: a second, to be shown beside the measured one
         self.terminal = sys.stderr.isatty()
         self.steps_alike = True  #: False: of steps that take seconds and others that take minutes nothing is foretold
         self.outlook: Callable[[], float | None] | None = None  #: says the seconds left, where somebody knows better
@@ -102,11 +102,7 @@ class Progress:
         """Count a complete answer; it is ``unused`` tokens shorter than its limit."""
         self.done += 1
         self.shortened += unused > 0
-        self.grow(-unused)
-
-    def grow(self, count: int) -> None:
-        """Take in that more is to come."""
-        self.total += count
+        self.total -= unused
 
     def expect(self, answers: int, total: int) -> None:
         """Take the number of all answers and the most that may come of them, once both are known."""
@@ -123,8 +119,8 @@ class Progress:
         return min(most, running * (1 - (1 - ends) ** (most / running)) / ends)
 
     def seconds_left(self) -> float | None:
-        """Return how long that takes, at ``rate``; after a short measurement the prediction counts, too. Before the
-        first of it, what is left of the prediction. None where nothing is known, or the prediction has passed."""
+        """Return how long that takes, at ``rate``. Before the first of it, what is left of the prediction. None where
+        nothing is known, or the prediction has passed."""
         if self.outlook and (told := self.outlook()) is not None:
             return told
         if not self.steps_alike:
@@ -132,18 +128,16 @@ class Progress:
         if not self.count:
             left = (self.predicted_s or 0.0) - (time.monotonic() - self.began)
             return left if left > 0 else None
-        rate, seconds = self.rate()
-        if self.predicted_rate:
-            rate *= (self.predicted_rate / rate) ** (PRIOR_S / (PRIOR_S + seconds)) ** 2 if rate else 0.0
+        rate = self.rate()
         return self.expected_left() / rate if rate else None
 
-    def rate(self) -> tuple[float, float]:
-        """Return the count a second in the last half of the time, without the first of it, and the seconds of that."""
+    def rate(self) -> float:
+        """Return the count a second in the last half of the time, without the first of it."""
         now = time.monotonic()
         at, before = next((mark for mark in self._marks[::-1] if 2 * mark[0] <= self.began + now), self._marks[0])
         if self.count == before or now <= at:
             at, before = self.began, 0
-        return (self.count - before) / max(now - at, 1e-9), now - at
+        return (self.count - before) / max(now - at, 1e-9)
 
     def state(self) -> str:
         """Return the time left, the rate and the answers done, in words: a narrow terminal cuts off the last ones."""
@@ -152,7 +146,7 @@ class Progress:
             parts.append(f"{tqdm.format_interval(left)} left")
         if self.count:
             predicted = f" (predicted {self.predicted_rate:.1f})" if self.predicted_rate and not self.terminal else ""
-            parts.append(f"{self.rate()[0]:.1f}/s{predicted}")
+            parts.append(f"{self.rate():.1f}/s{predicted}")
         elif self.answers:
             parts.append("reading the prompts (prefill)" + (f", {self.first_share():.0%}" if self.first_share else ""))
         if self.done:
