@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,9 +25,12 @@ from flexhybrid.runtime.profiling.profile import faster_cpu_dtype
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.storage.disk import checked_rate
 from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace
-
-if TYPE_CHECKING:
-    from policy_search.search import SearchSettings
+from policy_search.queue_search import best_for_queue
+from policy_search.search import MAX_BATCH, MODEL_ERROR, SearchSettings, search
+from policy_search.search_problem import LOSSLESS, measured_space
+from policy_search.systems import check_run, needs_lines, policy_anywhere, policy_here, resident_by_speed
+from sim import catalogue
+from sim.queue_clock import ROUGH_TASKS, price_queue
 
 #: Of a CUDA device's free memory: libraries load their kernels as they are first used, outside torch's allocator. From
 #: what others report, not measured here.
@@ -123,8 +125,6 @@ def saved_hardware(device: torch.device) -> Hardware | None:
     if (kept := profile_file(device.type)).is_file():
         return load_hardware(kept)
     if device.type == "cuda":
-        from sim import catalogue
-
         return catalogue.for_gpu(torch.cuda.get_device_name(device))
     return None
 
@@ -135,8 +135,6 @@ def named_hardware(hardware: Hardware | str | Path | None, paced: PacedDevice) -
     if hardware is None:
         hardware = saved_hardware(paced.device)
     elif not isinstance(hardware, Hardware):
-        from sim import catalogue
-
         hardware = catalogue.load(hardware)
     if hardware and paced.device.type == "cpu":
         hardware = hardware.with_link_rate(paced.link_gb_per_s)
@@ -156,8 +154,6 @@ def resolve_policy(policy: str | Path | Policy, shape: ModelShape) -> Policy | s
         return Policy.load(policy)
     if policy == "auto":
         return policy
-    from policy_search.systems import check_run, needs_lines, policy_anywhere, policy_here
-
     name = str(policy)
     check_run(name, also=("auto",))
     if (anywhere := policy_anywhere(name, shape)) is not None:
@@ -174,8 +170,6 @@ def settle_policy(name: str, problem: Problem, workload: Workload, link_is_paced
     """Return the policy that a name of ``resolve_policy`` stands for on this machine, with these requests."""
     if name == "auto":
         return best_policy(problem, workload, link_is_paced)
-    from policy_search.systems import policy_here
-
     return policy_here(name, problem, workload)
 
 
@@ -194,13 +188,9 @@ def best_policy(
             "policy auto needs to know this machine: run `flexhybrid profile` once, or name a policy such as kv_only "
             "or hybrid(0.5)"
         )
-    from policy_search.search import MODEL_ERROR
-
     margin = 0.0 if link_is_paced else MODEL_ERROR  # a pace is asked for to see what crosses the link
     settings = auto_settings(problem.hardware, workload, time_limit=time_limit, margin=margin)
     if workload.answer_tokens is not None:
-        from policy_search.queue_search import best_for_queue
-
         with suppress(InputError):
             policy = best_for_queue(problem, workload, settings, rough=True).policy
             check_longest(problem, policy, workload)
@@ -218,9 +208,6 @@ def _best_on_queue(problem: Problem, workload: Workload, settings: SearchSetting
     """Return the policy under which the requests end first as a queue, where not all run at once under the one that was
     ``found`` for their mean lengths, and they take QUEUE_S: the longest of them leave room for fewer at a time than the
     mean ones do, which another policy may bear better."""
-    from policy_search.queue_search import best_for_queue
-    from sim.queue_clock import ROUGH_TASKS, price_queue
-
     with suppress(InputError):  # a machine without a line for one of the verbs; nothing else fits
         run = price_queue(problem, found, workload, settings.max_batch, walked_tasks=ROUGH_TASKS)
         if run.at_a_time < workload.num_requests and run.total_s > QUEUE_S:
@@ -232,9 +219,6 @@ def _best_on_queue(problem: Problem, workload: Workload, settings: SearchSetting
 
 def auto_settings(hardware: Hardware, workload: Workload, **others) -> SearchSettings:
     """Return the settings of the search of "auto" for these requests; ``others``: further ones, by name."""
-    from policy_search.search import MAX_BATCH, SearchSettings
-    from policy_search.search_problem import LOSSLESS, measured_space
-
     space = measured_space(LOSSLESS, hardware)
     return SearchSettings(max_batch=min(workload.num_requests, MAX_BATCH), space=space, **others)
 
@@ -242,8 +226,6 @@ def auto_settings(hardware: Hardware, workload: Workload, **others) -> SearchSet
 def resident_at_once(problem: Problem, workload: Workload) -> Policy | None:
     """Return everything on the device, in the mini-batches that are predicted to be the fastest of those with which all
     requests fit at once; None where none do. On a machine that is not known the preset's own stand for the fastest."""
-    from policy_search.systems import resident_by_speed
-
     for policy in resident_by_speed(problem, workload):
         if fits(wave_plan(problem, policy, workload), problem.budgets):
             return policy
@@ -253,8 +235,6 @@ def resident_at_once(problem: Problem, workload: Workload) -> Policy | None:
 def _fitting_policy(problem: Problem, settings: SearchSettings, lengths: Workload, workload: Workload) -> Policy:
     """Return the policy searched for ``lengths``, with as many of its weights on the device as let every request of
     ``workload`` fit. Raise InputError when none do."""
-    from policy_search.search import search
-
     policy = search(problem, lengths, settings).policy
     disk = policy.weights.disk
     for keep in (1.0, 0.75, 0.5, 0.25):

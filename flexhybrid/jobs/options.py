@@ -1,5 +1,6 @@
-"""Options of ``flexhybrid compare`` and ``accuracy``. Importing this loads no torch."""
+"""Options of ``flexhybrid search``, ``compare`` and ``accuracy``. Importing this loads no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from flexhybrid.arguments import (
     option,
 )
 from flexhybrid.core.model.shape import ModelShape
+from flexhybrid.core.workload import Workload
+
+WHERE = ("any", "device", "host")  #: of attention
 
 
 @dataclass(frozen=True)
@@ -68,3 +72,38 @@ class AccuracyOptions:
     hardware: str | None = option("machine by name or file, for policies that it decides (what was measured)", None)
     disk_dir: Path | None = option(DISK_DIR_HELP, None, metavar="DIR")
     out: Path = option("folder (results/accuracy)", Path("results/accuracy"))
+
+
+@dataclass(frozen=True)
+class PolicySearchOptions:
+    """What the command was asked for, by the names of its flags."""
+
+    point: Mapping  #: POINT of ``jobs.simulate``: without "batch" it is searched for
+    lengths: Workload | None = None  #: a queue, in place of requests of one length
+    max_batch: int = option("most requests to try (1024)", 1024)
+    objective: str = option(None, "throughput", choices=("throughput", "latency"))
+    max_ttft: float | None = option(
+        "most to the first tokens of the requests that run at once", None, metavar="SECONDS"
+    )
+    max_tpot: float | None = option("most from a request's token to its next one", None, metavar="SECONDS")
+    lossless: bool = option(
+        "also fewer bits and selections, which change the tokens (default: the same tokens)", True, names=("--lossy",)
+    )
+    attention: str = option("where it may run (any)", "any", choices=WHERE)
+    keep: tuple[str, ...] = option(
+        "of the policy, what the search may not change: cache=kv@host,act@host (their shares are free), "
+        "cache.act@disk=0, weights.device=0.5, bits.kv=8, packing=fifo, max_mini_batch_tokens=8192, …",
+        (),
+        action="extend",
+        metavar="FIELD=VALUE",
+    )
+    selection: str | None = option(
+        "infinigen(…), with --lossy: used where it is faster; expected=SHARE as measured", None
+    )
+    time_limit: float | None = option("seconds after which the best so far is taken", None)
+    confirm: bool = option("do not walk the winner on the virtual clock", True)
+    lp: Path | None = option("write the winner's linear program, rows named, to this .lp file", None)
+
+    @property
+    def batch(self) -> int | None:
+        return self.point.get("batch")

@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from flexhybrid.arguments import add_budgets, job
+from flexhybrid.arguments import add_budgets, add_options, job
+from flexhybrid.jobs.options import PolicySearchOptions
 from sim.catalogue.hosts import HOSTS
 
 
@@ -60,32 +61,9 @@ def _add_search(commands) -> None:
     )
     _model_and_machine(parser)
     parser.add_argument("--batch", type=_batch, help="requests, with --lengths at a time; auto: as many as pay (auto)")
-    parser.add_argument("--max-batch", type=int, default=1024, help="most requests to try (1024)")
-    parser.add_argument("--objective", choices=("throughput", "latency"), default="throughput")
-    parser.add_argument(
-        "--max-ttft", type=float, metavar="SECONDS", help="most to the first tokens of the requests that run at once"
-    )
-    parser.add_argument("--max-tpot", type=float, metavar="SECONDS", help="most from a request's token to its next one")
-    parser.add_argument(
-        "--lossy", dest="lossless", action="store_false",
-        help="also fewer bits and selections, which change the tokens (default: the same tokens)",
-    )  # fmt: skip
-    parser.add_argument("--lossless", action="store_true", default=True, help=argparse.SUPPRESS)  # as it was asked for
-    parser.add_argument("--attention", choices=("any", "device", "host"), default="any", help="where it may run (any)")
-    parser.add_argument(
-        "--keep", nargs="+", action="extend", default=[], metavar="FIELD=VALUE",
-        help="of the policy, what the search may not change: cache=kv@host,act@host (their shares are free), "
-        "cache.act@disk=0, weights.device=0.5, bits.kv=8, packing=fifo, max_mini_batch_tokens=8192, …",
-    )  # fmt: skip
-    parser.add_argument(
-        "--selection", help="infinigen(…), with --lossy: used where it is faster; expected=SHARE as measured"
-    )
-    parser.add_argument("--time-limit", type=float, help="seconds after which the best so far is taken")
-    parser.add_argument(
-        "--no-confirm", dest="confirm", action="store_false", help="do not walk the winner on the virtual clock"
-    )
+    add_options(parser, PolicySearchOptions)
+    parser.add_argument("--lossless", action="store_true", default=None, help=argparse.SUPPRESS)  # as it was asked for
     parser.add_argument("--save-policy", type=Path, help="write the policy to this JSON file, in a folder that exists")
-    parser.add_argument("--lp", type=Path, help="write the winner's linear program, rows named, to this .lp file")
     parser.set_defaults(run=job("flexhybrid.jobs.predictions", "search"))
 
 

@@ -11,8 +11,9 @@ from flexhybrid.core.files import check_new_file, write_by_rename
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.lengths import read_lengths
+from flexhybrid.jobs.options import PolicySearchOptions
 from flexhybrid.jobs.rates import RATES, costs, describe_costs, describe_rates, without_given
-from flexhybrid.jobs.search import PolicySearchOptions, run_search, search_queue, search_record
+from flexhybrid.jobs.search import run_search, search_queue, search_record
 from flexhybrid.jobs.simulate import POINT, SimulatedQueue, asked_record, describe, describe_queue, run_point
 from flexhybrid.jobs.sweep.side_by_side import check_plot, describe_answers, plot, side_by_side, varied_of
 from flexhybrid.jobs.sweep.simulated import sweep_grid
@@ -109,8 +110,8 @@ def search(args) -> dict:
     names = ("max_batch", "objective", "max_ttft", "max_tpot", "lossless", "attention", "selection", "time_limit")
     args.batch = None if args.batch == "auto" else args.batch
     point = {name: getattr(args, name) for name in POINT}
-    asked = point | {name: getattr(args, name) for name in names} | {"keep": list(args.keep) or None}
-    options = options_from(PolicySearchOptions, args, point=point, lengths=_lengths(args), keep=tuple(args.keep))
+    options = options_from(PolicySearchOptions, args, point=point, lengths=_lengths(args))
+    asked = point | {name: getattr(options, name) for name in names} | {"keep": list(options.keep) or None}
     for path in (args.save_policy, args.lp):
         if path:
             check_new_file(path)  # before the work

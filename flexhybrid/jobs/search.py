@@ -6,9 +6,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 from flexhybrid.core.errors import InputError, check, flag
@@ -17,7 +16,7 @@ from flexhybrid.core.memory import kept_shares
 from flexhybrid.core.policy import Bits, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.units import counted
-from flexhybrid.core.workload import Workload
+from flexhybrid.jobs.options import WHERE, PolicySearchOptions
 from flexhybrid.jobs.simulate import (
     WEIGHTS_STREAMED,
     Note,
@@ -40,7 +39,6 @@ from policy_search.systems import SYSTEMS, Setting, System, dropped, system
 from sim.queue_clock import QueueRun
 from sim.simulate import SimulatedRun
 
-WHERE = ("any", "device", "host")  #: of attention
 LATENCIES = ("max_ttft", "max_tpot")  #: options that limit them
 LEAST_GAP = 0.005  #: of the proof, below which the margin for staying on the device decides nothing
 
@@ -55,29 +53,6 @@ LOSSY_RIVALS = ("int4", "deepspeed(bits=4)", "flexgen(compress=true)")
 IN_ANY_BITS = tuple(name for name in LOSSLESS_RIVALS if SYSTEMS[name.partition("(")[0]].batches == "together")
 #: Systems whose policies cost nothing to make: the search is never worse than one of these that fits.
 SEEDS = ("kv_only", "act_only", "hybrid_static", "deepspeed", "accelerate", "fastdecode", "token_recompute(0.2)")
-
-
-@dataclass(frozen=True)
-class PolicySearchOptions:
-    """What the command was asked for, by the names of its flags."""
-
-    point: Mapping  #: POINT of ``jobs.simulate``: without "batch" it is searched for
-    lengths: Workload | None = None  #: a queue, in place of requests of one length
-    max_batch: int = 1024
-    objective: str = "throughput"
-    lossless: bool = True
-    attention: str = "any"  #: one of WHERE
-    keep: tuple[str, ...] = ()  #: FIELD=VALUE of a policy, which the search may not change
-    selection: str | None = None  #: infinigen(…), which may be used where it is faster
-    time_limit: float | None = None
-    max_ttft: float | None = None  #: seconds, as SearchSettings has them
-    max_tpot: float | None = None
-    confirm: bool = True
-    lp: Path | None = None
-
-    @property
-    def batch(self) -> int | None:
-        return self.point.get("batch")
 
 
 class SearchReport(NamedTuple):

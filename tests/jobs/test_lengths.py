@@ -132,7 +132,7 @@ def test_auto_asks_the_queue_where_answers_are_known(monkeypatch):
         asked.append(workload.answers.mean())
         return QueueChoice(plain, price_queue(problem, plain, workload, 4), None)
 
-    monkeypatch.setattr("policy_search.queue_search.best_for_queue", answer)
+    monkeypatch.setattr("flexhybrid.resolve.best_for_queue", answer)
     assert best_policy(problem, workload, link_is_paced=True) == plain and asked == [9]
 
 

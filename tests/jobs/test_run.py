@@ -24,7 +24,7 @@ from flexhybrid import LLM, InputError, SamplingParams, cli, shipped
 from flexhybrid import resolve as machine
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch import answers as answers_module
-from flexhybrid.batch.answers import ANSWERED, FAILED, AnswerFile
+from flexhybrid.batch.answers import FAILED, AnswerFile
 from flexhybrid.batch.manifest import manifest_path
 from flexhybrid.batch.openai import Refused
 from flexhybrid.batch.replies import error_line
@@ -223,39 +223,6 @@ def test_damage_before_the_tail_is_refused_and_nothing_touched(tiny, tmp_path, c
     assert "line 5" in (error := capsys.readouterr().err) and "nothing was changed" in error
     assert out.read_bytes() == before
     assert run(source, out, tiny, "--restart") == 0 and len(by_id(out)) == 12
-
-
-@pytest.mark.parametrize("short", [False, True])
-def test_a_full_disk_at_any_write_leaves_whole_lines_and_resumes(tiny, tmp_path, capsys, monkeypatch, short):
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
-    assert run(source, tmp_path / "whole.jsonl", tiny) == 0
-    expected, number = by_id(tmp_path / "whole.jsonl"), 0
-    monkeypatch.setattr(answers_module, "ROOM_WAIT_S", 0.0)
-    write, full = os.write, []
-
-    def failing(fd, data):
-        if full and full[0] == 0:
-            if short and len(data) > 10:
-                return write(fd, data[:10])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        full[0] -= 1
-        return write(fd, data)
-
-    while True:
-        out.unlink(missing_ok=True)
-        with monkeypatch.context() as patch:
-            patch.setattr(answers_module.os, "write", failing)
-            full[:] = [number]
-            status = run(source, out, tiny)
-        if status == 0:
-            break
-        assert status == 1 and "No space left" in capsys.readouterr().err
-        kept = out.read_bytes()
-        assert kept.endswith(b"\n") or not kept
-        assert all(expected[row] == answer for row, answer in by_id(out).items())
-        assert run(source, out, tiny) == 0 and by_id(out) == expected
-        number += 1
-    assert number >= 3
 
 
 def test_a_disk_that_fails_at_any_operation_costs_one_line_and_no_answer(tiny, tmp_path, capsys, monkeypatch):
@@ -862,19 +829,8 @@ def test_where_too_little_memory_is_free_what_is_needed_is_said(tiny, tmp_path, 
 def test_a_resumed_run_computes_in_the_dtype_it_began_with(cpu_dtype, tmp_path, monkeypatch, capsys):
     source, out = tmp_path / "in.txt", tmp_path / "out.jsonl"
     source.write_text("import os\n")
-    command = [
-        "run",
-        "-i",
-        str(source),
-        "-o",
-        str(out),
-        "--model",
-        str(SHIPPED),
-        "--policy",
-        "kv_only",
-        "--device",
-        "cpu",
-    ]
+    command = ["run", "-i", str(source), "-o", str(out), "--model", str(SHIPPED), "--policy", "kv_only"]
+    command += ["--device", "cpu"]
     monkeypatch.setenv(ATTENTION, "products")
     assert cli.main([*command, "--quiet"]) == 0
     numbers = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["numbers"]
@@ -1007,20 +963,6 @@ def test_the_plan_says_where_the_search_found_no_mix(tiny, tmp_path, capsys, mon
     assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny, *asked, policy=policy) == 0
     plan = capsys.readouterr().out.splitlines()[0]
     assert plan.endswith("; a mix with recomputed context would not be faster") == said
-
-
-def test_answers_so_far_count(tmp_path):
-    states = np.zeros(3, dtype=np.uint8)
-    file = AnswerFile(tmp_path / "out")
-    file.clear()
-    file.append([error_line(2, Refused("c", "m")), error_line(1, Refused("c", "m"))])
-    file.close()
-    file = AnswerFile(tmp_path / "out")
-    file.check(states)
-    file.sort(3)
-    file.close()
-    assert states.tolist() == [FAILED, FAILED, 0] and ANSWERED not in states
-    assert [row["id"][-1] for row in read(tmp_path / "out")] == ["1", "2"]
 
 
 def test_a_stop_says_what_is_kept(tiny, tmp_path, capsys, monkeypatch):

@@ -40,10 +40,10 @@ class Answered(NamedTuple):
 
 class PendingRequests(Protocol):
     """Lines of an input that are to be answered: those of a job (``job.Job``) or of a batch on a Ray cluster
-    (``remote.RemoteBatch``)."""
+    (``remote.RemoteBatch``). What a method without a result takes may be left alone."""
 
     llm: LLM
-    lengths: ObservedAnswers | None  #: of answers that have ended, in the run before too; None: nobody asks
+    lengths: ObservedAnswers | None = None  #: of answers that have ended, in the run before too; None: nobody asks
 
     def pending(self) -> np.ndarray:
         """Return the line numbers less one of unanswered requests, in the order in which they are to run."""
@@ -86,12 +86,12 @@ class PendingRequests(Protocol):
 
     def drains(self) -> bool:
         """Return whether nobody shall join the batch any more."""
-        ...
+        return False
 
     def moves(self) -> bool:
         """Return whether the batch shall break off, and its requests go on in the next one behind the tokens that they
         have."""
-        ...
+        return False
 
     def between_batches(self) -> None:
         """Take the end of a batch: the next one may have another policy."""

@@ -12,6 +12,7 @@ from flexhybrid.core.files import check_new_file, parse_json
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs.paths import check_checkpoint, check_file
 from flexhybrid.sampling_params import SamplingParams
+from sim import catalogue
 
 #: Option -> what a run writes there, and the endings of that; endings of what it writes elsewhere, or nowhere.
 WRITTEN = {
@@ -144,8 +145,6 @@ def check_options(options: RunOptions) -> None:
     if str(options.llm.policy).endswith(".json"):
         Policy.load(str(options.llm.policy))
     if isinstance(options.llm.hardware, (str, Path)):
-        from sim import catalogue
-
         catalogue.load(options.llm.hardware)
 
 

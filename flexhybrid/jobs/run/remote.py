@@ -40,7 +40,6 @@ from flexhybrid.jobs.run.remote_read import BATCH, LINES, read_lines
 from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
 from flexhybrid.sampling_params import noted_bytes
-from sim.answer_lengths import ObservedAnswers
 
 BATCH_LINES = 8192  #: lines of a batch, which an actor answers as one queue; Ray gives them anew if it dies
 HEARTBEAT_S = 1.0  #: predicted time between messages of an actor while no answer is complete
@@ -218,10 +217,9 @@ class Actor:
         worker.join()
 
 
-class RemoteBatch:
-    """The lines of a batch as ``PendingRequests``; answers and progress are sent on in messages."""
-
-    lengths: ObservedAnswers | None = None
+class RemoteBatch(PendingRequests):
+    """The lines of a batch; answers and progress are sent on in messages. The job looks after the rest: the input, the
+    forecast, changes of policy."""
 
     def __init__(self, llm: LLM, read: LineReader, config: ActorConfig, row: dict, send: Callable[[pa.Table], None]):
         self.llm, self.config, self.send = llm, config, send
@@ -258,16 +256,10 @@ class RemoteBatch:
     def line(self, number: int, request: Request, output: RequestOutput) -> bytes:
         return answer_line(number, request, output, self.config.created)
 
-    def check_input_unchanged(self) -> None:
-        """Do nothing: the job checks."""
-
     def write(self, answered: list[Answered]) -> None:
         for answer in answered:
             del self._requests[answer.number]
         self._answered += answered
-
-    def begins(self, first_share: Callable[[], float]) -> None:
-        """Say nothing: the driver hears of answers."""
 
     def advance(self, num_tokens: int) -> None:
         self._iterations += 1
@@ -277,18 +269,6 @@ class RemoteBatch:
 
     def note(self, text: str) -> None:
         self.send(_message(note=text))
-
-    def watch(self, workload: Workload, given: np.ndarray | None) -> None:
-        """Do nothing: the job counts what the actors send."""
-
-    def drains(self) -> bool:
-        return False
-
-    def moves(self) -> bool:
-        return False
-
-    def between_batches(self) -> None:
-        """Do nothing: an actor keeps its policy."""
 
     def flush(self) -> None:
         """Send what has come since the last message."""
