@@ -116,16 +116,12 @@ class Generated:
 
 
 @dataclass
-class RequestCodec:
-    """Check and encode requests to a checkpoint; decode its answers. Without a ``tokenizer`` prompts are token ids."""
+class PromptEncoder:
+    """Check and encode prompts to a checkpoint. Without a ``tokenizer`` they are token ids."""
 
     shape: ModelShape
     folder: Path  #: of the checkpoint, for error messages
     tokenizer: Any  #: transformers' tokenizer of the checkpoint, or None
-
-    @functools.cached_property
-    def texts(self) -> TokenTexts:
-        return TokenTexts(self.tokenizer)
 
     @property
     def rules(self) -> SamplingRules:
@@ -273,6 +269,14 @@ class RequestCodec:
         if limit < self.shape.max_positions:
             room = f"room for {limit} tokens (max_model_len)"
         return InputError(f"{size}; model {self.shape.name} has {room}, and at least one must be left for the answer")
+
+
+class RequestCodec(PromptEncoder):
+    """Make requests to a checkpoint; decode its answers."""
+
+    @functools.cached_property
+    def texts(self) -> TokenTexts:
+        return TokenTexts(self.tokenizer)
 
     def encode(
         self,

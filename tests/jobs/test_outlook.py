@@ -101,7 +101,7 @@ def foretold(
         if work:
             spent = work(sum(len(places) for _, chunk, _, _, places in steps if not chunk and iteration))
             busy = {resource: busy[resource] + seconds for resource, seconds in spent.items()}
-            outlook.note_busy(busy)
+            outlook.note_busy(busy, dict)
         clock[0] += max(spent.values())
         stopped.update(ended)
         for request in ended:

@@ -116,11 +116,9 @@ class Outlook:
         self.began = self.latest = time.monotonic()
         self.ends = {0: self.began}  #: number of iterations -> when the last one of them ended
 
-    def note_busy(
-        self, seconds: dict[str, float], line_times: Callable[[], dict[LineKey, LineTimes]] | None = None
-    ) -> None:
+    def note_busy(self, seconds: dict[str, float], line_times: Callable[[], dict[LineKey, LineTimes]]) -> None:
         """Take the seconds for which each resource was busy so far, and what returns the times of lines so far."""
-        self.line_times = line_times or self.line_times
+        self.line_times = line_times
         self.busy[self.num_iterations + 1] = seconds
         self.busy.pop(self.num_iterations - KEPT_BUSY, None)
 
@@ -211,30 +209,26 @@ class Outlook:
         waits = np.flatnonzero(self.begun_in < 0)
         if most and len(waits) > most:
             waits = waits[evenly_spaced(len(waits), most, False)]
-        runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
+        runs = self._running
         ages = np.r_[self.given[waits], self.given[runs] + self.num_iterations - self.begun_in[runs]]
         return waits, self._expected(np.r_[waits, runs], ages)[: len(waits)]
 
+    @property
+    def _running(self) -> np.ndarray:
+        """The requests that run, the oldest first."""
+        runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
+        return runs[np.argsort(self.begun_in[runs], kind="stable")]
+
     def rest(self) -> RunIntervals | None:
         """Return what is left of those who run, their contexts computed at once; None where nobody runs."""
-        runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
+        runs = self._running
         if not len(runs):
             return None
         ages = self.given[runs] + self.num_iterations - self.begun_in[runs]
-        more = self._expected(runs, ages) - ages
-        prompts = self.workload.prompt_tokens[runs] + ages
-        places = np.arange(len(runs))
-        shared = self.workload.select(runs).shared_tokens
-        return RunIntervals(
-            request=places,
-            mini_batch=places,
-            prompt_tokens=prompts,
-            joined=0 * places,
-            left=1 + np.maximum(more, 1),
-            surplus=places < 0,
-            shared_tokens=shared,
-            found_tokens=shared,
-        )
+        left = 1 + np.maximum(self._expected(runs, ages) - ages, 1)
+        places, prompts = np.arange(len(runs)), self.workload.prompt_tokens[runs] + ages
+        of_running = self._intervals(runs, 0 * places, left)
+        return replace(of_running, request=places, mini_batch=places, prompt_tokens=prompts)
 
     def _expected(self, requests: np.ndarray, ages: np.ndarray) -> np.ndarray:
         """Return the lengths of answers that have ``ages`` tokens, as far as others show them."""
@@ -250,7 +244,7 @@ class Outlook:
         now, wave, workload = self.num_iterations, self.open_wave(), self.workload
         if wave.queue:
             wave.queue.ended = self.answers.ended + self.answers.cut
-        groups, back = self._members(wave)
+        groups, back = _members(wave, self._running, self.mini_batch)
         runs = np.array([request for group in groups for request in group], dtype=np.int64)
         waits, times = np.r_[back, np.flatnonzero(self.begun_in < 0)].astype(np.int64), 1.0
         if len(waits) > MOST_COUNTED:
@@ -272,20 +266,6 @@ class Outlook:
         joined = (np.concatenate([getattr(part, field.name) for part in (known, more)]) for field in fields(known))
         return RunIntervals(*joined), times
 
-    def _members(self, wave: Wave) -> tuple[list[list[int]], list[int]]:
-        """Return those who run, by mini-batch, the oldest first; and those who have stepped back: there is no place
-        for the youngest."""
-        runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
-        groups: list[list[int]] = [[] for _ in wave.mini_batches]
-        back = []
-        for request in runs[np.argsort(self.begun_in[runs], kind="stable")].tolist():
-            free = [len(places) - len(group) for places, group in zip(wave.mini_batches, groups, strict=True)]
-            k = int(self.mini_batch[request])
-            if k >= len(groups) or not free[k]:  # of a batch that shares otherwise than was known before
-                k = int(np.argmax(free))
-            (groups[k] if free[k] else back).append(request)
-        return groups, back
-
     def _intervals(self, requests: np.ndarray, begun: np.ndarray, ended: np.ndarray) -> RunIntervals:
         lengths = self.workload.select(requests)
         shared = lengths.shared_tokens  # by all but the first
@@ -299,6 +279,20 @@ class Outlook:
             shared_tokens=shared,
             found_tokens=shared,
         )
+
+
+def _members(wave: Wave, runs: np.ndarray, mini_batch: np.ndarray) -> tuple[list[list[int]], list[int]]:
+    """Return those who run, by mini-batch, the oldest first; and those who have stepped back: there is no place for the
+    youngest. ``runs``: by age; ``mini_batch`` [requests]: in which each runs."""
+    groups: list[list[int]] = [[] for _ in wave.mini_batches]
+    back = []
+    for request in runs.tolist():
+        free = [len(places) - len(group) for places, group in zip(wave.mini_batches, groups, strict=True)]
+        k = int(mini_batch[request])
+        if k >= len(groups) or not free[k]:  # of a batch that shares otherwise than was known before
+            k = int(np.argmax(free))
+        (groups[k] if free[k] else back).append(request)
+    return groups, back
 
 
 def _counted(
