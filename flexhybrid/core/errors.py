@@ -1,4 +1,4 @@
-"""The one error that users see: what was wrong, with which value, what to do."""
+"""The one error that users see: what was wrong, with which value, and what to do."""
 
 import difflib
 import errno
@@ -59,10 +59,10 @@ def file_errors(doing: str, advice: str = "") -> Iterator[None]:
 
 
 def unknown(what: str, name: object, known: Iterable[str], *, other: str = "") -> InputError:
-    """The error (to be raised) of a name that is none of ``known``: the nearest ones first, then all, in their order.
+    """Return the error for a name not in ``known``: the nearest ones first, then all in order.
 
-    ``what`` is the kind of thing in words ("model"), ``name`` whatever was given, text or not, ``other`` what would be
-    accepted besides the known names ("the path of a hardware file").
+    ``what``: the kind of thing in words ("model"); ``name``: the given value, of any type; ``other``: what is also
+    accepted ("the path of a hardware file").
     """
     known = list(known)
     near = _nearest(name, known) if isinstance(name, str) else []
@@ -105,7 +105,7 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 
 def _one_line(name: str) -> str:
-    """A name as it is, unless it would break the line: what a file calls its columns may hold anything."""
+    """Return a name as it is, unless it would break the line: names of columns may hold anything."""
     return name if name.isprintable() else repr(name)
 
 

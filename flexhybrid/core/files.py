@@ -11,8 +11,8 @@ from flexhybrid.core.errors import InputError, file_errors
 
 
 def load_json(path: str | Path, kind: str = "", **options):
-    """Return what a JSON file holds. Raise InputError, which calls the file ``kind`` ("policy file "), for one that
-    cannot be read. ``options`` as in ``parse_json``."""
+    """Return the content of a JSON file. Raise InputError, which calls the file ``kind`` ("policy file "), if it cannot
+    be read. ``options`` as in ``parse_json``."""
     with file_errors(f"read {kind}{path}"):
         check_no_pointer(Path(path))
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -27,7 +27,7 @@ def check_no_pointer(path: Path) -> None:
 
 
 def parse_json(text: str, name: str, **options):
-    """Return what a JSON text holds. Raise InputError with line and column where it is broken. ``options``: those of
+    """Return the content of a JSON text. Raise InputError with line and column if it is broken. ``options``: those of
     ``json.loads``, whose functions may raise ValueError."""
     try:
         return json.loads(text, **options)
@@ -47,9 +47,9 @@ def named_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def lock_file(descriptor: int, busy: str) -> None:
-    """Make this process the only writer of an open file; the lock goes with the process, whatever ends it.
+    """Make this process the only writer of an open file; the lock ends with the process.
 
-    Raises InputError with the text ``busy`` where another process holds it.
+    Raise InputError with the text ``busy`` if another process holds it.
     """
     try:
         import fcntl
@@ -68,9 +68,8 @@ def partial_file(path: Path) -> Path:
 
 @contextlib.contextmanager
 def new_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield a new file that takes the place of ``path`` when the block ends without an error: a reader finds all of it
-    or what was there before. ``durable``: it is on the disk when the block has ended. Raise InputError where it cannot
-    be written."""
+    """Yield a new file that replaces ``path`` when the block ends without an error: readers see the old or the new file
+    whole. ``durable``: it is then on the disk. Raise InputError if it cannot be written."""
     partial = partial_file(path)
     with file_errors(f"write {path}"), contextlib.ExitStack() as stack:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,9 +103,9 @@ def check_new_file(path: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Where profiles of this machine are kept: $FLEXHYBRID_CACHE, else "flexhybrid" in the user's cache folder.
+    """Return the folder of this machine's profiles: $FLEXHYBRID_CACHE, else "flexhybrid" in the user's cache folder.
 
-    Raises InputError where no home folder is known.
+    Raise InputError without a home folder.
     """
     try:
         if folder := os.environ.get("FLEXHYBRID_CACHE"):
@@ -134,5 +133,5 @@ def profile_file(device: str) -> Path:
 
 
 def newest_profile() -> Path | None:
-    """The profile of this machine that was saved last, whatever its device; None before the first."""
+    """Return the latest saved profile of this machine, for any device; None without one."""
     return max(cache_folder().glob("hardware-*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)

@@ -19,7 +19,7 @@ LINKS = ("h2d", "d2h", "disk_read", "disk_write")
 
 CALL_S = 4e-6  #: seconds in which Python issues a small operation: numpy 2 to 4 us, a kernel on CUDA 4 to 5
 
-#: Of the line of ``finish`` in layers whose feed-forward network is experts, whose products are grouped.
+#: Suffix of ``finish``'s line in layers of experts, whose products are grouped.
 EXPERTS_SUFFIX = "_experts"
 
 #: The line of what launching takes: Python plans one task after the other and hands them over, on one thread.
@@ -33,9 +33,9 @@ FORMAT = "flexhybrid-hardware-1"
 #: Keys of a record's notes: what disturbed the measurement, in words (absent: nothing); the sizes whose passes differ.
 COMPANY, DISAGREED = "in company", "sizes that two passes disagreed on"
 
-#: Of a record's notes: computing resource ("compute_alone": while nothing crosses the link) -> {"wait_s", "factor"}, by
-#: which copies, threads and locks lengthen its tasks on the mean; the lines hold for undisturbed tasks. And line ->
-#: times as long after a pause, which nothing prices: a resource that waits is not what limits a run.
+#: Key of a record's notes: computing resource ("compute_alone": with an idle link) -> {"wait_s", "factor"}, the mean
+#: delay of its tasks by copies, threads and locks; lines hold for undisturbed tasks. And line -> factor after a pause,
+#: which prices nothing: a resource that pauses does not limit a run.
 CONTENTION, AFTER_PAUSE = "contention", "times as long after a pause"
 
 #: Of a record's notes, GB/s: the pace at which a CPU's link is imitated (absent or None: none), and the one that was
@@ -49,11 +49,10 @@ FAR_MEMORY, CACHED_DISK, PAGE_CACHE = "far host memory", "page cache, GB/s", "pa
 
 OWN_MEMORY = "usable memory of its own"  #: of a record's notes: tier -> bytes, where a user's budget took its place
 
-#: Bytes of a GPU's memory that no program gets. The driver withholds 0.25 to 0.6 GiB of what a datasheet names (an RTX
-#: 4090 has 0.24 GiB less, an A100 of 40 GB 0.51, an H200 0.60: the catalogue's notes have the sources), and the CUDA
-#: context with its kernels and cuBLAS's workspaces is assumed to take up to 0.5 GiB more. Error correction on GDDR6
-#: takes a sixteenth besides: a machine that runs with it states its own reserve. A card of less than 16 GiB is taken to
-#: lose a sixteenth.
+#: Bytes of a GPU's memory that no program gets. The driver withholds 0.25 to 0.6 GiB of the datasheet's size (RTX 4090:
+#: 0.24, A100 40 GB: 0.51, H200: 0.60; sources in the catalogue's notes); the CUDA context with kernels and cuBLAS
+#: workspaces is assumed to take up to 0.5 GiB more. GDDR6 with error correction loses another sixteenth: such a machine
+#: states its own reserve. Cards under 16 GiB are assumed to lose a sixteenth.
 CUDA_RESERVE_BYTES = 2**30
 
 
@@ -65,10 +64,10 @@ def _is_number(value) -> bool:
 class Line:
     """seconds = overhead_s + flops·s_per_flop + bytes·s_per_byte; bytes are link bytes on a link, else memory bytes.
 
-    The house formula takes the larger of the two terms. Their sum is used instead. It is linear, so that one form
-    serves regression, closed form and LPs, and it is nearer to what was measured: of 60 lines in five records of a CPU
-    the two differ on 31, where samples that no fit saw lie 34.8 % from the sum and 38.0 % from the larger term; the sum
-    is nearer on 22. Where one term dominates the two agree.
+    The house formula takes the larger of the two terms; their sum is used instead. It is linear, so one form serves
+    regression, closed form and LPs, and it is nearer to measurements: of 60 lines in five CPU records the two differ on
+    31, where held-out samples are off by 34.8 % from the sum and 38.0 % from the larger term; the sum is nearer on 22.
+    If one term dominates, the two agree.
     """
 
     overhead_s: float = 0.0
@@ -83,7 +82,7 @@ class Line:
             check(f"hardware line: {name}", value, _is_number(value) and value >= 0, "a number >= 0")
 
     def scaled(self, times: float) -> Line:
-        """The line of tasks that take ``times`` as long."""
+        """Return the line of tasks that take ``times`` as long."""
         terms = {name: times * getattr(self, name) for name in ("overhead_s", "s_per_flop", "s_per_byte")}
         return replace(self, **terms)
 
@@ -93,11 +92,11 @@ class Line:
 
 
 def task_seconds(line: Line, resource: str, work: Work):
-    """Return the seconds of a task on its resource's or verb's line; the counts of its work may be numpy arrays.
+    """Return the seconds of a task on its verb's or resource's line; the counts of its work may be numpy arrays.
 
-    Every price of a task is this one. Left out: a link that the other direction slows (h2d_both and d2h_both are
-    measured and shown, but price nothing: stores are few beside loads) or that a busy memory slows (profile under
-    load), caches that stay warm between tasks, and the time to enqueue a task.
+    Every price of a task is this one. Left out: a link slowed by the other direction (h2d_both and d2h_both are
+    measured and shown, but price nothing: stores are few) or by a busy memory (profile under load), caches that stay
+    warm between tasks, and the time to enqueue a task.
     """
     seconds = line.at(work.flops, work.link_bytes if resource in LINKS else work.memory_bytes)
     return seconds + CALL_S * work.calls
@@ -163,8 +162,8 @@ class Hardware:
         return size - reserve
 
     def with_memory(self, sizes: Mapping[str, int]) -> Hardware:
-        """The same machine with so many bytes of "device", "host" or "disk", all of which a run may fill. In a CUDA
-        device's, plans then count the context and the allocator, as those of a run do."""
+        """Return the same machine with these bytes of "device", "host" or "disk", all usable. For a CUDA device plans
+        then count the context and the allocator."""
         own = {tier: self.own_memory(tier) for tier in sizes}
         changed: dict = {f"{tier}_memory": size for tier, size in sizes.items()}
         no_reserve = {"device_reserve": 0} if "device" in sizes else {}
@@ -172,7 +171,7 @@ class Hardware:
         return replace(self, **changed, **no_reserve, notes=notes)
 
     def own_memory(self, tier: str) -> float | None:
-        """``usable_memory`` as the machine has it, whatever ``with_memory`` has made of it."""
+        """Return ``usable_memory`` of the machine itself, before ``with_memory``."""
         return self.notes.get(OWN_MEMORY, {}).get(tier, self.usable_memory(tier))
 
     @property
@@ -182,21 +181,21 @@ class Hardware:
 
     @property
     def has_disk(self) -> bool:
-        """Whether it is known how fast a disk reads and writes."""
+        """Return whether the disk's rates are known."""
         return "disk_read" in self.lines and "disk_write" in self.lines
 
     @property
     def company(self) -> str | None:
-        """What disturbed the measurement of this record, in words; None where nothing is known to have. Records from
-        before this was noted tell by the sizes whose passes differ."""
+        """Return what disturbed the measurement of this record, in words; None if nothing is known. Older records show
+        it by sizes whose passes differ."""
         sizes = self.notes.get(DISAGREED)
         return self.notes.get(COMPANY, f"two passes disagreed on {len(sizes)} sizes" if sizes else None)
 
     @property
     def rates(self) -> dict:
-        """Where the rates come from: ``kind`` is measured (by ``flexhybrid profile``), fitted (to published runs),
-        assumed or stated; ``on`` says in words on what, ``held_out`` how far off rows are that no fit saw, ``given``
-        has the rates that a user set, by their flags."""
+        """Return the origin of the rates. ``kind``: measured (by ``flexhybrid profile``), fitted (to published runs),
+        assumed or stated; ``on``: source in words; ``held_out``: error on held-out rows; ``given``: rates set by the
+        user, by flag."""
         if "rates" in self.notes:
             return self.notes["rates"]
         measured = any(line.samples or line.r2 is not None for line in self.lines.values())
@@ -233,8 +232,8 @@ class Hardware:
 
     @property
     def undisturbed(self) -> Hardware:
-        """The same machine while nothing crosses the link: kernels that share their memory with it are faster (lines
-        "project_alone", …, where they were measured)."""
+        """Return the machine with an idle link: kernels that share their memory with it are faster (lines
+        "project_alone", …, if measured)."""
         contention = self.notes.get(CONTENTION, {})
         notes = {**self.notes, CONTENTION: {**contention, **_of_alone(contention)}} if contention else self.notes
         return replace(self, lines={**self.lines, **_of_alone(self.lines)}, notes=notes)
@@ -250,7 +249,7 @@ class Hardware:
         return replace(self, lines=lines, notes={key: of for key, of in self.notes.items() if key != CONTENTION})
 
     def scaled(self, times: Mapping[str, float]) -> Hardware:
-        """The same machine whose tasks take ``times`` as long, by line or by resource: {"kv_gen": 0.9, "h2d": 1.1}."""
+        """Return the machine whose tasks take ``times`` as long, by line or resource: {"kv_gen": 0.9, "h2d": 1.1}."""
 
         def factor(key: str) -> float:
             return times.get(key, times.get(resource_of_line(key) or "", 1.0))
@@ -264,10 +263,10 @@ class Hardware:
         return replace(self, lines={key: line.scaled(factor(key)) for key, line in self.lines.items()}, notes=notes)
 
     def with_link_rate(self, gb_per_s: float | None) -> Hardware:
-        """The same machine with both link directions paced at another rate (CPU: a paced link is exact by design).
+        """Return the machine with both link directions paced at another rate (CPU: a paced link is exact by design).
 
-        None lifts the pace: the lines "h2d_unpaced" and "d2h_unpaced" take over, where they were measured, and the
-        notes keep the pace as LIFTED_PACE: the processor's lines were measured beside it.
+        None lifts the pace: the lines "h2d_unpaced" and "d2h_unpaced" apply, if measured. The notes keep the pace as
+        LIFTED_PACE, because the processor's lines were measured with it.
         """
         if gb_per_s is None and "h2d_unpaced" not in self.lines:
             return self
@@ -285,9 +284,9 @@ class Hardware:
         return replace(self, lines=lines, notes={**self.notes, PACE: gb_per_s, **lifted})
 
     def with_disk_rate(self, gb_per_s: float | None) -> Hardware:
-        """The same machine with both directions of its disk paced at another rate, but no faster than it was measured.
+        """Return the machine with both directions of its disk paced at another rate, at most the measured one.
 
-        None lifts the pace: the lines "disk_read_unpaced" and "disk_write_unpaced" take over, where they were measured.
+        None lifts the pace: the lines "disk_read_unpaced" and "disk_write_unpaced" apply, if measured.
         """
         check("the disk's rate", gb_per_s, gb_per_s is None or _is_number(gb_per_s) and gb_per_s > 0, "a number > 0")
         lines = dict(self.lines)
@@ -333,17 +332,17 @@ def resource_of_line(key: str) -> str | None:
 
 
 def crosses_link(key: str) -> bool:
-    """Whether a line prices tasks of the host link."""
+    """Return whether a line prices tasks of the host link."""
     return resource_of_line(key) in ("h2d", "d2h")
 
 
 def is_of_disk(key: str) -> bool:
-    """Whether a line prices tasks of the disk."""
+    """Return whether a line prices tasks of the disk."""
     return resource_of_line(key) in ("disk_read", "disk_write")
 
 
 def load_hardware(path: str | Path) -> Hardware:
-    """Read a record. InputError names the file and, where there is one, the line and column or the field."""
+    """Read a record. Raise InputError naming the file and, if known, line and column or the field."""
     data = load_json(path, "hardware file ")
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise InputError(f'{path} is not a hardware file: it lacks "format": "{FORMAT}"')

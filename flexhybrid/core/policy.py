@@ -1,8 +1,7 @@
 """The policy: one frozen, strict value that says what is stored where and how the work is ordered.
 
-Every system of the papers is such a value. Text form is JSON; a field that is unknown, or that contradicts another, is
-refused by name. What a given executor or cost function does not handle, it refuses itself (``Policy`` only says what
-is meaningful).
+Every system of the papers is such a value. Its text form is JSON; unknown or contradictory fields are refused by name.
+An executor or cost function refuses by itself what it does not support.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Bits:
         return all(getattr(self, f.name) == _NATIVE_BITS for f in fields(self))
 
     def element_bytes(self, bytes_per_element: int, kv_group: int, act_group: int = GROUP_ELEMENTS) -> ElementBytes:
-        """Stored bytes an element where the compute dtype has ``bytes_per_element``; the groups are of the model."""
+        """Stored bytes per element, with ``bytes_per_element`` in the compute dtype; groups are the model's."""
 
         def stored(bits, group: int = GROUP_ELEMENTS) -> float:
             return bytes_per_element if bits == _NATIVE_BITS else bits / 8 + 4 / group
@@ -99,7 +98,7 @@ class ElementBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """Which cached tokens an iteration looks at. ``method`` none needs no other field."""
+    """Which cached tokens an iteration reads. ``method`` "none" needs no other field."""
 
     method: str = "none"
     budget: float | None = None  #: heavy_hitter: share of the prompt that is kept
@@ -116,8 +115,8 @@ class Selection:
     #: speculative, instead of ``pool``: bytes of keys and values that the requests of a wave may hold together; each
     #: holds an equal share of its own (``core.context.selection.with_pool_share``)
     pool_bytes: int | None = None
-    #: speculative: whether the columns to guess with are those that suit a "batch" (a mini-batch together, the paper's;
-    #: None: this) or each "request" (then its tokens do not depend on who runs beside it)
+    #: speculative: columns for prediction are chosen per "batch" (a mini-batch, as in the paper; None: this) or per
+    #: "request" (its tokens are then independent of the others)
     columns: str | None = None
 
     _NEEDS = {
@@ -225,7 +224,7 @@ class Policy:
     embedding: Placement = Placement(device=1.0)  #: token and position tables and the output head
     cache: Mapping[str, float] = CacheShares({"kv@host": 1.0})
     hidden: str = "device"
-    #: where states of recurrent layers lie; auto: on the device where the whole cache does, else on the host
+    #: tier of recurrent states; auto: device if the whole cache is there, else host
     states: str = "auto"
     bits: Bits = Bits()
     schedule: str = "column"
@@ -287,7 +286,7 @@ class Policy:
 
     @property
     def attends_from_disk(self) -> bool:
-        """Whether the host attends to blocks that it reads from the disk."""
+        """Return whether the host attends to blocks that it reads from the disk."""
         return self.attention == "host" and "kv@disk" in self.cache_entries
 
     @property
@@ -306,12 +305,12 @@ class Policy:
 
     @property
     def lossless(self) -> bool:
-        """Whether the policy must give the same tokens as every other lossless one."""
+        """Return whether the policy must give the same tokens as every other lossless one."""
         return self.selection.method == "none" and self.bits.native
 
     @property
     def stays_on_device(self) -> bool:
-        """Whether nothing but new tokens ever crosses the host link."""
+        """Return whether only new tokens cross the host link."""
         return self.weights.device == 1 and self.context_stays(self.cache_entries)
 
     def context_stays(self, entries: Iterable[str]) -> bool:

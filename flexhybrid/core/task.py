@@ -8,7 +8,7 @@ Count = int | Any  #: a number, or an array over the candidates of a search
 
 
 class Work(NamedTuple):
-    """What a task costs in machine-independent units. Layers are alike, so all layers share one Work."""
+    """What a task costs in machine-independent units."""
 
     link_bytes: Count = 0  #: bytes that cross the task's link
     memory_bytes: Count = 0  #: bytes read and written in the memory beside the computing resource
@@ -32,9 +32,9 @@ class Access(NamedTuple):
 class Task(NamedTuple):
     """Key (iteration, layer, mini_batch, verb), the resource that runs it, its work, and what it reads and writes.
 
-    The stream's order is the meaning: run one by one in this order, the tasks are right. Whatever runs them at the
-    same time must keep every dependency that ``flexhybrid.core.schedule.dependencies`` derives from reads and writes.
-    ``payload`` is what the executor needs beyond the key (a ``Position``, a ``WeightSlice``); clocks do not look at it.
+    The stream's order is the meaning: run one by one in this order, the tasks are right. Parallel runs must keep every
+    dependency that ``flexhybrid.core.schedule.dependencies`` derives from reads and writes. ``payload`` is for the
+    executor (a ``Position``, a ``WeightSlice``); clocks ignore it.
     """
 
     iteration: int
@@ -49,7 +49,7 @@ class Task(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int, int, str]:
-        """What tells it from others, but for the chunks of a prompt and the slices of weights."""
+        """Return its identity, except for chunks of a prompt and slices of weights."""
         return self.iteration, self.layer, self.mini_batch, self.verb
 
     def label(self) -> str:

@@ -63,7 +63,7 @@ class LineTimes:
         self.seconds += seconds
 
     def since(self, before: LineTimes) -> LineTimes:
-        """Return what was added after an earlier copy of this."""
+        """Return what was added since an earlier copy of this."""
         return LineTimes(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
@@ -71,13 +71,13 @@ LineKey = tuple[str, str, str]  #: verb, resource and ``Work.line``: the argumen
 
 
 def check_trace(trace: Iterable[TraceEvent], tolerance_s: float = 0.0) -> list[str]:
-    """Violations of the stream's meaning, as sentences; empty when every read saw the version it should.
+    """Return violations of the stream's meaning, as sentences; empty if every read saw the version that it should.
 
-    Independent of how dependencies are derived: memory is replayed in time order. Each elementary cell carries the
-    version that the last finished write left and the writes under way. A read is right if, at its start and at its
-    end, every cell it covers has the version that the stream's order gives it and nobody is writing there; a write is
-    right if it neither overlaps another access that writes, nor overtakes an earlier write. ``tolerance_s`` shortens
-    every interval at its end (clocks of a device resolve half a microsecond).
+    Independent of how dependencies are derived: memory is replayed in time order. Each elementary cell has the version
+    of its last finished write and the writes in progress. A read is right if, at its start and end, every cell has the
+    version that the stream's order gives it and no write is in progress there. A write is right if it overlaps no other
+    access and overtakes no earlier write. ``tolerance_s`` shortens every interval at its end (a device's clock resolves
+    half a microsecond).
     """
     events = list(trace)
     cells = _elementary_cells(event.task for event in events)
@@ -133,7 +133,7 @@ def _elementary_cells(tasks: Iterable[Task]) -> dict:
 
 
 def _expected_versions(tasks: Iterable[Task], cells: dict) -> dict:
-    """(task number, cell) -> number of the task whose write it must see; -1 for data that was there before."""
+    """Return (task number, cell) -> number of the task whose write it must see; -1 for initial data."""
     version: dict[tuple, int] = {}
     expected = {}
     for number, task in enumerate(tasks):
@@ -147,7 +147,7 @@ def _expected_versions(tasks: Iterable[Task], cells: dict) -> dict:
 
 
 def busy_seconds(trace: Iterable[TraceEvent]) -> dict[str, float]:
-    """Seconds each resource was at work; tasks of one resource never overlap."""
+    """Return the busy seconds of each resource; tasks of one resource never overlap."""
     busy: dict[str, float] = {}
     for task, start, end in trace:
         busy[task.resource] = busy.get(task.resource, 0.0) + end - start
@@ -155,12 +155,11 @@ def busy_seconds(trace: Iterable[TraceEvent]) -> dict[str, float]:
 
 
 def idle_though_ready(trace: Iterable[TraceEvent], resource: str = "compute") -> list[tuple[TraceEvent, float]]:
-    """A resource's events in stream order, each with the seconds between the moment when it could have begun and its
-    start.
+    """Return a resource's events in stream order, each with the idle seconds before its start in which it could have
+    run.
 
-    It could begin when the resource's task before it, and all that it must wait for, had ended (at 0 where there is
-    nothing before it): what is left is what planning, launching and handing over cost. The trace is of a stream from
-    its beginning.
+    It could run when the resource's previous task and all its dependencies had ended (from 0): what remains is the cost
+    of planning, launching and handing over. The trace begins with its stream.
     """
     dependencies, ends, idle = Dependencies(), defaultdict(list), []
     for event in trace:
@@ -184,12 +183,11 @@ def iteration_ends(trace: Iterable[TraceEvent]) -> list[float]:
 
 
 class TraceWindow:
-    """A stretch of a trace: from the end of its first iteration to the end of a later one, ``last`` (as a list index).
+    """A window of a trace: from the end of its first iteration to the end of iteration ``last`` (list index).
 
-    The first iteration is left out because nothing runs before it that it could overlap with. ``last=-2`` leaves the
-    last iteration out as well, whose loads end early because no iteration follows. An event at an edge counts with the
-    share of its time that lies inside: loads run ahead of the iteration they are for. Raises ValueError for a trace
-    that has no iteration between these ends.
+    The first iteration has nothing before it to overlap with. ``last=-2`` also excludes the last one, whose loads end
+    early. An event at an edge counts by its share inside, because loads run ahead of their iteration. Raise ValueError
+    for a trace without an iteration between these ends.
     """
 
     def __init__(self, trace: list[TraceEvent], last: int = -1):
@@ -204,7 +202,7 @@ class TraceWindow:
         return self.end_s - self.begin_s
 
     def inside_s(self, event: TraceEvent) -> float:
-        """Seconds of an event that lie inside the window."""
+        """Return the seconds of an event inside the window."""
         return max(0.0, min(event.end_s, self.end_s) - max(event.start_s, self.begin_s))
 
     def busy_s(self, resource: str) -> float:

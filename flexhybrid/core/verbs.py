@@ -10,7 +10,7 @@ CARGO = ("weights", "kv", "act", "hidden", "state")
 
 @dataclass(frozen=True)
 class Verb:
-    """A kind of task: where it runs, what it moves, how often it runs and when a step has none of it."""
+    """A kind of task: its resource, what it moves, how often it runs, and when a step lacks it."""
 
     name: str
     resource: str  #: one of RESOURCES
@@ -18,14 +18,13 @@ class Verb:
     #: A mini-batch has it once in each "layer", each "gap" between layers, each "choosing layer" of a speculative
     #: selection, or each "iteration".
     per: str = "layer"
-    #: A step has none of it without "blocks" of ``blocks``, without new "rows", without a "recomputed" prefix, without
-    #: blocks that requests attend to together ("shared"), unless it computes a "chunk" of prompts behind what is
-    #: cached, or in a layer without a "state"; None: every step of the policy has it.
+    #: A step lacks it without "blocks" of ``blocks``, new "rows", a "recomputed" prefix, "shared" blocks to attend to,
+    #: a "chunk" of prompts after cached ones, or a layer's "state"; None: every step of the policy has it.
     needs: str | None = None
     #: representations and tiers of the context's blocks that it reads, or of the new rows that it takes
     blocks: tuple[tuple[str, ...], tuple[str, ...]] | None = None
     stores: bool = False  #: puts away what a step made: the last token of a run does not wait for it
-    otherwise: str | None = None  #: the verb whose hardware line prices it where it has none of its own
+    otherwise: str | None = None  #: verb whose hardware line prices it without its own
     group: str | None = None  #: of like code in a peer's implementation: "cache copy", "conversion" or "gemm"
 
 

@@ -1,9 +1,8 @@
 """Bytes and floating-point operations of each verb: the one home of these formulas.
 
-Both clocks and the closed form use them. A multiply-add counts as two operations. All counts are of one layer and
-include padding, because padding is computed and moved too. Arguments may be numpy arrays: the closed form evaluates
-many policies at once. What is left out: index tensors, masks, kernel launches (a line's overhead covers those, except
-where a verb takes hundreds: ``Work.calls``).
+Both clocks and the closed form use them. A multiply-add counts as two operations. Counts are of one layer and include
+padding, which is computed and moved too. Arguments may be numpy arrays over many policies. Left out: index tensors,
+masks, kernel launches (in a line's overhead, except where a verb takes hundreds: ``Work.calls``).
 """
 
 import numpy as np
@@ -112,8 +111,8 @@ def _pairs_in_window(width, window: int):
 
 
 def finish(shape: ModelShape, p: int, rows) -> Work:
-    """Output projection and feed-forward network. Of experts, a row is multiplied with its share, and those that some
-    row takes are read, as many as are expected of rows that choose by chance."""
+    """Return output projection and feed-forward network. With experts, a row meets its share of them; those read are
+    the expected number that rows choose at random."""
     mlp_matrices = 3 if shape.gated_mlp else 2
     weights = shape.hidden * (shape.query_width + mlp_matrices * shape.ffn)
     flops = 2 * (shape.modules.multiplied if shape.modules else weights) * rows
@@ -130,7 +129,7 @@ def embed(shape: ModelShape, p: int, rows) -> Work:
 
 
 def head(shape: ModelShape, p: int, rows) -> Work:
-    """Final norm, where the embedding is narrower its projection, and output head, for one row a request."""
+    """Return final norm, projection of a narrower embedding, and output head, for one row per request."""
     width = shape.embed_dim or shape.hidden
     weights = shape.vocab * width + (width * shape.hidden if width != shape.hidden else 0)
     return Work(memory_bytes=(weights + rows * shape.vocab) * p, flops=2 * weights * rows, tokens=rows)
@@ -170,9 +169,9 @@ POOL_CALLS = 30  #: small operations that a token of a prompt takes on its way i
 
 
 def fill_pool(shape: ModelShape, batch, prompt, places) -> Work:
-    """Let the tokens of prompts into pools of ``places``, one after the other (InfiniGen, Sec. 4.4): for each query
-    the scores of the pool, which of them it would fetch, and whose place its token takes. Passes over float32 scores of
-    each head, and over scores, their order and 8-byte keys of each group's tokens."""
+    """Return the admission of prompt tokens into pools of ``places``, one after another (InfiniGen, Sec. 4.4): for each
+    query its scores over the pool, its fetched tokens, and the place for its token. Passes over float32 scores of each
+    head, and over scores, order and 8-byte keys of each group."""
     cells = batch * (prompt * places - places * places / 2)  # a pool fills up first
     flops = 2 * shape.query_width * batch * prompt * places
     memory_bytes = (12 * shape.num_heads + 100 * shape.num_kv_heads) * cells
@@ -180,9 +179,9 @@ def fill_pool(shape: ModelShape, batch, prompt, places) -> Work:
 
 
 def choose_columns(shape: ModelShape, p: int, rows, share: float, whole: bool) -> Work:
-    """Which ``share`` of a head's columns stand for its queries and keys (InfiniGen, Sec. 4.3): sums over the prompts,
-    then those columns of the query weights (all where ``whole``) and of the keys. Rotary models skew queries and keys
-    here."""
+    """Return the choice of the ``share`` of a head's columns that represents its queries and keys (InfiniGen, Sec.
+    4.3): sums over the prompts, then those columns of the query weights (all if ``whole``) and of the keys. Rotary
+    models skew queries and keys here."""
     queries, keys = shape.query_width, shape.kv_width / 2
     weights = 0 if shape.rotary else 2 * (1 if whole else share) * queries * shape.hidden
     flops = 2 * rows * (queries + keys) * shape.head_dim if shape.rotary else 0

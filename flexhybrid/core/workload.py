@@ -23,12 +23,12 @@ class Prefixes:
 
     @cached_property
     def num_blocks(self) -> np.ndarray:
-        """[prefixes] whole blocks of each, with those of the one that it continues."""
+        """[prefixes] whole blocks of each, including those of the prefix that it continues."""
         return self.tokens // BLOCK_TOKENS
 
     @cached_property
     def own_blocks(self) -> np.ndarray:
-        """[prefixes] whole blocks of each behind those of the one that it continues."""
+        """[prefixes] whole blocks of each, without those of the prefix that it continues."""
         return self.num_blocks - np.where(self.parent < 0, 0, self.num_blocks[self.parent])
 
     @cached_property
@@ -36,7 +36,7 @@ class Prefixes:
         return 1 + np.cumsum(self.own_blocks) - self.own_blocks
 
     def chain(self, prefix: int) -> list[int]:
-        """Return a prefix and those that it continues, the shortest first; nothing for -1."""
+        """Return a prefix and those that it continues, shortest first; nothing for -1."""
         chain = []
         while prefix >= 0:
             chain.append(prefix)
@@ -44,7 +44,7 @@ class Prefixes:
         return chain[::-1]
 
     def blocks(self, prefix: int) -> np.ndarray:
-        """Return numbers of a prefix's blocks, in order: those of no other block, and none is 0."""
+        """Return unique numbers of a prefix's blocks, in order; none is 0."""
         parts = [self._first[part] + np.arange(self.own_blocks[part]) for part in self.chain(prefix)]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
@@ -55,8 +55,7 @@ class Prefixes:
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompt lengths and generation lengths of the requests, in tokens; arrays of equal length, which are not copied
-    where they are of int64."""
+    """Prompt and generation lengths of the requests in tokens: arrays of equal length, not copied if int64."""
 
     prompt_tokens: np.ndarray
     max_tokens: np.ndarray
@@ -104,7 +103,7 @@ class Workload:
 
     @property
     def mean_prompt(self) -> float:
-        """Tokens of a prompt on average, where those that prompts share count once."""
+        """Return the mean tokens of a prompt, with shared ones counted once."""
         own = int((self.prompt_tokens - self.shared_tokens).sum())
         if self.prefixes is not None:
             used = {part for last in np.unique(self.prefixes.of_request).tolist() for part in self.prefixes.chain(last)}
@@ -112,7 +111,7 @@ class Workload:
         return own / self.num_requests
 
     def stand_in(self, request: int) -> np.ndarray:
-        """Return token ids in place of those of a prompt: they are alike as far as the prompts' whole blocks are."""
+        """Return stand-in token ids for a prompt, which are equal exactly where prompts share whole blocks."""
         if self.prefixes is None:
             return np.zeros(0, np.int32)
         blocks = self.prefixes.blocks(int(self.prefixes.of_request[request]))
@@ -125,7 +124,7 @@ class Workload:
         return Workload(self.prompt_tokens + given, self.max_tokens - given, answers, self.prefixes, self.noted)
 
     def noted_bytes(self, num_tokens: int) -> int:
-        """Return the host bytes of log probabilities while requests of so many tokens run."""
+        """Return the host bytes of log probabilities for running requests of this many tokens."""
         return self.noted[0] * num_tokens + self.noted[1]
 
     @property

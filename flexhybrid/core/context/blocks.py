@@ -1,8 +1,8 @@
-"""Blocks of 16 tokens: which representation each logical block of a request has, and who owns the physical ones.
+"""Blocks of 16 tokens: the representation of each logical block, and the owner of each physical one.
 
-A request's tokens are cut into logical blocks. ``BlockEntries`` fixes the representation of each, the same for every
-request under one policy; within a representation the request's tokens lie densely, in order. A request takes physical
-blocks as it needs them, in runs that grow with it, so that a load is a handful of long copies.
+A request's tokens are cut into logical blocks. ``BlockEntries`` fixes each block's representation, equal for all
+requests under a policy; within a representation tokens are stored densely, in order. A request takes physical blocks in
+contiguous runs that grow with it, so that a load is a few long copies.
 """
 
 from abc import ABC, abstractmethod
@@ -34,17 +34,18 @@ HALF = 0.5 + 5e-10
 
 
 def window_blocks(window: int) -> int:
-    """Most blocks in which so many tokens in a row lie, wherever they begin."""
+    """Return the most blocks that this number of consecutive tokens can touch."""
     return (window - 2) // BLOCK_TOKENS + 2
 
 
 def deal_blocks(entries: tuple[str, ...], shares, num_blocks) -> list:
-    """Blocks of each entry among a request's first ``num_blocks``; shares and counts may be arrays of any one shape.
+    """Return the blocks of each entry among a request's first ``num_blocks``; shares and counts may be arrays of one
+    shape.
 
-    CAPTURE eq. 5 keeps #ACT : #KV of each request at the pools' ratio: the next block is of the entry that is behind,
-    so of two entries the first has floor(share·n + ½) of n blocks. More entries are dealt in turn: ACT against the rest
-    first, then each representation's blocks over its tiers. Counts never fall as n grows. A representation strays at
-    most half a block from its share, a tier within it at most one block.
+    CAPTURE eq. 5 keeps each request's #ACT : #KV at the pools' ratio: the next block belongs to the entry that is
+    furthest behind, so of two entries the first has floor(share·n + ½) of n blocks. More entries are dealt in turn: ACT
+    against the rest, then each representation over its tiers. Counts never fall with n. A representation is at most
+    half a block off its share, a tier within it at most one block.
     """
 
     def halves(ratio, count):
@@ -93,10 +94,11 @@ def _dealt_by(cut: Callable, entries: tuple[str, ...], shares, num_blocks) -> li
 
 
 def lengths_between(first, last) -> np.ndarray:
-    """The lengths from ``first`` to ``last`` tokens at which a request may hold or load the most: [samples, ...].
+    """Return the lengths from ``first`` to ``last`` tokens at which a request may hold or load the most: [samples,
+    ...].
 
-    Blocks are begun, filled and dropped only around a whole number of them; in between, what is loaded of a both(…)
-    entry moves one way. Arguments may be arrays; a request that has fewer such lengths has some of them twice.
+    Only lengths near whole blocks count, because the loaded part of a both(…) entry is monotonic between them.
+    Arguments may be arrays; requests with fewer such lengths repeat some.
     """
     first, last = np.broadcast_arrays(first, np.maximum(first, last))
     block = first // BLOCK_TOKENS
@@ -123,8 +125,8 @@ class Dealing(ABC):
 
     @abstractmethod
     def in_window(self, window: int) -> np.ndarray:
-        """Most blocks of each entry in which a window of so many tokens lies (``most_dealt``): a request is given no
-        more where layers have the window, and new tokens take the places of those behind it, in a ring."""
+        """Return the most blocks of each entry that a window touches (``most_dealt``). In layers with the window a
+        request holds no more, as a ring in which new tokens replace those out of sight."""
 
     def tok_blocks(self, num_tokens):
         """Blocks kept as ids alone among the first ``num_tokens``: never the newest."""
@@ -132,8 +134,8 @@ class Dealing(ABC):
         return np.minimum(full, np.maximum(ceil_blocks(num_tokens) - 1, 0))
 
     def passed_blocks(self, num_tokens, window: int | None):
-        """Of the first ``num_tokens``, blocks that the next token reads no more: kept as ids alone, or behind its
-        window."""
+        """Return the blocks of the first ``num_tokens`` that the next token does not read: kept as ids alone, or out of
+        its window."""
         passed = self.tok_blocks(num_tokens)
         return passed if window is None else np.maximum(passed, full_blocks(np.maximum(num_tokens + 1 - window, 0)))
 
@@ -194,7 +196,7 @@ class BlockEntries(Dealing):
         self._tables = self._deal(64)
 
     def in_window(self, window: int) -> np.ndarray:
-        """Most blocks of each entry in which a window of so many tokens lies: [entry]."""
+        """Return the most blocks of each entry that a window touches: [entry]."""
         return np.array(most_dealt(self.names, self._shares, window_blocks(window)), dtype=np.int64)
 
     def passed_blocks(self, num_tokens, window: int | None):
@@ -214,7 +216,7 @@ class BlockEntries(Dealing):
         return counts, np.argmax(np.diff(counts, axis=0), axis=-1)
 
     def _reaching(self, num_blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tables of so many blocks at least. Every step of a wave looks its few requests up: dealing anew is slower."""
+        """Return tables of at least this many blocks; cached, because every step looks up its few requests."""
         tables, most = self._tables, int(num_blocks.max(initial=0))
         if most >= len(tables[0]):
             tables = self._tables = self._deal(2 * most)
@@ -270,7 +272,7 @@ class BlockSpan:
 
 
 class BlockPool:
-    """Blocks [first, first + num_blocks) of a pool: the free ones, and those of each request, in runs of neighbours."""
+    """Blocks [first, first + num_blocks) of a pool: the free ones, and each request's, as contiguous runs."""
 
     def __init__(self, num_blocks: int, first: int = 0):
         self.first, self.num_blocks = first, num_blocks
@@ -315,7 +317,7 @@ class BlockPool:
             self._free(runs)
 
     def give_up(self, request: int, count: int) -> None:
-        """Take back the last ``count`` blocks of a request, which holds as many at least."""
+        """Free the last ``count`` of a request's blocks."""
         if not count:
             return
         runs = self.held[request]
@@ -357,11 +359,12 @@ class BlockManager:
         self.pools = {entry: BlockPool(count, (first or {}).get(entry, 0)) for entry, count in num_blocks.items()}
 
     def has_room(self, counts: dict[str, int]) -> bool:
-        """Whether so many blocks of each entry are free."""
+        """Return whether this many blocks of each entry are free."""
         return all(count <= self.pools[entry].num_free for entry, count in counts.items())
 
     def take(self, request: int, counts: dict[str, int]) -> None:
-        """Give a request so many more blocks of each entry. Raises InputError, and gives nothing, without room."""
+        """Extend a request's blocks of each entry by these counts. Raise InputError, and change nothing, without
+        room."""
         for entry, count in counts.items():
             if count > self.pools[entry].num_free:
                 raise InputError(
@@ -384,6 +387,6 @@ class BlockManager:
             pool.release(request)
 
     def check(self) -> None:
-        """Raise AssertionError where a block of a pool is lost or held twice."""
+        """Raise AssertionError if a block of a pool is lost or held twice."""
         for pool in self.pools.values():
             pool.check()

@@ -22,7 +22,7 @@ class StoredCopy(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """The blocks of a cache entry in layers of one kind: those that see all tokens (``window`` None), or a window."""
+    """The blocks of a cache entry in one kind of layers: with unlimited sight (``window`` None), or a window."""
 
     entry: str
     window: int | None
@@ -40,7 +40,7 @@ def representation_of(entry: str) -> str:
 
 @cache
 def stored_copies(entry: str) -> tuple[StoredCopy, ...]:
-    """What a token of this entry keeps in memory: one part, for both(…) two (ACT first), for tok none."""
+    """Return the stored parts of a token: one, two for both(…) (ACT first), none for tok."""
     pairs = re.findall(r"(kv|act)@(device|host|disk)", entry)
     return tuple(sorted(StoredCopy(entry, representation, tier) for representation, tier in pairs))
 

@@ -39,7 +39,7 @@ class PromptTree:
         self.longest = math.inf  #: tokens of a prompt beyond which it shares nothing
 
     def path(self, request: int) -> list[int]:
-        """Return the whole blocks of a request's prompt but for its last token, from which an answer begins."""
+        """Return the whole blocks of a request's prompt without its last token, from which the answer begins."""
         path = self._paths.get(request)
         if path is None:
             prompt, block = self._prompt(request), 0
@@ -67,7 +67,7 @@ class PromptTree:
         return path[:length] if length >= LEAST_BLOCKS else []
 
     def forget(self, request: int) -> None:
-        """Let a request's prompt be known no longer."""
+        """Forget a request's prompt."""
         for block in self._paths.pop(request, ()):
             self._known[block] -= 1
             self.drop(block)
@@ -80,17 +80,16 @@ class PromptTree:
 
 
 class PrefixOrder:
-    """Sends requests that wait to mini-batches whose members have what they share. The first one in the line goes first
-    once PATIENCE have passed it: who stands at place i joins after (i + 1) * PATIENCE others at the latest, if there is
-    room."""
+    """Sends waiting requests to mini-batches whose members share their prefix. PATIENCE limits how often the first is
+    passed over: with room, the request at position i joins after at most (i + 1) * PATIENCE others."""
 
     def __init__(self, tree: PromptTree):
         self.tree = tree
         self.first, self.passed = -1, 0  #: the first in the line, and how many have joined before it
 
     def order(self, ready: list[int], members: Mapping[int, int]) -> list[int]:
-        """Return those who are ready to join a mini-batch as it shall take them: those first who share the most with
-        its ``members`` (shared block -> how many have it), or nothing with anybody."""
+        """Return the requests that a mini-batch takes next: first those that share the most with its ``members``
+        (shared block -> count), or nothing with any member."""
         paths = {request: self.tree.shared(request) for request in ready}
         if not any(paths.values()):
             return ready
@@ -106,13 +105,12 @@ class PrefixOrder:
         return sorted(ready, key=rank)
 
     def join(self, requests: Collection[int]) -> None:
-        """Take those who have joined."""
+        """Remove requests that joined."""
         self.passed += len(requests)
 
 
 class Build(NamedTuple):
-    """Shared blocks [first, last) of the request in a place, that are computed or stored with it for all who share
-    them."""
+    """Shared blocks [first, last) of the request in a place, computed or stored with it for all that share them."""
 
     place: int
     first: int
@@ -121,13 +119,13 @@ class Build(NamedTuple):
 
 
 class SharedBlocks:
-    """The shared blocks of a wave, at the beginning of each pool, and which of them the request in each place has: the
-    first ``depth`` blocks of its prompt. A block that nobody has stays as long as no other needs its place. Layers with
-    a window keep them all too: where a request's own context begins, and so which it sees of them, differs.
+    """The shared blocks of a wave, at the beginning of each pool, and how many of them (``depth``, from its first
+    block) each place's request has. Unused blocks stay until their room is needed. Layers with a window keep them all,
+    because requests differ in where their own context begins.
 
-    Where blocks hold what was computed (``exact``), it is computed once, in steps of its own, and prompts are computed
-    behind it. Where they hold fewer bits, a prompt that was computed behind them would not be what it is alone: each is
-    computed as a whole, and the first one's first blocks are stored for all.
+    If blocks are exact (``exact``), they are computed once, in steps of their own, before the prompts. With fewer bits,
+    a prompt computed after them would differ from one computed alone: each is computed whole, and the first one stores
+    the shared blocks.
     """
 
     def __init__(
@@ -157,8 +155,8 @@ class SharedBlocks:
         self._resident = tree.resident = {}
 
     def attach(self, place: int, path: list[int]) -> None:
-        """Give the request in a place the blocks ``path`` (``PromptTree.shared``): those that are kept, and room for
-        those that are not, which it will compute. Without room for all it has the first ones."""
+        """Give the request in a place the blocks ``path`` (``PromptTree.shared``): kept ones, and room for those that
+        it will compute. Without room for all, it has the first ones."""
         kept = next((i for i, block in enumerate(path) if block not in self._resident), len(path))
         for block in path[:kept]:
             self._members[block] += 1
@@ -186,7 +184,7 @@ class SharedBlocks:
         return self._path.get(place, [])
 
     def _take(self, block: int, entry: str) -> bool:
-        """Find a place for a block, if need be that of others that nobody has; return False without one."""
+        """Find a place for a block, if necessary that of an unused one; return False without any."""
         pool = self.blocks.pools[entry]
         while not pool.num_free and self._idle:
             self._release(next(iter(self._idle)))
@@ -203,8 +201,8 @@ class SharedBlocks:
         self.tree.drop(block)
 
     def detach(self, place: int) -> None:
-        """Take the share of the request in a place back. Of requests that join and do not stay after all, the last
-        goes first: what nobody will compute now is not kept."""
+        """Release the shared blocks of the request in a place. If joining requests are turned back, release the last
+        first: blocks that will not be computed are dropped."""
         if not self.depth[place]:
             return
         path = self._path.pop(place)
@@ -228,7 +226,7 @@ class SharedBlocks:
         return builds
 
     def check(self) -> None:
-        """Raise AssertionError where a block is lost, held twice, or counted wrongly."""
+        """Raise AssertionError if a block is lost, held twice or miscounted."""
         self.blocks.check()
         members: dict[int, int] = defaultdict(int)
         for place, path in self._path.items():
@@ -270,7 +268,7 @@ def common_blocks(entries: BlockEntries, table: np.ndarray, depth: np.ndarray) -
 
 
 def build_steps(builds: Iterable[Build], max_rows: int) -> list[list[Build]]:
-    """Group the builds of a mini-batch, sorted by level, into steps of at most so many padded rows, or of one build."""
+    """Group a mini-batch's builds, sorted by level, into steps of at most this many padded rows, or of one build."""
     steps: list[list[Build]] = []
     for build in builds:
         together = [*steps[-1], build] if steps and steps[-1][0].level == build.level else []

@@ -1,7 +1,7 @@
-"""How many cached tokens a selection looks at, and how many it keeps.
+"""How many cached tokens a selection reads and keeps.
 
-The numbers of a speculative selection depend on the model, its text and alpha. selected_tokens.csv has what was
-measured (``flexhybrid accuracy``) or reported, by model and alpha; a policy may name a share of its own.
+For a speculative selection this depends on the model, its text and alpha. selected_tokens.csv has measured
+(``flexhybrid accuracy``) and reported values by model and alpha; a policy may name its own share.
 """
 
 import csv
@@ -25,8 +25,8 @@ WHOLE_LAYERS = 2
 
 _ROUNDING = 1e-9  #: of a share times a count: 0.2 of 35 tokens are 7
 
-#: Whose tokens stand for a model that has none in the file: InfiniGen reports its (Sec. 5.3), at REPORTED_ALPHA alone.
-#: With alpha they are taken to grow as GROWS_AS's do, of the measured models the nearest in family and length.
+#: Models that represent one that is not in the file: InfiniGen's reported values (Sec. 5.3) at REPORTED_ALPHA, scaled
+#: with alpha like GROWS_AS, the measured model nearest in family and length.
 REPORTED, REPORTED_ALPHA, GROWS_AS = "opt-13b", 4.0, "opt-stdlib-deep"
 
 
@@ -66,10 +66,10 @@ def _given(number: float | None) -> float:
 
 
 def selected_tokens(selection: Selection, context, model: str = ""):
-    """Tokens of a context that a speculative selection fetches in a layer, on average; arrays allowed.
+    """Return the mean tokens of a context that a speculative selection fetches in a layer; arrays allowed.
 
-    Those that the model was counted to score, by selected_tokens.csv; of a ``model`` that is not in it, REPORTED's,
-    which grow with alpha as GROWS_AS's. ``expected_fraction`` says otherwise, and ``max_fraction`` caps the number.
+    From selected_tokens.csv; for another ``model``, REPORTED's, scaled with alpha like GROWS_AS's.
+    ``expected_fraction`` overrides it, and ``max_fraction`` caps it.
     """
     context = np.asarray(context, dtype=np.float64)
     if selection.expected_fraction is not None:
@@ -93,16 +93,15 @@ def most_selected(selection: Selection, context):
 
 
 def first_choosing(selection: Selection) -> float:
-    """The first layer that a speculative selection chooses tokens for; the layer before it is the first that guesses.
-    Infinite where no layer does."""
+    """Return the first layer with selected tokens; the layer before it predicts them. Infinite without one."""
     if selection.method != "speculative":
         return math.inf
     return WHOLE_LAYERS if selection.whole_layers is None else selection.whole_layers
 
 
 def layers_by_window(shape: ModelShape, selection: Selection) -> dict[int | None, int]:
-    """Kinds of layers that attend by what they cache, and how many layers are of each: None, those that keep all
-    tokens, or the window that they keep. Under a selection there is one kind: it chooses among all tokens."""
+    """Return the kinds of attending layers by what they cache, with counts: None for all tokens, or a window. Under a
+    selection there is one kind, which chooses among all tokens."""
     if selection.method != "none":
         return {None: shape.num_layers}
     windows = [shape.layer_kinds[layer].window for layer in shape.attending]
@@ -139,13 +138,13 @@ def partial_share(shape: ModelShape, selection: Selection) -> float:
 
 
 def whole_queries(shape: ModelShape, selection: Selection) -> bool:
-    """Whether a speculative selection guesses whole queries and takes columns of them: rotary models turn them first,
-    and requests with columns of their own share all query weights."""
+    """Return whether a speculative selection predicts whole queries and takes their columns: rotary models rotate
+    first, and requests with their own columns share all query weights."""
     return shape.rotary or selection.columns == "request"
 
 
 def limits_cache(selection: Selection) -> bool:
-    """Whether new tokens take the places of cached ones from some length on."""
+    """Return whether new tokens replace cached ones beyond some length."""
     limited = selection.pool_bytes is not None or selection.pool != 1
     return selection.method == "heavy_hitter" or selection.method == "speculative" and limited
 
@@ -156,7 +155,7 @@ def num_limited(selection: Selection, num_layers: int) -> int:
 
 
 def counts_uses(selection: Selection) -> bool:
-    """Whether tokens give way by their uses, so that the queries of a prompt count them too."""
+    """Return whether eviction depends on use, so that a prompt's queries count too."""
     return selection.method == "speculative" and limits_cache(selection) and selection.victim != "fifo"
 
 

@@ -31,7 +31,7 @@ from flexhybrid.core.task import Count, Work
 
 @dataclass(frozen=True)
 class SplitLines:
-    """Seconds of one layer: per token of one request, and what a mini-batch of the layer costs besides."""
+    """Seconds of one layer: per token of a request, and per mini-batch."""
 
     rule: str
     gen_s: float  #: recompute a token
@@ -47,9 +47,9 @@ class SplitLines:
 
 
 def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
-    """The lines of a both(…) entry on a machine. Verbs cost what ``core.work`` and the machine's lines say.
+    """Return the lines of a both(…) entry on a machine, from ``core.work`` and the machine's lines.
 
-    Raises InputError where the problem has no hardware record.
+    Raise InputError without a hardware record.
     """
     shape, hardware, p = problem.shape, problem.hardware, problem.bytes_per_element
     if hardware is None:
@@ -137,7 +137,7 @@ def split_point(
         if lines.rule != "pipeline":
             best = np.floor(best / BLOCK_TOKENS + 0.5) * BLOCK_TOKENS
     best = np.clip(best, 0, most)
-    if lines.rule == "pipeline":  # of the neighbours the faster one, where it is worth what it costs at all
+    if lines.rule == "pipeline":  # the faster neighbour, if it is worth its fixed costs
         below = np.floor(best / BLOCK_TOKENS) * BLOCK_TOKENS
         choices = [below, np.minimum(below + BLOCK_TOKENS, most)] if whole_blocks else [best]
         choices = np.stack(np.broadcast_arrays(np.zeros_like(best), *choices))
@@ -147,8 +147,8 @@ def split_point(
 
 
 def recomputed_tokens(problem: Problem, policy: Policy, requests: int, mini_batches: int, prompt: int, last: int):
-    """Entry both(…) -> tokens of each request that are recomputed of a context of ``prompt`` and of ``last`` tokens, in
-    the larger of so many mini-batches of a wave's requests alike."""
+    """Return both(…) entry -> recomputed tokens of each request at contexts of ``prompt`` and ``last`` tokens, for the
+    larger of a wave's mini-batches of equal requests."""
     size = -(-requests // mini_batches)
     return {
         entry: split_point(
@@ -162,8 +162,8 @@ def recomputed_tokens(problem: Problem, policy: Policy, requests: int, mini_batc
 
 
 def split_seconds(lines: SplitLines, batch, context, tokens, num_mini_batches: Count = 1):
-    """What the rule minimises, for ``tokens`` recomputed of each of ``batch`` requests: seconds of one layer, of whose
-    weights each of ``num_mini_batches`` waits for its part."""
+    """Return what the rule minimizes with ``tokens`` recomputed of each of ``batch`` requests: seconds of a layer, with
+    its weights divided among ``num_mini_batches``."""
     act, kv, gen = (
         batch * x for x in (lines.load_act_s * tokens, lines.load_kv_s * (context - tokens), lines.gen_s * tokens)
     )
