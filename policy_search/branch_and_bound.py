@@ -1,7 +1,7 @@
 """The incumbent of a search, and everything that looks for a better policy.
 
-What each constant buys was measured on 30 searches (those of ``tests/search`` and four of OPT-13B and OPT-30B) by
-leaving it out; "walked" counts policies priced with waiting, a per cent is of seconds per token.
+Constants were measured on 30 searches (those of ``tests/search`` and four of OPT-13B and OPT-30B) by leaving each out.
+"Walked" counts policies priced with waiting; per cents are of seconds per token.
 """
 
 import time
@@ -42,8 +42,8 @@ WAIT_SLACK = {"structure": 0.005, "family": 0.015}
 ALIKE_MINI_BATCHES = 6
 #: Structures of which a round walks a first policy. Without it 28 % more are walked; at 1, rounds follow one another.
 STRUCTURES_AT_ONCE = 3
-#: Structures in a row without a better policy after which no other is begun, so that a large space comes to an end.
-#: Without it 1 % more are walked, and 2 searches end 2 to 3 % faster.
+#: Structures without a better policy after which a large space is given up. Without it 1 % more are walked, and 2
+#: searches end 2 to 3 % faster.
 PATIENCE = 6
 #: Where nothing near fits once it is rounded, choices worse by this factor are tried. Any factor above 1 will do.
 WIDER = 1.25
@@ -95,7 +95,7 @@ class BranchAndBound:
 
     @property
     def seconds(self) -> float:
-        """The incumbent's seconds per token, as they are compared: less than it takes where it is favoured."""
+        """Return the incumbent's seconds per token for comparison: reduced if it is favoured."""
         return np.inf if self.best is None else self.best.seconds
 
     def gaps(self) -> dict[str, float]:
@@ -111,7 +111,7 @@ class BranchAndBound:
 
     @property
     def stays(self) -> bool:
-        """Whether the incumbent is the policy that is favoured."""
+        """Return whether the incumbent is the favoured policy."""
         return self.best is not None and self.best is self.favoured
 
     def _late(self) -> bool:
@@ -141,8 +141,8 @@ class BranchAndBound:
             self.take(self.evaluator.evaluate_policy(policy, sizes, self.seconds))
 
     def favour_resident(self, batches: np.ndarray, mini_batch_tokens, margin: float) -> None:
-        """Make everything on the device the incumbent, in its best batch and mini-batches, where the space allows it
-        and it fits: another policy must be faster by more than ``margin``, a share of its own speed."""
+        """Make the all-on-device policy the incumbent, with its best batch and mini-batches, if the space allows it and
+        it fits. Another policy must then be faster by more than ``margin``, a share of its own speed."""
         problem = self.problem
         policy = replace(resident(), **dict(problem.space.kept))
         if not problem.allows(policy) or not self._stays(policy, float(min(batches)), float(min(mini_batch_tokens))):
@@ -194,7 +194,7 @@ class BranchAndBound:
                 limit = self.seconds if np.isfinite(self.seconds) else limit * WIDER
 
     def _rounded(self, known: LowerBounds, near: np.ndarray) -> list[RoundedPolicy]:
-        """Return what the near choices' optima round to, the least lower bound first."""
+        """Return what the near choices' optima round to, by lower bound."""
         grid, problem = known.grid, self.problem
         device = known.weights[near] @ np.array(problem.placements)[:, 0]
         cut = (device > 1e-6) & (device < 1 - 1e-6) & (problem.weights_device is None)
@@ -216,10 +216,10 @@ class BranchAndBound:
         ]
 
     def _walk(self, rounded: list[RoundedPolicy]) -> None:
-        """Evaluate policies, the least lower bound first, until none can be better by GAIN.
+        """Evaluate policies by lower bound, until none can be better by GAIN.
 
-        Policies of one structure wait equally long to within WAIT_SLACK, those of a family nearly so: one is walked
-        first, the others where its waiting would make them better than the incumbent.
+        Policies of one structure wait equally to within WAIT_SLACK, those of a family nearly so: one is walked first,
+        the others only if its waiting would make them better than the incumbent.
         """
         if not self.prune:
             self.take(self.evaluator.evaluate([policy.unplaced for policy in rounded]))
@@ -262,8 +262,8 @@ class BranchAndBound:
         return (unplaced.option, *common), (unplaced.option.schedule, unplaced.option.attention, *common)
 
     def finer_batches(self, batches: np.ndarray, mini_batch_tokens) -> None:
-        """Explore what the grid leaves out around the best policy: the batches between its steps, and, where the tokens
-        of a mini-batch are free, full mini-batches of every size."""
+        """Explore around the best policy what the grid leaves out: batches between its steps and, if mini-batch tokens
+        are free, full mini-batches of every size."""
         ranked = self._ranked()
         if not ranked:
             return
@@ -276,7 +276,7 @@ class BranchAndBound:
             self.explore(ChoiceGrid(self.problem, options, batch, tokens), GAIN)
 
     def refine(self, batches: np.ndarray, mini_batch_tokens) -> None:
-        """Look for better policies around those that the grids led to."""
+        """Look for better policies around the grids' results."""
         if self.prune:
             self.finer_batches(batches, mini_batch_tokens)
         self.exchange()
@@ -366,8 +366,8 @@ def _between(problem: SearchProblem, best: UnplacedPolicy, batches: np.ndarray, 
 
 
 def _full_mini_batches(problem: SearchProblem, best: UnplacedPolicy, batches: np.ndarray) -> np.ndarray:
-    """Return [2, pairs]: (batch, tokens of a mini-batch) of mini-batches of half to twice as many requests as the
-    best's, all of them full, so many that they make up about its batch where that is free."""
+    """Return [2, pairs] of (batch, mini-batch tokens) for full mini-batches of half to twice the best's requests, in a
+    number that gives about its batch if that is free."""
     _, size = num_mini_batches(best.batch, problem.prompt_tokens, problem.max_tokens, best.mini_batch_tokens)
     pairs = []
     for requests in range(max(1, int(size) // 2), min(best.batch, 2 * int(size)) + 1):

@@ -12,9 +12,9 @@ from flexhybrid.core.hardware import ALONE_SUFFIX, Hardware, Line
 REWEIGHTINGS = 5  #: the first is relative to the measured times; the line settles within three or four
 PAPERS_R2 = 0.99  #: CAPTURE reports R² >= 0.99 for T_kv_gen and T_load_kv
 
-#: Ratios of times above which a GPU's sample is left out, as a wait for the host that its work does not explain: to
-#: another sample of the line with at least as much work; while nothing crosses the link, to the verb's line beside a
-#: busy link. What a CPU's tasks wait for in a profile, they wait for in a job.
+#: Ratios of times above which a GPU's sample is dropped as an unexplained wait for the host: to another sample of the
+#: line with at least its work; with an idle link, to the verb's line at a busy link. A CPU's tasks wait in a job as
+#: they do in a profile, so they keep such samples.
 TROUBLED, TROUBLED_ALONE = 5.0, 1.5
 
 Sample = tuple[float, float, float]  #: (flops, bytes, seconds)
@@ -54,15 +54,15 @@ def fit_line(samples: Iterable[Sample], on_gpu: bool = False) -> Line:
 
 
 def _troubled(flops: np.ndarray, num_bytes: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """Return which samples took TROUBLED times as long as one with at least as much work."""
+    """Return which samples took TROUBLED times as long as one with at least their work."""
     as_much = (flops >= flops[:, None]) & (num_bytes >= num_bytes[:, None])
     return np.any(as_much & (TROUBLED * seconds <= seconds[:, None]), axis=1)
 
 
 def _fit_alone(samples: tuple[Sample, ...], beside: Line) -> Line:
-    """Return a GPU's line of a verb while nothing crosses the link, through the samples that agree with its line
-    ``beside`` a busy link (``beside`` where none does): the link slows kernels down, so that slower samples hold the
-    device's waits for the host, which the launcher's line prices."""
+    """Return a GPU's line of a verb with an idle link, through the samples that agree with its line ``beside`` a busy
+    link (``beside`` if none does). A busy link slows kernels, so slower samples contain waits for the host, which the
+    launcher's line prices."""
     agree = [(f, b, s) for f, b, s in samples if s < TROUBLED_ALONE * beside.at(f, b)]
     return replace(fit_line(agree, True) if agree else beside, samples=samples)
 
@@ -82,10 +82,10 @@ def fit_contention(sizes: Iterable[tuple[float, float, int]]) -> dict[str, float
 
 
 def fit_hardware(samples_by_key: dict[str, list[Sample]], **record) -> Hardware:
-    """A hardware record with one fitted line a key (a verb or a resource).
+    """Return a hardware record with one fitted line per key (a verb or a resource).
 
-    ``record``: the other fields of ``Hardware``: name, device, device_memory, host_memory, source, dtype, notes, ….
-    Raises InputError that names the key whose samples cannot be fitted.
+    ``record``: the other fields of ``Hardware``: name, device, device_memory, host_memory, source, dtype, notes, …
+    Raise InputError naming the key whose samples cannot be fitted.
     """
     lines, on_gpu = {}, record["device"] == "cuda"
     for key, samples in samples_by_key.items():
@@ -100,8 +100,8 @@ def fit_hardware(samples_by_key: dict[str, list[Sample]], **record) -> Hardware:
 
 
 def fit_report(hardware: Hardware) -> list[dict]:
-    """A row a line: key, achieved rates (GFLOP/s, GB/s; None where the line has no such term), intercept in µs, R²,
-    number of samples, largest relative error, and whether R² is below the papers' 0.99."""
+    """Return a row per line: key, achieved rates (GFLOP/s, GB/s; None without such a term), intercept in µs, R², number
+    of samples, largest relative error, and whether R² is below the papers' 0.99."""
     rows = []
     for key, line in hardware.lines.items():
         errors = [abs(line.at(f, b) / s - 1) for f, b, s in line.samples]

@@ -1,13 +1,13 @@
-"""The linear program over shares that each discrete choice of a search leaves.
+"""The linear program over shares for each discrete choice of a search.
 
-With everything discrete decided (an ``Option``, a batch, the tokens of a mini-batch), the seconds of every resource and
-the bytes of every tier are sums over where the weights and the cache lie, each weighted by its share. The terms of such
-a sum are read off ``VerbSeconds`` at the vertices: everything in one place. Bits, placement and schedule add up
-independently, so a few dozen evaluations over all batches at once make the terms of all choices.
+With an ``Option``, a batch and a mini-batch size fixed, the seconds of every resource and the bytes of every tier are
+sums over placements of weights and cache, weighted by their shares. Their terms are ``VerbSeconds`` at the vertices,
+with everything in one tier. Bits, placement and schedule add up independently, so a few dozen evaluations over all
+batches give the terms of all choices.
 
-The terms leave out what the walk of ``sim.array_clock`` has: waiting, whole blocks, and what only mixtures pay (a
-second copy's overhead, a layer cut between two tiers). A mixture of the two parts of a both(…) entry can do whatever
-the entry can, in less memory, so both(…) is no vertex of its own.
+The terms leave out what ``sim.array_clock`` walks: waiting, whole blocks, and what only mixtures pay (a second copy's
+overhead, a layer cut between tiers). A both(…) entry is not a vertex: a mixture of its two parts does the same in less
+memory.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class ChoiceGrid:
         return self._evaluate(cache, attention="host")[0] - self.reference
 
     def _weights_term(self, schedule: str, bits) -> np.ndarray:
-        """Return [placements, pairs, rows]. A schedule in itself costs nothing: native weights on the device cost what
-        the reference costs."""
+        """Return [placements, pairs, rows]. A schedule alone costs nothing: native weights on the device cost the
+        reference."""
         placements = self.problem.placements
         fields = {"bits": (bits, NATIVE, NATIVE), "schedule": schedule}
         term = self._evaluate({"kv@device": 1.0}, placements, **fields) - self.reference
@@ -175,7 +175,8 @@ class ChoiceGrid:
         return np.maximum(0.0, half - (streamed + resident) / 2) + rounded_row
 
     def columns(self, option: Option) -> tuple[str, ...]:
-        """Return which entry each of ``vertices`` stands for: where the host attends, one of the two that it reads."""
+        """Return the entry that each of ``vertices`` represents: with attention on the host, one of the two that it
+        reads."""
         if self.problem.space.mix:
             return ("as kept",)
         on_host, entries = option.attention == "host", self.problem.entries

@@ -1,7 +1,7 @@
-"""Fields of a policy that a search is told to keep: ``attention=host``, ``cache=kv@host,act@host``, ``bits.kv=8``.
+"""Fields of a policy that a search keeps fixed: ``attention=host``, ``cache=kv@host,act@host``, ``bits.kv=8``.
 
-A field is named as in a policy file, a part of it after a dot; its value is JSON or plain words. What a search chooses
-among becomes that one choice; what it does not choose at all is set in every policy that it tries.
+Fields are named as in a policy file, parts after a dot; values are JSON or plain words. A field that the search chooses
+is reduced to this choice; any other is set in every policy that it tries.
 """
 
 import json
@@ -131,7 +131,7 @@ def _with_cache(settings: SearchSettings, table: dict, whole: bool) -> SearchSet
 
 
 def _with_entries(space: Space, text: str) -> Space:
-    """Return the space with these cache entries alone, whose shares are free."""
+    """Return the space with only these cache entries, whose shares are free."""
     names = [name.strip() for name in _BETWEEN.split(text)]
     Policy(cache={name: float(not place) for place, name in enumerate(names)})  # raises for an unknown entry
     both = tuple(name for name in names if name.startswith("both"))

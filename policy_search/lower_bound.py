@@ -1,12 +1,12 @@
-"""Lower bounds on all choices' programs at once: the dual simplex method on thousands of small tableaus side by side.
+"""Lower bounds on all choices' programs at once: the dual simplex method on thousands of small tableaus.
 
-All programs have one form (``grid.Programs``) and costs that are not negative, so the empty basis is dual feasible and
-no first phase is needed. After each pivot a tableau's objective is a valid lower bound: a program is given up as soon
-as that is above the cutoff, long before it is solved. Those that stay are solved to their optimum.
+All programs have one form (``grid.Programs``) and non-negative costs, so the empty basis is dual feasible, without a
+first phase. After each pivot a tableau's objective is a valid lower bound: a program is dropped once that exceeds the
+cutoff, long before it is solved. The remaining ones are solved to their optimum.
 
 Why not HiGHS: 4,096 random programs of OPT-30B on an RTX 4090 (73,920 choices, 17 rows, 7 columns) take 12 µs each
-here, 0.3 ms each as blocks of one program (``lp``), and 3.3 ms each as calls of their own (one core of an AMD EPYC).
-That search would take 24 s in blocks, 250 s one by one, and HiGHS gives up no program early.
+here, 0.3 ms each as blocks of one program (``lp``), 3.3 ms each in single calls (one core of an AMD EPYC). That search
+would take 24 s in blocks, 250 s one by one, and HiGHS drops no program early.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHUNK = 2048  #: programs pivoted together: their tableaus stay near the core
 
 @dataclass(frozen=True)
 class SimplexResult:
-    """What is known of each program."""
+    """Results for each program."""
 
     value: np.ndarray  #: lower bound on the optimum, [programs]; infinity where nothing is feasible
     state: np.ndarray  #: OPTIMAL: the bound is the optimum; INFEASIBLE; OPEN: given up
@@ -33,9 +33,8 @@ class SimplexResult:
 
 
 def simple_bounds(grid: ChoiceGrid) -> np.ndarray:
-    """Return seconds per token, [choices], that no policy of a choice is below: each resource alone, with everything
-    where it costs that resource least. Infinity where a tier cannot hold even what it must, or a phase takes longer
-    than it may."""
+    """Return lower bounds of seconds per token, [choices]: each resource alone, at its cheapest placement. Infinity if
+    a tier cannot hold its minimum, or a phase exceeds its limit."""
     counted = np.array(grid.problem.counted)
     values = []
     for option in grid.options:
@@ -49,7 +48,7 @@ def simple_bounds(grid: ChoiceGrid) -> np.ndarray:
 
 
 def solve_side_by_side(programs: Programs, cutoff=np.inf) -> SimplexResult:
-    """Solve all programs, but give up those whose lower bound passes ``cutoff`` (a number, or [programs])."""
+    """Solve all programs, dropping those whose lower bound passes ``cutoff`` (a number, or [programs])."""
     count, rows, columns = programs.G.shape
     limit = np.broadcast_to(np.asarray(cutoff, dtype=np.float64), (count,))
     value, state = np.zeros(count), np.full(count, OPEN)
@@ -112,7 +111,7 @@ def _read(z: np.ndarray, members: np.ndarray, basic: np.ndarray, values: np.ndar
 
 @dataclass
 class LowerBounds:
-    """What is known of every choice, arrays [choices]; ``tighten`` and ``find_best`` solve further programs."""
+    """Results for every choice, arrays [choices]; ``tighten`` and ``find_best`` solve further programs."""
 
     grid: ChoiceGrid
     value: np.ndarray  #: lower bound, seconds per token
@@ -126,7 +125,7 @@ class LowerBounds:
         return LowerBounds(grid, value, state, np.zeros((len(value), len(grid.problem.placements))))
 
     def tighten(self, cutoff: float) -> None:
-        """Solve every program whose lower bound so far is not above the cutoff, the least first."""
+        """Solve every program whose current lower bound is at most the cutoff, lowest first."""
         todo = np.flatnonzero((self.state == OPEN) & (self.value <= cutoff))
         todo = todo[np.argsort(self.value[todo], kind="stable")]
         for start in range(0, len(todo), CHUNK):

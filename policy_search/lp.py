@@ -1,11 +1,10 @@
-"""The programs of the choices that are left, solved to their optimum.
+"""Solves the remaining choices' programs to their optimum.
 
-They are pivoted side by side (``lower_bound``). Those that this leaves open, and the questions of least memory, are
-solved by scipy's HiGHS as the blocks of one large program: alone, a program of a dozen columns costs 1.5 ms, nearly all
-of it on the way to the solver; as a block it costs a tenth of that. A program may need more memory than there is (a
-layer cut between two tiers needs workspace that its lower bound does not charge), or more seconds than a phase may
-take. What is missing is a column of the block, at a price that no saving repays, so that one infeasible block does not
-spoil the others.
+They are pivoted together (``lower_bound``). Open ones, and questions of least memory, go to scipy's HiGHS as blocks of
+one large program: alone, a program of a dozen columns costs 1.5 ms, mostly on the way to the solver; as a block a tenth
+of that. A program may exceed its memory (a layer cut between tiers needs workspace that its lower bound does not
+charge) or its seconds. The excess is a column of the block, at a price above any saving, so that an infeasible block
+does not spoil the others.
 """
 
 from dataclasses import dataclass

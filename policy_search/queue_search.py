@@ -1,12 +1,11 @@
-"""The best policy and batch for a queue of requests whose places are taken anew as answers end.
+"""The best policy and batch for a queue whose places are refilled as answers end.
 
-The search (``policy_search.search``) takes requests of one length that begin together. It is asked for the mean answer
-and for the answer that a running request has on average, which is longer; where prompts share what they begin with, for
-prompts of their own tokens alone and for whole ones. What it finds, and the policies that are given, are priced on the
-queue itself with as many requests at a time as fit and with as many as the search took; a policy under which prompts
-share nothing because hidden states lie on the host is priced with these on the device as well. Where fewer requests run
-than might, because buffers are padded to the longest ones, the best is priced in other mini-batches too. All this is
-done by a few iterations of each; those that come out near the best are then priced by more.
+``policy_search.search`` takes equal requests that begin together. It runs for the mean answer and for the mean
+remaining answer of a running request, which is longer; with shared prefixes, for prompts without them and whole ones.
+Its results and the given policies are priced on the queue itself, with the most requests that fit and with the search's
+batch; where hidden states on the host prevent sharing, also with these on the device. If padding keeps requests from
+running, the best is also priced with other mini-batches. Prices come from a few iterations each, then from more for
+those near the best.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from policy_search.search import SearchResult, SearchSettings, search
 from sim.queue_clock import ROUGH_TASKS, QueueRun, least_seconds, price_queue
 
 MOST_SEARCHES = 3  #: for each length of prompts
-#: Times as many tokens of a mini-batch that are tried, so many times while that is better.
+#: Factors on mini-batch tokens, repeated while they are better.
 SIZES, MOST_SIZES = (4 / 3, 0.75), 3
 FEWER = 0.75  #: of the requests that might run: where so few do, what is found for others is tried
 NEAR, MOST_NEAR = 0.03, 2  #: share by which such a price may be off, and how many that are so near the best count
@@ -37,7 +36,7 @@ NEAR, MOST_NEAR = 0.03, 2  #: share by which such a price may be off, and how ma
 
 @dataclass(frozen=True)
 class QueueChoice:
-    """A policy, whose ``max_batch`` says how many requests run at a time, and the queue's run under it."""
+    """A policy, whose ``max_batch`` is the number of running requests, and the queue's run under it."""
 
     policy: Policy
     run: QueueRun
@@ -111,8 +110,8 @@ class _Ranking:
         self.error = InputError("no policy was given")  #: of the latest one that does not fit
 
     def add(self, policy: Policy, places: int, found: SearchResult | None) -> int:
-        """Price a policy with so many places, unless it was, or cannot come near the best; return how many requests run
-        at a time."""
+        """Price a policy with this number of places, unless it was priced or cannot come near the best; return how many
+        requests run."""
         key, limited = (policy, places), replace(policy, max_batch=min(places, policy.max_batch or places))
         if key in self.priced:
             return self.priced[key]
@@ -132,9 +131,8 @@ class _Ranking:
         return run.at_a_time
 
     def try_sizes(self, places: int) -> None:
-        """Price the best policy in larger mini-batches and in smaller ones, and on while they are better, where
-        fewer requests run than might: what is padded to the longest requests decides then how many run, and in how many
-        mini-batches they do."""
+        """If padding limits the running requests, price the best policy with larger and smaller mini-batches, and go on
+        while they are better."""
         best = min(self.choices, key=_seconds)
         if best.choice.found is None or best.size[0] >= FEWER * min(places, self.workload.num_requests):
             return
@@ -151,7 +149,7 @@ class _Ranking:
                     break
 
     def best(self, rough: bool) -> QueueChoice:
-        """Return the best by a price from more iterations, of those that come near it."""
+        """Return the best by a more exact price, among those near it."""
         self.choices.sort(key=_seconds)
         near = [
             ranked for ranked in self.choices[:MOST_NEAR] if _seconds(ranked) <= (1 + NEAR) * _seconds(self.choices[0])

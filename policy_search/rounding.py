@@ -1,8 +1,7 @@
 """From a program's shares to policies and their seconds: whole blocks, weights that fit, the walk.
 
-A request's cache is dealt in blocks, so shares are rounded to blocks of the final context. The weights fill what is
-left exactly: on the device as much as fits, on the disk only what the host cannot hold. What is then predicted is the
-policy itself, with its waiting.
+Shares are rounded to blocks of the final context. Weights fill the rest exactly: on the device what fits, on the disk
+only what exceeds the host. The prediction is then of the policy itself, with its waiting.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class UnplacedPolicy:
 
     @property
     def keeps_both(self) -> bool:
-        """Whether an entry keeps two copies of a token. How it splits them depends on where the weights lie."""
+        """Return whether an entry keeps two copies of a token; their split depends on where the weights are."""
         return "both" in map(representation_of, self.entries)
 
     def policy(self, device: float, disk: float) -> Policy:
@@ -82,8 +81,7 @@ class Evaluator:
     seen: set[UnplacedPolicy] = field(default_factory=set)
 
     def evaluate(self, policies: list[UnplacedPolicy], limit: float = np.inf) -> list[EvaluatedPolicy]:
-        """Return, of policies not seen before, those that fit and whose bound is below ``limit`` (seconds per
-        token)."""
+        """Return the new policies that fit and whose bound is below ``limit`` (seconds per token)."""
         groups: dict[tuple, list[UnplacedPolicy]] = {}
         for policy in policies:
             if policy not in self.seen:
@@ -114,7 +112,7 @@ class Evaluator:
         return self._walk(policies, candidates, unplaced)
 
     def evaluate_policy(self, policy: Policy, batches: np.ndarray, limit: float = np.inf) -> list[EvaluatedPolicy]:
-        """Return a placed policy on several batches: those that fit and whose bound is below ``limit``."""
+        """Return a placed policy on several batches: those that fit, with a bound below ``limit``."""
         problem = self.problem
         candidates = problem.candidates(policy, batches.astype(np.float64))
         bound = predict(problem, candidates, walk=False)
@@ -126,7 +124,7 @@ class Evaluator:
         return self._walk(policies, replace(candidates, batch=batches.astype(np.float64)), [None] * len(batches))
 
     def _walk(self, policies: list[Policy], candidates: Candidates, origins: Iterable) -> list[EvaluatedPolicy]:
-        """Evaluate policies that fit with waiting, each with what it was made of."""
+        """Evaluate fitting policies with waiting; return each with its origin."""
         self.num_walked += len(policies)
         prediction, batch = predict(self.problem, candidates), np.asarray(candidates.batch, dtype=int)
         seconds, in_time = _counted(self.problem, prediction, batch), self.problem.in_time(prediction)
@@ -159,7 +157,7 @@ def _fits(problem: SearchProblem, peak: dict[str, np.ndarray]) -> np.ndarray:
 def candidates_of(
     problem: SearchProblem, unplaced: list[UnplacedPolicy], policy: Policy | None = None, device=None, disk=None
 ) -> Candidates:
-    """Return policies of one option with the same entries as candidates; ``policy`` holds what they share."""
+    """Return policies of one option with equal entries as candidates; ``policy`` has their common fields."""
     first = unplaced[0]
     if policy is None:
         policy = first.option.policy(dict(first.cache), Placement(host=1.0))
@@ -174,11 +172,10 @@ PLACING_STEPS = 3
 
 
 def place_weights(problem: SearchProblem, candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (device share, disk share, whether it fits), [candidates]: the most of the weights on the device, the
-    least on the disk.
+    """Return (device share, disk share, fits), [candidates]: the most weights on the device, the least on the disk.
 
-    A resident byte of a layer costs one byte in each of L layers and saves two slots: what is left divides evenly. Of
-    layers of several kinds the mean counts, and the slots of the largest.
+    A resident byte of a layer costs one byte in each of L layers and saves two slots, so the rest divides evenly. With
+    several kinds of layers the mean counts, and the largest one's slots.
     """
     bits, shape = problem.stored(candidates.policy.bits), problem.shape
     layouts = kind_layouts(shape, bits.weights, problem.bytes_per_element)
@@ -255,9 +252,9 @@ def _largest(steps: np.ndarray, size: tuple[int, ...], fits: Callable[[np.ndarra
 
 
 def round_shares(grid: ChoiceGrid, choice: int, shares: np.ndarray) -> list[tuple[UnplacedPolicy, np.ndarray]]:
-    """Return a choice with the cache shares [entries] of its program in whole blocks: policies, each with its shares.
+    """Return a choice with its program's cache shares [entries] in whole blocks: policies, each with its shares.
 
-    With attention on the host all columns of a program but that of the disk are equal, and stand for the host's.
+    With attention on the host all columns but the disk's are equal and represent the host's.
     """
     index, pair = grid.split(choice)
     option, batch, tokens = grid.options[index], grid.batch[pair], grid.mini_batch_tokens[pair]
@@ -272,7 +269,7 @@ def round_shares(grid: ChoiceGrid, choice: int, shares: np.ndarray) -> list[tupl
 
 
 def _with_newest(way: np.ndarray, entries: tuple[str, ...], blocks: int) -> list[np.ndarray]:
-    """Return ``way`` with another entry for the newest block where it holds token ids alone, which are no cache."""
+    """Return ``way`` with a cached entry for the newest block if it holds only token ids."""
     if "tok" not in entries or way[entries.index("tok")] < 1:
         return [way]
     others = [np.eye(len(entries))[i] for i, entry in enumerate(entries) if entry != "tok"]
@@ -337,8 +334,8 @@ def exchanges(problem: SearchProblem, shares: np.ndarray) -> np.ndarray:
 
 
 def with_cache_fixed(grid: ChoiceGrid, choices: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (least seconds per token [choices], placement of the weights [choices, tiers]) where the cache has these
-    ``shares`` [choices, entries] and only the weights are free; infinity where no placement fits."""
+    """Return (least seconds per token [choices], weights' placement [choices, tiers]) at these cache ``shares``
+    [choices, entries]; infinity if no placement fits."""
     programs = grid.programs(choices)
     nc = programs.num_cache
     h = programs.h - np.einsum("nij,nj->ni", programs.G[:, :, : nc - 1], shares[:, 1:])

@@ -61,7 +61,7 @@ MOST_CONFIRMED = 8192  #: positions (mini-batches in layers) that the virtual cl
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSettings:
-    """What a search may choose, what it looks for and how long."""
+    """What a search may choose, its objective, and its time limit."""
 
     batch: int | None = None  #: None: free up to ``max_batch`` (for latency: 1)
     max_batch: int = MAX_BATCH
@@ -126,9 +126,9 @@ class SearchResult:
     num_bounded_out: int  #: of them, left out by their lower bound
     num_lps: int  #: programs solved to their optimum
     num_walked: int  #: policies priced with waiting
-    #: What is proved: no policy of the space, on the batches and mini-batches tried, is predicted to be faster by more
-    #: than this share. The bound counts each resource's work and no waiting, so that much of a gap may be waiting; how
-    #: whole blocks are dealt can make a policy some thousandths faster than its shares say.
+    #: Optimality gap: no policy of the space, on the batches and mini-batches tried, is predicted to be faster by more
+    #: than this share. The bound has no waiting, so much of the gap may be waiting; rounding to blocks can make a
+    #: policy some thousandths faster than its shares.
     gaps: dict[str, float]  #: by where attention runs: on the host what waits is much of the time
     complete: bool  #: whether everything that the bound left was looked at; False: the time limit ended the search
     search_s: float
@@ -144,7 +144,7 @@ class SearchResult:
 
     @property
     def proof(self) -> str:
-        """What is proved, in a sentence."""
+        """Return the optimality gap in a sentence."""
         ended = "" if self.complete else "; the time limit ended the search"
         within = ", ".join(f"{gap:.1%} with attention on the {where}" for where, gap in sorted(self.gaps.items()))
         sizes = f"mini-batches of up to {self.largest_mini_batch:,} tokens"
@@ -181,8 +181,8 @@ class SearchResult:
 def search(problem: Problem, workload: Workload, settings: SearchSettings | None = None) -> SearchResult:
     """Return the best policy for requests of the workload's mean lengths, within the problem's effective budgets.
 
-    Raise InputError when nothing fits, naming what each tier lacks and the smallest change that would do, and
-    TooSlowError when no policy that fits is predicted to keep the limits of TTFT and TPOT.
+    Raise InputError if nothing fits, naming each tier's shortage and the smallest change that would suffice;
+    TooSlowError if no fitting policy is predicted to keep the limits of TTFT and TPOT.
     """
     started = time.perf_counter()
     settings = settings or SearchSettings()

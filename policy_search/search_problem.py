@@ -29,7 +29,7 @@ RESIDENT_MINI_BATCH_TOKENS = (*MINI_BATCH_TOKENS, 65536, 131072)
 
 @dataclass(frozen=True)
 class Space:
-    """What a searched policy may use. The search leaves out what the machine does not have."""
+    """What a searched policy may use; the search leaves out what the machine lacks."""
 
     entries: tuple[str, ...] = ("kv@device", "kv@host", "kv@disk", "act@device", "act@host", "act@disk", "tok")
     both: tuple[str, ...] = ("both(kv@host,act@host)", "both(kv@host,act@device)")
@@ -45,7 +45,7 @@ class Space:
 
     @property
     def lossless(self) -> bool:
-        """Whether every policy keeps all representations in the compute dtype's width."""
+        """Return whether every policy keeps all representations at the compute dtype's width."""
         return {*self.weights_bits, *self.kv_bits, *self.act_bits} == {NATIVE}
 
     def allows(self, policy: Policy) -> bool:
@@ -66,7 +66,7 @@ class Space:
 
 
 def _alike(shares: Mapping[str, float], others: Mapping[str, float]) -> bool:
-    """Return whether shares are equal but for how they were rounded."""
+    """Return whether shares are equal up to rounding."""
     return all(abs(shares.get(key, 0.0) - others.get(key, 0.0)) <= 1e-4 for key in {*shares, *others})
 
 
@@ -128,8 +128,8 @@ class Option(NamedTuple):
         )
 
     def policy(self, cache: dict[str, float], weights: Placement, **sizes: Any) -> Policy:
-        """Return the policy of this option with these shares, and sizes of a batch or mini-batch; bits of what the
-        cache does not store are native."""
+        """Return the policy of this option with these shares, batch and mini-batch; bits of what it does not cache are
+        native."""
         stored = self.storing(entry for entry, share in cache.items() if share > 0)
         return Policy(
             "searched",
@@ -145,7 +145,7 @@ class Option(NamedTuple):
 
 
 def unusual(fields: Iterable[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
-    """Return the fields whose values are not a policy's usual ones."""
+    """Return the fields that differ from a policy's usual values."""
     usual = Policy()
     return tuple((name, value) for name, value in fields if value != getattr(usual, name))
 
@@ -165,7 +165,7 @@ class SearchProblem(Problem):
     max_tpot_s: float | None = None  #: likewise between two tokens of a request
 
     def allows(self, policy: Policy) -> bool:
-        """Return whether a policy may be chosen: it is in the space, and its weights lie where they must."""
+        """Return whether a policy may be chosen: in the space, with its weights where they must be."""
         given = {"device": self.weights_device, "disk": self.weights_disk}
         kept = {tier: share for tier, share in given.items() if share is not None}
         return self.space.allows(policy) and _alike({tier: getattr(policy.weights, tier) for tier in kept}, kept)
@@ -193,7 +193,7 @@ class SearchProblem(Problem):
         return (prediction.prefill_s <= self.phase_limits[0]) & (decode_s <= self.phase_limits[1])
 
     def may_be_in_time(self, prefill_s, decode_s):
-        """Return whether policies can keep the limits whose busiest resources have so much work."""
+        """Return whether policies can keep the limits, given the work of their busiest resources."""
         return (prefill_s <= self.phase_limits[0]) & (decode_s <= self.phase_limits[1])
 
     @property

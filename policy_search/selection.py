@@ -1,9 +1,8 @@
-"""InfiniGen's selection in the search: what it gains where the user allows it, and whether ACT pays under it.
+"""InfiniGen's selection in the search: its gain where the user allows it, and whether ACT pays under it.
 
-A selection changes the costs of a policy in kind: a KV row is fetched for each head that wants it, an ACT row serves
-all heads and is recomputed, and layers that look at all tokens pay for all of them. So it is no term of the linear
-program. Instead, every mix in quarters, every twelfth of the weights and every cut into mini-batches is bounded, and
-the best are walked.
+A selection changes costs in kind: a KV row is fetched for each head that needs it, an ACT row serves all heads and is
+recomputed, and layers that attend to all tokens pay for all. So it is not a term of the linear program. Instead every
+mix in quarters, every twelfth of the weights and every number of mini-batches is bounded, and the best are walked.
 """
 
 from dataclasses import dataclass, replace

@@ -1,9 +1,9 @@
 """Sensitivity: whether a choice depends on rates of the machine that were not measured.
 
-A datasheet's machine reaches assumed shares of its peaks. Each of these has a range in which it may plausibly lie. At
-both ends of the range the choice is priced again, beside the best that a search of the same kinds of policies finds
-there, unless none can be fast enough. Where another policy wins by more than TOLERANCE, the rate at which it begins to
-do so is found by bisection. Overheads of tasks and a host core's scattering are not varied.
+A datasheet's machine reaches assumed shares of its peaks, each with a plausible range. At both ends of a range the
+choice is priced again, against the best of a search of the same kinds of policies, unless none can be fast enough. If
+another policy wins by more than TOLERANCE, bisection finds the rate from which it does. Task overheads and a host
+core's scattering are not varied.
 """
 
 from dataclasses import dataclass, replace
@@ -86,13 +86,13 @@ def assumed_rates(hardware: Hardware) -> dict[str, float]:
 
 
 def with_share(hardware: Hardware, name: str, share: float) -> Hardware:
-    """Return the machine where it reaches another share of a peak."""
+    """Return the machine at another share of a peak."""
     changed = _changed(hardware, name, hardware.notes["efficiency"][name] / share)
     return replace(hardware, lines={**hardware.lines, **changed})
 
 
 def _changed(hardware: Hardware, name: str, times: float) -> dict[str, Line]:
-    """Return the lines that the share of a peak has made, so many times as slow."""
+    """Return the lines that a peak's share makes, slower by a factor."""
     rate, lines = RATES[name], {}
     own = 1.0 / (hardware.notes[rate.peak] * hardware.notes["efficiency"][name])
     for key in rate.lines:

@@ -27,7 +27,7 @@ class TightestPolicy(NamedTuple):
 
 
 def tightest(problem: SearchProblem, batch: int, mini_batch_tokens) -> TightestPolicy | None:
-    """Return what needs the least memory, whatever it costs in time; None where the space holds no policy at all."""
+    """Return what needs the least memory, at any speed; None if the space has no policy."""
     grid = ChoiceGrid(problem, problem.options, *pairs_of(problem, np.array([batch]), mini_batch_tokens))
     choices, best, least = np.arange(grid.num_choices), None, (len(TIERS) + 1, np.inf)
     for tiers in (*((tier,) for tier in problem.tiers), problem.tiers):
@@ -98,7 +98,7 @@ def _short_of_machine(problem: SearchProblem, peaks: dict[str, float]) -> list[s
 
 
 def _most_that_fit(problem: SearchProblem, batch: int, mini_batch_tokens) -> int:
-    """Return the largest smaller batch for which a policy fits; 0 where there is none."""
+    """Return the largest smaller batch for which a policy fits; 0 without one."""
     fitting, too_large = 0, batch
     while too_large - fitting > 1:
         middle = (fitting + too_large) // 2

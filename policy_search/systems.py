@@ -89,7 +89,7 @@ def _flexgen(setting: Setting, cache: str | None = None, **options) -> Policy:
 
 
 def _deepspeed(setting: Setting, bits: int | None = None, cache: str = "device") -> Policy:
-    """DeepSpeed with as many requests at a time as its code has memory for: it cuts no batch into parts."""
+    """DeepSpeed with the most requests that its code has memory for; it cuts no batch into parts."""
     policy, budget = presets.deepspeed(bits, cache), setting.problem.effective_budgets.device
     if budget is None:
         return policy
@@ -141,9 +141,9 @@ def resident_by_speed(problem: Problem, workload: Workload) -> list[Policy]:
 
 
 def _uvm(setting: Setting, fault_gb_per_s: float = 4.0) -> System:
-    """Unified memory: what is touched migrates page by page. What fits the device migrates once. What does not fit is
-    touched in a cycle over all layers, and the oldest pages, those needed soonest, make room: all of it migrates every
-    iteration. 4 GB/s with evictions is what InfiniGen's Fig. 14 and 15 imply."""
+    """Unified memory: touched pages migrate. What fits the device migrates once. The rest is touched in a cycle over
+    all layers, which evicts the pages needed soonest: all of it migrates every iteration. 4 GB/s with evictions follow
+    from InfiniGen's Fig. 14 and 15."""
     check("uvm: fault_gb_per_s", fault_gb_per_s, 0 < fault_gb_per_s < float("inf"), "a number > 0")
     policy, hardware = presets.ideal(), replace(setting.machine, device_memory=None)
     budget = setting.problem.effective_budgets.device
@@ -157,15 +157,15 @@ def _uvm(setting: Setting, fault_gb_per_s: float = 4.0) -> System:
 
 
 def _infinigen(setting: Setting, expected: float | str | None = None, **options) -> Policy | System:
-    """InfiniGen. ``expected`` may be a file of ``flexhybrid accuracy``: what was fetched at alpha."""
+    """InfiniGen. ``expected`` may be a file of ``flexhybrid accuracy``: the fetched share at alpha."""
     if isinstance(expected, str):
         expected = _measured_share(Path(expected), float(options.get("alpha", 4.0)))
     return _PLAIN_INFINIGEN.make(setting, expected=expected, **options)
 
 
 def _measured_share(path: Path, alpha: float) -> float:
-    """Return the share of a context that choosing layers fetched at an alpha, by straight lines between the alphas that
-    accuracy.json has. Raise InputError for a file without them, and an alpha that lies beyond them."""
+    """Return the share of a context that selecting layers fetched at an alpha, interpolated between those in
+    accuracy.json. Raise InputError for a file without them, or an alpha outside their range."""
     with file_errors(f"read {path}"):
         text = path.read_text(encoding="utf-8")
     try:
@@ -187,15 +187,15 @@ def _fastdecode(setting: Setting, gpus: int = 1) -> System:
 
 
 def _placed(setting: Setting, policy: Policy, weights_device: float | None) -> Policy:
-    """Return the policy with the share ``weights_device`` of its weights on the device; where it is None and the policy
-    keeps them there, with what fits."""
+    """Return the policy with the share ``weights_device`` of its weights on the device; None: what fits, if it keeps
+    them there."""
     if weights_device is not None:
         return replace(policy, weights=Placement(device=weights_device, host=1.0 - weights_device))
     return _keep_what_fits(setting, policy) if policy.weights.device == 1.0 else policy
 
 
 def _keep_what_fits(setting: Setting, policy: Policy) -> Policy:
-    """Return the policy with as many twelfths of each layer's weights on the device as fit."""
+    """Return the policy with the most twelfths of each layer's weights on the device that fit."""
     budget = setting.problem.effective_budgets.device
     if budget is None:
         return policy
@@ -222,13 +222,13 @@ def _kvpr(setting: Setting, policy: Policy, weights_device: float | None) -> Pol
 
 
 def without_recomputing(policy: Policy) -> Policy:
-    """Return the policy with keys and values alone where it keeps both copies."""
+    """Return the policy with keys and values alone if it keeps both copies."""
     copies = (copy for entry in policy.cache for copy in stored_copies(entry))
     return replace(policy, cache={f"kv@{copy.tier}": 1.0 for copy in copies if copy.representation == "kv"})
 
 
 class Kind(NamedTuple):
-    """What the value of an option must be: in words, and as a test of the value that was read."""
+    """The check of an option's value: in words, and as a test of the parsed value."""
 
     wanted: str
     accepts: Callable[[object], bool]
@@ -373,7 +373,7 @@ def _value(text: str) -> bool | int | float | str:
 
 def system(text: str, setting: Setting, on_ours: bool = False) -> System:
     """Return a system for a setting; ``on_ours``: its policy for our engine. Raise InputError for an unknown name,
-    option or value, and where the system's own placement finds nothing that fits."""
+    option or value, or if the system's own placement finds nothing that fits."""
     name, options = parse(text)
     quality = {key: options.pop(key) for key in _QUALITIES if key in options}
     plain, neutral = setting.machine, Implementation(name)
@@ -419,8 +419,8 @@ _NOWHERE = Hardware("nowhere", "cpu", {resource: Line(overhead_s=1.0) for resour
 
 
 def check_run(text: str, also: Iterable[str] = ()) -> None:
-    """Raise InputError, by name and with the reason, for a system or an option that the executor cannot run; of an
-    unknown name, with those that it can, behind ``also``, other names that are taken."""
+    """Raise InputError for a system or option that the executor cannot run, with the reason; for an unknown name, with
+    the known ones and ``also``."""
     runs = (name for name, entry in SYSTEMS.items() if not entry.only_simulated)
     name, options = parse(text, [*also, *runs], other="a policy file (.json)")
     if reason := SYSTEMS[name].only_simulated:
@@ -464,10 +464,9 @@ def policy_anywhere(text: str, shape: ModelShape) -> Policy | None:
 
 
 def policy_here(text: str, problem: Problem, workload: Workload) -> Policy:
-    """Return the policy of a system for a machine, with its effective budgets, and the longest of these requests.
+    """Return the policy of a system for a machine's effective budgets and the longest of these requests.
 
-    Raise InputError as ``check_run`` does, where nothing fits, and for a system whose placement depends on a machine
-    that is not known.
+    Raise InputError as ``check_run`` does, if nothing fits, and for a system whose placement needs an unknown machine.
     """
     if (policy := policy_anywhere(text, problem.shape)) is not None:
         return policy

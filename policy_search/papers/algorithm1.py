@@ -1,8 +1,8 @@
-"""CAPTURE's Algorithm 1: how many ACT and KV blocks make the link and the GPU take equally long (eq. 2 to 4).
+"""CAPTURE's Algorithm 1: numbers of ACT and KV blocks that balance link and GPU time (eq. 2 to 4).
 
-All times are of one layer and one iteration, all blocks together. The paper's balance (eq. 2 and 3) charges the link
-with weights and KV and compute with KV-Gen alone. The full balance adds what a real pipeline carries: the link also
-loads the host's ACT blocks, and compute also does the forward pass.
+Times are of one layer and one iteration, all blocks together. The paper's balance (eq. 2 and 3) charges the link with
+weights and KV, compute with KV-Gen alone. The full balance adds what a real pipeline does: the link also loads the
+host's ACT blocks, and compute also does the forward pass.
 """
 
 import math
@@ -32,7 +32,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """What Algorithm 1 knows of a machine and a model: the fitted lines of one layer."""
+    """Algorithm 1's view of a machine and a model: the fitted lines of one layer."""
 
     load_w_s: float  #: T_load_w: the streamed weights of a layer
     kv_gen: Linear  #: T_kv_gen(#ACT)
@@ -41,7 +41,7 @@ class LayerTimes:
     forward_s: float = 0.0  #: project, assemble, attend, finish of the batch; the paper leaves it out
 
     def link_s(self, balance: str, act_blocks: float, kv_blocks: float) -> float:
-        """T_PCIe (eq. 2) with so many blocks on the host."""
+        """T_PCIe (eq. 2) with this many blocks on the host."""
         seconds = self.load_w_s + self.load_kv.seconds(kv_blocks)
         return seconds + self.load_act.seconds(act_blocks) if balance == "full" else seconds
 
@@ -93,7 +93,7 @@ def layer_times(
 
 @dataclass(frozen=True)
 class Allocation:
-    """Algorithm 1's answer: blocks on the host, those of its first step (lines 11-18) included."""
+    """Algorithm 1's result: blocks on the host, including those of its first step (lines 11-18)."""
 
     act_blocks: int
     kv_blocks: int
@@ -147,9 +147,9 @@ def share_for_batch(
 ) -> Allocation:
     """Run Algorithm 1 over the ``total_blocks`` of a batch's context instead of over a memory.
 
-    This is the ratio that matters on a machine whose memory holds more than the batch. ``times`` should be those of the
-    batch. In the full balance both sides can move in one direction; then the end with the shorter layer,
-    max(T_PCIe, T_Computation), is taken. ``act_share`` of the answer is 0..1 of tokens.
+    This ratio matters if the memory holds more than the batch. ``times`` should be the batch's. In the full balance
+    both sides can move in one direction; then the end with the shorter layer, max(T_PCIe, T_Computation), is taken. The
+    result's ``act_share`` is 0..1 of tokens.
     """
     check_balance(balance)
 
@@ -178,7 +178,8 @@ def check_balance(balance: str) -> None:
 
 
 def _nearest_root(gap: Callable[[int], float], most: int, steps: int = 0) -> int:
-    """Return the integer in [0, most] of the least |gap|, linear but for the ends and for steps of up to ``steps``."""
+    """Return the integer in [0, most] with the least |gap|, which is linear except at the ends and for steps up to
+    ``steps``."""
     low, high = min(1, most), max(0, most - 1)
     candidates, below = {0, low, high, most}, gap(low)
     if below * gap(high) < 0:

@@ -22,8 +22,8 @@ from sim.array_clock import predict
 from sim.candidates import Candidates
 from sim.simulate import SimulatedRun, simulate
 
-#: Options of systems -> the values that are tried where a call does not name one, besides the sizes of mini-batches and
-#: the share of the weights on the device. A split is tried by both of its rules.
+#: Options of systems -> values tried if a call does not name one, in addition to mini-batch sizes and the weights'
+#: device share. A split is tried by both rules.
 TRIED = {
     "token_recompute": {"ratio": (0.1, 0.2, 0.4)},
     "kvpr_row": {"split": ("paper", "pipeline")},
@@ -105,8 +105,8 @@ def _call(name: str, options: dict) -> str:
 def _best_setting(
     call: str, made: System, setting: Setting, free: bool, known: tuple[float, System] | None
 ) -> tuple[float, System] | None:
-    """Return (tokens/s, the system) of a call with the best batch, mini-batches and weights on the device; what is
-    ``known`` where that is faster. Raise InputError where nothing fits."""
+    """Return (tokens/s, the system) of a call with the best batch, mini-batches and device weights; ``known`` if
+    faster. Raise InputError if nothing fits."""
     name, options = parse(call)
     accepted = SYSTEMS[name].options
     places_weights = "weights_device" in accepted or name == "fastdecode"
@@ -150,10 +150,10 @@ def _waves(requests: int) -> list[int]:
 def _fastest(
     problem: Problem, policy: Policy, setting: Setting, axes: list[np.ndarray], walked: int, known: float
 ) -> tuple[float, float, float, float] | None:
-    """Return (tokens/s, batch, tokens of a mini-batch, share of the weights on the device) of the fastest choice; None
-    where no choice is faster than a ``known`` one.
+    """Return (tokens/s, batch, mini-batch tokens, device share of weights) of the fastest choice; None if ``known``
+    ones are faster.
 
-    ``axes``: the three, arrays [choices]. Raise InputError where none fits.
+    ``axes``: the three, arrays [choices]. Raise InputError if none fits.
     """
 
     def predicted(members: np.ndarray, walk: bool):

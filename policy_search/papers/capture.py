@@ -55,7 +55,7 @@ class CaptureOptions:
 
     @property
     def name(self) -> str:
-        """The system as a call, with what is left out of it."""
+        """Return the system as a call, with the parts left out."""
         own = [field for field in fields(self)[:4] if getattr(self, field.name) != field.default]
         changes = ",".join(f"{field.name}={getattr(self, field.name)}".lower() for field in own)
         return f"capture({changes})" if changes else "capture"
@@ -114,8 +114,8 @@ def _cache(device_shares, host_shares) -> dict[str, np.ndarray]:
 def capture_policy(problem: Problem, workload: Workload, options: CaptureOptions | None = None) -> Policy:
     """Return CAPTURE's policy for requests of the workload's mean lengths.
 
-    Hidden states of the prefill lie on the device, or on the host where the device has no room (the paper does not
-    say). Raise InputError when nothing fits the problem's effective budgets, naming the tier.
+    Hidden states of the prefill are on the device, or on the host if the device has no room (the paper does not say).
+    Raise InputError if nothing fits the effective budgets, naming the tier.
     """
     options = options or CaptureOptions()
     size = workload.num_requests if options.batch is None else options.batch

@@ -44,17 +44,17 @@ NATIVE = Bits()
 LINK_VERBS = ("load_weights", "load_kv", "load_hidden", "store_kv", "store_hidden")
 DISK_VERBS = ("read_weights", "read_kv", "write_kv")
 
-#: The unknowns: shares of weights, of keys and values and of hidden states on device (d), host (h) and disk (k). Their
-#: last number is a constant, so that terms read like formulas: ``2 * WH + 3 * ONE`` is 2·wh + 3. Hidden states never
-#: lie on FlexGen's disk.
+#: The unknowns: shares of weights, keys and values, and hidden states on device (d), host (h) and disk (k). Their last
+#: number is a constant, so that terms read like formulas: ``2 * WH + 3 * ONE`` is 2·wh + 3. FlexGen's hidden states are
+#: never on its disk.
 WD, WH, WK, CD, CH, CK, HD, HH, ONE = np.eye(9)
 DEVICE_OF = np.array([0, 0, 0, 3, 3, 3, 6, 6])  #: of each unknown, that of the device's share
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine takes for one layer of a block: links and disk in seconds a byte, the rest in seconds, all
-    requests together."""
+    """A machine's cost for one layer of a block: links and disk in seconds per byte, the rest in seconds, all requests
+    together."""
 
     load_weights: float
     load_kv: float
@@ -72,7 +72,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class BlockSetting:
-    """What all blocks of a search have in common."""
+    """What all blocks of a search share."""
 
     problem: Problem
     prompt_tokens: int
@@ -124,8 +124,8 @@ class FlexGenResult:
 
 
 def cost_rows(block: Block) -> dict[str, dict[str, np.ndarray]]:
-    """Return the seconds of one layer, all requests: phase -> {part: vector over (shares, 1)}. A prefill is as long as
-    the longest of its parts; a decode step takes "in" and then the longest of the others."""
+    """Return the seconds of one layer, all requests: phase -> {part: vector over (shares, 1)}. A prefill takes its
+    longest part; a decode step takes "in" and then the longest of the others."""
     r, b, setting = block.rates, block.batch, block.setting
     w, kv, s, n = setting.weight_bytes, setting.kv_token_bytes, setting.prompt_tokens, setting.gen_tokens
     prompt_hidden, hidden = b * s * setting.hidden_bytes, b * setting.hidden_bytes
@@ -169,8 +169,8 @@ def tokens_per_s(block: Block, shares: np.ndarray) -> float:
 def memory_rows(block: Block) -> list[tuple[str, np.ndarray]]:
     """FlexGen's account of memory: (tier, bytes as a vector over (shares, 1)); each row alone must fit its tier.
 
-    What is kept, two slots for streamed weights and a GPU batch's hidden states, and its temporaries: those of all
-    parts of a layer added up.
+    Stored parts, two slots for streamed weights and a GPU batch's hidden states, and its temporaries, summed over a
+    layer's parts.
     """
     setting, g, b = block.setting, block.gpu_batch, block.batch
     shape, p, L = setting.problem.shape, setting.problem.bytes_per_element, setting.problem.shape.num_layers
@@ -196,10 +196,10 @@ def memory_rows(block: Block) -> list[tuple[str, np.ndarray]]:
 
 
 def solve(block: Block, budgets: dict[str, float], cache_on_host: bool = False) -> np.ndarray | None:
-    """Return the placement with the least ``run_seconds``, eight shares; None where no placement fits.
+    """Return the placement with the least ``run_seconds``, eight shares; None if none fits.
 
-    ``budgets``: bytes of each tier that may be used; infinity without a limit. ``cache_on_host``: keys and values lie
-    there and nowhere else. Among equals, device before host before disk.
+    ``budgets``: usable bytes of each tier; infinity without a limit. ``cache_on_host``: keys and values only there.
+    Among equals, device before host before disk.
     """
     if budgets["device"] <= 0 or budgets["host"] <= 0:
         return None
@@ -216,8 +216,8 @@ def solve(block: Block, budgets: dict[str, float], cache_on_host: bool = False) 
 
 
 def _program(block: Block, budgets: dict[str, float], cache_on_host: bool, free: list[int]) -> Programs:
-    """Return the program over the shares ``free``, and the prefill's and the decode's part of the run. What is neither
-    on the host nor on the disk is on the device."""
+    """Return the program over the shares ``free``, and the prefill's and the decode's part of the run. The rest is on
+    the device."""
     rows, repeats = cost_rows(block), block.setting.gen_tokens - 1
     steps = [rows["decode"]["in"] + vector for part, vector in rows["decode"].items() if part != "in"]
     least = block.rates.prefill_s + repeats * block.rates.decode_s
@@ -235,7 +235,7 @@ def _program(block: Block, budgets: dict[str, float], cache_on_host: bool, free:
 
 
 def _clean(shares: np.ndarray) -> np.ndarray:
-    """Without a solver's dust: nothing below 1e-9, and three sums of 1."""
+    """Remove a solver's rounding: nothing below 1e-9, three sums of 1."""
     kept = np.where(shares < 1e-9, 0.0, shares)
     for group in (slice(0, 3), slice(3, 6), slice(6, 8)):
         kept[group] /= kept[group].sum()
@@ -243,8 +243,8 @@ def _clean(shares: np.ndarray) -> np.ndarray:
 
 
 def make_block(setting: BlockSetting, gpu_batch: int, batch: int) -> Block:
-    """Return a block of ``batch`` requests on a machine. Raise InputError for a machine without a line that is needed;
-    those of the disk are needed only where a disk is used."""
+    """Return a block of ``batch`` requests on a machine. Raise InputError for a missing line; the disk's are needed
+    only with a disk."""
     shape, hardware, width = setting.problem.shape, hardware_of(setting.problem), setting.problem.bytes_per_element
     num_full, last = divmod(batch, gpu_batch)
 
@@ -324,9 +324,8 @@ class PlacementSearch:
     ) -> list[tuple[Block, np.ndarray]]:
         """Return, for each GPU batch, the placement of the best number of them.
 
-        FlexGen tries 1, 2, 3, … and stops at the first that is slower than the one before. The least seconds are convex
-        in the number (but for small working sets), so tokens/s rises and then falls, and halving finds the number with
-        fewer programs.
+        FlexGen tries 1, 2, 3, … and stops at the first that is slower. The least seconds are convex in the number
+        (except for small working sets), so tokens/s rises and then falls, and halving needs fewer programs.
         """
         best = []
         for g in gpu_batches or OWN_SIZES:
