@@ -69,7 +69,7 @@ class DiskPool(NamedTuple):
 
 
 class SharedPart(NamedTuple):
-    """What g beginnings of prompts have; m requests share each."""
+    """Blocks of g equal prompt beginnings, each shared by m requests."""
 
     rows: torch.Tensor  #: [g, m] the rows of the step that have it
     keys: torch.Tensor  #: [g, G, T, d]
@@ -78,7 +78,7 @@ class SharedPart(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What attention reads: keys and values [B, G, T, d] in their buffer, and what is added to their scores."""
+    """What attention reads: keys and values [B, G, T, d] in their buffer, and a mask added to the scores."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -86,16 +86,15 @@ class Context(NamedTuple):
     commons: tuple[SharedPart, ...] = ()  #: what requests attend to together
 
 
-#: Views that are kept at most: contexts grow, and what a step loads lies in other places every few steps.
+#: Limit of kept views: contexts grow, and loads move every few steps.
 MOST_VIEWS = 4096
 
 
 class Buffers:
-    """Every tensor that outlives a task. All start at zero: padding is masked, but must never be NaN.
+    """Every tensor that outlives a task. All start at zero, because masked padding must not be NaN.
 
-    ``pools[space]`` is [layer][block, …]; layers of a kind have as many blocks, and one id serves them all. A block is
-    [16, row], token by token. But a native KV block in memory is head-major, [2, G, 16, d], so that attention finds the
-    keys of a head side by side.
+    ``pools[space]`` is [layer][block, …]; one block id serves all layers of a kind. A block is [16, row], token by
+    token. A native KV block in memory is head-major instead, [2, G, 16, d], so that the keys of a head are contiguous.
     """
 
     def __init__(self, shape: ModelShape, policy: Policy, sizes: BufferSizes, dtype: torch.dtype, device: torch.device):
@@ -226,11 +225,10 @@ class Buffers:
         return rows.view(2, -1, self.shape.head_dim) if self.each_head(representation) else rows.view(tokens, width)
 
     def loaded_region(self, step: MiniBatchStep, segment: Segment, slot: int) -> torch.Tensor:
-        """Return the region of a slot where a segment's blocks land on the device: as its ``block_table``,
-        [·, ·, 16 · row].
+        """Return the region of a slot where a segment's blocks arrive on the device: as its ``block_table``, [·, ·, 16
+        · row].
 
-        The regions of a slot lie side by side. Native ACT of the device has one too: it is copied beside what the link
-        brings.
+        The regions of a slot are adjacent. Native device ACT has one too: it is copied next to what the link brings.
         """
         name = segment.representation
         copies_all = name == "act" and not self.packed("act")
@@ -247,8 +245,8 @@ class Buffers:
         return self._view(key, lambda: region.unflatten(-1, (BLOCK_TOKENS, -1)))
 
     def plain_region(self, segment: Segment, first: int) -> torch.Tensor:
-        """Return where a segment's rows are unpacked to, from the ``first`` block on: as its ``block_table``,
-        [·, ·, 16, width]."""
+        """Return where a segment's rows are unpacked, from its ``first`` block on: as its ``block_table``, [·, ·, 16,
+        width]."""
         name, shape = segment.representation, segment.block_table.shape
         rows = slice(first * BLOCK_TOKENS, (first + math.prod(shape)) * BLOCK_TOKENS)
         return self._view(
@@ -270,7 +268,7 @@ class Buffers:
 
 
 def layer_blocks(shape: ModelShape, policy: Policy, sizes: BufferSizes, entry: str) -> list[int]:
-    """Return the blocks of a cache entry's pool in each layer; 0 where it keeps no keys and values of its own."""
+    """Return the blocks of an entry's pool in each layer; 0 for layers that borrow keys and values."""
     whole = num_keeping(policy.selection, shape.num_layers)
     of_windows = {window: Pool(entry, window).name for window in layers_by_window(shape, policy.selection)}
     blocks = [sizes.whole_blocks.get(entry, 0)] * whole
@@ -281,7 +279,7 @@ def layer_blocks(shape: ModelShape, policy: Policy, sizes: BufferSizes, entry: s
 
 
 def _blocks_before(step: MiniBatchStep, segment: Segment, has_region: Callable[[Segment], bool]) -> int:
-    """Return how many blocks of a slot lie before a segment's: of the step's earlier segments that have a region."""
+    """Return the blocks of a slot before a segment's: those of the step's earlier segments with a region."""
     before = 0
     for other in step.of(segment.representation):
         if other is segment:

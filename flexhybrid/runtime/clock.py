@@ -46,7 +46,7 @@ Around = Callable[[Callable[[], None]], None]  #: calls what runs the tasks of a
 
 
 class Enqueuer(Protocol):
-    """What enqueues the tasks of stream lanes on the planning thread (``issuing.Issuer``)."""
+    """Enqueues the tasks of stream lanes on the planning thread (``issuing.Issuer``)."""
 
     around: Around
 
@@ -55,10 +55,10 @@ class Enqueuer(Protocol):
 
 
 class Lane:
-    """The tasks of a resource, in the order of the plan. ``passed`` counts those that others may build on. A task is
-    named by its ordinal in the lane.
+    """The tasks of a resource, in plan order. ``passed`` counts those that others may build on; a task is named by its
+    ordinal.
 
-    ``times`` adds up where a run's time goes that keeps a trace.
+    ``times`` sums where a traced run's time goes.
     """
 
     lookahead = LOOKAHEAD_TASKS
@@ -115,8 +115,8 @@ class Lane:
             raise Aborted
 
     def call_when_passed(self, ordinal: int, call: Callable[[], object]) -> None:
-        """Let ``call`` be called when the task with this ordinal passes, or a lane fails; not where it passed before.
-        The lane counts first and then looks who waits: who asks here looks at ``passed`` afterwards."""
+        """Call ``call`` when the task with this ordinal passes, or a lane fails; not if it passed before. The lane
+        counts first and then looks for waiters, so callers look at ``passed`` after this."""
         with self._lock:
             self._waiting.append((ordinal, call))
             self._awaited = min(self._awaited, ordinal)
@@ -127,7 +127,7 @@ class Lane:
             return [ordinal for ordinal, _ in self._waiting]
 
     def _pass(self) -> None:
-        """Count the task that others may build on now, and wake those that wait for it."""
+        """Count a task as passed, and wake its waiters."""
         self.passed += 1  # by no other thread
         if self._awaited < self.passed:
             self._wake(self.passed)
@@ -263,10 +263,10 @@ def _loop(lanes: list[HostLane]) -> None:
 
 
 class LaneThreads(dict[str, ThreadPoolExecutor]):
-    """A thread for each resource, made at first use, that serves run after run, of engine after engine.
+    """One thread per resource, made at first use, for all runs and engines.
 
-    glibc gives a thread an arena of its own and keeps what is freed in it. With new threads in each run every arena
-    would in turn grow to what the compute lane needs at most.
+    glibc keeps freed memory in an arena per thread. With new threads in each run, every arena would grow to the compute
+    lane's need.
     """
 
     def __missing__(self, name: str) -> ThreadPoolExecutor:
@@ -295,8 +295,8 @@ class Clock:
         self.lanes = {lane.name: lane for lane in lanes}
         self._issuer = next((lane.issuer for lane in self.lanes.values() if lane.issuer), None)
         self.began_s = math.nan  #: the zero of the trace, on the clock of ``time.perf_counter``
-        #: processor seconds of what Python does task by task, whatever the lanes do: planning, handing over,
-        #: collecting, and the calls that enqueue on streams
+        #: processor seconds of Python per task, apart from the lanes' work: planning, handing over, collecting,
+        #: enqueuing
         self.launch_s = 0.0
         self._on_fail = on_fail
         self._dependencies = Dependencies(hazards)
@@ -334,11 +334,11 @@ class Clock:
         on_submit: Callable[[Task, int], None] | None = None,
         keep_trace: bool | int = True,
     ) -> list[TraceEvent]:
-        """Submit every task in the plan's order, wait for the end, and return the trace, in seconds from the start.
+        """Submit every task in plan order, wait for the end, and return the trace, in seconds from the start.
 
-        ``keep_trace``: True keeps the events of all tasks, False of none, a number of the first so many.
-        ``on_submit(task, ordinal)`` is called on this thread as each task is submitted. The first error of a lane, or
-        of the plan itself, is raised here after all threads have ended.
+        ``keep_trace``: True for all events, False for none, or the number of first tasks. ``on_submit(task, ordinal)``
+        is called on this thread for each task. The first error of a lane, or of the plan, is raised here after all
+        threads have ended.
         """
         submitted: list[tuple[Task, Lane, int]] = []
         num_traced = math.inf if keep_trace is True else int(keep_trace)
@@ -389,10 +389,10 @@ class Clock:
                 self.wait(lane.name, lane.submitted - 1)
 
     def _submit(self, task: Task) -> tuple[Lane, int]:
-        """Give a task to its lane, once the lane's queue has room; raise Aborted when a lane has failed.
+        """Hand a task to its lane once the lane's queue has room; raise Aborted if a lane has failed.
 
-        A queue that is full has room again when the lane has worked off half of it: a planner that is woken for each
-        task takes several times as long, and the interpreter's lock from those that work.
+        A full queue has room again when half of it is done: waking the planner for each task takes several times as
+        long, and takes the interpreter's lock from the lanes.
         """
         lane = self.lanes[task.resource]
         if lane.submitted >= lane.room:

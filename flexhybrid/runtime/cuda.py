@@ -43,8 +43,8 @@ class Events:
 
 
 class Recorded:
-    """An event that a stream has recorded. It may be recorded again once nobody holds this: a thread that still waits
-    for it, or is about to, must not be made to wait for what is enqueued later."""
+    """A recorded event of a stream. It may be recorded again only when this object is gone, or a waiting thread would
+    wait for later work."""
 
     __slots__ = ("_events", "event", "timed")
 
@@ -72,19 +72,18 @@ def lane_events(_device: torch.device) -> Events:
 
 
 class Mark(NamedTuple):
-    """An event whose time on the host is known, in seconds on the clock of ``time.perf_counter``."""
+    """An event with a known time on the host, in seconds on the clock of ``time.perf_counter``."""
 
     event: torch.cuda.Event
     host_s: float
 
 
 class CudaClock:
-    """Places device events on the clock of ``time.perf_counter``.
+    """Maps device events to the clock of ``time.perf_counter``.
 
-    Of many events that are recorded and awaited, the one with the shortest wait becomes a ``Mark``. Marks are taken
-    before a run, in it and after it, and times between two are mapped linearly, because the two clocks drift apart.
-    Marks are near each other because CUDA tells the time between two events as a float32 of milliseconds: 4 us apart at
-    a minute, 250 us at an hour.
+    Of many recorded and awaited events, the one with the shortest wait becomes a ``Mark``. Marks are taken before, in
+    and after a run, and times between two are mapped linearly, because the clocks drift. Marks must be near each other:
+    CUDA gives the time between events as a float32 in milliseconds, to 4 us at a minute and 250 us at an hour.
     """
 
     TRIES = 20
@@ -220,10 +219,10 @@ Memcpy2D = Callable[[int, int, int, int, int, int, int, int], int]
 
 @lru_cache
 def memcpy_2d() -> Memcpy2D | None:
-    """Return cudaMemcpy2DAsync of the runtime that torch has loaded for all of the process; None where there is none.
+    """Return cudaMemcpy2DAsync of torch's runtime; None without one.
 
-    A call does what torch does for a contiguous tensor, without its views: cache blocks of the requests of a run lie at
-    equal distances.
+    A call equals torch's copy of a contiguous tensor, without its views: cache blocks of a run's requests are evenly
+    spaced.
     """
     try:
         function = ctypes.CDLL(None).cudaMemcpy2DAsync

@@ -41,7 +41,7 @@ from flexhybrid.runtime.storage.weights import ANYWHERE, DiskPlace, Weights, Wei
 from flexhybrid.runtime.verbs import verbs_under
 from flexhybrid.runtime.verbs.graphed import Graphs, JointLaunch, attach
 
-BROKEN_REQUESTS = 16  #: of these logits are not finite, and of no other, where it is the model's fault
+BROKEN_REQUESTS = 16  #: requests with non-finite logits, and no others, before the model is blamed
 LAG = 2  #: iterations after a request has left in which its last step may still be prepared, or its last token come
 
 #: Request (its index in the queue) -> function that takes its next token and returns the text that ends it, or None.
@@ -77,14 +77,14 @@ class RunControl:
     on_finish: OnFinish | None = None
     on_noted: OnNoted | None = None
     should_stop: Callable[[], bool] | None = None
-    should_drain: Callable[[], bool] | None = None  #: once true, nobody joins any more: those who run end
+    should_drain: Callable[[], bool] | None = None  #: once true no request joins; running ones finish
     forget: bool = False  #: what ``on_finish`` has taken: the result has no tokens
     keep_trace: bool | int = False  #: True: of all tasks; a number: of the first so many
 
 
 @dataclass
 class WaveResult:
-    """The tokens of each request, in the wave's order, up to the one that stopped it; and what was traced."""
+    """The tokens of each request, in the wave's order, up to its stop; and the trace."""
 
     tokens: list[list[int]]
     stops: list[int | str | None]  #: the token id or the text that ended the request; None: its length did
@@ -95,10 +95,10 @@ class WaveResult:
 
 
 class Engine:
-    """Runs waves that fit ``sizes`` under one placement of weights. Buffers are allocated here, once.
+    """Runs waves that fit ``sizes`` under one placement of weights; buffers are allocated here, once.
 
-    ``link_gb_per_s`` paces both link directions of a CPU; None leaves them unpaced. Raises InputError where it is given
-    for CUDA: the real link has its own rate. ``lane_threads``: of the owner of several engines; None: its own.
+    ``link_gb_per_s`` paces both link directions of a CPU; None: no pace. Raise InputError for a pace on CUDA, whose
+    link has its own rate. ``lane_threads``: of the owner of several engines (default: its own).
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Engine:
             self.disk.close()
 
     def _abort(self, executor: Executor) -> None:
-        """End soon what a lane may wait for: copies, masks, and the disk space of the cache and of the weights."""
+        """End what lanes may wait for: copies, masks, and the disk space of cache and weights."""
         self.copies.abort()
         executor.masks.abort()
         for space in (self.disk, self.weights.disk):
@@ -209,7 +209,7 @@ class Engine:
 
     @contextmanager
     def without_copies(self) -> Iterator[None]:
-        """Let nothing cross the link to the device."""
+        """Stop all traffic to the device."""
         self.copies.enabled = False
         try:
             yield
@@ -230,10 +230,11 @@ class Engine:
     def run(
         self, executor: Executor, control: RunControl = RunControl(), tasks: Iterable[Task] | None = None
     ) -> WaveResult:
-        """Run the executor's wave to its end. ``tasks`` replace its plan, for measurements that start in the middle.
+        """Run the executor's wave to its end. ``tasks``: instead of its plan, for measurements that start in the
+        middle.
 
-        An error of any lane is raised here when all threads have ended. It closes the engine, and weights that lie
-        partly on the disk can be run no more. Raises ValueError where the engine is closed.
+        An error of a lane is raised here after all threads have ended. It closes the engine; weights partly on the disk
+        cannot run again. Raise ValueError for a closed engine.
         """
         if self.closed:
             raise ValueError("this engine is closed, or a run of it failed: make a new one")
@@ -270,10 +271,10 @@ _SETTING_THREADS = threading.Lock()
 
 
 def _compute_with(num_threads: int) -> None:
-    """Let the calling thread compute with so many threads.
+    """Make the calling thread compute with this many threads.
 
-    The first parallel operation of a thread resets its number to the one that any thread has set last, unless the
-    number was read before: without the lock, a lane that starts at the same time would pass its own number on.
+    A thread's first parallel operation resets its number to the one last set anywhere, unless the number was read
+    before: without the lock, a lane starting at the same time would pass on its own number.
     """
     with _SETTING_THREADS:
         torch.set_num_threads(num_threads)
@@ -282,7 +283,7 @@ def _compute_with(num_threads: int) -> None:
 
 @contextmanager
 def _current_stream_kept(device: torch.device) -> Iterator[None]:
-    """Give this thread its current stream back: the planning thread enters those of the lanes."""
+    """Restore this thread's current stream: the planning thread enters the lanes' streams."""
     stream = torch.cuda.current_stream(device)
     try:
         yield
@@ -291,7 +292,7 @@ def _current_stream_kept(device: torch.device) -> Iterator[None]:
 
 
 def infer(tasks: Callable[[], None]) -> None:
-    """Run a thread's tasks without what autograd keeps: entered once, since that takes as long as some operations."""
+    """Run a thread's tasks in inference mode, entered once because entering costs as much as some operations."""
     with torch.inference_mode():
         tasks()
 
@@ -318,8 +319,8 @@ class _Answers(dict[int, list[int]]):
 
 
 def _forgetting(stopped: set[int], on_leave: Callable[[int, int], None]) -> Callable[[int, int], None]:
-    """Return ``on_leave`` (``RequestQueue``) that forgets who has stopped, once the surplus token was passed over: a
-    long queue has many."""
+    """Return ``on_leave`` (``RequestQueue``) that drops stopped requests after their surplus token, because long queues
+    have many."""
     left: deque[tuple[int, int]] = deque()
 
     def leave(request: int, iteration: int) -> None:
@@ -376,16 +377,16 @@ class _Collector:
         return any(control.stop_ids(request) or control.stop_text(request) for request in requests)
 
     def stops_until(self, _iteration: int, num_steps: int) -> Collection[int]:
-        """Return the requests that stopped in the first so many steps that sample, once that is known; all when the run
-        shall stop."""
+        """Return the requests that stopped in the first ``num_steps`` sampling steps, once known; all if the run shall
+        stop."""
         self.collect(num_steps)
         if self.control.should_stop and self.control.should_stop():
             return range(self.num_requests)
         return self._stopped_requests
 
     def collect(self, num_steps: int | None = None) -> None:
-        """Take the tokens of the first so many steps that sample (None: of all), once they are known. They are reported
-        once an iteration, those of its last steps with the next one's."""
+        """Take the tokens of the first sampling steps (None: of all) once they are known. They are reported once an
+        iteration; those of its last steps with the next one's."""
         while self._pending and (num_steps is None or self._num_collected < num_steps):
             task, ordinal = self._pending.pop(0)
             self._num_collected += 1
@@ -423,8 +424,8 @@ class _Collector:
         self._report(num_steps is None)
 
     def _no_token(self, request: int) -> int:
-        """Note that a request's logits are not finite; return a token in the place of none. Raise InputError where so
-        many requests have begun like that and none has had a token: it is the model that is broken."""
+        """Record that a request's logits are not finite; return a placeholder token. Raise InputError if many requests
+        began like this and none has a token: the model is broken."""
         name = self.executor.weights.dtype_name
         text = (
             f"the model's logits are not finite numbers in {name}: the checkpoint holds weights that are not, or "
@@ -440,7 +441,7 @@ class _Collector:
         return None if error is None else Failure(f"the structured output cannot go on: {error}")
 
     def _report(self, is_last: bool = False) -> None:
-        """Say how many tokens are new where some came of an iteration of which nothing was said (``is_last``: any)."""
+        """Report how many tokens are new, if some belong to an unreported iteration (``is_last``: to any)."""
         if self._iteration == self._reported and not is_last or not self._fresh:
             return
         count, self._fresh, self._reported = self._fresh, 0, self._iteration

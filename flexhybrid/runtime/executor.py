@@ -1,8 +1,8 @@
-"""The executor: what the verbs of a wave share while they run it, task by task, on the lanes of the real clock.
+"""The executor: what the verbs of a wave share while the lanes of the real clock run them.
 
 Shapes in names: B requests of a mini-batch, R computed tokens (padded), N new tokens of a request, T attention columns,
-G key/value heads, H query heads, d head size, h hidden. Compute verbs run on the compute lane alone, so what only they
-touch needs no guard; all else is guarded by the dependencies that the plan's reads and writes make.
+G key/value heads, H query heads, d head size, h hidden. Compute verbs run only on the compute lane, so their own data
+needs no guard; the plan's dependencies guard the rest.
 """
 
 from collections.abc import Callable, Mapping
@@ -39,7 +39,7 @@ SelectionT = TypeVar("SelectionT", bound=SelectionHooks, covariant=True)
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine keeps from wave to wave."""
+    """What an engine keeps between waves."""
 
     weights: Weights
     slots: WeightSlots
@@ -77,7 +77,7 @@ class LayerWeights:
 
 
 class HiddenStates:
-    """Hidden states [R, h] between two layers: by mini-batch and chunk, or by slot where the host keeps them."""
+    """Hidden states [R, h] between two layers: by mini-batch and chunk, or by slot if the host keeps them."""
 
     def __init__(self, wave: Wave, buffers: Buffers):
         self.on_host, self.buffers = wave.policy.hidden == "host", buffers
@@ -90,10 +90,10 @@ class HiddenStates:
         return self.rows[self._key(task)]
 
     def keep(self, task: Task, hidden_Rh: torch.Tensor) -> None:
-        """Keep hidden states that the compute lane has made.
+        """Keep hidden states that the compute lane made.
 
-        On their way to the host they lie in a slot of their own: a link may still read them when the compute stream's
-        allocator would give their memory to another tensor.
+        On their way to the host they have a slot of their own: a link may still read them when the compute stream's
+        allocator would reuse their memory.
         """
         if self.on_host:
             put(self.slot(task, len(hidden_Rh)), hidden_Rh)
@@ -186,7 +186,7 @@ class Executor(Generic[SelectionT]):
         self.resolved: dict[tuple, Work] | None = None
 
     def perform(self, task: Task) -> None:
-        """Run one task; what a device computes asynchronously is enqueued."""
+        """Run one task; a device's asynchronous work is enqueued."""
         if torch.is_inference_mode_enabled():  # once for all tasks of a lane
             self.verbs[task.verb](self, task)
             return
@@ -194,7 +194,7 @@ class Executor(Generic[SelectionT]):
             self.verbs[task.verb](self, task)
 
     def tokens_of(self, step: MiniBatchStep) -> np.ndarray:
-        """Return the sampled token ids [B] of a step whose store_out is complete, in the order of ``step.requests``."""
+        """Return the sampled token ids [B] of a step after its store_out, in the order of ``step.requests``."""
         return self.sampled.on_host(step).numpy()
 
     def begin_step(self, task: Task) -> StepTensors:
@@ -218,17 +218,17 @@ class Executor(Generic[SelectionT]):
         return ScoreRule(kind.scaling or self.shape.head_dim**-0.5, kind.softcap, sinks)
 
     def finish_attention(self, task: Task) -> None:
-        """Let sinks count in ``weighed``, and take it as what attention gives."""
+        """Include attention sinks in ``weighed``, the attention output."""
         self.score_rule(task).with_sinks(self.weighed)
         self.attended = self.weighed[0].flatten(1).to(self.kvq[task.payload.slot].dtype)
 
     def window_of(self, task: Task) -> int | None:
-        """Return the window of the task's layer, where some token of its step lies behind it."""
+        """Return the window of the task's layer, if a token of its step is outside it."""
         step, window = task.payload.step, self.shape.attention_of(task.layer).window
         return window if window and (step.context + step.new_tokens).max() > window else None
 
     def tensors(self, task: Task) -> StepTensors:
-        """Return the tensors of the task's step; made anew where another layer's step is a different one."""
+        """Return the tensors of the task's step, rebuilt if another layer's step differs."""
         key = *step_key(task), task.payload.step.window
         step, tensors = self.step_tensors.get(key, (None, None))
         if step is task.payload.step and tensors is not None:
@@ -244,13 +244,13 @@ class Executor(Generic[SelectionT]):
         return tensors
 
     def resolve(self, task: Task, work: Work) -> None:
-        """Note what a task really moves, where the plan has only what is expected."""
+        """Record what a task really moves, if the plan has only an expectation."""
         if self.resolved is not None:
             self.resolved[task.key] = work
 
     def cells(self, store: Store, places: torch.Tensor):
-        """Return (blocks, heads, offsets) of a store's new tokens, [rows, G] each, from places [B, G] among the blocks
-        that their requests hold; numpy arrays where the store is on the host."""
+        """Return (blocks, heads, offsets) of a store's new tokens, [rows, G] each, from places [B, G] in their
+        requests' blocks; numpy arrays for a store on the host."""
         heads = np.arange(self.shape.num_kv_heads)[None]
         if store.tier == "device":
             rows = self.to_device(store.rows)
@@ -263,7 +263,7 @@ class Executor(Generic[SelectionT]):
         return to_device(array, self.device)
 
 
-#: What a verb takes: the executor of a wave, whatever its selection.
+#: The argument of a verb: the executor of a wave, with any selection.
 State = Executor[SelectionHooks]
 
 
@@ -274,7 +274,7 @@ def _free_chunks(values: dict[Any, Any], mini_batch: int) -> None:
 
 
 def put(target: torch.Tensor, rows: torch.Tensor) -> None:
-    """Copy rows to where they are kept, unless they were computed there."""
+    """Copy rows to their place, unless they were computed there."""
     if target.data_ptr() != rows.data_ptr():
         target.copy_(rows)
 

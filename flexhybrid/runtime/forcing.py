@@ -1,4 +1,4 @@
-"""Given tokens in the decode: an executor that feeds texts instead of what it samples (teacher forcing)."""
+"""Teacher forcing: an executor that feeds given texts instead of sampled tokens."""
 
 from collections.abc import Callable, Sequence
 

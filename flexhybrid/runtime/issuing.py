@@ -1,15 +1,14 @@
-"""Lanes whose tasks are enqueued on CUDA streams, by the thread that plans them.
+"""Enqueues the tasks of CUDA stream lanes on the planning thread.
 
-Waiting on an event that has not been recorded does nothing on CUDA, so a task may be enqueued only after its
-predecessors on other stream lanes are *enqueued* (its stream is then made to wait for their events) and its
-predecessors on host lanes are *complete*. A host lane waits for the event itself, on its own thread. Every task gets an
-event for which nobody waits any more. Nothing ever synchronises the whole device.
+Waiting on an unrecorded event does nothing on CUDA. So a task is enqueued after its predecessors on other stream lanes
+are *enqueued* (its stream then waits for their events) and its predecessors on host lanes are *complete*. A host lane
+waits for the event itself, on its own thread. Every task gets an event that no thread still waits for. The whole device
+is never synchronized.
 
-Tasks that a lane may **launch together** are enqueued in one call, behind what the first of them waits for, with one
-event for all. A task is held for those that may join it: until a task comes that does not, or something waits for it.
+Tasks that may be **launched together** are enqueued in one call, with one event. A task is held until one comes that
+cannot join it, or something waits for it.
 
-Threads that enqueue, one for each stream or one for all, would spend more time on the interpreter's lock than on their
-calls (bench: launch).
+One or more enqueuing threads would spend more time on the interpreter's lock than on their calls (bench: launch).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ LOOK_S = 2e-4
 
 
 class JointCall(Protocol):
-    """What launches several tasks in one call (``verbs.graphed.JointLaunch``)."""
+    """Launches several tasks in one call (``verbs.graphed.JointLaunch``)."""
 
     patient: Sequence[str]  #: verbs for whose waits the tasks before may wait too
     most: int  #: tasks of a call that is held from one position to the next; 0: none is
@@ -48,9 +47,8 @@ class JointCall(Protocol):
 
 
 class Issuer:
-    """Enqueues the tasks of all stream lanes, each lane's in their order, as soon as they may be: on the planning
-    thread, as it submits tasks and while it waits. A lane whose next task waits keeps no other from being fed.
-    """
+    """Enqueues the tasks of all stream lanes, in each lane's order, as soon as possible: on the planning thread, while
+    it submits tasks and while it waits. A waiting lane does not block others."""
 
     def __init__(self, around: Around = lambda tasks: tasks()):
         self.around = around  #: calls what plans and enqueues
@@ -59,7 +57,7 @@ class Issuer:
         self._current: StreamLane | None = None  #: whose stream is the thread's
 
     def enqueue(self) -> None:
-        """Enqueue all tasks that may be, but for those that are held for others to join them."""
+        """Enqueue all ready tasks, except those held for others to join."""
         while any([self.feed(lane) for lane in self.lanes if lane.queued]):
             pass
 
@@ -88,7 +86,7 @@ class Issuer:
                 self._sleep(lane, LOOK_S)
 
     def _sleep(self, lane: Lane, seconds: float) -> None:
-        """Sleep until a host lane has completed what a task waits for, at most so long; enqueue what may be then."""
+        """Sleep until a host lane completes an awaited task, up to a limit; enqueue what is then ready."""
         self.told.wait(seconds)
         self.told.clear()
         if lane.failed:
@@ -104,16 +102,15 @@ class Issuer:
 
 
 class StreamLane(Lane):
-    """A lane whose tasks are enqueued on a stream; those have passed that are enqueued: other stream lanes may build on
-    them. ``times`` counts them, and in a run that keeps a trace what enqueuing them takes of a processor.
+    """A lane whose tasks are enqueued on a stream; enqueued tasks have passed, for other stream lanes. ``times`` counts
+    them, and in a traced run the processor time of enqueuing.
 
-    ``together`` says which tasks may be launched together, and does it; None: all are launched one by one, as are those
-    whose spans are kept. A task joins those before it if it waits for nothing else than they do: for what its stream
-    has waited for before, it need not wait again. Where they may wait for the rest, too, and it is enqueued, they do.
-    The lookahead exceeds three launches, or the planner would wait for one while the next is held.
+    ``together``: which tasks may launch together, and how; None: one by one, as are tasks with kept spans. A task joins
+    earlier ones if it waits for nothing more than they do (or did on this stream), or if they may wait for the rest too
+    and it is enqueued. The lookahead exceeds three launches, or the planner would wait for one while the next is held.
 
-    Events of tasks whose spans are not kept are dropped when older than the lookahead: the planner has waited for them
-    before it went on, so there is nothing left to wait for. The stream records them anew once nobody holds them.
+    Events of tasks without kept spans are dropped when older than the lookahead, because the planner has waited for
+    them. The stream reuses them once they are unreferenced.
     """
 
     lookahead = STREAM_LOOKAHEAD_TASKS
@@ -128,7 +125,7 @@ class StreamLane(Lane):
         self._held: Launch | None = None  #: the latest tasks, which others may join
         self._joining: tuple | None = None  #: the key of the task that may
         self._latest: dict[str, int] = {}  #: by lane the latest task that one of this lane waits for
-        self._asked: tuple[str, int] | None = None  #: host lane and ordinal whose completion the issuer will be told of
+        self._asked: tuple[str, int] | None = None  #: host lane and ordinal whose completion the issuer awaits
         self._begins: list[Recorded] = []
         self._ends: dict[int, Recorded] = {}
         self.room = self.lookahead = max(self.lookahead, 4 * together.most if together else 0)
@@ -145,7 +142,7 @@ class StreamLane(Lane):
         return ordinal
 
     def _hold(self, together: JointCall, task: Task, waits: Waits) -> None:
-        """Let a task join those that are held, or queue them; hold it where another one may join."""
+        """Join a task to the held ones, or queue them; hold it if another may join."""
         latest, held = self._latest, self._held
         late = [(lane, ordinal) for lane, ordinal in waits if latest.get(lane, -1) < ordinal]
         may_wait = task.verb in together.patient and all([self.lanes[lane].passed > ordinal for lane, ordinal in late])
@@ -161,14 +158,14 @@ class StreamLane(Lane):
             self.hold_no_longer()
 
     def hold_no_longer(self) -> None:
-        """Let nothing join the latest tasks any more."""
+        """Close the latest tasks to others."""
         if self._held:
             self.queued.append(self._held)
             self._held = None
 
     def let_go(self, ordinal: int) -> bool:
-        """Hold the latest tasks no longer if that task is one of them; return whether it is. Others stay: what is
-        launched together shall not hang on when the planning thread waits, or each case would have its graph."""
+        """Release the latest tasks if this task is one of them; return whether it is. Others stay held: what launches
+        together must not depend on when the planner waits, or each case would need its own graph."""
         if self._held is None or ordinal < self.submitted - len(self._held[0]):
             return False
         self.hold_no_longer()
@@ -183,8 +180,8 @@ class StreamLane(Lane):
         self.issuer.told.set()
 
     def may_enqueue(self, waits: Waits) -> bool:
-        """Return whether all that a task waits for is enqueued or complete; else the issuer is told of a host lane's
-        task when it is complete, of a stream lane's it knows."""
+        """Return whether all that a task waits for is enqueued or complete; otherwise ask to be notified of host lanes'
+        tasks."""
         for resource, ordinal in waits:
             lane = self.lanes[resource]
             if lane.passed > ordinal:
@@ -201,7 +198,7 @@ class StreamLane(Lane):
         return True
 
     def enqueue(self, tasks: list[Task], waits: Waits) -> None:
-        """Enqueue tasks behind what they wait for."""
+        """Enqueue tasks after what they wait for."""
         for resource, ordinal in waits:
             lane = self.lanes[resource]
             if not isinstance(lane, StreamLane):
@@ -227,7 +224,7 @@ class StreamLane(Lane):
             self._pass()
 
     def wait_enqueued(self, ordinal: int) -> Recorded | None:
-        """Block until that task is enqueued; return its event, or None when it was dropped as long complete."""
+        """Block until the task is enqueued; return its event, or None if it was dropped as complete."""
         self._block(ordinal)
         return self._ends.get(ordinal)
 

@@ -22,7 +22,7 @@ MOST_LATE_S = 2e-2
 
 
 class LaneTurn(threading.local):
-    """What a pacer and the lane that calls it tell each other about the task under way, for each thread."""
+    """State that a pacer and its calling lane share about the current task, per thread."""
 
     #: When the task was planned and the tasks of other lanes that it waits for had ended; None outside of lanes.
     ready_s: float | None = None
@@ -112,7 +112,7 @@ class CpuCopies:
         self.h2d, self.d2h = Pacer(rate), Pacer(rate)
 
     def abort(self) -> None:
-        """Let copies under way end at once: their run has failed."""
+        """End current copies at once, because their run failed."""
         self.h2d.stopped = self.d2h.stopped = True
 
     def copy_h2d(self, target: torch.Tensor, source: torch.Tensor) -> None:

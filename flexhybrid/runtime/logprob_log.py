@@ -23,10 +23,10 @@ class Noted(NamedTuple):
 
 
 class LogprobLog:
-    """Records of the requests of a wave that ask for log probabilities; nothing is done for the others.
+    """Log probabilities of the requests that ask for them.
 
-    ``sample`` and ``finish`` make them on the device, ``store_out`` copies them to the host beside the tokens, and they
-    wait there until they are taken.
+    ``sample`` and ``finish`` make the records on the device, ``store_out`` copies them to the host with the tokens, and
+    they stay there until taken.
     """
 
     def __init__(self, wave: Wave, plan: SamplingPlans, tokens: TokenTable, copies: CpuCopies | CudaCopies):
@@ -39,8 +39,8 @@ class LogprobLog:
         self._on_host: dict[tuple[int, int, int], list[tuple[list[int], str, torch.Tensor, torch.Tensor]]] = {}
 
     def note_prompt(self, step: MiniBatchStep, hidden_Rh: torch.Tensor, head) -> None:
-        """Make records of the prompts' tokens behind those that the step has computed. ``head``: hidden states [·, h]
-        of the last layer -> logits [·, V]."""
+        """Record the prompt tokens after those that the step computed. ``head``: hidden states [·, h] of the last layer
+        -> logits [·, V]."""
         wanted = self.plan.select(step.queued).num_prompt_logprobs
         if (wanted < 0).all():
             return
@@ -60,7 +60,7 @@ class LogprobLog:
             self._prompts.setdefault(request, []).extend(made)
 
     def note_sampled(self, step: MiniBatchStep, logits_BV: torch.Tensor, chosen_B: torch.Tensor) -> None:
-        """Make records of the new tokens; those of a prompt are complete by now."""
+        """Record the new tokens; those of a prompt are then complete."""
         wanted = self.plan.select(step.queued).num_logprobs
         if (wanted < 0).all() and not self._prompts:
             return
@@ -89,7 +89,7 @@ class LogprobLog:
             stored.append((requests, part, target, made))
 
     def take(self, step: MiniBatchStep) -> dict[int, Noted]:
-        """Return the records of a step whose ``store_out`` is complete, by request."""
+        """Return the records of a step after its ``store_out``, by request."""
         noted: dict[int, Noted] = {}
         for requests, part, stored, _ in self._on_host.pop((step.mini_batch, step.iteration, step.chunk), ()):
             for request, record in zip(requests, stored.numpy() if part == "answer" else [stored.numpy()]):

@@ -41,17 +41,16 @@ class HeldSetting(Generic[T]):
                     self._write(self._before)
 
 
-#: Seconds between two forced switches of Python threads while lanes run: the default of 5 ms would let a busy planner
-#: hold back a copy that is due.
+#: Seconds between forced switches of Python threads while lanes run: the default of 5 ms would let a busy planner delay
+#: a due copy.
 SHORT_SWITCH_INTERVAL = HeldSetting(sys.getswitchinterval, sys.setswitchinterval, 5e-4)
 
-#: Garbage collections leave out objects that have outlived two of them. A trace keeps so many that Python would look
-#: through all that there are, torch's own included, again and again: planning then takes three times as long as without
-#: a trace, and a profile, which needs one, would say so.
+#: Garbage collections skip objects that survived two of them. A trace has so many objects that repeated full
+#: collections would make planning take three times as long, and a profile, which needs a trace, would measure that.
 NO_OLD_GARBAGE = HeldSetting(gc.get_threshold, lambda of: gc.set_threshold(*of), (*gc.get_threshold()[:2], 1 << 30))
 
-#: While a stream is captured its thread may free no page-locked memory, which garbage of an earlier run may hold: the
-#: driver would not let go of it, and refuse what is mapped there next.
+#: During a stream capture its thread may not free page-locked memory, which earlier garbage may hold: the driver would
+#: keep it and refuse the next mapping there.
 NO_GARBAGE = HeldSetting(gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable(), False)
 
 #: cuDNN's attention builds a graph for every new context length, on the host, in the middle of a decode.
@@ -59,8 +58,8 @@ NO_CUDNN_ATTENTION = HeldSetting(torch.backends.cuda.cudnn_sdp_enabled, torch.ba
 
 
 def _product_precision() -> tuple[str | None, str]:
-    """Return how float32 products round, by torch's first API and by its second one. The first one refuses to answer
-    (None) where the second has been used."""
+    """Return how float32 products round, by torch's older and newer API. The older one has no answer (None) if the
+    newer was used."""
     try:
         first = torch.get_float32_matmul_precision()
     except RuntimeError:
@@ -97,12 +96,12 @@ def _decides(given: object) -> bool:
 
 
 def float32_default() -> AbstractContextManager:
-    """Let modules of transformers that run in this thread find float32 as the default dtype."""
+    """Make float32 the default dtype for transformers' modules in this thread."""
     return nullcontext() if torch.get_default_dtype() == torch.float32 else _Float32Default()
 
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Let this thread make tensors on the CPU where no device is named, whatever torch's default device is."""
+    """Make this thread's tensors without a named device CPU tensors, for any default device."""
     with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
         yield

@@ -1,4 +1,4 @@
-"""What the executor can run. The simulator can run more: every system of the papers."""
+"""What the executor can run; the simulator can run every system of the papers."""
 
 from flexhybrid.core.context.selection import limits_cache
 from flexhybrid.core.errors import InputError

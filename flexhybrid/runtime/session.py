@@ -1,4 +1,4 @@
-"""A session: one wave of requests on an engine, run once and then decoded again as often as a measurement asks for."""
+"""A session: one wave of requests on an engine, run once and then decoded again for each measurement."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def random_prompts(workload: Workload, vocab: int, seed: int = 0) -> list[list[i
 
 
 class Session:
-    """A wave, its greedily decoded prompts, and the executor whose cache the runs write and read.
+    """A wave, its greedily decoded prompts, and the executor whose cache the runs use.
 
-    ``prompts`` are token ids in the wave's order; None stands for random ones. The engine stays the caller's:
-    ``close()``, and the end of a ``with`` block, close only an engine that ``Session.of`` has made.
+    ``prompts``: token ids in the wave's order; None: random ones. ``close()``, and the end of a ``with`` block, close
+    only an engine that ``Session.of`` made.
     """
 
     def __init__(self, engine: Engine, wave: Wave, prompts: list[list[int]] | None = None):
@@ -54,7 +54,7 @@ class Session:
         hardware: Hardware | None = None,
         make_engine: MakeEngine = Engine,
     ) -> Session:
-        """Admit the workload as one wave, and make an engine whose buffers hold exactly this wave.
+        """Admit the workload as one wave, and make an engine with buffers of exactly its size.
 
         ``hardware`` decides the split points of both(…) entries (``admit``).
         """

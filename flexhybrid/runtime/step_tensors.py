@@ -39,7 +39,7 @@ class WindowPositions(NamedTuple):
 
 
 class StorePlace(NamedTuple):
-    """The computed rows that a store takes, and the places of a device pool where they go."""
+    """The computed rows of a store, and their places in a device pool."""
 
     rows: torch.Tensor | None  #: None: all of them, in order
     blocks: torch.Tensor | None = None
@@ -78,8 +78,8 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def together_to_device(arrays: Mapping[Hashable, np.ndarray], device: torch.device) -> dict[Hashable, torch.Tensor]:
-    """Return copies of arrays on the device, by their names, without waiting for them: those of a dtype in one copy.
-    On a GPU each copy takes some 20 µs of Python's time, whatever its size."""
+    """Copy arrays to the device by name, asynchronously, one copy per dtype: on a GPU each costs about 20 µs of
+    Python."""
     if device.type == "cpu":
         return {name: to_device(array, device) for name, array in arrays.items()}
     there: dict[Hashable, torch.Tensor] = {}
@@ -112,8 +112,8 @@ class TokenTable:
 
 
 def computed_positions(step: MiniBatchStep) -> np.ndarray:
-    """Return the positions of the computed tokens: [B, computed_width]. Those of padding lie within the request, and
-    behind a prefix move with its blocks alone."""
+    """Return the positions of the computed tokens: [B, computed_width]. Padding has positions within the request; after
+    a prefix they change only with its blocks."""
     prefix = np.minimum(np.arange(step.recomputed_width), step.context[:, None] // BLOCK_TOKENS * BLOCK_TOKENS)
     new = np.minimum(np.arange(step.width), step.new_tokens[:, None] - 1) + step.context[:, None]
     return np.concatenate([prefix, new], axis=1)
@@ -130,8 +130,8 @@ def position_tables(entries: BlockEntries, longest: int) -> dict[str, np.ndarray
 
 
 def act_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the positions of the rows that KV-Gen recomputes, as its buffer holds them, segment by segment. Padding
-    has those of tokens that may come."""
+    """Return the positions of the rows that KV-Gen recomputes, in its buffer's order. Padding has those of tokens that
+    may come."""
     rows = []
     for segment in step.of("act"):
         count, table = segment.moved_blocks[:, None] * BLOCK_TOKENS, tables[segment.entry]
@@ -150,8 +150,8 @@ def segment_positions(segment: Segment, tables: dict[str, np.ndarray]) -> np.nda
 
 
 def column_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the position of the token in each column of a step's attention buffer, [B, T]; -1 for padding, but for
-    that of new tokens.
+    """Return the position of the token in each attention column of a step, [B, T]; -1 for padding, except among new
+    tokens.
 
     The step attends to all cached tokens; ``tables`` are ``position_tables``.
     """
@@ -168,9 +168,9 @@ MASK_ALIGNMENT = 8
 
 
 def hidden_columns(step: MiniBatchStep) -> np.ndarray | None:
-    """Return which columns are padding, bool [B, T]; None where none is.
+    """Return which columns are padding, bool [B, T]; None without any.
 
-    The last columns, those of the new tokens, are not hidden here: attention is causal among them.
+    New tokens' columns are not hidden here: attention is causal among them.
     """
     padding = [np.arange(s.max_tokens) >= s.num_tokens[:, None] for s in step.segments if s.max_tokens]
     if step.recomputed is not None:
@@ -182,7 +182,7 @@ def hidden_columns(step: MiniBatchStep) -> np.ndarray | None:
 
 
 def mask_of(hidden_BT: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a mask that is added to scores, [B, 1, 1, T]: -inf where a column is hidden, else 0."""
+    """Return a mask to add to scores, [B, 1, 1, T]: -inf for hidden columns, else 0."""
     columns = hidden_BT.shape[1]
     added = np.zeros((len(hidden_BT), 1, 1, -(-columns // MASK_ALIGNMENT) * MASK_ALIGNMENT), dtype=np.float32)
     added[:, 0, 0, :columns][hidden_BT] = -np.inf
@@ -209,15 +209,15 @@ class StepMaker:
             self.rotary = rotary_tables(wave.shape, longest, dtype, device)
 
     def enter(self, step: MiniBatchStep, answers: Mapping[int, Sequence[int]]) -> None:
-        """Take the prompts of requests that join; of those that were here before, with their answers so far."""
+        """Store the prompts of joining requests, with their answers so far."""
         for place, request in zip(step.requests.tolist(), step.queued.tolist(), strict=True):
             self.tokens.enter(place, [*self.prompts[request], *answers.get(request, ())])
 
     def make(
         self, step: MiniBatchStep, place: PlaceArrays | None = None, rotation: Rotation | None = None
     ) -> StepTensors:
-        """Return a step's tensors. ``place``: brings arrays to the device; ``rotation``: that of the computed tokens,
-        where it is looked up elsewhere."""
+        """Return a step's tensors. ``place``: copies arrays to the device; ``rotation``: of the computed tokens, if
+        looked up elsewhere."""
         batch, width = len(step.requests), step.computed_width
         positions = computed_positions(step)
         assembled = not (step.prefill or step.in_place or self.attends_on_host and step.decodes)
@@ -285,7 +285,7 @@ class StepMaker:
         return WindowPositions(self._copy(positions[:, step.recomputed_width :]), self._copy(columns_BT), tuple(common))
 
     def rotation_at(self, positions: np.ndarray) -> Rotation | None:
-        """Cosines and sines of tokens at these positions, flat; None where the model has no rotary positions."""
+        """Return cosines and sines at these positions, flat; None without rotary positions."""
         return self._rotation(self._copy(positions.reshape(-1)))
 
     def _rotation(self, positions: torch.Tensor) -> Rotation | None:

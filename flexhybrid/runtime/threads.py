@@ -10,7 +10,7 @@ SMALL_HIDDEN = 512  #: hidden size below which one thread computes a product as 
 
 @contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Let torch compute with ``count`` threads inside the block (None: leave the number as it is)."""
+    """Compute with ``count`` threads of torch inside the block (None: unchanged)."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

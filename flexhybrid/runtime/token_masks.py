@@ -1,9 +1,8 @@
-"""Masks of the tokens that grammars let come, made on the host while the device computes.
+"""Masks of the tokens that grammars allow, made on the host while the device computes.
 
-The mask of a request's next token hangs on the token before it. As soon as that one has reached the host
-(``store_out``), a thread of its own advances the grammar and makes the next mask: a whole pass through the layers goes
-by before ``sample`` asks for it. ``sample`` waits for the mask, on the compute lane's thread; a GPU has that pass in
-its queue meanwhile. Requests without a grammar wait for nothing.
+A request's next mask depends on its latest token. When that reaches the host (``store_out``), a separate thread
+advances the grammar and makes the mask during the next pass through the layers. ``sample`` waits for it on the compute
+lane's thread; a GPU then has that pass queued. Requests without a grammar do not wait.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ class TokenMasks:
     def begin(
         self, step: MiniBatchStep, grammars: Sequence[Grammar | None], answers: Mapping[int, Sequence[int]]
     ) -> None:
-        """Have the first masks made, as the prompts of a step begin; ``grammars`` [B] are those of its requests.
+        """Make the first masks as the prompts of a step begin; ``grammars`` [B]: of its requests.
 
-        ``answers``: tokens that requests have, by request, from a batch before this one too.
+        ``answers``: tokens of requests so far, also from an earlier batch.
         """
         for request, grammar in zip(step.queued.tolist(), grammars, strict=True):
             if grammar is None or request in self._masks:
@@ -69,8 +68,7 @@ class TokenMasks:
                 kept.pop(request, None)
 
     def masked(self, step: MiniBatchStep, logits_BV: torch.Tensor) -> torch.Tensor:
-        """Return the logits, -inf where a request's grammar does not let a token come; the same tensor where none has
-        one. Waits for the masks."""
+        """Return the logits with -inf for forbidden tokens; the same tensor without a grammar. Waits for the masks."""
         if self._worker is None:
             return logits_BV
         rows = [row for row, request in enumerate(step.queued.tolist()) if request in self._grammars]
@@ -102,7 +100,7 @@ class TokenMasks:
                 self._worker.submit(self._make, mask, request, lambda row=row: (read(row),))
 
     def _make(self, mask: Future, request: int, tokens: Callable[[], Iterable[int]], begins: bool = False) -> None:
-        """Advance a grammar and make its next mask. ``tokens`` waits for those that came."""
+        """Advance a grammar and make its next mask; ``tokens`` waits for new ones."""
         if not mask.set_running_or_notify_cancel():
             return
         words = np.zeros(-(-self._vocab // BITS), dtype=np.int32)
@@ -118,7 +116,7 @@ class TokenMasks:
         mask.set_result(words)
 
     def abort(self) -> None:
-        """Let nobody wait any longer: a lane has failed."""
+        """Release all waiting threads: a lane failed."""
         self._failed = True
         for mask in list(self._masks.values()):
             mask.cancel()

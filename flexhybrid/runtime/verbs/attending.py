@@ -108,9 +108,9 @@ def _lay_blocks(blocks: torch.Tensor, targets: Targets, column: int, width: int)
 
 
 def gather_blocks(pool: torch.Tensor, table: torch.Tensor, targets: Targets, column: int, width: int) -> None:
-    """Lay the blocks of a pool [·, 2, G, 16, d] that a table [B, n] names into the columns [column, column + width).
+    """Copy the blocks of a pool [·, 2, G, 16, d] named by a table [B, n] into the columns [column, column + width).
 
-    One operation for all requests, however their blocks lie: a call a request took five times as long.
+    One operation for all requests; one call per request took five times as long.
     """
     full, tail = divmod(width, BLOCK_TOKENS)
     pool = _widened(pool)
@@ -138,7 +138,7 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attend(state: State, task: Task) -> None:
-    """Attend with one new token a request over its context, but for what ``attend_shared`` adds: [B, H·d]."""
+    """Attend with one new token per request over its context, without what ``attend_shared`` adds: [B, H·d]."""
     step, (keys, values, mask, commons) = task.payload.step, state.context
     if step.in_place:
         attend_in_place(state, task)
@@ -158,7 +158,7 @@ def attend(state: State, task: Task) -> None:
 
 
 def attend_shared(state: State, task: Task) -> None:
-    """Add what the new tokens get of the context that requests share: [B, H·d]."""
+    """Add the new tokens' attention over shared blocks: [B, H·d]."""
     if task.payload.step.in_place:
         add_shared_in_place(state, task)
     else:
@@ -168,7 +168,7 @@ def attend_shared(state: State, task: Task) -> None:
 
 
 def attend_chunk(state: State, task: Task) -> None:
-    """Attend with a chunk of prompts over what is cached before it, and over itself: [B, N, H·d]."""
+    """Attend with a chunk of prompts over the cached tokens before it, and itself: [B, N, H·d]."""
     (keys, values, mask, commons), new = state.context, _new_queries(state, task)
     rule, window = state.score_rule(task), _window(state, task)
     path = state.attention["decode" if task.payload.step.width == 1 else "chunk"]
@@ -182,7 +182,7 @@ def attend_chunk(state: State, task: Task) -> None:
 
 
 def _window(state: State, task: Task) -> SlidingWindow | None:
-    """Return the window of the new tokens over the attention buffer's columns; None where all lie within."""
+    """Return the window of the new tokens over the attention buffer's columns; None if all are inside."""
     places = state.tensors(task).places
     width = state.window_of(task)
     return SlidingWindow(width, places.new_BN, places.columns_BT) if width and places else None
@@ -200,7 +200,7 @@ def _grouped(state: State, task: Task) -> torch.Tensor:
 
 
 def attend_recomputed(state: State, task: Task) -> None:
-    """Attend with the recomputed prefix over itself; its rows go before those of the new tokens."""
+    """Attend with the recomputed prefix over itself; its rows precede the new tokens'."""
     step, batch = task.payload.step, len(task.payload.step.requests)
     parts = _over_themselves(state, task, slice(0, step.recomputed_width)), state.attended.view(batch, step.width, -1)
     out = state.graphs.attended(state, step, whole=True) if state.graphs else None
@@ -229,8 +229,8 @@ def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
 
 
 def attend_host(state: State, task: Task) -> None:
-    """Put the new rows into the host's KV blocks, where a layer that borrows them finds them, or where they are written
-    to the disk from, then attend with each request over its own blocks."""
+    """Write the new rows to the host's KV blocks, or where the disk's writes take them, then attend with each request
+    over its own blocks."""
     step, slot, width = task.payload.step, task.payload.slot, state.shape.kv_width
     for store in () if state.shape.borrows(task.layer) else step.stores:
         rows = state.buffers.query_strip[slot, : len(step.requests), :width]
@@ -274,7 +274,7 @@ def attend_host_shared(state: State, task: Task) -> None:
 
 
 def _give_attended(state: State, task: Task) -> None:
-    """Put what attention on the host gives where the link takes it."""
+    """Put the host's attention output where the link reads it."""
     attended = state.weighed[0]
     state.score_rule(task).with_sinks(state.weighed)
     state.buffers.out_strip[task.payload.slot, : len(attended)].copy_(attended.flatten(1))
@@ -300,8 +300,8 @@ def _attend_to_blocks(
 
 
 def _blocks_in_window(step: MiniBatchStep, held: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the blocks [B, most] in which a decode step's requests have tokens in their windows, whoever else has
-    them, where the tokens end in them [B], and the first one in the window [B]. ``held``: blocks of their own."""
+    """Return the blocks [B, most] that a decode step's windows touch, shared or own, where the tokens end in them [B],
+    and the first one in the window [B]. ``held``: own blocks."""
     (own,), end = step.segments, step.context + 1
     depth, batch = np.reshape(np.broadcast_to(own.held_from, end.shape), -1), np.arange(len(held))[:, None]
     shared = np.zeros((len(held), max(1, int(depth.max()))), dtype=held.dtype)

@@ -1,5 +1,5 @@
-"""Attention of decode steps that reads keys and values where they lie: on a CPU, device or host, by
-``runtime/kernels/in_place.py``, on a GPU by ``attend_triton.py`` there."""
+"""Decode attention that reads keys and values in place: by ``runtime/kernels/in_place.py`` on a CPU (device or host),
+by ``attend_triton.py`` on a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """Where keys and values lie to which requests attend together."""
+    """Keys and values to which requests attend together."""
 
     rows: torch.Tensor  #: [g, m] of the step: of g such parts, m requests have each
     segments: tuple[Segment, ...]
@@ -32,17 +32,17 @@ class Group(NamedTuple):
 
 
 class StepExtents(NamedTuple):
-    """Where a decode step's keys and values lie, the same in every layer."""
+    """Keys and values of a decode step, the same in every layer."""
 
-    #: a part each, also of what requests share, but each attends to by itself; None: one among the projected rows, of
-    #: the new tokens or of a recomputed prefix
+    #: one per part, also of shared blocks that requests attend to alone; None: among the projected rows (new tokens or
+    #: a recomputed prefix)
     segments: list[Segment | None]
     layout: Parts | BlockTable
     together: list[Group]  #: none in a window, which begins elsewhere for each request
 
 
 def attend_in_place(state: State, task: Task) -> None:
-    """Attend with one new token a request over its context, but for what is attended to together: [B, H·d]."""
+    """Attend with one new token per request over its context, without what requests attend to together: [B, H·d]."""
     segments, layout, _ = extents_of(state, task, state.window_of(task))
     memories = [_memory(state, task, segment) for segment in segments]
     query, rule = _queries(state, task), state.score_rule(task)
@@ -63,7 +63,7 @@ def attend_in_place(state: State, task: Task) -> None:
 
 
 def extents_of(state: State, task: Task, window: int | None) -> StepExtents:
-    """Return where keys and values of the task's step lie: worked out in the first layer that asks."""
+    """Return where the step's keys and values are, computed in the first layer that asks."""
     step = task.payload.step
     if state.graphs and state.graphs.holds(state, step):
         return state.graphs.fixed(state, task).extents
@@ -80,7 +80,7 @@ def memory_names(state: State, segments: Sequence[Segment | None]) -> list[str]:
 
 
 def attend_on_host_in_place(state: State, task: Task, query: torch.Tensor) -> None:
-    """Attend on the host, with queries [B, H, d], to blocks of its memory and to those that were read from the disk:
+    """Attend on the host, with queries [B, H, d], to blocks in its memory and those read from the disk:
     ``state.weighed``."""
     segments, layout, _ = extents_of(state, task, state.window_of(task))
     memories = [_memory(state, task, segment) for segment in segments]
@@ -102,12 +102,12 @@ def add_shared_in_place(state: State, task: Task, query: torch.Tensor | None = N
 
 
 def by_numba(state: State) -> bool:
-    """Return whether the kernels of a CPU attend, not those of a GPU."""
+    """Return whether a CPU's kernels attend, not a GPU's."""
     return state.device.type == "cpu" or on_host(state)
 
 
 def on_host(state: State) -> bool:
-    """Return whether the host attends, beside any device."""
+    """Return whether the host attends in place, for any device."""
     return state.policy.attention == "host"
 
 
@@ -138,8 +138,8 @@ def _layout(
     of_head: int,
     to_device: ToDevice,
 ) -> Parts | BlockTable:
-    """Return where contexts lie, as the kernels take it. ``segments``: of the extents, None: among the projected rows;
-    ``of_head``: elements of the queries of a key head."""
+    """Return where contexts are, in the kernels' form. ``segments``: of the extents, None: projected rows; ``of_head``:
+    query elements per key head."""
     shape = state.shape
     if not by_numba(state):
         from flexhybrid.runtime.kernels.attend_triton import table_of
@@ -163,8 +163,8 @@ def attend_blocks_in_place(
     places: tuple[np.ndarray, np.ndarray, np.ndarray],
     scaling: float,
 ) -> Weighed:
-    """Attend on the host, with queries [B, H, d], in a layer of a pool. ``places``: blocks [B, most], and of the tokens
-    in them the first that a query sees, fewer than 16, and where they end [B]."""
+    """Attend on the host, with queries [B, H, d], in a layer of a pool. ``places``: blocks [B, most], the first visible
+    token in them, below 16, and their ends [B]."""
     from flexhybrid.runtime.kernels import in_place
 
     d, groups, width = state.shape.head_dim, state.shape.num_kv_heads, state.shape.kv_width
@@ -191,7 +191,7 @@ def _memory_name(state: State, segment: Segment | None) -> str:
 
 
 def _memory(state: State, task: Task, segment: Segment | None) -> torch.Tensor:
-    """Return what holds keys and values in the task's layer, all that lie as the segment does."""
+    """Return the memory of keys and values in the task's layer, for segments of this kind."""
     buffers, name = state.buffers, _memory_name(state, segment)
     if name == "rows":
         return buffers.query_strip[task.payload.slot] if on_host(state) else state.kvq[task.payload.slot]
@@ -205,8 +205,8 @@ def _memory(state: State, task: Task, segment: Segment | None) -> torch.Tensor:
 
 
 def _blocks(state: State, step: MiniBatchStep) -> dict[int, np.ndarray]:
-    """Return for each segment, by id, the blocks of its ``_memory`` that it has: [B, blocks]. Where the link, KV-Gen or
-    unpacking laid them, segments lie one after the other."""
+    """Return each segment's blocks in its ``_memory``, by id: [B, blocks]. Loaded, recomputed or unpacked segments
+    follow one another."""
     blocks, first = {}, {"act": 0, "kv": 0}
     for segment in (*step.of("act"), *step.of("kv")):
         in_pool = segment.tier == "device" or on_host(state) and segment.tier == "host"
@@ -230,7 +230,7 @@ def _begins(state: State, segment: Segment, num_blocks: int) -> np.ndarray:
 def _shared_extents(
     state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray], window: int | None
 ) -> list[tuple[Segment, Extent]]:
-    """Where the shared blocks lie to which each request attends by itself, by cache entry."""
+    """Shared blocks that each request attends to alone, by cache entry."""
     together = set() if window else set(map(id, commons_together(step, state.wave)))
     blocks: dict[str, list[list[np.ndarray]]] = {}
     kinds: dict[str, Segment] = {}
@@ -256,8 +256,8 @@ def _shared_extents(
 
 
 def _in_window(extent: Extent, step: MiniBatchStep, begins: np.ndarray, window: int | None) -> Extent:
-    """Return an extent of blocks whose first tokens are at these positions [B, n], with what lies before the window of
-    each request's new token hidden."""
+    """Return an extent of blocks with first tokens at these positions [B, n], hiding what is outside the new tokens'
+    windows."""
     if window is None:
         return extent
     return extent._replace(hidden=np.clip((step.context + 1 - window)[:, None] - begins, 0, BLOCK_TOKENS))
@@ -272,7 +272,7 @@ def _strides(state: State, segment: Segment) -> tuple[int, int, int]:
 
 
 def step_extents(state: State, step: MiniBatchStep, window: int | None, to_device: ToDevice) -> StepExtents:
-    """Work out where keys and values of a decode step lie; ``window``: of its layers, where it hides tokens."""
+    """Compute where a decode step's keys and values are; ``window``: of its layers, if it hides tokens."""
     shape, batch, blocks_of = state.shape, len(step.requests), _blocks(state, step)
     d, width, row = shape.head_dim, shape.kv_width, shape.kv_width + shape.query_width
     first = np.arange(batch, dtype=np.int64)[:, None] * step.computed_width

@@ -1,4 +1,4 @@
-"""Verbs of the compute lane that treat each token by itself: projections, KV-Gen, feed-forward, head, conversions."""
+"""Verbs of the compute lane that work token by token: projections, KV-Gen, feed-forward, head, conversions."""
 
 from functools import partial
 
@@ -95,7 +95,7 @@ def generate(state: State, task: Task, act_rows: torch.Tensor, rotation: Rotatio
 
 
 def _gather_act(state: State, task: Task) -> None:
-    """Copy ACT blocks of the device beside those that the link brought."""
+    """Copy the device's ACT blocks next to those that the link brought."""
     for segment in task.payload.step.of("act"):
         if segment.tier == "device":
             pool = state.buffers.pools[segment.space][task.layer].flatten(1)
@@ -138,7 +138,7 @@ def quantize(state: State, task: Task) -> None:
 
 
 def _stage_stores(state: State, task: Task, packed: bool) -> None:
-    """Copy or pack new rows to staging, for those stores whose rows are packed or not."""
+    """Copy or pack new rows to staging, for packed or unpacked stores."""
     slot, tensors = task.payload.slot, state.tensors(task)
     for store in task.payload.step.stores:
         if state.buffers.packed(store.representation) != packed or _projected(state, task, store) is not None:
@@ -156,8 +156,8 @@ def _stage_stores(state: State, task: Task, packed: bool) -> None:
 
 
 def _projected(state: State, task: Task, store: Store) -> torch.Tensor | None:
-    """Return the projected rows, where a store to the device takes them as they are: in decode steps under graphs,
-    whose projections lie at an address of their slot until the next one in it. Else they go by way of staging."""
+    """Return the projected rows if a store to the device takes them unchanged: decode steps under graphs, whose
+    projections keep an address of their slot. Otherwise they pass through staging."""
     if store.tier == "device" and store.representation == "kv" and state.graphs and not state.buffers.packed("kv"):
         return state.graphs.kvq(state, task)
     return None
@@ -205,13 +205,13 @@ def finish(state: State, task: Task) -> None:
     _finished(state, task, finished)
 
 
-#: Rows that pass through the rest of a layer at a time: of many prompts' tokens the feed-forward rows are by far the
-#: largest temporaries, whose sizes leave holes in a device's memory; so many fill every processor.
+#: Rows that pass through the rest of a layer at a time: prompts' feed-forward rows are the largest temporaries, whose
+#: sizes fragment a device's memory; this many occupy every processor.
 ROWS_AT_A_TIME = 8192
 
 
 def _finish_by_rows(state: State, w: dict[str, Parts], hidden_Rh: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-    """Return what the rest of a layer makes of hidden states and attention."""
+    """Return the rest of a layer's output, from hidden states and attention."""
     if len(hidden_Rh) <= ROWS_AT_A_TIME:
         return state.model.finish(state.shape, w, hidden_Rh, attended)
     finished = torch.empty_like(hidden_Rh)
@@ -222,7 +222,7 @@ def _finish_by_rows(state: State, w: dict[str, Parts], hidden_Rh: torch.Tensor, 
 
 
 def _finished(state: State, task: Task, hidden_Rh: torch.Tensor) -> None:
-    """Keep what a layer gives: the next one's hidden states, and its own state."""
+    """Keep a layer's output: the next one's hidden states, and its own state."""
     state.hidden.keep(task, hidden_Rh)
     keep_states(state, task)
     if task.layer == state.shape.num_layers - 1:
@@ -230,7 +230,7 @@ def _finished(state: State, task: Task, hidden_Rh: torch.Tensor) -> None:
 
 
 def _head(state: State, hidden_Bh: torch.Tensor, step: tuple[int, int] | None = None) -> torch.Tensor:
-    """Return the logits [B, vocab] of hidden states [B, h]. ``step``: whose last rows they are."""
+    """Return the logits [B, vocab] of hidden states [B, h], the last rows of ``step``."""
     if state.modules:
         return state.modules.head(hidden_Bh, step)
     return state.model.head(state.shape, state.weights.outer, hidden_Bh)
@@ -244,8 +244,7 @@ def head(state: State, task: Task) -> None:
 
 
 def sample(state: State, task: Task) -> None:
-    """Choose the next token of each request: for the token table, and for the host, NO_TOKEN where the logits are not
-    finite."""
+    """Choose each request's next token: for the token table, and for the host with NO_TOKEN for non-finite logits."""
     tensors = state.tensors(task)
     finite = state.logits.amax(dim=-1).isfinite()
     logits = state.masks.masked(task.payload.step, state.logits)

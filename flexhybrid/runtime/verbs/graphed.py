@@ -1,31 +1,28 @@
-"""CUDA graphs of what decode steps compute in a layer: one is captured for each form, and launched in one call.
+"""CUDA graphs of decode steps: one is captured per form, and launched in one call.
 
-A **form** is all that a graph holds for good: addresses and Python values. What changes from step to step lies on the
-device at addresses that do not change: hidden states, keys, values and queries, rotations, the places of new rows, and
-the table of blocks that attention reads. Weights and pools have the addresses of their layer; a streamed layer has
-those of its slot, so that all layers that come into one slot share a graph.
+A **form** is all that a graph keeps: addresses and Python values. What changes from step to step is at fixed device
+addresses: hidden states, keys, values, queries, rotations, places of new rows, and attention's table of blocks. Weights
+and pools have their layer's addresses, or their slot's if streamed: layers that share a slot share a graph.
 
-Positions, cells of the token table, offsets in blocks and filled tokens of the last blocks are one more at each step:
-an addition on the device **counts them up** (``FixedStep``). The host works a step out, and uploads it, when a request
-joins, leaves, takes a block or reads from one for the first time; and each step where a window hides tokens, requests
-change their logits, or the cache has both(…).
+Positions, cells of the token table, offsets in blocks and filled tokens grow by one per step: an addition on the device
+**counts them up** (``FixedStep``). The host recomputes and uploads a step when a request joins, leaves, takes a block
+or first reads from one; and every step if a window hides tokens, requests change their logits, or the cache has
+both(…).
 
-Verbs of a position with nothing between them have one graph (``JointLaunch``): all of a layer, where weights and cache
-lie on the device. There a whole step has one graph, ``embed`` to ``sample``, if no task of another mini-batch or of a
-prompt (of a request that joins) comes between, and no request has a grammar, changes its logits or asks for log
-probabilities. What it uploads or counts up comes before. Its form has the addresses of the wave's token table and
-sampled tokens. A request that leaves, and a table that outgrows its memory or is read in more parts, changes the form:
-the first step of a form is launched layer by layer, the second one captured.
+Adjacent verbs of a position share a graph (``JointLaunch``): a whole layer if weights and cache are on the device.
+There a whole step has one graph, ``embed`` to ``sample``, if no other mini-batch's or prompt's task comes between and
+no request has a grammar, changes its logits or asks for log probabilities. Uploads and counting precede it. Its form
+includes the wave's token table and sampled tokens. A request that leaves, and a table that outgrows its memory or is
+read in more parts, change the form.
 
-A prefix that is recomputed grows by whole blocks, and with it the rows that a step computes: each width is a form, and
-serves until the next block. What its graphs hold at fixed addresses has room for ``memory.GRAPH_ROWS`` rows; steps of
-more are launched kernel by kernel, as if there were no graphs.
+A recomputed prefix grows by whole blocks: each width is a form. Graphs have room for ``memory.GRAPH_ROWS`` rows; larger
+steps are launched kernel by kernel.
 
-A form is run without a graph when it is first seen: libraries load kernels and take memory then. Where it comes a
-second time its graph is captured, on the compute lane's stream and while other lanes go on. Temporaries of all graphs
-lie in one memory pool and lie over each other, because graphs run one after the other.
+A form first runs without a graph, while libraries load kernels and take memory. The second time its graph is captured,
+on the compute lane's stream, while other lanes go on. All graphs share one memory pool for overlapping temporaries,
+because they run one after another.
 
-Graphs belong to the engine: each wave that it runs finds those of the waves before, where its forms are theirs.
+Graphs belong to the engine: its later waves reuse those of equal forms.
 """
 
 from __future__ import annotations
@@ -59,14 +56,13 @@ from flexhybrid.runtime.verbs.attending_in_place import StepExtents, memory_name
 if TYPE_CHECKING:
     from flexhybrid.runtime.kernels.attend_triton import BlockTable
 
-#: Verbs that are captured: few kernels, whose number and shapes do not grow with the context, but for a recomputed
-#: prefix's, by a block at a time. Products over whole contexts, and the unpacking of what the link brings of them, take
-#: longer than their launch.
+#: Captured verbs: few kernels, whose number and shapes do not grow with the context, except by blocks of a recomputed
+#: prefix. Products over whole contexts, and unpacking loaded ones, take longer than their launch.
 VERBS = ("dequantize_weights", "project", "quantize", "attend", "attend_recomputed", "finish", "scatter_device")
 LATER = {verb: VERBS[place + 1 :] for place, verb in enumerate(VERBS)}  #: by verb those behind it
 ENDS = ("embed", "head", "sample")  #: of a step, beside ``VERBS``; captured with all of it
 STEP_WORKS = {*VERBS, *ENDS, "store_out"}
-KEPT_STEPS = 4  #: a graph that no mini-batch has used in so many of its steps may go for another one
+KEPT_STEPS = 4  #: steps without use after which a graph may be replaced
 MOST_FORMS = 1 << 14  #: that are remembered as seen once
 
 Verb = Callable[[Any, Task], None]
@@ -74,10 +70,10 @@ Verb = Callable[[Any, Task], None]
 
 @lru_cache
 def pool_keeper(device: torch.device) -> torch.cuda.CUDAGraph:
-    """Return a graph whose memory pool is that of all graphs of a device: what the graphs of a run that has ended held
-    is the next one's. The first call captures it, on the current stream.
+    """Return a graph that owns the memory pool of all graphs of a device, so that later runs reuse it. The first call
+    captures it, on the current stream.
 
-    It is kept for good: torch 2.11 takes no pool again whose graphs have all gone (CachingHostAllocator.h, use_count).
+    It is kept for good: torch 2.11 does not reuse a pool whose graphs are all gone (CachingHostAllocator.h, use_count).
     """
     with _captured(torch.cuda.graph_pool_handle()) as keeper:
         torch.zeros(1, device=device, dtype=torch.uint8)
@@ -86,7 +82,7 @@ def pool_keeper(device: torch.device) -> torch.cuda.CUDAGraph:
 
 @contextlib.contextmanager
 def _captured(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """Capture in a graph what is launched within, with memory of ``pool``. What other lanes do is no error of it."""
+    """Capture the launches of the block in a graph, with memory of ``pool``; other lanes may go on."""
     graph = torch.cuda.CUDAGraph()
     try:
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -95,14 +91,14 @@ def _captured(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:
     except BaseException:
         with contextlib.suppress(Exception):  # the first error says more
             graph.capture_end()
-        with contextlib.suppress(Exception):  # else torch 2.11 may let no other capture have this pool
+        with contextlib.suppress(Exception):  # else torch 2.11 may block this pool for other captures
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
         raise
 
 
 class FixedStep:
-    """The latest decode step of a mini-batch: its tensors, at addresses that change only where a table outgrows its
-    memory. Of ``memory``, int64, the next step adds the ``moving`` cells behind the first ``moving`` to these."""
+    """The latest decode step of a mini-batch: its tensors, at addresses that change only if a table outgrows its
+    memory. Of ``memory``, int64, the next step adds the ``moving`` cells after the first ``moving`` to these."""
 
     step: MiniBatchStep
     blocks: list[bytes]  #: ``_blocks`` of the step
@@ -111,7 +107,7 @@ class FixedStep:
     steady: bool  #: nothing else of its requests changes while they take no block
     draws: torch.Tensor | None  #: [steps from the upload on, B] uniforms; None: no request draws
     form: tuple  #: what forms of all verbs have of it
-    table: tuple  #: what those that attend have beside
+    table: tuple  #: additional data of attention in place
     choice: tuple  #: what ``sample`` has beside
 
     def __init__(self, state: Executor, group: int, spaces: Sequence[str], room: int, rows: int):
@@ -129,8 +125,8 @@ class FixedStep:
         self._sampling: dict[str, torch.Tensor] = {}  #: memory for the tensors of a ``StepSampling``, by name
 
     def upload(self, arrays: dict[Hashable, np.ndarray], by: dict[Hashable, Any]) -> dict[Hashable, torch.Tensor]:
-        """Copy arrays to their places, as they were a step before; return them as they are once counted up. ``by``: of
-        those that move, by how much."""
+        """Copy arrays to their places, as of the previous step; return them counted up. ``by``: increments of those
+        that move."""
         host = np.zeros(len(self.memory), dtype=np.int64)
         for name, array in arrays.items():
             moves, at = by.get(name, 0), self.at[name].start
@@ -154,7 +150,7 @@ class FixedStep:
         return replace(sampling, **found | {"changes": sampling.changes}) if sampling else None
 
     def count_up(self, state: Executor) -> None:
-        """Count the step's tensors up, and look up what hangs on positions."""
+        """Count the step's tensors up, and look up what depends on positions."""
         self.memory[: self.moving].add_(self.memory[self.moving : 2 * self.moving])
         positions = self.memory[: len(self.step.requests) * self.step.computed_width]
         for table, rows in zip(state.steps.rotary or (), self.rotation, strict=True):
@@ -164,7 +160,7 @@ class FixedStep:
         self.age += 1
 
     def takes(self, state: Executor, step: MiniBatchStep) -> bool:
-        """Take the next step, where it is of the same requests in the blocks that they had; return whether it is."""
+        """Take the next step if it has the same requests and blocks; return whether it has."""
         last, blocks = self.step, _blocks(step)
         follows = self.state() is state and step.iteration == last.iteration + 1 and blocks == self.blocks
         if not (follows and self.steady and np.array_equal(step.context, last.context + 1)):
@@ -187,7 +183,7 @@ def _blocks(step: MiniBatchStep) -> list[bytes]:
 
 
 def _hiding(step: MiniBatchStep) -> int | None:
-    """Return the window of a step's layers where some token of it lies behind it."""
+    """Return the window of a step's layers, if a token of it is outside."""
     return step.window if step.window and (step.context + step.new_tokens).max() > step.window else None
 
 
@@ -209,8 +205,8 @@ class FixedHiddenStates(HiddenStates):
         self.fixed = [] if self.on_host else memory[: sum(self.most)].split(self.most)
 
     def holds(self, step: MiniBatchStep) -> bool:
-        """Return whether what a step computes has fixed addresses: where it decodes, and recomputes few rows. Behind
-        these lies what attention gives its new tokens, before it goes among them."""
+        """Return whether a step's results have fixed addresses: it decodes and recomputes few rows. New tokens'
+        attention output follows these."""
         rows = step.computed_width + (step.recomputed_width > 0)
         return step.decodes and len(step.requests) * rows <= self.most[step.mini_batch]
 
@@ -221,7 +217,7 @@ class FixedHiddenStates(HiddenStates):
             put(self.take_back(task, len(hidden_Rh)), hidden_Rh)
 
     def take_back(self, task: Task, num_rows: int) -> torch.Tensor:
-        """Return the rows of a decode step, from now on its hidden states: what a graph has written."""
+        """Return the rows of a decode step, now its hidden states: a graph's output."""
         if self.on_host:
             return self.slot(task, num_rows)
         rows = self.rows[self._key(task)] = self.fixed[task.mini_batch][:num_rows]
@@ -229,9 +225,9 @@ class FixedHiddenStates(HiddenStates):
 
 
 class Graphs:
-    """The graphs of an engine, and what they read and write at fixed addresses. Used by the compute lane alone.
+    """The graphs of an engine, and their memory at fixed addresses. Used by the compute lane alone.
 
-    ``state``: one of the engine's executors; each that is to use them ``enter``s.
+    ``state``: one of the engine's executors; each that uses them calls ``enter``.
     """
 
     def __init__(self, state: Executor):
@@ -274,7 +270,7 @@ class Graphs:
     # ---- what is at fixed addresses
 
     def fix_step(self, state: Executor, step: MiniBatchStep) -> StepTensors:
-        """Return the tensors of a step that decodes, at fixed addresses: counted up where they can be."""
+        """Return a decode step's tensors at fixed addresses, counted up if possible."""
         self.steps += 1
         key = step.mini_batch, step.window
         held = self._held.get(key)
@@ -285,7 +281,7 @@ class Graphs:
         return held.tensors
 
     def _upload(self, state: Executor, step: MiniBatchStep, held: FixedStep | None) -> FixedStep:
-        """Work the tensors of a step out, in the memory of ``held`` where it has room."""
+        """Compute the tensors of a step, in the memory of ``held`` if it has room."""
         from flexhybrid.runtime.kernels.attend_triton import num_parts
 
         extents = step_extents(state, step, _hiding(step), torch.from_numpy)
@@ -358,7 +354,7 @@ class Graphs:
     # ---- forms
 
     def _form(self, state: Executor, task: Task, verbs: tuple[str, ...]) -> tuple | None:
-        """Return the form of these verbs of a task; None where they are not captured."""
+        """Return the form of these verbs of a task; None if they are not captured."""
         position = task.payload
         step, works = position.step, position.works
         if not self.holds(state, step) or verbs[0] in ENDS or "attend" in verbs and "attend_shared" in works:
@@ -367,7 +363,7 @@ class Graphs:
             return None  # each would keep the rows of a prefix, for what packs them
         held = self.fixed(state, task)
         table = held.table if "attend" in verbs else ()
-        # What is packed of the layer's input lies where the graph of its projection has it.
+        # Packed layer inputs are where their projection's graph reads them.
         act = state.act.data_ptr() if self._packs_act and "quantize" in verbs and "project" not in verbs else 0
         place = self._place(state, task, "dequantize_weights" in verbs)
         return verbs, place, position.slot, held.form, table, act
@@ -387,7 +383,7 @@ class Graphs:
     # ---- capture and launch
 
     def run(self, state: Executor, tasks: Sequence[Task]) -> None:
-        """Run tasks of a position, one behind the other: by their graph where they have one."""
+        """Run adjacent tasks of a position, by their graph if there is one."""
         task, verbs = tasks[0], tuple([task.verb for task in tasks])
         form = self._form(state, task, verbs) if self.enabled and not self.failed else None
         if form is not None and verbs[0] == "finish":
@@ -422,7 +418,7 @@ class Graphs:
             self.plain[task.verb](state, task)
 
     def _take_attended(self, state: Executor, task: Task) -> None:
-        """Let what attention gave lie where graphs read it; what was added up of shared contexts lies elsewhere."""
+        """Put attention's output where graphs read it; sums over shared contexts are elsewhere."""
         fixed = self.attended(state, task.payload.step, whole=True)
         if fixed is not None and state.attended.data_ptr() != fixed.data_ptr():
             state.attended = fixed.copy_(state.attended)
@@ -473,7 +469,7 @@ class Graphs:
         return Recording(graph, state.act if keeps_act else NOTHING)
 
     def _leave(self, state: Executor, task: Task, verbs: tuple[str, ...], recording: Recording) -> None:
-        """Leave what the verbs would have left for those after them."""
+        """Leave for later verbs what the replaced ones would have left."""
         step, slot = task.payload.step, task.payload.slot
         rows = len(step.requests) * step.computed_width
         for verb in verbs:
@@ -494,7 +490,7 @@ class Graphs:
 
 
 def attach(state: Executor, graphs: Graphs | None = None) -> Graphs:
-    """Let an executor run its verbs by the graphs of its engine, which are made where there are none; return them."""
+    """Make an executor run its verbs by its engine's graphs, created if missing; return them."""
     state.graphs = graphs = graphs or Graphs(state)
     graphs.enter(state)
     state.hidden = FixedHiddenStates(state.wave, state.buffers, graphs)
@@ -517,8 +513,8 @@ class JointLaunch:
         self.most = whole * (len(VERBS) * state.shape.num_layers + len(ENDS))
 
     def next_key(self, task: Task) -> tuple[int, int, int, str] | None:
-        """Return the key of the next task that a graph may hold with this one; None behind the last one, and where it
-        or the task's own verb was replaced since (``executor.verbs``)."""
+        """Return the key of the next task that may share a graph with this one; None after the last, or if it or the
+        task's own verb was replaced (``executor.verbs``)."""
         position, verbs = task.payload, self.state.verbs
         graphs = self.state.graphs
         joins = graphs.joins and verbs[task.verb] is _graphed and graphs.holds(self.state, position.step)

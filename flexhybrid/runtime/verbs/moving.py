@@ -76,7 +76,7 @@ def load_cache(state: State, task: Task, representation: str) -> None:
 
 
 def store_cache(state: State, task: Task, representation: str) -> None:
-    """device staging -> landing strip: the new tokens' rows, and their places where a selection chooses them."""
+    """device staging -> landing strip: the new tokens' rows, and their places if a selection chooses them."""
     slot, buffers = task.payload.slot, state.buffers
     for store in task.payload.step.stores:
         if store.representation == representation and store.tier != "device":
@@ -107,9 +107,8 @@ def put_rows(state: State, task: Task, store: Store, rows: torch.Tensor) -> None
 def put_tokens(
     pool: torch.Tensor, rows: torch.Tensor, blocks: np.ndarray, offsets: np.ndarray, share: Share = map
 ) -> None:
-    """Put rows [n, row] at the offsets [n] of blocks [n] in a pool of contiguous memory, [·, 16, row] or head-major
-    [·, 2, G, 16, d]. ``share`` deals rows to threads: the link of a GPU brings those of a prompt faster than one thread
-    puts them into the pool."""
+    """Put rows [n, row] at the offsets [n] of blocks [n] in a contiguous pool, [·, 16, row] or head-major [·, 2, G, 16,
+    d]. ``share`` divides rows among threads: a GPU's link is faster than one thread."""
     if not compiled.has_numba():
         _put_plainly(pool, rows, blocks, offsets, share)
         return
@@ -145,8 +144,8 @@ RUNS_AT_A_TIME = 32
 
 
 def _put_plainly(pool: torch.Tensor, rows: torch.Tensor, blocks: np.ndarray, offsets: np.ndarray, share: Share) -> None:
-    """Put rows as ``put_tokens`` does, with numpy: those of heads by runs of neighbouring tokens, since a prompt fills
-    its blocks in order."""
+    """Put rows as ``put_tokens`` does, with numpy; head-major ones by runs of neighbouring tokens, as prompts fill
+    blocks in order."""
     places, new = as_numpy(pool), as_numpy(rows)
     if places.ndim == 3:
         places[blocks, offsets] = new
@@ -200,7 +199,7 @@ def write_cache(state: State, task: Task, representation: str) -> None:
 
 
 def disk_space(space: DiskSpace | None) -> DiskSpace:
-    """Return the space; raise ValueError where the policy has put nothing there."""
+    """Return the space; raise ValueError if the policy puts nothing there."""
     if space is None:
         raise ValueError("a task reads or writes disk space that was never made")
     return space

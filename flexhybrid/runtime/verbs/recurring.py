@@ -36,7 +36,7 @@ def _moved(state: State, task: Task) -> Iterator[tuple[torch.Tensor, torch.Tenso
 
 
 def held_states(state: State, task: Task) -> Held:
-    """Return the states [B, …] with which the task's layer goes on; None where it keeps none or a prompt begins."""
+    """Return the states [B, …] that the task's layer continues; None if it keeps none or a prompt begins."""
     step, states = task.payload.step, state.buffers.states
     if not step.decodes or task.layer not in states.pools:
         return None
@@ -49,7 +49,7 @@ def held_states(state: State, task: Task) -> Held:
 
 
 def keep_states(state: State, task: Task) -> None:
-    """Put the states that the task's layer has left where they are kept, or where the link takes them."""
+    """Store the states that the task's layer left, or put them where the link takes them."""
     step, states = task.payload.step, state.buffers.states
     if state.modules is None or task.layer not in states.pools:
         return

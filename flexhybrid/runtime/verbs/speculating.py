@@ -78,7 +78,7 @@ def _take_heads(
 
 
 def load_chosen(state: State, task: Task, representation: str) -> None:
-    """host -> device: the gathered rows, in one copy of as many bytes as there are."""
+    """host -> device: the gathered rows, in one copy of exactly their bytes."""
     key, buffers = (representation, task.payload.slot), state.buffers
     fetched = state.selection.fetched[key] = state.selection.gathered[key]
     state.copies.copy_h2d(
