@@ -1,4 +1,4 @@
-"""What attention of a layer is beyond its heads, and what a config.json says of it."""
+"""Properties of a layer's attention beyond its heads, as given by config.json."""
 
 import math
 from dataclasses import dataclass

@@ -14,8 +14,8 @@ SOURCES = ("auto", "none")
 
 
 def generation_config(folder: Path) -> dict:
-    """Return the fields of a checkpoint's file that are not null; {} where it has none. Raise InputError for a file
-    that is no JSON object."""
+    """Return the non-null fields of a checkpoint's file; {} without one. Raise InputError for a file that is not a JSON
+    object."""
     path = folder / FILE
     if not path.is_file():
         return {}
@@ -36,10 +36,10 @@ def default_sampling(folder: Path, source: str = "auto") -> dict:
 
 
 def end_tokens(folder: Path | None, *configured) -> tuple[int, ...]:
-    """Return the token ids that end an answer: the file's or, where it names none, the first that is named of
-    ``configured`` (eos_token_id of config.json and of its parts), as in transformers; () where none is.
+    """Return the token ids that end an answer: the file's or else the first named one of ``configured`` (eos_token_id
+    of config.json and its parts), as in transformers; () without any.
 
-    Models for chats have more than one: the end of a turn beside the end of the text.
+    Chat models have several: the end of a turn and the end of the text.
     """
     own = generation_config(folder).get("eos_token_id") if folder else None
     tokens = next((tokens for tokens in (own, *configured) if tokens is not None and tokens != []), ())

@@ -14,8 +14,8 @@ class LayerTensor:
     size: tuple[int, ...]
     early: bool  #: used up to the layer's attention call, not behind it
     kv_gen: bool = False  #: used to recompute keys and values from ACT; early, where they are the layer's own
-    #: it lies on the device beside the embedding: later layers recompute this layer's keys and values with it, too. A
-    #: layer that borrows them has it among its tensors as well
+    #: on the device with the embedding, because later layers recompute this layer's keys and values with it; a layer
+    #: that borrows them lists it too
     outside: bool = False
     #: a matrix that lies where vectors do, in the compute dtype: used before and behind the attention, or never packed
     everywhere: bool = False
@@ -27,7 +27,7 @@ class LayerTensor:
 
     @property
     def cols(self) -> int:
-        """Elements of a row of a matrix; 0 for a vector, and for what lies as one."""
+        """Return the elements of a row of a matrix; 0 for a vector."""
         return self.size[-1] if len(self.size) > 1 and not self.everywhere else 0
 
     @property
@@ -72,7 +72,7 @@ class ModuleLayers:
 
     @property
     def has_experts(self) -> bool:
-        """Whether some layer has tensors of several experts."""
+        """Return whether some layer has tensors of several experts."""
         return any(tensor.experts for kind in self.kinds for tensor in kind)
 
     def read(self, rows):

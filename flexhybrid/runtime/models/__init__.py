@@ -10,7 +10,7 @@ ARCHITECTURES: dict[str, ModuleType] = {"opt": opt, "llama": llama}
 
 
 def architecture(shape: ModelShape) -> ModuleType:
-    """Return the module of a shape's family; raise InputError where there is none."""
+    """Return the module of a shape's family; raise InputError without one."""
     if shape.family not in ARCHITECTURES:
         raise InputError(
             f"model {shape.name}: the executor cannot run the {shape.family} family; it runs {', '.join(ARCHITECTURES)}"

@@ -1,4 +1,4 @@
-"""How much memory a layer's tensors take at a time, counted on the meta device, where they have sizes and no memory."""
+"""Peak memory of a layer's tensors, counted on the meta device, where they have sizes but no memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flexhybrid.runtime.models.latent import tensors_in
 
 
 class _Counted(TorchDispatchMode):
-    """Counts the bytes of memory that is made while it is on, as long as something holds it."""
+    """Counts the live bytes of memory made while it is active."""
 
     def __init__(self):
         super().__init__()

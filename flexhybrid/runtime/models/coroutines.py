@@ -1,11 +1,11 @@
-"""Functions that are interrupted where they say so, and go on from there when they are told to.
+"""Functions that interrupt themselves and are resumed.
 
-Each runs in a greenlet. One that has ended is used again by the next function: to make one takes ten times as long
-(some 10 µs), as its frames get memory of their own.
+Each runs in a greenlet, which the next function reuses: making one takes ten times as long (about 10 µs), for its
+frames' memory.
 
-A greenlet's part of the C stack stands on the frames of whoever switched to it last. torch walks the whole stack for
-every error that it raises, and the process dies where what lies below a greenlet's part is not what that was begun on.
-So all of them are switched to from one line of one frame (``hosted``), which stays where it is.
+A greenlet's part of the C stack is on top of the frames of its latest switcher. torch walks the whole stack for every
+error that it raises, and the process dies if the frames below differ from those at the start. So all switches happen on
+one line of one permanent frame (``hosted``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flexhybrid.runtime.process_settings import float32_default
 Result = TypeVar("Result")
 
 _ENDED, _RAISED = object(), object()  #: what a greenlet gives when its function has ended, or raised an error
-_LEFT = object()  #: what a function is resumed with that is to end where it is
+_LEFT = object()  #: value that ends a resumed function
 
 
 class _Left(BaseException):
@@ -50,7 +50,7 @@ _host = _Host()
 
 
 def hosted(function: Callable[[], Result]) -> Result:
-    """Return what a function returns, which may use ``started`` as long as it runs, in this thread."""
+    """Return what a function returns; while it runs, it may use ``started`` in this thread."""
     import greenlet
 
     if _host.base is not None:
@@ -109,14 +109,14 @@ class Coroutine:
             del result  # its traceback holds this frame
 
     def leave(self) -> None:
-        """End the function where it is."""
+        """End the function at its interruption."""
         self.resume(_LEFT)
 
 
 def started(function: Callable[[], Any]) -> tuple[Coroutine, Any]:
-    """Run a function until it is interrupted, or to its end: return what it was interrupted with, or its result.
+    """Run a function until it is interrupted or ends; return its interruption's value, or its result.
 
-    Raise what it raises, and RuntimeError outside of ``hosted``.
+    Raise what it raises, and RuntimeError outside ``hosted``.
     """
     if _host.base is None:
         raise RuntimeError("functions that are interrupted run within hosted()")

@@ -52,8 +52,7 @@ class EmptyModel(NamedTuple):
 
 
 def empty_model(folder: Path, untied: frozenset[str] = frozenset()) -> EmptyModel:
-    """Return a checkpoint's model, built and looked at once as long as its configuration stays as it is. ``untied`` as
-    in ``ModuleLayers``.
+    """Return a checkpoint's model, built and examined once per configuration. ``untied`` as in ``ModuleLayers``.
 
     Raise InputError, with the reason, for a model that would not be exact, and for packed weights.
     """
@@ -84,7 +83,7 @@ def _empty_model(
             own = torch.nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
             setattr(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], own)
         return hosted(lambda: _looked_at(folder, model, "text_config" in config, untied))
-    except Exception as error:  # Refused; or whatever a model raises whose modules are built in a way of their own
+    except Exception as error:  # Unsupported, or any error of a model with unusual modules
         reason = error if isinstance(error, Unsupported) else f"its modules are not as expected ({one_line(error)})"
         raise InputError(
             f"{folder}: models of type {shown(config.get('model_type'))} cannot be run exactly: {reason}"
@@ -117,7 +116,8 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
             raise Unsupported("its layers share parameters")
         known |= set(map(id, named.values()))
         inside |= {id(parameter) for name, parameter in named.items() if name not in fact.lent}
-        # Where no attention parts a layer, what other layers do not have behind theirs lies where they have theirs.
+        # In a layer without attention, what follows attention elsewhere is placed like the other layers' part before
+        # it.
         early = fact.early if fact.attention else named.keys() - behind if behind else ()
         experts = {name for name, of in named.items() if of.dim() == 3 and len(of) > 1 and "experts" in name}
         routers = {name for name in named if experts and not ROUTERS.isdisjoint(name.split("."))}
@@ -176,7 +176,7 @@ def _shape(folder: Path, model, layers: Layers, facts: list[LayerFacts]) -> Mode
 
 
 def _call_elements(layers: Layers) -> int:
-    """Return the elements of each token that layers are called with, beside hidden states."""
+    """Return the elements per token that layers are called with, in addition to hidden states."""
     rows = torch.zeros(ROWS, dtype=torch.int64, device="meta")
     with torch.inference_mode():
         calls = layers.embed(rows, rows).calls
@@ -198,8 +198,8 @@ def _attention_kind(fact: AttentionFacts | None) -> AttentionKind:
 
 
 def _check_cache(text, windows: Mapping[int, int | None], longest: int) -> None:
-    """Raise Refused where transformers' own cache forgets tokens of a layer that its mask lets see: what the model's
-    tokens are would depend on the cache. ``windows``: of the layers that keep keys and values."""
+    """Raise Unsupported if transformers' own cache drops tokens that a layer's mask lets it see: the model's tokens
+    would depend on the cache. ``windows``: of the layers that keep keys and values."""
     from transformers import DynamicCache
 
     layers: Any = DynamicCache(config=text).layers

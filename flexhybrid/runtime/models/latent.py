@@ -1,9 +1,9 @@
-"""What keys and values are recomputed from: the input of an attention module, or a narrower row inside of it.
+"""What keys and values are recomputed from: an attention module's input, or a narrower row inside it.
 
 Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, Sec. 2.1) projects a token's hidden state to a short row,
 the latent, and expands it to keys and values of all heads. Such a row is found by running the module on the meta
-device, not by its name: it is the narrowest output of a linear layer through which alone keys and values depend on the
-hidden state. An ACT block then holds that row, and KV-Gen is the rest of the module up to its attention call.
+device: the narrowest output of a linear layer through which alone keys and values depend on the hidden state. An ACT
+block then holds that row, and KV-Gen is the rest of the module up to its attention call.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class KvGen(NamedTuple):
 
 
 class Marks(TorchDispatchMode):
-    """Notes which marks each tensor may depend on.
+    """Records which marks each tensor may depend on.
 
-    Marks follow memory: what an operation writes gets the marks of all that it reads, and so has every view of it. On
-    the meta device no value can steer what is computed, so a tensor without a mark does not depend on what has it.
+    Marks follow memory: an operation's outputs, and all views of them, get the marks of its inputs. On the meta device
+    no value can decide what is computed, so a tensor without a mark is independent of it.
     """
 
     def __init__(self):
@@ -96,8 +96,8 @@ def kv_gen_of(
 ) -> KvGen:
     """Return how a module recomputes keys and values; all on the meta device, ``hidden`` [1, R, h].
 
-    ``args`` and ``kwargs`` are what the module is called with behind its hidden states. Without ``latents`` it is from
-    its hidden states.
+    ``args`` and ``kwargs``: the module's arguments after its hidden states. Without ``latents``, from its hidden
+    states.
     """
     linear = {path: part for path, part in attention.named_modules() if isinstance(part, torch.nn.Linear)}
     widths: dict[str, int] = {}
@@ -145,7 +145,7 @@ def kv_gen_of(
 
 
 class ActRows:
-    """What ACT blocks hold of an attention module's tokens, taken as it runs, and given back to it for KV-Gen."""
+    """What ACT blocks hold of an attention module's tokens: recorded as it runs, returned to it for KV-Gen."""
 
     def __init__(self, attention: torch.nn.Module, gen: KvGen, hidden: int):
         self._attention, self._source, self._hidden = attention, gen.source, hidden
@@ -198,7 +198,7 @@ class ActRows:
         vars(source)["forward"] = forward
 
     def _leave_out(self, layer: Any) -> None:
-        """Let a linear layer return unread zeros while keys and values alone are wanted."""
+        """Make a linear layer return unread zeros while only keys and values are needed."""
         own, columns = layer.forward, layer.out_features
 
         def forward(rows: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Any decoder that transformers knows, on the executor: its own layers, with memory, order and attention of ours.
+"""Any decoder of transformers on the executor: its own layers with our memory, order and attention.
 
-``ModulePath`` runs the verbs embed, project, kv_gen, finish and head of models that no hand-written file
-(``flexhybrid.runtime.models.llama``, ``opt``) has. What a layer is, transformers says
-(``empty_model``); where its bytes lie, the plan.
+``ModulePath`` runs the verbs embed, project, kv_gen, finish and head for models without a hand-written file
+(``flexhybrid.runtime.models.llama``, ``opt``). transformers defines the layers (``empty_model``), the plan their bytes'
+places.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class ModulePath:
     # ---- weights
 
     def stays_float32(self, name: str) -> bool:
-        """Return whether a tensor outside the layers' parameters is float32 whatever the model computes in, as
-        transformers has it: biases by which experts are chosen."""
+        """Return whether a tensor outside the layers' parameters is float32 at any compute dtype, as in transformers:
+        biases that choose experts."""
         kept = self.model._keep_in_fp32_modules_strict or ()
         return any(part in name for part in kept)
 
@@ -94,7 +94,7 @@ class ModulePath:
         call_directly(self.model)
 
     def _place(self, layer: int, views: Mapping[str, tuple[torch.Tensor, ...]]) -> None:
-        """Let a layer's parameters be these views of weights."""
+        """Set a layer's parameters to these views of weights."""
         if self._in_place.get(layer) is views:
             return
         for name, (module, key) in self.slots[layer].items():
@@ -129,10 +129,10 @@ class ModulePath:
     def project(
         self, step: Any, slot: int, layer: int, hidden_Rh: torch.Tensor, views, held: Held = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a layer up to its attention: the rows [R, keys | values | queries], and what ACT blocks hold, of a layer
-        that makes keys and values of its own.
+        """Run a layer up to its attention: return the rows [R, keys | values | queries], and the content of ACT blocks
+        if the layer makes its own keys and values.
 
-        ``held``: of a layer that keeps a state, too, those of the step's requests; None where they have none yet.
+        ``held``: for a layer with a state, the states of the step's requests; None without any yet.
         """
         self._place(layer, views)
         fact, rows_of, call = self._attention(layer), self.act[layer], self.calls[step][layer]
@@ -158,7 +158,7 @@ class ModulePath:
         return kvq, act
 
     def _attention(self, layer: int) -> AttentionFacts:
-        """Return the attention of a layer. Raise ValueError where it has none."""
+        """Return the attention of a layer. Raise ValueError without any."""
         fact = self.facts[layer].attention
         if fact is None:
             raise ValueError(f"layer {layer} does not attend")
@@ -195,9 +195,9 @@ class ModulePath:
         return calls
 
     def generate(self, layer: int, act_rows: torch.Tensor, calls: list[LayerCall], views, out: torch.Tensor) -> None:
-        """Recompute keys and values [n, 2·G·d] of ACT rows [n, width]: the attention module, up to its attention. Those
-        that a layer borrows are recomputed by the module of the layer that made them, whose parameters for that lie on
-        the device (``LayerFacts.lent``)."""
+        """Recompute keys and values [n, 2·G·d] of ACT rows [n, width]: the attention module up to its attention.
+        Borrowed ones are recomputed by the lender's module, whose parameters for that are on the device
+        (``LayerFacts.lent``)."""
         self._place(layer, views)
         layer = self.shape.source_of(layer)
         fact, rows_of = self._attention(layer), self.act[layer]
@@ -233,7 +233,7 @@ def _owned(module: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _slots(layer: torch.nn.Module, outside: frozenset[str]) -> dict[str, Slot]:
-    """Return the places of a layer's parameters, but for those whose tensors lie ``outside``."""
+    """Return the places of a layer's parameters, except those whose tensors are ``outside``."""
     slots = {
         f"{path}.{key}" if path else key: Slot(module, key)
         for path, module in layer.named_modules()

@@ -1,7 +1,7 @@
-"""What a model of transformers needs and does, found by running its layers on the meta device: no weights, no memory.
+"""Facts about a transformers model, found by running its layers on the meta device, without weights or memory.
 
-``look`` gives the facts that the plan needs (tensors of each layer, heads, windows) and those with which
-``flexhybrid.runtime.models.transformer`` runs it. What would not be exact is refused here, before weights are read.
+``look`` gives the facts for the plan (tensors of each layer, heads, windows) and for
+``flexhybrid.runtime.models.transformer``. What would not be exact is refused here, before weights are read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SILENT = ("dropout", "position_ids", "cache_position", "output_attentions", "use
 
 
 class Argument(NamedTuple):
-    """Where an argument of the attention module comes from: a path into the layer's arguments, or a value."""
+    """The source of an attention module's argument: a path into the layer's arguments, or a value."""
 
     path: tuple[Any, ...] | None
     value: Any = None
@@ -89,7 +89,7 @@ GROUPED = ("grouped_mm", "_grouped_mm")
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which tensors take part in what is computed."""
+    """Records which tensors take part in a computation."""
 
     def __init__(self):
         super().__init__()
@@ -126,7 +126,7 @@ class _NoPadding(TorchFunctionMode):
 
 
 class _TaggedMask:
-    """Stands for a mask that a model makes and passes on: which tokens may be seen."""
+    """Replaces a mask that a model makes and passes on: which tokens may be seen."""
 
     def __init__(self, mask_function, longest: int):
         self._function, self._longest = mask_function, longest
@@ -143,9 +143,9 @@ class _TaggedMask:
 
 
 def window_of(mask_function, longest: int) -> int | None:
-    """Return how many tokens a transformers mask function lets the last one see, itself among them; None for all.
+    """Return how many tokens a transformers mask function lets the last one see, including itself; None for all.
 
-    Raise Refused for a mask that is neither causal nor a window of the last tokens.
+    Raise Unsupported for a mask that is neither causal nor a window of the last tokens.
     """
     if mask_function is None:
         return None
@@ -168,7 +168,7 @@ def window_of(mask_function, longest: int) -> int | None:
 
 
 def look(layers: Layers, longest: int) -> list[LayerFacts]:
-    """Return the facts of each layer. Raise Refused with the reason why the model cannot run exactly."""
+    """Return the facts of each layer. Raise Unsupported with the reason why the model cannot run exactly."""
     asked = []
 
     def tagged(mask_function) -> _TaggedMask:
@@ -211,8 +211,8 @@ def look(layers: Layers, longest: int) -> list[LayerFacts]:
 def _sources(
     layers: Layers, hidden: torch.Tensor, calls: Sequence[LayerCall], states: Sequence[LayerState | None]
 ) -> list[int | None]:
-    """Return the layer whose keys and values each layer attends to, None where to its own: found by what they are
-    made of, while the layers run one after the other. ``calls``: of a forward of their own."""
+    """Return the layer whose keys and values each layer attends to, None for its own: found by following them through
+    the layers in order. ``calls``: of a separate forward."""
     sources: list[int | None] = []
     made: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     with Marks() as marks:
@@ -287,7 +287,7 @@ def _look_at(
     latents: bool,
     lender: AttentionFacts | None,
 ) -> LayerFacts:
-    """Return the facts of a layer. ``lender``: the attention of the layer whose keys and values it attends to."""
+    """Return the facts of a layer. ``lender``: the attention that makes its keys and values, if borrowed."""
     layer = layers.layers[index]
     named = dict(layer.named_parameters())
     if state and not state.attends:
@@ -327,8 +327,8 @@ def _look_at(
 
 
 def measure(layers: Layers, facts: list[LayerFacts], kinds: list[int]) -> tuple[tuple[WorkBytes, ...], float]:
-    """Return the most bytes that one of these layers has in work, by dtype, and the share of its experts that a row is
-    multiplied with (all, where they are not grouped). Those that cannot run by themselves are left out."""
+    """Return the most working bytes of one of these layers, by dtype, and the share of its experts that a row is
+    multiplied with (all, if not grouped). Layers that cannot run alone are left out."""
     work, shares = [], set[float]()
     for dtype in in_each_dtype(layers.model):
         peaks = dict.fromkeys(MEASURED[-2:], 0)
@@ -430,7 +430,7 @@ def _asks(option) -> bool:
 
 
 def _argument(value, sources: dict[str, Any], where: str) -> Argument:
-    """Return where a value comes from. Raise Refused for a tensor that is none of the layer's arguments."""
+    """Return the source of a value. Raise Unsupported for a tensor that is not among the layer's arguments."""
     if not _holds_tensor(value) and not isinstance(value, MutableMapping):
         return Argument(None, None if isinstance(value, _TaggedMask) or is_stand_in(value) else value)
     for kind, source in sources.items():

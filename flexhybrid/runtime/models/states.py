@@ -1,11 +1,10 @@
-"""Recurrent layers of transformers, which keep a state of fixed size instead of keys and values of all tokens.
+"""Recurrent layers of transformers, which keep a state of fixed size instead of all tokens' keys and values.
 
-A layer reads and writes its state in transformers' ``Cache``. Here it is given a stand-in for one layer's part of that,
-which holds the states of this mini-batch alone: what the layer leaves there goes back to where states are kept. Prompts
-of different lengths are run apart (``groups_of``): padding behind a prompt would go into its state, and padding before
-it changes how transformers cuts a prompt into pieces.
+A layer reads and writes its state in transformers' ``Cache``. It is given a stand-in for its part, with the states of
+this mini-batch alone; they are stored afterwards. Prompts of different lengths run separately (``groups_of``): padding
+after a prompt would enter its state, and padding before it changes how transformers divides the prompt.
 
-Shapes: R rows of a grid [B, width], of which each request has its first ones; h hidden.
+Shapes: R rows of a grid [B, width], each request's rows first; h hidden.
 """
 
 from __future__ import annotations
@@ -68,14 +67,14 @@ def _classes() -> tuple[type, type]:
     from transformers.cache_utils import Cache, LinearAttentionLayer
 
     class StateLayer(LinearAttentionLayer):
-        """The states of one layer. Keys and values pass through: attention finds those of other tokens elsewhere."""
+        """The states of one layer. Keys and values pass through: attention finds other tokens' elsewhere."""
 
         changes = 0  #: times that a state was written
 
         def lazy_initialization(
             self, conv_states=None, recurrent_states=None, state_idx=0, conv_kernel_size=None
         ) -> None:
-            """As transformers' own, without marking tensors for its compiler, whose import takes seconds."""
+            """As in transformers, without marking tensors for its compiler, whose import takes seconds."""
             if conv_states is not None:
                 size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
                 self.dtype, self.device = conv_states.dtype, conv_states.device
@@ -98,7 +97,7 @@ def _classes() -> tuple[type, type]:
             return key_states, value_states
 
     class StandIn(Cache):
-        """A cache whose every layer is the one that runs."""
+        """A cache in which every layer is the running one."""
 
         def __init__(self, num_layers: int, num_states: int):
             self.own = StateLayer(num_states)
@@ -130,7 +129,7 @@ def stand_in(layers: Layers, state: LayerState | None = None, held: Sequence[tor
 
 
 def with_cache(call: LayerCall, made: Any, index: int) -> LayerCall:
-    """Return a layer's call with a cache. Raise Refused where it takes none."""
+    """Return a layer's call with a cache. Raise Unsupported if it takes none."""
     names = [name for name in CACHES if name in call.kwargs]
     if not names:
         raise Unsupported(f"layer {index} keeps a state elsewhere than in transformers' cache")
@@ -138,7 +137,7 @@ def with_cache(call: LayerCall, made: Any, index: int) -> LayerCall:
 
 
 def cache_of(call: LayerCall) -> Any:
-    """Return the stand-in among a layer's arguments; None where there is none."""
+    """Return the stand-in among a layer's arguments; None without one."""
     return next(filter(is_stand_in, call.kwargs.values()), None)
 
 
@@ -203,10 +202,10 @@ class RecurrentLayers:
         held: Sequence[torch.Tensor] | None,
         take: Callable[[], torch.Tensor],
     ) -> tuple[AttentionCall, torch.Tensor]:
-        """Run a layer that attends up to its attention: return what it gives to that, over the whole grid
-        ([1, ·, R, d]), and what ACT blocks hold [R, width], which ``take`` has of the latest run.
+        """Run an attending layer up to its attention: return attention's input over the whole grid ([1, ·, R, d]), and
+        ACT blocks' content [R, width], which ``take`` has from the latest run.
 
-        ``held``: the states of the step's requests, one group; None: they have none yet.
+        ``held``: the states of the step's requests, one group; None without any yet.
         """
         inputs, rows = [], len(hidden_Rh)
         for _ in self._runs(slot, index, hidden_Rh, call, groups, held):
@@ -229,7 +228,7 @@ class RecurrentLayers:
         groups: list[RowGroup],
         held: Sequence[torch.Tensor] | None,
     ) -> None:
-        """Run a layer that does not attend; ``finish`` returns what it gives."""
+        """Run a layer without attention; ``finish`` returns its output."""
         for _ in self._runs(slot, index, hidden_Rh, call, groups, held):
             pass
 
@@ -242,7 +241,7 @@ class RecurrentLayers:
             yield running[-1]
 
     def finish(self, slot: int, attended_RHd: torch.Tensor | None) -> torch.Tensor:
-        """Return the next layer's hidden states [R, h], behind what attention gave, where the layer attends."""
+        """Return the next layer's hidden states [R, h], from attention's output if the layer attends."""
         running = self._running[slot]
         if attended_RHd is not None:
             rows = len(attended_RHd)
@@ -272,17 +271,17 @@ def _grid(rows: int, parts: list[tuple[RowGroup, torch.Tensor]]) -> torch.Tensor
 
 
 def layer_kinds(config: Any) -> list[str | None]:
-    """Return what a configuration calls its layers; None where it has no names for them."""
+    """Return a configuration's names for its layers; None without any."""
     count = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     return [*kinds] if kinds and len(kinds) == count else [None] * count
 
 
 def find_states(layers: Layers, embed: Any) -> list[LayerState | None]:
-    """Return each layer's state, None of a layer of attention alone; of a model on the meta device.
+    """Return each layer's state, None for attention alone, from a model on the meta device.
 
-    ``embed(tokens)`` gives the first hidden states [1, R, h] of so many tokens, None: of some, and the layers' calls.
-    States that are float32 there are so whatever the model computes in. Raise Refused where a state has no fixed size.
+    ``embed(tokens)``: the first hidden states [1, R, h] of this many tokens (None: some), and the layers' calls.
+    float32 states stay float32 at any compute dtype. Raise Unsupported for a state without fixed size.
     """
     kinds = layer_kinds(layers.model.config.get_text_config())
     if not any(kind in (*RECURRENT, *PLAIN) for kind in kinds):

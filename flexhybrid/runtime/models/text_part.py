@@ -1,7 +1,7 @@
-"""The text part of a model that takes pictures or sound too: a decoder by itself, whose texts are answered alike.
+"""The text part of a model that also takes pictures or sound: a decoder with equal answers to texts.
 
-Its config.json has a ``text_config``; its weights are called as in the whole model, ``model.language_model.layers.0…``
-or ``language_model.model.layers.0…``, instead of ``model.layers.0…``.
+Its config.json has a ``text_config``; its weights have the whole model's names, ``model.language_model.layers.0…`` or
+``language_model.model.layers.0…``, instead of ``model.layers.0…``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def takes_more_than_text(config) -> bool:
 
 
 def text_part(config):
-    """Return the configuration of the text part, None where there is none."""
+    """Return the configuration of the text part, None without one."""
     text = config.get_text_config()
     if text is config or not getattr(text, "model_type", None):
         return None
@@ -29,5 +29,5 @@ def text_part(config):
 
 
 def own_name(name: str) -> str:
-    """Return what the text part by itself calls a tensor of the whole model's checkpoint."""
+    """Return the text part's own name for a tensor of the whole model's checkpoint."""
     return name.replace(PART, "", 1)

@@ -1,9 +1,9 @@
-"""An unmodified model of transformers whose decoder layers run one at a time, interrupted at their attention call.
+"""An unmodified transformers model whose decoder layers run one at a time, interrupted at their attention call.
 
-The model stands on the meta device: it says what is computed, and has no memory. Parameters are put into its modules
-as views of weight slots when a layer runs. A layer's call is interrupted (``interrupted``) at the attention function:
-what comes before it (``Layers.begin``) and behind it (``Layers.finish``) are two calls of ours. What stands around the
-layers is the model's own forward, whose layers are replaced by stand-ins (``Layers.embed``, ``Layers.head``).
+The model is on the meta device: it defines the computation and has no memory. When a layer runs, its parameters are
+views of weight slots. Its call is interrupted (``coroutines``) at the attention function, so that the parts before
+(``Layers.begin``) and after it (``Layers.finish``) are separate calls. Around the layers runs the model's own forward,
+with stand-ins for its layers (``Layers.embed``, ``Layers.head``).
 
 Shapes: R rows (tokens, in any order, of any request), h hidden, H query heads, G key/value heads, d head size.
 """
@@ -45,7 +45,7 @@ class Unsupported(Exception):
 
 
 class AttentionCall(NamedTuple):
-    """What a layer gives to its attention: queries [1, H, R, d], keys and values [1, G, R, d]."""
+    """What a layer passes to its attention: queries [1, H, R, d], keys and values [1, G, R, d]."""
 
     module: torch.nn.Module
     query: torch.Tensor
@@ -71,12 +71,11 @@ class Embedded(NamedTuple):
 
 
 _AT_THE_LAST = object()  #: that forward tells so that it waits
-_NOTHING_ELSE = object()  #: stands for what a layer returns beside hidden states
+_NOTHING_ELSE = object()  #: in place of what a layer returns besides hidden states
 
 
 def check_libraries() -> None:
-    """Raise InputError where a library is missing, or too old, that models of transformers need to run layer by
-    layer."""
+    """Raise InputError if a library that transformers' models need to run layer by layer is missing or too old."""
     if missing := [name for name in LIBRARIES if importlib.util.find_spec(name) is None]:
         raise InputError(
             f"this model would run through transformers' own layers, for which {' and '.join(missing)} must be "
@@ -105,7 +104,7 @@ def _mask(*_, mask_function, **others):
 
 @contextmanager
 def masks_made_by(maker: Callable) -> Iterator[None]:
-    """Let the model's masks be what ``maker`` makes of transformers' mask functions, instead of None."""
+    """Replace the model's masks by what ``maker`` makes of transformers' mask functions, instead of None."""
     _mask_maker.append(maker)
     try:
         yield
@@ -118,8 +117,8 @@ _rows = threading.local()  #: ``asked``: this thread runs a forward over rows of
 
 
 def _look_for_no_packed_texts() -> None:
-    """Let transformers not compare the positions of our rows, by which it tells texts in one row apart: nothing of ours
-    reads the mask that it would make, and on a GPU the host would wait for the comparison."""
+    """Stop transformers from comparing our rows' positions, by which it separates texts in one row: its mask is unused
+    here, and on a GPU the host would wait for the comparison."""
     from transformers import masking_utils
 
     name = "find_packed_sequence_indices"
@@ -139,9 +138,9 @@ missing_kernels: set[str] = set()
 
 
 def _is_of_no_kernel(record: logging.LogRecord) -> bool:
-    """Note the package that a warning of transformers' misses; return whether the warning is of something else.
+    """Record the package that a transformers warning misses; return whether the warning is about something else.
 
-    No CPU has these kernels. What is missing on a machine with a GPU, `flexhybrid doctor` tells.
+    No CPU has these kernels; on a GPU machine, `flexhybrid doctor` reports missing ones.
     """
     text = record.getMessage()
     packages = re.findall(r"`([^`]+)` is not installed", text)
@@ -159,9 +158,9 @@ def _tell_no_missing_kernels() -> None:
 
 
 def build(folder: Path):
-    """Return transformers' model of a checkpoint's config.json, without weights. Raise Refused where there is none.
+    """Return transformers' model of a checkpoint's config.json, without weights. Raise Unsupported without one.
 
-    It is made in DTYPE: what has another one has it whatever the model computes in.
+    It is made in DTYPE: parts with another dtype keep that at any compute dtype.
     """
     import transformers
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
@@ -203,7 +202,7 @@ def build(folder: Path):
 
 
 def one_line(error: Exception) -> str:
-    """Return an error as one line, its beginning where it is long."""
+    """Return an error as one line, shortened if long."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:240] or '-'}"
 
 
@@ -217,7 +216,7 @@ def _stateful_kinds(config) -> list[str]:
 
 
 def decoder_layers(model) -> torch.nn.ModuleList:
-    """Return the list of a model's decoder layers. Raise Refused where there is no such list, or more than one."""
+    """Return the list of a model's decoder layers. Raise Unsupported unless there is exactly one such list."""
     count = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
     lists = [m for m in lists if all(any(part.children()) for part in m)]  # not of single matrices
@@ -324,7 +323,7 @@ class Layers:
         return rows.unflatten(1, (self.streams, -1)).transpose(0, 1).contiguous()[:, None]
 
     def head(self, hidden_Rh: torch.Tensor, rest: Coroutine | None = None) -> torch.Tensor:
-        """Return the logits [R, vocab] of the last layer's hidden states. ``rest``: of ``Embedded``, of as many rows;
+        """Return the logits [R, vocab] of the last layer's hidden states. ``rest``: of ``Embedded``, with equal rows;
         None: another one."""
         if rest is None:
             zeros = torch.zeros(len(hidden_Rh), dtype=torch.int64, device=hidden_Rh.device)
@@ -345,17 +344,17 @@ class Layers:
 
 
 def hidden_states(result: Any) -> Any:
-    """Return the hidden states of what a layer returns."""
+    """Return the hidden states in a layer's result."""
     if isinstance(result, AttentionCall):
         raise Unsupported("a layer attends twice")
     return result[0] if isinstance(result, tuple) else result
 
 
 def call_directly(model) -> None:
-    """Let a call of each module be its forward, and let modules and configurations find their parts without a search.
+    """Replace the call of each module by its forward, and make attribute look-ups of modules and configurations direct.
 
-    Half of the Python time of a small layer goes into hooks and attributes that are looked for and not there. What has
-    hooks, or finds its attributes in a way of its own, is left as it is.
+    Half of a small layer's Python time is spent on absent hooks and attributes. Modules with hooks or unusual look-ups
+    stay unchanged.
     """
     for module in model.modules():
         if not any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks")):
@@ -385,7 +384,7 @@ def _called_directly(kind: type) -> type:
 
 
 def _holds_what_it_gives(config) -> bool:
-    """Return whether what a configuration gives for a name is what it holds by that name, and by no other name."""
+    """Return whether a configuration's value for a name is what it stores under exactly that name."""
     try:
         return not config.attribute_map and all(getattr(config, name) is held for name, held in vars(config).items())
     except RuntimeError:  # what differs from layer to layer must not be read of the model (Gemma 4)
@@ -406,7 +405,7 @@ class Pending(NamedTuple):
 
 
 def begun(function: Callable[[], Any]) -> Pending:
-    """Run a function up to its attention call. Raise Refused where it makes none."""
+    """Run a function up to its attention call. Raise Unsupported if it makes none."""
     run, call = started(function)
     if not isinstance(call, AttentionCall):
         raise Unsupported("a layer makes no attention call through transformers' AttentionInterface")

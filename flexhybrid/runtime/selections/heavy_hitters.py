@@ -43,7 +43,7 @@ def recent_tokens(step: MiniBatchStep) -> np.ndarray:
 
 
 class HeavyHitters(SelectionHooks):
-    """Scores and ages of every place, [layer, N, G, K] of the layers that drop tokens, and where places lie."""
+    """Scores and ages of every place, [layer, N, G, K] of the layers that drop tokens, and where places are."""
 
     def __init__(self, wave: Wave, device: torch.device):
         super().__init__()

@@ -95,7 +95,7 @@ class PartialCopies:
             columns.copy_(choose_columns(queries, keys, real_R, columns.shape))
 
     def keep_query_weights(self, layer: int, mini_batch: int, w: dict[str, Parts]) -> None:
-        """Keep the chosen columns of a layer's query weights, unless they lie on the device anyway, and its norm."""
+        """Keep the chosen columns of a layer's query weights, unless they are on the device, and its norm."""
         shape, first = self.shape, self.shape.kv_width
         if shape.qk_norm:
             self.query_norm[layer - self.first_layer] = w["q_norm.weight"][0]
@@ -118,7 +118,8 @@ class PartialCopies:
         return self.sections[mini_batch][layer - self.first_layer]
 
     def of_keys(self, layer: int, mini_batch: int, keys_RGd: torch.Tensor, rows_B: torch.Tensor) -> torch.Tensor:
-        """Return the chosen columns of keys: [R, G, C]; as many rows of each of the requests ``rows_B``."""
+        """Return the chosen columns of keys, [R, G, C], with equal numbers of rows for each of the requests
+        ``rows_B``."""
         if self.skew is not None and not self.by_request:
             return torch.einsum("rgd,gdc->rgc", keys_RGd, self._skew_columns(self.skew, layer, mini_batch))
         if self.skew is not None:
@@ -163,7 +164,7 @@ class PartialCopies:
         return query.gather(3, columns.expand(-1, -1, query.shape[2], -1))
 
     def _columns(self, layer: int, mini_batch: int, rows_B: torch.Tensor) -> torch.Tensor:
-        """Return the columns of requests, or those that all share: [B or 1, G, C]."""
+        """Return each request's columns, or those that all share: [B or 1, G, C]."""
         columns = self.columns[mini_batch][layer - self.first_layer]
         return columns[rows_B] if self.by_request else columns
 
@@ -174,10 +175,10 @@ class PartialCopies:
 
 
 def choose_columns(q_RHd: torch.Tensor, k_RGd: torch.Tensor, real_R: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """Return the columns of each key/value head with the largest sums of |Q| + |K|, ascending: int64 of ``size``
-    [S, G, C], of S sets of requests with as many rows each.
+    """Return the columns of each key/value head with the largest sums of |Q| + |K|, ascending: int64 of ``size`` [S, G,
+    C], for S sets of requests with equal numbers of rows.
 
-    |Q| is the mean over the query heads of a group. Rows that are not ``real_R`` are padding.
+    |Q| is the mean over the query heads of a group. Rows outside ``real_R`` are padding.
     """
     rows, groups, d = k_RGd.shape
     sums = q_RHd.float().abs().view(rows, groups, -1, d).mean(2) + k_RGd.float().abs()

@@ -90,8 +90,8 @@ def skewing_matrices(checkpoint: Checkpoint, tokens: list[int]) -> list[torch.Te
 def folded(shape: ModelShape, tensor: torch.Tensor, matrices_Gdd: torch.Tensor) -> torch.Tensor:
     """Return a layer's W_Q or W_K, [heads · d, h], or its bias, times A, which mixes the rows of each head.
 
-    The result is float32 whatever the checkpoint's dtype: rounded to 16 bits, the logits of the shipped model change by
-    7e-4 of the largest.
+    The result is float32 for every checkpoint: rounding to 16 bits changes the shipped model's logits by 7e-4 of the
+    largest.
     """
     heads = tensor.double().view(shape.num_kv_heads, -1, shape.head_dim, *tensor.shape[1:])
     mixed = torch.einsum("grd...,gde->gre...", heads, matrices_Gdd)
@@ -99,9 +99,9 @@ def folded(shape: ModelShape, tensor: torch.Tensor, matrices_Gdd: torch.Tensor) 
 
 
 def save_skewed(checkpoint: Checkpoint, tokens: list[int], folder: str | Path) -> None:
-    """Write the checkpoint, skewed by these sample tokens, to a new folder, in a form that transformers reads.
+    """Write the checkpoint, skewed by these sample tokens, to a new folder that transformers can read.
 
-    Raises InputError where the folder exists already or cannot be written.
+    Raise InputError if the folder exists or cannot be written.
     """
     folder = Path(folder)
     if folder.exists():

@@ -55,12 +55,11 @@ def relative_to_best(scores_BGrT: torch.Tensor, held_BT: torch.Tensor) -> torch.
 def choose_tokens(
     relative_BGT: torch.Tensor, alpha: float, most_B: torch.Tensor, width: int, each_head: bool
 ) -> torch.Tensor:
-    """Return the tokens to fetch, ascending, -1 behind the last: int32 [B, G, width] where each head chooses for
-    itself, else [B, 1, width].
+    """Return the tokens to fetch, ascending, then -1: int32 [B, G, width] if each head chooses, else [B, 1, width].
 
-    A request gets as many as its heads have within ``alpha`` of the largest on average, rounded up, at least one and at
-    most ``most_B``. For all heads together the best tokens are those with the largest sums of exp(relative score),
-    which is proportional to their attention weight.
+    A request fetches the mean number of tokens within ``alpha`` of its heads' largest scores, rounded up, at least 1
+    and at most ``most_B``. For all heads together the best tokens have the largest sums of exp(relative score),
+    proportional to their attention weight.
     """
     groups, tokens = relative_BGT.shape[1:]
     within = (relative_BGT > -alpha).sum((1, 2))
@@ -73,11 +72,11 @@ def choose_tokens(
 
 
 class Fetched(NamedTuple):
-    """Chosen tokens of a mini-batch and one representation. Their rows lie side by side, request by request, and within
-    a request head by head where each has chosen for itself."""
+    """Chosen tokens of a mini-batch and one representation. Rows are contiguous, by request, then by head if each
+    chose."""
 
     representation: str
-    heads: int  #: G where each key/value head has chosen for itself; 1 where all have chosen together
+    heads: int  #: G if each key/value head chose; 1 if all chose together
     counts_B: np.ndarray  #: tokens of each request
     positions: np.ndarray | None  #: of all rows, where keys are recomputed and rotated
 
@@ -106,8 +105,8 @@ class Choosable(NamedTuple):
     cells: slice  #: of the index
     size: tuple[int, int, int]  #: of those cells: [B, heads, S]
     most_B: torch.Tensor  #: tokens that each request may fetch, on the device
-    #: [T] positions of the representation's cached tokens in their requests, and [B, T] which of them each request
-    #: holds, on the device; None where all cached tokens have this representation
+    #: [T] positions of the representation's cached tokens, and [B, T] which of them each request holds, on the device;
+    #: None if all cached tokens have it
     among: tuple[torch.Tensor, torch.Tensor] | None
 
     def of(self, index: torch.Tensor) -> torch.Tensor:
@@ -116,7 +115,7 @@ class Choosable(NamedTuple):
 
 
 class Guess(NamedTuple):
-    """What the guesses of a decode step need: made once a step, used by every layer. Tensors are on the device."""
+    """What predictions of a decode step need; made once a step, used by every layer. Tensors are on the device."""
 
     rows_B: torch.Tensor  #: rows of the requests in their mini-batch
     positions_B: torch.Tensor  #: of the new tokens
@@ -128,7 +127,7 @@ class Guess(NamedTuple):
 
 
 class Speculation(SelectionHooks):
-    """The tokens that every layer of a wave chooses, and whose places new tokens take."""
+    """The tokens that every layer of a wave selects, and whose places new tokens take."""
 
     def __init__(self, wave: Wave, weights: Weights):
         super().__init__()
@@ -152,8 +151,8 @@ class Speculation(SelectionHooks):
         self.positions = position_tables(wave.entries, int(workload.cached_tokens.max()) + 1)
         self.each_head = {"kv": wave.policy.bits.kv == "native", "act": False}
         self._guesses: dict[int, Guess] = {}  # of the decode step of each mini-batch
-        # Tokens by representation and slot, first where they are gathered on the host, then where the device has them;
-        # and by representation those that the compute lane has taken from there: a slot is free before attention ends.
+        # Tokens by representation and slot, first where the host gathers them, then on the device; and by
+        # representation those that the compute lane took: a slot is free before attention ends.
         self.gathered: dict[tuple[str, int], Fetched] = {}
         self.fetched: dict[tuple[str, int], Fetched] = {}
         self.taken: dict[str, Fetched] = {}
@@ -187,7 +186,7 @@ class Speculation(SelectionHooks):
         self.places[task.payload.slot] = places
 
     def stages_rows(self, step: MiniBatchStep) -> bool:
-        """After a prompt whose tokens count their uses, ``rank`` stages the rows that stay."""
+        """After a prompt whose tokens count their uses, ``rank`` stages the remaining rows."""
         return self.uses is None or not step.prefill
 
     def weighs(self, task: Task) -> bool:
@@ -195,8 +194,8 @@ class Speculation(SelectionHooks):
         return self.uses is not None and not self.chooses(task) and not task.payload.step.prefill
 
     def after_attend(self, task: Task, weights_BGrT: torch.Tensor) -> None:
-        """Count those tokens as fetched that the layer would have chosen by these weights, without the one whose place
-        the new token has taken."""
+        """Count as fetched the tokens that the layer would have selected by these weights, except the one that the new
+        token replaced."""
         guess = self.guess(task.payload.step)
         choice = guess.choices["kv"]  # a limited pool holds nothing else
         relative = relative_to_best(weights_BGrT[..., : guess.held_BT.shape[1]].float().log(), guess.held_BT)
@@ -233,9 +232,9 @@ class Speculation(SelectionHooks):
     def rank_prompt(
         self, layer: int, step: MiniBatchStep, queries_BPHd: torch.Tensor, keys_BPGd: torch.Tensor
     ) -> torch.Tensor:
-        """Let the tokens of the prompts into the pool of a layer, one after the other (``selections.pool``).
+        """Admit the prompts' tokens into the pool of a layer, one after another (``selections.pool``).
 
-        Return the position of the token in each place: [B, G, T]; anything for places that stay empty.
+        Return the position of the token in each place: [B, G, T]; arbitrary for empty places.
         """
         if self.uses is None:
             raise ValueError("this pool does not count uses")
@@ -275,7 +274,7 @@ class Speculation(SelectionHooks):
         return born[:, all_rows].permute(1, 2, 0).long()
 
     def guess(self, step: MiniBatchStep) -> Guess:
-        """Return what the guesses of a decode step need."""
+        """Return what predictions of a decode step need."""
         return self._guesses[step.mini_batch]
 
     def choose(
@@ -339,7 +338,7 @@ class Speculation(SelectionHooks):
         return to_device(step.most_kept, self.device)
 
     def _newest(self, step: MiniBatchStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (request, token) of the prompts' newest tokens, as many as there are places."""
+        """Return (request, token) of the prompts' newest tokens, one for each place."""
         tokens, lengths = np.arange(step.width), step.new_tokens[:, None]
         newest = (tokens < lengths) & (tokens >= lengths - step.most_kept[:, None])
         requests, tokens = np.nonzero(newest)

@@ -16,7 +16,7 @@ Read = Callable[[], torch.Tensor]
 
 
 class Conversion:
-    """What gives a model's tensors, from the names of a checkpoint's."""
+    """Maps a checkpoint's tensors, by name, to a model's."""
 
     def __init__(self, model, names: list[str]):
         try:

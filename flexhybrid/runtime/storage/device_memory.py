@@ -1,4 +1,4 @@
-"""What a run asks of CUDA's caching allocator, so that it holds little more than tensors have."""
+"""Settings of CUDA's caching allocator, so that it holds little more than the tensors' bytes."""
 
 import os
 import warnings
@@ -13,9 +13,8 @@ SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def allow_expandable_segments(device: torch.device) -> None:
-    """Let segments of a CUDA device's memory grow as they are needed, where torch can do so and the user has not said
-    otherwise: what lies free between tensors then becomes one piece again. It holds for the process from now on, and
-    changes where memory is taken from, not what is computed."""
+    """Allow segments of a CUDA device's memory to grow, where torch can and the user has not decided: free memory
+    between tensors then becomes contiguous again. It holds for the process, and changes no results."""
     given = next((os.environ[name] for name in SETTINGS if os.environ.get(name)), "")
     if device.type != "cuda" or "expandable_segments" in given:
         return
@@ -29,6 +28,6 @@ def allow_expandable_segments(device: torch.device) -> None:
 
 
 def release_cached(device: torch.device) -> None:
-    """Give back what the allocator of a CUDA device keeps of tensors that are gone."""
+    """Release what the allocator of a CUDA device keeps for freed tensors."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

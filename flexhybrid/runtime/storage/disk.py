@@ -1,12 +1,12 @@
-"""Scratch space on a disk for weights and caches: preallocated, accessed by large parallel requests.
+"""Scratch space on a disk for weights and caches: preallocated, with large parallel requests.
 
-The file is never mapped: shortening a mapped file kills the process, whereas a short pread is an error with a message.
-It has no name where the system allows that (O_TMPFILE), so that nothing is left however the process ends.
+The file is never mapped: shortening a mapped file kills the process, but a short pread is an error with a message.
+Where the system allows it, the file has no name (O_TMPFILE) and vanishes with the process.
 
-Reads and writes bypass the page cache (O_DIRECT) where the filesystem supports it and offset, length and memory address
-are multiples of ``ALIGN``. Unaligned ends of a piece, and pieces whose memory address and offset differ modulo ALIGN,
-use the page cache. Only full pages bypass it, so both paths never touch one page, and Linux writes a dirty page back
-before it reads it directly.
+Reads and writes bypass the page cache (O_DIRECT) if the filesystem supports it and offset, length and address are
+multiples of ``ALIGN``. Unaligned ends, and pieces whose address and offset differ modulo ALIGN, use the page cache.
+Only full pages bypass it, so the two paths never touch one page, and Linux writes a dirty page back before it reads it
+directly.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from flexhybrid.runtime.storage.scratch_file import MEMORY_FILESYSTEMS, ScratchF
 #: O_DIRECT requires multiples of this for offsets, lengths and addresses; at least a page, see above.
 ALIGN = max(4096, mmap.PAGESIZE)
 
-#: Bytes of one request, at most. Less is not spread over the workers: 6 MiB take as long in one request as in four, and
-#: one thread is woken, not four (3.5 ms on an idle machine of two cores; 4.0 and 4.4 ms while both compute).
+#: Most bytes of one request. Less is not divided among workers: 6 MiB take equally long in one request as in four, and
+#: wake one thread instead of four (3.5 ms on an idle machine of two cores; 4.0 and 4.4 ms while both compute).
 REQUEST_BYTES = 8 << 20
 
 #: Buffers that one preadv or pwritev may name.
@@ -67,14 +67,13 @@ class _Request:
 class DiskSpace:
     """``num_bytes`` of scratch space in a folder of the user's choice.
 
-    directory: created with mode 0700 if it is missing; None stands for "scratch" in the user's cache folder. gb_per_s
-    paces reads and writes, each direction separately; None leaves the disk its own speed.
+    directory: created with mode 0700 if missing (default: "scratch" in the user's cache folder). gb_per_s paces reads
+    and writes, each direction separately; None: the disk's own speed.
 
-    Any number of threads may read and write at the same time. The caller keeps apart calls that touch the same bytes
-    where one of them writes. An error ends only the call that meets it. ``enabled`` False skips the reads and the pace,
-    for measurements of the compute time alone.
+    Any number of threads may read and write at once; the caller separates calls that touch the same bytes if one
+    writes. An error ends only its own call. ``enabled`` False skips reads and pace, to measure compute time alone.
 
-    Raises InputError when the folder cannot be used, has no room for ``num_bytes``, or the pace is no rate.
+    Raise InputError if the folder cannot be used or lacks ``num_bytes``, or for an invalid pace.
     """
 
     def __init__(self, directory: Path | str | None, num_bytes: int, gb_per_s: float | None = None):

@@ -37,7 +37,7 @@ class HostMemory:
         self.allocated_bytes = 0
 
     def bytes(self, size: int) -> torch.Tensor:
-        """Return a zeroed uint8 tensor of ``size`` bytes. Raise InputError where the system has no such memory, or the
+        """Return a zeroed uint8 tensor of ``size`` bytes. Raise InputError if the system lacks the memory, or the
         driver refuses to lock it."""
         if size == 0:
             return torch.zeros(0, dtype=torch.uint8)
@@ -53,8 +53,8 @@ class HostMemory:
         return self.bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
-#: Mappings that nobody uses and the driver did not let go of, as it does not in a capture. They stay mapped until it
-#: does: it would refuse to lock what is mapped at their addresses.
+#: Unused mappings that the driver did not release, as in a capture. They stay mapped until it does, or it would refuse
+#: to lock new mappings at their addresses.
 STILL_LOCKED: list[_Mapping] = []
 
 
@@ -64,8 +64,8 @@ class _Mapping(mmap.mmap):
     registered: tuple[int, ...] = ()  #: addresses of the pieces that the driver has locked
 
     def lock(self, address: int, size: int, locked_before: int) -> None:
-        """Page-lock the memory piece by piece. Raise InputError where the driver refuses one; then none is locked.
-        ``locked_before``: bytes that its owner has locked already."""
+        """Page-lock the memory piece by piece. If the driver refuses one, unlock all and raise InputError.
+        ``locked_before``: bytes that its owner has locked."""
         runtime = _cuda_runtime()
         for mapping in STILL_LOCKED:
             mapping._unlock()
@@ -109,13 +109,13 @@ def _cuda_runtime():
 
 
 def _report_refusal() -> None:
-    """Let torch report the refusal now: it would stay CUDA's last error, and come up in a later call."""
+    """Make torch report the refusal now; otherwise it would surface as CUDA's last error in a later call."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda", dtype=torch.uint8)
 
 
 def _mapped(size: int) -> tuple[_Mapping, torch.Tensor]:
-    """Map anonymous memory of ``size`` bytes; return the mapping and a uint8 tensor over it. Raise InputError where the
+    """Map anonymous memory of ``size`` bytes; return the mapping and a uint8 tensor over it. Raise InputError if the
     system refuses."""
     try:
         mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -129,8 +129,7 @@ def _mapped(size: int) -> tuple[_Mapping, torch.Tensor]:
 
 
 def touch(tensor: torch.Tensor) -> None:
-    """Let the system give the pages of new memory now, to several threads at once: the driver would touch them one by
-    one as it locks them."""
+    """Touch the pages of new memory now, with several threads: the driver would do so one by one while locking."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_threads = min(TOUCHING_THREADS, cores) if len(tensor) >= TOUCHED_ALONE_BYTES else 1
     share = -(-len(tensor) // num_threads // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -36,12 +36,12 @@ SKEW_FILE = "skew.safetensors"
 
 
 class Checkpoint:
-    """A local checkpoint folder. Raises InputError when a tensor of the model is missing or has a wrong shape.
+    """A local checkpoint folder. Raise InputError if a tensor of the model is missing or has a wrong shape.
 
-    Tensors that the model does not use (rotary inv_freq of old checkpoints) are not read. A head that differs from the
-    embedding is used, whatever the configuration says of tied embeddings, as in transformers and vLLM.
+    Unused tensors (rotary inv_freq of old checkpoints) are not read. A head that differs from the embedding is used,
+    whether or not the configuration ties them, as in transformers and vLLM.
 
-    ``modules``: run it through transformers' layers, whether or not its architecture has a file of its own.
+    ``modules``: run it through transformers' layers even if its architecture has a file of its own.
     """
 
     def __init__(self, path: str | Path, modules: bool = False):
@@ -72,7 +72,7 @@ class Checkpoint:
         )
 
     def _unpack(self, packed: dict[str, dict[str, int]]) -> None:
-        """Let parts of packed tensors (``packed_tensors``) stand as tensors of their own, where all their rows are."""
+        """Present parts of packed tensors (``packed_tensors``) as tensors of their own, if all their rows are there."""
         for layer in range(self.shape.num_layers):
             for name, parts in packed.items():
                 whole, first = self._stored.get(self._layer_name(layer, name)), 0
@@ -178,8 +178,8 @@ class ModuleTensors:
         return frozenset(untied)
 
     def _check(self) -> None:
-        """Convert tensors without memory, and note which step gives what: raise InputError where one is missing or has
-        a wrong shape."""
+        """Convert tensors on the meta device and record which step gives what; raise InputError for a missing one or a
+        wrong shape."""
         _check_plain(self.path, self._stored, self._conversion.sources())
         reads = {name: partial(torch.empty, part.shape, device="meta") for name, part in self._stored.items()}
         found = {}
@@ -302,8 +302,8 @@ def _stored_tensors(path: Path) -> dict[str, _Stored]:
 
 
 def _check_plain(path: Path, stored: Mapping[str, _Stored], used: Mapping[str, bool]) -> None:
-    """Raise InputError where a weight is not stored as plain floating-point numbers, or an unused tensor is a part of
-    packed ones, such as a scale. ``used``: tensor -> whether it is a weight, not an index for instance."""
+    """Raise InputError if a weight is not plain floating-point numbers, or an unused tensor is a part of packed ones,
+    such as a scale. ``used``: tensor -> whether it is a weight (not an index, for instance)."""
     for name, tensor in stored.items():
         if used.get(name) and tensor.dtype not in FLOATS.values():
             found = f"holds {tensor.dtype}; weights must be one of {', '.join(FLOATS.values())}"
@@ -340,7 +340,7 @@ class RandomWeights:
                 yield spot.name, spot.name, piece
 
     def _pieces(self, name: str, size: tuple[int, ...]) -> Iterator[torch.Tensor]:
-        """Draw DRAWN_AT_A_TIME elements of a tensor at a time, or one row where it has more."""
+        """Draw DRAWN_AT_A_TIME elements of a tensor at a time, or a row if that is longer."""
         at_a_time = max(1, DRAWN_AT_A_TIME // math.prod(size[1:]))
         for first in range(0, size[0], at_a_time):
             rows = min(at_a_time, size[0] - first)
@@ -356,7 +356,7 @@ class RandomWeights:
             yield name, self._gathered(self._pieces(name, size), size)
 
     def _gathered(self, pieces: Iterator[torch.Tensor], size: tuple[int, ...]) -> torch.Tensor:
-        """Return pieces as one tensor: on the host where there are several, because the device may lack the room."""
+        """Return pieces as one tensor, on the host if there are several, because the device may lack room."""
         if math.prod(size) <= DRAWN_AT_A_TIME:
             return next(pieces)
         whole, first = torch.empty(size, dtype=torch.float32), 0

@@ -1,4 +1,4 @@
-"""Matrices in row parts: what lies in resident memory, and what was streamed."""
+"""Matrices in row parts: resident ones, and streamed ones."""
 
 import torch
 import torch.nn.functional as F

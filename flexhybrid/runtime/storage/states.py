@@ -1,6 +1,6 @@
-"""Where the states of recurrent layers lie: a place for each request of a wave, on the device or the host.
+"""Places of recurrent states: one for each request of a wave, on the device or the host.
 
-A place is an index into the requests as the mini-batches are packed, so that those of a mini-batch lie side by side.
+Places are numbered as the mini-batches are packed, so that those of a mini-batch are contiguous.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from flexhybrid.core.model.shape import ModelShape
 
 
 class StatePools:
-    """``pools[layer]``: a tensor [places, …] for each tensor of a layer's state. Of states on the host, those of a
-    mini-batch come to a slot on the device and go back from there."""
+    """``pools[layer]``: a tensor [places, …] for each tensor of a layer's state. States on the host pass through a
+    device slot, a mini-batch at a time."""
 
     def __init__(
         self, shape: ModelShape, tier: str, places: int, batch: int, dtype: torch.dtype, make: dict[str, Callable]

@@ -22,10 +22,10 @@ from flexhybrid.runtime.storage.parts import Parts
 
 
 class WeightSource(Protocol):
-    """The weights of a model, one tensor at a time: those of a checkpoint on disk, or random numbers."""
+    """The weights of a model, one tensor at a time, from a checkpoint or random."""
 
     def layer_tensors(self, layer: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """Yield (layout name, the source's own name, tensor) of one layer; those of a layout name by rows."""
+        """Yield (layout name, the source's own name, tensor) of one layer; several row parts per name if split."""
         ...
 
     def outer_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -53,7 +53,7 @@ ANYWHERE = DiskPlace()
 
 
 class WeightSlots(NamedTuple):
-    """The buffers of streamed layers: two in turn on the device, two in host memory for bytes from the disk."""
+    """The buffers of streamed layers: two on the device, and two on the host for bytes from the disk."""
 
     device: list[torch.Tensor]
     staging: list[torch.Tensor]
@@ -91,8 +91,8 @@ class Weights:
         try:
             #: the layers themselves, where they are transformers'
             self.modules = ModulePath(shape, self.dtype, device) if shape.modules else None
-            # What a source makes on the device is gone before anything is made that stays: nothing that stays then
-            # lies in memory that was asked for a larger tensor.
+            # A source's temporaries on the device are freed before permanent tensors are made, so that these do not
+            # occupy memory requested for larger ones.
             self._fill_outer(source)
             self.resident = self._on_device_together([placed.streamed_from for placed in by_layer])
             self.on_host = [self.host_memory.bytes(placed.disk_from - placed.streamed_from) for placed in by_layer]
@@ -140,7 +140,7 @@ class Weights:
             self.skewing.append(None if matrices is None else matrices.clone())
 
     def placed_of(self, layer: int) -> PlacedLayer:
-        """Return the layout of a layer as stored, and where its bytes lie."""
+        """Return the stored layout of a layer, and its placement."""
         return self.placed[self.shape.weights_kind(layer)]
 
     def _place(self, layer: int, start: int, flat: torch.Tensor, to_disk: torch.Tensor) -> None:
@@ -225,7 +225,7 @@ class Weights:
                 target.copy_(part)
 
     def plain_pairs(self, stored: dict[str, Parts], plain: dict[str, Parts]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each stored part beside its place in the compute dtype; vectors that are neighbours in both as one."""
+        """Return each stored part with its place in the compute dtype; adjacent vectors as one."""
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, (whole, *_) in plain.items():
             row = 0
