@@ -76,8 +76,8 @@ class ModuleLayers:
         return any(tensor.experts for kind in self.kinds for tensor in kind)
 
     def read(self, rows):
-        """Return the elements of late matrices that are read for so many rows of tokens; numbers or arrays. Experts
-        count as far as some row is expected to take them."""
+        """Return the elements of late matrices read for this many rows of tokens; numbers or arrays. Experts count by
+        the expected number that some row chooses."""
         taken = 1.0 - (1.0 - self.experts_share) ** rows
         sums = [
             (sum(t.elements for t in kind if _belongs(t, "late") and t.experts is experts) for experts in (False, True))

@@ -1,9 +1,9 @@
-"""Where each tensor of a decoder layer lies in the layer's flat run of bytes.
+"""The place of each tensor of a decoder layer in the layer's contiguous bytes.
 
-A layer is one run of bytes per tier, so that streaming it is a few long copies and a slice of it is a byte range.
-Vectors come first (they are tiny and every verb needs them), then the matrices in the order in which the layer's verbs
-need them: W_K and W_V before all, because KV-Gen opens the layer's work. The device-resident share is a prefix.
-Vectors keep the compute width when the matrices are quantised; every matrix row is a whole number of bytes.
+A layer is contiguous in each tier, so that streaming it is a few long copies and a slice is a byte range. Vectors come
+first (small, and needed by every verb), then the matrices in the verbs' order: W_K and W_V first, because KV-Gen begins
+the layer's work. The device-resident share is a prefix. Vectors keep the compute width when matrices are quantized;
+every matrix row is a whole number of bytes.
 """
 
 from dataclasses import dataclass
@@ -72,10 +72,10 @@ def matrix_row_bytes(cols: int, bytes_per_element: float) -> int:
 def layer_layout(
     shape: ModelShape, matrix_bytes: float, vector_bytes: int | None = None, layer: int = 0
 ) -> LayerLayout:
-    """The flat layout of one layer of this shape.
+    """Return the flat layout of one layer of this shape.
 
-    ``matrix_bytes`` an element of the matrices as stored, ``vector_bytes`` of norms and biases; None: the same.
-    Layers differ where they are modules of several kinds.
+    ``matrix_bytes`` per stored matrix element, ``vector_bytes`` for norms and biases (default: the same). Layers differ
+    if they are modules of several kinds.
     """
     vector_width = int(matrix_bytes) if vector_bytes is None else vector_bytes
     if shape.modules:
@@ -127,7 +127,7 @@ def _module_layout(kind: tuple[LayerTensor, ...], matrix_bytes: float, vector_by
 
 
 class PlacedLayer(NamedTuple):
-    """A layer's bytes and where they lie: first on the device, then on the host, then on the disk."""
+    """A layer's bytes by tier: first the device's, then the host's, then the disk's."""
 
     layout: LayerLayout
     streamed_from: int  #: first byte that does not stay on the device
@@ -143,7 +143,7 @@ class PlacedLayer(NamedTuple):
 
     @property
     def has_early_part(self) -> bool:
-        """Whether the host alone streams it, and W_K and W_V are a part of what is streamed."""
+        """Return whether it streams from the host alone, W_K and W_V included."""
         return self.streamed_from < self.layout.kv_end < self.layout.total_bytes == self.disk_from
 
 
@@ -156,7 +156,7 @@ def kind_layouts(shape: ModelShape, matrix_bytes: float, vector_bytes: int | Non
 def placed_layers(
     shape: ModelShape, weights: Placement, matrix_bytes: float, vector_bytes: int
 ) -> tuple[PlacedLayer, ...]:
-    """Return each kind of ``kind_layouts`` under a placement, whose shares are of the bytes of each layer."""
+    """Return each kind of ``kind_layouts`` under a placement, whose shares are of each layer's bytes."""
     return tuple(place(layout, weights) for layout in kind_layouts(shape, matrix_bytes, vector_bytes))
 
 

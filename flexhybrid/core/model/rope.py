@@ -1,5 +1,5 @@
-"""Rotary positions: what a config.json says of them, under its old names (rope_theta, rope_scaling) or its new one
-(rope_parameters, transformers 5)."""
+"""Rotary positions as config.json has them, under old names (rope_theta, rope_scaling) or the new one (rope_parameters,
+transformers 5)."""
 
 from dataclasses import dataclass
 from pathlib import Path

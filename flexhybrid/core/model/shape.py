@@ -1,4 +1,4 @@
-"""Model shapes: what the schedule and the cost model need to know of a model, read without torch or transformers."""
+"""Model shapes: what schedule and cost model need to know of a model, read without torch or transformers."""
 
 import os
 import re
@@ -29,7 +29,7 @@ FAMILIES = {"opt": "opt", "llama": "llama", "mistral": "llama", "qwen2": "llama"
 
 
 class LayerKind(NamedTuple):
-    """What the work of a layer depends on beyond the sizes that all layers have."""
+    """What a layer's work depends on beyond the sizes that all layers have."""
 
     weights: int  #: index of its tensors in ``ModuleLayers.kinds``; 0 where all layers have the same
     window: int | None  #: of its attention; None: it sees all tokens
@@ -111,7 +111,7 @@ class ModelShape:
         return self.attention_kinds[layer % len(self.attention)]
 
     def state_of(self, layer: int) -> LayerState | None:
-        """Return what a layer keeps of a request beside keys and values; None of a layer of attention alone."""
+        """Return what a layer keeps of a request in addition to keys and values; None for attention alone."""
         return self.states[layer] if self.states else None
 
     def source_of(self, layer: int) -> int:
@@ -124,7 +124,7 @@ class ModelShape:
 
     @cached_property
     def lending(self) -> tuple[int, ...]:
-        """The layers to whose keys and values other layers attend, too."""
+        """Return the layers whose keys and values other layers also attend to."""
         return tuple(sorted({source for layer, source in enumerate(self.sources) if source != layer}))
 
     @cached_property
@@ -136,9 +136,8 @@ class ModelShape:
 
     @cached_property
     def whole_prompts(self) -> bool:
-        """Whether prompts are computed whole, never in pieces: the state of a recurrence goes on from token to token;
-        and behind a piece, a window's ring of blocks has lost what a borrowing layer still needs for its first tokens.
-        """
+        """Return whether prompts are computed whole: a recurrent state passes from token to token; and after a piece, a
+        window's ring of blocks lacks what a borrowing layer needs for its first tokens."""
         return bool(self.recurrent) or any(self.attention_of(layer).window is not None for layer in self.lending)
 
     @cached_property
@@ -168,8 +167,8 @@ class ModelShape:
         return tuple(map(of_layers.count, range(len(self.modules.kinds) if self.modules else 1)))
 
     def of_layers(self, layers: Sequence[int]) -> "ModelShape":
-        """Return the shape of a model that has these of its layers alone. One that borrows from a layer that is not
-        among them borrows from the last before it with the same window. Raise ValueError where there is none."""
+        """Return the shape of a model with only these layers. A layer whose lender is missing borrows from the last
+        earlier one with the same window. Raise ValueError without one."""
         attention = tuple(self.attention[layer % len(self.attention)] for layer in layers)
         modules = self.modules and replace(self.modules, kind_of=tuple(self.modules.kind_of[layer] for layer in layers))
         states = tuple(self.states[layer] for layer in layers) if self.states else self.states
@@ -207,7 +206,7 @@ class ModelShape:
 
     @cached_property
     def softcaps(self) -> bool:
-        """Whether scores of some layer are capped."""
+        """Return whether some layer caps its scores."""
         return any(kind.softcap is not None for kind in self.attention)
 
     @property
@@ -288,11 +287,11 @@ class ModelShape:
         return sum(count * self.of_weights(kind).layer_bytes(matrix_bytes, vector_bytes) for kind, count in counts)
 
     def embedding_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of all that stands outside the layers.
+        """Return the bytes outside the layers.
 
-        Token embedding; learned positions, where there are any; the final norm, where norms come first (a scale, with a
-        bias too in OPT); the output head, unless it is the embedding (tied); and where the embedding is narrower than
-        the hidden state, the projections in and out.
+        Token embedding; learned positions, if any; the final norm, if norms come first (a scale; in OPT also a bias);
+        the output head, unless tied; and, if the embedding is narrower than the hidden state, the projections in and
+        out.
         """
         if self.modules:
             return self.modules.outer_elements * bytes_per_element
@@ -311,7 +310,7 @@ class ModelShape:
         return int(self.layers_bytes(bytes_per_element)) + self.embedding_bytes(bytes_per_element)
 
     def stored_bytes(self, packed: PackedFormat) -> float | None:
-        """Bytes of a checkpoint whose layers are packed; None where the format does not say its bits."""
+        """Return the bytes of a checkpoint with packed layers; None if the format does not give its bits."""
         if packed.bits is None:
             return None
         elements = self.num_layers * self.layer_matrix_elements
@@ -443,10 +442,10 @@ def shape_by_name(name: str) -> ModelShape:
 
 
 def shape_of(name_or_path: str | Path) -> ModelShape:
-    """The shape of a model given by a known name, or by the path of its config.json or of the folder that holds one.
+    """Return the shape of a known model name, or of the path of a config.json or its folder.
 
-    A Path, and a text with a folder in it that exists, is a path; any other text is a name if it is a known one, so
-    that a local folder "opt-30b" is "./opt-30b". Raises InputError for what is neither.
+    A Path, and a text that contains an existing folder, is a path; any other text is a name if known, so that a local
+    folder "opt-30b" is "./opt-30b". Raise InputError for anything else.
     """
     if isinstance(name_or_path, Path):
         return shape_from_config(name_or_path)
@@ -494,15 +493,14 @@ def shape_from_config(path: str | Path) -> ModelShape:
 
 
 def stored_dtype(config: dict, packed: PackedFormat | None) -> str:
-    """Return the dtype of a checkpoint's plain weights. Where its configuration names none it is bfloat16 beside packed
-    weights, as in gpt-oss, and else float32, as in transformers."""
+    """Return the dtype of a checkpoint's plain weights. Without one in the configuration it is bfloat16 next to packed
+    weights, as in gpt-oss, else float32, as in transformers."""
     named = config.get("dtype") or config.get("torch_dtype") or ("bfloat16" if packed else "float32")
     return str(named).removeprefix("torch.")
 
 
 def check_plain(shape: ModelShape, packed: PackedFormat | None, path: Path) -> None:
-    """Raise PackedWeights where the weights are packed. Every reader of a model ends here: what cannot be run is not
-    predicted either."""
+    """Raise PackedWeights for packed weights. Every reader of a model ends here: what cannot run is not predicted."""
     if packed:
         size, copy = shape.stored_bytes(packed), gib(shape.weights_bytes(DTYPE_BYTES[shape.dtype]))
         error = PackedWeights(
@@ -514,8 +512,8 @@ def check_plain(shape: ModelShape, packed: PackedFormat | None, path: Path) -> N
 
 
 def has_own_file(folder: Path) -> bool:
-    """Return whether the layer functions of ``FAMILIES`` run a checkpoint; others run through transformers' layers, and
-    so does a Llama with biases or a long rotation. True for a broken config.json, whose error ``shape_from_config``
+    """Return whether the layer functions of ``FAMILIES`` run a checkpoint. Others run through transformers' layers,
+    also a Llama with biases or a long rotation. True for a broken config.json, whose error ``shape_from_config``
     raises."""
     try:
         shape_from_config(folder / "config.json")
@@ -532,8 +530,8 @@ def shape_of_checkpoint(folder: Path) -> ModelShape:
 
 
 def checkpoint_folder(model: str | Path) -> Path:
-    """Return the folder of a checkpoint: the one that is named, or that of a name like facebook/opt-1.3b, or of a known
-    shape, in the local Hugging Face cache. Raise InputError where there is none, with how to get it."""
+    """Return the folder of a checkpoint: the named one, or that of a name like facebook/opt-1.3b, or of a known shape,
+    in the local Hugging Face cache. Raise InputError if there is none, with how to get it."""
     if os.path.isdir(model):
         return Path(model)
     check_no_gguf(Path(model))

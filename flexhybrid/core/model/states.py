@@ -1,7 +1,7 @@
-"""What a layer keeps of a request beside keys and values: the state of a recurrence, of a fixed size.
+"""Recurrent states: what a layer keeps of a request at fixed size, in addition to keys and values.
 
-Linear attention, gated delta nets, short convolutions and Mamba read the state of all tokens before and leave it behind
-with the newest ones in it (``flexhybrid.runtime.models.states``).
+Linear attention, gated delta nets, short convolutions and Mamba read the state after all earlier tokens and update it
+with the newest (``flexhybrid.runtime.models.states``).
 """
 
 from dataclasses import dataclass
@@ -44,6 +44,6 @@ class LayerState:
         return sum(tensor.num_bytes(bytes_per_element) for tensor in self.tensors)
 
     def work_bytes(self, bytes_per_element: int, requests, rows):
-        """Return the most bytes that the layer has in work, states among them, for so many requests and new tokens;
-        numbers or arrays. 0 where it is not measured."""
+        """Return the layer's most working bytes, states included, for these requests and new tokens; numbers or arrays.
+        0 if not measured."""
         return sum(of.request * requests + of.token * rows for of in self.work if of.element == bytes_per_element)

@@ -9,7 +9,7 @@ from flexhybrid.core.errors import SHOWN, InputError, check, file_errors, is_int
 from flexhybrid.core.files import load_json
 
 GIVE_PLAIN = "Packed weights are not read: give a plain checkpoint, in float32, bfloat16 or float16"
-#: Methods -> how names of tensors end that lie beside their packed weights, or in their place.
+#: Methods -> endings of tensor names that accompany or replace packed weights.
 PARTS = {
     "GPTQ or AWQ": r"\.(qweight|qzeros|g_idx|scales)",
     "MXFP4": "_(blocks|scales)",
@@ -61,8 +61,8 @@ def method_of_part(name: str) -> str | None:
 
 
 def packed_format(config: dict, path: Path) -> PackedFormat | None:
-    """Return how a model's weights are packed; None where they are plain. ``path``: of its configuration; beside a
-    config.json other files are read too. Raise InputError for settings that cannot be read."""
+    """Return how a model's weights are packed; None for plain ones. ``path``: of its configuration; files next to
+    config.json are read too. Raise InputError for unreadable settings."""
     places, folder = _objects(config, path.name), path.parent
     said = [(f"{key} of {where}", part[key]) for where, part in places for key in FIELDS if key in part]
     if path.name == "config.json":
@@ -86,7 +86,7 @@ def check_no_gguf(path: Path) -> None:
 
 
 def _objects(whole: dict, name: str) -> list[tuple[str, dict]]:
-    """Return an object and all objects in it, the outer ones first, with where they are."""
+    """Return an object and all objects in it, outer ones first, with their paths."""
     found = [(name, whole)]
     for where, part in found:  # grows
         found += [(f"{key} of {where}", value) for key, value in part.items() if isinstance(value, dict)]

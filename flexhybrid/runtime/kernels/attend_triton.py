@@ -40,8 +40,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MEMORIES = tl.constexpr(7)
 BLOCK = tl.constexpr(BLOCK_TOKENS)
 ALIGNED_BYTES = tl.constexpr(16)  #: of the widest load
-#: Programs that fill a large GPU, and blocks of a context that each of them takes at least: where a key head has one
-#: query, and where it has several.
+#: Programs that fill a large GPU, and least blocks of a context for each: with one query per key head, and with
+#: several.
 SPLITS = {True: (4096, 4), False: (1024, 8)}
 MOST_PARTS = 128  #: of a context
 PARTS, PARTS_AT_A_TIME = tl.constexpr(MOST_PARTS), tl.constexpr(16)
@@ -51,7 +51,7 @@ ADDING = {"num_warps": 4, "num_stages": 2}
 
 
 class BlockTable(NamedTuple):
-    """Where the blocks of a step's requests lie, on the device."""
+    """The places of a step's blocks, on the device."""
 
     starts: torch.Tensor  #: [B + 1] int64: a request's first place in the others, and the one behind its last
     places: torch.Tensor  #: [n] int64: a block's first element in its memory
@@ -71,8 +71,8 @@ def table_of(
     sizes: tuple[int, int],
     to_device: Callable[[np.ndarray], torch.Tensor],
 ) -> BlockTable:
-    """Return the table of contexts that have a part in each extent. ``names``: of the extents' memories, alike where
-    they are one; ``sizes``: key heads and elements of a head. Raises ValueError for more memories than kernels take."""
+    """Return the table of contexts with a part in each extent. ``names``: of the extents' memories, equal if shared;
+    ``sizes``: key heads and elements of a head. Raise ValueError for more memories than kernels take."""
     groups, d = sizes
     order = list(dict.fromkeys(names))
     if len(order) > MEMORIES.value:
@@ -115,8 +115,8 @@ def attend(
 def attend_and_sum(
     q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], table: BlockTable, rule: ScoreRule, parts: int | None = None
 ) -> Weighed:
-    """Attend as ``attend`` does, but for sinks; return float32 [B, G, r, d], and the logarithm of what it was divided
-    by, [B, G, r]. ``parts``: in how many each context is read; None: as many as fill a GPU."""
+    """Attend as ``attend`` does, without sinks; return float32 [B, G, r, d], and the logarithm of its divisor, [B, G,
+    r]. ``parts``: in how many each context is read (default: enough to fill a GPU)."""
     sums = q_BHd.new_empty(q_BHd.shape[:2], dtype=torch.float32)
     attended, _ = _attended(q_BHd, memories, table, rule._replace(sinks_H=None), sums, parts)
     by_head = (table.groups, q_BHd.shape[1] // table.groups)
@@ -164,8 +164,8 @@ def launch(
     given: tuple[torch.Tensor, torch.Tensor | None],
     partial: torch.Tensor | None,
 ) -> None:
-    """Enqueue the kernels. ``given``: [B, H, d] and, where they are asked for, [B, H]; ``partial``: float32
-    [B · H, parts, ``partial_elements``], weighted values, the highest score and the sum of weights."""
+    """Enqueue the kernels. ``given``: [B, H, d] and, if requested, [B, H]; ``partial``: float32 [B · H, parts,
+    ``partial_elements``], weighted values, highest score and sum of weights."""
     (batch, heads, d), (target, sums) = query.shape, given
     alike = all(of.dtype == query.dtype and of.is_contiguous() and of.device == query.device for of in memories)
     fits = all(map(lambda of, last: of.numel() >= last + d, memories, table.reach))
@@ -296,7 +296,7 @@ def _add_kernel(  # noqa: PLR0913 (a kernel takes pointers and constants)
     HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROW: tl.constexpr, SINKS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Add up what the parts of a context gave a query."""
+    """Add up a query's results over the parts of a context."""
     row, dim = tl.program_id(0), tl.arange(0, WIDTH)
     of_row = partial + row.to(tl.int64) * parts * ROW
     part = tl.arange(0, PARTS)
@@ -339,8 +339,8 @@ def _give(  # noqa: PLR0913 (a kernel takes pointers and constants)
 
 
 def prove(device: torch.device, dtype: torch.dtype, queries: int, d: int) -> None:
-    """Raise RuntimeError where the kernels give other results than plain torch on this device: for ``queries`` a key
-    head, heads of ``d`` elements, blocks of both layouts and a part in a window, in one part and in two."""
+    """Raise RuntimeError if the kernels differ from plain torch on this device, for ``queries`` per key head and heads
+    of ``d`` elements: both block layouts, a part in a window, one part and two."""
     generator = torch.Generator().manual_seed(0)
     groups, tokens = 2, np.array([37, 5])
     width = groups * d

@@ -27,7 +27,7 @@ Weighed = tuple[torch.Tensor, torch.Tensor]
 
 
 class ScoreRule(NamedTuple):
-    """What becomes of q·k before the softmax: ``AttentionKind`` with its numbers."""
+    """How q·k changes before the softmax: ``AttentionKind`` with its numbers."""
 
     scaling: float
     softcap: float | None = None
@@ -35,7 +35,7 @@ class ScoreRule(NamedTuple):
 
     @property
     def changes_scores(self) -> bool:
-        """Whether it does more than scale them: what ``Path`` cannot."""
+        """Return whether it does more than scaling, which ``Path`` cannot."""
         return self.softcap is not None or self.sinks_H is not None
 
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
@@ -43,8 +43,8 @@ class ScoreRule(NamedTuple):
         return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def with_sinks(self, own: Weighed) -> None:
-        """Let the sinks count in the sums by which ``own`` was divided: once, when all parts of a context are in it.
-        Queries are [B, G, r·…]."""
+        """Add the sinks to the sums that divided ``own``: once, after all parts of a context. Queries are [B, G,
+        r·…]."""
         if self.sinks_H is not None:
             attended, sums = own
             by_head = sums.unflatten(2, (len(self.sinks_H) // sums.shape[1], -1))
@@ -53,8 +53,7 @@ class ScoreRule(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Where the tokens of a part of each context lie in a memory, in elements. The places of a block's 16 tokens are
-    in the memory even where fewer are filled; only what is filled counts."""
+    """The places of a part of each context in a memory, in elements. A block has 16 places; only filled ones count."""
 
     blocks: np.ndarray  #: [B, n] int64: the first element of each block of 16 tokens
     tokens: np.ndarray  #: [B] int64
@@ -87,9 +86,9 @@ def split_heads(shape: ModelShape, kvq: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 class Path(Protocol):
-    """Attends with new tokens over their context -> [B, N, H·d]. The columns of the new tokens are the last ones: they
-    attend causally to themselves, and to the columns before as the mask allows, [B, 1, 1 or N, T], which adds -inf to
-    those of padding and to those that a new token does not see. ``scaling`` is the factor of scores; None: d^-0.5."""
+    """Attends with new tokens over their context -> [B, N, H·d]. The new tokens' columns come last: attention is causal
+    among them, and masked over earlier columns by [B, 1, 1 or N, T], which adds -inf to padding and tokens out of
+    sight. ``scaling``: factor of scores (default: d^-0.5)."""
 
     def __call__(
         self,
@@ -102,15 +101,14 @@ class Path(Protocol):
 
 
 class SlidingWindow(NamedTuple):
-    """A sliding window over columns that lie in any order: a token sees those of the last ``tokens`` positions up to
-    its own."""
+    """A sliding window over columns in any order: a token sees the last ``tokens`` positions up to its own."""
 
     tokens: int
     queries_BN: torch.Tensor  #: positions of the new tokens; [1, N] where they are the same for all requests
     columns_BT: torch.Tensor  #: positions of the columns, likewise
 
     def mask(self, new: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Return what is added to the scores of new tokens with columns: [B or 1, 1, N, T]."""
+        """Return the mask to add to the new tokens' scores: [B or 1, 1, N, T]."""
         hidden = self.columns_BT[:, None, columns] <= self.queries_BN[:, new, None] - self.tokens
         return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)[:, None]
 
@@ -140,9 +138,9 @@ def fused(
 
 
 def reads_groups(q_BHNd: torch.Tensor, k_BGNd: torch.Tensor, v_BGNd: torch.Tensor) -> bool:
-    """Return whether CUDA's flash attention attends causally: it reads the keys of a group where they lie. Other
-    kernels take as many keys as queries, or would have all scores in memory. With more columns than queries the last
-    ones are aligned, for which there is no flag here."""
+    """Return whether CUDA's flash attention attends causally, reading a group's keys in place. Other kernels repeat
+    keys for every query head, or store all scores. With more columns than queries the last are aligned, which it cannot
+    express."""
     if not q_BHNd.is_cuda:
         return False
     square = q_BHNd.shape[2] == k_BGNd.shape[2]
@@ -156,8 +154,8 @@ def attend_and_weigh(
     mask_B11T: torch.Tensor | None,
     scaling: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with one query a request by two matrix products around a softmax; return what a ``Path`` does, [B, H·d],
-    and the attention weights [B, G, r, T]. The query, the smallest operand, is scaled."""
+    """Attend with one query per request by two matrix products around a softmax; return a ``Path``'s result, [B, H·d],
+    and the attention weights [B, G, r, T]. The query is scaled, as the smallest operand."""
     folded = q_BHd.view(len(q_BHd), k_BGTd.shape[1], -1, q_BHd.shape[-1])
     scores = torch.matmul(folded * (scaling or folded.shape[-1] ** -0.5), k_BGTd.transpose(-1, -2))
     if mask_B11T is not None:
@@ -196,13 +194,13 @@ def attend_blocks(
     rule: ScoreRule,
     share: Share = map,
 ) -> Weighed:
-    """Attend on the host, in float32: one query a request over its blocks where they lie, [blocks, 2, G, 16, d]; Q = r.
+    """Attend on the host, in float32, with one query per request over its blocks in place, [blocks, 2, G, 16, d]; Q =
+    r.
 
-    ``seen_B``: of the places in a request's blocks the first that the query sees, and where they end; ``share`` deals
-    requests, and heads where there are few, to threads. Each key and value is read once, and nothing is written but
-    scores and, for 16-bit blocks, a few heads in float32. Measured on two threads of an AMD EPYC (Zen 3), heads of 128
-    with a query each: 2 times as fast as torch operations cut in two, and 3.6 times (float32) or 2 times (16 bits) as
-    fast as products of keys and values that are first copied side by side.
+    ``seen_B``: first visible and last place in a request's blocks; ``share`` divides requests, and heads if these are
+    few, among threads. Each key and value is read once; only scores, and for 16-bit blocks a few float32 heads, are
+    written. On two threads of an AMD EPYC (Zen 3), heads of 128 with a query each: 2 times as fast as torch operations
+    in two parts, 3.6 times (float32) or 2 times (16 bits) as fast as products over assembled keys and values.
     """
     batch, heads, d = q_BHd.shape
     query = (q_BHd * rule.scaling).view(batch, blocks.shape[2], -1, d).float()
@@ -243,8 +241,8 @@ def _attend_request(q_GQd: torch.Tensor, pieces: list[torch.Tensor], seen: Seen,
 
 
 def _attend_in_place(q_GQd: torch.Tensor, pieces: list[torch.Tensor], seen: Seen, out: Weighed) -> None:
-    """Attend block by block. numpy's products take strided blocks as they are; torch would first copy them side by
-    side, and its products of 16 keys each take two to three times as long."""
+    """Attend block by block: numpy's products take strided blocks; torch would copy them first, and its products of 16
+    keys take two to three times as long."""
     query, halves = q_GQd.numpy(), [piece.numpy().swapaxes(0, 1) for piece in pieces]
     products = [np.matmul(query, keys.swapaxes(-1, -2)) for keys, _ in halves]
     scores = torch.from_numpy(products[0] if len(products) == 1 else np.concatenate(products))  # [n, G, Q, 16]
@@ -268,9 +266,9 @@ def products(
     mask: torch.Tensor | None,
     scaling: float | None = None,
 ) -> torch.Tensor:
-    """Attend as ``Path`` says, by two matrix products around a softmax.
+    """Attend as a ``Path``, by two matrix products around a softmax.
 
-    Blocks of queries attend in turn, each over the columns before its end: not all scores are in memory at once.
+    Blocks of queries attend one after another, each over the columns before its end, so that not all scores are stored.
     """
     if q_BNHd.shape[1] == 1:
         return attend_and_weigh(q_BNHd[:, 0], k_BGTd, v_BGTd, mask, scaling)[0][:, None]
@@ -301,8 +299,8 @@ def flash(
     mask: torch.Tensor | None,
     scaling: float | None = None,
 ) -> torch.Tensor:
-    """Attend as ``Path`` says: on CUDA by flash attention, which has no scores in memory, where no column is masked (of
-    a single request none is); by ``products`` elsewhere."""
+    """Attend as a ``Path``: on CUDA by flash attention, which stores no scores, if no column is masked; otherwise by
+    ``products``."""
     q_BHNd = q_BNHd.transpose(1, 2)
     if mask is not None or q_BNHd.shape[-1] % 8 or not reads_groups(q_BHNd, k_BGTd, v_BGTd):
         return products(q_BNHd, k_BGTd, v_BGTd, mask, scaling)
@@ -312,8 +310,8 @@ def flash(
 
 
 def in_float32(path: Path) -> Path:
-    """Return a path in float32, for a processor that does not multiply 16-bit numbers. As many requests, or heads of
-    one, are widened at a time as have WIDENED_ELEMENTS elements of keys: a CPU's caches hold them."""
+    """Return a path in float32, for a processor without 16-bit products. WIDENED_ELEMENTS elements of keys, which a
+    CPU's caches hold, are widened at a time."""
 
     def attend(
         q_BNHd: torch.Tensor,
@@ -354,10 +352,10 @@ def attend_in_window(
     window: SlidingWindow,
     scaling: float | None = None,
 ) -> torch.Tensor:
-    """Attend as a path does, and to what lies in the window alone.
+    """Attend as a path does, within the window alone.
 
-    Blocks of queries attend in turn, each over the columns before its end. Where all columns are new tokens, those
-    before a block's window are left out.
+    Blocks of queries attend one after another, each over the columns before its end; if all columns are new tokens,
+    those before its window are skipped.
     """
     new, tokens, attended = q_BNHd.shape[1], keys_values[0].shape[2], []
     for start in range(0, new, PREFILL_QUERIES):

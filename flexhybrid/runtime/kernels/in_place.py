@@ -1,9 +1,9 @@
-"""Decode attention on a CPU that reads keys and values where they lie: in pools, loaded slots and recomputed rows.
+"""Decode attention on a CPU that reads keys and values in place: in pools, loaded slots and recomputed rows.
 
-No context is laid side by side, and none is padded: a mini-batch may hold requests of any lengths. The kernels are in
+Contexts are neither assembled nor padded: a mini-batch may hold requests of any lengths. The kernels are in
 ``compiled.attention``; importing this module imports numba.
 
-Shapes: B requests, G key/value heads, r query heads for each of them, d head size. An item is a request and a key head.
+Shapes: B requests, G key/value heads, r query heads for each, d head size. An item is a request and a key head.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from flexhybrid.runtime.kernels.attention import Extent, Weighed
 from flexhybrid.runtime.kernels.compiled import Share, demand
 from flexhybrid.runtime.kernels.compiled.attention import KINDS, LANES, attend_items
 
-#: Products of elements of queries and keys, below which one thread does it all. To hand ranges over takes some 90 us;
-#: in 200 us, of which a second thread would save half, one thread of an AMD EPYC (Zen 3) does half a million where a
-#: query reads its own keys, and 1.5 million where eight read the same ones.
+#: Products of query and key elements below which one thread does all. Handing over takes about 90 us; in 200 us, of
+#: which a second thread would save half, a thread of an AMD EPYC (Zen 3) does 0.5 million if each query has its own
+#: keys, 1.5 million if eight share them.
 SHARED_PRODUCTS = 1 << 20
 
 
 class Parts(NamedTuple):
-    """Where contexts lie, part by part: the same in every layer of a step."""
+    """The places of contexts, part by part: the same in every layer of a step."""
 
     tokens: np.ndarray  #: [parts, B] int64
     blocks: np.ndarray  #: [2, ·] the blocks of all extents, one after the other, and their hidden tokens
@@ -97,7 +97,7 @@ def attend_and_sum(
 
 
 def bounds_of(tokens_B: np.ndarray, groups: int, num_threads: int, width: int) -> list[int]:
-    """Return bounds of ranges of items, a range a thread, that hold about as many tokens each."""
+    """Return bounds of ranges of items with about equal tokens, one per thread."""
     if num_threads == 1 or tokens_B.sum() * groups * width < SHARED_PRODUCTS:
         return [0, len(tokens_B) * groups]
     until = np.cumsum(np.repeat(tokens_B, groups))
@@ -107,7 +107,7 @@ def bounds_of(tokens_B: np.ndarray, groups: int, num_threads: int, width: int) -
 
 @cache
 def compile_for(dtype: torch.dtype) -> None:
-    """Compile the kernels for a compute dtype, or load what was compiled before: some 10 seconds, or 1."""
+    """Compile the kernels for a compute dtype, or load compiled ones: about 10 seconds, or 1."""
     block = torch.zeros(2, BLOCK_TOKENS, LANES, dtype=dtype)
     extent = Extent(np.zeros((1, 1), np.int64), np.ones(1, np.int64), LANES, 0, BLOCK_TOKENS * LANES)
     attend(torch.zeros(1, 1, LANES, dtype=torch.float32), [block], layout_of([extent], 1, 1), map)

@@ -1,8 +1,8 @@
-"""What requests change of their logits before the temperature: tokens that may not come, biases, penalties.
+"""Requests' changes to logits before the temperature: forbidden tokens, biases, penalties.
 
-The order of the steps is vLLM's: allowed tokens, bad words, held tokens and biases, then the penalties of repetition,
-frequency and presence. Penalties are counted anew each step from the token table, so that they need no state beside it:
-a request may leave its place, or be computed again, and its penalties come along.
+The order is vLLM's: allowed tokens, bad words, held tokens and biases, then penalties of repetition, frequency and
+presence. Penalties are counted each step from the token table, so they need no state: a request may leave its place, or
+be recomputed.
 
 Shapes in names: B requests of a mini-batch, V vocabulary, M single changes, R rows with penalties, T tokens of the
 longest of them, P bad words of several tokens, L tokens before the last of the longest of those.
@@ -27,7 +27,7 @@ def no_ids() -> np.ndarray:
 
 @dataclass(frozen=True)
 class LogitChanges:
-    """What one request changes of its logits."""
+    """One request's changes to its logits."""
 
     prompt_tokens: int  #: positions from here on are output
     frequency: float = 0.0  #: subtracted for each time that a token stands in the output
@@ -52,7 +52,7 @@ class LogitChanges:
 
 @dataclass(frozen=True)
 class Penalties:
-    """Rows whose logits hang on the tokens that they have."""
+    """Rows whose logits depend on their tokens."""
 
     rows_R1: torch.Tensor
     cells_R1: torch.Tensor  #: of the token table, where the request begins
@@ -89,7 +89,7 @@ def step_changes(
 ) -> StepChanges | None:
     """Return what B requests change of the logits of the tokens at ``positions`` [B]; None: nothing.
 
-    ``first_cells`` [B]: where the requests begin in the token table.
+    ``first_cells`` [B]: the requests' first cells in the token table.
     """
     asking = [(row, change) for row, change in enumerate(changes) if change is not None]
     if not asking:
@@ -177,8 +177,7 @@ def change_(logits_BV: torch.Tensor, step: StepChanges, tokens: torch.Tensor) ->
 
 
 def _penalise_(logits_BV: torch.Tensor, step: Penalties, tokens: torch.Tensor) -> None:
-    """Change the logits of the tokens that the rows have. A token that a row has several times is written as often,
-    with the same value."""
+    """Change the logits of the rows' own tokens. Repeated tokens are written repeatedly, with equal values."""
     rows, vocab = step.rows_R1, logits_BV.shape[1]
     frequency, presence, repetition = step.values_3R1
     places = torch.arange(step.longest, device=tokens.device, dtype=torch.int64)

@@ -14,9 +14,9 @@ ROWS_AT_ONCE = 16  #: so that what lies between logits and records takes little 
 
 
 def records(logits_RV: torch.Tensor, tokens_R: torch.Tensor, num_top: int) -> torch.Tensor:
-    """Return the records [R, 2 + 2K] of these tokens. The rank of a token counts those that are at least as probable.
+    """Return the records [R, 2 + 2K] of these tokens. A token's rank counts those at least equally probable.
 
-    Of equally probable tokens the one of the smaller id comes first, whatever else is asked of the batch.
+    Among equally probable tokens the smaller id comes first, independently of the rest of the batch.
     """
     slices = zip(logits_RV.split(ROWS_AT_ONCE), tokens_R.split(ROWS_AT_ONCE), strict=True)
     return torch.cat([_records(logits, tokens[:, None], num_top) for logits, tokens in slices])

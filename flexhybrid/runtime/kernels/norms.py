@@ -58,7 +58,7 @@ def gate_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def kernels_for(rows: torch.Tensor) -> ModuleType | None:
-    """Return Triton's kernels where they may take these rows, whose elements lie side by side; else None."""
+    """Return Triton's kernels if they can take these contiguous rows; else None."""
     if not rows.is_cuda or rows.stride(-1) != 1 or not rows.numel():
         return None
     return _proven_kernels(rows.device, rows.dtype)
@@ -82,8 +82,8 @@ def _proven_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | No
 
 
 def prove(kernels: ModuleType, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ArithmeticError where results for trial rows differ from plain torch's on the CPU: those of residuals and
-    rotations by a bit, others by more than CLOSE, and a LayerNorm by more than SMALL beside it."""
+    """Raise ArithmeticError if trial rows differ from plain torch's on the CPU: residuals and rotations by a bit,
+    others by more than CLOSE, and a LayerNorm by more than SMALL."""
     generator = torch.Generator().manual_seed(0)
     rows, added, factors = torch.randn(3, 3, 3 * 80, generator=generator, dtype=torch.float32).to(dtype)
     cos, sin = torch.randn(2, 3, 80, generator=generator, dtype=torch.float32).to(dtype)

@@ -55,7 +55,7 @@ LIMIT = 65440.0
 
 
 def limit(bits: int) -> float:
-    """Return the largest magnitude that is kept: half of LIMIT in 1 bit, where one scale spans twice as much."""
+    """Return the largest magnitude kept: half of LIMIT in 1 bit, where a scale spans twice the range."""
     return LIMIT if bits > 1 else LIMIT / 2
 
 
@@ -67,8 +67,8 @@ KERNELS = {"cuda": "quantize_triton", "cpu": "rows_numba"}
 
 @cache
 def row_unit(bits: int | str, group: int = GROUP_ELEMENTS) -> int:
-    """Return what the elements of a packed row must be a multiple of: groups are whole, and codes fill pairs of bytes,
-    so that float16 may follow. Raises InputError for bits that are not known."""
+    """Return the divisor of a packed row's elements: groups are whole, and codes fill pairs of bytes, so that float16
+    may follow. Raise InputError for unknown bits."""
     if not isinstance(bits, int) or bits not in BITS:
         known = ", ".join(map(str, BITS[1:]))
         raise InputError(f"quantisation to {bits!r} bits is not known; it must be one of {known}")
@@ -97,8 +97,8 @@ def quantize(
     """Pack rows [..., n] of float32, bfloat16 or float16 to uint8 [..., packed_bytes(n, bits, group)], into ``out`` if
     given.
 
-    Leading axes of both may be strided views; packed rows are contiguous in themselves and begin at even addresses.
-    ``share`` deals rows to threads where a CPU has compiled kernels.
+    Leading axes of both may be strided views; packed rows are contiguous and begin at even addresses. ``share`` divides
+    rows among threads, with compiled kernels on a CPU.
     """
     shape = (*rows.shape[:-1], packed_bytes(rows.shape[-1], bits, group))
     out = torch.empty(shape, dtype=torch.uint8, device=rows.device) if out is None else _checked(out, shape, "out")
@@ -167,7 +167,7 @@ def _quantize(rows: torch.Tensor, bits: int, out: torch.Tensor, group: int = GRO
             unpacked.view(torch.int8).copy_(values)
             lowest_bits, *others, highest_bits = unpacked.tensor_split(8 // bits, dim=-1)
             torch.bitwise_left_shift(highest_bits, bits, out=codes)
-            # Masked: processors differ in what a NaN becomes. Of the highest ones what is too much is shifted out.
+            # Masked: processors differ in what a NaN becomes. Excess of the highest codes is shifted out.
             for part in reversed(others):
                 codes.bitwise_or_(part.bitwise_and_(levels)).bitwise_left_shift_(bits)
             codes.bitwise_or_(lowest_bits.bitwise_and_(levels))
@@ -195,7 +195,7 @@ def _dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor, group: int =
 
 
 def _shared(values: torch.Tensor, share: Share) -> tuple[Share, ...]:
-    """Return what kernels of a CPU take beside others' arguments."""
+    """Return the additional arguments of a CPU's kernels."""
     return (share,) if KERNELS[values.device.type] == "rows_numba" else ()
 
 
@@ -227,7 +227,7 @@ def _proven_kernels(name: str, device: torch.device, dtype: torch.dtype, bits: i
 
 
 def _prove(kernels: Any, rows: torch.Tensor, bits: int, group: int) -> None:
-    """Pack and unpack trial rows; raise ArithmeticError where a bit differs from plain torch's."""
+    """Pack and unpack trial rows; raise ArithmeticError if a bit differs from plain torch's."""
     size = packed_bytes(rows.shape[1], bits, group)
     packed, restored = rows.new_empty(len(rows), size, dtype=torch.uint8), torch.empty_like(rows)
     _quantize(rows, bits, packed, group)
@@ -280,7 +280,7 @@ def _parts(packed: torch.Tensor, elements: int, bits: int) -> tuple[torch.Tensor
 
 @cache
 def _elements(num_bytes: int, bits: int, group: int) -> int:
-    """Return the elements of a packed row. Raises InputError where no row packs into so many bytes."""
+    """Return the elements of a packed row. Raise InputError if no row packs into this many bytes."""
     unit = row_unit(bits, group)
     unit_bytes = packed_bytes(unit, bits, group)
     if num_bytes < 1 or num_bytes % unit_bytes:
@@ -310,7 +310,7 @@ def _chunks(rows: torch.Tensor, packed: torch.Tensor) -> Iterator[tuple[torch.Te
 
 
 def _checked(tensor: torch.Tensor, shape, name: str, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Return the tensor; raise InputError where it has not this shape and dtype."""
+    """Return the tensor; raise InputError for another shape or dtype."""
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
         raise InputError(f"{name} is {tensor.dtype} {list(tensor.shape)}; it must be {dtype} {list(shape)}")
     return tensor

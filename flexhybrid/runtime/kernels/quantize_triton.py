@@ -130,8 +130,8 @@ def _place(  # noqa: PLR0913 (a kernel takes pointers and constants)
     values, codes, parameters, values_stride, packed_stride, part,
     UNIT: tl.constexpr, WIDE: tl.constexpr, UNITS: tl.constexpr,
 ):  # fmt: skip
-    """Return a program's row of values, codes and parameters, and the first element of its runs [UNITS]; those that
-    lie beyond ``part`` are not there."""
+    """Return a program's row of values, codes and parameters, and the first element of its runs [UNITS]; those beyond
+    ``part`` are masked."""
     chunks = tl.cdiv(part, UNITS * UNIT)
     row = tl.program_id(0) // chunks
     first = (tl.program_id(0) % chunks * UNITS + tl.arange(0, UNITS)) * UNIT

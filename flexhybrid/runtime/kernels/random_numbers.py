@@ -1,4 +1,4 @@
-"""Random numbers by counters: each hangs on its seed, request and position alone, never on what was drawn before."""
+"""Counter-based random numbers: each depends only on its seed, request and position."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ _KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
 def philox4x32(counter_4N: np.ndarray, key_2N: np.ndarray) -> np.ndarray:
     """Philox 4x32 with 10 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-    Words of 32 bits lie in uint64, so that products fit: counters [4, N] and keys [2, N] to random words [4, N].
+    32-bit words are in uint64, for their products: counters [4, N] and keys [2, N] to random words [4, N].
     """
     even, odd, key = counter_4N[::2], counter_4N[1::2], key_2N
     for _ in range(10):

@@ -45,8 +45,8 @@ def rotate_(x: torch.Tensor, cos_Rd: torch.Tensor, sin_Rd: torch.Tensor) -> torc
 def norm_and_rotate_(
     heads: torch.Tensor, norm: tuple[torch.Tensor, ...] | None, eps: float, rotation: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Norm each of queries or keys [R, heads, d] in place where the model does (``norm``: one part, [d]), then rotate
-    it to its position; return them. ``rotation``: cosines and sines, each [R, d]."""
+    """Norm queries or keys [R, heads, d] in place if the model does (``norm``: one part, [d]), then rotate them to
+    their positions; return them. ``rotation``: cosines and sines, each [R, d]."""
     if norm is not None:
         heads.copy_(rms_norm(heads, norm[0], eps))
     return rotate_(heads, *rotation)
@@ -126,7 +126,7 @@ def _llama3(rope: Rope, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _settings(rope: Rope, *names: str) -> list[float]:
-    """Return settings that the type of rotation demands; raise ValueError where one is missing."""
+    """Return settings that the type of rotation requires; raise ValueError for a missing one."""
     values = [getattr(rope, name) for name in names]
     if None in values:
         raise ValueError(f"rotary positions of type {rope.type} need {', '.join(names)}")

@@ -25,7 +25,7 @@ class Rows(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """How a row lies in two memories: ``count`` pieces of ``num_bytes``, so many bytes from one to the next."""
+    """A row's form in two memories: ``count`` pieces of ``num_bytes``, with their strides."""
 
     num_bytes: int
     count: int = 1
@@ -60,7 +60,7 @@ def dequantize(packed: torch.Tensor, bits: int, out: torch.Tensor, group: int, s
 
 
 def copy_rows(count: int, target: Rows, source: Rows, pieces: Pieces, share: Share = map) -> None:
-    """Copy ``count`` rows between two memories. Raises IndexError where some lie outside of theirs; these are left."""
+    """Copy ``count`` rows between two memories. Raise IndexError for rows outside them, which are skipped."""
     ends, outside = [], []
 
     def fits(rows: Rows) -> bool:
@@ -88,7 +88,7 @@ def copy_rows(count: int, target: Rows, source: Rows, pieces: Pieces, share: Sha
 
 @cache
 def compile_for(dtype: torch.dtype) -> None:
-    """Compile the kernels for a dtype, or load what was compiled before: about a second, or a hundredth."""
+    """Compile the kernels for a dtype, or load compiled ones: about a second, or a hundredth."""
     row = torch.zeros(1, GROUP_ELEMENTS, dtype=dtype)
     packed = torch.zeros(1, GROUP_ELEMENTS + 4, dtype=torch.uint8)
     quantize(row, 8, packed, GROUP_ELEMENTS, 1.0)

@@ -48,8 +48,8 @@ def norm(
 def rotate_(
     rows: torch.Tensor, spans: tuple[tuple[int, int], ...], rotation: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
-    """Rotate the heads of rows [R, ·] in place: of each of one or two ``spans`` so many, one after the other from an
-    element on. ``rotation``: cosines and sines, each [R, d]."""
+    """Rotate the heads of rows [R, ·] in place: in one or two ``spans``, each a number of heads from an element on.
+    ``rotation``: cosines and sines, each [R, d]."""
     cos_Rd, sin_Rd = rotation
     (first, count), (other, others) = (*spans, (0, 0))[:2]
     d, heads = cos_Rd.shape[1], triton.next_power_of_2(count + others)

@@ -107,7 +107,7 @@ def step_sampling(
 ) -> StepSampling | None:
     """Return how the B requests of a plan choose the tokens at ``positions`` [B]; None: all take the largest logit.
 
-    Positions count from the first token of the prompt. ``first_cells`` [B]: where the requests begin in the token
+    Positions count from the first token of the prompt. ``first_cells`` [B]: the requests' first cells in the token
     table. ``to_device`` may copy asynchronously.
     """
     temperature = plan.temperature
@@ -139,9 +139,9 @@ def step_sampling(
 
 
 def choose(logits_BV: torch.Tensor, step: StepSampling | None, tokens: torch.Tensor) -> torch.Tensor:
-    """Return token ids [B]; ``step`` is of ``step_sampling``, ``tokens`` the token table. The logits are not changed.
+    """Return token ids [B]; ``step`` is of ``step_sampling``, ``tokens`` the token table. The logits are unchanged.
 
-    Where what a request forbids leaves it no token, it gets the most probable one.
+    A request that forbids every token gets the most probable one.
     """
     if step is None:
         return logits_BV.argmax(dim=-1)
@@ -163,8 +163,8 @@ def _chosen(warped_BV: torch.Tensor, step: StepSampling) -> torch.Tensor:
 
 
 def warp(logits_BV: torch.Tensor, step: StepSampling, tokens: torch.Tensor) -> torch.Tensor:
-    """Return new float32 logits [B, V]: changed, divided by the temperature, -inf where a token may not come.
-    ``tokens``: the token table."""
+    """Return new float32 logits [B, V]: changed, divided by the temperature, -inf for forbidden tokens. ``tokens``: the
+    token table."""
     if step.changes is None and step.values_5B is not None:
         logits = logits_BV.float() / step.values_5B[1].float()[:, None]
     else:
@@ -244,8 +244,8 @@ def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
 def _first_above(cumulated: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the index [B, 1] of the first entry above the target.
 
-    Rounding may have raised the target to the total: it is bounded below it, or else the last entry would be taken,
-    whatever its probability.
+    The target is bounded below the total, to which rounding may have raised it: otherwise the last entry would be taken
+    at any probability.
     """
     total = cumulated[:, -1:]
     below_total = torch.nextafter(total, torch.zeros_like(total))

@@ -1,8 +1,8 @@
-"""Attention where requests share a part of their context: over the common keys once for all of them.
+"""Attention over shared context: common keys are read once for all requests.
 
-A request attends to its own context and to each part that it shares with others by itself; what the parts give is
-weighed by the sums of their exponentials (Juravsky et al. 2024, "Hydragen", eq. 3 and 5). Shapes as in ``attention``;
-of g common parts m requests have each.
+A request attends separately to its own context and to each shared part; results are combined by the sums of their
+exponentials (Juravsky et al. 2024, "Hydragen", eq. 3 and 5). Shapes as in ``attention``; g common parts, each of m
+requests.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def add_shared(
     rule: ScoreRule,
     window: SlidingWindow | None = None,
 ) -> None:
-    """Add to what queries get of their own contexts (Q = r · N) what they get of ``shared`` ones."""
+    """Add attention over ``shared`` contexts to that over the queries' own contexts (Q = r · N)."""
     for rows, keys, values, columns in shared:
         added = None
         if window is not None and columns is not None:
@@ -105,8 +105,8 @@ def _attended(
     *,
     sees_some: bool = True,
 ) -> Weighed:
-    """Attend; ``added`` to the scores [B, G, Q, T], of which every query has a finite one where it ``sees_some``. A
-    query that sees nothing gets zeros, and a sum of -inf."""
+    """Attend; ``added`` to the scores [B, G, Q, T], finite for at least one of a query's if it ``sees_some``. A query
+    that sees nothing gets zeros, and a sum of -inf."""
     if q_BGQd.device.type == "cpu" and rule.softcap is None and sees_some:
         attended, sums = _in_one_pass(q_BGQd, k_BGTd, v_BGTd, attn_mask=added, scale=rule.scaling)
         return attended.float(), sums

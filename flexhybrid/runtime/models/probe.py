@@ -255,7 +255,7 @@ def _lacks_values(error: Exception) -> bool:
 
 
 def _told(layers: Layers, function: Callable[[], Any], where: str) -> Any:
-    """Run a function of a model's layers; turn its errors into Refused."""
+    """Run a function of a model's layers; turn its errors into Unsupported."""
     try:
         return function()
     except Unsupported:

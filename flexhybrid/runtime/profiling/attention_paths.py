@@ -1,8 +1,8 @@
-"""Which way to attend is the fastest on this machine, for each phase of a run, compute dtype and size of head groups.
+"""Finds the fastest attention on this machine for each phase of a run, compute dtype and size of head groups.
 
-No way is it everywhere. On two cores of an AMD EPYC (Zen 3, no 16-bit products) bfloat16 products take 15 times as long
-for a chunk as the fused way; on cores that multiply bfloat16 they reach 0.73 of the memory's bandwidth in a decode
-step, the fused way 0.12. Results differ in their last bits, so a run goes on with the ways that it began with.
+None is fastest everywhere. On two cores of an AMD EPYC (Zen 3, no 16-bit products) bfloat16 products take 15 times as
+long for a chunk as the fused path; on cores with bfloat16 products they reach 0.73 of the memory's bandwidth in a
+decode step, the fused path 0.12. Results differ in their last bits, so a run keeps its first choice.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ WORTH = 0.8  #: share of the usual way's time below which another is taken: chan
 
 
 def fastest_paths(device: str, dtype: str, group: int, head_dim: int = 128) -> AttentionPaths:
-    """Return the names in ``PATHS`` of the fastest ways to attend with ``group`` query heads of ``head_dim`` elements a
-    key head: as this machine has kept them, else measured now and kept, so that a job given again computes the same
-    bits. Those of a GPU are not measured: in place where Triton's kernels are proved on it."""
+    """Return the names in ``PATHS`` of the fastest attention with ``group`` query heads of ``head_dim`` elements per
+    key head: kept from before, else measured now and kept, so that a repeated job computes the same bits. On a GPU
+    nothing is measured: in place if Triton's kernels are proved there."""
     on_host = can_attend_in_place(dtype, on_host=True)
     if device != "cpu":
         return ON_GPU._replace(in_place=proved_on_gpu(dtype, group, head_dim), on_host=on_host)
@@ -48,8 +48,8 @@ def fastest_paths(device: str, dtype: str, group: int, head_dim: int = 128) -> A
 
 
 def can_attend_in_place(dtype: str, on_host: bool = False) -> bool:
-    """Whether a CPU can read keys and values where they lie, as the device or as the ``on_host`` of one: there is
-    numba, and kernels for the dtype. No CPU computes in float16."""
+    """Return whether a CPU can read keys and values in place, as the device or, ``on_host``, next to one: with numba,
+    and kernels for the dtype. No CPU computes in float16."""
     if dtype == "float16":
         return on_host and compiled.has_numba() and compiled.converts_float16()
     return dtype in ("float32", "bfloat16") and compiled.has_numba()
@@ -57,9 +57,8 @@ def can_attend_in_place(dtype: str, on_host: bool = False) -> bool:
 
 @functools.cache
 def proved_on_gpu(dtype: str, group: int, head_dim: int) -> bool:
-    """Whether Triton's kernels that read keys and values where they lie run on the current GPU, with the results of
-    plain torch; where they fail, a warning says why. Waits for the device, and for Triton's compiler where its cache
-    does not have the kernels yet."""
+    """Return whether Triton's in-place kernels run on the current GPU with plain torch's results; if not, warn with the
+    reason. Waits for the device, and for Triton's compiler on first use."""
     if not torch.cuda.is_available():
         return False
     try:
@@ -89,7 +88,7 @@ def _kept(dtype: str, group: int, key: str) -> AttentionPaths:
 
 
 def paths_of(record: object) -> AttentionPaths | None:
-    """Return the choice that a file holds, ``AttentionPaths._asdict()``; None where it is none."""
+    """Return the choice in a file, ``AttentionPaths._asdict()``; None if invalid."""
     if not isinstance(record, dict) or record.keys() | {"on_host"} != set(AttentionPaths._fields):
         return None
     paths = AttentionPaths(**{"on_host": record["in_place"], **record})  # in early records one flag stood for both

@@ -114,7 +114,7 @@ ALONE = (
 
 
 def _sharing(*place) -> tuple[ProfileRun, ...]:
-    """Requests that begin alike: what the rest of their prompts attends to, and what each decodes with others."""
+    """Requests with equal beginnings: what the rest of their prompts attends to, and what each decodes with others."""
     return ProfileRun(8, 128, 8, *place, shared=64), ProfileRun(32, 256, 32, *place, shared=192)
 
 
@@ -131,8 +131,8 @@ RUNS = MIXES + SHARED + OTHERS + ALONE
 GPU_RUNS = (MIXES[0], MIXES[3], _mix(16, 928, 1.00, 16), MIXES[6]) + SHARED + OTHERS + ALONE
 
 
-#: What a profile may leave out, where no policy that is asked for or searched can use it. All of it has the mixes of KV
-#: and ACT on the host.
+#: What a profile may omit if no requested or searched policy can use it. Every profile has mixes of KV and ACT on the
+#: host.
 PARTS = frozenset({"resident", "shared prefixes", "host attention", "token recomputation", "four bits"})
 
 
@@ -162,8 +162,8 @@ def num_passes(device: str) -> int:
 LAUNCHED = _mix(4, 100, 0.50, 2).policy, ProfileRun(4, 100, 2, *_RESIDENT).policy
 LAUNCHED_SHAPE = replace(shape_by_name("opt-125m"), num_layers=32, hidden=64, ffn=64, vocab=64, num_kv_heads=2)
 MOST_LAYERS = 8  #: that are profiled
-#: On a GPU so many at least: what the first layer of a step waits for, the step's index tensors behind a copy of
-#: weights, is then an outlier of its verb's times, as in a whole model, and not half of their mean.
+#: Least layers on a GPU: the first layer's wait for the step's index tensors behind a copy of weights is then an
+#: outlier, as in a whole model, and not half of the mean.
 GPU_LAYERS = 4
 SHORTEST = 32  #: tokens of a context, below which no context is cut
 #: Times the median: longer samples are left out of a mean, as disturbed by other processes. Not three times: in a job
@@ -179,8 +179,8 @@ HASTE = 1.25
 AGREE = 1.05  #: ratio up to which the two shortest times of a size agree
 WEIGHTY = 0.05  #: share of its run's computing seconds from which a size counts
 CPU_SECONDS = 45.0  #: after which no run of a CPU is measured a third time
-#: Of a GPU's times of a size: those below a gap of this ratio count, where an eighth lies on each side. The others wait
-#: for the host: the first layer of a step for its index tensors, 300 µs where 25 are work (an H200).
+#: Of a GPU's times of a size, those below a gap of this ratio count, with at least an eighth on each side. The others
+#: wait for the host: the first layer of a step 300 µs, where 25 are work (an H200).
 CLUSTERS_APART, CLUSTER_SHARE = 3.0, 1 / 8
 DISAGREE, REPORTED_S = 1.15, 1e-3  #: ratio of two passes above which they are reported, of tasks that take so long
 DECODE_SECONDS, DECODES = 0.4, 5  #: of each run and pass: the few steps of a small model could miss slow moments
@@ -314,8 +314,8 @@ TaskTimes = dict[tuple[str, float, float], tuple[list[float], list[float]]]
 def kernel_times(stretches: Sequence[Stretch], device: str) -> TaskTimes:
     """Return the seconds of all tasks that have a line.
 
-    Those of long kernels on the CPU (LONG_S) are without the share that the host stole. Without that, two profiles of
-    one virtual machine predicted 11.5 and 17.8 s for one job. A GPU's pauses are not told apart.
+    Long kernels on the CPU (LONG_S) exclude stolen time; with it, two profiles of one virtual machine predicted 11.5
+    and 17.8 s for one job. A GPU's pauses cannot be separated.
     """
     on_cpu = {"host_compute", "compute"} if device == "cpu" else {"host_compute"}
     times: TaskTimes = {}
@@ -335,14 +335,14 @@ def kernel_times(stretches: Sequence[Stretch], device: str) -> TaskTimes:
 
 
 def add_times(times: TaskTimes, more: TaskTimes) -> None:
-    """Add the seconds of more tasks to those of ``times``."""
+    """Add the seconds of more tasks to ``times``."""
     for key, added in more.items():
         for own, others in zip(times.setdefault(key, ([], [])), added, strict=True):
             own += others
 
 
 def _counted(key: str, times: tuple[list[float], list[float]]) -> list[float]:
-    """Return the seconds that count: on a link all; else without those after a pause, where there are enough others."""
+    """Return the seconds that count: on a link all; else those not after a pause, if there are enough."""
     in_a_row, paused = times
     return in_a_row if len(in_a_row) >= LEAST_IN_A_ROW and not crosses_link(key) else in_a_row + paused
 
