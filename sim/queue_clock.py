@@ -35,7 +35,8 @@ from sim.cost import hardware_of_wave
 from sim.queue_counts import RunIntervals, intervals
 from sim.template_run import layer_loop
 
-MOST_COUNTED = 5_000  #: requests; a longer queue is sampled evenly
+MOST_COUNTED = 3_000  #: requests; a longer queue is sampled
+ROUGH_COUNTED = 1_000  #: likewise, for a price that only ranks
 RUN = 64  #: of them, consecutive ones
 WALKED_TASKS = 40_000  #: tasks of a price: about a second
 ROUGH_TASKS, ROUGH_WINDOWS = 8_000, 12  #: tasks of a price that only ranks
@@ -139,14 +140,14 @@ def iteration_loads(
 
 @dataclass(frozen=True)
 class QueueRun:
-    """A queue's predicted run. Arrays [iterations]; the steady part of a sampled queue counts ``times``."""
+    """A queue's predicted run. Arrays [iterations]; of a sampled queue an iteration stands for ``times`` as many."""
 
     seconds: np.ndarray
     running: np.ndarray  #: requests
     tokens: np.ndarray  #: generated
     steady_from: int  #: first iteration that refilled a place
     drain_from: int  #: first iteration without waiting requests
-    times: float
+    times: np.ndarray
     busy: dict[str, float]  #: resource -> share of the time
     at_a_time: int  #: places
     pace: IterationCost | None = None  #: prices other lengths; None on the virtual clock
@@ -158,10 +159,11 @@ class QueueRun:
     def phases(self) -> dict[str, Phase]:
         begins, ends = (0, self.steady_from, self.drain_from), (self.steady_from, self.drain_from, len(self.seconds))
         phases = {}
-        for name, begin, end, times in zip(PHASES, begins, ends, (1.0, self.times, 1.0), strict=True):
-            seconds, tokens = (float(times * of[begin:end].sum()) for of in (self.seconds, self.tokens))
+        for name, begin, end in zip(PHASES, begins, ends, strict=True):
+            times = self.times[begin:end]
+            seconds, tokens = (float(times @ of[begin:end]) for of in (self.seconds, self.tokens))
             running = float(self.running[begin:end].mean()) if end > begin else 0.0
-            phases[name] = Phase(times * (end - begin), seconds, tokens, running)
+            phases[name] = Phase(float(times.sum()), seconds, tokens, running)
         return phases
 
     @property
@@ -195,9 +197,9 @@ def price_queue(
 
     Raise InputError if not one request fits the budgets, or a verb has no line.
     """
-    few, times = _thinned(workload, at_most)
     count, share = places or batch_size(problem, policy, workload, at_most)
-    wave = open_batch(problem, policy, few, min(count, few.num_requests), share)
+    few, times = _thinned(workload, count, MOST_COUNTED if walked_tasks >= WALKED_TASKS else ROUGH_COUNTED)
+    wave = open_batch(problem, policy, few, count, share)
     return _Price(wave, few, times).run(walked_tasks)
 
 
@@ -234,7 +236,7 @@ def walk_queue(problem: Problem, policy: Policy, workload: Workload, at_most: in
         tokens=tokens,
         steady_from=runs[0].steady_from or (begun[1] if len(runs) > 1 else 0),
         drain_from=begun[-1] + runs[-1].drain_from,
-        times=1.0,
+        times=np.ones(len(seconds)),
         busy={r: sum(run.busy.get(r, 0.0) * run.total_s for run in runs) / seconds.sum() for r in resources},
         at_a_time=runs[0].at_a_time,
     )
@@ -260,7 +262,7 @@ def _of_trace(trace: list[TraceEvent], workload: Workload, count: int) -> QueueR
         running=running,
         tokens=tokens,
         **_bounds(np.array(list(joined.values())), len(seconds)),
-        times=1.0,
+        times=np.ones(len(seconds)),
         busy={resource: spent / seconds.sum() for resource, spent in work.items()},
         at_a_time=count,
     )
@@ -283,12 +285,18 @@ def evenly_spaced(count: int, most: int, in_runs: bool) -> np.ndarray:
     return np.unique(runs[:, None] + np.arange(RUN))
 
 
-def _thinned(workload: Workload, at_most: int) -> tuple[Workload, float]:
-    """Sample a long queue evenly, in contiguous runs if requests share prefixes; return it and the thinning factor."""
-    most = max(MOST_COUNTED, 8 * at_most)
+def _thinned(workload: Workload, count: int, most: int) -> tuple[Workload, float]:
+    """Return about ``most`` requests of a long queue, of which ``count`` run at a time, and the thinning factor.
+
+    All of the first requests are kept, which decide how the batch is cut into mini-batches, and of the last, with which
+    it drains. Those between are sampled evenly, in contiguous runs if requests share prefixes.
+    """
+    last = workload.num_requests - count
+    most = max(most, 8 * count)
     if workload.num_requests <= most:
         return workload, 1.0
-    chosen = evenly_spaced(workload.num_requests, most, workload.prefixes is not None)
+    between = count + evenly_spaced(last - count, most - 2 * count, workload.prefixes is not None)
+    chosen = np.r_[:count, between, last : workload.num_requests]
     return workload.select(chosen), float(workload.answers.sum() / workload.answers[chosen].sum())
 
 
@@ -338,16 +346,13 @@ class _Price:
         seconds, work, pace = self._spread()
         running = self.intervals.per_iteration()
         surplus = np.bincount(self.intervals.left[self.intervals.surplus] - 1, minlength=self.num_iterations)
-        begin, end = self.bounds.values()
         tokens = running - surplus
-        outside = tokens[:begin].sum() + tokens[end:].sum()
-        inside = max(tokens.sum() - outside, 1.0)
         return QueueRun(
             seconds=seconds,
             running=running,
             tokens=tokens,
             **self.bounds,
-            times=1.0 + (self.times - 1.0) * float(tokens.sum() / inside) if end > begin else 1.0,
+            times=self._times(tokens),
             # Both are interpolated between walked iterations, independently.
             busy={resource: min(1.0, float(spent.sum() / seconds.sum())) for resource, spent in work.items()},
             at_a_time=self.wave.workload.num_requests,
@@ -355,6 +360,17 @@ class _Price:
             preemptions=self.times * float(self.intervals.returned.sum()),
             recomputing=self._recomputing(pace),
         )
+
+    def _times(self, tokens: np.ndarray) -> np.ndarray:
+        """Return how many iterations each stands for: more than one from when the first requests have left until the
+        last ones join (``_thinned``)."""
+        times, counted, count = np.ones(len(tokens)), self.intervals, self.wave.workload.num_requests
+        if self.times > 1:
+            begin = int(counted.left[counted.request < count].max())
+            end = int(counted.joined[counted.request >= self.workload.num_requests - count].min())
+            inside = slice(begin, end) if begin < end else slice(*self.bounds.values())
+            times[inside] += (self.times - 1.0) * tokens.sum() / max(tokens[inside].sum(), 1.0)
+        return times
 
     def _recomputing(self, pace: IterationCost) -> float:
         """Return ``QueueRun.recomputing``."""

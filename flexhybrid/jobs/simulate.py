@@ -177,7 +177,7 @@ def simulate_queue(
     places = batch_size(problem, made.policy, workload, setting.batch)
     run = run or price_queue(problem, made.policy, workload, setting.batch, places)
     if clock == "virtual":
-        tasks = TASKS_PER_POSITION * problem.shape.num_layers * run.times * len(run.seconds)
+        tasks = TASKS_PER_POSITION * problem.shape.num_layers * run.times.sum()
         if tasks > MOST_TASKS:
             raise InputError(
                 f"the virtual clock would walk more than {tasks / 1e6:.0f} million tasks (limit "

@@ -20,7 +20,7 @@ import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import representation_of
-from flexhybrid.core.context.packing import longest_piece, num_chunks
+from flexhybrid.core.context.packing import chunk_tokens, longest_piece, num_chunks
 from flexhybrid.core.context.prefixes import Build, PrefixOrder, build_steps, padded_rows
 from flexhybrid.core.context.selection import kept_tokens
 from flexhybrid.core.model.shape import ModelShape
@@ -29,6 +29,7 @@ from flexhybrid.core.schedule.buffer_sizes import (
     SharedLengths,
     build_sizes,
     first_builds,
+    holds_lengths,
     mini_batch_sizes,
     running_sizes,
     shared_lengths,
@@ -87,6 +88,11 @@ def sharing_limit(policy: Policy, shape: ModelShape) -> str | None:
         kept = "prompts that begin alike are kept and loaded once, but each is computed as a whole"
         return f"{kept}: it attends to native keys and values, not to the few bits that are kept"
     return None
+
+
+def _without(places: np.ndarray, others: np.ndarray) -> list[int]:
+    """Return the places that are not among others, sorted."""
+    return sorted({*places.tolist()}.difference(others.tolist()))
 
 
 class AnswerLengths:
@@ -160,19 +166,21 @@ class Scheduler:
         self.num_back = 0  #: number of preemptions
         self.sharing = wave.sharing
         self.steering = PrefixOrder(wave.sharing.tree) if wave.sharing else None
+        self.first = [wave.workload.select(group) for group in wave.mini_batches]
         if not self.singly:
             self.of_group = list(mini_batch_sizes(wave))
             self.most_kept = [self._kept(group).max() for group in wave.mini_batches]
 
     def steps(
-        self, iteration: int, stopped: Collection[int]
+        self, iteration: int, stopped: Collection[int], among: Collection[int] | None = None
     ) -> Iterator[tuple[int, int, int, np.ndarray | None, np.ndarray]]:
         """Yield (mini-batch, ``MiniBatchStep.chunk``, piece of the prompts, shared blocks to compute, places) of each
         step.
 
-        ``stopped``: requests that have ended, or never run.
+        ``stopped``: requests that have ended, or never run. ``among``: the mini-batches whose members may change (None:
+        all); the others decode.
         """
-        members = list(self._members(iteration, stopped))
+        members = list(self._members(iteration, stopped, among))
         builds = self._builds(members) if self.wave.sharing else {}
         behind = int(any(len(running) for _, running, _ in members))
         first_chunk = sum(map(len, builds.values())) + behind
@@ -205,10 +213,15 @@ class Scheduler:
             sharing.num_tokens += int(self.wave.shared_blocks(joining).sum()) * BLOCK_TOKENS
         return numbered
 
-    def _members(self, iteration: int, stopped: Collection[int]) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    def _members(
+        self, iteration: int, stopped: Collection[int], among: Collection[int] | None
+    ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """Yield each mini-batch with its decoding places and those whose prompts are computed."""
         wave = self.wave
         for k, group in enumerate(self.groups):
+            if among is not None and k not in among:
+                yield k, group, NO_REQUESTS
+                continue
             running = group[wave.workload.max_tokens[group] > iteration - wave.joined[group]]
             if stopped:
                 running = running[[request not in stopped for request in wave.request[running].tolist()]]
@@ -224,8 +237,7 @@ class Scheduler:
     def _change(self, k: int, iteration: int, running: np.ndarray, stopped) -> tuple[np.ndarray, np.ndarray]:
         """Return the places of mini-batch ``k`` that run on, and those that are filled now."""
         wave, group, self.now = self.wave, self.groups[k], iteration
-        left = np.setdiff1d(group, running) if len(running) < len(group) else NO_REQUESTS
-        for place in left.tolist():
+        for place in _without(group, running) if len(running) < len(group) else ():
             request = int(wave.request[place])
             leave_place(wave, k, place)
             self.answers.end(self._sampled(place, iteration))
@@ -317,16 +329,18 @@ class Scheduler:
         half of them, and so on. ``too_many``: the last count that did not fit.
         """
         wave, queue = self.wave, self.queue
-        free = np.setdiff1d(wave.mini_batches[k], running)
+        free = np.array(_without(wave.mini_batches[k], running), dtype=np.int64)
         first = queue.first(max(LOOKED_AT, len(free)))
         if queue.closes():
             first = [request for request in first if request in queue.given]
-        taken = {request for request in first if request in stopped}
+        taken = {request for request in first if request in stopped} if stopped else set()
         for request in taken:
             if request in queue.given:
                 self.answers.end(queue.given[request])
             self._forget(request, iteration)
-        ready = [request for request in first if self.not_before.get(request, 0) <= iteration and request not in taken]
+        ready = first
+        if taken or self.not_before:
+            ready = [of for of in first if self.not_before.get(of, 0) <= iteration and of not in taken]
         self.full[k] = len(ready) + len(taken) == len(first)
         if self.sharing and self.steering:
             for request in ready:
@@ -369,6 +383,22 @@ class Scheduler:
         if taken:
             queue.remove(taken)
         return joining
+
+    def resume(self, k: int, requests: list[int]) -> None:
+        """Give places of mini-batch ``k`` to requests that have run before: all but the last token of their prompts is
+        in the cache. Requests without room wait before all others."""
+        places, lengths = self.wave.mini_batches[k][: len(requests)], self.wave.workload
+        self.groups[k] = NO_REQUESTS
+        if not requests:
+            return
+        before = self._enter(places, requests, -1)
+        lengths.prompt_tokens[places] -= 1
+        lengths.max_tokens[places] += 1
+        count = self._reserve(k, places)
+        self._restore(places[count:], {name: values[count:] for name, values in before.items()})
+        self.groups[k], self.queue.passed_over = places[:count], requests[count:] + self.queue.passed_over
+        if self.sharing:
+            self.sharing.take_builds(places.tolist())
 
     def _would_share(self, requests: list[int]) -> np.ndarray | int:
         """Return how many tokens each of these requests would share if it joined now."""
@@ -427,8 +457,11 @@ class Scheduler:
             expected = wave.own_blocks(group, self._expected(group)).sum(axis=0)
             if (expected > [wave.blocks[k].pools[pool.name].num_blocks for pool in wave.pools]).any():
                 return False
-        shared = shared_lengths(wave, group, joining)
-        return buffers_hold(wave, lengths.cached_tokens[group], lengths.prompt_tokens[joining], shared)
+        cached, prompts = lengths.cached_tokens[group], lengths.prompt_tokens[joining]
+        piece = chunk_tokens(wave.policy.max_mini_batch_tokens)
+        if not self.sharing and holds_lengths(self.first[k], cached, prompts, piece):
+            return True
+        return buffers_hold(wave, cached, prompts, shared_lengths(wave, group, joining))
 
     def _kept(self, group: np.ndarray) -> np.ndarray:
         lengths = self.wave.workload.select(group)
