@@ -119,17 +119,13 @@ class LLMArguments:
     disk_gb_per_s: float | None = option(DISK_PACE_HELP, None)
     max_model_len: int | None = None  #: most tokens of a prompt and its answer together; None: the model's positions
     enable_prefix_caching: bool = option(
-        "compute and keep what prompts begin with alike once for all of them (yes)",
-        True,
-        action=BooleanOptionalAction,
+        "compute and keep what prompts begin with alike once for all of them (yes)", True, action=BooleanOptionalAction
     )
     generation_config: str = option(
         "auto: sampling that neither a request nor this command names is that of the checkpoint's "
         "generation_config.json (auto)", "auto", choices=SOURCES,
     )  # fmt: skip
     cuda_graphs: bool = option(
-        "launch decode steps on a GPU by CUDA graphs, where they can be (yes)",
-        True,
-        action=BooleanOptionalAction,
+        "launch decode steps on a GPU by CUDA graphs, where they can be (yes)", True, action=BooleanOptionalAction
     )
     attention: AttentionPaths | None = None  #: of an earlier run or another process; None: the fastest ones here

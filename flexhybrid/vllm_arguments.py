@@ -4,55 +4,43 @@ from collections.abc import Iterable
 
 from flexhybrid.core.errors import InputError, shown, unknown
 
-_LENGTHS = "requests are as long as their prompt and max_tokens; max_model_len bounds both"
 _NO_DOWNLOAD = "nothing is downloaded: give a local folder (hf download NAME --local-dir FOLDER)"
 _ONE_DEVICE = "a model runs on one device; `flexhybrid run --engine ray` starts an executor on each"
 _PLACES = 'the policy says where weights and cache lie; budgets are device_memory="20GiB" and host_memory="100GiB"'
-_TEXT_ONLY = "models of text run here"
 
-#: Name -> the values that ask for nothing (None: all values), and what to write in the place of others.
+#: Names, the values that ask for nothing besides None (None: all values), and what to write in the place of others.
 #: vllm/entrypoints/llm.py and vllm/engine/arg_utils.py, versions 0.4 to 0.20.
-ARGUMENTS: dict[str, tuple[tuple | None, str]] = {
-    **dict.fromkeys(
-        ("async_scheduling", "compilation_config", "disable_async_output_proc", "disable_custom_all_reduce",
-         "disable_log_requests", "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill",
-         "enforce_eager", "max_logprobs", "max_seq_len_to_capture", "served_model_name",
-         "swap_space", "trust_remote_code", "use_v2_block_manager"),
-        (None, ""),
-    ),
-    **dict.fromkeys(
-        ("code_revision", "download_dir", "revision", "tokenizer_revision", "hf_token"), ((None,), _NO_DOWNLOAD)
-    ),
-    **dict.fromkeys(
-        ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size"), ((None, 1), _ONE_DEVICE)
-    ),
-    **dict.fromkeys(("disable_sliding_window", "enable_expert_parallel"), ((None, False), "leave it out")),
-    **dict.fromkeys(("allowed_local_media_path", "limit_mm_per_prompt", "mm_processor_kwargs"),
-                    ((None, "", {}), _TEXT_ONLY)),
-    "block_size": ((None, 16), "blocks have 16 tokens"),
-    "config_format": ((None, "auto", "hf"), "checkpoints are in Hugging Face layout"),
-    "convert": ((None, "auto", "none"), "models generate"),
-    "cpu_offload_gb": ((None, 0), _PLACES),
-    "enable_lora": ((None, False), "merge the adapter into the weights"),
-    "gpu_memory_utilization": ((None, 0.9), _PLACES),
-    "hf_overrides": ((None, {}), "change config.json"),
-    "kv_cache_dtype": ((None, "auto"), "give a policy with bits=Bits(kv=8)"),
-    "load_format": ((None, "auto", "hf", "pt", "safetensors"), "safetensors and .bin files are read"),
-    "max_num_batched_tokens": ((None,), "a policy's max_mini_batch_tokens says so"),
-    "max_num_seqs": ((None, 256), "a policy's max_batch says so: Policy(max_batch=…)"),
-    "max_seq_len": ((None,), _LENGTHS),
-    "num_gpu_blocks_override": ((None,), _PLACES),
-    "override_generation_config": ((None, {}), "give SamplingParams"),
-    "override_neuron_config": ((None, {}), "leave it out"),
-    "quantization": ((None,), "give a policy with bits=Bits(weights=4): it packs plain weights while loading"),
-    "quantization_param_path": ((None,), "give a policy with bits=Bits(kv=8)"),
-    "runner": ((None, "auto", "generate"), "models generate"),
-    "seed": ((None, 0), "give SamplingParams(seed=…)"),
-    "skip_tokenizer_init": ((None, False), "prompts may be token ids all the same"),
-    "speculative_config": ((None, {}), "leave it out"),
-    "task": ((None, "auto", "generate"), "models generate"),
-    "tokenizer_mode": ((None, "auto", "hf"), "the tokenizer is transformers' own"),
-}  # fmt: skip
+_ROWS: tuple[tuple[str, tuple | None, str], ...] = (
+    ("async_scheduling compilation_config disable_async_output_proc disable_custom_all_reduce disable_log_requests "
+     "disable_log_stats distributed_executor_backend enable_chunked_prefill enforce_eager max_logprobs "
+     "max_seq_len_to_capture served_model_name swap_space trust_remote_code use_v2_block_manager", None, ""),
+    ("code_revision download_dir revision tokenizer_revision hf_token", (), _NO_DOWNLOAD),
+    ("data_parallel_size pipeline_parallel_size tensor_parallel_size", (1,), _ONE_DEVICE),
+    ("disable_sliding_window enable_expert_parallel", (False,), "leave it out"),
+    ("override_neuron_config speculative_config", ({},), "leave it out"),
+    ("allowed_local_media_path limit_mm_per_prompt mm_processor_kwargs", ("", {}), "models of text run here"),
+    ("block_size", (16,), "blocks have 16 tokens"),
+    ("config_format", ("auto", "hf"), "checkpoints are in Hugging Face layout"),
+    ("convert", ("auto", "none"), "models generate"),
+    ("runner task", ("auto", "generate"), "models generate"),
+    ("cpu_offload_gb", (0,), _PLACES),
+    ("gpu_memory_utilization", (0.9,), _PLACES),
+    ("num_gpu_blocks_override", (), _PLACES),
+    ("enable_lora", (False,), "merge the adapter into the weights"),
+    ("hf_overrides", ({},), "change config.json"),
+    ("kv_cache_dtype", ("auto",), "give a policy with bits=Bits(kv=8)"),
+    ("quantization_param_path", (), "give a policy with bits=Bits(kv=8)"),
+    ("quantization", (), "give a policy with bits=Bits(weights=4): it packs plain weights while loading"),
+    ("load_format", ("auto", "hf", "pt", "safetensors"), "safetensors and .bin files are read"),
+    ("max_num_batched_tokens", (), "a policy's max_mini_batch_tokens says so"),
+    ("max_num_seqs", (256,), "a policy's max_batch says so: Policy(max_batch=…)"),
+    ("max_seq_len", (), "requests are as long as their prompt and max_tokens; max_model_len bounds both"),
+    ("override_generation_config", ({},), "give SamplingParams"),
+    ("seed", (0,), "give SamplingParams(seed=…)"),
+    ("skip_tokenizer_init", (False,), "prompts may be token ids all the same"),
+    ("tokenizer_mode", ("auto", "hf"), "the tokenizer is transformers' own"),
+)  # fmt: skip
+ARGUMENTS = {name: (neutral, advice) for names, neutral, advice in _ROWS for name in names.split()}
 _POOLING = "models generate text here; embeddings, scores and classes need another program"
 _SERVER = "there is no server behind this LLM"
 #: Methods and attributes of vLLM's ``LLM`` -> what there is instead. vllm/entrypoints/llm.py, versions 0.4 to 0.20.
@@ -80,7 +68,7 @@ def check_vllm_arguments(others: dict, model: object, known: Iterable[str]) -> N
         if name not in ARGUMENTS:
             raise unknown("argument of LLM", name, known)
         neutral, advice = ARGUMENTS[name]
-        if neutral is not None and not _is_one_of(value, neutral):
+        if neutral is not None and value is not None and not _is_one_of(value, neutral):
             raise InputError(f"{name} is {shown(value)}, which is not supported: {advice}")
 
 

@@ -99,10 +99,7 @@ def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
         ((*SIMULATE, "--device-memory", "-4GiB"), "expected one argument, which does not begin with -"),
         ((*SIMULATE, "--bach", "3"), "unknown option '--bach'; did you mean --batch"),
         ((*SIMULATE, "-b", "3"), "unrecognized arguments: -b 3 (see flexhybrid simulate --help)"),
-        (
-            ("run", "-i", "a", "-o", "b", "--modle=c"),
-            "unknown option '--modle'; did you mean --model? (see ",
-        ),
+        (("run", "-i", "a", "-o", "b", "--modle=c"), "unknown option '--modle'; did you mean --model? (see "),
         (("run", "-i", "a", "-o", "b", "-i", "c"), "-i is given twice, a and c: give it once (see"),
         ((*SIMULATE, "--vary", "batch=1,2", "--vary", "gen_len=8"), "--vary is given twice, batch=1,2 and gen_len=8"),
         (("run", "-i", "-", "-o", "-", "--model", str(shipped.CHECKPOINT)), "the output is -: name a file"),
@@ -159,11 +156,7 @@ def test_a_path_that_leads_nowhere_is_told_before_anything_heavy_is_loaded(
     """In the words of what would read it later."""
     for job in ("accuracy.job", "compare.job", "profile.job", "run.job", "skew"):
         monkeypatch.setitem(sys.modules, f"flexhybrid.jobs.{job}", None)  # an import fails
-    there = {
-        "NONE": str(tmp_path / "none"),
-        "OUT": str(tmp_path / "out"),
-        "HERE": str(shipped.CHECKPOINT),
-    }
+    there = {"NONE": str(tmp_path / "none"), "OUT": str(tmp_path / "out"), "HERE": str(shipped.CHECKPOINT)}
     for name, path in there.items():
         arguments, words = arguments.replace(name, path), words.replace(name, path)
     assert cli.main(arguments.split()) == 2

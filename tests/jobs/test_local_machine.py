@@ -96,8 +96,7 @@ VARIED = "Times varied during profiling (two passes disagreed on 5 of 20 sizes)"
 
 
 @pytest.mark.parametrize(
-    "others, differ, company",
-    [(0.43, 0, USED), (0.01, 0, None), (None, 0, None), (0.01, 5, VARIED), (None, 1, None)],
+    "others, differ, company", [(0.43, 0, USED), (0.01, 0, None), (None, 0, None), (0.01, 5, VARIED), (None, 1, None)]
 )
 def test_a_disturbed_profile_is_marked_with_what_disturbed_it(
     tiny, tmp_path, monkeypatch, capsys, others, differ, company

@@ -25,10 +25,7 @@ class Counts:
         self.has_labels = True
 
     def add(
-        self,
-        answers: Sequence[Answer],
-        labels: Sequence | np.ndarray | None = None,
-        max_tokens: int | None = None,
+        self, answers: Sequence[Answer], labels: Sequence | np.ndarray | None = None, max_tokens: int | None = None
     ) -> None:
         """Count answers; ``max_tokens``: the most that a generated one has."""
         self.num_requests += len(answers)

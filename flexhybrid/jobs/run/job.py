@@ -203,18 +203,12 @@ class Job:
         return outcome.record()
 
     def _outcome(self, work: Effort | None) -> Outcome:
-        counts = {
-            "lines": self.census.num_lines,
-            "answered": int((self.states == ANSWERED).sum()),
-            "refused": int((self.states == FAILED).sum()),
-            "left": int((self.states == PENDING).sum()),
-            "blank": int((self.states == BLANK).sum()),
-            "done_before": self._earlier,
-        }
+        states = {"answered": ANSWERED, "refused": FAILED, "left": PENDING, "blank": BLANK}
+        counts = {"lines": self.census.num_lines} | {name: self._count(state) for name, state in states.items()}
         return Outcome(
             options=self.options,
             llm=self.llm,
-            counts=counts,
+            counts=counts | {"done_before": self._earlier},
             work=work,
             tokens=self.tokens,
             refused_codes=self.refused_codes,
@@ -222,6 +216,9 @@ class Job:
             trial=self.replanner and self.replanner.trial,
             traced=bool(self.trace),
         )
+
+    def _count(self, state: int) -> int:
+        return int((self.states == state).sum())
 
     def _keep_trace(self, result: WaveResult) -> None:
         self.trace, self.lanes = result.trace, result.lanes
@@ -234,18 +231,12 @@ class Job:
             self.replanner = Replanner(self.llm, plan.run, options.max_batch, options.trials)
         if self.crew is None:
             load_weights(self.llm, plan.layer_bytes)
-        started, failed, compiling = CpuUse.now(), int((self.states == FAILED).sum()), list[float]()
+        started, failed, compiling = CpuUse.now(), self._count(FAILED), list[float]()
         with (
             compile_timer(compiling),
             stop_on_signal() as stop,
             Progress(
-                plan.tokens,
-                "tokens",
-                "tok",
-                options.quiet,
-                plan.seconds,
-                failed=failed,
-                answers=int((self.states == PENDING).sum()),
+                plan.tokens, "tokens", "tok", options.quiet, plan.seconds, failed=failed, answers=self._count(PENDING)
             ) as self.progress,
         ):
             self.progress.predicted_rate = plan.expected_tokens / plan.seconds if plan.seconds else None
@@ -375,14 +366,14 @@ class Job:
 
     def _identity(self) -> dict:
         """Return what the results depend on: a run that goes on with this one must agree in it."""
-        options, llm = self.options, self.llm
+        options, llm, chat = self.options, self.llm, asdict(self.source.rules.chat)
         return {
             "created": int(time.time()),
             "input": self._input(),
             "model": model_record(llm.checkpoint.path, options.verify),
             "sampling": {**options.sampling, "seed": options.seed},
             "columns": {"prompt": options.column, "custom_id": options.id_column},
-            **self._chat_identity(),
+            **({"chat": chat} if any(chat.values()) else {}),
             "errors": options.errors.name if options.errors else None,
             "numbers": self._numbers(),
             "versions": {name: module.__version__ for name, module in VERSIONED.items()} | grammar_version(),
@@ -413,10 +404,6 @@ class Job:
         each = np.repeat(answered, counts[answered])
         for tokens, limit in zip((num_tokens // counts)[each].tolist(), limits[each].tolist(), strict=True):
             self.lengths.end(min(tokens, limit), limit)
-
-    def _chat_identity(self) -> dict:
-        chat = asdict(self.source.rules.chat)
-        return {"chat": chat} if any(chat.values()) else {}
 
     def _write_refusals(self, num_counted: int) -> None:
         """Write those of the first ``num_counted`` lines that cannot be served, with the reason."""
@@ -450,7 +437,7 @@ class Job:
         plan = forecast(self.llm, self._expected(pending))
         if self.crew and plan.seconds is not None:
             plan = replace(plan, seconds=plan.seconds / self.crew.size)
-        refused, left = int((self.states == FAILED).sum()), int((self.states == PENDING).sum())
+        refused, left = self._count(FAILED), self._count(PENDING)
         counts = f"{left:,}" + (f" ({refused:,} refused)" if refused else "")
         if not self.census.complete:
             scale = left / len(pending)

@@ -136,8 +136,7 @@ class Outlook:
     def advance(self) -> None:
         """Take the end of an iteration."""
         self.num_iterations += 1
-        self.latest = time.monotonic()
-        self.ends[self.num_iterations] = self.latest
+        self.latest = self.ends[self.num_iterations] = time.monotonic()
         self.ends.pop(self.num_iterations - KEPT_ENDS, None)
 
     def seconds_left(self) -> float | None:
@@ -209,22 +208,20 @@ class Outlook:
         waits = np.flatnonzero(self.begun_in < 0)
         if most and len(waits) > most:
             waits = waits[evenly_spaced(len(waits), most, False)]
-        runs = self._running
-        ages = np.r_[self.given[waits], self.given[runs] + self.num_iterations - self.begun_in[runs]]
-        return waits, self._expected(np.r_[waits, runs], ages)[: len(waits)]
+        runs, ages = self._running()
+        return waits, self._expected(np.r_[waits, runs], np.r_[self.given[waits], ages])[: len(waits)]
 
-    @property
-    def _running(self) -> np.ndarray:
-        """The requests that run, the oldest first."""
+    def _running(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the requests that run, the oldest first, and the tokens that each has."""
         runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
-        return runs[np.argsort(self.begun_in[runs], kind="stable")]
+        runs = runs[np.argsort(self.begun_in[runs], kind="stable")]
+        return runs, self.given[runs] + self.num_iterations - self.begun_in[runs]
 
     def rest(self) -> RunIntervals | None:
         """Return what is left of those who run, their contexts computed at once; None where nobody runs."""
-        runs = self._running
+        runs, ages = self._running()
         if not len(runs):
             return None
-        ages = self.given[runs] + self.num_iterations - self.begun_in[runs]
         left = 1 + np.maximum(self._expected(runs, ages) - ages, 1)
         places, prompts = np.arange(len(runs)), self.workload.prompt_tokens[runs] + ages
         of_running = self._intervals(runs, 0 * places, left)
@@ -244,7 +241,7 @@ class Outlook:
         now, wave, workload = self.num_iterations, self.open_wave(), self.workload
         if wave.queue:
             wave.queue.ended = self.answers.ended + self.answers.cut
-        groups, back = _members(wave, self._running, self.mini_batch)
+        groups, back = _members(wave, self._running()[0], self.mini_batch)
         runs = np.array([request for group in groups for request in group], dtype=np.int64)
         waits, times = np.r_[back, np.flatnonzero(self.begun_in < 0)].astype(np.int64), 1.0
         if len(waits) > MOST_COUNTED:
