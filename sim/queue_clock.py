@@ -300,24 +300,15 @@ def _thinned(workload: Workload, count: int, most: int) -> tuple[Workload, float
     return workload.select(chosen), float(workload.answers.sum() / workload.answers[chosen].sum())
 
 
-class _Price:
-    """The iterations of a queue, some of them walked."""
+class _Walk:
+    """Walks single iterations of a queue on the virtual clock."""
 
-    def __init__(self, wave: Wave, workload: Workload, times: float):
-        self.wave, self.workload, self.times = wave, workload, times
+    def __init__(self, wave: Wave, workload: Workload):
+        self.wave, self.workload, self.num_tasks = wave, workload, 0
         self.hardware = hardware_of_wave(wave)
-        self.intervals = intervals(wave, workload)
-        self.num_iterations = self.intervals.num_iterations
-        self.bounds = _bounds(self.intervals.joined, self.num_iterations)
+        self.intervals = intervals(wave, workload)  # changes the wave
         self.layers, self.late, self.pace_layers = self._walked_layers()
         self.more_layers = wave.shape.num_layers - len(self.layers)
-        self.exact = stores_exactly(wave.policy)
-        computed = self.intervals.prompt_tokens - self.intervals.found_tokens * self.exact
-        self.joining_tokens = self.intervals.joining(computed.astype(float))
-        self.walked: dict[int, float] = {}  # iteration -> seconds
-        self.work: dict[int, dict[str, float]] = {}  # iteration -> resource -> seconds of work
-        #: of iterations walked with fewer joins: their loads, ``work``, and ``walked``
-        self.thinner: list[tuple[np.ndarray, dict[str, float], float]] = []
 
     def _walked_layers(self) -> tuple[list[int], int, int]:
         """Return the walked layers, the last of them whose rate the others have, and the number of such layers: two, or
@@ -333,95 +324,11 @@ class _Price:
         more = shape.num_layers - loop.num_rounds
         return layers[:before] + layers[before + more :], before - 1, loop.pace_rounds
 
-    def run(self, walked_tasks: int) -> QueueRun:
-        self._walk(0)
-        per_window = max(1, self.num_tasks)
-        only_ranks = walked_tasks < WALKED_TASKS
-        least, most = (1, ROUGH_WINDOWS) if only_ranks else (LEAST_WINDOWS, MOST_WINDOWS)
-        windows = self._windows(int(np.clip(walked_tasks // per_window, least, most)))
-        for start in windows:
-            self._walk(start)
-        if self.workload.answer_tokens is None and not only_ranks:
-            self._walk_thinner(windows)
-        seconds, work, pace = self._spread()
-        running = self.intervals.per_iteration()
-        surplus = np.bincount(self.intervals.left[self.intervals.surplus] - 1, minlength=self.num_iterations)
-        tokens = running - surplus
-        return QueueRun(
-            seconds=seconds,
-            running=running,
-            tokens=tokens,
-            **self.bounds,
-            times=self._times(tokens),
-            # Both are interpolated between walked iterations, independently.
-            busy={resource: min(1.0, float(spent.sum() / seconds.sum())) for resource, spent in work.items()},
-            at_a_time=self.wave.workload.num_requests,
-            pace=pace,
-            preemptions=self.times * float(self.intervals.returned.sum()),
-            recomputing=self._recomputing(pace),
-        )
-
-    def _times(self, tokens: np.ndarray) -> np.ndarray:
-        """Return how many iterations each stands for: more than one from when the first requests have left until the
-        last ones join (``_thinned``)."""
-        times, counted, count = np.ones(len(tokens)), self.intervals, self.wave.workload.num_requests
-        if self.times > 1:
-            begin = int(counted.left[counted.request < count].max())
-            end = int(counted.joined[counted.request >= self.workload.num_requests - count].min())
-            inside = slice(begin, end) if begin < end else slice(*self.bounds.values())
-            times[inside] += (self.times - 1.0) * tokens.sum() / max(tokens[inside].sum(), 1.0)
-        return times
-
-    def _recomputing(self, pace: IterationCost) -> float:
-        """Return ``QueueRun.recomputing``."""
-        if not (returned := self.intervals.returned).any():
-            return 0.0
-        computed, cached = (pace.seconds(self.intervals, self.workload.prefixes, of) for of in (None, returned))
-        return float(np.maximum(computed - cached, 0.0).sum() / computed.sum())
-
-    # ---- the iterations that are walked
-
-    def _windows(self, count: int) -> list[int]:
-        """Return the iterations to walk: evenly over each phase, and in each part of it one with many joins."""
-        if self.num_iterations - 1 <= count:
-            return list(range(1, self.num_iterations - 1))
-        begin, end = self.bounds.values()
-        chosen: set[int] = set()
-        for first, last, share in ((1, begin, 0.2), (max(begin, 1), end, 0.5), (max(end, 1), self.num_iterations, 0.3)):
-            if last <= first:
-                continue
-            parts = max(2 if count >= LEAST_WINDOWS else 1, int(share * count / 2))
-            edges = np.linspace(first, last, parts + 1).astype(int)
-            for low, high in zip(edges, edges[1:]):
-                if high > low:
-                    chosen |= {int(low + high) // 2, low + int(self.joining_tokens[low:high].argmax())}
-            chosen |= {last - 1} if count >= LEAST_WINDOWS else set()
-        return sorted(iteration - 1 for iteration in chosen if iteration > 1)
-
-    def _walk(self, start: int) -> None:
-        """Walk iterations ``start`` and ``start`` + 1."""
-        for iteration, (seconds, work) in self._walked(start, self._around(start)).items():
-            self.walked[iteration], self.work[iteration] = seconds, work
-
-    def _walk_thinner(self, windows: list[int]) -> None:
-        """Walk the iterations with the most joins again, with fewer. If answers end early, requests join one by one; at
-        their limits many join at once, which does not separate the cost of a join from that of a step."""
-        counts = {start: int((self.intervals.joined == start + 1).sum()) for start in windows}
-        for start in sorted((start for start in windows if counts[start] > 1), key=counts.__getitem__)[-THINNED:]:
-            around = self._around(start)
-            joining = around[self.intervals.joined[around] == start + 1]
-            others = around[self.intervals.joined[around] <= start]
-            for kept in {1, -(-len(joining) // 4)}:  # the first of them: others share their blocks
-                chosen = np.sort(np.r_[others, joining[np.linspace(0, len(joining) - 1, kept).astype(int)]])
-                seconds, work = self._walked(start, chosen)[start + 1]
-                loads = self._loads(self.intervals.select(chosen))[start + 1]
-                self.thinner.append((loads, work, seconds))
-
-    def _around(self, start: int) -> np.ndarray:
+    def around(self, start: int) -> np.ndarray:
         """Return the intervals of iterations ``start`` to ``start`` + 2."""
         return np.flatnonzero((self.intervals.joined <= start + 2) & (self.intervals.left > start))
 
-    def _walked(self, start: int, chosen: np.ndarray) -> dict[int, tuple[float, dict[str, float]]]:
+    def walked(self, start: int, chosen: np.ndarray) -> dict[int, tuple[float, dict[str, float]]]:
         """Walk iterations ``start`` and ``start`` + 1 of some intervals, and the beginning of the next one. Return the
         seconds of the second, whose end does not depend on how the first began, and of iteration 0; and each resource's
         work in them."""
@@ -514,7 +421,105 @@ class _Price:
             work[task.resource] = work.get(task.resource, 0.0) + (1.0 + repeats) * (end - start)
         return work
 
-    # ---- the others
+
+class _Price:
+    """The iterations of a queue, some of them walked."""
+
+    def __init__(self, wave: Wave, workload: Workload, times: float):
+        self.wave, self.workload, self.times = wave, workload, times
+        self.walk = _Walk(wave, workload)
+        self.intervals = self.walk.intervals
+        self.num_iterations = self.intervals.num_iterations
+        self.bounds = _bounds(self.intervals.joined, self.num_iterations)
+        self.exact = stores_exactly(wave.policy)
+        computed = self.intervals.prompt_tokens - self.intervals.found_tokens * self.exact
+        self.joining_tokens = self.intervals.joining(computed.astype(float))
+        self.walked: dict[int, float] = {}  # iteration -> seconds
+        self.work: dict[int, dict[str, float]] = {}  # iteration -> resource -> seconds of work
+        #: of iterations walked with fewer joins: their loads, ``work``, and ``walked``
+        self.thinner: list[tuple[np.ndarray, dict[str, float], float]] = []
+
+    def run(self, walked_tasks: int) -> QueueRun:
+        self._walk(0)
+        per_window = max(1, self.walk.num_tasks)
+        only_ranks = walked_tasks < WALKED_TASKS
+        least, most = (1, ROUGH_WINDOWS) if only_ranks else (LEAST_WINDOWS, MOST_WINDOWS)
+        windows = self._windows(int(np.clip(walked_tasks // per_window, least, most)))
+        for start in windows:
+            self._walk(start)
+        if self.workload.answer_tokens is None and not only_ranks:
+            self._walk_thinner(windows)
+        seconds, work, pace = self._spread()
+        running = self.intervals.per_iteration()
+        surplus = np.bincount(self.intervals.left[self.intervals.surplus] - 1, minlength=self.num_iterations)
+        tokens = running - surplus
+        return QueueRun(
+            seconds=seconds,
+            running=running,
+            tokens=tokens,
+            **self.bounds,
+            times=self._times(tokens),
+            # Both are interpolated between walked iterations, independently.
+            busy={resource: min(1.0, float(spent.sum() / seconds.sum())) for resource, spent in work.items()},
+            at_a_time=self.wave.workload.num_requests,
+            pace=pace,
+            preemptions=self.times * float(self.intervals.returned.sum()),
+            recomputing=self._recomputing(pace),
+        )
+
+    def _times(self, tokens: np.ndarray) -> np.ndarray:
+        """Return how many iterations each stands for: more than one from when the first requests have left until the
+        last ones join (``_thinned``)."""
+        times, counted, count = np.ones(len(tokens)), self.intervals, self.wave.workload.num_requests
+        if self.times > 1:
+            begin = int(counted.left[counted.request < count].max())
+            end = int(counted.joined[counted.request >= self.workload.num_requests - count].min())
+            inside = slice(begin, end) if begin < end else slice(*self.bounds.values())
+            times[inside] += (self.times - 1.0) * tokens.sum() / max(tokens[inside].sum(), 1.0)
+        return times
+
+    def _recomputing(self, pace: IterationCost) -> float:
+        """Return ``QueueRun.recomputing``."""
+        if not (returned := self.intervals.returned).any():
+            return 0.0
+        computed, cached = (pace.seconds(self.intervals, self.workload.prefixes, of) for of in (None, returned))
+        return float(np.maximum(computed - cached, 0.0).sum() / computed.sum())
+
+    def _windows(self, count: int) -> list[int]:
+        """Return the iterations to walk: evenly over each phase, and in each part of it one with many joins."""
+        if self.num_iterations - 1 <= count:
+            return list(range(1, self.num_iterations - 1))
+        begin, end = self.bounds.values()
+        chosen: set[int] = set()
+        for first, last, share in ((1, begin, 0.2), (max(begin, 1), end, 0.5), (max(end, 1), self.num_iterations, 0.3)):
+            if last <= first:
+                continue
+            parts = max(2 if count >= LEAST_WINDOWS else 1, int(share * count / 2))
+            edges = np.linspace(first, last, parts + 1).astype(int)
+            for low, high in zip(edges, edges[1:]):
+                if high > low:
+                    chosen |= {int(low + high) // 2, low + int(self.joining_tokens[low:high].argmax())}
+            chosen |= {last - 1} if count >= LEAST_WINDOWS else set()
+        return sorted(iteration - 1 for iteration in chosen if iteration > 1)
+
+    def _walk(self, start: int) -> None:
+        """Walk iterations ``start`` and ``start`` + 1."""
+        for iteration, (seconds, work) in self.walk.walked(start, self.walk.around(start)).items():
+            self.walked[iteration], self.work[iteration] = seconds, work
+
+    def _walk_thinner(self, windows: list[int]) -> None:
+        """Walk the iterations with the most joins again, with fewer. If answers end early, requests join one by one; at
+        their limits many join at once, which does not separate the cost of a join from that of a step."""
+        counts = {start: int((self.intervals.joined == start + 1).sum()) for start in windows}
+        for start in sorted((start for start in windows if counts[start] > 1), key=counts.__getitem__)[-THINNED:]:
+            around = self.walk.around(start)
+            joining = around[self.intervals.joined[around] == start + 1]
+            others = around[self.intervals.joined[around] <= start]
+            for kept in {1, -(-len(joining) // 4)}:  # the first of them: others share their blocks
+                chosen = np.sort(np.r_[others, joining[np.linspace(0, len(joining) - 1, kept).astype(int)]])
+                seconds, work = self.walk.walked(start, chosen)[start + 1]
+                loads = self._loads(self.intervals.select(chosen))[start + 1]
+                self.thinner.append((loads, work, seconds))
 
     def _loads(self, counted: RunIntervals) -> np.ndarray:
         """Return ``iteration_loads`` of intervals of the queue."""
