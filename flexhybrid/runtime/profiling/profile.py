@@ -101,6 +101,7 @@ OTHERS = (
     ProfileRun(8, 256, 4, {"tok": 0.25, "kv@device": 0.75}, {"hidden": "host"}),
     ProfileRun(4, 128, 2, _HALF, {"bits": _PACKED}),
     ProfileRun(8, 256, 4, _HALF, {"bits": _PACKED}),
+    ProfileRun(16, 512, 8, _HALF, {"bits": _PACKED}),
 )
 
 #: Everything on the device: verbs run while nothing crosses the link.
