@@ -54,7 +54,7 @@ TRACED_TASKS = 50_000  #: of a wave: a file that a browser still opens
 
 
 def one_thread_at_a_time(method):
-    """Let threads that call methods of one LLM wait for each other: weights, buffers and tokenizer serve one."""
+    """Serialize calls to one LLM from several threads: weights, buffers and tokenizer are shared."""
 
     @functools.wraps(method)
     def waiting(self, *args, **kwargs):
@@ -154,7 +154,7 @@ class LLM:
         self._closed = False
         self.at_a_time = 0  #: requests that ran together in the latest batch
         self.graphs = ""  #: ``WaveResult.graphs`` of the latest batch
-        self.num_shared = 0  #: prompt tokens of all batches so far that others had computed
+        self.num_shared = 0  #: prompt tokens of all batches that other requests had computed
         self._num_prompts = 0  # that generate was given so far
         if not isinstance(arguments.model, (str, Path)) or not str(arguments.model):
             raise InputError(f"model must be the path of a local checkpoint folder, not {arguments.model!r}")
@@ -167,13 +167,13 @@ class LLM:
         self.shape: ModelShape = self.problem.shape
         self.hardware: Hardware | None = self.problem.hardware  #: at the paces of this run; None: not known
         self.requested_policy: Policy | str = resolve_policy(arguments.policy, self.shape)
-        #: the policy in use; None until the first generate where the machine and the requests decide it
+        #: the current policy; None before the first generate if machine and requests decide it
         self.policy: Policy | None = self.requested_policy if isinstance(self.requested_policy, Policy) else None
         if self.policy is not None:
             check_runnable(self.shape, self.policy)
             check_least(self.problem, self.policy)
         self.codec = RequestCodec(self.shape, self.checkpoint.path, load_tokenizer(self.checkpoint.path))
-        self.tokenizer = self.codec.tokenizer  #: transformers' tokenizer of the checkpoint; None where it has none
+        self.tokenizer = self.codec.tokenizer  #: transformers' tokenizer of the checkpoint; None without one
         self._weights: Weights | None = None
         self._threads = LaneThreads()
         self.engine: Engine | None = None  #: of the current wave (``waves``)
@@ -279,14 +279,13 @@ class LLM:
         joining: bool = True,
         begun: Iterable[int] = (),
     ) -> None:
-        """Answer requests of these lengths, which are made by ``open_request`` when they begin: ``generate`` for more
-        of them than memory holds. Those who begin first are the first of the workload.
+        """Answer requests of these lengths, which ``open_request`` makes when they begin: ``generate`` for more of them
+        than memory holds. They begin in the workload's order.
 
-        ``completed`` takes each request (its index) with its answer. ``hears``: what is called on the way.
-        ``joining``: requests join a running batch; not where the decode is given tokens (``Generated.num_decoded``).
-        ``begun``: requests that a call before has left unfinished; they go on behind the tokens that they have, which
-        a policy without loss has given them, and this one would. Raises InputError as ``generate`` does, and ValueError
-        where the policy cannot do that (``open_batch``).
+        ``completed`` takes each request (its index) with its answer. ``hears``: callbacks. ``joining``: requests join a
+        running batch; not with forced decode tokens (``Generated.num_decoded``). ``begun``: unfinished requests of an
+        earlier call, continued after their tokens; for lossless policies only. Raise InputError as ``generate`` does,
+        and ValueError if the policy cannot do this (``open_batch``).
         """
         running = RunningRequests(open_request)
         running.begin(np.arange(workload.num_requests, dtype=np.int32))
@@ -353,11 +352,11 @@ class LLM:
         return [answer and replace(answer, prompt=text) for text, answer in zip(texts, answers)]
 
     def get_tokenizer(self):
-        """Return transformers' tokenizer of the checkpoint; None where it has none."""
+        """Return transformers' tokenizer of the checkpoint; None without one."""
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return what the checkpoint's generation_config.json asks for, if ``generation_config`` is "auto"."""
+        """Return the sampling of the checkpoint's generation_config.json, if ``generation_config`` is "auto"."""
         return SamplingParams(**default_sampling(self.checkpoint.path, self.arguments.generation_config))
 
     @contextmanager
@@ -469,7 +468,7 @@ class LLM:
         self.requested_policy = policy
 
     def _prepare(self, workload: Workload) -> None:
-        """Settle the policy by the lengths of these requests, where it is still open. Raise InputError once closed."""
+        """Choose the policy for these lengths, if it is still open. Raise InputError once closed."""
         self._check_open()
         if isinstance(self.requested_policy, Policy):
             return
@@ -507,13 +506,13 @@ class LLM:
 
     @one_thread_at_a_time
     def close(self) -> None:
-        """Give memory and disk space back, for good: what is called later raises InputError."""
+        """Free memory and disk space for good: later calls raise InputError."""
         self.release()
         self._closed = True
 
     @one_thread_at_a_time
     def release(self) -> None:
-        """Give memory and disk space back; the next ``generate`` loads the weights anew."""
+        """Free memory and disk space; the next ``generate`` loads the weights again."""
         self._close_engine()
         if self._weights is not None:
             self._weights.close()

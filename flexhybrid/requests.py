@@ -1,4 +1,4 @@
-"""From prompts to token ids, and from generated tokens to completions: what one checkpoint makes of a request."""
+"""From prompts to token ids, and from generated tokens to completions, for one checkpoint."""
 
 import contextlib
 import functools
@@ -30,11 +30,11 @@ CHARS_PER_TOKEN = 32  #: far more than a text's tokens have on average
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token where it could have come."""
+    """A candidate token at a position of an answer."""
 
     logprob: float  #: natural logarithm of its probability
     rank: int  #: 1: the most probable
-    #: what the token of the text adds to it, or the text of another token; None where the checkpoint has no tokenizer
+    #: the text that it adds, or its own as an alternative; None without a tokenizer
     decoded_token: str | None = None
     token_bytes: bytes | None = None  #: of a token that holds a part of a character only
     text_offset: int = 0  #: where the token of the text begins in it
@@ -71,15 +71,15 @@ class RequestOutput:
 
 @dataclass(frozen=True)
 class Requests:
-    """Checked requests, one for each answer: those of a prompt stand together, in the order of ``prompts``."""
+    """Checked requests, one per answer: those of a prompt are adjacent, in the order of ``prompts``."""
 
     prompts: list  #: as they were given: texts or token ids
-    answers: list[tuple[int, int]]  #: of each request: the place of its prompt, and of its answer among the prompt's
+    answers: list[tuple[int, int]]  #: of each request: the place of its prompt, and its answer's among them
     ids: list[list[int]]
     params: list[SamplingParams]
     max_tokens: list[int]  #: of each answer, within the positions behind its prompt
     plan: SamplingPlan
-    num_decoded: list[int]  #: last tokens of each prompt that pass the decode one by one, not the prefill
+    num_decoded: list[int]  #: last tokens of each prompt that are decoded one by one
 
     @property
     def workload(self) -> Workload:
@@ -93,9 +93,9 @@ class Requests:
 
 @dataclass
 class Generated:
-    """What a wave generates for one request, until it is complete."""
+    """What a wave has generated for one request."""
 
-    index: int  #: of the answer among those to its prompt
+    index: int  #: index among the prompt's answers
     prompt_ids: list[int]
     params: SamplingParams
     watch: StopWatch | None
@@ -107,7 +107,7 @@ class Generated:
 
     def note(self, noted: Noted) -> None:
         """Take the records that came with a token."""
-        if noted.answer is not None:  # as long as the longest of those made together
+        if noted.answer is not None:  # as long as the longest text made with it
             count, most = self.params.logprobs or 0, len(noted.answer) // 2 - 1
             record = np.r_[noted.answer[: 2 + count], noted.answer[2 + most : 2 + most + count]]
             self.records += record.astype(np.float32).tobytes()  # exact: log probabilities, and numbers below 2^24
@@ -218,7 +218,7 @@ class PromptEncoder:
 
     @functools.cached_property
     def _knows_all_tokens(self) -> bool:
-        """Whether the model has a row for every token of the tokenizer."""
+        """Return whether the model has a row for every token of the tokenizer."""
         return max(self.tokenizer.get_vocab().values()) < self.shape.vocab
 
     def check(
@@ -339,7 +339,7 @@ class RequestCodec(PromptEncoder):
         return frozenset(params.stop_token_ids).union(() if params.ignore_eos else self.shape.eos_token_ids)
 
     def begin(self, requests: Requests, request: int) -> Generated:
-        """Return what a request, given by its index, has before its first token."""
+        """Return a request's state, by its index, before its first token."""
         ids, params = requests.ids[request], requests.params[request]
         watch = self._watch(ids, params)
         return Generated(requests.answers[request][1], ids, params, watch, num_decoded=requests.num_decoded[request])
@@ -352,7 +352,7 @@ class RequestCodec(PromptEncoder):
         return Generated(index, prompt_ids, params, watch), _of_answers(plan, np.array([index]))
 
     def _watch(self, prompt_ids: list[int], params: SamplingParams) -> StopWatch | None:
-        """Return what finds the stop texts: in the text with special tokens where one of them holds such a token."""
+        """Return the finder of stop texts: in the text with special tokens if a stop text has one."""
         if not params.stop:
             return None
         special = any(name in stop for name in self.texts.special.values() for stop in params.stop)
@@ -392,8 +392,8 @@ class RequestCodec(PromptEncoder):
     def logprobs(
         self, token_ids: list[int], records: np.ndarray, texts: list[tuple[str, int]] | None
     ) -> list[Logprobs]:
-        """Return the log probabilities of these tokens from their records (``kernels.logprobs``) and what they add to
-        the text (``TokenTexts.along``)."""
+        """Return the log probabilities of these tokens from their records (``kernels.logprobs``), and the text that
+        they add (``TokenTexts.along``)."""
         chosen, ids, values = np.split(records, [2, 1 + records.shape[1] // 2], axis=1)
         places = zip(token_ids, chosen.tolist(), ids.astype(np.int64).tolist(), values.tolist(), strict=True)
         logprobs, alone = [], self.texts.alone if texts else lambda _: (None, None)
@@ -408,14 +408,14 @@ class RequestCodec(PromptEncoder):
     def prompt_logprobs(
         self, prompt_ids: list[int], records: np.ndarray | None, params: SamplingParams, prompt: str | None
     ) -> list[Logprobs | None] | None:
-        """Return vLLM's prompt_logprobs; None where they are not asked for. ``prompt``: the text where it is known."""
+        """Return vLLM's prompt_logprobs; None if not requested. ``prompt``: its text, if known."""
         if params.prompt_logprobs is None:
             return None
         texts = self.tokenizer and self.texts.of_prompt(prompt_ids, prompt)[1:]
         return [None, *([] if records is None else self.logprobs(prompt_ids[1:], records, texts))]
 
     def first_token(self, prompt_ids: list[int], prompt: str) -> Logprob:
-        """Return the text of a prompt's first token, whose log probability is not known."""
+        """Return the text of a prompt's first token, which has no log probability."""
         if self.tokenizer is None:
             return Logprob(np.nan, 0)
         return Logprob(np.nan, 0, self.texts.of_prompt(prompt_ids, prompt)[0][0], self.texts.alone(prompt_ids[0])[1])
@@ -434,7 +434,7 @@ def _of_answers(plan: SamplingPlan, number: np.ndarray) -> SamplingPlan:
     the first notes the prompt's log probabilities."""
     return replace(
         plan,
-        seeds=plan.seeds + number.astype(np.uint64),  # beyond 2**64 they begin anew
+        seeds=plan.seeds + number.astype(np.uint64),  # seeds wrap at 2**64
         num_prompt_logprobs=np.where(number == 0, plan.num_prompt_logprobs, -1),
     )
 
@@ -446,12 +446,12 @@ def plain_prompt(prompt):
 
 
 TOKENIZER_FILES = re.compile(r"(tokenizer|vocab|merges|spiece|tekken|chat_template).*|.*\.(model|codes)")
-SETTINGS = re.compile(r"tokenizer_config\.json|chat_template.*")  #: those that hold no vocabulary
+SETTINGS = re.compile(r"tokenizer_config\.json|chat_template.*")  #: files without a vocabulary
 
 
 def load_tokenizer(path: Path):
-    """Return the tokenizer that transformers makes of a checkpoint's files, without running code of theirs; None where
-    they hold no vocabulary. Raise InputError."""
+    """Return transformers' tokenizer from a checkpoint's files, without running their code; None without a vocabulary.
+    Raise InputError."""
     with file_errors(f"read {path}"):
         files = sorted(file for file in path.iterdir() if file.is_file() and TOKENIZER_FILES.fullmatch(file.name))
         for file in files:
@@ -471,7 +471,7 @@ def load_tokenizer(path: Path):
 
 
 def _tokenizer_error(vocabularies: list[Path], error: Exception) -> str:
-    """Return why transformers cannot read these files: it takes those of SentencePiece, without it, for tiktoken's."""
+    """Return why transformers cannot read these files: without SentencePiece it takes its files for tiktoken's."""
     model = next((file for file in vocabularies if file.suffix == ".model"), None)
     if model and not any(file.name == "tokenizer.json" for file in vocabularies):
         head = model.read_bytes()[:64]

@@ -14,7 +14,7 @@ from flexhybrid.runtime.engine import LAG, Engine, RunControl, WaveResult
 from flexhybrid.runtime.forcing import force_tokens
 from flexhybrid.runtime.kernels.sampling import SamplingPlan, joined_plans
 
-#: Makes a request, given by its index in the queue: what is generated for it, and how its tokens are chosen.
+#: Makes a request, by its index in the queue: its generation state, and its sampling.
 OpenRequest = Callable[[int], tuple[Generated, SamplingPlan]]
 
 KEPT_PLANS = 8192  #: rows of sampling plans, each of which serves a mini-batch until its members change
@@ -32,7 +32,7 @@ class RunningRequests:
         self.begin(self._members)
 
     def begin(self, members: np.ndarray) -> None:
-        """Take the requests of a queue, by their indices for ``open_request``; those that were open stay so."""
+        """Take the requests of a queue, by their indices for ``open_request``; open ones stay open."""
         opened = {int(self._members[queued]): running for queued, running in self._running.items()}
         self._members = members
         places = np.flatnonzero(np.isin(members, list(opened))).tolist() if opened else []
@@ -54,7 +54,7 @@ class RunningRequests:
 
     @property
     def given(self) -> dict[int, int]:
-        """Of those that are open, the tokens that they have."""
+        """Return the tokens of the open requests."""
         return {request: len(of.token_ids) for request, (of, _) in self._running.items() if of.token_ids}
 
     def prompt(self, request: int) -> list[int] | None:
@@ -63,7 +63,7 @@ class RunningRequests:
         return None if self._running[request][1].num_prompt_logprobs[0] >= 0 else self[request]
 
     def generated(self, request: int) -> Generated:
-        """Return what is generated for a request."""
+        """Return a request's generation state."""
         return self._running[request][0]
 
     def __getitem__(self, request: int) -> list[int]:
@@ -144,7 +144,7 @@ class Replies:
 
     def add(self, place: int, generated: Generated, prompt: str | None, request_id: str) -> RequestOutput | None:
         """Take a complete answer to the prompt at ``place``; return the reply with its last one. ``prompt``: its text,
-        where it is known."""
+        if known."""
         complete, params = self._complete.setdefault(place, []), generated.params
         complete.append(self.codec.completion(generated))
         if generated.index == 0:

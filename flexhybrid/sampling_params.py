@@ -1,4 +1,4 @@
-"""What a request may ask of its sampling, under vLLM's field names; whatever is not supported is refused, by name."""
+"""Sampling settings of a request, under vLLM's field names; unsupported ones are refused by name."""
 
 import difflib
 import math
@@ -54,7 +54,7 @@ _COUNTS = (
     ("min_tokens", 0, ""),
     ("top_k", -1, "; 0 or -1 turns it off"),
 )
-#: Fields that are numbers: name, what is accepted, in words.
+#: Number fields: name, accepted values in words.
 _NUMBERS = (
     ("temperature", lambda number: 0 <= number < math.inf, "a finite number >= 0"),
     ("top_p", lambda number: 0 < number <= 1, "above 0 and at most 1, which turns it off"),
@@ -64,26 +64,26 @@ _NUMBERS = (
     ("repetition_penalty", lambda number: 0 < number < math.inf, "a finite number > 0; 1 turns it off"),
 )
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
-MOST_LOGPROBS = 20  #: most probable tokens beside each; vLLM's bound unless told otherwise, and OpenAI's
+MOST_LOGPROBS = 20  #: alternatives per token; vLLM's default bound, and OpenAI's
 LARGEST_BIAS = 100.0  #: a bias beyond it, up or down, is taken as this, as in vLLM
 
 
 @dataclass(frozen=True, init=False)
 class SamplingParams:
-    """How one request is answered. A wrong value, or a field of vLLM's that is not supported, raises InputError.
+    """How one request is answered. A wrong value, or an unsupported field of vLLM's, raises InputError.
 
-    Tokens that may not come are masked, logit_bias is added, and the penalties of repetition, frequency and presence
-    are applied; then the logits are divided by the temperature, and min_p, top_k and top_p are applied, in this order,
-    as in vLLM. Where all that is forbidden leaves no token, the most probable one comes.
+    Forbidden tokens are masked, logit_bias is added, and the penalties of repetition, frequency and presence are
+    applied; then logits are divided by the temperature, and min_p, top_k and top_p are applied, in this order, as in
+    vLLM. If every token is forbidden, the most probable one is taken.
 
     Log probabilities are of the model's own logits, before all that.
 
-    Answer i of n draws as the only answer of a request with ``seed`` + i would.
+    Answer i of n draws like the only answer of a request with ``seed`` + i.
     """
 
     n: int = 1  #: answers a prompt
-    max_tokens: int | None = 16  #: None: as many as the model has positions for
-    min_tokens: int = 0  #: end-of-sequence, stop_token_ids and stop cannot end the answer before so many tokens
+    max_tokens: int | None = 16  #: None: the model's remaining positions
+    min_tokens: int = 0  #: tokens before end-of-sequence, stop_token_ids and stop may end the answer
     temperature: float = 1.0  #: 0 takes the most probable token
     top_k: int = 0  #: draw from the k most probable tokens; 0 or -1: off
     top_p: float = 1.0  #: draw from the most probable tokens whose probabilities reach this; 1: off
@@ -96,11 +96,11 @@ class SamplingParams:
     skip_special_tokens: bool = True  #: leave special tokens out of the text
     frequency_penalty: float = 0.0  #: subtracted from a token's logit for each time that the answer has it
     presence_penalty: float = 0.0  #: subtracted from the logits of tokens that the answer has
-    repetition_penalty: float = 1.0  #: divides logits of tokens in prompt and answer, multiplies those below 0
+    repetition_penalty: float = 1.0  #: divides positive and multiplies negative logits of used tokens
     logit_bias: tuple[tuple[int, float], ...] = ()  #: (or a dictionary) token id -> what is added to its logit
-    allowed_token_ids: tuple[int, ...] | None = None  #: no other tokens come; None: all may
-    bad_words: tuple[str, ...] = ()  #: texts whose tokens do not come one after the other
-    logprobs: int | None = None  #: note the log probabilities of each token and of so many most probable ones
+    allowed_token_ids: tuple[int, ...] | None = None  #: only these tokens are allowed; None: all
+    bad_words: tuple[str, ...] = ()  #: texts whose tokens may not follow one another
+    logprobs: int | None = None  #: return log probabilities of each token and of this many alternatives
     prompt_logprobs: int | None = None  #: likewise of the prompt's tokens, from the second one on
     structured_outputs: StructuredOutputsParams | None = None  #: (or a dictionary of its fields) the answer's form
 
@@ -166,7 +166,7 @@ class SamplingParams:
 
 
 def params_per_prompt(params, num_prompts: int) -> list[SamplingParams]:
-    """What ``generate`` was given (None, one SamplingParams, or a list of them) as one for each prompt."""
+    """Return ``generate``'s argument (None, one SamplingParams, or a list) as one for each prompt."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
@@ -204,7 +204,8 @@ def _token_ids(name: str, value) -> tuple[int, ...]:
 
 
 def _biases(value) -> tuple[tuple[int, float], ...]:
-    """Return (token id, bias) of a dictionary, whose keys may be texts, as JSON's are, or of what this returns."""
+    """Return (token id, bias) of a dictionary, whose keys may be texts, as in JSON, or of this function's own
+    result."""
     wanted = 'a dictionary of token ids and numbers, such as {"50256": -100}'
     if value is None:
         return ()
@@ -221,7 +222,7 @@ def _biases(value) -> tuple[tuple[int, float], ...]:
 
 
 def _same(value, neutral) -> bool:
-    """Equal, and no bool where a number is meant."""
+    """Equal, and a bool only where a bool is meant."""
     same_kind = is_number(value) if is_number(neutral) else isinstance(value, type(neutral))
     return same_kind and value == neutral
 

@@ -1,4 +1,4 @@
-"""From what requests ask of their sampling to how the tokens of a checkpoint are chosen."""
+"""From the sampling settings of requests to the choice of a checkpoint's tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ LARGEST_PENALTY = 1e25  #: of repetition: logits times it are finite in float32
 
 @dataclass
 class SamplingRules:
-    """What sampling parameters mean for one checkpoint."""
+    """The meaning of sampling parameters for one checkpoint."""
 
     shape: ModelShape
     folder: Path  #: of the checkpoint, for error messages
@@ -26,7 +26,7 @@ class SamplingRules:
     grammars: Callable[[], Grammars]  #: makes them at first use
 
     def check(self, params: SamplingParams, name: str) -> None:
-        """Raise InputError, calling the prompt ``name``, for what this checkpoint cannot do."""
+        """Raise InputError, calling the prompt ``name``, for what this checkpoint does not support."""
         self.changes(params, 0, name)
         self.grammar(params, name)
 
@@ -39,8 +39,8 @@ class SamplingRules:
         return self.grammars().compile(params.structured_outputs)
 
     def changes(self, params: SamplingParams, prompt_tokens: int, name: str) -> LogitChanges | None:
-        """Return what a request changes of its logits; None: nothing. Raise InputError, calling the prompt ``name``,
-        for what this checkpoint cannot do."""
+        """Return a request's changes to its logits; None: none. Raise InputError, calling the prompt ``name``, for what
+        this checkpoint does not support."""
         self._check_ids("stop_token_ids", params.stop_token_ids, name)
         if params.stop and self.tokenizer is None:
             raise InputError(f"{name} has stop texts, but {self.folder} has no tokenizer files; give stop_token_ids")
@@ -77,12 +77,12 @@ class SamplingRules:
         """Return the token ids that the first min_tokens tokens may not be."""
         if not params.min_tokens:
             return ()
-        # vLLM holds the end-of-sequence back even when ignore_eos lets it pass later.
+        # As in vLLM, ignore_eos does not shorten the minimum length for end-of-sequence.
         return tuple(sorted(t for t in {*params.stop_token_ids, *self.shape.eos_token_ids} if t < self.shape.vocab))
 
     def _bad_words(self, params: SamplingParams, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return the words' tokens, at the beginning of a text and behind a space. vLLM leaves out the latter where
-        they are more or fewer, so that such a word still comes there."""
+        """Return the words' tokens, at the beginning of a text and after a space. vLLM drops the latter if they are
+        more or fewer tokens, so such a word can still occur there."""
         if self.tokenizer is None:
             raise InputError(f"{name} has bad_words, but {self.folder} has no tokenizer files; give logit_bias")
         spellings = [before + text.lstrip() for text in params.bad_words for before in ("", " ")]
@@ -90,7 +90,7 @@ class SamplingRules:
         return tuple(dict.fromkeys(word for word in words if word))
 
     def _check_choice(self, params: SamplingParams, held: tuple[int, ...], biases: dict, name: str) -> None:
-        """Raise InputError where no token is left that may come."""
+        """Raise InputError if every token is forbidden."""
         if not held and params.allowed_token_ids is None:
             return
         left = set(range(self.shape.vocab) if params.allowed_token_ids is None else params.allowed_token_ids)

@@ -1,7 +1,7 @@
-"""Log-probabilities of given texts, through the executor: their tokens are fed one by one, whatever is sampled.
+"""Log-probabilities of given texts, through the executor: their tokens replace the sampled ones (teacher forcing).
 
-The first part of each text is a prompt like any other; the rest is decoded with the text's own tokens put in the place
-of the sampled ones (teacher forcing). So a policy's cache is written, moved, compressed or thinned out as in a run.
+The first part of each text is an ordinary prompt; the rest is decoded with the text's own tokens. So a policy's cache
+is written, moved, compressed or thinned out as in a run.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from flexhybrid.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class Score:
-    """What the model predicts at the forced tokens of one text."""
+    """The model's predictions at the forced tokens of one text."""
 
     logprobs: np.ndarray  #: natural logarithm of the probability of each
     greedy: np.ndarray  #: the token that it would have chosen at each
@@ -104,7 +104,7 @@ def _score_wave(llm: LLM, wave: Wave, texts, members: np.ndarray, last_tokens, w
     if watch:
         watch(executor, members)
     session.generate(RunControl(keep_trace=watch is not None, on_tokens=on_tokens))
-    executor.verbs = {}  # Those that watch the run know the executor: so it goes, with its buffers, when it is let go.
+    executor.verbs = {}  # Watchers hold the executor: releasing them frees its buffers.
     return [
         Score(logprobs[i, :count].cpu().numpy(), greedy[i, :count].cpu().numpy(), last_logprobs[i])
         for i, count in enumerate(counts)

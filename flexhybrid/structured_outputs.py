@@ -29,7 +29,7 @@ NEUTRAL: dict[str, tuple] = {
 
 
 def grammar_version() -> dict[str, str]:
-    """Return the version of the library that decides which tokens a form lets come, by its name; {} without it."""
+    """Return the version of the library that decides which tokens a form allows, by its name; {} without it."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return {"llguidance": metadata.version("llguidance")}
     return {}
@@ -111,7 +111,7 @@ class Grammars:
         self.compile = functools.lru_cache(maxsize=KEPT_GRAMMARS)(self._compile)
 
     def _compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
-        """Raise InputError for what is no form."""
+        """Raise InputError for an invalid form."""
         matcher_of = self._llguidance.LLMatcher
         try:
             text = self._text(params)
@@ -166,6 +166,6 @@ class CompiledGrammar:
             words.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
 
     def advance(self, token: int) -> None:
-        """Take the token that came; none that the form lets come ends in an error."""
+        """Advance by a token; a token that the form forbids is an error."""
         if not self._matcher.is_stopped() and not self._matcher.is_error():
             self._matcher.consume_token(token)

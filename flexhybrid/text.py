@@ -1,4 +1,4 @@
-"""From tokens to text: an answer's text after its prompt, stop texts found while the tokens come, each token's own."""
+"""From tokens to text: an answer's text after its prompt, stop texts found in the stream, each token's own text."""
 
 import functools
 import itertools
@@ -56,13 +56,13 @@ class StopWatch:
         return min(ends, key=lambda end: end[0])[1] if ends else None
 
     def start(self, stop: str, text: str, begin: int = 0) -> int:
-        """Return where a stop text that may end the answer begins in its text without the first ``begin`` characters;
-        where it has none, the text's length."""
+        """Return where a stop text may begin in the text without its first ``begin`` characters; without one, its
+        length."""
         start = text.find(stop, max(0, self._held - begin - len(stop) + 1))
         return start if start >= 0 else len(text)
 
     def _move(self) -> None:
-        """Shorten the window where its last tokens read the same by themselves."""
+        """Shorten the window if its last tokens decode equally alone."""
         longest = len(self._window) > LONGEST_WINDOW
         for kept in range(CONTEXT_TOKENS, len(self._window) if longest or self.tail[-1:] != INCOMPLETE else 0):
             tail = self.decode(self._window[-kept:])
@@ -73,7 +73,7 @@ class StopWatch:
 
 
 class TokenTexts:
-    """The text of each token of transformers' ``tokenizer``, by itself and where it stands in a text."""
+    """The text of each token of transformers' ``tokenizer``, alone and within a text."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
@@ -81,7 +81,7 @@ class TokenTexts:
         added = {token: str(one) for token, one in tokenizer.added_tokens_decoder.items() if one.special}
         #: token ids that skip_special_tokens leaves out -> their names
         self.special = added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens))
-        #: a token's text, with the space that it puts between words, and its bytes where it is a part of a character
+        #: a token's text, with its leading space, and its bytes if it is a part of a character
         self.alone: Callable[[int], tuple[str, bytes | None]] = functools.cache(self._alone)
 
     def _alone(self, token: int) -> tuple[str, bytes | None]:
@@ -90,8 +90,8 @@ class TokenTexts:
         return text, raw if raw != raw.decode(errors="ignore").encode() else None
 
     def along(self, before: list[int], ids: list[int], skip_special_tokens: bool) -> list[tuple[str, int]]:
-        """Return what each token adds to the text of those before it, and where in ``answer_text`` that begins; of a
-        special token that the text leaves out, its name."""
+        """Return the text that each token adds to the previous ones, and its position in ``answer_text``; for a special
+        token that the text omits, its name."""
         decode, hidden = self.decoders[skip_special_tokens], self.special if skip_special_tokens else ()
         whole, texts = (
             answer_text(decode, before, ids),
@@ -107,7 +107,7 @@ class TokenTexts:
         return self._cut(ids, whole, [*ends[:-1], len(whole)])
 
     def of_prompt(self, ids: list[int], text: str | None) -> list[tuple[str, int]]:
-        """Return the same of a prompt's tokens, by the ``text`` that was encoded where it is known."""
+        """Return the same for a prompt's tokens, from the encoded ``text`` if it is known."""
         for special in (True, False) if text and self.tokenizer.is_fast else ():
             encoded = self.tokenizer(text, verbose=False, add_special_tokens=special, return_offsets_mapping=True)
             if encoded["input_ids"] == ids:
@@ -125,7 +125,7 @@ class TokenTexts:
 
 
 def _bytes(piece: str) -> bytes:
-    """Return the bytes of a vocabulary's entry that is no text by itself: SentencePiece's, or GPT-2's."""
+    """Return the bytes of a vocabulary entry that is not text by itself (SentencePiece's, GPT-2's)."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     if match := re.fullmatch("<0x([0-9A-F]{2})>", piece):

@@ -1,7 +1,7 @@
-"""How many tokens a text has, by the words that a tokenizer cuts it into: most words of a file have come before.
+"""Counts the tokens of a text by its tokenizer's words, most of which occurred before.
 
-Byte-level BPE of GPT-2's kind (OPT, Llama 3, Qwen2, …) cuts a text by a regular expression and encodes each word by
-itself. Counting known words takes a fifth of the time of encoding them.
+Byte-level BPE of GPT-2's kind (OPT, Llama 3, Qwen2, …) splits a text by a regular expression and encodes each word
+alone. Looking up known words takes a fifth of the time of encoding.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class TokenCounter:
 
 
 def _added_tokens(tokens: list[dict]) -> re.Pattern[str] | None:
-    """Return the expression of the tokens that a text is cut at before it is cut into words, the longest first; None
-    where there are none."""
+    """Return the expression of the tokens that split a text before its words, the longest first; None without any."""
     if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in tokens):
         raise ValueError("an added token takes what is around it")
     if len({token["normalized"] for token in tokens}) > 1:

@@ -30,7 +30,7 @@ from sim.candidate_memory import peak_bytes
 from sim.candidates import num_mini_batches, padded_width
 from sim.presets import resident
 
-#: Programs are solved whose lower bound is within this share of the incumbent. At 0.01, 2 searches end 2 to 3 % slower.
+#: Programs with a lower bound within this share of the incumbent are solved. At 0.01, 2 searches end 2 to 3 % slower.
 NEAR = 0.03
 #: Policies that could be better by no more than this share are not walked. At 0, 27 % more are, for at most 0.06 %.
 GAIN = 1e-3
@@ -58,7 +58,7 @@ EXCHANGED = 2
 STAIRS = 0.02
 
 
-#: Of the batches and mini-batches with everything on the device, one in so many is walked to bound the others.
+#: Of batches and mini-batches on the device, one in this many is walked to bound the others.
 COARSE = 8
 
 
@@ -83,8 +83,8 @@ class BranchAndBound:
     best: EvaluatedPolicy | None = None
     evaluated: list[EvaluatedPolicy] = field(default_factory=list)
     lower_bounds: list[LowerBounds] = field(default_factory=list)  #: of every grid explored
-    num_solved: int = 0  #: choices whose programs were solved
-    num_lps: int = 0  #: those programs; two where a layer may be cut between tiers
+    num_solved: int = 0  #: choices with solved programs
+    num_lps: int = 0  #: these programs; two if a layer may be cut between tiers
     complete: bool = True  #: until the deadline cuts it short
     favoured: EvaluatedPolicy | None = None  #: stays on the device, counted as faster than it is by ``margin``
     margin: float = 0.0

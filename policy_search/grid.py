@@ -42,7 +42,7 @@ class Program:
     option: Option
     batch: int
     mini_batch_tokens: int
-    constant: np.ndarray  #: [rows], wherever cache and weights lie
+    constant: np.ndarray  #: [rows], at any placement
     cache: dict[str, np.ndarray]  #: entry -> [rows], added with all of the cache there
     weights: dict[tuple[float, float, float], np.ndarray]  #: shares of device, host, disk -> [rows], added
     limits: dict[str, float]  #: tier -> bytes, phase -> seconds

@@ -15,7 +15,7 @@ from flexhybrid.core.context.cache_entries import TIERS
 from policy_search.grid import NUM_TIME_ROWS, ROWS, ChoiceGrid, Programs
 from policy_search.lower_bound import OPTIMAL, solve_side_by_side
 
-LACK_PRICE = 1e4  #: of as much as the whole limit, in units of the program's own seconds
+LACK_PRICE = 1e4  #: the excess of the whole limit, in the program's own seconds
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def solve(
         G = np.concatenate([G, last], axis=1)
         h = np.concatenate([h, np.full((len(last), 1), -1.0)], axis=1)
     count, rows, columns = G.shape
-    scale = np.maximum(-h[:, :NUM_TIME_ROWS].min(axis=1), 1e-300)  # seconds near 1, whatever the machine
+    scale = np.maximum(-h[:, :NUM_TIME_ROWS].min(axis=1), 1e-300)  # seconds near 1 on any machine
     G[:, :NUM_TIME_ROWS, :-2] /= scale[:, None, None]
     h[:, :NUM_TIME_ROWS] /= scale[:, None]
     h[:, phases] /= scale[:, None]

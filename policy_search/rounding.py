@@ -23,7 +23,7 @@ from sim.array_clock import Prediction, predict
 from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates
 
-WEIGHT_STEPS = 10_000  #: weight shares are multiples of one of so many
+WEIGHT_STEPS = 10_000  #: weight shares are multiples of 1 over this
 SHARE_STEPS = 128  #: of an exchange between two entries, besides whole blocks
 LEAST_BLOCKS = 0.75  #: an entry with fewer blocks than this is also left out
 

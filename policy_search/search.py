@@ -53,7 +53,7 @@ MAX_BATCH = 1024  #: requests that are tried by default
 #: Share by which a prediction may be wrong: the largest error of the closed form in the committed comparisons
 #: (``error_closed`` of experiments/results/*/speed.csv), rounded up.
 MODEL_ERROR = 0.14
-#: Shares of the weights that differ by less are not searched each by itself, where only some are possible.
+#: Shares of the weights that differ by less are not searched separately, if only some are possible.
 LEAST_APART = 0.01
 MOST_CONTENDERS = 12  #: kinds of policies besides the winner's
 MOST_CONFIRMED = 8192  #: positions (mini-batches in layers) that the virtual clock walks one by one: half a second
@@ -129,7 +129,7 @@ class SearchResult:
     #: Optimality gap: no policy of the space, on the batches and mini-batches tried, is predicted to be faster by more
     #: than this share. The bound has no waiting, so much of the gap may be waiting; rounding to blocks can make a
     #: policy some thousandths faster than its shares.
-    gaps: dict[str, float]  #: by where attention runs: on the host what waits is much of the time
+    gaps: dict[str, float]  #: by place of attention; on the host much of the gap is waiting
     complete: bool  #: whether everything that the bound left was looked at; False: the time limit ended the search
     search_s: float
     problem: SearchProblem
@@ -222,7 +222,7 @@ def search(problem: Problem, workload: Workload, settings: SearchSettings | None
                 raise TooSlowError(f"no policy is predicted to have {asked}; the least, each by itself: {least}")
     solver.refine(batches, tokens)
     if settings.weights_device is None and "device" in settings.space.weights:
-        # The programs' shares of the weights are continuous. Where few are possible, each is searched by itself.
+        # The programs' weight shares are continuous; a few possible ones are searched separately.
         for share in whole_tensors(searched, settings.space.weights_bits, LEAST_APART):
             solver.absorb(replace(searched, weights_device=float(share)), batches, tokens)
     if solver.best is None:

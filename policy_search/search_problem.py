@@ -23,7 +23,7 @@ from sim.cost import hardware_of
 
 NATIVE = "native"
 MINI_BATCH_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)  #: sizes of a mini-batch that are tried
-#: The same where everything is on the device: no copy asks for more than one mini-batch, and each pass begins anew.
+#: The same with everything on the device: no copy needs more than one mini-batch, and passes are independent.
 RESIDENT_MINI_BATCH_TOKENS = (*MINI_BATCH_TOKENS, 65536, 131072)
 
 
@@ -98,7 +98,7 @@ def measured_space(space: Space, hardware: Hardware) -> Space:
     return space
 
 
-#: Fields of a policy that no search chooses, but that it may be told to keep at a value.
+#: Fields of a policy that no search chooses, but that it can be asked to keep.
 OTHERS = ("embedding", "states", "packing", "weight_order", "split", "static_cache", "overlap")
 
 
@@ -111,7 +111,7 @@ class Option(NamedTuple):
     weights_bits: str | int
     kv_bits: str | int
     act_bits: str | int
-    kept: tuple[tuple[str, Any], ...] = ()  #: those of OTHERS that are not as usual
+    kept: tuple[tuple[str, Any], ...] = ()  #: unusual ones of OTHERS
 
     @staticmethod
     def of(policy: Policy) -> Option:

@@ -17,7 +17,7 @@ from sim.array_clock import Prediction, predict
 
 ACT_SHARES = np.arange(5) / 4
 WEIGHT_SHARES = np.arange(13) / 12
-WALKED = 48  #: policies with ACT, and as many without
+WALKED = 48  #: policies with ACT, and the same number without
 
 
 @dataclass(frozen=True)

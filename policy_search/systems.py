@@ -47,7 +47,7 @@ class Setting:
     batch: int
     prompt_tokens: int
     max_tokens: int
-    own_batch: bool = False  #: whether FlexGen's search may choose fewer requests, as it does by itself
+    own_batch: bool = False  #: whether FlexGen's search may choose fewer requests, as on its own
 
     @property
     def workload(self) -> Workload:
@@ -260,7 +260,7 @@ class Entry:
     #: how ``papers.at_best`` finds its best batch: all batches of its one policy "together"; "one by one", each with a
     #: policy of its own; or by the system "itself"
     batches: Literal["together", "one by one", "itself"] = "together"
-    only_simulated: str | None = None  #: why no policy stands for it on a real machine
+    only_simulated: str | None = None  #: why it has no policy on a real machine
 
 
 def _preset(

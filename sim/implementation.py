@@ -38,8 +38,7 @@ class Implementation:
     gemm: float = 1.0  #: of the machine's rate, for matrix products
     gemm_of_peak: float = 1.0  #: of the device's peak, for matrix products, where the machine reaches more
     relay_gb_per_s: float = inf  #: at which the host copies what crosses as ``cache_link``, before the link does
-    #: of the memory's peak, for attention in decode steps, which reads keys and values where they lie: none are
-    #: assembled. None: the machine's own
+    #: of the memory's peak, for in-place attention in decode steps; None: the machine's own
     attention: float | None = None
     undoes_bits_again: bool = False  #: of a layer's weights, for each mini-batch
     assembles: bool = False  #: it lays keys and values side by side in each decode step, where ours attends in place
@@ -63,7 +62,7 @@ _FLEXGEN = (
     "(experimental/cost_model.py); 4 bits by " + _T4.format("rows pb002, pb003 and pb004")
 )
 
-#: Systems whose code is known to reach less of a machine than ours: taken by name, and no part of their policies.
+#: Systems whose code is known to reach less of a machine than ours, by name; apart from their policies.
 MEASURED = {
     "flexgen": Implementation(
         "flexgen",

@@ -89,7 +89,7 @@ class Census:
         return self.prompt_tokens > 0
 
     def wait(self, counted: int) -> bool:
-        """Wait until more than ``counted`` lines are counted; return False where there are no more."""
+        """Wait until more than ``counted`` lines are counted; return False if there are no more."""
         with self._grown:
             self._grown.wait_for(lambda: self.counted > counted or self.complete or self._error)
         if self._error:
@@ -98,9 +98,9 @@ class Census:
 
     @contextlib.contextmanager
     def count_meanwhile(self, read: LineReader) -> Iterator[None]:
-        """Count what is left in a thread until the block ends; ``read`` is the reader that the census was begun with.
+        """Count the remaining lines in a thread until the block ends; ``read`` is the reader of the first ones.
 
-        The thread works a share of PACE of the time, so that it takes little from the answers.
+        The thread works a share of PACE of the time, to leave the cores to the answers.
         """
         ended = threading.Event()
 
@@ -138,7 +138,7 @@ class Census:
 
 
 def per_answer(places: np.ndarray, num_answers: np.ndarray) -> np.ndarray:
-    """Return each of ``places`` [lines] as often as it has answers; the very array where all have one."""
+    """Return each of ``places`` [lines] once per answer; the same array if all have one."""
     return places if num_answers.max(initial=1) == 1 else np.repeat(places, num_answers)
 
 
@@ -233,7 +233,7 @@ def _counting(census: Census, lines: BinaryIO, read: LineReader, max_context: in
 
 
 def _draft(read: LineReader, raw: bytes, number: int) -> tuple[Draft | None, str | None]:
-    """Return what a line asks for, None where it is refused; and its custom_id, None where it cannot be read."""
+    """Return a line's request, None if refused; and its custom_id, None if unreadable."""
     try:
         draft = read.draft(raw, number)
     except Refused as refused:
@@ -244,8 +244,8 @@ def _draft(read: LineReader, raw: bytes, number: int) -> tuple[Draft | None, str
 class CustomIds:
     """The custom_ids of the lines so far; 14 to 20 bytes a line.
 
-    A hash table with open addressing of line numbers, with 64 bits of each line's hash. Where they agree, the earlier
-    line is read again: different names never count as one.
+    A hash table of line numbers with open addressing and 64 bits of each line's hash. If these agree, the earlier line
+    is read again: different names never count as one.
     """
 
     def __init__(self, num_lines: int, custom_id: Callable[[int], str | None]):
@@ -268,7 +268,7 @@ class CustomIds:
 
 
 def first_urls(lines: BinaryIO, most: int = 64) -> set[str]:
-    """Return the endpoints that the first lines of a Batch file ask for, of so many that ask for one."""
+    """Return the endpoints of a Batch file's first lines that name one."""
     urls: list[str] = []
     for raw in _read_at(lines, 0, MAX_LINE_BYTES).split(b"\n"):
         if len(urls) == most:
@@ -280,7 +280,7 @@ def first_urls(lines: BinaryIO, most: int = 64) -> set[str]:
 
 @dataclass(frozen=True)
 class RequestFile:
-    """An open file of requests, counted, whose lines are read again when their turn comes."""
+    """An open, counted file of requests, whose lines are read again when needed."""
 
     path: Path
     state: tuple[int, int]  #: ``file_state`` before the census

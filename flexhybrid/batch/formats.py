@@ -42,7 +42,7 @@ class Columns:
     custom_id: str | None = None
 
     def places(self, path: Path, header: list[str]) -> tuple[int, int | None]:
-        """Return the places of both in a header. Raise InputError, with the names of all, where one is missing."""
+        """Return the places of both in a header. Raise InputError with all names if one is missing."""
         for name in (self.prompt,) if self.custom_id is None else (self.prompt, self.custom_id):
             if name not in header:
                 raise unknown(f"column of {path}", name, header)
@@ -72,7 +72,7 @@ class ChatRules:
     prompts: bool = False  #: whether those of texts and tables are messages of a user
     system: str | None = None  #: message of the system before them
     template: str | None = None  #: Jinja text in place of the tokenizer's own template
-    variables: dict | None = None  #: of the template, where a line's chat_template_kwargs does not name them
+    variables: dict | None = None  #: of the template, unless a line's chat_template_kwargs name them
 
 
 def format_of(path: Path, name: str = "auto") -> str:
@@ -101,8 +101,8 @@ def check_encoding(name: str) -> None:
 
 
 def encoding_of(path: Path, head: bytes) -> str | None:
-    """Return the encoding that a byte order mark names; None for UTF-8. Raise InputError for what the zeros of UTF-16
-    or UTF-32 show without a mark."""
+    """Return the encoding of a byte order mark; None for UTF-8. Raise InputError if zeros show UTF-16 or UTF-32 without
+    a mark."""
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
         return "utf-32" if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)) else "utf-16"
     even, odd = (2 * head[place::2].count(0) / max(len(head), 1) for place in (0, 1))
@@ -155,7 +155,7 @@ def _plain(path: Path, encoding: str | None) -> BinaryIO:
 
 
 def _read(path: Path, parts: Iterator) -> Iterator:
-    """Yield the parts of an input. Raise InputError where it cannot be read."""
+    """Yield the parts of an input. Raise InputError if it cannot be read."""
     with file_errors(f"read {path}"):
         try:
             yield from parts
@@ -225,7 +225,7 @@ def _csv_rows(path: Path, columns: Columns, encoding: str | None) -> Iterator[Ro
 
 
 def _arrow_file(path: Path, file_format: str, columns: Columns | None = None) -> tuple[list[str], Iterable]:
-    """Return the names of all columns, and record batches of those that are wanted."""
+    """Return the names of all columns, and record batches of the wanted ones."""
     from pyarrow import ipc, memory_map, parquet
 
     if file_format == "parquet":

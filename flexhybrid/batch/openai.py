@@ -1,7 +1,7 @@
-"""OpenAI's Batch lines: a request's object to a prompt and sampling parameters.
+"""OpenAI's Batch lines: from a request's object to a prompt and sampling parameters.
 
-Formats: openai-openapi's schema BatchRequestInput, and those of the two endpoints. What a field may ask beyond what is
-supported is refused by name, never dropped.
+Formats: openai-openapi's schema BatchRequestInput, and those of the two endpoints. Unsupported fields are refused by
+name, never dropped.
 """
 
 import codecs
@@ -61,7 +61,7 @@ class Echo:
 
 
 class Draft(NamedTuple):
-    """What a line asks for; its prompt is not encoded yet, and may be one that cannot be served."""
+    """A line's request; its prompt is not encoded yet, and may still be refused."""
 
     custom_id: str
     prompt: str | list[int]
@@ -90,7 +90,7 @@ class Request:
 
 
 class Refused(ValueError):
-    """A line that cannot be served: OpenAI's error fields, and the line's custom_id where it can be read."""
+    """A refused line: OpenAI's error fields, and the line's custom_id if readable."""
 
     def __init__(self, code: str, message: str, param: str | None = None, custom_id: str | None = None):
         super().__init__(message)
@@ -99,7 +99,7 @@ class Refused(ValueError):
 
 @contextlib.contextmanager
 def refusing(custom_id: str | None = None) -> Iterator[None]:
-    """Raise as Refused whatever the block raises for a line; not what concerns all lines: memory and files."""
+    """Raise any error of a line as Refused, but not errors that concern all lines: memory and files."""
     try:
         yield
     except (Refused, MemoryError, OSError, DiskError):
@@ -154,7 +154,7 @@ def check_utf8(name: str, text: str) -> str:
 
 
 def url_of(data: dict) -> str | None:
-    """Return the endpoint that a line's object names, or that its fields are of where it is a body alone; None for
+    """Return the endpoint that a line's object names, or, for a bare body, that its fields belong to; None for
     neither."""
     if data.get("url") in URLS:
         return data["url"]
@@ -171,7 +171,7 @@ class Bodies:
     _known: dict[tuple[str, str], SamplingParams] = field(default_factory=dict)  #: of lines before, by url and fields
 
     def draft(self, data: dict) -> Draft:
-        """Return what a line's object asks for. Raise Refused when it cannot be served, whatever its prompt."""
+        """Return the request of a line's object. Raise Refused if it cannot be served with any prompt."""
         custom_id = data.get("custom_id")
         if "custom_id" not in data:
             raise Refused("missing_custom_id", "custom_id is missing", "custom_id")
@@ -241,7 +241,7 @@ class Bodies:
             raise Refused("invalid_value", str(error), "tools") from None
 
     def chat_text(self, messages, variables=None, tools: list | None = None, ends: dict | None = None) -> str:
-        """Return the messages in the template, up to where the assistant answers; ``variables``: further ones of the
+        """Return the messages in the template, up to the assistant's answer; ``variables``: further ones of the
         template. Raise Refused."""
         if not isinstance(variables, dict | None):
             message = f"chat_template_kwargs is {shown(variables)}; it must be an object"
@@ -250,7 +250,7 @@ class Bodies:
         return chat_text(messages, self.codec.tokenizer, self.chat.template, variables, tools)
 
     def params(self, fields: dict, url: str) -> SamplingParams:
-        """Return a body's sampling parameters; most lines of a file ask for those of a line before."""
+        """Return a body's sampling parameters; most lines of a file repeat an earlier line's."""
         key = (url, repr(fields))  # tells 1 from 1.0 and true
         if (params := self._known.get(key)) is None:
             params = _params(fields, url, self.sampling)
@@ -422,7 +422,7 @@ class Reading(NamedTuple):
 
 
 def _readings(tokenizer, template: str | None, variables: dict, tools: list | None) -> dict[str, Reading]:
-    """Return what a template shows, by role: seen in what it makes of words. A role is missing that it refuses."""
+    """Return what a template shows, by role, from its output for sample words; refused roles are absent."""
     readings: dict[str, Reading] = {}
     for roles in (("user",), ("system", "user"), ("user", "assistant", "user")):
         seen = []

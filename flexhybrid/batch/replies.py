@@ -1,4 +1,4 @@
-"""OpenAI's Batch lines: an answer, or the reason why there is none, to its line.
+"""OpenAI's Batch lines: from an answer, or the reason for none, to its line.
 
 Formats: openai-openapi's schema BatchRequestOutput, and those of the two endpoints; prompt_logprobs are vLLM's.
 """
@@ -15,7 +15,7 @@ from flexhybrid.requests import CompletionOutput, Logprob, Logprobs, RequestOutp
 
 ID = re.compile(r"batch_req_(\d{8,19})")
 DIGEST = re.compile(r"req_\d+_([0-9a-f]{16})")
-LEAST_LOGPROB = -9999.0  #: stands for the logarithm of 0, which JSON cannot say; vLLM's number
+LEAST_LOGPROB = -9999.0  #: in place of the logarithm of 0, which JSON lacks; vLLM's number
 
 
 def answer_tokens(request: Request, output: RequestOutput) -> int:
@@ -93,8 +93,8 @@ def _chat_choice(request: Request, completion: CompletionOutput, number: int) ->
 def _completion_logprobs(
     ids: list[int], places: Sequence[Logprobs | None], num_top: int, first_token: Logprob | None
 ) -> dict[str, list]:
-    """Return the logprobs of a completion: of each token its text, and where it begins in the text of all.
-    ``first_token``: of a prompt; its number is not known."""
+    """Return the logprobs of a completion: each token's text, and its position in the whole text. ``first_token``: of a
+    prompt; it has no number."""
     columns = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token, place in zip(ids, places, strict=True):
         text, logprob, top, offset = first_token and _text(token, first_token, "bytes:"), None, None, 0
@@ -120,7 +120,7 @@ def _chat_logprobs(token: int, place: Logprobs, num_top: int) -> dict:
 
 
 def _most_probable(place: Logprobs, num_top: int) -> list[int]:
-    """Return the ``num_top`` most probable tokens, without the chosen one where it is none of them."""
+    """Return the ``num_top`` most probable tokens, and the chosen one only if among them."""
     return sorted((token for token, logprob in place.items() if logprob.rank <= num_top), key=lambda t: place[t].rank)
 
 
@@ -186,7 +186,7 @@ def _json(value: dict) -> bytes:
 
 
 class Reply(NamedTuple):
-    """What a line of an output file says of a line of the input."""
+    """What a line of an output file records about a line of the input."""
 
     number: int  #: of the input's line, from 1
     answered: bool  #: it is refused otherwise
@@ -195,7 +195,7 @@ class Reply(NamedTuple):
 
 
 def parse_answer(raw: bytes) -> Reply | None:
-    """Read a whole line of an output file; return None where it is none."""
+    """Read a whole line of an output file; return None for any other line."""
     try:
         line = json.loads(raw)
     except (ValueError, RecursionError):

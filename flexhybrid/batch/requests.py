@@ -49,7 +49,7 @@ class LineReader:
         self._draft = self._draft_batch if rules.file_format == "jsonl" else self._draft_prompt
 
     def __call__(self, raw: bytes, number: int) -> Request:
-        """Return the request of a line, with a seed of its own where it has none. Raise Refused."""
+        """Return the request of a line, with a seed of its own unless it has one. Raise Refused."""
         draft = self.draft(raw, number)
         with refusing(draft.custom_id):
             request = self._bodies.request(draft)
@@ -59,7 +59,7 @@ class LineReader:
         return replace(request, params=params, digest=line_digest(raw))
 
     def draft(self, raw: bytes, number: int) -> Draft:
-        """Return what a line asks for. Raise Refused when it cannot be served, whatever its prompt."""
+        """Return the request of a line. Raise Refused if it cannot be served with any prompt."""
         if len(raw) > MAX_LINE_BYTES:
             raise Refused("line_too_long", f"the line is longer than {MAX_LINE_BYTES} bytes")
         with refusing():
@@ -103,8 +103,8 @@ class LineReader:
 
 
 def batch_line(data: dict, number: int) -> dict:
-    """Return the object of a line; one that is a request's body alone, with ``prompt`` or ``messages``, as that of a
-    Batch line, whose id is ``custom_id`` or says the line's number."""
+    """Return the object of a line. A bare body, with ``prompt`` or ``messages``, becomes a Batch line's, with
+    ``custom_id`` or the line's number as id."""
     url = url_of(data)
     if url is None and {"custom_id", "body", "url", "method"}.isdisjoint(data):
         others = f", but {', '.join(map(shown, list(data)[:4]))}" if data else ""

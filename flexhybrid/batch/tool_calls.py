@@ -1,7 +1,7 @@
-"""Tools in chats: their calls in what a model writes, in the two forms that chat templates ask models for.
+"""Tool calls in a model's text, in the two forms that chat templates ask for.
 
-Hermes, also Qwen's: <tool_call>{"name": …, "arguments": …}</tool_call>, once for each call, after any other text.
-Llama 3: the answer is {"name": …, "parameters": …}, or several of them with semicolons between.
+Hermes, also Qwen's: <tool_call>{"name": …, "arguments": …}</tool_call> for each call, after any other text. Llama 3:
+the answer is {"name": …, "parameters": …}, or several of them separated by semicolons.
 """
 
 import json
@@ -56,7 +56,7 @@ def form_of(template: str) -> str | None:
 
 
 def check_tools(tools) -> None:
-    """Raise InputError for what is no list of OpenAI's tools."""
+    """Raise InputError for anything but a list of OpenAI's tools."""
     for tool in tools if isinstance(tools, list) else [tools]:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(tools, list) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -66,8 +66,8 @@ def check_tools(tools) -> None:
 
 
 def find_calls(text: str, form: ToolForm) -> tuple[str | None, list[ToolCall]]:
-    """Return what an answer says beside its calls, None for nothing, and the calls. Text that is no call of the form,
-    or breaks off in one, is said as it stands."""
+    """Return an answer's text without calls, None if empty, and the calls. Text that is not a complete call stays
+    text."""
     said, bodies = text, []
     if form.name == HERMES:
         said, bodies = _HERMES_CALL.sub("", text), _HERMES_CALL.findall(text)
@@ -99,8 +99,8 @@ def _calls(body: str, several: bool) -> list[ToolCall]:
 
 
 def plain_call(call, as_text: bool = False) -> dict:
-    """Return a call of an earlier message as templates take it: its arguments as an object, or as JSON. Raise
-    ValueError, KeyError or TypeError for what is none of OpenAI's."""
+    """Return a call of an earlier message in the templates' form: arguments as an object, or as JSON. Raise ValueError,
+    KeyError or TypeError for other objects."""
     function = dict(call["function"])
     text = arguments = function["arguments"]
     if isinstance(arguments, str):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import TypeGuard
 
-#: A value is shown whole up to this many characters: an error stays one readable line whatever was pasted in.
+#: Longest value shown whole, in characters, so that an error stays one readable line.
 SHOWN = 80
 AS_NEAR = 0.08  #: difference of likeness within which a name may be meant as well as the nearest
 

@@ -22,7 +22,7 @@ CALL_S = 4e-6  #: seconds in which Python issues a small operation: numpy 2 to 4
 #: Suffix of ``finish``'s line in layers of experts, whose products are grouped.
 EXPERTS_SUFFIX = "_experts"
 
-#: The line of what launching takes: Python plans one task after the other and hands them over, on one thread.
+#: The line of launching: one Python thread plans and hands over the tasks.
 LAUNCHER = "launcher"
 
 #: Of a verb's line while nothing crosses the link.

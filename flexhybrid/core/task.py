@@ -11,7 +11,7 @@ class Work(NamedTuple):
     """What a task costs in machine-independent units."""
 
     link_bytes: Count = 0  #: bytes that cross the task's link
-    memory_bytes: Count = 0  #: bytes read and written in the memory beside the computing resource
+    memory_bytes: Count = 0  #: bytes read and written in the computing resource's memory
     flops: Count = 0
     num_copies: Count = 0  #: separate copies behind link_bytes
     tokens: Count = 0  #: rows the task works on, for reading a trace

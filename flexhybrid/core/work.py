@@ -12,7 +12,7 @@ from flexhybrid.core.hardware import EXPERTS_SUFFIX
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.task import Work
 
-MIN_KV_GEN_ROWS = 16  #: fewer rows than this take other float32 kernels, whose sums differ from the prefill's
+MIN_KV_GEN_ROWS = 16  #: fewer rows use other float32 kernels, whose sums differ from the prefill's
 
 
 def load_blocks(shape: ModelShape, p: float, representation: str, num_blocks, num_copies) -> Work:

@@ -17,7 +17,7 @@ MOST_REQUESTS = 1 << 24  #: of one length; more is a slip, and would fill the me
 class Prefixes:
     """Beginnings that prompts share, as a tree: some continue others."""
 
-    tokens: np.ndarray  #: [prefixes] of each, with those of the one that it continues
+    tokens: np.ndarray  #: [prefixes] of each, including the prefix that it continues
     parent: np.ndarray  #: [prefixes] the one that it continues; -1: none
     of_request: np.ndarray  #: [requests] the longest that its prompt begins with; -1: none
 
@@ -59,10 +59,10 @@ class Workload:
 
     prompt_tokens: np.ndarray
     max_tokens: np.ndarray
-    #: how long the answers are, or are expected to be, at most ``max_tokens``; None: as long. For predictions alone
+    #: known or expected answer lengths, at most ``max_tokens``; None: ``max_tokens``. For predictions alone
     answer_tokens: np.ndarray | None = None
     prefixes: Prefixes | None = None  #: what prompts share, as far as is known; for predictions alone
-    #: host bytes of log probabilities: of each token while its request runs, and of the largest line of answers
+    #: host bytes of log probabilities: per token of a running request, and of the largest line of answers
     noted: tuple[int, int] = (0, 0)
 
     def __post_init__(self):

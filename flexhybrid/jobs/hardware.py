@@ -95,9 +95,9 @@ def sheet_of(name_or_path: str) -> Datasheet:
 
 
 def new_sheet(name: str, given: dict, shares: dict, like: Datasheet | None = None) -> Datasheet:
-    """Return a datasheet of the numbers given, the others of ``like``; what is new is said to be the user's.
+    """Return a datasheet of the given numbers, and ``like``'s others; given ones are marked as the user's.
 
-    Raise InputError for a number that is missing or wrong.
+    Raise InputError for a missing or wrong number.
     """
     said = dict.fromkeys(given, "given on the command line")
     if shares:

@@ -1,4 +1,4 @@
-"""What this machine is and has, as its operating system tells it; and freed memory that goes back to it."""
+"""This machine's properties, from its operating system; and returning freed memory to it."""
 
 import contextlib
 import ctypes
@@ -33,7 +33,7 @@ def device_name(device: torch.device) -> str:
             model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "")
     except OSError:
         pass
-    # Virtual machines hide the model; what the products can use decides their speed.
+    # Virtual machines hide the model; the available instructions decide their speed.
     capability = torch.backends.cpu.get_cpu_capability()
     threads = torch.get_num_threads()
     return f"{model or platform.processor() or 'CPU'} ({capability}), {threads} thread{'s' * (threads > 1)}"
@@ -53,7 +53,7 @@ def machine_memories(device: torch.device) -> dict[str, int | None]:
 
 
 def notes_on(device: torch.device, budgets: Budgets, disk_dir: Path | str | None) -> Iterator[str]:
-    """Yield what is odd about the budgets that were given, and about a scratch folder, on this machine."""
+    """Yield warnings about given budgets, and about a scratch folder, on this machine."""
     memories, host = machine_memories(device), host_memory_bytes()
     named = {f"{tier}_memory": size for tier, size in budgets.items() if size is not None and tier != "disk"}
     if device.type == "cpu" and len(named) == 2:  # one memory
@@ -100,8 +100,7 @@ def free_host_bytes() -> int | None:
 
 
 def free_budgets(device: torch.device, sharers: int = 1) -> dict[str, int | None]:
-    """Return tier -> bytes of free host memory that one of ``sharers`` executors may use; empty where no memory is
-    known to be free."""
+    """Return tier -> free host bytes for one of ``sharers`` executors; empty if unknown."""
     return host_budgets(device, free_host_bytes(), sharers)
 
 
@@ -114,11 +113,11 @@ def host_budgets(device: torch.device, num_bytes: int | None, sharers: int = 1) 
 
 
 def return_freed_memory() -> None:
-    """Let glibc give every freed block of LARGEST_KEPT_BYTES or more back at once.
+    """Make glibc return every freed block of LARGEST_KEPT_BYTES or more at once.
 
-    By itself it raises that size to the largest block ever freed, up to 32 MiB, and keeps twice as much: reading a
-    layer's tensors once then leaves tens of megabytes with each thread, beside the budgets. Other C libraries are left
-    as they are. For a process that is our own, before its first product.
+    Otherwise it raises that size to the largest block ever freed, up to 32 MiB, and keeps twice as much: reading a
+    layer's tensors once leaves tens of megabytes per thread, outside the budgets. Other C libraries are left alone. For
+    our own processes, before the first product.
     """
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(KEPT_PRODUCTS))
     with contextlib.suppress(OSError, AttributeError):
@@ -128,6 +127,6 @@ def return_freed_memory() -> None:
 
 
 def trim_memory() -> None:
-    """Let glibc give back the whole pages between blocks that are in use: with time they add up to 150 MB."""
+    """Make glibc return free whole pages between used blocks, which add up to 150 MB over time."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -15,9 +15,9 @@ def check_checkpoint(path: Path | None) -> None:
 
 
 def shape_to_simulate(model: str | Path) -> ModelShape:
-    """Return the shape of a model as it would run: of a folder with weights, the checkpoint's own; else ``shape_of``.
-    Where it has no file of its own, transformers' modules say its shape, which takes seconds of imports. Raise
-    InputError for what is neither, or would not be exact."""
+    """Return the shape of a model as it would run: a folder with weights has the checkpoint's own, others ``shape_of``.
+    Without a file of its own, transformers' modules give it, after seconds of imports. Raise InputError for neither, or
+    for a model that would not be exact."""
     folder = Path(model).parent if Path(model).name == "config.json" else Path(model)
     if folder.is_dir() and any(any(folder.glob(names)) for names in ("model*.safetensors", "pytorch_model*.bin")):
         from flexhybrid.runtime.storage.loader import Checkpoint

@@ -1,4 +1,4 @@
-"""What ``flexhybrid simulate``, ``search`` and ``sweep`` do with their arguments."""
+"""The commands ``flexhybrid simulate``, ``search`` and ``sweep``."""
 
 import gc
 import sys
@@ -40,7 +40,7 @@ def _lengths(args) -> Workload | None:
 
 
 def simulate(args) -> dict:
-    """Predict one run, or several beside each other (--compare, --vary)."""
+    """Predict one run, or compare several (--compare, --vary)."""
     gc.set_threshold(UNTIL_COLLECTED)
     named = {"--system": args.system, "--policy": args.policy, "--compare": args.compare}
     if len(given := [f"{name} {value}" for name, value in named.items() if value is not None]) > 1:
@@ -92,14 +92,14 @@ def _what_if(args, point: dict, systems: tuple[str, ...], varied) -> dict:
 
 
 def _record(args, machine: Hardware, tokens_per_s: float, asked: dict) -> dict:
-    """Show what tokens cost and where the machine's rates come from; return that, and what was asked for."""
+    """Show the cost of tokens and the origin of the machine's rates; return that, and the request."""
     for text in filter(None, (describe_costs(machine, tokens_per_s), describe_rates(machine))):
         args.show(text)
     return asked_record(machine, _asked(args, asked)) | costs(machine, tokens_per_s)
 
 
 def _asked(args, point: dict) -> dict:
-    """Return what a prediction was asked for, with the files that say it."""
+    """Return the request of a prediction, with its files."""
     files = {"lengths": args.lengths and str(args.lengths), "answer_tokens": args.answer_tokens}
     return point | files
 

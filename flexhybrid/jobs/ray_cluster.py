@@ -13,7 +13,7 @@ from flexhybrid.core.errors import InputError
 
 OBJECT_STORE_BYTES = 256 << 20  #: of a local cluster: the messages of a job are small
 LISTENS_WITHIN_S = 2.0  #: Ray itself tries to reach a cluster that is gone for minutes
-MAX_RETRIES = 8  #: of work whose process died: work that kills every process must end
+MAX_RETRIES = 8  #: retries after a process died; work that kills every process must end
 #: For every process that computes: idle OpenMP threads sleep instead of spinning. Ray itself sets OMP_NUM_THREADS to
 #: the CPUs of a process.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
@@ -35,10 +35,11 @@ class Crew:
 
 @contextlib.contextmanager
 def cluster(say: Callable[[str], None]) -> Iterator:
-    """Yield the module ``ray``, connected to a cluster: the one that this process uses already, else the one at
-    RAY_ADDRESS, else this user's on this machine, else a local one that ends with the block. Tell ``say`` which one.
+    """Yield the module ``ray``, connected to a cluster: this process's own, else the one at RAY_ADDRESS, else this
+    user's on this machine, else a local one that ends with the block. ``say`` gets its name.
 
-    Raise InputError without Ray, and for an address where no cluster listens."""
+    Raise InputError without Ray, and for an address without a cluster.
+    """
     try:
         import ray
         import ray.data
@@ -73,10 +74,10 @@ def cluster(say: Callable[[str], None]) -> Iterator:
 
 def _listening(asked: str | None) -> str:
     """Return the address ``asked`` for (RAY_ADDRESS), else that of this user's last `ray start` on this machine. Raise
-    ConnectionError where no address is known, or nothing listens there.
+    ConnectionError without an address, or if nothing listens there.
 
-    Ray keeps the address after the cluster has ended, whoever started it, and only a private module reads it. The
-    address "auto" would also take the cluster of another user, or one that ends with another job.
+    Ray keeps the address after the cluster ended, and only a private module reads it. The address "auto" would also
+    take another user's cluster, or one that ends with another job.
     """
     from ray._private.services import canonicalize_bootstrap_address, find_bootstrap_address
 
@@ -124,9 +125,9 @@ def _own_clusters(processes: Path = Path("/proc")) -> set[str]:
 
 
 def start_local(ray, **options) -> None:
-    """Start a cluster of this machine alone, which ends with this process. ``options`` are those of ``ray.init``.
+    """Start a cluster of this machine alone, which ends with this process. ``options``: of ``ray.init``.
 
-    Raise InputError where it does not start: Ray waits 30 s for its own processes, and a second attempt is made.
+    Raise InputError if it does not start: Ray waits 30 s for its own processes, and there is a second attempt.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for last in (False, True):
@@ -140,7 +141,7 @@ def start_local(ray, **options) -> None:
 
 
 def crew_of(ray, device: str, actors: int | None) -> Crew:
-    """Return ``actors`` actors; None: one a GPU, or on "cpu" one a node. Raise InputError where they are too many."""
+    """Return ``actors`` actors; None: one per GPU, or on "cpu" one per node. Raise InputError for too many."""
     key = "GPU" if device == "cuda" else "CPU"
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(key, 0) >= 1]
     if not nodes:

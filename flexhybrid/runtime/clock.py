@@ -73,11 +73,11 @@ class Lane:
         self.passed = 0
         self.submitted = 0
         self.room = self.lookahead  #: how many tasks may have been submitted before some are waited for
-        self.num_spans = math.inf  #: the number of first tasks whose start and end are kept
+        self.num_spans = math.inf  #: number of first tasks whose start and end are kept
         self.times = LaneTimes()
         self.busy_s = 0.0  #: from the tasks' starts to their ends so far; of a stream lane not known
         self.line_times: dict[LineKey, LineTimes] = {}  #: likewise
-        self._waiting: list[tuple[int, Callable[[], object]]] = []  #: ordinals that are waited for, and whom to call
+        self._waiting: list[tuple[int, Callable[[], object]]] = []  #: awaited ordinals, and the functions to call
         self._awaited = math.inf  #: the first of these ordinals
         self._lock = threading.Lock()
 

@@ -29,7 +29,7 @@ class Events:
     keeps events for its own use as well.
     """
 
-    MOST = 4096  #: of each kind that are kept: those of a long trace go
+    MOST = 4096  #: of each kind that are kept; those of a long trace are freed
 
     def __init__(self):
         self.free: dict[bool, list[torch.cuda.Event]] = {False: [], True: []}

@@ -70,7 +70,7 @@ class RunControl:
     stop_ids: Callable[[int], Collection[int]] = lambda request: ()  #: token ids that end a request
     stop_text: StopText = lambda request: None  #: of a request that a text may end; None: none may
     on_join: Callable[[int, int], None] | None = None  #: takes (request, mini-batch) that it joins; ``RequestQueue``
-    on_start: Callable[[Callable[[], float]], None] | None = None  #: takes what says how far the first iteration is
+    on_start: Callable[[Callable[[], float]], None] | None = None  #: called with the progress of the first iteration
     on_tokens: Callable[[int], None] | None = None
     #: takes, before, lanes' busy seconds so far, and what returns a copy of the times of their lines so far; of a CPU
     on_busy: Callable[[dict[str, float], Callable[[], dict[LineKey, LineTimes]]], None] | None = None
@@ -89,7 +89,7 @@ class WaveResult:
     tokens: list[list[int]]
     stops: list[int | str | None]  #: the token id or the text that ended the request; None: its length did
     trace: list[TraceEvent]
-    lanes: dict[str, LaneTimes] = field(default_factory=dict)  #: by resource, of those that had tasks; {} untraced
+    lanes: dict[str, LaneTimes] = field(default_factory=dict)  #: by resource with tasks; {} untraced
     launch_s: float = 0.0  #: ``Clock.launch_s``
     graphs: str = ""  #: of a GPU: how many CUDA graphs launched its decode steps, or why none did
 

@@ -164,7 +164,7 @@ class Executor(Generic[SelectionT]):
         self.graphs: Any = None  #: the engine's ``verbs.graphed.Graphs``; None: verbs are issued kernel by kernel
         self.layer_weights = LayerWeights(parts.weights, parts.slots)
         self.steps = StepMaker(wave, prompts, plan, parts.weights.dtype, self.device)
-        #: of each request of the queue, as far as they are known; a part of the prompt of one that comes back
+        #: known requests of the queue; a preempted one's answer is a part of its prompt
         self.answers: Mapping[int, list[int]] = {}
         self.tokens = self.steps.tokens
         #: by mini-batch, chunk and window
@@ -174,7 +174,7 @@ class Executor(Generic[SelectionT]):
         self.masks = TokenMasks(wave.shape.vocab, self.device)
         self.sampled = SampledTokens(wave, parts.buffers.sizes.batch, parts.copies.host_memory, self.device)
         self.hidden = HiddenStates(wave, parts.buffers)
-        #: of each request's place in the wave, where its states lie: as the mini-batches are packed
+        #: place of each request's states: in the order in which mini-batches are packed
         self.state_places = np.argsort(np.concatenate(wave.mini_batches))
         self.kvq: dict[int, torch.Tensor] = {}  #: [R, keys | values | queries], by slot
         self.act = NOTHING  #: [R, h], the input of the projections

@@ -36,7 +36,7 @@ LOOK_S = 2e-4
 class JointCall(Protocol):
     """Launches several tasks in one call (``verbs.graphed.JointLaunch``)."""
 
-    patient: Sequence[str]  #: verbs for whose waits the tasks before may wait too
+    patient: Sequence[str]  #: verbs whose waits earlier tasks may share
     most: int  #: tasks of a call that is held from one position to the next; 0: none is
 
     def next_key(self, task: Task) -> tuple | None:
@@ -54,7 +54,7 @@ class Issuer:
         self.around = around  #: calls what plans and enqueues
         self.lanes: list[StreamLane] = []
         self.told = threading.Event()  #: a host lane has completed what a task waits for, or a lane has failed
-        self._current: StreamLane | None = None  #: whose stream is the thread's
+        self._current: StreamLane | None = None  #: lane whose stream is the thread's current one
 
     def enqueue(self) -> None:
         """Enqueue all ready tasks, except those held for others to join."""

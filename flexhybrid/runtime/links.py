@@ -81,7 +81,7 @@ def copy_runs(target: np.ndarray, source: np.ndarray, runs: tuple[BlockRun, ...]
         window = source[first : first + (rows - 1) * stride + blocks]
         shape = (rows, blocks, *source.shape[1:])
         strides = (stride * source.strides[0], *source.strides)
-        # What as_strided() returns, which takes several times as long.
+        # The result of as_strided(), which takes several times as long.
         view = np.ndarray(shape, source.dtype, window, strides=strides)
         np.copyto(target[row : row + rows, column : column + blocks], view)
 

@@ -63,7 +63,7 @@ class StepTensors:
     sampled_cells_B: torch.Tensor  #: of the token table
     sampling: StepSampling | None
     stores: dict[str, StorePlace]
-    block_tables: dict[int, torch.Tensor]  #: of each segment that lies on the device, by its id()
+    block_tables: dict[int, torch.Tensor]  #: of each device segment, by its id()
     buffer_tables: dict[int, torch.Tensor]  #: [B, columns] of each that is assembled from blocks in line, by its id()
     common_rows: tuple[torch.Tensor, ...]  #: [g, m] of each of ``MiniBatchStep.commons``
 
@@ -163,7 +163,7 @@ def column_positions(step: MiniBatchStep, tables: dict[str, np.ndarray]) -> np.n
     return np.concatenate(columns, axis=1)
 
 
-#: The rows of a mask begin at multiples of so many elements: CUDA's attention copies any other mask at each call.
+#: The rows of a mask begin at multiples of this: CUDA's attention copies any other mask at each call.
 MASK_ALIGNMENT = 8
 
 

@@ -30,7 +30,7 @@ TRIED = {
     "kvpr_column": {"split": ("paper", "pipeline")},
 }
 WEIGHT_SHARES = np.arange(13) / 12  #: a matrix of attention is a twelfth of an OPT layer
-WALKED = 16, 8  #: choices of a system that are walked, those with the least bounds: of all, and around the best
+WALKED = 16, 8  #: choices of a system to walk, by bound: of all, and around the best
 
 
 def at_best(text: str, setting: Setting, free: bool, bits: Bits | None = None) -> tuple[System, SimulatedRun]:

@@ -15,7 +15,7 @@ from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates, mean_lengths, num_mini_batches
 from sim.presets import CAPTURE_MINI_BATCH_TOKENS, static_share
 
-SHARE_STEPS = 256  #: ACT shares tried are multiples of one of so many
+SHARE_STEPS = 256  #: tried ACT shares are multiples of 1 over this
 CACHE = ("act@device", "act@host", "kv@host")
 
 

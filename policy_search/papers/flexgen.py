@@ -65,7 +65,7 @@ class Rates:
     read_kv: float
     write_kv: float
     prefill_s: float  #: compute of the prefill
-    decode_s: float  #: compute of a decode step but for attention
+    decode_s: float  #: compute of a decode step without attention
     attend_s: float  #: a decode step's attention on the device to all of the context
     attend_host_s: float  #: the same on the host
 
@@ -79,7 +79,7 @@ class BlockSetting:
     gen_tokens: int
     bits: Bits = NATIVE  #: as stored: scales and zeros count, which FlexGen's quarter leaves out
     host_attention: bool = False  #: to keys and values off the device; else they cross to it in each step
-    cache_on_host: bool = False  #: keys and values lie there and nowhere else
+    cache_on_host: bool = False  #: keys and values are only on the host
     disk: bool = False  #: whether a disk is used
 
     @property
@@ -279,14 +279,14 @@ def make_block(setting: BlockSetting, gpu_batch: int, batch: int) -> Block:
 class FlexGenOptions:
     """What FlexGen is asked for."""
 
-    batch: int | None = None  #: requests of the block; None lets the search choose
+    batch: int | None = None  #: requests of the block; None: the search chooses
     most_requests: int = MOST_REQUESTS  #: of a block, where it does
     #: attention may run on the host. A policy of ours does that only with the whole cache there, so those programs are
     #: held to it; attention on the device stays in the race
     host_attention: bool = False
     compress: bool = False  #: weights in 4 bits, and the cache too where attention is on the device
-    cache_on_host: bool = False  #: keys and values lie there and nowhere else, as in the papers that compare with it
-    memory_share: float = 0.8  #: of each tier, what FlexGen may use
+    cache_on_host: bool = False  #: keys and values only on the host, as in papers that compare with it
+    memory_share: float = 0.8  #: FlexGen's bytes of each tier
     #: GPU batches to try; None: FlexGen's own
     gpu_batches: tuple[int, ...] | None = None
 

@@ -35,10 +35,10 @@ class SplitLines:
 
     rule: str
     gen_s: float  #: recompute a token
-    load_act_s: float  #: 0 where ACT lies on the device
+    load_act_s: float  #: 0 with ACT on the device
     load_kv_s: float
     weights_s: float  #: the layer's streamed weights
-    forward_s: float  #: a mini-batch's projections and feed-forward, whatever its size
+    forward_s: float  #: a mini-batch's projections and feed-forward, at any size
     forward_request_s: float  #: more for each request
     attend_s: float  #: more for each token of context of each request
     gen_fixed_s: float = 0.0  #: recompute however little of a mini-batch: launch, reading W_K and W_V

@@ -39,14 +39,14 @@ class LayerTensor:
 class ModuleLayers:
     """The layers of a model that runs through transformers' own modules (``flexhybrid.runtime.models.module``)."""
 
-    folder: str  #: of the checkpoint, whose config.json says what the modules are
+    folder: str  #: checkpoint whose config.json defines the modules
     kinds: tuple[tuple[LayerTensor, ...], ...]  #: the tensors of each kind of layer
     kind_of: tuple[int, ...]  #: by layer
     outer_elements: int  #: of embedding, last norm, head, and of the layers' buffers
-    experts_share: float = 1.0  #: of the experts, those that a token is multiplied with
+    experts_share: float = 1.0  #: experts that a token is multiplied with
     latent: int | None = None  #: elements of what ACT blocks hold of a token; None: the layer's input
-    streams: int = 1  #: hidden states of each token that pass from layer to layer (AltUp of Gemma 3n has several)
-    call_elements: int = 0  #: of each token, beside positions, that layers take as arguments (per-layer inputs)
+    streams: int = 1  #: hidden states per token between layers (AltUp of Gemma 3n has several)
+    call_elements: int = 0  #: further arguments of layers per token (per-layer inputs)
     text_part: bool = False  #: of a model that takes pictures or sound too, which are not taken here
     untied: frozenset[str] = frozenset()  #: tensors that config.json ties to others, and the checkpoint does not
     work: tuple[WorkBytes, ...] = ()  #: that any of its layers has in work, by dtype; empty: not measured

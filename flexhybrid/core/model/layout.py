@@ -131,7 +131,7 @@ class PlacedLayer(NamedTuple):
 
     layout: LayerLayout
     streamed_from: int  #: first byte that does not stay on the device
-    disk_from: int  #: first byte that lies on the disk
+    disk_from: int  #: first byte on the disk
 
     @property
     def streamed_bytes(self) -> int:

@@ -33,7 +33,7 @@ class LayerKind(NamedTuple):
 
     weights: int  #: index of its tensors in ``ModuleLayers.kinds``; 0 where all layers have the same
     window: int | None  #: of its attention; None: it sees all tokens
-    state: LayerState | None  #: that it keeps of a request beside keys and values; None: none
+    state: LayerState | None  #: state of a request in addition to keys and values; None: none
     borrows: bool = False  #: it attends to keys and values that another layer made, and stores none
 
 
@@ -65,7 +65,7 @@ class ModelShape:
     rope: Rope = Rope()  #: where ``rotary``
     attention: tuple[AttentionKind, ...] = (PLAIN,)  #: of the layers, in turn; behind the last the first comes again
     states: tuple[LayerState | None, ...] = ()  #: by layer, None of attention alone; empty: all layers are that
-    #: by layer, the one whose keys and values it attends to: itself, or an earlier one; empty: each to its own
+    #: by layer, the one whose keys and values it attends to: its own or an earlier layer's; empty: each its own
     sources: tuple[int, ...] = ()
     limit: int | None = None  #: tokens for which a request has room, where fewer than ``max_positions`` are wanted
     modules: ModuleLayers | None = None  #: of a model that runs through transformers' own layers
@@ -342,7 +342,7 @@ def _is_count(value) -> bool:
 #: OPT's learned positions start at row 2 of the table (a padding row that fairseq left behind).
 OPT_POSITION_OFFSET = 2
 
-#: Head size of Qwen3, whatever its hidden size, where the configuration does not say.
+#: Head size of Qwen3 at any hidden size, unless the configuration has it.
 QWEN3_HEAD_DIM = 128
 
 #: model_type -> the end token where neither config.json nor generation_config.json names one; of the others it is 2.

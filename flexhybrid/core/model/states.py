@@ -15,7 +15,7 @@ class StateTensor:
     kind: str  #: conv (the last inputs of a convolution) or recurrent
     index: int  #: of the states of its kind that the layer has
     size: tuple[int, ...]  #: of one request
-    wide: bool  #: float32, whatever the dtype that is computed in
+    wide: bool  #: float32 at any compute dtype
 
     def num_bytes(self, bytes_per_element: int) -> int:
         """Return the bytes of one request's."""

@@ -19,7 +19,7 @@ PARTS = {
 }
 #: Fields of config.json, or of an object in it such as text_config, that say how weights are packed.
 FIELDS = ("quantization_config", "compression_config")
-#: Files beside config.json that say it -> the method, where they name none.
+#: Files next to config.json that show the method -> the method, if they name none.
 FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 #: What methods call their variant, the bits of an element, the elements that share a scale, and modules left plain.
 VARIANTS = ("quant_algo", "format", "weights")

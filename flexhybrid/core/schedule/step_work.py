@@ -68,7 +68,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         selected = int(selected_tokens(policy.selection, context, wave.problem.shape.name))
     window = step.window
     if window is not None and (step.context + step.new_tokens).max() <= window:
-        window = None  # nothing lies before it
+        window = None  # nothing comes before it
     together = () if window is not None and step.in_place else commons_together(step, wave)
     common_reads = sum(common.rows.size * common.tokens for common in together)
     in_place = None

@@ -58,7 +58,7 @@ class Segment(CopyPart):
     start_block: np.ndarray  #: blocks of the entry that come before the segment's first one, dropped ones included
     reserved: np.ndarray  #: how many blocks each request holds
     moves_all: bool = False  #: a load brings all of them (a static cache)
-    held_from: np.ndarray | int = 0  #: blocks of the entry before the first one of ``held``: those that are shared
+    held_from: np.ndarray | int = 0  #: shared blocks of the entry, before the first one of ``held``
 
     @cached_property
     def batch(self) -> int:

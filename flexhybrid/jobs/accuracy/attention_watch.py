@@ -44,7 +44,7 @@ class FullCache:
         )
 
     def record(self, executor: Executor, members: np.ndarray) -> None:
-        """Record what the executor projects; ``members`` are the texts of its wave."""
+        """Record the executor's projections; ``members``: the texts of its wave."""
         project, shape = executor.verbs["project"], executor.shape
 
         def projected(executor: Executor, task: Task) -> None:
@@ -138,7 +138,7 @@ def watch_positions(executor: Executor) -> Callable[[Task], torch.Tensor]:
     selection = executor.selection
     chosen: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # by mini-batch and layer
     all_tokens: dict[int, torch.Tensor] = {}  # by mini-batch, of a layer that looks at every token
-    columns: dict[str, int] = {}  # by representation, of the context at hand; what is fetched next may be there already
+    columns: dict[str, int] = {}  # by representation, of the current context; prefetched tokens may be there already
 
     def projected(executor: Executor, task: Task) -> None:
         if task.iteration and isinstance(selection, Speculation) and not selection.chooses(task):

@@ -1,8 +1,8 @@
-"""Intervals of figures over a sample of texts: a bootstrap that draws whole texts, the same for both sides of a pair.
+"""Confidence intervals over a sample of texts: a bootstrap that draws whole texts, the same for both sides of a pair.
 
 The unit is what was drawn independently: a text, or a document that several texts were cut from. Its tokens and
-questions depend on each other, so that callers pass one number a text (its mean), not one a token. Two policies are
-compared on the same texts: their difference is paired, which takes the texts' own difficulty out of its interval.
+questions depend on each other, so callers pass one number per text (its mean). Two policies are compared on the same
+texts: the paired difference excludes the texts' own difficulty.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ MOST_DRAWN = 4_000_000  #: numbers drawn at a time
 
 
 class Interval(NamedTuple):
-    """A figure and the ends of its interval of confidence; the ends are nan where there are fewer than two texts."""
+    """A figure and its confidence interval; the ends are nan for fewer than two texts."""
 
     value: float
     low: float
     high: float
 
     def excludes(self, value: float) -> bool:
-        """Whether the figure differs from ``value``: False inside the interval, and where there is no interval."""
+        """Return whether the figure differs from ``value``: False inside the interval, or without one."""
         return self.low > value or self.high < value
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Interval(NamedTuple):
 
 
 def mean(values, weights=None) -> Interval:
-    """Return the mean of ``values`` [N], one a text; ``weights`` [N]: how many tokens or pieces each stands for."""
+    """Return the mean of ``values`` [N], one per text; ``weights`` [N]: tokens or pieces of each."""
     if weights is None:
         return interval(lambda v, axis=-1: v.mean(axis), values)
     return ratio_of_means(np.asarray(values, float) * weights, weights)

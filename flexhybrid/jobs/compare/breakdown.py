@@ -1,7 +1,7 @@
-"""Where a decode step goes: seconds by kind of task, bytes by link, how busy each resource is; from any trace.
+"""A decode step by kind of task (seconds), link (bytes) and resource (busy share), from any trace.
 
-The same functions reduce a measured and a virtual trace, so that the two lie side by side (KVPR's Fig. 10,
-HybridServe's Fig. 13 and 14).
+The same functions reduce measured and virtual traces, so that the two can be compared (KVPR's Fig. 10, HybridServe's
+Fig. 13 and 14).
 """
 
 from flexhybrid.core.hardware import LINKS

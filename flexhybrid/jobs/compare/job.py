@@ -1,6 +1,6 @@
-"""The main job: profile this machine, search a policy, run it beside the others, show predicted against measured.
+"""The main job: profile this machine, search a policy, run it against others, show predicted against measured.
 
-With systems by name it runs those side by side instead, and shows where a decode step of each goes.
+With named systems it runs those instead, and shows the parts of each one's decode step.
 """
 
 import json
@@ -90,7 +90,7 @@ def _num_steps(options: CompareOptions, profiling: int) -> int:
 def compare(options: CompareOptions, quiet: bool = False) -> dict:
     """Do the whole job; return what is also written to ``options.out``: tables, predictions, the figures' data.
 
-    Raise InputError for all that cannot work, before the first measurement and before anything is written.
+    Raise InputError for anything that cannot work, before the first measurement and before anything is written.
     """
     began = time.perf_counter()
     setting, report = settle(options), Report(quiet)
@@ -184,8 +184,8 @@ def profiled_parts(options: CompareOptions) -> frozenset[str]:
 def _profile_and_search(
     setting: ComparisonSetting, report: Report, progress: Progress
 ) -> tuple[ComparisonSetting, list[str], SearchResult | None]:
-    """Measure the machine; return the setting sized for it, the sizes that passes disagreed on, and the search's result
-    (None for ``options.systems``). Where the options leave the link's rate open, take the first that gives a mix."""
+    """Measure the machine; return the setting sized for it, the sizes on which passes disagreed, and the search's
+    result (None for ``options.systems``). Without a given link rate, take the first that gives a mix."""
     options, device = setting.options, setting.paced.device
 
     report.say("Profiling under load: about a minute.\n")
@@ -218,8 +218,8 @@ def _profile_and_search(
 
 
 def _keep_for_auto(setting: ComparisonSetting) -> str:
-    """Keep the machine's record where policy auto and the name local look for one; return in words what was done. One
-    that was measured without a pace is not given up for one with it."""
+    """Keep the machine's record for policy auto and the name local; return in words what was done. A record without a
+    pace is never replaced by one with a pace."""
     path, machine, pace = profile_file(setting.paced.device.type), setting.machine, setting.machine.notes.get(PACE)
     with suppress(InputError):  # none yet, or none that can be read
         earlier = load_hardware(path)
@@ -313,7 +313,7 @@ def _bench(setting: ComparisonSetting) -> Bench:
 
 
 def _all_fit(setting: ComparisonSetting, policies: list[Policy]) -> bool:
-    """Return whether the pools of these policies are kept side by side: on a CPU, where they fit its budgets."""
+    """Return whether these policies' pools are kept at the same time: on a CPU, if they fit its budgets."""
     problem = setting.problem
     plans = [total_bytes(wave_plan(problem, policy, setting.workload)) for policy in policies]
     limits = {tier: problem.budgets.of(tier) for tier in ("device", "host")}
@@ -329,8 +329,8 @@ def _priced(problem: Problem, policy: Policy, workload: Workload) -> Priced:
 def _try(
     setting: ComparisonSetting, mix: Policy, bench: Bench, advance: Callable[[str], None]
 ) -> tuple[ComparisonSetting, Trials]:
-    """Run trials of the searched mix and of policies of the table; return the setting on the machine that they
-    correct, whose record is written to the results."""
+    """Run trials of the searched mix and of the table's policies; return the setting on the corrected machine, whose
+    record is written to the results."""
     named, sweep = setting.mixes(mix)
     table = [policy for policy in named + sweep if policy not in (mix, *setting.extra)]
     # where a checkpoint is named, exactness needs the memory
@@ -453,7 +453,7 @@ def _write(result: dict, chosen: MeasuredPolicy, virtual: list[TraceEvent], sett
     tables = {name: result[name] for name in ("speed", "sweep") if result[name]}
     for name, rows in (tables | {"breakdown": flat_rows(result["breakdown"])}).items():
         _save_table(out, name, rows)
-    from figures import compare as draw  # last: a run is not lost where there is nothing to draw with
+    from figures import compare as draw  # last, so that a missing library loses no run
 
     traces = {"predicted": virtual, "measured": chosen.traces[chosen.median_round]}
     save_chrome_trace(out / "trace.json", traces)

@@ -18,12 +18,12 @@ from sim.cost import hardware_of
 def closed_decode(
     problem: Problem, policy: Policy, workload: Workload, cache: dict[str, np.ndarray] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the closed form's decode tokens/s, and the limit that the busiest resource sets, of the iterations that
-    are measured; arrays [policies], one without ``cache``, cache entry -> shares [policies] in place of the policy's.
+    """Return the closed form's decode tokens/s, and the busiest resource's limit, over the measured iterations: arrays
+    [policies], one without ``cache`` (cache entry -> shares [policies] instead of the policy's).
 
-    The iterations of a window are what a run that ends with them takes longer than one that ends with the first decode
-    iteration. So neither what the prefill hides of that one's loads counts, nor that a run's last iteration loads for
-    no other. Raise ValueError for answers of fewer than LEAST_TOKENS tokens.
+    A window's iterations are the difference between a run that ends with them and one that ends with the first decode
+    iteration. That excludes overlap with the prefill, and the last iteration's missing loads. Raise ValueError for
+    answers of fewer than LEAST_TOKENS tokens.
     """
     batch, (prompt, generated) = workload.num_requests, mean_lengths(workload)
     if (steps := generated - 1 + LAST) < 1:

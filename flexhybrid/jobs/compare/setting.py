@@ -1,4 +1,4 @@
-"""What a comparison is about, settled and checked before the first measurement."""
+"""The setting of a comparison, complete and checked before the first measurement."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class ComparisonSetting:
 
     def sized(self) -> ComparisonSetting:
         """Return this setting at the first of ``SIZES`` whose ``table_seconds`` are at most ``TABLE_SECONDS``, or the
-        last; unchanged when the options name the prompt's length, and on a GPU."""
+        last; unchanged with a given prompt length, and on a GPU."""
         if self.options.prompt_len is not None or self.paced.device.type == "cuda":
             return self
         setting = self
@@ -154,7 +154,7 @@ class ComparisonSetting:
         return search(replace(self.problem, hardware=hardware), self.workload, settings)
 
     def priced(self, result: SearchResult, policy: Policy) -> SearchResult:
-        """Return the result with another policy, and what this machine is predicted to do under it."""
+        """Return the result with another policy, and its prediction on this machine."""
         prediction = predict(self.problem, candidates_of(policy, self.workload)).row()
         return replace(result, policy=policy, prediction=prediction)
 
@@ -197,7 +197,7 @@ def _check_numbers(options: CompareOptions, shape: ModelShape) -> None:
 
 
 def _workload(options: CompareOptions, shape: ModelShape, prompt_len: int) -> Workload:
-    """Return the requests; their prompts are cut to what the model has room for beside the answers."""
+    """Return the requests, with prompts cut to the room that the answers leave."""
     return Workload.uniform(options.batch, min(prompt_len, shape.max_context - options.gen_len), options.gen_len)
 
 

@@ -28,7 +28,7 @@ from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.weights import Weights, WeightSlots
 from sim.virtual_clock import MeasuredSummary, summarize_measured
 
-LAST = -2  #: iteration that ends a window (``TraceWindow``): the loads of the very last end early, as no other follows
+LAST = -2  #: iteration that ends a window (``TraceWindow``): the last one's loads end early, as none follows
 ALONE_ROUNDS = 3  #: decode rounds without the link, of which the best is the ideal compute
 
 
@@ -187,7 +187,7 @@ class Bench:
         return engine
 
     def set_link(self, gb_per_s: float, runs: list[PolicyRun]) -> None:
-        """Pace the link anew, over the caches as they are filled (CPU)."""
+        """Change the link's pace; caches stay filled (CPU)."""
         self.paced = replace(self.paced, link_gb_per_s=gb_per_s)
         for run in runs:
             if not isinstance(run.engine.copies, CpuCopies):

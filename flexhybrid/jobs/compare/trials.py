@@ -76,7 +76,7 @@ def run_trials(
 
 
 def rivals(choice: Policy, others: dict[Policy, Priced]) -> list[Policy]:
-    """Return the policies to try beside the choice: the fastest by prediction under each limiting resource, then the
+    """Return the policies to try against the choice: the fastest by prediction under each limiting resource, then the
     fastest of the rest."""
     ranked = sorted(others, key=lambda policy: -others[policy].tokens_per_s)
     ranked = [policy for policy in ranked if policy.cache != choice.cache]

@@ -1,4 +1,4 @@
-"""What ``flexhybrid profile`` does with its arguments."""
+"""The command ``flexhybrid profile``."""
 
 from argparse import Namespace
 

@@ -39,15 +39,15 @@ from flexhybrid.runtime.profiling.profile import (
 )
 from sim import catalogue
 
-#: The model whose tasks are timed: OPT of hidden size 1,024 with a vocabulary of about 8,000.
+#: The timed model: OPT of hidden size 1,024 with a vocabulary of about 8,000.
 TIMING_SHAPE = ModelShape(
     "opt-timing", "opt", num_layers=4, hidden=1024, num_heads=16, num_kv_heads=16, head_dim=64, ffn=4096, vocab=8000,
     max_positions=2048,
 )  # fmt: skip
 
-MOST_DISAGREED = 0.1  #: share of the sizes whose passes may differ in an undisturbed measurement
+MOST_DISAGREED = 0.1  #: share of sizes whose passes may differ in an undisturbed measurement
 
-#: Of what a profile measures. A record of before is not found under its name, and measured anew.
+#: Version of what a profile measures. Older records are not found under its name, and measured again.
 EDITION = {"cpu": 3, "cuda": 3}
 
 #: Parts of the profile of a model's layers: policy auto is lossless.
@@ -145,8 +145,8 @@ def model_profile_path(shape: ModelShape, dtype: str, paced: PacedDevice) -> Pat
 
 
 def local_machine(shape: ModelShape) -> Hardware:
-    """Return this machine's record as a run of the model takes it: at its layer sizes, where a run has kept one, with
-    the memory that is free now. Raise InputError where nothing was measured."""
+    """Return this machine's record for a run of the model: at its layer sizes if a run kept one, with the memory that
+    is free now. Raise InputError if nothing was measured."""
     paced = pick_device("auto")
     kept = model_profile_path(shape, "auto", paced)
     hardware = load_hardware(kept) if kept.is_file() else catalogue.local()

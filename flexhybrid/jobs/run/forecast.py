@@ -21,7 +21,7 @@ from policy_search.systems import dropped
 from sim.answer_lengths import with_mean
 from sim.queue_clock import ROUGH_TASKS, WALKED_TASKS, QueueRun, price_queue
 
-WINDOW = MOST_AT_A_TIME  #: requests that a batch has at least, where there are as many
+WINDOW = MOST_AT_A_TIME  #: least requests of a batch, if there are that many
 
 
 class Foretold(NamedTuple):
@@ -34,7 +34,7 @@ class Foretold(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predictions for requests whose answers are as long as their workload says: at most, where nothing is known."""
+    """Predictions for requests with the workload's answer lengths, or their limits if unknown."""
 
     seconds: float | None  #: None: nothing is known of the machine
     tokens: int  #: at most
@@ -48,8 +48,8 @@ class Forecast:
     longest: Foretold | None = None  #: if answers take their limits; None: ``seconds`` say so
 
     def seconds_of(self, tokens: int) -> float | None:
-        """Return the seconds predicted for answers of so many tokens in all: on the line through two predictions, where
-        there are two, and never above that for their limits."""
+        """Return the predicted seconds for this number of answer tokens: on the line through two predictions, if there
+        are two, and at most the seconds for their limits."""
         if self.seconds is None:
             return None
         less = most = self.seconds, self.expected_tokens
@@ -155,8 +155,7 @@ def _end(seconds: float) -> str:
 
 
 def describe(policy: Policy, problem: Problem) -> str:
-    """Return a policy in a line: where the weights of a model lie and what it keeps of requests, how it runs, and what
-    of it off the device."""
+    """Return a policy in a line: places of weights and cache, how it runs, and what is off the device."""
     shape = problem.shape
 
     def shares(places: Mapping[str, float]) -> str:
@@ -174,7 +173,7 @@ def describe(policy: Policy, problem: Problem) -> str:
 
 
 def foretold(seconds: float) -> str:
-    """Return predicted seconds as text. What a run takes to begin, half a second or so, is no part of them."""
+    """Return predicted seconds as text, without a run's start of about half a second."""
     return duration(seconds) if seconds >= 1 else "less than a second and its start"
 
 

@@ -1,4 +1,4 @@
-"""What a run opens before its first request: its output files, and the model with its budgets and its machine."""
+"""What a run opens before its first request: output files, the model with its budgets, the machine."""
 
 import contextlib
 import json
@@ -50,7 +50,7 @@ def open_answers(stack: contextlib.ExitStack, path: Path, output: Path) -> Answe
 
 
 def remove_partial_files(options: RunOptions) -> None:
-    """Remove what a run that was killed was writing: this one has locked the output."""
+    """Remove files that a killed run was writing; the output is locked by this one."""
     journals = [path for path in (options.output, options.errors) if path]
     others = filter(None, (options.parquet, options.trace, options.report))
     for path in [*journals, manifest_path(options.output), *others]:
@@ -62,8 +62,7 @@ def paced_device(asked: LLMArguments) -> PacedDevice:
 
 
 def earlier_numbers(output: Path) -> dict:
-    """Return the dtype and the ways to attend of the run that is continued: what is measured since then must not change
-    them."""
+    """Return the dtype and attention of the continued run, which later measurements must not change."""
     numbers = (load_manifest(output) or {}).get("numbers")
     return numbers if isinstance(numbers, dict) else {}
 
@@ -71,9 +70,8 @@ def earlier_numbers(output: Path) -> dict:
 def model_arguments(
     options: RunOptions, earlier: dict, crew: Crew | None
 ) -> tuple[LLMArguments, Callable[[], Hardware] | None]:
-    """Return the arguments of the model, with budgets of the memory that is free, shared by the executors on each
-    machine, and with a profile of this machine where one is kept; and what measures the machine, once all else is
-    checked, where that is needed."""
+    """Return the model's arguments, with budgets of the free memory, shared by the executors of each machine, and a
+    kept profile of this machine; and a function that measures the machine if needed, after all checks."""
     asked, paced = options.llm, paced_device(options.llm)
     named = {tier: parse_bytes(size) for tier, size in asked.budgets.items() if size is not None}
     budgets = free_budgets(paced.device, crew.actors_per_node if crew else 1) | named
@@ -115,7 +113,7 @@ def model_arguments(
 
 
 def needs_no_search(llm: LLM, begins: Workload) -> bool:
-    """Return whether all requests of ``begins`` fit the device beside the weights: policy auto keeps them there at any
+    """Return whether all requests of ``begins`` fit the device with the weights: policy auto keeps them there at any
     rates. With a paced link, False."""
     return not llm.paced.link_gb_per_s and resident_at_once(llm.problem, begins) is not None
 

@@ -41,7 +41,7 @@ from flexhybrid.llm import LLM
 from flexhybrid.requests import RequestOutput
 from flexhybrid.sampling_params import noted_bytes
 
-BATCH_LINES = 8192  #: lines of a batch, which an actor answers as one queue; Ray gives them anew if it dies
+BATCH_LINES = 8192  #: lines of a batch, which an actor answers as one queue and Ray repeats if it dies
 HEARTBEAT_S = 1.0  #: predicted time between messages of an actor while no answer is complete
 HEARTBEAT_ITERATIONS = 32  #: iterations between them without a prediction, and at most
 
@@ -56,7 +56,7 @@ MESSAGE = pa.schema([
 
 @dataclass(frozen=True)
 class ActorConfig:
-    """What an actor needs to answer as this process would."""
+    """What an actor needs to answer like this process."""
 
     llm: LLMArguments
     layer_bytes: dict[str, int]  #: tier -> bytes that the layers' weights were planned to take

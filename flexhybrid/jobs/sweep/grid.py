@@ -11,7 +11,7 @@ from typing import Any
 from flexhybrid.core.errors import InputError, file_errors, is_integer, shown, unknown
 from flexhybrid.core.files import load_json, named_once
 
-#: Takes a value of a grid file, gives the value to use; raises InputError with the reason where it cannot be served.
+#: Returns the usable value for a grid file's value; raises InputError with the reason otherwise.
 Checker = Callable[[Any], Any]
 
 MAX_POINTS = 5_000_000
@@ -20,8 +20,8 @@ MAX_POINTS = 5_000_000
 def read_points(path: str | Path, keys: dict[str, Checker], required: Sequence[str] = ()) -> list[dict]:
     """Read and check a grid file: {key: value or list of values}, and optionally "grids", a list of such tables.
 
-    Keys beside "grids" hold for each of them unless it sets its own. Return all combinations once, the last key
-    fastest, one grid after the other. Raises InputError naming file, key and value, and for more than MAX_POINTS.
+    Keys outside "grids" hold for each of them unless it sets its own. Return all combinations once, the last key
+    fastest, grid by grid. Raise InputError naming file, key and value, and for more than MAX_POINTS.
     """
     data = _parse(Path(path))
     several = data.pop("grids", [{}])
@@ -91,7 +91,7 @@ def _axis(where: str, key: str, value, keys: dict[str, Checker]) -> tuple:
 
 
 def _parse(path: Path) -> dict:
-    """Read the table of a JSON or TOML file. Raise InputError with line and column where it is broken."""
+    """Read the table of a JSON or TOML file. Raise InputError with line and column if it is broken."""
     if path.suffix.lower() not in (".json", ".toml"):
         raise InputError(f"{path}: a grid is a .json or .toml file, not {path.suffix or 'one without a suffix'}")
     if path.suffix.lower() == ".toml":

@@ -1,4 +1,4 @@
-"""Points whose runs are shown beside each other: systems, and the values of one field, as a table or as a picture."""
+"""Compares runs as a table or a picture: systems, and the values of one field."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -31,7 +31,7 @@ FORMATS = (".png", ".pdf", ".svg")
 
 
 class Varied(NamedTuple):
-    """A field of the setting, and the values that it takes in turn."""
+    """A field of the setting, and its values."""
 
     field: str
     values: tuple
@@ -64,7 +64,7 @@ class SystemRun(NamedTuple):
 
     @property
     def remarks(self) -> str:
-        """What is said of a run beside its numbers; "" for a system that does not run."""
+        """Return the remark on a run; "" for a system that does not run."""
         row = self.run and self.run.to_dict()
         said = row and [LOSSY * (not row["lossless"]), dropped(self.system, row["policy"]["attention"])]
         return "; ".join(filter(None, said or ()))

@@ -1,4 +1,4 @@
-"""``flexhybrid sweep``: what a grid file may hold, and its points simulated."""
+"""``flexhybrid sweep``: the fields of a grid file, and the simulation of its points."""
 
 import csv
 import json

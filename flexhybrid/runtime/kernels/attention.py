@@ -60,7 +60,7 @@ class Extent(NamedTuple):
     token_stride: int  #: from a token to the next one of its block
     head_stride: int  #: from a head's keys to the next head's
     values: int  #: from a token's keys to its values
-    hidden: np.ndarray | None = None  #: [B, n] the first tokens of each block that do not count, 0 to 16; None: none
+    hidden: np.ndarray | None = None  #: [B, n] first tokens of each block that do not count, 0 to 16; None: none
 
     def reach(self, kernel: str, groups: int) -> int:
         """Return where in its memory the last head begins that a kernel may read; -1: it reads none."""
@@ -211,7 +211,7 @@ def attend_blocks(
             pieces[row].append(piece)
     heads_at_a_time = -(-blocks.shape[2] * batch // HOST_THREADS["cuda"])
 
-    @torch.inference_mode()  # it applies to the calling thread alone, and those of a pool are others
+    @torch.inference_mode()  # it applies to the calling thread alone; a pool has other threads
     def attend_request(row: int, first: int) -> None:
         heads = slice(first, first + heads_at_a_time)
         own = [piece[:, :, heads] for piece in pieces[row]]

@@ -70,14 +70,14 @@ class BadWords:
     rows_P: torch.Tensor
     last_P: torch.Tensor  #: the word's last token
     cells_PL: torch.Tensor  #: of the token table, where its other tokens would stand
-    others_PL: torch.Tensor  #: those; ANY_TOKEN where it is shorter
+    others_PL: torch.Tensor  #: these tokens; ANY_TOKEN for shorter words
 
 
 @dataclass(frozen=True)
 class StepChanges:
     """What B requests change in one step, on the device."""
 
-    allowed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  #: the rows; row and token of all that may come
+    allowed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  #: rows with allowed tokens; row and token of each
     added: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  #: [M] row, token, what is added to its logit
     bad_words: BadWords | None
     penalties: Penalties | None

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 #: Largest error of a kernel, as a share of the value: units in the last place of each dtype.
 CLOSE = {torch.float32: 4 * 2.0**-23, torch.bfloat16: 2 * 2.0**-7, torch.float16: 2 * 2.0**-10}
 
-SMALL = 1e-5  #: and of a LayerNorm, whose rows have a variance of 1
+SMALL = 1e-5  #: and of a LayerNorm, for rows of variance 1
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -74,7 +74,7 @@ def _proven_kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | No
         from flexhybrid.runtime.kernels import rows_triton
 
         prove(rows_triton, device, dtype)
-    except Exception as error:  # whatever Triton raises: no compiler, no driver, an unknown GPU
+    except Exception as error:  # any error of Triton: no compiler, no driver, an unknown GPU
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         warnings.warn(f"norms and rotations in plain torch, slower than Triton's kernels: {reason}", stacklevel=2)
         return None

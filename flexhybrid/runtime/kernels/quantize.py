@@ -219,7 +219,7 @@ def _proven_kernels(name: str, device: torch.device, dtype: torch.dtype, bits: i
     try:
         kernels = importlib.import_module(f"flexhybrid.runtime.kernels.{name}")
         _prove(kernels, _trial_rows(dtype, bits, group).to(device), bits, group)
-    except Exception as error:  # whatever Triton or numba raise: no compiler, no driver, an unknown processor
+    except Exception as error:  # any error of Triton or numba: no compiler, no driver, an unknown processor
         reason, maker = (str(error).splitlines() or [type(error).__name__])[0], name.split("_")[1].title()
         warnings.warn(f"packing and unpacking in plain torch, slower than {maker}'s kernels: {reason}", stacklevel=2)
         return None
@@ -232,7 +232,7 @@ def _prove(kernels: Any, rows: torch.Tensor, bits: int, group: int) -> None:
     packed, restored = rows.new_empty(len(rows), size, dtype=torch.uint8), torch.empty_like(rows)
     _quantize(rows, bits, packed, group)
     _dequantize(packed, bits, restored, group)
-    for gap in (-size % 16, 2):  # rows that begin at multiples of 16 bytes, and others: two variants of each kernel
+    for gap in (-size % 16, 2):  # rows at multiples of 16 bytes, and others: two variants of each kernel
         slots, ours = packed.new_zeros(len(rows), size + gap)[:, :size], torch.zeros_like(rows)
         kernels.quantize(rows, bits, slots, group, limit(bits))
         kernels.dequantize(slots, bits, ours, group)

@@ -71,7 +71,7 @@ def hosted(function: Callable[[], Result]) -> Result:
             else:
                 switched_to = callers.pop()
     finally:
-        # An error's traceback may hold them longer than this thread lives, and their frames lie in their own memory.
+        # An error's traceback may outlive this thread with them; their frames have memory of their own.
         for worker in list(_host.workers):
             worker.throw()
         _host.base, _host.whole, _host.idle, _host.workers = None, None, [], weakref.WeakSet()
@@ -155,10 +155,10 @@ def _serve(place: list[Any]) -> object:
     while True:
         try:
             place.append(place.pop()())
-        except greenlet.GreenletExit:  # nobody holds it any more
+        except greenlet.GreenletExit:  # unreferenced
             raise
         except _Left:
-            place[:] = [None]  # nobody waits for its result
+            place[:] = [None]  # its result is not needed
         except BaseException as error:
             place[:] = [error]
             return _RAISED

@@ -27,8 +27,8 @@ from flexhybrid.runtime.models.probe import ROWS, AttentionFacts, LayerFacts, lo
 from flexhybrid.runtime.models.transformer import Layers, Unsupported, build, check_libraries, decoder_layers, one_line
 
 FAMILY = "module"  #: of shapes whose models run through transformers' layers
-UNLIMITED_POSITIONS = 1 << 20  #: of a model whose configuration names no limit
-#: Kinds of rotary positions whose angles change once a text is longer than the model was trained with.
+UNLIMITED_POSITIONS = 1 << 20  #: positions of a model without a configured limit
+#: Kinds of rotary positions whose angles change for texts longer than in training.
 CHANGING_ROTATIONS = ("dynamic", "longrope")
 ROUTERS = {"gate", "router", "shared_expert_gate"}  #: names of modules that choose experts
 

@@ -21,7 +21,7 @@ from flexhybrid.runtime.models.transformer import AttentionCall, begun
 class KvGen(NamedTuple):
     """How an attention module recomputes keys and values."""
 
-    source: str | None  #: path in the module of the linear layer whose output ACT blocks hold; None: the module's input
+    source: str | None  #: path of the linear layer whose output ACT blocks hold; None: the module's input
     width: int  #: elements of that row
     unread: tuple[str, ...]  #: paths of linear layers that keys and values do not depend on, given that row
     read: tuple[str, ...]  #: names of the module's parameters that they depend on
@@ -37,7 +37,7 @@ class Marks(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self._marks: dict[int, set[str]] = {}
-        self._alive: list[Any] = []  # a memory's address is not given anew
+        self._alive: list[Any] = []  # so that a memory's address is not reused
 
     def mark(self, tensor: torch.Tensor, marks: Iterable[str]) -> None:
         memory = tensor.untyped_storage()

@@ -70,7 +70,7 @@ class ModulePath:
         """Put tensors outside the layers into their modules; make the buffers that no checkpoint holds."""
         own = self.model.state_dict(keep_vars=True)
         by_id = {id(own[name]): tensor for name, tensor in outer.items()}
-        made: set[str] = set()  # modules with such buffers, and those around them, which may fill them
+        made: set[str] = set()  # modules with such buffers, and the enclosing ones, which may fill them
         for path, module in self.model.named_modules():
             for key in [key for key, value in vars(module).items() if getattr(value, "is_meta", False)]:
                 delattr(module, key)  # what a forward without memory kept (the angles of longrope) is made again

@@ -291,13 +291,13 @@ def find_states(layers: Layers, embed: Any) -> list[LayerState | None]:
     return _with_work(layers, found, embed)
 
 
-#: Prompts of so many tokens are measured: layers that take tokens by chunks take whole ones of these.
+#: Tokens of the measured prompts: layers that work in chunks take whole ones.
 MEASURED = (1, 256, 512)
 
 
 def _with_work(layers: Layers, states: list[LayerState | None], embed: Any) -> list[LayerState | None]:
     """Return the states with the bytes that their layers have in work, of which like layers are measured once."""
-    kinds = {}  # of layers that keep a state, with the first of each
+    kinds = {}  # of layers with a state, the first of each
     for index, (layer, state) in enumerate(zip(layers.layers, states, strict=True)):
         if state and state.tensors:
             sizes = tuple(tuple(parameter.shape) for parameter in layer.parameters())

@@ -24,14 +24,14 @@ from flexhybrid.runtime.kernels.attention import PATHS
 
 FILE = "attention-cpu.json"  #: in the folder of profiles
 
-#: On a CPU unless another way is found to be faster; and on a GPU, whose speed is not measured.
+#: On a CPU the default, unless another path is measured to be faster; on a GPU, which is not measured, the choice.
 USUAL = AttentionPaths(prompt="fused", chunk="products", decode="fused")
 ON_GPU = USUAL._replace(chunk="flash")
 #: Requests, new tokens and columns of each phase, timed with HEADS query heads (or one group) of HEAD_DIM elements: a
 #: call takes some milliseconds, and a decode step reads more than a core's own caches hold.
 SIZES = (1, 256, 256), (1, 128, 512), (16, 1, 512)
 HEADS, HEAD_DIM = 4, 64
-TURNS = 4  #: the ways take turns, after one that is not timed; the shortest time of each counts
+TURNS = 4  #: alternating rounds, after an untimed one; the shortest time counts
 WORTH = 0.8  #: share of the usual way's time below which another is taken: chance must not change a run's bits
 
 

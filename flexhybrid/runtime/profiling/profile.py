@@ -62,7 +62,7 @@ class ProfileRun(NamedTuple):
     context: int
     per_mini_batch: int  #: requests
     cache: dict[str, float]
-    other: dict = {}  #: the policy's fields other than cache; weights lie on the host unless named here
+    other: dict = {}  #: the policy's fields other than cache; weights are on the host unless named here
     shared: int = 0  #: tokens of the context that all requests begin with
 
     @property
@@ -122,7 +122,7 @@ def _sharing(*place) -> tuple[ProfileRun, ...]:
 _HOST_KV = {"kv@host": 1.0}
 #: Many queries attend to what is read once: attention has a rate by the operation there, and elsewhere one by the byte.
 SHARED = (
-    ProfileRun(8, 256, 2, _HOST_KV, shared=192),  # chunks of one or two prompts, as where places are taken anew
+    ProfileRun(8, 256, 2, _HOST_KV, shared=192),  # chunks of one or two prompts, as when places are refilled
     *_sharing(_HOST_KV),
     *_sharing(_HOST_KV, {"attention": "host"}),
 )
@@ -184,7 +184,7 @@ CPU_SECONDS = 45.0  #: after which no run of a CPU is measured a third time
 #: wait for the host: the first layer of a step 300 µs, where 25 are work (an H200).
 CLUSTERS_APART, CLUSTER_SHARE = 3.0, 1 / 8
 DISAGREE, REPORTED_S = 1.15, 1e-3  #: ratio of two passes above which they are reported, of tasks that take so long
-DECODE_SECONDS, DECODES = 0.4, 5  #: of each run and pass: the few steps of a small model could miss slow moments
+DECODE_SECONDS, DECODES = 0.4, 5  #: of each run and pass; few steps of a small model could miss slow phases
 ANSWER, SHARED_ANSWER = 4, 8  #: tokens; where requests share a prefix, their batch is decoded once
 LINK_SIZES = tuple(1 << n for n in range(16, 25, 2))  #: bytes, 64 KiB to 16 MiB
 LINK_SECONDS = 0.06  #: approximate time of the copies of one size, back to back
@@ -203,7 +203,7 @@ class ProfileSamples:
     #: computing resource of a CPU ("compute_alone": while nothing crosses the link) -> (undisturbed seconds, mean
     #: seconds, number of tasks) of each size
     contention: dict[str, list[tuple[float, float, int]]] = field(default_factory=dict)
-    after_pause: dict[str, float] = field(default_factory=dict)  #: line -> times as long as without a pause before it
+    after_pause: dict[str, float] = field(default_factory=dict)  #: line -> ratio to the time without a pause before it
 
 
 def faster_cpu_dtype(shape: ModelShape) -> str:
@@ -308,7 +308,7 @@ class Stretch(NamedTuple):
     hastened: bool = False  #: whether the link's pace was not the one that was asked for
 
 
-#: (line key, flops, bytes) -> (seconds of each such task that followed another at once, of each that followed a pause)
+#: (line key, flops, bytes) -> (seconds of such tasks without, and with, a pause before them)
 TaskTimes = dict[tuple[str, float, float], tuple[list[float], list[float]]]
 
 

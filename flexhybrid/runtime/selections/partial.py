@@ -41,14 +41,14 @@ class PartialCopies:
         self.first_layer = int(first_choosing(selection))
         self.by_request, self.whole = selection.columns == "request", whole_queries(shape, selection)
         num_layers = num_choosing(selection, shape.num_layers)
-        #: whether all of W_Q lies on the device already
+        #: all of W_Q is on the device
         first = weights.placed[0]
         self.resident = self.whole and weights.bits == "native" and first.streamed_from >= first.layout.qkv_end
 
         def zeros(*size: int, dtype: torch.dtype = weights.dtype) -> torch.Tensor:
             return torch.zeros(num_layers, *size, dtype=dtype, device=self.device)
 
-        #: by mini-batch, the requests' own or those that all share: [layers, B or 1, G, C]
+        #: by mini-batch, each request's or the shared ones: [layers, B or 1, G, C]
         self.columns = [
             zeros(len(group) if self.by_request else 1, self.groups, self.num_columns, dtype=torch.int64)
             for group in wave.mini_batches

@@ -33,7 +33,7 @@ from flexhybrid.runtime.step_tensors import Rotation, position_tables, to_device
 from flexhybrid.runtime.storage.parts import Parts
 from flexhybrid.runtime.storage.weights import Weights
 
-RANKED_QUERIES = 16  #: of a prompt, whose scores are there at a time: less than the feed-forward rows that come later
+RANKED_QUERIES = 16  #: tokens of a prompt scored at a time: less memory than the later feed-forward rows
 TIE = 1e-12  #: of a score and the one in the next place: less than the rounding of any score but zero
 
 
@@ -101,7 +101,7 @@ class Choosable(NamedTuple):
     """Which tokens of a representation a decode step may choose, and which cells of the index take the chosen ones."""
 
     segment: Segment
-    each_head: bool  #: whether each key/value head chooses for itself
+    each_head: bool  #: each key/value head chooses its own
     cells: slice  #: of the index
     size: tuple[int, int, int]  #: of those cells: [B, heads, S]
     most_B: torch.Tensor  #: tokens that each request may fetch, on the device
@@ -245,7 +245,7 @@ class Speculation(SelectionHooks):
         heads = torch.arange(self.groups, device=self.device, dtype=torch.int64)
         used, born = uses.of(layer, step.mini_batch)
         all_rows = self._rows(step)
-        for table in (used, born):  # of those who had the places before
+        for table in (used, born):  # of the previous tokens in these places
             table.index_fill_(1, all_rows, 0)
         places = torch.arange(len(born), device=self.device, dtype=torch.int64)
         scores_BGrCP = queries_BGrPd  # of a chunk of queries

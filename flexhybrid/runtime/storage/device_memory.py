@@ -5,7 +5,7 @@ import warnings
 
 import torch
 
-#: Tensors that share a piece of memory begin at multiples of this, as those of the allocator do.
+#: Alignment of tensors that share memory, as in the allocator.
 ALIGNED_BYTES = 512
 
 #: What torch's allocator reads its settings from: the first since torch 2.9, the second before.
@@ -18,7 +18,7 @@ def allow_expandable_segments(device: torch.device) -> None:
     given = next((os.environ[name] for name in SETTINGS if os.environ.get(name)), "")
     if device.type != "cuda" or "expandable_segments" in given:
         return
-    # Settings that are given anew replace all others.
+    # New settings replace all earlier ones.
     settings = f"{given},expandable_segments:True" if given else "expandable_segments:True"
     try:
         change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)

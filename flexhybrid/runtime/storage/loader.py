@@ -165,7 +165,7 @@ class ModuleTensors:
         self.shape, model, _ = empty
         self._names = TensorNames.of(empty)
         self._sizes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-        self._steps: dict[int | None, list[str]] = {None: []}  # by layer; None: outside of all
+        self._steps: dict[int | None, list[str]] = {None: []}  # by layer; None: outside all layers
         self._check()
 
     def _untied(self, empty: EmptyModel) -> frozenset[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flexhybrid.core.errors import InputError
 
-#: Filesystems in memory: no disk lies behind their page cache.
+#: Filesystems in memory, without a disk behind their page cache.
 MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 
 CLOSED = -1  #: in place of a file descriptor

@@ -28,7 +28,7 @@ from flexhybrid.runtime.verbs.attending_in_place import (
 )
 from flexhybrid.runtime.verbs.moving import put_rows
 
-#: gather(tensor, [index], out=out) writes ``tensor[index]`` to ``out``, whatever its strides.
+#: gather(tensor, [index], out=out) writes ``tensor[index]`` to ``out``, at any strides.
 gather = torch.ops.aten.index.Tensor_out
 Targets = tuple[torch.Tensor, torch.Tensor]  #: keys and values [B, G, T, d] of the attention buffer
 WIDE = (torch.complex128, torch.int64, torch.int32, torch.int16)  #: of 16, 8, 4 and 2 bytes

@@ -152,7 +152,7 @@ def _put_plainly(pool: torch.Tensor, rows: torch.Tensor, blocks: np.ndarray, off
         return
     new = new.reshape(-1, *places.shape[1:3], places.shape[-1])
     starts = np.flatnonzero(np.r_[True, (blocks[1:] != blocks[:-1]) | (np.diff(offsets) != 1)])
-    if len(starts) == len(blocks):  # each for itself, in a decode step
+    if len(starts) == len(blocks):  # one by one, in a decode step
         places[blocks, :, :, offsets] = new
         return
     ends = np.r_[starts[1:], len(blocks)]

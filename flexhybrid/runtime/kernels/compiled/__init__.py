@@ -1,4 +1,4 @@
-"""What a CPU runs compiled, where numba is installed: whether it is, and the threads that share a kernel's rows."""
+"""Whether a CPU runs compiled kernels (numba is installed), and the threads that share a kernel's rows."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ def compile_timer(seconds: list[float]) -> AbstractContextManager:
 
 
 def demand(kernel: str, **holds: bool) -> None:
-    """Raise ValueError where a kernel's argument is not as it must be: the kernel would use memory of others."""
+    """Raise ValueError for a wrong argument, with which a kernel would access other memory."""
     for argument, right in holds.items():
         if not right:
             raise ValueError(f"{kernel}: {argument}: a wrong dtype, shape or stride, or an index outside of its memory")
 
 
 def spread(run: Callable[[int, int], object], count: int, num_bytes: int, share: Share = map) -> None:
-    """Call ``run(first, end)`` on ranges of ``count`` rows, of ``num_bytes`` read and written together: on as many
-    threads as torch computes with in the calling thread. That takes the first range; ``share`` deals out the others."""
+    """Call ``run(first, end)`` on ranges of ``count`` rows, of ``num_bytes`` read and written together, on the calling
+    thread's number of torch threads. It runs the first range itself; ``share`` runs the others."""
     threads = max(1, min(torch.get_num_threads(), num_bytes // BYTES_A_THREAD, count))
     if share is map or threads == 1:
         run(0, count)

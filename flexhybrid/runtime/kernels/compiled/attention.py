@@ -30,7 +30,7 @@ KINDS = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
 if converts_float16():
     KINDS[torch.float16] = np.int16(0)
 LOWEST = np.float32(-3e38)
-CHUNK_BLOCKS = 4  #: whose scores are kept at a time
+CHUNK_BLOCKS = 4  #: blocks whose scores are kept at a time
 LANES = 16 if get_host_cpu_features().get("avx512f") else 8  #: float32 of a vector
 VECTOR_BYTES = 4 * LANES
 ROW_BYTES = CHUNK_BLOCKS * BLOCK_TOKENS * 4  #: of a query's scores
@@ -39,10 +39,11 @@ ROW_BYTES = CHUNK_BLOCKS * BLOCK_TOKENS * 4  #: of a query's scores
 TILE_QUERIES, TILE_ELEMENTS = 64, 4096
 
 LINE_BYTES = 64  #: of a cache
-TOKENS_IN_TURN = min(4, LANES // 4)  #: whose keys are read a line of each after the other
-AHEAD_BYTES = 8192  #: of a block's keys, or values, between what is read and what is prefetched
+TOKENS_IN_TURN = min(4, LANES // 4)  #: tokens whose keys are read line by line, alternately
+AHEAD_BYTES = 8192  #: of a block's keys, or values, between reading and prefetching
 
-#: No "fastmath": it would let LLVM drop the rounding in ``_exp``. Sums are vectors by hand, products and sums fuse.
+#: Without "fastmath", which would let LLVM drop the rounding in ``_exp``: sums use vectors explicitly, products and
+#: sums are fused.
 NUMBA: dict[str, Any] = {"nogil": True, "error_model": "numpy", "cache": True}
 PART: dict[str, Any] = {
     **NUMBA,
@@ -134,7 +135,7 @@ def _scale(_context, lanes, factors):
 
 
 def _fuse(builder, factor, other, added):
-    """Return factor · other + added, in one instruction where the processor has it."""
+    """Return factor · other + added, in one instruction if the processor has it."""
     return builder.fadd(builder.fmul(factor, other, flags=FUSED), added, flags=FUSED)
 
 
@@ -176,7 +177,7 @@ ROUNDING = 1.5 * 2**23  #: a float32 so large that adding to it rounds to an int
 
 @intrinsic
 def _exp(_context, lanes):
-    """Return e^x for x <= 0; 0 for x < -87.7, not a number for what is none."""
+    """Return e^x for x <= 0; 0 for x < -87.7; NaN for NaN."""
 
     def emit(builder, x):
         x = builder.select(builder.fcmp_ordered("<", x, _floats(-88)), _floats(-88), x)
@@ -256,7 +257,7 @@ def _sums_of(builder, vectors):
 
 
 def _behind(builder, address, index, step):
-    """Return the address of the element of this index where so many bytes lie from one to the next."""
+    """Return the address of the element with this index at this stride in bytes."""
     return builder.add(address, builder.mul(index, step if isinstance(step, ir.Value) else I64(step)))
 
 
@@ -292,7 +293,7 @@ def _in_steps(builder, total, wide, step):
 
 
 def _emit_scores(builder, kind, queries, tile, rows, count):
-    """Write the scores of tokens, as many at a time as give a vector of them."""
+    """Write the scores of tokens, a vector at a time."""
     (scores, taken, row), (keys, step, ahead), tokens = tile, rows, LANES // queries
     with cgutils.for_range_slice(builder, I64(0), count, I64(tokens)) as (token, _):
         sums = [[cgutils.alloca_once_value(builder, _floats(0)) for _ in range(tokens)] for _ in range(queries)]

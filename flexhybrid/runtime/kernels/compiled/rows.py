@@ -335,7 +335,7 @@ _prefetch, _prefetch_to_write = _prefetching(0), _prefetching(1)
 
 # ---- kernels
 
-#: Bytes that are prefetched of a row or piece to come, and of those between it and the one that is copied.
+#: Bytes prefetched of a later row or piece, and the distance ahead of the copied one.
 EARLY_BYTES, AHEAD_BYTES = 512, 4096
 #: Of a piece that is written past the caches, at most (memcpy copies longer ones as fast), and of a target in order,
 #: at least: what fewer bytes are written to is read from a cache soon.
@@ -353,7 +353,7 @@ def pack(kind, addresses, sizes, extreme, first, end):
     part, levels = elements * bits // 8, np.float32(2**bits - 1)
     for row in range(first, end):
         values, codes, parameters = _pointer(sources[row]), _pointer(targets[row]), _pointer(targets[row] + part)
-        # What gives a group's parameters is a long chain of instructions: those of several groups overlap here.
+        # A group's parameters take a long chain of instructions: several groups overlap here.
         for place in range(elements // group):
             begin = place * group
             if group == GROUP_ELEMENTS:
@@ -364,7 +364,7 @@ def pack(kind, addresses, sizes, extreme, first, end):
             scale, minimum = _parameters(low, high, extreme, levels)
             _set(parameters, 2 * place, scale)
             _set(parameters, 2 * place + 1, minimum)
-        behind = 0  # the part of the row that groups lie in
+        behind = 0  # the part of the row with groups
         for place in range(elements // group):
             begin = place * group
             scale = _float(HALVES, _get(HALVES, parameters, 2 * place))
@@ -415,7 +415,7 @@ def _parameters(low, high, extreme, levels):
     low = min(max(low, -extreme), extreme) + np.float32(0)
     high = min(max(high, -extreme), extreme) + np.float32(0)
     minimum = _half(low)
-    # float16 is sign and magnitude. Half of all minima are rounded up: no processor foresees which, so no branch.
+    # float16 is sign and magnitude. Half of all minima round up, which no processor can predict: no branch.
     minimum = np.int16(minimum - np.int64(_float(HALVES, minimum) > low) * ((minimum >> 15) | 1))
     return _half((high - _float(HALVES, minimum)) / levels), minimum
 
@@ -472,7 +472,7 @@ def copy_places(target, source, pieces, first, end):
             to, from_ = _place(target, row), _place(source, row)
             is_outside = to < 0 or from_ < 0
             outside += is_outside
-            # The pieces that come lie in a later row, and behind its last one in the next.
+            # The next pieces are in a later row, and after its last one in the next.
             cut = count - later_pieces
             for begin, behind_last, coming in ((0, cut, row + later_rows), (cut, count, row + later_rows + 1)):
                 soon_to = soon_from = np.int64(0)
