@@ -80,8 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     compare = commands.add_parser(
         "compare",
-        help="profile this machine, search a policy, run it beside the others",
-        description="Profile this machine, search the best KV:ACT mix, run it beside the other policies, and show "
+        help="profile this machine, search a policy, run it against others",
+        description="Profile this machine, search the best KV:ACT mix, run it and other policies, and show "
         "predicted against measured. Without --model: exactness on the shipped checkpoint, speed on a random model. "
         "Without --link-gb-per-s a CPU's link is paced at 0.4 GB/s, or faster where 0.4 leaves nothing to mix.",
     )
@@ -135,8 +135,8 @@ def _add_skew(commands) -> None:
 def _add_reproduce(commands) -> None:
     parser = commands.add_parser(
         "reproduce",
-        help="rebuild the papers' tables and figures beside their own numbers",
-        description="Write CSV, PNG and one self-contained report.html with the papers' numbers beside ours.",
+        help="rebuild the papers' tables and figures next to their own numbers",
+        description="Write CSV, PNG and one self-contained report.html with the papers' numbers next to ours.",
     )
     parser.add_argument("--only", nargs="+", metavar="NAME", help="some experiments, like capture-table3 (all)")
     parser.add_argument("--list", action="store_true", help="name the experiments and stop")

@@ -66,8 +66,8 @@ def pick_device(
 
 
 def free_device_memory(device: torch.device) -> int:
-    """Return the bytes of a CUDA device that a run's plan may fill: those that are free now, with what of the plan's
-    context is there already. Libraries load their kernels as they are first used, outside torch's allocator."""
+    """Return the bytes of a CUDA device that a run's plan may fill: the free ones, plus what the plan's context already
+    takes. Libraries load kernels at first use, outside torch's allocator."""
     free = torch.cuda.mem_get_info(device)[0]
     return free - min(LOADED_LATER_BYTES, free // 32) + CONTEXT_BYTES
 
@@ -85,13 +85,13 @@ def resolve_problem(arguments: LLMArguments, shape: ModelShape, paced: PacedDevi
     in_place, on_host = can_attend_in_place(dtype), can_attend_in_place(dtype, on_host=True)
     if device == "cpu" and attention.in_place > in_place or attention.on_host > on_host:
         raise InputError(
-            "this job was begun with attention by numba, which is not installed here: pip install numba, or begin it "
-            "anew with another --output"
+            "this job was begun with attention by numba, which is not installed here: pip install numba, or start it "
+            "with another --output"
         )
     if attention.in_place and device != "cpu" and not proved_on_gpu(dtype, *heads):
         raise InputError(
             "this job was begun with attention by Triton, whose kernels do not run here (a warning says why): pip "
-            "install triton, or begin it anew with another --output"
+            "install triton, or start it with another --output"
         )
     return Problem(
         shape=shape,
@@ -105,9 +105,8 @@ def resolve_problem(arguments: LLMArguments, shape: ModelShape, paced: PacedDevi
 
 
 def pick_dtype(name: str, shape: ModelShape, device: torch.device, hardware: Hardware | None) -> str:
-    """Return the compute dtype. "auto" stands for the checkpoint's on CUDA; on a CPU, for 16-bit checkpoints, for the
-    dtype that multiplies faster: by the profile, or by timing it now, so that answers do not depend on a kept profile.
-    """
+    """Return the compute dtype. "auto" is the checkpoint's on CUDA. On a CPU, for 16-bit checkpoints, it is the dtype
+    with faster products: by the profile, or timed now, so that answers do not depend on a kept profile."""
     if name not in ("auto", "float32", "bfloat16", "float16"):
         raise InputError(f"dtype {name!r} is not one of auto, float32, bfloat16, float16")
     if name == "float16" and device.type == "cpu":
@@ -167,7 +166,7 @@ QUEUE_S = 120.0  #: seconds of a queue for which a search for it, of about ten, 
 
 
 def settle_policy(name: str, problem: Problem, workload: Workload, link_is_paced: bool = False) -> Policy:
-    """Return the policy that a name of ``resolve_policy`` stands for on this machine, with these requests."""
+    """Return the policy that a name of ``resolve_policy`` means on this machine, for these requests."""
     if name == "auto":
         return best_policy(problem, workload, link_is_paced)
     return policy_here(name, problem, workload)
@@ -176,10 +175,10 @@ def settle_policy(name: str, problem: Problem, workload: Workload, link_is_paced
 def best_policy(
     problem: Problem, workload: Workload, link_is_paced: bool = False, time_limit: float | None = None
 ) -> Policy:
-    """Return the policy of "auto": all resident where that fits at once and no link is paced, else the one searched for
-    at most ``time_limit`` seconds; without a margin for the device where a link is paced.
+    """Return the policy of "auto": all resident if that fits at once and no link is paced, else a search of at most
+    ``time_limit`` seconds; with a paced link, without the margin for the device.
 
-    Raise InputError when a search is needed and no hardware record is known, and when nothing fits.
+    Raise InputError if a search needs an unknown hardware record, or nothing fits.
     """
     if not link_is_paced and (policy := resident_at_once(problem, workload)):
         return policy
@@ -198,7 +197,7 @@ def best_policy(
     try:
         policy = _fitting_policy(problem, settings, workload, workload)
     except InputError:
-        # The search takes requests of one length, the mean ones. Where the longest do not fit, they decide.
+        # The search takes mean lengths. If the longest requests do not fit, they decide.
         longest = Workload.uniform(1, int(workload.prompt_tokens.max()), int(workload.max_tokens.max()))
         policy = _fitting_policy(problem, settings, longest, workload)
     return policy if time_limit else _best_on_queue(problem, workload, settings, policy)
@@ -224,8 +223,8 @@ def auto_settings(hardware: Hardware, workload: Workload, **others) -> SearchSet
 
 
 def resident_at_once(problem: Problem, workload: Workload) -> Policy | None:
-    """Return everything on the device, in the mini-batches that are predicted to be the fastest of those with which all
-    requests fit at once; None where none do. On a machine that is not known the preset's own stand for the fastest."""
+    """Return everything on the device, in the mini-batches predicted to be fastest among those in which all requests
+    fit at once; None without any. On an unknown machine the preset's own are taken."""
     for policy in resident_by_speed(problem, workload):
         if fits(wave_plan(problem, policy, workload), problem.budgets):
             return policy
@@ -233,8 +232,8 @@ def resident_at_once(problem: Problem, workload: Workload) -> Policy | None:
 
 
 def _fitting_policy(problem: Problem, settings: SearchSettings, lengths: Workload, workload: Workload) -> Policy:
-    """Return the policy searched for ``lengths``, with as many of its weights on the device as let every request of
-    ``workload`` fit. Raise InputError when none do."""
+    """Return the policy searched for ``lengths``, with the most weights on the device with which every request of
+    ``workload`` fits. Raise InputError if none does."""
     policy = search(problem, lengths, settings).policy
     disk = policy.weights.disk
     for keep in (1.0, 0.75, 0.5, 0.25):

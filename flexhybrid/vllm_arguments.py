@@ -6,7 +6,7 @@ from flexhybrid.core.errors import InputError, shown, unknown
 
 _NO_DOWNLOAD = "nothing is downloaded: give a local folder (hf download NAME --local-dir FOLDER)"
 _ONE_DEVICE = "a model runs on one device; `flexhybrid run --engine ray` starts an executor on each"
-_PLACES = 'the policy says where weights and cache lie; budgets are device_memory="20GiB" and host_memory="100GiB"'
+_PLACES = 'the policy says where weights and cache are; budgets are device_memory="20GiB" and host_memory="100GiB"'
 
 #: Names, the values that ask for nothing besides None (None: all values), and what to write in the place of others.
 #: vllm/entrypoints/llm.py and vllm/engine/arg_utils.py, versions 0.4 to 0.20.
@@ -50,7 +50,7 @@ METHODS = {
     "beam_search": "it is not supported: generate with SamplingParams(n=…), and logprobs to choose by",
     "set_tokenizer": "put the tokenizer's files into the model's folder",
     "sleep": "release() gives the memory back until the next generate",
-    "wake_up": "the next generate loads the weights anew",
+    "wake_up": "the next generate loads the weights again",
     **dict.fromkeys(("start_profile", "stop_profile"), "generate(…, on_trace=…) is given what ran when"),
     **dict.fromkeys(("reset_prefix_cache", "reset_mm_cache"), "nothing of a call's prompts is kept for the next one"),
 }

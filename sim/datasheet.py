@@ -209,7 +209,7 @@ def load_datasheet(path: str | Path) -> Datasheet:
         for key, name in ((key, name) for key, rates in sheet.replaced().items() for name in rates):
             own, rate = sheet.lines[key][name], sheet.replaced()[key][name]
             if name not in noted.get(key, {}) and not isclose(rate, own):
-                remedy = f'remove it, or let it take their place by "in_place_of": {json.dumps({key: {name: rate}})}'
+                remedy = f'remove it, or replace them with "in_place_of": {json.dumps({key: {name: rate}})}'
                 raise InputError(f"lines: {key} has {name} {own:g}, but peaks and shares give {rate:g}: {remedy}")
     except InputError as error:
         raise InputError(f"{path}: {error}") from None

@@ -42,7 +42,7 @@ WALKED_TASKS = 40_000  #: tasks of a price: about a second
 ROUGH_TASKS, ROUGH_WINDOWS = 8_000, 12  #: tasks of a price that only ranks
 LEAST_WINDOWS, MOST_WINDOWS = 5, 60  #: pairs of iterations that are walked
 THINNED = 2  #: iterations with many joins walked again with fewer, if answers may end early
-WALKED_LAYERS, PACE_LAYERS = 6, 2  #: walked layers of a model, and those of them whose rate the others have
+WALKED_LAYERS, PACE_LAYERS = 6, 2  #: walked layers of a model, and those that give the rate of the others
 MIXED_POSITIONS = 3  #: mini-batches for which ``layer_loop`` counts the walked layers of several kinds
 MANY_MINI_BATCHES = 16  #: if more share a layer, two layers fewer show the rate
 PHASES = ("ramp", "steady", "drain")
@@ -378,7 +378,7 @@ class _Walk:
         """Return the shared blocks of the chosen intervals, including those computed from iteration ``start`` on."""
         prefixes, counted = self.workload.prefixes, self.intervals.select(chosen)
         if prefixes is None:
-            raise ValueError("requests share blocks, and nobody knows which")
+            raise ValueError("requests share unknown blocks")
         paths = [
             prefixes.blocks(int(prefixes.of_request[request]))[: tokens // BLOCK_TOKENS].tolist()
             for request, tokens in zip(counted.request.tolist(), counted.shared_tokens.tolist(), strict=True)

@@ -1,9 +1,9 @@
-"""The output file, the only truth about what is done: one line a request, appended and never changed.
+"""The output file, the only record of what is done: one line a request, appended and never changed.
 
-An answer and its done mark are the same line, keyed by the input's line number in ``id``. Lines are written in groups,
-each by a single write to a file opened for appending; what a failed write leaves is cut off again. A process that dies
-in the middle of a write leaves at most a torn last line, which the next one cuts once, when it opens the file. While a
-disk is full, lines wait in memory and the run goes on.
+An answer and its done mark are one line, keyed by the input's line number in ``id``. Lines are written in groups, each
+by one write to a file opened for appending; a failed write is cut off. A process that dies during a write leaves at
+most a torn last line, which the next one cuts when it opens the file. While the disk is full, lines wait in memory and
+the run goes on.
 """
 
 import errno
@@ -21,7 +21,7 @@ from flexhybrid.batch.replies import parse_answer, renumbered
 from flexhybrid.core.errors import FULL, InputError, file_error, file_errors
 from flexhybrid.core.files import lock_file, new_file
 
-SYNC_RESULTS, SYNC_S = 256, 1.0  #: results, or seconds, after which what was written is waited for
+SYNC_RESULTS, SYNC_S = 256, 1.0  #: results, or seconds, after which written lines are synced
 NO_ROOM = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 RETRY_S = 2.0  #: seconds between attempts to write to a full disk
 MOST_WAITING_BYTES = 1 << 28  #: of lines that wait for room
@@ -31,7 +31,7 @@ PENDING, ANSWERED, FAILED, BLANK = 0, 1, 2, 3  #: of a line: not done, an answer
 
 
 class Kept(NamedTuple):
-    """What is known of an output file. It changes at once: an interrupt may meet any statement."""
+    """What is known of an output file; updated at once, because an interrupt may come at any statement."""
 
     size: int  #: bytes that are written and counted
     waiting: bytes = b""  #: whole lines that come behind them
@@ -42,7 +42,7 @@ class AnswerFile:
     ``check`` and ``repair``."""
 
     def __init__(self, path: Path):
-        """Raises InputError where it cannot be written, or another process is writing it."""
+        """Raise InputError if it cannot be written, or another process writes it."""
         self.path = path
         self._kept, self._lacks_end, self._unsynced, self._synced_at = Kept(0), False, 0, time.monotonic()
         self._retry_at = 0.0  # time of the next attempt on a full disk; 0: it is not full
@@ -67,10 +67,10 @@ class AnswerFile:
         return os.fstat(self._fd).st_size == 0
 
     def check(self, states: np.ndarray, num_tokens: np.ndarray | None = None) -> None:
-        """Enter what is done into ``states`` [lines], which may hold what other files have answered, and into
-        ``num_tokens`` [lines] the tokens of its answers.
+        """Enter what is done into ``states`` [lines], which may hold other files' answers, and the answers' tokens into
+        ``num_tokens`` [lines].
 
-        Raises InputError for a whole line that is no answer to a line of the input, or for a second answer to one.
+        Raise InputError for a whole line that is not an answer to a line of the input, or a second answer to one.
         """
         size, ends_line = 0, True
         with file_errors(f"read {self.path}"), open(self.path, "rb") as file:
@@ -81,7 +81,7 @@ class AnswerFile:
                     ends_line = True
                     break  # torn: of a valid line no shorter piece is valid
                 where = f"{self.path}, line {number}"
-                again = "nothing was changed: move the file away, or begin anew with --restart"
+                again = "nothing was changed: move the file away, or start over with --restart"
                 if answer is None or not 1 <= answer.number <= len(states):
                     raise InputError(f"{where} is not an answer to a line of the input; {again}")
                 if states[answer.number - 1] != PENDING:
@@ -107,7 +107,7 @@ class AnswerFile:
         with open(self.path, "rb") as file:
             for raw in file:
                 if ((answer := parse_answer(raw)) is None or not answer.number) and raw.endswith(b"\n"):
-                    raise InputError(f"{self.path} holds what is no answer; move it away, or begin anew with --restart")
+                    raise InputError(f"{self.path} holds what is no answer; move it away, or start over with --restart")
                 if answer and answer.answered:
                     found.append((offset, answer.number - 1, answer.digest))
                 offset += len(raw)
@@ -115,8 +115,8 @@ class AnswerFile:
         return offsets.astype(np.int64), _places(numbers.astype(np.int64), digests, lines)
 
     def move_to(self, offsets: np.ndarray, places: np.ndarray, custom_id: Callable[[int], str | None]) -> Path:
-        """Keep the answers with a line in another input, under its number; add the others to a file beside this one,
-        which is returned. ``custom_id(number)``: of a line there."""
+        """Keep the answers to lines that another input has, under its numbers; move the others to a file next to this
+        one, and return that. ``custom_id(number)``: of a line there."""
         beside, pairs = self.path.with_name(self.path.name + ".removed"), list(zip(offsets.tolist(), places.tolist()))
         with open(self.path, "rb") as file, file_errors(f"write {beside}"):
             if (places < 0).any():
@@ -148,7 +148,7 @@ class AnswerFile:
         self.sync_if_due()
 
     def finish(self) -> None:
-        """Wait until all lines are on the disk. Raise InputError where there is no room for ROOM_WAIT_S."""
+        """Wait until all lines are on the disk. Raise InputError if there is no room for ROOM_WAIT_S."""
         until = time.monotonic() + ROOM_WAIT_S
         while self._kept.waiting:
             self._write_waiting()
@@ -159,7 +159,7 @@ class AnswerFile:
         self.sync()
 
     def _write_waiting(self) -> None:
-        """Write the lines that wait, as many as there is room for."""
+        """Write the waiting lines that there is room for."""
         if self._failure:
             raise self._failure
         (size, data), full = self._kept, self._retry_at > 0
@@ -200,7 +200,7 @@ class AnswerFile:
         raise self._failure from None
 
     def _say(self, text: str) -> None:
-        """Tell the user, beside a progress bar."""
+        """Print a line above a progress bar."""
         tqdm.write(f"flexhybrid: {text}", file=sys.stderr)
 
     def sync_if_due(self) -> None:
@@ -215,7 +215,7 @@ class AnswerFile:
         self._unsynced, self._synced_at = 0, time.monotonic()
 
     def close(self) -> None:
-        """Let the file and its lock go."""
+        """Release the file and its lock."""
         os.close(self._fd)
 
     def sort(self, num_lines: int) -> None:
@@ -236,8 +236,8 @@ class AnswerFile:
 
 
 def _places(numbers: np.ndarray, digests: np.ndarray, lines: np.ndarray) -> np.ndarray:
-    """Return the place of each answer, by its place and hash before, among the hashes of the lines now; -1: none.
-    Equal lines stay where they were, or keep their order."""
+    """Return the place of each answer among the new lines' hashes, by its old place and hash; -1: none. Equal lines
+    keep their place or their order."""
     same = numbers < len(lines)
     same[same] = lines[numbers[same]] == digests[same]
     places = np.where(same, numbers, -1)

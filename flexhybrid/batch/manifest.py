@@ -1,4 +1,4 @@
-"""What a job's results hang on, beside its output file: a resumed run must agree in all of it."""
+"""What a job's results depend on, kept next to its output file: a resumed run must agree in all of it."""
 
 import json
 import re
@@ -16,14 +16,14 @@ SETTINGS = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
 WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
-#: Place in the manifest -> the flag of ``run`` that decides it, where the place has another name.
+#: Place in the manifest -> flag of ``run`` that decides it, if named differently.
 FLAGS = {
     "errors": "--errors", "columns.prompt": "--column", "columns.custom_id": "--id-column", "chat.prompts": "--chat",
     "chat.system": "--system-prompt", "chat.template": "--chat-template", "chat.variables": "--chat-template-kwargs",
     "numbers.bits": "--policy",
     "numbers.selection": "--policy",
 }  # fmt: skip
-#: In the manifest of a run whose lines were all refused: what the next run changes, it changes without a loss.
+#: In the manifest of a run whose lines were all refused: the next run may change anything without loss.
 NOTHING_SERVED = "nothing_served"
 MAX_HEADER_BYTES = 100_000_000  #: safetensors' own bound
 
@@ -97,7 +97,7 @@ def check_same(output: Path, earlier: dict, now: dict) -> None:
             more += "`touch -d @SECONDS`; runs that all have --verify compare hashes instead)"
         raise InputError(
             f"{output} holds results of another run: {'; '.join(shown)}{more}. Give the earlier settings, "
-            "another output, or begin anew with --restart"
+            "another output, or start over with --restart"
         )
 
 
@@ -109,11 +109,11 @@ def _names(of_model: list[tuple[str, object, object]]) -> str:
 
 
 def _differences(earlier, now, where: str) -> Iterator[tuple[str, object, object]]:
-    """(place in the manifest, what it was, what it is)"""
+    """(place in the manifest, old value, new value)"""
     if where == "created":
         return
     if isinstance(earlier, dict) and isinstance(now, dict):
-        # A time says less than a hash, and a hash is known only where it was asked for.
+        # A time is weaker than a hash, and a hash exists only on request.
         skipped = (
             {"mtime_ns"} if "sha256" in earlier and "sha256" in now else {"sha256"} - (earlier.keys() & now.keys())
         )

@@ -205,7 +205,7 @@ def check_planned(policy: Policy, shape: ModelShape) -> None:
     refusals = (
         (policy.embedding.device < 1, "embedding and head off the device"),
         (shape.recurrent and "tok" in representations, "a cache of token ids (tok) for a model with recurrent layers, "
-         "whose states would be computed anew for each token,"),
+         "whose states would be recomputed for each token,"),
         (shape.lending and policy.selection.method != "none", f"selection {policy.selection.method} for a model whose "
          "layers attend to keys and values of others, in which other tokens would have to be chosen,"),
         (policy.hidden == "disk", "hidden states on the disk"),

@@ -1,4 +1,4 @@
-"""``flexhybrid doctor``: what this machine offers, which models fit it, their predicted speed, and advice."""
+"""``flexhybrid doctor``: this machine's resources, which models fit it, their predicted speed, and advice."""
 
 import importlib.util
 import os
@@ -32,22 +32,22 @@ from sim.simulate import simulate
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "scipy")
 SEARCH_S = 1.0  #: a model's policy is searched for this long at most
-FREE_ENOUGH = 0.8  #: of the memory to use, from which what is free now is not spoken of
+FREE_ENOUGH = 0.8  #: share of the usable memory; above it, free memory is not mentioned
 #: Type of device -> places for a model, in words -> the tiers that they are.
 PLACES = {
     "cuda": {"the device": ("device",), "device and host together": ("device", "host")},
     "cpu": {"memory": ("device", "host")},  # which is one
 }
-#: Lines of the profile that are rates of a path, in GB/s: key -> what it is.
+#: Lines of the profile that are a path's rate in GB/s: key -> description.
 PATHS = {
     "h2d": "host to device", "d2h": "device to host", "disk_read": "disk to host", "disk_write": "host to disk",
 }  # fmt: skip
 
 
 def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_tokens: int) -> dict:
-    """Return all findings as plain data, without running a model. Empty ``models`` stand for all known ones.
+    """Return all findings as plain data, without running a model. Empty ``models``: all known ones.
 
-    A model that cannot be run is told in its row. Raises InputError where that is all there is to tell.
+    A model that cannot run has the reason in its row. Raise InputError if that is the only model.
     """
     hardware, free, host = saved_hardware(device), free_host_bytes(), host_memory_bytes()
     hardware = hardware and hardware.with_link_rate(None)  # the machine as it is
@@ -102,10 +102,10 @@ def _refused(name: str, error: InputError) -> dict:
 
 
 def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budgets: dict, device: torch.device) -> dict:
-    """Return a model on this machine, by prediction; without a profile by its size alone.
+    """Return a model's prediction on this machine; without a profile, by its size alone.
 
-    ``tokens_per_s`` is None where it does not fit or nothing is measured, ``how`` the policy in words, or what is
-    lacking. All sizes are of ``dtype``, in which ``run`` computes; ``rates_dtype``: that of the profile.
+    ``tokens_per_s`` is None if it does not fit or nothing is measured; ``how``: the policy in words, or what is
+    missing. Sizes are in ``dtype``, in which ``run`` computes; ``rates_dtype``: the profile's.
     """
     dtype = shape.dtype
     if device.type == "cpu" and dtype != "float32":
@@ -134,7 +134,7 @@ def _fit(shape: ModelShape, hardware: Hardware | None, lengths: Workload, budget
 
 
 def _by_size(need: float, budgets: dict[str, int | None], places: dict[str, tuple[str, ...]]) -> str:
-    """Say where the weights and the KV of one request fit; what a step needs besides is not counted."""
+    """Return where the weights and one request's KV fit, without a step's other needs."""
     size, lacking = 0, f"one request at a time needs {gib(need)}"
     for place, tiers in places.items():
         sizes = [budgets.get(tier) for tier in tiers]
@@ -150,7 +150,7 @@ def _by_size(need: float, budgets: dict[str, int | None], places: dict[str, tupl
 
 
 def _of_memory(device: torch.device, budgets: dict[str, int | None], free: int | None) -> Iterator[str]:
-    """Yield that less memory is free than what was reckoned with, where that is so."""
+    """Yield a note if less memory is free than was assumed."""
     now = host_budgets(device, free)
     if any((now[tier] or 0) < FREE_ENOUGH * (budgets[tier] or 0) for tier in now):
         yield f"{_size(free)} of memory is free now: run takes a part of what is free, and may have to plan otherwise"
@@ -185,7 +185,7 @@ def _advice(device: torch.device, hardware: Hardware | None, measured: bool, fit
         if count := len(list((cache_folder() / "models").glob(f"{device.type}-*.json"))):
             yield f"profiles of single models, from flexhybrid run, which serve these alone: {count}"
     elif hardware and not hardware.has_disk:
-        yield "no disk is measured: flexhybrid profile --disk DIR lets models use one"
+        yield "no disk is measured: with flexhybrid profile --disk DIR models can use one"
     if device.type == "cuda" and missing_kernels:
         names = " ".join(sorted(missing_kernels))
         yield f"recurrent layers run by plain torch, for want of CUDA kernels: pip install {names}"

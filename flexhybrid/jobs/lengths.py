@@ -22,11 +22,11 @@ PREFIX = ("prefix", "prefix_tokens")  #: columns that may be missing: names of w
 
 
 def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> Workload:
-    """Return the lengths of a file's requests in the order in which ``run`` takes them, the longest first.
+    """Return the lengths of a file's requests in ``run``'s order, the longest first.
 
-    ``path``: CSV with a header, or JSON lines, of COLUMNS and PREFIX; or lines of OpenAI's Batch format, which are
-    counted by the tokenizer beside ``model`` (a config.json or its folder). ``answer_tokens``: mean of the answers of a
-    file that does not name them, at least 1. Raise InputError, naming the line.
+    ``path``: CSV with a header, or JSON lines, of COLUMNS and PREFIX; or OpenAI Batch lines, counted by the tokenizer
+    next to ``model`` (a config.json or its folder). ``answer_tokens``: mean for answers that the file does not name, at
+    least 1. Raise InputError, naming the line.
     """
     check("--answer-tokens", answer_tokens, answer_tokens is None or answer_tokens >= 1, "at least 1")
     check_file(path)
@@ -60,7 +60,7 @@ def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> 
 
 
 def _check_names(new: list[str], row: dict, where: str) -> None:
-    """Raise InputError for a name that is a known one misspelled, and where a row lacks a name that it needs."""
+    """Raise InputError for a misspelled known name, and for a row without a required name."""
     known = (*COLUMNS, *PREFIX)
     for name in new:
         if name not in known and difflib.get_close_matches(name.strip().lower(), known, 1, MISSPELLED):
@@ -72,7 +72,7 @@ def _check_names(new: list[str], row: dict, where: str) -> None:
 
 
 class PrefixTable:
-    """What the prompts of a table begin with, by name: "a" has so many tokens, "a/b" continues it."""
+    """Prefixes of a table's prompts, by name: "a" with its tokens, "a/b" continues it."""
 
     def __init__(self):
         self.numbers: dict[str, int] = {}  #: name, with those that it continues -> number
@@ -107,14 +107,14 @@ class PrefixTable:
         self.of_request.append(number)
 
     def prefixes(self) -> Prefixes | None:
-        """Return them; None where no prompt has one."""
+        """Return the prefixes; None if no prompt has one."""
         if not self.tokens:
             return None
         return Prefixes(*map(np.array, (self.tokens, self.parents, self.of_request)))
 
 
 def _known(workload: Workload, answer_tokens: float | None) -> Workload:
-    """Return the workload in the order of a run, with answers of the mean where it names none."""
+    """Return the workload in a run's order, with mean answers where it has none."""
     if workload.answer_tokens is None and answer_tokens is not None:
         workload = with_mean(workload, answer_tokens)
     return workload.select(np.lexsort((workload.prompt_tokens, workload.max_tokens))[::-1])
@@ -156,7 +156,7 @@ def _counted(path: Path, model: str) -> Workload:
     folder = Path(model).parent if model.endswith(".json") else Path(model)
     if not (folder / "config.json").is_file():
         raise InputError(
-            f"{path} holds requests: their tokens are counted by the tokenizer beside --model, which is {model!r}; "
+            f"{path} holds requests: their tokens are counted by --model's tokenizer, which is {model!r}; "
             f"name a checkpoint's config.json, or give a table of {', '.join(COLUMNS)}"
         )
     from flexhybrid.batch.census import RequestFile, file_state, take_census

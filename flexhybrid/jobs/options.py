@@ -22,10 +22,10 @@ WHERE = ("any", "device", "host")  #: of attention
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """What the command was asked for, by the names of its flags; the defaults are the README's run on two cores.
+    """The command's flags by name; defaults are the README's run on two cores.
 
-    Without a model: the shipped checkpoint for exactness, a random model for speed. Without a link's rate, on a CPU:
-    the slowest one at which the best policy is a mix.
+    Without a model: the shipped checkpoint for exactness, a random model for speed. Without a link rate, on a CPU: the
+    slowest one at which the best policy is a mix.
     """
 
     model: Path | None = option("local checkpoint folder (Hugging Face layout)", None)
@@ -41,7 +41,7 @@ class CompareOptions:
         'options as in a call, and policy JSON files, like "kv_only,hybrid(0.5),kvpr_column,int4,mine.json" (quoted)',
         (), metavar="NAME",
     )  # fmt: skip
-    policy: Path | None = option("policy JSON file to run beside the others", None)
+    policy: Path | None = option("policy JSON file to run as well", None)
     out: Path = option("folder for tables and figures (results)", Path("results"))
     batch: int = option("requests of the speed runs (32)", 32)
     prompt_len: int | None = option("tokens of each (512, or fewer where this machine is slow)", None)
@@ -56,7 +56,7 @@ class CompareOptions:
 
 @dataclass(frozen=True)
 class AccuracyOptions:
-    """What the command was asked for, by the names of its flags."""
+    """The command's flags by name."""
 
     model: Path | None = option("local checkpoint folder (the shipped OPT)", None)
     text: Path | None = option("text file, its documents parted by form feeds (the shipped one)", None)
@@ -76,7 +76,7 @@ class AccuracyOptions:
 
 @dataclass(frozen=True)
 class PolicySearchOptions:
-    """What the command was asked for, by the names of its flags."""
+    """The command's flags by name."""
 
     point: Mapping  #: POINT of ``jobs.simulate``: without "batch" it is searched for
     lengths: Workload | None = None  #: a queue, in place of requests of one length

@@ -31,7 +31,7 @@ def _add_simulate(commands) -> None:
     _model_and_machine(parser, required=False)
     parser.add_argument(
         "--batch", type=_batch,
-        help="requests; auto: as many as each system is fastest with; with --lengths, at a time at most (1024)",
+        help="requests; auto: each system's fastest number; with --lengths, at a time at most (1024)",
     )  # fmt: skip
     parser.add_argument("--policy", help="the same as --system")
     parser.add_argument(
@@ -60,7 +60,7 @@ def _add_search(commands) -> None:
         description="Search placement over three tiers, KV:ACT mix, compression, batch, mini-batch and schedule.",
     )
     _model_and_machine(parser)
-    parser.add_argument("--batch", type=_batch, help="requests, with --lengths at a time; auto: as many as pay (auto)")
+    parser.add_argument("--batch", type=_batch, help="requests, with --lengths at a time; auto: the fastest (auto)")
     add_options(parser, PolicySearchOptions)
     parser.add_argument("--lossless", action="store_true", default=None, help=argparse.SUPPRESS)  # as it was asked for
     parser.add_argument("--save-policy", type=Path, help="write the policy to this JSON file, in a folder that exists")
@@ -90,7 +90,7 @@ def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -
     texts = "a shape by name (opt-30b, llama-2-70b), or a config.json", "a machine by name (rtx4090, local), or a file"
     for name, text in zip(("--model", "--hardware"), texts):
         parser.add_argument(name, required=required, help=text)
-    hosts = f"memory, cores and disk beside a GPU of the catalogue: {', '.join(HOSTS)} (the machine's own)"
+    hosts = f"memory, cores and disk for a GPU of the catalogue: {', '.join(HOSTS)} (the machine's own)"
     parser.add_argument("--host", metavar="NAME", help=hosts)
     parser.add_argument("--prompt-len", type=int, help="tokens of each prompt")
     parser.add_argument("--gen-len", type=int, help="tokens each request generates")
@@ -103,7 +103,7 @@ def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -
     )  # fmt: skip
     parser.add_argument(
         "--answer-tokens", type=float, metavar="MEAN",
-        help="mean of the answers, where the file does not name them (as many as they may have)",
+        help="mean of the answers, where the file does not name them (default: their limits)",
     )  # fmt: skip
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="(the checkpoint's, as run)")
     add_budgets(parser, "the machine's")

@@ -1,4 +1,4 @@
-"""Rates of a machine that a user sets in place of its own, and words for where all of them come from."""
+"""Rates of a machine that a user sets, and descriptions of where all rates come from."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -66,21 +66,21 @@ def _at_host_rate(hardware: Hardware, gb_per_s: float) -> Hardware:
 
 
 def pace_of_link(hardware: Hardware) -> str:
-    """Return in words that a CPU's link was imitated at a pace, for these predictions or while the machine was
-    measured; empty where it was not."""
+    """Return in words that a CPU's link was imitated at a pace, for these predictions or during profiling; empty if
+    not."""
     notes = hardware.notes
     if notes.get(PACE):
         return f"the link is imitated, paced at {notes[PACE]:g} GB/s"
     if pace := notes.get(LIFTED_PACE):
         return (
-            f"measured beside a link paced at {pace:g} GB/s, which predictions leave out (`flexhybrid profile` "
+            f"measured with a link paced at {pace:g} GB/s, which predictions leave out (`flexhybrid profile` "
             "measures without)"
         )
     return ""
 
 
 def costs(hardware: Hardware, tokens_per_s: float) -> dict[str, float]:
-    """Return what a million generated tokens cost at a rate: dollars and kWh, as far as the machine's record says."""
+    """Return the cost of a million generated tokens: dollars and kWh, as far as the record has them."""
     hours, found = 1e6 / max(tokens_per_s, 1e-300) / 3600, {}
     if (price := hardware.notes.get("price_per_hour")) is not None:
         found["dollars_per_million_tokens"] = price * hours
@@ -90,7 +90,7 @@ def costs(hardware: Hardware, tokens_per_s: float) -> dict[str, float]:
 
 
 def describe_costs(hardware: Hardware, tokens_per_s: float) -> str:
-    """Return ``costs`` in a line; empty where the machine's record has neither a price nor a power."""
+    """Return ``costs`` in a line; empty without a price and a power."""
     found, notes = costs(hardware, tokens_per_s), hardware.notes
     parts = []
     if (dollars := found.get("dollars_per_million_tokens")) is not None:
@@ -112,7 +112,7 @@ def without_given(hardware: Hardware, rate: str) -> Hardware:
 
 
 def describe_rates(hardware: Hardware) -> str:
-    """Return where a machine's rates come from, in a line."""
+    """Return the origin of a machine's rates in a line."""
     rates = hardware.rates
     words = {"measured": "measured", "fitted": "fitted to published runs", "assumed": "assumed, not measured"}
     said = f"  rates of {hardware.name}: {words.get(rates['kind'], 'as its file states')}"

@@ -51,7 +51,7 @@ LONGEST = "capture"  #: of them, the one that takes longest to price: it is left
 #: These change the tokens: with --lossy alone. So do the other systems in the bits of a policy found with --lossy.
 LOSSY_RIVALS = ("int4", "deepspeed(bits=4)", "flexgen(compress=true)")
 IN_ANY_BITS = tuple(name for name in LOSSLESS_RIVALS if SYSTEMS[name.partition("(")[0]].batches == "together")
-#: Systems whose policies cost nothing to make: the search is never worse than one of these that fits.
+#: Systems whose policies cost nothing to make: the search is at least as good as each of these that fits.
 SEEDS = ("kv_only", "act_only", "hybrid_static", "deepspeed", "accelerate", "fastdecode", "token_recompute(0.2)")
 
 
@@ -129,7 +129,7 @@ def run_search(
 
 
 def settings_of(options: PolicySearchOptions, setting: Setting) -> SearchSettings:
-    """Return what the search may choose. Raise InputError for what cannot be kept, or is said twice."""
+    """Return what the search may choose. Raise InputError for a field that cannot be kept, or is named twice."""
     if options.selection and options.lossless:
         raise InputError(f"--selection {options.selection} changes the tokens, as fewer bits do: add --lossy")
     space = measured_space(LOSSLESS if options.lossless else FULL, setting.machine)
@@ -142,7 +142,7 @@ def settings_of(options: PolicySearchOptions, setting: Setting) -> SearchSetting
             raise InputError(f"{name} and --keep {field}=…: give one of them")
     if options.attention != "any" and options.attention not in space.attention:
         raise InputError(
-            f"--attention {options.attention}: this machine's profile has no rate for it; run `flexhybrid profile` anew"
+            f"--attention {options.attention}: this machine's profile has no rate for it: run `flexhybrid profile`"
         )
     if options.attention != "any":
         space = replace(space, attention=(options.attention,))
@@ -152,8 +152,8 @@ def settings_of(options: PolicySearchOptions, setting: Setting) -> SearchSetting
 
 
 def search_queue(options: PolicySearchOptions, note: Note | None = None) -> SimulatedQueue:
-    """Search for a queue of requests, and return its run under the best policy. Raise InputError when nothing fits, and
-    for what is searched for requests of one length alone."""
+    """Search for a queue of requests, and return its run under the best policy. Raise InputError if nothing fits, and
+    for options that need requests of one length."""
     if options.lengths is None:
         raise ValueError("no queue was given")
     sizes = [text for text in options.keep if text.startswith(("max_batch", "max_mini_batch_tokens"))]
@@ -184,8 +184,7 @@ def _selection_of(text: str, setting: Setting) -> Selection:
 
 
 def _at_best(name: str, setting: Setting, free: bool, bits: Bits | None = None) -> dict:
-    """Return the row of a rival in the batch and settings that are best for itself, or with the error that keeps it
-    from running. ``bits``: in place of its own."""
+    """Return a rival's row at its own best batch and settings, or with its error. ``bits``: instead of its own."""
     row = dict.fromkeys(("system", "tokens_per_s", "total_s", "loses", "error", "weights_on_device"))
     try:
         made, run = at_best(name, setting, free, bits)
@@ -209,9 +208,9 @@ def _rivals(rows: list[dict], best: SimulatedRun, problem: SearchProblem) -> lis
 
 
 def beside(work: Callable[[], list[dict]]) -> Callable[[], list[dict]]:
-    """Begin work in a process of its own, where there is a second core and a fork; return what waits for its result.
+    """Start work in a process, given a second core and fork; return a function that waits for its result.
 
-    Where the process cannot be made, or ends without a result, the work is done by the caller.
+    If the process cannot be made, or ends without a result, the caller does the work.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     if cores < 2 or not hasattr(os, "fork"):
@@ -263,7 +262,7 @@ def search_record(report: SearchReport) -> dict:
 
 
 def describe_found(report: SearchReport) -> str:
-    """Return what was found, as lines of text."""
+    """Return the search's result as lines of text."""
     found, policy, lines = report.found, report.found.policy, [describe(report.best)]
     bits = ", ".join(f"{name} {getattr(policy.bits, name)}" for name in ("weights", "kv", "act"))
     changes = "" if policy.bits == Bits() else " (these change the tokens)"

@@ -23,7 +23,7 @@ from sim import catalogue
 from sim.queue_clock import QueueRun, price_queue, walk_queue
 from sim.simulate import MOST_TASKS, TASKS_PER_POSITION, SimulatedRun, simulate
 
-#: Said of systems whose shares of the weights on the device differ by more than this.
+#: Threshold on the difference of systems' device shares of weights, above which a note says so.
 UNLIKE_WEIGHTS = 0.1
 UNLIKE = (
     "  note: these systems keep different shares of the weights on the device, which may explain more of a difference "
@@ -45,11 +45,11 @@ POLICY_FIELDS = (
 AUTO = "auto"  #: as a batch: the one with which the system answers most tokens a second
 
 MOST_AT_A_TIME = 1024  #: requests of a queue, as in a run
-#: Seconds of a run below which its start, which no prediction has, changes its tokens/s; what is said of it.
+#: Seconds of a run below which its unpredicted start matters; the note about it.
 SHORT_S = 60.0
 NO_START = "  not in it: the start of a run, seconds that load the weights and, the first time, compile kernels"
-#: Said of a system that would keep all weights on the device where they do not fit.
-WEIGHTS_STREAMED = "not all weights fit the device beside the cache, the rest is streamed"
+#: Note for a system that would keep all weights on the device, if they do not fit.
+WEIGHTS_STREAMED = "not all weights fit the device with the cache, the rest is streamed"
 
 
 def setting_of(point: Mapping, note: Note | None = None) -> Setting:
@@ -81,15 +81,15 @@ def setting_of(point: Mapping, note: Note | None = None) -> Setting:
             f"positions for {shape.max_positions}. For longer ones give a config.json with larger "
             "max_position_embeddings as model"
         )
-    # As a run: float32 stays what it is; a CPU computes 16 bits in what its profile found faster.
+    # As in a run: float32 stays; a CPU computes 16 bits in the profile's faster dtype.
     usual = hardware.dtype if hardware.name == catalogue.LOCAL and shape.dtype != "float32" else shape.dtype
     problem = Problem(shape=shape, dtype=point.get("dtype") or usual, hardware=hardware)
     return Setting(problem, point["batch"], point["prompt_len"], point["gen_len"])
 
 
 def machine_of(hardware: str, shape: ModelShape, host: str | None = None) -> Hardware:
-    """Return a machine by name or from a file, beside a ``host`` by name where one is given; "local" is this one, as a
-    run of the model would take it."""
+    """Return a machine by name or from a file, with a ``host`` by name if given; "local" is this machine, as a run of
+    the model would see it."""
     if host is not None or hardware.lower() != catalogue.LOCAL:
         return catalogue.load(hardware, host)
     from flexhybrid.jobs.profile.job import local_machine  # loads torch
@@ -98,7 +98,7 @@ def machine_of(hardware: str, shape: ModelShape, host: str | None = None) -> Har
 
 
 def asked_record(machine: Hardware, asked: Mapping) -> dict:
-    """Return what a prediction was asked for, and where its machine's rates come from, as plain JSON."""
+    """Return a prediction's request, and the origin of its machine's rates, as plain JSON."""
     inputs = {name: value for name, value in asked.items() if value is not None}
     inputs |= {name: parse_bytes(inputs[name]) for name in MEMORIES if name in inputs}
     paced = {"paced": words} if (words := pace_of_link(machine)) else {}
@@ -160,8 +160,8 @@ class SimulatedQueue(NamedTuple):
 
 
 def queue_setting(point: Mapping, workload: Workload, note: Note | None = None) -> Setting:
-    """Return the setting of a queue: as many requests at a time as ``point`` says ("batch"; None: MOST_AT_A_TIME), as
-    long as the longest."""
+    """Return the setting of a queue: ``point``'s requests at a time ("batch"; None: MOST_AT_A_TIME), at the longest
+    one's lengths."""
     batch = min(point.get("batch") or MOST_AT_A_TIME, workload.num_requests)
     longest = {"prompt_len": int(workload.prompt_tokens.max()), "gen_len": int(workload.max_tokens.max())}
     return setting_of({**point, "batch": batch, **longest}, note)
@@ -171,7 +171,7 @@ def simulate_queue(
     setting: Setting, made: System, workload: Workload, clock: str = "closed", run: QueueRun | None = None
 ) -> SimulatedQueue:
     """Return the predicted run of a queue under a system, on the machine as the system sees it. ``run``: by the closed
-    form, where it is known."""
+    form, if known."""
     problem = replace(setting.problem, hardware=made.hardware)
     problem = replace(problem, budgets=problem.effective_budgets)
     places = batch_size(problem, made.policy, workload, setting.batch)
@@ -251,7 +251,7 @@ def describe_queue(outcome: SimulatedQueue) -> str:
 
 
 def _preemptions(run: QueueRun) -> list[str]:
-    """Return the line about requests that gave their blocks back; none where nobody did."""
+    """Return the line about preempted requests; none without any."""
     if not run.preemptions:
         return []
     contexts = f"computing their contexts again takes {run.recomputing:.1%} of the time"
@@ -294,13 +294,13 @@ def describe(outcome: SimulatedRun) -> str:
 
 
 def unlike_weights(on_device: Iterable[float]) -> list[str]:
-    """Return the remark about systems that keep different shares of the weights on the device; none where all agree."""
+    """Return the note on systems with different device shares of the weights; none if all agree."""
     shares = list(on_device)
     return [UNLIKE] if max(shares) - min(shares) > UNLIKE_WEIGHTS else []
 
 
 def no_start(total_s: float) -> list[str]:
-    """Return the line about what is missing in the prediction of a short run; none for a long one."""
+    """Return the line on what a short run's prediction leaves out; none for a long one."""
     return [NO_START] if total_s < SHORT_S else []
 
 
@@ -314,7 +314,7 @@ def _waves(o: SimulatedRun) -> str:
 
 
 def kept_text(policy: Policy, kept: Mapping[str, float]) -> str:
-    """Return ``shares_text`` of what each tier holds of the layers, and what was asked where that is another share."""
+    """Return ``shares_text`` of each tier's share of the layers, and the requested shares if different."""
     asked = policy.weights.device
     note = f" ({asked:.1%} on the device asked; tensors are not cut)" if abs(kept["device"] - asked) > 1e-3 else ""
     return shares_text(kept) + note

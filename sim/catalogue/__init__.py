@@ -18,7 +18,7 @@ from sim.datasheet import is_record, load_datasheet, load_machine
 SHIPPED = Path(__file__).parent
 FOLDER = SHIPPED  #: the one that is read: `flexhybrid reproduce --set` has a copy with changes
 
-#: The name that stands for this machine's own profile.
+#: The name of this machine's own profile.
 LOCAL = "local"
 
 #: What the driver calls a GPU -> its entry, where that is not the name without its maker ("NVIDIA GeForce RTX 4090").
@@ -61,7 +61,7 @@ def load(name_or_path: str | Path, host: str | None = None) -> Hardware:
     if host is not None:
         if (path := path_of(name_or_path)) is None:
             load(name_or_path)  # raises for an unknown name
-            raise InputError(f"--host {host}: {text} was measured beside its own host; name a machine of the catalogue")
+            raise InputError(f"--host {host}: {text} was measured with its own host; name a machine of the catalogue")
         return beside(load_datasheet(path), host).hardware()
     if text.lower() in names():
         return load_machine(FOLDER / f"{text.lower()}.json")

@@ -50,7 +50,7 @@ def test_requests_are_counted_by_the_checkpoint_s_tokenizer(tiny, tmp_path):
     path.write_text("".join(json.dumps(line | {"body": body}) + "\n" for line, body in zip(lines, bodies)))
     read = read_lengths(path, str(tiny / "config.json"))
     assert (read.prompt_tokens.tolist(), read.max_tokens.tolist()) == ([5, 4], [4, 3])
-    with pytest.raises(InputError, match="tokenizer beside --model"):
+    with pytest.raises(InputError, match="--model's tokenizer"):
         read_lengths(path, "opt-125m")
 
 

@@ -158,7 +158,7 @@ def test_a_run_far_from_its_prediction_names_the_way_out(tiny, tmp_path, capsys,
     if overhead_s:
         machine(overhead_s=overhead_s).save(own_profile(tiny))
     assert answer_one(tiny, tmp_path) == 0
-    assert ("--reprofile measures the machine anew" in capsys.readouterr().out) == said
+    assert ("--reprofile measures the machine again" in capsys.readouterr().out) == said
 
 
 @pytest.mark.parametrize("left", [0, 7])
@@ -201,7 +201,7 @@ def test_local_is_the_machine_without_the_pace_of_its_profile(tiny, tmp_path, ca
 
     (plain, nothing, said), (local, lifted, told) = rate(tmp_path / "own.json"), rate("local")
     assert local == plain and nothing is None and "paced" not in said
-    assert "measured beside a link paced at 0.01 GB/s, which predictions leave out" in told and str(lifted) in told
+    assert "measured with a link paced at 0.01 GB/s, which predictions leave out" in told and str(lifted) in told
     slow, as_it_was, told = rate(tmp_path / "cache/hardware-cpu.json")
     assert slow < plain / 10 and as_it_was == "the link is imitated, paced at 0.01 GB/s" and str(as_it_was) in told
     given, nothing, told = rate(tmp_path / "cache/hardware-cpu.json", "--link-gb-per-s", "0.01")

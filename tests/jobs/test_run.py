@@ -662,7 +662,7 @@ def test_an_output_of_another_model_is_refused_by_the_names_of_its_files(tiny, t
         (["--dtype", "bfloat16"], 'numbers.dtype was "float32", is "bfloat16"'),
         (["--seed", "3"], "sampling.seed was 0, is 3"),
         (["--errors", "ERRORS"], "errors was null"),
-        (["--no-manifest"], "no manifest is beside"),
+        (["--no-manifest"], "no manifest is next to"),
     ],
 )
 @pytest.mark.parametrize("measures", [["--reprofile"], ["--link-gb-per-s", "2"]])

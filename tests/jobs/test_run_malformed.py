@@ -315,7 +315,7 @@ def test_a_long_file_is_answered_while_it_is_counted(tiny, tmp_path, monkeypatch
     monkeypatch.setattr(census_module.Census, "count_on", slow)
     monkeypatch.setattr(job.Job, "write", noted)
     rows, told = run("out.jsonl")
-    assert rows == whole and re.search(r"foretold by the first (5|10|15) lines", told) and released.is_set()
+    assert rows == whole and re.search(r"predicted by the first (5|10|15) lines", told) and released.is_set()
     kept = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "out.jsonl").write_bytes(b"".join(kept[:30]))
     again, _ = run("out.jsonl")

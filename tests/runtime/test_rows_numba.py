@@ -237,7 +237,7 @@ def test_more_rows_than_caches_hold_are_taken_from_where_numpy_takes_them(pool, 
 def test_a_row_outside_of_its_memory_is_refused(block, offset, d):
     """A layer of a pool is a memory of its own."""
     layers = torch.zeros(3, 3, 2, 1, BLOCK_TOKENS, d)
-    with pytest.raises(IndexError, match="1 of 2 rows lie outside of the memory"):
+    with pytest.raises(IndexError, match="1 of 2 rows are outside the memory"):
         put_tokens(layers[1], torch.ones(2, 2 * d), np.array([0, block]), np.array([0, offset]))
     assert layers[1, 0, :, :, 0].all() and layers[1].sum() == 2 * d
     with pytest.raises(IndexError, match="1 of 1 rows"):

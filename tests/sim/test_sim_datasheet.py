@@ -222,7 +222,7 @@ def test_cards_are_compared_beside_one_host(tmp_path):
         k: v for k, v in alone.lines.items() if k in own.lines and k not in hosts
     }
     own.save(tmp_path / "measured.json")
-    with pytest.raises(InputError, match="measured beside its own host"):
+    with pytest.raises(InputError, match="measured with its own host"):
         catalogue.load(tmp_path / "measured.json", "desktop-128g")
     with pytest.raises(InputError, match="did you mean desktop-64g"):
         catalogue.load("t4", "dsktop-64g")

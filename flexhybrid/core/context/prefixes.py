@@ -17,7 +17,7 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockManager
 
 LEAST_BLOCKS = 2  #: a request shares no fewer: attention over them is a product of its own
-PATIENCE = 8  #: requests that may join before the first one that waits, to share what others have
+PATIENCE = 8  #: requests that may join before the first waiting one, to share blocks
 FEWEST = 2  #: requests for which a block is shared
 BLOCK_BYTES = BLOCK_TOKENS * np.dtype(np.int32).itemsize
 
@@ -115,7 +115,7 @@ class Build(NamedTuple):
     place: int
     first: int
     last: int
-    level: int  #: of the iteration's builds: those of a level need some of the levels before it
+    level: int  #: of the iteration's builds; a level needs some of the earlier ones
 
 
 class SharedBlocks:
@@ -141,7 +141,7 @@ class SharedBlocks:
         self.blocks = BlockManager(num_blocks)
         self.piece_blocks = piece_blocks  #: most that are computed or stored of a prompt in one step
         self.depth = np.zeros(num_places, dtype=np.int64)
-        self.stored_before = np.zeros(num_places, dtype=np.int64)  #: of these, those that others have stored
+        self.stored_before = np.zeros(num_places, dtype=np.int64)  #: of these, those that other requests have stored
         self.table = np.zeros((num_places, 1), dtype=np.int64)  #: [places, most] their physical blocks
         self.builds: list[Build] = []  #: of the iteration that is laid out
         self.num_tokens = 0  #: prompt tokens that members did not compute, or store, because others had
@@ -234,7 +234,7 @@ class SharedBlocks:
             assert self.table[place, : len(path)].tolist() == [self._resident[block] for block in path]
             for block in path:
                 members[block] += 1
-        assert np.count_nonzero(self.depth) == len(self._path), "a place has a share that nobody counts"
+        assert np.count_nonzero(self.depth) == len(self._path), "a place has an uncounted share"
         assert {b: n for b, n in self._members.items() if n} == members, "members are counted wrongly"
         assert set(self._idle) == {block for block in self._resident if not members[block]}, "idle blocks are lost"
         held = sum(len(pool.held) for pool in self.blocks.pools.values())

@@ -169,7 +169,7 @@ def pool_blocks(shape: ModelShape, selection: Selection, element_bytes: float) -
     if not blocks:
         raise InputError(
             f"policy: selection.pool_bytes is {selection.pool_bytes}; {BLOCK_TOKENS} tokens of one request of "
-            f"{shape.name} take {block_bytes:.0f} bytes, and a pool holds as many at least"
+            f"{shape.name} take {block_bytes:.0f} bytes, and a pool needs at least that"
         )
     return blocks
 

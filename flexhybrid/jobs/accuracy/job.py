@@ -1,9 +1,10 @@
-"""What policies cost in accuracy on a text: perplexity, attention, greedy tokens, and how much of the cache they touch.
+"""A policy's cost in accuracy on a text: perplexity, attention, greedy tokens, and the share of the cache that it
+reads.
 
-Each text is cut into a prompt and an answer, and the answer's own tokens are fed to the executor one by one, so that
-every policy's own cache is what is read (``flexhybrid.scoring``). The full cache, all of it on the device in the
-compute dtype, is the measure of the others: differences are of the same texts, and their intervals (95 %) a bootstrap
-over documents (``bootstrap``), since texts that were cut from one document are alike.
+Each text is cut into a prompt and an answer, whose tokens are fed to the executor one by one, so that every policy's
+own cache is read (``flexhybrid.scoring``). The reference is the full cache on the device in the compute dtype.
+Differences are of the same texts, with 95 % intervals by a bootstrap over documents (``bootstrap``), because texts of
+one document are alike.
 """
 
 import json
@@ -50,7 +51,7 @@ class AccuracyRun:
     greedy: np.ndarray
     cosine: np.ndarray | None  #: None for the full cache, and where attention is not on the device
     looked_at: np.ndarray | None
-    moved: float  #: bytes loaded for the context over those of all its keys and values in the compute dtype
+    moved: float  #: loaded context bytes over the bytes of all its keys and values in the compute dtype
     selection: Selection
     documents: np.ndarray  #: [texts], the document that each was cut from
 
@@ -66,9 +67,9 @@ class AccuracyRun:
 
 
 def accuracy(options: AccuracyOptions, quiet: bool = False) -> dict:
-    """Measure every policy; return what is also written to ``options.out``: a row a policy, a row a policy and chunk.
+    """Measure every policy; return what is also written to ``options.out``: a row per policy, and per policy and chunk.
 
-    Raise InputError for all that cannot work, before the first run.
+    Raise InputError for anything that cannot work, before the first run.
     """
     report = Report(quiet)
     names = ("device", "dtype", "hardware", "disk_dir")
@@ -252,7 +253,7 @@ def _show(report: Report, result: dict) -> None:
     report.say(
         f"{result['model']}, {result['dtype']}: {result['num_texts']} texts of {result['length']} tokens from "
         f"{len(result['texts_by_document'])} documents; the last {result['length'] - result['prompt_tokens']} tokens "
-        f"of each are foretold one by one ({num_tokens} in all)\n"
+        f"of each are predicted one by one ({num_tokens} in all)\n"
     )
     columns = (
         "perplexity",
@@ -295,6 +296,6 @@ def _write(result: dict, out: Path) -> None:
     policies = policies.drop(columns=[name for name in policies if "_by_" in str(name)])
     write_by_rename(out / "accuracy.csv", policies.to_csv(index=False))
     write_by_rename(out / "accuracy-chunks.csv", pd.DataFrame(result["chunks"]).to_csv(index=False))
-    from figures import accuracy as draw  # last: a run is not lost where there is nothing to draw with
+    from figures import accuracy as draw  # last, so that a missing library loses no run
 
     draw.by_chunk(out / "accuracy.png", result["chunks"], FULL_CACHE)

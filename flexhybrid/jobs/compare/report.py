@@ -1,4 +1,4 @@
-"""What the main job prints: findings as they come, above the progress bar."""
+"""The main job's output: findings as they come, above the progress bar."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ from sim.correction import told
 #: Lines of a profile that the report shows. Left out: an unpaced link, and the lines that price verbs without one.
 SHOWN_LINES = ("h2d", "d2h", "h2d_both", "d2h_both", "disk_read", "disk_write", *VERBS)
 BUSY = "*"  #: marks a figure that was measured on a busy machine
-MOST_SPREAD = 0.15  #: (fastest - slowest) / median of a policy's rounds; an idle machine's rounds lie closer
+MOST_SPREAD = 0.15  #: (fastest - slowest) / median of a policy's rounds, beyond an idle machine's
 
 
 def is_disturbed(row: dict) -> bool:
@@ -97,7 +97,7 @@ class Report:
         self.say(f"\nTrials of {num}: {told(tried.hardware)}; {choice}.")
 
     def systems(self, policies: list[Policy], problem: Problem) -> None:
-        self.say("\n2. Systems: the policy that each name stands for here\n")
+        self.say("\n2. Systems: the policy of each name\n")
         self.table([policy_line(policy, problem) for policy in policies])
 
     def exactness(self, exact: dict) -> None:
@@ -191,7 +191,7 @@ def verdict(result: dict) -> str:
         return ""
 
     def ahead(row: dict, of: dict) -> float:
-        """Return the share by which a policy's median is higher where it beats the other; else 0."""
+        """Return the share by which a policy's median exceeds the other's if it beats it; else 0."""
         share = row["measured_tokens_per_s"] / of["measured_tokens_per_s"] - 1
         return share if share > TIE and min(row["measured_rounds"]) > max(of["measured_rounds"]) else 0.0
 
@@ -235,7 +235,7 @@ def speed_line(row: dict) -> dict:
 
 
 def policy_line(policy: Policy, problem: Problem) -> dict:
-    """What a policy says, for people."""
+    """Return a policy in words."""
     bits = policy.bits
     packed = {"weights": bits.weights, "kv": bits.kv, "act": bits.act}
     return {
@@ -273,7 +273,7 @@ def _words(name: str) -> str:
 
 
 def traffic_table(breakdowns: list[dict]) -> list[dict]:
-    """Return a row a policy: what each link that is used moves in a step, MB by cargo."""
+    """Return a row per policy: MB per step by used link and cargo."""
     moved = [row["measured"]["bytes"] for row in breakdowns]
     used = [link for link in LINKS if any(size >= 5e3 for links in moved for size in links.get(link, {}).values())]
     rows = []

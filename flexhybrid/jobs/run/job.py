@@ -281,7 +281,7 @@ class Job:
         if not begins_anew:
             if earlier is None:
                 raise InputError(
-                    f"{used[0]} holds something, but no manifest is beside {options.output}: it was not written by a "
+                    f"{used[0]} holds something, but no manifest is next to {options.output}: it was not written by a "
                     "run, or the manifest was removed; choose another output, or overwrite it with --restart"
                 )
             if self.llm.policy is None:  # the search chooses those two, once the machine is measured
@@ -443,7 +443,7 @@ class Job:
             scale = left / len(pending)
             tokens, expected = int(plan.tokens * scale), int(plan.expected_tokens * scale)
             plan = replace(plan, tokens=tokens, expected_tokens=expected, seconds=plan.seconds and plan.seconds * scale)
-            counts += f" (foretold by the first {self.census.counted:,} lines; the others are counted meanwhile)"
+            counts += f" (predicted by the first {self.census.counted:,} lines; the others are counted meanwhile)"
         counts += f", {self._earlier:,} lines done before" if self._earlier else ""
         searched = self.options.llm.policy == "auto" and self.llm.settled_policy.name == "searched"
         for line in plan_lines(self.llm, plan, counts, searched):

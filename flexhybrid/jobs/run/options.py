@@ -27,7 +27,7 @@ OTHERS |= {ending for _, *endings in WRITTEN.values() for ending in endings}
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the command was asked for, by the names of its flags."""
+    """The command's flags by name."""
 
     input: Path = option("file of requests (also .gz), a dataset's folder, or - for stdin", names=("-i", "--input"))
     output: Path = option("file of answers: JSON lines, or .parquet", names=("-o", "--output"))
@@ -49,17 +49,17 @@ class RunOptions:
     checkpoint_sampling: dict = field(default_factory=dict)  #: those of the checkpoint's generation_config.json
     seed: int = option("of requests without one, together with their line (0)", 0)
     max_batch: int | None = option(
-        "requests at a time, at most: a stop loses what is not complete of so many (as many as memory holds)", None,
+        "requests at a time, at most: a stop loses those that are not complete (default: what memory holds)", None,
         metavar="N",
     )  # fmt: skip
     answer_tokens: float | None = option(
-        "tokens expected of an answer, on average: for the forecast and policy auto (as many as it may have)", None,
+        "tokens expected of an answer, on average: for the forecast and policy auto (default: its limit)", None,
         metavar="MEAN",
     )  # fmt: skip
     engine: str = option("ray: on a Ray cluster (local)", "local", choices=("local", "ray"))
     actors: int | None = option("executors on the Ray cluster (one a GPU, or a node)", None, metavar="N")
     ordered: bool = option("put the output in the input's order at the end", False)
-    restart: bool = option("begin anew, over the output of an earlier run", False)
+    restart: bool = option("start over, replacing the output of an earlier run", False)
     verify: bool = option("hash the model's files, to compare when going on", False)
     trace: Path | None = option("write what ran when in a wave, for Perfetto", None, metavar="FILE")
     report: Path | None = option("write a page about the run, in Markdown", None, metavar="FILE")

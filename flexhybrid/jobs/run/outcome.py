@@ -1,4 +1,4 @@
-"""What a run came to: the lines that it ends with, and its record."""
+"""A run's result: its final lines, and its record."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -41,8 +41,7 @@ def parted(seconds: float, predicted_s: float | None) -> bool:
 
 
 def against(work: Effort) -> str:
-    """Return what was predicted for a run, in words: for answers as long as they came, and at most, or as long as they
-    were expected."""
+    """Return the prediction of a run in words: for its actual answer lengths and their limits, or for expected ones."""
     own, most = (foretold(s) if s else "" for s in (work.predicted_of_these_s, work.predicted_s))
     than = "at most" if (work.predicted_of_these_s or 0.0) <= (work.predicted_s or 0.0) else "for those expected"
     longest = f" for answers as long as these, {most} {than}" if most != own else ""
@@ -59,7 +58,7 @@ class Outcome(NamedTuple):
     tokens: int  #: that were generated, of answers that were written
     refused_codes: Counter  #: error code -> lines that this run has refused with it
     replanned: list[str]  #: what was changed on the way, and why
-    trial: str | None  #: what the first iterations corrected; None: they were no trial
+    trial: str | None  #: corrections by the first iterations; None: they were no trial
     traced: bool
 
     @property
@@ -73,7 +72,7 @@ class Outcome(NamedTuple):
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all tokens that were generated, those of unfinished answers too."""
+        """Of all generated tokens, including unfinished answers'."""
         return (self.tokens + self.dropped) / self.work.seconds if self.work else 0.0
 
     def say(self, say: Callable[[str], None], total_s: float) -> None:
@@ -97,7 +96,7 @@ class Outcome(NamedTuple):
                 say(f"busy       others used {work.others_cpu_share:.0%} of the cores; predictions assume none")
             blamed = options.llm.hardware is None and not stopped
             if blamed and self.tokens and parted(work.seconds, work.predicted_of_these_s):
-                say("profile    that is far from the prediction: --reprofile measures the machine anew")
+                say("profile    that is far from the prediction: --reprofile measures the machine again")
         if shared := self.llm.num_shared:
             saved = "computed" if stores_exactly(self.llm.settled_policy) else "stored again"
             say(f"shared     {shared:,} prompt tokens were not {saved}: other prompts begin alike")

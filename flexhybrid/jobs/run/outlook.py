@@ -237,7 +237,7 @@ class Outlook:
         as the batch counts its queue; and how many times as long it takes to their last joining, where not all who wait
         are counted. Raise ValueError without a batch."""
         if self.open_wave is None:
-            raise ValueError("nobody knows the batch")
+            raise ValueError("the batch is unknown")
         now, wave, workload = self.num_iterations, self.open_wave(), self.workload
         if wave.queue:
             wave.queue.ended = self.answers.ended + self.answers.cut

@@ -14,7 +14,7 @@ from sim import virtual_clock
 
 
 def clocks(trace: list[TraceEvent], hardware: Hardware | None) -> dict[str, list[TraceEvent]]:
-    """Return the traces by clock: "predicted", the virtual clock's of the same tasks, where the machine is known, and
+    """Return the traces by clock: "predicted", the virtual clock's of the same tasks, if the machine is known, and
     "measured". Empty without a trace."""
     if not trace:
         return {}
@@ -44,11 +44,9 @@ def write_report(
     traces: dict[str, list[TraceEvent]],
     lanes: dict[str, LaneTimes],
 ) -> None:
-    """Write a page in Markdown: the ``printed`` lines, the manifest that the results depend on, the reasons of refused
-    lines, the times of a decode step of the first wave, and what the threads of its lanes did. Raise InputError where
-    it cannot be written.
-    """
-    lines = ["# A run of flexhybrid", "", *(f"    {text}" for text in printed), "", "## What the results hang on", ""]
+    """Write a Markdown page: the ``printed`` lines, the manifest, reasons of refused lines, a decode step's times in
+    the first wave, and its lanes' threads. Raise InputError if it cannot be written."""
+    lines = ["# A run of flexhybrid", "", *(f"    {text}" for text in printed), "", "## What the results depend on", ""]
     lines += ["```json", json.dumps(manifest, indent=1), "```"]
     if refusals:
         lines += ["", "## Lines refused", "", "| why | lines |", "| --- | ---: |"]

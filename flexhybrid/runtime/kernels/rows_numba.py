@@ -83,7 +83,7 @@ def copy_rows(count: int, target: Rows, source: Rows, pieces: Pieces, share: Sha
 
     spread(copy, count, 2 * count * pieces.count * pieces.num_bytes, share)
     if any(outside):
-        raise IndexError(f"{sum(outside)} of {count} rows lie outside of the memory that should hold them")
+        raise IndexError(f"{sum(outside)} of {count} rows are outside the memory that should hold them")
 
 
 @cache

@@ -80,7 +80,7 @@ class LayerFacts:
     late: tuple[str, ...]
     kv_gen: frozenset[str]  #: names of the parameters with which keys and values are recomputed
     everywhere: frozenset[str] = frozenset()  #: names of the matrices that are used before and behind the attention
-    source: int | None = None  #: the layer whose keys and values it attends to; None: to its own
+    source: int | None = None  #: the layer whose keys and values it attends to; None: its own
     lent: frozenset[str] = frozenset()  #: names of the parameters with which other layers recompute its keys and values
 
 
@@ -266,7 +266,7 @@ def _told(layers: Layers, function: Callable[[], Any], where: str) -> Any:
             raise Unsupported(OWN_ATTENTION) from error
         if seen:
             raise Unsupported(
-                "it computes with its attention mask by code of its own, beside transformers' AttentionInterface"
+                "its own code uses the attention mask, outside transformers' AttentionInterface"
             ) from error
         if _lacks_values(error):
             raise Unsupported(f"{where} computes what depends on the values of tensors ({one_line(error)})") from error

@@ -144,7 +144,7 @@ class DiskSpace:
         """Release the space and join its threads. Running calls raise DiskError soon. May be called again."""
         with self._changed:
             self._closing = True
-            # Ctrl-C may have left this thread among the callers, but it runs no other call now.
+            # Ctrl-C may have left this thread among the callers, though it runs no other call.
             while any(caller.is_alive() for caller in self._callers - {threading.current_thread()}):
                 self._changed.wait(timeout=0.1)
         self._workers.shutdown(wait=True)
@@ -181,7 +181,7 @@ class DiskSpace:
             if self.enabled and pacer.bytes_per_s is not None:
                 total = sum(request.num_bytes for request in requests)
                 step = max(1, round(pacer.bytes_per_s * PACE_STEP_S))
-                for done in range(0, total, step):  # sleep as long as the pace asks, counted from the call's beginning
+                for done in range(0, total, step):  # sleep for the pace, from the call's beginning
                     if self._closing:
                         raise DiskError(f"{self._file} was closed during a {direction}")
                     with turn:
@@ -200,9 +200,7 @@ class DiskSpace:
             array, address = memory.detach().view(-1).view(torch.uint8).numpy(), memory.data_ptr()
             size = array.size
             if offset < 0 or offset + size > self.num_bytes:
-                raise ValueError(
-                    f"bytes {offset} to {offset + size} lie outside of the {self.num_bytes} of {self._file}"
-                )
+                raise ValueError(f"bytes {offset} to {offset + size} are outside the {self.num_bytes} of {self._file}")
             first = last = 0  # [0, first) and [last, size) of the array are unaligned ends
             if self.direct and (address - offset) % ALIGN == 0:
                 first = min(-offset % ALIGN, size)

@@ -21,7 +21,7 @@ PIECE_BYTES = 64 << 30
 #: (ai-dynamo/dynamo#13710, rapidsai/cudf#23457).
 TOUCHING_THREADS = 16
 
-#: Less than so many bytes are touched by one thread: starting others takes longer.
+#: Fewer bytes are touched by one thread: starting others takes longer.
 TOUCHED_ALONE_BYTES = 64 << 20
 
 
@@ -94,8 +94,8 @@ def _refusal(size: int, locked_before: int, status: int) -> str:
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     named = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit >> 10} KiB"
     return (
-        f"page-locked host memory: the driver refused {gib(size)} beside {gib(locked_before)} that are locked "
-        f"(cudaHostRegister: error {status}). Give the run less (--host-memory), or let it lock more: ulimit -l is "
+        f"page-locked host memory: the driver refused {gib(size)} in addition to {gib(locked_before)} "
+        f"(cudaHostRegister: error {status}). Give the run less (--host-memory), or allow more: ulimit -l is "
         f"{named} here (in a container: --ulimit memlock=-1), and memory that is locked must be free"
     )
 
@@ -143,4 +143,4 @@ def touch(tensor: torch.Tensor) -> None:
 
 def _touch(part: torch.Tensor) -> None:
     """Write to each page. The pages of an anonymous mapping come with zeros."""
-    part.numpy()[:: mmap.PAGESIZE] = 0  # numpy lets other threads run meanwhile, and starts none of its own
+    part.numpy()[:: mmap.PAGESIZE] = 0  # numpy releases the interpreter here, and starts no threads

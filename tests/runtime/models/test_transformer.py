@@ -108,7 +108,7 @@ def broken_behind_attention(monkeypatch):
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (eager_instead, "computes with its attention mask by code of its own"),
+        (eager_instead, "its own code uses the attention mask"),
         (renamed_layers, "'layers'"),
         (renamed_window, "sliding_window"),
         (renamed_mask_function, "mask_function"),
@@ -128,7 +128,7 @@ def test_a_change_inside_of_transformers_is_refused_with_a_sentence(tmp_path, mo
     [
         ("bloom", "it attends by code of its own, not through transformers' AttentionInterface"),
         ("mpt", "it attends by code of its own, not through transformers' AttentionInterface"),
-        ("doge", "it computes with its attention mask by code of its own, beside transformers' AttentionInterface"),
+        ("doge", "its own code uses the attention mask, outside transformers' AttentionInterface"),
         ("jetmoe", "layer 0, up to its attention, computes what depends on the values of tensors"),
     ],
 )
