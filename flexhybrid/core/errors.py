@@ -17,8 +17,7 @@ FAILING = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, errno.ENODEV, errn
 
 
 class InputError(ValueError):
-    """A request, file or setting that cannot be served. The command line prints its text and exits with
-    ``exit_status``."""
+    """A request, file or setting that cannot be served. The command line prints it and exits with ``exit_status``."""
 
     exit_status = 2
 
@@ -110,8 +109,7 @@ def _one_line(name: str) -> str:
 
 
 def _nearest(name: str, known: list[str]) -> list[str]:
-    """Up to three of ``known`` that are about as near as the nearest, in that order; capitals, and a folder before the
-    name, do not count."""
+    """Return up to three of ``known`` nearest to a name, ignoring capitals and a folder before the name."""
     by_lower = {known_name.lower(): known_name for known_name in known}
     last = name.rstrip("/").split("/")[-1][:SHOWN].lower()
     near = difflib.get_close_matches(last, by_lower, n=3)

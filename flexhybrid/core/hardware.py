@@ -193,17 +193,16 @@ class Hardware:
 
     @property
     def rates(self) -> dict:
-        """Return the origin of the rates. ``kind``: measured (by ``flexhybrid profile``), fitted (to published runs),
-        assumed or stated; ``on``: source in words; ``held_out``: error on held-out rows; ``given``: rates set by the
-        user, by flag."""
+        """Return the origin of the rates. ``kind``: measured (by ``flexhybrid profile``), fitted (to published
+        runs), assumed or stated; ``on``: source; ``held_out``: error on held-out rows; ``given``: the user's rates,
+        by flag."""
         if "rates" in self.notes:
             return self.notes["rates"]
         measured = any(line.samples or line.r2 is not None for line in self.lines.values())
         return {"kind": "measured" if measured else "stated", "on": self.source}
 
     def line(self, verb: str, resource: str, suffix: str = "") -> Line:
-        """The line that prices a task of this verb on this resource, its contention included; ``suffix``:
-        ``Work.line``."""
+        """Return the line that prices a verb's tasks on a resource, with contention; ``suffix``: ``Work.line``."""
         return self._contended(self.own_line(verb, resource, suffix), resource)
 
     def _contended(self, line: Line, resource: str) -> Line:

@@ -1,5 +1,4 @@
-"""The one account of memory: turns ``BufferSizes`` into bytes per tier and part. What is checked here is what is
-allocated."""
+"""The one account of memory: turns ``BufferSizes`` into bytes per tier and part, checked and then allocated."""
 
 from __future__ import annotations
 
@@ -51,9 +50,8 @@ PARTIAL_ROWS = 4096
 #: memory pool may leave half empty.
 MOST_GRAPHS, GRAPH_BYTES, GRAPH_POOL_BYTES = 256, 1 << 19, 22 << 20
 
-#: Rows of decode steps, over all mini-batches, that graphs keep at fixed addresses if a prefix is recomputed. A
-#: layer of OPT-1.3B computes about this many during its launches, 0.1 ms (estimated); with more rows launches are
-#: hidden anyway.
+#: Rows of decode steps, over all mini-batches, that graphs keep at fixed addresses if a prefix is recomputed: about
+#: what a layer of OPT-1.3B computes during its launches, 0.1 ms (estimated); more rows hide launches anyway.
 GRAPH_ROWS = 512
 
 #: Device bytes beyond all named parts: masks, places of stored rows, workspaces of libraries (cuBLAS: up to 64 MiB
@@ -85,8 +83,8 @@ def memory_plan(problem: Problem, policy: Policy, sizes: BufferSizes) -> MemoryP
 
 
 def kept_shares(problem: Problem, policy: Policy) -> dict[str, float]:
-    """Return each tier's share of the layers' bytes. It may differ from the policy's: modules are placed by whole
-    tensors."""
+    """Return each tier's share of the layers' bytes. Modules are placed by whole tensors, unlike the policy's
+    shares."""
     placed = _placed_bytes(problem, policy)
     sizes = {"device": placed.resident, "host": placed.on_host, "disk": placed.on_disk}
     return {tier: float(size) / sum(sizes.values()) for tier, size in sizes.items()}
@@ -111,8 +109,7 @@ class LayerBytes(NamedTuple):
 
 
 def layer_bytes(problem: Problem, policy: Policy, resident, on_disk) -> LayerBytes:
-    """Return the bytes of the layers' weights. ``resident``, ``on_disk``: [kinds, ...], in the order of
-    ``ModelShape.weights_counts``."""
+    """Return the bytes of the layers' weights; ``resident``, ``on_disk``: [kinds of ``weights_counts``, ...]."""
     stored, shape = problem.stored(policy.bits), problem.shape
     layouts = kind_layouts(shape, stored.weights, stored.compute)
     total, count = (
@@ -346,7 +343,7 @@ def total_bytes(plan: MemoryPlan) -> dict[str, int]:
 
 
 def check_budget(plan: MemoryPlan, budgets: Budgets, what: str = "this run") -> None:
-    """Raise InputError if a tier exceeds its budget: names the tier, the first part that does not fit, bytes needed and
+    """Raise InputError if a tier exceeds its budget, naming tier, first part that does not fit, bytes needed and
     left."""
     for tier, parts in plan.items():
         budget = budgets.of(tier)

@@ -234,8 +234,7 @@ class _Stream:
             yield AHEAD, self._part(self.templates.load_cache, ahead)
 
     def _loads_late(self, position: Position, ahead: Position) -> str | None:
-        """Return "stored" if the next position loads what this one stores, "selected" if it loads what this one
-        selects, else None."""
+        """Return "stored" or "selected" if the next position loads what this one stores or selects, else None."""
         if ahead.follows(position) and (ahead.layer == position.layer or "load_hidden" in ahead.works and ahead.layer):
             return "stored"
         return "selected" if "gather" in ahead.works else None

@@ -155,8 +155,7 @@ def without_graphs(problem: Problem, policy: Policy) -> str | None:
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """Rows and blocks that a wave needs: maxima over its mini-batches at final lengths. Numbers, or arrays over
-    candidates."""
+    """Rows and blocks of a wave: maxima over mini-batches at final lengths. Numbers, or arrays over candidates."""
 
     pool_blocks: dict[str, int]  #: pool name (``Pool``) -> blocks, in each of its layers
     staged_rows: dict[str, int]  #: entry -> new tokens of one mini-batch in one step

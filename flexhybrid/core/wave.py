@@ -139,8 +139,7 @@ class Wave:
         return self.shape.attention_of(layer).window if self.windows != (None,) else None
 
     def by_pool(self, counts: np.ndarray) -> np.ndarray:
-        """Return the blocks of each pool, [..., pool], for requests with ``counts`` [..., entry] in layers that keep
-        all tokens."""
+        """Return the blocks of each pool, [..., pool], for ``counts`` [..., entry] in layers that keep all tokens."""
         return by_pool(self.entries, self.windows, counts)
 
     @property
@@ -174,8 +173,7 @@ class Wave:
         return self.placed[self.shape.weights_kind(layer)]
 
     def cuts_layer(self, layer: int) -> bool:
-        """Return whether a layer that is loaded at once comes in two loads: what recomputation reads, then ACT, then
-        the rest."""
+        """Return whether a layer loaded at once comes in two loads: recomputation's part, then ACT, then the rest."""
         streams_early = self.policy.weight_order == "kv_act_first" and self.policy.bits.weights == "native"
         return streams_early and self.placed_of(layer).has_early_part
 

@@ -129,8 +129,7 @@ class _Packed(NamedTuple):
 
 
 def _packed(problem: Problem, policy: Policy, workload: Workload, count: int, tree: PromptTree | None) -> _Packed:
-    """Pack the first ``count`` requests, with buffers for answers of full length: padding never limits which requests
-    run."""
+    """Pack the first ``count`` requests with buffers for full answers: padding never limits which requests run."""
     entries, cached = BlockEntries(policy.cache), workload.cached_tokens[:count]
     room, paths = {}, []
     if tree and may_share(policy, problem.shape):
@@ -178,8 +177,7 @@ def _shared_room(
 
 
 def _pack_sharing(tokens: np.ndarray, problem: Problem, policy: Policy, paths: list[list[int]]) -> list[np.ndarray]:
-    """Pack requests with ``tokens`` of their own and shared ``paths``: by length, or by equal beginnings, whichever
-    loads fewer blocks."""
+    """Pack requests with ``tokens`` of their own and shared ``paths``: by length or by beginnings; fewest loads win."""
     groups, entries = packed(problem, policy, tokens), BlockEntries(policy.cache)
     order = np.array(sorted(range(len(paths)), key=lambda place: (paths[place], -tokens[place])))
     alike = [order[group] for group in pack(tokens[order], entries, policy.max_mini_batch_tokens, "fifo")]
@@ -192,8 +190,7 @@ def _pack_sharing(tokens: np.ndarray, problem: Problem, policy: Policy, paths: l
 
 
 def first_wave(problem: Problem, policy: Policy, workload: Workload) -> int:
-    """Return how many of the first requests fit the given budgets together, at their longest answers. Raise InputError
-    if not even one fits."""
+    """Return how many of the first requests fit the budgets together at full answers. Raise InputError if none does."""
 
     def plan(count: int) -> MemoryPlan:
         return wave_plan(problem, policy, workload.select(slice(count)))

@@ -82,8 +82,7 @@ def attend(shape: ModelShape, p: int, batch, width, context) -> Work:
 
 
 def attend_shared(shape: ModelShape, p: int, width, tokens, reads) -> Work:
-    """Over ``tokens`` that requests share: each is read once, and ``reads`` times ``width`` new tokens attend to
-    one."""
+    """Return attention over shared ``tokens``: each is read once, by ``reads`` times ``width`` new tokens."""
     return attend_decode(shape, p, 1, tokens)._replace(flops=4 * shape.query_width * width * reads)
 
 

@@ -134,8 +134,8 @@ class Dealing(ABC):
         return np.minimum(full, np.maximum(ceil_blocks(num_tokens) - 1, 0))
 
     def passed_blocks(self, num_tokens, window: int | None):
-        """Return the blocks of the first ``num_tokens`` that the next token does not read: kept as ids alone, or out of
-        its window."""
+        """Return the blocks of the first ``num_tokens`` that the next token does not read: token ids, or outside its
+        window."""
         passed = self.tok_blocks(num_tokens)
         return passed if window is None else np.maximum(passed, full_blocks(np.maximum(num_tokens + 1 - window, 0)))
 
@@ -363,8 +363,7 @@ class BlockManager:
         return all(count <= self.pools[entry].num_free for entry, count in counts.items())
 
     def take(self, request: int, counts: dict[str, int]) -> None:
-        """Extend a request's blocks of each entry by these counts. Raise InputError, and change nothing, without
-        room."""
+        """Extend a request's blocks of each entry by these counts. Raise InputError, unchanged, without room."""
         for entry, count in counts.items():
             if count > self.pools[entry].num_free:
                 raise InputError(

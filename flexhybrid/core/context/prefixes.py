@@ -259,8 +259,7 @@ def shared_runs(table: np.ndarray, depth: np.ndarray) -> Iterator[tuple[int, int
 
 
 def common_blocks(entries: BlockEntries, table: np.ndarray, depth: np.ndarray) -> np.ndarray:
-    """Blocks of each entry, [entry], that the rows of a table [B, most] share with their first ``depth`` [B], each
-    counted once."""
+    """Return the blocks of each entry, [entry], that rows of a table [B, most] share in their first ``depth`` [B]."""
     columns = np.arange(table.shape[1])
     chosen, num_entries = columns < depth[:, None], len(entries.names)
     named = table * num_entries + entries.entry_of(columns * BLOCK_TOKENS)

@@ -14,7 +14,7 @@ SOURCES = ("auto", "none")
 
 
 def generation_config(folder: Path) -> dict:
-    """Return the non-null fields of a checkpoint's file; {} without one. Raise InputError for a file that is not a JSON
+    """Return the non-null fields of a checkpoint's file; {} without one. Raise InputError unless it is a JSON
     object."""
     path = folder / FILE
     if not path.is_file():

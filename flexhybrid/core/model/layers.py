@@ -56,8 +56,8 @@ class ModuleLayers:
         return replace(self, kinds=(self.kinds[kind],), kind_of=(0,) * len(self.kind_of))
 
     def most(self, of: str, outside: bool = False) -> int:
-        """Return the most elements that a layer has of "vectors", or of "early", "late" or "kv_gen" matrices; those
-        ``outside`` of it, too, or not."""
+        """Return the most elements of "vectors", or "early", "late" or "kv_gen" matrices of a layer, ``outside`` or
+        not."""
         return max(
             sum(t.elements for t in kind if _belongs(t, of) and (outside or not t.outside)) for kind in self.kinds
         )

@@ -105,8 +105,7 @@ def layer_layout(
 
 @cache
 def _module_layout(kind: tuple[LayerTensor, ...], matrix_bytes: float, vector_bytes: int) -> LayerLayout:
-    """The layout of a layer that is a module: vectors, then matrices up to its attention, those of KV-Gen first, then
-    the others."""
+    """The layout of a module layer: vectors, matrices up to its attention (KV-Gen's first), then the others."""
     spots, position, ends = [], 0, []
     kind = tuple(tensor for tensor in kind if not tensor.outside)
     for part in (

@@ -1,5 +1,4 @@
-"""Rotary positions as config.json has them, under old names (rope_theta, rope_scaling) or the new one (rope_parameters,
-transformers 5)."""
+"""Rotary positions of config.json: old names (rope_theta, rope_scaling) or new (rope_parameters, transformers 5)."""
 
 from dataclasses import dataclass
 from pathlib import Path

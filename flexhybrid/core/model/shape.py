@@ -276,8 +276,8 @@ class ModelShape:
         return 4 * self.hidden + (self.query_width + self.kv_width + self.hidden) + (self.ffn + self.hidden)
 
     def layer_bytes(self, matrix_bytes: float, vector_bytes: float | None = None) -> float:
-        """Bytes of one decoder layer's weights (``layer_matrix_elements``); ``vector_bytes`` an element of norms and
-        biases, None: as matrices."""
+        """Return the bytes of a decoder layer's weights (``layer_matrix_elements``); ``vector_bytes``: of norms,
+        biases."""
         vector_bytes = matrix_bytes if vector_bytes is None else vector_bytes
         return self.layer_matrix_elements * matrix_bytes + self.layer_vector_elements * vector_bytes
 
@@ -381,8 +381,7 @@ def _qwen3(size: str, row: tuple[int, ...], **more) -> ModelShape:
 
 
 _LLAMA_2_7B = 32, 4096, 32, 32, 11008, 32000
-#: Public shapes, from the config.json of the published base models (OPT also: Zhang et al. 2022, table 1;
-#: Qwen3: of those for chats).
+#: Public shapes, from config.json of published base models (OPT also: Zhang et al. 2022, table 1; Qwen3: chat).
 KNOWN_SHAPES = {
     shape.name: shape
     for shape in (
@@ -512,9 +511,8 @@ def check_plain(shape: ModelShape, packed: PackedFormat | None, path: Path) -> N
 
 
 def has_own_file(folder: Path) -> bool:
-    """Return whether the layer functions of ``FAMILIES`` run a checkpoint. Others run through transformers' layers,
-    also a Llama with biases or a long rotation. True for a broken config.json, whose error ``shape_from_config``
-    raises."""
+    """Return whether the layer functions of ``FAMILIES`` run a checkpoint. Others, and a Llama with biases or long
+    rotation, use transformers' layers. True for a broken config.json, whose error ``shape_from_config`` raises."""
     try:
         shape_from_config(folder / "config.json")
     except NotBuiltIn:

@@ -44,6 +44,5 @@ class LayerState:
         return sum(tensor.num_bytes(bytes_per_element) for tensor in self.tensors)
 
     def work_bytes(self, bytes_per_element: int, requests, rows):
-        """Return the layer's most working bytes, states included, for these requests and new tokens; numbers or arrays.
-        0 if not measured."""
+        """Return the layer's most working bytes, with states, for these requests and new tokens; 0 if not measured."""
         return sum(of.request * requests + of.token * rows for of in self.work if of.element == bytes_per_element)

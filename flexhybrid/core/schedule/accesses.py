@@ -14,15 +14,14 @@ from flexhybrid.core.wave import Wave
 
 @cache
 def cell(name: str, number: int, part: int | None = None) -> Access:
-    """Return the access to one slot of a buffer, or to what one mini-batch owns; ``part``: a layer, or a chunk of a
+    """Return the access to a slot of a buffer, or a mini-batch's own data; ``part``: a layer, or a chunk of a
     prompt."""
     return Access((name,) if part is None else (name, part), number, number + 1)
 
 
 @cache
 def bytes_of_slot(slot: int, start: int, end: int) -> tuple[Access, ...]:
-    """Return the access to bytes [start, end) of a weight slot, () if empty. Byte 0 is the layer's first streamed
-    byte."""
+    """Return the access to bytes [start, end) of a weight slot, () if empty. Byte 0 is the first streamed one."""
     return (Access(("weights", slot), start, end),) if start < end else ()
 
 

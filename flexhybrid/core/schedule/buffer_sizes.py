@@ -212,8 +212,7 @@ def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
 
 def holds_lengths(most: Workload, cached: np.ndarray, prompts: np.ndarray, piece: int = 0) -> bool:
     """Return whether ``running_sizes`` of the lengths ``most`` surely suffice for requests with ``cached`` tokens, some
-    of which join with ``prompts``: fewer requests, none longer. ``piece``: largest prompt that is surely computed
-    whole."""
+    joining with ``prompts``: fewer requests, none longer. ``piece``: largest prompt surely computed whole."""
 
     def no_longer(tokens: np.ndarray, those: np.ndarray) -> bool:
         return len(tokens) <= len(those) and bool((np.sort(tokens)[::-1] <= np.sort(those)[::-1][: len(tokens)]).all())
@@ -297,9 +296,8 @@ def _merged(wave: Wave, of_groups: list[tuple[BufferSizes, int]]) -> BufferSizes
 
 
 def log_shape(wave: Wave, batch: int) -> tuple[int, int]:
-    """Return the shape (iterations, requests) of the log of sampled tokens on the host. If requests join, the log is a
-    ring for up to ``batch`` decoding and ``batch`` joining requests per mini-batch; tokens are read two iterations
-    later."""
+    """Return the shape (iterations, requests) of the log of sampled tokens on the host. If requests join, it is a ring
+    for ``batch`` decoding and ``batch`` joining requests per mini-batch, read two iterations later."""
     if wave.queue is None:
         return int(wave.workload.max_tokens.max()), wave.workload.num_requests
     return LOG_ITERATIONS, 2 * batch * len(wave.mini_batches)

@@ -41,9 +41,8 @@ NO_STOPS = Stops(lambda iteration, num_steps: frozenset(), lambda requests: Fals
 
 
 def num_awaited(num_positions: int) -> int:
-    """Return how many positions of an iteration's last group are awaited before the next iteration is settled, counted
-    from the first. The lanes work on the others, at least one, meanwhile; a stop in those takes effect one iteration
-    late."""
+    """Return how many positions of an iteration's last group, from its first, are awaited before the next iteration is
+    settled. The lanes work on the others, at least one; a stop in those takes effect one iteration late."""
     return num_positions - max(1, num_positions // QUEUED_SHARE)
 
 
@@ -62,8 +61,7 @@ class Position(NamedTuple):
     form: int  #: positions with equal forms have tasks with equal reads and writes
 
     def follows(self, other: Position) -> bool:
-        """Return whether it needs the other's result: the same requests, or blocks that the other computes for
-        several."""
+        """Return whether it needs the other's result: its requests, or shared blocks that it computes."""
         return self.step.mini_batch == other.step.mini_batch or bool(other.step.builds and self.step.commons)
 
 
@@ -137,9 +135,9 @@ def _running_on(wave: Wave, iteration: int, sampling: list[Position]) -> list[in
 def _lay_out(
     batch: Scheduler, iteration: int, stopped: Collection[int], forms: dict[tuple, int]
 ) -> list[tuple[MiniBatchStep, list[StepWorks], dict[int, StepWorks], int]]:
-    """Return, for each mini-batch with a request: its step; (step, works) in layers with a selection, by kind of layer;
-    the same in layers that attend to all tokens, by kind of weights; its form, which with layer and slots decides the
-    forms of its positions."""
+    """Return, for each mini-batch with a request: its step; (step, works) in layers with a selection, by kind; the same
+    in layers that attend to all tokens, by kind of weights; its form, which with layer and slots decides its
+    positions'."""
     steps, wave = [], batch.wave
     kinds = tuple(dict.fromkeys(wave.shape.layer_kinds))
     shapes = {kind.weights: wave.shape.of_weights(kind.weights) for kind in kinds}

@@ -72,14 +72,12 @@ def may_grow(policy: Policy) -> bool:
 
 
 def may_share(policy: Policy, shape: ModelShape) -> bool:
-    """Return whether prompts with equal beginnings share blocks. Recurrent layers cannot: their state covers the whole
-    prompt."""
+    """Return whether equal prompt beginnings share blocks; a recurrent layer's state covers the whole prompt."""
     return joins_singly(policy) and not shape.recurrent
 
 
 def sharing_limit(policy: Policy, shape: ModelShape) -> str | None:
-    """Return what equal prompt beginnings do not share, and why, as a sentence without its dot; None: they share
-    everything."""
+    """Return what equal prompt beginnings do not share, and why, without its dot; None: they share everything."""
     if shape.recurrent:
         return "prompts that begin alike share nothing: a recurrent layer's state is that of the whole prompt"
     if reason := state_of_all(policy):
@@ -119,16 +117,14 @@ class AnswerLengths:
         return np.minimum((sums[longer] - counts[longer] * ages + left) / (counts[longer] + 1), limits - ages)
 
     def halfway(self, prompts: np.ndarray, ages: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        """Return the tokens that requests are expected to cache half-way to their ends, about when the next of them
-        end."""
+        """Return the tokens that requests are expected to cache half-way to their ends, when the next of them end."""
         left = self.remaining(ages, limits)
         tokens = prompts + ages + np.ceil(left / 2).astype(np.int64) + BLOCK_TOKENS
         return np.minimum(tokens, prompts + limits - 1)
 
 
 def shorter(prompts: np.ndarray, tokens: np.ndarray, ordered: bool) -> list[int]:
-    """Return which requests may have room although the first has none. ``ordered``: the shortest comes first, so none
-    has."""
+    """Return which requests may have room although the first has none. ``ordered``: shortest first, so none has."""
     found = np.flatnonzero((prompts < prompts[0]) | (tokens < tokens[0]))
     return (found[np.argsort(tokens[found], kind="stable")] if ordered else found).tolist()
 
@@ -149,8 +145,7 @@ def computed_together(wave: Wave, prompts: np.ndarray, builds: list[list[Build]]
 
 
 class Scheduler:
-    """The members of a wave's mini-batches, iteration by iteration. Changes the wave's arrays for requests that
-    join."""
+    """The members of a wave's mini-batches, iteration by iteration. Changes the wave's arrays as requests join."""
 
     def __init__(self, wave: Wave):
         self.wave, self.groups = wave, [NO_REQUESTS if wave.empty else group for group in wave.mini_batches]

@@ -40,8 +40,7 @@ class StepCounts:
     window: int | None = None  #: of the layer; ``context``, ``blocks``, ``in_place`` count what is in it
 
 
-#: Queries per key head from which requests attend together to shared tokens in place; below, each request attends
-#: alone.
+#: Queries per key head from which requests attend together in place to shared tokens; below, each alone.
 LEAST_QUERIES = 8
 
 
@@ -225,8 +224,7 @@ def _attend_works(shape: ModelShape, p: int, c: StepCounts, attended: Count) -> 
 
 
 def _selected_of(c: StepCounts) -> dict[str, Count]:
-    """Return the tokens of a request that a selection is expected to fetch, by representation, in the context's
-    proportions."""
+    """Return the tokens of a request that a selection is expected to fetch, by representation, like the context's."""
     if c.selected is None:
         raise ValueError("this step selects no tokens")
     blocks = {r: sum(n for part, n in c.blocks.items() if part.representation == r) for r in ("act", "kv")}
