@@ -25,8 +25,8 @@ from flexhybrid.sampling_params import SamplingParams
 from flexhybrid.text import StopWatch
 from sim.answer_lengths import ObservedAnswers
 
-LONG_LINE = 1 << 16  #: bytes of an answer that is written at once, not with the others of its iteration
-CHECKED_LINES = 1024  #: after so many lines the input is looked at again: nobody may write to it meanwhile
+LONG_LINE = 1 << 16  #: bytes of an answer that is written at once, apart from its iteration's others
+CHECKED_LINES = 1024  #: lines after which the input is checked again for changes
 
 
 class Answered(NamedTuple):
@@ -39,11 +39,11 @@ class Answered(NamedTuple):
 
 
 class PendingRequests(Protocol):
-    """Lines of an input that are to be answered: those of a job (``job.Job``) or of a batch on a Ray cluster
-    (``remote.RemoteBatch``). What a method without a result takes may be left alone."""
+    """Lines of an input to answer: a job's (``job.Job``), or a batch's on a Ray cluster (``remote.RemoteBatch``).
+    Methods without a result may do nothing."""
 
     llm: LLM
-    lengths: ObservedAnswers | None = None  #: of answers that have ended, in the run before too; None: nobody asks
+    lengths: ObservedAnswers | None = None  #: lengths of ended answers, also of the run before; None: not needed
 
     def pending(self) -> np.ndarray:
         """Return the line numbers less one of unanswered requests, in the order in which they are to run."""
@@ -81,16 +81,15 @@ class PendingRequests(Protocol):
         """Tell the user something."""
 
     def watch(self, workload: Workload, given: np.ndarray | None) -> Outlook | None:
-        """Return what hears of a batch of these lengths that begins now, to foretell its end; None: nobody asks.
-        ``given`` [requests]: tokens that they have from batches before; None: they have none."""
+        """Return the observer of a batch of these lengths that begins now, for estimates of its end; None: not needed.
+        ``given`` [requests]: tokens from earlier batches; None: none."""
 
     def drains(self) -> bool:
-        """Return whether nobody shall join the batch any more."""
+        """Return whether no more requests shall join the batch."""
         return False
 
     def moves(self) -> bool:
-        """Return whether the batch shall break off, and its requests go on in the next one behind the tokens that they
-        have."""
+        """Return whether the batch shall break off, and its requests continue in the next one with their tokens."""
         return False
 
     def between_batches(self) -> None:
@@ -98,8 +97,8 @@ class PendingRequests(Protocol):
 
 
 def load_weights(llm: LLM, planned: dict[str, int]) -> None:
-    """Load the weights. Raise InputError when the device cannot hold them, or when the layers take other sizes than
-    ``planned`` (tier -> bytes)."""
+    """Load the weights. Raise InputError if the device cannot hold them, or the layers' sizes differ from ``planned``
+    (tier -> bytes)."""
     try:
         placed = llm.load()
     except torch.OutOfMemoryError as error:
@@ -109,7 +108,7 @@ def load_weights(llm: LLM, planned: dict[str, int]) -> None:
 
 
 def answer_pending(requests: PendingRequests, stop: StopAsked, on_trace: OnTrace | None = None) -> None:
-    """Answer until nothing is pending or a stop is asked for, all in one batch that requests join and leave, unless it
+    """Answer until nothing is pending or a stop is requested, in one batch that requests join and leave, unless it
     breaks off. ``on_trace`` takes its result."""
     batch = Batch(requests, stop)
     while len(places := requests.pending()) and not stop.asked:
@@ -125,15 +124,15 @@ def answer_pending(requests: PendingRequests, stop: StopAsked, on_trace: OnTrace
 
 
 class Batch:
-    """Lines that are answered together: a line has as many requests as it asks for answers. After a batch that broke
-    off, those that ran begin the next one."""
+    """Lines that are answered together, each with a request per answer. After a batch that broke off, its running
+    requests begin the next one."""
 
     def __init__(self, requests: PendingRequests, stop: StopAsked):
         self.requests, self.llm, self.stop = requests, requests.llm, stop
         self.place = self.index = np.arange(0)  #: of each request: its line, and its number among the line's answers
         self.replies = Replies(self.llm.codec)
-        self.open_lines: dict[int, tuple[Request | None, list[Generated]]] = {}  #: by place, those that run
-        self.refused: dict[int, Refused] = {}  #: by place, those of which something failed; they run to their end
+        self.open_lines: dict[int, tuple[Request | None, list[Generated]]] = {}  #: by place, running requests
+        self.refused: dict[int, Refused] = {}  #: by place, requests that failed in part; they run to their end
         #: by place and index, requests that have begun, and are not complete
         self.begun: dict[tuple[int, int], tuple[Generated, SamplingPlan]] = {}
         self.answered: list[Answered] = []
@@ -141,7 +140,7 @@ class Batch:
         self.outlook: Outlook | None = None
 
     def run(self, places: np.ndarray, on_trace: OnTrace | None) -> None:
-        """Answer the lines at ``places`` until all are, or the batch shall break off."""
+        """Answer the lines at ``places`` until all are done, or the batch shall break off."""
         num_answers, workload = self.requests.num_answers(places), self.requests.workload(places)
         self.place = per_answer(places, num_answers)
         self.index = np.broadcast_to(np.int16(0), self.place.shape)  # takes no memory
@@ -174,8 +173,7 @@ class Batch:
             self.write()
 
     def _begun_first(self) -> np.ndarray:
-        """Return the order of the requests: those that have begun as they did, then the others without the complete
-        ones."""
+        """Return the order of the requests: begun ones in their order, then the others that are not complete."""
         of_open = np.flatnonzero(np.isin(self.place, list(self.open_lines))).tolist()
         at = {(int(self.place[i]), int(self.index[i])): i for i in of_open}
         begun = [at.pop(key) for key in self.begun]
@@ -213,7 +211,7 @@ class Batch:
         return opened
 
     def _read(self, place: int, prompt_tokens: int) -> Request | None:
-        """Return the request of a line; None where it is refused now."""
+        """Return the request of a line; None if it is refused now."""
         with self._noting(place):
             line = self.requests.request(place + 1)
             if len(line.token_ids) == prompt_tokens:
@@ -225,7 +223,7 @@ class Batch:
 
     @contextlib.contextmanager
     def _noting(self, place: int) -> Iterator[None]:
-        """Note what the block raises for a line as its error."""
+        """Record an error that the block raises as the line's."""
         line = self.open_lines.get(place, (None,))[0]
         try:
             with refusing(line and line.custom_id):
@@ -271,7 +269,7 @@ class Batch:
 
 
 def _shrink(llm: LLM, error: torch.OutOfMemoryError, note: Callable[[str], None]) -> None:
-    """Halve the mini-batches, and how many requests run at a time, after the device had too little memory."""
+    """Halve the mini-batches, and the requests that run together, after the device ran out of memory."""
     policy, max_batch = llm.settled_policy, llm.at_a_time
     tokens = policy.max_mini_batch_tokens // 2
     if max_batch == 1 and tokens < BLOCK_TOKENS:

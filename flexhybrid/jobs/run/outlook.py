@@ -1,4 +1,4 @@
-"""What is left of a batch that runs: foretold by the pace that was predicted and the answers that have ended."""
+"""Estimates the rest of a running batch from the predicted iteration cost and the answers that have ended."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from sim.answer_lengths import ObservedAnswers, with_mean
 from sim.queue_clock import IterationCost, evenly_spaced
 from sim.queue_counts import RunIntervals, UnderWay, intervals
 
-TRUSTED_S = 0.3  #: seconds measured at which three quarters of the difference from the prediction count (_slower)
+TRUSTED_S = 0.3  #: measured seconds at which 3/4 of the difference from the prediction count (_slower)
 KEPT_BUSY = 4096  #: iterations whose resources' busy seconds are kept
 KEPT_ENDS = 2**17  #: iterations whose ends are kept: more than any window has
-LEAST_BUSY = 0.2  #: share of the time; how a resource fares that is busy for less says nothing
+LEAST_BUSY = 0.2  #: busy share below which a resource's ratio is not used
 MOST_COUNTED = 2048  #: requests that wait; a longer queue is sampled evenly
-REST, LEAST_REST = 50, 3  #: times as long as counting took until the queue is counted again: at most, and at least
+REST, LEAST_REST = 50, 3  #: most and least multiples of the counting time until the queue is counted again
 
 
 def batches(llm: LLM, workload: Workload, given: np.ndarray | None = None) -> Callable[[], Wave]:
-    """Return what opens the batch in which ``llm.answer`` begins with these requests, each time anew. ``given``
-    [requests]: tokens that they have from a batch before; None: they have none. Raise InputError when not even one fits
-    the budgets."""
+    """Return a function that opens the batch in which ``llm.answer`` begins with these requests, a new one per call.
+    ``given`` [requests]: tokens from an earlier batch; None: none. Raise InputError if not even one fits the
+    budgets."""
     problem, policy = llm.problem, llm.settled_policy
     count, share = batch_size(problem, policy, workload, MOST_AT_A_TIME)
     tokens = {} if given is None else {int(at): int(given[at]) for at in np.flatnonzero(given)}
@@ -38,15 +38,15 @@ def batches(llm: LLM, workload: Workload, given: np.ndarray | None = None) -> Ca
 
 
 class ChangeCosts(NamedTuple):
-    """Seconds of what is left of the requests that run."""
+    """Seconds of the rest of the running requests."""
 
     stay_s: float  #: others take the places that they leave
     drain_s: float  #: nobody does
-    move_s: float  #: in another batch, their contexts computed anew; others take their places there
+    move_s: float  #: in another batch, contexts recomputed; others take their places there
 
 
 def change_costs(rest: RunIntervals, before: IterationCost, after: IterationCost) -> ChangeCosts:
-    """Return what it costs to end requests in a batch of one pace, or in one of another. ``rest``: ``Outlook.rest``."""
+    """Return the cost of ending requests in a batch of one cost, or in one of another. ``rest``: ``Outlook.rest``."""
     old, new = (
         pace.seconds(replace(rest, mini_batch=rest.request % pace.num_mini_batches)) for pace in (before, after)
     )
@@ -55,11 +55,11 @@ def change_costs(rest: RunIntervals, before: IterationCost, after: IterationCost
 
 
 class CountedQueue(NamedTuple):
-    """Who runs when, as it was counted after ``now`` iterations. ``times``: a counted iteration before ``drains``, the
-    one in which the last request joins, represents so many; ``until``: when the queue is counted again."""
+    """Run intervals as counted after ``now`` iterations. ``times``: factor of iterations before ``drains``, in which
+    the last request joins; ``until``: when the queue is counted again."""
 
-    seconds: np.ndarray  #: predicted for each iteration, resources as slow as measured
-    first: int  #: iteration since which all requests that ran are counted
+    seconds: np.ndarray  #: predicted for each iteration, with resources as slow as measured
+    first: int  #: iteration since which all run requests are counted
     now: int
     drains: int
     times: float
@@ -73,17 +73,17 @@ class CountedQueue(NamedTuple):
 
 
 def _slower(measured: float, predicted: float, trusted_s: float = 0.0) -> float:
-    """Return how many times as long something took as predicted; of a short measurement a smaller difference."""
+    """Return the ratio of measured to predicted time, moved towards 1 for short measurements."""
     weight = 1 - (trusted_s / (trusted_s + measured)) ** 2 if trusted_s else 1.0
     return (measured / max(predicted, 1e-3 * measured)) ** weight if measured else 1.0
 
 
 class Outlook:
-    """Hears of the requests of a batch, by their index in its queue, and of its iterations.
+    """Observes the requests of a batch, by their index in its queue, and its iterations.
 
-    ``given`` [requests]: tokens that they have from batches before. ``mean_answer``: tokens expected of an answer
-    before others have ended; None: as many as it may have. ``seen``: answers of batches before this one, which count as
-    well. ``open_wave`` returns the batch as it began, each time another one; None: nobody asks when it ends.
+    ``given`` [requests]: tokens from earlier batches. ``mean_answer``: expected tokens of an answer before others have
+    ended; None: its limit. ``seen``: answers of earlier batches, which count as well. ``open_wave`` returns the batch
+    as it began, a new one each time; None: no estimate is needed.
     """
 
     def __init__(
@@ -96,28 +96,28 @@ class Outlook:
         open_wave: Callable[[], Wave] | None = None,
     ):
         self.pace, self.workload, self.open_wave = pace, workload, open_wave
-        # Of every line of a file: what nobody writes takes no memory, the rest as little as it may.
+        # Arrays over all lines of a file: untouched pages take no memory, the others little.
         self.given = np.broadcast_to(np.int64(0), workload.num_requests) if given is None else given
         longest = int(workload.max_tokens.max())
         self.answers = ObservedAnswers(longest, mean_answer)
-        #: lengths of answers that the policy in use was chosen for
+        #: answer lengths for which the current policy was chosen
         self.assumed = workload.max_tokens if mean_answer is None else with_mean(workload, mean_answer).answers
         if seen and len(seen.ended) > longest:
             self.answers = seen
             self.assumed = self._expected(np.arange(workload.num_requests), self.given)
         self.begun_in = np.full(workload.num_requests, -1, np.int32)  #: iteration; -1: it waits
-        self.mini_batch = np.zeros(workload.num_requests, np.int16)  #: in which it runs, or ran
+        self.mini_batch = np.zeros(workload.num_requests, np.int16)  #: mini-batch in which it runs, or ran
         self.ended_in = np.full(workload.num_requests, -1, np.int32)  #: iteration; -1: it has not ended
         self.num_iterations = 0
         self.busy: dict[int, dict[str, float]] = {}  #: iteration -> resource -> busy seconds until its end
-        self.line_times: Callable[[], dict[LineKey, LineTimes]] = dict  #: until now; nothing where not measured
+        self.line_times: Callable[[], dict[LineKey, LineTimes]] = dict  #: until now; empty without a measurement
         self._queue: CountedQueue | None = None
-        self._counting = threading.Lock()  #: one thread at a time counts the queue; others take what was counted before
+        self._counting = threading.Lock()  #: one thread at a time counts the queue; others take the earlier count
         self.began = self.latest = time.monotonic()
-        self.ends = {0: self.began}  #: number of iterations -> when the last one of them ended
+        self.ends = {0: self.began}  #: number of iterations -> end time of the last one
 
     def note_busy(self, seconds: dict[str, float], line_times: Callable[[], dict[LineKey, LineTimes]]) -> None:
-        """Take the seconds for which each resource was busy so far, and what returns the times of lines so far."""
+        """Take the busy seconds of each resource so far, and a function that returns the lines' times so far."""
         self.line_times = line_times
         self.busy[self.num_iterations + 1] = seconds
         self.busy.pop(self.num_iterations - KEPT_BUSY, None)
@@ -141,7 +141,7 @@ class Outlook:
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the last answer; None before the first iteration. The queue is counted now and then,
-        the pace is measured at each call."""
+        the cost is scaled to measurements at each call."""
         if not self.num_iterations or self.open_wave is None:
             return None
         asked, queue = time.monotonic(), self._queue
@@ -156,8 +156,8 @@ class Outlook:
         return queue and self._left(queue)
 
     def _count(self) -> CountedQueue:
-        """Predict by the work of each resource, as much slower as it was so far: another one may bind the drain, where
-        few run, than the iterations that were measured. The rest of the difference is waiting."""
+        """Predict by each resource's work, scaled to its measured time: another resource may limit the drain, when few
+        requests run, than the measured iterations. The rest of the difference is waiting."""
         first, now = self._recent(), self.num_iterations
         counted, times = self.intervals(first)
         seconds = self.pace.slowed(self.slower_resources(first, TRUSTED_S)).seconds(counted, self.workload.prefixes)
@@ -170,22 +170,22 @@ class Outlook:
         return max(0.0, left * slower - (time.monotonic() - latest))
 
     def _recent(self) -> int:
-        """Return the first iteration of the last half of the time, by which the pace is judged. The very first one, in
-        which kernels are compiled, counts only before others."""
+        """Return the first iteration of the last half of the time, which measures the speed. The very first, with its
+        compilation, counts only while there are no others."""
         now, ends = self.num_iterations, np.fromiter(list(self.ends.values()), float)
         first = now + 1 - len(ends) + int(np.searchsorted(ends, (self.began + self.latest) / 2))
         return max(first if first < now else min(1, now - 1), now - KEPT_BUSY + 1)
 
     def slower(self, first: int) -> float:
-        """Return how many times as long the iterations from ``first`` on took as is predicted of what was done in them;
-        who ran is known, so the lengths of answers have no part in it."""
+        """Return the ratio of measured to predicted time of the iterations from ``first`` on. Their requests are known,
+        so answer lengths have no influence."""
         now = self.num_iterations
         predicted = float(self.pace.seconds(self._ran(first), self.workload.prefixes)[first:now].sum())
         return (self.ends[now] - self.ends[first]) / max(predicted, 1e-300)
 
     def slower_resources(self, first: int, trusted_s: float = 0.0) -> dict[str, float]:
-        """Return likewise how many times as long each resource was busy, of those that were so for long; nothing where
-        that is not measured. ``trusted_s``: see ``_slower``."""
+        """Return the same ratio for each resource that was busy long enough; empty without measurements. ``trusted_s``:
+        see ``_slower``."""
         now = self.num_iterations
         before, busy = self.busy.get(first, {}), self.busy.get(now, {})
         predicted = self.pace.work(self._ran(first), self.workload.prefixes)
@@ -196,15 +196,15 @@ class Outlook:
         }
 
     def _ran(self, first: int = 0) -> RunIntervals:
-        """Return who has run when, of those that ran in iteration ``first`` or later, as far as is known."""
+        """Return the known run intervals of requests that ran in iteration ``first`` or later."""
         open_or_late = (self.ended_in < 0) | (self.ended_in >= first)
         begun, now = np.flatnonzero((self.begun_in >= 0) & open_or_late), self.num_iterations
         last = np.where(self.ended_in[begun] < 0, now - 1, self.ended_in[begun])
         return self._intervals(begun, self.begun_in[begun], np.maximum(last, self.begun_in[begun]) + 1)
 
     def waiting(self, most: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return those who wait, and the lengths that their answers are expected to have by those that have ended.
-        ``most``: limit; a longer queue is sampled evenly."""
+        """Return the waiting requests, and their expected answer lengths. ``most``: limit; a longer queue is sampled
+        evenly."""
         waits = np.flatnonzero(self.begun_in < 0)
         if most and len(waits) > most:
             waits = waits[evenly_spaced(len(waits), most, False)]
@@ -212,13 +212,13 @@ class Outlook:
         return waits, self._expected(np.r_[waits, runs], np.r_[self.given[waits], ages])[: len(waits)]
 
     def _running(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the requests that run, the oldest first, and the tokens that each has."""
+        """Return the running requests, oldest first, and the tokens of each."""
         runs = np.flatnonzero((self.begun_in >= 0) & (self.ended_in < 0))
         runs = runs[np.argsort(self.begun_in[runs], kind="stable")]
         return runs, self.given[runs] + self.num_iterations - self.begun_in[runs]
 
     def rest(self) -> RunIntervals | None:
-        """Return what is left of those who run, their contexts computed at once; None where nobody runs."""
+        """Return the rest of the running requests, with contexts computed at once; None if none runs."""
         runs, ages = self._running()
         if not len(runs):
             return None
@@ -228,14 +228,13 @@ class Outlook:
         return replace(of_running, request=places, mini_batch=places, prompt_tokens=prompts)
 
     def _expected(self, requests: np.ndarray, ages: np.ndarray) -> np.ndarray:
-        """Return the lengths of answers that have ``ages`` tokens, as far as others show them."""
+        """Return the expected lengths of answers that have ``ages`` tokens."""
         limits = self.workload.max_tokens[requests]
         return self.answers.expected(limits, np.minimum(ages, limits - 1))
 
     def intervals(self, first: int = 0) -> tuple[RunIntervals, float]:
-        """Return who has run when, of those that ran in iteration ``first`` or later, and who is expected to run when,
-        as the batch counts its queue; and how many times as long it takes to their last joining, where not all who wait
-        are counted. Raise ValueError without a batch."""
+        """Return the known and the expected run intervals since iteration ``first``, as the batch counts its queue; and
+        the factor of the time until the last join, if the queue was sampled. Raise ValueError without a batch."""
         if self.open_wave is None:
             raise ValueError("the batch is unknown")
         now, wave, workload = self.num_iterations, self.open_wave(), self.workload
@@ -279,14 +278,14 @@ class Outlook:
 
 
 def _members(wave: Wave, runs: np.ndarray, mini_batch: np.ndarray) -> tuple[list[list[int]], list[int]]:
-    """Return those who run, by mini-batch, the oldest first; and those who have stepped back: there is no place for the
-    youngest. ``runs``: by age; ``mini_batch`` [requests]: in which each runs."""
+    """Return the running requests by mini-batch, oldest first; and the preempted ones, as the youngest have no place.
+    ``runs``: by age; ``mini_batch`` [requests]: of each."""
     groups: list[list[int]] = [[] for _ in wave.mini_batches]
     back = []
     for request in runs.tolist():
         free = [len(places) - len(group) for places, group in zip(wave.mini_batches, groups, strict=True)]
         k = int(mini_batch[request])
-        if k >= len(groups) or not free[k]:  # of a batch that shares otherwise than was known before
+        if k >= len(groups) or not free[k]:  # of a batch with other shared blocks than were known
             k = int(np.argmax(free))
         (groups[k] if free[k] else back).append(request)
     return groups, back
@@ -295,9 +294,9 @@ def _members(wave: Wave, runs: np.ndarray, mini_batch: np.ndarray) -> tuple[list
 def _counted(
     wave: Wave, workload: Workload, under_way: UnderWay, requests: np.ndarray, given: np.ndarray, answers: np.ndarray
 ) -> RunIntervals:
-    """Count a queue of which ``requests`` are open, with ``given`` tokens each and answers of ``answers`` in all.
+    """Count a queue with open ``requests``, ``given`` tokens each and answers of ``answers`` in all.
 
-    Only where prompts share what they begin with, which is known by request, are arrays over all requests made.
+    Only shared prefixes, known per request, need arrays over all requests.
     """
     if wave.sharing:
         given_of_all, answers_of_all = np.zeros_like(workload.max_tokens), np.ones_like(workload.max_tokens)

@@ -1,11 +1,11 @@
-"""Searches again, while a batch runs, when what is measured has left the prediction for long.
+"""Searches again, while a batch runs, if measurements depart from the prediction for long.
 
-A batch under the new policy then follows the running one, in the same job, with the weights where they are. Those who
-run move to it with the tokens that they have, their contexts computed anew; or they end in the blocks that they have,
-while places stay empty: whichever costs less. The gain must pay for it. Answers are those of any other policy.
+A batch under the new policy then follows the running one, in the same job, with the weights in place. Running requests
+move to it with their tokens and recomputed contexts, or end in their old blocks while places stay empty, whichever
+costs less. The gain must exceed the cost. Tokens are those of any other policy.
 
-The first few iterations of a job are its trial: they correct the lines of the machine's record, and where they took
-other times than predicted the search is asked once, early (``Replanner._try``).
+The first iterations of a job are its trial: they correct the lines of the machine's record, and if times differ from
+the prediction the search runs once more, early (``Replanner._try``).
 """
 
 from __future__ import annotations
@@ -34,43 +34,44 @@ from sim.correction import corrected, told
 from sim.queue_clock import QueueRun, price_queue
 from sim.queue_counts import RunIntervals
 
-PARTED = 1.1  #: times by which measured seconds, or answers, differ from what was predicted
-WINDOW_S, WINDOW_ITERATIONS = 20.0, 16  #: that are looked at together, at least
-WINDOWS = 3  #: in a row that must differ, on one side; the first one of a batch, in which it settles, is left out
-LEAST_ANSWERS = 64  #: that have ended before their lengths say anything
-LEAST_GAIN = 0.1  #: share of the seconds that are left that a new policy must save, the change counted
+PARTED = 1.1  #: ratio of measured seconds, or answers, to the prediction that counts as a difference
+WINDOW_S, WINDOW_ITERATIONS = 20.0, 16  #: least iterations of a window
+WINDOWS = 3  #: consecutive windows that must differ to one side; a batch's first one does not count
+LEAST_ANSWERS = 64  #: ended answers before their lengths count
+LEAST_GAIN = 0.1  #: least share of the remaining seconds that a new policy must save, cost included
 MOST_CHANGES, MOST_SEARCHES = 3, 6  #: of a job
-ACT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  #: of mixes that are priced beside what the search finds
-SEARCH_S = 90.0  #: seconds that a search beside the running batch may take: a third for each length of requests
-SETTLED, TRIED, TRIED_S = 2, 6, 0.5  #: iterations between which a job is tried, and the least seconds of these
-TRIAL_SHARE, TRIAL_S, LEAST_TRIAL_S = 0.05, 20.0, 1.5  #: of the job, for a search after the trial: at most, and least
+ACT_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  #: shares of mixes that are priced with the search's result
+SEARCH_S = 90.0  #: seconds of a search during a batch: a third for each length of requests
+SETTLED, TRIED, TRIED_S = 2, 6, 0.5  #: iterations of a job's trial, and their least seconds
+TRIAL_SHARE, TRIAL_S, LEAST_TRIAL_S = 0.05, 20.0, 1.5  #: shares of the job for a search after the trial: most and least
 
 
 @dataclass(frozen=True)
 class Change:
-    """A policy for those who wait, and why it was searched for."""
+    """A policy for the waiting requests, and the reason for the search."""
 
     policy: Policy
     run: QueueRun
     reason: str
-    moves: bool  #: those who run move to it; they end before it otherwise
+    moves: bool  #: running requests move to it; otherwise they end before it
 
 
 class Watch:
-    """Says when a batch has left its prediction."""
+    """Detects that a batch has left its prediction."""
 
     def __init__(self):
         self.begin(0)
 
     def begin(self, iteration: int) -> None:
-        """Begin anew, with a window in which a batch settles."""
+        """Start over, with a window in which a batch settles."""
         self.first, self.settled = iteration, False
-        self.before: list[dict[LineKey, LineTimes]] = []  #: the times of lines before the latest windows, and after
-        self.slower: list[float] = []  #: of the latest windows, times as long as predicted
-        self.longer: list[float] = []  #: likewise of the answers of those who wait
+        self.before: list[dict[LineKey, LineTimes]] = []  #: the lines' times before the latest windows, and after
+        self.slower: list[float] = []  #: of the latest windows, ratio to the prediction
+        self.longer: list[float] = []  #: the same ratio of the waiting requests' answers
 
     def look(self, outlook: Outlook) -> str | None:
-        """Take the end of an iteration; return in words what has left the prediction for WINDOWS windows, or None."""
+        """Take the end of an iteration; return in words what differed from the prediction for WINDOWS windows, or
+        None."""
         now = outlook.num_iterations
         if now - self.first < WINDOW_ITERATIONS or outlook.ends[now] - outlook.ends[self.first] < WINDOW_S:
             return None
@@ -97,12 +98,12 @@ def parted(ratios: list[float]) -> bool:
 
 
 class Replanner:
-    """Watches the batches of a job whose policy was searched. ``trials``: whether the first iterations correct the
-    record and the search."""
+    """Watches the batches of a job with a searched policy. ``trials``: whether the first iterations correct record and
+    search."""
 
     def __init__(self, llm: LLM, run: QueueRun, max_batch: int | None = None, trials: bool = True):
         self.llm, self.run, self.watch = llm, run, Watch()
-        self.max_batch = max_batch  #: requests at a time that the user allows; None: any number
+        self.max_batch = max_batch  #: the user's limit of requests at a time; None: any number
         self.change: Change | None = None  #: that waits for the end of the batch
         self.num_changes = self.num_searches = 0
         self.hardware = llm.problem.hardware  #: as it was measured so far
@@ -114,14 +115,14 @@ class Replanner:
         self._before: dict[LineKey, LineTimes] = {}  #: the trial
 
     def look(self, outlook: Outlook) -> None:
-        """Take the end of an iteration; search in a thread of its own after the trial, and when the prediction has been
-        left for long."""
+        """Take the end of an iteration; search in a separate thread after the trial, and after a long difference from
+        the prediction."""
         if self.change or self.num_changes == MOST_CHANGES or self.num_searches == MOST_SEARCHES:
             return
         if self._search:
             if self._search.is_alive():
                 return
-            self._search = None  # which has taken its part of the machine: what was measured meanwhile does not count
+            self._search = None  # which used a part of the machine: times measured meanwhile do not count
             outlook.pace = self.run.pace or outlook.pace
             self.watch.begin(outlook.num_iterations)
         if self._trial_s:
@@ -136,8 +137,8 @@ class Replanner:
         self._ask(outlook, hardware, since, SEARCH_S)
 
     def _try(self, outlook: Outlook) -> None:
-        """Take the end of one of the first iterations. After those of the trial correct the lines of the record by
-        them, or the resources where lines are not measured, and search again where they took other times."""
+        """Take the end of one of the first iterations. After the trial, correct the record's lines, or the resources
+        without measured lines, and search again if times differ."""
         now = outlook.num_iterations
         if now <= SETTLED:
             self._before = outlook.line_times()
@@ -156,8 +157,8 @@ class Replanner:
     def _measured(
         self, outlook: Outlook, before: dict[LineKey, LineTimes], slower: float
     ) -> tuple[Hardware | None, str]:
-        """Return the machine as the lines' times since ``before`` show it, and the changes in words. Where lines are
-        not measured, the resource that limits the run takes ``slower`` times as long."""
+        """Return the machine with the lines' times since ``before``, and the changes in words. Without measured lines,
+        the resource that limits the run takes ``slower`` times as long."""
         times = {key: of.since(before.get(key, LineTimes())) for key, of in outlook.line_times().items()}
         if self.hardware is None or times:
             hardware = self.hardware and corrected(self.hardware, [(self.llm.settled_policy, times)])
@@ -166,8 +167,8 @@ class Replanner:
         return self.hardware.scaled({binding: slower}), f"{binding} takes {slower:.2f} of the profile's time"
 
     def _ask(self, outlook: Outlook, hardware: Hardware | None, reason: str, limit_s: float) -> None:
-        """Search for the queued requests, if any, in a thread of its own. The outlook then assumes the lengths of their
-        answers that the search takes."""
+        """Search for the queued requests, if any, in a separate thread. The outlook then assumes the search's answer
+        lengths."""
         waits, answers = outlook.waiting()
         if not len(waits):
             return
@@ -198,8 +199,8 @@ class Replanner:
         reason: str,
         limit_s: float,
     ) -> None:
-        """Look for a policy under which all are done sooner, on a machine as slow as was measured. ``rest``: of those
-        who run; ``longest``: tokens of the longest request."""
+        """Search for a policy that finishes sooner, on the machine as measured. ``rest``: of the running requests;
+        ``longest``: tokens of the longest request."""
         began, problem, current = time.monotonic(), self.llm.problem, self.llm.settled_policy
         problem = replace(problem, hardware=hardware)
         try:
@@ -217,10 +218,10 @@ class Replanner:
             self.change = Change(policy, run, reason, moves)
 
     def _best(self, problem: Problem, current: Policy, waiting: Workload, limit_s: float) -> tuple[Policy, QueueRun]:
-        """Return the policy that ``auto`` takes for them, with the weights where they are, and its run.
+        """Return the policy of ``auto`` for them, with the weights in place, and its run.
 
-        A process of its own searches: a thread would take the interpreter from the lanes for three times as long.
-        Raise InputError where nothing fits, or the search was ended.
+        A separate process searches: a thread would delay the lanes, through the interpreter's lock, for three times as
+        long. Raise InputError if nothing fits, or the search was ended.
         """
         if problem.hardware is None:
             raise InputError("nothing is known of the machine")
@@ -245,15 +246,15 @@ class Replanner:
 
 
 def other_mixes(policy: Policy) -> list[Policy]:
-    """Return the policy with other mixes of KV and ACT in host memory, as many requests at a time as fit. The search
-    takes requests of one length: where memory is short, the longest ones leave less room than it counts on."""
+    """Return the policy with other mixes of KV and ACT in host memory, with the most requests that fit. The search
+    takes requests of one length: with little memory, the longest ones need more room than it assumes."""
     plain = replace(policy, attention="device", hidden="device", max_batch=None)
     shares = [{"kv@host": 1.0 - act, "act@host": act} for act in ACT_SHARES]
     return [replace(plain, name="searched", cache={k: v for k, v in mix.items() if v}) for mix in shares]
 
 
 def can_return(problem: Problem, policy: Policy, tokens: int) -> bool:
-    """Return whether a request that has nearly all of so many tokens can be computed anew within the budgets."""
+    """Return whether a request's context of about this many tokens can be recomputed within the budgets."""
     with suppress(InputError):
         check_longest(problem, policy, Workload.uniform(1, tokens, 1))
         return may_grow(policy)
