@@ -66,7 +66,7 @@ from sim.correction import TRIALS
 CENSUS_S = 5.0  #: seconds of counting before the first requests are answered
 TRIM_S = 1.0  #: seconds between two calls of ``trim_memory``
 ERRORS_AT_ONCE = 256  #: lines of refused requests that are written together
-REFILLS = 4  #: times as many requests as run together stand for a queue whose places are taken anew
+REFILLS = 4  #: multiple of the running requests that represents a queue with refilled places
 VERSIONED = {"flexhybrid": flexhybrid, "torch": torch, "transformers": transformers}  #: named in the manifest
 
 
@@ -116,7 +116,7 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
 
 @contextlib.contextmanager
 def _hint(advice: Callable[[], str]) -> Iterator[None]:
-    """Put advice into a KeyboardInterrupt that has none, and behind the error of a disk."""
+    """Add advice to a KeyboardInterrupt without any, and to the error of a disk."""
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -139,26 +139,26 @@ class Job:
         measure: Callable[[], Hardware] | None = None,
     ):
         self.options, self.llm, self.source, self.files, self.crew = options, llm, source, files, crew
-        self.measure = measure  #: the machine, unless all requests fit the device
+        self.measure = measure  #: the machine; empty if all requests fit the device
         self.census = source.census
         self.answers = files[options.output]
         self.errors = files[options.errors or options.output]
         self.states = np.full(self.census.num_lines, PENDING, dtype=np.uint8)
         self._order = np.empty(0, dtype=np.int32)
-        self.refused_codes: Counter = Counter()  #: of the lines that this run has refused
-        self._taken = 0  #: lines of the census that are in the order, or refused
+        self.refused_codes: Counter = Counter()  #: lines that this run has refused
+        self._taken = 0  #: lines of the census that are ordered, or refused
         self._earlier = 0  #: lines that earlier runs have done
-        self.tokens = 0  #: that this run has generated, of answers that it has written
+        self.tokens = 0  #: tokens that this run has generated, of written answers
         self._trimmed_at = 0.0
         self.lengths: ObservedAnswers | None = None
         self.manifest: dict = {}
-        self.trace: list[TraceEvent] = []  #: of the first wave, where a trace or a report is asked for
+        self.trace: list[TraceEvent] = []  #: of the first wave, if a trace or a report is requested
         self.lanes: dict[str, LaneTimes] = {}  #: of the first wave likewise
         self.progress = Progress(0, "tokens", "tok", quiet=True)  #: of the answers, once they are planned
         self.plan: Forecast | None = None
         self.outlook: Outlook | None = None  #: of the batch that runs
-        self.replanner: Replanner | None = None  #: where the policy was searched
-        self.replanned: list[str] = []  #: what was changed on the way, and why
+        self.replanner: Replanner | None = None  #: if the policy was searched
+        self.replanned: list[str] = []  #: changes during the run, with reasons
 
     def run(self, print_line: Callable[[str], None], began: float) -> dict:
         """Do the job; return its record. ``print_line`` takes the plan and the summary."""
@@ -224,7 +224,7 @@ class Job:
         self.trace, self.lanes = result.trace, result.lanes
 
     def _answer(self, say: Callable[[str], None]) -> Effort:
-        """Plan and answer the pending requests, until a stop is asked for."""
+        """Plan and answer the pending requests, until a stop is requested."""
         options, plan = self.options, self._plan(say)
         self.plan = plan
         if plan.run and self.crew is None and options.llm.policy == "auto" and options.replan:
@@ -257,7 +257,7 @@ class Job:
         return Effort(plan.seconds, seconds, others, unfinished, plan.seconds_of(generated), sum(compiling))
 
     def _keep_corrected(self, hardware: Hardware | None) -> None:
-        """Keep the lines that the trial corrected in the record of this machine from which they came, if any."""
+        """Keep the lines that the trial corrected in the machine's record that they came from, if any."""
         asked = self.options.llm
         kept = model_profile_path(self.llm.checkpoint.shape, asked.dtype, self.llm.paced)
         if asked.hardware is None and kept.is_file() and hardware and (note := hardware.notes.get(TRIALS)):
@@ -266,8 +266,8 @@ class Job:
             replace(known, lines=lines, notes=known.notes | {TRIALS: note}).save(kept)
 
     def _resume(self, say: Callable[[str], None]) -> None:
-        """Take over the answers of an earlier run of this job, or begin anew where that loses nothing. Raise InputError
-        when the output is another job's."""
+        """Continue an earlier run of this job, or start over if that loses nothing. Raise InputError for another job's
+        output."""
         options = self.options
         earlier, given_input = load_manifest(options.output), self._input()
         used = [file.path for file in self.files.values() if not file.is_empty]
@@ -284,7 +284,7 @@ class Job:
                     f"{used[0]} holds something, but no manifest is next to {options.output}: it was not written by a "
                     "run, or the manifest was removed; choose another output, or overwrite it with --restart"
                 )
-            if self.llm.policy is None:  # the search chooses those two, once the machine is measured
+            if self.llm.policy is None:  # the search chooses these two, after the machine is measured
                 now["numbers"] |= {name: earlier_numbers(options.output).get(name) for name in ("bits", "selection")}
             check_same(options.output, earlier | {"input": given_input}, now)
             if earlier.get("input") != given_input:
@@ -296,7 +296,7 @@ class Job:
         now["numbers"] = self._numbers()
         if begins_anew:
             if (left := (earlier or {}).get("errors")) and left != now["errors"]:
-                # Its folder is not known: a file of that name may be another's.
+                # Its folder is unknown: a file of that name may be another job's.
                 say(f"restarted  the run before kept its refused lines in {left}, which is left as it is")
             for file in self.files.values():
                 file.clear()
@@ -309,9 +309,9 @@ class Job:
         self.states = states
 
     def _follow_input(self, earlier: dict, now: dict, say: Callable[[str], None]) -> None:
-        """Keep the answers to lines that are in the changed input too, wherever they stand there. Raise InputError
-        where it has none of them: it is another input. The manifest names none meanwhile, so that a run after a kill
-        does this again."""
+        """Keep the answers to lines that the changed input still has, at their new places. Raise InputError if it has
+        none of them: it is another input. The manifest names no input meanwhile, so that a run after a kill repeats
+        this."""
         offsets, places = self.answers.places_in(self.source.digests())
         num_kept, num_gone = int((places >= 0).sum()), int((places < 0).sum())
         if num_gone and not num_kept:
@@ -326,7 +326,7 @@ class Job:
         say(f"changed    the input was changed: {counted(num_kept, 'answer')} kept{gone}; other lines are answered now")
 
     def _settle_policy(self) -> None:
-        """Choose the policy for the lines counted so far, where any can be served."""
+        """Choose the policy for the lines counted so far, if any can be served."""
         if not self.census.valid.any():
             return
         asked = self.options.max_batch
@@ -345,8 +345,8 @@ class Job:
             self.llm.use(replace(policy, max_batch=min(max_batch, policy.max_batch or max_batch)))
 
     def _settle_for_most(self, places: np.ndarray, max_batch: int) -> Policy:
-        """Choose the policy for as many of the shortest lines as have one under which all fit the budgets. Raise
-        InputError where not even the shortest has one."""
+        """Choose the policy for the largest number of shortest lines that fit the budgets under one. Raise InputError
+        if not even the shortest fits."""
         llm, census = self.llm, self.census
         by_size = places[np.argsort(census.prompt_tokens[places] + census.max_tokens[places], kind="stable")]
 
@@ -365,7 +365,7 @@ class Job:
         return policy
 
     def _identity(self) -> dict:
-        """Return what the results depend on: a run that goes on with this one must agree in it."""
+        """Return what the results depend on; a run that continues this one must agree in it."""
         options, llm, chat = self.options, self.llm, asdict(self.source.rules.chat)
         return {
             "created": int(time.time()),
@@ -394,8 +394,8 @@ class Job:
         return {"sha256": self.census.sha256, "lines": self.census.num_lines}
 
     def _learn(self, states: np.ndarray, num_tokens: np.ndarray) -> None:
-        """Take in the lengths of the answers of the run before, where they are more than the ones that it left
-        unfinished: those are the long ones."""
+        """Use the answer lengths of the run before if they outnumber its unfinished answers, which are the long
+        ones."""
         limits, counts = self.census.max_tokens, self.census.num_answers(slice(None))
         answered = np.flatnonzero((states == ANSWERED) & self.census.valid)
         if len(answered) < WINDOW:
@@ -406,7 +406,7 @@ class Job:
             self.lengths.end(min(tokens, limit), limit)
 
     def _write_refusals(self, num_counted: int) -> None:
-        """Write those of the first ``num_counted`` lines that cannot be served, with the reason."""
+        """Write the refused ones of the first ``num_counted`` lines, with the reason."""
         missing = np.flatnonzero(~self.census.valid[:num_counted] & (self.states[:num_counted] == PENDING)) + 1
         refusals = self.source.refusals(missing.tolist())
         while batch := list(itertools.islice(refusals, ERRORS_AT_ONCE)):
@@ -417,22 +417,22 @@ class Job:
                 self.states[number - 1] = BLANK if refused.code == BLANK_LINE else FAILED
 
     def _expected(self, places: np.ndarray) -> Workload:
-        """Return the lengths of the lines at ``places``, with the answers that the user expects, or that the run before
-        has shown."""
+        """Return the lengths of the lines at ``places``, with the user's expected answers, or those that the run before
+        showed."""
         lengths, mean = self.workload(places), self.options.answer_tokens
         if self.lengths:
             return replace(lengths, answer_tokens=self.lengths.expected(lengths.max_tokens))
         return lengths if mean is None else with_mean(lengths, mean)
 
     def _sorted(self, chosen: np.ndarray) -> np.ndarray:
-        """Return the line numbers less one of the lines ``chosen`` [lines from the first on], in the order in which
-        they are to run; int32."""
+        """Return the line numbers less one of the lines ``chosen`` [lines from the first on], in running order;
+        int32."""
         places = np.flatnonzero(chosen).astype(np.int32)
         return places[sorted_by_length(self.census.prompt_tokens[places], self.census.max_tokens[places])]
 
     def _plan(self, say: Callable[[str], None]) -> Forecast:
-        """Return the forecast of the pending requests, after saying it. Raise InputError when the largest requests do
-        not fit the budgets."""
+        """Return the forecast of the pending requests, after printing it. Raise InputError if the largest requests
+        exceed the budgets."""
         pending = self.pending()
         plan = forecast(self.llm, self._expected(pending))
         if self.crew and plan.seconds is not None:
@@ -473,8 +473,8 @@ class Job:
                 return self._order
 
     def _refuse_largest(self) -> None:
-        """Refuse the pending lines of which not even one request fits the budgets under the policy in use. Raise
-        InputError where none does."""
+        """Refuse the pending lines of which not even one request fits the budgets under the current policy. Raise
+        InputError if none fits."""
         census, left, refused = self.census, self._order, list[tuple[np.ndarray, int, str]]()
         while len(left):
             prompts = census.prompt_tokens[left].astype(np.int64)
@@ -503,13 +503,13 @@ class Job:
             self.refused_codes["insufficient_memory"] += len(places)
 
     def _take_counted(self) -> None:
-        """Take in the lines that were counted since the last call."""
+        """Add the lines that were counted since the last call."""
         if self._taken == (num_counted := self.census.counted):
             return
         self._taken = num_counted
         self._write_refusals(num_counted)
         self._order = self._sorted(self.census.valid[:num_counted] & (self.states[:num_counted] == PENDING))
-        if self.census.complete:  # the plan took the lines counted by then for all
+        if self.census.complete:  # the plan took the counted lines for all
             most = int(np.dot(self.census.max_tokens[self._order], self.num_answers(self._order).astype(np.int64)))
             self.progress.expect(self.progress.done + len(self._order), self.tokens + most)
 
@@ -530,8 +530,7 @@ class Job:
         self.source.check_unchanged()
 
     def write(self, answered: list[Answered]) -> None:
-        """Append the answers to the output; an answer to a line that has one already is dropped: a cluster may do a
-        batch twice."""
+        """Append the answers to the output. A second answer to a line is dropped: a cluster may do a batch twice."""
         answered = [answer for answer in answered if self.states[answer.number - 1] == PENDING]
         self.answers.append([answer.line for answer in answered if not answer.refused])
         self.errors.append([answer.line for answer in answered if answer.refused])
@@ -564,7 +563,7 @@ class Job:
             outlook = Outlook(run.pace, workload, given, self.options.answer_tokens, self.lengths, open_wave)
             self.lengths = outlook.answers
         self.outlook = outlook
-        # of the lines that are not counted yet it knows nothing
+        # it ignores lines that are not counted yet
         self.progress.outlook = outlook.seconds_left if outlook and self.census.complete else None
         return outlook
 
@@ -585,8 +584,8 @@ class Job:
 
 
 def _begins(workload: Workload, max_batch: int) -> Workload:
-    """Return requests whose lengths stand for all, the longest among them: about ``max_batch``, or REFILLS times as
-    many where their answers end by themselves."""
+    """Return requests whose lengths represent all, the longest included: about ``max_batch``, or REFILLS times that if
+    answers end early."""
     count = max_batch * (1 if workload.answer_tokens is None else REFILLS)
     places = np.linspace(0, workload.num_requests - 1, count).round().astype(int)
     places = np.unique([*places, workload.prompt_tokens.argmax(), workload.cached_tokens.argmax()])
