@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 
 from flexhybrid import cli, shipped
+from flexhybrid.arguments import add_options, option, options_from
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Policy
 from flexhybrid.jobs import search
@@ -67,6 +68,37 @@ def test_no_option_of_any_command_drops_a_value_unseen(capsys):
             several = action.nargs or name in ("--vary", "--policy", "--system", "--selection")
             several = several or action.type is Path and name != "--model"
             assert refused == (bool(several) and name != "--keep"), name
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A record of each kind of flag."""
+
+    place: Path = option("needed", names=("-p", "--place"))
+    count: int | None = option("", None)
+    share: float = option("", 0.5)
+    names: tuple[str, ...] = option("", ("a",))
+    keep: bool = option("", False)
+    trials: bool = option("", True)
+    both: bool = option("", True, action=argparse.BooleanOptionalAction)
+    own: int = 7
+
+
+def test_a_record_is_what_its_flags_say(capsys):
+    parser = cli.Parser()
+    add_options(parser, Asked)
+    for given, expected in (
+        (["-p", "x"], Asked(Path("x"))),
+        (["--place", "x", "--count", "3", "--names", "b", "c"], Asked(Path("x"), 3, names=["b", "c"])),
+        (
+            ["-p", "x", "--keep", "--no-trials", "--no-both", "--share", "1"],
+            Asked(Path("x"), None, 1.0, ("a",), True, False, False),
+        ),
+    ):
+        assert options_from(Asked, parser.parse_args(given)) == expected
+    for wrong in ([], ["-p", "x", "--count", "y"], ["-p", "x", "--own", "8"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(wrong)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +296,8 @@ def test_the_saved_policy_is_the_one_found(tmp_path, capsys):
     assert REMARK in said.err
     assert Policy.load(path).to_dict() == found["policy"]
     runs = []
-    for option in ("--policy", "--system"):
-        assert cli.main([*SIMULATE, *BEYOND, option, str(path), "--json"]) == 0
+    for named in ("--policy", "--system"):
+        assert cli.main([*SIMULATE, *BEYOND, named, str(path), "--json"]) == 0
         runs.append(strict_json(capsys.readouterr().out))
     assert runs[0] == runs[1] and runs[0]["policy"] == found["policy"]
 
