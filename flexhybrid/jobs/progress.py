@@ -29,9 +29,9 @@ class Progress:
     """Shows progress on stderr: a bar on a terminal, elsewhere a line after FIRST_S and then every PLAIN_S, nothing
     when ``quiet``.
 
-    ``total`` counts the most that may come. With ``answers``, their number, what is still to come is expected by the
-    answers that have ended before their limit. ``predicted_s``: of the total. A thread keeps the clock going between
-    two calls of ``advance``, from ``with`` on.
+    ``total`` counts the most that may come; an answer that ends before its limit takes its rest away. ``answers``:
+    their number. ``predicted_s``: of the total. A thread keeps the clock going between two calls of ``advance``, from
+    ``with`` on.
     """
 
     def __init__(  # noqa: PLR0913
@@ -51,7 +51,7 @@ class Progress:
         self.steps_alike = True  #: False: of steps that take seconds and others that take minutes nothing is foretold
         self.outlook: Callable[[], float | None] | None = None  #: says the seconds left, where somebody knows better
         self.first_share: Callable[[], float] | None = None  #: says how much of the prompts is read, before the first
-        self.total, self.count, self.done, self.shortened = total, 0, 0, 0
+        self.total, self.count, self.done = total, 0, 0
         self.began, self._marks = time.monotonic(), list[tuple[float, int]]()  # now and then, when so much had come
         self._ended, self._ticker = threading.Event(), None
         wide = self.terminal and os.get_terminal_size(sys.stderr.fileno()).columns > 0
@@ -77,12 +77,11 @@ class Progress:
     def _tick(self) -> None:
         wait_s = TICK_S if self.terminal else FIRST_S
         while not self._ended.wait(wait_s):
-            total = self.count + round(self.expected_left())
             if self.terminal:
-                self.bar.total = total
+                self.bar.total = self.total
                 self.bar.set_postfix_str(self.state(), refresh=True)
             else:
-                print(f"{self.title}: {self.count:,} of {total:,}, {self.state()}", file=sys.stderr, flush=True)
+                print(f"{self.title}: {self.count:,} of {self.total:,}, {self.state()}", file=sys.stderr, flush=True)
                 wait_s = PLAIN_S
 
     def turn_to(self, title: str) -> None:
@@ -101,22 +100,11 @@ class Progress:
     def finished(self, unused: int) -> None:
         """Count a complete answer; it is ``unused`` tokens shorter than its limit."""
         self.done += 1
-        self.shortened += unused > 0
         self.total -= unused
 
     def expect(self, answers: int, total: int) -> None:
         """Take the number of all answers and the most that may come of them, once both are known."""
         self.answers, self.total = answers, total
-
-    def expected_left(self) -> float:
-        """Return how much is still to come: with ``answers``, as if each token ended its answer with the same
-        probability, that of the tokens so far (whose most likely value does not depend on answers that still run)."""
-        most = max(self.total - self.count, 0)
-        running = (self.answers or 0) - self.done
-        if running <= 0 or not self.shortened:
-            return most
-        ends = min(self.shortened / max(self.count, 1), 1.0)
-        return min(most, running * (1 - (1 - ends) ** (most / running)) / ends)
 
     def seconds_left(self) -> float | None:
         """Return how long that takes, at ``rate``. Before the first of it, what is left of the prediction. None where
@@ -129,7 +117,7 @@ class Progress:
             left = (self.predicted_s or 0.0) - (time.monotonic() - self.began)
             return left if left > 0 else None
         rate = self.rate()
-        return self.expected_left() / rate if rate else None
+        return (self.total - self.count) / rate if rate else None
 
     def rate(self) -> float:
         """Return the count a second in the last half of the time, without the first of it."""
