@@ -165,7 +165,7 @@ def _predict_chunk(steps: CandidateSteps, walk: bool) -> dict:
     least_s = longest(*(np.maximum(prefill_busy[r] + decode_busy[r] - late[r], 0.0) for r in RESOURCES))
     decoded = steps.generated - 1
     if walk:
-        prefill_s, total_s, launching = _Walk(verbs, num_walked).run()
+        prefill_s, total_s, launching = _TemplateWalk(verbs, num_walked).run()
         total_s = np.maximum(total_s, least_s)  # a skip may extrapolate too little of a slow start
         prefill_s = np.where(decoded > 0, prefill_s, total_s)
         decode_s = total_s - prefill_s
@@ -196,7 +196,7 @@ def _predict_chunk(steps: CandidateSteps, walk: bool) -> dict:
 # ---- the walk --------------------------------------------------------------------------------------------------------
 
 
-class _Walk:
+class _TemplateWalk:
     """Walks the template run's tasks with the durations of the real runs; arrays [candidates]."""
 
     def __init__(self, verbs: VerbSeconds, num_walked: int):
