@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.positions import num_awaited
 from flexhybrid.core.schedule.scheduler import Scheduler
 from flexhybrid.core.wave import RequestQueue, Wave, leave_place
@@ -258,7 +259,7 @@ def _resumed(wave: Wave, workload: Workload, under_way: UnderWay) -> Scheduler:
     lengths = Workload(wave.workload.prompt_tokens.copy(), wave.workload.max_tokens.copy())
     ended, whole = wave.queue.ended if wave.queue else None, wave.whole and replace(wave.whole, workload=lengths)
     queue = RequestQueue(workload, workload.num_requests, [*under_way.waiting], ended=ended)
-    wave = replace(wave, workload=lengths, whole=whole, queue=queue)
+    wave = replace(wave, workload=lengths, whole=whole, queue=queue, limits=buffer_sizes(wave))
     batch = Scheduler(wave)
     for k, members in enumerate(under_way.running):
         batch.resume(k, members)

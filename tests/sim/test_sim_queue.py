@@ -16,7 +16,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import holds_lengths, running_sizes
-from flexhybrid.core.schedule.scheduler import Scheduler, buffers_hold, stores_exactly
+from flexhybrid.core.schedule.scheduler import Scheduler, stores_exactly
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from sim import queue_clock, virtual_clock
@@ -374,4 +374,4 @@ def test_what_surely_fits_is_what_the_buffers_hold(seed):
     cached, joining = rng.integers(1, 170, int(rng.integers(1, 6))), rng.integers(1, 110, int(rng.integers(0, 5)))
     joining = joining[: len(cached)]
     if holds_lengths(most, cached, joining, chunk_tokens(policy.max_mini_batch_tokens)):
-        assert buffers_hold(wave, cached, joining, None)
+        assert wave.limits.holds(running_sizes(wave, cached, joining))

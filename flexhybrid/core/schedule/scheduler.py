@@ -26,7 +26,6 @@ from flexhybrid.core.context.selection import kept_tokens
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.schedule.buffer_sizes import (
-    SharedLengths,
     build_sizes,
     first_builds,
     holds_lengths,
@@ -127,21 +126,6 @@ def shorter(prompts: np.ndarray, tokens: np.ndarray, ordered: bool) -> list[int]
     """Return which requests may have room although the first has none. ``ordered``: shortest first, so none has."""
     found = np.flatnonzero((prompts < prompts[0]) | (tokens < tokens[0]))
     return (found[np.argsort(tokens[found], kind="stable")] if ordered else found).tolist()
-
-
-def buffers_hold(wave: Wave, cached: np.ndarray, joining: np.ndarray, shared: SharedLengths | None) -> bool:
-    """Return whether the buffers suffice until the members have ``cached`` tokens, in any order of leaving;
-    ``joining``: prompt tokens of those that join now (``running_sizes``)."""
-    return wave.limits.holds(running_sizes(wave, cached, joining, shared))
-
-
-def computed_together(wave: Wave, prompts: np.ndarray, builds: list[list[Build]]) -> bool:
-    """Return whether one step, or pieces of one prompt, can compute ``prompts`` [joining requests] tokens after shared
-    blocks, and the iteration also the steps ``builds`` for these blocks."""
-    rows = len(prompts) * longest_piece(wave.policy, prompts)
-    in_all = sum(map(padded_rows, builds)) + rows * num_chunks(wave.policy, prompts)
-    most = (wave.limits.hidden_rows - wave.workload.num_requests) // len(wave.mini_batches)
-    return rows <= wave.limits.step_rows and in_all <= most
 
 
 class Scheduler:
@@ -366,7 +350,8 @@ class Scheduler:
             if not computed:
                 self.full[k] = False  # it may join in the next iteration
                 break
-            failures, shared = failures + 1, self._would_share(ready)
+            failures, tree = failures + 1, self.sharing.tree if self.sharing else None
+            shared = BLOCK_TOKENS * np.array([len(tree.shared(of)) if tree else 0 for of in ready])
             lengths = queue.workload.select(ready)
             tokens = lengths.cached_tokens - shared
             prompts = lengths.prompt_tokens - (shared if self.sharing and self.sharing.exact else 0)
@@ -394,12 +379,6 @@ class Scheduler:
         self.groups[k], self.queue.passed_over = places[:count], requests[count:] + self.queue.passed_over
         if self.sharing:
             self.sharing.take_builds(places.tolist())
-
-    def _would_share(self, requests: list[int]) -> np.ndarray | int:
-        """Return how many tokens each of these requests would share if it joined now."""
-        if self.sharing is None:
-            return 0
-        return np.array([len(self.sharing.tree.shared(request)) * BLOCK_TOKENS for request in requests])
 
     def _enter(self, places: np.ndarray, requests: list[int], iteration: int) -> dict[str, np.ndarray]:
         """Write requests to places; return the previous contents of the arrays over places."""
@@ -456,7 +435,7 @@ class Scheduler:
         piece = chunk_tokens(wave.policy.max_mini_batch_tokens)
         if not self.sharing and holds_lengths(self.first[k], cached, prompts, piece):
             return True
-        return buffers_hold(wave, cached, prompts, shared_lengths(wave, group, joining))
+        return self.limits.holds(running_sizes(wave, cached, prompts, shared_lengths(wave, group, joining)))
 
     def _kept(self, group: np.ndarray) -> np.ndarray:
         lengths = self.wave.workload.select(group)
@@ -464,10 +443,17 @@ class Scheduler:
         return kept_tokens(self.wave.policy.selection, lengths.prompt_tokens, cached, cached)
 
     def _prefills(self, joining: np.ndarray) -> bool:
-        """Return whether one step, or pieces of one prompt, can compute these prompts."""
+        """Return whether one step, or pieces of one prompt, can compute these prompts after the blocks that they share,
+        and the iteration also the steps for these blocks."""
         wave = self.wave
         prompts = wave.workload.prompt_tokens[joining] - wave.skipped_tokens(joining)
-        return computed_together(wave, prompts, first_builds(wave, joining) if self.sharing else [])
+        rows, builds = (
+            len(prompts) * longest_piece(wave.policy, prompts),
+            first_builds(wave, joining) if self.sharing else [],
+        )
+        in_all = sum(map(padded_rows, builds)) + rows * num_chunks(wave.policy, prompts)
+        most = (self.limits.hidden_rows - wave.workload.num_requests) // len(wave.mini_batches)
+        return rows <= self.limits.step_rows and in_all <= most
 
     def _reserve(self, k: int, places: np.ndarray) -> int:
         """Give joining requests their blocks, in order; return how many have room."""
