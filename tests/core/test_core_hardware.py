@@ -144,13 +144,6 @@ def test_missing_and_broken_files(tmp_path):
             load_hardware(path)
 
 
-def test_broken_json_is_named_by_line_and_column(tmp_path):
-    path = tmp_path / "machine.json"
-    path.write_text('{\n "name": "x",\n "lines": }\n')
-    with pytest.raises(InputError, match=r"machine\.json: line 3, column 11: "):
-        load_hardware(path)
-
-
 # --- this machine's profiles ------------------------------------------------------------------------------------------
 
 

@@ -78,12 +78,7 @@ def test_padded_tokens_agree_with_counting(lengths, mix):
     kv, act = split_representations(entries, np.array(lengths))
     assert (kv + act).tolist() == lengths
     assert padded_tokens(kv, act) == padded_by_hand(entries, lengths)
-
-
-def test_padded_tokens_worked_by_hand():
-    # KV widest 17 -> 32, ACT widest 3 -> 16: two requests of 48 columns, and a new token each
-    assert padded_tokens(np.array([17, 5]), np.array([0, 3])) == 2 * (32 + 16) + 2
-    assert padded_tokens(np.array([]), np.array([])) == 0
+    assert padded_tokens(kv[:0], act[:0]) == 0
 
 
 # ---- CAPTURE's F_b: a token of ACT takes 3 s to recompute, one of KV 2 s to load
@@ -105,14 +100,6 @@ def test_imbalance_is_f_b_of_capture():
     assert imbalance(2.0, 2.0) == imbalance(0, 0) == 1
     assert imbalance(3.0, 2.0) == imbalance(2.0, 3.0) == 1.5
     assert imbalance(0, 1.0) == imbalance(1.0, 0) == math.inf
-
-
-def test_f_bs_greedy_takes_whoever_fits_and_does_not_worsen_it():
-    # Blocks are ACT and KV in turn. F_b of 64 tokens, and of 32, is 3·32 / (2·32) = 1.5, also of several. With 48 (32
-    # ACT, 16 KV) it would rise to 3·64 / (2·48) = 2. Alone those have 3·32 / (2·16) = 3, and each 64 lowers that. The
-    # bound takes three requests.
-    groups = by_imbalance(MIXES[2], [64, 48, 32, 64, 64, 64], 3 * (64 + 1))
-    assert groups == [[0, 2, 3], [1, 4, 5]]
 
 
 @given(LENGTHS, st.sampled_from(MIXES), st.integers(1, 3000))

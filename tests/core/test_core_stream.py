@@ -1,8 +1,8 @@
 """The stream of tasks, the dependencies derived from it, and the checker that proves a trace right.
 
-Three oracles that share no code with what they judge: ``Memory`` runs a stream one task at a time on dictionaries
-instead of tensors and looks at what every verb finds; ``ordered_pairs`` derives dependencies by comparing all pairs
-of tasks; ``schedule`` runs a stream on all resources at once with durations of our choosing.
+Two oracles that share no code with what they judge: ``Memory`` runs a stream one task at a time on dictionaries
+instead of tensors and looks at what every verb finds; ``schedule`` runs a stream on all resources at once with
+durations of our choosing. ``test_core_dependencies`` derives the dependencies a second time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import runnable_policies
+from test_core_dependencies import by_cells
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.packing import num_chunks
@@ -350,13 +351,6 @@ def test_run_in_order_every_verb_finds_its_own_layers_weights(policy, lengths):
             unpacked = own
 
 
-@given(waves(max_layers=1))
-def test_a_model_of_one_layer_loads_what_it_just_stored(wave):
-    memory = Memory(wave)
-    for task in stream(wave):
-        memory.run(task)
-
-
 @given(waves())
 def test_streamed_weights_cross_the_link_once_a_layer_and_iteration(wave):
     loaded, iterations = Counter(), set()
@@ -457,15 +451,6 @@ def test_starting_at_the_first_decode_iteration():
     assert decode_only == whole
     loads = [t.label() for t in stream(wave, first_iteration=1) if t.verb in ("load_kv", "load_act")]
     assert loads == [t.label() for t in stream(wave) if t.verb in ("load_kv", "load_act")]
-
-
-def test_each_mini_batch_holds_its_part_of_the_pools():
-    wave = make_wave()
-    for k, group in enumerate(wave.mini_batches):
-        wave.blocks[k].check()
-        for entry, pool in wave.blocks[k].pools.items():
-            held = np.concatenate([wave.blocks[k].blocks_of(entry, place) for place in group.tolist()])
-            assert pool.num_free == 0 and held.tolist() == list(range(pool.first, pool.first + pool.num_blocks))
 
 
 @pytest.mark.parametrize(
@@ -642,49 +627,11 @@ def test_every_single_wait_is_needed_and_the_checker_knows(cache, needed):
     assert overtaken >= needed
 
 
-# --- dependencies against all pairs -----------------------------------------------------------------------------------
-
-
-def predecessors(tasks, edges) -> list[int]:
-    """Bit sets of all that must run before each task: FIFO on its resource, and the edges, transitively."""
-    before, last = [], {}
-    for number, task in enumerate(tasks):
-        bits = 0
-        for earlier in (*edges[number], *([last[task.resource]] if task.resource in last else [])):
-            bits |= before[earlier] | 1 << earlier
-        before.append(bits)
-        last[task.resource] = number
-    return before
-
-
-def conflict(a: Task, b: Task) -> bool:
-    def overlap(these, those) -> bool:
-        return any(x.space == y.space and max(x.lo, y.lo) < min(x.hi, y.hi) for x in these for y in those)
-
-    return overlap(a.writes, b.writes) or overlap(a.writes, b.reads) or overlap(a.reads, b.writes)
-
-
-def check_against_all_pairs(tasks) -> None:
-    number_of = numbers_of(tasks)
-    derived = [[number_of[mark] for mark in marks] for marks in derive(tasks)]
-    assert all(tasks[n].resource != task.resource for task, marks in zip(tasks, derived) for n in marks)
-    all_pairs = [[a for a in range(b) if conflict(tasks[a], task)] for b, task in enumerate(tasks)]
-    assert predecessors(tasks, derived) == predecessors(tasks, all_pairs)
-
-
-SPANS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 4)).map(lambda s: (s[0], s[0] + s[1])), max_size=2)
-
-
-@given(st.lists(st.builds(touch, st.sampled_from(["compute", "h2d", "d2h"]), st.just("t"), SPANS, SPANS), max_size=25))
-@settings(max_examples=150)
-def test_dependencies_of_random_tasks_equal_those_of_all_pairs(tasks):
-    check_against_all_pairs(tasks)
-
-
 @given(waves(max_layers=2, max_requests=3))
 @settings(max_examples=15)
-def test_dependencies_of_a_stream_equal_those_of_all_pairs(wave):
-    check_against_all_pairs(list(stream(wave))[:300])
+def test_dependencies_of_a_stream_are_what_its_cells_say(wave):
+    tasks = list(stream(wave))[:300]
+    assert [dict(marks) for marks in derive(tasks)] == by_cells(tasks, HAZARDS)
 
 
 # --- the checker against spoiled traces -------------------------------------------------------------------------------
@@ -692,60 +639,14 @@ def test_dependencies_of_a_stream_equal_those_of_all_pairs(wave):
 STREAM = list(stream(make_wave(prompts=(20, 9), max_tokens=(2, 3), bound=70)))
 
 
-def pairs(earlier: str, later: str) -> list[tuple[int, int]]:
-    """(a, b) of STREAM with a before b, where what a does to a cell ("reads" or "writes") comes right before b does."""
-    last: dict[tuple, int] = {}
-    found = set()
-    for number, task in enumerate(STREAM):
-        for access in getattr(task, later):
-            for cell in range(access.lo, access.hi):
-                if (access.space, cell) in last:
-                    found.add((last[access.space, cell], number))
-        for access in task.writes:
-            for cell in range(access.lo, access.hi):
-                last.pop((access.space, cell), None)
-        for access in getattr(task, earlier):
-            for cell in range(access.lo, access.hi):
-                last[access.space, cell] = number
-    return sorted((a, b) for a, b in found if a != b)
-
-
-def replaced(number: int, start: float, end: float) -> list[TraceEvent]:
-    trace = sequential_trace(STREAM)
-    trace[number] = TraceEvent(trace[number].task, start, end)
-    return trace
-
-
-def test_the_unspoiled_trace_is_right():
-    assert check_trace(sequential_trace(STREAM)) == []
-
-
-@given(st.sampled_from(pairs("writes", "reads")))
-def test_a_read_moved_before_its_write_is_caught(pair):
-    write, read = pair
-    violations = check_trace(replaced(read, write - 0.3, write - 0.1))
-    assert any(text.startswith(STREAM[read].label()) and "reads" in text for text in violations)
-
-
-@given(st.sampled_from(pairs("writes", "reads")))
-def test_a_read_that_starts_before_its_write_ends_is_caught(pair):
-    write, read = pair
-    violations = check_trace(replaced(read, write + 0.4, read + 0.5))
-    assert any(text.startswith(STREAM[read].label()) and "reads" in text for text in violations)
-
-
-@given(st.sampled_from(pairs("reads", "writes")), st.sampled_from([(0.1, 0.2), (0.1, 0.7), (-0.2, 0.2), (-0.2, 0.7)]))
-def test_a_write_moved_into_a_read_is_caught(pair, shift):
-    read, write = pair
-    violations = check_trace(replaced(write, read + shift[0], read + shift[1]))
-    assert any(text.startswith(STREAM[read].label()) and "reads" in text for text in violations)
-
-
 @pytest.mark.parametrize("times", [((0, 2), (1, 3)), ((0, 3), (1, 2)), ((2, 3), (0, 1))])
-def test_two_writes_that_overlap_or_swap_are_caught(times):
-    first, second = (touch("disk_read", "a", writes=[(0, 4)]), touch("host_compute", "b", writes=[(2, 6)]))
-    assert check_trace([TraceEvent(first, *times[0]), TraceEvent(second, *times[1])])
-    assert check_trace([TraceEvent(first, 0, 1), TraceEvent(second, 1, 2)]) == []
+@pytest.mark.parametrize("first, second", [("writes", "reads"), ("reads", "writes"), ("writes", "writes")])
+def test_accesses_that_overlap_in_time_or_swap_are_caught(first, second, times):
+    tasks = touch("disk_read", "a", **{first: [(0, 4)]}), touch("host_compute", "b", **{second: [(2, 6)]})
+    violations = check_trace([TraceEvent(task, *at) for task, at in zip(tasks, times)])
+    reader = tasks[1 if second == "reads" else 0]
+    assert any(text.startswith(reader.label()) or first == second for text in violations)
+    assert check_trace([TraceEvent(tasks[0], 0, 1), TraceEvent(tasks[1], 1, 2)]) == []
 
 
 def test_accesses_that_only_touch_do_not_conflict():
