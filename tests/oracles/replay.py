@@ -20,7 +20,6 @@ from flexhybrid.core.memory import NUM_SLOTS, memory_plan
 from flexhybrid.core.plan import WeightSlice
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.task import Task
-from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave
 
 #: Parts that no task moves.
@@ -43,16 +42,14 @@ _SLOTTED = frozenset((
 ))  # fmt: skip
 
 
-def peak_bytes(tasks: Iterable[Task | TraceEvent], wave: Wave) -> dict[str, int]:
-    """Tier -> bytes that a run of these tasks (``stream(wave)``, or a trace of it) needs."""
-    return {tier: sum(parts.values()) for tier, parts in peak_parts(tasks, wave).items()}
+def peak_parts(tasks: Iterable[Task], wave: Wave) -> dict[str, dict[str, int]]:
+    """Tier -> part -> bytes that a run of ``stream(wave)`` needs, with the names of ``core.memory.memory_plan``.
 
-
-def peak_parts(tasks: Iterable[Task | TraceEvent], wave: Wave) -> dict[str, dict[str, int]]:
-    """Tier -> part -> bytes, with the names of ``core.memory.memory_plan``. Raises ValueError at an unknown verb."""
+    Raise ValueError at an unknown verb.
+    """
     replay = _Replay(wave)
     for task in tasks:
-        replay.see(task.task if isinstance(task, TraceEvent) else task)
+        replay.see(task)
     parts: dict[str, dict[str, float]] = {"device": {}, "host": {}, "disk": {}}
     for (tier, part, _), size in replay.largest.items():
         times = NUM_SLOTS if part in _SLOTTED else 1

@@ -75,6 +75,7 @@ MACHINE = {  # 0.4 TFLOP/s and 1.1 GB/s: about in balance where a layer's weight
     "compute": Line(1e-5, 5.5e-12, 5e-11), "h2d": Line(3e-5, 0.0, 9.4e-10), "d2h": Line(3e-5, 0.0, 1.7e-9),
     "host_compute": Line(2e-5, 1.5e-10, 8e-12),
 }  # fmt: skip
+OPT_8 = ModelShape("m", "opt", 8, 4096, 32, 32, 128, 16384, 8192, 4096)
 
 
 def gap(policy: Policy, batch: int, prompt: int, generated: int, num_layers: int = 8, hidden: int = 4096) -> float:
@@ -87,9 +88,8 @@ def gap(policy: Policy, batch: int, prompt: int, generated: int, num_layers: int
 def test_mini_batches_that_split_differently():
     """Each of two requests recomputes a block, each of three none: each as it does, not as the last does."""
     policy = Policy(cache={"both(kv@host,act@device)": 1.0}, bits=Bits(weights=4), max_mini_batch_tokens=183)
-    shape = ModelShape("m", "opt", 8, 4096, 32, 32, 128, 16384, 8192, 4096)
     faster = {**MACHINE, "compute": Line(1e-5, 1e-12, 5e-11)}
-    case = UniformCase(shape, Hardware("m", "cpu", faster), 2, policy, 11, 21, 16)
+    case = UniformCase(OPT_8, Hardware("m", "cpu", faster), 2, policy, 11, 21, 16)
     wave = case.wave()
     (lines,) = wave.split.values()
     assert [len(group) for group in wave.mini_batches] == [3, 3, 3, 2]
@@ -117,12 +117,11 @@ def test_a_static_cache_recomputes_all_that_is_reserved():
 @pytest.mark.parametrize("share", [0.3, 0.8])
 def test_both_clocks_know_what_the_way_of_a_prompt_into_a_pool_costs(share, victim):
     """Token after token, as one by one counted here, and so more than a pool that drops the oldest."""
-    shape = ModelShape("m", "opt", 8, 4096, 32, 32, 128, 16384, 8192, 4096)
 
     def case(order):
         selection = replace(infinigen(pool=share).selection, victim=order)
         policy = replace(infinigen(), selection=selection, max_mini_batch_tokens=4096)
-        return UniformCase(shape, Hardware("m", "cpu", MACHINE), 2, policy, 6, 500, 20)
+        return UniformCase(OPT_8, Hardware("m", "cpu", MACHINE), 2, policy, 6, 500, 20)
 
     ranks = [task.work for task in stream(case(victim).wave()) if task.verb == "rank"]
     places = 16 * math.ceil(share * 519 / 16)
@@ -137,16 +136,15 @@ def test_both_clocks_know_what_the_way_of_a_prompt_into_a_pool_costs(share, vict
 @pytest.mark.parametrize("blocks", [1, 7, 10, 23, 40, 99])
 def test_a_pool_that_is_limited_in_bytes(blocks):
     """Six requests of 7 blocks: more than a block each, and limits that nobody reaches."""
-    shape = ModelShape("m", "opt", 8, 4096, 32, 32, 128, 16384, 8192, 4096)
-    selection = infinigen(pool=blocks * shape.num_layers * 16 * shape.kv_token_bytes(2)).selection
+    selection = infinigen(pool=blocks * OPT_8.num_layers * 16 * OPT_8.kv_token_bytes(2)).selection
     policy = replace(hybrid(0.0), cache={"kv@host": 1.0}, selection=selection, max_mini_batch_tokens=8192)
-    case = UniformCase(shape, Hardware("m", "cpu", MACHINE), 2, policy, 6, 80, 20)
+    case = UniformCase(OPT_8, Hardware("m", "cpu", MACHINE), 2, policy, 6, 80, 20)
     if blocks < 6:
         with pytest.raises(InputError, match="pool_bytes"):
             case.wave()
         return
     pool = memory_plan(case.problem, policy, buffer_sizes(case.wave()))["host"]["kv pool"]
-    assert pool == min(7, blocks // 6) * 6 * shape.num_layers * 16 * shape.kv_token_bytes(2)
+    assert pool == min(7, blocks // 6) * 6 * OPT_8.num_layers * 16 * OPT_8.kv_token_bytes(2)
     closed, virtual = compare(case)
     assert abs(closed / virtual - 1) < 0.005
     planned = total_bytes(memory_plan(case.problem, policy, buffer_sizes(case.wave())))
@@ -286,16 +284,6 @@ def test_streams_of_all_kinds_mean_what_they_say(kind):
         assert one.violations == [], one.case
 
 
-@pytest.mark.parametrize("kind", ["column", "row"])
-def test_the_bound_is_a_bound_and_tokens_add_up(kind):
-    for case, closed, virtual, _ in whole_runs(kind):
-        bound = closed_form(case, walk=False)
-        assert bound["total_s"] == bound["bound_s"] <= virtual.total_s * 1.005  # but for the stairs of whole blocks
-        assert closed["tokens_per_s"] * closed["total_s"] == pytest.approx(virtual.generated_tokens)
-        assert closed["prefill_s"] + closed["decode_s"] == pytest.approx(closed["total_s"])
-        assert closed["num_mini_batches"] == len(case.wave().mini_batches)
-
-
 def test_memory_is_the_memory_plans():
     for case in cases(40, 10, "column", "row", "serial"):
         plan = total_bytes(memory_plan(case.problem, case.policy, buffer_sizes(case.wave())))
@@ -408,11 +396,7 @@ def test_prompts_longer_than_a_mini_batch_are_priced_and_placed_in_pieces():
         case = replace(case, policy=replace(case.policy, max_mini_batch_tokens=max(16, bound)))
         closed, virtual = compare(case)
         gaps.append(abs(closed / virtual - 1))
-        plan = memory_plan(
-            case.problem,
-            case.policy,
-            buffer_sizes(case.wave()),
-        )
+        plan = memory_plan(case.problem, case.policy, buffer_sizes(case.wave()))
         peak = closed_form(case, walk=False)["peak_bytes"]
         for tier, size in total_bytes(plan).items():
             assert size * 0.999 - 64 <= peak[tier] <= size * 1.25 + 64, (tier, case)

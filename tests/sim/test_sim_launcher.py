@@ -13,7 +13,6 @@ from toy_machine import SHAPE, machine
 
 from flexhybrid.core.hardware import LAUNCHER, Line
 from flexhybrid.core.plan import stream
-from flexhybrid.core.policy import Bits
 from flexhybrid.runtime.profiling import profile as profiling
 from flexhybrid.runtime.profiling.profile import ProfileRun
 from policy_search.fit import fit_hardware
@@ -58,16 +57,6 @@ def test_no_task_starts_before_it_is_launched():
     assert all(event.start_s >= 0.9999e-4 * (number + 1) for number, event in enumerate(trace))
     unlaunched = summarize(run(stream(case.wave()), case.hardware))
     assert summarize(trace).total_s == unlaunched.total_s  # the link is slower than Python
-
-
-def test_more_tasks_cost_more_where_launching_binds():
-    """A search then sees what packing costs: of two policies that are alike otherwise the one with more tasks."""
-    policy = hybrid(0.5, 600)
-    case = launched(UniformCase(SHAPE, machine(link=100.0, gflops=1e5, memory=1e4), 4, policy, 8, 100, 12), 1e-3)
-    packed = replace(policy, bits=Bits(kv=4, act=4))
-    plain_s, packed_s = (simulate(case.problem, each, 8, 100, 12).total_s for each in (policy, packed))
-    tasks = [sum(1 for _ in stream(replace(case, policy=each).wave())) for each in (policy, packed)]
-    assert packed_s / plain_s == pytest.approx(tasks[1] / tasks[0], rel=0.02) and tasks[1] > tasks[0]
 
 
 def test_a_profile_has_what_launching_a_task_takes(monkeypatch):

@@ -23,7 +23,6 @@ from flexhybrid.core.schedule.steps import make_step
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from sim.array_clock import predict
-from sim.virtual_clock import run
 
 SHAPE = ModelShape("tiny", "opt", 3, 64, 4, 4, 16, 256, 128, 512)
 
@@ -130,17 +129,6 @@ def test_layers_with_windows_need_what_was_planned():
     assert len(kinds) == 4 and exact >= 7
 
 
-@pytest.mark.parametrize("windows", [(33,), (33, None), (16, 16, 50)])
-@pytest.mark.parametrize("cache", [{"kv@host": 1.0}, {"act@device": 1.0}, {"act@host": 0.5, "kv@disk": 0.5}])
-def test_replayed_peaks_of_windows_are_the_plans(windows, cache):
-    shape = replace(SHAPE, attention=tuple(map(AttentionKind, windows)))
-    policy = Policy(cache=cache, max_mini_batch_tokens=1 << 16)
-    problem = Problem(shape=shape, dtype="float32")
-    wave = admit(problem, policy, Workload.uniform(2, 120, 40))
-    planned = memory_plan(problem, policy, buffer_sizes(wave))
-    assert differences(peak_parts(stream(wave), wave), planned) == {}
-
-
 def test_those_who_stop_early_need_nothing_more():
     """Whoever is left: with fewer requests the split of both(…) may want more of each."""
     rng = np.random.default_rng(23)
@@ -155,27 +143,6 @@ def test_those_who_stop_early_need_nothing_more():
         tasks = stream(wave, stops)
         beyond = differences(peak_parts(tasks, wave), plan_of(case, wave))
         assert all(size > 0 for size in beyond.values()), case
-
-
-def test_a_trace_is_replayed_like_its_tasks():
-    case = cases(1, 24)[0]
-    wave = case.wave()
-    assert peak_parts(run(stream(wave), case.hardware), wave) == peak_parts(stream(wave), wave)
-
-
-def test_a_small_run_worked_out_by_hand():
-    """Two requests of 20 tokens that generate 14 each: 33 tokens are stored in 3 blocks, 32 are read in 2."""
-    wave = admit(Problem(shape=SHAPE, dtype="float32"), Policy(cache={"kv@host": 1.0}), Workload.uniform(2, 20, 14))
-    parts = peak_parts(stream(wave), wave)
-    token = 2 * 64 * 4  # a key and a value of 64 float32 each
-    assert parts["host"]["kv pool"] == 3 * 2 * 3 * 16 * token  # layers, requests, blocks
-    assert parts["device"]["KV buffers"] == 2 * 2 * 2 * 16 * token  # slots, requests, blocks
-    assert parts["device"]["attention buffer"] == 2 * (32 + 1) * token
-    # the prompt's rows
-    assert parts["device"]["staging"] == parts["host"]["copies from the device"] == 2 * 2 * 20 * token
-    assert parts["device"]["hidden states"] == 2 * 20 * 64 * 4
-    assert parts["device"]["weight slots"] == 2 * wave.placed[0].layout.total_bytes
-    assert parts["host"]["weights"] == 3 * wave.placed[0].layout.total_bytes
 
 
 @pytest.mark.parametrize("tok", [0.1, 0.5, 0.95])
