@@ -129,6 +129,17 @@ def test_layers_with_windows_need_what_was_planned():
     assert len(kinds) == 4 and exact >= 7
 
 
+@pytest.mark.parametrize("windows", [(33,), (33, None), (16, 16, 50)])
+@pytest.mark.parametrize("cache", [{"kv@host": 1.0}, {"act@device": 1.0}, {"act@host": 0.5, "kv@disk": 0.5}])
+def test_replayed_peaks_of_windows_are_the_plans(windows, cache):
+    shape = replace(SHAPE, attention=tuple(map(AttentionKind, windows)))
+    policy = Policy(cache=cache, max_mini_batch_tokens=1 << 16)
+    problem = Problem(shape=shape, dtype="float32")
+    wave = admit(problem, policy, Workload.uniform(2, 120, 40))
+    planned = memory_plan(problem, policy, buffer_sizes(wave))
+    assert differences(peak_parts(stream(wave), wave), planned) == {}
+
+
 def test_those_who_stop_early_need_nothing_more():
     """Whoever is left: with fewer requests the split of both(…) may want more of each."""
     rng = np.random.default_rng(23)
