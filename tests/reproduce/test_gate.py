@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from experiments import reference
 from experiments.reproduce import gate, paper, registry
 from experiments.reproduce.experiment import Experiment, table
 from experiments.reproduce.paper import KVPR, compared, far_off, unexplained
@@ -55,6 +56,18 @@ def test_a_median_may_grow_by_a_twentieth(ours, is_worse):
     if is_worse:
         assert len(found) == 2 and found[0].startswith("kvpr FlexGen: median |error| 20.0% -> ")
         assert "kvpr-table2, FlexGen, batch" in found[0] and "KVPR, batch" not in found[0]
+
+
+def test_the_kept_rows_say_what_the_reference_says():
+    """Paper, unit and role of every row that names a headline; all of KVPR's results are there."""
+    kept = gate.kept()
+    ids = kept["source"].str.extract(r"^(\w\w\d{3}) \(", expand=False)
+    for name in ("kvpr", "capture", "infinigen"):
+        known = reference.load(f"{name}_headlines").set_index("id")
+        found = kept[ids.isin(known.index)]
+        said = known.loc[ids[found.index], ["value", "unit", "role"]]
+        assert len(found) > 5 and found[["paper", "unit", "role"]].to_numpy().tolist() == said.to_numpy().tolist()
+    assert set(reference.rows("kvpr_headlines", kind="result")["id"]) <= set(ids)
 
 
 def test_a_better_row_is_no_complaint_but_stale():

@@ -32,31 +32,11 @@ from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.workload import Workload
 from policy_search.papers.flexgen import FlexGenOptions, flexgen_policy
 
-OPT = {
-    "architectures": ["OPTForCausalLM"],
-    "model_type": "opt",
-    "hidden_size": 64,
-    "ffn_dim": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 97,
-    "max_position_embeddings": 256,
-    "word_embed_proj_dim": 64,
-    "do_layer_norm_before": True,
-    "torch_dtype": "float32",
-}
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 97,
-    "max_position_embeddings": 256,
-    "torch_dtype": "float32",
-}
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 97, "max_position_embeddings": 256}
+OPT = SIZES | {"architectures": ["OPTForCausalLM"], "model_type": "opt", "torch_dtype": "float32"}
+OPT |= {"ffn_dim": 128, "num_attention_heads": 2, "word_embed_proj_dim": 64, "do_layer_norm_before": True}
+LLAMA = SIZES | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float32"}
+LLAMA |= {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 @pytest.fixture

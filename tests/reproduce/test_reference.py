@@ -9,8 +9,11 @@ import pandas as pd
 import pytest
 
 from experiments import reference
+from experiments.reproduce.capture import setup as capture
+from experiments.reproduce.infinigen import setup as infinigen
+from experiments.reproduce.kvpr import setup as kvpr
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.model.shape import KNOWN_SHAPES, shape_by_name
+from flexhybrid.core.model.shape import KNOWN_SHAPES
 
 #: Rows of each table, and how many of them are calibrate and validate rows.
 COUNTS = {
@@ -82,6 +85,21 @@ def test_who_may_be_fitted():
     assert set(reference.rows("capture_table3", role="calibrate")["model"]) == {"OPT-6.7B", "OPT-13B"}
     assert set(reference.rows("kvpr_table3_4", role="calibrate")["method"]) == {"Accelerate"}
     assert set(reference.rows("kvpr_table5", role="calibrate")["method"]) == {"FlexGen"}
+
+
+@pytest.mark.parametrize("fit", [capture.refit_relay, kvpr.fit_host_s.__wrapped__, infinigen.fitted.__wrapped__])
+def test_no_fit_sees_a_row_that_is_held_out(fit, monkeypatch):
+    """Other numbers of the papers may be anything: the constants stay."""
+    before, load = fit(), reference.load
+
+    def altered(name):
+        frame = load(name)
+        if "value" in frame:
+            frame["value"] = frame["value"].where(frame["role"] == "calibrate", 7.7 * frame["value"])
+        return frame
+
+    monkeypatch.setattr(reference, "load", altered)
+    assert fit() == before
 
 
 def test_the_readme_names_every_table_its_rows_and_63_notes():
@@ -225,90 +243,6 @@ def test_missing_and_unreadable_files(tmp_path):
 
 
 # --- the arithmetic the README claims ---------------------------------------------------------------------------------
-
-
-def test_kvprs_throughput_is_the_decode_steps_over_the_latency():
-    """KVPR Tables 3 and 4: tokens/s = batch·(generated − 1)/latency, in all 24 rows."""
-    keys = ["table", "method", "batch", "prompt_len", "gen_len"]
-    wide = reference.load("kvpr_table3_4").pivot(index=keys, columns="metric", values="value").reset_index()
-    assert len(wide) == 24
-    steps = wide["batch"] * (wide["gen_len"] - 1)
-    assert wide["decode_throughput"].to_numpy() == pytest.approx((steps / wide["decode_latency"]).to_numpy(), rel=3e-4)
-
-
-def test_kvprs_cache_sizes_are_in_powers_of_two():
-    for row in reference.rows("kvpr_table3_4", metric="cache_size").itertuples():
-        shape = shape_by_name(row.model)
-        cache = row.batch * (row.prompt_len + row.gen_len) * shape.num_layers * shape.kv_token_bytes(2)
-        assert row.value == pytest.approx(cache / 2**30, abs=6e-4)
-
-
-def test_opt_30bs_cache_is_the_one_that_the_kaist_papers_print():
-    shape = shape_by_name("OPT-30B")
-    token = shape.num_layers * shape.kv_token_bytes(2)
-    assert token == 1_376_256
-    for batch, printed in ((16, 21), (128, 168)):
-        assert token * 1024 * batch / 2**30 == printed
-        found = reference.rows("capture_headlines", quantity="kv_cache_traffic_per_decode_step", batch=batch)
-        assert set(found["value"]) == {printed}
-
-
-def test_note_7_and_8_speedups_of_capture_table_3():
-    speed = reference.load("capture_table3").pivot(index="model", columns="variant", values="tokens_per_s")
-    printed = reference.load("capture_table3").dropna(subset="printed_speedup_over_act_only")
-    assert len(printed) == 8
-    for row in printed.itertuples():
-        ratio = row.tokens_per_s / speed.loc[row.model, "act_only"]
-        assert row.printed_speedup_over_act_only == pytest.approx(ratio, abs=0.0101)
-    gain = speed["hybrid_full"] / speed["act_only"]
-    assert gain["OPT-30B"] == pytest.approx(1.608, abs=1e-3) and gain["OPT-66B"] < gain["OPT-30B"]
-
-
-def test_note_16_and_18_kvpr_table_1_is_bytes_over_nominal_rates():
-    for model in ("OPT-6.7B", "OPT-13B", "OPT-30B"):
-        size = reference.value("kvpr_table1", model=model, metric="kv_cache_size_per_layer") * 2**20
-        assert size == 32 * 1024 * shape_by_name(model).kv_token_bytes(2)
-        link = reference.value("kvpr_table1", model=model, metric="pcie_latency")
-        recompute = reference.value("kvpr_table1", model=model, metric="kv_recompute_latency")
-        assert size / 2**30 / 32 * 1e3 == pytest.approx(link, abs=0.06)  # 32 GiB/s
-        assert size / (recompute * 1e-3) == pytest.approx(1530e9, rel=0.001)  # the A100's memory, not its flops
-
-
-def test_note_30_and_31_kvprs_gains():
-    def rate(method, prompt, generated, metric="decode_throughput"):
-        where = dict(model="OPT-6.7B", prompt_len=prompt, gen_len=generated, metric=metric)
-        return reference.value("kvpr_table3_4", method=method, **where)
-
-    assert rate("KVPR", 128, 128) / rate("Accelerate", 128, 128) == pytest.approx(1.558, abs=1e-3)
-    latency = [rate(method, 128, 128, "decode_latency") for method in ("KVPR", "Accelerate")]
-    assert 1 - latency[0] / latency[1] == pytest.approx(0.358, abs=1e-3)
-    low = [reference.value("kvpr_table5", method=method, prompt_len=1024, gen_len=32) for method in ("KVPR", "FlexGen")]
-    assert low[0] / low[1] == pytest.approx(1.159, abs=1e-3)
-
-
-def test_flexgens_rows_of_kvpr_table_5_mean_a_link_of_about_10_gb_a_second():
-    shape = shape_by_name("opt-6.7b")
-    weights = shape.num_layers * shape.layer_bytes(2)
-    for row in reference.rows("kvpr_table5", method="FlexGen").itertuples():
-        # The README counts the whole final cache; half the generated tokens are there on average.
-        cache = row.batch * (row.prompt_len + row.gen_len / 2) * shape.num_layers * shape.kv_token_bytes(2)
-        assert 9.0e9 < (cache + weights) * row.value / row.batch < 10.5e9
-
-
-def test_infinigens_ratios():
-    def rate(subject, batch):
-        return reference.value("infinigen_headlines", quantity="throughput", subject=subject, batch=batch)
-
-    assert rate("InfiniGen", 20) / rate("INT4", 20) == pytest.approx(2.995, abs=1e-3)
-    assert rate("InfiniGen", 20) / rate("H2O", 20) == pytest.approx(1.634, abs=1e-3)
-    assert rate("InfiniGen", 4) / rate("H2O", 4) == pytest.approx(1.284, abs=1e-3)
-
-
-def test_the_cascades_table_3_sums_to_all_requests():
-    shares = (
-        reference.rows("cascade_tables", table="III", metric="request_share").groupby(["family", "mode"])["value"].sum()
-    )
-    assert len(shares) == 6 and shares.to_numpy() == pytest.approx(100.0, abs=0.11)
 
 
 def test_the_shapes_are_the_projects():
