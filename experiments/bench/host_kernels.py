@@ -20,7 +20,9 @@ from experiments.bench import kernels
 from experiments.bench.harness import Table, seconds_in_turn
 from experiments.bench.kernels import TIMING, KernelSizes, laid_in_host_memory, memory_share, times_as_fast
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.runtime.kernels.attention import Extent, ScoreRule
 from flexhybrid.runtime.kernels.compiled import Share
+from flexhybrid.runtime.kernels.in_place import Parts, layout_of
 from flexhybrid.runtime.kernels.quantize import dequantize, quantize
 from flexhybrid.runtime.kernels.shared_attention import add_part
 from flexhybrid.runtime.threads import torch_threads
@@ -53,13 +55,11 @@ def bench_host_kernels(table: Table, sizes: KernelSizes = TIMING) -> None:
 def bench_attention(table: Table, sizes: KernelSizes, kind: tuple[torch.dtype, int], share: Share, where: str) -> None:
     """Attention of one new token over blocks in place, in a dtype and with so many queries a key head. Of few requests
     what precedes the kernel counts, and of two threads waking the other."""
-    from flexhybrid.runtime.kernels import in_place
-
     (dtype, queries), (batch, heads, head_dim, _, _) = kind, sizes
     blocks, held = _blocks(sizes, dtype)
     query = torch.randn(batch, heads * queries, head_dim).to(dtype)
-    layout = _layout(sizes, held, torch.get_num_threads(), queries)
-    found = memory_share(blocks, lambda copy: in_place.attend_and_sum(query, [copy], layout, share))
+    layout, rule = _layout(sizes, held, torch.get_num_threads(), queries, share), ScoreRule(head_dim**-0.5)
+    found = memory_share(blocks, lambda copy: layout.attend_and_sum(query, [copy], rule))
     name = f"attend_host, {batch} requests, {str(dtype)[6:]}, query heads a key head {queries}, {where}"
     table.at_least(f"{name}: share of the memory bandwidth", found, 0.6, "x")
 
@@ -71,33 +71,27 @@ def _blocks(sizes: KernelSizes, dtype: torch.dtype) -> tuple[torch.Tensor, np.nd
     return blocks, np.arange(count).reshape(sizes.batch, -1)
 
 
-def _layout(sizes: KernelSizes, held: np.ndarray, threads: int, queries: int):
+def _layout(sizes: KernelSizes, held: np.ndarray, threads: int, queries: int, share: Share = map) -> Parts:
     """Return the layout of full contexts in the blocks that requests hold [B, n]."""
-    from flexhybrid.runtime.kernels import in_place
-
     block = 2 * sizes.heads * BLOCK_TOKENS * sizes.head_dim
     strides = sizes.head_dim, BLOCK_TOKENS * sizes.head_dim, block // 2
-    extent = in_place.Extent(held * block, np.full(len(held), sizes.context), *strides)
-    return in_place.layout_of([extent], sizes.heads, threads, queries * sizes.head_dim)
+    extent = Extent(held * block, np.full(len(held), sizes.context), *strides)
+    return layout_of([extent], sizes.heads, threads, queries * sizes.head_dim, share)
 
 
 def bench_attention_together(table: Table, sizes: KernelSizes) -> None:
     """Attention over blocks that all requests share, against each attending to them by itself."""
-    from flexhybrid.runtime.kernels import in_place
-
     batch, heads, head_dim, _, _ = sizes
     blocks, held = _blocks(sizes, torch.float32)
-    query = torch.randn(batch, heads, head_dim)
+    query, rule = torch.randn(batch, heads, head_dim), ScoreRule(head_dim**-0.5)
     of_each, alike, of_all = (_layout(sizes, which, 1, 1) for which in (held, held[:1].repeat(batch, 0), held[:1]))
     together, rows = query.transpose(0, 1).flatten(0, 1)[None], torch.arange(batch)[None]
-    alone = in_place.attend_and_sum(query, [blocks], of_each, map)
+    alone = of_each.attend_and_sum(query, [blocks], rule)
 
     def shared() -> None:
-        add_part(
-            alone, query[:, :, None, None], rows, lambda _: in_place.attend_and_sum(together, [blocks], of_all, map)
-        )
+        add_part(alone, query[:, :, None, None], rows, lambda _: of_all.attend_and_sum(together, [blocks], rule))
 
-    ratio = times_as_fast(lambda: in_place.attend_and_sum(query, [blocks], alike, map), shared)
+    ratio = times_as_fast(lambda: alike.attend_and_sum(query, [blocks], rule), shared)
     table.at_least(f"attend_host_shared, {batch} requests: times as fast as each by itself", ratio, 1, "x")
 
 

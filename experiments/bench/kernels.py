@@ -193,15 +193,16 @@ def bench_in_place(table: Table, sizes: KernelSizes, like: dict, decode: Path) -
     num_threads = torch.get_num_threads()
     layout = in_place.layout_of([extent], sizes.heads, num_threads, sizes.head_dim)
     with ThreadPoolExecutor(num_threads) as workers:
+        layout, rule = layout._replace(share=workers.map), ScoreRule(sizes.head_dim**-0.5)
 
         def attend(memory: torch.Tensor) -> torch.Tensor:
-            return in_place.attend(query, [memory], layout, workers.map)
+            return layout.attend(query, [memory], rule)
 
         share = memory_share(pool, attend)
         table.at_least("attend in place, mixed lengths: share of the measured memory bandwidth", share, 0.6, "x")
         for dtype, queries in product((torch.float32, torch.bfloat16), (1, 4)):  # a key head
             several, memory = query.to(dtype).repeat(1, queries, 1), pool.to(dtype)
-            share = memory_share(memory, lambda m, q=several: in_place.attend(q, [m], layout, workers.map))
+            share = memory_share(memory, lambda m, q=several: layout.attend(q, [m], rule))
             name = f"attend in place, mixed lengths, {str(dtype)[6:]}, query heads a key head {queries}"
             table.at_least(f"{name}: share of the bandwidth", share, 0.6, "x")
         targets = torch.empty(2, len(tokens), sizes.heads, int(tokens.max()), sizes.head_dim, **like)

@@ -83,7 +83,7 @@ def _sweep(table: Table, name: str, one_query: bool, attended: Callable[[], obje
 
 
 def _bench(table: Table, name: str, case: AttendCase, sizes: bool) -> None:
-    from flexhybrid.runtime.kernels.attend_triton import attend, table_of
+    from flexhybrid.runtime.kernels.attend_triton import table_of
 
     like, generator = {"dtype": torch.bfloat16, "device": gpu()}, np.random.default_rng(0)
     tokens = generator.integers(case.tokens // 2, case.tokens + 1, case.requests)
@@ -112,7 +112,7 @@ def _bench(table: Table, name: str, case: AttendCase, sizes: bool) -> None:
 
     grouped = case.queries > 1
     calls = {
-        "triton": lambda: attend(query, [pool], of_blocks, rule),
+        "triton": lambda: of_blocks.attend(query, [pool], rule),
         "a plain copy": lambda: half[0].copy_(half[1]),
         "attention over contiguous contexts": lambda: sdpa(query[:, :, None], keys, values, enable_gqa=grouped),
         "side by side": side_by_side,

@@ -16,7 +16,7 @@ from flexhybrid.core.memory import NUM_SLOTS, index_cells
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import BufferSizes
-from flexhybrid.core.schedule.steps import BlockRun, MiniBatchStep, Segment, Store
+from flexhybrid.core.schedule.steps import MiniBatchStep, Segment, Store
 from flexhybrid.core.work import MIN_KV_GEN_ROWS
 from flexhybrid.runtime.kernels.compiled import Share
 from flexhybrid.runtime.kernels.quantize import dequantize, packed_bytes, quantize
@@ -292,10 +292,3 @@ def _blocks_before(step: MiniBatchStep, segment: Segment, has_region: Callable[[
 def _region(buffer: torch.Tensor, before: int, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the blocks of a slot behind ``before`` others, laid out as a table of this shape."""
     return buffer[before : before + math.prod(shape)].view(*shape, -1)
-
-
-def run_view(blocks: torch.Tensor, run: BlockRun) -> torch.Tensor:
-    """Return a view of a run's blocks: [blocks, …] -> [rows, run.blocks, …]."""
-    window = blocks[run.first : run.first + (run.rows - 1) * run.stride + run.blocks]
-    strides = (run.stride * blocks.stride(0), *blocks.stride())
-    return window.as_strided((run.rows, run.blocks, *blocks.shape[1:]), strides, window.storage_offset())

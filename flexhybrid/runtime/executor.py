@@ -20,7 +20,8 @@ from flexhybrid.core.task import Task, Work
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers, Context
 from flexhybrid.runtime.cuda import CudaCopies
-from flexhybrid.runtime.kernels.attention import PATHS, ScoreRule, Share, Weighed
+from flexhybrid.runtime.kernels.attention import PATHS, ScoreRule, Weighed
+from flexhybrid.runtime.kernels.compiled import Share
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.logprob_log import LogprobLog
 from flexhybrid.runtime.models import architecture
@@ -45,7 +46,7 @@ class EngineParts:
     slots: WeightSlots
     buffers: Buffers
     copies: CpuCopies | CudaCopies
-    host_share: Share = map  #: shares the host's work of a verb among its threads (``attend_blocks``)
+    host_share: Share = map  #: shares the host's work of a verb among its threads (``in_place.Parts``)
     compute_share: Share = map  #: of a CPU that is the device: the same for the threads that compute
     compute_threads: int = 1
 
@@ -152,10 +153,11 @@ class Executor(Generic[SelectionT]):
         paths = wave.problem.attention or fastest_paths(self.device.type, parts.weights.dtype_name, *heads)
         self.attention = {"prompt": PATHS[paths.prompt], "chunk": PATHS[paths.chunk], "decode": PATHS[paths.decode]}
         self.compute_threads = parts.compute_threads
-        #: by mini-batch and window, ``StepExtents`` of its decode step
+        #: by mini-batch and its layers' window, ``StepExtents`` of its decode step
         self.extents: dict[tuple[int, int | None], tuple[MiniBatchStep, Any]] = {}
-        by_kernels = wave.problem.host_attends_in_place or self.policy.attends_from_disk
-        on_host = self.policy.attention == "host" and by_kernels
+        #: numba's kernels attend on the host; False: plain torch
+        self.host_kernels = wave.problem.host_attends_in_place or self.policy.attends_from_disk
+        on_host = self.policy.attention == "host" and self.host_kernels
         if on_host or self.device.type == "cpu" and attends_in_place(wave.problem, wave.policy):
             from flexhybrid.runtime.kernels.in_place import compile_for
 

@@ -111,7 +111,7 @@ def test_who_sees_nothing_gets_zeros():
     extent = Extent(np.array([[0, 512]]), np.array([32]), 16, 256, 256, hidden)
     table = attend_triton.table_of([extent], ["pool"], (1, 16), torch.from_numpy)
     for parts in (1, 2):
-        attended, sums = attend_triton.attend_and_sum(query, [pool], table, ScoreRule(0.25), parts)
+        attended, sums = table.attend_and_sum(query, [pool], ScoreRule(0.25), parts)
         assert not attended.any() and (sums == -torch.inf).all()
 
 
@@ -120,10 +120,10 @@ def test_a_nan_is_given_on_and_what_is_not_seen_is_not():
     contexts, extent, memory = laid_out(generator, F32, 1, 16, [20, 20], head_major=True)
     table = attend_triton.table_of([extent], ["pool"], (1, 16), torch.from_numpy)
     query, rule = torch.randn(2, 2, 16, generator=generator), ScoreRule(0.25)
-    assert attend_triton.attend(query, [memory], table, rule).isfinite().all()
+    assert table.attend(query, [memory], rule).isfinite().all()
     first = int(extent.blocks[0, 0]) // (2 * 16 * BLOCK_TOKENS)
     memory[first, 0, 0, 3, 5] = torch.nan
-    attended = attend_triton.attend(query, [memory], table, rule)
+    attended = table.attend(query, [memory], rule)
     assert attended[0].isnan().all() and attended[1].isfinite().all()
 
 

@@ -122,7 +122,7 @@ def test_what_a_kernel_may_load_at_a_time_follows_from_head_size_and_address(mon
     for d, first in ((64, 0), (20, 0), (18, 0), (64, 4), (64, 1)):
         extent = Extent(np.array([[0]]), np.array([3]), d, 16 * d, 16 * d)
         table = attend_triton.table_of([extent], ["pool"], (1, d), torch.from_numpy)
-        attend_triton.attend(rows[:d].view(1, 1, d), [rows[first:]], table, ScoreRule(1.0))
+        table.attend(rows[:d].view(1, 1, d), [rows[first:]], ScoreRule(1.0))
     assert asked == [16, 8, 4, 8, 2]
 
 

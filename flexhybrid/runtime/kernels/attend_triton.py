@@ -64,6 +64,24 @@ class BlockTable(NamedTuple):
     reach: tuple[int, ...] = ()  #: of each memory the most of ``Extent.reach``
     row: int = 0  #: elements of a projected row, where blocks are made of them
 
+    def attend(
+        self, q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], rule: ScoreRule, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attend with one query a request over its whole context, the rule's sinks included; return [B, H·d] in the
+        queries' dtype. ``memories``: of each of the table's extents, as it was made, a contiguous tensor that holds it;
+        ``out``: [B, H·d], takes the result."""
+        return _attended(q_BHd, memories, self, rule, None, out=out)[0].flatten(1)
+
+    def attend_and_sum(
+        self, q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], rule: ScoreRule, parts: int | None = None
+    ) -> Weighed:
+        """Attend as ``attend`` does, without sinks; return float32 [B, G, r, d], and the logarithm of its divisor, [B,
+        G, r]. ``parts``: in how many each context is read (default: enough to fill a GPU)."""
+        sums = q_BHd.new_empty(q_BHd.shape[:2], dtype=torch.float32)
+        attended, _ = _attended(q_BHd, memories, self, rule._replace(sinks_H=None), sums, parts)
+        by_head = (self.groups, q_BHd.shape[1] // self.groups)
+        return attended.unflatten(1, by_head), sums.unflatten(1, by_head)
+
 
 def table_of(
     extents: Sequence[Extent],
@@ -97,30 +115,6 @@ def table_of(
     row = max(extent.token_stride for extent in extents)
     row = row if row > 2 * groups * d else 0
     return BlockTable(starts, of_places, of_kinds, groups, int(counts.max()), parts, reach=reach, row=row)
-
-
-def attend(
-    q_BHd: torch.Tensor,
-    memories: Sequence[torch.Tensor],
-    table: BlockTable,
-    rule: ScoreRule,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attend with one query a request over its whole context, the rule's sinks included; return [B, H·d] in the
-    queries' dtype. ``memories``: of each of the table's extents, as it was made, a contiguous tensor that holds it;
-    ``out``: [B, H·d], takes the result."""
-    return _attended(q_BHd, memories, table, rule, None, out=out)[0].flatten(1)
-
-
-def attend_and_sum(
-    q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], table: BlockTable, rule: ScoreRule, parts: int | None = None
-) -> Weighed:
-    """Attend as ``attend`` does, without sinks; return float32 [B, G, r, d], and the logarithm of its divisor, [B, G,
-    r]. ``parts``: in how many each context is read (default: enough to fill a GPU)."""
-    sums = q_BHd.new_empty(q_BHd.shape[:2], dtype=torch.float32)
-    attended, _ = _attended(q_BHd, memories, table, rule._replace(sinks_H=None), sums, parts)
-    by_head = (table.groups, q_BHd.shape[1] // table.groups)
-    return attended.unflatten(1, by_head), sums.unflatten(1, by_head)
 
 
 def _attended(

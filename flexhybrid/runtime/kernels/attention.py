@@ -15,12 +15,10 @@ import torch.nn.functional as F
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.memory import HOST_THREADS, WIDENED_ELEMENTS
+from flexhybrid.core.memory import WIDENED_ELEMENTS
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.schedule.steps import BlockRun
 from flexhybrid.core.work import PREFILL_QUERIES
-from flexhybrid.runtime.buffers import run_view
-from flexhybrid.runtime.kernels.compiled import Share, demand
+from flexhybrid.runtime.kernels.compiled import demand
 
 #: What attention gives [B, G, Q, d], and the logarithm of the sum that it was divided by [B, G, Q]; in float32.
 Weighed = tuple[torch.Tensor, torch.Tensor]
@@ -184,79 +182,6 @@ def attention_sums(q_BNHd: torch.Tensor, k_BNGd: torch.Tensor, lengths_B: torch.
         real = (chunk < lengths_B[:, None])[:, None, None, :, None]
         sums += (weights * real).sum((2, 3))
     return sums
-
-
-def attend_blocks(
-    q_BHd: torch.Tensor,
-    blocks: torch.Tensor,
-    runs: tuple[BlockRun, ...],
-    seen_B: tuple[np.ndarray, np.ndarray],
-    rule: ScoreRule,
-    share: Share = map,
-) -> Weighed:
-    """Attend on the host, in float32, with one query per request over its blocks in place, [blocks, 2, G, 16, d]; Q =
-    r.
-
-    ``seen_B``: first visible and last place in a request's blocks; ``share`` divides requests, and heads if these are
-    few, among threads. Each key and value is read once; only scores, and for 16-bit blocks a few float32 heads, are
-    written. On two threads of an AMD EPYC (Zen 3), heads of 128 with a query each: 2 times as fast as torch operations
-    in two parts, 3.6 times (float32) or 2 times (16 bits) as fast as products over assembled keys and values.
-    """
-    batch, heads, d = q_BHd.shape
-    query = (q_BHd * rule.scaling).view(batch, blocks.shape[2], -1, d).float()
-    attended, sums = torch.empty_like(query), torch.empty(query.shape[:3], dtype=torch.float32)
-    pieces: list[list[torch.Tensor]] = [[] for _ in range(batch)]
-    for run in sorted(runs, key=lambda run: run.column):
-        for row, piece in enumerate(run_view(blocks, run), start=run.row):
-            pieces[row].append(piece)
-    heads_at_a_time = -(-blocks.shape[2] * batch // HOST_THREADS["cuda"])
-
-    @torch.inference_mode()  # it applies to the calling thread alone; a pool has other threads
-    def attend_request(row: int, first: int) -> None:
-        heads = slice(first, first + heads_at_a_time)
-        own = [piece[:, :, heads] for piece in pieces[row]]
-        seen = slice(int(seen_B[0][row]), int(seen_B[1][row]))
-        _attend_request(query[row, heads], own, (seen, rule), (attended[row, heads], sums[row, heads]))
-
-    items = [(row, first) for row in range(batch) for first in range(0, blocks.shape[2], heads_at_a_time)]
-    for _ in share(attend_request, *zip(*items, strict=True)):
-        pass
-    return attended, sums
-
-
-Seen = tuple[slice, ScoreRule]  #: the places that a query sees, and what becomes of its scores with them
-
-
-def _attend_request(q_GQd: torch.Tensor, pieces: list[torch.Tensor], seen: Seen, out: Weighed) -> None:
-    """Attend over pieces [n, 2, G, 16, d] of a context: in place where they are float32, otherwise widened a few heads
-    at a time. ``out``: [G, Q, d] and [G, Q]."""
-    groups, d = q_GQd.shape[0], q_GQd.shape[-1]
-    step = groups
-    if pieces[0].dtype != torch.float32:
-        step = max(1, WIDENED_ELEMENTS // (sum(map(len, pieces)) * BLOCK_TOKENS * d))
-    for start in range(0, groups, step):
-        heads = slice(start, start + step)
-        wide = [widened(piece[:, :, heads]) for piece in pieces]
-        _attend_in_place(q_GQd[heads], wide, seen, (out[0][heads], out[1][heads]))
-
-
-def _attend_in_place(q_GQd: torch.Tensor, pieces: list[torch.Tensor], seen: Seen, out: Weighed) -> None:
-    """Attend block by block: numpy's products take strided blocks; torch would copy them first, and its products of 16
-    keys take two to three times as long."""
-    query, halves = q_GQd.numpy(), [piece.numpy().swapaxes(0, 1) for piece in pieces]
-    products = [np.matmul(query, keys.swapaxes(-1, -2)) for keys, _ in halves]
-    scores = torch.from_numpy(products[0] if len(products) == 1 else np.concatenate(products))  # [n, G, Q, 16]
-    places, rule = seen
-    scores = rule.capped(scores.permute(1, 2, 0, 3).flatten(2))
-    scores[..., places.stop :] = scores[..., : places.start] = -torch.inf
-    weights = torch.softmax(scores, dim=-1)  # the largest is one over the sum, relative to the largest score
-    torch.sub(scores.amax(-1), weights.amax(-1).log_(), out=out[1])
-    weights = weights.unflatten(-1, (-1, BLOCK_TOKENS)).permute(2, 0, 1, 3).numpy()
-    first, attended = 0, 0
-    for _, values in halves:
-        attended = attended + np.matmul(weights[first : first + len(values)], values).sum(0)
-        first += len(values)
-    out[0].copy_(torch.from_numpy(attended))
 
 
 def products(

@@ -1,33 +1,39 @@
 """Decode attention on a CPU that reads keys and values in place: in pools, loaded slots and recomputed rows.
 
-Contexts are neither assembled nor padded: a mini-batch may hold requests of any lengths. The kernels are in
-``compiled.attention``; importing this module imports numba.
+Contexts are neither assembled nor padded: a mini-batch may hold requests of any lengths. numba's kernels attend
+(``compiled.attention``); plain torch does without numba, and where scores have a softcap.
 
 Shapes: B requests, G key/value heads, r query heads for each, d head size. An item is a request and a key head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.runtime.kernels.attention import Extent, Weighed
+from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.memory import WIDENED_ELEMENTS
+from flexhybrid.runtime.kernels.attention import Extent, ScoreRule, Weighed
 from flexhybrid.runtime.kernels.compiled import Share, demand
-from flexhybrid.runtime.kernels.compiled.attention import KINDS, LANES, attend_items
+from flexhybrid.runtime.kernels.shared_attention import weigh
 
 #: Products of query and key elements below which one thread does all. Handing over takes about 90 us; in 200 us, of
 #: which a second thread would save half, a thread of an AMD EPYC (Zen 3) does 0.5 million if each query has its own
 #: keys, 1.5 million if eight share them.
 SHARED_PRODUCTS = 1 << 20
 
+OfItems = Callable[[int, int], None]  #: attends with the queries of items [first, end)
+
 
 class Parts(NamedTuple):
-    """The places of contexts, part by part: the same in every layer of a step."""
+    """The places of contexts, part by part: the same in every layer of a step.
+
+    ``memories`` of the methods: of each part a contiguous tensor that holds it, all of one dtype.
+    """
 
     tokens: np.ndarray  #: [parts, B] int64
     blocks: np.ndarray  #: [2, ·] the blocks of all extents, one after the other, and their hidden tokens
@@ -36,11 +42,106 @@ class Parts(NamedTuple):
     bounds: list[int]  #: of the ranges of items that threads take
     groups: int
     reach: list[int]  #: ``Extent.reach`` of each part
+    share: Share = map  #: deals ranges of items to threads
+    by_kernels: bool = True  #: False: plain torch attends
+
+    def attend(
+        self, q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], rule: ScoreRule, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attend with one query a request over its whole context, the rule's sinks included; return [B, H·d] in the
+        queries' dtype. ``out``: [B, H·d], takes the result."""
+        weighed = self.attend_and_sum(q_BHd, memories, rule)
+        rule.with_sinks(weighed)
+        attended = weighed[0].view(len(q_BHd), -1).to(q_BHd.dtype)
+        return attended if out is None else out.copy_(attended)
+
+    def attend_and_sum(self, q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], rule: ScoreRule) -> Weighed:
+        """Attend as ``attend`` does, without sinks; return float32 [B, G, r, d], and the logarithm of its divisor,
+        [B, G, r]."""
+        (batch, heads, d), groups = q_BHd.shape, self.groups
+        query = q_BHd if q_BHd.stride()[1:] == (d, 1) else q_BHd.contiguous()
+        attended = torch.empty(batch, groups, heads // groups, d, dtype=torch.float32)
+        weighed = attended, torch.empty(attended.shape[:3], dtype=torch.float32)
+        of_items = (self._by_kernels if self.by_kernels else self._by_torch)(query, memories, rule, weighed)
+        others = self.share(of_items, self.bounds[1:-1], self.bounds[2:]) if len(self.bounds) > 2 else ()
+        of_items(*self.bounds[:2])
+        for _ in others:
+            pass
+        return weighed
+
+    def _by_kernels(
+        self, query: torch.Tensor, memories: Sequence[torch.Tensor], rule: ScoreRule, out: Weighed
+    ) -> OfItems:
+        """Return numba's kernels, which use addresses: the caller holds all tensors. Raise ValueError if they would
+        leave these memories."""
+        from flexhybrid.runtime.kernels.compiled.attention import KINDS, attend_items
+
+        (batch, heads, d), groups = query.shape, self.groups
+        asks = batch == self.tokens.shape[1] and not heads % groups and query.is_cpu and query.dtype in KINDS
+        kind, alike = memories[0].dtype, len(memories) == len(self.reach)
+        for memory, last in zip(memories, self.reach, strict=False):
+            alike = alike and memory.dtype == kind and memory.is_cpu and memory.is_contiguous()
+            alike = alike and memory.numel() >= last + d
+        shared = min(self.bounds) == 0 and max(self.bounds) == batch * groups
+        demand("attend_items", query=asks, memories=alike and kind in KINDS, bounds=shared)
+        strides = query.stride(0) * query.element_size(), groups, heads // groups, d
+        source = query.data_ptr(), *strides, np.float32(rule.scaling)
+        kinds, target = (KINDS[kind], KINDS[query.dtype]), (out[0].data_ptr(), out[1].data_ptr())
+        addresses = np.array([memory.data_ptr() for memory in memories])
+        return lambda first, end: attend_items(*kinds, source, addresses, self[:3], target, first, end)
+
+    def _by_torch(
+        self, query: torch.Tensor, memories: Sequence[torch.Tensor], rule: ScoreRule, out: Weighed
+    ) -> OfItems:
+        """Return the same in plain torch, over float32 copies of a request's keys and values: of several heads, while
+        they have WIDENED_ELEMENTS each."""
+        d, (attended, sums) = query.shape[-1], out
+        queries = query.unflatten(1, (self.groups, -1)).float()
+        rows = [memory.view(-1, d).view(torch.uint8).numpy() for memory in memories]
+
+        @torch.inference_mode()  # it applies to the calling thread alone, and those of a pool are others
+        def of_items(first: int, end: int) -> None:
+            for request in range(first // self.groups, -(-end // self.groups)):
+                item, places = request * self.groups, self._tokens_of(request)
+                until, num_tokens = min(end - item, self.groups), sum(len(of_part) for of_part, *_ in places)
+                step = max(1, WIDENED_ELEMENTS // (num_tokens * d))
+                for head in range(max(first - item, 0), until, step):
+                    heads = np.arange(head, min(head + step, until))[:, None]
+                    keys, values = [], []
+                    for memory, (of_part, head_stride, behind) in zip(rows, places, strict=True):
+                        index = of_part + head_stride * heads
+                        keys.append(memory[index // d])
+                        values.append(memory[(index + behind) // d])
+                    sides = (torch.from_numpy(np.concatenate(side, axis=1)) for side in (keys, values))
+                    k_GTd, v_GTd = (side.view(memories[0].dtype).float() for side in sides)
+                    own = slice(head, head + len(heads))
+                    found = weigh(queries[None, request, own], k_GTd[None], v_GTd[None], None, rule)
+                    attended[request, own], sums[request, own] = found[0][0], found[1][0]
+
+        return of_items
+
+    def _tokens_of(self, request: int) -> list[tuple[np.ndarray, int, int]]:
+        """Return the first elements of a request's tokens [T] in each part that are not hidden, elements from a head to
+        the next, and from keys to values."""
+        found, inside = [], np.arange(BLOCK_TOKENS)
+        for tokens, (begin, most, token_stride, *strides) in zip(self.tokens[:, request], self.strides, strict=True):
+            begin, count = begin + request * most, ceil_blocks(tokens)
+            blocks, hidden = self.blocks[:, begin : begin + count, None]
+            is_seen = (inside >= hidden) & (inside + BLOCK_TOKENS * np.arange(count)[:, None] < tokens)
+            found.append(((blocks + inside * token_stride)[is_seen], *strides))
+        return found
 
 
-def layout_of(extents: Sequence[Extent], groups: int, num_threads: int, width: int = 0) -> Parts:
-    """Return the layout of contexts that have a part in each extent, for ``num_threads`` threads; ``width``: elements
-    of the queries of a key head, where there are several threads."""
+def layout_of(
+    extents: Sequence[Extent],
+    groups: int,
+    num_threads: int,
+    width: int = 0,
+    share: Share = map,
+    by_kernels: bool = True,
+) -> Parts:
+    """Return the layout of contexts that have a part in each extent, for ``num_threads`` threads, which ``share`` deals
+    to; ``width``: elements of the queries of a key head, where there are several threads."""
     first, strides, reach = 0, [], [extent.reach("attend_items", groups) for extent in extents]
     for extent in extents:
         strides.append((first, extent.blocks.shape[1], extent.token_stride, extent.head_stride, extent.values))
@@ -52,48 +153,8 @@ def layout_of(extents: Sequence[Extent], groups: int, num_threads: int, width: i
         if extent.hidden is not None:
             blocks[1, begin : begin + extent.hidden.size] = extent.hidden.ravel()
     bounds = bounds_of(tokens.sum(0), groups, num_threads, width)
-    return Parts(tokens, blocks, np.array(strides, np.int64), bounds, groups, reach)
-
-
-def attend(
-    q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], layout: Parts, share: Share, scaling: float | None = None
-) -> torch.Tensor:
-    """Attend with one query a request over its whole context; return [B, H·d] in the queries' dtype.
-
-    ``memories``: of each of the layout's parts a contiguous tensor that holds it, all of one dtype of KINDS. ``share``
-    deals ranges of items to threads. ``scaling`` is the factor of scores; None: d^-0.5.
-    """
-    return attend_and_sum(q_BHd, memories, layout, share, scaling)[0].view(len(q_BHd), -1).to(q_BHd.dtype)
-
-
-def attend_and_sum(
-    q_BHd: torch.Tensor, memories: Sequence[torch.Tensor], layout: Parts, share: Share, scaling: float | None = None
-) -> Weighed:
-    """Attend as ``attend`` does; return float32 [B, G, r, d], and the logarithm of what it was divided by [B, G, r]."""
-    (batch, heads, d), groups = q_BHd.shape, layout.groups
-    asks = batch == layout.tokens.shape[1] and not heads % groups and q_BHd.is_cpu and q_BHd.dtype in KINDS
-    kind, alike = memories[0].dtype, len(memories) == len(layout.reach)
-    for memory, last in zip(memories, layout.reach, strict=False):
-        alike = alike and memory.dtype == kind and memory.is_cpu and memory.is_contiguous()
-        alike = alike and memory.numel() >= last + d
-    shared = min(layout.bounds) == 0 and max(layout.bounds) == batch * groups
-    demand("attend_items", query=asks, memories=alike and kind in KINDS, bounds=shared)
-    query = q_BHd if q_BHd.stride()[1:] == (d, 1) else q_BHd.contiguous()
-    attended = torch.empty(batch, groups, heads // groups, d, dtype=torch.float32)
-    sums = torch.empty(attended.shape[:3], dtype=torch.float32)
-    strides = query.stride(0) * query.element_size(), groups, heads // groups, d
-    source = query.data_ptr(), *strides, np.float32(scaling or d**-0.5)
-    kinds, target = (KINDS[memories[0].dtype], KINDS[query.dtype]), (attended.data_ptr(), sums.data_ptr())
-    addresses = np.array([memory.data_ptr() for memory in memories])
-
-    def of_items(first: int, end: int) -> None:
-        attend_items(*kinds, source, addresses, layout[:3], target, first, end)
-
-    others = share(of_items, layout.bounds[1:-1], layout.bounds[2:]) if len(layout.bounds) > 2 else ()
-    of_items(*layout.bounds[:2])
-    for _ in others:
-        pass
-    return attended, sums
+    places = tokens, blocks, np.array(strides, np.int64)
+    return Parts(*places, bounds, groups, reach, share=share, by_kernels=by_kernels)
 
 
 def bounds_of(tokens_B: np.ndarray, groups: int, num_threads: int, width: int) -> list[int]:
@@ -108,6 +169,9 @@ def bounds_of(tokens_B: np.ndarray, groups: int, num_threads: int, width: int) -
 @cache
 def compile_for(dtype: torch.dtype) -> None:
     """Compile the kernels for a compute dtype, or load compiled ones: about 10 seconds, or 1."""
+    from flexhybrid.runtime.kernels.compiled.attention import LANES
+
     block = torch.zeros(2, BLOCK_TOKENS, LANES, dtype=dtype)
     extent = Extent(np.zeros((1, 1), np.int64), np.ones(1, np.int64), LANES, 0, BLOCK_TOKENS * LANES)
-    attend(torch.zeros(1, 1, LANES, dtype=torch.float32), [block], layout_of([extent], 1, 1), map)
+    query = torch.zeros(1, 1, LANES, dtype=torch.float32)
+    layout_of([extent], 1, 1).attend(query, [block], ScoreRule(LANES**-0.5))

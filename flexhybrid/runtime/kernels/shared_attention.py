@@ -63,7 +63,7 @@ def attend_and_sum(
     if new > 1:
         causal = q_BGrNd.new_full((new, tokens), -torch.inf).triu_(tokens - new + 1)
         mask = (causal[None, None] if mask is None else mask + causal).repeat(1, 1, repeats, 1)
-    return _attended(q_BGrNd.flatten(2, 3), k_BGTd, v_BGTd, mask, rule)
+    return weigh(q_BGrNd.flatten(2, 3), k_BGTd, v_BGTd, mask, rule)
 
 
 def add_shared(
@@ -82,7 +82,7 @@ def add_shared(
             added = torch.zeros(hidden.shape, device=hidden.device, dtype=torch.float32)
             added = added.masked_fill_(hidden, -torch.inf)[:, None]
         sees_some = added is None
-        attend = partial(_attended, k_BGTd=keys, v_BGTd=values, added=added, rule=rule, sees_some=sees_some)
+        attend = partial(weigh, k_BGTd=keys, v_BGTd=values, added=added, rule=rule, sees_some=sees_some)
         add_part(own, q_BGrNd, rows, attend)
 
 
@@ -96,7 +96,7 @@ def add_part(
     _merge(own, rows.flatten(), (attended, sums))
 
 
-def _attended(
+def weigh(
     q_BGQd: torch.Tensor,
     k_BGTd: torch.Tensor,
     v_BGTd: torch.Tensor,

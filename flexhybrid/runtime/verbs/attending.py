@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.core.schedule.steps import MiniBatchStep, Segment, block_runs
+from flexhybrid.core.schedule.steps import Segment
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.buffers import Context, SharedPart
 from flexhybrid.runtime.executor import State
 from flexhybrid.runtime.kernels import attention
 from flexhybrid.runtime.kernels.attention import SlidingWindow, attend_in_window, split_heads
-from flexhybrid.runtime.kernels.shared_attention import (
-    add_part,
-    add_shared,
-    attend_and_sum,
-    attend_in_parts,
-    grouped,
-)
-from flexhybrid.runtime.verbs.attending_in_place import (
-    add_shared_in_place,
-    attend_blocks_in_place,
-    attend_in_place,
-    attend_on_host_in_place,
-)
+from flexhybrid.runtime.kernels.shared_attention import add_shared, attend_and_sum, attend_in_parts, grouped
+from flexhybrid.runtime.verbs.attending_in_place import add_shared_in_place, attend_in_place
 from flexhybrid.runtime.verbs.moving import put_rows
 
 #: gather(tensor, [index], out=out) writes ``tensor[index]`` to ``out``, at any strides.
@@ -240,36 +228,14 @@ def attend_host(state: State, task: Task) -> None:
             put_rows(state, task, store, rows)
         else:
             state.buffers.landed(store.space, slot, len(rows)).copy_(rows)
-    if state.policy.attends_from_disk:
-        attend_on_host_in_place(state, task, _host_queries(state, task))
-        if not step.commons:
-            _give_attended(state, task)
-        return
-    (store,), (segment,) = step.stores, step.segments
-    query, places = _host_queries(state, task), (store.held, segment.num_tokens + 1, np.zeros_like(segment.num_tokens))
-    if width := state.window_of(task):
-        places = _blocks_in_window(step, store.held, width)
-    state.weighed = _attend_to_blocks(state, task, query, *places)
+    attend_in_place(state, task)
     if not step.commons:
         _give_attended(state, task)
 
 
 def attend_host_shared(state: State, task: Task) -> None:
     """Add what all that share blocks get of these."""
-    query = _host_queries(state, task)
-    if state.policy.attends_from_disk:
-        add_shared_in_place(state, task, query)
-        _give_attended(state, task)
-        return
-    queries = query.unflatten(1, (state.shape.num_kv_heads, -1))[:, :, :, None]
-    for common in () if state.window_of(task) else task.payload.step.commons:
-        (blocks,) = common.segments
-
-        def attend(q_gGQd: torch.Tensor, of: Segment = blocks) -> attention.Weighed:
-            first = np.zeros_like(of.num_tokens)
-            return _attend_to_blocks(state, task, q_gGQd.flatten(1, 2), of.held, of.num_tokens, first)
-
-        add_part(state.weighed, queries, torch.from_numpy(common.rows), attend)
+    add_shared_in_place(state, task)
     _give_attended(state, task)
 
 
@@ -278,39 +244,3 @@ def _give_attended(state: State, task: Task) -> None:
     attended = state.weighed[0]
     state.score_rule(task).with_sinks(state.weighed)
     state.buffers.out_strip[task.payload.slot, : len(attended)].copy_(attended.flatten(1))
-
-
-def _host_queries(state: State, task: Task) -> torch.Tensor:
-    """Return the queries [B, H, d] that came to the host."""
-    strip = state.buffers.query_strip[task.payload.slot, : len(task.payload.step.requests)]
-    return strip[:, state.shape.kv_width :].unflatten(1, (state.shape.num_heads, -1))
-
-
-def _attend_to_blocks(
-    state: State, task: Task, query: torch.Tensor, held: np.ndarray, tokens: np.ndarray, first: np.ndarray
-) -> attention.Weighed:
-    """Attend with queries [B, H, d] in the host's blocks ``held`` [B, most] from the token ``first`` [B], in the first
-    block, to the one before ``tokens`` [B]."""
-    (store,), rule = task.payload.step.stores, state.score_rule(task)
-    pool = state.buffers.pools[store.space][task.layer]
-    if state.wave.problem.host_attends_in_place:
-        return attend_blocks_in_place(state, query, pool, (held, first, tokens), rule.scaling)
-    runs = block_runs(held, ceil_blocks(tokens))
-    return attention.attend_blocks(query, pool, runs, (first, tokens), rule, state.host_share)
-
-
-def _blocks_in_window(step: MiniBatchStep, held: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the blocks [B, most] that a decode step's windows touch, shared or own, where the tokens end in them [B],
-    and the first one in the window [B]. ``held``: own blocks."""
-    (own,), end = step.segments, step.context + 1
-    depth, batch = np.reshape(np.broadcast_to(own.held_from, end.shape), -1), np.arange(len(held))[:, None]
-    shared = np.zeros((len(held), max(1, int(depth.max()))), dtype=held.dtype)
-    for common in step.commons:
-        shared[common.rows[..., None], np.arange(common.first, common.last)] = common.segments[0].held[:, None]
-    first = np.maximum(end - window, 0)
-    begin = first // BLOCK_TOKENS
-    columns = begin[:, None] + np.arange(int((ceil_blocks(end) - begin).max()))
-    of_shared = shared[batch, np.minimum(columns, shared.shape[1] - 1)]
-    of_own = held[batch, (columns - depth[:, None]) % own.reserved[:, None]]
-    blocks = np.where(columns < depth[:, None], of_shared, of_own)
-    return blocks, end - begin * BLOCK_TOKENS, first - begin * BLOCK_TOKENS

@@ -1,5 +1,5 @@
 """Decode attention that reads keys and values in place: by ``runtime/kernels/in_place.py`` on a CPU (device or host),
-by ``attend_triton.py`` on a GPU."""
+by ``attend_triton.py`` on a GPU. Its tables of places are what attends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flexhybrid.core.schedule.step_work import commons_together
 from flexhybrid.core.schedule.steps import MiniBatchStep, Segment
 from flexhybrid.core.task import Task
 from flexhybrid.runtime.executor import State
-from flexhybrid.runtime.kernels.attention import Extent, ScoreRule, Share, Weighed
+from flexhybrid.runtime.kernels.attention import Extent, Weighed
+from flexhybrid.runtime.kernels.in_place import Parts, layout_of
 from flexhybrid.runtime.kernels.logit_changes import ToDevice
 from flexhybrid.runtime.kernels.shared_attention import add_part
 
 if TYPE_CHECKING:
     from flexhybrid.runtime.kernels.attend_triton import BlockTable
-    from flexhybrid.runtime.kernels.in_place import Parts
 
 
 class Group(NamedTuple):
@@ -42,35 +42,28 @@ class StepExtents(NamedTuple):
 
 
 def attend_in_place(state: State, task: Task) -> None:
-    """Attend with one new token per request over its context, without what requests attend to together: [B, H·d]."""
-    segments, layout, _ = extents_of(state, task, state.window_of(task))
+    """Attend with one new token per request over its context: [B, H·d]. On the host, or where requests attend to blocks
+    together, ``state.weighed`` without these."""
+    segments, layout, _ = extents_of(state, task)
     memories = [_memory(state, task, segment) for segment in segments]
     query, rule = _queries(state, task), state.score_rule(task)
-    if "attend_shared" in task.payload.works:
-        state.weighed = _attend_and_sum(state, query, memories, layout, rule)
-    elif not by_numba(state):
-        from flexhybrid.runtime.kernels import attend_triton
-
-        out = state.graphs.attended(state, task.payload.step) if state.graphs else None
-        state.attended = attend_triton.attend(query, memories, cast("BlockTable", layout), rule, out)
-    elif rule.changes_scores:
-        state.weighed = _attend_and_sum(state, query, memories, layout, rule)
-        state.finish_attention(task)
-    else:
-        from flexhybrid.runtime.kernels import in_place
-
-        state.attended = in_place.attend(query, memories, cast("Parts", layout), state.compute_share, rule.scaling)
+    if "attend_shared" in task.payload.works or on_host(state):
+        state.weighed = layout.attend_and_sum(query, memories, rule)
+        return
+    out = state.graphs.attended(state, task.payload.step) if state.graphs else None
+    state.attended = layout.attend(query, memories, rule, out)
 
 
-def extents_of(state: State, task: Task, window: int | None) -> StepExtents:
+def extents_of(state: State, task: Task) -> StepExtents:
     """Return where the step's keys and values are, computed in the first layer that asks."""
     step = task.payload.step
     if state.graphs and state.graphs.holds(state, step):
         return state.graphs.fixed(state, task).extents
-    of_step, extents = state.extents.get((task.mini_batch, window), (None, None))
+    of_step, extents = state.extents.get((task.mini_batch, step.window), (None, None))
     if of_step is not step:
-        extents = step_extents(state, step, window, torch.from_numpy if on_host(state) else state.to_device)
-        state.extents[task.mini_batch, window] = step, extents
+        place = torch.from_numpy if on_host(state) else state.to_device
+        extents = step_extents(state, step, state.window_of(task), place)
+        state.extents[task.mini_batch, step.window] = step, extents
     return cast("StepExtents", extents)
 
 
@@ -79,24 +72,15 @@ def memory_names(state: State, segments: Sequence[Segment | None]) -> list[str]:
     return [_memory_name(state, segment) for segment in segments]
 
 
-def attend_on_host_in_place(state: State, task: Task, query: torch.Tensor) -> None:
-    """Attend on the host, with queries [B, H, d], to blocks in its memory and those read from the disk:
-    ``state.weighed``."""
-    segments, layout, _ = extents_of(state, task, state.window_of(task))
-    memories = [_memory(state, task, segment) for segment in segments]
-    state.weighed = _attend_and_sum(state, query, memories, layout, state.score_rule(task))
-
-
-def add_shared_in_place(state: State, task: Task, query: torch.Tensor | None = None) -> None:
-    """Add to ``state.weighed`` what requests attend to together. ``query``: [B, H, d]; None: of the projected rows."""
-    query = _queries(state, task) if query is None else query
-    queries = query.unflatten(1, (state.shape.num_kv_heads, -1))
+def add_shared_in_place(state: State, task: Task) -> None:
+    """Add to ``state.weighed`` what requests attend to together."""
+    queries = _queries(state, task).unflatten(1, (state.shape.num_kv_heads, -1))
     rule = state.score_rule(task)
-    for rows, segments, layout in extents_of(state, task, state.window_of(task)).together:
+    for rows, segments, layout in extents_of(state, task).together:
         memories = [_memory(state, task, segment) for segment in segments]
 
         def attend(q_gGQd: torch.Tensor, memories=memories, layout=layout) -> Weighed:
-            return _attend_and_sum(state, q_gGQd.flatten(1, 2), memories, layout, rule)
+            return layout.attend_and_sum(q_gGQd.flatten(1, 2), memories, rule)
 
         add_part(state.weighed, queries[:, :, :, None], rows, attend)
 
@@ -109,26 +93,6 @@ def by_numba(state: State) -> bool:
 def on_host(state: State) -> bool:
     """Return whether the host attends in place, for any device."""
     return state.policy.attention == "host"
-
-
-def _shares(state: State) -> tuple[int, Share]:
-    """Return over how many threads a CPU's kernels deal their work, and what deals it."""
-    if on_host(state):
-        return torch.get_num_threads(), state.host_share  # those of the calling lane
-    return state.compute_threads, state.compute_share
-
-
-def _attend_and_sum(
-    state: State, query: torch.Tensor, memories: Sequence[torch.Tensor], layout: Parts | BlockTable, rule: ScoreRule
-) -> Weighed:
-    """Attend with queries [B, H, d]; sinks are left to ``State.finish_attention``."""
-    if not by_numba(state):
-        from flexhybrid.runtime.kernels import attend_triton
-
-        return attend_triton.attend_and_sum(query, memories, cast("BlockTable", layout), rule)
-    from flexhybrid.runtime.kernels import in_place
-
-    return in_place.attend_and_sum(query, memories, cast("Parts", layout), _shares(state)[1], rule.scaling)
 
 
 def _layout(
@@ -145,36 +109,18 @@ def _layout(
         from flexhybrid.runtime.kernels.attend_triton import table_of
 
         return table_of(extents, memory_names(state, segments), (shape.num_kv_heads, shape.head_dim), to_device)
-    from flexhybrid.runtime.kernels.in_place import layout_of
-
-    return layout_of(extents, shape.num_kv_heads, _shares(state)[0], of_head)
+    threads, share, by_kernels = state.compute_threads, state.compute_share, True
+    if on_host(state):
+        threads, share, by_kernels = torch.get_num_threads(), state.host_share, state.host_kernels  # of the lane
+    return layout_of(extents, shape.num_kv_heads, threads, of_head, share, by_kernels)
 
 
 def _queries(state: State, task: Task) -> torch.Tensor:
     """Return the queries [B, H, d] of the new tokens, each behind the recomputed prefix of its request."""
-    rows = state.kvq[task.payload.slot].unflatten(0, (len(task.payload.step.requests), -1))[:, -1]
+    step = task.payload.step
+    rows = _memory(state, task, None)[: len(step.requests) * step.computed_width]
+    rows = rows.unflatten(0, (len(step.requests), -1))[:, -1]
     return rows[:, state.shape.kv_width :].unflatten(1, (state.shape.num_heads, state.shape.head_dim))
-
-
-def attend_blocks_in_place(
-    state: State,
-    query: torch.Tensor,
-    pool: torch.Tensor,
-    places: tuple[np.ndarray, np.ndarray, np.ndarray],
-    scaling: float,
-) -> Weighed:
-    """Attend on the host, with queries [B, H, d], in a layer of a pool. ``places``: blocks [B, most], the first visible
-    token in them, below 16, and their ends [B]."""
-    from flexhybrid.runtime.kernels import in_place
-
-    d, groups, width = state.shape.head_dim, state.shape.num_kv_heads, state.shape.kv_width
-    held, first, tokens = places
-    blocks, hidden = held.astype(np.int64) * (BLOCK_TOKENS * width), np.zeros(held.shape, np.int64)
-    hidden[:, 0] = first
-    extent = Extent(blocks, tokens, d, BLOCK_TOKENS * d, BLOCK_TOKENS * width // 2, hidden)
-    width = query.shape[1] // groups * d
-    layout = in_place.layout_of([extent], groups, torch.get_num_threads(), width)  # those of the calling lane
-    return in_place.attend_and_sum(query, [pool], layout, state.host_share, scaling)
 
 
 def _memory_name(state: State, segment: Segment | None) -> str:

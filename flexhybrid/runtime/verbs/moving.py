@@ -110,7 +110,8 @@ def put_tokens(
     """Put rows [n, row] at the offsets [n] of blocks [n] in a contiguous pool, [·, 16, row] or head-major [·, 2, G, 16,
     d]. ``share`` divides rows among threads: a GPU's link is faster than one thread."""
     if not compiled.has_numba():
-        _put_plainly(pool, rows, blocks, offsets, share)
+        by_head = (slice(None),) * (pool.dim() - 3)  # keys and values, heads
+        as_numpy(pool)[blocks, *by_head, offsets] = as_numpy(rows).reshape(-1, *pool.shape[1:-2], pool.shape[-1])
         return
     from flexhybrid.runtime.kernels.rows_numba import Pieces, Rows, copy_rows
 
@@ -137,33 +138,6 @@ def put_heads(pool: torch.Tensor, rows: torch.Tensor, cells: tuple[Any, ...], sh
     from_ = Rows(rows, rows.itemsize, np.arange(len(rows))[:, None] * rows.stride(0) + np.arange(groups) * d)
     pieces = Pieces(piece, 2, groups * BLOCK_TOKENS * piece, groups * piece)
     copy_rows(len(rows) * groups, to, from_, pieces, share)
-
-
-#: Runs of tokens, at most a block each, that one thread of the host puts into the pool at a time.
-RUNS_AT_A_TIME = 32
-
-
-def _put_plainly(pool: torch.Tensor, rows: torch.Tensor, blocks: np.ndarray, offsets: np.ndarray, share: Share) -> None:
-    """Put rows as ``put_tokens`` does, with numpy; head-major ones by runs of neighbouring tokens, as prompts fill
-    blocks in order."""
-    places, new = as_numpy(pool), as_numpy(rows)
-    if places.ndim == 3:
-        places[blocks, offsets] = new
-        return
-    new = new.reshape(-1, *places.shape[1:3], places.shape[-1])
-    starts = np.flatnonzero(np.r_[True, (blocks[1:] != blocks[:-1]) | (np.diff(offsets) != 1)])
-    if len(starts) == len(blocks):  # one by one, in a decode step
-        places[blocks, :, :, offsets] = new
-        return
-    ends = np.r_[starts[1:], len(blocks)]
-
-    def put(runs: slice) -> None:
-        for start, end in zip(starts[runs], ends[runs], strict=True):
-            offset = offsets[start]
-            places[blocks[start], :, :, offset : offset + end - start] = new[start:end].transpose(1, 2, 0, 3)
-
-    for _ in share(put, (slice(at, at + RUNS_AT_A_TIME) for at in range(0, len(starts), RUNS_AT_A_TIME))):
-        pass
 
 
 def take_rows(source: torch.Tensor, rows: np.ndarray, target: torch.Tensor, share: Share = map) -> None:

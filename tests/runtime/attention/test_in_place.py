@@ -1,7 +1,9 @@
 """Attention that reads keys and values where they lie, against a softmax over keys that are laid side by side."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import numpy as np
@@ -13,12 +15,14 @@ from toy_machine import machine
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.llm import LLM
-from flexhybrid.runtime.kernels.attention import Extent
+from flexhybrid.runtime.kernels import in_place
+from flexhybrid.runtime.kernels.attention import Extent, ScoreRule
 from flexhybrid.runtime.threads import torch_threads
-from flexhybrid.runtime.verbs.attending_in_place import attend_blocks_in_place
+from flexhybrid.runtime.verbs import attending_in_place
 from flexhybrid.sampling_params import SamplingParams
 
-in_place = pytest.importorskip("flexhybrid.runtime.kernels.in_place", reason="numba is not installed")
+pytest.importorskip("numba", reason="numba is not installed")
+from flexhybrid.runtime.kernels.compiled.attention import KINDS  # noqa: E402
 
 
 @st.composite
@@ -30,9 +34,15 @@ def contexts(draw):
     return batch, groups, queries, draw(st.sampled_from([4, 6, 32, 80])), parts, draw(st.integers(0, 2**16))
 
 
-@pytest.mark.parametrize("dtype", in_place.KINDS, ids=str)
-@given(case=contexts(), threads=st.integers(1, 3), hides=st.booleans(), scaling=st.sampled_from((None, 0.3)))
-def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads, hides, scaling):
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@given(
+    case=contexts(),
+    threads=st.integers(1, 3),
+    hides=st.booleans(),
+    scaling=st.sampled_from((0.1, 0.3)),
+    way=st.sampled_from(("kernels", "torch", "softcap")),
+)
+def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads, hides, scaling, way):
     """Also where the first tokens of some blocks, or all of them, lie behind a window."""
     batch, groups, queries, d, part_tokens, seed = case
     generator = torch.Generator().manual_seed(seed)
@@ -46,12 +56,14 @@ def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads, hi
             pieces[index] = contexts, extent._replace(hidden=hidden), memory
     query = torch.randn(batch, groups * queries, d, generator=generator).to(dtype)
     totals = np.sum(part_tokens, axis=0)
-    layout = in_place.layout_of([extent for _, extent, _ in pieces], groups, 1)
+    rule = ScoreRule(scaling, 1.5 if way == "softcap" else None)
+    layout = in_place.layout_of([extent for _, extent, _ in pieces], groups, 1, by_kernels=way == "kernels")
     bounds = in_place.bounds_of(
         totals, groups, threads, in_place.SHARED_PRODUCTS
     )  # as if there were enough work for several threads
     memories = [memory for _, _, memory in pieces]
-    attended = in_place.attend(query, memories, layout._replace(bounds=bounds), map, scaling)
+    with patch.object(in_place, "WIDENED_ELEMENTS", 2000), ThreadPoolExecutor(threads) as pool, torch.inference_mode():
+        attended = layout._replace(bounds=bounds, share=pool.map).attend(query, memories, rule)
     assert attended.dtype == dtype
     for request in range(batch):
         seen = []
@@ -61,7 +73,7 @@ def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads, hi
             seen.append(contexts[request][place % BLOCK_TOKENS >= hidden[request, place // BLOCK_TOKENS]])
         context = torch.cat(seen).double()
         keys, values = context[:, 0].transpose(0, 1), context[:, 1].transpose(0, 1)  # [G, T, d]
-        scores = query[request].double().view(groups, queries, d) @ keys.transpose(1, 2) * (scaling or d**-0.5)
+        scores = rule.capped(query[request].double().view(groups, queries, d) @ keys.transpose(1, 2) * scaling)
         expected = (torch.softmax(scores, -1) @ values).flatten()
         close = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(attended[request].double(), expected, atol=close, rtol=close)
@@ -81,14 +93,12 @@ def test_threads_share_all_items_and_no_thread_has_more_than_its_part_and_an_ite
         assert of_item[first:end].sum() <= of_item.sum() / threads + of_item.max()
 
 
-@pytest.mark.parametrize("dtype", in_place.KINDS, ids=str)
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
 def test_the_host_attends_on_the_threads_of_its_lane(dtype, monkeypatch):
-    """Whatever their number, bit for bit; a request's blocks lie anywhere, and some tokens before its window."""
-    generator, (batch, groups, d) = torch.Generator().manual_seed(0), (5, 2, 32)
-    held = torch.randperm(batch * 3, generator=generator).view(batch, 3).numpy().astype(np.int32)
-    pool = torch.randn(batch * 3, 2, groups, BLOCK_TOKENS, d, generator=generator).to(dtype)
-    query = torch.randn(batch, groups * 3, d, generator=generator).to(dtype)
-    places = held, np.array([0, 3, 15, 0, 1]), np.array([48, 17, 16, 1, 30])
+    """Whatever their number, bit for bit."""
+    generator, groups, d = torch.Generator().manual_seed(0), 2, 32
+    contexts, extent, pool = laid_out(generator, dtype, groups, d, [48, 17, 16, 1, 30], head_major=True)
+    query = torch.randn(len(contexts), groups * 3, d, generator=generator).to(dtype)
     monkeypatch.setattr(in_place, "SHARED_PRODUCTS", 1)
     ranges, found = [], []
 
@@ -96,19 +106,18 @@ def test_the_host_attends_on_the_threads_of_its_lane(dtype, monkeypatch):
         ranges.append(len(items[0]))
         return map(function, *items)
 
-    shape = SimpleNamespace(head_dim=d, num_kv_heads=groups, kv_width=2 * groups * d)
+    state: Any = SimpleNamespace(shape=SimpleNamespace(num_kv_heads=groups), device=torch.device("cuda"))
+    state.compute_threads, state.compute_share, state.host_share, state.host_kernels = 1, map, share, True
+    state.policy = SimpleNamespace(attention="host")
     for threads in (1, 2, 3):
         with torch_threads(threads):
-            state: Any = SimpleNamespace(shape=shape, host_share=share)
-            found.append(attend_blocks_in_place(state, query, pool, places, 0.2))
+            layout = attending_in_place._layout(state, [extent], [None], 3 * d, torch.from_numpy)
+            found.append(layout.attend_and_sum(query, [pool], ScoreRule(0.2)))
     assert ranges == [1, 2]
     for attended, sums in found:
         assert torch.equal(attended, found[0][0]) and torch.equal(sums, found[0][1])
-    for request, (blocks, first, end) in enumerate(zip(*places, strict=True)):
-        context = pool[torch.from_numpy(blocks).long()].double().permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, first:end]
-        scores = query[request].double().view(groups, 3, d) @ context[0].transpose(1, 2) * 0.2
-        wanted = torch.softmax(scores, -1) @ context[1]
-        torch.testing.assert_close(found[0][0][request].double(), wanted, atol=1e-5, rtol=1e-5)
+    for request, context in enumerate(contexts):
+        scores = query[request].double().view(groups, 3, d) @ context[:, 0].double().permute(1, 2, 0) * 0.2
         torch.testing.assert_close(found[0][1][request].double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
 
 
@@ -179,7 +188,7 @@ def test_no_kernel_gets_what_it_would_leave_its_memory_with(argument):
     def attend(given):
         extent = Extent(**{name: given[name] for name in Extent._fields})
         layout = in_place.layout_of([extent], groups, 1)._replace(bounds=given["bounds"])
-        return in_place.attend(given["query"], given["memories"], layout, map)
+        return layout.attend(given["query"], given["memories"], ScoreRule(d**-0.5))
 
     assert (attend(right) == 0).all()
     for change in WRONG[argument]:

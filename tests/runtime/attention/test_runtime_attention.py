@@ -1,7 +1,5 @@
 """Attention over blocks where they lie, against plain attention in float64."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 import torch
@@ -9,49 +7,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
-from flexhybrid.core.schedule.steps import block_runs
 from flexhybrid.runtime.kernels import attention
 from flexhybrid.runtime.step_tensors import mask_of
 from flexhybrid.runtime.verbs.attending import gather_blocks
 
-RULE = attention.ScoreRule(48**-0.5)
 
-
-def plain(query_Hd, keys_GTd, values_GTd, scaling=None, softcap=None):
+def plain(query_Hd, keys_GTd, values_GTd, scaling=None):
     """One query over its context: [H, d] in float64."""
     heads, groups = len(query_Hd), len(keys_GTd)
     keys, values = (x.double().repeat_interleave(heads // groups, dim=0) for x in (keys_GTd, values_GTd))
     scores = (keys @ query_Hd.double()[:, :, None]).squeeze(-1) * (scaling or query_Hd.shape[-1] ** -0.5)
-    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
     return (torch.softmax(scores, dim=-1)[:, None] @ values).squeeze(1)
-
-
-@pytest.mark.parametrize(
-    "threads, rule", [(1, RULE), (2, attention.ScoreRule(0.3)), (2, attention.ScoreRule(0.2, softcap=1.5))]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("groups", [2, 8])
-@torch.inference_mode()  # as on its lane: the pool's threads are in no such mode of their own
-def test_attention_over_blocks_is_plain_attention(monkeypatch, threads, rule, dtype, groups):
-    """Full and partly full blocks, requests apart in the pool, pieces of heads; some places outside a window."""
-    monkeypatch.setattr(attention, "WIDENED_ELEMENTS", 2000)
-    generator, heads, d = torch.Generator().manual_seed(0), 8, 48
-    tokens, first, behind = np.array([33, 48, 1, 1000]), np.array([2, 7, 11, 13]), np.array([0, 15, 0, 9])
-    held = -(-tokens // BLOCK_TOKENS)
-    table = first[:, None] + np.arange(held.max())
-    table[3, 20:] += 4  # in two runs
-    blocks = torch.randn(90, 2, groups, BLOCK_TOKENS, d, generator=generator).to(dtype)
-    query = torch.randn(len(tokens), heads, d, generator=generator).to(dtype)
-    expected = []
-    for own, n, row, count, hidden in zip(query, tokens, table, held, behind, strict=True):
-        keys, values = blocks[row[:count]].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, hidden:n]
-        expected.append(plain(own, keys, values, rule.scaling, rule.softcap))
-    runs = block_runs(table, held)
-    with ThreadPoolExecutor(threads) as pool:
-        share = map if threads == 1 else pool.map
-        out, _ = attention.attend_blocks(query, blocks, runs, (behind, tokens), rule, share)
-    accuracy = 1e-5 if dtype == torch.float32 else 1e-2
-    np.testing.assert_allclose(out.flatten(1, 2).double(), torch.stack(expected), rtol=accuracy, atol=accuracy)
 
 
 @pytest.mark.parametrize("name", attention.PATHS)
@@ -98,18 +64,6 @@ def test_every_way_to_attend_is_plain_attention(name, dtype, heads, d, new, hidd
             k, v = (x[row, np.flatnonzero(seen)].transpose(0, 1) for x in (keys, values))
             expected = plain(queries[row, cached + token], k, v, scaling).flatten()
             np.testing.assert_allclose(out[row, token].double(), expected, rtol=accuracy, atol=accuracy)
-
-
-TWO_BLOCKS, SEEN = (np.array([[0, 1]]), np.array([2])), (np.array([0]), np.array([20]))
-
-
-def test_what_lies_behind_the_last_token_does_not_count():
-    """A block is used again and again: what an earlier request left there is masked, not multiplied."""
-    blocks, query, runs = torch.randn(2, 2, 1, BLOCK_TOKENS, 16), torch.randn(1, 1, 16), block_runs(*TWO_BLOCKS)
-    first = attention.attend_blocks(query, blocks, runs, SEEN, RULE)
-    blocks[1, :, :, 4:] = 1e30
-    second = attention.attend_blocks(query, blocks, runs, SEEN, RULE)
-    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(first, second, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
