@@ -321,15 +321,11 @@ def test_an_engine_whose_run_failed_says_so(llm, monkeypatch):
 
 # ---- signals: a process of its own -----------------------------------------------------------------------------------
 
-#: An LLM whose disk is so slow from the first decode step on that only a signal can end it; its files keep their names.
+#: An LLM whose disk is so slow from the first decode step on that only a signal can end it.
 SLOW = """
-    import errno, os, signal, sys, threading, time
+    import os, signal, sys, threading, time
     from flexhybrid import LLM, Policy, SamplingParams, cli
     from flexhybrid.runtime import verbs
-    from flexhybrid.runtime.storage import scratch_file
-    def refuse(*_):
-        raise OSError(errno.EOPNOTSUPP, "not supported")
-    scratch_file.open_unnamed = scratch_file.unlink_open = refuse
     real, slow = verbs.VERB_FUNCTIONS["attend"], [True]
     def attend(ex, task):
         if slow and not ex.weights.disk._pacers["read"][0].bytes_per_s:
@@ -404,21 +400,3 @@ def test_ctrl_c_of_a_command_is_one_line_and_status_130(checkpoint, tmp_path, in
         out, errors = process.communicate(timeout=240)
     assert (process.returncode, out, errors) == (130, "", "flexhybrid: stopped\n")
     assert list((tmp_path / "scratch").iterdir()) == []
-
-
-def test_the_next_start_removes_what_a_killed_run_left(checkpoint, expected, tmp_path):
-    program = """
-        def reached():
-            print("ready", flush=True)
-        make().generate(PROMPTS, PARAMS)
-    """
-    scratch = tmp_path / "scratch"
-    with start(checkpoint, tmp_path, program) as process:
-        assert process.stdout.readline() == "ready\n", process.stderr.read()
-        assert len(list(scratch.glob("*.scratch"))) == 2  # weights and cache
-        process.kill()
-        process.wait()
-        assert len(list(scratch.iterdir())) == 2
-        with LLM(checkpoint, EVERYWHERE, device="cpu", dtype="float32", disk_dir=scratch) as llm:
-            assert tokens(llm) == expected
-            assert list(scratch.iterdir()) == []

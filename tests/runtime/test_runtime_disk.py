@@ -35,10 +35,9 @@ def refuse(*_):
     raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
 
-def keep_names(monkeypatch) -> None:
-    """A system without unnamed files whose filesystem keeps the names of open ones."""
+def no_unnamed_files(monkeypatch) -> None:
+    """A system where each file has a name at first."""
     monkeypatch.setattr(scratch_file, "open_unnamed", refuse)
-    monkeypatch.setattr(scratch_file, "unlink_open", refuse)
 
 
 aligned_host_bytes = HostMemory(pinned=False).bytes
@@ -104,7 +103,7 @@ def test_pieces_come_back_as_a_bytearray_would_give_them(tmp_path, monkeypatch, 
     monkeypatch.setattr(disk, "REQUEST_BYTES", 3 * ALIGN)
     monkeypatch.setattr(disk, "MOST_BUFFERS", 3)
     if how == "named file":
-        keep_names(monkeypatch)
+        no_unnamed_files(monkeypatch)
     model = bytearray(SPACE_BYTES)
     with DiskSpace(tmp_path, SPACE_BYTES) as space:
         if how == "page cache only":
@@ -365,9 +364,9 @@ def test_closing_gives_back_threads_and_files_and_may_be_repeated(tmp_path):
     for named in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             if named:
-                keep_names(patch)
+                no_unnamed_files(patch)
             space = DiskSpace(tmp_path, 16 * MIB)
-            assert len(list(tmp_path.iterdir())) == named
+            assert list(tmp_path.iterdir()) == []
             space.write([(0, noise(16 * MIB))])
             assert disk_threads() != []
             space.close()
@@ -379,7 +378,7 @@ def test_closing_gives_back_threads_and_files_and_may_be_repeated(tmp_path):
 
 
 def test_a_forgotten_space_is_released_too(tmp_path, monkeypatch):
-    keep_names(monkeypatch)
+    no_unnamed_files(monkeypatch)
     before = open_files()
     space = DiskSpace(tmp_path, 16 * MIB)
     space.write([(0, noise(16 * MIB))])
@@ -448,7 +447,7 @@ def run_program(program: str, **options) -> subprocess.CompletedProcess:
     return warm_python.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, **options)
 
 
-#: keep_names for another process
+#: no_unnamed_files for another process
 NAMED = """
     import errno, os, sys
     from flexhybrid.runtime.storage import scratch_file
@@ -457,7 +456,7 @@ NAMED = """
     aligned_host_bytes = HostMemory(pinned=False).bytes
     def refuse(*_):
         raise OSError(errno.EOPNOTSUPP, "not supported")
-    scratch_file.open_unnamed = scratch_file.unlink_open = refuse
+    scratch_file.open_unnamed = refuse
 """
 
 
@@ -470,64 +469,21 @@ def test_a_process_that_ends_without_closing_leaves_nothing(tmp_path):
     print(len(os.listdir({str(tmp_path)!r})))
 {end}"""
         done = run_program(program)
-        assert (done.returncode, done.stdout, done.stderr) == (3 if end else 0, "1\n", "")
-        assert list(tmp_path.iterdir()) == []
+        assert (done.returncode, done.stdout, done.stderr) == (3 if end else 0, "0\n", "")
 
 
-def start_holder(tmp_path: Path, last_line: str) -> subprocess.Popen:
-    """A process with a named scratch file, started as far as its first line of output."""
+def test_ctrl_c_ends_a_read(tmp_path):
+    """The read would last for minutes; the process ends by KeyboardInterrupt."""
     program = textwrap.dedent(f"""{NAMED}
     space = DiskSpace({str(tmp_path)!r}, {64 * MIB}, 0.01)
     print("ready", flush=True)
-    {last_line}""")
+    [space.read([(0, aligned_host_bytes(64 << 20))]) for _ in range(100)]""")
     pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
-    process = warm_python.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes)
-    assert process.stdout.readline() == "ready\n", process.stderr.read()
-    return process
-
-
-def test_the_next_start_removes_what_a_killed_process_left_and_nothing_of_the_living(tmp_path):
-    with start_holder(tmp_path, "sys.stdin.read()") as killed, start_holder(tmp_path, "sys.stdin.read()") as living:
-        try:
-            assert len(list(tmp_path.glob("*.scratch"))) == 2
-            killed.kill()
-            killed.wait()
-            (tmp_path / "somebody's.scratch").write_text("not ours")
-            DiskSpace(tmp_path, MIB).close()
-            left = sorted(path.name for path in tmp_path.iterdir())
-            assert len(left) == 2 and f"-{living.pid}-" in left[0] and left[1] == "somebody's.scratch"
-        finally:
-            living.kill()
-
-
-def test_ctrl_c_ends_a_read_and_leaves_nothing(tmp_path):
-    """The read would last for minutes; the process ends by KeyboardInterrupt and takes its file with it."""
-    read = "[space.read([(0, aligned_host_bytes(64 << 20))]) for _ in range(100)]"
-    with start_holder(tmp_path, read) as process:
+    with warm_python.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes) as process:
+        assert process.stdout.readline() == "ready\n", process.stderr.read()
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=120)
     assert process.returncode == -signal.SIGINT and errors.strip().endswith("KeyboardInterrupt")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_pid_that_is_used_again_is_not_the_owner(tmp_path, monkeypatch):
-    """Files of this very pid: one of an earlier process, one of ours; and one of a dead pid that somebody locks."""
-    keep_names(monkeypatch)
-    machine = os.uname().nodename
-    pid, started = os.getpid(), scratch_file.start_time(os.getpid())
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    name = f"flexhybrid-{scratch_file._machine()}-{{}}-{{}}-00.scratch"
-    earlier = tmp_path / name.format(pid, started - 1)
-    elsewhere = tmp_path / f"flexhybrid-not{machine}-{ended.pid}-1-00.scratch"
-    with DiskSpace(tmp_path, MIB) as space:
-        ours = space._file.path
-        locked = ours.rename(tmp_path / name.format(ended.pid, 1))  # as seen from another container
-        earlier.write_text("")
-        elsewhere.write_text("")
-        assert scratch_file.remove_leftovers(tmp_path) == [earlier]
-        locked.rename(ours)
-    assert [path.name for path in tmp_path.iterdir()] == [elsewhere.name]
 
 
 # --- pace --------------------------------------------------------------------------------------------------------
