@@ -102,7 +102,7 @@ class Generated:
     token_ids: list[int] = field(default_factory=list)
     stop: int | str | None = None  #: the token id or text that ended it; None: its length did
     num_decoded: int = 0  #: last tokens of the prompt that pass the decode one by one
-    records: bytearray = field(default_factory=bytearray)  #: (``kernels.logprobs``) of token_ids, float32, if asked for
+    records: bytearray = field(default_factory=bytearray)  #: (``logprob_log``) of token_ids, float32, if asked for
     prompt_records: np.ndarray | None = None  #: of the prompt's tokens from the second on, where asked for
 
     def note(self, noted: Noted) -> None:
@@ -392,7 +392,7 @@ class RequestCodec(PromptEncoder):
     def logprobs(
         self, token_ids: list[int], records: np.ndarray, texts: list[tuple[str, int]] | None
     ) -> list[Logprobs]:
-        """Return the log probabilities of these tokens from their records (``kernels.logprobs``), and the text that
+        """Return the log probabilities of these tokens from their records (``logprob_log``), and the text that
         they add (``TokenTexts.along``)."""
         chosen, ids, values = np.split(records, [2, 1 + records.shape[1] // 2], axis=1)
         places = zip(token_ids, chosen.tolist(), ids.astype(np.int64).tolist(), values.tolist(), strict=True)
@@ -489,7 +489,7 @@ class AnswerLogprobs(Sequence[Logprobs]):
 
     codec: RequestCodec
     token_ids: list[int]
-    records: np.ndarray  #: (``kernels.logprobs``)
+    records: np.ndarray  #: (``logprob_log``)
     texts: list[tuple[str, int]] | None  #: ``TokenTexts.along``
 
     def __len__(self) -> int:

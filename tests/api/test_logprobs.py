@@ -17,8 +17,7 @@ from flexhybrid import LLM, SamplingParams, cli, shipped
 from flexhybrid.batch.openai import CHAT, COMPLETIONS, Request
 from flexhybrid.batch.replies import answer_line
 from flexhybrid.running_requests import Replies
-from flexhybrid.runtime.kernels.logprobs import records
-from flexhybrid.runtime.logprob_log import Noted
+from flexhybrid.runtime.logprob_log import Noted, records
 from flexhybrid.sampling_params import noted_bytes
 from sim.presets import hybrid
 

@@ -8,8 +8,7 @@ from scipy import stats
 
 from flexhybrid.runtime.kernels import sampling
 from flexhybrid.runtime.kernels.logit_changes import LogitChanges
-from flexhybrid.runtime.kernels.random_numbers import philox4x32, uniforms
-from flexhybrid.runtime.kernels.sampling import SamplingPlan, greedy_plan, step_sampling
+from flexhybrid.runtime.kernels.sampling import SamplingPlan, greedy_plan, philox4x32, step_sampling, uniforms
 
 NO_TOKENS = torch.empty(0, dtype=torch.int64)  #: a token table that nobody reads
 

@@ -26,7 +26,6 @@ import torch
 
 from flexhybrid.core.errors import InputError
 from flexhybrid.runtime.models.coroutines import Coroutine, interrupt, started
-from flexhybrid.runtime.models.text_part import takes_more_than_text, text_part
 
 NAME = "flexhybrid"  #: of our attention, as transformers knows it
 LIBRARIES = ("transformers", "greenlet")
@@ -35,6 +34,11 @@ RECURRENT, PLAIN = ("linear_attention", "mamba", "conv", "hybrid"), ("moe", "mlp
 DTYPE = torch.bfloat16  #: of models on the meta device
 OLDEST = (5, 6)  #: version of transformers whose layers run here; tried up to 5.23
 
+
+SENSES = ("vision", "audio")
+PART = "language_model."  #: of names in a checkpoint of the whole model
+#: What the whole model's configuration says of its text part too.
+OF_THE_WHOLE = ("dtype", "eos_token_id", "tie_word_embeddings")
 
 #: A reason to refuse.
 OWN_ATTENTION = "it attends by code of its own, not through transformers' AttentionInterface"
@@ -199,6 +203,27 @@ def build(folder: Path):
         if hasattr(module, "config") and hasattr(module.config, "_attn_implementation"):
             module.config._attn_implementation = NAME
     return model.eval()
+
+
+def takes_more_than_text(config) -> bool:
+    """Return whether a configuration has a part for pictures or sound."""
+    return any(sense in name for name in vars(config) if name.endswith("_config") for sense in SENSES)
+
+
+def text_part(config):
+    """Return the configuration of the text part, None without one."""
+    text = config.get_text_config()
+    if text is config or not getattr(text, "model_type", None):
+        return None
+    for field in OF_THE_WHOLE:
+        if getattr(config, field, None) is not None:
+            setattr(text, field, getattr(config, field))
+    return text
+
+
+def own_name(name: str) -> str:
+    """Return the text part's own name for a tensor of the whole model's checkpoint."""
+    return name.replace(PART, "", 1)
 
 
 def one_line(error: Exception) -> str:

@@ -9,7 +9,7 @@ from copy import deepcopy
 import torch
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.runtime.models.text_part import own_name
+from flexhybrid.runtime.models.transformer import own_name
 
 #: Reads a tensor of the checkpoint.
 Read = Callable[[], torch.Tensor]

@@ -7,7 +7,7 @@ from flexhybrid.core.task import Task
 from flexhybrid.core.verbs import VERBS
 from flexhybrid.runtime.selections.hooks import SelectionHooks
 from flexhybrid.runtime.selections.speculative import Speculation
-from flexhybrid.runtime.verbs import attending, computing, moving, ranking, recurring, speculating
+from flexhybrid.runtime.verbs import attending, computing, moving, recurring, speculating
 
 #: A function of (state, task). Verbs of one selection take the state of a wave under it.
 VerbFunction = Callable[..., None]
@@ -15,7 +15,7 @@ VerbFunction = Callable[..., None]
 #: By verb: the functions of these modules that have a verb's name, and below those that serve several verbs.
 VERB_FUNCTIONS: dict[str, VerbFunction] = {
     name: function
-    for module in (attending, computing, moving, ranking, recurring, speculating)
+    for module in (attending, computing, moving, recurring, speculating)
     for name, function in vars(module).items()
     if name in VERBS and function.__module__ == module.__name__
 }

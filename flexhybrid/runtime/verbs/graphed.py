@@ -47,8 +47,7 @@ from flexhybrid.core.task import Task
 from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.executor import NOTHING, Executor, HiddenStates, put
-from flexhybrid.runtime.kernels.random_numbers import uniforms
-from flexhybrid.runtime.kernels.sampling import StepSampling
+from flexhybrid.runtime.kernels.sampling import StepSampling, uniforms
 from flexhybrid.runtime.process_settings import NO_GARBAGE
 from flexhybrid.runtime.step_tensors import Rotation, StepTensors, together_to_device
 from flexhybrid.runtime.verbs.attending_in_place import StepExtents, memory_names, step_extents
