@@ -89,11 +89,6 @@ class Problem:
         return self.hardware is not None and self.hardware.attends_in_place
 
     @property
-    def host_attends_in_place(self) -> bool:
-        """Return whether compiled kernels attend on the host."""
-        return self.attention is not None and self.attention.on_host and not self.shape.softcaps
-
-    @property
     def assembling(self) -> Problem:
         """Return the same problem with assembled contexts, for a run that has named its attention."""
         return replace(self, attention=self.attention and self.attention._replace(in_place=False))

@@ -156,7 +156,7 @@ class Executor(Generic[SelectionT]):
         #: by mini-batch and its layers' window, ``StepExtents`` of its decode step
         self.extents: dict[tuple[int, int | None], tuple[MiniBatchStep, Any]] = {}
         #: numba's kernels attend on the host; False: plain torch
-        self.host_kernels = wave.problem.host_attends_in_place or self.policy.attends_from_disk
+        self.host_kernels = paths.on_host and not self.shape.softcaps
         on_host = self.policy.attention == "host" and self.host_kernels
         if on_host or self.device.type == "cpu" and attends_in_place(wave.problem, wave.policy):
             from flexhybrid.runtime.kernels.in_place import compile_for

@@ -5,7 +5,6 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.attention import PLAIN
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Policy
-from flexhybrid.runtime.kernels import compiled
 from flexhybrid.runtime.kernels.quantize import row_unit
 
 
@@ -57,12 +56,8 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
             f"attention on the host over {policy.bits.kv}-bit KV",
         ),
         (
-            policy.attends_from_disk and (shape.softcaps or any(map(shape.borrows, range(shape.num_layers)))),
-            "attention on the host over the disk, for a model that caps scores or whose layers borrow keys and values,",
-        ),
-        (
-            policy.attends_from_disk and not compiled.has_numba(),
-            "attention on the host over the disk, without numba (pip install numba),",
+            policy.attends_from_disk and any(map(shape.borrows, range(shape.num_layers))),
+            "attention on the host over the disk, for a model whose layers borrow keys and values,",
         ),
     )
     for refused, feature in refusals:
