@@ -16,7 +16,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.schedule.steps import Segment
 from flexhybrid.jobs.compare.speed import PolicyRun
 from flexhybrid.runtime.buffers import SharedPart
-from flexhybrid.runtime.kernels.attention import Path, ScoreRule
+from flexhybrid.runtime.kernels.attention import Assembled, Path, ScoreRule
 from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.kernels.shared_attention import attend_in_parts
 from flexhybrid.runtime.step_tensors import mask_of
@@ -104,14 +104,14 @@ def bench_attention(table: Table, sizes: KernelSizes, like: dict, paths: dict[st
     batch, heads, head_dim, context, chunk = sizes
     keys, values = keys_values = torch.randn(2, batch, heads, context, head_dim, **like)
     query, decode = torch.randn(batch, 1, heads, head_dim, **like), paths["decode"]
-    share = memory_share(keys_values, lambda kv: decode(query, kv[0], kv[1], None))
+    share = memory_share(keys_values, lambda kv: decode(query, Assembled(kv[0], kv[1])))
     table.at_least("attend: share of the measured memory bandwidth", share, 0.6, "x")
     hidden = np.arange(context) < np.arange(batch)[:, None]
     mask = mask_of(hidden, **like)
-    share = memory_share(keys_values, lambda kv: decode(query, kv[0], kv[1], mask))
+    share = memory_share(keys_values, lambda kv: decode(query, Assembled(kv[0], kv[1], mask)))
     table.at_least("attend, requests of mixed lengths: share of the measured memory bandwidth", share, 0.6, "x")
     grouped = keys_values[:, :, : heads // 4].contiguous()
-    share = memory_share(grouped, lambda kv: decode(query, kv[0], kv[1], mask))
+    share = memory_share(grouped, lambda kv: decode(query, Assembled(kv[0], kv[1], mask)))
     table.at_least("attend, mixed lengths, 4 query heads a key head: share of the bandwidth", share, 0.6, "x")
 
     new = torch.randn(batch, chunk, heads, head_dim, **like)
@@ -121,7 +121,7 @@ def bench_attention(table: Table, sizes: KernelSizes, like: dict, paths: dict[st
         torch.matmul(folded, keys.transpose(-1, -2))
         torch.matmul(scores, values)
 
-    ratio = times_as_fast(products, lambda: paths["chunk"](new, keys, values, None))
+    ratio = times_as_fast(products, lambda: paths["chunk"](new, Assembled(keys, values)))
     table.at_least("attend, chunk of a prompt: speed of its two products", ratio, 0.5, "x")
     bench_prompt(table, new, paths["prompt"])
 
@@ -140,7 +140,7 @@ def bench_attention_shared(table: Table, sizes: KernelSizes, like: dict) -> None
             torch.matmul(left, right)
 
     def ours() -> None:
-        attend_in_parts(new, (own, own, None), [SharedPart(rows, common[0], common[1], None)], rule)
+        attend_in_parts(new, Assembled(own, own), [SharedPart(rows, common[0], common[1], None)], rule)
 
     ratio = times_as_fast(products, ours)
     table.at_least("attend_chunk, behind a shared beginning: speed of its products", ratio, 0.5, "x")
@@ -156,7 +156,7 @@ def bench_prompt(table: Table, new: torch.Tensor, prompt: Path) -> None:
         torch.matmul(heads, heads.transpose(-1, -2))
         torch.matmul(scores, heads)
 
-    ratio = times_as_fast(products, lambda: prompt(new, views, views, None))
+    ratio = times_as_fast(products, lambda: prompt(new, Assembled(views, views)))
     table.at_least("attend, whole prompt: speed of the two products of all with all", ratio, 1.0, "x")
 
 
@@ -210,7 +210,7 @@ def bench_in_place(table: Table, sizes: KernelSizes, like: dict, decode: Path) -
 
         def assembled() -> None:
             gather_blocks(pool, blocks, (targets[0], targets[1]), 0, int(tokens.max()))
-            decode(query[:, None], targets[0], targets[1], mask)
+            decode(query[:, None], Assembled(targets[0], targets[1], mask))
 
         ratio = times_as_fast(assembled, lambda: attend(pool))
         table.at_least("attend in place, mixed lengths: times as fast as side by side", ratio, 1.5, "x")

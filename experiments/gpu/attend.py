@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from experiments.bench.harness import Table
 from experiments.gpu.watch import device_seconds, gpu, under_cupti
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
-from flexhybrid.runtime.kernels.attention import PATHS, Extent, ScoreRule
+from flexhybrid.runtime.kernels.attention import PATHS, Assembled, Extent, ScoreRule
 from flexhybrid.runtime.profiling.attention_paths import USUAL, proved_on_gpu
 from flexhybrid.runtime.step_tensors import mask_of
 from flexhybrid.runtime.verbs.attending import gather_blocks
@@ -108,7 +108,7 @@ def _bench(table: Table, name: str, case: AttendCase, sizes: bool) -> None:
 
     def side_by_side() -> None:
         gather_blocks(pool, there, (targets[0], targets[1]), 0, case.tokens)
-        PATHS[USUAL.decode](query[:, None], targets[0], targets[1], mask, rule.scaling)
+        PATHS[USUAL.decode](query[:, None], Assembled(targets[0], targets[1], mask), rule.scaling)
 
     grouped = case.queries > 1
     calls = {

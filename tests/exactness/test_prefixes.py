@@ -32,7 +32,7 @@ from flexhybrid.jobs.compare.exactness import compare_tokens
 from flexhybrid.llm import LLM
 from flexhybrid.runtime.buffers import SharedPart
 from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.kernels.attention import ScoreRule, SlidingWindow
+from flexhybrid.runtime.kernels.attention import Assembled, ScoreRule, SlidingWindow
 from flexhybrid.runtime.kernels.shared_attention import attend_in_parts
 from flexhybrid.runtime.links import CpuCopies, num_blocks
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -374,7 +374,7 @@ def test_attention_in_parts_is_attention_over_all(seed, dtype, new, kind):
     )
     window = None if width is None else SlidingWindow(width, columns[:, own:], columns)
     rule = ScoreRule(scaling, softcap, sinks)
-    answer = attend_in_parts(q, (k, v, mask.to(dtype)), shared, rule, window).view(batch, new, heads, d)
+    answer = attend_in_parts(q, Assembled(k, v, mask.to(dtype)), shared, rule, window).view(batch, new, heads, d)
     for row in range(batch):
         keys, values, at = [k[row]], [v[row]], [columns[row]]
         for rows, part_keys, part_values, part_at in shared:

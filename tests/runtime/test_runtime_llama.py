@@ -47,7 +47,7 @@ def forward(folder, tokens: list[int], dtype="float32", resident=1.0) -> torch.T
             q, k = (rms_norm(x, w[f"{name}_norm.weight"][0], shape.norm_eps) for name, x in (("q", q), ("k", k)))
         q, k = rotate_(q, *rotary), rotate_(k, *rotary)
         heads_first = (x.transpose(0, 1)[None] for x in (k, v.unflatten(-1, (groups, d))))
-        attended = attention.fused(q[None], *heads_first, None)[0]
+        attended = attention.fused(q[None], attention.Assembled(*heads_first))[0]
         hidden = llama.finish(shape, w, hidden, attended)
     return llama.head(shape, weights.outer, hidden)
 

@@ -31,7 +31,7 @@ import triton.language as tl
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.memory import PARTIAL_ROWS, partial_elements
-from flexhybrid.runtime.kernels.attention import Extent, ScoreRule, Weighed, attend_and_weigh
+from flexhybrid.runtime.kernels.attention import Assembled, Extent, ScoreRule, Weighed, attend_and_weigh
 from flexhybrid.runtime.kernels.compiled import demand
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -357,7 +357,7 @@ def prove(device: torch.device, dtype: torch.dtype, queries: int, d: int) -> Non
                 own_tokens = rows[request, : 2 * width].view(2, groups, 1, d)
                 keys, values = torch.cat([own_tokens, laid], dim=2).float()[:, None]
                 of_request = rows[request, 2 * width :].view(1, -1, d).float()
-                wanted = attend_and_weigh(of_request, keys, values, None)[0]
+                wanted = attend_and_weigh(of_request, Assembled(keys, values))[0]
                 error = float((ours[request].float().flatten().cpu() - wanted[0]).abs().max())
                 if not error < (1e-4 if dtype == torch.float32 else 3e-2):
                     raise RuntimeError(f"on trial contexts its results differ by {error:.2g}")

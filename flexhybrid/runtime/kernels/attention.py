@@ -83,19 +83,19 @@ def split_heads(shape: ModelShape, kvq: torch.Tensor) -> tuple[torch.Tensor, tor
     return keys.unflatten(-1, heads), values.unflatten(-1, heads), queries.unflatten(-1, heads)
 
 
-class Path(Protocol):
-    """Attends with new tokens over their context -> [B, N, H·d]. The new tokens' columns come last: attention is causal
-    among them, and masked over earlier columns by [B, 1, 1 or N, T], which adds -inf to padding and tokens out of
-    sight. ``scaling``: factor of scores (default: d^-0.5)."""
+class Assembled(NamedTuple):
+    """Contexts side by side: keys and values [B, G, T, d], those of the new tokens last."""
 
-    def __call__(
-        self,
-        q_BNHd: torch.Tensor,
-        k_BGTd: torch.Tensor,
-        v_BGTd: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None = None,
-    ) -> torch.Tensor: ...
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor | None = None  #: [B, 1, 1 or N, T], adds -inf to padding and tokens out of sight
+
+
+class Path(Protocol):
+    """Attends with new tokens over their context -> [B, N, H·d], causal among the new ones. ``scaling``: factor of
+    scores (default: d^-0.5)."""
+
+    def __call__(self, q_BNHd: torch.Tensor, context: Assembled, scaling: float | None = None) -> torch.Tensor: ...
 
 
 class SlidingWindow(NamedTuple):
@@ -111,14 +111,9 @@ class SlidingWindow(NamedTuple):
         return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)[:, None]
 
 
-def fused(
-    q_BNHd: torch.Tensor,
-    k_BGTd: torch.Tensor,
-    v_BGTd: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None = None,
-) -> torch.Tensor:
+def fused(q_BNHd: torch.Tensor, context: Assembled, scaling: float | None = None) -> torch.Tensor:
     """Attend as ``Path`` says, by scaled_dot_product_attention."""
+    k_BGTd, v_BGTd, mask = context
     (batch, new, heads, d), (groups, tokens) = q_BNHd.shape, k_BGTd.shape[1:3]
     if new == tokens and mask is None:
         q, k, v, in_groups = q_BNHd.transpose(1, 2), k_BGTd, v_BGTd, heads != groups
@@ -146,14 +141,11 @@ def reads_groups(q_BHNd: torch.Tensor, k_BGNd: torch.Tensor, v_BGNd: torch.Tenso
 
 
 def attend_and_weigh(
-    q_BHd: torch.Tensor,
-    k_BGTd: torch.Tensor,
-    v_BGTd: torch.Tensor,
-    mask_B11T: torch.Tensor | None,
-    scaling: float | None = None,
+    q_BHd: torch.Tensor, context: Assembled, scaling: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend with one query per request by two matrix products around a softmax; return a ``Path``'s result, [B, H·d],
     and the attention weights [B, G, r, T]. The query is scaled, as the smallest operand."""
+    k_BGTd, v_BGTd, mask_B11T = context
     folded = q_BHd.view(len(q_BHd), k_BGTd.shape[1], -1, q_BHd.shape[-1])
     scores = torch.matmul(folded * (scaling or folded.shape[-1] ** -0.5), k_BGTd.transpose(-1, -2))
     if mask_B11T is not None:
@@ -184,20 +176,14 @@ def attention_sums(q_BNHd: torch.Tensor, k_BNGd: torch.Tensor, lengths_B: torch.
     return sums
 
 
-def products(
-    q_BNHd: torch.Tensor,
-    k_BGTd: torch.Tensor,
-    v_BGTd: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None = None,
-) -> torch.Tensor:
+def products(q_BNHd: torch.Tensor, context: Assembled, scaling: float | None = None) -> torch.Tensor:
     """Attend as a ``Path``, by two matrix products around a softmax.
 
     Blocks of queries attend one after another, each over the columns before its end, so that not all scores are stored.
     """
     if q_BNHd.shape[1] == 1:
-        return attend_and_weigh(q_BNHd[:, 0], k_BGTd, v_BGTd, mask, scaling)[0][:, None]
-    batch, new, heads, d = q_BNHd.shape
+        return attend_and_weigh(q_BNHd[:, 0], context, scaling)[0][:, None]
+    (k_BGTd, v_BGTd, mask), (batch, new, heads, d) = context, q_BNHd.shape
     groups, tokens = k_BGTd.shape[1:3]
     q = q_BNHd.view(batch, new, groups, heads // groups, d).permute(0, 2, 3, 1, 4) * (scaling or d**-0.5)
     above = q.new_full((min(PREFILL_QUERIES, new),) * 2, -torch.inf).triu_(1)
@@ -217,18 +203,12 @@ def products(
     return attended.permute(0, 3, 1, 2, 4).reshape(batch, new, heads * d)
 
 
-def flash(
-    q_BNHd: torch.Tensor,
-    k_BGTd: torch.Tensor,
-    v_BGTd: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None = None,
-) -> torch.Tensor:
+def flash(q_BNHd: torch.Tensor, context: Assembled, scaling: float | None = None) -> torch.Tensor:
     """Attend as a ``Path``: on CUDA by flash attention, which stores no scores, if no column is masked; otherwise by
     ``products``."""
-    q_BHNd = q_BNHd.transpose(1, 2)
+    q_BHNd, (k_BGTd, v_BGTd, mask) = q_BNHd.transpose(1, 2), context
     if mask is not None or q_BNHd.shape[-1] % 8 or not reads_groups(q_BHNd, k_BGTd, v_BGTd):
-        return products(q_BNHd, k_BGTd, v_BGTd, mask, scaling)
+        return products(q_BNHd, context, scaling)
     # What causal_lower_right (torch.nn.attention.bias) comes to, without the tensor of its own of 8 bytes a score.
     flash_attention = torch.ops.aten._scaled_dot_product_flash_attention
     return flash_attention(q_BHNd, k_BGTd, v_BGTd, 0.0, True, scale=scaling)[0].transpose(1, 2).flatten(2)
@@ -238,14 +218,8 @@ def in_float32(path: Path) -> Path:
     """Return a path in float32, for a processor without 16-bit products. WIDENED_ELEMENTS elements of keys, which a
     CPU's caches hold, are widened at a time."""
 
-    def attend(
-        q_BNHd: torch.Tensor,
-        k_BGTd: torch.Tensor,
-        v_BGTd: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None = None,
-    ) -> torch.Tensor:
-        batch, groups, tokens, d = k_BGTd.shape
+    def attend(q_BNHd: torch.Tensor, context: Assembled, scaling: float | None = None) -> torch.Tensor:
+        (k_BGTd, v_BGTd, mask), (batch, groups, tokens, d) = context, context.keys.shape
         queries = q_BNHd.unflatten(2, (groups, -1))
         attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
         row_step = max(1, WIDENED_ELEMENTS // (groups * tokens * d))
@@ -257,8 +231,8 @@ def in_float32(path: Path) -> Path:
                 heads = slice(head, head + head_step)
                 q = widened(queries[rows, :, heads]).flatten(2, 3)
                 out = attended[rows, :, heads]
-                keys, values = widened(k_BGTd[rows, heads]), widened(v_BGTd[rows, heads])
-                out.copy_(path(q, keys, values, added, scaling).view(out.shape))
+                wide = Assembled(widened(k_BGTd[rows, heads]), widened(v_BGTd[rows, heads]), added)
+                out.copy_(path(q, wide, scaling).view(out.shape))
         return attended.flatten(2)
 
     return attend
@@ -270,27 +244,22 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attend_in_window(
-    path: Path,
-    q_BNHd: torch.Tensor,
-    keys_values: tuple[torch.Tensor, torch.Tensor],
-    mask_B11T: torch.Tensor | None,
-    window: SlidingWindow,
-    scaling: float | None = None,
+    path: Path, q_BNHd: torch.Tensor, context: Assembled, window: SlidingWindow, scaling: float | None = None
 ) -> torch.Tensor:
     """Attend as a path does, within the window alone.
 
     Blocks of queries attend one after another, each over the columns before its end; if all columns are new tokens,
     those before its window are skipped.
     """
-    new, tokens, attended = q_BNHd.shape[1], keys_values[0].shape[2], []
+    new, tokens, attended = q_BNHd.shape[1], context.keys.shape[2], []
     for start in range(0, new, PREFILL_QUERIES):
         end = min(start + PREFILL_QUERIES, new)
         columns = slice(max(0, start - window.tokens + 1) if new == tokens else 0, tokens - new + end)
         mask = window.mask(slice(start, end), columns, q_BNHd.dtype)
-        if mask_B11T is not None:
-            mask = mask + mask_B11T[..., columns]
-        keys, values = (side[:, :, columns] for side in keys_values)
-        attended.append(path(q_BNHd[:, start:end], keys, values, mask, scaling))
+        if context.mask is not None:
+            mask = mask + context.mask[..., columns]
+        seen = Assembled(context.keys[:, :, columns], context.values[:, :, columns], mask)
+        attended.append(path(q_BNHd[:, start:end], seen, scaling))
     return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from flexhybrid.runtime.buffers import SharedPart
-from flexhybrid.runtime.kernels.attention import PREFILL_QUERIES, ScoreRule, SlidingWindow, Weighed
+from flexhybrid.runtime.kernels.attention import PREFILL_QUERIES, Assembled, ScoreRule, SlidingWindow, Weighed
 
 #: On a CPU: attends in one pass over the keys, sums in float32, and gives the logarithms of the sums too.
 _in_one_pass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -21,13 +21,12 @@ _in_one_pass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 def attend_in_parts(
     q_BNHd: torch.Tensor,
-    own: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    own: Assembled,
     shared: Sequence[SharedPart],
     rule: ScoreRule,
     window: SlidingWindow | None = None,
 ) -> torch.Tensor:
-    """Attend as a ``Path`` does over ``own`` keys and values, with their mask [B, 1, 1, T], and over ``shared`` ones,
-    by any rule and in any window. Returns [B, N, H·d]."""
+    """Attend as a ``Path`` does over ``own`` and ``shared`` contexts, by any rule and in any window: [B, N, H·d]."""
     keys, values, mask_B11T = own
     batch, new, heads, d = q_BNHd.shape
     q = grouped(q_BNHd, keys.shape[1])

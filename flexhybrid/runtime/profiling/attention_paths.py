@@ -20,7 +20,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import cache_folder, write_by_rename
 from flexhybrid.core.problem import AttentionPaths
 from flexhybrid.runtime.kernels import compiled
-from flexhybrid.runtime.kernels.attention import PATHS
+from flexhybrid.runtime.kernels.attention import PATHS, Assembled
 
 FILE = "attention-cpu.json"  #: in the folder of profiles
 
@@ -116,7 +116,7 @@ def _fastest(dtype: str, group: int, sizes: tuple[int, int, int], usual: str) ->
     for turn in range(1 + TURNS):
         for name, shortest in seconds.items():
             start = time.perf_counter()
-            PATHS[name](query, keys, values, None)
+            PATHS[name](query, Assembled(keys, values))
             if turn:
                 seconds[name] = min(shortest, time.perf_counter() - start)
     fastest = min(seconds, key=seconds.__getitem__)

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.model.shape import ModelShape
-from flexhybrid.runtime.kernels.attention import fused, split_heads
+from flexhybrid.runtime.kernels.attention import Assembled, fused, split_heads
 from flexhybrid.runtime.kernels.rotary import norm_and_rotate_, rotary_tables
 from flexhybrid.runtime.models import architecture
 from flexhybrid.runtime.storage.loader import SKEW_FILE, Checkpoint
@@ -59,7 +59,7 @@ def forward(checkpoint: Checkpoint, tokens: list[int], change: Change = unchange
             q = norm_and_rotate_(q, w.get("q_norm.weight"), shape.norm_eps, rotation)
         q, k = change(layer, q, k)
         k, v = k.transpose(0, 1), v.transpose(0, 1)  # head-major
-        hidden = model.finish(shape, w, hidden, fused(q[None], k[None], v[None], None)[0])
+        hidden = model.finish(shape, w, hidden, fused(q[None], Assembled(k[None], v[None]))[0])
     return model.head(shape, outer, hidden)
 
 

@@ -11,7 +11,7 @@ from flexhybrid.core.task import Task
 from flexhybrid.runtime.buffers import Context, SharedPart
 from flexhybrid.runtime.executor import State
 from flexhybrid.runtime.kernels import attention
-from flexhybrid.runtime.kernels.attention import SlidingWindow, attend_in_window, split_heads
+from flexhybrid.runtime.kernels.attention import Assembled, SlidingWindow, attend_in_window, split_heads
 from flexhybrid.runtime.kernels.shared_attention import add_shared, attend_and_sum, attend_in_parts, grouped
 from flexhybrid.runtime.verbs.attending_in_place import add_shared_in_place, attend_in_place
 from flexhybrid.runtime.verbs.moving import put_rows
@@ -138,11 +138,14 @@ def attend(state: State, task: Task) -> None:
         if not commons:
             state.finish_attention(task)
     elif state.selection.weighs(task):
-        state.attended, weights = attention.attend_and_weigh(_new_queries(state, task)[:, 0], keys, values, mask)
+        state.attended, weights = attention.attend_and_weigh(
+            _new_queries(state, task)[:, 0], Assembled(keys, values, mask)
+        )
         state.selection.after_attend(task, weights)
     else:
         path = state.attention["decode"]
-        state.attended = path(_new_queries(state, task), keys, values, mask, rule.scaling).flatten(0, 1)
+        context = Assembled(keys, values, mask)
+        state.attended = path(_new_queries(state, task), context, rule.scaling).flatten(0, 1)
 
 
 def attend_shared(state: State, task: Task) -> None:
@@ -158,14 +161,15 @@ def attend_shared(state: State, task: Task) -> None:
 def attend_chunk(state: State, task: Task) -> None:
     """Attend with a chunk of prompts over the cached tokens before it, and itself: [B, N, H·d]."""
     (keys, values, mask, commons), new = state.context, _new_queries(state, task)
+    context = Assembled(keys, values, mask)
     rule, window = state.score_rule(task), _window(state, task)
     path = state.attention["decode" if task.payload.step.width == 1 else "chunk"]
     if commons or rule.changes_scores:
-        attended = attend_in_parts(new, (keys, values, mask), commons, rule, window)
+        attended = attend_in_parts(new, context, commons, rule, window)
     elif window:
-        attended = attend_in_window(path, new, (keys, values), mask, window, rule.scaling)
+        attended = attend_in_window(path, new, context, window, rule.scaling)
     else:
-        attended = path(new, keys, values, mask, rule.scaling)
+        attended = path(new, context, rule.scaling)
     state.attended = attended.flatten(0, 1)
 
 
@@ -205,15 +209,16 @@ def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
     """Return the causal attention of these columns of the computed grid: [B, columns, H·d]."""
     grid = state.kvq[task.payload.slot].unflatten(0, (len(task.payload.step.requests), -1))[:, tokens]
     keys, values, queries = split_heads(state.shape, grid)
-    sides, rule, window = (keys.transpose(1, 2), values.transpose(1, 2)), state.score_rule(task), None
+    context, rule = Assembled(keys.transpose(1, 2), values.transpose(1, 2)), state.score_rule(task)
+    window = None
     if width := state.window_of(task):
         places = torch.arange(grid.shape[1], device=grid.device, dtype=torch.int64)[None]
         window = SlidingWindow(width, places, places)
     if rule.changes_scores:
-        return attend_in_parts(queries, (*sides, None), (), rule, window)
+        return attend_in_parts(queries, context, (), rule, window)
     if window:
-        return attend_in_window(state.attention["chunk"], queries, sides, None, window, rule.scaling)
-    return state.attention["prompt"](queries, *sides, None, rule.scaling)
+        return attend_in_window(state.attention["chunk"], queries, context, window, rule.scaling)
+    return state.attention["prompt"](queries, context, rule.scaling)
 
 
 def attend_host(state: State, task: Task) -> None:

@@ -29,17 +29,20 @@ def test_a_chunk_attends_by_flash_attention_where_a_gpu_has_it(monkeypatch):
 
     for heads, new, tokens in CHUNKS:
         operands = chunk(heads, new, tokens, torch.float32)
-        expected = attention.products(*operands, None, 0.3)
-        assert torch.equal(attention.flash(*operands, None, 0.3), expected) and not calls  # a CPU has none
+        context = attention.Assembled(*operands[1:])
+        expected = attention.products(operands[0], context, 0.3)
+        assert torch.equal(attention.flash(operands[0], context, 0.3), expected) and not calls  # a CPU has none
         with monkeypatch.context() as gpu:
             gpu.setattr(attention, "reads_groups", lambda *_: True)
             gpu.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention", of_a_gpu)
-            torch.testing.assert_close(attention.flash(*operands, None, 0.3), expected, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(attention.flash(operands[0], context, 0.3), expected, atol=1e-6, rtol=1e-5)
             assert calls == [(0.0, True)]
             mask = torch.zeros(1, 1, 1, tokens).index_fill_(3, torch.tensor([1]), -torch.inf)
-            assert torch.equal(attention.flash(*operands, mask, 0.3), attention.products(*operands, mask, 0.3))
-            odd = [of[..., :12] for of in operands]
-            assert torch.equal(attention.flash(*odd, None), attention.products(*odd, None)) and calls.pop()
+            masked = operands[0], context._replace(mask=mask), 0.3
+            assert torch.equal(attention.flash(*masked), attention.products(*masked))
+            query, *odd = [of[..., :12] for of in operands]
+            odd = query, attention.Assembled(*odd)
+            assert torch.equal(attention.flash(*odd), attention.products(*odd)) and calls.pop()
 
 
 @pytest.mark.cuda
@@ -47,6 +50,7 @@ def test_a_chunk_attends_by_flash_attention_where_a_gpu_has_it(monkeypatch):
 def test_a_gpus_flash_attention_aligns_the_last_columns(dtype):
     for size in CHUNKS:
         operands = chunk(*size, dtype, "cuda")
+        context = attention.Assembled(*operands[1:])
         assert attention.reads_groups(operands[0].transpose(1, 2), *operands[1:])
-        expected = attention.products(*operands, None, 0.3)
-        torch.testing.assert_close(attention.flash(*operands, None, 0.3), expected, atol=2e-2, rtol=2e-2)
+        expected = attention.products(operands[0], context, 0.3)
+        torch.testing.assert_close(attention.flash(operands[0], context, 0.3), expected, atol=2e-2, rtol=2e-2)

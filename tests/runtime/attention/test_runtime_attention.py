@@ -45,15 +45,15 @@ def test_every_way_to_attend_is_plain_attention(name, dtype, heads, d, new, hidd
         patch.setattr(attention, "WIDENED_ELEMENTS", at_once)
         patch.setattr(attention, "PREFILL_QUERIES", 4)
         mask = mask_of(lacks, dtype, torch.device("cpu")) if lacks.any() else None
-        heads_first = keys.transpose(1, 2), values.transpose(1, 2)
+        context = attention.Assembled(keys.transpose(1, 2), values.transpose(1, 2), mask)
         path, new_queries = attention.PATHS[name], queries[:, cached:]
         places = torch.arange(cached + new).repeat(batch, 1)
         places[:, :cached] = places[:, torch.randperm(cached, generator=generator)]
         if window is None:
-            out = path(new_queries, *heads_first, mask, scaling)
+            out = path(new_queries, context, scaling)
         else:
             of_window = attention.SlidingWindow(window, places[:, cached:], places)
-            out = attention.attend_in_window(path, new_queries, heads_first, mask, of_window, scaling)
+            out = attention.attend_in_window(path, new_queries, context, of_window, scaling)
     assert out.shape == (batch, new, num_heads * d) and out.dtype == dtype
     accuracy = 1e-5 if dtype == torch.float32 else 4e-2
     for row in range(batch):
@@ -97,6 +97,6 @@ def test_keys_that_are_read_by_groups_are_not_repeated(monkeypatch, dtype):
     found = {}
     for reads in (False, True):
         monkeypatch.setattr(attention, "reads_groups", lambda *_, reads=reads: reads)
-        found[reads] = attention.fused(queries, keys, values, None)
+        found[reads] = attention.fused(queries, attention.Assembled(keys, values))
     assert given == [6, 2]
     assert torch.allclose(found[True].float(), found[False].float(), atol=1e-6 if dtype == torch.float32 else 2e-2)
