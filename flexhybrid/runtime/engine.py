@@ -25,8 +25,9 @@ from flexhybrid.core.wave import Wave
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.clock import Around, Clock, HostLane, Lane, LaneThreads
 from flexhybrid.runtime.cuda import CudaClock, CudaCopies, CudaStream, lane_events, lane_streams
-from flexhybrid.runtime.executor import EngineParts, Executor
+from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.issuing import Issuer, StreamLane
+from flexhybrid.runtime.kernels.compiled import Share
 from flexhybrid.runtime.kernels.sampling import NO_TOKEN
 from flexhybrid.runtime.links import CpuCopies
 from flexhybrid.runtime.logprob_log import Noted
@@ -123,6 +124,8 @@ class Engine:
         self.host_threads = min(HOST_THREADS[self.device.type], max(1, self.num_threads // 2))
         self.host_workers = ThreadPoolExecutor(self.host_threads, "flexhybrid-host", _compute_with, (1,))
         self.compute_workers = ThreadPoolExecutor(self.num_threads, "flexhybrid-compute")  # starts them when used
+        self.host_share: Share = self.host_workers.map if self.host_threads > 1 else map
+        self.compute_share: Share = self.compute_workers.map if self.num_threads > 1 else map
         self._own_threads = LaneThreads()
         self.lane_threads = self._own_threads if lane_threads is None else lane_threads
         self.disk = None
@@ -133,7 +136,7 @@ class Engine:
         except BaseException:
             self.close()
             raise
-        self.copies = CudaCopies() if on_cuda else CpuCopies(link_gb_per_s)
+        self.copies: CpuCopies | CudaCopies = CudaCopies() if on_cuda else CpuCopies(link_gb_per_s)
 
     def close(self) -> None:
         """Free the cache's disk space, and end the threads of lanes and host."""
@@ -154,19 +157,8 @@ class Engine:
 
     def executor(self, wave: Wave, prompts: Prompts, plan: SamplingPlans) -> Executor:
         """Make a wave ready to run: token ids of its prompts, and how its tokens are chosen, by request."""
-        share = self.host_workers.map if self.host_threads > 1 else map
-        compute = self.compute_workers.map if self.num_threads > 1 else map
-        parts = EngineParts(
-            self.weights,
-            self.slots,
-            self.buffers,
-            self.copies,
-            share,
-            compute_share=compute,
-            compute_threads=self.num_threads,
-        )
         check_runnable(wave.shape, wave.policy)
-        executor = Executor(parts, wave, prompts, plan, self._selection(wave))
+        executor = Executor(self, wave, prompts, plan, self._selection(wave))
         executor.verbs = verbs_under(executor.selection)
         if self.device.type == "cuda" and without_graphs(wave.problem, wave.policy) is None:
             self.graphs = attach(executor, self.graphs)

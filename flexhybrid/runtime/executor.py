@@ -6,8 +6,7 @@ needs no guard; the plan's dependencies guard the rest.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -38,17 +37,16 @@ NOTHING = torch.empty(0, dtype=torch.float32)  #: where no verb has made a tenso
 SelectionT = TypeVar("SelectionT", bound=SelectionHooks, covariant=True)
 
 
-@dataclass(frozen=True)
-class EngineParts:
+class EngineParts(Protocol):
     """What an engine keeps between waves."""
 
     weights: Weights
     slots: WeightSlots
     buffers: Buffers
     copies: CpuCopies | CudaCopies
-    host_share: Share = map  #: shares the host's work of a verb among its threads (``in_place.Parts``)
-    compute_share: Share = map  #: of a CPU that is the device: the same for the threads that compute
-    compute_threads: int = 1
+    host_share: Share  #: shares the host's work of a verb among its threads
+    compute_share: Share  #: of a CPU that is the device: the same for the threads that compute
+    num_threads: int  #: that compute
 
 
 class LayerWeights:
@@ -152,7 +150,7 @@ class Executor(Generic[SelectionT]):
         heads = wave.shape.queries_per_key, wave.shape.head_dim
         paths = wave.problem.attention or fastest_paths(self.device.type, parts.weights.dtype_name, *heads)
         self.attention = {"prompt": PATHS[paths.prompt], "chunk": PATHS[paths.chunk], "decode": PATHS[paths.decode]}
-        self.compute_threads = parts.compute_threads
+        self.compute_threads = parts.num_threads
         #: by mini-batch and its layers' window, ``StepExtents`` of its decode step
         self.extents: dict[tuple[int, int | None], tuple[MiniBatchStep, Any]] = {}
         #: numba's kernels attend on the host; False: plain torch
