@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -29,6 +31,20 @@ def run_wave(
             return session.generate()
     finally:
         weights.close()
+
+
+def stopping(stops: Sequence[int]) -> Callable:
+    """``RunControl.stop_text`` that ends each request after so many tokens."""
+    counts = Counter()
+
+    def of(request: int) -> Callable:
+        def stop(_token):
+            counts[request] += 1
+            return "end" if counts[request] == stops[request] else None
+
+        return stop
+
+    return of
 
 
 def forced_logits(checkpoint, policy, texts, steps, **options) -> list[torch.Tensor]:

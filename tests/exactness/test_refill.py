@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import InMemory, save_llama, save_opt
 from policies import wider_policies
+from runs import stopping
 from strategies import lossless_policies, speculative_policies
 from toy_machine import machine
 
@@ -44,17 +45,7 @@ def answers(
         wave = open_batch(problem, policy, workload, min(count, len(left)), share, tree)
         runner = Engine(weights, policy, buffer_sizes(wave), num_threads=1, disk=disk)
         executor = runner.executor(wave, [prompts[i] for i in left], greedy_plan(len(left)))
-
-        counts = dict.fromkeys(range(len(left)), 0)
-
-        def heard(request, counts=counts, left=left):
-            def stop(_token):
-                counts[request] += 1
-                return "end" if counts[request] == stops[left[request]] else None
-
-            return stop
-
-        control = RunControl(stop_text=heard, keep_trace=True)
+        control = RunControl(stop_text=stopping([stops[i] for i in left]), keep_trace=True)
         result = runner.run(executor, control)
         runner.close()
         assert check_trace(result.trace) == []

@@ -12,6 +12,7 @@ from fake_cuda.device import DEVICE, fake_cuda
 from fake_cuda.test_attention_in_place import IN_PLACE
 from models import save_llama
 from oracles import attend_table, rows_as_operations
+from runs import stopping
 
 from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.policy import Placement, Policy
@@ -108,20 +109,16 @@ def answers(name: str, source, cuda_graphs: bool, by_host: bool = False, device:
     problem = Problem(shape=checkpoint.shape, dtype="float32", **machine)
     workload = Workload(np.array([*map(len, prompts)]), limits)
     tree = PromptTree(prompts.__getitem__) if alike else None
-    wave, counts = open_batch(problem, policy, workload, PLACES, share, tree), dict.fromkeys(range(COUNT), 0)
-
-    def heard(request: int):
-        def stop(_token):
-            counts[request] += 1
-            return "end" if counts[request] == stops[request] else None
-
-        return stop
-
+    wave = open_batch(problem, policy, workload, PLACES, share, tree)
     weights = Weights(checkpoint.shape, checkpoint, "float32", device, policy)
     engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
     try:
         executor = engine.executor(wave, prompts, plan)
-        control = RunControl(stop_text=heard, on_noted=lambda request, of: noted.append((request, of.answer.tolist())))
+
+        def note(request: int, of) -> None:
+            noted.append((request, of.answer.tolist()))
+
+        control = RunControl(stop_text=stopping(stops), on_noted=note)
         return (engine.run(executor, control).tokens, noted), engine.graphs
     finally:
         engine.close()

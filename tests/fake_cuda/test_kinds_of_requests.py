@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +21,7 @@ from fake_cuda.test_streams import (
     undeclared,
     without_hazard,
 )
+from runs import stopping
 from tiny_models import greedy, save_tiny
 
 from flexhybrid.core.policy import Placement, Policy
@@ -91,20 +91,12 @@ def queue_under(source, policy: Policy, requests, places: int, share: float):
     prompts, max_tokens, stops = requests
     problem = Problem(shape=source.shape, dtype="float32", device=DEVICE.type, hardware=SIDE_BY_SIDE)
     workload = Workload(np.array([len(prompt) for prompt in prompts]), np.array(max_tokens))
-    wave, counts = open_batch(problem, policy, workload, places, share), dict.fromkeys(range(len(prompts)), 0)
-
-    def heard(request: int) -> Callable:
-        def stop(_token):
-            counts[request] += 1
-            return "end" if counts[request] == stops[request] else None
-
-        return stop
-
+    wave = open_batch(problem, policy, workload, places, share)
     weights = Weights(source.shape, source, "float32", DEVICE, policy)
     engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
     try:
         executor = engine.executor(wave, prompts, greedy_plan(len(prompts)))
-        result = engine.run(executor, RunControl(stop_text=heard, keep_trace=True))
+        result = engine.run(executor, RunControl(stop_text=stopping(stops), keep_trace=True))
         return result, set(wave.queue.waiting.tolist()) if wave.queue else set()
     finally:
         engine.close()
