@@ -18,7 +18,7 @@ import torch
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.memory import WIDENED_ELEMENTS
 from flexhybrid.runtime.kernels.attention import Extent, ScoreRule, Weighed
-from flexhybrid.runtime.kernels.compiled import Share, demand
+from flexhybrid.runtime.kernels.compiled import Share, deal, demand
 from flexhybrid.runtime.kernels.shared_attention import weigh
 
 #: Products of query and key elements below which one thread does all. Handing over takes about 90 us; in 200 us, of
@@ -63,10 +63,7 @@ class Parts(NamedTuple):
         attended = torch.empty(batch, groups, heads // groups, d, dtype=torch.float32)
         weighed = attended, torch.empty(attended.shape[:3], dtype=torch.float32)
         of_items = (self._by_kernels if self.by_kernels else self._by_torch)(query, memories, rule, weighed)
-        others = self.share(of_items, self.bounds[1:-1], self.bounds[2:]) if len(self.bounds) > 2 else ()
-        of_items(*self.bounds[:2])
-        for _ in others:
-            pass
+        deal(of_items, self.bounds, self.share)
         return weighed
 
     def _by_kernels(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
@@ -46,14 +46,16 @@ def demand(kernel: str, **holds: bool) -> None:
 
 
 def spread(run: Callable[[int, int], object], count: int, num_bytes: int, share: Share = map) -> None:
-    """Call ``run(first, end)`` on ranges of ``count`` rows, of ``num_bytes`` read and written together, on the calling
-    thread's number of torch threads. It runs the first range itself; ``share`` runs the others."""
-    threads = max(1, min(torch.get_num_threads(), num_bytes // BYTES_A_THREAD, count))
-    if share is map or threads == 1:
-        run(0, count)
-        return
-    bounds = [count * thread // threads for thread in range(threads + 1)]
-    others = share(run, bounds[1:-1], bounds[2:])
-    run(0, bounds[1])
+    """Call ``run(first, end)`` on ranges of ``count`` rows, of ``num_bytes`` read and written together: on as many
+    threads as torch computes with in the calling thread."""
+    threads = 1 if share is map else max(1, min(torch.get_num_threads(), num_bytes // BYTES_A_THREAD, count))
+    deal(run, [count * thread // threads for thread in range(threads + 1)], share)
+
+
+def deal(run: Callable[[int, int], object], bounds: Sequence[int], share: Share) -> None:
+    """Call ``run(first, end)`` on the ranges between bounds: the calling thread takes the first range, ``share`` deals
+    out the others."""
+    others = share(run, bounds[1:-1], bounds[2:]) if len(bounds) > 2 else ()
+    run(bounds[0], bounds[1])
     for _ in others:
         pass
