@@ -13,10 +13,8 @@ from flexhybrid.core import work
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import shape_by_name
-from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
-from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from policy_search.papers.algorithm1 import (
     BALANCES,
@@ -34,7 +32,6 @@ from sim.array_clock import predict
 from sim.candidates import candidates_of, num_mini_batches
 from sim.cost import price
 from sim.presets import CAPTURE_MINI_BATCH_TOKENS
-from sim.virtual_clock import run, summarize
 
 rates = st.floats(-7, -4).map(lambda exponent: 10.0**exponent)
 fixed = st.sampled_from([0.0, 1e-5, 1e-4])
@@ -88,23 +85,6 @@ def test_allocation_is_brute_forces(t, room, balance, act_gpu):
         gap(t, balance, act, (room - act * act_bytes) // kv_bytes, act_gpu) for act in range(room // act_bytes + 1)
     )
     assert gap(t, balance, found.act_blocks, found.kv_blocks, act_gpu) == pytest.approx(best, abs=1e-12)
-
-
-def test_the_papers_two_steps_by_hand():
-    """Weights 100 s, KV-Gen 1 s and KV load 2 s a block, S_ACT = 1, S_KV = 2, 400 bytes. ACT_init = 100; then a + 2k =
-    300, a = 2k: a = 150, k = 75. Together 250 and 75; T_PCIe = 100 + 150 = T_Computation = 250."""
-    t = LayerTimes(100.0, Linear(1.0), Linear(2.0), Linear(1.0))
-    found = allocate(t, 1400, 1000, 1, 2)
-    assert (found.act_blocks, found.kv_blocks) == (250, 75)
-    assert found.link_s == found.compute_s == 250
-
-
-def test_the_papers_other_branch_by_hand():
-    """ACT on the GPU takes longer than the weights: 150 blocks, 50 s more. KV_init 25; of 350 bytes 2k = 175."""
-    t = LayerTimes(100.0, Linear(1.0), Linear(2.0), Linear(1.0))
-    found = allocate(t, 1400, 1000, 1, 2, act_gpu_blocks=150)
-    assert (found.act_blocks, found.kv_blocks) in {(175, 112), (174, 113), (176, 112)}
-    assert found.link_s == pytest.approx(found.compute_s, abs=2)
 
 
 def test_what_the_full_balance_adds_moves_the_share():
@@ -283,24 +263,6 @@ def test_the_full_balance_is_nearest_to_the_best_share():
     assert times.compute_s("full", act["paper"]) > 1.01 * times.link_s("full", act["paper"], kv["paper"])
     with_device = capture(workload=workload, balance="full")
     assert with_device.cache["act@device"] > 0.05 and decode_rate(with_device, workload) > rates["full"]
-
-
-def test_the_parts_of_capture_help_on_the_virtual_clock():
-    """The order of the papers' ablation: one representation, the static split, the ratio; and the device's memory."""
-    workload = Workload.uniform(32, 1000, 3)
-    machine = replace(RTX4090, device_memory=7 * GIB, device_reserve=0)
-
-    def rate(policy: Policy) -> float:
-        wave = admit(Problem(shape=OPT_30B, hardware=machine), policy, workload)
-        return summarize(run(stream(wave), machine)).decode_tokens_per_s
-
-    def captured(**options) -> float:
-        return rate(capture(Problem(shape=OPT_30B, hardware=machine), workload, balance="full", **options))
-
-    static = captured(ratio=False, device_act=False)
-    assert static > rate(presets.act_only())
-    assert captured(device_act=False) > max(static, rate(presets.kv_only()))
-    assert captured() > captured(device_act=False)
 
 
 def test_algorithm_1_over_the_whole_host_memory():

@@ -50,10 +50,10 @@ def mib(device=None, host=None, disk=None, besides_packing=True) -> Budgets:
 
 
 def searched(
-    shape: ModelShape, hardware: Hardware, workload: Workload, budgets=NO_BUDGETS, margin=0.0, **settings
+    workload: Workload, hardware: Hardware | None = None, shape=SHAPE, budgets=NO_BUDGETS, margin=0.0, **settings
 ) -> SearchResult:
     """Search; without a margin the least seconds win, wherever they are."""
-    problem = Problem(shape=shape, hardware=hardware, budgets=budgets)
+    problem = Problem(shape=shape, hardware=hardware or machine(), budgets=budgets)
     return search(problem, workload, SearchSettings(margin=margin, **settings))
 
 
@@ -114,7 +114,7 @@ def test_the_search_is_as_good_as_brute_force(name, link):
     space, budgets = BRUTE[name]
     hardware, workload = machine(link), Workload.uniform(1, 60, 6)
     found = searched(
-        SHAPE, hardware, workload, max_batch=4, space=space, budgets=mib(**budgets), mini_batch_tokens=(256, 1024)
+        workload, hardware, max_batch=4, space=space, budgets=mib(**budgets), mini_batch_tokens=(256, 1024)
     )
     assert space.allows(found.policy)
     assert seconds_per_token(found) <= 1.003 * brute_force(found.problem, batch_grid(4), (256, 1024))
@@ -125,7 +125,7 @@ def test_where_the_bounds_favourite_waits_the_others_are_tried():
     space = replace(LOSSLESS, entries=("kv@host", "act@host", "kv@disk"), hidden=("device",))
     hardware, workload = machine(0.33, 280.0, 43.0, 0.2), Workload.uniform(1, 95, 10)
     found = searched(
-        SHAPE, hardware, workload, max_batch=4, space=space, budgets=mib(46, 61, 1024), mini_batch_tokens=(256, 1024)
+        workload, hardware, max_batch=4, space=space, budgets=mib(46, 61, 1024), mini_batch_tokens=(256, 1024)
     )
     assert found.gap > 0.1 and found.policy.attention == "host"
     assert seconds_per_token(found) <= 1.003 * brute_force(found.problem, batch_grid(4), (256, 1024))
@@ -136,7 +136,7 @@ def test_no_mini_batch_between_the_bounds_is_better(link, batch):
     """Mini-batches of every size, not only what the grid's powers of two leave room for."""
     options = {"batch": batch} if batch else {"max_batch": 40}
     hardware, budgets, space = machine(link), mib(24, 48), replace(PLAIN, entries=("kv@host", "act@host"))
-    found = searched(SHAPE, hardware, Workload.uniform(1, 200, 8), budgets=budgets, space=space, **options)
+    found = searched(Workload.uniform(1, 200, 8), hardware, budgets=budgets, space=space, **options)
     evaluator, shares = Evaluator(found.problem), found.policy.cache
     padded = padded_width(200, 8)
     unplaced = [
@@ -150,15 +150,14 @@ def test_no_mini_batch_between_the_bounds_is_better(link, batch):
 
 
 @pytest.mark.parametrize(
-    "rates, objective",
-    [((0.1, 30.0), "throughput"), ((1.0, 200.0), "decode_throughput"), ((4.0, 20.0), "throughput")],
+    "rates, objective", [((0.1, 30.0), "throughput"), ((1.0, 200.0), "decode_throughput"), ((4.0, 20.0), "throughput")]
 )
 def test_pruning_loses_nothing(rates, objective):
     space = replace(FULL, weights_bits=("native", 4), kv_bits=("native", 4), act_bits=("native",), hidden=("device",))
     options = {"max_batch": 2, "mini_batch_tokens": (256,), "budgets": mib(10, 16, 64), "space": space}
     hardware, workload = machine(*rates), Workload.uniform(1, 150, 6)
-    pruned = searched(SHAPE, hardware, workload, objective=objective, **options)
-    every = searched(SHAPE, hardware, workload, objective=objective, prune=False, **options)
+    pruned = searched(workload, hardware, objective=objective, **options)
+    every = searched(workload, hardware, objective=objective, prune=False, **options)
     key = "tokens_per_s" if objective == "throughput" else "decode_tokens_per_s"
     assert pruned.prediction[key] >= every.prediction[key] * 0.997
     assert pruned.num_walked < every.num_walked / 2
@@ -172,9 +171,8 @@ def test_no_share_between_the_blocks_is_better(weights_device):
     hardware, workload = machine(), Workload.uniform(32, 300, 12)
     space = replace(PLAIN, entries=("act@host", "kv@host"))
     found = searched(
-        SHAPE,
-        hardware,
         workload,
+        hardware,
         batch=32,
         weights_device=weights_device,
         space=space,
@@ -201,7 +199,7 @@ def test_no_system_of_the_papers_is_better(machine_name, batch):
     """Presets, FlexGen's program, Algorithm 1 in both balances, KVPR by both rules; the same batch and cost model."""
     shape, hardware = shape_by_name("opt-13b"), catalogue.load(machine_name)
     setting = Setting(Problem(shape=shape, hardware=hardware), batch, 512, 32)
-    found = searched(shape, hardware, setting.workload, batch=batch, space=LOSSLESS)
+    found = searched(setting.workload, hardware, shape, batch=batch, space=LOSSLESS)
     names = ("kv_only", "act_only", "hybrid_static", "hybrid(0.5)", "deepspeed", "accelerate", "offloaded",
              "fastdecode", "token_recompute(0.3)", "kvpr_row(paper)", "kvpr_row(pipeline)", "kvpr_column(paper)",
              "kvpr_column(pipeline)", "flexgen", "flexgen(host_attention=true)", "capture(balance=paper)",
@@ -225,7 +223,7 @@ def test_flexgens_own_policies_are_not_better(model, machine_name):
     """Those that the search of FlexGen 0.1.8 chose, run as published on the rates of our records or on its own fit of a
     T4; commit b18005f has the code that ran it (experiments/peers/flexgen_search.py)."""
     shape, hardware = shape_by_name(model), catalogue.load(machine_name)
-    found = searched(shape, hardware, Workload.uniform(1, 512, 32), space=LOSSLESS)
+    found = searched(Workload.uniform(1, 512, 32), hardware, shape, space=LOSSLESS)
     compared = 0
     for run in json.loads(FLEXGENS.read_text(encoding="utf-8"))["runs"]:
         if (run["model"], run["hardware"]) == (model, machine_name):
@@ -238,22 +236,16 @@ def test_flexgens_own_policies_are_not_better(model, machine_name):
 
 def test_a_seed_is_never_worse_and_strangers_are_left_out():
     hardware, workload = machine(), Workload.uniform(1, 200, 8)
-    best = searched(SHAPE, hardware, workload, max_batch=64, budgets=mib(24, 48), space=PLAIN)
+    best = searched(workload, hardware, max_batch=64, budgets=mib(24, 48), space=PLAIN)
     narrow = replace(PLAIN, entries=("kv@host",))
     own = {"max_batch": 64, "budgets": mib(24, 48)}
     seeded = searched(
-        SHAPE,
-        hardware,
-        workload,
-        seeds=[best.policy],
-        space=replace(narrow, entries=PLAIN.entries),
-        time_limit=0.0,
-        **own,
+        workload, hardware, seeds=[best.policy], space=replace(narrow, entries=PLAIN.entries), time_limit=0.0, **own
     )
     assert seeded.prediction["tokens_per_s"] >= best.prediction["tokens_per_s"] * (1 - 1e-9)
     assert not seeded.complete
     left_out = searched(
-        SHAPE, hardware, workload, seeds=[hybrid(1.0), replace(best.policy, schedule="row")], space=narrow, **own
+        workload, hardware, seeds=[hybrid(1.0), replace(best.policy, schedule="row")], space=narrow, **own
     )
     assert left_out.policy.cache == {"kv@host": 1.0} and left_out.policy.schedule == "column"
 
@@ -265,8 +257,6 @@ def test_a_seed_is_never_worse_and_strangers_are_left_out():
 def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path, monkeypatch):
     budgets = mib(16, 24, 64)
     found = searched(
-        SHAPE,
-        machine(),
         Workload.uniform(1, 300, 12),
         budgets=budgets,
         space=space,
@@ -297,7 +287,7 @@ def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path, mo
 
 def test_weights_and_nearly_all_keys_are_resident_where_they_fit():
     """A share of the keys on the host still takes work off the device, which binds."""
-    found = searched(SHAPE, machine(), Workload.uniform(32, 300, 12), batch=32, space=PLAIN)
+    found = searched(Workload.uniform(32, 300, 12), batch=32, space=PLAIN)
     resident = predict(
         Problem(shape=SHAPE, hardware=machine()), candidates_of(preset_resident(), Workload.uniform(32, 300, 12))
     ).row()
@@ -311,12 +301,12 @@ def test_weights_and_nearly_all_keys_are_resident_where_they_fit():
 
 def test_bits_are_used_where_they_pay_and_native_ones_where_asked():
     slow, workload, budgets = machine(0.05, 500.0, 50.0), Workload.uniform(1, 300, 12), mib(14, 48)
-    lossy = searched(SHAPE, slow, workload, batch=8, budgets=budgets)
-    exact = searched(SHAPE, slow, workload, batch=8, budgets=budgets, space=LOSSLESS)
+    lossy = searched(workload, slow, batch=8, budgets=budgets)
+    exact = searched(workload, slow, batch=8, budgets=budgets, space=LOSSLESS)
     assert 4 in (lossy.policy.bits.weights, lossy.policy.bits.kv, lossy.policy.bits.act)
     assert exact.policy.bits.native
     assert lossy.prediction["tokens_per_s"] > exact.prediction["tokens_per_s"]
-    no_compute = searched(SHAPE, machine(50.0, 1.0, 0.2), workload, batch=8, budgets=budgets)
+    no_compute = searched(workload, machine(50.0, 1.0, 0.2), batch=8, budgets=budgets)
     assert no_compute.policy.bits.native, "unpacking costs more than it saves"
 
 
@@ -325,7 +315,7 @@ def test_grouped_queries_turn_act_off(kv_heads, act_pays):
     """ACT / KV = h / (2·G·d): a half for multi-head attention, 1 with two query heads a group, 2 with four."""
     shape = ModelShape("grouped", "llama", 4, 512, 8, kv_heads, 64, 1408, 2048, 1024)
     space = replace(PLAIN, entries=("act@host", "kv@host"))
-    found = searched(shape, machine(0.1, 500.0, 50.0), Workload.uniform(1, 500, 16), batch=16, space=space)
+    found = searched(Workload.uniform(1, 500, 16), machine(0.1, 500.0, 50.0), shape, batch=16, space=space)
     assert (found.act_share > 0.2) == act_pays
     assert act_pays or found.act_share == 0
 
@@ -333,24 +323,24 @@ def test_grouped_queries_turn_act_off(kv_heads, act_pays):
 def test_latency_is_the_least_seconds_of_its_batch():
     hardware, workload = machine(), Workload.uniform(1, 200, 8)
     options = {"budgets": mib(12, 48), "space": LOSSLESS}
-    fast = searched(SHAPE, hardware, workload, objective="latency", **options)
-    many = searched(SHAPE, hardware, workload, **options, max_batch=64)
+    fast = searched(workload, hardware, objective="latency", **options)
+    many = searched(workload, hardware, **options, max_batch=64)
     assert fast.batch == 1 < many.batch
     assert fast.prediction["total_s"] < many.prediction["total_s"]
     assert many.prediction["tokens_per_s"] > fast.prediction["tokens_per_s"]
-    four = searched(SHAPE, hardware, workload, objective="latency", batch=4, **options)
-    same = searched(SHAPE, hardware, workload, batch=4, **options)
+    four = searched(workload, hardware, objective="latency", batch=4, **options)
+    same = searched(workload, hardware, batch=4, **options)
     assert four.batch == 4 and four.prediction["total_s"] == pytest.approx(same.prediction["total_s"], rel=2e-3)
 
 
 def test_a_prompt_longer_than_the_bound_is_a_mini_batch_of_its_own():
-    found = searched(SHAPE, machine(), Workload.uniform(3, 700, 4), batch=3, mini_batch_tokens=(256,), space=PLAIN)
+    found = searched(Workload.uniform(3, 700, 4), batch=3, mini_batch_tokens=(256,), space=PLAIN)
     assert found.prediction["num_mini_batches"] == 3 and found.policy.max_mini_batch_tokens == 256
 
 
 def test_one_generated_token_is_all_prefill():
     for objective in ("throughput", "decode_throughput"):
-        found = searched(SHAPE, machine(), Workload.uniform(1, 100, 1), max_batch=4, objective=objective)
+        found = searched(Workload.uniform(1, 100, 1), max_batch=4, objective=objective)
         assert found.prediction["decode_s"] == 0 and found.prediction["tokens_per_s"] > 0
 
 
@@ -367,7 +357,7 @@ def test_more_of_anything_never_lowers_the_optimum(resource, factor, link, devic
         rates = {"link": link, "gflops": 60.0, "memory": 8.0, "disk": 0.1}
         rates = {name: rate * more.get(name, 1.0) for name, rate in rates.items()}
         budgets = Budgets(device * MIB * more.get("device", 1), host * MIB * more.get("host", 1), 2**30)
-        return searched(SHAPE, machine(**rates), Workload.uniform(1, 200, 8), max_batch=24, space=space,
+        return searched(Workload.uniform(1, 200, 8), machine(**rates), max_batch=24, space=space,
                       mini_batch_tokens=(2048,), budgets=budgets).prediction["tokens_per_s"]  # fmt: skip
 
     assert best({resource: factor}) >= best({}) * (1 - 1e-3)  # what the search does not look for
@@ -382,7 +372,7 @@ def test_the_change_named_is_enough_and_no_smaller_one_is(tier):
     other = {"device": 64, "host": 64}
 
     def run(size: int, **more):
-        return searched(SHAPE, machine(), Workload.uniform(1, 300, 12), **{**options, **more},
+        return searched(Workload.uniform(1, 300, 12), **{**options, **more},
                       budgets=mib(**{**other, tier: size}, besides_packing=False))  # fmt: skip
 
     with pytest.raises(
@@ -405,7 +395,7 @@ def test_the_change_named_is_enough_and_no_smaller_one_is(tier):
 
 def test_what_no_single_tier_can_mend_names_all():
     with pytest.raises(InputError, match="Raise device memory to .*MiB and host memory to .*MiB"):
-        searched(SHAPE, machine(), Workload.uniform(1, 300, 12), batch=4, budgets=mib(3, 1), weights_device=0.0,
+        searched(Workload.uniform(1, 300, 12), batch=4, budgets=mib(3, 1), weights_device=0.0,
                space=replace(PLAIN, entries=("kv@host",)))  # fmt: skip
 
 
@@ -419,7 +409,7 @@ def test_what_is_advised_the_machine_has(device):
             machine(), device=device, device_memory=device_mib * MIB, host_memory=host_mib * MIB, device_reserve=0
         )
         with pytest.raises(InputError) as error:
-            searched(SHAPE, has, Workload.uniform(1, 300, 12), **options | more)
+            searched(Workload.uniform(1, 300, 12), has, **options | more)
         return str(error.value)
 
     need = [int(size) for size in re.findall(r"memory to (\d+)MiB", told(10_000, 10_000))]
@@ -439,7 +429,7 @@ def test_what_fits_only_just_is_found():
 
     def found(device_mib: int) -> SearchResult:
         budgets = mib(device_mib, 24, None, False)
-        return searched(SHAPE, machine(), Workload.uniform(1, 300, 12), batch=8, budgets=budgets)
+        return searched(Workload.uniform(1, 300, 12), batch=8, budgets=budgets)
 
     with pytest.raises(InputError) as error:
         found(4)
@@ -448,9 +438,7 @@ def test_what_fits_only_just_is_found():
 
 
 def test_policies_that_a_refusal_compares_are_priced_as_alone():
-    problem = searched(
-        SHAPE, machine(), Workload.uniform(1, 300, 12), batch=8, budgets=mib(16, 24), space=PLAIN
-    ).problem
+    problem = searched(Workload.uniform(1, 300, 12), batch=8, budgets=mib(16, 24), space=PLAIN).problem
     grid = ChoiceGrid(problem, problem.options, *pairs_of(problem, np.array([8]), (512, 4096)))
     choices = np.arange(grid.num_choices)
     compared = [*shortage._peaks(grid, choices, least_memory(grid, choices, problem.tiers))]
@@ -467,7 +455,7 @@ def test_policies_that_a_refusal_compares_are_priced_as_alone():
 )  # fmt: skip
 def test_bad_options_are_refused(options):
     with pytest.raises(InputError, match="objective|share|at least one request|whole number|seconds"):
-        searched(SHAPE, machine(), Workload.uniform(1, 100, 4), **options)
+        searched(Workload.uniform(1, 100, 4), **options)
 
 
 def test_batches_are_dense_then_a_sixteenth_apart():

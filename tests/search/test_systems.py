@@ -50,12 +50,6 @@ def test_every_system_runs_on_both_clocks_alike(name):
     assert max(closed.busy.values()) <= 1 + 1e-9
 
 
-@pytest.mark.parametrize("name", PLAIN)
-def test_every_system_survives_its_json(name):
-    policy = system(name + REQUIRED.get(name, ""), SETTING).policy
-    assert type(policy).from_json(policy.to_json()) == policy
-
-
 @pytest.mark.parametrize(
     "text, words",
     [
@@ -301,14 +295,6 @@ def test_where_a_cache_lies_may_be_said(tmp_path):
     assert (there.bits.weights, there.attention, dict(there.cache)) == (4, "host", {"kv@host": 1.0})
     with pytest.raises(InputError, match="cache is 'disk'; it must be device or host"):
         system("h2o(0.3, cache=disk)", SETTING)
-
-
-def test_kvpr_keeps_no_layer_inputs_that_it_never_reads():
-    """Under grouped queries nothing is recomputed, on no machine."""
-    for machine in ("t4", "l4", "rtx4090"):
-        setting = setting_of(shape_by_name("llama-3-8b"), catalogue.load(machine), 8, 4000, 64)
-        for name in ("kvpr_row", "kvpr_column"):
-            assert "both" not in "".join(system(name, setting).policy.cache)
 
 
 def test_deepspeeds_best_batch_is_one_that_its_code_has_memory_for():

@@ -143,10 +143,7 @@ def test_the_best_batch_is_the_best_of_all_batches(name):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (
-            ("--batch", "2", "--system", "kv_only", "--policy", "act_only"),
-            "--policy act_only: give one of them",
-        ),
+        (("--batch", "2", "--system", "kv_only", "--policy", "act_only"), "--policy act_only: give one of them"),
         (("--batch", "2", "--system", "kv_only", "--compare", "act_only"), "give one of them"),
         (("--batch", "2", "--vary", "batch=1,2"), "--vary batch=1,2 and --batch: give one of them"),
         (("--vary", "bach=1"), "did you mean batch?"),
