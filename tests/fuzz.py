@@ -371,56 +371,20 @@ def check_threads(case: dict) -> None:
 LINES, ROUND = 150, 0  #: of a file; the seed of the round
 NUMBERS = (0, 1, 2, -1, 0.5, 1e-310, 1e30, 2**31, 2**63, 2**64, 10**400, -(10**400), 1e308, float("nan"), float("inf"))
 TEXTS = (
-    "",
-    "a",
-    "1",
-    "\ud800",
-    "\0",
-    "\u2028",
-    "e\u0301",
-    "\U0001f600",
-    "a" * 300,
-    "9" * 5000,
-    "{{ x }}",
-    "<s>",
-    "\ufeff",
-)
-FORMS = (
-    "(",
-    "[0-9]+",
-    "(a|b)*",
-    "((((((a?){9}){9}){9}){9}){9})",
-    {"type": "object"},
-    {"type": 3},
-    {"$ref": "#"},
-    {"enum": []},
-)
+    "", "a", "1", "\ud800", "\0", "\u2028", "e\u0301", "\U0001f600", "a" * 300, "9" * 5000, "{{ x }}", "<s>", "\ufeff",
+)  # fmt: skip
+REGEXES = ("(", "[0-9]+", "(a|b)*", "((((((a?){9}){9}){9}){9}){9})")
+FORMS = (*REGEXES, {"type": "object"}, {"type": 3}, {"$ref": "#"}, {"enum": []})
 FIELDS = (
-    *("n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs"),
-    *(
-        "prompt_logprobs",
-        "stop",
-        "stop_token_ids",
-        "bad_words",
-        "allowed_token_ids",
-        "echo",
-        "stream",
-        "suffix",
-        "model",
-    ),
-    *(
-        "ignore_eos",
-        "skip_special_tokens",
-        "include_stop_str_in_output",
-        "return_token_ids",
-        "response_format",
-        "tools",
-    ),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "tool_choice", "user"),
-    *("chat_template_kwargs", "continue_final_message", "add_generation_prompt", "metadata", "best_of", "prompt"),
-    *("messages", "parallel_tool_calls", "custom_id", "method", "url", "body", "role", "content", "tool_calls"),
-)
+    "n", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed",
+    "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "logprobs", "top_logprobs",
+    "prompt_logprobs", "stop", "stop_token_ids", "bad_words", "allowed_token_ids", "echo", "stream", "suffix",
+    "model", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "return_token_ids", "response_format",
+    "tools", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "tool_choice",
+    "user", "chat_template_kwargs", "continue_final_message", "add_generation_prompt", "metadata", "best_of",
+    "prompt", "messages", "parallel_tool_calls", "custom_id", "method", "url", "body", "role", "content",
+    "tool_calls",
+)  # fmt: skip
 ENDINGS = (b"", b"\0", b"\xff", b",", b"}", b"]", b"\r", b" {}", b"\xef\xbb\xbf")
 
 

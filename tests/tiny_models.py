@@ -35,8 +35,7 @@ LENDING: dict[str, Any] = {
 #: What cannot be derived from a name: sizes that must fit one another in ways of a model's own.
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
-        ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"),
-        {"num_key_value_heads": 4, "head_dim": 8},
+        ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"), {"num_key_value_heads": 4, "head_dim": 8}
     ),
     **dict.fromkeys(
         ("kimi_linear", "bailing_hybrid"),
@@ -53,11 +52,7 @@ OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("cwm", "modernbert-decoder"), {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
     "gpt_neo": {"attention_types": [[["global"], 3]]},
     "zaya": {"num_experts_per_tok": 1},
-    "gemma3n_text": {
-        **LENDING,
-        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0],
-        "laurel_rank": 8,
-    },
+    "gemma3n_text": {**LENDING, "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0, 0.0, 0.0], "laurel_rank": 8},
     "gemma4_text": LENDING | {"global_head_dim": 32, "pad_token_id": 0},
     **dict.fromkeys(
         ("nemotron", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 16, "num_key_value_heads": 2}

@@ -3,11 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from models import InMemory, save_llama, save_opt
+from models import save_llama, save_opt
 from runs import forced_logits
-from strategies import llama_shapes, opt_shapes
 
 from flexhybrid import LLM, Policy, SamplingParams, shipped
 from flexhybrid.core.policy import Placement
@@ -55,45 +52,6 @@ def test_every_way_to_attend_gives_the_tokens(attention_path, tmp_path):
     save_llama(tmp_path, heads=4, kv_heads=2)
     prompts = [np.random.default_rng(n).integers(3, 61, n).tolist() for n in (7, 20, 33)]
     check(tmp_path, prompts, 8, [kv_only(256), hybrid(0.5, 16)], ignore_eos=True)
-
-
-@st.composite
-def cases(draw, shapes):
-    shape = draw(shapes)
-    max_tokens = draw(st.integers(1, 20))
-    longest = shape["positions"] - max_tokens
-    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=6))
-    generator = np.random.default_rng(shape["seed"])
-    prompts = [generator.integers(3, shape["vocab"], length).tolist() for length in lengths]
-    share = draw(st.sampled_from(SHARES))
-    on_device = draw(st.sampled_from((0.0, 0.5, 1.0)))
-    cache = {
-        "act@host": share * (1 - on_device), "act@device": share * on_device,
-        "kv@host": (1 - share) * (1 - on_device), "kv@device": (1 - share) * on_device,
-    }  # fmt: skip
-    weights = draw(st.sampled_from((0.0, 0.3, 0.77, 1.0)))
-    policy = Policy(
-        "case", Placement(device=weights, host=1 - weights), cache=cache,
-        max_mini_batch_tokens=draw(st.sampled_from((20, 100, 300, 4096))),
-        max_batch=draw(st.sampled_from((None, 2))), packing=draw(st.sampled_from(("balanced", "fifo"))),
-    )  # fmt: skip
-    return shape, prompts, max_tokens, policy, draw(st.booleans())
-
-
-@settings(max_examples=8)
-@given(cases(opt_shapes()))
-def test_random_shapes_prompts_and_policies(tmp_path_factory, case):
-    shape, prompts, max_tokens, policy, ignore_eos = case
-    folder = tmp_path_factory.mktemp("opt")
-    check(folder, prompts, max_tokens, [policy], ignore_eos, InMemory(save_opt(folder, **shape)))
-
-
-@settings(max_examples=8)
-@given(cases(llama_shapes()))
-def test_random_llama_shapes_prompts_and_policies(tmp_path_factory, case):
-    shape, prompts, max_tokens, policy, ignore_eos = case
-    folder = tmp_path_factory.mktemp("llama")
-    check(folder, prompts, max_tokens, [policy], ignore_eos, InMemory(save_llama(folder, **shape)))
 
 
 @pytest.mark.parametrize("kind, kv_heads, hidden", [("llama", 4, 64), ("llama", 2, 40), ("qwen2", 1, 64)])

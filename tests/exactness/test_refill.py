@@ -140,16 +140,6 @@ def test_every_kind_of_policy_takes_new_requests(mixed, tmp_path, batches, name)
     assert tokens == expected and len(batches) == 1
 
 
-def test_a_place_that_is_free_is_taken_at_once(tmp_path, batches):
-    """Of equal requests each place has the next one as soon as its stop is known; none waits for others."""
-    model = InMemory(save_opt(tmp_path))
-    prompts = [np.random.default_rng(i).integers(3, 61, 20).tolist() for i in range(12)]
-    stops = [1 + i % 5 for i in range(12)]
-    tokens = answers(Checkpoint(tmp_path), Policy(), prompts, [30] * 12, stops, 3, tmp_path)
-    assert len(batches) == 1
-    assert tokens == [model.generate([p], stop, True)[0] for p, stop in zip(prompts, stops, strict=True)]
-
-
 def test_who_has_stopped_is_forgotten(tmp_path, monkeypatch):
     """A long queue keeps nothing of those who have left: at most of the three places of a few iterations."""
     model, kept = InMemory(save_opt(tmp_path)), []

@@ -38,7 +38,6 @@ from flexhybrid.runtime.session import Session
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.storage.weights import Weights
 from sim.presets import hybrid, kv_only
-from sim.simulate import simulate
 
 pytest.importorskip("greenlet")
 
@@ -144,14 +143,6 @@ def test_the_plan_of_memory_holds_what_recurrent_layers_have_in_work(models, mod
 
             hosted(run_tasks)
     assert least < max(shares) <= 1
-
-
-def test_a_prediction_counts_the_traffic_of_states(models):
-    shape = models["qwen3_next"][0].shape
-    problem = Problem(shape=shape, dtype="float32", hardware=machine())
-    each = sum(state.num_bytes(4) for state in map(shape.state_of, shape.recurrent) if state)
-    run = simulate(problem, replace(kv_only(), states="host"), 4, 20, 5)
-    assert run.to_dict()["traffic_bytes"]["d2h"]["state"] == pytest.approx(5 * 4 * each)
 
 
 def test_what_a_recurrent_model_cannot_do_is_said(models):
