@@ -15,8 +15,10 @@ from transformers import GenerationConfig, MistralConfig
 
 from flexhybrid import LLM, SamplingParams, cli
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.policy import Policy
 from flexhybrid.core.trace import check_trace
 from flexhybrid.jobs.doctor import doctor
+from flexhybrid.runtime.kernels import compiled
 from flexhybrid.runtime.models import empty_model
 from flexhybrid.runtime.models.empty_model import _check_cache
 from flexhybrid.runtime.models.transformer import Unsupported
@@ -57,6 +59,18 @@ def test_a_type_without_a_file_of_its_own_gives_the_references_tokens(tmp_path, 
     checkpoint = Checkpoint(tmp_path, modules=True)
     for name in ("hybrid", TYPES[model_type]):
         check(checkpoint, name, expected)
+
+
+@pytest.mark.parametrize("with_numba", (True, False))
+def test_the_host_attends_to_blocks_that_it_reads_from_the_disk(tmp_path, monkeypatch, with_numba):
+    """Scores within a softcap, and a window in every other layer; by kernels, and by plain torch."""
+    if not with_numba:
+        monkeypatch.setattr(compiled, "has_numba", lambda: False)
+    expected = greedy(save_tiny(tmp_path, "gemma2"), PROMPTS, 10)
+    policy = Policy(attention="host", cache={"kv@host": 0.5, "kv@disk": 0.5}, max_mini_batch_tokens=100)
+    result = run_wave(Checkpoint(tmp_path, modules=True), policy, PROMPTS, 10, hardware=catalogue.load("t4"))
+    assert result.tokens == expected and check_trace(result.trace) == []
+    assert any(event.task.verb == "read_kv" for event in result.trace)
 
 
 def test_llama_gives_the_same_tokens_on_both_paths(tmp_path):

@@ -24,7 +24,7 @@ from flexhybrid import shipped
 ROOT = Path(__file__).parents[2]
 FLOORS = ("flexhybrid", "sim", "policy_search", "experiments", "figures")
 #: Records of machines, and of all rows, which no code opens.
-RECORDS = re.compile(r"experiments/results/(amd-|intel-|nvidia-|reproduce/)")
+RECORDS = re.compile(r"experiments/results/(amd-|intel-|nvidia-|reproduce/|NOTES)")
 
 
 def done(command: list, folder: Path, warm: bool = False) -> str:
