@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from flexhybrid.core.hardware import LAUNCHER, LINKS
-from flexhybrid.core.problem import Problem
+from flexhybrid.core.problem import Problem, attends_in_place
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.wave import check_planned
 from sim.candidate_memory import peak_of_steps
@@ -216,6 +216,7 @@ class _TemplateWalk:
             resident=int(_resident_class(steps)[0]),
             on_disk=int(_disk_class(steps)[0]),
             states=tuple(kind.state for kind in steps.kinds),
+            in_place=attends_in_place(steps.problem, steps.policy),
         )
         inner, outer = self.tiny.inner.num_rounds, self.tiny.outer.num_rounds
         #: rounds of each loop that the template run omits

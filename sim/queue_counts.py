@@ -176,15 +176,8 @@ class _Forecast:
         }
         for member in before.values():
             if now.get(member.place) is not member:
-                of_interval = (
-                    member.request,
-                    k,
-                    member.prompt_tokens,
-                    member.joined,
-                    iteration,
-                    iteration > member.last + 1,
-                )
-                self.rows.append((*of_interval, member.shared_tokens, member.found_tokens))
+                request, _, _, prompt, since, last, *tokens = member
+                self.rows.append((request, k, prompt, since, iteration, iteration > last + 1, *tokens))
         self.members[k] = now
         return True
 
@@ -211,10 +204,8 @@ class _Forecast:
         ending = self.ends.pop(iteration, ())
         if not ending:
             return
-        if self.wave.policy.schedule == "row":  # the last group is the last mini-batch's
-            in_turn = [step for step in steps if step[0] == steps[-1][0]]
-        else:
-            in_turn = sorted(steps, key=lambda step: step[1])
+        by_row = self.wave.policy.schedule == "row"  # then the last group is the last mini-batch's
+        in_turn = [of for of in steps if of[0] == steps[-1][0]] if by_row else sorted(steps, key=lambda of: of[1])
         late = [(k, set(places.tolist())) for k, _, _, _, places in in_turn[num_awaited(len(in_turn)) :]]
         for member in ending:
             k, place = member.mini_batch, member.place

@@ -38,6 +38,8 @@ MOST_PERIOD = 16  #: longest period of kinds of layers; with a longer one all la
 
 #: Resident part of a layer: less than W_K and W_V; those; those and W_Q; all.
 RESIDENT_CLASSES = (0, 1, 2, 3)
+#: They do not matter.
+LINES = {"compute": Line(s_per_flop=1.0), "h2d": Line(s_per_byte=1.0), "disk_read": Line(s_per_byte=1.0)}
 
 #: Verbs that a step of the real run may lack although the template has them.
 OPTIONAL = frozenset(verb.name for verb in VERBS.values() if verb.needs)
@@ -187,11 +189,13 @@ def template_run(
     resident: int,
     on_disk: int,
     states: tuple[LayerState | None, ...] = (),
+    in_place: bool = False,
 ) -> TinyRun:
     """Return the template run of policies with this ``structure_of``, with ``num_decode`` decode iterations.
 
     ``resident``: one of RESIDENT_CLASSES. ``on_disk``: streamed weights on the disk, 0 none, 1 some, 2 all. ``states``:
-    what layers of each kind keep, and whether they attend; empty: all attend and keep nothing.
+    what layers of each kind keep, and whether they attend; empty: all attend and keep nothing. ``in_place``: attention
+    reads keys and values in place.
     """
     layers, mini_batches = (outer, inner) if structure.schedule == "column" else (inner, outer)
     positions = inner.num_rounds * outer.num_rounds
@@ -200,7 +204,9 @@ def template_run(
         structure = replace(structure, weight_order="kv_first")  # nothing comes before the rest of the weights
     # Laid out even if left out again: one layout serves every number of iterations.
     laid_out = num_decode if num_decode < first else first + 1
-    tasks, ends = lay_out(structure, layers.kinds, mini_batches.num_rounds, laid_out, resident, on_disk, states)
+    tasks, ends = lay_out(
+        structure, layers.kinds, mini_batches.num_rounds, laid_out, resident, on_disk, states, in_place
+    )
     if num_decode != laid_out:
         bounds = first * positions, (first + 1) * positions
         tasks, ends = _repeated(tasks, ends, bounds, num_decode - laid_out)
@@ -289,11 +295,13 @@ def lay_out(
     resident: int,
     on_disk: int,
     states: tuple[LayerState | None, ...] = (),
+    in_place: bool = False,
 ):
     """Return (tasks, end of each position) of a run laid out in full; ``layers``: the kind of each."""
     num_layers = len(layers)
     of_layers = tuple(states[kind] for kind in layers) if any(states) else ()
-    wave = _wave(structure, num_layers, num_mini_batches, num_decode, resident, on_disk, of_layers)
+    machine = Hardware("tiny", "cpu", LINES, attends_in_place=in_place)
+    wave = _wave(structure, num_layers, num_mini_batches, num_decode, resident, on_disk, of_layers, machine)
     policy = wave.policy
     waits_of, tasks, ends, loaded = _Waits(), [], [], False
     one_by_one = policy.overlap == "none"  # as if for one resource
@@ -328,6 +336,7 @@ def _wave(
     resident: int,
     on_disk: int,
     states: tuple[LayerState | None, ...],
+    machine: Hardware,
 ) -> Wave:
     """Return a wave with the policies' structure: a small model on a machine whose lines do not matter."""
     shape = ModelShape(
@@ -355,8 +364,7 @@ def _wave(
     weights = Placement(device=device, host=streamed - disk, disk=disk)
     policy = replace(structure, weights=weights, max_mini_batch_tokens=widest)
     workload = Workload(np.tile(prompts, num_mini_batches), np.full(together * num_mini_batches, num_decode + 1))
-    lines = {"compute": Line(s_per_flop=1.0), "h2d": Line(s_per_byte=1.0), "disk_read": Line(s_per_byte=1.0)}
-    problem = Problem(shape=shape, dtype="float16", hardware=Hardware("tiny", "cpu", lines))
+    problem = Problem(shape=shape, dtype="float16", hardware=machine)
     groups = np.split(np.arange(workload.num_requests), num_mini_batches)
     wave = admit(problem, policy, workload, mini_batches=groups)
     half = SplitLines("paper", 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_cases import KINDS, UniformCase, compare, random_case
+from toy_machine import machine
 
 from flexhybrid.core import hardware
 from flexhybrid.core.context.blocks import BlockEntries
@@ -254,6 +255,18 @@ def test_packed_weights_wait_alike_whatever_part_is_resident(schedule):
 
 def closed_form(case: UniformCase, walk: bool = True) -> dict:
     return predict(case.problem, case.candidate, walk=walk).row()
+
+
+@pytest.mark.parametrize("weights_device", (0.0, 0.5, 1.0))
+@pytest.mark.parametrize("act", (0.0, 0.5))
+def test_attention_in_place_waits_for_what_it_reads(weights_device, act):
+    """Nothing is assembled then: the loads of keys and values are what attention itself waits for."""
+    policy = replace(hybrid(act, 400), weights=Placement(device=weights_device, host=1 - weights_device))
+    for link in (0.05, 0.5, 5.0):
+        here = replace(machine(link=link), attends_in_place=True)
+        case = UniformCase(SHAPE, here, 4, policy, 6, 120, 9)
+        walked = summarize(run(stream(case.wave()), here))
+        assert closed_form(case)["decode_s"] == pytest.approx(walked.decode_s, rel=0.01)
 
 
 def small_cases(count: int, seed: int, most_steps: int = 150) -> list[UniformCase]:
