@@ -75,11 +75,10 @@ def run_hardware(args: argparse.Namespace) -> dict:
             raise InputError(f"{first} is of a machine to write: name its file with --out")
         return _shown(args) if args.name else _listed(args)
     if args.name:
-        raise InputError(
-            f"{args.name!r} is shown, --out writes: to start from a machine's numbers use --like {args.name}"
-        )
+        raise InputError(f"{args.name!r} is shown, --out writes: to start from its numbers use --like {args.name}")
     check_new_file(args.out)
     sheet = new_sheet(args.out.stem, given, shares, sheet_of(args.like) if args.like else None)
+    sheet.hardware()  # raises for numbers that no machine has
     sheet.save(args.out)
     args.show(f"{args.out}: {describe_sheet(sheet)}")
     return {"path": str(args.out), **asdict(sheet)}

@@ -43,7 +43,8 @@ def simulate(args) -> dict:
     """Predict one run, or compare several (--compare, --vary)."""
     gc.set_threshold(UNTIL_COLLECTED)
     named = {"--system": args.system, "--policy": args.policy, "--compare": args.compare}
-    if len(given := [f"{name} {value}" for name, value in named.items() if value is not None]) > 1:
+    shown = {name: ",".join(of) if isinstance(of, list) else of for name, of in named.items() if of is not None}
+    if len(given := [f"{name} {value}" for name, value in shown.items()]) > 1:
         raise InputError(f"{' and '.join(given)}: give one of them")
     varied = varied_of(args.vary) if args.vary else None
     check_plot(args.plot, varied and varied.field)

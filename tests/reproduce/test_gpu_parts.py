@@ -411,7 +411,9 @@ def test_attention_is_compared_with_its_yardsticks(monkeypatch):
     seen = []
     monkeypatch.setattr(attend_triton, "launch", attend_table.launch)
     monkeypatch.setattr(attend, "proved_on_gpu", lambda *_: True)
-    monkeypatch.setattr(attend, "CASES", {"a": attend.Case(3, 40, 2, 1, 16), "b": attend.Case(2, 40, 2, 2, 16)})
+    monkeypatch.setattr(
+        attend, "CASES", {"a": attend.AttendCase(3, 40, 2, 1, 16), "b": attend.AttendCase(2, 40, 2, 2, 16)}
+    )
     sdpa = attend.sdpa
     monkeypatch.setattr(
         attend, "sdpa", lambda q, k, v, **given: seen.append(k.nbytes + v.nbytes) or sdpa(q, k, v, **given)

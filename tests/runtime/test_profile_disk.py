@@ -12,8 +12,8 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import profile_file
 from flexhybrid.core.hardware import Hardware, Line, load_hardware
 from flexhybrid.core.plan import stream
+from flexhybrid.jobs.profile import command as profile_command
 from flexhybrid.jobs.profile import disk as measure_disk
-from flexhybrid.jobs.profile import job as measure
 from flexhybrid.runtime.profiling import profile_disk
 from flexhybrid.runtime.storage.weights import DiskPlace
 
@@ -123,8 +123,8 @@ def test_the_command_measures_a_folders_disk(tmp_path, monkeypatch, small_profil
         hardware.save(profile_file("cpu"))
         return hardware, []
 
-    monkeypatch.setattr(measure, "measure_hardware", measured)
-    monkeypatch.setattr(measure, "fastest_dtype", lambda shape, device: "float32")
+    monkeypatch.setattr(profile_command, "measure_hardware", measured)
+    monkeypatch.setattr(profile_command, "fastest_dtype", lambda shape, device: "float32")
     command = ["profile", "--device", "cpu", "--json"]
     assert cli.main([*command, "--disk", str(tmp_path / "scratch"), "--disk-gb-per-s", "0.2"]) == 0
     shown = {row["key"]: row for row in json.loads(capsys.readouterr().out)["lines"]}

@@ -80,7 +80,7 @@ def sharing_limit(policy: Policy, shape: ModelShape) -> str | None:
     if shape.recurrent:
         return "prompts that begin alike share nothing: a recurrent layer's state is that of the whole prompt"
     if reason := state_of_all(policy):
-        return f"prompts that begin alike share nothing: {reason} belongs to the mini-batch that begins together"
+        return f"prompts that begin alike share nothing: with {reason}, a mini-batch begins and ends together"
     if not stores_exactly(policy):
         kept = "prompts that begin alike are kept and loaded once, but each is computed as a whole"
         return f"{kept}: it attends to native keys and values, not to the few bits that are kept"
