@@ -60,6 +60,13 @@ class RunIntervals:
         """Return the chosen ones."""
         return RunIntervals(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
+    def followed_by(self, more: RunIntervals, begin: int, num_mini_batches: int) -> RunIntervals:
+        """Return these intervals, then ``more``, whose iterations count from ``begin``, in this many mini-batches."""
+        more = replace(more, mini_batch=more.mini_batch % num_mini_batches)
+        more = replace(more, joined=more.joined + begin, left=more.left + begin)
+        pairs = ((getattr(self, field.name), getattr(more, field.name)) for field in fields(self))
+        return RunIntervals(*map(np.concatenate, pairs))
+
     def loads_of_shared(self, prefixes: Prefixes | None) -> np.ndarray:
         """Return the shared-block tokens that each iteration loads, [iterations]: those of a mini-batch once while it
         decodes, and once more for requests that join it."""
@@ -106,12 +113,9 @@ def intervals(wave: Wave, workload: Workload, under_way: UnderWay | None = None)
     # The batch's buffers are too small for them: they have one after it, as in a run.
     rest, at_most = workload.select(left), wave.workload.num_requests
     later = open_batch(wave.problem, wave.policy, rest, *batch_size(wave.problem, wave.policy, rest, at_most))
-    more, begin = intervals(later, rest), counted.num_iterations
-    more = replace(more, request=left[more.request], mini_batch=more.mini_batch % len(wave.mini_batches))
-    more = replace(more, joined=more.joined + begin, left=more.left + begin)
-    return RunIntervals(
-        *(np.concatenate([getattr(of, field.name) for of in (counted, more)]) for field in fields(RunIntervals))
-    )
+    more = intervals(later, rest)
+    more = replace(more, request=left[more.request])
+    return counted.followed_by(more, counted.num_iterations, len(wave.mini_batches))
 
 
 class _Member(NamedTuple):
@@ -138,7 +142,6 @@ class _Forecast:
         self.due = {0: {*range(len(batch.groups))}}  # iteration -> mini-batches whose members may change
         self.ends: dict[int, list[_Member]] = {}  # iteration -> members that end in it before their limits
         self.known_ends: dict[int, list[int]] = {}  # iteration -> requests of which it is known by then
-        self.grows_at = [0] * len(batch.groups)  # iteration in which a mini-batch needs a block more
 
     def run(self) -> RunIntervals:
         stopped: set[int] = set()
@@ -148,9 +151,9 @@ class _Forecast:
             stopped.update(self.known_ends.pop(iteration, ()))
             steps = [*self.batch.steps(iteration, stopped, due)]
             for k in due:
-                changed = self._change(k, iteration)
-                if self.wave.grows and (changed or iteration >= self.grows_at[k]):
-                    self.grows_at[k] = self._grows_at(k, iteration)
+                self._change(k, iteration)
+                if self.wave.grows and len(self.batch.groups[k]):
+                    self._ask(self._grows_at(k, iteration), k)
             if not steps:  # no request runs
                 break
             self._end(iteration, steps)
@@ -164,12 +167,12 @@ class _Forecast:
             heapq.heappush(self.iterations, iteration)
         self.due[iteration].add(k)
 
-    def _change(self, k: int, iteration: int) -> bool:
-        """Note which requests have left mini-batch ``k`` and joined it; return whether any has."""
+    def _change(self, k: int, iteration: int) -> None:
+        """Note which requests have left mini-batch ``k`` and joined it."""
         before, places = self.members[k], self.batch.groups[k]
         joined = self.wave.joined[places]
         if len(places) == len(before) and not (joined == iteration).any():
-            return False
+            return
         pairs = zip(places.tolist(), joined.tolist(), strict=True)
         now = {
             place: before[place] if place in before and at < iteration else self._open(k, place) for place, at in pairs
@@ -179,7 +182,6 @@ class _Forecast:
                 request, _, _, prompt, since, last, *tokens = member
                 self.rows.append((request, k, prompt, since, iteration, iteration > last + 1, *tokens))
         self.members[k] = now
-        return True
 
     def _open(self, k: int, place: int) -> _Member:
         """Return the request that has joined in a place, and note when it ends."""
@@ -225,8 +227,6 @@ class _Forecast:
     def _grows_at(self, k: int, iteration: int) -> int:
         """Return the first iteration in which a request of mini-batch ``k`` needs more blocks than it has."""
         wave, entries, places = self.wave, self.wave.entries, self.batch.groups[k]
-        if not len(places):
-            return 0
         prompts, lengths = wave.workload.prompt_tokens[places], wave.workload.cached_tokens[places]
         dealt = entries.dealt(np.arange(int(ceil_blocks(lengths.max())) + 1))  # [blocks, entry]
         shared = entries.dealt(wave.shared_blocks(places))
@@ -237,9 +237,7 @@ class _Forecast:
             if pool.window is not None:  # a ring needs no more
                 enough = np.where(have < entries.in_window(pool.window)[entry], enough, len(dealt))
             blocks = np.minimum(blocks, enough)
-        first = max(int((wave.joined[places] + blocks * BLOCK_TOKENS - prompts).min()), iteration) + 1
-        self._ask(first, k)
-        return first
+        return max(int((wave.joined[places] + blocks * BLOCK_TOKENS - prompts).min()), iteration) + 1
 
 
 def _resumed(wave: Wave, workload: Workload, under_way: UnderWay) -> Scheduler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -256,11 +256,7 @@ class Outlook:
         counted = _counted(wave, workload, UnderWay(groups, waits.tolist()), open_requests, ages, answers)
         goes_on = (counted.joined == 0) & np.isin(counted.request, runs)
         known.left[np.searchsorted(known.request, counted.request[goes_on])] = now + counted.left[goes_on]
-        more = counted.select(~goes_on)
-        groups_of = more.mini_batch % self.pace.num_mini_batches
-        more = replace(more, mini_batch=groups_of, joined=more.joined + now, left=more.left + now)
-        joined = (np.concatenate([getattr(part, field.name) for part in (known, more)]) for field in fields(known))
-        return RunIntervals(*joined), times
+        return known.followed_by(counted.select(~goes_on), now, self.pace.num_mini_batches), times
 
     def _intervals(self, requests: np.ndarray, begun: np.ndarray, ended: np.ndarray) -> RunIntervals:
         lengths = self.workload.select(requests)
