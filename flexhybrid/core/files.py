@@ -9,6 +9,8 @@ from typing import BinaryIO
 
 from flexhybrid.core.errors import InputError, file_errors
 
+OF_MODELS = "models"  #: folder, in ``cache_folder()``, of the profiles at the layer sizes of single models
+
 
 def load_json(path: str | Path, kind: str = "", **options):
     """Return the content of a JSON file. Raise InputError, which calls the file ``kind`` ("policy file "), if it cannot
@@ -133,5 +135,7 @@ def profile_file(device: str) -> Path:
 
 
 def newest_profile() -> Path | None:
-    """Return the latest saved profile of this machine, for any device; None without one."""
-    return max(cache_folder().glob("hardware-*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    """Return this machine's latest profile, for any device, by `profile` or `compare`; without one, the latest that a
+    run has kept for its model; None without any."""
+    kept = [*cache_folder().glob("hardware-*.json")] or cache_folder().glob(f"{OF_MODELS}/*.json")
+    return max(kept, key=lambda path: path.stat().st_mtime_ns, default=None)

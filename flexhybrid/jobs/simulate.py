@@ -63,7 +63,7 @@ def setting_of(point: Mapping, note: Note | None = None) -> Setting:
     for name in LENGTHS:
         check(name, point[name], is_integer(point[name]) and point[name] >= 1, "a whole number >= 1")
     shape = shape_to_simulate(point["model"])
-    hardware = with_given_rates(machine_of(point["hardware"], shape, point.get("host")), point)
+    hardware = with_given_rates(machine_of(point, shape), point)
     if note and hardware.company:
         from flexhybrid.jobs.profile.job import company_note  # loads torch
 
@@ -87,14 +87,14 @@ def setting_of(point: Mapping, note: Note | None = None) -> Setting:
     return Setting(problem, point["batch"], point["prompt_len"], point["gen_len"])
 
 
-def machine_of(hardware: str, shape: ModelShape, host: str | None = None) -> Hardware:
-    """Return a machine by name or from a file, with a ``host`` by name if given; "local" is this machine, as a run of
-    the model would see it."""
-    if host is not None or hardware.lower() != catalogue.LOCAL:
-        return catalogue.load(hardware, host)
+def machine_of(point: Mapping, shape: ModelShape) -> Hardware:
+    """Return a point's machine, with its "host" if given; "local" is this machine, as a run of the model would see
+    it."""
+    if (host := point.get("host")) is not None or point["hardware"].lower() != catalogue.LOCAL:
+        return catalogue.load(point["hardware"], host)
     from flexhybrid.jobs.profile.job import local_machine  # loads torch
 
-    return local_machine(shape)
+    return local_machine(shape, point.get("dtype"))
 
 
 def asked_record(machine: Hardware, asked: Mapping) -> dict:

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError, unknown
-from flexhybrid.core.files import cache_folder, newest_profile
-from flexhybrid.core.hardware import Hardware, load_hardware
+from flexhybrid.core.files import OF_MODELS, cache_folder, newest_profile
+from flexhybrid.core.hardware import COMPANY, Hardware, load_hardware
 from sim.catalogue.hosts import beside
 from sim.datasheet import is_record, load_datasheet, load_machine
 
@@ -73,15 +73,20 @@ def load(name_or_path: str | Path, host: str | None = None) -> Hardware:
 
 
 def local() -> Hardware:
-    """The newest record that ``flexhybrid profile`` or ``compare`` saved for this machine, without the pace at which a
-    CPU's link was imitated meanwhile; InputError where there is none."""
+    """The machine of ``newest_profile``, without the pace at which a CPU's link was imitated meanwhile. One that a run
+    kept for its model says so, as ``company``. InputError where there is none."""
     path = newest_profile()
     if path is None:
         raise InputError(
             f"this machine has no profile in {cache_folder()}: run `flexhybrid profile` once, or name a machine of "
             f"the catalogue: {', '.join(names())}"
         )
-    return load_hardware(path).with_link_rate(None)
+    hardware = load_hardware(path).with_link_rate(None)
+    if path.parent.name != OF_MODELS:
+        return hardware
+    size = hardware.notes.get("hidden", "unknown")
+    other = f"This machine was measured only for another model, dtype or link (hidden size {size})"
+    return replace(hardware, notes=hardware.notes | {COMPANY: "; ".join(filter(None, (other, hardware.company)))})
 
 
 def for_gpu(device_name: str) -> Hardware | None:

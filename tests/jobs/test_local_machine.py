@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections import Counter
 from dataclasses import replace
@@ -89,6 +90,33 @@ def test_doctor_search_simulate_and_run_predict_the_same(tiny, tmp_path, capsys)
     for key in ("cache", "weights", "schedule", "max_mini_batch_tokens", "hidden", "attention"):
         assert done["policy"][key] == searched["policy"][key], key
     assert done["predicted_s"] == pytest.approx(searched["total_s"], rel=0.05)
+
+
+def test_local_is_the_runs_own_profile_else_the_general_one_else_another_runs(tiny, tmp_path, capsys):
+    """Each is ten times slower than the one that comes before it; simulate, search and sweep take the same."""
+    shape, config = Checkpoint(tiny).shape, str(tiny / "config.json")
+    kept = [profile_job.model_profile_path(shape, dtype, CPU) for dtype in ("float32", "auto")]
+    paths = [*kept, tmp_path / "cache/hardware-cpu.json", tmp_path / "cache/models/cpu-of-another.json"]
+    grid, command = tmp_path / "grid.toml", ("--model", config, *LENGTHS, "--batch", "2", "--dtype", "float32")
+    grid.write_text(
+        f'system = "kv_only"\nmodel = "{config}"\nhardware = "local"\ndtype = "float32"\nbatch = 2\n'
+        "prompt_len = 30\ngen_len = 9\n"
+    )
+    for number, path in enumerate(paths):
+        machine(slower=10**number).save(path)
+    seconds = []
+    for path in paths:
+        run = printed(capsys, "simulate", "--system", "kv_only", *command, "--hardware", "local")
+        seconds.append(run["total_s"])
+        assert cli.main(["sweep", str(grid), "--out", str(tmp_path / "t.csv"), "--fresh", "--quiet"]) == 0
+        (row,) = csv.DictReader((tmp_path / "t.csv").open())
+        assert float(row["tokens_per_s"]) == pytest.approx(run["tokens_per_s"])
+        capsys.readouterr()
+        if path == paths[-1]:
+            assert cli.main(["search", *command, "--hardware", "local"]) == 0
+            assert "measured only for another model, dtype or link" in capsys.readouterr().err
+        path.unlink()
+    assert seconds == pytest.approx([seconds[0] * 10**number for number in range(len(paths))], rel=1e-3)
 
 
 USED = "Other processes used the CPU during profiling (43% of the cores)"

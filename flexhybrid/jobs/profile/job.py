@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from flexhybrid.core.files import cache_folder, check_cache_folder, profile_file
+from flexhybrid.core.files import OF_MODELS, cache_folder, check_cache_folder, profile_file
 from flexhybrid.core.hardware import (
     AFTER_PAUSE,
     COMPANY,
@@ -141,15 +141,16 @@ def model_profile_path(shape: ModelShape, dtype: str, paced: PacedDevice) -> Pat
     identity = json.dumps(
         [EDITION[device.type], device_name(device), torch.__version__, dtype, shape.dtype, rate, *sizes]
     )
-    return cache_folder() / "models" / f"{device.type}-{sha256(identity.encode()).hexdigest()[:12]}.json"
+    return cache_folder() / OF_MODELS / f"{device.type}-{sha256(identity.encode()).hexdigest()[:12]}.json"
 
 
-def local_machine(shape: ModelShape) -> Hardware:
-    """Return this machine's record for a run of the model: at its layer sizes if a run kept one, with the memory that
-    is free now. Raise InputError if nothing was measured."""
+def local_machine(shape: ModelShape, dtype: str | None = None) -> Hardware:
+    """Return this machine's record for a run of the model, with the memory that is free now: the one that a run in
+    ``dtype``, or in "auto", kept for its layer sizes, else ``catalogue.local``'s. Raise InputError if nothing was
+    measured."""
     paced = pick_device("auto")
-    kept = model_profile_path(shape, "auto", paced)
-    hardware = load_hardware(kept) if kept.is_file() else catalogue.local()
+    kept = (model_profile_path(shape, name, paced) for name in filter(None, (dtype, "auto")))
+    hardware = next((load_hardware(path) for path in kept if path.is_file()), None) or catalogue.local()
     free = {f"{tier}_memory": size for tier, size in free_budgets(paced.device).items()}
     reserve = 0
     if paced.device.type == "cuda":
