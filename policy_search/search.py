@@ -139,7 +139,8 @@ class SearchResult:
     #: the share by which another policy would have to be faster for the device to be left; None: nothing stays for it
     margin: float | None = None
     virtual: SimulatedSummary | QueueRun | None = None  #: of the winner, with ``confirm``
-    #: the best with the selection of the settings, whether it won or not; counts, gap and proof are without it
+    #: the best with the selection of the settings, whether it won or not; None if none fits. Counts, gap and proof are
+    #: without it
     selected: UnderSelection | None = None
 
     @property
@@ -294,9 +295,12 @@ def _predicted(problem: SearchProblem, policy: Policy, batch: int) -> Prediction
 
 
 def _with_selection(result: SearchResult, selection: Selection, settings: SearchSettings) -> SearchResult:
-    """Return the result with the best policy under the selection in place of its own, where that is faster."""
+    """Return the result with the best policy under the selection in place of its own, where one fits and is faster."""
     started, problem = time.perf_counter(), result.problem
-    selected = best_under_selection(problem, selection, settings.batches, settings.mini_batch_tokens)
+    try:
+        selected = best_under_selection(problem, selection, settings.batches, settings.mini_batch_tokens)
+    except InputError:
+        return result
     plain = _predicted(problem, result.policy, result.batch)
     own = float(value_of(problem.objective, plain)[0]) if problem.in_time(plain).all() else -np.inf
     result = replace(result, selected=selected, search_s=result.search_s + time.perf_counter() - started)

@@ -45,7 +45,10 @@ def value_of(objective: str, prediction: Prediction) -> np.ndarray:
 def best_under_selection(
     problem: SearchProblem, selection: Selection, batches: np.ndarray, mini_batch_tokens
 ) -> UnderSelection:
-    """Return the best policy with a selection. Raise InputError when none fits, or it cannot be planned."""
+    """Return the best policy with a selection. Raise InputError when none fits or is in the problem's space, or it
+    cannot be planned."""
+    if problem.weights_disk or not problem.space.allows(Policy(cache={"kv@host": 1.0})):
+        raise InputError("what is kept leaves no policy with the selection asked for")
     batch, tokens = pairs_of(problem, batches, mini_batch_tokens)
     device = WEIGHT_SHARES if problem.weights_device is None else np.array([problem.weights_device])
     mixes = selection.pool == 1 and {"act@host", "kv@host"} <= set(problem.space.entries)

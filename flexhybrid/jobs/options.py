@@ -98,7 +98,8 @@ class PolicySearchOptions:
         metavar="FIELD=VALUE",
     )
     selection: str | None = option(
-        "infinigen(…), with --lossy: used where it is faster; expected=SHARE as measured", None
+        "with --lossy, the selection to try (infinigen); infinigen(…) with options, like expected=SHARE as measured",
+        None,
     )
     time_limit: float | None = option("seconds after which the best so far is taken", None)
     confirm: bool = option("do not walk the winner on the virtual clock", True)

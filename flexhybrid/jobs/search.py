@@ -49,7 +49,7 @@ LOSSLESS_RIVALS = (
 )
 LONGEST = "capture"  #: of them, the one that takes longest to price: it is left to the process that searches
 #: These change the tokens: with --lossy alone. So do the other systems in the bits of a policy found with --lossy.
-LOSSY_RIVALS = ("int4", "deepspeed(bits=4)", "flexgen(compress=true)")
+LOSSY_RIVALS = ("int4", "deepspeed(bits=4)", "flexgen(compress=true)", "h2o", "infinigen")
 IN_ANY_BITS = tuple(name for name in LOSSLESS_RIVALS if SYSTEMS[name.partition("(")[0]].batches == "together")
 #: Systems whose policies cost nothing to make: the search is at least as good as each of these that fits.
 SEEDS = ("kv_only", "act_only", "hybrid_static", "deepspeed", "accelerate", "fastdecode", "token_recompute(0.2)")
@@ -80,13 +80,12 @@ def run_search(
         check(flag(name), value, value is None or value > 0, "above 0")
     batch = 1 if options.batch is None and options.objective == "latency" else options.batch
     setting = setting_of({**options.point, "batch": options.max_batch if batch is None else batch}, note)
-    selection = None if options.selection is None else _selection_of(options.selection, setting)
     seeds = []
     for name in SEEDS:
         with contextlib.suppress(InputError):  # one that does not fit is listed with its reason by _rivals
             seeds.append(system(name, setting).policy)
     settings = settings_of(options, setting)
-    settings = replace(settings, seeds=seeds, write_lp=options.lp, selection=selection)
+    settings = replace(settings, seeds=seeds, write_lp=options.lp, selection=_selection_of(options, setting))
     at_a_time = settings.batch  # kept, or None
 
     def simulated(result: SearchResult, batch: int) -> SimulatedRun:
@@ -175,8 +174,15 @@ def search_queue(options: PolicySearchOptions, note: Note | None = None) -> Simu
     return simulate_queue(best, System("", choice.policy, setting.machine), options.lengths, run=choice.run)
 
 
-def _selection_of(text: str, setting: Setting) -> Selection:
-    """Return the selection of infinigen(…). Raise InputError for a system with another selection, or none."""
+def _selection_of(options: PolicySearchOptions, setting: Setting) -> Selection | None:
+    """Return the selection that the search may use: with --lossy infinigen(…)'s, if the model can have it. Raise
+    InputError for a ``selection`` that is another system's."""
+    if options.lossless:
+        return None
+    if (text := options.selection) is None:
+        with contextlib.suppress(InputError):
+            return system("infinigen", setting).policy.selection
+        return None
     selection = system(text, setting).policy.selection
     if selection.method != "speculative":
         raise InputError(f"--selection {text!r}: the search knows the selection of infinigen(…) alone")
@@ -185,11 +191,11 @@ def _selection_of(text: str, setting: Setting) -> Selection:
 
 def _at_best(name: str, setting: Setting, free: bool, bits: Bits | None = None) -> dict:
     """Return a rival's row at its own best batch and settings, or with its error. ``bits``: instead of its own."""
-    row = dict.fromkeys(("system", "tokens_per_s", "total_s", "loses", "error", "weights_on_device"))
+    row = dict.fromkeys(("system", "tokens_per_s", "total_s", "loses", "error", "weights_on_device", "lossless"))
     try:
         made, run = at_best(name, setting, free, bits)
         row |= {"tokens_per_s": run.tokens_per_s, "total_s": run.total_s, "policy": made.policy.to_dict()}
-        row |= {"weights_on_device": run.kept_weights["device"]}
+        row |= {"weights_on_device": run.kept_weights["device"], "lossless": made.policy.lossless}
         row |= {"at_a_time": run.wave, "num_mini_batches": run.num_mini_batches}
         row |= {"ttft_s": run.ttft_s, "tpot_s": run.tpot_s}
     except InputError as error:
@@ -273,6 +279,8 @@ def describe_found(report: SearchReport) -> str:
         used = "used" if policy.selection.method == "speculative" else "not used: nothing is faster with it"
         pays = "pays" if found.selected.act_pays else "does not pay"
         lines.append(f"  the selection allowed is {used}; under it ACT {pays} (and tokens change)")
+    elif not found.problem.space.lossless:
+        lines.append("  no selection is used: no policy with it fits at this batch, or is allowed")
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found.counts.items())
     lines.append(f"  searched in {report.search_s:.2f} s ({counts})")
     lines.append(f"  {found.proof}")
@@ -331,7 +339,7 @@ def describe_rivals(report: SearchReport) -> str:
             notes += [f"{name[:4].upper()} {row[name]:.4g} s is over the limit" for name in row["exceeds"]]
             notes += [f"bits {_bits_text(bits)}"] * (bits != report.found.policy.bits)
             unused = dropped(row["system"], row["policy"]["attention"])
-            notes += filter(None, ["changes the tokens" * (not bits.native), unused])
+            notes += filter(None, ["changes the tokens" * (not row["lossless"]), unused])
             note = f" ({'; '.join(notes)})" if notes else ""
             lines.append(
                 f"  {row['system']:28} {row['tokens_per_s']:10.4g} {-row['loses']:+7.1%} {row['at_a_time']:9} "

@@ -14,7 +14,7 @@ import pytest
 from flexhybrid import cli, shipped
 from flexhybrid.arguments import add_options, option, options_from
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.policy import Bits, Policy
+from flexhybrid.core.policy import Bits, Policy, Selection
 from flexhybrid.jobs import search
 from flexhybrid.jobs import simulate as jobs
 
@@ -260,7 +260,7 @@ def test_rivals_are_told_whole(capsys, monkeypatch):
 
     monkeypatch.setattr(search, "run_search", once)
     monkeypatch.setattr(search, "IN_ANY_BITS", ("kv_only", "fastdecode"))
-    asked = [*SEARCH, "--lossy", "--device-memory", "5GiB", "--host-memory", "8GiB", "--max-batch", "4"]
+    asked = [*SEARCH, "--lossy", "--device-memory", "8GiB", "--host-memory", "8GiB", "--max-batch", "4"]
     assert cli.main(asked) == 0
     said = capsys.readouterr().out
     assert cli.main([*asked, "--json"]) == 0
@@ -271,8 +271,11 @@ def test_rivals_are_told_whole(capsys, monkeypatch):
     for error in failed:
         assert any(error.endswith(line.split("does not run: ")[1]) for line in said.splitlines() if "not run" in line)
     assert all(0 <= row["weights_on_device"] <= 1 for row in rivals if not row["error"])
-    changing = {row["system"] for row in rivals if not row["error"] and row["policy"]["bits"] != asdict(Bits())}
-    assert {"deepspeed(bits=4)", "kv_only, same bits"} <= changing and "kv_only" not in changing
+    kept = asdict(Bits()), Selection().method
+    told = {row["system"]: row["policy"] for row in rivals if not row["error"]}
+    changing = {name for name, policy in told.items() if (policy["bits"], policy["selection"]["method"]) != kept}
+    assert {"deepspeed(bits=4)", "kv_only, same bits", "h2o", "infinigen"} <= changing and "kv_only" not in changing
+    assert "the selection allowed is " in said  # by default infinigen's
     marked = (line for line in said.splitlines() if line.endswith("changes the tokens)"))
     assert {line[2:30].strip() for line in marked} == changing
     same = [line for line in said.splitlines() if "same bits" in line]

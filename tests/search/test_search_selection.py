@@ -84,6 +84,14 @@ def test_a_limit_that_only_a_selection_keeps():
     assert found.policy.selection.method == "speculative" and found.prediction["decode_s"] / 31 <= 0.08
 
 
+@pytest.mark.parametrize(
+    "kept", [{"entries": ("act@host",)}, {"attention": ("host",)}, {"kept": (("packing", "balance"),)}]
+)
+def test_what_is_kept_binds_the_selection_too(kept):
+    found = found_with(0.02, space=replace(FULL, **kept), weights_device=1.0)
+    assert found.selected is None and found.policy.selection == Selection()
+
+
 def test_lossless_and_a_selection_contradict_each_other():
     with pytest.raises(InputError, match="lossy"):
         found_with(0.1, space=LOSSLESS)
