@@ -12,7 +12,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # Kept bytecode, whatever this shell says of it: tests start many processes, and each would compile all modules anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run test soak fuzz fuzz-checkpoints reserved check check-models gate lint bench models gpu gpu-peers clean
+.PHONY: setup run test soak fuzz fuzz-checkpoints reserved check check-models gate lint bench gpu gpu-peers clean
 .DELETE_ON_ERROR:
 
 run: $(INSTALLED)  ## the main job: tables, figures, trace
@@ -51,21 +51,6 @@ bench: $(TESTING)  ## every figure that has a bar, in one table and results/benc
 
 gate: $(INSTALLED)  ## the reproduced rows anew, unless they are worse; ARGS="--only kvpr", ARGS=--accept
 	$(BIN)/python -m experiments.reproduce.gate $(ARGS)
-
-CHECKPOINTS := experiments/checkpoints
-SHIPPED_QWEN3 := flexhybrid/shipped/qwen3-stdlib-4m
-MODELS := ngrams-stdlib.npz digits/held_out.npz
-
-models: $(SHIPPED_QWEN3)/config.json $(addprefix $(CHECKPOINTS)/,$(MODELS))  ## those that are not there
-
-$(SHIPPED_QWEN3)/config.json: | $(INSTALLED)
-	$(BIN)/python -m experiments.training.train_checkpoint --out $(@D) --architecture qwen3 --positions 640 --seed 0 --steps 2500
-
-$(CHECKPOINTS)/ngrams-stdlib.npz: | $(INSTALLED)
-	$(BIN)/python -m experiments.training.ngrams --out $@
-
-$(CHECKPOINTS)/digits/held_out.npz: | $(TESTING)
-	$(BIN)/python -m experiments.training.digits --out $(@D)
 
 gpu:  ## with the machine's own python3 and torch, no .venv
 	$(PYTHON) -m experiments.gpu $(ARGS)

@@ -1,4 +1,4 @@
-"""Experiments: training of small checkpoints, benchmarks, GPU runs, peers, studies, reproduced papers, results."""
+"""Experiments: benchmarks, small models of a cascade, GPU runs, peers, studies, reproduced papers, results."""
 
 import functools
 from pathlib import Path

@@ -33,7 +33,9 @@ from flexhybrid.runtime.threads import torch_threads
 from sim.presets import resident
 
 MODELS = (shipped.CHECKPOINT, CHECKPOINTS / "opt-stdlib-deep")
-TEXTS = Path(__file__).with_name("long_texts.txt")  #: made by ``experiments.training.corpus``
+TEXTS = Path(__file__).with_name(
+    "long_texts.txt"
+)  #: documents that no model here learned from, separated by form feeds
 MOST_POSITIONS = 2048
 BY_POSITION = 1024, 0.5  #: most tokens of a text that is followed from early on, and the share of its prompt (Fig. 12)
 ANSWER = 128  #: tokens of each text behind the prompt, where its length varies (Fig. 19b)

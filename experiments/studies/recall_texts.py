@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from experiments.training.corpus import EOS_ID, SPECIAL_TOKENS
-
+#: OPT's own: its </s> (2) begins and ends a text.
+SPECIAL_TOKENS, EOS_ID = ["<s>", "<pad>", "</s>", "<unk>"], 2
 NUM_KEYS, NUM_VALUES, NUM_FILLER = 512, 100, 64
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 FIRST_KEY = len(SPECIAL_TOKENS)

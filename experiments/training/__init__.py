@@ -1,1 +1,1 @@
-"""Training of the small checkpoints and the data they learn from."""
+"""Small models of a cascade: digits' CNNs, which are trained here, and a table of n-grams."""

@@ -1,9 +1,9 @@
 """A cascade of real models on real data: small CNNs on scikit-learn's handwritten digits (1,797 images of 8 x 8).
 
 Four sizes learn from the same images; the smaller three cost 1/130, 1/22 and 1/4 of the largest. Nothing is downloaded:
-the images are part of scikit-learn (``pip install -e .[cascade]``). ``make models`` writes them, or::
+the images are part of scikit-learn (``pip install -e .[cascade]``)::
 
-    python -m experiments.training.digits --out experiments/checkpoints/digits
+    python -m experiments.training.digits --out digits
 
 Energy is stated, not measured: multiply-adds of a forward pass at the picojoules of one (PICOJOULES).
 """

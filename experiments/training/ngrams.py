@@ -7,15 +7,12 @@ ones (Witten and Bell 1991, as Chen and Goodman 1999 have it, Eq. 19 and 20):
 
 ``distinct(c)`` is the number of tokens that were seen behind c. The prompt's own n-grams are counted with those of the
 corpus: names come back (a cache, as Kuhn and De Mori 1990 have it). The corpus is the files from which the checkpoints
-learned, with their tokenizer. An answer costs lookups and a few multiply-adds a token of the vocabulary. To count the
-corpus anew, as ``make models`` does where it is missing::
-
-    python -m experiments.training.ngrams --out experiments/checkpoints/ngrams-stdlib.npz
+learned, with their tokenizer; commit b18005f has the code that counted it. An answer costs lookups and a few
+multiply-adds a token of the vocabulary.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +23,6 @@ from experiments import CHECKPOINTS, token_ids, tokenizer
 from flexhybrid.cascade.models import TOP_K, ModelOutputs
 
 FILE = CHECKPOINTS / "ngrams-stdlib.npz"
-CONTEXT = 4  #: tokens, at most
-LEAST_COUNT = (1, 1, 2, 2, 3)  #: of a kept n-gram behind a context of 0, 1, … tokens: rarer ones are most of the file
 BITS = 11  #: of a token id: the vocabulary has 2,048
 
 
@@ -39,36 +34,13 @@ class NGrams:
     counts: tuple[np.ndarray, ...]
 
     @classmethod
-    def of(cls, tokens: np.ndarray, least_count: Sequence[int] = LEAST_COUNT) -> NGrams:
-        """Count a text of token ids below 2 ** BITS; n-grams that are rarer than ``least_count`` are left out."""
-        tokens, keys, counts = np.asarray(tokens, dtype=np.int64), [], []
-        for length, least in enumerate(least_count):
-            packed = np.zeros(max(len(tokens) - length, 0), dtype=np.int64)
-            for place in range(length + 1):
-                packed = packed << BITS | tokens[place : place + len(packed)]
-            found, times = np.unique(packed, return_counts=True)
-            keys.append(found[times >= least])
-            counts.append(times[times >= least])
-        return cls(tuple(keys), tuple(counts))
-
-    def save(self, path: Path) -> None:
-        """Write one file; keys as differences, which compress."""
-        arrays = {}
-        for length, (keys, counts) in enumerate(zip(self.keys, self.counts, strict=True)):
-            arrays[f"steps{length}"] = np.diff(keys, prepend=0)
-            arrays[f"counts{length}"] = np.minimum(counts, np.iinfo(np.uint16).max).astype(np.uint16)
-        np.savez_compressed(path, **arrays)
-
-    @classmethod
     def load(cls, path: Path = FILE) -> NGrams:
+        """Read a file, which has the keys as differences. Behind 2 and 3 tokens it has what the corpus has twice or
+        more, behind 4 tokens three times."""
         with np.load(path) as file:
             lengths = range(len(file.files) // 2)
             keys = tuple(np.cumsum(file[f"steps{length}"]) for length in lengths)
             return cls(keys, tuple(file[f"counts{length}"].astype(np.int64) for length in lengths))
-
-    @property
-    def num_counts(self) -> int:
-        return sum(map(len, self.keys))
 
     def chances(self, context: Sequence[int]) -> np.ndarray:
         """Return p(w | context) of every token w [2 ** BITS], by the counts of corpus and context together."""
@@ -118,20 +90,3 @@ class NGramModel:
 def model() -> NGramModel:
     """Return the counted n-grams as a model: ``--models ngrams=experiments.training.ngrams:model``."""
     return NGramModel("ngrams", NGrams.load())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=FILE, help="file to write")
-    out = parser.parse_args().out
-    from experiments.training.corpus import Stream, read_corpus
-
-    # whole files: their lines are indented as those of a prompt are
-    stream = Stream.encode(tokenizer().backend_tokenizer, read_corpus(0, full_files=True).training)
-    ngrams = NGrams.of(stream.tokens.numpy())
-    ngrams.save(out)
-    print(f"{out}: {ngrams.num_counts:,} counts of {len(stream.tokens):,} tokens, {out.stat().st_size:,} bytes")
-
-
-if __name__ == "__main__":
-    main()
