@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +14,7 @@ from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.waves import batch_size, first_wave, open_batch, wave_plan
 from flexhybrid.core.workload import Prefixes, Workload
-from tests.toy_machine import MIB, SHAPE, machine
+from tests.toy_machine import SHAPE, machine
 
 MIXES = (
     {"kv@host": 1.0}, {"kv@host": 0.5, "act@host": 0.5}, {"act@host": 1.0}, {"kv@device": 0.2, "act@host": 0.8},
@@ -65,15 +64,3 @@ def test_as_many_requests_run_at_a_time_as_fit(queue, part, joining):
     assert found in fitting and found + 1 not in fitting
     if len(np.unique(workload.cached_tokens)) == 1 or policy.packing == "fifo":
         assert found == max(fitting)
-
-
-@pytest.mark.parametrize("hidden", ("host", "device"))
-def test_one_request_more_may_need_smaller_buffers(hidden):
-    """Of eight in one mini-batch nine make two, of five and four: what is too little for seven does for more."""
-    workload = Workload(np.full(40, 100), np.full(40, 28))
-    policy = Policy("even", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=8 * 129, hidden=hidden)
-    plans = [wave_plan(PROBLEM, policy, workload.select(slice(count))) for count in range(1, 41)]
-    budget = Budgets(device=total_bytes(plans[5])["device"] + MIB // (8 if hidden == "host" else 1))
-    fitting = [count for count, plan in enumerate(plans, start=1) if fits(plan, budget)]
-    assert 7 not in fitting and max(fitting) > 8
-    assert first_wave(replace(PROBLEM, budgets=budget), policy, workload) == max(fitting)

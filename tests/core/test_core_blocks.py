@@ -30,11 +30,6 @@ def token_shares(draw):
     return {entry: weight / sum(weights) for entry, weight in zip(ENTRIES, weights)}
 
 
-def test_ceil_blocks():
-    assert [ceil_blocks(n) for n in (0, 1, 16, 17, 32)] == [0, 1, 1, 2, 2]
-    assert ceil_blocks(np.array([0, 33])).tolist() == [0, 3]
-
-
 @given(token_shares(), st.integers(1, 40))
 def test_no_run_of_blocks_has_more_of_an_entry_than_is_reserved_for_it(shares, span):
     entries = BlockEntries(shares)
@@ -48,13 +43,6 @@ def test_no_run_of_blocks_has_more_of_an_entry_than_is_reserved_for_it(shares, s
 def test_a_window_lies_in_so_many_blocks(window):
     first = np.arange(BLOCK_TOKENS)
     assert window_blocks(window) == ((first + window - 1) // BLOCK_TOKENS + 1).max()
-
-
-def test_half_and_half_alternates_with_act_first():
-    entries = BlockEntries({"kv@host": 0.5, "act@host": 0.5})
-    assert entries.names == ("act@host", "kv@host")
-    assert entries.entry_of(np.arange(4) * BLOCK_TOKENS).tolist() == [0, 1, 0, 1]
-    assert entries.tokens(20).tolist() == [16, 4]  # the partial block is the second, a KV block
 
 
 @given(token_shares(), st.integers(1, 300))
@@ -104,14 +92,6 @@ def test_positions_by_hand():
     assert entries.positions(0, 18).tolist() == [*range(16), 32, 33]
     assert entries.positions(1, 17).tolist() == [*range(16, 32), 48]
     assert entries.positions(1, 0).tolist() == []
-
-
-@given(token_shares(), st.lists(st.integers(0, 400), min_size=2, max_size=6))
-def test_the_order_of_questions_does_not_matter(shares, lengths):
-    asked_before = BlockEntries(shares)
-    for length in lengths:
-        asked_before.tokens(length)
-    assert BlockEntries(shares).tokens(np.array(lengths)).tolist() == asked_before.tokens(np.array(lengths)).tolist()
 
 
 # --- pools ------------------------------------------------------------------------------------------------------------

@@ -58,15 +58,6 @@ def test_quantised_matrices_hold_whole_groups_and_vectors_keep_their_width(shape
         ) or cut in (0, layout.total_bytes)
 
 
-def test_quantised_layer_bytes_of_a_shape_of_whole_groups():
-    shape = ModelShape("small", "opt", 1, 128, 2, 2, 64, 512, 100, 64)
-    stored = Bits(weights=4).element_bytes(2, shape.kv_group)
-    matrices, vectors = 12 * 128 * 128, 13 * 128
-    assert shape.layer_bytes(stored.weights, 2) == matrices * 9 / 16 + vectors * 2
-    layout = layer_layout(shape, stored.weights, 2)
-    assert sum(spot.end - spot.start for spot in layout.spots) == matrices * 9 / 16 + vectors * 2
-
-
 @given(shapes(), ELEMENT_BYTES)
 def test_key_and_value_weights_come_before_every_other_matrix(shape, p):
     layout = layer_layout(shape, p)

@@ -55,11 +55,6 @@ def test_balanced_never_needs_more_mini_batches_than_first_come(lengths, mix, bo
     assert len(balanced) <= len(pack(lengths, entries, bound, "fifo"))
 
 
-def test_one_long_request_does_not_cut_up_the_short_ones():
-    groups = pack(np.array([300] + [10] * 8), BlockEntries({"kv@host": 1.0}), 320)
-    assert sorted(map(len, groups)) == [1, 8]
-
-
 @given(st.integers(1, 60), st.integers(1, 300), st.sampled_from(MIXES), st.integers(100, 3000))
 def test_uniform_lengths_make_mini_batches_of_equal_size(num_requests, length, mix, bound):
     sizes = [len(group) for group in pack(np.full(num_requests, length), BlockEntries(mix), bound)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from flexhybrid.core import work
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.model.shape import KNOWN_SHAPES, has_own_file, shape_by_name, shape_from_config, shape_of
+from flexhybrid.core.model.shape import KNOWN_SHAPES, shape_by_name, shape_from_config, shape_of
 
 
 def test_opt_30b_cache_of_one_token():
@@ -70,13 +69,6 @@ def test_the_two_largest_opts_have_the_parameters_of_their_names():
     assert KNOWN_SHAPES.keys() == PARAMETERS.keys() | {"opt-66b", "opt-175b"}
 
 
-def test_grouped_query_attention_makes_act_dear():
-    multi_head = shape_by_name("opt-6.7b")  # ACT/KV = h/(2·G·d)
-    for groups, ratio in ((32, 0.5), (16, 1.0), (8, 2.0)):
-        shape = replace(multi_head, num_kv_heads=groups)
-        assert shape.act_token_bytes(2) / shape.kv_token_bytes(2) == ratio
-
-
 def test_flops_of_the_verbs_worked_by_hand():
     shape = shape_by_name("opt-6.7b")
     h = 4096
@@ -127,37 +119,6 @@ CONFIGS = [
     ("Phi3Config", dict(LLAMA_FIELDS, model_type="phi3", pad_token_id=0, sliding_window=20)),
     ("Qwen3Config", dict(LLAMA_FIELDS, model_type="qwen3", head_dim=16, eos_token_id=[3, 4])),
 ]  # fmt: skip
-
-
-LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}
-OTHERS = {
-    "llama": [
-        {"attention_bias": True},
-        {"mlp_bias": True},
-        {"hidden_act": "gelu"},
-        {"partial_rotary_factor": 0.5},
-        {"rope_scaling": LONGROPE},
-        {"sliding_window": 4},
-        {"rope_parameters": {"full_attention": {}}},
-    ],
-    "mistral": [{"layer_types": ["full_attention"] * 2}, {"hidden_act": "gelu"}, {"rope_scaling": LONGROPE}],
-    "phi3": [{"rope_scaling": LONGROPE}, {"rope_scaling": {"type": "linear", "factor": 2.0}}],
-    "opt": [
-        {"activation_function": "gelu"},
-        {"enable_bias": False},
-        {"layer_norm_elementwise_affine": False},
-        {"_remove_final_layer_norm": True},
-    ],
-    "gemma2": [{}],
-}
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-def test_what_the_own_layers_cannot_do_runs_through_transformers_layers(tmp_path, kind):
-    fields = (OPT_FIELDS if kind == "opt" else LLAMA_FIELDS) | {"model_type": kind}
-    for other in OTHERS[kind]:
-        assert not has_own_file(write_config(tmp_path, **fields, **other)), other
-    assert has_own_file(write_config(tmp_path, **fields)) or kind == "gemma2"
 
 
 #: max_position_embeddings and scaling of published configurations -> the positions that vLLM derives for them.
@@ -232,43 +193,65 @@ def test_dtype_under_its_old_and_its_new_name(tmp_path, key):
     assert shape_from_config(write_config(tmp_path, **fields)).dtype == "float32"
 
 
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (dict(model_type="gpt2"), ["gpt2", "opt"]),
-        (dict(model_type=None), ["model_type is None; it must be the name of an architecture"]),
-        (dict(model_type=["opt"]), ["architecture"]),
-        (dict(hidden_size=None), ["hidden_size"]),
-        (dict(hidden_size=50), ["50", "num_attention_heads 3"]),
-        (dict(num_attention_heads=0), ["num_attention_heads"]),
-        (dict(num_hidden_layers=None), ["num_hidden_layers"]),
-        (dict(num_hidden_layers=-1), ["num_layers", "-1"]),
-        (dict(vocab_size="many"), ["vocab", "many"]),
-        (dict(ffn_dim=None), ["ffn_dim"]),
-        (dict(dtype="int8"), ["int8", "dtype"]),
-        (dict(activation_function="gelu"), ["activation_function", "gelu"]),
-        (dict(enable_bias=False), ["enable_bias", "False"]),
-        (dict(eos_token_id="</s>"), ["eos_token_ids", "</s>"]),
-        (dict(eos_token_id=[1, None]), ["eos_token_ids", "None"]),
-        (dict(tie_word_embeddings="yes"), ["tied_head", "yes"]),
-        (dict(word_embed_proj_dim="wide"), ["embed_dim", "wide"]),
-        (dict(do_layer_norm_before=1), ["pre_norm", "1"]),
-        (dict(model_type="opts"), ["unknown architecture 'opts'", "did you mean opt"]),
-        (dict(layer_types=["full_attention"] * 3), ["layer_types = ['full_attention', "]),
-        (dict(activation_function="é" * 900), ["activation_function 'ééé", "éé… is not supported"]),
-    ],
-)
-def test_errors_name_the_file_and_the_value(tmp_path, changes, words):
-    folder = write_config(tmp_path, **{**OPT_FIELDS, **changes})
+def rope(**scaling) -> dict:
+    return dict(rope_scaling=scaling)
+
+
+ERRORS = [
+    (OPT_FIELDS, dict(model_type="gpt2"), ["gpt2", "opt"]),
+    (OPT_FIELDS, dict(model_type=None), ["model_type is None; it must be the name of an architecture"]),
+    (OPT_FIELDS, dict(model_type=["opt"]), ["architecture"]),
+    (OPT_FIELDS, dict(hidden_size=None), ["hidden_size"]),
+    (OPT_FIELDS, dict(hidden_size=50), ["50", "num_attention_heads 3"]),
+    (OPT_FIELDS, dict(num_attention_heads=0), ["num_attention_heads"]),
+    (OPT_FIELDS, dict(num_hidden_layers=None), ["num_hidden_layers"]),
+    (OPT_FIELDS, dict(num_hidden_layers=-1), ["num_layers", "-1"]),
+    (OPT_FIELDS, dict(vocab_size="many"), ["vocab", "many"]),
+    (OPT_FIELDS, dict(ffn_dim=None), ["ffn_dim"]),
+    (OPT_FIELDS, dict(dtype="int8"), ["int8", "dtype"]),
+    (OPT_FIELDS, dict(activation_function="gelu"), ["activation_function", "gelu"]),
+    (OPT_FIELDS, dict(enable_bias=False), ["enable_bias", "False"]),
+    (OPT_FIELDS, dict(eos_token_id="</s>"), ["eos_token_ids", "</s>"]),
+    (OPT_FIELDS, dict(eos_token_id=[1, None]), ["eos_token_ids", "None"]),
+    (OPT_FIELDS, dict(tie_word_embeddings="yes"), ["tied_head", "yes"]),
+    (OPT_FIELDS, dict(word_embed_proj_dim="wide"), ["embed_dim", "wide"]),
+    (OPT_FIELDS, dict(do_layer_norm_before=1), ["pre_norm", "1"]),
+    (OPT_FIELDS, dict(model_type="opts"), ["unknown architecture 'opts'", "did you mean opt"]),
+    (OPT_FIELDS, dict(layer_types=["full_attention"] * 3), ["layer_types = ['full_attention', "]),
+    (OPT_FIELDS, dict(activation_function="é" * 900), ["activation_function 'ééé", "éé… is not supported"]),
+    (LLAMA_FIELDS, dict(hidden_act="gelu"), ["hidden_act", "gelu", "silu"]),
+    (LLAMA_FIELDS, dict(attention_bias=True), ["attention_bias"]),
+    (LLAMA_FIELDS, dict(mlp_bias=True), ["mlp_bias"]),
+    (LLAMA_FIELDS, dict(rms_norm_eps="small"), ["norm_eps", "small"]),
+    (LLAMA_FIELDS, dict(rms_norm_eps=0), ["norm_eps", "0"]),
+    (LLAMA_FIELDS, dict(model_type="mistral", sliding_window=0), ["sliding_window", "0"]),
+    (LLAMA_FIELDS, dict(model_type="mistral", sliding_window=True), ["sliding_window", "True"]),
+    (LLAMA_FIELDS, dict(num_key_value_heads=4), ["6 heads", "4 key/value heads"]),
+    (LLAMA_FIELDS, rope(rope_type="longrope", factor=2.0), ["longrope", "llama3"]),
+    (LLAMA_FIELDS, rope(type="su"), ["rope_type 'su'"]),
+    (LLAMA_FIELDS, rope(type=["linear"]), ["rope_type ['linear']"]),
+    (LLAMA_FIELDS, dict(rope_scaling="linear"), ["rope_scaling", "'linear'"]),
+    (LLAMA_FIELDS, rope(type="linear"), ["rope_type linear needs factor"]),
+    (LLAMA_FIELDS, rope(type="linear", factor=0), ["factor", "0"]),
+    (LLAMA_FIELDS, rope(type="linear", factor="two"), ["factor", "two"]),
+    (LLAMA_FIELDS, rope(rope_type="llama3", factor=8.0, high_freq_factor=4.0), ["low_freq_factor"]),
+    (LLAMA_FIELDS, rope(rope_type="llama3", factor=8, low_freq_factor=4, high_freq_factor=4), ["above"]),
+    (LLAMA_FIELDS, rope(rope_type="yarn", factor=8, truncate=1), ["truncate", "1"]),
+    (LLAMA_FIELDS, dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))), ["full_attention"]),
+    (LLAMA_FIELDS, dict(rope_parameters=dict(rope_theta=-1)), ["rope_theta", "-1"]),
+    (LLAMA_FIELDS, dict(rope_theta=1), ["rope_theta", "above 1"]),
+    (LLAMA_FIELDS, dict(partial_rotary_factor=0.5), ["partial_rotary_factor 0.5"]),
+    (LLAMA_FIELDS, dict(rope_parameters=dict(partial_rotary_factor=0.25)), ["partial_rotary_factor 0.25"]),
+    (LLAMA_FIELDS, dict(head_dim=7), ["head_dim 7", "even"]),
+]
+
+
+@pytest.mark.parametrize("fields, changes, words", ERRORS)
+def test_errors_name_the_file_and_the_value(tmp_path, fields, changes, words):
     with pytest.raises(InputError) as error:
-        shape_from_config(folder)
+        shape_from_config(write_config(tmp_path, **fields | changes))
     for word in [tmp_path.name, *words]:
         assert word in str(error.value)
-
-
-def test_key_value_heads_must_divide_the_heads(tmp_path):
-    with pytest.raises(InputError, match="6 heads .* 4 key/value heads"):
-        shape_from_config(write_config(tmp_path, **{**LLAMA_FIELDS, "num_key_value_heads": 4}))
 
 
 def test_missing_and_broken_files(tmp_path):

@@ -10,10 +10,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from toy_machine import SHAPE as TOY
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import StoredCopy
 from flexhybrid.core.context.selection import kept_tokens, selected_tokens
-from flexhybrid.core.context.split import SplitLines, split_lines, split_point, split_seconds
+from flexhybrid.core.context.split import SplitLines, split_point, split_seconds
 from flexhybrid.core.hardware import LINKS, Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import PAGE_BYTES, stream
@@ -26,7 +26,6 @@ from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 
 SHAPE = ModelShape("tiny", "opt", 3, 64, 4, 4, 16, 256, 128, 4096)
-GROUPED = ModelShape("grouped", "llama", 3, 64, 4, 1, 16, 256, 128, 4096)
 P = 4  # bytes an element
 
 
@@ -98,12 +97,6 @@ def test_a_recomputed_prefix_passes_through_the_whole_layer():
     assert "attend_recomputed" not in without
 
 
-def test_a_prefill_stores_nothing_of_what_will_be_recomputed():
-    wave = wave_of(Policy(cache={"tok": 0.5, "kv@host": 0.5}), [64], [2])
-    step = make_step(wave, 0, 0, np.array([0]))
-    assert [store.rows.tolist() for store in step.stores] == [list(range(32, 64))]
-
-
 # --- split point ------------------------------------------------------------------------------------------------------
 
 seconds = st.floats(1e-9, 1e-4)
@@ -131,22 +124,6 @@ def test_the_split_point_is_the_best_whole_block(lines, batch, context):
         assert nearest <= BLOCK_TOKENS / 2 + 1
     exact = float(split_point(lines, batch, context, whole_blocks=False))
     assert split_seconds(lines, batch, context, exact) <= least
-
-
-@pytest.mark.parametrize("rule", ["paper", "pipeline"])
-@pytest.mark.parametrize("shape, act", [(SHAPE, "host"), (SHAPE, "device"), (GROUPED, "host"), (GROUPED, "device")])
-def test_what_the_machine_says_decides(rule, shape, act):
-    """A slow link recomputes, a slow processor loads. ACT as large as KV on the same link is never recomputed."""
-    kind = f"both(kv@host,act@{act})"
-    policy = Policy(cache={kind: 1.0}, split=rule)
-    found = {}
-    for name, hardware in (("slow link", machine(1e-15, 1e-7)), ("slow processor", machine(1e-6, 1e-12))):
-        found[name] = float(
-            split_point(split_lines(Problem(shape=shape, dtype="float32", hardware=hardware), policy, kind), 8, 320, 2)
-        )
-    grouped_on_host = shape is GROUPED and act == "host"
-    assert found["slow processor"] == 0
-    assert (found["slow link"] > 160) != grouped_on_host
 
 
 def test_a_step_cuts_its_segments_at_the_split_point():
@@ -282,12 +259,6 @@ def test_slices_of_a_layer_cover_its_streamed_bytes_in_whole_pages(first, second
         pages = [-(-(hi - lo) // PAGE_BYTES) for lo, hi in pieces]
         assert len(pages) == min(mini_batches, -(-(end - start) // PAGE_BYTES))
         assert not pages or max(pages) - min(pages) <= 1
-
-
-def test_kinds_without_token_ids_recompute_nothing():
-    wave = wave_of(Policy(cache={"kv@host": 1.0}), [20], [3])
-    assert make_step(wave, 1, 0, np.array([0])).recomputed is None
-    assert BlockEntries({"kv@host": 1.0}).tok_tokens(np.array([5, 500])).tolist() == [0, 0]
 
 
 def test_mini_batches_of_equal_lengths_are_sized_once(monkeypatch):

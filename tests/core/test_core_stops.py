@@ -10,7 +10,6 @@ import pytest
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule import positions
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from sim.virtual_clock import answered
@@ -43,17 +42,3 @@ def share_in_use(places: int, at_a_time: int, schedule: str, ends: np.ndarray = 
 @pytest.mark.parametrize(("places", "at_a_time"), ((16, 16), (16, 8), (16, 4), (64, 64), (64, 16), (12, 1)))
 def test_a_queue_of_labels_keeps_nine_places_in_ten_in_use(places, at_a_time, schedule):
     assert share_in_use(places, at_a_time, schedule) >= 0.9
-
-
-@pytest.mark.parametrize("at_a_time", (16, 4))
-def test_places_are_empty_where_the_planner_does_not_wait(monkeypatch, at_a_time):
-    """Each end is then known an iteration late, but for those at the limit: 4.5 iterations of 5.375 are of use."""
-    monkeypatch.setattr(positions, "num_awaited", lambda num_positions: 0)
-    assert share_in_use(16, at_a_time, "column") == pytest.approx(4.5 / 5.375, abs=0.03)
-
-
-def test_a_batch_that_nobody_joins_is_settled_behind_its_last_step():
-    """One mini-batch and nobody who joins: there is nothing else to compute while the planner would wait."""
-    assert positions.num_awaited(1) == 0
-    assert share_in_use(1, 1, "column") < 0.86
-    assert [positions.num_awaited(count) for count in (2, 3, 4, 8, 16)] == [1, 2, 3, 6, 12]

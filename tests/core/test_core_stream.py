@@ -1,8 +1,7 @@
 """The stream of tasks, the dependencies derived from it, and the checker that proves a trace right.
 
-Two oracles that share no code with what they judge: ``Memory`` runs a stream one task at a time on dictionaries
-instead of tensors and looks at what every verb finds; ``schedule`` runs a stream on all resources at once with
-durations of our choosing. ``test_core_dependencies`` derives the dependencies a second time.
+``schedule`` runs a stream on all resources at once with durations of our choosing; it shares no code with what it
+judges. ``test_core_dependencies`` derives the dependencies a second time.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import runnable_policies
-from test_core_dependencies import by_cells
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.packing import num_chunks
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
@@ -190,140 +187,6 @@ def test_who_ends_at_the_limit_leaves_at_once_and_the_next_one_takes_the_place()
     assert {running[iteration] for iteration in range(last_joined)} == {4}
 
 
-def key_of(task: Task) -> tuple:
-    return task.iteration, task.layer, task.mini_batch, task.payload.step.chunk
-
-
-class Memory:
-    """Runs a stream task by task on sets of (request, position): who finds what, where."""
-
-    def __init__(self, wave: Wave):
-        self.wave = wave
-        self.pools: dict[tuple, tuple[int, int]] = {}  # (kind, layer, block, offset) -> (request, position)
-        self.buffers: dict[tuple, tuple] = {}  # (representation, slot) -> (layer, mini-batch, tokens)
-        self.weights = defaultdict(dict)  # slot -> byte -> layer
-        self.found = defaultdict(list)  # key of a step in a layer -> tokens that reached the attention buffer
-        self.staged: dict[str, tuple] = {}
-
-    def read_pool(self, task: Task, kind: str) -> list[tuple[int, int]]:
-        step, tokens = task.payload.step, []
-        access = next((a for a in task.reads if a.space == (kind, task.layer)), None)
-        for segment in step.segments:
-            if segment.entry != kind:
-                continue
-            for request, held, count in zip(step.requests.tolist(), segment.held, segment.num_tokens):
-                for index in range(int(count)):
-                    block = int(held[index // BLOCK_TOKENS])
-                    assert access.lo <= block < access.hi, f"{task.label()} does not declare block {block}"
-                    owner, position = self.pools[kind, task.layer, block, index % BLOCK_TOKENS]
-                    assert owner == request, f"{task.label()} reads a token of request {owner} for {request}"
-                    tokens.append((request, position))
-        return tokens
-
-    def run(self, task: Task) -> None:
-        getattr(self, task.verb, lambda task: None)(task)
-
-    def load_weights(self, task: Task) -> None:
-        piece, first = task.payload, self.wave.placed[0].streamed_from
-        assert task.work.link_bytes == piece.end - piece.start
-        assert task.writes == (Access(("weights", piece.slot), piece.start - first, piece.end - first),)
-        for byte in range(piece.start - first, piece.end - first):
-            self.weights[piece.slot][byte] = task.layer
-
-    def load(self, task: Task, representation: str) -> None:
-        step, kind = task.payload.step, f"{representation}@host"
-        tokens = self.read_pool(task, kind)
-        blocks = {
-            (request, index // BLOCK_TOKENS)
-            for segment in step.segments if segment.entry == kind
-            for request, count in zip(step.requests.tolist(), segment.num_tokens) for index in range(int(count))
-        }  # fmt: skip
-        shape = self.wave.shape
-        elements = 2 * shape.num_kv_heads * shape.head_dim if representation == "kv" else shape.hidden
-        assert task.work.link_bytes == len(blocks) * BLOCK_TOKENS * elements * P  # exactly the cached blocks
-        assert 1 <= task.work.num_copies <= len(step.requests)
-        slot = task.payload.slot
-        assert task.writes == (Access((f"{representation}_buffer",), slot, slot + 1),)
-        self.buffers[representation, slot] = (*key_of(task), tokens)
-
-    def load_kv(self, task: Task) -> None:
-        self.load(task, "kv")
-
-    def load_act(self, task: Task) -> None:
-        self.load(task, "act")
-
-    def gather(self, task: Task, representation: str) -> None:
-        """What a computing verb finds: its slot of the buffer, if something was loaded, and the device's pool."""
-        step, key = task.payload.step, key_of(task)
-        if any(segment.entry == f"{representation}@host" for segment in step.of(representation)):
-            *owner, tokens = self.buffers[representation, task.payload.slot]
-            assert tuple(owner) == key
-            assert Access((f"{representation}_buffer",), task.payload.slot, task.payload.slot + 1) in task.reads
-            self.found[key] += tokens
-        self.found[key] += self.read_pool(task, f"{representation}@device")
-
-    def kv_gen(self, task: Task) -> None:
-        self.needs_weights(task, 0, self.wave.placed[0].layout.kv_end)
-        self.gather(task, "act")
-
-    def assemble(self, task: Task) -> None:
-        self.gather(task, "kv")
-
-    def project(self, task: Task) -> None:
-        self.needs_weights(task, 0, self.wave.placed[0].layout.qkv_end)
-
-    def finish(self, task: Task) -> None:
-        self.needs_weights(task, self.wave.placed[0].layout.qkv_end, self.wave.placed[0].layout.total_bytes)
-        self.needs_weights(task, 0, self.wave.placed[0].layout.vectors_end)
-
-    def attend(self, task: Task) -> None:
-        step, key = task.payload.step, key_of(task)
-        context = zip(step.requests.tolist(), step.context.tolist())
-        wanted = [(request, position) for request, count in context for position in range(count)]
-        assert sorted(self.found[key]) == wanted if wanted else not self.found[key]
-
-    def needs_weights(self, task: Task, start: int, end: int) -> None:
-        slot, first = task.payload.weight_slot, self.wave.placed[0].streamed_from
-        declared = [access for access in task.reads if access.space == ("weights", slot)]
-        for byte in range(max(start, first) - first, end - first):
-            assert self.weights[slot].get(byte) == task.layer, f"{task.label()} finds byte {byte} of another layer"
-            assert any(access.lo <= byte < access.hi for access in declared)
-
-    def scatter(self, task: Task, tier: str = "host") -> None:
-        step = task.payload.step
-        for store in step.stores:
-            if not store.entry.endswith(f"@{tier}"):
-                continue
-            access = next(a for a in task.writes if a.space == (store.entry, task.layer))
-            for row, block, offset in zip(store.rows.tolist(), store.blocks.tolist(), store.offsets.tolist()):
-                b, t = divmod(row, step.width)
-                assert t < step.new_tokens[b], "a padding row is stored"
-                assert access.lo <= block < access.hi
-                cell = (store.entry, task.layer, block, offset)
-                assert cell not in self.pools, f"{task.label()} stores over another token"
-                self.pools[cell] = (int(step.requests[b]), int(step.context[b]) + t)
-
-    def scatter_device(self, task: Task) -> None:
-        self.scatter(task, "device")
-
-
-@given(waves_with_stops())
-def test_run_in_order_every_verb_finds_the_weights_and_all_cached_tokens(wave_and_stops):
-    wave, stops = wave_and_stops
-    memory = Memory(wave)
-    for task in stream_with_stops(wave, stops):
-        assert task.resource in RESOURCES
-        memory.run(task)
-    # Every token but the last sampled one is stored once, in every layer.
-    stored = Counter((layer, token) for (_, layer, _, _), token in memory.pools.items())
-    for request in range(wave.workload.num_requests):
-        iterations = runs(wave, stops)[request]
-        for layer in range(wave.shape.num_layers):
-            for position in range(int(wave.workload.prompt_tokens[request]) + iterations - 1):
-                assert stored.pop((layer, (request, position))) == 1
-    assert not stored
-
-
 @given(runnable_policies(), st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=5))
 @settings(max_examples=150)
 def test_run_in_order_every_verb_finds_its_own_layers_weights(policy, lengths):
@@ -351,58 +214,6 @@ def test_run_in_order_every_verb_finds_its_own_layers_weights(policy, lengths):
             unpacked = own
 
 
-@given(waves())
-def test_streamed_weights_cross_the_link_once_a_layer_and_iteration(wave):
-    loaded, iterations = Counter(), set()
-    for task in stream(wave):
-        iterations.add(task.iteration)
-        if task.verb == "load_weights":
-            loaded[task.iteration, task.layer] += task.work.link_bytes
-    per_layer = wave.placed[0].streamed_bytes
-    layers = range(wave.shape.num_layers) if per_layer else ()
-    assert loaded == {(iteration, layer): per_layer for iteration in iterations for layer in layers}
-
-
-@given(waves())
-def test_stores_move_each_new_token_once(wave):
-    stored = Counter()
-    for task in stream(wave):
-        if task.verb in ("store_kv", "store_act"):
-            stored[task.verb, task.layer] += task.work.link_bytes
-    kind_tokens = dict(zip(wave.entries.names, wave.entries.tokens(wave.workload.cached_tokens).sum(0).tolist()))
-    shape = wave.shape
-    elements = {"kv": 2 * shape.num_kv_heads * shape.head_dim, "act": shape.hidden}
-    for representation, width in elements.items():
-        for layer in range(shape.num_layers):
-            wanted = kind_tokens.get(f"{representation}@host", 0) * width * P
-            assert stored[f"store_{representation}", layer] == wanted
-
-
-@given(waves_with_stops())
-def test_no_edge_between_iterations(wave_and_stops):
-    """The first loads of iteration i + 1 stand in the stream before the last layer of iteration i is finished: of its
-    weights at any rate, of its context where nobody may stop in iteration i."""
-    wave, stops = wave_and_stops
-    assume(wave.shape.num_layers > 1 or wave.placed[0].streamed_bytes)
-    kinds = [(("load_weights",), stops)]
-    if wave.shape.num_layers > 1:  # else it loads what was just stored
-        kinds.append((("load_act", "load_kv"), {}))
-    for verbs, who in kinds:
-        opening_loads, begun, last_finish = {}, set(), {}
-        first_embed: dict[int, int] = {}
-        for number, task in enumerate(stream_with_stops(wave, who)):
-            if task.verb in verbs and task.layer == 0:
-                opening_loads.setdefault((task.iteration, task.mini_batch), number)
-            if task.verb == "embed":
-                first_embed.setdefault(task.iteration, task.mini_batch)
-            if task.verb == "finish":
-                last_finish[task.iteration] = number
-        for iteration, mini_batch in first_embed.items():
-            if iteration > 0 and (iteration, mini_batch) in opening_loads:
-                begun.add(opening_loads[iteration, mini_batch] < last_finish[iteration - 1])
-        assert begun <= {True}
-
-
 @given(waves_with_stops(), st.sampled_from(("column", "row")))
 def test_the_planner_waits_for_what_is_sampled_while_others_compute(wave_and_stops, schedule):
     """Each iteration is settled once, with all tokens of those before the one that runs. While the planner waits for a
@@ -428,29 +239,6 @@ def test_the_planner_waits_for_what_is_sampled_while_others_compute(wave_and_sto
             sampled.append(task.iteration)
             positions_behind.append(0)
     assert [iteration for iteration, _ in known.asked] == list(range(1, num_iterations + 1))
-
-
-@given(waves())
-def test_mini_batches_own_different_blocks(wave):
-    """No false sharing: what two mini-batches declare of one pool never overlaps."""
-    declared = defaultdict(set)
-    for task in stream(wave):
-        for access in (*task.reads, *task.writes):
-            if access.space[0] in MEMORY_KINDS:
-                declared[access.space, task.mini_batch] |= set(range(access.lo, access.hi))
-    for (space, k), blocks in declared.items():
-        for (other_space, other_k), other_blocks in declared.items():
-            if space == other_space and k < other_k:
-                assert not blocks & other_blocks
-
-
-def test_starting_at_the_first_decode_iteration():
-    wave = make_wave()
-    whole = [task.label() for task in stream(wave) if task.iteration > 0 and task.resource != "h2d"]
-    decode_only = [task.label() for task in stream(wave, first_iteration=1) if task.resource != "h2d"]
-    assert decode_only == whole
-    loads = [t.label() for t in stream(wave, first_iteration=1) if t.verb in ("load_kv", "load_act")]
-    assert loads == [t.label() for t in stream(wave) if t.verb in ("load_kv", "load_act")]
 
 
 @pytest.mark.parametrize(
@@ -509,12 +297,6 @@ def schedule(tasks, waits, durations, gaps=None) -> list[TraceEvent]:
         ends[task.resource].append(start + durations[number])
         trace.append(TraceEvent(task, start, ends[task.resource][-1]))
     return trace
-
-
-@given(waves_with_stops())
-@settings(max_examples=20)
-def test_one_by_one_in_stream_order_is_right(wave_and_stops):
-    assert check_trace(sequential_trace(stream_with_stops(*wave_and_stops))) == []
 
 
 @given(waves_with_stops(), st.integers(0, 2**32))
@@ -627,13 +409,6 @@ def test_every_single_wait_is_needed_and_the_checker_knows(cache, needed):
     assert overtaken >= needed
 
 
-@given(waves(max_layers=2, max_requests=3))
-@settings(max_examples=15)
-def test_dependencies_of_a_stream_are_what_its_cells_say(wave):
-    tasks = list(stream(wave))[:300]
-    assert [dict(marks) for marks in derive(tasks)] == by_cells(tasks, HAZARDS)
-
-
 # --- the checker against spoiled traces -------------------------------------------------------------------------------
 
 STREAM = list(stream(make_wave(prompts=(20, 9), max_tokens=(2, 3), bound=70)))
@@ -647,12 +422,6 @@ def test_accesses_that_overlap_in_time_or_swap_are_caught(first, second, times):
     reader = tasks[1 if second == "reads" else 0]
     assert any(text.startswith(reader.label()) or first == second for text in violations)
     assert check_trace([TraceEvent(tasks[0], 0, 1), TraceEvent(tasks[1], 1, 2)]) == []
-
-
-def test_accesses_that_only_touch_do_not_conflict():
-    tasks = [touch("h2d", "a", writes=[(0, 4)]), touch("compute", "b", reads=[(4, 8)], writes=[(8, 9)])]
-    assert derive(tasks) == [(), ()]
-    assert check_trace([TraceEvent(task, 0, 1) for task in tasks]) == []
 
 
 def test_tolerance_forgives_what_a_devices_clock_cannot_resolve():

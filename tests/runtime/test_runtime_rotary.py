@@ -9,7 +9,6 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_from_config
 from flexhybrid.runtime.kernels.rotary import rotary_tables, rotate_
 
@@ -80,36 +79,3 @@ def test_rotation_is_transformers_own_to_the_last_bit(dtype):
     assert (fused[:, groups * d : groups * d + 5] == 7).all()  # what lies between is left alone
     batched = torch.stack([k, 2 * k])  # one set of angles for every request
     assert torch.equal(rotate_(batched, cos, sin)[1], apply_rotary_pos_emb(q, 2 * k, cos, sin, unsqueeze_dim=1)[1])
-
-
-LLAMA = dict(model_type="llama", hidden_size=48, num_attention_heads=6, num_hidden_layers=2, intermediate_size=100,
-             vocab_size=77, max_position_embeddings=64)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (dict(rope_scaling=dict(rope_type="longrope", factor=2.0)), ["longrope", "llama3"]),
-        (dict(rope_scaling=dict(type="su")), ["rope_type 'su'"]),
-        (dict(rope_scaling=dict(type=["linear"])), ["rope_type ['linear']"]),
-        (dict(rope_scaling="linear"), ["rope_scaling", "'linear'"]),
-        (dict(rope_scaling=dict(type="linear")), ["rope_type linear needs factor"]),
-        (dict(rope_scaling=dict(type="linear", factor=0)), ["factor", "0"]),
-        (dict(rope_scaling=dict(type="linear", factor="two")), ["factor", "two"]),
-        (dict(rope_parameters=dict(rope_type="llama3", factor=8.0, high_freq_factor=4.0)), ["low_freq_factor"]),
-        (dict(rope_parameters=dict(rope_type="llama3", factor=8, low_freq_factor=4, high_freq_factor=4)), ["above"]),
-        (dict(rope_parameters=dict(rope_type="yarn", factor=8, truncate=1)), ["truncate", "1"]),
-        (dict(rope_parameters=dict(full_attention=dict(rope_theta=1e4))), ["full_attention"]),
-        (dict(rope_parameters=dict(rope_theta=-1)), ["rope_theta", "-1"]),
-        (dict(rope_theta=1), ["rope_theta", "above 1"]),
-        (dict(partial_rotary_factor=0.5), ["partial_rotary_factor 0.5"]),
-        (dict(rope_parameters=dict(partial_rotary_factor=0.25)), ["partial_rotary_factor 0.25"]),
-        (dict(head_dim=7), ["head_dim 7", "even"]),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(tmp_path, changes, words):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | changes))
-    with pytest.raises(InputError) as error:
-        shape_from_config(tmp_path)
-    for word in [tmp_path.name, *words]:
-        assert word in str(error.value)
