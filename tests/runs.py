@@ -1,14 +1,21 @@
-"""Running a wave by hand in tests: one executor, its trace, and logits along a given text."""
+"""Runs in tests: a wave by hand, its trace, and logits along a given text; files of requests."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from flexhybrid import cli
+from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
+from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import Engine, WaveResult
 from flexhybrid.runtime.forcing import force_tokens
@@ -31,6 +38,21 @@ def run_wave(
             return session.generate()
     finally:
         weights.close()
+
+
+def admitted(shape, policy, prompts, max_tokens, **machine) -> Wave:
+    """The wave of these prompts in float32; ``max_tokens``: of each, or one for all."""
+    workload = Workload(np.array([*map(len, prompts)]), np.broadcast_to(max_tokens, len(prompts)).copy())
+    return admit(Problem(shape=shape, dtype="float32", **machine), policy, workload)
+
+
+@contextmanager
+def engine_of(checkpoint, wave: Wave, device: torch.device | str = "cpu", num_threads: int = 1) -> Iterator[Engine]:
+    """An engine for a wave in float32, with its weights; both are closed at the end."""
+    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device(device), wave.policy)
+    engine = Engine(weights, wave.policy, buffer_sizes(wave), num_threads=num_threads)
+    with closing(weights), closing(engine):
+        yield engine
 
 
 def stopping(stops: Sequence[int]) -> Callable:
@@ -60,3 +82,20 @@ def forced_logits(checkpoint, policy, texts, steps, **options) -> list[torch.Ten
         checkpoint, policy, prompts, steps, edit=lambda executor: force_tokens(executor, texts, hear), **options
     )  # fmt: skip
     return [torch.stack(rows) for rows in recorded]
+
+
+def lines_of(bodies: dict[str, dict], url: str = "/v1/completions") -> list[str]:
+    """The lines of a file of requests; ``bodies``: by custom_id."""
+    return [
+        json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body}) for name, body in bodies.items()
+    ]
+
+
+def answered(folder: Path, model, lines: Sequence[str], *options) -> dict[str, dict]:
+    """Answer a file of these lines by ``flexhybrid run``; return the bodies of its answers, by custom_id."""
+    (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
+    words = ["run", "-i", folder / "in.jsonl", "-o", folder / "out.jsonl", "--model", model, "--policy", "kv_only"]
+    assert cli.main([*map(str, words), "--device", "cpu", "--dtype", "float32", "--quiet", *options]) == 0
+    rows = [json.loads(raw) for raw in (folder / "out.jsonl").read_text().splitlines()]
+    assert len({row["id"] for row in rows}) == len(rows), "a line is answered twice"
+    return {row["custom_id"]: row["response"]["body"] for row in rows}

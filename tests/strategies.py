@@ -113,7 +113,7 @@ def opt_shapes(draw) -> dict:
 
 @st.composite
 def llama_shapes(draw) -> dict:
-    """Arguments of ``models.save_llama``: multi-head, grouped-query, biases, other head widths, rotations."""
+    """Arguments of ``models.save_llama``: multi-head, grouped-query, biases, head widths, rotations, windows."""
     groups, queries_a_group = draw(st.sampled_from(((1, 1), (3, 1), (1, 4), (2, 2), (2, 3), (4, 1))))
     heads, head_dim = groups * queries_a_group, draw(st.sampled_from((6, 8, 16, 24)))
     ropes = (
@@ -124,9 +124,17 @@ def llama_shapes(draw) -> dict:
         dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
              original_max_position_embeddings=32),
     )  # fmt: skip
+    kind, layers = draw(st.sampled_from(("llama", "qwen2", "qwen3", "mistral", "phi3"))), draw(st.integers(1, 3))
+    window = draw(st.sampled_from((None, None, 2, 9, 17, 40)))  # of 1 transformers sees all
+    windows: dict = {"sliding_window": window} if kind in ("mistral", "phi3") else {}
+    if window and kind.startswith("qwen"):
+        types = draw(
+            st.lists(st.sampled_from(("full_attention", "sliding_attention")), min_size=layers, max_size=layers)
+        )
+        windows = dict(sliding_window=window, use_sliding_window=True, max_window_layers=0, layer_types=types)
     return dict(
-        kind=draw(st.sampled_from(("llama", "qwen2", "qwen3", "mistral"))),
-        layers=draw(st.integers(1, 3)),
+        kind=kind,
+        layers=layers,
         heads=heads,
         kv_heads=groups,
         head_dim=head_dim,
@@ -135,9 +143,10 @@ def llama_shapes(draw) -> dict:
         vocab=draw(st.integers(11, 90)),
         positions=draw(st.integers(24, 64)),  # YaRN's context ends at 4 times 16, whatever the model has
         tied=draw(st.booleans()),
-        rope=draw(st.sampled_from(ropes)),
+        rope={} if kind == "phi3" else draw(st.sampled_from(ropes)),
         theta=draw(st.sampled_from((100.0, 10_000.0, 1e6))),
         seed=draw(st.integers(0, 1000)),
+        **windows,
     )
 
 

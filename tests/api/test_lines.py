@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from runs import answered, lines_of
 
-from flexhybrid import SamplingParams, cli
+from flexhybrid import SamplingParams
 from flexhybrid.jobs.run.job import Job
 from flexhybrid.requests import RequestCodec
 
-COMPLETION = {"method": "POST", "url": "/v1/completions"}
 HUGE, DIGITS = 10**400, "1" * 5000
 
 
@@ -21,17 +21,12 @@ def no_profile(tmp_path, monkeypatch):
 
 
 def line(name: str, prompt=(5, 6), **body) -> str:
-    return json.dumps({"custom_id": name, **COMPLETION, "body": {"prompt": prompt, "max_tokens": 3, **body}})
+    return lines_of({name: {"prompt": prompt, "max_tokens": 3, **body}})[0]
 
 
 def run(folder, model, lines: list[str], *more: str) -> dict[str, dict]:
     """Answer the lines; return the bodies by custom_id."""
-    (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
-    words = ["run", "-i", folder / "in.jsonl", "-o", folder / "out.jsonl", "--model", model, "--policy", "kv_only"]
-    assert cli.main([*map(str, words), "--device", "cpu", "--dtype", "float32", "--quiet", *more]) == 0
-    rows = [json.loads(raw) for raw in (folder / "out.jsonl").read_text().splitlines()]
-    assert len({row["id"] for row in rows}) == len(rows)
-    return {row["custom_id"]: {**row["response"]["body"], "created": 0} for row in rows}
+    return {name: {**body, "created": 0} for name, body in answered(folder, model, lines, *more).items()}
 
 
 def tokens(body: dict) -> list[list[int]]:

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import save_opt
 from policies import wider_policies
+from runs import answered, lines_of
 
-from flexhybrid import LLM, SamplingParams, cli, shipped
+from flexhybrid import LLM, SamplingParams, shipped
 from flexhybrid.batch.openai import CHAT, COMPLETIONS, Request
 from flexhybrid.batch.replies import answer_line
 from flexhybrid.running_requests import Replies
@@ -118,27 +119,16 @@ def test_text_of_tokens_and_of_none(model):
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def bodies(tmp_path, url: str, lines: dict[str, dict], model) -> dict[str, dict]:
-    """The answers to lines of these bodies, by custom_id, from a run of a file."""
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    written = [{"custom_id": name, "method": "POST", "url": url, "body": body} for name, body in lines.items()]
-    source.write_text("".join(json.dumps(line) + "\n" for line in written))
-    command = ["run", "-i", source, "-o", out, "--model", model, "--policy", "kv_only", "--device", "cpu", "--quiet"]
-    assert cli.main([*map(str, command), "--dtype", "float32"]) == 0
-    rows = map(json.loads, out.read_text().splitlines())
-    return {row["custom_id"]: row["response"]["body"] for row in rows}
-
-
 def test_a_file_of_completions_gives_what_generate_gives(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     prompt, greedy = "def close(self):", {"temperature": 0, "max_tokens": 5}
-    got = bodies(tmp_path, "/v1/completions", {
+    got = answered(tmp_path, shipped.CHECKPOINT, lines_of({
         "plain": {"prompt": prompt, **greedy},
         "logprobs": {"prompt": prompt, **greedy, "logprobs": 2, "n": 2},
         "echo": {"prompt": prompt, **greedy, "logprobs": 1, "echo": True},
         "score": {"prompt": prompt, "max_tokens": 0, "logprobs": 0, "echo": True, "prompt_logprobs": 1},
         "bare echo": {"prompt": prompt, **greedy, "echo": True, "frequency_penalty": 1.5, "presence_penalty": 0.5},
-    }, shipped.CHECKPOINT)  # fmt: skip
+    }))  # fmt: skip
     assert f"{sum(body['usage']['completion_tokens'] for body in got.values())} tokens in" in capsys.readouterr().out
     llm = LLM(shipped.CHECKPOINT, "kv_only", device="cpu", dtype="float32")
     asked = SamplingParams(**greedy, logprobs=2, prompt_logprobs=1)
@@ -180,12 +170,12 @@ def test_a_file_of_chats_has_openais_logprobs(tmp_path, monkeypatch, capsys):
     folder = shutil.copytree(shipped.CHECKPOINT, tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
     messages, greedy = [{"role": "user", "content": "import os"}], {"temperature": 0, "max_completion_tokens": 4}
-    got = bodies(tmp_path, "/v1/chat/completions", {
+    got = answered(tmp_path, folder, lines_of({
         "two": {"messages": messages, **greedy, "logprobs": True, "top_logprobs": 2, "prompt_logprobs": 0},
         "none": {"messages": messages, **greedy, "logprobs": False, "top_logprobs": 0},
         "bare": {"messages": messages, **greedy, "logprobs": True, "logit_bias": {"5": 100}},
         "wrong": {"messages": messages, **greedy, "top_logprobs": 2},
-    }, folder)  # fmt: skip
+    }, CHAT))  # fmt: skip
     assert got["wrong"]["error"]["param"] == "top_logprobs" and got["none"]["choices"][0]["logprobs"] is None
     two = got["two"]["choices"][0]
     content = two["logprobs"]["content"]
@@ -259,14 +249,9 @@ def test_log_probabilities_bound_the_requests_at_a_time_and_too_many_are_refused
     assert at_a_time[0] >= at_a_time[1] > at_a_time[2] > 0
     ask = {"model": "m", "prompt": "import", "max_tokens": 32, "temperature": 0}
     asked = [ask, {**ask, "n": 200, "logprobs": 20}, ask]
-    lines = [{"custom_id": f"{k}", "method": "POST", "url": COMPLETIONS, "body": body} for k, body in enumerate(asked)]
-    source = tmp_path / "in.jsonl"
-    source.write_text("\n".join(map(json.dumps, lines)))
-    command = ["run", "-i", str(source), "-o", str(tmp_path / "out.jsonl"), "--model", str(shipped.CHECKPOINT)]
-    command += ["--policy", "kv_only", "--device", "cpu", "--dtype", "float32", "--host-memory", "20MiB"]
-    assert cli.main(command) == 0 and "2 answered, 1 refused" in capsys.readouterr().out
-    replies = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
-    (error,) = (reply["response"]["body"]["error"] for reply in replies if reply["custom_id"] == "1")
+    lines = lines_of({str(k): body for k, body in enumerate(asked)})
+    error = answered(tmp_path, shipped.CHECKPOINT, lines, "--host-memory", "20MiB")["1"]["error"]
+    assert "2 answered, 1 refused" in capsys.readouterr().out
     assert "line 2: host memory" in error["message"] and "the part for log probabilities is" in error["message"]
 
 

@@ -13,8 +13,9 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies import wider_policies
+from runs import answered, lines_of
 
-from flexhybrid import LLM, InputError, Policy, SamplingParams, StructuredOutputsParams, cli, shipped
+from flexhybrid import LLM, InputError, Policy, SamplingParams, StructuredOutputsParams, shipped
 from flexhybrid import llm as llm_module
 from flexhybrid.structured_outputs import KEPT_GRAMMARS, Grammars
 from sim.presets import hybrid
@@ -249,16 +250,8 @@ def test_a_file_asks_in_openais_and_vllms_names(tmp_path, monkeypatch, capsys):
         "both": {"guided_json": schema, "guided_regex": "a"}, "tag": {"response_format": {"type": "structural_tag"}},
         "broken": {"guided_regex": "("},
     }  # fmt: skip
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [
-        {"custom_id": name, "method": "POST", "url": "/v1/completions",
-         "body": {"prompt": "x = ", "max_tokens": 40, **form}}
-        for name, form in asked.items()
-    ]  # fmt: skip
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = ["run", "-i", source, "-o", out, "--model", shipped.CHECKPOINT, "--policy", "kv_only", "--device", "cpu"]
-    assert cli.main([*map(str, command), "--dtype", "float32", "--quiet"]) == 0
-    rows = {row["custom_id"]: row["response"]["body"] for row in map(json.loads, out.read_text().splitlines())}
+    bodies = {name: {"prompt": "x = ", "max_tokens": 40, **form} for name, form in asked.items()}
+    rows = answered(tmp_path, shipped.CHECKPOINT, lines_of(bodies))
     refused = {name: rows.pop(name)["error"]["param"] for name in ("both", "tag", "broken")}
     assert refused == {"both": "guided_json", "tag": "response_format", "broken": None}
     texts = {name: body["choices"][0]["text"] for name, body in rows.items()}

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 from models import save_llama
-from test_logprobs import bodies
+from runs import answered, lines_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
@@ -190,7 +190,7 @@ def test_logprobs_in_files_are_openais(folder, tmp_path, monkeypatch, capsys):
     }
     bodies_of = {name: {"prompt": prompt, **greedy, "ignore_eos": True, **body} for name, body in asked.items()}
     bodies_of["echo"]["temperature"] = 1
-    got = {name: body["choices"][0] for name, body in bodies(tmp_path, "/v1/completions", bodies_of, folder).items()}
+    got = {name: body["choices"][0] for name, body in answered(tmp_path, folder, lines_of(bodies_of)).items()}
     for name in ("echo", "ids", "same"):
         text, logprobs = got[name]["text"], got[name]["logprobs"]
         ids = tokenizer.convert_ids_to_tokens(got[name]["token_ids"])
@@ -208,20 +208,9 @@ def test_logprobs_in_files_are_openais(folder, tmp_path, monkeypatch, capsys):
     assert got["stop"]["logprobs"]["text_offset"] == [0, 1, 2]
     assert [got["special"][key] for key in ("text", "finish_reason", "token_ids")] == ["", "stop", [end]]
     (folder / "chats").mkdir()
-    (chat,) = bodies(
-        folder / "chats",
-        "/v1/chat/completions",
-        {
-            "chat": {
-                "messages": [{"role": "user", "content": "it"}],
-                "logprobs": True,
-                "top_logprobs": 20,
-                "guided_choice": [" w 😀"],
-                **greedy,
-            }
-        },
-        folder,
-    ).values()
+    asked = {"messages": [{"role": "user", "content": "it"}], "logprobs": True, "top_logprobs": 20, **greedy}
+    lines = lines_of({"chat": asked | {"guided_choice": [" w 😀"]}}, "/v1/chat/completions")
+    chat = answered(folder / "chats", folder, lines)["chat"]
     (choice,) = chat["choices"]
     *places, end = choice["logprobs"]["content"]
     assert choice["message"]["content"] == bytes(byte for one in places for byte in one["bytes"]).decode() == " w 😀"

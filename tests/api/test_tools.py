@@ -6,9 +6,10 @@ import shutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from runs import answered, lines_of
 from transformers import AutoTokenizer
 
-from flexhybrid import LLM, InputError, SamplingParams, cli, shipped
+from flexhybrid import LLM, InputError, SamplingParams, shipped
 from flexhybrid.batch.tool_calls import HERMES, LLAMA, ToolForm, find_calls, form_of
 
 HERMES_TEMPLATE = """{%- if tools %}Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}
@@ -83,15 +84,7 @@ def test_a_file_of_chats_calls_tools(tmp_path, monkeypatch, capsys):
         "wrong": {"messages": [asked], "tools": [{"name": "add"}]},
         "broken": {"messages": [{**history[1], "tool_calls": [{"function": {}}]}], **tools},
     }
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    lines = [
-        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
-        for name, body in bodies.items()
-    ]
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = ["run", "-i", source, "-o", out, "--model", folder, "--policy", "kv_only", "--device", "cpu", "--quiet"]
-    assert cli.main([*map(str, command), "--dtype", "float32"]) == 0
-    got = {row["custom_id"]: row["response"]["body"] for row in map(json.loads, out.read_text().splitlines())}
+    got = answered(tmp_path, folder, lines_of(bodies, "/v1/chat/completions"))
     refused = {name: body["error"]["param"] for name, body in got.items() if "error" in body}
     assert refused == {"forced": "tool_choice", "named": "tool_choice", "wrong": "tools", "broken": "messages"}
     choice = got["two"]["choices"][0]

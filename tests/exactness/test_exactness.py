@@ -6,8 +6,7 @@ import torch
 from models import save_llama, save_opt
 from runs import forced_logits
 
-from flexhybrid import LLM, Policy, SamplingParams, shipped
-from flexhybrid.core.policy import Placement
+from flexhybrid import LLM, SamplingParams, shipped
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.requests import load_tokenizer
 from flexhybrid.runtime.profiling import attention_paths
@@ -52,46 +51,6 @@ def test_every_way_to_attend_gives_the_tokens(attention_path, tmp_path):
     save_llama(tmp_path, heads=4, kv_heads=2)
     prompts = [np.random.default_rng(n).integers(3, 61, n).tolist() for n in (7, 20, 33)]
     check(tmp_path, prompts, 8, [kv_only(256), hybrid(0.5, 16)], ignore_eos=True)
-
-
-@pytest.mark.parametrize("kind, kv_heads, hidden", [("llama", 4, 64), ("llama", 2, 40), ("qwen2", 1, 64)])
-def test_llama_every_share_over_several_blocks(tmp_path, kind, kv_heads, hidden):
-    save_llama(tmp_path, kind=kind, kv_heads=kv_heads, hidden=hidden, positions=192, theta=300.0, seed=8)
-    generator = np.random.default_rng(8)
-    prompts = [generator.integers(3, 61, n).tolist() for n in (1, 15, 16, 33, 70, 120)]
-    both = {"act@device": 0.25, "act@host": 0.25, "kv@device": 0.25, "kv@host": 0.25}
-    policies = [hybrid(share, bound) for share, bound in ((0, 200), (0.5, 200), (1, 8192))]
-    policies.append(Policy("four", Placement(device=0.4, host=0.6), cache=both, max_mini_batch_tokens=512))
-    check(tmp_path, prompts, 11, policies, ignore_eos=True)
-
-
-def test_early_end_of_sequence_leaves_the_others_alone(tmp_path):
-    """With 11 tokens in the vocabulary somebody stops early; the rest must not notice."""
-    save_opt(tmp_path, vocab=11, seed=5)
-    prompts = [[3 + i % 8, 4, 5 + i % 6] for i in range(12)]
-    stops = Reference(tmp_path).generate(prompts, 20)
-    assert any(len(answer) < 20 for answer in stops), "this seed stops nobody: the test would prove nothing"
-    check(tmp_path, prompts, 20, [hybrid(share, 128) for share in SHARES[::2]])
-
-
-def test_bfloat16_matches_our_kv_only_within_a_bound(tmp_path):
-    """16 bits: the reference is our own all-KV run; where tokens part, its best two logits were nearly equal."""
-    save_opt(tmp_path, layers=3, heads=4, vocab=97, positions=128, dtype=torch.bfloat16)
-    generator = np.random.default_rng(3)
-    prompts = [generator.integers(3, 97, n).tolist() for n in (4, 30, 61, 17)]
-    params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
-
-    def run(policy):
-        answers = LLM(tmp_path, policy, device="cpu", dtype="bfloat16").generate(prompts, params)
-        return [answer.outputs[0].token_ids for answer in answers]
-
-    expected = run(kv_only(512))
-    reference = Reference(tmp_path)
-    for share in SHARES[1:]:
-        for prompt, ours, wanted in zip(prompts, run(hybrid(share, 200)), expected, strict=True):
-            place = next((t for t, (a, b) in enumerate(zip(ours, wanted, strict=True)) if a != b), None)
-            if place is not None:
-                assert reference.top_two_gap(prompt + wanted[:place]) < 0.05
 
 
 def test_bfloat16_logits_stay_near_transformers_float32(tmp_path):

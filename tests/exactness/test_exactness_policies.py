@@ -4,11 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from models import InMemory, save_llama, save_opt
+from models import save_opt
 from runs import forced_logits, run_wave
-from strategies import lossless_policies
 
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.trace import check_trace
@@ -28,39 +25,6 @@ def check(folder, prompts, max_tokens, policy, reference=None):
     outcome = compare_tokens(reference, prompts, reference.generate(prompts, max_tokens, True), result.tokens)
     assert outcome.exact, f"{policy}: {outcome.first_wrong}"
     return result
-
-
-@st.composite
-def windowed(draw) -> dict:
-    """Arguments of ``models.save_llama``: one window for all layers, or layers with and without one."""
-    layers, window = draw(st.integers(1, 4)), draw(st.sampled_from((2, 9, 16, 17, 40)))  # of 1 transformers sees all
-    shape = dict(layers=layers, heads=4, kv_heads=2, head_dim=8, hidden=32)
-    kind = draw(st.sampled_from(("mistral", "qwen2", "qwen3", "phi3")))
-    if kind not in ("mistral", "phi3"):
-        types = draw(st.lists(st.booleans(), min_size=layers, max_size=layers))
-        shape |= dict(use_sliding_window=True, max_window_layers=0)
-        shape |= dict(layer_types=[("full", "sliding")[sliding] + "_attention" for sliding in types])
-    return dict(shape, kind=kind, sliding_window=window)
-
-
-@settings(max_examples=18)
-@given(st.data(), lossless_policies())
-def test_every_lossless_policy_gives_the_references_tokens(tmp_path_factory, data, policy):
-    layers, seed = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 99))
-    folder = tmp_path_factory.mktemp("model")
-    family = data.draw(st.sampled_from(("opt", "llama", "windows")))
-    if family == "opt":
-        model = save_opt(folder, layers=layers, heads=3, head_dim=8, ffn=40, positions=96, seed=seed)
-    elif family == "windows":
-        model = save_llama(folder, seed=seed, **data.draw(windowed()))
-    else:  # grouped queries, heads wider than the model, sometimes Qwen2's biases
-        kind = data.draw(st.sampled_from(("llama", "qwen2", "qwen3", "phi3")))
-        model = save_llama(folder, kind=kind, layers=layers, heads=4, kv_heads=2, head_dim=12, hidden=32, seed=seed)
-    max_tokens = data.draw(st.integers(1, 18))
-    lengths = data.draw(st.lists(st.integers(1, 96 - max_tokens), min_size=1, max_size=5))
-    generator = np.random.default_rng(seed)
-    prompts = [generator.integers(3, 61, length).tolist() for length in lengths]
-    check(folder, prompts, max_tokens, policy, InMemory(model))
 
 
 @pytest.mark.parametrize(

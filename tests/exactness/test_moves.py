@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import InMemory, save_llama, save_opt
 from policies import wider_policies
+from runs import answered, lines_of
 from strategies import sharing_policies
 from tiny_models import save_tiny
 from toy_machine import machine
 
-from flexhybrid import LLM, Policy, SamplingParams, cli, shipped
+from flexhybrid import LLM, Policy, SamplingParams, shipped
 from flexhybrid.core.policy import Placement
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import compare_tokens
@@ -104,8 +105,8 @@ POLICIES = [
 ]
 
 
-def asked(path, first: int):
-    """Write lines that ask for all that a request may ask for, with greedy (0) or random tokens (1) first, in turn."""
+def asked(first: int) -> list[str]:
+    """Return lines that ask for all that a request may ask for, with greedy (0) or random tokens (1) first, in turn."""
     draws = [{"temperature": 0}, {"temperature": 0.8, "seed": 5}]
     wishes = [
         {"n": 2, "temperature": 1, "logprobs": 2},
@@ -114,21 +115,9 @@ def asked(path, first: int):
         {"logit_bias": {"40": 3}, "presence_penalty": 1.5, "bad_words": ["return self", "def"]},
     ]
     wishes += [{"guided_regex": r"(a|bc){9,16}d"}, {"guided_json": {"type": "array", "maxItems": 6}}]
-    bodies = [draws[(first + i) % 2] | wish for i, wish in enumerate(wishes)]
-    with path.open("w") as file:
-        for number, (prompt, body) in enumerate(zip(shipped.prompts(), bodies)):
-            line = {"prompt": prompt, "max_tokens": 16 + 3 * number % 14, "return_token_ids": True} | body
-            named = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": line}
-            file.write(json.dumps(named) + "\n")
-    return path
-
-
-def answered(source, out, model=shipped.CHECKPOINT) -> dict[str, list]:
-    command = ["run", "-i", source, "-o", out, "--model", model, "--policy", "kv_only", "--device", "cpu"]
-    assert cli.main([*map(str, command), "--dtype", "float32", "--quiet", "--max-batch", "5"]) == 0
-    rows = [json.loads(raw) for raw in out.read_bytes().splitlines()]
-    assert len({row["id"] for row in rows}) == len(rows), "a line is answered twice"
-    return {row["id"]: row["response"]["body"]["choices"] for row in rows}
+    limits = [{"max_tokens": 16 + 3 * number % 14, "return_token_ids": True} for number in range(len(wishes))]
+    bodies = [limits[i] | draws[(first + i) % 2] | wish for i, wish in enumerate(wishes)]
+    return lines_of({str(i): {"prompt": text} | body for i, (text, body) in enumerate(zip(shipped.prompts(), bodies))})
 
 
 def logprobs(choices) -> list[float]:
@@ -153,8 +142,10 @@ def test_whatever_a_request_asks_for_it_gets_when_it_moves(tmp_path, monkeypatch
     """Seeds, penalties, stop texts, grammars, log probabilities, several answers; killed and resumed on the way."""
     pytest.importorskip("llguidance")
     model = shipped.CHECKPOINT if kind == "shipped" else with_tokenizer(tmp_path / kind, kind)
-    source = asked(tmp_path / "in.jsonl", first=kind == "shipped")
-    expected = answered(source, tmp_path / "plain.jsonl", model)
+    lines, plain, out = asked(first=kind == "shipped"), tmp_path / "plain", tmp_path / "out"
+    plain.mkdir()
+    out.mkdir()
+    expected = answered(plain, model, lines, "--max-batch", "5")
     advance, told = Job.advance, {"iterations": 0, "moves": 0}
     policies = cycle(POLICIES)
 
@@ -172,13 +163,12 @@ def test_whatever_a_request_asks_for_it_gets_when_it_moves(tmp_path, monkeypatch
     monkeypatch.setattr(Job, "moves", lambda self: told["iterations"] // 6 > told["moves"])
     monkeypatch.setattr(Job, "between_batches", between)
     with pytest.raises(SystemExit):
-        answered(source, tmp_path / "out.jsonl", model)
-    assert 0 < len((tmp_path / "out.jsonl").read_bytes().splitlines()) < len(expected)
-    given = answered(source, tmp_path / "out.jsonl", model)
+        answered(out, model, lines, "--max-batch", "5")
+    assert 0 < len((out / "out.jsonl").read_bytes().splitlines()) < len(expected)
+    given = answered(out, model, lines, "--max-batch", "5")
     assert told["moves"] > 5 and given.keys() == expected.keys()
-    for name, choices in given.items():
-        for choice, other in zip(choices, expected[name], strict=True):
-            assert [choice[of] for of in ("token_ids", "text", "finish_reason")] == [
-                other[of] for of in ("token_ids", "text", "finish_reason")
-            ]
-        assert logprobs(choices) == pytest.approx(logprobs(expected[name]), abs=2e-4)
+    for name, body in given.items():
+        choices, others = body["choices"], expected[name]["choices"]
+        for choice, other in zip(choices, others, strict=True):
+            assert all(choice[of] == other[of] for of in ("token_ids", "text", "finish_reason"))
+        assert logprobs(choices) == pytest.approx(logprobs(others), abs=2e-4)

@@ -22,21 +22,16 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import AttentionPaths, Budgets, Problem
 from flexhybrid.core.schedule import step_work
-from flexhybrid.core.schedule import steps as making
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.scheduler import Scheduler, may_grow, sharing_limit
 from flexhybrid.core.wave import Wave
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import compare_tokens
-from flexhybrid.llm import LLM
 from flexhybrid.runtime.buffers import SharedPart
-from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.kernels.attention import Assembled, ScoreRule, SlidingWindow
 from flexhybrid.runtime.kernels.shared_attention import attend_in_parts
-from flexhybrid.runtime.links import CpuCopies, num_blocks
 from flexhybrid.runtime.storage.loader import Checkpoint
-from flexhybrid.sampling_params import SamplingParams
 
 
 def tree_of_prompts(generator, count: int, longest: int) -> list[list[int]]:
@@ -101,21 +96,6 @@ def test_sharing_of_few_bits_changes_no_token(tmp_path_factory, seed, policy, in
         for sharing in (False, True)
     )
     assert shared == alone
-
-
-def test_what_is_kept_in_few_bits_is_stored_once():
-    """Forty requests that begin with 192 tokens, eight at a time: 12 blocks for all of them, and what is their own."""
-    generator = np.random.default_rng(0)
-    common = generator.integers(3, 60, 192).tolist()
-    prompts = [[*common, *generator.integers(3, 60, 30).tolist()] for _ in range(40)]
-    wave = shared_batch(prompts, [9] * 40, Policy(bits=Bits(kv=4)), 8)
-    tasks = [task for task in stream(wave) if task.layer == 0]
-    stored = [task.work.tokens for task in tasks if task.verb == "store_kv"]
-    block_bytes = 16 * SHAPE.kv_token_bytes(wave.stored.kv)
-    loaded = [task.work.link_bytes / block_bytes for task in tasks if task.verb == "load_kv"]
-    assert sum(stored) == 192 + 40 * (30 + 8)
-    assert wave.pool_blocks["kv@host"] == 12 + 8 * 3 and wave.sharing.num_tokens == 39 * 192
-    assert max(loaded) == 12 + 8 * 3
 
 
 @settings(max_examples=20)
@@ -217,43 +197,6 @@ def test_what_requests_share_is_loaded_once_a_mini_batch_and_layer():
     assert saved > 0
 
 
-def test_what_members_share_is_worked_out_when_they_change():
-    """Eight requests that begin alike and end together: once as they join, once as they decode."""
-    system = list(range(3, 43))
-    prompts = [[*system, *range(3, 8 + i)] for i in range(8)]
-    wave = shared_batch(prompts, [9] * 8, Policy(cache={"kv@host": 1.0}), 8)
-    with patch.object(making, "_commons", wraps=making._commons) as worked_out:
-        decodes = {
-            task.iteration: task.payload.step for task in stream(wave) if task.verb in ("attend", "attend_chunk")
-        }
-    built = sum(step.builds for step in decodes.values())
-    assert len(wave.mini_batches) == 1 and len(decodes) == 9 and not built
-    assert worked_out.call_count <= 3  # of the step that computes what is shared, and of those two
-    assert all(step.commons is decodes[1].commons and step.commons for step in decodes.values() if step.iteration)
-
-
-def test_the_executor_copies_the_bytes_that_were_planned(tmp_path, monkeypatch):
-    copied, planned = [], []
-    copy, run = CpuCopies.copy_blocks_h2d, Engine.run
-
-    def copying(self, target, pool, runs):
-        copied.append(num_blocks(runs) * pool[0].nbytes)
-        copy(self, target, pool, runs)
-
-    def running(self, *arguments):
-        result = run(self, *arguments)
-        planned.extend(e.task.work.link_bytes for e in result.trace if e.task.verb in ("load_kv", "load_act"))
-        return result
-
-    monkeypatch.setattr(CpuCopies, "copy_blocks_h2d", copying)
-    monkeypatch.setattr(Engine, "run", running)
-    save_opt(tmp_path, positions=120)
-    prompts = tree_of_prompts(np.random.default_rng(3), 8, 90)
-    policy = Policy(cache={"kv@host": 0.4, "kv@disk": 0.3, "act@host": 0.3}, max_mini_batch_tokens=300)
-    answers(Checkpoint(tmp_path), policy, prompts, [9] * 8, [9, 3] * 4, 5, tmp_path, sharing=True)
-    assert sum(copied) == sum(planned) > 0
-
-
 @settings(max_examples=15)
 @given(st.integers(0, 999), st.integers(1, 10), sharing_policies(few_bits=True))
 def test_no_task_needs_more_memory_than_was_planned(seed, places, policy):
@@ -311,36 +254,6 @@ def test_a_system_prompt_is_computed_once(policy):
     assert np.concatenate(built).tolist() == [[0, 25]]
     assert wave.sharing.num_tokens == 199 * 400
     assert sum(pool.num_blocks for pool in wave.sharing.blocks.pools.values()) == 25
-
-
-def test_samples_of_a_prompt_are_those_of_separate_requests(tmp_path):
-    """n = 3 at one seed, and three requests with the seeds that they have, alone and without sharing."""
-    save_opt(tmp_path, positions=120)
-    prompts = [np.random.default_rng(i).integers(3, 61, length).tolist() for i, length in enumerate((70, 50, 33))]
-    asked = [SamplingParams(n=3, seed=11 + i, max_tokens=12, ignore_eos=True) for i in range(3)]
-    with LLM(tmp_path, Policy(max_batch=4), device="cpu", dtype="float32") as llm:
-        together = llm.generate(prompts, asked)
-        assert llm.num_shared >= 2 * (64 + 48 + 32)
-    with LLM(tmp_path, Policy(), device="cpu", dtype="float32", enable_prefix_caching=False) as llm:
-        for prompt, params, reply in zip(prompts, asked, together, strict=True):
-            for answer in reply.outputs:
-                (alone,) = llm.generate([prompt], [replace(params, n=1, seed=params.seed + answer.index)])
-                assert alone.outputs[0].token_ids == answer.token_ids
-        assert llm.num_shared == 0
-
-
-def test_prompts_whose_tokens_are_scored_are_computed_as_a_whole(tmp_path):
-    save_opt(tmp_path, positions=120)
-    prompt = np.random.default_rng(0).integers(3, 61, 50).tolist()
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prompt_logprobs=2)
-    with LLM(tmp_path, Policy(), device="cpu", dtype="float32") as llm:
-        alone = llm.generate([prompt], params)[0].prompt_logprobs
-        replies = llm.generate([prompt] * 3, [params, replace(params, prompt_logprobs=None), params])
-        assert llm.num_shared == 0
-        assert [reply.prompt_logprobs is None for reply in replies] == [False, True, False]
-        for place in range(1, 50):
-            for token, logprob in alone[place].items():
-                assert abs(replies[2].prompt_logprobs[place][token].logprob - logprob.logprob) < 1e-4
 
 
 @settings(max_examples=25)

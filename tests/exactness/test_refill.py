@@ -1,6 +1,5 @@
 """Requests that join a running batch: tokens stay those that each gets alone, whichever join or leave."""
 
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -9,13 +8,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from models import InMemory, save_llama, save_opt
-from policies import wider_policies
 from runs import stopping
 from strategies import lossless_policies, speculative_policies
 from toy_machine import machine
 
 from flexhybrid.core.context.prefixes import PromptTree
-from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
@@ -24,7 +21,6 @@ from flexhybrid.core.trace import check_trace
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import compare_tokens
-from flexhybrid.runtime import engine
 from flexhybrid.runtime.engine import Engine, RunControl
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -118,109 +114,6 @@ def test_a_lossy_policy_gives_each_request_its_own_tokens(tmp_path_factory, seed
 
 
 @pytest.fixture(scope="module")
-def mixed(tmp_path_factory):
-    """A model's folder, requests of mixed lengths, the longest first, and transformers' answers."""
-    folder = tmp_path_factory.mktemp("mixed")
-    model = InMemory(save_opt(folder, positions=96))
-    prompts, max_tokens, stops = some_requests(3, 14, 40)
-    order = sorted(range(14), key=lambda i: -len(prompts[i]) - max_tokens[i])
-    prompts, max_tokens, stops = ([values[i] for i in order] for values in (prompts, max_tokens, stops))
-    expected = [
-        model.generate([prompt], min(length, stop), True)[0]
-        for prompt, length, stop in zip(prompts, max_tokens, stops, strict=True)
-    ]
-    return folder, (prompts, max_tokens, stops), expected
-
-
-@pytest.mark.parametrize("name", wider_policies(400, 120, 32))
-def test_every_kind_of_policy_takes_new_requests(mixed, tmp_path, batches, name):
-    """One batch answers all: nobody waits for the next one."""
-    folder, requests, expected = mixed
-    tokens = answers(Checkpoint(folder), wider_policies(400, 120, 32)[name], *requests, 4, tmp_path)
-    assert tokens == expected and len(batches) == 1
-
-
-def test_who_has_stopped_is_forgotten(tmp_path, monkeypatch):
-    """A long queue keeps nothing of those who have left: at most of the three places of a few iterations."""
-    model, kept = InMemory(save_opt(tmp_path)), []
-
-    def watched(wave, stops):
-        def until(iteration, num_steps):
-            stopped = stops.until(iteration, num_steps)
-            kept.append(len(stopped))
-            return stopped
-
-        return stream(wave, stops._replace(until=until))
-
-    monkeypatch.setattr(engine, "stream", watched)
-    prompts = [np.random.default_rng(i).integers(3, 61, 5).tolist() for i in range(40)]
-    stops = [1 + i % 2 for i in range(40)]
-    tokens = answers(Checkpoint(tmp_path), Policy(), prompts, [30] * 40, stops, 3, tmp_path)
-    assert tokens == [model.generate([p], stop, True)[0] for p, stop in zip(prompts, stops, strict=True)]
-    assert 0 < max(kept) <= 3 * (engine.LAG + 3)
-
-
-@pytest.fixture(scope="module")
-def labels(tmp_path_factory):
-    """A checkpoint, 48 prompts, and how many tokens each answer has, of 8 at most."""
-    folder = tmp_path_factory.mktemp("labels")
-    save_opt(folder)
-    rng = np.random.default_rng(5)
-    return Checkpoint(folder), [rng.integers(3, 61, 9).tolist() for _ in range(48)], rng.integers(1, 9, 48)
-
-
-def labelled(labels, at_a_time: int, stops: bool = True):
-    """Answer the labels in 8 places; return trace, tokens heard, tokens. ``stops``: answers end early."""
-    checkpoint, prompts, ends = labels
-    policy = Policy(weights=Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=17 * at_a_time)
-    problem = Problem(shape=checkpoint.shape, dtype="float32", hardware=machine())
-    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy)
-    limits = np.full(48, 8) if stops else ends
-    wave = open_batch(problem, policy, Workload(np.full(48, 9), limits), 8)
-    assert len(wave.mini_batches) == 8 // at_a_time
-    engine, given, heard = Engine(weights, policy, buffer_sizes(wave), num_threads=1), Counter(), []
-
-    def ends_with(request: int):
-        def push(_token: int) -> str | None:
-            given[request] += 1
-            return "end" if given[request] == ends[request] else None
-
-        return push if stops else None
-
-    control = RunControl(stop_text=ends_with, keep_trace=True, on_tokens=heard.append)
-    result = engine.run(engine.executor(wave, prompts, greedy_plan(48)), control)
-    engine.close()
-    weights.close()
-    assert check_trace(result.trace) == []
-    return [event.task for event in result.trace], heard, result.tokens
-
-
-@pytest.fixture(scope="module")
-def unstopped(labels):
-    return labelled(labels, 4, stops=False)
-
-
-@pytest.mark.parametrize("at_a_time", (8, 4, 1))
-def test_a_run_computes_few_tokens_for_nothing(labels, unstopped, at_a_time):
-    tasks, heard, tokens = labelled(labels, at_a_time)
-    num_sampled = sum(len(task.payload.step.queued) for task in tasks if task.verb == "sample")
-    assert [len(answer) for answer in tokens] == labels[2].tolist()
-    assert tokens == unstopped[2]
-    assert num_sampled - labels[2].sum() < 0.5 * 48  # 42 where each end is known an iteration late
-    # each iteration is heard of once, the latest tokens of the last one besides
-    assert sum(heard) == labels[2].sum() and tasks[-1].iteration <= len(heard) <= tasks[-1].iteration + 2
-
-
-def test_only_where_a_request_may_stop_its_context_comes_after_the_last_step(labels, unstopped):
-    """Whose lengths are known need not be waited for: their context is loaded while the last step computes."""
-    early = {}
-    for stops, (tasks, *_) in ((False, unstopped), (True, labelled(labels, 4))):
-        load = next(at for at, task in enumerate(tasks) if task.verb == "load_kv" and task.iteration == 3)
-        early[stops] = load < max(at for at, task in enumerate(tasks) if task.verb == "finish" and task.iteration == 2)
-    assert early == {False: True, True: False}
-
-
-@pytest.fixture(scope="module")
 def four_answers(tmp_path_factory):
     """A model's folder, four prompts that end at and beside the ends of blocks, and transformers' answers."""
     folder = tmp_path_factory.mktemp("four")
@@ -240,16 +133,6 @@ def test_pools_of_the_least_size_answer_everything(four_answers, order, schedule
     prompts, expected = ([values[i] for i in order] for values in (prompts, expected))
     policy = Policy(cache=cache, weights=Placement(host=1), schedule=schedule)
     assert answers(Checkpoint(folder), policy, prompts, [12] * 4, [12] * 4, 4, folder, share=0.01) == expected
-
-
-def test_requests_are_preempted_and_the_oldest_never_is(tmp_path, batches):
-    model = InMemory(save_opt(tmp_path, positions=96))
-    prompts = [np.random.default_rng(i).integers(3, 61, 1).tolist() for i in range(4)]
-    tokens = answers(Checkpoint(tmp_path), Policy(), prompts, [60] * 4, [60] * 4, 4, tmp_path, share=0.2)
-    assert tokens == [model.generate([p], 60, True)[0] for p in prompts]
-    assert batches[0].num_back > 0
-    assert len(batches) == 1  # there is room to compute more tokens together than a prompt has
-    assert 0 not in batches[0].queue.given
 
 
 def test_blocks_held_for_later_tokens_are_given_up_before_a_preemption(tmp_path, batches):

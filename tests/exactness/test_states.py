@@ -31,7 +31,6 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.forecast import describe
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.models.coroutines import hosted
-from flexhybrid.runtime.models.states import groups_of
 from flexhybrid.runtime.models.transformer import missing_kernels
 from flexhybrid.runtime.runnable import check_runnable
 from flexhybrid.runtime.session import Session
@@ -196,10 +195,3 @@ def test_what_is_said_of_recurrent_layers(models, capfd):
     assert [record.getMessage() for record in told] == ["something else"] and "pkg" in missing_kernels
     missing_kernels.discard("pkg")
     assert "PyTorch implementation" not in capfd.readouterr().err
-
-
-def test_requests_of_equal_lengths_run_together():
-    groups = groups_of(np.array([3, 1, 3]), torch.device("cpu"))
-    assert [(group.batch, group.tokens) for group in groups] == [(1, 1), (2, 3)]
-    assert [group.rows.tolist() for group in groups if group.rows is not None] == [[3], [0, 1, 2, 6, 7, 8]]
-    assert groups_of(np.array([2, 2]), torch.device("cpu"))[0].rows is None
