@@ -37,7 +37,6 @@ reserved: $(TESTING)  ## what CUDA's allocator would reserve under 200 random po
 
 check-models: $(TESTING)  ## every decoder type of transformers, tiny, against its own generate; writes docs/models.md
 	PYTHONPATH=.:tests $(BIN)/python tests/check_models.py --table docs/models.md $(ARGS)
-	PYTHONPATH=.:tests $(BIN)/python tests/runtime/models/check_variants.py
 
 check: lint test  ## all that a change must pass: format, lint, types, tests
 

@@ -255,27 +255,6 @@ def reserved_by(
     return Reserved(allocator.peak_reserved, allocator.peak_allocated, before, unused, allocator.retries, kept)
 
 
-def graphs_of(wave: Wave) -> graphed.Graphs:
-    """Return the graphs that a wave comes to, of verbs that compute nothing."""
-    problem, lane = wave.problem, Tracked(CachingAllocator(), "compute")
-    with on_meta(), pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Captured(lane))
-        weights = Weights(problem.shape, MetaWeights(problem, False), problem.dtype, META, wave.policy, NoDisk())  # type: ignore[arg-type]
-        engine = Engine(weights, wave.policy, buffer_sizes(wave), disk=NoDisk(), num_threads=1)  # type: ignore[arg-type]
-        run = engine.executor(wave, [[3] * n for n in wave.workload.prompt_tokens.tolist()], greedy_plan(3))
-        graphs, held = graphed.attach(run), []
-        graphs.plain = dict.fromkeys((*graphed.VERBS, *graphed.ENDS), lambda *_: None)
-        together = graphed.JointLaunch(run)
-        for task in stream(wave):
-            if task.resource == "compute" and task.verb in (*graphed.VERBS, "embed"):
-                held.append(task)
-                if not together.next_key(task):
-                    together.perform(held) if len(held) > 1 else run.perform(task)
-                    held.clear()
-        engine.close()
-    return graphs
-
-
 #: Model -> the device's budget, requests, their prompts and answers in tokens.
 AUTO = {
     "opt-6.7b": (18 * GIB, 128, 512, 32),

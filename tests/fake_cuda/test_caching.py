@@ -49,18 +49,6 @@ def test_the_smallest_block_that_is_large_enough_is_cut():
     assert allocator.reserved == 76 * MIB and allocator.allocated == 76 * MIB
 
 
-def test_a_long_lived_tensor_in_a_freed_one_s_segment_holds_all_of_it():
-    """Why nothing that stays is made while the cache holds what is gone."""
-    for clean, reserved in ((False, 785 * MIB + MIB), (True, 16 * MIB)):
-        allocator = CachingAllocator()
-        allocator.free(allocator.allocate(785 * MIB))
-        if clean:
-            allocator.empty_cache()
-        allocator.allocate(16 * MIB)
-        allocator.empty_cache()
-        assert allocator.reserved == reserved
-
-
 def test_streams_have_caches_of_their_own():
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(64 * MIB, "default"))
@@ -93,26 +81,6 @@ def test_when_nothing_is_left_the_cache_goes_first():
     with pytest.raises(OutOfMemory):
         allocator.allocate(2 * MIB, "compute")
     assert allocator.retries == 2
-
-
-def test_a_deferred_block_is_awaited_when_nothing_is_left():
-    allocator = CachingAllocator(limit=40 * MIB)
-    block = allocator.allocate(40 * MIB, "compute")
-    allocator.record_stream(block, "d2h")
-    allocator.free(block)
-    allocator.allocate(32 * MIB, "compute")
-    assert allocator.retries == 1 and allocator.reserved == 32 * MIB
-
-
-def test_expandable_segments_leave_no_holes_of_odd_sizes():
-    """Tensors that grow by and by: segments of fixed size are of no use to the next one, pages are."""
-    reserved = {}
-    for expandable in (False, True):
-        allocator = CachingAllocator(expandable=expandable)
-        for size in range(20, 200, 10):
-            allocator.free(allocator.allocate(size * MIB))
-        reserved[expandable] = allocator.reserved
-    assert reserved == {False: sum(range(20, 200, 10)) * MIB, True: 200 * MIB}
 
 
 def test_free_pages_between_tensors_are_given_back():

@@ -12,21 +12,19 @@ from fake_cuda.device import DEVICE, fake_cuda
 from fake_cuda.test_attention_in_place import IN_PLACE
 from models import save_llama
 from oracles import attend_table, rows_as_operations
-from runs import stopping
+from runs import engine_of, stopping
 
 from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.scheduler import Scheduler
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
-from flexhybrid.runtime.engine import Engine, RunControl
+from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.issuing import Issuer, StreamLane
 from flexhybrid.runtime.kernels.logit_changes import LogitChanges
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.storage.loader import Checkpoint
-from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.verbs import VERB_FUNCTIONS, attending_in_place
 from flexhybrid.runtime.verbs.graphed import FixedStep, Graphs
 from sim import catalogue
@@ -110,9 +108,7 @@ def answers(name: str, source, cuda_graphs: bool, by_host: bool = False, device:
     workload = Workload(np.array([*map(len, prompts)]), limits)
     tree = PromptTree(prompts.__getitem__) if alike else None
     wave = open_batch(problem, policy, workload, PLACES, share, tree)
-    weights = Weights(checkpoint.shape, checkpoint, "float32", device, policy)
-    engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
-    try:
+    with engine_of(checkpoint, wave, device) as engine:
         executor = engine.executor(wave, prompts, plan)
 
         def note(request: int, of) -> None:
@@ -120,9 +116,6 @@ def answers(name: str, source, cuda_graphs: bool, by_host: bool = False, device:
 
         control = RunControl(stop_text=stopping(stops), on_noted=note)
         return (engine.run(executor, control).tokens, noted), engine.graphs
-    finally:
-        engine.close()
-        weights.close()
 
 
 def values(tensor):

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import gc
 import re
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from fake_cuda.device import DEVICE, Device, Illegal, fake_cuda
-from fake_cuda.reserved import graphs_of
 from fake_cuda.test_attention_in_place import IN_PLACE
 from fake_cuda.test_streams import EVERYWHERE, POLICIES, check_clean, run_under
 from models import InMemory, save_llama, save_opt
 from oracles import attend_table, rows_as_operations
+from runs import admitted, engine_of
 
 from flexhybrid import LLM
 from flexhybrid.core import memory
@@ -25,20 +24,16 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem, without_graphs
-from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.wave import admit
-from flexhybrid.core.workload import Workload
 from flexhybrid.runtime import engine as engine_module
 from flexhybrid.runtime import issuing
 from flexhybrid.runtime.cuda import CudaStream
-from flexhybrid.runtime.engine import Engine, RunControl
+from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.executor import HiddenStates, step_key
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.models import opt
 from flexhybrid.runtime.profiling import profile as profiling
 from flexhybrid.runtime.step_tensors import computed_positions
 from flexhybrid.runtime.storage.loader import Checkpoint, RandomWeights
-from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.verbs import VERB_FUNCTIONS, attending_in_place, computing, graphed
 from flexhybrid.runtime.verbs.graphed import Graphs
 from sim import catalogue
@@ -107,11 +102,10 @@ class Waves:
 
     MAX_TOKENS = (3, 6, 6, 6)
 
-    def __init__(self, source, policy, cuda_graphs=True):
-        machine = {"attention": IN_PLACE, "cuda_graphs": cuda_graphs, "device": "cuda", "dtype": "float32"}
-        self.problem = Problem(shape=source.shape, hardware=catalogue.load("t4"), **machine)
-        self.weights, self.policy = Weights(source.shape, source, "float32", DEVICE, policy), policy
-        self.engine = Engine(self.weights, policy, buffer_sizes(self.wave(range(len(PROMPTS)))), num_threads=1)
+    def __init__(self, source, policy):
+        self.shape, self.policy, self.opened = source.shape, policy, ExitStack()
+        made = engine_of(source, self.wave(range(len(PROMPTS))), DEVICE)
+        self.engine = self.opened.enter_context(made)
 
     @classmethod
     def shortened(cls, answers: list[list[int]]) -> list[list[int]]:
@@ -119,7 +113,8 @@ class Waves:
 
     def wave(self, order):
         prompts, answers = ([of[i] for i in order] for of in (PROMPTS, self.MAX_TOKENS))
-        return admit(self.problem, self.policy, Workload(np.array([*map(len, prompts)]), np.array(answers)))
+        machine = {"attention": IN_PLACE, "device": "cuda", "hardware": catalogue.load("t4")}
+        return admitted(self.shape, self.policy, prompts, answers, **machine)
 
     def run(self, order):
         """Return the tokens of these requests, and how many graphs were captured and launched for them."""
@@ -130,8 +125,7 @@ class Waves:
         return tokens, len(made) - before, sum(graph.replays for graph in made) - launched
 
     def close(self):
-        self.engine.close()
-        self.weights.close()
+        self.opened.close()
 
 
 def drop_step_tensors(waves: Waves) -> None:
@@ -193,17 +187,6 @@ def test_a_step_graph_of_another_waves_tokens_is_found(case, monkeypatch, stale)
         except Exception as error:
             found = error
     assert (found != [Waves.shortened(expected)] * 2) == stale and {1, 2} <= {*launched}
-
-
-@pytest.mark.parametrize("name", ["opt-6.7b", "opt-13b", "opt-30b", "llama-2-70b"])
-def test_graphs_of_large_models_find_room(name):
-    """A graph a layer and mini-batch, three of which run in turn."""
-    shape = shape_by_name(name)
-    problem = Problem(shape=shape, attention=IN_PLACE, device="cuda")
-    wave = admit(problem, replace(ON_DEVICE, max_mini_batch_tokens=16), Workload.uniform(3, 8, 5))
-    assert len(wave.mini_batches) == 3
-    graphs = graphs_of(wave)
-    assert len(graphs.used) == 3 * shape.num_layers and not graphs.refused
 
 
 WHOLE = ("project", "attend", "finish", "scatter_device")
@@ -499,49 +482,28 @@ def test_what_is_packed_may_lie_elsewhere_each_time(case, monkeypatch):
 # ---- what cannot be captured
 
 
-def wait_for_a_value(tensor):
-    tensor.sum().item()
-
-
-def wait_for_the_stream(tensor):
-    torch.cuda.current_stream().synchronize()
-
-
 def wait_for_another_stream(tensor):
-    other = torch.cuda.Stream()
-    event = torch.cuda.Event()
+    other, event = torch.cuda.Stream(), torch.cuda.Event()
     event.record(other)
     event.wait()
-
-
-def copy_from_pageable_memory(tensor):
-    tensor.copy_(torch.zeros(tensor.shape), non_blocking=True)
-
-
-def allocate_page_locked_memory(tensor):
-    torch.zeros(4).pin_memory()
-
-
-def record_for_others(tensor):
-    torch.cuda.Event().record()
 
 
 def capture_twice(tensor):
     torch.cuda.CUDAGraph().capture_begin(capture_error_mode="thread_local")
 
 
-REFUSED = (
-    wait_for_a_value,
-    wait_for_the_stream,
-    wait_for_another_stream,
-    copy_from_pageable_memory,
-    allocate_page_locked_memory,
-    record_for_others,
-    capture_twice,
-)
+REFUSED = {
+    "waiting for a value": lambda tensor: tensor.sum().item(),
+    "waiting for the stream": lambda tensor: torch.cuda.current_stream().synchronize(),
+    "waiting for another stream": wait_for_another_stream,
+    "copying from pageable memory": lambda tensor: tensor.copy_(torch.zeros(tensor.shape), non_blocking=True),
+    "allocating page-locked memory": lambda tensor: torch.zeros(4).pin_memory(),
+    "recording an event for others": lambda tensor: torch.cuda.Event().record(),
+    "a second capture": capture_twice,
+}
 
 
-@pytest.mark.parametrize("work", REFUSED)
+@pytest.mark.parametrize("work", REFUSED.values(), ids=REFUSED)
 def test_the_fake_refuses_what_cuda_refuses(work):
     with fake_cuda():
         tensor, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()

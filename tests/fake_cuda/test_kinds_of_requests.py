@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,23 +18,22 @@ from fake_cuda.test_streams import (
     PROMPTS,
     SIDE_BY_SIDE,
     check_clean,
+    check_found,
     run_under,
     undeclared,
     without_hazard,
 )
-from runs import stopping
+from runs import engine_of, stopping
 from tiny_models import greedy, save_tiny
 
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
-from flexhybrid.runtime.engine import Engine, RunControl
+from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.kernels.sampling import SamplingPlan, greedy_plan
 from flexhybrid.runtime.storage.loader import Checkpoint
-from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.token_masks import _Copy
 
 VOCAB = 97
@@ -92,22 +92,16 @@ def queue_under(source, policy: Policy, requests, places: int, share: float):
     problem = Problem(shape=source.shape, dtype="float32", device=DEVICE.type, hardware=SIDE_BY_SIDE)
     workload = Workload(np.array([len(prompt) for prompt in prompts]), np.array(max_tokens))
     wave = open_batch(problem, policy, workload, places, share)
-    weights = Weights(source.shape, source, "float32", DEVICE, policy)
-    engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
-    try:
+    with engine_of(source, wave, DEVICE) as engine:
         executor = engine.executor(wave, prompts, greedy_plan(len(prompts)))
         result = engine.run(executor, RunControl(stop_text=stopping(stops), keep_trace=True))
         return result, set(wave.queue.waiting.tolist()) if wave.queue else set()
-    finally:
-        engine.close()
-        weights.close()
 
 
-def test_requests_that_join_leave_and_are_preempted(made):
-    model, source = made("lfm2")
-    requests = some_requests()
-    with fake_cuda() as watch:
-        result, waiting = queue_under(source, replace(HYBRID, max_mini_batch_tokens=120), requests, 3, 0.01)
+def check_queue(model, source, policy: Policy, requests, places: int, seed: int = 0) -> None:
+    """Requests that join, leave and are preempted get transformers' tokens, and no access is out of order."""
+    with fake_cuda(seed=seed) as watch:
+        result, waiting = queue_under(source, policy, requests, places, 0.01)
     joins = [event.task.payload.step for event in result.trace if event.task.verb == "embed"]
     assert not waiting and sum(len(step.requests) for step in joins if not step.decodes) > len(requests[0])
     for prompt, length, stop, tokens in zip(*requests, result.tokens, strict=True):
@@ -116,20 +110,16 @@ def test_requests_that_join_leave_and_are_preempted(made):
     assert check_trace(result.trace) == []
 
 
+def test_requests_that_join_leave_and_are_preempted(made):
+    check_queue(*made("lfm2"), replace(HYBRID, max_mini_batch_tokens=120), some_requests(), 3)
+
+
 def test_preempted_requests_give_their_blocks_of_the_device_to_others_at_once(made):
     """In one mini-batch: an access by an index counts as one of the whole pool."""
-    model, source = made("llama")
     generator = np.random.default_rng(5)
     prompts = [generator.integers(3, 61, length).tolist() for length in (1, 17, 30, 16, 9)]
-    requests, policy = (prompts, [20] * 5, [20, 20, 7, 20, 20]), Policy(cache=dict.fromkeys(IN_DEVICE, 0.5))
-    with fake_cuda(seed=1) as watch:
-        result, waiting = queue_under(source, policy, requests, 4, 0.01)
-    joins = [event.task.payload.step for event in result.trace if event.task.verb == "embed"]
-    assert not waiting and sum(len(step.requests) for step in joins if not step.decodes) > len(prompts)
-    for prompt, stop, tokens in zip(prompts, requests[2], result.tokens, strict=True):
-        assert tokens == greedy(model, [prompt], stop)[0]
-    assert dict(watch.order.faults) == {} and {verb for _, verb in watch.waits} <= {"-"}
-    assert check_trace(result.trace) == []
+    policy = Policy(cache=dict.fromkeys(IN_DEVICE, 0.5))
+    check_queue(*made("llama"), policy, (prompts, [20] * 5, [20, 20, 7, 20, 20]), 4, seed=1)
 
 
 class Steps:
@@ -208,10 +198,7 @@ PLANTED = {
 def test_a_planted_fault_of_what_layers_keep_is_found(made, name):
     of, changed = PLANTED[name]
     kind, policy = KINDS[of]
-    with fake_cuda() as watch:
-        with contextlib.suppress(Exception):  # wrong values may end as an error; the order is what is asked for here
-            run_under(made(kind)[1], policy, changed, requests=FEW)
-        assert sum(watch.order.faults.values()) > 0
+    check_found(lambda: run_under(made(kind)[1], policy, changed, requests=FEW))
 
 
 def masks_wait_for_nothing(monkeypatch) -> None:
@@ -228,8 +215,6 @@ def test_a_grammar_that_does_not_wait_for_its_token_is_found(made):
 
 
 def test_a_planted_fault_of_requests_that_join_is_found(made):
-    with fake_cuda() as watch, pytest.MonkeyPatch.context() as monkeypatch:
-        without_hazard("write_after_read", monkeypatch)
-        with contextlib.suppress(Exception):
-            queue_under(made("lfm2")[1], replace(HYBRID, max_mini_batch_tokens=120), some_requests(4), 3, 0.01)
-        assert sum(watch.order.faults.values()) > 0
+    source, policy = made("lfm2")[1], replace(HYBRID, max_mini_batch_tokens=120)
+    plant = partial(without_hazard, "write_after_read")
+    check_found(lambda: queue_under(source, policy, some_requests(4), 3, 0.01), plant)

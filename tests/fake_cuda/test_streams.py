@@ -6,31 +6,26 @@ import contextlib
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from fake_cuda.accesses import Mixed
 from fake_cuda.device import DEVICE, fake_cuda
 from models import InMemory, save_llama, save_opt
 from policies import wider_policies
+from runs import admitted, engine_of
 from tiny_models import greedy, save_tiny
 
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
-from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.dependencies import HAZARDS
 from flexhybrid.core.trace import check_trace
-from flexhybrid.core.wave import admit
-from flexhybrid.core.workload import Workload
 from flexhybrid.runtime import engine as engine_module
 from flexhybrid.runtime.clock import Clock
 from flexhybrid.runtime.cuda import CudaClock, CudaCopies, CudaStream, Recorded
-from flexhybrid.runtime.engine import Engine, RunControl
+from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.executor import HiddenStates
 from flexhybrid.runtime.kernels.sampling import greedy_plan
 from flexhybrid.runtime.storage.loader import Checkpoint
-from flexhybrid.runtime.storage.weights import Weights
 from flexhybrid.runtime.verbs import VERB_FUNCTIONS, attending
 from sim import catalogue
 
@@ -74,18 +69,21 @@ def run_under(
     """Run prompts to their lengths. ``changed``: task -> what is run in its place; ``others``: of the problem."""
     prompts, max_tokens = requests
     machine = {"hardware": SIDE_BY_SIDE, "device": device.type, "cuda_graphs": False} | others
-    problem = Problem(shape=source.shape, dtype="float32", **machine)
-    workload = Workload(np.array([len(p) for p in prompts]), np.broadcast_to(max_tokens, len(prompts)).copy())
-    wave = admit(problem, policy, workload)
-    weights = Weights(source.shape, source, "float32", device, policy)
-    engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
-    try:
+    wave = admitted(source.shape, policy, prompts, max_tokens, **machine)
+    with engine_of(source, wave, device) as engine:
         executor = engine.executor(wave, prompts, plan or greedy_plan(len(prompts)))
         tasks = map(changed, stream(wave)) if changed else None
         return engine.run(executor, RunControl(keep_trace=keep_trace), tasks)
-    finally:
-        engine.close()
-        weights.close()
+
+
+def check_found(run, plant=None, **more) -> None:
+    """Assert that the order of accesses shows a fault: one that ``plant`` puts in, or that ``run`` has in itself."""
+    with fake_cuda(**more) as watch, pytest.MonkeyPatch.context() as monkeypatch:
+        if plant:
+            plant(monkeypatch)
+        with contextlib.suppress(Exception):  # wrong values may end as an error; the order is what is asked for here
+            run()
+        assert sum(watch.order.faults.values()) > 0
 
 
 def check_clean(result, watch) -> None:
@@ -271,14 +269,8 @@ PLANTED = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(checkpoint, name):
-    source, _ = checkpoint
     policy, plant, changed = PLANTED[name]
-    with fake_cuda() as watch, pytest.MonkeyPatch.context() as monkeypatch:
-        if plant:
-            plant(monkeypatch)
-        with contextlib.suppress(Exception):  # wrong values may end as an error; the order is what is asked for here
-            run_under(source, POLICIES[policy], changed, requests=FEW)
-        assert sum(watch.order.faults.values()) > 0
+    check_found(lambda: run_under(checkpoint[0], POLICIES[policy], changed, requests=FEW), plant)
 
 
 def test_a_verb_that_mixes_memories_fails(checkpoint):
@@ -308,8 +300,4 @@ def test_faults_are_found_when_nothing_is_deferred(checkpoint, name):
     with fake_cuda(deferred=False) as watch:
         assert run_under(source, POLICIES[policy]).tokens == expected
         assert dict(watch.order.faults) == {}
-    with fake_cuda(deferred=False) as watch, pytest.MonkeyPatch.context() as monkeypatch:
-        plant(monkeypatch)
-        with contextlib.suppress(Exception):
-            run_under(source, POLICIES[policy], requests=FEW)
-        assert sum(watch.order.faults.values()) > 0
+    check_found(lambda: run_under(source, POLICIES[policy], requests=FEW), plant, deferred=False)

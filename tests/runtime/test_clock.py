@@ -5,109 +5,54 @@ import threading
 import time
 from collections import Counter
 
-import numpy as np
 import pytest
 import torch
-from models import save_opt
+from models import InMemory, save_opt
+from runs import admitted, engine_of
 
 from flexhybrid.core.plan import stream
-from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.problem import Problem
-from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.schedule.dependencies import HAZARDS
+from flexhybrid.core.policy import Policy
 from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.trace import LaneTimes, check_trace
-from flexhybrid.core.wave import admit
-from flexhybrid.core.workload import Workload
 from flexhybrid.runtime import clock as lanes
 from flexhybrid.runtime.clock import Clock, HostLane
-from flexhybrid.runtime.engine import Engine, RunControl
+from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.kernels.sampling import greedy_plan
-from flexhybrid.runtime.links import TURN, CpuCopies
+from flexhybrid.runtime.links import TURN
 from flexhybrid.runtime.profiling.cpu_use import ThreadAccount
 from flexhybrid.runtime.storage.loader import Checkpoint
-from flexhybrid.runtime.storage.weights import Weights
 
 pytestmark = pytest.mark.usefixtures("every_core")
 
 PROMPTS = [[5, 9, 11], list(range(3, 40)), [7] * 17, list(range(10, 26))]
 MAX_TOKENS = 12
 
-POLICIES = [
-    Policy(cache={"kv@host": 1.0}, max_mini_batch_tokens=100),
-    Policy(cache={"act@host": 0.5, "kv@host": 0.5}, max_mini_batch_tokens=100),
-    Policy(
-        weights=Placement(device=0.4, host=0.6),
-        cache={"act@host": 0.25, "act@device": 0.25, "kv@host": 0.25, "kv@device": 0.25},
-        max_mini_batch_tokens=160,
-    ),
-    Policy(
-        weights=Placement(device=1.0),
-        cache={"act@host": 0.25, "act@device": 0.25, "kv@host": 0.25, "kv@device": 0.25},
-        max_mini_batch_tokens=160,
-    ),
-]
+HYBRID = Policy(cache={"act@host": 0.5, "kv@host": 0.5}, max_mini_batch_tokens=100)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("opt")
     model = save_opt(folder)
-    expected = []
-    for prompt in PROMPTS:
-        out = model.generate(
-            torch.tensor([prompt]), max_new_tokens=MAX_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=1
-        )
-        expected.append(out[0, len(prompt) :].tolist())
+    expected = InMemory(model).generate(PROMPTS, MAX_TOKENS, ignore_eos=True)
     return Checkpoint(folder), expected
 
 
-def run(checkpoint, policy, make_engine, keep_trace=True, **options):
-    workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
-    wave = admit(Problem(shape=checkpoint.shape, dtype="float32", **options), policy, workload)
-    weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device("cpu"), policy)
-    engine = make_engine(weights, policy, buffer_sizes(wave))
-    plan = greedy_plan(len(PROMPTS))
-    try:
-        return engine.run(engine.executor(wave, PROMPTS, plan), RunControl(keep_trace=keep_trace)), engine
-    finally:
-        engine.close()
-        weights.close()
+def run(checkpoint, policy, **control):
+    """The result of a run of the prompts under a policy."""
+    with engine_of(checkpoint, wave := admitted(checkpoint.shape, policy, PROMPTS, MAX_TOKENS)) as engine:
+        return engine.run(engine.executor(wave, PROMPTS, greedy_plan(len(PROMPTS))), RunControl(**control))
 
 
 def test_a_trace_may_end_before_its_wave(checkpoint):
     """The first tasks are those of a whole trace; what runs afterwards is the same."""
     source, expected = checkpoint
-
-    def make(*of):
-        return Engine(*of, num_threads=1)
-
-    whole, _ = run(source, POLICIES[1], make)
+    whole = run(source, HYBRID, keep_trace=True)
     for count in (1, 100, len(whole.trace) + 1):
-        part, _ = run(source, POLICIES[1], make, keep_trace=count)
+        part = run(source, HYBRID, keep_trace=count)
         assert part.tokens == whole.tokens == expected
         assert [e.task.key for e in part.trace] == [e.task.key for e in whole.trace[:count]]
         assert check_trace(part.trace) == []
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=["kv", "hybrid", "mixed tiers", "mixed tiers, weights resident"])
-def test_threads_give_the_reference_tokens(checkpoint, policy):
-    source, expected = checkpoint
-    result, _ = run(source, policy, lambda *of: Engine(*of, num_threads=1))
-    assert result.tokens == expected
-    assert check_trace(result.trace) == []
-
-
-@pytest.mark.parametrize("policy", POLICIES[1:3], ids=["hybrid", "mixed tiers"])
-def test_views_that_are_made_anew_each_time_change_nothing(checkpoint, policy, monkeypatch):
-    """Views of buffers are kept up to a number: here of one alone, so that each takes another's place."""
-    monkeypatch.setattr("flexhybrid.runtime.buffers.MOST_VIEWS", 1)
-    monkeypatch.setattr("flexhybrid.runtime.links.CpuCopies.MOST_KNOWN", 1)
-    source, expected = checkpoint
-    result, engine = run(source, policy, lambda *of: Engine(*of, num_threads=1))
-    assert result.tokens == expected and check_trace(result.trace) == []
-    assert isinstance(engine.copies, CpuCopies)
-    assert len(engine.buffers._views) == 1 and len(engine.copies._known) == 1
 
 
 @pytest.mark.parametrize("lookahead", (1, 2, 16))
@@ -151,31 +96,6 @@ def test_a_task_that_passes_before_its_waiting_is_noted_is_seen(monkeypatch):
     assert not waited.is_alive()
 
 
-@pytest.mark.parametrize("dropped", HAZARDS)
-def test_dropping_a_kind_of_dependency_is_seen_on_the_real_clock(dropped):
-    """A two-lane ping-pong that needs each kind of dependency in turn; random delays bring the hazard out."""
-    kinds = [kind for kind in HAZARDS if kind != dropped]
-    cell = Access(("cell",), 0, 1)
-    tasks = []
-    for i in range(60):
-        # h2d writes, compute reads, d2h writes over it: read-after-write, write-after-read, write-after-write.
-        tasks.append(Task(i, 0, 0, "load", "h2d", Work(), (), (cell,)))
-        if dropped != "write_after_write":
-            tasks.append(Task(i, 0, 0, "use", "compute", Work(), (cell,), ()))
-        tasks.append(Task(i, 0, 0, "store", "d2h", Work(), (), (cell,)))
-    generator = np.random.default_rng(1)
-
-    def perform(task):
-        time.sleep(generator.random() * 1e-3)
-
-    def violations(kinds):
-        clock = Clock([HostLane(name, perform) for name in ("h2d", "compute", "d2h")], kinds)
-        return check_trace(clock.run(tasks))
-
-    assert violations(HAZARDS) == []
-    assert violations(kinds) != []
-
-
 def test_an_error_in_a_lane_reaches_the_caller_and_ends_every_thread():
     before = threading.active_count()
 
@@ -212,57 +132,31 @@ def test_an_error_in_the_stream_of_tasks_ends_every_thread(checkpoint):
     assert threading.active_count() == before
 
 
-def test_planning_never_outruns_the_lookahead(checkpoint):
-    """A slow lane holds the planner back: memory stays bounded however long the run."""
-    issued = []
-
-    def perform(task):
-        time.sleep(1e-4)
-
-    def tasks():
-        for i in range(3 * lanes.LOOKAHEAD_TASKS):
-            issued.append((i, lane.passed))
-            yield Task(i, 0, 0, "work", "compute", Work(), (), ())
-
-    lane = HostLane("compute", perform)
-    Clock([lane]).run(tasks())
-    assert max(i - complete for i, complete in issued) <= lanes.LOOKAHEAD_TASKS + 1
-
-
 def test_decode_can_be_repeated_from_a_filled_cache(checkpoint):
     source, expected = checkpoint
-    policy = POLICIES[1]
-    workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
-    wave = admit(Problem(shape=source.shape, dtype="float32"), policy, workload)
-    weights = Weights(source.shape, source, "float32", torch.device("cpu"), policy)
-    engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
-    plan = greedy_plan(len(PROMPTS))
-    executor = engine.executor(wave, PROMPTS, plan)
-    engine.run(executor)
-    for _ in range(2):
-        again = engine.run(executor, RunControl(keep_trace=True), stream(wave, first_iteration=1))
-        assert again.tokens == [answer[1:] for answer in expected]
-        assert check_trace(again.trace) == []
+    with engine_of(source, wave := admitted(source.shape, HYBRID, PROMPTS, MAX_TOKENS)) as engine:
+        executor = engine.executor(wave, PROMPTS, greedy_plan(len(PROMPTS)))
+        engine.run(executor)
+        for _ in range(2):
+            again = engine.run(executor, RunControl(keep_trace=True), stream(wave, first_iteration=1))
+            assert again.tokens == [answer[1:] for answer in expected]
+            assert check_trace(again.trace) == []
 
 
 def test_each_lane_computes_with_its_own_number_of_threads(checkpoint):
     source, _ = checkpoint
-    policy = POLICIES[1]
-    workload = Workload(np.array([len(p) for p in PROMPTS]), np.full(len(PROMPTS), MAX_TOKENS))
-    wave = admit(Problem(shape=source.shape, dtype="float32"), policy, workload)
-    weights = Weights(source.shape, source, "float32", torch.device("cpu"), policy)
-    engine = Engine(weights, policy, buffer_sizes(wave), num_threads=3)
-    plan = greedy_plan(len(PROMPTS))
-    executor = engine.executor(wave, PROMPTS, plan)
-    perform, seen = executor.perform, {"compute": set(), "host_compute": set()}
+    wave = admitted(source.shape, HYBRID, PROMPTS, MAX_TOKENS)
+    with engine_of(source, wave, num_threads=3) as engine:
+        executor = engine.executor(wave, PROMPTS, greedy_plan(len(PROMPTS)))
+        perform, seen = executor.perform, {"compute": set(), "host_compute": set()}
 
-    def watched(task):
-        perform(task)
-        if task.resource in seen:
-            seen[task.resource].add(torch.get_num_threads())
+        def watched(task):
+            perform(task)
+            if task.resource in seen:
+                seen[task.resource].add(torch.get_num_threads())
 
-    executor.perform = watched
-    engine.run(executor)
+        executor.perform = watched
+        engine.run(executor)
     assert seen == {"compute": {3}, "host_compute": {1}}
 
 
@@ -335,7 +229,7 @@ def test_a_thread_that_waits_for_a_task_sleeps_through_those_before_it():
 def test_a_run_with_a_trace_gives_the_times_of_its_lanes(checkpoint):
     source, _ = checkpoint
     for keep_trace in (True, False):
-        result, _ = run(source, POLICIES[1], lambda *of: Engine(*of, num_threads=1), keep_trace=keep_trace)
+        result = run(source, HYBRID, keep_trace=keep_trace)
         counts = Counter(event.task.resource for event in result.trace)
         assert {name: times.tasks for name, times in result.lanes.items()} == counts
         for name, times in result.lanes.items():

@@ -164,30 +164,6 @@ def test_an_exception_in_any_lane_ends_a_slow_write_and_reaches_the_caller(
     check_fails_and_recovers(llm, expected, RuntimeError, f"the {lane} lane broke", monkeypatch)
 
 
-def test_a_failing_lane_ends_a_slow_copy_over_the_link(checkpoint, expected, monkeypatch):
-    """At the first decode step the link becomes so slow that a copy lasts for hours."""
-    policy = Policy(weights=Placement(device=0.2, host=0.8))
-    llm = LLM(checkpoint, policy, device="cpu", dtype="float32", link_gb_per_s=1.0)
-
-    def slow_down(ex, task):
-        ex.copies.h2d.bytes_per_s = 10
-
-    def fail(ex, task):
-        if task.iteration == 1:
-            while ex.copies.h2d._deadline < time.perf_counter() + 60:
-                time.sleep(0.001)
-            raise RuntimeError("broke")
-
-    patch_verb(monkeypatch, "attend", slow_down)
-    patch_verb(monkeypatch, "store_kv", fail)
-    held = Held()
-    with pytest.raises(RuntimeError, match="broke"):
-        llm.generate(PROMPTS, PARAMS)
-    assert set(threading.enumerate()) <= held.threads
-    monkeypatch.undo()
-    assert tokens(llm) == expected
-
-
 def test_weights_shortened_under_way(llm, expected, monkeypatch, no_collector):
     def shorten(ex, task):
         if task.iteration == 2:
@@ -302,21 +278,6 @@ def test_a_forgotten_llm_gives_all_back(checkpoint, expected, tmp_path, no_colle
         worker.join(60)
     assert [reference() for reference in gone] == [None] * 3
     held.check(tmp_path / "scratch")
-
-
-def test_an_engine_whose_run_failed_says_so(llm, monkeypatch):
-    tokens(llm)
-    engine, gone = llm.engine, RuntimeError("broke")
-
-    def fail(ex, task):
-        raise gone
-
-    patch_verb(monkeypatch, "head", fail)
-    with pytest.raises(RuntimeError, match="broke"):
-        llm.generate(PROMPTS, PARAMS)
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="this engine is closed, or a run of it failed"):
-        engine.run(None)
 
 
 # ---- signals: a process of its own -----------------------------------------------------------------------------------

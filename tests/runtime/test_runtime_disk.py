@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -304,30 +303,6 @@ def test_no_room_names_the_folder_and_the_bytes_and_leaves_nothing(tmp_path, mon
     assert open_files() == before and list(tmp_path.iterdir()) == [] and disk_threads() == []
 
 
-def test_a_limit_on_file_sizes_is_told(tmp_path):
-    program = f"""
-        import resource
-        from flexhybrid.runtime.storage.disk import DiskSpace
-        resource.setrlimit(resource.RLIMIT_FSIZE, ({MIB}, {MIB}))
-        try:
-            DiskSpace({str(tmp_path)!r}, {4 * MIB})
-        except ValueError as error:
-            print(error)
-    """
-    assert "larger than a file may be here (see ulimit -f)" in run_program(program).stdout
-
-
-def test_a_system_without_preallocation_writes_zeros(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    monkeypatch.setattr(scratch_file, "ZEROS", 1000)
-    with DiskSpace(tmp_path, 3 * ALIGN) as space:
-        state = os.fstat(space._file.fd)
-        assert state.st_size == 3 * ALIGN
-        back = memory_at(0, 3 * ALIGN)
-        space.read([(0, back)])
-        assert not back.any()
-
-
 def test_a_folder_that_cannot_be_used_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot make a scratch file in .*file.*name another folder"):
@@ -387,27 +362,6 @@ def test_a_forgotten_space_is_released_too(tmp_path, monkeypatch):
     for thread in threads:
         thread.join(60)
     assert disk_threads() == [] and open_files() == before and list(tmp_path.iterdir()) == []
-
-
-def test_closing_ends_a_paced_read(tmp_path):
-    """At 0.01 GB/s this read lasts half a minute: only closing can end it with an error."""
-    space = DiskSpace(tmp_path, 256 * MIB, gb_per_s=0.01)
-    outcome: list = []
-
-    def read() -> None:
-        try:
-            space.read([(0, aligned_host_bytes(256 * MIB))])
-            outcome.append("read all")
-        except DiskError as error:
-            outcome.append(str(error))
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    while not space._callers:
-        time.sleep(0.001)
-    space.close()
-    reader.join(60)
-    assert len(outcome) == 1 and "was closed during a read" in outcome[0]
 
 
 def test_closing_between_requests_waits_for_those_under_way(tmp_path, monkeypatch):
@@ -472,20 +426,6 @@ def test_a_process_that_ends_without_closing_leaves_nothing(tmp_path):
         assert (done.returncode, done.stdout, done.stderr) == (3 if end else 0, "0\n", "")
 
 
-def test_ctrl_c_ends_a_read(tmp_path):
-    """The read would last for minutes; the process ends by KeyboardInterrupt."""
-    program = textwrap.dedent(f"""{NAMED}
-    space = DiskSpace({str(tmp_path)!r}, {64 * MIB}, 0.01)
-    print("ready", flush=True)
-    [space.read([(0, aligned_host_bytes(64 << 20))]) for _ in range(100)]""")
-    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
-    with warm_python.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes) as process:
-        assert process.stdout.readline() == "ready\n", process.stderr.read()
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode == -signal.SIGINT and errors.strip().endswith("KeyboardInterrupt")
-
-
 # --- pace --------------------------------------------------------------------------------------------------------
 
 
@@ -530,10 +470,3 @@ def test_reads_are_left_out_when_not_enabled_and_writes_are_not(tmp_path):
         space.enabled = True
         space.read([(0, back)])
         assert bytes(back.tolist()) == b"written"
-
-
-def test_memory_is_not_called_a_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "filesystem_of", lambda folder: "tmpfs")
-    monkeypatch.setattr(scratch_file, "filesystem_of", lambda folder: "tmpfs")
-    with DiskSpace(tmp_path, MIB) as space:
-        assert not space.direct and "memory, not a disk" in space.describe()

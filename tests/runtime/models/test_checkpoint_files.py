@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 
-import check_variants
 import fuzz_checkpoints
 import pytest
 import torch
@@ -185,12 +184,3 @@ def test_odd_checkpoints_are_refused_in_one_line_or_give_the_tokens(monkeypatch)
     )
     monkeypatch.setattr(fuzz_checkpoints, "ours", lambda folder: [[3] * 6] * 2)
     assert fuzz_checkpoints.run(["llama"], range(8), seed=3)["wrong"]
-
-
-CELLS = [("gpt_neox", "scaled"), ("qwen2", "nested"), ("gpt2", "nested"), ("olmo2", "fp8 without config")]
-
-
-@pytest.mark.parametrize("kind, variant", CELLS)
-def test_cells_of_kinds_and_variants(tmp_path, kind, variant):
-    wanted = "refused" if kind == "gpt2" or "fp8" in variant else "equal"
-    assert check_variants.tried(tmp_path, kind, variant)[0] == wanted
