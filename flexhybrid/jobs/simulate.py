@@ -47,7 +47,7 @@ AUTO = "auto"  #: as a batch: the one with which the system answers most tokens 
 MOST_AT_A_TIME = 1024  #: requests of a queue, as in a run
 #: Seconds of a run below which its unpredicted start matters; the note about it.
 SHORT_S = 60.0
-NO_START = "  not in it: the start of a run, seconds that load the weights and, the first time, compile kernels"
+NO_START = "  not in it: the start of a run, seconds that load the weights and compile new kernels"
 #: Note for a system that would keep all weights on the device, if they do not fit.
 WEIGHTS_STREAMED = "not all weights fit the device with the cache, the rest is streamed"
 

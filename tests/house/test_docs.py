@@ -14,6 +14,7 @@ from forced_machine import DTYPES, FASTER_DTYPE
 from packaging.requirements import Requirement
 
 from flexhybrid import cli
+from flexhybrid.batch.openai import IGNORED
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.units import gib
@@ -111,6 +112,11 @@ def test_every_block_of_a_page_works_as_written(name, clone, capsys, monkeypatch
                 out = capsys.readouterr().out
                 assert out and ("--only" not in command or "held-out rows: |error|" in out), command
     check_git_ignores(clone)
+
+
+def test_the_fields_that_are_not_read_are_those_of_the_page():
+    (sentence,) = re.findall(r"These fields are accepted and not read: (.*?)\.", PAGE, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", sentence)) == IGNORED - {"model"}
 
 
 def test_links_lead_to_files():

@@ -91,7 +91,7 @@ class Outcome(NamedTuple):
             tokens = f"{counted(self.tokens, 'token')}{unfinished} in {duration(work.seconds)}"
             say(f"{tokens}: {self.tokens_per_s:.1f} tokens/s{predicted}; the whole command {duration(total_s)}")
             if work.compiling_s:
-                say(f"compiled   kernels for this processor, once, besides that: {duration(work.compiling_s)}")
+                say(f"compiled   new kernels in {duration(work.compiling_s)} besides that, kept for later runs")
             if work.others_cpu_share and work.others_cpu_share > MOST_OTHERS:
                 say(f"busy       others used {work.others_cpu_share:.0%} of the cores; predictions assume none")
             blamed = options.llm.hardware is None and not stopped
