@@ -50,6 +50,7 @@ def add_hardware(commands) -> None:
     )
     parser.add_argument("name", nargs="?", help="a machine to show, by name or file")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write, .json")
+    parser.add_argument("--fresh", action="store_true", help="overwrite a file that is there")
     parser.add_argument(
         "--like", metavar="NAME", help="a machine, by name or file, whose numbers are kept where not given"
     )
@@ -76,7 +77,13 @@ def run_hardware(args: argparse.Namespace) -> dict:
         return _shown(args) if args.name else _listed(args)
     if args.name:
         raise InputError(f"{args.name!r} is shown, --out writes: to start from its numbers use --like {args.name}")
+    if args.out.suffix.lower() != ".json":
+        raise InputError(
+            f"--out {args.out}: a machine is a .json file, not {args.out.suffix or 'one without a suffix'}"
+        )
     check_new_file(args.out)
+    if args.out.exists() and not args.fresh:
+        raise InputError(f"--out {args.out}: it exists; choose another file, or overwrite it with --fresh")
     sheet = new_sheet(args.out.stem, given, shares, sheet_of(args.like) if args.like else None)
     sheet.hardware()  # raises for numbers that no machine has
     sheet.save(args.out)

@@ -81,7 +81,8 @@ class Progress:
                 self.bar.total = self.total
                 self.bar.set_postfix_str(self.state(), refresh=True)
             else:
-                print(f"{self.title}: {self.count:,} of {self.total:,}, {self.state()}", file=sys.stderr, flush=True)
+                parts = filter(None, (f"{self.title}: {self.count:,} of {self.total:,}", self.state()))
+                print(", ".join(parts), file=sys.stderr, flush=True)
                 wait_s = PLAIN_S
 
     def turn_to(self, title: str) -> None:

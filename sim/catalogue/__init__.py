@@ -17,6 +17,7 @@ from sim.datasheet import is_record, load_datasheet, load_machine
 
 SHIPPED = Path(__file__).parent
 FOLDER = SHIPPED  #: the one that is read: `flexhybrid reproduce --set` has a copy with changes
+READ: set[str] = set()  #: names of the entries that this process has loaded
 
 #: The name of this machine's own profile.
 LOCAL = "local"
@@ -58,6 +59,7 @@ def load(name_or_path: str | Path, host: str | None = None) -> Hardware:
     """A catalogue entry by name (any case), "local", or a hardware file by path; else InputError with the names.
     ``host``: one of ``hosts.HOSTS``, in place of the entry's own; InputError for a measured record, which has none."""
     text = str(name_or_path)
+    READ.add(text.lower())
     if host is not None:
         if (path := path_of(name_or_path)) is None:
             load(name_or_path)  # raises for an unknown name

@@ -383,14 +383,18 @@ def test_the_terminal_table_is_of_held_out_rows():
     assert (row["num_held_out"], row["num_fitted"], row["num_aside"]) == (2, 1, 1)
     assert row["median_error"] == pytest.approx(0.135) and row["worst"] == "OPT-6.7B, batch 64"
     result = {"experiments": [row], "held_out": {"in_words": "All."}, "report": "r.html", "summary": "s.csv"}
-    assert "13.5%" in registry.describe(result) and "aside: not judged" in registry.describe(result)
+    said = registry.describe(result | {"without_effect": ["t4.tflops=1"]})
+    assert "13.5%" in said and "aside: not judged" in said and "note: --set t4.tflops=1 changed nothing" in said
 
 
 def test_a_machines_field_can_be_set(tmp_path):
     """Twice the link of PCIe 4.0, which no fit may find there, halves loads; half the products' rate doubles KV-Gen."""
     changes = ["rtx4090-capture.link_gb_per_s=63", "rtx4090-capture.lines.kv_gen.tflops=82.6"]
     registry.change_machines(changes, tmp_path)
-    before, after = registry.run("capture-fig11").rows, registry.run_all(["capture-fig11"], 1, True, tmp_path)[0].rows
+    read: set[str] = set()
+    before = registry.run("capture-fig11").rows
+    after = registry.run_all(["capture-fig11"], 1, True, tmp_path, read)[0].rows
+    assert "rtx4090-capture" in read and "t4" not in read
     for verb, ratio in (("load_kv", 0.5), ("kv_gen", 2.0)):
         of_verb = before["what"] == f"T_{verb}'s slope, one layer"
         assert after["ours"][of_verb].item() == pytest.approx(ratio * before["ours"][of_verb].item(), rel=1e-3)

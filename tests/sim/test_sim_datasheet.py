@@ -4,6 +4,7 @@ import csv
 import json
 from dataclasses import replace
 from functools import reduce
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,11 @@ def test_a_machine_is_written_from_a_datasheet(tmp_path, capsys):
     faster = catalogue.load(tmp_path / "faster.json")
     assert faster.line("load_kv", "h2d").s_per_byte == pytest.approx(1 / (0.8 * 63e9))
     assert faster.lines["compute"] == catalogue.load(path).lines["compute"]
+    edited = Path(path).read_bytes()
+    again = ["hardware", "--like", "t4", "--out", path]
+    assert cli.main(again) == 2 and "overwrite it with --fresh" in capsys.readouterr().err
+    assert Path(path).read_bytes() == edited
+    assert cli.main([*again, "--fresh"]) == 0 and json.loads(Path(path).read_text())["tflops"] == 65
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,7 @@ def test_a_machine_is_written_from_a_datasheet(tmp_path, capsys):
         ([*PEAKS, "--disk-memory", "1TB", "--out", "OUT"], "a disk has disk_memory, disk_read_gb_per_s"),
         (["--like", "t4", "--tflops", "-1", "--out", "OUT"], "tflops is -1.0; it must be a number above 0"),
         (["--like", "t5", "--out", "OUT"], "unknown hardware 't5'"),
+        (["--like", "t4", "--out", "y.txt"], "--out y.txt: a machine is a .json file, not .txt"),
         (["t5"], "unknown hardware 't5'"),
     ],
 )
