@@ -42,17 +42,16 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
-from models import InMemory, save_llama, save_opt
+from models import InMemory, save_llama, save_opt, save_text_model
 from oracles.heavy_hitters import plain_h2o
 from oracles.speculative import plain_tokens
+from oracles.walks import walked
 from oracles.warpers import warped
 from random_cases import compare, random_case
 from runs import run_wave
 from scipy import stats
 from strategies import calibrated_answers, llama_shapes, lossless_policies, opt_shapes
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from toy_machine import MIB, SHAPE, machine
-from transformers import PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from flexhybrid import LLM, SamplingParams, cli
@@ -322,18 +321,8 @@ def check_cascade(case: dict) -> None:
     except InputError:
         assert options != SearchOptions(), "the largest alone is a cascade by default, and it pays"
         return  # no such cascade pays
-    cost, right = 0.0, 0
-    cascade, part = searched.cascade, answers.only(searched.kept)
-    for request in range(answers.num_requests):
-        i, last = 0, part.num_models - 1
-        while True:
-            cost += float(part.cost[i])
-            sure = part.confidence[i, request]
-            if i == last or sure >= cascade.thresholds[i]:
-                break
-            i = next((skip.to for skip in cascade.skips[i] if sure < skip.below), i + 1)
-        right += bool(part.correct[i, request])
-    assert np.isclose(cost / answers.num_requests, searched.route.cost)
+    right, cost = walked(answers.only(searched.kept), searched.cascade.thresholds, searched.cascade.skips)
+    assert np.isclose(cost, searched.route.cost)
     assert right == searched.route.num_correct
     assert searched.route.cost <= answers.cost[-1] * (1 + 1e-9), (
         f"{searched.route.cost:g} a request, {answers.cost[-1]:g} by the largest alone"
@@ -466,19 +455,6 @@ def check_lines(seed: int) -> None:
         blank = {number for number, raw in enumerate(lines, 1) if not raw.strip(b" \t\r\n")}
         assert sorted([*wanted, *blank]) == list(range(1, LINES + 1))
         OUTCOMES["blank"] += len(blank)
-
-
-def save_text_model(folder: Path) -> None:
-    """A tiny model with a tokenizer of a token a character, and a chat template that knows tools."""
-    save_opt(folder, vocab=64)
-    letters = {chr(ord("0") + i): 3 + i for i in range(61)}
-    tokenizer = Tokenizer(models.BPE({"<s>": 0, "<pad>": 1, "</s>": 2} | letters, [], unk_token="<pad>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="</s>", eos_token="</s>").save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(
-        "{% for t in tools or [] %}{{ t | tojson }}<tool_call>{% endfor %}{% for m in messages %}{{ m.content }}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
-    )
 
 
 OUTCOMES: Counter = Counter()  #: of the lines so far, by the code of their error

@@ -35,7 +35,7 @@ import attend_once  # noqa: F401 for the attempts, which are forked
 import pyarrow as pa
 import torch
 from faults import Faults, is_one_line, points
-from models import save_opt
+from models import LETTERS, save_text_model
 from pyarrow import parquet
 from tqdm import tqdm
 
@@ -59,18 +59,6 @@ CHANGE_ITERATIONS = 20  #: after which the policy changes
 MIXES = ({"kv@host": 1.0}, {"act@host": 0.5, "kv@host": 0.5})
 SYSTEM_PROMPT = [3 + number % 50 for number in range(32)]  #: of every fourth line
 POOL_SHARE = 0.1  #: of an answer's limit, for which there are blocks: the youngest requests step back
-LETTERS = {chr(ord("0") + i): 3 + i for i in range(61)}  #: token ids of the tokenizer: a token a character
-
-
-def save_model(folder: Path) -> None:
-    """A tiny random OPT with a tokenizer."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    save_opt(folder, vocab=64)
-    tokenizer = Tokenizer(models.BPE({"<s>": 0, "<pad>": 1, "</s>": 2} | LETTERS, [], unk_token="<pad>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="</s>", eos_token="</s>").save_pretrained(folder)
 
 
 def write_table(path: Path, count: int, seed: int) -> None:
@@ -272,7 +260,7 @@ def soak(
     """Kill and resume; raise AssertionError for anything lost, doubled or changed; return counts."""
     generator, began = random.Random(seed), time.monotonic()
     os.environ["FLEXHYBRID_CACHE"] = str(folder / "cache")  # nothing is known of the machine, nothing predicted
-    save_model(folder / "model")
+    save_text_model(folder / "model")
     policy = {"name": "soak", "cache": {"act@host": 0.5, "kv@host": 0.5}, "max_batch": batch}
     (folder / "policy.json").write_text(json.dumps(policy))
     runs = []  # of both kinds of files: (files, expected answers, points)
@@ -313,7 +301,7 @@ def failing_disk(folder: Path, step: int = 1, first: int = 0) -> dict:
     os.environ["FLEXHYBRID_CACHE"] = str(folder / "cache")
     tempfile.tempdir = str(job / "temporary")  # of the table's lines
     answers_module.ROOM_WAIT_S, answers_module.RETRY_S = 0.0, 1e-3
-    save_model(folder / "model")
+    save_text_model(folder / "model")
     (folder / "policy.json").write_text(json.dumps({"name": "soak", "cache": {"kv@host": 1.0}, "max_batch": 4}))
     write_table(folder / "in.parquet", 6, 0)
     paths = {"-i": folder / "in.parquet", "-o": job / "out.parquet", "--model": folder / "model"}

@@ -32,22 +32,21 @@ SIZES: dict[str, Any] = {
 LENDING: dict[str, Any] = {
     "num_hidden_layers": 6, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 3,
 }  # fmt: skip
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
+MAMBA2: dict[str, Any] = {"head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8}
+#: Linear attention in two of three layers, and sizes of it by two families' names.
+LINEAR: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+KIMI: dict[str, Any] = LINEAR | {"linear_head_dim": 16, "linear_num_heads": 4}
+DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}  # fmt: skip
+LATENT: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 8}
 #: What cannot be derived from a name: sizes that must fit one another in ways of a model's own.
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        ("axk1", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"), {"num_key_value_heads": 4, "head_dim": 8}
-    ),
-    **dict.fromkeys(
-        ("kimi_linear", "bailing_hybrid"),
-        {
-            "num_key_value_heads": 4,
-            "head_dim": 8,
-            "linear_head_dim": 16,
-            "linear_num_heads": 4,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        },
-    ),
-    "deepseek_v2": {"num_key_value_heads": 4, "head_dim": 8, "num_experts_per_tok": 2, "topk_method": "greedy"},
+    **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "youtu", "minicpm3"), LATENT),
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid"), LATENT | KIMI),
+    "deepseek_v2": LATENT | {"num_experts_per_tok": 2, "topk_method": "greedy"},
     "granite": {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "attention_multiplier": 0.2},
     **dict.fromkeys(("cwm", "modernbert-decoder"), {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
     "gpt_neo": {"attention_types": [[["global"], 3]]},
@@ -58,59 +57,25 @@ OWN: dict[str, dict[str, Any]] = {
         ("nemotron", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral"), {"head_dim": 16, "num_key_value_heads": 2}
     ),
     "gemma2": {"attn_logit_softcapping": 2.0},
-    **dict.fromkeys(
-        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"),
-        {
-            "num_hidden_layers": 4,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-        },
-    ),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"), DELTA_NET),
     "olmo_hybrid": {"num_hidden_layers": 4},
     **dict.fromkeys(("mamba", "falcon_mamba"), {"intermediate_size": 128}),
-    "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8},
-    "bamba": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_d_state": 16,
-        "mamba_chunk_size": 8,
-        "attn_layer_indices": [1],
-    },
+    "mamba2": MAMBA2 | {"num_heads": 8},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 3},
-    "granitemoehybrid": {
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_d_state": 16,
-        "mamba_chunk_size": 8,
-        "shared_intermediate_size": 64,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    },
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
+    "granitemoehybrid": MAMBA | LINEAR | {"shared_intermediate_size": 64},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention", "conv"]}),
     "nemotron_h": {
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 16,
-        "ssm_state_size": 16,
-        "n_groups": 2,
-        "chunk_size": 8,
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8,
         "moe_shared_expert_intermediate_size": 32,
     },
-    "falcon_h1": {
-        "mamba_d_ssm": 128,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 16,
-        "mamba_d_state": 16,
-        "mamba_chunk_size": 8,
-        "head_dim": 16,
-    },
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 128, "head_dim": 16},
     "zamba2": {"layer_types": ["linear_attention", "hybrid", "linear_attention"]},
     "dots1": {"n_group": 1, "topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     **dict.fromkeys(("dots3_note", "dots3_note_text"), {"num_key_value_heads": 4}),
     "gemma4_unified_text": {"pad_token_id": 0},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-}
+}  # fmt: skip
 
 #: Sizes of the part for pictures.
 VISION: dict[str, Any] = {

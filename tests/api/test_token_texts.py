@@ -16,27 +16,8 @@ from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.text import StopWatch, TokenTexts, answer_text
 
 WORDS = [
-    "he",
-    "llo",
-    "wor",
-    "ld",
-    "it",
-    "'",
-    "s",
-    "t",
-    "do",
-    "not",
-    ".",
-    ",",
-    "!",
-    "re",
-    "ve",
-    "n't",
-    "a",
-    "b",
-    "true",
-    "好",
-    "é",
+    *("he", "llo", "wor", "ld", "it", "'", "s", "t", "do", "not", ".", ",", "!", "re", "ve", "n't"),
+    *("a", "b", "true", "好", "é"),
 ]
 SPECIAL = ["<s>", "</s>", "<|end|>"]
 

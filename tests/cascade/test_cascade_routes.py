@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from oracles.walks import walk
 
 from flexhybrid.cascade.routes import ANSWERED, Cascade, CascadeModel, Expected, Skip
 from flexhybrid.core.errors import InputError
@@ -27,17 +28,6 @@ def of_four(**changes) -> Cascade:
     return Cascade(**{**settings, **changes})
 
 
-def walk_one(cascade: Cascade, confidence) -> tuple[int, list[int]]:
-    """The oracle: one request, step by step, as the module's text says."""
-    place, visited = 0, []
-    while True:
-        visited.append(place)
-        if place == len(cascade.models) - 1 or confidence[place] >= cascade.thresholds[place]:
-            return place, visited
-        targets = [skip.to for skip in cascade.skips[place] if confidence[place] < skip.below]
-        place = targets[0] if targets else place + 1
-
-
 @given(st.data())
 def test_many_requests_go_the_way_that_each_goes_alone(data):
     num_models = data.draw(st.integers(1, 5))
@@ -48,10 +38,12 @@ def test_many_requests_go_the_way_that_each_goes_alone(data):
         bounds = sorted({b * threshold for b in data.draw(st.lists(unit, max_size=3))} - {0.0})
         skips.append(tuple(Skip(b, data.draw(st.integers(i + 1, num_models - 1))) for b in bounds))
     cascade = Cascade(tuple(model(str(i)) for i in range(num_models)), tuple(thresholds), tuple(skips))
-    confidence = data.draw(st.lists(st.lists(unit, min_size=num_models, max_size=num_models), max_size=8))
-    answered, visited = cascade.walk(np.array(confidence).reshape(-1, num_models).T)
-    for request, row in enumerate(confidence):
-        assert (answered[request], list(np.flatnonzero(visited[:, request]))) == walk_one(cascade, row)
+    rows = data.draw(st.lists(st.lists(unit, min_size=num_models, max_size=num_models), max_size=8))
+    confidence = np.array(rows).reshape(-1, num_models).T
+    answered, visited = cascade.walk(confidence)
+    routes = walk(confidence, thresholds, skips)
+    assert answered.tolist() == [route[-1] for route in routes]
+    assert [np.flatnonzero(row).tolist() for row in visited.T] == routes
 
 
 def test_no_confidence_goes_on_to_the_next_model():

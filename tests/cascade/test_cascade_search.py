@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.walks import walked
 from strategies import calibrated_answers
 
 from flexhybrid.cascade.routes import CascadeModel
@@ -22,18 +23,6 @@ from flexhybrid.core.errors import InputError
 def fitted_of(answers: Answers) -> Fitted:
     models = tuple(CascadeModel(f"m{i}", energy_j=float(cost)) for i, cost in enumerate(answers.cost))
     return Fitted(models, "classification", None, answers.correct, answers.confidence, np.zeros((len(models), 2)))
-
-
-def walked(answers: Answers, thresholds) -> tuple[int, float]:
-    """Right answers and mean cost, each request by itself."""
-    right, cost = 0, 0.0
-    for request in range(answers.num_requests):
-        for i in range(answers.num_models):
-            cost += answers.cost[i] / answers.num_requests
-            if i == answers.num_models - 1 or answers.confidence[i, request] >= thresholds[i]:
-                right += bool(answers.correct[i, request])
-                break
-    return right, cost
 
 
 def least_cost(answers: Answers, least: int, caution: float) -> float:

@@ -123,16 +123,3 @@ def test_fitted_skips_cost_no_more_and_lose_no_answer(answers, data):
     plain, fitted = route(answers, thresholds), route(answers, thresholds, fitted_skips(answers, thresholds))
     assert fitted.cost <= plain.cost + 1e-9
     assert fitted.num_correct >= plain.num_correct
-
-
-def test_fitted_skips_find_the_model_that_is_of_no_use_to_the_unsure():
-    """Below 0.3 only the largest answers; between, the second does: one cut, where they change."""
-    confidence = np.linspace(0.01, 0.59, 60)
-    answers = Answers(
-        np.array([np.zeros(60, bool), confidence >= 0.3, np.ones(60, bool)]),
-        np.array([confidence, np.where(confidence >= 0.3, 0.9, 0.1), np.ones(60)]),
-        np.array([1.0, 5.0, 20.0]),
-    )
-    ((skip,), none) = fitted_skips(answers, (0.95, 0.5))
-    assert skip.to == 2 and confidence[confidence < 0.3][-1] < skip.below <= confidence[confidence >= 0.3][0]
-    assert none == ()

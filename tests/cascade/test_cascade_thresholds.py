@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.walks import walked
 
-from flexhybrid.cascade.routes import Cascade, CascadeModel
 from flexhybrid.cascade.thresholds.curve import (
     Answers,
     Curve,
@@ -48,18 +48,11 @@ def some_answers(num_models: int, num_requests: int, seed: int = 0) -> Answers:
 
 
 def brute_force(answers: Answers) -> dict[int, float]:
-    """For every number of right answers some thresholds reach: the least mean cost. Each request walks by itself."""
+    """For every number of right answers some thresholds reach: the least mean cost."""
     every = [sorted({0.0, 1.0, *row, *np.nextafter(row, 1.0)}) for row in answers.confidence[:-1]]
     best: dict[int, float] = {}
-    for thresholds in itertools.product(*every):
-        right, cost = 0, 0.0
-        for request in range(answers.num_requests):
-            for i in range(answers.num_models):
-                cost += answers.cost[i]
-                if i == answers.num_models - 1 or answers.confidence[i, request] >= thresholds[i]:
-                    right += bool(answers.correct[i, request])
-                    break
-        best[right] = min(best.get(right, np.inf), cost / answers.num_requests)
+    for right, cost in (walked(answers, thresholds) for thresholds in itertools.product(*every)):
+        best[right] = min(best.get(right, np.inf), cost)
     return best
 
 
@@ -83,29 +76,6 @@ def test_sampling_is_never_better(answers, seed):
     sampled = sampled_curve(answers, seed, num_samples=16, max_rounds=4)
     for right, cost in zip(sampled.num_correct, sampled.cost):
         assert exact.cost[accuracy_preserving(exact, right)] <= cost + 1e-9
-
-
-@pytest.mark.parametrize("num_models", [2, 3, 4])
-def test_sampling_is_never_better_on_hundreds_of_requests(num_models):
-    answers = some_answers(num_models, 200)
-    exact, sampled = exact_curve(answers), sampled_curve(answers)
-    assert exact.exact and not sampled.exact
-    for right, cost in zip(sampled.num_correct, sampled.cost):
-        assert exact.cost[accuracy_preserving(exact, right)] <= cost + 1e-9
-    right, cost = evaluate(answers, sampled.thresholds)
-    assert right.tolist() == sampled.num_correct.tolist() and cost == pytest.approx(sampled.cost)
-
-
-@settings(max_examples=40, deadline=None)
-@given(small_answers(), st.data())
-def test_the_vectorised_evaluation_is_the_router_s(answers, data):
-    size = answers.num_models - 1
-    thresholds = data.draw(st.lists(st.floats(0, 1), min_size=size, max_size=size))
-    models = tuple(CascadeModel(str(i), energy_j=float(cost)) for i, cost in enumerate(answers.cost))
-    answered, visited = Cascade(models, tuple(thresholds)).walk(answers.confidence)
-    right, cost = evaluate(answers, np.array([thresholds]).reshape(1, size))
-    assert right[0] == answers.correct[answered, np.arange(answers.num_requests)].sum()
-    assert cost[0] == pytest.approx(answers.cost @ visited.mean(axis=1))
 
 
 def test_only_thresholds_above_an_error_are_candidates():
@@ -176,32 +146,21 @@ def test_answers_that_cannot_be_are_refused(change, words):
 def test_samples_are_spread_evenly_in_the_paper_s_own_confidence():
     """A walk of each request by f = softmax², for thresholds of f that are drawn in the paper's order."""
     answers = some_answers(3, 60)
+    in_f = Answers(answers.correct, answers.confidence**2, answers.cost)
     right = np.sort(answers.correct.sum(axis=1)[-2:])
     generator = np.random.default_rng(7)
     first = generator.random((8, 2))
     drawn = [np.ones(2), *first]
-    walked = [walk_by_squares(answers, squares) for squares in first]
-    good = first[[right[0] <= num_correct <= right[1] for num_correct, _ in walked]]
+    tried = [walked(in_f, squares) for squares in first]
+    good = first[[right[0] <= num_correct <= right[1] for num_correct, _ in tried]]
     if len(good):
         near = good[generator.integers(len(good), size=8)] + generator.uniform(-EPSILON, EPSILON, (8, 2))
         drawn += list(np.clip(near, 0, 1))
-    points = {walk_by_squares(answers, squares) for squares in drawn}
+    points = {walked(in_f, squares) for squares in drawn}
     best = {a for a in points if not any(b[0] >= a[0] and b[1] <= a[1] and b != a for b in points)}
     sampled = sampled_curve(answers, 7, num_samples=8, max_rounds=1)
-    sums = np.rint(sampled.cost * answers.num_requests).astype(int)  # of whole costs
-    assert len(good) and list(zip(sampled.num_correct.tolist(), sums.tolist(), strict=True)) == sorted(best)
-
-
-def walk_by_squares(answers: Answers, squares: np.ndarray) -> tuple[int, int]:
-    """Right answers and costs of thresholds of f, summed over requests that each walk by themselves."""
-    right, cost = 0, 0
-    for request in range(answers.num_requests):
-        for i in range(answers.num_models):
-            cost += int(answers.cost[i])
-            if i == answers.num_models - 1 or answers.confidence[i, request] ** 2 >= squares[i]:
-                right += bool(answers.correct[i, request])
-                break
-    return right, cost
+    found = list(zip(sampled.num_correct.tolist(), sampled.cost.tolist(), strict=True))
+    assert len(good) and found == [(right, pytest.approx(cost)) for right, cost in sorted(best)]
 
 
 def test_sampling_is_as_accurate_as_the_largest_whatever_is_drawn():

@@ -46,52 +46,16 @@ MAX_TOKENS = 6
 TIME_LIMIT_S = 120  #: of a case: many times what the slowest takes
 CASES_A_PROCESS = 250  #: transformers keeps some megabytes of each model that it has made
 MEMORY_BYTES = 12 << 30  #: of the process: a huge allocation fails
-ODD: list[Any] = [
-    ...,
-    None,
-    -1,
-    0,
-    1,
-    2,
-    3,
-    0.5,
-    -0.5,
-    1e-30,
-    1e30,
-    10**9,
-    2**31,
-    2**63,
-    10**30,
-    float("nan"),
-    float("inf"),
-    True,
-    False,
-    "",
-    "x",
-    "2",
-    "silu",
-    [],
-    [1],
-    [None],
-    {},
-    {"a": 1},
-    [[]],
-    "../x",
-    "\0",
-    "é" * 999,
-]
+NUMBERS = (-1, 0, 1, 2, 3, 0.5, -0.5, 1e-30, 1e30, 10**9, 2**31, 2**63, 10**30, float("nan"), float("inf"))
+TEXTS = ("", "x", "2", "silu", "../x", "\0", "é" * 999)
+ODD: list[Any] = [..., None, True, False, *NUMBERS, *TEXTS, [], [1], [None], {}, {"a": 1}, [[]]]
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 ROPES = [
     {"type": "linear", "factor": 2.0},
     {"type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 4.0},
     {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0, "mscale_all_dim": 0},
-    {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
+    {"rope_type": "llama3", **LLAMA3},
     {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
     {"type": "su"},
     {"type": None},
@@ -125,36 +89,12 @@ EXTRA: dict[str, list[Any]] = {
     "eos_token_id": [[1, 2], "2", 1e3, []],
     "transformers_weights": ["other.safetensors"],
 }
-HEADERS = [
-    "garbage",
-    "empty",
-    "huge length",
-    "long length",
-    "short length",
-    "no object",
-    "deep",
-    "twice",
-    "truncated",
-    "trailing",
-    "missing",
-    "folder",
-    "metadata",
-    "offsets",
-    "shape",
-    "dtype",
-    "overlap",
-]
-TENSORS = ["drop", "rename", "transpose", "cut", "cast", "extra", "scalar", "prefix", "scale", "nan"]
-CASTS = [
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.int8,
-    torch.uint8,
-    torch.int64,
-    torch.float8_e4m3fn,
-    torch.bool,
-]
+REPLACED = ("garbage", "empty", "huge length", "long length", "short length", "no object", "deep", "twice", "truncated")
+CHANGED = ("metadata", "offsets", "shape", "dtype", "overlap")  #: of one tensor in the header
+HEADERS = (*REPLACED, "trailing", "missing", "folder", *CHANGED)
+TENSORS = ("drop", "rename", "transpose", "cut", "cast", "extra", "scalar", "prefix", "scale", "nan")
+FLOATS = (torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn)
+CASTS = (*FLOATS, torch.int8, torch.uint8, torch.int64, torch.bool)
 
 
 class Case(NamedTuple):
@@ -246,7 +186,7 @@ def change_header(folder: Path, draw: random.Random) -> str:
 
     spot = header[one]
     start, end = spot["data_offsets"]
-    if kind in ("offsets", "shape", "dtype", "metadata", "overlap"):
+    if kind in CHANGED:
         odd = draw.choice((-1, 0, 2**40, 2**63, 10**30, 1.5, "1", None))
         offsets = draw.choice(([start, odd], [odd, end], [end, start], [start], [start, end + 4], odd))
         dtype = draw.choice(("F16", "BF16", "I32", "U8", "F8_E4M3", "F4", "X", 3, None))
