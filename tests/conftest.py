@@ -191,13 +191,17 @@ def num_cores(request, monkeypatch) -> int:
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    """The folder of a tiny random OPT."""
+def tiny_opt(tmp_path_factory) -> tuple:
+    """The folder of a tiny random OPT, and transformers' model of it."""
     from models import save_opt
 
     folder = tmp_path_factory.mktemp("tiny")
-    save_opt(folder)
-    return folder
+    return folder, save_opt(folder)
+
+
+@pytest.fixture(scope="module")
+def tiny(tiny_opt) -> Path:
+    return tiny_opt[0]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import save_opt
 from oracles.warpers import changed
 from policies import wider_policies
 
@@ -23,19 +22,12 @@ POLICIES |= {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A tiny checkpoint and transformers' own model of it."""
-    folder = tmp_path_factory.mktemp("asking")
-    return folder, save_opt(folder)
-
-
-@pytest.fixture(scope="module")
-def llm_of(model):
+def llm_of(tiny_opt):
     """The LLM of a policy, by its name."""
 
     @cache
     def make(name: str) -> LLM:
-        return LLM(model[0], POLICIES[name], device="cpu", dtype="float32")
+        return LLM(tiny_opt[0], POLICIES[name], device="cpu", dtype="float32")
 
     yield make
 
@@ -59,7 +51,7 @@ PENALISED = [
 ]
 
 
-def test_greedy_answers_are_those_of_transformers_processors(model, llm_of):
+def test_greedy_answers_are_those_of_transformers_processors(tiny_opt, llm_of):
     generator = np.random.default_rng(0)
     prompts = [generator.integers(3, VOCAB, n).tolist() for n in (9, 1, 14, 5, 20, 8)]
     params = [SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, **asked) for asked in PENALISED]
@@ -70,7 +62,7 @@ def test_greedy_answers_are_those_of_transformers_processors(model, llm_of):
             "frequency": one.frequency_penalty, "presence": one.presence_penalty, "repetition": one.repetition_penalty,
             "bias": dict(one.logit_bias), "allowed": one.allowed_token_ids,
         }  # fmt: skip
-        assert answer.outputs[0].token_ids == greedy_by_transformers(model[1], prompt, one, **asked)
+        assert answer.outputs[0].token_ids == greedy_by_transformers(tiny_opt[1], prompt, one, **asked)
         assert answer.outputs[0].token_ids != plain.outputs[0].token_ids
 
 
@@ -144,7 +136,7 @@ def test_a_request_gets_in_company_what_it_gets_alone(llm_of, requests, policy):
             assert (output.token_ids, output.finish_reason) == (alone.token_ids, alone.finish_reason)
 
 
-def test_preempted_requests_keep_what_they_ask_for(llm_of, model, monkeypatch, batches):
+def test_preempted_requests_keep_what_they_ask_for(llm_of, tiny_opt, monkeypatch, batches):
     """Pools of the least size: the youngest are preempted and return with their answers so far as prompt."""
     monkeypatch.setattr(llm_module, "batch_size", lambda *_: (4, 0.01))
     generator = np.random.default_rng(2)
@@ -156,7 +148,7 @@ def test_preempted_requests_keep_what_they_ask_for(llm_of, model, monkeypatch, b
     common = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
     params = [common | {"seed": seed} | asked for seed, asked in enumerate(asking)]
     prompts = [generator.integers(3, VOCAB, 5 + 3 * i % 20).tolist() for i in range(len(params))]
-    llm = LLM(model[0], Policy(), device="cpu", dtype="float32")
+    llm = LLM(tiny_opt[0], Policy(), device="cpu", dtype="float32")
     together = llm.generate(prompts, [SamplingParams(**asked) for asked in params])
     assert sum(batch.num_back for batch in batches) > 0
     monkeypatch.undo()

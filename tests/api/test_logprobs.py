@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import save_opt
 from policies import wider_policies
 from runs import answered, lines_of
 
@@ -24,12 +23,6 @@ from sim.presets import hybrid
 
 POLICIES = {"kv": "kv_only", "act": hybrid(1.0, 64), **wider_policies(64, 32, 8)}
 POLICIES = {name: policy for name, policy in POLICIES.items() if name not in ("kvpr", "two copies")}  # need a machine
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("logprobs")
-    return folder, save_opt(folder)
 
 
 def places_of(model, ids: list[int]) -> np.ndarray:
@@ -69,7 +62,7 @@ def check_answer(model, answer, params: SamplingParams) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_logprobs_are_those_of_transformers_under_every_policy(model, name):
+def test_logprobs_are_those_of_transformers_under_every_policy(tiny_opt, name):
     """Prompts whole and in chunks, in mixed batches; log probabilities are those before sampling's changes."""
     generator = np.random.default_rng(5)
     prompts = [generator.integers(3, 61, n).tolist() for n in (21, 5, 5, 12, 1)]
@@ -80,9 +73,9 @@ def test_logprobs_are_those_of_transformers_under_every_policy(model, name):
         SamplingParams(logprobs=0, max_tokens=5, temperature=0, repetition_penalty=2.0, logit_bias={7: 50}),
         SamplingParams(logprobs=20, prompt_logprobs=20, max_tokens=6, temperature=0.5, seed=2),
     ]
-    llm = LLM(model[0], POLICIES[name], device="cpu", dtype="float32")
+    llm = LLM(tiny_opt[0], POLICIES[name], device="cpu", dtype="float32")
     for answer, one in zip(llm.generate(prompts, params), params, strict=True):
-        check_answer(model[1], answer, one)
+        check_answer(tiny_opt[1], answer, one)
 
 
 @settings(max_examples=30)
@@ -104,8 +97,8 @@ def test_records_are_a_plain_account(rows, count, vocab, seed):
         np.testing.assert_allclose(row[2 + count : 2 + count + kept], expected[ranked], rtol=1e-5)
 
 
-def test_text_of_tokens_and_of_none(model):
-    (answer,) = LLM(model[0], "kv_only", device="cpu", dtype="float32").generate(
+def test_text_of_tokens_and_of_none(tiny_opt):
+    (answer,) = LLM(tiny_opt[0], "kv_only", device="cpu", dtype="float32").generate(
         [[5]], SamplingParams(logprobs=1, max_tokens=1)
     )
     assert all(one.decoded_token is None for one in answer.outputs[0].logprobs[0].values())

@@ -1,4 +1,4 @@
-"""Contexts whose keys and values lie in blocks, anywhere in a memory, and policies whose attention reads them there."""
+"""Contexts whose keys and values lie in blocks, anywhere in a memory; policies that read them there; plain results."""
 
 import numpy as np
 import torch
@@ -35,3 +35,32 @@ def laid_out(generator, dtype, groups, d, tokens, head_major):
     if not head_major:
         memory = memory.permute(0, 3, 1, 2, 4).contiguous()
     return contexts, Extent(table * BLOCK_TOKENS * size, np.array(tokens, np.int64), *strides), memory
+
+
+def hidden_at_random(generator, extent: Extent) -> Extent:
+    """The extent with the first tokens of some blocks, or all of them, behind a window."""
+    hidden = torch.randint(-8, 25, extent.blocks.shape, generator=generator).clamp(0, BLOCK_TOKENS)
+    return extent._replace(hidden=hidden.numpy())
+
+
+def seen_by(pieces, request: int) -> torch.Tensor:
+    """Keys and values [tokens, 2, G, d] that a request sees of the pieces that ``laid_out`` has made."""
+    seen = []
+    for contexts, extent, _ in pieces:
+        place = np.arange(len(contexts[request]))
+        first = 0 if extent.hidden is None else extent.hidden[request, place // BLOCK_TOKENS]
+        seen.append(contexts[request][place % BLOCK_TOKENS >= first])
+    return torch.cat(seen)
+
+
+def plain_attention(query_Hd, context, rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results [H, d] of one query over keys and values [tokens, 2, G, d], and log-sums [H] of scores, in float64."""
+    (heads, d), groups = query_Hd.shape, context.shape[2]
+    keys, values = context.double().permute(1, 2, 0, 3)  # [G, tokens, d]
+    scores = query_Hd.double().view(groups, -1, d) @ keys.transpose(1, 2) * rule.scaling
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    if rule.sinks_H is not None:
+        scores = torch.cat([scores, rule.sinks_H.double().view(groups, -1, 1)], dim=-1)
+    attended = torch.softmax(scores, -1)[..., : len(context)] @ values
+    return attended.view(heads, d), torch.logsumexp(scores, -1).flatten()

@@ -12,7 +12,7 @@ import torch
 from interpreted import hasten
 from models import InMemory, save_llama
 from oracles import attend_table
-from oracles.contexts import laid_out
+from oracles.contexts import hidden_at_random, laid_out, plain_attention, seen_by
 from toy_machine import machine
 
 from flexhybrid import LLM, Policy, SamplingParams
@@ -41,8 +41,7 @@ def check(seed: int, dtype, sizes: tuple[int, int, int], part_tokens: list[list[
     for index, tokens in enumerate(part_tokens):
         contexts, extent, memory = laid_out(generator, dtype, groups, d, tokens, head_major=index % 2 == 0)
         if asked.get("hides"):
-            hidden = torch.randint(-8, 25, extent.blocks.shape, generator=generator).clamp(0, 16).numpy()
-            extent = extent._replace(hidden=hidden)
+            extent = hidden_at_random(generator, extent)
         pieces.append((contexts, extent, memory))
     sinks = torch.randn(groups * queries, generator=generator).to(dtype) if asked.get("sinks") else None
     rule, names = ScoreRule(0.3, asked.get("softcap"), sinks), list(range(len(pieces)))
@@ -56,25 +55,11 @@ def check(seed: int, dtype, sizes: tuple[int, int, int], part_tokens: list[list[
     close = {"atol": 2e-5, "rtol": 2e-5} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
     assert ours.dtype == (dtype if sums is None else torch.float32)
     for request in range(batch):
-        seen = []
-        for contexts, extent, _ in pieces:
-            hidden, place = extent.hidden, np.arange(len(contexts[request]))
-            first = 0 if hidden is None else hidden[request, place // BLOCK_TOKENS]
-            seen.append(contexts[request][place % BLOCK_TOKENS >= first])
-        context = torch.cat(seen).double()
-        keys, values = context[:, 0].transpose(0, 1), context[:, 1].transpose(0, 1)  # [G, T, d]
-        scores = query[request].double().view(groups, queries, d) @ keys.transpose(1, 2) * 0.3
-        if rule.softcap:
-            scores = rule.softcap * torch.tanh(scores / rule.softcap)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.double().view(groups, queries, 1)], dim=-1)
-        expected = (torch.softmax(scores, -1)[..., : keys.shape[1]] @ values).flatten(0, 1)
-        torch.testing.assert_close(ours[request].double(), expected, **close)
-        torch.testing.assert_close(by_torch[0][request].double(), expected, **close)
-        if sums is not None:
-            logarithm = torch.logsumexp(scores, -1).flatten()
-            torch.testing.assert_close(sums[request].double(), logarithm, atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(by_torch[1][request].double(), logarithm, atol=1e-4, rtol=1e-4)
+        expected, logarithm = plain_attention(query[request], seen_by(pieces, request), rule)
+        for attended, of_sums in ((ours, sums), by_torch):
+            torch.testing.assert_close(attended[request].double(), expected, **close)
+            if of_sums is not None:
+                torch.testing.assert_close(of_sums[request].double(), logarithm, atol=1e-4, rtol=1e-4)
 
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

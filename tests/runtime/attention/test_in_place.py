@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from oracles.contexts import POLICIES, laid_out
+from oracles.contexts import POLICIES, hidden_at_random, laid_out, plain_attention, seen_by
 from toy_machine import machine
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
@@ -52,8 +52,7 @@ def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads, hi
     ]
     if hides:  # but never the new token
         for index, (contexts, extent, memory) in enumerate(pieces[:-1]):
-            hidden = torch.randint(-8, 25, extent.blocks.shape, generator=generator).clamp(0, 16).numpy()
-            pieces[index] = contexts, extent._replace(hidden=hidden), memory
+            pieces[index] = contexts, hidden_at_random(generator, extent), memory
     query = torch.randn(batch, groups * queries, d, generator=generator).to(dtype)
     totals = np.sum(part_tokens, axis=0)
     rule = ScoreRule(scaling, 1.5 if way == "softcap" else None)
@@ -65,18 +64,10 @@ def test_it_is_a_softmax_over_all_parts_of_each_context(dtype, case, threads, hi
     with patch.object(in_place, "WIDENED_ELEMENTS", 2000), ThreadPoolExecutor(threads) as pool, torch.inference_mode():
         attended = layout._replace(bounds=bounds, share=pool.map).attend(query, memories, rule)
     assert attended.dtype == dtype
+    close = 1e-5 if dtype == torch.float32 else 2e-2
     for request in range(batch):
-        seen = []
-        for contexts, extent, _ in pieces:
-            hidden = np.zeros(extent.blocks.shape) if extent.hidden is None else extent.hidden
-            place = np.arange(len(contexts[request]))
-            seen.append(contexts[request][place % BLOCK_TOKENS >= hidden[request, place // BLOCK_TOKENS]])
-        context = torch.cat(seen).double()
-        keys, values = context[:, 0].transpose(0, 1), context[:, 1].transpose(0, 1)  # [G, T, d]
-        scores = rule.capped(query[request].double().view(groups, queries, d) @ keys.transpose(1, 2) * scaling)
-        expected = (torch.softmax(scores, -1) @ values).flatten()
-        close = 1e-5 if dtype == torch.float32 else 2e-2
-        torch.testing.assert_close(attended[request].double(), expected, atol=close, rtol=close)
+        expected, _ = plain_attention(query[request], seen_by(pieces, request), rule)
+        torch.testing.assert_close(attended[request].double(), expected.flatten(), atol=close, rtol=close)
 
 
 @given(
@@ -117,8 +108,8 @@ def test_the_host_attends_on_the_threads_of_its_lane(dtype, monkeypatch):
     for attended, sums in found:
         assert torch.equal(attended, found[0][0]) and torch.equal(sums, found[0][1])
     for request, context in enumerate(contexts):
-        scores = query[request].double().view(groups, 3, d) @ context[:, 0].double().permute(1, 2, 0) * 0.2
-        torch.testing.assert_close(found[0][1][request].double(), scores.logsumexp(-1), atol=1e-5, rtol=1e-5)
+        _, sums = plain_attention(query[request], context, ScoreRule(0.2))
+        torch.testing.assert_close(found[0][1][request].double().flatten(), sums, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -5,19 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles.contexts import plain_attention
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.runtime.kernels import attention
 from flexhybrid.runtime.step_tensors import mask_of
 from flexhybrid.runtime.verbs.attending import gather_blocks
-
-
-def plain(query_Hd, keys_GTd, values_GTd, scaling=None):
-    """One query over its context: [H, d] in float64."""
-    heads, groups = len(query_Hd), len(keys_GTd)
-    keys, values = (x.double().repeat_interleave(heads // groups, dim=0) for x in (keys_GTd, values_GTd))
-    scores = (keys @ query_Hd.double()[:, :, None]).squeeze(-1) * (scaling or query_Hd.shape[-1] ** -0.5)
-    return (torch.softmax(scores, dim=-1)[:, None] @ values).squeeze(1)
 
 
 @pytest.mark.parametrize("name", attention.PATHS)
@@ -40,6 +33,7 @@ def test_every_way_to_attend_is_plain_attention(name, dtype, heads, d, new, hidd
     generator, cached = torch.Generator().manual_seed(d + new), 0 if hidden is None else 12
     rows = torch.randn(batch, cached + new, 2 * groups + num_heads, d, generator=generator).to(dtype)
     keys, values, queries = rows.split((groups, groups, num_heads), dim=2)
+    rule = attention.ScoreRule(scaling or d**-0.5)
     lacks = np.arange(cached + new) < np.array(hidden or [0] * batch)[:, None]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "WIDENED_ELEMENTS", at_once)
@@ -61,8 +55,8 @@ def test_every_way_to_attend_is_plain_attention(name, dtype, heads, d, new, hidd
             seen = ~lacks[row, : cached + token + 1]
             if window is not None:
                 seen &= places[row, : cached + token + 1].numpy() > cached + token - window
-            k, v = (x[row, np.flatnonzero(seen)].transpose(0, 1) for x in (keys, values))
-            expected = plain(queries[row, cached + token], k, v, scaling).flatten()
+            context = torch.stack([x[row, np.flatnonzero(seen)] for x in (keys, values)], dim=1)
+            expected = plain_attention(queries[row, cached + token], context, rule)[0].flatten()
             np.testing.assert_allclose(out[row, token].double(), expected, rtol=accuracy, atol=accuracy)
 
 
