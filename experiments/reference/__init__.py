@@ -52,7 +52,6 @@ TABLES = {
     "gated_mlp:flag positional source role:role",
     "published": "id:key paper system model bits batch:count? gpu_batch:count? num_gpu_batches:count? prompt_len:count "
     "gen_len:count metric value:number unit gpu host_mem_gb:count link source role:role note",
-    "powerinfer_table": "paper system model batch:count prompt_len:count metric value:number unit source role:role",
 }
 
 #: The column that ``value`` reads, where it is not "value".

@@ -86,10 +86,11 @@ def a100_kvpr() -> Datasheet:
 def rtx5000_kvpr() -> Datasheet:
     """KVPR's low-end testbed under FlexGen's code, whose copies are fitted on FlexGen's rows."""
     base, paper = load_datasheet(catalogue.FOLDER / "rtx5000.json"), table5_paper()
-    ours = table5_rates(kvpr.ENGINE_GEMM, kvpr_alone=True)
+    testbed = capture.relayed(kvpr.machine("rtx5000", PCIE_SHARE * kvpr.link_standard("rtx5000")))
+    ours = table5_rates(testbed)
     on = f"{SHARED}; FlexGen's relayed copies: {capture.relay_constant().fitted_on}; the rest is rtx5000's, assumed"
     held_out = f"KVPR there: {in_words(ours['KVPR, paper rule'], paper['KVPR'])}"
-    return _entry(base, "rtx5000-kvpr", kvpr.rtx5000(kvpr.ENGINE_GEMM), on, held_out)
+    return _entry(base, "rtx5000-kvpr", testbed, on, held_out)
 
 
 def t4_flexgen() -> Datasheet:

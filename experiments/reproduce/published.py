@@ -18,7 +18,6 @@ import pandas as pd
 from experiments import reference
 from experiments.reproduce.calibrate import fit
 from experiments.reproduce.experiment import Constant, Experiment, Row
-from experiments.reproduce.flexgen import engine_rates
 from experiments.reproduce.paper import FLEXGEN, context, printed, values_of
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware, Line
@@ -157,22 +156,28 @@ def _disk_line(gb_per_s: float) -> Line:
 
 def engine(conversion: float, relay_gb_per_s: float, cached_disk_gb_per_s: float) -> Hardware:
     """Return the T4 at the rates of FlexGen's engine: attention on the host and of prompts as its authors' published
-    fit has them, with these three of ours.
+    fit has them (``experimental/cost_model.py``), with these three of ours.
 
     Attention reads loaded keys and values where they lie: nothing is assembled (``mha_gen`` makes views of them). What
     lies in pageable memory is copied into page-locked memory before it crosses (``general_copy``).
     Of the authors' fit, copies to the host at 0.97 GiB/s and decode attention at 0.079 TFLOP/s are left out.
     """
     plain = catalogue.load("t4")
-    engine_lines = engine_rates(plain, conversion=conversion).lines
-    left_out = {key: plain.lines[key] for key in ("h2d", "d2h", "attend")} | {"store_hidden": plain.lines["d2h"]}
-    link = plain.lines["h2d"]
+    authors, link = plain.notes["published_fit"], plain.lines["h2d"]
+
+    def computes(verb: str, tflops: str) -> Line:
+        return Line(plain.lines[verb].overhead_s, s_per_flop=1 / (authors[tflops] * 1e12))
+
     own = {
+        "attend_prefill": computes("attend_prefill", "prefill_attention_tflops"),
+        "attend_host": computes("attend_host", "host_attention_tflops"),
+        "store_hidden": plain.lines["d2h"],
         "assemble": Line(),
         "load_kv": replace(link, s_per_byte=link.s_per_byte + 1e-9 / relay_gb_per_s),
         "disk_read": _disk_line(cached_disk_gb_per_s),
     }
-    return replace(plain, lines={**engine_lines, **left_out, **own}, attends_in_place=False)
+    code = Implementation("flexgen", conversion=conversion, assembles=True)
+    return on(code, replace(plain, lines={**plain.lines, **own}))
 
 
 def refit_engine() -> tuple[Constant, ...]:

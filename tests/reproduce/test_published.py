@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from experiments import reference
-from experiments.reproduce import gate, machines, one_law, published
+from experiments.reproduce import gate, machines, published
 from experiments.reproduce.calibrate import fit
 from experiments.reproduce.experiment import Constant
 from flexhybrid.core.model.shape import shape_by_name
@@ -69,13 +69,6 @@ def test_h2os_logs_were_held_out():
 def test_evictions_seconds_are_the_fit():
     kept = [1e6 * seconds for seconds in published.EVICTION.values()]
     assert [one.value for one in published.refit_eviction()] == pytest.approx(kept, rel=0.01)
-
-
-def test_flexgens_copies_are_the_law_that_left_out_rows_choose():
-    """On calibrate rows alone: each of Table 5's by a fit on the five others."""
-    off = {law: one_law.copies_errors(law) for law in one_law.COPIES}
-    assert min(off, key=lambda law: off[law][1]) == "relay"
-    assert all(together < left_out for together, left_out in off.values())
 
 
 def test_what_a_change_brings():

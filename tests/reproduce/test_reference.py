@@ -30,7 +30,6 @@ COUNTS = {
     "kvpr_table3_4": (96, 48, 48),
     "kvpr_table5": (12, 6, 6),
     "models": (13, 0, 0),
-    "powerinfer_table": (18, 0, 0),
     "published": (31, 26, 5),
 }
 

@@ -121,11 +121,3 @@ def test_recomputing_from_token_ids_costs_more_the_faster_the_copies():
         )
         assert locked[-1] > relayed[-1] > alike[-1] > 1
         assert relayed[2] < 1  # a fifth of the tokens hides behind the loads: CAPTURE's reading cannot be
-
-
-def test_packing_by_length_pays_where_lengths_differ_and_f_b_does_not():
-    gains = {row["what"]: row["ours"] for row in experiment("capture-table3").rows.to_dict("records")}
-    by_length = [gain for what, gain in gains.items() if "packed by length" in what]
-    by_f_b = [gain for what, gain in gains.items() if "packed F_b" in what]
-    assert len(by_length) == len(by_f_b) == 2
-    assert min(by_length) > 1.1 and max(by_f_b) < min(by_length)

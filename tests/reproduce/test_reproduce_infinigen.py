@@ -1,4 +1,4 @@
-"""InfiniGen's figures and FlexGen's table done again: the kept rows, what was fitted on what, what the runs cost."""
+"""InfiniGen's figures done again: the kept rows, what was fitted on what, what the runs cost."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from experiments.reproduce import flexgen, gate, registry, report
+from experiments.reproduce import gate, registry, report
 from experiments.reproduce.calibrate import MOST_CONSTANTS
 from experiments.reproduce.infinigen import accuracy, accuracy_policies, setup
-from experiments.reproduce.paper import INFINIGEN, values_of
+from experiments.reproduce.paper import INFINIGEN
 from flexhybrid.core.context.selection import REPORTED, counted_tokens
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.problem import Problem
-from sim import catalogue, presets
+from sim import catalogue
 from sim.simulate import simulate
 
 
@@ -25,7 +25,7 @@ def done() -> dict:
 
 
 def row(experiment, row_id: str):
-    """The row of an experiment that compares with this id (not one that shows it as context beside another reading)."""
+    """The row of an experiment that compares with this id (not one that shows it as context)."""
     rows = experiment.rows
     found = rows[rows["source"].str.startswith(row_id) & (rows["role"] != "context")]
     assert len(found) == 1, row_id
@@ -57,15 +57,6 @@ def test_no_validate_row_can_be_fitted_on(monkeypatch):
         setup.fitted.__wrapped__()
 
 
-def test_the_scripts_reading_is_the_nearest(done):
-    rows = done["infinigen-readings"].rows
-    means = rows[rows["what"].str.startswith("mean")].set_index("reading")["ours"]
-    assert len(means) == 4
-    assert means.idxmin() == setup.AS_RUN.words
-    assert means.min() < 6 < sorted(means)[1]
-    assert set(rows["role"]) == {"context"}  # of readings only one may be judged
-
-
 def test_unified_memory_falls_where_the_working_set_passes_the_device(done):
     assert row(done["infinigen-fig15"], "ih042")["ours"] == 16
     assert setup.uvm_working_set_bytes(16) / 2**30 == pytest.approx(48.9, abs=0.1)
@@ -95,15 +86,6 @@ def test_a_task_of_no_part_is_refused():
         setup.breakdown({"load_act": 1.0})
 
 
-def test_two_whole_layers_cost_what_they_move():
-    """H2O with layers 0 and 1 loaded whole: more by their bytes over the link, nearly."""
-    hardware, few = setup.testbed(), setup.Interpretation(first_two_full=False)
-    for name, layers, kept in (("H2O", 2, 384), ("InfiniGen", 1, 72)):
-        _, more = setup.times(name, 8) - setup.times(name, 8, reading=few, hardware=hardware)  # prefill, decode
-        moved = layers * 127 * 8 * (1983 - kept) * setup.OPT_13B.kv_token_bytes(2)
-        assert float(more[0]) == pytest.approx(moved * hardware.line("h2d", "h2d").s_per_byte, rel=0.12), name
-
-
 def test_every_run_fits_the_machine():
     """The batches of the figures run at once on 48 GiB and 96 GiB."""
     for name, policy in setup.POLICIES.items():
@@ -114,7 +96,7 @@ def test_every_run_fits_the_machine():
 def test_figures_have_data_and_context_rows_no_verdict(done):
     assert all(np.isfinite(figure.frame[figure.y]).all() for one in done.values() for figure in one.figures)
     assert all(np.isfinite(one.rows["ours"]).all() for one in done.values())
-    assert [name for name, one in done.items() if not one.figures] == ["infinigen-readings"]
+    assert all(one.figures for one in done.values())
 
 
 def test_predictions_fetch_what_was_measured():
@@ -140,50 +122,3 @@ def test_the_report_opens_with_what_holds(done):
 
 def test_no_row_is_worse_or_stale():
     assert gate.check("infinigen") == []
-
-
-# ---- FlexGen's own table
-
-
-@pytest.fixture(scope="module")
-def t4_rows():
-    """Table 2 without the searches, which have tests of their own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flexgen, "searched", lambda run, hardware: {})
-        return flexgen.t4().rows.set_index("what")
-
-
-def test_flexgen_rows_are_context_and_complete(t4_rows):
-    assert set(t4_rows["role"]) == {"context"}
-    published = {(run.model, run.compressed): run.tokens_per_s for run in flexgen.RUNS}
-    assert published == {
-        ("opt-6.7b", False): 25.26, ("opt-30b", False): 7.32, ("opt-175b", False): 0.69,
-        ("opt-6.7b", True): 29.12, ("opt-30b", True): 8.38, ("opt-175b", True): 1.12,
-    }  # fmt: skip
-    assert [run.batch for run in flexgen.RUNS] == [2, 144, 256, 72, 512, 144]
-
-
-def test_flexgen_on_a_t4(t4_rows):
-    assert abs(t4_rows.loc["OPT-6.7B: as run, datasheet rates", "error"]) < 0.10
-    assert abs(t4_rows.loc["OPT-30B: as run, engine rates", "error"]) < 0.15
-    assert abs(t4_rows.loc["OPT-175B: as run, datasheet rates", "error"]) < 0.35
-    for model in ("OPT-6.7B", "OPT-30B", "OPT-175B"):  # 4-bit code at the rate found on InfiniGen's testbed
-        datasheet, engine = (
-            abs(t4_rows.loc[f"{model}, 4 bits: as run, {rates} rates", "error"]) for rates in ("datasheet", "engine")
-        )
-        assert engine < 0.30 < datasheet
-
-
-def test_flexgen_takes_over_the_fitted_share_of_4_bit_code():
-    assert values_of(setup.constants())["conversion"] == pytest.approx(flexgen.CONVERSION, rel=0.05)
-
-
-def test_flexgen_mini_batches_are_its_gpu_batches():
-    for run in flexgen.RUNS:
-        found = flexgen.rate(run.model, catalogue.load("t4"), run.policy, run.batch)
-        assert found["num_mini_batches"] == run.batches[1], run.name
-
-
-def test_searched_policies_are_described():
-    policy = presets.int4()
-    assert flexgen.describe(policy) == "weights 100/0/0, 100 % kv@host, attention on device, bits native/4/native"

@@ -38,7 +38,7 @@ def test_captures_rows(model):
 
 
 def test_kvprs_rows():
-    rates = table5_rates()
+    rates = table5_rates(kvpr.rtx5000())
     for place, (prompt, generated) in enumerate(kvpr.LONG):
         size = int(kvpr.mini_batch_tokens(prompt, generated))
         systems = {

@@ -13,7 +13,7 @@ from models import save_opt
 from experiments.reproduce import registry
 from experiments.reproduce.infinigen import accuracy as infinigen_accuracy
 from experiments.reproduce.infinigen import accuracy_policies as studied
-from experiments.reproduce.infinigen import accuracy_rows, authors_pool
+from experiments.reproduce.infinigen import accuracy_rows
 from experiments.studies import accuracy_study, attention_study
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.runtime.storage.loader import Checkpoint
@@ -114,17 +114,6 @@ def test_a_comparison_is_of_the_same_texts():
 
 def test_skewing_alone_changes_nothing(study):
     assert study["skewing_alone"] < 1e-4
-
-
-def test_the_authors_evaluation_drops_the_same_key_again_and_again(monkeypatch):
-    """By hand: 40 queries, a pool of 30 places, and queries that choose up to 30 keys, all but key 2. Key 2 is the one
-    chosen longest ago, and stays it. Of the first 15 keys, those that the first full query may drop, 14 is the youngest
-    and was chosen least often; once dropped it is never chosen again, and stays that."""
-    monkeypatch.setattr(authors_pool, "BUDGET", 0.75)
-    scores = np.zeros((40, 40))
-    scores[:, 2] = -100.0
-    dropped = {rule: authors_pool.victims(scores, rule, 30) for rule in ("fifo", "lru", "counter")}
-    assert dropped == {"fifo": list(range(9)), "lru": 9 * [2], "counter": 9 * [14]}
 
 
 def test_attention_is_transformers_own(folder, study):

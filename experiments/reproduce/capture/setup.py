@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
-import pandas as pd
 
 from experiments import reference
 from experiments.reproduce.calibrate import PCIE_SHARE, fit
@@ -103,20 +102,14 @@ ENTRY = "rtx4090-capture"  #: of the catalogue: this machine
 FITTED_ON = "Table III, the six rows of OPT-6.7B and OPT-13B"
 
 
-def refit(link_gb_per_s: float = LINK_GB_PER_S) -> tuple[Constant, ...]:
+def refit() -> tuple[Constant, ...]:
     """Fit the machine's two free constants on the calibrate rows of Table III, each system as ``run_variant`` has it.
 
     ``constants`` reads what this found from the catalogue's entry; ``experiments.reproduce.machines`` writes it there.
     """
-    link = {"link_gb_per_s": link_gb_per_s}
     rows = reference.check_role(reference.rows("capture_table3", role="calibrate"), "calibrate")
     free = tuple(CAPTURE.constant(*item) for item in _START.items())
-    return fit_fast(free, lambda values, walk: calibrate_s(values | link, walk), run_s(rows), FITTED_ON)
-
-
-def run_s(rows: pd.DataFrame) -> np.ndarray:
-    """Return the seconds of rows of Table III."""
-    return BATCH * GENERATED / rows["tokens_per_s"].to_numpy()
+    return fit_fast(free, calibrate_s, BATCH * GENERATED / rows["tokens_per_s"].to_numpy(), FITTED_ON)
 
 
 def calibrate_s(values: dict[str, float], walk: bool = True) -> np.ndarray:

@@ -8,7 +8,6 @@ import pandas as pd
 
 from experiments import reference
 from experiments.reproduce.capture import setup
-from experiments.reproduce.capture.packing import packing_rows
 from experiments.reproduce.capture.setup import MODELS
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars, errors, lines
 from experiments.reproduce.paper import CAPTURE, context, printed, values_of
@@ -167,7 +166,6 @@ def table3() -> Experiment:
         record["value"] = record["tokens_per_s"]
         rows.append(printed(record, record["ours"], quantity, "Table III", model=model, share=record["share"]))
     rows += _speedups(measured) + ratio_rows() + _what_if_rows(measured)
-    packed = packing_rows()
     share, at_printed = at_printed_ratio("OPT-66B")
     best, at_best = optimum("OPT-66B")
     last = _full_row(measured, "OPT-66B")
@@ -181,7 +179,7 @@ def table3() -> Experiment:
         footprint[model] = float(run.peak_bytes["host"][0]) / 1e9
     return CAPTURE.experiment(
         "capture-table3",
-        rows + packed,
+        rows,
         [_bars(measured), _scan_figure(measured)],
         setup.all_constants(),
         mean=np.abs(wrong).mean(),
@@ -197,5 +195,4 @@ def table3() -> Experiment:
         link=link,
         on_slow_link=on_slow_link,
         footprint=footprint,
-        packed=[row["ours"] for row in packed],
     )

@@ -27,7 +27,6 @@ from experiments.reproduce.infinigen.accuracy_rows import (
     row,
     studies,
 )
-from experiments.reproduce.infinigen.authors_pool import distinct_victims
 from experiments.reproduce.paper import INFINIGEN, context
 from flexhybrid.jobs.accuracy import bootstrap
 
@@ -410,16 +409,6 @@ def table_2() -> Experiment:
             rows.append(compared | beside)
             said.append(words)
             points.append(point(against(study["skewed"], limited, unlimited), "victim", victim, model))
-    evictions, distinct = distinct_victims()
-    for rule, numbers in distinct.items():
-        quantity = f"authors' evaluation code, {rule}: distinct tokens of {evictions} evictions"
-        rows.append(context(quantity, float(np.mean(numbers)), least=min(numbers), most=max(numbers)))
     title = f"A pool of {studied.POOL:.0%}, prompts of {studied.PROMPT_SHARE:.0%}"
-    return INFINIGEN.experiment(
-        "infinigen-accuracy-table2",
-        rows,
-        [bars("over", points, title, "", "perplexity over no limit")],
-        said=said,
-        evictions=evictions,
-        counts=", ".join(f"{rule} {min(numbers)} to {max(numbers)}" for rule, numbers in distinct.items()),
-    )
+    figure = bars("over", points, title, "", "perplexity over no limit")
+    return INFINIGEN.experiment("infinigen-accuracy-table2", rows, [figure], said=said)

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from experiments.reproduce.experiment import ARITHMETIC, Experiment, Figure, Row, bars, lines
+from experiments.reproduce.experiment import ARITHMETIC, Experiment, Figure, bars, lines
 from experiments.reproduce.infinigen import setup
 from experiments.reproduce.infinigen.setup import GENERATED, OPT_13B, PARTIAL_RATIO, POLICIES, PROMPT
-from experiments.reproduce.paper import INFINIGEN, context, contexts, points, values_of
+from experiments.reproduce.paper import INFINIGEN, context, contexts, points
 from flexhybrid.core.context.selection import (
     GROWS_AS,
     REPORTED,
@@ -148,35 +148,6 @@ def figure_15() -> Experiment:
         printed=INFINIGEN.value("ih040"),
         h2o=gains[4, "H2O"],
     )
-
-
-def readings() -> Experiment:
-    """Four readings of how the systems ran, each with constants of its own."""
-    rows, verdict = [], []
-    for reading in setup.READINGS:
-        link, compared = values_of(setup.fitted(reading))["link_gb_per_s"], _reading_rows(reading)
-        errors = [row["ours"] / row["paper"] - 1 for row in compared]
-        mean, worst = float(np.mean(np.abs(errors))), max(errors, key=abs)
-        rows += [
-            context("link that the batch-4 rows ask for", link, "GB/s", reading=reading.words),
-            *compared,
-            context("mean |error| of these six", 100 * mean, "%", reading=reading.words),
-        ]
-        verdict.append(f"{reading.words}: mean |error| {mean:.1%}, worst {worst:+.1%}, link {link:.1f} GB/s")
-    return INFINIGEN.experiment("infinigen-readings", rows, verdict="; ".join(verdict))
-
-
-def _reading_rows(reading: setup.Interpretation) -> list[Row]:
-    """Return the rows that no constant was fitted on, computed with a reading."""
-    rows, hardware = [], setup.testbed(reading)
-    for name, row_id in setup.VALIDATE.items():
-        rate = float(setup.throughput(name, 20, reading, hardware))
-        rows.append(INFINIGEN.beside(row_id, rate, f"{name}, batch 20", reading=reading.words))
-    gains = setup.speedups(8, reading=reading, hardware=hardware)
-    for name, row_id in SEQUENCE_ROWS.items():
-        gain = float(gains[name][0])
-        rows.append(INFINIGEN.beside(row_id, gain, f"{name} over FlexGen, batch 8", reading=reading.words))
-    return rows
 
 
 def figure_16a() -> Experiment:

@@ -2,11 +2,10 @@
 
 The published scripts (github.com/snu-comparch/InfiniGen, commit 3754f52, ``speedup``) settle what the paper leaves
 open: every FlexGen-based system runs with ``--overlap false`` and one GPU batch, and H2O and InfiniGen load the whole
-cache of the first two layers. ``Interpretation`` names these choices, so that the paper's own words can be computed
-too.
+cache of the first two layers.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -15,7 +14,7 @@ import pandas as pd
 from experiments import reference
 from experiments.reproduce.calibrate import fit
 from experiments.reproduce.experiment import Constant
-from experiments.reproduce.paper import INFINIGEN, values_of
+from experiments.reproduce.paper import INFINIGEN
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
@@ -56,24 +55,6 @@ CALIBRATE = {"InfiniGen": "ih043", "INT4": "ih045", "H2O": "ih047"}
 VALIDATE = {"InfiniGen": "ih044", "INT4": "ih046", "H2O": "ih048"}
 
 
-@dataclass(frozen=True)
-class Interpretation:
-    """How the systems ran, where the paper and the published scripts differ."""
-
-    overlap: bool = False  #: copies behind computing; the scripts have --overlap false
-    first_two_full: bool = True  #: H2O and InfiniGen load all of layers 0 and 1, as the code does
-
-    @property
-    def words(self) -> str:
-        order = "copies overlap computing" if self.overlap else "one task after the other"
-        layers = "layers 0 and 1 loaded whole" if self.first_two_full else "no more layers whole than the method needs"
-        return f"{order}; {layers}"
-
-
-AS_RUN = Interpretation()
-READINGS = tuple(Interpretation(overlap, full) for overlap in (False, True) for full in (True, False))
-
-
 # ---- machine and constants
 
 
@@ -93,14 +74,14 @@ def machine(link_gb_per_s: float, conversion: float, gather_s: float) -> Hardwar
 
 
 @cache
-def fitted(reading: Interpretation = AS_RUN) -> tuple[Constant, ...]:
+def fitted() -> tuple[Constant, ...]:
     """Fit link, conversion and gathering on the three rows of batch 4."""
     rows = pd.concat([reference.rows("infinigen_headlines", id=row_id) for row_id in CALIBRATE.values()])
     paper = reference.check_role(rows, "calibrate")["value"].to_numpy()
 
     def ours(values: dict[str, float]) -> np.ndarray:
         hardware = machine(**values)
-        return np.array([float(throughput(name, 4, reading, hardware)) for name in CALIBRATE])
+        return np.array([float(throughput(name, 4, hardware)) for name in CALIBRATE])
 
     standard = catalogue.load("rtx-a6000").notes["link_bytes_per_s"] / 1e9
     start = {"link_gb_per_s": 0.8 * standard, "conversion": 0.2, "gather_s": 5e-4}
@@ -134,12 +115,9 @@ def constants() -> tuple[Constant, ...]:
 
 
 @cache
-def testbed(reading: Interpretation = AS_RUN) -> Hardware:
-    """Return the catalogue's entry: the machine with the fitted constants; of another reading, with those of its own
-    fit."""
-    if reading == AS_RUN:
-        return catalogue.load("a6000-infinigen")
-    return machine(**values_of(fitted(reading)))
+def testbed() -> Hardware:
+    """Return the catalogue's entry: the machine with the fitted constants."""
+    return catalogue.load("a6000-infinigen")
 
 
 # ---- systems
@@ -150,30 +128,27 @@ def times(
     batch: np.ndarray | float,
     prompt: np.ndarray | float = PROMPT,
     shape: ModelShape = OPT_13B,
-    reading: Interpretation = AS_RUN,
     hardware: Hardware | None = None,
     weights_device: float = 1.0,
     policy: Policy | None = None,
 ) -> np.ndarray:
     """Return the seconds [prefill and decode, …] of one of POLICIES, or of ``policy``, over arrays of batch and prompt.
 
-    H2O and InfiniGen load all of their first layers: two, or those that their methods cannot do without: none of H2O,
-    one of InfiniGen, for which nothing can speculate.
+    H2O and InfiniGen load all of layers 0 and 1; one task runs after the other.
     """
-    hardware = testbed(reading) if hardware is None else hardware
+    hardware = testbed() if hardware is None else hardware
     policy = policy or POLICIES[name]
     if name in ("H2O", "InfiniGen"):
-        layers = 2 if reading.first_two_full else int(name == "InfiniGen")
-        policy = replace(policy, selection=replace(policy.selection, whole_layers=layers))
+        policy = replace(policy, selection=replace(policy.selection, whole_layers=2))
     weights = Placement(device=weights_device, host=1.0 - weights_device)
-    policy = replace(policy, overlap="full" if reading.overlap else "none", weights=weights)
+    policy = replace(policy, overlap="none", weights=weights)
     prediction = predict(Problem(shape=shape, hardware=hardware), Candidates(policy, batch, prompt, GENERATED))
     return np.array([prediction.prefill_s, prediction.decode_s])
 
 
-def throughput(name: str, batch, reading: Interpretation = AS_RUN, hardware: Hardware | None = None) -> np.ndarray:
+def throughput(name: str, batch, hardware: Hardware | None = None) -> np.ndarray:
     """Return generated tokens a second, prefill included, OPT-13B with 1920 + 128 tokens."""
-    total_s = times(name, batch, reading=reading, hardware=hardware).sum(axis=0)
+    total_s = times(name, batch, hardware=hardware).sum(axis=0)
     return np.squeeze(np.asarray(batch) * GENERATED / total_s)
 
 

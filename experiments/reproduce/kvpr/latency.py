@@ -1,6 +1,5 @@
 """KVPR's latency figures: one batch of 64, weights on the GPU, cache on the host, layer after layer."""
 
-import math
 from dataclasses import replace
 from functools import cache, partial
 
@@ -11,7 +10,7 @@ from experiments.reproduce.experiment import ARITHMETIC, Constant, Experiment
 from experiments.reproduce.kvpr import setup
 from experiments.reproduce.kvpr.setup import LATENCY_BATCH, label, labels
 from experiments.reproduce.paper import KVPR, context, contexts, judged, printed, values_of
-from flexhybrid.core.policy import Overlap, Policy
+from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
@@ -23,37 +22,26 @@ TABLES = {3: "OPT-6.7B", 4: "OPT-13B"}
 # ---- times
 
 
-def accelerate_s(model: str, pairs, constants: tuple[Constant, ...] | None = None, overlap: Overlap = "step"):
+def accelerate_s(model: str, pairs, constants: tuple[Constant, ...] | None = None) -> np.ndarray:
     """Return the decode seconds of transformers' offloaded static cache."""
-    return _run(model, setup.accelerate(overlap), pairs, constants)
-
-
-def kvpr_s(
-    model: str,
-    pairs,
-    rule: str = "paper",
-    act: str = "host",
-    reserved: bool = True,
-    share: float | None = None,
-    constants: tuple[Constant, ...] | None = None,
-):
-    """Return the decode seconds of KVPR.
-
-    ``reserved``: every step handles the full reserved length, as Accelerate's does; else the tokens cached by then.
-    ``share``: this share of the tokens is recomputed, instead of the rule's.
-    """
-    policy = setup.kvpr_latency(rule, act)
-    if share is not None:
-        policy = setup.at_share(policy, share)
-    if not reserved:
-        return _run(model, policy, pairs, constants)
-    return setup.reserved_decode_s(setup.shape_of(model), _hardware(constants), policy, *setup.lengths(pairs))
-
-
-def _run(model: str, policy: Policy, pairs, constants):
     prompts, generated = setup.lengths(pairs)
-    hardware = _hardware(constants)
-    return setup.run_one(setup.shape_of(model), hardware, policy, LATENCY_BATCH, prompts, generated).decode_s
+    return setup.run_one(
+        setup.shape_of(model), _hardware(constants), setup.accelerate(), LATENCY_BATCH, prompts, generated
+    ).decode_s
+
+
+def kvpr_s(model: str, pairs, constants: tuple[Constant, ...] | None = None) -> np.ndarray:
+    """Return the decode seconds of KVPR, whose steps handle the full reserved length, as Accelerate's do."""
+    hardware, policy = _hardware(constants), setup.kvpr_latency()
+    return setup.reserved_decode_s(setup.shape_of(model), hardware, policy, *setup.lengths(pairs))
+
+
+def deepspeed_s(model: str, pairs) -> np.ndarray:
+    """DeepSpeed Inference with its cache on the host: weights resident, one task at a time (assumed: the paper does
+    not say how it was set up)."""
+    policy = replace(presets.offloaded(), schedule="row", name="deepspeed")
+    prompts, generated = setup.lengths(pairs)
+    return setup.run_one(setup.shape_of(model), _hardware(None), policy, LATENCY_BATCH, prompts, generated).decode_s
 
 
 def _hardware(constants: tuple[Constant, ...] | None):
@@ -177,78 +165,20 @@ table3, table4 = partial(_table, 3), partial(_table, 4)
 # ---- Fig. 7
 
 
-#: name -> Accelerate's overlap, and arguments of kvpr_s.
-READINGS: dict[str, dict] = {
-    "eq. 10, ACT on host": {},
-    "pipeline rule, ACT on host": {"rule": "pipeline"},
-    "eq. 10, ACT on GPU": {"act": "device"},
-    "pipeline rule, ACT on GPU": {"rule": "pipeline", "act": "device"},
-    "eq. 10, only cached tokens copied": {"reserved": False},
-    "0.30 of the tokens (Fig. 10)": {"share": math.nan},
-    "eq. 10, Accelerate one task at a time": {"overlap": "none"},
-}
-
-
-@cache
-def speedups(reading: str) -> dict[str, np.ndarray]:
-    """Return model -> Accelerate's seconds / KVPR's over setup.SHORT, by a reading of what was run."""
-    options = dict(READINGS[reading])
-    overlap = options.pop("overlap", "step")
-    if "share" in options:
-        options["share"] = setup.share_of_figure_10()
-    constants = setup.fit_a100(False, overlap)
-    ratios = {}
-    for model in TABLES.values():
-        accelerate = accelerate_s(model, setup.SHORT, constants, overlap)
-        ratios[model] = accelerate / kvpr_s(model, setup.SHORT, constants=constants, **options)
-    return ratios
-
-
-def speedup_errors(reading: str) -> dict[tuple[str, int, int], float]:
-    """Return (model, prompt, generated) -> ours / paper - 1."""
-    return {
-        (model, *pair): float(error)
-        for model, ours in speedups(reading).items()
-        for pair, error in zip(setup.SHORT, ours / paper_speedups(model) - 1, strict=True)
-    }
-
-
-#: Rows that Accelerate's constants are fitted on -> arguments of setup.fit_a100.
-FITS: dict[str, tuple[bool, Overlap]] = {
-    "9 clean rows": (False, "step"),
-    "all 12 rows": (True, "step"),
-    "9 clean rows, one task at a time": (False, "none"),
-}
-
-
 def figure7() -> Experiment:
-    """Decode latency of both models, DeepSpeed beside; what each reading of the runs gives."""
-    reductions = {model: 100 * (1 - 1 / ours) for model, ours in speedups("eq. 10, ACT on host").items()}
+    """Decode latency of both models, DeepSpeed beside; savings with the constants that Accelerate's clean rows give."""
+    constants = setup.fit_a100()
+    reductions = {}
+    for model in TABLES.values():
+        kvpr, accelerate = kvpr_s(model, setup.SHORT, constants), accelerate_s(model, setup.SHORT, constants)
+        reductions[model] = 100 * (1 - kvpr / accelerate)
     at_anomaly = reductions["OPT-6.7B"][setup.SHORT.index((128, 128))]
     largest = max(float(percents.max()) for percents in reductions.values())
+    again = "the number of kh014 again"
     rows = [
         KVPR.headline("kh014", at_anomaly, "OPT-6.7B, 128+128: less latency than Accelerate"),
-        KVPR.headline(
-            "kh001", largest, "most latency saved against the state of the art", aside="the number of kh014 again"
-        ),
+        KVPR.headline("kh001", largest, "most latency saved against the state of the art", aside=again),
     ]
-    for reading in READINGS:
-        errors = speedup_errors(reading)
-        clean = [abs(e) for key, e in errors.items() if key not in setup.ANOMALOUS]
-        sizes = 100 * np.abs(list(errors.values()))
-        rows.append(context(f"median |error| of the 12 speedups: {reading}", float(np.median(sizes)), "%"))
-        rows.append(context(f"median |error| of the 9 clean speedups: {reading}", 100 * float(np.median(clean)), "%"))
-    for fitted_on, (anomalous, overlap) in FITS.items():
-        constants = setup.fit_a100(anomalous, overlap)
-        ours = np.concatenate([accelerate_s(m, setup.SHORT, constants, overlap) for m in TABLES.values()])
-        theirs = np.concatenate([paper_column(m, "Accelerate") for m in TABLES.values()])
-        link, host_s = values_of(constants)["link_gb_per_s"], values_of(constants)["host_s"]
-        latencies = f"median |error| of Accelerate's 12 latencies, fitted on {fitted_on}"
-        rows += [
-            context(f"link fitted on {fitted_on}", link, "GB/s"),
-            context(f"host's time a layer fitted on {fitted_on}", 1e3 * host_s, "ms"),
-            context(latencies, 100 * setup.median_error(ours, theirs), "%"),
-        ]
     figures = []
     for model in TABLES.values():
         deepspeed = {"DeepSpeed": deepspeed_s(model, setup.SHORT)}
@@ -258,13 +188,6 @@ def figure7() -> Experiment:
         figures.append(setup.length_bars(name, title, "decode seconds", seconds, setup.SHORT, paper))
         rows += contexts(deepspeed, labels(setup.SHORT), f"{model}, {{x}}: {{series}}", "s")
     return KVPR.experiment("kvpr-fig7", rows, figures, setup.a100_constants())
-
-
-def deepspeed_s(model: str, pairs) -> np.ndarray:
-    """DeepSpeed Inference with its cache on the host: weights resident, one task at a time (assumed: the paper does
-    not say how it was set up)."""
-    policy = replace(presets.offloaded(), schedule="row", name="deepspeed")
-    return _run(model, policy, pairs, None)
 
 
 # ---- Fig. 13

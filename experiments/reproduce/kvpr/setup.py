@@ -15,7 +15,7 @@ from experiments.reproduce.paper import KVPR, Series, points, values_of
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
-from flexhybrid.core.policy import Overlap, Placement, Policy
+from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from sim import catalogue, presets
 from sim.array_clock import Prediction, predict
@@ -51,17 +51,10 @@ def lengths(pairs: Iterable[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 # ---- machines
 
 
-def machine(name: str, link_gb_per_s: float, cache_wait_s: float = 0.0, gemm: float = ENGINE_GEMM) -> Hardware:
-    """A card's catalogue entry as one of the paper's programs sees it. ``gemm``: share of the GPU's peak that matrix
-    products reach, at most the catalogue's."""
-    code = Implementation("kvpr", cache_wait_s=cache_wait_s, gemm_of_peak=gemm, assembles=True)
+def machine(name: str, link_gb_per_s: float, cache_wait_s: float = 0.0) -> Hardware:
+    """A card's catalogue entry as one of the paper's programs sees it."""
+    code = Implementation("kvpr", cache_wait_s=cache_wait_s, gemm_of_peak=ENGINE_GEMM, assembles=True)
     return on(code, catalogue.load(name).with_link_rate(link_gb_per_s))
-
-
-def with_locked_act(hardware: Hardware) -> Hardware:
-    """Return a machine of ``relayed`` whose activations alone are page-locked, as Sec. 3.3 has them."""
-    lines = {verb: hardware.line(resource, resource) for verb, resource in (("load_act", "h2d"), ("store_act", "d2h"))}
-    return replace(hardware, lines={**hardware.lines, **lines})
 
 
 def link_standard(name: str) -> float:
@@ -69,12 +62,9 @@ def link_standard(name: str) -> float:
     return catalogue.load(name).notes["link_bytes_per_s"] / 1e9
 
 
-def rtx5000(gemm: float | None = None) -> Hardware:
-    """The low-end testbed under FlexGen's code: the catalogue's entry, or as it is made with this share of the GPU's
-    peak for matrix products."""
-    if gemm is None:
-        return catalogue.load("rtx5000-kvpr")
-    return relayed(machine("rtx5000", PCIE_SHARE * link_standard("rtx5000"), gemm=gemm))
+def rtx5000() -> Hardware:
+    """The low-end testbed under FlexGen's code: the catalogue's entry."""
+    return catalogue.load("rtx5000-kvpr")
 
 
 def a100(mode: str = "many") -> Hardware:
@@ -106,15 +96,15 @@ def kvpr(rule: str = "paper", hiding: bool = True) -> Policy:
     return replace(policy, overlap="step")
 
 
-def accelerate(overlap: Overlap = "step") -> Policy:
+def accelerate() -> Policy:
     """transformers' offloaded static cache. Its code copies the next layer's cache on a stream of its own while this
-    layer computes ("step"); the preset has one task at a time (False)."""
-    return replace(presets.accelerate(), overlap=overlap)
+    layer computes; the preset has one task at a time."""
+    return replace(presets.accelerate(), overlap="step")
 
 
-def kvpr_latency(rule: str = "paper", act: str = "host") -> Policy:
+def kvpr_latency(act: str = "host") -> Policy:
     """KVPR on transformers' code, with double buffers between layers (Sec. 4, Implementation)."""
-    return replace(presets.kvpr_row(rule, act), overlap="step")
+    return replace(presets.kvpr_row("paper", act), overlap="step")
 
 
 def at_share(policy: Policy, share: float) -> Policy:
@@ -180,42 +170,35 @@ def rtx5000_constants() -> tuple[Constant, ...]:
     return (relay_constant(), KVPR.constant("pcie_share", PCIE_SHARE), KVPR.constant("gemm", ENGINE_GEMM), *priors)
 
 
-def accelerate_rows(anomalous: bool = False) -> pd.DataFrame:
-    """Return the latencies of Tables 3 and 4 that constants may be fitted on."""
+def accelerate_rows() -> pd.DataFrame:
+    """Return the latencies of Tables 3 and 4 that constants are fitted on."""
     rows = reference.rows("kvpr_table3_4", method="Accelerate", metric="decode_latency")
     strange = [key in ANOMALOUS for key in zip(rows["model"], rows["prompt_len"], rows["gen_len"], strict=True)]
-    return reference.check_role(rows if anomalous else rows.loc[~np.array(strange)], "calibrate")
+    return reference.check_role(rows.loc[~np.array(strange)], "calibrate")
+
+
+FITTED_ON = "Tables 3 and 4, Accelerate's latencies (9 of 12, without the anomalous)"
 
 
 @cache
-def fit_a100(anomalous: bool, overlap: Overlap) -> tuple[Constant, ...]:
+def fit_a100() -> tuple[Constant, ...]:
     """The link's rate and the host's time a layer, from Accelerate's latencies."""
-    rows = accelerate_rows(anomalous)
-    free = tuple(KVPR.constant(name, STARTS_AT[name]) for name in ("link_gb_per_s", "host_s"))
-
-    def ours(values: dict[str, float]) -> np.ndarray:
-        return accelerate_s(rows, values, overlap)
-
-    return fit(free, ours, rows["value"].to_numpy(), _fitted_on(anomalous))
+    rows, free = accelerate_rows(), tuple(KVPR.constant(*start) for start in STARTS_AT.items())
+    return fit(free, lambda values: accelerate_s(rows, values), rows["value"].to_numpy(), FITTED_ON)
 
 
 @cache
-def fit_host_s(share: float = PCIE_SHARE) -> Constant:
+def fit_host_s() -> Constant:
     """Fit the host's time a layer alone, with the link that all testbeds share."""
-    rows, link = accelerate_rows(), {"link_gb_per_s": share * link_standard("a100-40g")}
+    rows, link = accelerate_rows(), {"link_gb_per_s": a100_link()}
     free = (KVPR.constant("host_s", STARTS_AT["host_s"]),)
-    return fit(free, lambda values: accelerate_s(rows, values | link), rows["value"].to_numpy(), _fitted_on())[0]
+    return fit(free, lambda values: accelerate_s(rows, values | link), rows["value"].to_numpy(), FITTED_ON)[0]
 
 
-def _fitted_on(anomalous: bool = False) -> str:
-    which = "all 12" if anomalous else "9 of 12, without the anomalous"
-    return f"Tables 3 and 4, Accelerate's latencies ({which})"
-
-
-def accelerate_s(rows: pd.DataFrame, values: dict[str, float], overlap: Overlap = "step") -> np.ndarray:
+def accelerate_s(rows: pd.DataFrame, values: dict[str, float]) -> np.ndarray:
     """Return the decode seconds of Accelerate's rows, in their order, with these constants."""
     hardware = machine("a100-40g", values["link_gb_per_s"], values["host_s"])
-    policy, seconds = accelerate(overlap), []
+    policy, seconds = accelerate(), []
     for model, of_model in rows.groupby("model", sort=False):
         prompts, generated = of_model["prompt_len"].to_numpy(), of_model["gen_len"].to_numpy()
         run = run_one(shape_of(str(model)), hardware, policy, LATENCY_BATCH, prompts, generated)
@@ -228,7 +211,7 @@ def a100_constants() -> tuple[Constant, ...]:
     """Return the main testbed's: the link's, which all testbeds share, the host's time, fitted here, FlexGen's copies
     from the low-end testbed (no FlexGen row of this one may be fitted on), three set beforehand."""
     link = KVPR.constant("link_gb_per_s", a100_link())
-    link = replace(link, fitted_on=f"{_fitted_on()}, and CAPTURE's six rows of two models")
+    link = replace(link, fitted_on=f"{FITTED_ON}, and CAPTURE's six rows of two models")
     priors = _from_catalogue("a100-40g", "memory", "attention_memory")
     return (link, fit_host_s(), relay_constant(), KVPR.constant("gemm", ENGINE_GEMM), *priors)
 

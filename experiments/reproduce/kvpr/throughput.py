@@ -7,16 +7,14 @@ import numpy as np
 from experiments import reference
 from experiments.reproduce.experiment import ARITHMETIC, Experiment, Row, lines
 from experiments.reproduce.kvpr import setup
-from experiments.reproduce.kvpr.setup import label, labels, median_error, worst_error
+from experiments.reproduce.kvpr.setup import label, labels, worst_error
 from experiments.reproduce.paper import KVPR, context, contexts, judged, points, printed
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Bits, Policy
-from sim import catalogue
 
 RULES = ("paper", "pipeline")
 MODELS = ("OPT-6.7B", "OPT-13B", "OPT-30B")
-GEMMS = (0.2, 0.25, 0.33, 0.4, 0.5, 0.6)  #: shares of peak, to see what the prior does
 
 
 Rates = dict[str, np.ndarray]  #: decode tokens/s by system
@@ -38,14 +36,11 @@ def _column_rates(shape: ModelShape, hardware: Hardware, policies: dict[str, Pol
 # ---- Table 5
 
 
-def table5_rates(gemm: float | None = None, kvpr_alone: bool = False) -> Rates:
-    """Return the rates of KVPR by each rule; unless ``kvpr_alone``, also FlexGen's and those at Fig. 10's share.
-    ``gemm`` as in ``setup.rtx5000``."""
-    policies = {f"KVPR, {rule} rule": setup.kvpr(rule) for rule in RULES}
-    if not kvpr_alone:
-        policies = {"FlexGen": setup.flexgen(), **policies}
-        policies["KVPR at 0.30"] = setup.at_share(setup.kvpr(), setup.share_of_figure_10())
-    return _column_rates(setup.shape_of("OPT-6.7B"), setup.rtx5000(gemm), policies)
+def table5_rates(hardware: Hardware) -> Rates:
+    """Return the rates of FlexGen, and of KVPR by each rule and at the share of tokens that Fig. 10 means."""
+    policies = {"FlexGen": setup.flexgen()} | {f"KVPR, {rule} rule": setup.kvpr(rule) for rule in RULES}
+    policies["KVPR at 0.30"] = setup.at_share(setup.kvpr(), setup.share_of_figure_10())
+    return _column_rates(setup.shape_of("OPT-6.7B"), hardware, policies)
 
 
 def _table5_record(method: str, prompt: int, generated: int) -> Row:
@@ -57,16 +52,9 @@ def table5_paper() -> Rates:
     return {method: np.array(numbers) for method, numbers in values.items()}
 
 
-def _error_rows(quantity: str, ours, paper) -> list[Row]:
-    return [
-        context(f"median |error| of {quantity}", 100 * median_error(ours, paper), "%"),
-        context(f"worst error of {quantity}", 100 * worst_error(ours, paper), "%"),
-    ]
-
-
 def table5() -> Experiment:
     """Low-end GPU: FlexGen's rows fit the link, KVPR's are held out, by both rules."""
-    ours, paper, rows = table5_rates(), table5_paper(), []
+    ours, paper, rows = table5_rates(setup.rtx5000()), table5_paper(), []
     for name in ("FlexGen", *(f"KVPR, {rule} rule" for rule in RULES)):
         aside = "the same numbers against a rule that is not the paper's" if "pipeline" in name else ""
         for pair, rate in zip(setup.LONG, ours[name], strict=True):
@@ -74,37 +62,25 @@ def table5() -> Experiment:
             rows.append(printed(record, rate, f"{name}, {label(*pair)}", "Table 5", aside=aside))
     gains = {name: _gain(numbers, ours["FlexGen"]) for name, numbers in ours.items() if name != "FlexGen"}
     rows.append(KVPR.headline("kh032", gains["KVPR, paper rule"].max(), "most gain over FlexGen, paper rule"))
-    locked = _column_rates(setup.shape_of("OPT-6.7B"), setup.with_locked_act(setup.rtx5000()), {"KVPR": setup.kvpr()})
-    gain = _gain(locked["KVPR"], ours["FlexGen"]).max()
-    rows.append(KVPR.beside("kh032", gain, "most gain over FlexGen, paper rule, activations page-locked"))
     for name in ("KVPR, pipeline rule", "KVPR at 0.30"):
         rows.append(KVPR.beside("kh032", gains[name].max(), f"most gain over FlexGen, {name}"))
     for name, rate, theirs in zip(labels(setup.LONG), ours["KVPR at 0.30"], paper["KVPR"], strict=True):
         rows.append(context(f"KVPR with 0.30 of the tokens recomputed, {name}", rate, "tokens/s", theirs))
-    sensitivity = []
-    for gemm in GEMMS:
-        for name, rates in table5_rates(gemm, kvpr_alone=True).items():
-            sensitivity.append({"gemm": gemm, "error": 100 * median_error(rates, paper["KVPR"]), "rule": name})
-            rows += _error_rows(f"{name}, GEMMs at {gemm:g} of peak", rates, paper["KVPR"])
     shown = {"FlexGen": paper["FlexGen"], **{f"KVPR, {rule} rule": paper["KVPR"] for rule in RULES}}
-    title, x_label = "What the GEMM rate does to KVPR's rows", "GEMM share of the datasheet's 89.2 TFLOP/s"
-    lengths = "Table 5: OPT-6.7B on a Quadro RTX 5000"
-    figures = (
-        setup.length_bars("rates", lengths, "decode tokens/s", ours, setup.LONG, shown),
-        lines("gemm", sensitivity, title, x_label, "median |error|, %"),
-    )
+    title = "Table 5: OPT-6.7B on a Quadro RTX 5000"
+    figure = setup.length_bars("rates", title, "decode tokens/s", ours, setup.LONG, shown)
     worst = {rule: worst_error(ours[f"KVPR, {rule} rule"], paper["KVPR"]) for rule in RULES}
-    return KVPR.experiment("kvpr-table5", rows, figures, setup.rtx5000_constants(), worst=worst)
+    return KVPR.experiment("kvpr-table5", rows, [figure], setup.rtx5000_constants(), worst=worst)
 
 
 # ---- Table 2
 
 
-def table2_rates(hardware: Hardware, rule: str = "paper") -> Rates:
+def table2_rates(hardware: Hardware) -> Rates:
     """Return decode tokens/s at batch 1 to 32 of Table 2's three methods."""
     shape, batches = setup.shape_of("OPT-6.7B"), np.array(TABLE2_BATCHES)
     policies = {"FlexGen": setup.flexgen()}
-    policies |= dict(zip(HIDING, (setup.kvpr(rule, hiding=False), setup.kvpr(rule)), strict=True))
+    policies |= dict(zip(HIDING, (setup.kvpr(hiding=False), setup.kvpr()), strict=True))
     return {
         name: setup.run_one(shape, hardware, policy, batches, 256, 64).decode_tokens_per_s
         for name, policy in policies.items()
@@ -137,16 +113,6 @@ def table2() -> Experiment:
             over = f"{name} over FlexGen, batch {batch}"
             rows.append(judged(over, 1 + gain / 100, 1 + theirs / 100, "x", "Table 2, quotient"))
             rows.append(context(f"gain of {name} over FlexGen, batch {batch}", gain, "%", theirs, "Table 2"))
-    others = {
-        "page-locked rate, no host time": catalogue.load("a100-kvpr"),
-        "relayed, no host time": setup.a100("many"),
-    }
-    for reading, hardware in others.items():
-        for name, numbers in table2_rates(hardware).items():
-            rows.append(context(f"median |error|, {name}, {reading}", 100 * median_error(numbers, paper[name]), "%"))
-    hiding = HIDING[1]
-    error = 100 * median_error(table2_rates(setup.a100("one"), "pipeline")[hiding], paper[hiding])
-    rows.append(context(f"median |error|, {hiding}, pipeline rule", error, "%"))
     frame, theirs = (points(series, TABLE2_BATCHES, "batch", "gain", "system") for series in (gains, printed_gains))
     title = "Table 2: one GPU batch, OPT-6.7B on an A100"
     figure = lines("gains", frame, title, "requests", "gain over FlexGen, %", paper=theirs, log="x")
@@ -162,19 +128,17 @@ def _table2_gains(rates) -> dict[str, np.ndarray]:
 
 def figure6_rates(model: str, hardware: Hardware) -> Rates:
     """Return decode tokens/s of 32 x 8 requests over setup.LONG."""
-    policies = {"FlexGen": setup.flexgen(), "KVPR": setup.kvpr(), "KVPR, pipeline rule": setup.kvpr("pipeline")}
+    policies = {"FlexGen": setup.flexgen(), "KVPR": setup.kvpr()}
     policies["KVPR at 0.30"] = setup.at_share(setup.kvpr(), setup.share_of_figure_10())
     return _column_rates(setup.shape_of(model), hardware, policies)
 
 
-LOCKED = "paper rule, activations page-locked"
 FIGURE6_BATCHES = (1, 2, 4, 8, 16, 32, 48)
 
 
 def figure6() -> Experiment:
     """Throughput of three models: 32 x 8 requests over lengths, one GPU batch over its size."""
     rows, figures, gains = [], [], {}
-    nominal = setup.machine("a100-40g", 32.0)
     for model in MODELS:
         rates = figure6_rates(model, setup.a100("many"))
         gains[model] = {name: _gain(numbers, rates["FlexGen"]) for name, numbers in rates.items() if name != "FlexGen"}
@@ -183,14 +147,10 @@ def figure6() -> Experiment:
         figures.append(setup.length_bars(name, f"{model}, 32 x 8 requests", "decode tokens/s", shown, setup.LONG))
         compared = {name: rates[name] for name in ("FlexGen", "KVPR")}
         rows += contexts(compared, labels(setup.LONG), f"{model}, {{x}}: {{series}}", "tokens/s")
-        at_nominal = figure6_rates(model, nominal)
-        gains[model]["paper rule at 32 GB/s"] = _gain(at_nominal["KVPR"], at_nominal["FlexGen"])
-        locked = _column_rates(setup.shape_of(model), setup.with_locked_act(setup.a100("many")), {"KVPR": setup.kvpr()})
-        gains[model][LOCKED] = _gain(locked["KVPR"], rates["FlexGen"])
     for model, row_id in zip(MODELS, ("kh016", "kh017", "kh018"), strict=True):
         rows.append(KVPR.headline(row_id, gains[model]["KVPR"].max(), f"{model}: most gain over FlexGen, paper rule"))
-        for name in ("KVPR, pipeline rule", "KVPR at 0.30", "paper rule at 32 GB/s", LOCKED):
-            rows.append(KVPR.beside(row_id, gains[model][name].max(), f"{model}: most gain over FlexGen, {name}"))
+        gain = gains[model]["KVPR at 0.30"].max()
+        rows.append(KVPR.beside(row_id, gain, f"{model}: most gain over FlexGen, KVPR at 0.30"))
     best = max(by_system["KVPR"].max() for by_system in gains.values())
     rows.append(KVPR.headline("kh002", best, "most gain over FlexGen of any model, paper rule"))
     batches, sweep = np.array(FIGURE6_BATCHES), {}
@@ -203,10 +163,8 @@ def figure6() -> Experiment:
     frame, title = points(sweep, FIGURE6_BATCHES, "batch", "rate", "system"), "Prompt 1024, 32 generated, one GPU batch"
     figures.append(lines("batches", frame, title, "requests", "decode tokens/s", log="x"))
     prompts, generated = setup.lengths(setup.LONG)
-    peak = setup.run_column(setup.shape_of("OPT-30B"), nominal, setup.kvpr(), prompts, generated).peak_bytes
-    host_gib = peak["host"].max() / 2**30
-    locked = ", ".join(f"{by_system[LOCKED].max():.0f} %" for by_system in gains.values())
-    return KVPR.experiment("kvpr-fig6", rows, figures, setup.a100_constants(), host_gib=host_gib, locked=locked)
+    peak = setup.run_column(setup.shape_of("OPT-30B"), setup.a100("many"), setup.kvpr(), prompts, generated).peak_bytes
+    return KVPR.experiment("kvpr-fig6", rows, figures, setup.a100_constants(), host_gib=peak["host"].max() / 2**30)
 
 
 # ---- Fig. 9
