@@ -1,9 +1,9 @@
-"""InfiniGen's accuracy experiments (OSDI 2024, Tables 1 and 2, Fig. 4, 5, 11 to 13, 17, 19, 20) on a small model.
+"""InfiniGen's accuracy experiments (OSDI 2024, Table 2, Fig. 4, 11 to 13, 17, 19) on a small model.
 
 Runs the model in the executor under every policy that these compare, on texts of as many documents, none of which it
-has learned from, and measures the similarity of its layers' inputs and the number of tokens that its attention needs.
-Writes experiments/results/accuracy/MODEL.json, from which ``experiments.reproduce.infinigen.accuracy`` makes tables and
-figures. On one core it takes some minutes for a model of 640 positions, the better part of an hour for one of 2,048.
+has learned from. Writes experiments/results/accuracy/MODEL.json, from which
+``experiments.reproduce.infinigen.accuracy`` makes tables and figures. On one core it takes some minutes for a model of
+640 positions, the better part of an hour for one of 2,048.
 
 Usage::
 
@@ -20,17 +20,12 @@ from pathlib import Path
 from experiments import CHECKPOINTS
 from experiments.reproduce.infinigen import accuracy_policies as studied
 from experiments.reproduce.infinigen.accuracy_policies import at_ratio, h2o, infinigen, quantized
-from experiments.studies.attention_study import attention_needs, block_inputs, columns_held
 from flexhybrid import shipped
-from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import write_by_rename
-from flexhybrid.jobs.accuracy.job import AccuracyOptions, accuracy, read_texts
+from flexhybrid.jobs.accuracy.job import AccuracyOptions, accuracy
 from flexhybrid.jobs.skew import skew
-from flexhybrid.llm import LLM
-from flexhybrid.runtime.selections.skew import forward, skewing_matrices
 from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.threads import torch_threads
-from sim.presets import resident
 
 MODELS = (shipped.CHECKPOINT, CHECKPOINTS / "opt-stdlib-deep")
 TEXTS = Path(__file__).with_name(
@@ -108,12 +103,7 @@ def study(model: Path, num_texts: int, folder: Path) -> dict:
         }
     most, early = BY_POSITION
     followed = min(length, most)
-    with LLM(model, resident(), device="cpu", dtype="float32") as llm:
-        texts = read_texts(llm, TEXTS, length, num_texts).ids
-    checkpoint, fields = (
-        Checkpoint(model),
-        ("family", "num_layers", "num_heads", "num_kv_heads", "head_dim", "kv_group"),
-    )
+    fields = ("family", "num_layers", "num_heads", "num_kv_heads", "head_dim", "kv_group")
     return (
         {"model": shape.name}
         | {name: getattr(shape, name) for name in fields}
@@ -129,27 +119,8 @@ def study(model: Path, num_texts: int, folder: Path) -> dict:
                 "skewed": measure(skewed, [infinigen(cap=0.1)], followed, early),
             },
             "by_length": by_length,
-            "skewing_alone": logits_change(model, skewed, texts[0]),
-            "inputs": block_inputs(model, texts),
-            "attention": attention_needs(checkpoint, texts),
-            "columns": columns_held(checkpoint, texts, skewing_matrices(checkpoint, sample(model))),
         }
     )
-
-
-def sample(model: Path) -> list[int]:
-    """Return the tokens of the text from which skewing matrices are computed."""
-    with LLM(model, resident(), device="cpu", dtype="float32") as llm:
-        if llm.tokenizer is None:
-            raise InputError(f"{model} has no tokenizer")
-        text = shipped.PROMPTS.read_text(encoding="utf-8")
-        return llm.tokenizer(text, verbose=False)["input_ids"][: llm.shape.max_context]
-
-
-def logits_change(model: Path, skewed: Path, text: list[int]) -> float:
-    """Return the largest change of a logit by skewing alone, over the largest logit."""
-    before, after = (forward(Checkpoint(path), text) for path in (model, skewed))
-    return float((after - before).abs().max() / before.abs().max())
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ from experiments.reproduce.infinigen.accuracy_rows import (
     by_policy,
     cell,
     comparison,
-    over_texts,
     point,
     row,
     studies,
@@ -30,7 +29,6 @@ from experiments.reproduce.infinigen.accuracy_rows import (
 from experiments.reproduce.paper import INFINIGEN, context
 from flexhybrid.jobs.accuracy import bootstrap
 
-BY_LAYER = "1500"  #: the query whose key tokens are shown for every layer
 OVER_FULL, LOOKED = "perplexity over the full cache's", "% of tokens that choosing layers look at"
 
 
@@ -43,118 +41,23 @@ def _paper_model(study: Study) -> str:
     return "OPT-6.7B" if study["family"] == "opt" else "Llama-2-7B"
 
 
-# ---- what attention looks like
-
-
-def table_1() -> Experiment:
-    """Cosine of a block's input with the input and the outputs of the block before."""
-    names = {"block input": "Tblock_in_{i-1}", "attention output": "Attn_out_{i-1}", "FFN output": "FFN_out_{i-1}"}
-    rows, points, facts = [], [], []
-    for model, study in studies().items():
-        paper_model, inputs = _paper_model(study), study["inputs"]
-        for name, item in names.items():
-            paper = reference.value("infinigen_tables", table=1, model=paper_model, item=item)
-            beside = {"paper": paper, "source": f"infinigen Table 1, {paper_model}"}
-            rows.append(row(f"{model}: {name}, mean of layers 1 and later", _mean_of_layers(inputs[name]), **beside))
-            rows.append(row(f"{model}: {name}, layer 1", over_texts(inputs[name][0])))
-        for name in ("block input, other channels", "normed input"):
-            for layer, cosines in enumerate(inputs[name], 1):
-                rows.append(row(f"{model}: {name}, layer {layer}", over_texts(cosines)))
-        points += [
-            point(over_texts(cosines), "layer", layer, f"{model}, {name}")
-            for name in inputs
-            for layer, cosines in enumerate(inputs[name], 1)
-        ]
-        least = min((over_texts(cosines).value, layer) for layer, cosines in enumerate(inputs["block input"], 1))
-        facts.append(f"{model}: block inputs have a cosine of at least {least[0]:.2f} (layer {least[1]})")
-    figure = lines("cosine", points, "A block's input and the block before", "layer i", "cosine")
-    return INFINIGEN.experiment("infinigen-accuracy-table1", rows, [figure], least=facts)
-
-
-def _mean_of_layers(layers: list[list[float]]):
-    """Return the mean over layers of a number for each layer and text."""
-    return over_texts(np.mean(layers, axis=0))
-
-
 def figure_4() -> Experiment:
-    """Attention weights of H2O, InfiniGen and the best possible choice against the full cache's."""
+    """Attention weights under H2O and InfiniGen against the full cache's."""
+    compared = (
+        ("H2O", "plain", h2o(0.1)),
+        ("H2O, no layer whole,", "plain", h2o(0.1, 0)),
+        ("InfiniGen", "skewed", infinigen(cap=0.1)),
+    )
     rows, figures = [], []
     for model, study in studies().items():
-        layers, points = study["attention"]["layers"], []
-        compared = (
-            ("H2O", "plain", h2o(0.1)),
-            ("H2O, no layer whole,", "plain", h2o(0.1, 0)),
-            ("InfiniGen", "skewed", infinigen(cap=0.1)),
-        )
+        points = []
         for name, part, policy in compared:
             found = by_policy(study[part])[policy]
             rows.append(row(f"{model}: {name} at 10 %, mean of layers", cell(found, "cosine")))
             for layer, cosine in enumerate(found["cosine_by_layer"]):
                 points.append({"layer": layer, "cosine": cosine, "series": f"{name} 10 %"})
-        share = studied.KEPT * 2 / (study["prompt_tokens"] + study["length"])
-        for number, layer in enumerate(layers):
-            best = over_texts(layer["best_cosine_by_chunk"][-1])
-            rows.append(row(f"{model}: best {studied.KEPT} tokens ({share:.0%} of the context), layer {number}", best))
-            points.append(
-                {"layer": number, "cosine": best.value, "series": f"best {studied.KEPT} tokens of each query"}
-            )
         figures.append(_figure(model, points, "layer", "cosine with the full cache's weights"))
     return INFINIGEN.experiment("infinigen-accuracy-fig4", rows, figures)
-
-
-def figure_5() -> Experiment:
-    """How many key tokens make up 0.9 of the weight."""
-    rows, figures = [], []
-    ids = ("ih013", "ih014", "ih015", "ih016", "ih017", "ih018", "ih020", "ih021")
-    id_of: dict[int, str] = dict(zip((500, 1000, 1500, 2000, 998, 999, 1001, 1002), ids, strict=True))  #: by query
-    for model, study in studies().items():
-        layers, points = study["attention"]["layers"], []
-        last = len(layers) - 1
-        for layer in (0, last):
-            counts = np.array(layers[layer]["histogram"])
-            points += [
-                {"tokens": study["attention"]["bin"] * i, "queries": float(share), "series": f"layer {layer}"}
-                for i, share in enumerate(counts / counts.sum())
-            ]
-        for number, layer in enumerate(layers):
-            found = over_texts(layer["relative_entropy"])
-            rows.append(row(f"{model}: entropy over even weights', layer {number}", found))
-            if needed := layer["needed_at"].get(BY_LAYER):
-                quantity = f"{model}: key tokens of query {BY_LAYER} by layer, layer {number}"
-                rows.append(row(quantity, over_texts(needed)))
-        for query, needed in layers[-1]["needed_at"].items():
-            quantity, found = f"{model}: key tokens of query {query}, layer {last}", over_texts(needed)
-            rows.append(INFINIGEN.beside(id_of[int(query)], found.value, quantity, low=found.low, high=found.high))
-        figures.append(_figure(model, points, "key tokens for 0.9 of the weight", "share of queries and heads"))
-    return INFINIGEN.experiment("infinigen-accuracy-fig5", rows, figures)
-
-
-def figure_20() -> Experiment:
-    """Share of queries that look at less than a percent of the tokens, by position; keys that matter again."""
-    rows, shares, figures = [], [], []
-    for model, study in studies().items():
-        layers, spikes = study["attention"]["layers"], []
-        for i, _ in enumerate(layers[0]["needed_by_chunk"]):
-            found = _mean_of_layers([layer["below_a_percent_by_chunk"][i] for layer in layers])
-            end = min(study["length"], study["attention"]["chunk"] * (i + 1))
-            shares.append(point(found, "position", end, model, times=100))
-            rows.append(row(f"{model}: positions up to {end}", found, "%", times=100))
-        for number, layer in enumerate(layers):
-            revival = layer["revival"]
-            weights = revival["weights"]
-            series = f"layer {number}, head {revival['head']}, key {revival['key']}"
-            if number in {0, len(layers) // 2, len(layers) - 1}:
-                for position, weight in enumerate(weights, study["length"] - len(weights)):
-                    spikes.append({"position": position, "weight": max(weight, 1e-6), "series": series})
-            quantity = f"{model}: weights of {studied.LOUD:g} on keys below {studied.QUIET:g} before, layer {number}"
-            rows.append(row(quantity, over_texts(revival["of_loud"]), "%", times=100, largest=max(weights)))
-        figure = _figure(model, spikes, "position of the query", "attention weight of one key", log="y")
-        figures.append(replace(figure, name=f"{figure.name}-again"))
-    title = "0.9 of the weight on less than 1 % of the tokens"
-    share_figure = lines("share", shares, title, "position in the text", "% of queries and heads")
-    return INFINIGEN.experiment(
-        "infinigen-accuracy-fig20", rows, [share_figure, *figures], loud=studied.LOUD, quiet=studied.QUIET
-    )
 
 
 # ---- what a policy costs
@@ -326,16 +229,6 @@ def figure_13() -> Experiment:
             compared = comparison(quantity, study["plain"], skewed[policy], plain[policy])
             rows.append(compared[0])
             said.append(compared[1])
-        for layer, columns in enumerate(study["columns"]):
-            for part in ("query", "key"):
-                largest = over_texts(columns[f"plain {part}, largest column"])
-                rows.append(row(f"{model}: squares of {part} in the largest column of a head, layer {layer}", largest))
-                for ratio in studied.RATIOS_OF_COLUMNS:
-                    what = f"{part}, varying, {ratio:g}"
-                    found, before = (over_texts(columns[f"{name} {what}"]) for name in ("skewed", "plain"))
-                    quantity = f"{model}: varying squares of {part} in {ratio:.0%} of columns, layer {layer}"
-                    rows.append(row(quantity, found, not_skewed=before.value))
-        rows.append(context(f"{model}: largest change of a logit by skewing alone", study["skewing_alone"]))
         figures.append(bars(model.lower(), points, model, "share of columns, share fetched", OVER_FULL))
     return INFINIGEN.experiment("infinigen-accuracy-fig13", rows, figures, said=said)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -42,11 +41,6 @@ def cell(row: dict, name: str) -> Interval:
     """Return a figure of a stored row with its interval."""
     ends = (row[name], row[f"{name}_low"], row[f"{name}_high"])
     return Interval(*(math.nan if end is None else end for end in ends))
-
-
-def over_texts(values: Sequence[float]) -> Interval:
-    """Return the mean of a number for each text."""
-    return bootstrap.mean(values)
 
 
 def row(quantity: str, found: Interval, unit: str = "", times: float = 1.0, **more) -> Row:
