@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
@@ -202,6 +203,23 @@ def tiny_opt(tmp_path_factory) -> tuple:
 @pytest.fixture(scope="module")
 def tiny(tiny_opt) -> Path:
     return tiny_opt[0]
+
+
+@pytest.fixture(scope="module")
+def tiny_of(tmp_path_factory):
+    """Return the checkpoint of a tiny model of a type, and the model; each is made once."""
+    from tiny_models import save_tiny
+
+    from flexhybrid.runtime.storage.loader import Checkpoint
+
+    pytest.importorskip("greenlet")
+
+    @functools.cache
+    def of(model_type: str) -> tuple:
+        model = save_tiny(folder := tmp_path_factory.mktemp(model_type), model_type)
+        return Checkpoint(folder), model
+
+    return of
 
 
 @pytest.fixture(scope="module")

@@ -229,13 +229,6 @@ def test_a_model_that_gives_too_few_answers_has_failed():
     ]  # fmt: skip
 
 
-def test_confidence_is_read_at_the_model_s_own_temperature():
-    hot = tuple(CascadeModel(name, temperature=5.0, energy_j=1.0) for name in "abc")
-    answers = serve(of_three(models=hot), [Scripted(name) for name in "abc"], [{"a": 0.95, "b": 0.5, "c": 0.9}])
-    assert answers[0].visited == ["a", "b", "c"]  # 0.95 at temperature 5 is 0.64, below 0.9 and above the skip of 0.6
-    assert answers[0].confidence == pytest.approx(9**0.2 / (9**0.2 + 1))
-
-
 class Pixels(torch.nn.Module):
     """Looks at some of three numbers: the label is where the largest of all is."""
 

@@ -43,15 +43,6 @@ def test_the_temperature_of_the_data_is_found(temperature, generated):
     assert loss(scored, found) <= min(scan) + 1e-6
 
 
-def test_scaling_calibrates_an_overconfident_model_and_changes_no_answer():
-    scored = drawn(5_000, 10, 2.5)
-    done = calibrate(scored)
-    assert done.ece_after < 0.3 * done.ece_before
-    assert done.confidence == pytest.approx(confidence(scored.logits, scored.counted, done.temperature))
-    rescaled = Scored(scored.logits / done.temperature, scored.labels, scored.counted)
-    assert (rescaled.correct == scored.correct).all()
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 40), st.integers(2, 5))
 def test_no_fit_makes_the_calibration_error_larger(seed, num, num_classes):
@@ -71,14 +62,6 @@ def test_an_answer_is_as_sure_as_its_least_sure_slot():
     assert confidence(logits) == pytest.approx([0.5])
     assert confidence(logits, np.array([[True, True, False]])) == pytest.approx([0.6])
     assert confidence(logits[:, :1], temperature=1e-3).tolist() == [BELOW_ONE]  # a threshold of 1 lets nobody answer
-
-
-def test_an_extractive_answer_needs_its_start_and_its_end():
-    """Two slots over the positions of a context; positions that are none have logit -inf."""
-    logits = np.array([[[5.0, 0.0, -np.inf], [0.0, 1.0, -np.inf]], [[0.0, 0.0, 9.0], [0.0, 0.0, 9.0]]])
-    scored = Scored(logits, np.array([[0, 0], [2, 2]]), np.ones((2, 2), dtype=bool))
-    assert scored.correct.tolist() == [False, True]
-    assert confidence(logits) == pytest.approx([1 / (1 + np.exp(-1)), 1 / (1 + 2 * np.exp(-9))])
 
 
 def test_top_k_keeps_the_largest_in_order():

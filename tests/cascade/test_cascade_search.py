@@ -50,15 +50,6 @@ def test_the_cascade_costs_least_after_caution(seed, num_models, caution):
     assert right == searched.route.num_correct >= answers.correct[-1].sum()
 
 
-def test_caution_divides_the_doubt():
-    fitted = fitted_of(calibrated_answers(3, 200, 4))
-    bold, careful = (search(fitted, SearchOptions(accuracy=0.5, caution=c, skips="none")) for c in (1.0, 1.5))
-    for searched, caution in ((bold, 1.0), (careful, 1.5)):
-        of_the_curve = searched.curve.thresholds[searched.point]
-        assert 1 - np.array(searched.cascade.thresholds) == pytest.approx((1 - of_the_curve) / caution)
-    assert careful.route.cost >= bold.route.cost and len(careful.kept) > 1
-
-
 #: Three models so alike in cost that those with small ones in front of the largest are dear.
 DEAR = Answers(
     np.array([[True, False] * 20, [True, True, False, True] * 10, [True] * 40]),
@@ -81,14 +72,6 @@ def test_a_cascade_that_does_not_pay_is_refused_with_the_figures(options, advice
     costs = re.search(r"a request costs ([\d.]+) J by it and ([\d.]+) J by the largest model alone", str(refused.value))
     assert costs and float(costs[1]) > float(costs[2]) == 4.0 and str(refused.value).endswith(advice)
     assert search(fitted, SearchOptions(caution=options.caution)).kept == [2]  # the largest alone is what pays
-
-
-def test_more_accuracy_than_the_largest_has_may_cost_more():
-    correct = np.array([[True, False], [False, True]]).repeat(10, axis=1)
-    confidence = np.array([[0.9, 0.2], [0.5, 0.5]]).repeat(10, axis=1)
-    fitted = fitted_of(Answers(correct, confidence, np.array([3.0, 4.0])))
-    searched = search(fitted, SearchOptions(accuracy=1.0))
-    assert searched.route.cost == pytest.approx(5.0) and searched.expected.accuracy == 1.0
 
 
 def test_what_caution_makes_wrong_is_not_promised():

@@ -104,39 +104,6 @@ def test_a_request_whose_largest_model_dies_has_the_surest_smaller_answer():
     assert answer.failed == {"large": f"{ASK_AGAIN} of its processes died of it"}
 
 
-def test_another_process_of_a_model_is_asked_where_one_dies():
-    pytest.importorskip("ray")
-    dead, alive = Handle(0, ASK_AGAIN), Handle(0)
-    router = Router(CASCADE, [[dead, alive], [Handle(1)], [Handle(2)]], ServeOptions())
-    answer = asyncio.run(router.answer(REQUESTS[-1], 0))
-    assert (answer.model, dead.calls, alive.calls) == ("small", 1, 1)
-
-
-def test_the_process_with_the_fewest_requests_is_asked():
-    pytest.importorskip("ray")
-    waiting, counts = asyncio.Event(), [0, 0]
-
-    def holder(place: int):
-        async def ask(_request):
-            counts[place] += 1
-            await waiting.wait()
-            return "out", 0.99, None, 1
-
-        return ask
-
-    router = Router(Cascade((CascadeModel("one"),), ()), [[holder(0), holder(1)]], ServeOptions())
-
-    async def load() -> list[int]:
-        asked = [asyncio.ensure_future(router.answer(None, i)) for i in range(6)]
-        await asyncio.sleep(0)
-        seen = list(counts)
-        waiting.set()
-        await asyncio.gather(*asked)
-        return seen
-
-    assert asyncio.run(load()) == [3, 3] and router.asked == [[0, 0]]
-
-
 def raising(error: Exception):
     async def ask(_request):
         raise error

@@ -60,12 +60,6 @@ def test_the_plan_knows_what_kv_gen_reads(deepseek):
     assert layout.kv_end - layout.vectors_end == 4 * expanding < layout.qkv_end - layout.vectors_end
 
 
-@pytest.mark.parametrize("name", ["disk", "row", "chunks, hidden on host", "kvpr", "two copies", "tok"])
-def test_every_way_to_run_gives_the_references_tokens(deepseek, name):
-    folder, expected = deepseek
-    assert run(folder, WIDER[name]).tokens == expected
-
-
 def test_requests_that_join_and_share_their_beginnings_read_the_same_latents(deepseek):
     folder, _ = deepseek
     prompts = [PROMPTS[0] * 2 + [last] for last in range(3, 10)]

@@ -9,8 +9,7 @@ import pytest
 import torch
 from policies import wider_policies
 from runs import run_wave
-from test_refill import answers, some_requests
-from tiny_models import OWN, greedy, save_tiny
+from tiny_models import OWN, save_tiny
 from toy_machine import machine
 
 from flexhybrid.core.errors import InputError
@@ -34,57 +33,15 @@ WIDER = wider_policies(400, 24, 12)
 STORING = ("quantize", "store_kv", "store_act", "scatter", "scatter_device", "write_kv", "write_act")
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """By type: the checkpoint of a tiny model, and the model. Layers 4 and 5 of six borrow from 2 and 3."""
-    made = {}
-    for model_type in ("gemma4_text", "gemma3n_text"):
-        model = save_tiny(folder := tmp_path_factory.mktemp(model_type), model_type)
-        made[model_type] = Checkpoint(folder), model
-    return made
-
-
 @pytest.mark.parametrize("model_type", ["gemma4_text", "gemma3n_text"])
-def test_the_probe_finds_whose_keys_and_values_a_layer_attends_to(models, model_type):
-    shape = models[model_type][0].shape
+def test_the_probe_finds_whose_keys_and_values_a_layer_attends_to(tiny_of, model_type):
+    shape = tiny_of(model_type)[0].shape
     assert shape.sources == (0, 1, 2, 3, 2, 3)
     assert shape.lending == (2, 3) and shape.attending == (0, 1, 2, 3)
     assert [kind.borrows for kind in shape.layer_kinds] == [False] * 4 + [True] * 2
     assert shape.whole_prompts  # behind a piece, the ring of layer 2 has lost what layer 4 needs
     part = shape.of_layers([0, 1, 2, 4, 5])
     assert part.sources == (0, 1, 2, 2, 1)  # the last full layer stands for the one that is not there
-
-
-@pytest.mark.parametrize(
-    "model_type, names",
-    [
-        ("gemma4_text", ("disk", "row", "host attention", "kvpr", "tok")),
-        ("gemma3n_text", ("disk", "chunks, hidden on host")),
-    ],
-)
-def test_every_way_to_run_gives_the_references_tokens(models, model_type, names):
-    checkpoint, model = models[model_type]
-    prompts = [list(range(3, 44)), [5, 9, 2], [8, 44, 71]]  # one longer than a mini-batch may be
-    expected = greedy(model, prompts, 4)
-    for name in names:
-        result = run_wave(checkpoint, WIDER[name], prompts, 4, hardware=machine())
-        assert result.tokens == expected and check_trace(result.trace) == [], name
-
-
-@pytest.mark.parametrize("sharing", [False, True])
-def test_requests_that_join_leave_and_are_preempted_get_the_references_tokens(models, tmp_path, batches, sharing):
-    checkpoint, model = models["gemma4_text"]
-    prompts, max_tokens, stops = some_requests(4, 5, 30)
-    if sharing:
-        prompts = [list(range(5, 40)) + prompt for prompt in prompts]
-    expected = [
-        greedy(model, [prompt], min(length, stop))[0]
-        for prompt, length, stop in zip(prompts, max_tokens, stops, strict=True)
-    ]
-    for policy, share in ((hybrid(0.5), 0.01), (act_only(), 1.0)):
-        policy = replace(policy, max_mini_batch_tokens=120)
-        assert answers(checkpoint, policy, prompts, max_tokens, stops, 3, tmp_path, share, sharing) == expected
-    assert batches[0].num_back > 0 or sharing
 
 
 def test_few_bits_of_weights_leave_what_layers_lend_in_native_bits(tmp_path, monkeypatch):
@@ -98,8 +55,8 @@ def test_few_bits_of_weights_leave_what_layers_lend_in_native_bits(tmp_path, mon
     assert tokens[0].tokens == tokens[1].tokens == tokens[2].tokens
 
 
-def test_a_borrowing_layer_loads_and_recomputes_but_stores_nothing(models):
-    checkpoint = models["gemma4_text"][0]
+def test_a_borrowing_layer_loads_and_recomputes_but_stores_nothing(tiny_of):
+    checkpoint = tiny_of("gemma4_text")[0]
     result = run_wave(checkpoint, hybrid(0.5), [[3, 4, 5] * 15, [6, 7, 8, 9]], 3, hardware=machine())
     verbs = {layer: {} for layer in range(6)}
     for event in result.trace:
@@ -112,9 +69,9 @@ def test_a_borrowing_layer_loads_and_recomputes_but_stores_nothing(models):
         assert not verbs[borrower].keys() & set(STORING) and verbs[lender].keys() & set(STORING)
 
 
-def test_a_run_without_what_a_borrowing_layer_waits_for_is_seen(models):
+def test_a_run_without_what_a_borrowing_layer_waits_for_is_seen(tiny_of):
     """The checker of traces knows whose blocks a borrowing layer reads."""
-    shape = models["gemma4_text"][0].shape
+    shape = tiny_of("gemma4_text")[0].shape
     problem = Problem(shape=shape, dtype="float32", hardware=machine())
     wave = admit(problem, kv_only(), Workload(np.array([20]), np.array([4])))
     trace = virtual_clock.run(stream(wave), machine())
@@ -129,8 +86,8 @@ def test_a_run_without_what_a_borrowing_layer_waits_for_is_seen(models):
 
 
 @pytest.mark.parametrize("policy", [hybrid(0.5), WIDER["disk"], Policy(cache={"kv@device": 0.5, "act@device": 0.5})])
-def test_the_plan_of_memory_is_what_is_allocated(models, policy):
-    shape = models["gemma4_text"][0].shape
+def test_the_plan_of_memory_is_what_is_allocated(tiny_of, policy):
+    shape = tiny_of("gemma4_text")[0].shape
     problem = Problem(shape=shape, dtype="float32", hardware=machine())
     wave = admit(problem, policy, Workload(np.array([9, 30, 17]), np.array([4, 4, 4])))
     sizes = buffer_sizes(wave)
@@ -147,8 +104,8 @@ def test_the_plan_of_memory_is_what_is_allocated(models, policy):
         assert sum(size for part, size in parts.items() if part.endswith(" pool")) == 1.5 * planned[tier]
 
 
-def test_a_prediction_loads_for_each_layer_and_stores_for_those_that_keep(models):
-    shape = models["gemma4_text"][0].shape
+def test_a_prediction_loads_for_each_layer_and_stores_for_those_that_keep(tiny_of):
+    shape = tiny_of("gemma4_text")[0].shape
     shape = replace(shape, attention=tuple(replace(kind, window=None) for kind in shape.attention))
     problem = Problem(shape=shape, dtype="float32", hardware=machine())
     moved = simulate(problem, kv_only(), 4, 32, 3).to_dict()["traffic_bytes"]
@@ -160,8 +117,8 @@ def test_a_prediction_loads_for_each_layer_and_stores_for_those_that_keep(models
         assert sum(task.work.link_bytes for task in tasks if task.verb == verb) == pytest.approx(moved[way]["kv"])
 
 
-def test_what_cannot_be_done_with_borrowed_keys_is_said(models):
-    checkpoint, _ = models["gemma4_text"]
+def test_what_cannot_be_done_with_borrowed_keys_is_said(tiny_of):
+    checkpoint, _ = tiny_of("gemma4_text")
     policy = replace(kv_only(), selection=Selection("heavy_hitter", 0.5))
     with pytest.raises(
         InputError, match="selection heavy_hitter for a model whose layers attend to keys and values of"

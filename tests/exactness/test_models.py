@@ -1,15 +1,17 @@
 """Models that no file of ours knows give transformers' own greedy tokens through its layers, whatever the policy.
 
-Ten types; `make check-models` tries every type that transformers has.
+Some types; `make check-models` tries every type that transformers has.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from models import save_llama
 from policies import wider_policies
 from runs import run_wave
+from test_refill import answers, some_requests
 from tiny_models import greedy, save_tiny
 from transformers import GenerationConfig, MistralConfig
 
@@ -32,18 +34,24 @@ pytest.importorskip("greenlet")
 PROMPTS = [[5, 9, 33, 2, 17, 60, 8, 44, 71, 3, 3, 90, 18, 25, 31, 12, 7] * 2, [4, 8, 15, 16, 23], [42] * 11]
 WIDER = wider_policies(400, 24, 12)
 POLICIES = {"kv_only": kv_only(), "hybrid": hybrid(0.5), "act_only": act_only(), **WIDER}
-#: What is special about a type, and how it is run beside half KV, half ACT.
+#: How each type is run, and what is special about it.
 TYPES = {
-    "mixtral": "disk",  # experts, stacked on loading
-    "gemma3_text": "row",  # two kinds of rotation in turn, norms behind
-    "deepseek_v3": "host attention",  # latent attention: values narrower than keys; a dense first layer
-    "granite": "two copies",  # multipliers
-    "cohere": "chunks, hidden on host",  # attention and feed-forward side by side
-    "gpt_neox": "kvpr",  # one matrix for queries, keys and values
-    "phi3": "tok",  # has a file of its own but for a long rotation
-    "olmo2": "act_only",  # norms of whole rows
-    "gemma2": "kv_only",  # scores within a softcap, a window in every other layer
-    "gpt_oss": "host attention",  # sinks, windows, experts
+    "mixtral": ("hybrid", "disk"),  # experts, stacked on loading
+    "gemma3_text": ("hybrid", "row"),  # two kinds of rotation in turn, norms behind
+    "granite": ("hybrid", "two copies"),  # multipliers
+    "cohere": ("hybrid", "chunks, hidden on host"),  # attention and feed-forward side by side
+    "gpt_neox": ("hybrid", "kvpr"),  # one matrix for queries, keys and values
+    "phi3": ("hybrid", "tok"),  # has a file of its own but for a long rotation
+    "olmo2": ("hybrid", "act_only"),  # norms of whole rows
+    "gemma2": ("hybrid", "kv_only"),  # scores within a softcap, a window in every other layer
+    "gpt_oss": ("hybrid", "host attention"),  # sinks, windows, experts
+    # latent attention: values narrower than keys; a dense first layer
+    "deepseek_v3": ("hybrid", "host attention", "disk", "row", "chunks, hidden on host", "kvpr", "two copies", "tok"),
+    # recurrent layers beside attention
+    "qwen3_next": ("disk", "row", "chunks, hidden on host", "host attention", "kvpr"),
+    # layers that attend to other layers' keys and values
+    "gemma4_text": ("disk", "row", "host attention", "kvpr", "tok"),
+    "gemma3n_text": ("disk", "chunks, hidden on host"),
 }
 
 
@@ -57,8 +65,32 @@ def check(checkpoint, name, expected):
 def test_a_type_without_a_file_of_its_own_gives_the_references_tokens(tmp_path, model_type):
     expected = greedy(save_tiny(tmp_path, model_type), PROMPTS, 10)
     checkpoint = Checkpoint(tmp_path, modules=True)
-    for name in ("hybrid", TYPES[model_type]):
+    for name in TYPES[model_type]:
         check(checkpoint, name, expected)
+
+
+#: Type -> policies of a queue, the share of answers' limits that pools are made for, and whether prompts begin alike.
+QUEUES = [
+    *((kind, replace(hybrid(0.5), states="host"), 0.01, False) for kind in ("qwen3_next", "lfm2", "mamba")),
+    *((kind, replace(hybrid(0.5), states="device"), 1.0, False) for kind in ("qwen3_next", "lfm2", "mamba")),
+    *(("gemma4_text", policy, *how) for policy, *how in ((hybrid(0.5), 0.01, False), (act_only(), 1.0, True))),
+]
+
+
+@pytest.mark.parametrize("model_type, policy, share, sharing", QUEUES)
+def test_requests_that_join_leave_and_are_preempted_get_the_references_tokens(
+    tiny_of, tmp_path, batches, model_type, policy, share, sharing
+):
+    checkpoint, model = tiny_of(model_type)
+    prompts, max_tokens, stops = some_requests(4, 4, 30)
+    prompts = [list(range(5, 40)) * sharing + prompt for prompt in prompts]
+    expected = [
+        greedy(model, [prompt], min(length, stop))[0]
+        for prompt, length, stop in zip(prompts, max_tokens, stops, strict=True)
+    ]
+    policy = replace(policy, max_mini_batch_tokens=120)
+    assert answers(checkpoint, policy, prompts, max_tokens, stops, 3, tmp_path, share, sharing) == expected
+    assert (batches[0].num_back > 0) == (share < 1)
 
 
 @pytest.mark.parametrize("with_numba", (True, False))

@@ -13,8 +13,7 @@ import pytest
 import torch
 from policies import wider_policies
 from runs import forced_logits, run_wave
-from test_refill import answers, some_requests
-from tiny_models import greedy, save_tiny
+from tiny_models import save_tiny
 from torch.profiler import ProfilerActivity, profile
 from toy_machine import machine
 
@@ -25,7 +24,6 @@ from flexhybrid.core.policy import Bits, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.scheduler import may_share, sharing_limit
-from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.forecast import describe
@@ -43,41 +41,8 @@ pytest.importorskip("greenlet")
 WIDER = wider_policies(400, 24, 12)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """By type: checkpoint and model, tiny ones. Delta nets beside attention; convolutions; Mamba alone."""
-    made = {}
-    for model_type in ("qwen3_next", "lfm2", "mamba"):
-        model = save_tiny(folder := tmp_path_factory.mktemp(model_type), model_type)
-        made[model_type] = Checkpoint(folder), model
-    return made
-
-
-@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2", "mamba"])
-def test_requests_that_join_leave_and_are_preempted_get_the_references_tokens(models, tmp_path, batches, model_type):
-    checkpoint, model = models[model_type]
-    prompts, max_tokens, stops = some_requests(4, 4, 30)
-    expected = [
-        greedy(model, [prompt], min(length, stop))[0]
-        for prompt, length, stop in zip(prompts, max_tokens, stops, strict=True)
-    ]
-    for states, share in (("host", 0.01), ("device", 1.0)):
-        policy = replace(hybrid(0.5), states=states, max_mini_batch_tokens=120)
-        assert answers(checkpoint, policy, prompts, max_tokens, stops, 3, tmp_path, share) == expected
-    assert [batch.num_back for batch in batches] == [2, 0]
-
-
-@pytest.mark.parametrize("name", ["disk", "row", "chunks, hidden on host", "host attention", "kvpr"])
-def test_every_way_to_run_gives_the_references_tokens(models, name):
-    checkpoint, model = models["qwen3_next"]
-    prompts = [list(range(3, 33)), [5, 9, 2], [8, 44, 71]]  # one longer than a mini-batch may be; two alike in length
-    expected = greedy(model, prompts, 6)
-    result = run_wave(checkpoint, WIDER[name], prompts, 6, hardware=machine())
-    assert result.tokens == expected and check_trace(result.trace) == []
-
-
-def test_states_cross_the_link_once_each_way_in_each_recurrent_layer(models):
-    checkpoint = models["qwen3_next"][0]
+def test_states_cross_the_link_once_each_way_in_each_recurrent_layer(tiny_of):
+    checkpoint = tiny_of("qwen3_next")[0]
     shape, prompts = checkpoint.shape, [[3, 4, 5], [6, 7, 8, 9]]
     each = sum(state.num_bytes(4) for state in map(shape.state_of, shape.recurrent) if state)
     assert shape.recurrent == (0, 1, 2) and shape.attending == (3,) and each > 0
@@ -92,8 +57,8 @@ def test_states_cross_the_link_once_each_way_in_each_recurrent_layer(models):
 
 
 @pytest.mark.parametrize("states", ["host", "device"])
-def test_the_plan_of_memory_is_what_is_allocated_for_states_and_blocks(models, states):
-    shape = models["qwen3_next"][0].shape
+def test_the_plan_of_memory_is_what_is_allocated_for_states_and_blocks(tiny_of, states):
+    shape = tiny_of("qwen3_next")[0].shape
     policy = replace(hybrid(0.5), states=states)
     problem = Problem(shape=shape, dtype="float32", hardware=machine())
     wave = admit(problem, policy, Workload(np.array([9, 30, 17]), np.array([4, 4, 4])))
@@ -122,9 +87,9 @@ def most_allocated(action) -> int:
     "model_type, dtype, least",
     [("mamba", "bfloat16", 0.9), ("qwen3_next", "float32", 0.5)],  # the latter: chunks of 64
 )
-def test_the_plan_of_memory_holds_what_recurrent_layers_have_in_work(models, model_type, dtype, least):
+def test_the_plan_of_memory_holds_what_recurrent_layers_have_in_work(tiny_of, model_type, dtype, least):
     """Allocations are replayed: a tenth of this was planned when it was guessed from the size of the states."""
-    checkpoint, cpu, shares = models[model_type][0], torch.device("cpu"), []
+    checkpoint, cpu, shares = tiny_of(model_type)[0], torch.device("cpu"), []
     for states, lengths in (("device", (40, 40)), ("host", (9, 30, 17))):
         policy = replace(hybrid(0.5), states=states)
         workload = Workload(np.array(lengths), np.full(len(lengths), 3))
@@ -144,8 +109,8 @@ def test_the_plan_of_memory_holds_what_recurrent_layers_have_in_work(models, mod
     assert least < max(shares) <= 1
 
 
-def test_what_a_recurrent_model_cannot_do_is_said(models):
-    checkpoint, _ = models["lfm2"]
+def test_what_a_recurrent_model_cannot_do_is_said(tiny_of):
+    checkpoint, _ = tiny_of("lfm2")
     shape = checkpoint.shape
     assert not may_share(Policy(), shape) and "recurrent" in str(sharing_limit(Policy(), shape))
     with pytest.raises(InputError, match=r"token ids \(tok\) for a model with recurrent layers"):
@@ -170,19 +135,19 @@ def test_bfloat16_errs_as_transformers_own(tmp_path, model_type):
         assert (logits - exact).norm() < 1.5 * (theirs - exact).norm() < 0.5 * exact.norm()
 
 
-def test_a_model_without_attention_has_no_cache_of_few_bits(models):
+def test_a_model_without_attention_has_no_cache_of_few_bits(tiny_of):
     with pytest.raises(InputError, match="mamba.* keeps no keys and values"):
-        check_runnable(models["mamba"][0].shape, replace(hybrid(0.5), bits=Bits(kv=4)))
+        check_runnable(tiny_of("mamba")[0].shape, replace(hybrid(0.5), bits=Bits(kv=4)))
 
 
-def test_what_is_said_of_recurrent_layers(models, capfd):
+def test_what_is_said_of_recurrent_layers(tiny_of, capfd):
     """Their states, and no context where no layer attends; no warning of kernels that no CPU has."""
-    shapes = {kind: checkpoint.shape for kind, (checkpoint, _) in models.items()}
+    shapes = {kind: tiny_of(kind)[0].shape for kind in ("qwen3_next", "lfm2", "mamba")}
     assert "context" not in describe(hybrid(0.5), Problem(shape=shapes["mamba"]))
     for kind in shapes:
         assert "states of recurrent layers on the host" in describe(hybrid(0.5), Problem(shape=shapes[kind]))
     assert "context 50% act@host + 50% kv@host" in describe(hybrid(0.5), Problem(shape=shapes["lfm2"]))
-    run_wave(models["mamba"][0], hybrid(0.5), [[3, 4, 5]], 2, hardware=machine())
+    run_wave(tiny_of("mamba")[0], hybrid(0.5), [[3, 4, 5]], 2, hardware=machine())
     logger, told = logging.getLogger("transformers.integrations.hub_kernels"), []
     handler = logging.Handler()
     handler.emit = told.append

@@ -280,11 +280,26 @@ def launches_of_layers(monkeypatch) -> list[list[str]]:
     return captured
 
 
-#: Of a layer of OPT whose context is read whole; where it is read in parts, a second kernel of attention adds them up.
+#: Of a layer whose context is read whole; where it is read in parts, a second kernel of attention adds them up.
 PROJECT, FINISH = ("layer_norm", "addmm"), ("attend", "linear", "norm", "_addmm_activation", "addmm_")
+LLAMA = (
+    "scale",
+    "mm",
+    "rotate",
+    "attend",
+    "linear",
+    "add_and_scale",
+    "linear",
+    "linear",
+    "gate",
+    "addmm_",
+    "index_put_",
+)
 LAUNCHES = {
-    "KV": (ON_DEVICE, {(*PROJECT, *FINISH, "index_put_")}),
-    "KV and ACT": (  # which rows a store takes is looked up; ACT go by way of staging
+    "OPT, KV": (save_opt, ON_DEVICE, {(*PROJECT, *FINISH, "index_put_")}),
+    "Llama": (save_llama, ON_DEVICE, {LLAMA}),
+    "OPT, KV and ACT": (  # which rows a store takes is looked up; ACT go by way of staging
+        save_opt,
         replace(ON_DEVICE, cache={"kv@device": 0.5, "act@device": 0.5}),
         {
             (*PROJECT, "index_select", *FINISH, "index_put_", "index", "index_put_"),
@@ -296,10 +311,10 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_decode_layer_of_opt_is_eight_kernels(tmp_path, name):
+def test_a_decode_layer_is_so_many_kernels(tmp_path, name):
     """Its results lie where the next layer reads them, its keys and values go to their blocks from the projection."""
-    policy, launches = LAUNCHES[name]
-    expected = InMemory(save_opt(tmp_path, layers=3)).generate(PROMPTS, max(MAX_TOKENS), ignore_eos=True)
+    save, policy, launches = LAUNCHES[name]
+    expected = InMemory(save(tmp_path, layers=3)).generate(PROMPTS, max(MAX_TOKENS), ignore_eos=True)
     with fake_cuda() as watch, pytest.MonkeyPatch.context() as within:
         captured = launches_of_layers(within)
         result = run(Checkpoint(tmp_path), policy, keep_trace=False)

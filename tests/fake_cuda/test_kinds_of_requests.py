@@ -24,7 +24,7 @@ from fake_cuda.test_streams import (
     without_hazard,
 )
 from runs import engine_of, stopping
-from tiny_models import greedy, save_tiny
+from tiny_models import greedy
 
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
@@ -33,7 +33,6 @@ from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.kernels.sampling import SamplingPlan, greedy_plan
-from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.runtime.token_masks import _Copy
 
 VOCAB = 97
@@ -48,29 +47,10 @@ KINDS = {
 }
 
 
-class Made:
-    """Tiny checkpoints, each made once."""
-
-    def __init__(self, factory: pytest.TempPathFactory):
-        self._factory, self._made = factory, {}
-
-    def __call__(self, kind: str):
-        if kind not in self._made:
-            folder = self._factory.mktemp(kind)
-            self._made[kind] = save_tiny(folder, kind), Checkpoint(folder)
-        return self._made[kind]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Made:
-    pytest.importorskip("greenlet")
-    return Made(tmp_path_factory)
-
-
 @pytest.mark.parametrize("name", KINDS)
-def test_what_layers_keep_beside_keys_and_values(made, name):
+def test_what_layers_keep_beside_keys_and_values(tiny_of, name):
     kind, policy = KINDS[name]
-    model, source = made(kind)
+    source, model = tiny_of(kind)
     prompts = [prompt[:18] for prompt in PROMPTS]  # no layer has a window
     with fake_cuda(seed=len(name)) as watch:
         result = run_under(source, policy, requests=(prompts, MAX_TOKENS))
@@ -98,7 +78,7 @@ def queue_under(source, policy: Policy, requests, places: int, share: float):
         return result, set(wave.queue.waiting.tolist()) if wave.queue else set()
 
 
-def check_queue(model, source, policy: Policy, requests, places: int, seed: int = 0) -> None:
+def check_queue(source, model, policy: Policy, requests, places: int, seed: int = 0) -> None:
     """Requests that join, leave and are preempted get transformers' tokens, and no access is out of order."""
     with fake_cuda(seed=seed) as watch:
         result, waiting = queue_under(source, policy, requests, places, 0.01)
@@ -110,16 +90,16 @@ def check_queue(model, source, policy: Policy, requests, places: int, seed: int 
     assert check_trace(result.trace) == []
 
 
-def test_requests_that_join_leave_and_are_preempted(made):
-    check_queue(*made("lfm2"), replace(HYBRID, max_mini_batch_tokens=120), some_requests(), 3)
+def test_requests_that_join_leave_and_are_preempted(tiny_of):
+    check_queue(*tiny_of("lfm2"), replace(HYBRID, max_mini_batch_tokens=120), some_requests(), 3)
 
 
-def test_preempted_requests_give_their_blocks_of_the_device_to_others_at_once(made):
+def test_preempted_requests_give_their_blocks_of_the_device_to_others_at_once(tiny_of):
     """In one mini-batch: an access by an index counts as one of the whole pool."""
     generator = np.random.default_rng(5)
     prompts = [generator.integers(3, 61, length).tolist() for length in (1, 17, 30, 16, 9)]
     policy = Policy(cache=dict.fromkeys(IN_DEVICE, 0.5))
-    check_queue(*made("llama"), policy, (prompts, [20] * 5, [20, 20, 7, 20, 20]), 4, seed=1)
+    check_queue(*tiny_of("llama"), policy, (prompts, [20] * 5, [20, 20, 7, 20, 20]), 4, seed=1)
 
 
 class Steps:
@@ -164,8 +144,8 @@ def expected_of_grammars(model) -> list[list[int]]:
     return answers
 
 
-def test_grammars(made):
-    model, source = made("qwen3")
+def test_grammars(tiny_of):
+    source, model = tiny_of("qwen3")
     with fake_cuda() as watch:
         result = run_under(source, HYBRID, plan=with_grammars())
     assert result.tokens == expected_of_grammars(model)
@@ -195,10 +175,10 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_of_what_layers_keep_is_found(made, name):
+def test_a_planted_fault_of_what_layers_keep_is_found(tiny_of, name):
     of, changed = PLANTED[name]
     kind, policy = KINDS[of]
-    check_found(lambda: run_under(made(kind)[1], policy, changed, requests=FEW))
+    check_found(lambda: run_under(tiny_of(kind)[0], policy, changed, requests=FEW))
 
 
 def masks_wait_for_nothing(monkeypatch) -> None:
@@ -206,15 +186,15 @@ def masks_wait_for_nothing(monkeypatch) -> None:
     monkeypatch.setattr(_Copy, "__call__", lambda self, row: int(self._copy[row]))
 
 
-def test_a_grammar_that_does_not_wait_for_its_token_is_found(made):
+def test_a_grammar_that_does_not_wait_for_its_token_is_found(tiny_of):
     with fake_cuda() as watch, pytest.MonkeyPatch.context() as monkeypatch:
         masks_wait_for_nothing(monkeypatch)
         with contextlib.suppress(Exception):
-            run_under(made("qwen3")[1], HYBRID, plan=with_grammars(), requests=FEW)
+            run_under(tiny_of("qwen3")[0], HYBRID, plan=with_grammars(), requests=FEW)
         assert any("masks" in str(fault) for fault in watch.order.faults)
 
 
-def test_a_planted_fault_of_requests_that_join_is_found(made):
-    source, policy = made("lfm2")[1], replace(HYBRID, max_mini_batch_tokens=120)
+def test_a_planted_fault_of_requests_that_join_is_found(tiny_of):
+    source, policy = tiny_of("lfm2")[0], replace(HYBRID, max_mini_batch_tokens=120)
     plant = partial(without_hazard, "write_after_read")
     check_found(lambda: queue_under(source, policy, some_requests(4), 3, 0.01), plant)

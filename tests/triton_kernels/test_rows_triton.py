@@ -1,33 +1,15 @@
-"""Norms, rotations and activations by Triton: compiled, chosen, and counted."""
+"""Norms, rotations and activations by Triton: compiled and chosen."""
 
-from collections import Counter
-from types import SimpleNamespace
-
-import numpy as np
 import pytest
 import torch
-from models import save_llama
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 
-from flexhybrid.core.plan import stream
-from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.problem import AttentionPaths, Problem
-from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.wave import admit
-from flexhybrid.core.workload import Workload
-from flexhybrid.runtime.engine import Engine
-from flexhybrid.runtime.kernels import norms, rotary
-from flexhybrid.runtime.kernels.sampling import greedy_plan
-from flexhybrid.runtime.storage.loader import Checkpoint
-from flexhybrid.runtime.storage.weights import Weights
-from flexhybrid.runtime.verbs import attending_in_place
+from flexhybrid.runtime.kernels import norms
 
 triton = pytest.importorskip("triton")
 
 from compiled import POINTERS, compile_for, registers_and_stack  # noqa: E402
-from oracles import attend_table  # noqa: E402
 
-from flexhybrid.runtime.kernels import attend_triton, rows_triton  # noqa: E402
+from flexhybrid.runtime.kernels import rows_triton  # noqa: E402
 
 
 @pytest.mark.parametrize("architecture, dtype", [(80, "bfloat16"), (90, "float32"), (90, "bfloat16")])
@@ -63,94 +45,6 @@ def test_kernels_that_fail_are_not_used(monkeypatch):
         assert len(warned) == 1
     finally:
         norms._proven_kernels.cache_clear()
-
-
-# ---- launches of a layer
-
-#: Operations that launch nothing.
-SILENT = {"empty", "new_empty", "empty_like", "new_empty_strided", "empty_strided", "detach", "alias"}
-
-
-class Launches(TorchDispatchMode):
-    """Counts the kernels that a GPU would be given."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if not func.is_view and name not in (*SILENT, "_unsafe_view", "_reshape_alias", "lift_fresh"):
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def counted(name: str, launches: Launches, function, kernels: int = 1):
-    """A kernel's stand-in: plain torch, which counts as what the kernel would be."""
-
-    def run(*arguments):
-        if _get_current_dispatch_mode() is launches:
-            launches.counts[name] += kernels
-        with _disable_current_modes():
-            return function(*arguments)
-
-    return run
-
-
-def launches_of_a_layer(source, attention: AttentionPaths, monkeypatch, fused: bool) -> Counter[str]:
-    """Of one decode step of a mini-batch in one layer, all of it on the device, in bfloat16."""
-    policy = Policy(weights=Placement(device=1), cache={"kv@device": 1.0}, max_mini_batch_tokens=1000)
-    problem = Problem(shape=source.shape, dtype="bfloat16", device="cpu", attention=attention)
-    wave = admit(problem, policy, Workload(np.array([40, 23]), np.array([5, 5])))
-    weights, launches = Weights(source.shape, source, "bfloat16", torch.device("cpu"), policy), Launches()
-    engine = Engine(weights, policy, buffer_sizes(wave), num_threads=1)
-    plain = {"norm": plain_norm, "rotate_": plain_rotation, "gate_": norms.gate_}
-    kernels = SimpleNamespace(**{name: counted(name, launches, function) for name, function in plain.items()})
-    with engine.process_settings(), monkeypatch.context() as patched:
-        patched.setattr(attending_in_place, "by_numba", lambda state: not fused)
-        patched.setattr(attend_triton, "launch", counted("attend", launches, attend_table.launch))
-        executor = engine.executor(wave, [[5] * 40, [7] * 23], greedy_plan(2))
-        for task in stream(wave):
-            in_layer = (task.layer, task.iteration) == (1, 2) and task.resource == "compute"
-            if not in_layer:
-                executor.perform(task)
-                continue
-            with monkeypatch.context() as within:
-                for module in (norms, rotary) if fused else ():
-                    within.setattr(module, "kernels_for", lambda rows: None if torch_runs_plain() else kernels)
-                with launches:
-                    executor.perform(task)
-    engine.close()
-    weights.close()
-    return launches.counts
-
-
-def torch_runs_plain() -> bool:
-    """Return whether a kernel's stand-in runs: its own calls are plain."""
-    return _get_current_dispatch_mode() is None
-
-
-def plain_norm(rows, added, weight, eps, biases=None):
-    if biases:
-        return norms.add_and_layer_norm_(rows, added, (weight, biases[0]), eps, biases[1])
-    return norms.rms_norm(rows if added is None else rows.add_(added), weight, eps)
-
-
-def plain_rotation(rows, spans, rotation):
-    d = rotation[0].shape[1]
-    for first, count in spans:
-        rotary.rotate_(rows[:, first : first + count * d].unflatten(1, (count, d)), *rotation)
-
-
-def test_a_llama_layer_needs_sixteen_launches_at_most(tmp_path, monkeypatch):
-    """A layer of a decode step, all on the device; side by side and unfused it needs more than forty."""
-    save_llama(tmp_path, layers=3)
-    source, usual = Checkpoint(tmp_path), AttentionPaths("fused", "products", "fused")
-    fused = launches_of_a_layer(source, usual._replace(in_place=True), monkeypatch, fused=True)
-    plain = launches_of_a_layer(source, usual, monkeypatch, fused=False)
-    assert fused["attend"] == 1 and fused["rotate_"] == 1 and fused["norm"] == 2 and fused["gate_"] == 1, fused
-    assert sum(fused.values()) <= 16, fused
-    assert sum(plain.values()) >= 40, plain
 
 
 @pytest.mark.cuda
