@@ -5,6 +5,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -41,7 +42,7 @@ def names(module: str = "") -> list[str]:
 @cache
 def run(name: str) -> Experiment:
     """Run one experiment, once in a process."""
-    return _function(name)()
+    return replace(_function(name)(), machines=frozenset(catalogue.READ))
 
 
 def _function(name: str) -> Callable[[], Experiment]:
@@ -72,13 +73,13 @@ def reproduce(
         raise InputError(f"--out {out} has the rows of the unchanged machines: with --set, name another folder")
     check_writable(out)
     chosen = [name for name in known if not only or name in only]
-    read: set[str] = set()
     with TemporaryDirectory() as folder:
         if changes:
             change_machines(changes, Path(folder))
-        results = run_all(chosen, workers, quiet, Path(folder) if changes else None, read)
+        results = run_all(chosen, workers, quiet, Path(folder) if changes else None)
     path = report.write(results, out, changes)
     held_out = summary(compared(results), "validate")
+    read = {machine for experiment in results for machine in experiment.machines}
     return {
         "report": str(path),
         "summary": str(path.with_name(report.SUMMARY)),
@@ -124,15 +125,10 @@ def change_machines(changes: Sequence[str], folder: Path) -> None:
 
 
 def run_all(
-    chosen: Sequence[str],
-    workers: int | None = None,
-    quiet: bool = False,
-    machines: Path | None = None,
-    read: set[str] | None = None,
+    chosen: Sequence[str], workers: int | None = None, quiet: bool = False, machines: Path | None = None
 ) -> list[Experiment]:
     """Run experiments, in processes of their own where ``workers`` (None: one a core) and they are several, or with
-    ``machines``, a folder that takes the place of the catalogue's. ``read`` gets the names of machines that these
-    processes have loaded."""
+    ``machines``, a folder that takes the place of the catalogue's."""
     done: dict[str, Experiment] = {}
     workers = min(workers or multiprocessing.cpu_count(), len(chosen))
     if workers == 1 and machines is None:
@@ -151,19 +147,13 @@ def run_all(
         futures = _submit(pool, chosen)
         try:
             for future in as_completed(futures):
-                done[futures[future]], loaded = future.result()
-                if read is not None:
-                    read |= loaded
+                done[futures[future]] = future.result()
                 progress.advance()
         except KeyboardInterrupt:
             for worker in multiprocessing.active_children():  # they ignore SIGINT, and keep nothing
                 worker.terminate()
             raise
     return [done[name] for name in chosen]
-
-
-def _run_and_read(name: str) -> tuple[Experiment, set[str]]:
-    return run(name), catalogue.READ
 
 
 def _read_machines(folder: Path | None) -> None:
@@ -175,7 +165,7 @@ def _submit(pool: ProcessPoolExecutor, chosen: Sequence[str]) -> dict:
     """Start the workers with SIGINT ignored: Ctrl-C is for the parent, which cancels what they have not begun."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        return {pool.submit(_run_and_read, name): name for name in chosen}
+        return {pool.submit(run, name): name for name in chosen}
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -191,7 +181,6 @@ def _row(experiment: Experiment) -> dict:
 
 def describe(result: dict) -> str:
     """Return the result of ``reproduce`` as a table for people."""
-    unread = result["without_effect"]
     heads = f"{'held out':>8s} {'fitted':>6s} {'aside':>5s} {'mean':>8s} {'median':>8s} {'worst':>8s}"
     lines = [f"{'experiment':20s} {heads}  worst row"]
     for row in result["experiments"]:
@@ -200,6 +189,7 @@ def describe(result: dict) -> str:
         if row["num_held_out"]:
             figures = f"{row['mean_error']:8.1%} {row['median_error']:8.1%} {row['worst_error']:+8.1%}  {row['worst']}"
         lines.append(f"{row['name']:20s} {counts} {figures}")
+    unread = result["without_effect"]
     lines += [f"note: --set {change} changed nothing: no experiment here reads this machine" for change in unread]
     lines += ["", result["held_out"]["in_words"], LEGEND, "", f"Report: {result['report']}"]
     return "\n".join([*lines, f"All rows: {result['summary']}"])

@@ -36,6 +36,7 @@ from policy_search.search import FULL, LOSSLESS, SearchResult, SearchSettings, T
 from policy_search.search_problem import SearchProblem, measured_space
 from policy_search.sensitivity import TOLERANCE, Sensitivity, assumed_rates, sensitivity_of
 from policy_search.systems import SYSTEMS, Setting, System, dropped, system
+from sim.presets import infinigen
 from sim.queue_clock import QueueRun
 from sim.simulate import SimulatedRun
 
@@ -175,15 +176,11 @@ def search_queue(options: PolicySearchOptions, note: Note | None = None) -> Simu
 
 
 def _selection_of(options: PolicySearchOptions, setting: Setting) -> Selection | None:
-    """Return the selection that the search may use: with --lossy infinigen(…)'s, if the model can have it. Raise
-    InputError for a ``selection`` that is another system's."""
+    """Return the selection that the search may use, with --lossy; raise InputError for that of another system."""
     if options.lossless:
         return None
-    if (text := options.selection) is None:
-        with contextlib.suppress(InputError):
-            return system("infinigen", setting).policy.selection
-        return None
-    selection = system(text, setting).policy.selection
+    text = options.selection
+    selection = (system(text, setting).policy if text else infinigen()).selection
     if selection.method != "speculative":
         raise InputError(f"--selection {text!r}: the search knows the selection of infinigen(…) alone")
     return selection

@@ -391,10 +391,9 @@ def test_a_machines_field_can_be_set(tmp_path):
     """Twice the link of PCIe 4.0, which no fit may find there, halves loads; half the products' rate doubles KV-Gen."""
     changes = ["rtx4090-capture.link_gb_per_s=63", "rtx4090-capture.lines.kv_gen.tflops=82.6"]
     registry.change_machines(changes, tmp_path)
-    read: set[str] = set()
-    before = registry.run("capture-fig11").rows
-    after = registry.run_all(["capture-fig11"], 1, True, tmp_path, read)[0].rows
-    assert "rtx4090-capture" in read and "t4" not in read
+    before, (experiment,) = registry.run("capture-fig11").rows, registry.run_all(["capture-fig11"], 1, True, tmp_path)
+    after = experiment.rows
+    assert "rtx4090-capture" in experiment.machines and "t4" not in experiment.machines
     for verb, ratio in (("load_kv", 0.5), ("kv_gen", 2.0)):
         of_verb = before["what"] == f"T_{verb}'s slope, one layer"
         assert after["ours"][of_verb].item() == pytest.approx(ratio * before["ours"][of_verb].item(), rel=1e-3)
