@@ -12,7 +12,7 @@ from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import profile_file
-from flexhybrid.core.hardware import Hardware, load_hardware
+from flexhybrid.core.hardware import MEASURE, Hardware, load_hardware
 from flexhybrid.core.memory import CONTEXT_BYTES, fits
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
@@ -183,10 +183,7 @@ def best_policy(
     if not link_is_paced and (policy := resident_at_once(problem, workload)):
         return policy
     if problem.hardware is None:
-        raise InputError(
-            "policy auto needs to know this machine: run `flexhybrid profile` once, or name a policy such as kv_only "
-            "or hybrid(0.5)"
-        )
+        raise InputError(f"policy auto needs to know this machine: {MEASURE}, or a policy such as kv_only")
     margin = 0.0 if link_is_paced else MODEL_ERROR  # a pace is asked for to see what crosses the link
     settings = auto_settings(problem.hardware, workload, time_limit=time_limit, margin=margin)
     if workload.answer_tokens is not None:

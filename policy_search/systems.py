@@ -23,7 +23,7 @@ import numpy as np
 
 from flexhybrid.core.context.cache_entries import stored_copies
 from flexhybrid.core.errors import InputError, check, file_errors, unknown
-from flexhybrid.core.hardware import Hardware, Line
+from flexhybrid.core.hardware import MEASURE, Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import BITS, Overlap, Placement, Policy
 from flexhybrid.core.problem import Problem
@@ -472,7 +472,7 @@ def policy_here(text: str, problem: Problem, workload: Workload) -> Policy:
         return policy
     if problem.hardware is None:
         if needs_lines(text):
-            raise InputError(f"system {text!r} needs to know this machine: run `flexhybrid profile` once")
+            raise InputError(f"system {text!r} needs to know this machine: {MEASURE}")
         problem = replace(problem, hardware=_NOWHERE)
     prompt_tokens, max_tokens = int(workload.prompt_tokens.max()), int(workload.max_tokens.max())
     return _named_policy(text, Setting(problem, workload.num_requests, prompt_tokens, max_tokens))

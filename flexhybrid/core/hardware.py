@@ -38,6 +38,9 @@ COMPANY, DISAGREED = "in company", "sizes that two passes disagreed on"
 #: which prices nothing: a resource that pauses does not limit a run.
 CONTENTION, AFTER_PAUSE = "contention", "times as long after a pause"
 
+#: The remedy for a machine that is not known.
+MEASURE = 'run `flexhybrid profile` once, or name a machine (--hardware NAME, in Python hardware="NAME")'
+
 #: Of a record's notes, GB/s: the pace at which a CPU's link is imitated (absent or None: none), and the one that was
 #: lifted after the measurement (``Hardware.with_link_rate``).
 PACE, LIFTED_PACE = "link_gb_per_s", "link's pace while measured, GB/s"

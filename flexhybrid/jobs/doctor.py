@@ -183,7 +183,7 @@ def _advice(device: torch.device, hardware: Hardware | None, measured: bool, fit
         known = "predictions rest on a datasheet" if hardware else "so no speed is predicted"
         yield f"this machine is not measured, {known}: run flexhybrid profile"
         if count := len(list((cache_folder() / "models").glob(f"{device.type}-*.json"))):
-            yield f"profiles of single models, from flexhybrid run, which serve these alone: {count}"
+            yield f"profiles of single models, from flexhybrid run, which doctor uses for these alone: {count}"
     elif hardware and not hardware.has_disk:
         yield "no disk is measured: with flexhybrid profile --disk DIR models can use one"
     if device.type == "cuda" and missing_kernels:
@@ -218,12 +218,13 @@ def describe_doctor(record: dict) -> str:
         paced = f"; {record['profile']['paced']}" if record["profile"]["paced"] else ""
         lines.append(f"profile {record['profile']['source']}, {record['profile']['dtype']}{paced}")
     lines += [f"  {PATHS[key]:<15} {rate:7.2f} GB/s" for key, rate in record["gb_per_s"].items()]
+    width = max([14, *(len(row["model"]) for row in record["models"])])
     if record["models"]:
         predicted = record["profile"] or any(row["own_profile"] for row in record["models"])
         head = "Predicted" if predicted else "By size alone"
         lines += ["", f"{head}, {lengths['prompt_tokens']} prompt and {lengths['max_tokens']} generated tokens, "
                   "nothing compressed:"]  # fmt: skip
-        lines += ["", f"{'model':<14} {'weights':>10} {'dtype':<8} {'tokens/s':>9}  how"]
+        lines += ["", f"{'model':<{width}} {'weights':>10} {'dtype':<8} {'tokens/s':>9}  how"]
     all_in_company = all(row["in_company"] for row in record["models"] if row["tokens_per_s"])  # the advice says so
     for row in record["models"]:
         rate = "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:.1f}"
@@ -234,9 +235,11 @@ def describe_doctor(record: dict) -> str:
         if row["dtype"] == "float32" != row["rates_dtype"]:
             limit += f" (run computes in float32, as the checkpoint is; the rates are a {row['rates_dtype']} profile's)"
         size = "-" if row["weights_bytes"] is None else gib(row["weights_bytes"])
-        lines.append(f"{row['model']:<14} {size:>10} {row['dtype']:<8} {rate:>9}  {row['how']}{limit}")
-    if record["advice"]:
-        lines += ["", *(f"- {text}" for text in record["advice"])]
+        how = "refused, see below" if row["path"] is None else row["how"]
+        lines.append(f"{row['model']:<{width}} {size:>10} {row['dtype']:<8} {rate:>9}  {how}{limit}")
+    refused = [f"{row['model']} is {row['how']}" for row in record["models"] if row["path"] is None]
+    if notes := [*refused, *record["advice"]]:
+        lines += ["", *(f"- {text}" for text in notes)]
     return "\n".join(lines)
 
 

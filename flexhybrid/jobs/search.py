@@ -271,7 +271,8 @@ def describe_found(report: SearchReport) -> str:
     changes = "" if policy.bits == Bits() else " (these change the tokens)"
     lines.append(f"  policy: {counted(found.batch, 'request')} at a time; bits {bits}{changes}")
     order = f"{policy.schedule} schedule, {policy.cut}"
-    lines.append(f"          {order}, attention on the {policy.attention}")
+    hidden = f", hidden states on the {policy.hidden}" * (policy.hidden != "device")
+    lines.append(f"          {order}, attention on the {policy.attention}{hidden}")
     if found.selected:
         used = "used" if policy.selection.method == "speculative" else "not used: nothing is faster with it"
         pays = "pays" if found.selected.act_pays else "does not pay"
@@ -332,12 +333,12 @@ def describe_rivals(report: SearchReport) -> str:
     for row in report.rivals:
         if row["tokens_per_s"]:
             streamed = row["system"].startswith("resident") and row["weights_on_device"] < 1
-            bits, notes = Bits(**row["policy"]["bits"]), [WEIGHTS_STREAMED] * bool(streamed)
+            bits, notes = Bits(**row["policy"]["bits"]), [WEIGHTS_STREAMED * bool(streamed)]
             notes += [f"{name[:4].upper()} {row[name]:.4g} s is over the limit" for name in row["exceeds"]]
             notes += [f"bits {_bits_text(bits)}"] * (bits != report.found.policy.bits)
             unused = dropped(row["system"], row["policy"]["attention"])
-            notes += filter(None, ["changes the tokens" * (not row["lossless"]), unused])
-            note = f" ({'; '.join(notes)})" if notes else ""
+            notes += ["changes the tokens" * (not row["lossless"]), unused]
+            note = f" ({'; '.join(filter(None, notes))})" if any(notes) else ""
             lines.append(
                 f"  {row['system']:28} {row['tokens_per_s']:10.4g} {-row['loses']:+7.1%} {row['at_a_time']:9} "
                 f"{row['num_mini_batches']:12} {row['weights_on_device']:17.0%}{note}"

@@ -30,6 +30,9 @@ UNLIKE = (
     "than their caches do; `simulate --compare` takes weights_device=SHARE in the call of a system"
 )
 
+#: Note for a system that would keep all weights on the device, if they do not fit.
+WEIGHTS_STREAMED = "not all weights fit the device with the cache, the rest is streamed"
+
 Note = Callable[[str], object]  #: takes a line for the user
 
 #: Keys of a point, which are the names of flags: how much there is to do, and of which model on which machine.
@@ -48,8 +51,6 @@ MOST_AT_A_TIME = 1024  #: requests of a queue, as in a run
 #: Seconds of a run below which its unpredicted start matters; the note about it.
 SHORT_S = 60.0
 NO_START = "  not in it: the start of a run, seconds that load the weights and compile new kernels"
-#: Note for a system that would keep all weights on the device, if they do not fit.
-WEIGHTS_STREAMED = "not all weights fit the device with the cache, the rest is streamed"
 
 
 def setting_of(point: Mapping, note: Note | None = None) -> Setting:
@@ -196,9 +197,7 @@ def run_point(
     "clock" and POLICY_FIELDS. With a ``workload`` of a queue. A batch may be AUTO. Raise InputError as ``setting_of``,
     and where nothing fits."""
     text, clock, auto = point["system"], point.get("clock") or "closed", point["batch"] == AUTO
-    fields = {field: point[field] for field in POLICY_FIELDS if field in point}
-    if auto and fields:
-        raise InputError(f"batch auto chooses {next(iter(fields))} itself: name a batch")
+    fields = fields_of(point)
     if workload is not None:
         setting = queue_setting({**point, "batch": None if auto else point["batch"]}, workload, note)
         made = named_system(text, setting)
@@ -212,6 +211,14 @@ def run_point(
     for field, value in fields.items():
         made = replace(made, policy=made.policy.with_field(field, value))
     return setting, made, simulate_system(setting, made, clock)
+
+
+def fields_of(point: Mapping) -> dict:
+    """Return the fields of the policy that a point sets. Raise InputError if its batch AUTO chooses them."""
+    fields = {field: point[field] for field in POLICY_FIELDS if field in point}
+    if fields and point["batch"] == AUTO:
+        raise InputError(f"batch auto chooses {next(iter(fields))} itself: name a batch")
+    return fields
 
 
 def at_its_best(text: str, setting: Setting) -> tuple[System, SimulatedRun]:
@@ -228,6 +235,7 @@ def describe_queue(outcome: SimulatedQueue) -> str:
     memory = ", ".join(f"{tier} {gib(size)}" for tier, size in outcome.peak_bytes.items() if size)
     busy = ", ".join(f"{name} {share:.0%}" for name, share in run.busy.items() if share >= 0.005)
     lengths = f"{workload.prompt_tokens.mean():.0f} + {workload.answers.mean():.0f} tokens on average"
+    again = f"computing their contexts again takes {run.recomputing:.1%} of the time"
     known = "" if workload.answer_tokens is not None else " (every answer at its limit)"
     lines = [
         f"{policy.name}: {run.tokens_per_s:.4g} tokens/s; {counted(workload.num_requests, 'request')} of {lengths}"
@@ -244,18 +252,10 @@ def describe_queue(outcome: SimulatedQueue) -> str:
             f"  weights {kept_text(policy, outcome.kept_weights)}; cache {shares_text(policy.cache)}",
             f"  memory: {memory}",
             f"  busy: {busy or 'nothing'}; bound by {run.binding}",
-            *_preemptions(run),
+            *[f"  preempted: {run.preemptions:,.0f} times; {again}"] * bool(run.preemptions),
             *no_start(run.total_s),
         ]
     )
-
-
-def _preemptions(run: QueueRun) -> list[str]:
-    """Return the line about preempted requests; none without any."""
-    if not run.preemptions:
-        return []
-    contexts = f"computing their contexts again takes {run.recomputing:.1%} of the time"
-    return [f"  preempted: {run.preemptions:,.0f} times; {contexts}"]
 
 
 def describe(outcome: SimulatedRun) -> str:
@@ -263,10 +263,11 @@ def describe(outcome: SimulatedRun) -> str:
     o = outcome
     memory = ", ".join(f"{tier} {gib(size)}" for tier, size in o.peak_bytes.items() if size)
     busy = ", ".join(f"{name} {share:.0%}" for name, share in o.busy.items() if share >= 0.005)
+    streamed = o.policy.name == "resident" and o.policy.weights.device < 1
     decodes = bool(o.decode_s > 0)  # an answer of one token comes out of the prefill
     rate = f"decode {o.decode_tokens_per_s:.4g} tokens/s" if decodes else "no decode, each answer is one token"
     lines = [
-        f"{o.policy.name}: {o.tokens_per_s:.4g} tokens/s; {rate}",
+        f"{o.policy.name}{' as far as it fits' * streamed}: {o.tokens_per_s:.4g} tokens/s; {rate}",
         f"  prefill {o.prefill_s:.4g} s, decode {o.decode_s:.4g} s; {counted(o.batch, 'request')} in {_waves(o)}, "
         f"{o.num_mini_batches} mini-batch{'es' * (o.num_mini_batches > 1)} {'a wave' if o.num_waves > 1 else 'in all'}",
         f"  first tokens{' of the first wave' * (o.num_waves > 1)} after {o.ttft_s:.4g} s (TTFT)"
@@ -279,8 +280,8 @@ def describe(outcome: SimulatedRun) -> str:
         lines.insert(2, f"  at most {counted(o.wave, 'request')} at a time by {o.limited_by}")
     if o.num_mini_batches == o.wave > 1:
         lines.insert(2, f"  one request a mini-batch by max_mini_batch_tokens {o.policy.max_mini_batch_tokens:,}")
-    if o.policy.name == "resident" and o.policy.weights.device < 1:
-        lines.insert(3, f"  not resident: {WEIGHTS_STREAMED}")
+    if streamed:
+        lines.insert(3, f"  {WEIGHTS_STREAMED}")
     for entry, (first, last) in o.recomputed_tokens.items():
         beyond = f"; eq. 11 allows {o.prompt_tokens:,} (split=paper_prompt)" * (last > o.prompt_tokens)
         lines.append(

@@ -86,8 +86,7 @@ def local() -> Hardware:
     hardware = load_hardware(path).with_link_rate(None)
     if path.parent.name != OF_MODELS:
         return hardware
-    size = hardware.notes.get("hidden", "unknown")
-    other = f"This machine was measured only for another model, dtype or link (hidden size {size})"
+    other = "This machine was measured only for another model, dtype or link"
     return replace(hardware, notes=hardware.notes | {COMPANY: "; ".join(filter(None, (other, hardware.company)))})
 
 

@@ -255,19 +255,19 @@ def test_what_a_plan_says_is_plain():
     )
     run = SimpleNamespace(binding="h2d", busy={"h2d": 0.5})
     for seconds, shorter, words in (
-        (5.0, 0.01, "or         less than a second and its start with answers of 1 token on average: done by "),
+        (5.0, 0.01, "or         less than 1 s after its start with answers of 1 token on average: done by "),
         (0.02, 0.01, ""),
     ):
         plan = Forecast(seconds, 1, 1, 1, {}, {}, run, Foretold(shorter, 1.2, 1))  # type: ignore[arg-type]
         (requests,) = (line for line in plan_lines(llm, plan, "1", False) if line.startswith("requests"))
-        assert requests == "requests   1, at most 1 token of answers in all; 1 at a time"
+        assert requests == "requests   1, at most 1 token of answers in all; 1 answer at a time"
         others = [line for line in plan_lines(llm, plan, "1", False) if line.startswith("or ")]
         assert others[0].startswith(words) if words else not others
     llm.problem = replace(problem, budgets=Budgets(device=100, host=100))
     waiting = Forecast(5.0, 1, 1, 1, {"device": 40, "host": 99}, {}, run, num_requests=2)  # type: ignore[arg-type]
-    assert "1 at a time (host memory has no room for a second)" in "".join(plan_lines(llm, waiting, "2", False))
+    assert "1 answer at a time (host memory has no room for a second)" in "".join(plan_lines(llm, waiting, "2", False))
     llm.settled_policy = replace(cut, max_batch=1)
-    assert "1 at a time (max_batch 1 of the policy)" in "".join(plan_lines(llm, waiting, "2", False))
+    assert "1 answer at a time (max_batch 1 of the policy)" in "".join(plan_lines(llm, waiting, "2", False))
 
 
 def test_auto_on_requests_that_do_not_all_fit_at_once_still_fits(tiny):

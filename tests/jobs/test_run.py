@@ -631,7 +631,7 @@ def test_so_many_requests_at_a_time_and_no_more(tiny, tmp_path, capsys):
     assert run(source, tmp_path / "whole.jsonl", tiny) == 0
     assert run(source, out, tiny, "--max-batch", "0") == 2 and "--max-batch is 0" in capsys.readouterr().err
     assert run(source, out, tiny, "--max-batch", "3") == 0
-    assert "3 at a time" in capsys.readouterr().out and by_id(out) == by_id(tmp_path / "whole.jsonl")
+    assert "3 answers at a time" in capsys.readouterr().out and by_id(out) == by_id(tmp_path / "whole.jsonl")
 
 
 def test_a_copy_of_the_weights_is_told_how_to_go_on(tiny, tmp_path, capsys):

@@ -22,7 +22,7 @@ from flexhybrid.core import work
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import representation_of, stored_copies
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.hardware import task_seconds
+from flexhybrid.core.hardware import MEASURE, task_seconds
 from flexhybrid.core.model.layout import placed_layers
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
@@ -55,7 +55,7 @@ def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
     if hardware is None:
         raise InputError(
             f"policy {policy.name} splits tokens of {entry}, or packs requests, by how fast this machine is, which is "
-            "not known: run `flexhybrid profile` once, or name a machine (--hardware)"
+            f"not known: {MEASURE}"
         )
     stored = problem.stored(policy.bits)
     tier = {part.representation: part.tier for part in stored_copies(entry)}

@@ -115,7 +115,7 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
     ):
         fullest = max(budgets, key=lambda tier: plan.memory[tier] / (llm.problem.budgets.of(tier) or 1))
         alone = f" ({fullest} memory has no room for a second)"
-    at_a_time = f"{plan.at_a_time} at a time{alone if plan.at_a_time == 1 < plan.num_requests else ''}"
+    at_a_time = f"{counted(plan.at_a_time, 'answer')} at a time" + alone * (plan.at_a_time == 1 < plan.num_requests)
     if plan.seconds is None or plan.run is None:
         pace = f" at {llm.paced.link_gb_per_s:g} GB/s" if llm.paced.link_gb_per_s else ""
         unknown = f"is not profiled for this model{pace} (--policy auto does that)"
@@ -174,7 +174,7 @@ def describe(policy: Policy, problem: Problem) -> str:
 
 def foretold(seconds: float) -> str:
     """Return predicted seconds as text, without a run's start of about half a second."""
-    return duration(seconds) if seconds >= 1 else "less than a second and its start"
+    return duration(seconds) if seconds >= 1 else "less than 1 s after its start"
 
 
 def duration(seconds: float) -> str:

@@ -27,6 +27,7 @@ LOSSY = "changes the tokens"  #: said of a system that does
 VARIED: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(POINT, str), **dict.fromkeys(LENGTHS, int), **dict.fromkeys(RATES, float)
 }  # fmt: skip
+MOST_LINES = 10  #: in one picture: as many as there are colours
 FORMATS = (".png", ".pdf", ".svg")
 
 
@@ -183,12 +184,15 @@ def plot(found: list[SystemRun], varied: Varied, title: str, path: Path) -> None
 
 
 def draw_rows(rows: Sequence[tuple[str, Any, float]], field: str, title: str, path: Path) -> None:
-    """Draw (series, value of the field, tokens/s), one line a series."""
+    """Draw (series, value of the field, tokens/s), one line a series, of the MOST_LINES fastest."""
     import pandas as pd
 
     from figures.reproduce import draw
 
     frame = pd.DataFrame(rows, columns=["system", field, "tokens_per_s"])
+    fastest = frame.groupby("system")["tokens_per_s"].max().nlargest(MOST_LINES).index
+    if (count := frame["system"].nunique()) > MOST_LINES:
+        frame, title = frame[frame["system"].isin(fastest)], f"{title}: the {MOST_LINES} fastest of {count} lines"
     values = frame[field].unique().tolist()
     numbers = [value for value in values if isinstance(value, (int, float))]
     spread = len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= 8 * min(numbers)

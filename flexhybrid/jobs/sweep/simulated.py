@@ -13,7 +13,7 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.jobs.paths import shape_to_simulate
 from flexhybrid.jobs.rates import RATES, costs, pace_of_link
-from flexhybrid.jobs.simulate import AUTO, LENGTHS, MEMORIES, POLICY_FIELDS, is_policy_file
+from flexhybrid.jobs.simulate import AUTO, LENGTHS, MEMORIES, POLICY_FIELDS, fields_of, is_policy_file
 from flexhybrid.jobs.sweep.grid import one_of, positive_integer, read_points
 from flexhybrid.jobs.sweep.side_by_side import SystemRun, answers, check_plot, draw_rows
 from flexhybrid.jobs.sweep.table import SweepSummary, cell, run_sweep
@@ -110,6 +110,8 @@ def sweep_grid(
     """Simulate all points of a grid file into one table, and draw tokens/s over its first key with several numbers.
     Raise InputError, before any work, for a wrong grid, and for a picture that cannot be drawn or written."""
     points = read_points(grid, KEYS, REQUIRED)
+    for point in points:
+        fields_of(point)
     varied = {key: list(dict.fromkeys(point.get(key) for point in points)) for key in dict.fromkeys(chain(*points))}
     axis = next((key for key, of in varied.items() if len(of) > 1 and all(map(is_number, of))), None)
     if plot:
