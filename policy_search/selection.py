@@ -45,8 +45,7 @@ def value_of(objective: str, prediction: Prediction) -> np.ndarray:
 def best_under_selection(
     problem: SearchProblem, selection: Selection, batches: np.ndarray, mini_batch_tokens
 ) -> UnderSelection:
-    """Return the best policy with a selection. Raise InputError when none fits or is in the problem's space, or it
-    cannot be planned."""
+    """Return the best policy with a selection. Raise InputError when none fits, is allowed, or can be planned."""
     if problem.weights_disk or not problem.space.allows(Policy(cache={"kv@host": 1.0})):
         raise InputError("what is kept leaves no policy with the selection asked for")
     batch, tokens = pairs_of(problem, batches, mini_batch_tokens)

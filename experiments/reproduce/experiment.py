@@ -138,7 +138,7 @@ class Experiment:
     constants: tuple[Constant, ...] = ()
     notes: tuple[str, ...] = ()
     mismatches: tuple[str, ...] = ()
-    machines: frozenset[str] = frozenset()  #: names that the process had loaded from the catalogue by its end
+    machines: Sequence[str] = ()  #: names that the process had loaded from the catalogue by its end
 
     def __post_init__(self):
         _check_name("experiment", self.name)

@@ -42,7 +42,7 @@ def names(module: str = "") -> list[str]:
 @cache
 def run(name: str) -> Experiment:
     """Run one experiment, once in a process."""
-    return replace(_function(name)(), machines=frozenset(catalogue.READ))
+    return replace(_function(name)(), machines=sorted(catalogue.READ))
 
 
 def _function(name: str) -> Callable[[], Experiment]:

@@ -70,8 +70,6 @@ def simulate(args) -> dict:
 
 def _what_if(args, point: dict, systems: tuple[str, ...], varied) -> dict:
     """Simulate several systems, or one at several values of a field."""
-    if args.plot:
-        check_new_file(args.plot)
     found = side_by_side(point, systems, varied, _lengths(args), _note)
     args.show(describe_answers(found, varied))
     machines = {
@@ -113,9 +111,8 @@ def search(args) -> dict:
     point = {name: getattr(args, name) for name in POINT}
     options = options_from(PolicySearchOptions, args, point=point, lengths=_lengths(args))
     asked = point | {name: getattr(options, name) for name in names} | {"keep": list(options.keep) or None}
-    for path in (args.save_policy, args.lp):
-        if path:
-            check_new_file(path)  # before the work
+    for path in filter(None, (args.save_policy, args.lp)):
+        check_new_file(path)  # before the work
     if options.lengths is not None:
         choice = search_queue(options, _note)
         if args.save_policy:

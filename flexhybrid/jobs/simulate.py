@@ -8,7 +8,6 @@ from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, check, flag, is_integer
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import kept_shares, memory_plan, total_bytes
-from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
@@ -54,7 +53,7 @@ NO_START = "  not in it: the start of a run, seconds that load the weights and c
 
 
 def setting_of(point: Mapping, note: Note | None = None) -> Setting:
-    """Return the setting of a point (POINT): its model, machine and requests.
+    """Return the setting of a point (POINT): its model, machine ("local": as a run of the model sees it), requests.
 
     ``note`` takes a line about a profile that was disturbed, and one for each memory above the machine's own; such
     memories ask what more would bring. Raise InputError, naming the key.
@@ -64,7 +63,13 @@ def setting_of(point: Mapping, note: Note | None = None) -> Setting:
     for name in LENGTHS:
         check(name, point[name], is_integer(point[name]) and point[name] >= 1, "a whole number >= 1")
     shape = shape_to_simulate(point["model"])
-    hardware = with_given_rates(machine_of(point, shape), point)
+    if point.get("host") is None and point["hardware"].lower() == catalogue.LOCAL:
+        from flexhybrid.jobs.profile.job import local_machine  # loads torch
+
+        machine = local_machine(shape, point.get("dtype"))
+    else:
+        machine = catalogue.load(point["hardware"], point.get("host"))
+    hardware = with_given_rates(machine, point)
     if note and hardware.company:
         from flexhybrid.jobs.profile.job import company_note  # loads torch
 
@@ -86,16 +91,6 @@ def setting_of(point: Mapping, note: Note | None = None) -> Setting:
     usual = hardware.dtype if hardware.name == catalogue.LOCAL and shape.dtype != "float32" else shape.dtype
     problem = Problem(shape=shape, dtype=point.get("dtype") or usual, hardware=hardware)
     return Setting(problem, point["batch"], point["prompt_len"], point["gen_len"])
-
-
-def machine_of(point: Mapping, shape: ModelShape) -> Hardware:
-    """Return a point's machine, with its "host" if given; "local" is this machine, as a run of the model would see
-    it."""
-    if (host := point.get("host")) is not None or point["hardware"].lower() != catalogue.LOCAL:
-        return catalogue.load(point["hardware"], host)
-    from flexhybrid.jobs.profile.job import local_machine  # loads torch
-
-    return local_machine(shape, point.get("dtype"))
 
 
 def asked_record(machine: Hardware, asked: Mapping) -> dict:

@@ -126,5 +126,5 @@ def test_requests_of_one_length_are_cut_as_predictions_count_them(num_requests, 
 
 
 def test_f_b_needs_the_machines_seconds():
-    with pytest.raises(InputError, match="run `flexhybrid profile` once"):
+    with pytest.raises(InputError, match="run `flexhybrid profile` once.*--hardware.*hardware="):
         packed(Problem(shape=SHAPE), Policy(packing="balance"), np.array([8]))

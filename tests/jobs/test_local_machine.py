@@ -97,11 +97,9 @@ def test_local_is_the_runs_own_profile_else_the_general_one_else_another_runs(ti
     shape, config = Checkpoint(tiny).shape, str(tiny / "config.json")
     kept = [profile_job.model_profile_path(shape, dtype, CPU) for dtype in ("float32", "auto")]
     paths = [*kept, tmp_path / "cache/hardware-cpu.json", tmp_path / "cache/models/cpu-of-another.json"]
-    grid, command = tmp_path / "grid.toml", ("--model", config, *LENGTHS, "--batch", "2", "--dtype", "float32")
-    grid.write_text(
-        f'system = "kv_only"\nmodel = "{config}"\nhardware = "local"\ndtype = "float32"\nbatch = 2\n'
-        "prompt_len = 30\ngen_len = 9\n"
-    )
+    grid, command = tmp_path / "grid.json", ("--model", config, *LENGTHS, "--batch", "2", "--dtype", "float32")
+    point = {"system": "kv_only", "model": config, "hardware": "local", "dtype": "float32", "batch": 2}
+    grid.write_text(json.dumps(point | {"prompt_len": 30, "gen_len": 9}))
     for number, path in enumerate(paths):
         machine(slower=10**number).save(path)
     seconds = []
@@ -196,11 +194,8 @@ def test_a_stopped_run_counts_what_was_computed_and_blames_no_profile(left):
     vars(options).update(dict.fromkeys(("parquet", "errors", "trace", "report")))
     counts = {"lines": 9, "answered": 9 - left, "refused": 0, "left": left, "blank": 0, "done_before": 0}
     work = Effort(1000.0, 20.0, None, 1900 if left else 0, 1000.0)
-    outcome, said = (
-        Outcome(options, SimpleNamespace(num_shared=0, graphs=""), counts, work, 100, Counter(), [], None, False),
-        [],
-    )
-    outcome.say(said.append, 21.0)
+    llm, said = SimpleNamespace(num_shared=0, graphs=""), []
+    Outcome(options, llm, counts, work, 100, Counter(), [], None, False).say(said.append, 21.0)
     told = "\n".join(said)
     if left:
         assert "100 tokens and 1,900 of unfinished answers in 20 s: 100.0 tokens/s; the whole" in told
@@ -280,11 +275,7 @@ def test_auto_on_requests_that_do_not_all_fit_at_once_still_fits(tiny):
 
 def test_budgets_beyond_the_machine_and_new_folders_are_noted(tiny, tmp_path, capsys):
     """Before the run, which goes on."""
-    (tmp_path / "in.jsonl").write_text(
-        json.dumps(
-            {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": [5], "max_tokens": 1}}
-        )
-    )
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": [5], "max_tokens": 1}))
     command = ["run", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", tiny, "--policy", "kv_only"]
     odd = ["--device-memory", "900TiB", "--disk-dir", tmp_path / "scratc"]
     assert cli.main([str(part) for part in (*command, "--device", "cpu", "--dtype", "float32", "--quiet", *odd)]) == 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from forced_machine import every_format
 
+from figures.reproduce import draw
 from flexhybrid import cli
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_by_name
@@ -119,10 +120,11 @@ def test_a_short_run_is_told_without_its_start(what, capsys):
 
 def test_the_rivals_are_said_to_be_free(monkeypatch, capsys):
     monkeypatch.setattr(searches, "LOSSLESS_RIVALS", ("kv_only", "act_only"))
-    flags = ("--keep", "cache.act@disk=0", "--attention", "device")
+    flags = ("--keep", "cache.act@disk=0", "hidden=host", "--attention", "device")
     assert cli.main(["search", *MODEL, "--batch", "2", "--lossless", *flags]) == 0
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("The other systems"))
-    assert line.endswith(" s (--keep and --attention bind the search alone, not these):")
+    said = capsys.readouterr().out
+    assert "attention on the device, hidden states on the host\n" in said
+    assert " s (--keep and --attention bind the search alone, not these):\n" in said
 
 
 @pytest.mark.parametrize("name", ["kv_only", "hybrid(0.5)", "capture"])
@@ -356,8 +358,11 @@ def test_a_small_budget_is_not_called_the_machines_memory(capsys):
     assert "Raise device memory to" in said and "more than the machine has" not in said and "a disk" not in said
 
 
-def test_a_sweep_has_fields_of_the_policy_as_axes_and_draws_them(tmp_path):
+def test_a_sweep_has_fields_of_the_policy_as_axes_and_draws_them(tmp_path, monkeypatch, capsys):
     """Against policies written out by hand; a share that is set leaves the rest to the others in proportion."""
+    drawn = []
+    monkeypatch.setattr("flexhybrid.jobs.sweep.side_by_side.MOST_LINES", 3)
+    monkeypatch.setattr("figures.reproduce.draw", lambda figure: drawn.append(figure) or draw(figure))
     (tmp_path / "grid.toml").write_text(
         'system = ["hybrid(0.5)", "kv_only"]\nmodel = "opt-125m"\nhardware = "t4"\nbatch = 4\nprompt_len = 64\n'
         'gen_len = 4\nweights.device = [0, 0.25, 1]\n"cache.act@host" = [0.25, 0.75]\n'
@@ -369,6 +374,9 @@ def test_a_sweep_has_fields_of_the_policy_as_axes_and_draws_them(tmp_path):
     with open(out, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 12 and not any(row["error"] for row in rows)
+    best = drawn[0].frame.groupby("system")["tokens_per_s"].max()
+    assert best.max() == max(float(row["tokens_per_s"]) for row in rows)
+    assert len(best) == 3 and drawn[0].title.endswith(": the 3 fastest of 4 lines")
     setting = setting_of({**POINT, "batch": 4})
     for row in rows:
         device, act = float(row["weights.device"]), float(row["cache.act@host"])
@@ -379,6 +387,11 @@ def test_a_sweep_has_fields_of_the_policy_as_axes_and_draws_them(tmp_path):
         run = simulate(setting.problem, policy, 4, 64, 4)
         assert float(row["tokens_per_s"]) == pytest.approx(run.tokens_per_s)
     assert cli.main([*command, "--plot", str(tmp_path / "x.gif")]) == 2
+    (tmp_path / "auto.toml").write_text(
+        (tmp_path / "grid.toml").read_text().replace("batch = 4", 'batch = [4, "auto"]')
+    )
+    assert cli.main(["sweep", str(tmp_path / "auto.toml")]) == 2
+    assert "batch auto chooses weights.device itself" in capsys.readouterr().err
     (tmp_path / "grid.toml").write_text((tmp_path / "grid.toml").read_text().replace("[0.25, 0.75]", "[1.5]"))
     assert cli.main(command) == 2
 

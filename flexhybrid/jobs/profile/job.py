@@ -145,9 +145,8 @@ def model_profile_path(shape: ModelShape, dtype: str, paced: PacedDevice) -> Pat
 
 
 def local_machine(shape: ModelShape, dtype: str | None = None) -> Hardware:
-    """Return this machine's record for a run of the model, with the memory that is free now: the one that a run in
-    ``dtype``, or in "auto", kept for its layer sizes, else ``catalogue.local``'s. Raise InputError if nothing was
-    measured."""
+    """Return this machine with the memory that is free now, by the record that a run in ``dtype``, or in "auto", kept
+    for the model's layer sizes, else by ``catalogue.local``'s. Raise InputError if nothing was measured."""
     paced = pick_device("auto")
     kept = (model_profile_path(shape, name, paced) for name in filter(None, (dtype, "auto")))
     hardware = next((load_hardware(path) for path in kept if path.is_file()), None) or catalogue.local()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from flexhybrid.core.errors import InputError, flag, shown, unknown
+from flexhybrid.core.files import check_new_file
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.rates import RATES, costs
 from flexhybrid.jobs.simulate import (
@@ -168,13 +169,14 @@ def _costs_text(answer: SystemRun) -> str:
 
 
 def check_plot(path: Path | None, field: str | None, remedy: str = "name it, like --vary batch=1,2,4,8") -> None:
-    """Raise InputError for a picture that cannot be drawn: of no ``field``, with the remedy, or in another format."""
+    """Raise InputError for a picture that cannot be drawn: of no ``field``, with the remedy, or to such a file."""
     if path is None:
         return
     if field is None:
         raise InputError(f"--plot {path} draws tokens/s over one field: {remedy}")
     if path.suffix.lower() not in FORMATS:
         raise InputError(f"--plot {path}: a picture is a {', '.join(FORMATS)} file")
+    check_new_file(path)
 
 
 def plot(found: list[SystemRun], varied: Varied, title: str, path: Path) -> None:
@@ -189,10 +191,11 @@ def draw_rows(rows: Sequence[tuple[str, Any, float]], field: str, title: str, pa
 
     from figures.reproduce import draw
 
+    lines = list(dict.fromkeys(name for name, _, _ in sorted(rows, key=lambda row: -row[2])))
+    if len(lines) > MOST_LINES:
+        rows = [row for row in rows if row[0] in lines[:MOST_LINES]]
+        title = f"{title}: the {MOST_LINES} fastest of {len(lines)} lines"
     frame = pd.DataFrame(rows, columns=["system", field, "tokens_per_s"])
-    fastest = frame.groupby("system")["tokens_per_s"].max().nlargest(MOST_LINES).index
-    if (count := frame["system"].nunique()) > MOST_LINES:
-        frame, title = frame[frame["system"].isin(fastest)], f"{title}: the {MOST_LINES} fastest of {count} lines"
     values = frame[field].unique().tolist()
     numbers = [value for value in values if isinstance(value, (int, float))]
     spread = len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= 8 * min(numbers)

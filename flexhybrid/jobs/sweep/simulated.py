@@ -7,7 +7,6 @@ from itertools import chain
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError, is_number
-from flexhybrid.core.files import check_new_file
 from flexhybrid.core.model.shape import DTYPE_BYTES
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.units import parse_bytes
@@ -114,9 +113,7 @@ def sweep_grid(
         fields_of(point)
     varied = {key: list(dict.fromkeys(point.get(key) for point in points)) for key in dict.fromkeys(chain(*points))}
     axis = next((key for key, of in varied.items() if len(of) > 1 and all(map(is_number, of))), None)
-    if plot:
-        check_plot(plot, axis, "give one of the grid's keys several numbers")
-        check_new_file(plot)
+    check_plot(plot, axis, "give one of the grid's keys several numbers")
     summary = run_sweep(points, out, evaluate, workers, fresh, quiet)
     if plot and axis:
         own = {tuple(cell(point.get(key)) for key in varied) for point in points}  # the table may have other points
