@@ -55,13 +55,21 @@ else:
 #: Seconds of a core, roughly, that the tests of a file and what they start take: of the longest files.
 SECONDS = {
     **{"graphs": 17, "ray": 31, "run": 40, "docs": 23, "counted_steps": 10, "search_optimum": 20, "speculative": 17},
-    **{"kinds_of_requests": 14, "streams": 15, "sim_queue": 11, "reproduce_kvpr": 12, "refill": 12},
+    **{"kinds_of_requests": 14, "streams": 15, "sim_queue": 11, "reproduce_kvpr": 12, "refill": 9},
     **{"published_models": 4, "attend_triton": 10, "sim_closed_form": 14, "states": 11, "device_memory": 6},
     **{"interpreted": 13, "wheel": 8, "compare": 13, "reproduce_capture": 12, "models": 9, "whatif": 11},
     **{"exactness": 9, "lending": 6, "moves": 10},
-    **{"accuracy": 8, "checkpoint_files": 9, "faults": 12, "queue_search": 9, "replanning": 12, "accuracy_study": 7},
+    **{
+        "accuracy": 8,
+        "checkpoint_files": 9,
+        "faults": 12,
+        "queue_search": 9,
+        "fuzz": 22,
+        "replanning": 12,
+        "accuracy_study": 7,
+    },
     **{"attention_in_place": 6, "cli": 8, "outlook": 8, "run_memory": 8, "structured": 8, "api": 8, "gpu_parts": 7},
-    **{"profile": 4, "run_malformed": 7, "heavy_hitters": 6, "lm_eval": 6, "prefixes": 5, "published": 6},
+    **{"profile": 4, "run_malformed": 7, "lm_eval": 6, "prefixes": 5, "published": 6},
     **{"quantize_triton": 5, "runtime_disk": 6, "search_lp": 5, "selection_product": 5, "sim_launcher": 3},
 }
 

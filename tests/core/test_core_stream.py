@@ -214,6 +214,28 @@ def test_run_in_order_every_verb_finds_its_own_layers_weights(policy, lengths):
             unpacked = own
 
 
+H2O = st.builds(lambda whole: Selection("heavy_hitter", budget=0.2, whole_layers=whole), st.integers(0, 3))
+
+
+@given(
+    st.one_of(runnable_policies(), st.builds(Policy, cache=st.just({"kv@device": 0.6, "kv@host": 0.4}), selection=H2O)),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=4),
+)
+@settings(max_examples=60)
+def test_stores_declare_the_blocks_that_they_write(policy, lengths):
+    """Also in layers that drop nothing while others do, whose pools have a size of their own."""
+    prompts, max_tokens = map(np.array, zip(*lengths, strict=True))
+    shape, hardware = ModelShape("small", "opt", 3, 64, 2, 2, 32, 64, 32, 128), catalogue.load("t4")
+    problem = Problem(shape=shape, dtype="float32", hardware=hardware)
+    for task in stream(admit(problem, policy, Workload(prompts, max_tokens))):
+        if task.verb in ("scatter", "scatter_device"):
+            declared = {access.space[0]: access for access in task.writes}
+            for store in task.payload.step.stores:
+                space = f"{store.entry}.{store.representation}" if "(" in store.entry else store.entry
+                if access := declared.get(space):
+                    assert ((access.lo <= store.blocks) & (store.blocks < access.hi)).all(), (policy, task.label())
+
+
 @given(waves_with_stops(), st.sampled_from(("column", "row")))
 def test_the_planner_waits_for_what_is_sampled_while_others_compute(wave_and_stops, schedule):
     """Each iteration is settled once, with all tokens of those before the one that runs. While the planner waits for a

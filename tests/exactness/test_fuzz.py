@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from flexhybrid.runtime.kernels import sampling
 
+#: Area -> cases, where there is more than one: these are the suite's own random models, policies and selections.
+EXAMPLES = {"tokens": 30, "selections": 16}
+
 
 @pytest.mark.parametrize("area", list(fuzz.AREAS))
 def test_a_short_round_ends_clean(area, every_core):
-    """Of tokens the suite's own share: random models of both families under every lossless policy."""
-    assert fuzz.run_round(area, seed=1, examples=30 if area == "tokens" else 1) == ""
+    assert fuzz.run_round(area, seed=1, examples=EXAMPLES.get(area, 1)) == ""
 
 
 def test_a_defect_is_seen_and_shown(monkeypatch):

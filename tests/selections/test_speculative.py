@@ -130,21 +130,6 @@ def test_loads_that_run_ahead_leave_a_slow_attention_alone(checkpoints, prompts,
     assert run_wave(checkpoints["llama"], chosen, prompts, 8, edit=slow).tokens == wanted
 
 
-@pytest.mark.parametrize(
-    "family, victim, share, full",
-    [("opt", "fifo", 0.5, 255), ("llama", "lru", 0.8, 255), ("llama", "counter", 0.5, 255), ("opt", "counter", 0.8, 4)],
-)
-def test_a_pool_gives_up_what_a_plain_account_does(checkpoints, prompts, family, victim, share, full, monkeypatch):
-    """Prompts beyond the pool, pools that fill up in the decode, and counters that are soon full."""
-    monkeypatch.setattr("flexhybrid.runtime.selections.pool.COUNTER_FULL", full)
-    monkeypatch.setattr("oracles.speculative.COUNTER_FULL", full)
-    chosen, prompts = policy(1.0, 0.3, pool=share, victim=victim), prompts[:3]
-    result = run_wave(checkpoints[family], chosen, prompts, 18)
-    wanted, _ = plain_tokens(checkpoints[family], chosen, prompts, 18)
-    assert result.tokens == wanted
-    assert check_trace(result.trace) == []
-
-
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_each_victim_keeps_other_tokens_of_a_prompt_beyond_the_pool(checkpoints, prompts, family):
     """The second token, before any victim of the decode has gone, and all that follow."""
@@ -211,18 +196,6 @@ def test_a_wave_has_no_more_requests_than_its_bytes_have_blocks(checkpoints):
     assert [len(wave) for wave in split_waves(Problem(shape=shape, dtype="float32"), chosen, workload)] == [4, 4, 1]
 
 
-@pytest.mark.parametrize("family, skewed, resident", [("opt", False, 0.3), ("llama", True, 1.0)])
-def test_columns_of_a_request_are_those_of_a_plain_account(checkpoints, prompts, family, skewed, resident):
-    checkpoint = checkpoints[family, "skewed"] if skewed else checkpoints[family]
-    weights = Placement(device=resident, host=1 - resident)
-    chosen, prompts = policy(0.5, 0.3, 0.15, columns="request", weights=weights), prompts[:4]
-    wanted, _ = plain_tokens(checkpoint, chosen, prompts, 8)
-    for lengths in (8, [8, 3, 8, 8]):
-        limits = np.broadcast_to(lengths, 4)
-        found = run_wave(checkpoint, chosen, prompts, lengths).tokens
-        assert found == [answer[:limit] for answer, limit in zip(wanted, limits, strict=True)]
-
-
 @settings(max_examples=4)
 @given(
     st.sampled_from(("opt", "llama")), st.lists(st.integers(0, 4), min_size=3, max_size=3, unique=True),
@@ -240,17 +213,6 @@ def test_company_changes_nothing_where_each_request_has_its_columns(
     checkpoint, company = checkpoints[family], [prompts[i] for i in order]
     alone = [run_wave(checkpoint, chosen, [prompt], 6).tokens[0] for prompt in company]
     assert run_wave(checkpoint, chosen, company, 6).tokens == alone
-
-
-@pytest.mark.parametrize("family, pool", [("opt", 1.0), ("llama", 0.5)])
-def test_requests_leave_one_by_one(checkpoints, prompts, family, pool):
-    """A short prompt with a long answer beside a longer one whose pool is smaller; those who stay keep their places."""
-    lengths, prompts = (30, 4, 12), [prompts[3], prompts[4], prompts[1]]
-    chosen = policy(1.0, 0.4, pool=pool, victim="lru", max_mini_batch_tokens=8192)
-    result = run_wave(checkpoints[family], chosen, prompts, lengths)
-    wanted, _ = plain_tokens(checkpoints[family], chosen, prompts, lengths)
-    assert result.tokens == wanted
-    assert check_trace(result.trace) == []
 
 
 @pytest.fixture(scope="module")

@@ -52,7 +52,7 @@ class AccessMap:
         self._sources = [shape.source_of(layer) for layer in layers]  # of keys and values
         self._keeps_states = [(state := shape.state_of(layer)) is not None and bool(state.tensors) for layer in layers]
         # Repeated in every iteration: the blocks of (pool, mini-batch), and the pools that a context is read from.
-        self._extents: dict[tuple[str, int], tuple[int, int]] = {}
+        self._extents: dict[tuple[str, int, bool], tuple[int, int]] = {}
         self._pools: dict[tuple, tuple[Access, ...]] = {}
 
     def ranks(self, position: Position) -> Access:
@@ -114,8 +114,10 @@ class AccessMap:
         name, k = entry, len(self.wave.blocks)
         if not shared:
             name, k = Pool(entry, position.step.window).name, position.step.mini_batch
-        extent = self._extents.get((name, k))
+        of_whole = position.step.whole  # layers that drop nothing have pools of their own size
+        extent = self._extents.get((name, k, of_whole))
         if extent is None:
-            part = (self.wave.shared.blocks if shared else self.wave.blocks[k]).pools[name]
-            extent = self._extents[name, k] = part.first, part.first + part.num_blocks
+            blocks = self.wave.shared.blocks if shared else (self.wave.whole if of_whole else self.wave).blocks[k]
+            part = blocks.pools[name]
+            extent = self._extents[name, k, of_whole] = part.first, part.first + part.num_blocks
         return Access((space, self._sources[position.layer]), *extent)
