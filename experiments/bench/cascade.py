@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from tqdm import tqdm
 
-from experiments.bench.harness import Table, seconds_in_turn
+from experiments.bench.harness import Table, bench, seconds_in_turn
 from flexhybrid.cascade.models import ModelOutputs
 from flexhybrid.cascade.routes import Cascade, CascadeModel
 from flexhybrid.cascade.serving.ray_serve import HOST, ROUTER, ServeOptions, deployed
@@ -39,6 +39,7 @@ class Holder:
         return 0 if self.other is None else await self.other.ask.remote(request)
 
 
+@bench("cascade")
 def bench_serve(table: Table) -> None:
     """The router's addition to requests of 50 KB on Ray Serve, one at a time: through it, and straight to a model's
     process. Two applications on one cluster: models in the router's process, and each in a process of its own. Beside

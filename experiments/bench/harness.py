@@ -21,6 +21,19 @@ EXTRA_ROUNDS = 5  #: rounds added while other processes disturb them
 
 Result = TypeVar("Result")
 
+#: Benches by part, in the order in which their modules are imported.
+BENCHES: dict[str, list[Callable[["Table"], None]]] = {}
+
+
+def bench(part: str) -> Callable:
+    """Register a function that adds rows to a table: ``make bench ARGS="--only PART"`` runs it."""
+
+    def register(function: Callable) -> Callable:
+        BENCHES.setdefault(part, []).append(function)
+        return function
+
+    return register
+
 
 class Table:
     """The rows of a bench, printed as they are added, and the file that they are saved to.

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from experiments.bench import kernels
-from experiments.bench.harness import Table, seconds_in_turn
+from experiments.bench.harness import Table, bench, seconds_in_turn
 from experiments.bench.kernels import TIMING, KernelSizes, laid_in_host_memory, memory_share, times_as_fast
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.runtime.kernels.attention import Extent, ScoreRule
@@ -36,6 +36,7 @@ SETS = 4  #: of operands that take turns
 PACKED = 4096, 2048  #: rows, and elements of each
 
 
+@bench("host kernels")
 def bench_host_kernels(table: Table, sizes: KernelSizes = TIMING) -> None:
     """Add all rows, on one core and, where there are more, on all."""
     most = torch.get_num_threads()

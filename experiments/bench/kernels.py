@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle, product
+from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
@@ -200,11 +200,6 @@ def bench_in_place(table: Table, sizes: KernelSizes, like: dict, decode: Path) -
 
         share = memory_share(pool, attend)
         table.at_least("attend in place, mixed lengths: share of the measured memory bandwidth", share, 0.6, "x")
-        for dtype, queries in product((torch.float32, torch.bfloat16), (1, 4)):  # a key head
-            several, memory = query.to(dtype).repeat(1, queries, 1), pool.to(dtype)
-            share = memory_share(memory, lambda m, q=several: layout.attend(q, [m], rule))
-            name = f"attend in place, mixed lengths, {str(dtype)[6:]}, query heads a key head {queries}"
-            table.at_least(f"{name}: share of the bandwidth", share, 0.6, "x")
         targets = torch.empty(2, len(tokens), sizes.heads, int(tokens.max()), sizes.head_dim, **like)
         mask, blocks = mask_of(np.arange(tokens.max()) >= tokens[:, None], **like), torch.from_numpy(table_of)
 

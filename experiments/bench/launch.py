@@ -26,7 +26,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from experiments.bench.harness import Table
+from experiments.bench.harness import Table, bench
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
@@ -83,6 +83,7 @@ def policies() -> list[Policy]:
     ]
 
 
+@bench("model")
 def bench_launch(table: Table) -> None:
     bench_planning(table)
     bench_planning_of_queue(table)

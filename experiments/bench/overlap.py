@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from experiments.bench.harness import Round, Table, least_disturbed
+from experiments.bench.harness import Round, Table, bench, least_disturbed
 from flexhybrid.core.hardware import CONTENTION, Hardware, task_seconds
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
@@ -35,7 +35,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.speed import LAST
 from flexhybrid.jobs.compare.trials import TRIAL_ITERATIONS
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
-from flexhybrid.jobs.profile.job import TIMING_SHAPE, measure_hardware
+from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype, measure_hardware
 from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.links import CpuCopies
@@ -199,8 +199,10 @@ def line_times(hardware: Hardware, share: float) -> tuple[dict[str, float], floa
     return seconds, predicted(wave, hardware).seconds
 
 
-def bench_profile(table: Table, dtype: str) -> None:
+@bench("profile")
+def bench_profile(table: Table) -> None:
     """Compare two profiles of this machine on the lines that carry CARRIED of a decode step, without contention."""
+    dtype = fastest_dtype(TIMING_SHAPE, torch.device("cpu"))
     paced, path, profiles = PacedDevice(torch.device("cpu"), 0.5), Path("results/bench-hardware.json"), []
     for number in (1, 2):
         began = time.perf_counter()
@@ -229,8 +231,10 @@ def with_its_disk(case: OverlapCase, hardware: Hardware, folder: Path) -> Hardwa
     return with_disk(hardware, measure_disk(DiskPlace(folder))[0]) if case.policy.weights.disk else hardware
 
 
-def bench_overlap(table: Table, dtype: str) -> None:
+@bench("executor")
+def bench_overlap(table: Table) -> None:
     """Add the overlap of every case, and the virtual clock's errors."""
+    dtype = fastest_dtype(TIMING_SHAPE, torch.device("cpu"))
     errors, corrected_errors, idle, shares = [], [], {}, []
     hardware: dict[int | None, Hardware] = {}
     for case in tqdm(cases(), unit="policy", leave=False):

@@ -5,7 +5,7 @@ import statistics
 import subprocess
 import sys
 
-from experiments.bench.harness import Table
+from experiments.bench.harness import Table, bench
 
 MACHINES = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
 PROMPT, GENERATED = 512, 32
@@ -26,6 +26,7 @@ print(json.dumps([found[0].counts, found[0].gap, [each.search_s for each in foun
 """
 
 
+@bench("simulator")
 def bench_search_time(table: Table) -> None:
     """Seconds of the full search over all discrete choices: a process's first call, and the median of the next two;
     and the share of the choices whose LP is solved."""

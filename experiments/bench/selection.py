@@ -16,7 +16,7 @@ from itertools import chain
 import torch
 from tqdm import tqdm
 
-from experiments.bench.harness import Table, least_disturbed
+from experiments.bench.harness import Table, bench, least_disturbed
 from experiments.bench.overlap import LAST
 from flexhybrid.core.context.selection import REPORTED, REPORTED_ALPHA, counted_tokens
 from flexhybrid.core.plan import stream
@@ -25,7 +25,7 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import TraceEvent, TraceWindow
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.profile.job import TIMING_SHAPE
+from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype
 from flexhybrid.runtime.engine import Engine
 from flexhybrid.runtime.executor import Executor
 from flexhybrid.runtime.profiling.profile import ProfileRun, profile
@@ -116,8 +116,10 @@ def moved_share(window: TraceWindow, wave: Wave) -> float:
     return sum(event.task.work.link_bytes for event in loads) / context_bytes
 
 
-def bench_selection(table: Table, dtype: str) -> None:
+@bench("selection")
+def bench_selection(table: Table) -> None:
     """InfiniGen against the full cache, and the virtual clock against both."""
+    dtype = fastest_dtype(SHAPE, torch.device("cpu"))
     device, runs, errors = torch.device("cpu"), {}, []
     bar = tqdm(total=2 * len(PROFILED) + 2, unit="run", leave=False)
     samples = profile(SHAPE, dtype, device, RATE, bar.update, PROFILED).samples

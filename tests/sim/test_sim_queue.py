@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from flexhybrid.core.context.packing import chunk_tokens
 from flexhybrid.core.errors import InputError
+from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
-from flexhybrid.core.schedule.buffer_sizes import holds_lengths, running_sizes
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes, holds_lengths, running_sizes
 from flexhybrid.core.schedule.scheduler import Scheduler, stores_exactly
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
@@ -108,6 +109,23 @@ def test_blocks_as_needed_are_priced_with_preemptions(seed):
     assert priced.total_s == pytest.approx(walked.total_s, rel=0.06)
     # the drain begins where the last of those who stepped back joins again: one request, too chancy to compare
     assert priced.phases["steady"].running == pytest.approx(walked.phases["steady"].running, rel=0.15)
+
+
+def test_blocks_as_needed_hold_twice_the_requests_of_reservations():
+    """Limits of 1,024 tokens, answers of 200 on average; the pools are those of 64 requests of the longest answers."""
+    problem = Problem(shape=SHAPE, dtype="float32", device="cpu")
+    policy = Policy("device", Placement(device=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 15)
+    answers = np.clip(np.exp(np.random.default_rng(0).normal(np.log(140), 0.9, 1000)), 1, 1024).astype(int)
+    workload, reserved = Workload.uniform(1000, 256, 1024), 64
+    sizes = buffer_sizes(open_batch(problem, policy, workload.select(slice(reserved)), reserved))
+    limit = total_bytes(memory_plan(problem, policy, sizes))["host"]
+    problem = replace(problem, budgets=Budgets(host=limit))
+    batch = open_batch(problem, policy, workload, *batch_size(problem, policy, workload, 1000))
+    counted = intervals(batch, replace(workload, answer_tokens=answers))
+    iterations = np.arange(counted.left.max() // 4, counted.left.max() // 2)
+    running = ((counted.joined <= iterations[:, None]) & (iterations[:, None] < counted.left)).sum(axis=1)
+    assert np.median(running) >= 2 * reserved
+    assert len(counted.request) <= 1.1 * 1000  # a request that is preempted joins again
 
 
 def planned(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from experiments.bench.harness import Table
+from experiments.bench.harness import Table, bench
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.model.shape import ModelShape, has_own_file, shape_from_config
 from flexhybrid.core.policy import Policy
@@ -126,6 +126,7 @@ def measure(shape: ModelShape, dtype: str) -> list[Measured]:
     return found
 
 
+@bench("layers")
 def bench_layer_kinds(table: Table) -> None:
     """Add the virtual clock's error of every kind, their median and the worst."""
     errors, shares = [], []

@@ -16,14 +16,15 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import numpy as np
+import torch
 from tqdm import tqdm
 
-from experiments.bench.harness import Table
+from experiments.bench.harness import Table, bench
 from experiments.bench.queues.run import profiled, silent, write_lines
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.errors import InputError, check
-from flexhybrid.jobs.profile.job import TIMING_SHAPE
+from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype
 from flexhybrid.jobs.run.job import RunOptions, run
 
 SHAPE = replace(TIMING_SHAPE, name="opt-chosen", vocab=3000)
@@ -69,8 +70,10 @@ def requests(job: ChosenJob) -> Iterator[dict]:
         yield {"prompt": prompt, "temperature": 0, "max_tokens": limit, "ignore_eos": True}
 
 
-def bench_auto(table: Table, dtype: str) -> None:
+@bench("auto")
+def bench_auto(table: Table) -> None:
     """Add, for each job, tokens/s of policy auto over those of the best policy of the grid."""
+    dtype = fastest_dtype(SHAPE, torch.device("cpu"))
     with TemporaryDirectory() as name, patch.dict(os.environ, FLEXHYBRID_CACHE=str(Path(name) / "cache")):
         folder = Path(name)
         make_checkpoint(folder / "model", SHAPE, dtype)

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from experiments.bench.harness import Table
-from experiments.bench.queues.refill import LINK_GB_PER_S, MODEL, End
+from experiments.bench.harness import Table, bench, seconds_of
+from experiments.bench.queues.refill import LINK_GB_PER_S, MODEL, ending_after
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.workload import Prefixes, Workload
@@ -22,7 +21,6 @@ from flexhybrid.requests import Generated
 from flexhybrid.resolve import pick_device
 from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.storage.loader import Checkpoint
-from flexhybrid.sampling_params import SamplingParams
 from sim.answer_lengths import with_mean
 from sim.queue_clock import price_queue, walk_queue
 
@@ -40,6 +38,7 @@ SYSTEM, SHARING_REQUESTS = 400, 1_000
 BARS = {"at the start": (None, 20), "after a tenth": (None, 10), "by the virtual clock": (8, 15)}
 
 
+@bench("refill")
 def bench_forecast(table: Table, num_requests: int = NUM_REQUESTS, hardware: Hardware | None = None) -> None:
     """Add the rows: the worst, or the median and the worst, over POLICIES. ``hardware``: measured now where None."""
     paced = pick_device("cpu", LINK_GB_PER_S, disk_gb_per_s=DISK_GB_PER_S)
@@ -94,44 +93,29 @@ def queue_errors(llm: LLM, num_requests: int, system: int = 0) -> dict[str, floa
         "at the start": at_start.total_s,
         "by the virtual clock": walk_queue(llm.problem, llm.settled_policy, known, AT_A_TIME).total_s,
     }
-    _answer(llm, unknown.select(slice(AT_A_TIME)), prompts, np.full(AT_A_TIME, 2))  # weights and buffers are there now
+    few = unknown.select(slice(AT_A_TIME))  # weights and buffers are there from now on
+    llm.answer(few, ending_after(llm, prompts, np.full(AT_A_TIME, 2)), lambda *_: None, RunControl())
     outlook = Outlook(at_start.pace, unknown, open_wave=batches(llm, unknown)) if at_start.pace else None
-    began, told = time.perf_counter(), {}
-
-    def ended(num_ended: int) -> None:
-        if outlook and num_ended >= num_requests / 10 and not told:
-            left = outlook.seconds_left() or 0.0
-            told["after a tenth"] = time.perf_counter() - began + left
-            tenth = ends[outlook.ended_in >= 0]
-            known_to = tenth.std() / len(tenth) ** 0.5 / tenth.mean()
-            print(f"{len(tenth)} answers have ended; their mean alone is known to {known_to:.1%}", flush=True)
-
-    seconds = _answer(llm, unknown, prompts, ends, outlook, ended)
-    return {name: told_s / seconds - 1 for name, told_s in (foretold | told).items()}
-
-
-def _answer(llm: LLM, workload: Workload, prompts, ends, outlook: Outlook | None = None, ended=None) -> float:
-    """Answer a queue; return its seconds. ``ended`` takes the number of complete answers after each iteration."""
-    params, num_ended = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True), 0
-
-    def begin(index: int) -> tuple[Generated, Any]:
-        generated, plan = llm.codec.open(prompts[index], params, 0)
-        generated.watch = End(int(ends[index]))  # pyright: ignore[reportAttributeAccessIssue]
-        return generated, plan
+    control = _told_of(outlook, ends, foretold) if outlook else RunControl()
 
     def completed(index: int, generated: Generated) -> None:
-        nonlocal num_ended
-        num_ended += 1
         if outlook:
             outlook.end(index, len(generated.token_ids))
 
-    def on_tokens(_count: int) -> None:
-        if outlook:
-            outlook.advance()
-        if ended:
-            ended(num_ended)
+    seconds = seconds_of(lambda: llm.answer(unknown, ending_after(llm, prompts, ends), completed, control))
+    return {name: told_s / seconds - 1 for name, told_s in foretold.items()}
 
+
+def _told_of(outlook: Outlook, ends: np.ndarray, foretold: dict[str, float]) -> RunControl:
+    """Return the control of a run that tells ``outlook`` of it, and adds its forecast after a tenth of the answers."""
     began = time.perf_counter()
-    joins, busy = (outlook.begin, outlook.note_busy) if outlook else (None, None)
-    llm.answer(workload, begin, completed, RunControl(on_join=joins, on_busy=busy, on_tokens=on_tokens))
-    return time.perf_counter() - began
+
+    def on_tokens(_count: int) -> None:
+        outlook.advance()
+        ended = outlook.ended_in >= 0
+        if ended.mean() >= 0.1 and "after a tenth" not in foretold:
+            foretold["after a tenth"] = time.perf_counter() - began + (outlook.seconds_left() or 0.0)
+            known_to = ends[ended].std() / ended.sum() ** 0.5 / ends[ended].mean()
+            print(f"{ended.sum()} answers have ended; their mean alone is known to {known_to:.1%}", flush=True)
+
+    return RunControl(on_join=outlook.begin, on_busy=outlook.note_busy, on_tokens=on_tokens)

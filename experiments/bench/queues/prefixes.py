@@ -1,4 +1,4 @@
-"""Bench rows of prompts that begin alike: tokens a second with and without sharing, and what a system prompt costs."""
+"""Bench rows of prompts that begin alike: tokens a second with and without sharing, and the time in which they join."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from experiments.bench.harness import Table
-from flexhybrid.core.context.blocks import BLOCK_TOKENS
+from experiments.bench.harness import Table, bench
 from flexhybrid.core.context.prefixes import PromptTree
-from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.scheduler import Scheduler
@@ -21,8 +19,6 @@ from flexhybrid.sampling_params import SamplingParams
 
 MODEL = "experiments/checkpoints/opt-stdlib-2k"
 LINK_GB_PER_S, NUM_REQUESTS, AT_A_TIME, PROMPT, SHARE, ANSWER = 0.4, 64, 32, 256, 0.75, 16
-SYSTEM, LINES = 400, 1_000  #: tokens of a system prompt, and lines that begin with it
-DEARER = 1.1
 #: Fields of a policy, and how many times as fast its requests are where they share. On the host only prompts are saved,
 #: of few bits only what is loaded.
 KINDS = (
@@ -34,16 +30,16 @@ PAIRS = 3
 JOINING, SYSTEMS, JOIN_MS, TURNS = 100, 8, 20, 7
 
 
+@bench("prefixes")
 def bench_prefixes(table: Table, num_requests: int = NUM_REQUESTS, answer: int = ANSWER) -> None:
     """Add the rows of prompts that share prefixes."""
-    vocab = [bench_shared(table, *kind, num_requests, answer) for kind in KINDS][0]
-    bench_system_prompt(table, vocab)
+    for kind in KINDS:
+        bench_shared(table, *kind, num_requests, answer)
     bench_join(table)
 
 
-def bench_shared(table: Table, name: str, fields: dict, bar: float, num_requests: int, answer: int) -> int:
-    """Add the row of a kind of policy; return the model's vocabulary. Weights and context are streamed; each side
-    answers the same requests, in turn."""
+def bench_shared(table: Table, name: str, fields: dict, bar: float, num_requests: int, answer: int) -> None:
+    """Add the row of a kind of policy, weights and context streamed; the sides answer the same requests in turn."""
     policy = replace(Policy(name, Placement(host=1), cache={"kv@host": 1.0}, max_batch=AT_A_TIME), **fields)
     generator, params = np.random.default_rng(0), SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
     sides, seconds = {}, {True: [], False: []}
@@ -66,38 +62,6 @@ def bench_shared(table: Table, name: str, fields: dict, bar: float, num_requests
     conditions = {"shared_s": seconds[True], "alone_s": seconds[False]}
     row = f"prefixes: {SHARE:.0%} of prompts shared, {name}, tokens/s against none"
     table.at_least(row, faster, bar, "x", **conditions)
-    return vocab
-
-
-def bench_system_prompt(table: Table, vocab: int, num_lines: int = LINES) -> None:
-    """Add what the system prompt of a file costs: operations of its prefill and bytes that are stored, against those of
-    one line that has nothing else. Counted, task by task."""
-    generator = np.random.default_rng(0)
-    with LLM(MODEL, "kv_only", device="cpu", dtype="float32") as llm:
-        problem = Problem(shape=llm.shape, dtype="float32", device="cpu")
-    policy = Policy("mixed", Placement(host=1), cache={"kv@host": 0.5, "act@host": 0.5})
-    system = generator.integers(3, vocab, SYSTEM).tolist()
-    own = generator.integers(16, 65, num_lines)
-    prompts = [[*system, *generator.integers(3, vocab, tokens).tolist()] for tokens in own]
-    lengths = Workload(SYSTEM + own, np.full(num_lines, 2))
-    wave = open_batch(problem, policy, lengths, AT_A_TIME, tree=PromptTree(prompts.__getitem__))
-    line = open_batch(problem, policy, Workload.uniform(1, SYSTEM, 1), 1)
-    layers = range(problem.shape.num_layers)
-    costs = {}
-    for name, of, counted in (("shared", wave, lambda step: step.builds), ("line", line, lambda step: True)):
-        works = [
-            task.work
-            for task in stream(of)
-            if task.verb not in ("load_weights", "head", "sample", "store_out")
-            and task.layer in layers
-            and counted(task.payload.step)
-        ]
-        costs[name] = sum(work.flops for work in works), sum(work.link_bytes for work in works)
-    blocks = sum(pool.num_blocks - pool.num_free for pool in wave.shared.blocks.pools.values())
-    for what, place in (("operations", 0), ("bytes stored", 1)):
-        ratio = costs["shared"][place] / costs["line"][place]
-        table.at_most(f"prefixes: {what} of a system prompt, {num_lines} lines against one", ratio, DEARER, "x")
-    table.at_most("prefixes: copies of its blocks", blocks / (SYSTEM // BLOCK_TOKENS), 1, "x")
 
 
 def bench_join(table: Table) -> None:

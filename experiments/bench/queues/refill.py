@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +17,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from experiments.bench.harness import Table
-from flexhybrid.core.memory import memory_plan, total_bytes
+from experiments.bench.harness import Table, bench, seconds_of
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.problem import Budgets, Problem
-from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.schedule.scheduler import Scheduler
+from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import stored_layers
-from flexhybrid.core.waves import batch_size, first_wave, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.forecast import sorted_by_length
 from flexhybrid.llm import LLM
@@ -42,7 +39,6 @@ RUNNING = 0.9  #: least share of the batch's places in use in the middle half of
 #: Iterations by which overlap is judged, timed in turn with the paced link and without: the first fill the batch, and a
 #: queue of labels takes some 150.
 WINDOW, ROUNDS = slice(40, 120), 3
-DENSER = 2.0  #: times as many requests in the same memory as with room for the longest answers
 
 
 @dataclass
@@ -54,6 +50,18 @@ class End:
     def push(self, _token: int) -> str | None:
         self.left -= 1
         return "end" if self.left == 0 else None
+
+
+def ending_after(llm: LLM, prompts: Sequence[list[int]], ends: np.ndarray) -> Callable[[int], tuple[Generated, Any]]:
+    """Return what ``LLM.answer`` opens a request with: the answer to prompts[i] ends by itself after ends[i] tokens."""
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+
+    def begin(index: int) -> tuple[Generated, Any]:
+        generated, plan = llm.codec.open(prompts[index], params, 0)
+        generated.watch = End(int(ends[index]))  # pyright: ignore[reportAttributeAccessIssue]
+        return generated, plan
+
+    return begin
 
 
 @dataclass
@@ -83,24 +91,18 @@ class QueueCase:
         """Answer some of the requests, for so many iterations at most; return the seconds."""
         self.tokens_by_iteration.clear()
         self.ends_s.clear()
-        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-
-        def begin(index: int) -> tuple[Generated, Any]:
-            generated, plan = llm.codec.open(self.prompts[requests[index]], params, 0)
-            generated.watch = End(int(self.ends[requests[index]]))  # pyright: ignore[reportAttributeAccessIssue]
-            return generated, plan
+        ends, prompts = self.ends[requests], [self.prompts[i] for i in requests]
 
         def completed(index: int, generated: Generated) -> None:
-            assert len(generated.token_ids) == self.ends[requests[index]]
+            assert len(generated.token_ids) == ends[index]
 
         def on_tokens(count: int) -> None:
             self.tokens_by_iteration.append(count)
             self.ends_s.append(time.perf_counter())
 
         hears = RunControl(on_tokens=on_tokens, should_stop=lambda: len(self.ends_s) >= most_iterations)
-        began = time.perf_counter()
-        llm.answer(self.workload.select(requests), begin, completed, hears, joining=joining)
-        return time.perf_counter() - began
+        begin = ending_after(llm, prompts, ends)
+        return seconds_of(lambda: llm.answer(self.workload.select(requests), begin, completed, hears, joining=joining))
 
 
 def streamed(at_a_time: int) -> Policy:
@@ -112,6 +114,7 @@ def streamed(at_a_time: int) -> Policy:
     )
 
 
+@bench("refill")
 def bench_refill(table: Table, num_requests: int = NUM_REQUESTS) -> None:
     """Add the rows of each case."""
     for name, at_a_time, bar in CASES:
@@ -130,6 +133,7 @@ def bench_refill(table: Table, num_requests: int = NUM_REQUESTS) -> None:
         table.at_least(f"{where}: in use in the middle half", running, RUNNING, "")
 
 
+@bench("refill")
 def bench_queue_overlap(table: Table) -> None:
     """Add the overlap of each case (design section 11): the longer of the seconds that the link needs for the weights
     and of those that a window takes with nothing to wait for, over those that it takes."""
@@ -157,36 +161,3 @@ def bench_queue_overlap(table: Table) -> None:
         else:
             tqdm.write(f"     {where} not judged: slower without the link than with it, the machine was busy")
         tqdm.write(f"     link {link_s:.2f} s, compute without the link {compute_s:.2f} s, both {paced_s:.2f} s")
-
-
-def bench_density(table: Table) -> None:
-    """Add the row of requests in one memory: prompts of 256 tokens, answers of 200 at most limits of 1,024. Blocks are
-    given out by a batch that nobody computes; the pools are of what 64 requests need with room for the longest."""
-    generator, count = np.random.default_rng(0), 4_000
-    with LLM(MODEL, "kv_only", device="cpu", dtype="float32") as llm:
-        shape = llm.shape
-    policy = Policy("device", Placement(device=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 15)
-    workload = Workload.uniform(count, 256, 1024)
-    # a log-normal of sigma 0.9 whose mean, cut at the limit, is 200
-    ends = np.clip(np.exp(generator.normal(np.log(140), 0.9, count)), 1, 1024).astype(np.int64)
-    problem = Problem(shape=shape, dtype="float32", device="cpu")
-    reserved = 64
-    plan = memory_plan(
-        problem, policy, buffer_sizes(open_batch(problem, policy, workload.select(slice(reserved)), reserved))
-    )
-    problem = Problem(shape=shape, dtype="float32", device="cpu", budgets=Budgets(host=total_bytes(plan)["host"]))
-    reserved = first_wave(problem, policy, workload)
-    places, share = batch_size(problem, policy, workload, at_most=count)
-    batch = Scheduler(open_batch(problem, policy, workload, places, share))
-    running, iteration, stopped = [], 0, set()
-    while not batch.queue.is_empty:
-        members = [step for step in batch.steps(iteration, stopped)]
-        held = np.concatenate([places for *_, places in members])
-        running.append(len(held))
-        ages = iteration + 1 - batch.wave.joined[held]
-        given = np.array([batch.queue.given.get(request, 0) for request in batch.wave.request[held].tolist()])
-        stopped.update(batch.wave.request[held][ages + given >= ends[batch.wave.request[held]]].tolist())
-        iteration += 1
-    steady = float(np.median(running[len(running) // 4 :]))
-    table.at_least("blocks as needed: requests at a time against reservations", steady / reserved, DENSER, "x")
-    table.at_most("blocks as needed: step-backs a request", batch.num_back / count, 0.1, "")

@@ -19,7 +19,7 @@ from unittest.mock import patch
 import numpy as np
 from tqdm import tqdm
 
-from experiments.bench.harness import Table
+from experiments.bench.harness import Table, bench
 from experiments.bench.queues.run import write_lines
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid.arguments import LLMArguments
@@ -79,6 +79,7 @@ def requests() -> Iterator[dict]:
         yield {"prompt": prompt, "temperature": 0, "max_tokens": limit, "ignore_eos": True}
 
 
+@bench("replanning")
 def bench_replanning(table: Table, hardware: Hardware | None = None) -> None:
     """Add the row of a link that becomes slower. ``hardware``: measured now where None."""
     hardware = hardware or measure_for_model(SHAPE, "float32", pick_device("cpu", LINK_GB_PER_S))

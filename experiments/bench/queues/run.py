@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from experiments.bench.harness import Table, least_disturbed, seconds_of
+from experiments.bench.harness import Table, bench, least_disturbed, seconds_of
 from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.jobs.profile.job import measure_for_model
@@ -55,6 +55,7 @@ def write_lines(path: Path, bodies: Iterable[dict]) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
+@bench("run")
 def bench_run(table: Table) -> None:
     """Add all rows."""
     model = shipped.CHECKPOINT

@@ -1,39 +1,15 @@
-"""``make bench``: every figure that has a bar, in one table and in results/bench.json (``harness.Table``).
+"""Bench rows of one model at several rates of a paced link: prediction, choice and overlap; the closed form's speed."""
 
-A figure that misses its bar is kept, with ok: false. Speeds are ratios from one run: against the bound, against a plain
-kernel of equal shape, or predicted against measured.
-"""
-
-import argparse
-import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from experiments.bench.cascade import bench_serve
-from experiments.bench.harness import Table, seconds_of
-from experiments.bench.host_kernels import bench_host_kernels
+from experiments.bench.harness import Table, bench, seconds_of
 from experiments.bench.kernels import bench_kernels
-from experiments.bench.launch import bench_launch
-from experiments.bench.models.layer_kinds import bench_layer_kinds
-from experiments.bench.models.module_path import bench_module_path
-from experiments.bench.models.path_speeds import bench_path_speeds
-from experiments.bench.overlap import bench_overlap, bench_profile
-from experiments.bench.queues.auto import bench_auto
-from experiments.bench.queues.forecast import bench_forecast
-from experiments.bench.queues.prefixes import bench_prefixes
-from experiments.bench.queues.refill import bench_density, bench_queue_overlap, bench_refill
-from experiments.bench.queues.replanning import bench_replanning
-from experiments.bench.queues.run import bench_run
-from experiments.bench.search import bench_search_time
-from experiments.bench.selection import bench_selection
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Placement, Policy
@@ -46,7 +22,6 @@ from flexhybrid.jobs.compare.job import INSIDE, LINK_LADDER
 from flexhybrid.jobs.compare.predicted import virtual_decode
 from flexhybrid.jobs.compare.setting import MIXES
 from flexhybrid.jobs.compare.speed import LAST, Bench, MeasuredPolicy, PolicyRun
-from flexhybrid.jobs.machine import device_name
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype, measure_hardware, profile_steps
 from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.session import random_prompts
@@ -70,9 +45,7 @@ JUDGED_BALANCE = 0.7  #: design section 11: the smaller ideal over the larger
 BUDGETS = Budgets(host=8 * 2**30)
 
 
-# ---- cheap figures ---------------------------------------------------------------------------------------------------
-
-
+@bench("model")
 def bench_predictions(table: Table) -> None:
     """Add the policies per second that the array clock prices, with and without walking the template run."""
     generator = np.random.default_rng(11)
@@ -93,9 +66,6 @@ def bench_predictions(table: Table) -> None:
             table.at_least(f"{name}, policies a second on one core", rate, bar, "1/s")
 
 
-# ---- speed -----------------------------------------------------------------------------------------------------------
-
-
 def make_bench(dtype: str) -> Bench:
     """Return a bench of the timing model."""
     prompts = random_prompts(WORKLOAD, TIMING_SHAPE.vocab)
@@ -103,6 +73,13 @@ def make_bench(dtype: str) -> Bench:
     problem = Problem(shape=TIMING_SHAPE, dtype=dtype, budgets=BUDGETS, device="cpu")
     make_weights = partial(Weights, TIMING_SHAPE, source, dtype, device)
     return Bench(make_weights, problem, prompts, MAX_TOKENS, PacedDevice(device, 2.0))
+
+
+@bench("kernels")
+def bench_kernels_of_timing_model(table: Table) -> None:
+    """Add the rows of single kernels at the sizes of the timing model."""
+    dtype = fastest_dtype(TIMING_SHAPE, torch.device("cpu"))
+    bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND)))
 
 
 class SpeedBench:
@@ -192,8 +169,10 @@ class SpeedBench:
             )
 
 
-def bench_speed(table: Table, dtype: str) -> None:
+@bench("speed")
+def bench_speed(table: Table) -> None:
     """Measure streamed weights at three rates, at a fourth where the best policy is a mix, and resident weights."""
+    dtype = fastest_dtype(TIMING_SHAPE, torch.device("cpu"))
     bar = tqdm(total=9 + 9 + 6 * profile_steps(torch.device("cpu")) + 5 * (ROUNDS * 10 + 2), unit="step", leave=False)
     streamed = SpeedBench(table, bar, dtype, 0.0)
     errors, shares = [], []
@@ -218,49 +197,3 @@ def bench_speed(table: Table, dtype: str) -> None:
     table.at_most("real traces in which a read saw a wrong version", num_violated + resident.num_violated, 0, "traces")
     table.disturbed("rounds", [*others, *resident.others_cpu_share])
     bar.close()
-
-
-#: Parts by their names in ``--only``, in the order of a full run. A bench of TIMED also takes the compute dtype.
-PARTS: dict[str, tuple[Callable[..., None], ...]] = {
-    "simulator": (bench_search_time,),
-    "model": (bench_predictions, bench_launch),
-    "modules": (bench_module_path, bench_path_speeds),
-    "kernels": (lambda table, dtype: bench_kernels(table, PolicyRun(make_bench(dtype), hybrid(0.75, BOUND))),),
-    "host kernels": (bench_host_kernels,),
-    "profile": (bench_profile,),
-    "executor": (bench_overlap,),
-    "selection": (bench_selection,),
-    "layers": (bench_layer_kinds,),
-    "run": (bench_run,),
-    "auto": (bench_auto,),
-    "replanning": (bench_replanning,),
-    "refill": (bench_refill, bench_queue_overlap, bench_density, bench_forecast),
-    "prefixes": (bench_prefixes,),
-    "speed": (bench_speed,),
-    "cascade": (bench_serve,),
-}
-TIMED = ("kernels", "profile", "executor", "selection", "auto", "speed")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    parser.add_argument("--only", choices=PARTS, nargs="+", help="renew the rows of these parts in bench.json alone")
-    args = parser.parse_args()
-    out, device = args.out / "bench.json", torch.device("cpu")
-    table = Table(device_name(device))
-    table.read(out, PARTS)
-    dtype = fastest_dtype(TIMING_SHAPE, device)
-    for part in args.only or PARTS:
-        table.renew(part)
-        for bench in PARTS[part]:
-            bench(table, *([dtype] if part in TIMED else []))
-        table.save(out)  # after every part, for a run that is interrupted
-    missed = [name for name, row in table.rows.items() if not row["ok"]]
-    print(f"\n{device_name(device)}: {len(table.rows) - len(missed)} of {len(table.rows)} figures hold.")
-    for name in missed:
-        print(f"  missed: {name}")
-
-
-if __name__ == "__main__":
-    main()
