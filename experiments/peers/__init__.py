@@ -1,1 +1,1 @@
-"""Other systems' own policy searches, run as their authors published them; none of their code is kept here."""
+"""Other systems beside ours, each side in a process of its own; none of their code is kept here."""

@@ -1,7 +1,7 @@
 """Hugging Face accelerate's disk_offload beside ours: one random checkpoint, weights on disk, equal memory.
 
     pip install --no-deps --target build/accelerate-1.15.0 accelerate==1.15.0 psutil==7.2.2
-    python -m experiments.peers.accelerate_disk --out experiments/results/peers/accelerate-disk.json
+    python -m experiments.peers.accelerate_disk --out results/accelerate-disk.json
 
 An OPT-1.3B shape with random weights is written once to the user's cache folder, and once more as accelerate's offload
 folder. Every batch of every side runs in a process of its own (``disk_child`` says how it bounds memory and keeps the
@@ -11,31 +11,31 @@ length; both sides decode greedily.
 
 import argparse
 import importlib.util
-import json
 import os
-import platform
 import random
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from experiments.bench.harness import Table
 from experiments.peers import children
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.files import cache_folder, write_by_rename
-from flexhybrid.core.model.shape import shape_by_name, shape_from_config
+from flexhybrid.core.files import cache_folder
+from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Placement, Policy
-from flexhybrid.core.units import gib, parse_bytes
+from flexhybrid.core.units import parse_bytes
+from flexhybrid.jobs.machine import device_name
 
 VERSION = "1.15.0"
 FOLDER = Path(f"build/accelerate-{VERSION}")
 HOW_TO_GET = f"get it with: pip install --no-deps --target {FOLDER} accelerate=={VERSION} psutil==7.2.2"
 CHILD = Path(__file__).with_name("disk_child.py")
 LIMIT_S = 540
-NUM_PROMPTS = 4096
 
 #: The C library's heap returns blocks of 1 MiB and more at once. By default its threshold grows to 32 MiB, and
 #: accelerate, whose cache grows by copying, then holds three times the memory (2.46 against 0.81 GB at batch 24).
@@ -48,15 +48,10 @@ PEER_WAYS = {"disk": "accelerate, embeddings on disk", "memory": "accelerate, em
 #: All layers on the disk and the cache in memory beside the computation: only weights have to move.
 OURS = Policy("weights_on_disk", Placement(disk=1.0), cache={"kv@device": 1.0})
 
-BOUND = (
-    "RLIMIT_DATA above what the loaded libraries hold; page cache kept out: ours by O_DIRECT, accelerate by dropping "
-    "its files (POSIX_FADV_DONTNEED) before every forward pass; both with MALLOC_MMAP_THRESHOLD_ of 1 MiB"
-)
-
 Run = Callable[[int], dict]  #: from a batch to its row
 
 
-def find_peer(path: str | Path | None = None) -> Path | None:
+def find_peer(path: str | None = None) -> Path | None:
     """Return the folder that accelerate was installed to; None where this Python has it. Raise InputError."""
     folder = FOLDER if path is None else Path(path)
     if (folder / "accelerate" / "__init__.py").is_file():
@@ -81,11 +76,11 @@ def rates(answer: dict, batch: int) -> dict:
     if "error" in answer:
         return answer
     ends = answer["iteration_end_s"]
-    decode_s = ends[-1] - ends[0]
     return answer | {
         "batch": batch,
         "tokens_per_s": batch * len(ends) / ends[-1],
-        "decode_tokens_per_s": batch * (len(ends) - 1) / decode_s if decode_s else None,
+        "decode_s": ends[-1] - ends[0],
+        "decode_tokens_per_s": batch * (len(ends) - 1) / (ends[-1] - ends[0]),
         "read_bytes_per_iteration": answer["read_bytes"] / len(ends),
     }
 
@@ -149,90 +144,51 @@ class DiskRuns:
             raise InputError(f"accelerate could not write {self.offloaded}: {answer['error']}")
 
 
-def compare(options: argparse.Namespace) -> dict:
-    """Return the rows of both sides at their best batches. Raise InputError."""
+def runs_of(options: argparse.Namespace) -> DiskRuns:
+    """Return the runs of the command line's setting, whose checkpoints are there. Raise InputError."""
     if options.gen_len < 3:
         raise InputError(f"--gen-len is {options.gen_len}; to time a decode it takes at least 3 tokens")
-    peer, memory = find_peer(options.peer), int(parse_bytes(options.memory) or 0)
+    peer, shape = find_peer(options.peer), shape_by_name(options.shape)
     cache = Path(options.cache) if options.cache else cache_folder() / "peers"
-    if options.model:
-        checkpoint = Path(options.model)
-    else:
-        shape = shape_by_name(options.shape)
-        checkpoint = make_checkpoint(cache / f"{options.shape}-{options.dtype}", shape, options.dtype)
-    shape, generator = shape_from_config(checkpoint), random.Random(0)
-    prompts = [[generator.randrange(4, shape.vocab) for _ in range(options.prompt_len)] for _ in range(NUM_PROMPTS)]
-    common = {"checkpoint": str(checkpoint.resolve()), "memory_bytes": memory}
-    common |= {"dtype": options.dtype, "threads": options.threads, "gen_tokens": options.gen_len}
+    checkpoint = make_checkpoint(cache / f"{options.shape}-{options.dtype}", shape, options.dtype)
+    generator, count = random.Random(0), max(options.batches)
+    prompts = [[generator.randrange(4, shape.vocab) for _ in range(options.prompt_len)] for _ in range(count)]
+    common = {
+        "checkpoint": str(checkpoint.resolve()),
+        "memory_bytes": int(parse_bytes(options.memory) or 0),
+        "dtype": options.dtype,
+        "threads": options.threads,
+        "gen_tokens": options.gen_len,
+    }
     runs = DiskRuns(common, prompts, peer, cache, cache / f"{checkpoint.name}-accelerate")
     runs.prepare()
+    return runs
 
+
+def compare(table: Table, runs: DiskRuns, batches: list[int]) -> None:
+    """Add the rows of each side at its best batch, and of ours over each of accelerate's. Raise InputError."""
     ways = {"ours": runs.ours}
     ways |= {name: partial(runs.accelerate, embeddings=embeddings) for embeddings, name in PEER_WAYS.items()}
-    sides, sweeps = {}, {}
+    sides, tokens = {}, {}
     for name, run in ways.items():
-        sides[name], sweeps[name] = best(run, options.batches)
-        report(memory, name, sides[name], sweeps[name])
-    ours = sides["ours"]
-    ours["decode_s"] = ours["iteration_end_s"][-1] - ours["iteration_end_s"][0]
-    ours["overlap"] = max(ours["ideal_disk_s"], ours["ideal_compute_s"]) / ours["decode_s"]
-    peers = {name: row for name, row in sides.items() if name != "ours"}
-    agreement = {name: same_tokens(ours["tokens"], row["tokens"]) for name, row in peers.items()}
-    ratios, decode_ratios = (
-        {name: ours[rate] / row[rate] for name, row in peers.items()}
-        for rate in ("tokens_per_s", "decode_tokens_per_s")
-    )
-    for row in sides.values():
-        del row["tokens"]
-    return {
-        "model": shape.name,
-        "dtype": options.dtype,
-        "prompt_tokens": options.prompt_len,
-        "gen_tokens": options.gen_len,
-        "memory_bytes": memory,
-        "threads": options.threads,
-        "accelerate": VERSION,
-        "bound": BOUND,
-        "ratios": ratios,
-        "decode_ratios": decode_ratios,
-        "same_tokens": agreement,
-        "sweeps": sweeps,
-        "sides": sides,
-    }
-
-
-def report(memory: int, name: str, row: dict, tried: list[dict]) -> None:
-    """Print a side's best run and its sweep."""
-    outcomes = (f"{run['batch']}: {run.get('error') or format(run['tokens_per_s'], '.3g')}" for run in tried)
-    print(
-        f"{name}: {row['tokens_per_s']:.3g} tokens/s at batch {row['batch']} "
-        f"({row['read_bytes_per_iteration'] / 1e9:.2f} GB read per iteration, {gib(row['peak_bytes'])} of "
-        f"{gib(memory)}); sweep {', '.join(outcomes)}",
-        flush=True,
-    )
-
-
-def compare_and_print(options: argparse.Namespace) -> dict:
-    result = compare(options)
-    for name, ratio in result["ratios"].items():
-        decode, same = result["decode_ratios"][name], result["same_tokens"][name]
-        print(f"ours / {name}: {ratio:.2f}, decode alone {decode:.2f}; {same['equal']} of {same['of']} tokens equal")
-    ours = result["sides"]["ours"]
-    print(
-        f"ours: overlap {ours['overlap']:.2f} (disk alone {ours['ideal_disk_s']:.1f} s, compute alone "
-        f"{ours['ideal_compute_s']:.1f} s of {ours['decode_s']:.1f} s of decode)"
-    )
-    return result
+        sides[name], tried = best(run, batches)
+        tokens[name] = sides[name].pop("tokens")
+        table.tell(f"{name}: measured", sides[name]["tokens_per_s"], "tokens/s", tried=tried, **sides[name])
+    ours = sides.pop("ours")
+    for name, row in sides.items():
+        same = same_tokens(tokens["ours"], tokens[name])
+        table.tell(f"ours over {name}", ours["tokens_per_s"] / row["tokens_per_s"], "x", same_tokens=same)
+        table.tell(f"ours over {name}, decode", ours["decode_tokens_per_s"] / row["decode_tokens_per_s"], "x")
+    ideal_s = {name: ours[name] for name in ("ideal_disk_s", "ideal_compute_s", "decode_s")}
+    table.tell("ours: overlap", max(ours["ideal_disk_s"], ours["ideal_compute_s"]) / ours["decode_s"], "x", **ideal_s)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.peers.accelerate_disk", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--machine", default=f"{os.cpu_count()} cores, {platform.machine()}", help="named in the file")
-    parser.add_argument("--out", type=Path, help="a JSON file for the result")
+    parser.add_argument("--out", type=Path, help="a JSON file for the rows")
     parser.add_argument("--shape", default="opt-1.3b", help="of the random checkpoint")
-    parser.add_argument("--model", help="a checkpoint instead: an OPT in Hugging Face layout")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--memory", default="2.5GiB", help="of each process, beyond its libraries")
     parser.add_argument("--prompt-len", type=int, default=8, help="short, because the prefill only computes")
@@ -241,16 +197,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--peer", help="the folder that accelerate was installed to")
     parser.add_argument("--cache", help="folder for checkpoint, offload folder and scratch (default: the user's cache)")
-    arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
+    table = Table(device_name(torch.device("cpu")), options.out)
+    table.renew("accelerate, weights on a disk")
+    table.header["options"] = {name: value for name, value in vars(options).items() if name not in ("out", "cache")}
     try:
-        result = compare_and_print(options)
+        compare(table, runs_of(options), options.batches)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.out:
-        header = {"command": f"{parser.prog} {shlex.join(arguments)}", "machine": options.machine}
-        write_by_rename(options.out, json.dumps(header | result, indent=1) + "\n")
     return 0
 
 

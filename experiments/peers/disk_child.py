@@ -1,6 +1,6 @@
 """The process in which one side of ``accelerate_disk`` runs: a batch, weights on disk, memory bounded by the system.
 
-Started by file name. The request (``experiments.peers.child``):
+Started by file name. The request (``experiments.peers.children``):
 
     side          "prepare" (write accelerate's offload folder), "accelerate" or "ours"
     checkpoint    folder in Hugging Face layout
@@ -31,7 +31,7 @@ import threading
 import time
 from pathlib import Path
 
-from experiments.peers.child import Side, serve
+from experiments.peers.children import Side, serve
 
 #: Decode iterations over which the computation alone is timed; the others take as long.
 IDEAL_ITERATIONS = 3

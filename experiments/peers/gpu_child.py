@@ -1,6 +1,6 @@
 """The process in which one peer of ``gpu_peers`` runs one batch; started by file name.
 
-The request (``experiments.peers.child``):
+The request (``experiments.peers.children``):
 
     side           "flexgen" or "transformers"
     shape          a model's name, or the path of its config.json
@@ -32,7 +32,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from experiments.peers.child import Side, serve
+from experiments.peers.children import Side, serve
 
 WARM_TOKENS, WARM_ANSWER = 16, 4  #: of each prompt, and generated: a compiled forward takes three steps to settle
 

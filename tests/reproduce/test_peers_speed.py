@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from experiments.bench.harness import Table
 from experiments.peers import accelerate_disk, children
 from experiments.peers.accelerate_disk import OURS, best, rates, same_tokens
 from experiments.peers.random_opt import make_checkpoint
@@ -132,3 +133,33 @@ def test_without_accelerate_the_command_ends_with_status_2_and_says_how_to_get_i
     assert accelerate_disk.main(["--peer", str(tmp_path / "nowhere")]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "nowhere" in said and "accelerate==" in said
+
+
+def test_each_side_has_its_best_batch_and_ours_stands_over_each_of_the_others():
+    """Ours takes half a second an iteration, accelerate one or two, and no batch of 4; of its tokens one differs."""
+
+    class Runs:
+        def ours(self, batch: int) -> dict:
+            return self.answer(batch, 0.5) | {"ideal_disk_s": 0.25, "ideal_compute_s": 0.75}
+
+        def accelerate(self, batch: int, embeddings: str) -> dict:
+            if batch == 4:
+                return {"error": "out of memory"}
+            answer = self.answer(batch, {"disk": 2.0, "memory": 1.0}[embeddings])
+            return answer | {"tokens": [[9, 9, 8], *answer["tokens"][1:]]}
+
+        def answer(self, batch: int, step_s: float) -> dict:
+            ends = [step_s * i for i in (1, 2, 3)]
+            return rates(
+                {"iteration_end_s": ends, "read_bytes": 6, "peak_bytes": 1, "tokens": [[9, 9, 9]] * batch}, batch
+            )
+
+    accelerate_disk.compare(table := Table(), Runs(), [4, 2])  # pyright: ignore[reportArgumentType]
+    rows = {name: row["value"] for name, row in table.rows.items()}
+    assert rows["ours: measured"] == 8.0 and rows["ours: overlap"] == 0.75
+    assert (rows["ours over accelerate, embeddings on disk"], rows["ours over accelerate, embeddings in memory"]) == (
+        8,
+        4,
+    )
+    assert table.rows["ours over accelerate, embeddings on disk"]["same_tokens"] == {"equal": 5, "of": 6}
+    assert len(table.rows["accelerate, embeddings on disk: measured"]["tried"]) == 2
