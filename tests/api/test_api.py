@@ -180,6 +180,7 @@ def test_auto_keeps_everything_resident_when_nothing_is_paced(tiny):
     llm = LLM(tiny, device="cpu")
     answer = tokens(llm, [[5, 6, 7]], max_tokens=4, temperature=0)
     assert llm.policy.cache == {"kv@device": 1.0} and llm.policy.weights.device == 1.0
+    assert llm.generate([]) == []
     assert answer == tokens(LLM(tiny, "kv_only", device="cpu"), [[5, 6, 7]], max_tokens=4, temperature=0)
 
 

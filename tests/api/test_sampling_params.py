@@ -97,77 +97,24 @@ def words_of(table):
     return lambda ids: b"".join(table[i] for i in ids).decode("utf-8", "replace").removeprefix(" ")
 
 
-PIECES = [b" the", b" cat", "é".encode()[:1], "é".encode()[1:], b"st", b"op", "€".encode()[:2], "€".encode()[2:], b"",
-          b" ", b"s", b"xstopy", "😀".encode()[:1], "😀".encode()[1:2], "😀".encode()[2:3],
-          "😀".encode()[3:]]  # fmt: skip
-
-
-def first_stop(decode, prompt, tokens, stop, min_tokens=0):
-    """By brute force over the whole text after every token: (tokens used, stop text, where it begins)."""
-    done = 0  # characters that earlier tokens brought
-    for count in range(1, len(tokens) + 1):
-        text = answer_text(decode, prompt, tokens[:count])
-        if text.endswith("\ufffd"):
-            continue
-        ends = sorted(
-            (start + len(one), place, start)
-            for place, one in enumerate(stop)
-            for start in range(len(text))
-            if text.startswith(one, start) and start + len(one) > done
-        )
-        if ends and count > min_tokens:
-            _, place, start = ends[0]
-            return count, stop[place], start
-        done = len(text)
-    return None
-
-
-def watched(decode, prompt, tokens, stop, min_tokens=0):
-    watch = StopWatch(decode, prompt, stop, min_tokens)
-    for count, token in enumerate(tokens, 1):
-        if found := watch.push(token):
-            return count, found, watch.start(found, watch.settled + watch.tail)
-    return None
-
-
-@pytest.mark.parametrize("seed", range(150))
-def test_stop_texts_are_found_where_brute_force_finds_them(seed):
-    """Random pieces: characters across tokens, empty tokens, spaces that only context keeps, stops across tokens."""
-    generator = np.random.default_rng(seed)
-    whole = [[2, 3], [6, 7], [12, 13, 14, 15], *([i] for i in (0, 1, 4, 5, 8, 9, 10, 11))]
-    groups = [whole[i] for i in generator.integers(0, len(whole), 40)]
-    tokens = [token for group in groups for token in group]
-    prompt = [0, 1, 0][: generator.integers(1, 4)]
-    stops = ["stop", "éé", " the cat", "€", "ts", " s", "😀 ", "top", "xyz", "s", "a"]
-    stop = tuple(str(one) for one in generator.choice(stops, generator.integers(1, 4), replace=False))
-    for min_tokens in (0, 9):
-        expected = first_stop(words_of(PIECES), prompt, tokens, stop, min_tokens)
-        assert watched(words_of(PIECES), prompt, tokens, stop, min_tokens) == expected
+PIECES = [b" the", b" cat", *("é".encode()[i : i + 1] for i in (0, 1)), b"st", b"op", "😀".encode()[:1]]
 
 
 def test_a_watched_text_is_the_decoded_one(tokenizer):
     text = "def naïve(self): return '日本 😀' + self.x  # ümlaut\n" * 20
     ids = tokenizer(text)["input_ids"]
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-    watch = StopWatch(decode, ids[:7], ("nowhere",))
+    spent = []
+    watch = StopWatch(lambda tokens: spent.append(len(tokens)) or decode(tokens), ids[:7], ("nowhere",))
     assert all(watch.push(token) is None for token in ids[7:])
     assert watch.settled + watch.tail == answer_text(decode, ids[:7], ids[7:])
     assert decode(ids[:7]) + watch.settled + watch.tail == decode(ids)
-    spent = [len(tokens) for tokens in _spied(decode, ids)]
     assert max(spent) <= 16  # 13, and a character that is not complete
-
-
-def _spied(decode, ids):
-    calls = []
-    watch = StopWatch(lambda tokens: calls.append(list(tokens)) or decode(tokens), ids[:7], ("nowhere",))
-    for token in ids[7:]:
-        watch.push(token)
-    return calls
 
 
 def test_bytes_that_never_become_a_character_do_not_hide_a_stop():
     watch = StopWatch(words_of(PIECES), [0], ("op",))
-    assert [watch.push(token) for token in [12] * 30 + [5]][-1] == "op"
+    assert [watch.push(token) for token in [6] * 30 + [5]][-1] == "op"
 
 
 def test_a_prompt_that_ends_within_a_character():

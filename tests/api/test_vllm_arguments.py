@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from models import save_opt
-from transformers import GenerationConfig
 
 from flexhybrid import LLM, InputError, SamplingParams, shipped
 from flexhybrid.batch.formats import ChatRules
@@ -166,25 +165,6 @@ def test_a_wrong_generation_config_is_told_before_weights_are_read(tmp_path, val
     (tmp_path / "generation_config.json").write_text(json.dumps(values))
     with pytest.raises(InputError, match=words):
         LLM(tmp_path, "kv_only", device="cpu")
-
-
-def test_answers_end_at_any_end_token_of_the_checkpoint_as_those_of_transformers(tmp_path):
-    model, prompts = save_opt(tmp_path, eos=None), [[5, 6, 7], [9, 8], [30, 2, 11, 4]]
-    path = tmp_path / "generation_config.json"
-
-    def ends_of(end_tokens) -> list[list[int]]:
-        GenerationConfig(eos_token_id=end_tokens, pad_token_id=0).save_pretrained(tmp_path)
-        model.generation_config = GenerationConfig.from_pretrained(tmp_path)
-        run = dict(max_new_tokens=12, do_sample=False)
-        return [model.generate(torch.tensor([p]), **run)[0, len(p) :].tolist() for p in prompts]
-
-    free = ends_of(None)
-    end_tokens = [free[0][3], free[1][6]]
-    expected = ends_of(end_tokens)
-    assert path.is_file() and expected != free
-    with LLM(tmp_path, "kv_only", device="cpu", dtype="float32") as llm:
-        params = SamplingParams(max_tokens=12, temperature=0)
-        assert [answer.outputs[0].token_ids for answer in llm.generate(prompts, params)] == expected
 
 
 def test_a_line_s_variables_of_the_template_come_before_those_of_the_command(text_llm):

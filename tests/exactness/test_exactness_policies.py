@@ -12,7 +12,7 @@ from flexhybrid.core.trace import check_trace
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens
 from flexhybrid.runtime.storage.loader import Checkpoint
 from sim import catalogue
-from sim.presets import hybrid, token_recompute
+from sim.presets import hybrid
 
 MACHINE = catalogue.load("t4")  # it has a disk
 
@@ -25,28 +25,6 @@ def check(folder, prompts, max_tokens, policy, reference=None):
     outcome = compare_tokens(reference, prompts, reference.generate(prompts, max_tokens, True), result.tokens)
     assert outcome.exact, f"{policy}: {outcome.first_wrong}"
     return result
-
-
-@pytest.mark.parametrize(
-    "cache, schedule",
-    [
-        ({"kv@host": 1.0}, "row"),
-        ({"act@host": 0.5, "kv@disk": 0.5}, "column"),
-        ({"tok": 0.5, "act@device": 0.5}, "row"),
-        ({"tok": 0.5, "act@device": 0.5}, "column"),
-        (token_recompute(1).cache, "column"),
-    ],
-)
-def test_a_prompt_longer_than_a_mini_batch_is_taken_in_chunks(tmp_path, cache, schedule):
-    save_opt(tmp_path, layers=3)
-    prompts = [list(np.random.default_rng(1).integers(3, 61, n)) for n in (70, 9, 45, 33)]
-    prompts = [[int(token) for token in prompt] for prompt in prompts]
-    policy = Policy(cache=cache, schedule=schedule, max_mini_batch_tokens=32)
-    result = check(tmp_path, prompts, 8, policy)
-    chunks = {task.payload.step.chunk for task, _, _ in result.trace if task.verb == "project"}
-    assert chunks == {0, 1, 2}
-    widest = max(task.payload.step.width for task, _, _ in result.trace if task.verb == "project")
-    assert widest == 32
 
 
 def test_mini_batches_by_f_b_give_the_same_tokens(tmp_path):
