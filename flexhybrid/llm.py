@@ -31,7 +31,7 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import BufferSizes, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import Wave, admit
-from flexhybrid.core.waves import batch_size, check_least, check_longest, first_wave, open_batch, wave_plan
+from flexhybrid.core.waves import Places, batch_size, check_least, check_longest, first_wave, open_batch, wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import notes_on
 from flexhybrid.jobs.progress import Progress
@@ -402,8 +402,8 @@ class LLM:
             if joining:
                 joining.begin(left)
                 tree = PromptTree(joining.prompt) if self.arguments.enable_prefix_caching else None
-                count, share = batch_size(problem, policy, lengths, MOST_AT_A_TIME, tree)
-                members, wave = left, open_batch(problem, policy, lengths, count, share, tree, joining.given)
+                places = batch_size(problem, policy, lengths, MOST_AT_A_TIME, tree)
+                members, wave = left, open_batch(problem, policy, lengths, places, tree, joining.given)
             else:
                 members = left[: first_wave(problem, policy, lengths)]
                 wave = admit(problem, policy, workload.select(members))
@@ -439,12 +439,12 @@ class LLM:
         self.requested_policy = self.settled_policy
         return self.settled_policy
 
-    def first_batch(self, workload: Workload) -> tuple[tuple[int, float], dict[str, dict[str, int]]]:
+    def first_batch(self, workload: Workload) -> tuple[Places, dict[str, dict[str, int]]]:
         """Return how many of these requests run at a time and for which share of their limits (``batch_size``), and the
         bytes that they need: tier -> part -> bytes. Raise InputError when not even one fits the budgets."""
         problem, policy = self.problem, self.settled_policy
         places = batch_size(problem, policy, workload, MOST_AT_A_TIME)
-        wave = open_batch(problem, policy, workload, *places, gives=False)
+        wave = open_batch(problem, policy, workload, places, gives=False)
         return places, memory_plan(problem, policy, buffer_sizes(wave))
 
     def first_wave(self, workload: Workload) -> tuple[int, dict[str, dict[str, int]]]:

@@ -162,7 +162,7 @@ def resolve_policy(policy: str | Path | Policy, shape: ModelShape) -> Policy | s
     return name
 
 
-QUEUE_S = 120.0  #: seconds of a queue for which a search for it, of about ten, is worth while
+QUEUE_SEARCH_S = 5.0  #: seconds that a search for a queue takes, about
 
 
 def settle_policy(name: str, problem: Problem, workload: Workload, link_is_paced: bool = False) -> Policy:
@@ -192,25 +192,24 @@ def best_policy(
             check_longest(problem, policy, workload)
             return policy
     try:
-        policy = _fitting_policy(problem, settings, workload, workload)
+        found = search(problem, workload, settings)
+        policy = _fitting_policy(problem, found.policy, workload)
     except InputError:
         # The search takes mean lengths. If the longest requests do not fit, they decide.
         longest = Workload.uniform(1, int(workload.prompt_tokens.max()), int(workload.max_tokens.max()))
-        policy = _fitting_policy(problem, settings, longest, workload)
-    return policy if time_limit else _best_on_queue(problem, workload, settings, policy)
-
-
-def _best_on_queue(problem: Problem, workload: Workload, settings: SearchSettings, found: Policy) -> Policy:
-    """Return the policy under which the requests end first as a queue, where not all run at once under the one that was
-    ``found`` for their mean lengths, and they take QUEUE_S: the longest of them leave room for fewer at a time than the
-    mean ones do, which another policy may bear better."""
+        found = search(problem, longest, settings)
+        policy = _fitting_policy(problem, found.policy, workload)
+    if time_limit:
+        return policy
     with suppress(InputError):  # a machine without a line for one of the verbs; nothing else fits
-        run = price_queue(problem, found, workload, settings.max_batch, walked_tasks=ROUGH_TASKS)
-        if run.at_a_time < workload.num_requests and run.total_s > QUEUE_S:
-            policy = best_for_queue(problem, workload, settings, [found], rough=True).policy
-            check_longest(problem, policy, workload)
-            return policy
-    return found
+        # The longest requests leave room for fewer at a time than the search took: another policy may bear that better.
+        run = price_queue(problem, policy, workload, settings.max_batch, walked_tasks=ROUGH_TASKS)
+        searched_s = workload.max_tokens.sum() / found.prediction["tokens_per_s"]
+        if run.at_a_time < workload.num_requests and run.total_s > searched_s + QUEUE_SEARCH_S:
+            best = best_for_queue(problem, workload, settings, [policy], rough=True).policy
+            check_longest(problem, best, workload)
+            return best
+    return policy
 
 
 def auto_settings(hardware: Hardware, workload: Workload, **others) -> SearchSettings:
@@ -228,10 +227,9 @@ def resident_at_once(problem: Problem, workload: Workload) -> Policy | None:
     return None
 
 
-def _fitting_policy(problem: Problem, settings: SearchSettings, lengths: Workload, workload: Workload) -> Policy:
-    """Return the policy searched for ``lengths``, with the most weights on the device with which every request of
-    ``workload`` fits. Raise InputError if none does."""
-    policy = search(problem, lengths, settings).policy
+def _fitting_policy(problem: Problem, policy: Policy, workload: Workload) -> Policy:
+    """Return the policy with the most weights on the device with which every request fits. Raise InputError if none
+    does."""
     disk = policy.weights.disk
     for keep in (1.0, 0.75, 0.5, 0.25):
         share = policy.weights.device * keep

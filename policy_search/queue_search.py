@@ -4,14 +4,15 @@
 remaining answer of a running request, which is longer; with shared prefixes, for prompts without them and whole ones.
 Its results and the given policies are priced on the queue itself, with the most requests that fit and with the search's
 batch; where hidden states on the host prevent sharing, also with these on the device. If padding keeps requests from
-running, the best is also priced with other mini-batches. Prices come from a few iterations each, then from more for
+running, they are also priced with other mini-batches. Prices come from a few iterations each, then from more for
 those near the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -22,14 +23,13 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.scheduler import may_share
-from flexhybrid.core.waves import batch_size
+from flexhybrid.core.waves import Places, batch_size
 from flexhybrid.core.workload import Workload
 from policy_search.search import SearchResult, SearchSettings, search
 from sim.queue_clock import ROUGH_TASKS, QueueRun, least_seconds, price_queue
 
 MOST_SEARCHES = 3  #: for each length of prompts
-#: Factors on mini-batch tokens, repeated while they are better.
-SIZES, MOST_SIZES = (4 / 3, 0.75), 3
+SMALLER, MOST_SIZES = 0.75, 3  #: factor between the mini-batches that are tried, and how often up and down
 FEWER = 0.75  #: of the requests that might run: where so few do, what is found for others is tried
 NEAR, MOST_NEAR = 0.03, 2  #: share by which such a price may be off, and how many that are so near the best count
 
@@ -88,7 +88,7 @@ class _Ranked(NamedTuple):
     choice: QueueChoice
     policy: Policy  #: without the limit of its requests
     places: int  #: requests at a time, at most
-    size: tuple[int, float]  #: ``batch_size`` of them
+    size: Places  #: of them
 
     def exact(self, problem: Problem, workload: Workload) -> QueueChoice:
         """Return the choice with a price from more iterations."""
@@ -118,9 +118,9 @@ class _Ranking:
         self.priced[key] = places
         try:
             size = batch_size(self.problem, limited, self.workload, places)
-            self.priced[key], best = size[0], min(map(_seconds, self.choices), default=np.inf)
-            if least_seconds(self.problem, limited, self.workload, size[0]) > (1 + NEAR) * best:
-                return size[0]
+            self.priced[key], best = size.count, min(map(_seconds, self.choices), default=np.inf)
+            if least_seconds(self.problem, limited, self.workload, size.count) > (1 + NEAR) * best:
+                return size.count
             run = price_queue(self.problem, limited, self.workload, places, size, ROUGH_TASKS)
         except InputError as too_long:  # a single request, for it
             self.error = too_long
@@ -131,22 +131,32 @@ class _Ranking:
         return run.at_a_time
 
     def try_sizes(self, places: int) -> None:
-        """If padding limits the running requests, price the best policy with larger and smaller mini-batches, and go on
-        while they are better."""
+        """Where padding limits the running requests, price found policies also with mini-batches that leave room for
+        the search's batch, and the best with larger and smaller ones, while they are better."""
+        most, limited = min(places, self.workload.num_requests), False
+        for ranked in tuple(self.choices):
+            if (found := ranked.choice.found) and ranked.size.count < (enough := FEWER * min(found.batch, most)):
+                limited = True
+                for policy in self._with_sizes(ranked.policy, SMALLER):
+                    if batch_size(self.problem, policy, self.workload, places).count >= enough:
+                        self.add(policy, places, found)
+                        break
         best = min(self.choices, key=_seconds)
-        if best.choice.found is None or best.size[0] >= FEWER * min(places, self.workload.num_requests):
-            return
+        if limited and best.choice.found:
+            for factor in (1 / SMALLER, SMALLER):
+                for policy in islice(self._with_sizes(best.policy, factor), MOST_SIZES):
+                    before = min(self.choices, key=_seconds)
+                    self.add(policy, places, best.choice.found)
+                    if min(self.choices, key=_seconds) is before:
+                        break
+
+    def _with_sizes(self, policy: Policy, factor: float) -> Iterator[Policy]:
+        """Yield the policy with mini-batches of ``factor`` times its tokens, of that times ``factor``, …; the least
+        holds the longest request."""
         longest = self.workload.cached_tokens.max(keepdims=True)
-        width = padded_tokens(*split_representations(BlockEntries(best.policy.cache), longest))
-        for factor in SIZES:
-            policy = best.policy
-            for _ in range(MOST_SIZES):
-                before = min(self.choices, key=_seconds)
-                tokens = max(width, int(factor * policy.max_mini_batch_tokens))
-                policy = replace(policy, max_mini_batch_tokens=tokens)
-                self.add(policy, places, best.choice.found)
-                if min(self.choices, key=_seconds) is before:
-                    break
+        width = padded_tokens(*split_representations(BlockEntries(policy.cache), longest))
+        while (tokens := max(width, int(factor * policy.max_mini_batch_tokens))) != policy.max_mini_batch_tokens:
+            yield (policy := replace(policy, max_mini_batch_tokens=tokens))
 
     def best(self, rough: bool) -> QueueChoice:
         """Return the best by a more exact price, among those near it."""

@@ -21,6 +21,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import admit
+from flexhybrid.core.waves import Places
 from flexhybrid.core.workload import Workload
 from policy_search.audit import write_lp
 from policy_search.branch_and_bound import BranchAndBound
@@ -317,5 +318,5 @@ def confirmed(result: SearchResult) -> SimulatedSummary | QueueRun:
     lengths = Workload.uniform(result.batch, problem.prompt_tokens, problem.max_tokens)
     wave = admit(problem, result.policy, lengths)
     if len(wave.mini_batches) * problem.shape.num_layers * problem.max_tokens > MOST_CONFIRMED:
-        return price_queue(problem, result.policy, lengths, result.batch, (result.batch, 1.0))
+        return price_queue(problem, result.policy, lengths, result.batch, Places(result.batch))
     return summarize(run(stream(wave), hardware_of_wave(wave)))

@@ -26,7 +26,7 @@ from flexhybrid.core.schedule.scheduler import stores_exactly
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.wave import Wave, admit
-from flexhybrid.core.waves import batch_size, open_batch
+from flexhybrid.core.waves import Places, batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
 from sim.array_clock import predict
@@ -189,7 +189,7 @@ def price_queue(
     policy: Policy,
     workload: Workload,
     at_most: int,
-    places: tuple[int, float] | None = None,
+    places: Places | None = None,
     walked_tasks: int = WALKED_TASKS,
 ) -> QueueRun:
     """Price requests that run at most ``at_most`` at a time, in this order, with answers of ``workload.answers``.
@@ -197,9 +197,9 @@ def price_queue(
 
     Raise InputError if not one request fits the budgets, or a verb has no line.
     """
-    count, share = places or batch_size(problem, policy, workload, at_most)
-    few, times = _thinned(workload, count, MOST_COUNTED if walked_tasks >= WALKED_TASKS else ROUGH_COUNTED)
-    wave = open_batch(problem, policy, few, count, share)
+    places = places or batch_size(problem, policy, workload, at_most)
+    few, times = _thinned(workload, places.count, MOST_COUNTED if walked_tasks >= WALKED_TASKS else ROUGH_COUNTED)
+    wave = open_batch(problem, policy, few, places)
     return _Price(wave, few, times).run(walked_tasks)
 
 
@@ -220,10 +220,10 @@ def walk_queue(problem: Problem, policy: Policy, workload: Workload, at_most: in
     left, runs, begun = np.arange(workload.num_requests), [], []
     while len(left):
         lengths = workload.select(left)
-        count, share = batch_size(problem, policy, lengths, at_most)
-        wave = open_batch(problem, policy, lengths, count, share)
+        places = batch_size(problem, policy, lengths, at_most)
+        wave = open_batch(problem, policy, lengths, places)
         trace = virtual_clock.run(virtual_clock.answered(wave, lengths.answers), hardware_of_wave(wave))
-        runs.append(_of_trace(trace, lengths, count))
+        runs.append(_of_trace(trace, lengths, places.count))
         begun.append(sum(len(run.seconds) for run in runs[:-1]))
         left = left[wave.queue.waiting] if wave.queue else left[:0]
     seconds, running, tokens = (

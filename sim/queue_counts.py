@@ -112,7 +112,7 @@ def intervals(wave: Wave, workload: Workload, under_way: UnderWay | None = None)
     left = batch.wave.queue.waiting
     # The batch's buffers are too small for them: they have one after it, as in a run.
     rest, at_most = workload.select(left), wave.workload.num_requests
-    later = open_batch(wave.problem, wave.policy, rest, *batch_size(wave.problem, wave.policy, rest, at_most))
+    later = open_batch(wave.problem, wave.policy, rest, batch_size(wave.problem, wave.policy, rest, at_most))
     more = intervals(later, rest)
     more = replace(more, request=left[more.request])
     return counted.followed_by(more, counted.num_iterations, len(wave.mini_batches))

@@ -42,7 +42,7 @@ def measure_resident(run: Run) -> None:
         table.tell("resident: predicted", predicted, "tokens/s", policy=policy.to_dict())
     groups = split_waves(problem, policy, requests)
     count = len(groups[0])
-    batch = open_batch(problem, policy, requests, *batch_size(problem, policy, requests, count))
+    batch = open_batch(problem, policy, requests, batch_size(problem, policy, requests, count))
 
     def session_of(requests: int, tokens: int = case.answer, first: int = 0) -> Session:
         wave = admit(problem, policy, Workload.uniform(requests, case.prompt, tokens))

@@ -58,27 +58,36 @@ def split_waves(problem: Problem, policy: Policy, workload: Workload) -> list[np
     return waves
 
 
+class Places(NamedTuple):
+    """How many requests run at a time, others taking the places of those that end (``batch_size``)."""
+
+    count: int
+    share: float = 1.0  #: of their answers' limits that the pools hold
+    shares_prefixes: bool = True  #: whether there is room for blocks that prompts share
+
+
 def open_batch(
     problem: Problem,
     policy: Policy,
     workload: Workload,
-    count: int,
-    share: float = 1.0,
+    places: Places | int,
     tree: PromptTree | None = None,
     given: Mapping[int, int] = NOTHING_GIVEN,
     gives: bool = True,
 ) -> Wave:
-    """Return a batch with places for the first ``count`` requests of the workload; the others wait.
+    """Return a batch with places for the first requests of the workload; the others wait.
 
-    ``share``: pools hold answers of this share of their limits, and in each mini-batch one of full length; requests
-    then take blocks on demand. ``tree``: the requests' prompts (default: ``known_tree``), whose equal beginnings share
-    blocks where the policy allows it (``may_share``). ``given``: tokens that requests have from an earlier batch; all
-    requests then wait, and contexts are recomputed a batch of prompts per iteration. Without ``gives`` no blocks are
-    allocated, for sizes alone. Raise ValueError for ``given`` if preempted requests cannot return (``may_grow``).
+    With a ``share`` below 1, pools hold answers of this share of their limits, and in each mini-batch one of full
+    length; requests then take blocks on demand. ``tree``: the requests' prompts (default: ``known_tree``), whose equal
+    beginnings share blocks where the policy allows it (``may_share``). ``given``: tokens that requests have from an
+    earlier batch; all requests then wait, and contexts are recomputed a batch of prompts per iteration. Without
+    ``gives`` no blocks are allocated, for sizes alone. Raise ValueError for ``given`` if preempted requests cannot
+    return (``may_grow``).
     """
+    count, share, shares_prefixes = places if isinstance(places, Places) else Places(places)
     if given and not may_grow(policy):
         raise ValueError(f"requests under policy {policy.name} cannot go on behind tokens that they have")
-    num_requests, tree = workload.num_requests, tree or known_tree(workload)
+    num_requests, tree = workload.num_requests, (tree or known_tree(workload)) if shares_prefixes else None
     prompts, limits = workload.prompt_tokens[:count], workload.max_tokens[:count]
     first = Workload(prompts.copy(), limits.copy(), noted=workload.noted)  # joining requests are written into it
     mini_batches, room, paths = _packed(problem, policy, workload, count, tree)
@@ -157,7 +166,7 @@ def _shared_room(
     tree: PromptTree, entries: BlockEntries, count: int, num_requests: int
 ) -> tuple[dict[str, int], list[list[int]]]:
     """Return the blocks of each entry to reserve for sharing among ``count`` requests at a time, and the shared blocks
-    of the first of them; empty without sharing. Looks at the first requests and a sample of all."""
+    of the first of them; empty without sharing. Looks at the first requests and the deepest of a sample of all."""
     tree.resident = {}
     window = count + max(1, count // FOLLOWERS)
     first = range(min(num_requests, max(window, count + LOOKED_AT)))
@@ -165,9 +174,10 @@ def _shared_room(
     for request in {*first, *sample}:
         tree.path(request)
     shared = {request: tree.shared(request) for request in {*first, *sample}}
+    deepest = sorted(sample, key=lambda request: len(shared[request]))[-window:]
     starts = range(0, max(1, len(first) - window + 1), max(1, count // FOLLOWERS))
     most = np.zeros(len(entries.names), dtype=np.int64)
-    for members in [*(first[start : start + window] for start in starts), sample]:
+    for members in [*(first[start : start + window] for start in starts), deepest]:
         depth_of = {block: at for request in members for at, block in enumerate(shared[request])}
         of_entry = entries.entry_of(np.array([*depth_of.values()], dtype=np.int64) * BLOCK_TOKENS)
         most = np.maximum(most, np.bincount(of_entry, minlength=len(most)))
@@ -200,26 +210,30 @@ def first_wave(problem: Problem, policy: Policy, workload: Workload) -> int:
 
 def batch_size(
     problem: Problem, policy: Policy, workload: Workload, at_most: int, tree: PromptTree | None = None
-) -> tuple[int, float]:
-    """Return how many requests run at a time, and the share of their answers' limits that the pools hold
-    (``open_batch``): 1 if ``at_most`` requests fit, otherwise EXPECTED_SHARE if blocks can be taken on demand.
-    ``tree``: see ``open_batch``. Raise InputError if not even one request fits."""
-    tree = tree or known_tree(workload)
+) -> Places:
+    """Return how many requests run at a time, and the share of their answers' limits that the pools hold: 1 if
+    ``at_most`` requests fit, otherwise EXPECTED_SHARE if blocks can be taken on demand. Prompts share blocks, unless
+    the room for these is the room for the only request. ``tree``: see ``open_batch``. Raise InputError if not even one
+    request fits."""
     shares = (1.0, EXPECTED_SHARE) if may_grow(policy) else (1.0,)
-    counts = []
-    for share in shares:
+    most = min(at_most, policy.max_batch or at_most, workload.num_requests)
+    for known in dict.fromkeys((tree or known_tree(workload), None)):
+        found = []
+        for share in shares:
 
-        def plan(count: int, share: float = share) -> MemoryPlan:
-            wave = open_batch(problem, policy, workload, count, share, tree, gives=False)
-            return memory_plan(problem, policy, buffer_sizes(wave))
+            def plan(count: int, share: float = share, known: PromptTree | None = known) -> MemoryPlan:
+                places = Places(count, share, known is not None)
+                wave = open_batch(problem, policy, workload, places, known, gives=False)
+                return memory_plan(problem, policy, buffer_sizes(wave))
 
-        # Preempted requests return with longer prompts, which may not fit.
-        counts.append(_most_that_fit(problem, policy, workload, plan, tree, at_most))
-        counts[0] = counts[0] or _refuse(problem, workload, plan)
-        if counts[0] == min(at_most, policy.max_batch or at_most, workload.num_requests):
-            break
-    best = int(np.argmax(counts))
-    return counts[best], shares[best]
+            # Preempted requests return with longer prompts, which may not fit.
+            count = _most_that_fit(problem, policy, workload, plan, known, at_most)
+            found.append(Places(count, share, known is not None))
+            if found[0].count in (0, most):
+                break
+        if found[0].count:
+            return max(found, key=lambda places: places.count)
+    _refuse(problem, workload, plan)
 
 
 def _most_that_fit(

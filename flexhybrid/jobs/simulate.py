@@ -180,7 +180,7 @@ def simulate_queue(
                 f"{MOST_TASKS / 1e6:.0f}): use the closed form, or fewer requests"
             )
         run = walk_queue(problem, made.policy, workload, setting.batch)
-    wave = open_batch(problem, made.policy, workload, *places)
+    wave = open_batch(problem, made.policy, workload, places)
     memory = total_bytes(memory_plan(problem, made.policy, buffer_sizes(wave)))
     return SimulatedQueue(made, workload, run, memory, clock, kept_shares(problem, made.policy))
 

@@ -109,7 +109,7 @@ def test_more_requests_fit_a_budget_where_most_layers_have_windows():
     problem = replace(problem, budgets=Budgets(host=needed["host"]))
     windowed = replace(shape, attention=(AttentionKind(WINDOW),) * 5 + (PLAIN,))
     # under a static cache requests take all their blocks at once
-    (plain, _), (many, share) = (
+    (plain, _, _), (many, share, _) = (
         batch_size(replace(problem, shape=one), replace(policy, static_cache=True), workload, 400)
         for one in (shape, windowed)
     )

@@ -25,7 +25,7 @@ from flexhybrid.core.schedule import step_work
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.scheduler import Scheduler, may_grow, sharing_limit
 from flexhybrid.core.wave import Wave
-from flexhybrid.core.waves import batch_size, open_batch
+from flexhybrid.core.waves import Places, batch_size, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import compare_tokens
 from flexhybrid.runtime.buffers import SharedPart
@@ -112,7 +112,7 @@ def test_the_plan_says_what_is_not_shared(policy):
 def shared_batch(prompts, max_tokens, policy, places: int, share: float = 1.0) -> Wave:
     workload = Workload(np.array([len(prompt) for prompt in prompts]), np.array(max_tokens))
     problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
-    return open_batch(problem, policy, workload, places, share, PromptTree(prompts.__getitem__))
+    return open_batch(problem, policy, workload, Places(places, share), PromptTree(prompts.__getitem__))
 
 
 def rounds(wave: Wave, ends: list[int]) -> Iterator[list]:
@@ -229,9 +229,20 @@ def test_more_requests_fit_one_memory():
     needed = total_bytes(memory_plan(problem, policy, buffer_sizes(open_batch(problem, policy, workload, 60))))["host"]
     problem = replace(problem, budgets=Budgets(host=needed))
     alone, shared = (
-        batch_size(problem, policy, workload, 300, tree)[0] for tree in (None, PromptTree(prompts.__getitem__))
+        batch_size(problem, policy, workload, 300, tree).count for tree in (None, PromptTree(prompts.__getitem__))
     )
     assert alone >= 60 and shared >= 2.5 * alone
+
+
+def test_prompts_that_share_never_need_more_memory_than_the_longest_alone():
+    prompts = [[kind] * 192 for _ in range(3) for kind in range(20)]
+    workload, policy = Workload.uniform(60, 192, 16), Policy(cache={"kv@host": 1.0})
+    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
+    alone = total_bytes(memory_plan(problem, policy, buffer_sizes(open_batch(problem, policy, workload, 1))))["host"]
+    for budget, shares in ((alone, False), (4 * alone, True)):
+        tight = replace(problem, budgets=Budgets(host=budget))
+        places = batch_size(tight, policy, workload, 60, PromptTree(prompts.__getitem__))
+        assert places.count >= 1 and places.shares_prefixes == shares
 
 
 def test_requests_that_share_are_in_one_mini_batch_where_that_costs_nothing():

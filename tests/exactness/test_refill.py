@@ -18,7 +18,7 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.scheduler import AnswerLengths, may_grow
 from flexhybrid.core.trace import check_trace
-from flexhybrid.core.waves import open_batch
+from flexhybrid.core.waves import Places, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import compare_tokens
 from flexhybrid.runtime.engine import Engine, RunControl
@@ -38,7 +38,7 @@ def answers(
     while len(left):
         workload = Workload(np.array([len(prompts[i]) for i in left]), np.array([max_tokens[i] for i in left]))
         tree = PromptTree(lambda i, left=left: prompts[left[i]]) if sharing else None
-        wave = open_batch(problem, policy, workload, min(count, len(left)), share, tree)
+        wave = open_batch(problem, policy, workload, Places(min(count, len(left)), share), tree)
         runner = Engine(weights, policy, buffer_sizes(wave), num_threads=1, disk=disk)
         executor = runner.executor(wave, [prompts[i] for i in left], greedy_plan(len(left)))
         control = RunControl(stop_text=stopping([stops[i] for i in left]), keep_trace=True)

@@ -18,7 +18,7 @@ from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.scheduler import Scheduler
-from flexhybrid.core.waves import open_batch
+from flexhybrid.core.waves import Places, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.issuing import Issuer, StreamLane
@@ -107,7 +107,7 @@ def answers(name: str, source, cuda_graphs: bool, by_host: bool = False, device:
     problem = Problem(shape=checkpoint.shape, dtype="float32", **machine)
     workload = Workload(np.array([*map(len, prompts)]), limits)
     tree = PromptTree(prompts.__getitem__) if alike else None
-    wave = open_batch(problem, policy, workload, PLACES, share, tree)
+    wave = open_batch(problem, policy, workload, Places(PLACES, share), tree)
     with engine_of(checkpoint, wave, device) as engine:
         executor = engine.executor(wave, prompts, plan)
 

@@ -29,7 +29,7 @@ from tiny_models import greedy
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import check_trace
-from flexhybrid.core.waves import open_batch
+from flexhybrid.core.waves import Places, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.kernels.sampling import SamplingPlan, greedy_plan
@@ -71,7 +71,7 @@ def queue_under(source, policy: Policy, requests, places: int, share: float):
     prompts, max_tokens, stops = requests
     problem = Problem(shape=source.shape, dtype="float32", device=DEVICE.type, hardware=SIDE_BY_SIDE)
     workload = Workload(np.array([len(prompt) for prompt in prompts]), np.array(max_tokens))
-    wave = open_batch(problem, policy, workload, places, share)
+    wave = open_batch(problem, policy, workload, Places(places, share))
     with engine_of(source, wave, DEVICE) as engine:
         executor = engine.executor(wave, prompts, greedy_plan(len(prompts)))
         result = engine.run(executor, RunControl(stop_text=stopping(stops), keep_trace=True))

@@ -11,7 +11,7 @@ import pytest
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.scheduler import Scheduler
-from flexhybrid.core.waves import open_batch
+from flexhybrid.core.waves import Places, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.jobs.run import outlook as outlook_module
 from flexhybrid.jobs.run.forecast import describe
@@ -172,7 +172,9 @@ def test_preempted_requests_are_foretold(monkeypatch):
     """Memory for a quarter of the answers' limits, which all of them take."""
     workload = Workload(np.random.default_rng(1).integers(16, 100, 200), np.full(200, 120))
     policy = Policy("grows", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 13)
-    told = foretold(monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 20, 0.25), workload, 1.0, (0.1, 0.5))
+    told = foretold(
+        monkeypatch, lambda: open_batch(PROBLEM, policy, workload, Places(20, 0.25)), workload, 1.0, (0.1, 0.5)
+    )
     assert told == pytest.approx([1.0, 1.0], rel=0.12)  # runs of blocks are left out
 
 

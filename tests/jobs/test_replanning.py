@@ -81,7 +81,7 @@ def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(
     monkeypatch.setattr(replanning, "change_costs", lambda *_: costs)
     moved, opened = [], llm_module.open_batch
     monkeypatch.setattr(
-        llm_module, "open_batch", lambda *which, **more: moved.append(which[6:]) or opened(*which, **more)
+        llm_module, "open_batch", lambda *which, **more: moved.append(which[5:]) or opened(*which, **more)
     )
     source = requests(tmp_path / "in.jsonl", 24)
     assert run(source, tmp_path / "plain.jsonl", tiny) == 0 and not replanned
@@ -287,16 +287,20 @@ def test_what_a_change_costs_by_hand():
 PACE = IterationCost({"compute": np.array([2.0, 0, 0, 0, 0, 0, 0.1, 0, 0, 0])}, 1, (1.0, 1.0))
 
 
-def test_what_is_found_for_mean_lengths_is_priced_on_the_queue(monkeypatch):
-    """Beside what a search for the queue finds, as re-planning does: no plan for a slower link is the better one."""
-    rng = np.random.default_rng(0)
-    waiting = Workload(rng.integers(24, 60, 24), rng.integers(4, 20, 24))
-    problem = Problem(
-        shape=toy_machine.SHAPE, dtype="float32", hardware=toy_machine.machine(), budgets=Budgets(device=2**25)
-    )
-    few = Policy("searched", Placement(host=1), cache={"act@host": 1.0}, max_batch=2)
-    monkeypatch.setattr(resolve, "_fitting_policy", lambda *_: few)
-    assert resolve.best_policy(problem, waiting, link_is_paced=True) == few  # a search for it would take longer
-    monkeypatch.setattr(resolve, "QUEUE_S", 0.0)
-    found = resolve.best_policy(problem, waiting, link_is_paced=True)
-    assert price_queue(problem, found, waiting, 24).total_s < 0.5 * price_queue(problem, few, waiting, 24).total_s
+def test_auto_takes_another_policy_where_the_longest_requests_leave_room_for_few(monkeypatch):
+    """A batch of mean lengths fits this device, but not one with the longest in it: a search of mean lengths alone
+    would take six requests at a time and nine times the seconds."""
+    lengths = np.r_[np.random.default_rng(0).integers(4, 40, 60), 60]
+    waiting = Workload(lengths, np.full(61, 64))
+    machine, budgets = toy_machine.machine(), Budgets(device=2**24, host=2**30)
+    problem = Problem(shape=toy_machine.SHAPE, dtype="float32", hardware=machine, budgets=budgets)
+
+    def seconds(policy: Policy) -> float:
+        return price_queue(problem, policy, waiting, 61).total_s
+
+    chosen = resolve.best_policy(problem, waiting, link_is_paced=True)
+    named = [resolve.settle_policy(name, problem, waiting) for name in ("kv_only", "hybrid(0.5)", "act_only")]
+    assert seconds(chosen) < 0.2 * min(map(seconds, named))
+    monkeypatch.setattr(resolve, "QUEUE_SEARCH_S", 60.0)
+    quick = resolve.best_policy(problem, waiting, link_is_paced=True)  # a search for the queue would not pay
+    assert seconds(chosen) < 0.2 * seconds(quick)

@@ -104,7 +104,7 @@ def test_what_was_searched_for_18_gib_takes_no_more():
     with pytest.raises(AssertionError):
         check_admitted(problem, found.policy, Workload.uniform(15, 512, 32))
     queue = search_queue(PolicySearchOptions(machine, lengths=workload, max_batch=128, lossless=True))
-    places, _ = batch_size(problem, queue.system.policy, workload, 128)
+    places = batch_size(problem, queue.system.policy, workload, 128).count
     assert queue.run.at_a_time <= places and queue.peak_bytes["device"] <= parse_bytes("18GiB")
 
 

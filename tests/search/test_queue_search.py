@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -45,7 +46,7 @@ def test_other_mini_batches_are_tried_where_the_longest_requests_decide_how_many
     hardware = machine(link=0.8, gflops=100)
     problem = Problem(shape=shape_from_config(MODEL), dtype="bfloat16", hardware=hardware, budgets=budgets)
     policy = Policy("wide", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=774)
-    ranking, found = _Ranking(problem, workload), cast(SearchResult, object())
+    ranking, found = _Ranking(problem, workload), cast(SearchResult, SimpleNamespace(batch=30))
     assert ranking.add(policy, 30, found) == 13
     ranking.try_sizes(30)
     seconds = min(ranked.choice.run.total_s for ranked in ranking.choices)

@@ -18,7 +18,7 @@ from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes, holds_lengths, running_sizes
 from flexhybrid.core.schedule.scheduler import Scheduler, stores_exactly
-from flexhybrid.core.waves import batch_size, open_batch
+from flexhybrid.core.waves import Places, batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from sim import queue_clock, virtual_clock
 from sim.queue_clock import IterationCost, iteration_loads, least_seconds, price_queue, walk_queue
@@ -83,7 +83,7 @@ def test_the_pace_of_a_queue_holds_where_answers_end_by_themselves(limits):
         policy = Policy("plain", Placement(device=1), cache={"kv@device": 1.0}, max_mini_batch_tokens=2048)
         problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(link=10.0, gflops=30.0))
         pace = price_queue(problem, policy, workload, 25).pace
-        counted = intervals(open_batch(problem, policy, known, *batch_size(problem, policy, known, 25)), known)
+        counted = intervals(open_batch(problem, policy, known, batch_size(problem, policy, known, 25)), known)
         assert pace and min(factors.min() for factors in pace.factors.values()) >= 0
         assert pace.seconds(counted).sum() == pytest.approx(walk_queue(problem, policy, known, 25).total_s, rel=0.5)
 
@@ -132,9 +132,9 @@ def planned(
     problem: Problem, policy: Policy, workload: Workload, places: int
 ) -> tuple[RunIntervals, list[tuple[int, int]]]:
     """The forecast of a queue, and (iteration, request) of every token in the executor's own plan."""
-    count, share = batch_size(problem, policy, workload, places)
-    counted = intervals(open_batch(problem, policy, workload, count, share), workload)
-    wave, tokens = open_batch(problem, policy, workload, count, share), []
+    found = batch_size(problem, policy, workload, places)
+    counted = intervals(open_batch(problem, policy, workload, found), workload)
+    wave, tokens = open_batch(problem, policy, workload, found), []
     for task in virtual_clock.answered(wave, workload.answers):
         if task.verb == "sample":
             tokens += [(task.iteration, request) for request in task.payload.step.queued.tolist()]
@@ -203,7 +203,7 @@ def test_a_request_that_returns_is_expected_to_end_as_one_that_never_left():
     problem, policy, workload = growing_queue()
     expected = {}
     for way in ("preempted", "never left"):
-        batch = Scheduler(open_batch(problem, policy, workload, 4, 0.2))
+        batch = Scheduler(open_batch(problem, policy, workload, Places(4, 0.2)))
         for _ in range(20):
             batch.answers.end(12)
         batch.answers.end(100)
@@ -221,7 +221,7 @@ def test_a_request_that_returns_is_expected_to_end_as_one_that_never_left():
 
 def test_a_request_that_is_stopped_while_it_waits_leaves_its_length_and_nothing_else():
     problem, policy, workload = growing_queue()
-    batch = Scheduler(open_batch(problem, policy, workload, 4, 0.2))
+    batch = Scheduler(open_batch(problem, policy, workload, Places(4, 0.2)))
     [*batch.steps(0, set())]
     request = int(batch.wave.request[0])
     batch.groups[0] = batch._preempt(0, 7, np.array([1, 2, 3, 0]))

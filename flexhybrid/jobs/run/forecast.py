@@ -14,7 +14,7 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.scheduler import sharing_limit
 from flexhybrid.core.units import counted, gib
-from flexhybrid.core.waves import EXPECTED_SHARE
+from flexhybrid.core.waves import EXPECTED_SHARE, Places
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM, MOST_AT_A_TIME
 from policy_search.systems import dropped
@@ -78,7 +78,7 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
         run and run.total_s,
         tokens=int(workload.max_tokens.sum()),
         expected_tokens=int(workload.answers.sum()),
-        at_a_time=places[0],
+        at_a_time=places.count,
         num_requests=workload.num_requests,
         memory=total_bytes(memory),
         layer_bytes=layers,
@@ -88,7 +88,7 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
     )
 
 
-def price(llm: LLM, workload: Workload, places: tuple[int, float], walked_tasks: int = WALKED_TASKS) -> QueueRun | None:
+def price(llm: LLM, workload: Workload, places: Places, walked_tasks: int = WALKED_TASKS) -> QueueRun | None:
     """Price a queue under the policy in use; None where nothing is known of the machine. ``places``: ``batch_size``;
     ``walked_tasks``: see ``price_queue``."""
     if llm.hardware is None:

@@ -32,9 +32,9 @@ def batches(llm: LLM, workload: Workload, given: np.ndarray | None = None) -> Ca
     ``given`` [requests]: tokens from an earlier batch; None: none. Raise InputError if not even one fits the
     budgets."""
     problem, policy = llm.problem, llm.settled_policy
-    count, share = batch_size(problem, policy, workload, MOST_AT_A_TIME)
+    places = batch_size(problem, policy, workload, MOST_AT_A_TIME)
     tokens = {} if given is None else {int(at): int(given[at]) for at in np.flatnonzero(given)}
-    return lambda: open_batch(problem, policy, workload, count, share, given=tokens)
+    return lambda: open_batch(problem, policy, workload, places, given=tokens)
 
 
 class ChangeCosts(NamedTuple):
