@@ -42,7 +42,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
 from hypothesis import strategies as st
-from models import InMemory, save_llama, save_opt, save_text_model
+from models import InMemory, save_drawn, save_opt, save_text_model
 from oracles.heavy_hitters import plain_h2o
 from oracles.speculative import plain_tokens
 from oracles.walks import walked
@@ -82,11 +82,6 @@ def random_prompts(draw, vocab: int, longest: int, most: int = 6) -> list[list[i
     return [generator.integers(3, vocab, length).tolist() for length in lengths]
 
 
-def save_model(folder, shape: dict):
-    """Write the checkpoint of a drawn shape; return transformers' model."""
-    return (save_llama if "kind" in shape else save_opt)(folder, **shape)
-
-
 # ---- tokens
 
 
@@ -105,7 +100,7 @@ def token_cases(draw) -> dict:
 
 def check_tokens(case: dict) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        reference = InMemory(save_model(folder, case["shape"]))
+        reference = InMemory(save_drawn(folder, case["shape"]))
         expected = reference.generate(case["prompts"], case["max_tokens"], case["ignore_eos"])
         params = SamplingParams(max_tokens=case["max_tokens"], temperature=0.0, ignore_eos=case["ignore_eos"])
         with LLM(folder, case["policy"], device="cpu", dtype="float32", disk_dir=folder, hardware=machine()) as llm:
@@ -200,7 +195,7 @@ def selection_cases(draw) -> dict:
 def check_selections(case: dict) -> None:
     policy, prompts, max_tokens = case["policy"], case["prompts"], case["max_tokens"]
     with tempfile.TemporaryDirectory() as folder:
-        save_model(folder, case["shape"])
+        save_drawn(folder, case["shape"])
         checkpoint = Checkpoint(folder)
         ours = run_wave(checkpoint, policy, prompts, max_tokens).tokens
         if policy.selection.method == "heavy_hitter":

@@ -64,11 +64,23 @@ def save_llama(folder, *, kind="llama", layers=2, heads=4, kv_heads=2, head_dim=
     return model.float()
 
 
+def save_drawn(folder, shape: dict):
+    """Save the checkpoint of a shape that ``strategies`` has drawn; return transformers' model."""
+    return (save_llama if "kind" in shape else save_opt)(folder, **shape)
+
+
 class InMemory(Reference):
     """The reference of a checkpoint that was just made, without reading it back."""
 
     def __init__(self, model):
         self.model = model.eval()
+
+    def answers(self, prompts, max_tokens, stops) -> list[list[int]]:
+        """Each prompt's tokens by itself, up to its limit, or to the token at which it stops."""
+        return [
+            self.generate([prompt], length, True)[0][:stop]
+            for prompt, length, stop in zip(prompts, max_tokens, stops, strict=True)
+        ]
 
 
 def loaded(folder):

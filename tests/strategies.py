@@ -150,6 +150,12 @@ def llama_shapes(draw) -> dict:
     )
 
 
+def model_shapes(positions: int) -> st.SearchStrategy[dict]:
+    """Arguments of ``models.save_drawn`` for models of both families with this many positions."""
+    of_llama = llama_shapes().map(lambda shape: shape | {"rope": {}})
+    return st.one_of(opt_shapes(), of_llama).map(lambda shape: shape | {"positions": positions})
+
+
 def calibrated_answers(num_models: int, num_requests: int, seed: int) -> Answers:
     """Models that grow better and dearer, each right as often as its confidence says."""
     generator = np.random.default_rng(seed)

@@ -7,65 +7,23 @@ import math
 from dataclasses import FrozenInstanceError
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import example, given
+from strategies import runnable_policies
 
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.policy import TIERS, Bits, Placement, Policy, Selection
+from flexhybrid.core.policy import Placement, Policy, Selection
 
-TIER = st.sampled_from(TIERS)
-SHARE = st.floats(0, 1)
-CACHE_KEYS = [f"{kind}@{tier}" for kind in ("kv", "act") for tier in TIERS]
-CACHE_KEYS += [f"both(kv@{a},act@{b})" for a in TIERS for b in TIERS] + ["tok"]
-
-
-def shares(draw, keys) -> dict[str, float]:
-    """Shares over the keys that add up to 1 within rounding, some of them zero."""
-    weights = [draw(st.integers(0, 5)) for _ in keys]
-    weights[draw(st.integers(0, len(keys) - 1))] += 1
-    return {key: weight / sum(weights) for key, weight in zip(keys, weights)}
+HALVES = Placement(device=0.5, host=0.25, disk=0.25)
+#: Fields that no policy has which the executor runs.
+ODD = Policy(
+    "hybrid ½", HALVES, embedding=HALVES, cache={"kv@host": 1 / 3, "both(kv@disk,act@device)": 2 / 3}, hidden="disk",
+    max_batch=10**6, selection=Selection("speculative", None, math.inf, 0.1, 1 / 3, 0.7, "lru", "disk", 9),
+)  # fmt: skip
 
 
-@st.composite
-def placements(draw):
-    return Placement(**shares(draw, TIERS))
-
-
-@st.composite
-def policies(draw):
-    host_attention = draw(st.booleans())
-    cache_keys = ["kv@host"] if host_attention else draw(st.lists(st.sampled_from(CACHE_KEYS), min_size=1, unique=True))
-    selection = draw(
-        st.one_of(
-            st.just(Selection()),
-            st.builds(Selection, st.just("heavy_hitter"), budget=SHARE, whole_layers=st.none() | st.integers(0, 9)),
-            st.builds(
-                Selection, st.just("speculative"), alpha=st.floats(0, 10) | st.just(math.inf), partial_ratio=SHARE,
-                max_fraction=SHARE, pool=SHARE, victim=st.sampled_from(["fifo", "lru", "counter"]), partial_keys=TIER,
-                whole_layers=st.none() | st.integers(1, 9),
-            ),
-        )
-    )  # fmt: skip
-    bits = st.sampled_from(["native", 8, 4, 2, 1])
-    return Policy(
-        name=draw(st.text(max_size=8)),
-        weights=draw(placements()),
-        embedding=draw(placements()),
-        cache=shares(draw, cache_keys),
-        hidden=draw(TIER),
-        bits=draw(st.builds(Bits, bits, bits, bits)),
-        schedule=draw(st.sampled_from(["row", "column"])),
-        max_mini_batch_tokens=draw(st.integers(1, 10**9)),
-        max_batch=draw(st.none() | st.integers(1, 10**6)),
-        packing=draw(st.sampled_from(["fifo", "balanced"])),
-        selection=selection,
-        attention="host" if host_attention else "device",
-        weight_order=draw(st.sampled_from(["kv_first", "kv_act_first", "natural"])),
-        overlap=draw(st.sampled_from(("full", "step", "none"))),
-    )
-
-
-@given(policies())
+@example(ODD)
+@example(Policy(max_batch=3, selection=Selection("heavy_hitter", budget=0.1, whole_layers=2)))
+@given(runnable_policies())
 def test_json_gives_the_very_same_policy_back(policy):
     text = policy.to_json()
     again = Policy.from_json(text)
@@ -86,9 +44,8 @@ def test_a_policy_is_frozen():
 
 
 def test_load_reads_what_to_json_wrote(tmp_path):
-    policy = Policy(name="hybrid ½", cache={"kv@host": 0.25, "act@device": 0.75})
-    (tmp_path / "p.json").write_text(policy.to_json(), encoding="utf-8")
-    assert Policy.load(tmp_path / "p.json") == policy
+    (tmp_path / "p.json").write_text(ODD.to_json(), encoding="utf-8")
+    assert Policy.load(tmp_path / "p.json") == ODD
 
 
 SPECULATIVE = dict(

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import InMemory, save_llama, save_opt
+from models import InMemory, save_drawn
 from policies import wider_policies
 from runs import answered, lines_of
-from strategies import sharing_policies
+from strategies import model_shapes, sharing_policies
 from tiny_models import save_tiny
 from toy_machine import machine
 
@@ -79,11 +79,9 @@ class Lines:
 def test_requests_that_move_from_policy_to_policy_get_the_references_tokens(tmp_path_factory, data, policies):
     seed, count = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 7))
     folder, generator = tmp_path_factory.mktemp("model"), np.random.default_rng(seed)
-    if data.draw(st.booleans()):
-        model = save_opt(folder, layers=2, heads=3, head_dim=8, positions=96, seed=seed)
-    else:
-        model = save_llama(folder, layers=2, heads=4, kv_heads=2, head_dim=12, hidden=32, seed=seed)
-    prompts = [generator.integers(3, 61, generator.integers(1, 60)).tolist() for _ in range(count)]
+    shape = data.draw(model_shapes(96))
+    reference = InMemory(save_drawn(folder, shape))
+    prompts = [generator.integers(3, shape["vocab"], generator.integers(1, 60)).tolist() for _ in range(count)]
     if data.draw(st.booleans()):  # they begin alike
         prompts = [prompts[0][:40] + prompt[:30] for prompt in prompts]
     max_tokens = generator.integers(1, 20, count).tolist()
@@ -92,8 +90,7 @@ def test_requests_that_move_from_policy_to_policy_get_the_references_tokens(tmp_
     with LLM(folder, policies[0], device="cpu", dtype="float32", hardware=machine(), disk_dir=folder) as llm:
         lines: Any = Lines(llm, prompts, max_tokens, policies[1:] + policies[:1], data.draw(st.integers(1, 6)))
         answer_pending(lines, StopAsked())
-    reference = InMemory(model)
-    expected = [reference.generate([p], length, True)[0] for p, length in zip(prompts, max_tokens, strict=True)]
+    expected = reference.answers(prompts, max_tokens, max_tokens)
     assert compare_tokens(reference, prompts, expected, lines.tokens).exact
     assert lines.num_tokens == sum(max_tokens)  # none twice
 

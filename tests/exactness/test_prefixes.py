@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import InMemory, save_llama, save_opt
+from models import InMemory, save_drawn, save_opt
 from oracles.replay import peak_parts
-from strategies import lossless_policies, sharing_policies
+from strategies import lossless_policies, model_shapes, sharing_policies
 from test_refill import answers
 from toy_machine import SHAPE, machine
 
@@ -34,14 +34,14 @@ from flexhybrid.runtime.kernels.shared_attention import attend_in_parts
 from flexhybrid.runtime.storage.loader import Checkpoint
 
 
-def tree_of_prompts(generator, count: int, longest: int) -> list[list[int]]:
+def tree_of_prompts(generator, count: int, longest: int, vocab: int = 61) -> list[list[int]]:
     """Prompts that continue one another's beginnings, cut anywhere."""
-    prompts = [generator.integers(3, 61, 40).tolist()]
+    prompts = [generator.integers(3, vocab, 40).tolist()]
     while len(prompts) < count:
         begin = prompts[generator.integers(len(prompts))]
         if generator.random() < 0.5:
             begin = begin[: generator.integers(len(begin) + 1)]
-        prompts.append([*begin, *generator.integers(3, 61, generator.integers(1, 40)).tolist()][:longest])
+        prompts.append([*begin, *generator.integers(3, vocab, generator.integers(1, 40)).tolist()][:longest])
     return [prompts[i] for i in generator.permutation(count)]
 
 
@@ -50,20 +50,12 @@ def tree_of_prompts(generator, count: int, longest: int) -> list[list[int]]:
 def test_requests_that_share_get_the_references_tokens(tmp_path_factory, data, policy):
     seed, count = data.draw(st.integers(0, 99)), data.draw(st.integers(2, 9))
     folder, generator = tmp_path_factory.mktemp("model"), np.random.default_rng(seed)
-    if data.draw(st.booleans()):
-        model = save_opt(folder, layers=data.draw(st.integers(1, 3)), heads=3, head_dim=8, positions=120, seed=seed)
-    else:
-        window = data.draw(st.sampled_from((None, 9, 40)))
-        more = dict(kind="mistral", sliding_window=window, layers=2, heads=4, kv_heads=2, head_dim=12, hidden=32)
-        model = save_llama(folder, positions=120, seed=seed, **more)
-    prompts = tree_of_prompts(generator, count, 98)
+    shape = data.draw(model_shapes(120))
+    reference = InMemory(save_drawn(folder, shape))
+    prompts = tree_of_prompts(generator, count, 98, shape["vocab"])
     max_tokens = generator.integers(1, 20, count).tolist()
     stops = [int(generator.integers(1, length + 5)) for length in max_tokens]
-    reference = InMemory(model)
-    expected = [
-        reference.generate([prompt], length, True)[0][:stop]
-        for prompt, length, stop in zip(prompts, max_tokens, stops, strict=True)
-    ]
+    expected = reference.answers(prompts, max_tokens, stops)
     places, share = data.draw(st.integers(1, count)), data.draw(st.sampled_from((1.0, 0.3, 0.01)))
     share = share if may_grow(policy) else 1.0
     attention = data.draw(

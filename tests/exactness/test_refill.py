@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from models import InMemory, save_llama, save_opt
+from models import InMemory, save_drawn, save_opt
 from runs import stopping
-from strategies import lossless_policies, speculative_policies
+from strategies import lossless_policies, model_shapes, speculative_policies
 from toy_machine import machine
 
 from flexhybrid.core.context.prefixes import PromptTree
@@ -53,10 +53,10 @@ def answers(
     return tokens
 
 
-def some_requests(seed: int, count: int, longest: int = 70) -> tuple[list, list, list]:
+def some_requests(seed: int, count: int, longest: int = 70, vocab: int = 61) -> tuple[list, list, list]:
     """Prompts, limits of their answers, and after how many tokens each ends by itself."""
     generator = np.random.default_rng(seed)
-    prompts = [generator.integers(3, 61, generator.integers(1, longest)).tolist() for _ in range(count)]
+    prompts = [generator.integers(3, vocab, generator.integers(1, longest)).tolist() for _ in range(count)]
     max_tokens = generator.integers(1, 20, count).tolist()
     return prompts, max_tokens, [int(generator.integers(1, length + 5)) for length in max_tokens]
 
@@ -65,27 +65,13 @@ def some_requests(seed: int, count: int, longest: int = 70) -> tuple[list, list,
 @given(st.data(), lossless_policies())
 def test_requests_that_join_get_the_references_tokens(tmp_path_factory, data, policy):
     seed, count = data.draw(st.integers(0, 99)), data.draw(st.integers(2, 9))
-    folder = tmp_path_factory.mktemp("model")
-    kind = data.draw(st.sampled_from(("opt", "llama", "mistral", "qwen3")))
-    windows = (
-        dict(kind=kind, sliding_window=data.draw(st.sampled_from((5, 20)))) if kind in ("mistral", "qwen3") else {}
-    )
-    if kind == "qwen3":
-        types = ["sliding_attention", "full_attention"]
-        windows |= dict(use_sliding_window=True, max_window_layers=0, layer_types=types)
-    if kind == "opt":
-        model = save_opt(folder, layers=data.draw(st.integers(1, 3)), heads=3, head_dim=8, positions=96, seed=seed)
-    else:
-        model = save_llama(folder, layers=2, heads=4, kv_heads=2, head_dim=12, hidden=32, seed=seed, **windows)
-    prompts, max_tokens, stops = some_requests(seed, count)
-    reference = InMemory(model)
-    expected = [
-        reference.generate([prompt], min(length, stop), True)[0]
-        for prompt, length, stop in zip(prompts, max_tokens, stops, strict=True)
-    ]
+    folder, shape = tmp_path_factory.mktemp("model"), data.draw(model_shapes(96))
+    reference = InMemory(save_drawn(folder, shape))
+    requests = prompts, *_ = some_requests(seed, count, vocab=shape["vocab"])
+    expected = reference.answers(*requests)
     places, share = data.draw(st.integers(1, count)), data.draw(st.sampled_from((1.0, 0.3, 0.01)))
     share = share if may_grow(policy) else 1.0
-    tokens = answers(Checkpoint(folder), policy, prompts, max_tokens, stops, places, folder, share)
+    tokens = answers(Checkpoint(folder), policy, *requests, places, folder, share)
     outcome = compare_tokens(reference, prompts, expected, tokens)
     assert outcome.exact, outcome.first_wrong
 
