@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import statistics
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
@@ -135,37 +134,13 @@ def bench_planning_of_queue(table: Table) -> None:
 
 
 def bench_hand_off(table: Table) -> None:
-    """Time a chain of tasks that changes lanes at every task, so that each hand-off wakes another thread; beside it two
-    threads that wake each other by locks alone: less than that no hand-off takes on this machine."""
+    """Time a chain of tasks that changes lanes at every task, so that each hand-off wakes another thread."""
     lanes, cell = ("h2d", "compute", "d2h"), Access(("cell",), 0, 1)
     chain = [Task(i, 0, 0, "work", lanes[i % 3], Work(), (cell,), (cell,)) for i in range(3000)]
     trace = Clock([HostLane(name, lambda task: None) for name in lanes]).run(chain)
     gaps = [later.start_s - earlier.end_s for earlier, later in zip(trace, trace[1:], strict=False)]
-    bare_us = 1e6 * statistics.median(_bare_hand_offs(len(chain) // 2))
     median_us = 1e6 * statistics.median(gaps)
-    table.at_most("hand-off to another CPU worker, median", median_us, HAND_OFF_BAR_US, "µs", bare_locks_us=bare_us)
-
-
-def _bare_hand_offs(count: int) -> list[float]:
-    """Return the seconds from releasing a lock on which another thread sleeps until that goes on, so often each way."""
-    locks, released, times = (threading.Lock(), threading.Lock()), [0.0], []
-
-    def play(own: threading.Lock, other: threading.Lock) -> None:
-        for _ in range(count):
-            own.acquire()
-            times.append(time.perf_counter() - released[0])
-            released[0] = time.perf_counter()
-            other.release()
-
-    for lock in locks:
-        lock.acquire()
-    player = threading.Thread(target=play, args=locks)
-    player.start()
-    released[0] = time.perf_counter()
-    locks[0].release()
-    play(*locks[::-1])
-    player.join()
-    return times
+    table.at_most("hand-off to another CPU worker, median", median_us, HAND_OFF_BAR_US, "µs")
 
 
 def bench_verbs(table: Table) -> None:

@@ -12,7 +12,6 @@ from models import save_opt
 from experiments.reproduce import registry
 from experiments.reproduce.infinigen import accuracy as infinigen_accuracy
 from experiments.reproduce.infinigen import accuracy_policies as studied
-from experiments.reproduce.infinigen import accuracy_rows
 from experiments.studies import accuracy_study
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 
@@ -103,10 +102,10 @@ def test_a_comparison_is_of_the_same_texts():
     hard = np.array([-1.0, -3.0, -9.0, -2.0])
     part = {"texts_by_document": [1, 1, 1, 1]}
     ours, others = ({"logprob_by_document": (hard - less).tolist()} for less in (0.1, 0.0))
-    compared, words = accuracy_rows.comparison("ours over others", part, ours, others)
+    compared, words = infinigen_accuracy.comparison("ours over others", part, ours, others)
     assert [compared[name] for name in ("low", "ours", "high")] == pytest.approx(3 * [math.exp(0.1)])
     assert compared["shown"] == "worse" and "1.105" in words
-    same, _ = accuracy_rows.comparison("ours over itself", part, ours, ours)
+    same, _ = infinigen_accuracy.comparison("ours over itself", part, ours, ours)
     assert same["shown"] == "no difference shown"
 
 

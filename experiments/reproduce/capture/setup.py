@@ -4,7 +4,6 @@ CAPTURE (IEEE CAL) and HybridServe (arXiv) are one system by the same authors. C
 of the two smaller models; FlexGen's is fitted on another paper's testbed, where it has rows for that (KVPR, Table 5).
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -236,24 +235,24 @@ def refit_relay() -> Constant:
 
 
 @cache
-def flexgen_hardware(relays: bool = True) -> Hardware:
-    """Return this testbed as FlexGen sees it; ``relays`` False: with page-locked copies."""
-    return on(FLEXGEN_CODE if relays else replace(FLEXGEN_CODE, relay_gb_per_s=math.inf), hardware())
+def flexgen_hardware() -> Hardware:
+    """Return this testbed as FlexGen sees it."""
+    return on(FLEXGEN_CODE, hardware())
 
 
 @cache
-def flexgen_placement(model: str, prompt: int, batch: int = BATCH, generated: int = GENERATED) -> Policy:
+def flexgen_placement(model: str, prompt: int, batch: int = BATCH) -> Policy:
     """Return FlexGen's policy by its own search, with its cache on the host, where the papers have it."""
-    return system("flexgen(cache=host)", Setting(problem(model, hardware()), batch, prompt, generated)).policy
+    return system("flexgen(cache=host)", Setting(problem(model, hardware()), batch, prompt, GENERATED)).policy
 
 
-def run_flexgen(model: str, prompts, batch=BATCH, relays: bool = True, generated: int = GENERATED) -> Prediction:
-    """Predict FlexGen over prompt lengths (or batches: both broadcast); ``relays`` as in ``flexgen_hardware``.
+def run_flexgen(model: str, prompts, batch=BATCH) -> Prediction:
+    """Predict FlexGen over prompt lengths (or batches: both broadcast).
 
     Each length has its own placement, and hidden states lie on the device where the search wants that for all of them.
     """
     prompts, batches = np.broadcast_arrays(np.atleast_1d(prompts), np.atleast_1d(batch))
-    placed = [flexgen_placement(model, int(p), int(b), generated) for p, b in zip(prompts, batches, strict=True)]
+    placed = [flexgen_placement(model, int(p), int(b)) for p, b in zip(prompts, batches, strict=True)]
     hidden = "device" if all(policy.hidden == "device" for policy in placed) else "host"
     policy = replace(placed[0], hidden=hidden, max_batch=None)
     varied = {
@@ -261,8 +260,8 @@ def run_flexgen(model: str, prompts, batch=BATCH, relays: bool = True, generated
         "weights_device": np.array([policy.weights.device for policy in placed]),
         "weights_disk": 0.0,
     }
-    seen_as = problem(model, flexgen_hardware(relays))
-    return predict(seen_as, Candidates(policy, batches, prompts, generated, **varied))
+    seen_as = problem(model, flexgen_hardware())
+    return predict(seen_as, Candidates(policy, batches, prompts, GENERATED, **varied))
 
 
 def all_constants() -> tuple[Constant, ...]:

@@ -1,6 +1,5 @@
 """CAPTURE's ablation (Table III, HybridServe Fig. 15): tokens/s of three policies, and the best ratio of KV to ACT."""
 
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -10,9 +9,8 @@ from experiments import reference
 from experiments.reproduce.capture import setup
 from experiments.reproduce.capture.setup import MODELS
 from experiments.reproduce.experiment import Experiment, Figure, Row, bars, errors, lines
-from experiments.reproduce.paper import CAPTURE, context, printed, values_of
-from policy_search.papers.algorithm1 import BALANCES, host_allocation
-from sim.simulate import simulate
+from experiments.reproduce.paper import CAPTURE, context, printed
+from policy_search.papers.algorithm1 import host_allocation
 
 VARIANTS = ("act_only", "hybrid_static", "hybrid_full")
 SCAN = np.linspace(0.2, 1.0, 161)  #: ACT shares tried for the optimum
@@ -20,39 +18,16 @@ RATIO_MODELS = tuple(setup.PRINTED_RATIO)
 
 
 @cache
-def optimum(model: str, link_gb_per_s: float | None = None) -> tuple[float, float]:
-    """Return (ACT share, tokens/s) of the fastest of SCAN by the array clock. None: the testbed's link."""
-    hardware = setup.hardware() if link_gb_per_s is None else setup.hardware().with_link_rate(link_gb_per_s)
-    rates = setup.run_shares(model, hardware, SCAN).tokens_per_s
+def optimum(model: str) -> tuple[float, float]:
+    """Return (ACT share, tokens/s) of the fastest of SCAN by the array clock."""
+    rates = setup.run_shares(model, setup.hardware(), SCAN).tokens_per_s
     return float(SCAN[rates.argmax()]), float(rates.max())
 
 
-def at_printed_ratio(model: str, hardware=None) -> tuple[float, float]:
+def at_printed_ratio(model: str) -> tuple[float, float]:
     """Return (ACT share of the ratio that the paper prints, tokens/s at it)."""
     share = 1 / (1 + CAPTURE.value(setup.PRINTED_RATIO[model]) / 2)  # the inverse of setup.bytes_ratio
-    return share, float(setup.run_shares(model, hardware or setup.hardware(), [share]).tokens_per_s[0])
-
-
-def link_for_printed_ratio(model: str) -> float:
-    """Return the GB/s of a link on which the printed ratio is the fastest, by halving; a slower one favours ACT."""
-    share, _ = at_printed_ratio(model)
-    low, high = 10.0, values_of(setup.constants())["link_gb_per_s"]
-    for _ in range(8):
-        middle = (low + high) / 2
-        best, _ = optimum(model, middle)
-        low, high = (middle, high) if best > share else (low, middle)
-    return (low + high) / 2
-
-
-def clock_gap(model: str, num_layers: int, max_tokens: int) -> float:
-    """Return array clock / virtual clock - 1 of hybrid_full's run time, with fewer layers and generated tokens."""
-    policy, problem = setup.full_policy(model, setup.hardware()), setup.problem(model, setup.hardware())
-    problem = replace(problem, shape=replace(problem.shape, num_layers=num_layers))
-    closed, virtual = (
-        simulate(problem, policy, setup.BATCH, setup.PROMPT, max_tokens, clock=clock).total_s
-        for clock in ("closed", "virtual")
-    )
-    return closed / virtual - 1
+    return share, float(setup.run_shares(model, setup.hardware(), [share]).tokens_per_s[0])
 
 
 def _act_share(variant: str, model: str) -> float:
@@ -105,19 +80,10 @@ def ratio_rows() -> list[Row]:
         rows += CAPTURE.headlines(own, setup.bytes_ratio(share), quantity, share=share)
         quantity = f"KV:ACT bytes, {model}, fastest of a dense scan"
         rows += CAPTURE.headlines(scan, setup.bytes_ratio(best), quantity, share=best)
-    for model in RATIO_MODELS:
-        paper = CAPTURE.value(setup.PRINTED_RATIO[model])
-        full = setup.full_policy(model, setup.hardware(), balance="full").cache["act@host"]
-        shares = {"Algorithm 1 with ACT loads and forward pass charged": full}
-        for balance in BALANCES:
-            memory = host_allocation(setup.problem(model, setup.hardware()), balance)
-            shares[f"Algorithm 1 over all 882 GB of host memory, {balance} balance"] = memory.act_share
-        for reading, share in shares.items():
-            ratio = setup.bytes_ratio(share)
-            rows.append(context(f"KV:ACT bytes, {model}, {reading}", ratio, "KV:ACT", paper, share=share))
-        best, _ = optimum(model)
-        quantity = f"KV:ACT blocks, {model}, fastest of a dense scan (the other reading)"
-        rows.append(context(quantity, setup.bytes_ratio(best) / 2, "KV:ACT", paper, share=best))
+    for model, row_id in setup.PRINTED_RATIO.items():
+        share = host_allocation(setup.problem(model, setup.hardware())).act_share
+        quantity = f"KV:ACT bytes, {model}, Algorithm 1 over all 882 GB of host memory"
+        rows.append(CAPTURE.beside(row_id, setup.bytes_ratio(share), quantity, share=share))
     return rows
 
 
@@ -170,13 +136,7 @@ def table3() -> Experiment:
     best, at_best = optimum("OPT-66B")
     last = _full_row(measured, "OPT-66B")
     own, paper_66b = setup.share_of("hybrid_full", "OPT-66B", setup.hardware()), last["tokens_per_s"]
-    link = link_for_printed_ratio("OPT-66B")
-    on_slow_link = at_printed_ratio("OPT-66B", setup.hardware().with_link_rate(link))[1]
     busy = setup.run_shares("OPT-66B", setup.hardware(), [share]).busy
-    footprint = {}  # GB of host memory that the batch takes at the printed ratio
-    for model in RATIO_MODELS:
-        run = setup.run_shares(model, setup.hardware(), [at_printed_ratio(model)[0]], walk=False)
-        footprint[model] = float(run.peak_bytes["host"][0]) / 1e9
     return CAPTURE.experiment(
         "capture-table3",
         rows,
@@ -184,15 +144,10 @@ def table3() -> Experiment:
         setup.all_constants(),
         mean=np.abs(wrong).mean(),
         worst=wrong[np.abs(wrong).argmax()],
-        small_gap=clock_gap("OPT-6.7B", 8, 4),
-        large_gap=clock_gap("OPT-30B", 8, 4),
         at_printed=at_printed,
         paper_66b=paper_66b,
         busy=busy,
         best_ratio=setup.bytes_ratio(best),
         at_best=at_best,
         own_ratio=setup.bytes_ratio(own),
-        link=link,
-        on_slow_link=on_slow_link,
-        footprint=footprint,
     )

@@ -9,12 +9,12 @@ import pandas as pd
 
 from experiments import reference
 from experiments.reproduce.calibrate import PCIE_SHARE, fit
-from experiments.reproduce.capture.setup import relay_constant, relayed
+from experiments.reproduce.capture.setup import relay_constant, relayed, shape_of
 from experiments.reproduce.experiment import Constant, Figure, bars
 from experiments.reproduce.paper import KVPR, Series, points, values_of
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.hardware import Hardware
-from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
+from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from sim import catalogue, presets
@@ -36,10 +36,6 @@ GPU_BATCH, NUM_GPU_BATCHES = 32, 8  #: the "effective batch size of 32 by 8"
 ANOMALOUS = (("OPT-6.7B", 128, 128), ("OPT-6.7B", 256, 32), ("OPT-6.7B", 256, 128))
 
 STARTS_AT = {"link_gb_per_s": 25.2, "host_s": 1e-3}
-
-
-def shape_of(model: str) -> ModelShape:
-    return shape_by_name(model.lower())
 
 
 def lengths(pairs: Iterable[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -224,11 +220,6 @@ def node_constants() -> tuple[Constant, ...]:
 
 
 # ---- rows
-
-
-def median_error(ours, paper) -> float:
-    """Return the median of |ours / paper - 1|."""
-    return float(np.median(np.abs(np.asarray(ours) / np.asarray(paper) - 1)))
 
 
 def worst_error(ours, paper) -> float:
