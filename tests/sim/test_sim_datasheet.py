@@ -50,10 +50,9 @@ def test_a_machine_is_written_from_a_datasheet(tmp_path, capsys):
     faster = catalogue.load(tmp_path / "faster.json")
     assert faster.line("load_kv", "h2d").s_per_byte == pytest.approx(1 / (0.8 * 63e9))
     assert faster.lines["compute"] == catalogue.load(path).lines["compute"]
-    edited = Path(path).read_bytes()
     again = ["hardware", "--like", "t4", "--out", path]
     assert cli.main(again) == 2 and "overwrite it with --fresh" in capsys.readouterr().err
-    assert Path(path).read_bytes() == edited
+    assert json.loads(Path(path).read_text())["tflops"] == 142
     assert cli.main([*again, "--fresh"]) == 0 and json.loads(Path(path).read_text())["tflops"] == 65
 
 
