@@ -18,7 +18,7 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import parse_bytes
-from flexhybrid.core.waves import check_longest, split_waves, wave_plan
+from flexhybrid.core.waves import check_longest, wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place, fastest_paths, proved_on_gpu
 from flexhybrid.runtime.profiling.profile import faster_cpu_dtype
@@ -235,8 +235,8 @@ def _fitting_policy(problem: Problem, policy: Policy, workload: Workload) -> Pol
         share = policy.weights.device * keep
         fewer = replace(policy, weights=Placement(device=share, host=max(0.0, 1.0 - share - disk), disk=disk))
         with suppress(InputError):
-            split_waves(problem, fewer, workload)
+            check_longest(problem, fewer, workload)
             return fewer
     streamed = replace(policy, weights=Placement(device=0.0, host=1.0 - disk, disk=disk))
-    split_waves(problem, streamed, workload)
+    check_longest(problem, streamed, workload)
     return streamed

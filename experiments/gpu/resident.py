@@ -17,7 +17,7 @@ from experiments.gpu.watch import gpu, under_cupti
 from flexhybrid.core.memory import GRAPH_BYTES
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import admit
-from flexhybrid.core.waves import batch_size, open_batch, split_waves
+from flexhybrid.core.waves import batch_size, first_wave, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.resolve import PacedDevice, best_policy, named_hardware
 from flexhybrid.runtime.engine import Engine
@@ -40,8 +40,8 @@ def measure_resident(run: Run) -> None:
     predicted = simulate(problem, policy, case.most, case.prompt, case.answer).tokens_per_s if run.hardware else None
     if predicted:
         table.tell("resident: predicted", predicted, "tokens/s", policy=policy.to_dict())
-    groups = split_waves(problem, policy, requests)
-    count = len(groups[0])
+    count = first_wave(problem, policy, requests)
+    waves = [range(first, min(first + count, case.most)) for first in range(0, case.most, count)]
     batch = open_batch(problem, policy, requests, batch_size(problem, policy, requests, count))
 
     def session_of(requests: int, tokens: int = case.answer, first: int = 0) -> Session:
@@ -54,7 +54,7 @@ def measure_resident(run: Run) -> None:
         session_of(count, 4).generate(UNTIMED)
 
         def in_waves() -> list[list[int]]:
-            results = [session_of(len(group), first=int(group[0])).generate(UNTIMED) for group in groups]
+            results = [session_of(len(wave), first=wave[0]).generate(UNTIMED) for wave in waves]
             return [answer for result in results for answer in result.tokens]
 
         def refilled() -> list[list[int]]:
@@ -64,7 +64,7 @@ def measure_resident(run: Run) -> None:
             tokens: list[list[int]] = []
             wall_s = run.seconds(lambda way=way, tokens=tokens: tokens.extend(way()))
             speed = sum(map(len, tokens)) / wall_s
-            told = {"wall_s": wall_s, "at a time": count, "waves": len(groups)}
+            told = {"wall_s": wall_s, "at a time": count, "waves": len(waves)}
             table.at_least(f"resident, {name}: measured", speed, SPEED_BAR, "tokens/s", **told)
             if predicted:
                 error = 100 * abs(predicted / speed - 1)

@@ -48,16 +48,6 @@ def extremes(workload: Workload) -> list[int]:
     return sorted({int(workload.prompt_tokens.argmax()), int(workload.cached_tokens.argmax())})
 
 
-def split_waves(problem: Problem, policy: Policy, workload: Workload) -> list[np.ndarray]:
-    """Return consecutive requests per wave, as indices. Raise InputError if a single request exceeds a budget."""
-    waves, start = [], 0
-    while start < workload.num_requests:
-        count = first_wave(problem, policy, workload.select(slice(start, None)))
-        waves.append(np.arange(start, start + count))
-        start += count
-    return waves
-
-
 class Places(NamedTuple):
     """How many requests run at a time, others taking the places of those that end (``batch_size``)."""
 
@@ -166,21 +156,19 @@ def _shared_room(
     tree: PromptTree, entries: BlockEntries, count: int, num_requests: int
 ) -> tuple[dict[str, int], list[list[int]]]:
     """Return the blocks of each entry to reserve for sharing among ``count`` requests at a time, and the shared blocks
-    of the first of them; empty without sharing. Looks at the first requests and the deepest of a sample of all."""
-    tree.resident = {}
-    window = count + max(1, count // FOLLOWERS)
-    first = range(min(num_requests, max(window, count + LOOKED_AT)))
-    sample = range(0, num_requests, max(1, num_requests // LOOKED_AT))
-    for request in {*first, *sample}:
+    of the first of them; empty without sharing. The room is that of the deepest among some of all."""
+    tree.resident, together = {}, count + max(1, count // FOLLOWERS)
+    looked_at = {
+        *range(min(num_requests, together + LOOKED_AT)),
+        *range(0, num_requests, -(-num_requests // LOOKED_AT)),
+    }
+    for request in looked_at:
         tree.path(request)
-    shared = {request: tree.shared(request) for request in {*first, *sample}}
-    deepest = sorted(sample, key=lambda request: len(shared[request]))[-window:]
-    starts = range(0, max(1, len(first) - window + 1), max(1, count // FOLLOWERS))
-    most = np.zeros(len(entries.names), dtype=np.int64)
-    for members in [*(first[start : start + window] for start in starts), deepest]:
-        depth_of = {block: at for request in members for at, block in enumerate(shared[request])}
-        of_entry = entries.entry_of(np.array([*depth_of.values()], dtype=np.int64) * BLOCK_TOKENS)
-        most = np.maximum(most, np.bincount(of_entry, minlength=len(most)))
+    shared = {request: tree.shared(request) for request in looked_at}
+    deepest = sorted(looked_at, key=lambda request: len(shared[request]))[-together:]
+    depth_of = {block: at for request in deepest for at, block in enumerate(shared[request])}
+    of_entry = entries.entry_of(np.array([*depth_of.values()], dtype=np.int64) * BLOCK_TOKENS)
+    most = np.bincount(of_entry, minlength=len(entries.names))
     if not most.any():
         return {}, []
     return dict(zip(entries.names, most.tolist(), strict=True)), [shared[request] for request in range(count)]

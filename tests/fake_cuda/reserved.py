@@ -42,7 +42,7 @@ from flexhybrid.core.policy import Placement, Selection
 from flexhybrid.core.problem import AttentionPaths, Budgets, Problem, without_graphs
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import Wave, admit
-from flexhybrid.core.waves import split_waves
+from flexhybrid.core.waves import first_wave
 from flexhybrid.core.workload import Workload
 from flexhybrid.resolve import best_policy
 from flexhybrid.runtime import executor, step_tensors
@@ -270,8 +270,7 @@ def auto_case(name: str) -> tuple[Wave, int]:
     problem = Problem(shape=shape_by_name(name), hardware=machine, budgets=Budgets(budget, 96 * GIB), device="cuda")
     workload = Workload.uniform(*lengths)
     policy = best_policy(problem, workload)
-    (first, *_) = split_waves(problem, policy, workload)
-    return admit(problem, policy, workload.select(first)), budget
+    return admit(problem, policy, workload.select(slice(first_wave(problem, policy, workload)))), budget
 
 
 def planned(wave: Wave) -> int:

@@ -22,7 +22,7 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.steps import make_step
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
-from flexhybrid.core.waves import split_waves, wave_plan
+from flexhybrid.core.waves import first_wave, wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.selections.skew import save_skewed
 from flexhybrid.runtime.selections.speculative import Speculation
@@ -193,7 +193,7 @@ def test_a_limit_in_bytes_is_shared_by_the_requests_of_a_wave(checkpoints, promp
 def test_a_wave_has_no_more_requests_than_its_bytes_have_blocks(checkpoints):
     shape, workload = checkpoints["opt"].shape, Workload(np.full(9, 60), np.full(9, 20))
     chosen = policy(1.0, pool=None, pool_bytes=4 * shape.num_layers * 16 * 2 * shape.num_kv_heads * shape.head_dim * 4)
-    assert [len(wave) for wave in split_waves(Problem(shape=shape, dtype="float32"), chosen, workload)] == [4, 4, 1]
+    assert first_wave(Problem(shape=shape, dtype="float32"), chosen, workload) == 4
 
 
 @settings(max_examples=4)

@@ -117,7 +117,8 @@ class AccessMap:
         of_whole = position.step.whole  # layers that drop nothing have pools of their own size
         extent = self._extents.get((name, k, of_whole))
         if extent is None:
-            blocks = self.wave.shared.blocks if shared else (self.wave.whole if of_whole else self.wave).blocks[k]
+            batch = of_whole and self.wave.whole or self.wave
+            blocks = self.wave.shared.blocks if shared else batch.blocks[k]
             part = blocks.pools[name]
             extent = self._extents[name, k, of_whole] = part.first, part.first + part.num_blocks
         return Access((space, self._sources[position.layer]), *extent)
