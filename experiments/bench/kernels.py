@@ -16,6 +16,7 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.schedule.steps import Segment
 from flexhybrid.jobs.compare.speed import PolicyRun
 from flexhybrid.runtime.buffers import SharedPart
+from flexhybrid.runtime.kernels import in_place
 from flexhybrid.runtime.kernels.attention import Assembled, Path, ScoreRule
 from flexhybrid.runtime.kernels.rotary import rotate_
 from flexhybrid.runtime.kernels.shared_attention import attend_in_parts
@@ -179,8 +180,6 @@ def bench_gather(table: Table, sizes: KernelSizes, like: dict) -> None:
 def bench_in_place(table: Table, sizes: KernelSizes, like: dict, decode: Path) -> None:
     """Attention that reads blocks where they lie, for requests of 1 to twice the context's tokens: its bandwidth, and
     its time against that of laying them side by side, padded, and attending to that."""
-    from flexhybrid.runtime.kernels import in_place
-
     generator, width = np.random.default_rng(0), sizes.heads * sizes.head_dim
     tokens = generator.integers(1, 2 * sizes.context, 4 * sizes.batch)
     held = ceil_blocks(tokens)

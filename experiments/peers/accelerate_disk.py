@@ -4,9 +4,9 @@
     python -m experiments.peers.accelerate_disk --out results/accelerate-disk.json
 
 An OPT-1.3B shape with random weights is written once to the user's cache folder, and once more as accelerate's offload
-folder. Every batch of every side runs in a process of its own (``disk_child`` says how it bounds memory and keeps the
-page cache out). Each side's fastest batch is reported. Loading is not timed. Prompts are random token ids of one
-length; both sides decode greedily.
+folder. Every batch of every side runs in a process of its own, whose memory is bounded and which cannot use the page
+cache (``memory_bound``). Each side's fastest batch is reported. Loading is not timed. Prompts are random token ids of
+one length; both sides decode greedily.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from flexhybrid.jobs.machine import device_name
 VERSION = "1.15.0"
 FOLDER = Path(f"build/accelerate-{VERSION}")
 HOW_TO_GET = f"get it with: pip install --no-deps --target {FOLDER} accelerate=={VERSION} psutil==7.2.2"
-CHILD = Path(__file__).with_name("disk_child.py")
+OUR_CHILD, THEIR_CHILD = (Path(__file__).with_name(f"{name}_child.py") for name in ("our_disk", "accelerate"))
 LIMIT_S = 540
 
 #: The C library's heap returns blocks of 1 MiB and more at once. By default its threshold grows to 32 MiB, and
@@ -64,8 +64,9 @@ def find_peer(path: str | None = None) -> Path | None:
 
 def run_child(request: dict, peer: Path | None) -> dict:
     """Return the child's answer. Raise InputError when an import of the child failed."""
-    folders = [peer] if peer and request["side"] != "ours" else []
-    answer = children.ask(CHILD, request, LIMIT_S, folders, MALLOC)
+    is_ours = request["side"] == "ours"
+    folders = [peer] if peer and not is_ours else []
+    answer = children.ask(OUR_CHILD if is_ours else THEIR_CHILD, request, LIMIT_S, folders, MALLOC)
     if "missing" in answer:
         raise InputError(f"{request['side']} cannot be loaded ({answer['missing']}); {HOW_TO_GET}")
     return answer

@@ -12,7 +12,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from experiments.reproduce.experiment import Experiment, summary
-from experiments.reproduce.infinigen.accuracy_policies import RESULTS
 from experiments.reproduce.paper import PAPERS, compared, listing
 from flexhybrid.core.errors import InputError, check, unknown
 from flexhybrid.core.files import load_json
@@ -25,18 +24,9 @@ KEPT = Path(__file__).parents[1] / "results" / "reproduce"  #: the folder with t
 
 
 def names(module: str = "") -> list[str]:
-    """Return the experiments' names in the report's order: all, or those of a module ("kvpr", "kvpr.latency").
-
-    InfiniGen's accuracy experiments are left out where no model has been measured.
-    """
-    measured = any(RESULTS.glob("*.json"))
-    functions = {name: row["function"] for name, row in listing().items()}
-    return [
-        name
-        for name, function in functions.items()
-        if f"{function}.".startswith(f"{module}." if module else "")
-        and (measured or not function.startswith("infinigen.accuracy."))
-    ]
+    """Return the experiments' names in the report's order: all, or those of a module ("kvpr", "kvpr.latency")."""
+    prefix = f"{module}." if module else ""
+    return [name for name, row in listing().items() if row["function"].startswith(prefix)]
 
 
 @cache

@@ -16,7 +16,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_from_config
 from tests.models import save_opt
 
-DISK_CHILD = accelerate_disk.CHILD
+OUR_CHILD, THEIR_CHILD = accelerate_disk.OUR_CHILD, accelerate_disk.THEIR_CHILD
 CHILD_LIMIT_S = 120
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11, 12], [13, 14, 15, 16]]
 
@@ -41,7 +41,7 @@ def request(folder: Path, scratch: Path, **changes) -> dict:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the bound and its witness are Linux's")
 def test_our_side_from_the_disk_gives_transformers_tokens(tiny, tmp_path, warm_processes):
     folder, model = tiny
-    answer = children.ask(DISK_CHILD, request(folder, tmp_path), CHILD_LIMIT_S)
+    answer = children.ask(OUR_CHILD, request(folder, tmp_path), CHILD_LIMIT_S)
     if "no fair comparison" in answer.get("error", ""):
         pytest.skip(answer["error"])
     ids = torch.tensor(PROMPTS)
@@ -56,14 +56,14 @@ def test_our_side_from_the_disk_gives_transformers_tokens(tiny, tmp_path, warm_p
 
 
 def test_a_batch_beyond_the_memory_is_an_error_that_names_both(tiny, tmp_path, warm_processes):
-    answer = children.ask(DISK_CHILD, request(tiny[0], tmp_path, memory_bytes=1 << 16), CHILD_LIMIT_S)
+    answer = children.ask(OUR_CHILD, request(tiny[0], tmp_path, memory_bytes=1 << 16), CHILD_LIMIT_S)
     assert list(answer) == ["error"] and "batch 3" in answer["error"] and "64.0 KiB" in answer["error"]
 
 
 def test_a_peer_that_cannot_be_imported_is_missing_by_name(tiny, tmp_path):
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "__init__.py").write_text("import psutil_that_is_not_there\n", encoding="utf-8")
-    answer = children.ask(DISK_CHILD, request(tiny[0], tmp_path, side="accelerate"), CHILD_LIMIT_S, [tmp_path])
+    answer = children.ask(THEIR_CHILD, request(tiny[0], tmp_path, side="accelerate"), CHILD_LIMIT_S, [tmp_path])
     assert list(answer) == ["missing"] and "psutil_that_is_not_there" in answer["missing"]
 
 

@@ -21,7 +21,7 @@ import torch
 
 from experiments.bench.harness import Table, bench, seconds_in_turn, seconds_of
 from experiments.bench.launch import _MACHINE, SHORT
-from experiments.bench.models.layer_kinds import save_config, shape_in
+from experiments.bench.layer_kinds import save_config, shape_in
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy

@@ -1,1 +1,0 @@
-"""Bench rows of models by kind: layers of several kinds, and the paths by which models run."""
