@@ -84,18 +84,31 @@ def forced_logits(checkpoint, policy, texts, steps, **options) -> list[torch.Ten
     return [torch.stack(rows) for rows in recorded]
 
 
+def line(custom_id, url: str = "/v1/completions", **body) -> str:
+    """A line of a file of requests."""
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
 def lines_of(bodies: dict[str, dict], url: str = "/v1/completions") -> list[str]:
     """The lines of a file of requests; ``bodies``: by custom_id."""
-    return [
-        json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body}) for name, body in bodies.items()
-    ]
+    return [line(name, url, **body) for name, body in bodies.items()]
+
+
+def run(source, out, model, *more, policy="kv_only", dtype="float32") -> int:
+    """``flexhybrid run`` on the CPU; return its exit status."""
+    words = ("run", "-i", source, "-o", out, "--model", model, "--policy", policy, "--device", "cpu")
+    return cli.main([*map(str, words), "--dtype", dtype, "--quiet", *map(str, more)])
+
+
+def read(path: Path) -> list[dict]:
+    """The lines of a file of answers."""
+    return [json.loads(raw) for raw in path.read_bytes().splitlines()]
 
 
 def answered(folder: Path, model, lines: Sequence[str], *options) -> dict[str, dict]:
     """Answer a file of these lines by ``flexhybrid run``; return the bodies of its answers, by custom_id."""
     (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
-    words = ["run", "-i", folder / "in.jsonl", "-o", folder / "out.jsonl", "--model", model, "--policy", "kv_only"]
-    assert cli.main([*map(str, words), "--device", "cpu", "--dtype", "float32", "--quiet", *options]) == 0
-    rows = [json.loads(raw) for raw in (folder / "out.jsonl").read_text().splitlines()]
+    assert run(folder / "in.jsonl", folder / "out.jsonl", model, *options) == 0
+    rows = read(folder / "out.jsonl")
     assert len({row["id"] for row in rows}) == len(rows), "a line is answered twice"
     return {row["custom_id"]: row["response"]["body"] for row in rows}

@@ -44,6 +44,7 @@ from flexhybrid import llm as llm_module
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch import census as census_module
 from flexhybrid.core.schedule.scheduler import Scheduler
+from flexhybrid.core.waves import Places
 from flexhybrid.jobs.run import job as run_module
 from flexhybrid.jobs.run.options import journal_of
 from flexhybrid.requests import RequestCodec
@@ -159,9 +160,8 @@ def lay_traps(point: tuple[str, int] | None) -> Counter:
     Scheduler._preempt = trapped("step back", back)
     census_module.Census.count_on = trapped("census", count_on)
     # another number of requests at a time would not fit pools of this share
-    llm_module.batch_size = lambda _problem, policy, workload, at_most, *_: (
-        min(at_most, policy.max_batch, workload.num_requests),
-        POOL_SHARE,
+    llm_module.batch_size = lambda _problem, policy, workload, at_most, *_: Places(
+        min(at_most, policy.max_batch, workload.num_requests), POOL_SHARE
     )
     os.write, os.fsync, Executor.tokens_of = trapped_write, trapped_fsync, trapped_step
     return counts

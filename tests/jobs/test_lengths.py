@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from runs import line
 
 from flexhybrid import cli
 from flexhybrid.arguments import LLMArguments
@@ -44,10 +45,8 @@ def test_a_table_of_lengths_is_read_longest_first(tmp_path, name):
 
 
 def test_requests_are_counted_by_the_checkpoint_s_tokenizer(tiny, tmp_path):
-    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions"} for i in range(2)]
-    bodies = [{"model": "m", "prompt": [5] * (4 + i), "max_tokens": 3 + i} for i in range(2)]
     path = tmp_path / "in.jsonl"
-    path.write_text("".join(json.dumps(line | {"body": body}) + "\n" for line, body in zip(lines, bodies)))
+    path.write_text("".join(line(str(i), model="m", prompt=[5] * (4 + i), max_tokens=3 + i) + "\n" for i in range(2)))
     read = read_lengths(path, str(tiny / "config.json"))
     assert (read.prompt_tokens.tolist(), read.max_tokens.tolist()) == ([5, 4], [4, 3])
     with pytest.raises(InputError, match="--model's tokenizer"):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from runs import answered, line
 
 from flexhybrid import LLM, InputError, cli
 from flexhybrid.core.hardware import PACE, Hardware, Line, load_hardware
@@ -62,9 +63,7 @@ def printed(capsys, *command) -> dict:
 
 def asked(model: Path, folder: Path, count: int) -> list[str]:
     """Write equal requests; return the arguments of a run that answers them."""
-    body = {"prompt": [5] * 30, "max_tokens": 9, "temperature": 0}
-    request = {"method": "POST", "url": "/v1/completions", "body": body}
-    lines = [json.dumps({"custom_id": str(number), **request}) + "\n" for number in range(count)]
+    lines = [line(str(number), prompt=[5] * 30, max_tokens=9, temperature=0) + "\n" for number in range(count)]
     (folder / "in.jsonl").write_text("".join(lines))
     files = ["-i", str(folder / "in.jsonl"), "-o", str(folder / "out.jsonl")]
     return [*files, "--model", str(model), "--device", "cpu"]
@@ -276,14 +275,11 @@ def test_auto_on_requests_that_do_not_all_fit_at_once_still_fits(tiny):
 
 def test_budgets_beyond_the_machine_and_new_folders_are_noted(tiny, tmp_path, capsys):
     """Before the run, which goes on."""
-    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": [5], "max_tokens": 1}))
-    command = ["run", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", tiny, "--policy", "kv_only"]
-    odd = ["--device-memory", "900TiB", "--disk-dir", tmp_path / "scratc"]
-    assert cli.main([str(part) for part in (*command, "--device", "cpu", "--dtype", "float32", "--quiet", *odd)]) == 0
+    asked = [line("a", prompt=[5], max_tokens=1)]
+    answered(tmp_path, tiny, asked, "--device-memory", "900TiB", "--disk-dir", tmp_path / "scratc")
     told = capsys.readouterr().err
     assert "device_memory, 921600.00 GiB, is more than the" in told and "scratc does not exist" in told
-    usual = ["--device-memory", "64MiB", "--disk-dir", tmp_path, "--restart"]
-    assert cli.main([str(part) for part in (*command, "--device", "cpu", "--dtype", "float32", "--quiet", *usual)]) == 0
+    answered(tmp_path, tiny, asked, "--device-memory", "64MiB", "--disk-dir", tmp_path, "--restart")
     assert capsys.readouterr().err == ""
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import json
 import os
 import re
 import signal
@@ -12,9 +11,10 @@ import warnings
 from functools import partial
 
 import pytest
+from runs import line, run
 from tqdm import tqdm
 
-from flexhybrid import LLM, SamplingParams, cli
+from flexhybrid import LLM, SamplingParams
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch.answers import AnswerFile
 from flexhybrid.batch.openai import Refused
@@ -70,12 +70,12 @@ def test_the_clock_goes_on_without_tokens(answers, state, monkeypatch, capsys):
     monkeypatch.setattr(progress_module, "PLAIN_S", 2e-3)
     told = threading.Event()
 
-    def line(text, **_to) -> None:
+    def shown(text, **_to) -> None:
         lines.append(text)
         if len(lines) == 2:
             told.set()
 
-    monkeypatch.setattr(progress_module, "print", line, raising=False)
+    monkeypatch.setattr(progress_module, "print", shown, raising=False)
     lines: list[str] = []
     with Progress(100, "tokens", "tok", quiet=False, answers=answers):
         assert told.wait(30)
@@ -158,11 +158,8 @@ def test_a_stop_does_not_wait_for_an_iteration_without_end(tiny, tmp_path, capsy
         raise AssertionError("it was not interrupted")
 
     monkeypatch.setattr(LLM, "answer", answer)
-    body = {"prompt": [5], "max_tokens": 3}
-    line = {"method": "POST", "url": "/v1/completions", "body": body}
-    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"custom_id": f"r{i}"} | line) for i in range(2)))
-    paths = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", tiny, "--policy", "kv_only"]
-    assert cli.main([str(part) for part in ("run", *paths, "--device", "cpu", "--dtype", "float32", "--quiet")]) == 130
+    (tmp_path / "in.jsonl").write_text("\n".join(line(f"r{i}", prompt=[5], max_tokens=3) for i in range(2)))
+    assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", tiny) == 130
     told, warned = capsys.readouterr()
     assert "1 answered, 0 refused, 1 left of 2 lines" in told and "give the same command again to go on" in told
     assert (
@@ -179,11 +176,8 @@ def test_a_stop_before_the_first_iteration_ends_says_why_nothing_is_written(tiny
         threading.Event().wait(60)
 
     monkeypatch.setattr(LLM, "answer", prefill)
-    (tmp_path / "in.jsonl").write_text(
-        json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": [5]}})
-    )
-    paths = ["-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", tiny, "--policy", "kv_only"]
-    assert cli.main([str(part) for part in ("run", *paths, "--device", "cpu", "--dtype", "float32", "--quiet")]) == 130
+    (tmp_path / "in.jsonl").write_text(line("a", prompt=[5]))
+    assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", tiny) == 130
     assert "no answer could be there yet" in (told := capsys.readouterr().out) and "smaller --max-batch" in told
 
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import runs
 import warm_python
 from forced_machine import ATTENTION
 from test_docs import COMMAND, MACHINE, ROOT
@@ -54,10 +55,7 @@ def run(tiny, tmp_path, monkeypatch):
     policy.write_text(json.dumps({"name": "p", "cache": {"kv@host": 1.0}, "max_batch": 4}))
 
     def command(source: Path, out: Path, *more: str) -> int:
-        return cli.main(
-            ["run", "-i", str(source), "-o", str(out), "--model", str(tiny), "--policy", str(policy), "--device", "cpu",
-             "--dtype", "float32", "--quiet", *more]
-        )  # fmt: skip
+        return runs.run(source, out, tiny, *more, policy=policy)
 
     return command
 
@@ -77,17 +75,14 @@ def requests(path: Path, count: int) -> Path:
         }
         for i in range(count)
     ]
-    lines = [
-        json.dumps({"custom_id": f"r{i}", "method": "POST", "url": "/v1/completions", "body": body})
-        for i, body in enumerate(bodies)
-    ]
+    lines = runs.lines_of({f"r{i}": body for i, body in enumerate(bodies)})
     path.write_text("\n".join([*lines[: count // 2], "{}", *lines[count // 2 :], lines[0]]) + "\n")
     return path
 
 
 def answers(path: Path) -> dict[str, dict]:
     """id -> response without the time of the job; each id once."""
-    rows = [json.loads(raw) for raw in path.read_bytes().splitlines()]
+    rows = runs.read(path)
     found = {row["id"]: row["response"]["body"] | {"created": 0} for row in rows}
     assert len(found) == len(rows)
     return found
@@ -228,8 +223,7 @@ def test_an_actor_plans_the_lengths_and_log_probabilities_that_the_job_counts(ti
 
     asked = [{"max_tokens": 5}, {"n": 3, "max_tokens": 9, "logprobs": 4}, {"max_tokens": 500, "prompt_logprobs": 2}]
     bodies = [{"prompt": list(range(3, 9 + i))} | one for i, one in enumerate(asked)]
-    form = {"method": "POST", "url": "/v1/completions"}
-    lines = [json.dumps(form | {"custom_id": str(i), "body": body}).encode() for i, body in enumerate(bodies)]
+    lines = [runs.line(str(i), **body).encode() for i, body in enumerate(bodies)]
     sent = config(tiny)
     with LLM.from_arguments(sent.llm) as llm:
         read = sent.rules.reader(llm.codec)

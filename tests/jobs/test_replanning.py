@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from runs import line, run
 from test_local_machine import CPU, machine
-from test_run import by_id, requests, run
+from test_run import by_id, requests
 
 from flexhybrid import llm as llm_module
 from flexhybrid import resolve
@@ -101,9 +101,8 @@ def job_of_loads(folder, task_s: float, ends: dict) -> Hardware:
     )
     known = replace(machine(), lines=lines | {"h2d": link, "d2h": link}, attends_in_place=False)
     known.save(folder / "machine.json")
-    body = {"prompt": [5] * 30, "temperature": 2.0, **ends}
-    rows = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i in range(40)]
-    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [line(str(i), prompt=[5] * 30, temperature=2.0, **ends) for i in range(40)]
+    (folder / "in.jsonl").write_text("\n".join(rows))
     return known
 
 
@@ -143,8 +142,8 @@ def test_lines_that_take_longer_correct_the_record_and_the_search(tiny, tmp_path
     assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "kept.jsonl")
     (replanner,) = seen
     assert replanner.num_searches == replanner.num_changes == 1
-    for key, line in replanner.hardware.lines.items():
-        assert line.at(1e6, 1e6) == pytest.approx(true.line(key, RESOURCE_OF.get(key, key)).at(1e6, 1e6)), key
+    for key, found in replanner.hardware.lines.items():
+        assert found.at(1e6, 1e6) == pytest.approx(true.line(key, RESOURCE_OF.get(key, key)).at(1e6, 1e6)), key
     assert replanner.llm.settled_policy.cache.get("kv@host", 0.0) < 1.0
     told = capsys.readouterr().out
     assert ("trials     load_kv takes 3.00 of the profile's time" in told) == early

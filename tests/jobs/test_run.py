@@ -19,6 +19,7 @@ import torch
 import warm_python
 from forced_machine import ATTENTION
 from models import save_opt
+from runs import line, read, run
 
 from flexhybrid import LLM, InputError, SamplingParams, cli, shipped
 from flexhybrid import resolve as machine
@@ -55,10 +56,6 @@ def no_profile(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
 
 
-def line(custom_id, url="/v1/completions", **body) -> str:
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
-
-
 def requests(path: Path, count=12) -> Path:
     generator = np.random.default_rng(1)
     lines = [
@@ -69,21 +66,20 @@ def requests(path: Path, count=12) -> Path:
     return path
 
 
-def run(source: Path, out: Path, model: Path, *more: str, policy="kv_only") -> int:
-    return cli.main(
-        ["run", "-i", str(source), "-o", str(out), "--model", str(model), "--policy", policy, "--device", "cpu",
-         "--dtype", "float32", "--quiet", *more]
-    )  # fmt: skip
+@pytest.fixture
+def source(tmp_path) -> Path:
+    return requests(tmp_path / "in.jsonl")
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "out.jsonl"
 
 
 def known_machine() -> Hardware:
     """One of which speeds are predicted, however badly."""
     lines = {key: Line(1e-4, 1e-12, 1e-10) for key in ("compute", "h2d", "d2h", "host_compute")}
     return Hardware("local", "cpu", lines, dtype="float32")
-
-
-def read(path: Path) -> list[dict]:
-    return [json.loads(raw) for raw in path.read_bytes().splitlines()]
 
 
 def by_id(path: Path) -> dict[str, dict]:
@@ -95,8 +91,7 @@ def by_id(path: Path) -> dict[str, dict]:
     return found
 
 
-def test_answers_are_those_of_generate_in_openais_form(tiny, tiny_llm, tmp_path, capsys):
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+def test_answers_are_those_of_generate_in_openais_form(tiny, source, out, tiny_llm, capsys):
     assert run(source, out, tiny) == 0
     told = capsys.readouterr().out
     assert "12 answered, 0 refused, 0 left of 12 lines" in told and "tokens of answers in all; " in told
@@ -125,8 +120,7 @@ def test_answers_are_those_of_generate_in_openais_form(tiny, tiny_llm, tmp_path,
         }  # fmt: skip
 
 
-def test_a_second_run_of_the_same_command_has_nothing_to_do(tiny, tmp_path, capsys, monkeypatch):
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+def test_a_second_run_of_the_same_command_has_nothing_to_do(tiny, source, out, capsys, monkeypatch):
     assert run(source, out, tiny) == 0
     before = out.read_bytes()
     monkeypatch.setattr(LLM, "generate", None)
@@ -208,8 +202,7 @@ def test_a_tail_torn_at_any_byte_is_repaired(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "zeros", "twice", "beyond", "foreign"])
-def test_damage_before_the_tail_is_refused_and_nothing_touched(tiny, tmp_path, capsys, damage):
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+def test_damage_before_the_tail_is_refused_and_nothing_touched(tiny, source, out, capsys, damage):
     assert run(source, out, tiny) == 0
     rows = out.read_bytes().splitlines(keepends=True)
     rows[4] = {
@@ -277,9 +270,8 @@ def test_no_stream_ends_a_command(tiny, tmp_path, monkeypatch, kind, more):
 
 
 @pytest.mark.parametrize("short", [False, True])
-def test_while_a_disk_is_full_answers_wait_and_the_run_goes_on(tiny, tmp_path, capsys, monkeypatch, short):
+def test_while_a_disk_is_full_answers_wait_and_the_run_goes_on(tiny, source, out, tmp_path, capsys, monkeypatch, short):
     """Room is made after some attempts: the batch has ended by then or not, and every line is there once."""
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     assert run(source, tmp_path / "whole.jsonl", tiny) == 0
     expected, write = by_id(tmp_path / "whole.jsonl"), os.write
     monkeypatch.setattr(answers_module, "RETRY_S", 1e-6)
@@ -303,8 +295,7 @@ def test_while_a_disk_is_full_answers_wait_and_the_run_goes_on(tiny, tmp_path, c
         assert told.count("answers wait in memory: make room") == told.count("what waited is written") == 1
 
 
-def test_too_many_answers_that_wait_end_the_run_with_whole_lines(tiny, tmp_path, capsys, monkeypatch):
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+def test_too_many_answers_that_wait_end_the_run_with_whole_lines(tiny, source, out, capsys, monkeypatch):
     monkeypatch.setattr(answers_module, "MOST_WAITING_BYTES", 500)
 
     def full(fd, data):
@@ -317,16 +308,14 @@ def test_too_many_answers_that_wait_end_the_run_with_whole_lines(tiny, tmp_path,
     assert run(source, out, tiny) == 0 and len(by_id(out)) == 12
 
 
-def test_one_writer_a_file(tiny, tmp_path, capsys):
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+def test_one_writer_a_file(tiny, source, out, capsys):
     file = AnswerFile(out)
     assert run(source, out, tiny) == 2 and "another run is writing" in capsys.readouterr().err
     file.close()
     assert run(source, out, tiny) == 0
 
 
-def test_a_resume_that_differs_is_refused_and_says_in_what(tiny, tmp_path, capsys):
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+def test_a_resume_that_differs_is_refused_and_says_in_what(tiny, source, out, tmp_path, capsys):
     assert run(source, out, tiny, "--verify") == 0
     before = out.read_bytes()
     assert run(source, out, tiny, "--seed", "5") == 2
@@ -342,8 +331,7 @@ def test_a_resume_that_differs_is_refused_and_says_in_what(tiny, tmp_path, capsy
     assert run(source, out, tiny) == 2 and "no manifest" in capsys.readouterr().err
 
 
-def test_a_run_that_could_serve_nothing_leaves_the_output_to_its_correction(tiny, tmp_path, capsys):
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+def test_a_run_that_could_serve_nothing_leaves_the_output_to_its_correction(tiny, source, out, capsys):
     source.write_text("texts that are\nno JSON\n")
     assert run(source, out, tiny) == 2
     assert "line 1: the line is not JSON" in (message := capsys.readouterr().err) and "--format text" in message
@@ -352,8 +340,7 @@ def test_a_run_that_could_serve_nothing_leaves_the_output_to_its_correction(tiny
     assert run(source, out, tiny, "--seed", "5") == 2  # from now on there is something to lose
 
 
-def test_limits_beyond_what_the_model_takes_are_told(tiny, tmp_path, capsys):
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+def test_limits_beyond_what_the_model_takes_are_told(tiny, source, out, capsys):
     limits = {"within": 90, "beyond": 91, "far": 10**6, "all": None}  # the model takes 96 tokens
     lines = [line(name, prompt=[5] * 6, max_tokens=limit, stop=[]) for name, limit in limits.items()]
     source.write_text("\n".join(lines) + "\n")
@@ -456,7 +443,7 @@ def test_text_csv_and_parquet_give_the_same_answers(tmp_path):
         run_module.run(RunOptions(tmp_path / "in.csv", tmp_path / "x", LLMArguments(SHIPPED), column="promt"))
 
 
-def test_chat_lines_go_through_the_tokenizers_template(tmp_path, capsys):
+def test_chat_lines_go_through_the_tokenizers_template(source, out, tmp_path, capsys):
     from transformers import AutoTokenizer
 
     model = tmp_path / "chat"
@@ -464,7 +451,6 @@ def test_chat_lines_go_through_the_tokenizers_template(tmp_path, capsys):
     for path in SHIPPED.iterdir():
         (model / path.name).write_bytes(path.read_bytes())
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     messages = [{"role": "system", "content": "be"}, {"role": "user", "content": [{"type": "text", "text": "import"}]}]
     url = "/v1/chat/completions"
     lines = [
@@ -553,8 +539,9 @@ def test_a_system_prompt_of_all_lines_is_computed_once_and_answers_stay(tiny, tm
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(tiny, tmp_path, capsys, monkeypatch, times):
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(
+    tiny, source, out, tmp_path, capsys, monkeypatch, times
+):
     lines = [line(f"r{i}", prompt=[5 + i], max_tokens=[2, 40][i % 2], temperature=0, ignore_eos=True) for i in range(8)]
     source.write_text("\n".join(lines))
     known_machine().save(tmp_path / "cache/hardware-cpu.json")
@@ -626,27 +613,26 @@ def test_the_speed_is_without_compiling_which_is_said(tiny, tmp_path, capsys, mo
     assert "compiled   new kernels in 0." in capsys.readouterr().out
 
 
-def test_so_many_requests_at_a_time_and_no_more(tiny, tmp_path, capsys):
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+def test_so_many_requests_at_a_time_and_no_more(tiny, source, out, tmp_path, capsys):
     assert run(source, tmp_path / "whole.jsonl", tiny) == 0
     assert run(source, out, tiny, "--max-batch", "0") == 2 and "--max-batch is 0" in capsys.readouterr().err
     assert run(source, out, tiny, "--max-batch", "3") == 0
     assert "3 answers at a time" in capsys.readouterr().out and by_id(out) == by_id(tmp_path / "whole.jsonl")
 
 
-def test_a_copy_of_the_weights_is_told_how_to_go_on(tiny, tmp_path, capsys):
+def test_a_copy_of_the_weights_is_told_how_to_go_on(tiny, source, out, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(tiny, copy)
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     assert run(source, out, copy) == 0
     os.utime(copy / "model.safetensors", (5, 5))
     assert run(source, out, copy) == 2
     assert "mtime_ns was" in (error := capsys.readouterr().err) and "touch -d @SECONDS" in error
 
 
-def test_an_output_of_another_model_is_refused_by_the_names_of_its_files(tiny, tmp_path, capsys, monkeypatch):
+def test_an_output_of_another_model_is_refused_by_the_names_of_its_files(
+    tiny, source, out, tmp_path, capsys, monkeypatch
+):
     """Before this one's machine is measured."""
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     assert run(source, out, tiny) == 0
     before, other = out.read_bytes(), tmp_path / "other"
     save_opt(other, layers=3)
@@ -668,9 +654,8 @@ def test_an_output_of_another_model_is_refused_by_the_names_of_its_files(tiny, t
 )
 @pytest.mark.parametrize("measures", [["--reprofile"], ["--link-gb-per-s", "2"]])
 def test_an_output_of_another_run_is_refused_before_the_machine_is_measured(
-    more, words, measures, tiny, tmp_path, capsys, monkeypatch
+    more, words, measures, tiny, source, out, tmp_path, capsys, monkeypatch
 ):
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     assert run(source, out, tiny) == 0
     if more == ["--no-manifest"]:
         manifest_path(out).unlink()
@@ -695,16 +680,16 @@ def test_the_machine_is_measured_where_a_policy_is_to_be_searched(tiny, tmp_path
     assert run(source, out, tiny, "--restart", policy="auto") == 0 and measured == [1]
 
 
-def test_a_device_too_small_for_anything_is_refused_before_it_is_measured(tiny, tmp_path, capsys, monkeypatch):
+def test_a_device_too_small_for_anything_is_refused_before_it_is_measured(tiny, source, out, capsys, monkeypatch):
     monkeypatch.setattr(opening, "measure_for_model", lambda *_: pytest.fail("measured"))
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
     assert run(source, out, tiny, "--device-memory", "1KiB", policy="auto") == 2
     assert "device memory: model" in (error := capsys.readouterr().err) and "the budget is" in error
     assert not out.exists()
 
 
-def test_a_device_out_of_memory_halves_the_mini_batch_and_loses_nothing(tiny, tmp_path, capsys, monkeypatch):
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+def test_a_device_out_of_memory_halves_the_mini_batch_and_loses_nothing(
+    tiny, source, out, tmp_path, capsys, monkeypatch
+):
     assert run(source, tmp_path / "whole.jsonl", tiny) == 0
     seen = []
 
@@ -762,9 +747,8 @@ def test_no_file_is_named_as_what_it_does_not_hold(tiny, tmp_path, capsys, optio
 
 
 @pytest.mark.parametrize("policy", ["kv_only", "auto"])
-def test_a_request_that_fits_no_budget_is_refused_alone(tiny, tmp_path, capsys, monkeypatch, policy):
+def test_a_request_that_fits_no_budget_is_refused_alone(tiny, source, out, tmp_path, capsys, monkeypatch, policy):
     monkeypatch.setattr(opening, "measure_for_model", lambda *_: known_machine())
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     short = [line(f"a{number}", prompt=[5, 7 + number], max_tokens=30 - number) for number in range(4)]
     large = [line("b", prompt=[5] * 90, max_tokens=2), line("c", prompt=[6] * 90, max_tokens=2)]
     source.write_text("\n".join([short[0], *large, *short[1:]]))
@@ -924,8 +908,7 @@ def test_weights_that_lie_elsewhere_than_planned_are_an_error(tiny, tmp_path, ca
     assert "that were planned" in capsys.readouterr().err and (tmp_path / "out.jsonl").read_bytes() == b""
 
 
-def test_a_trace_and_a_report_on_request(tiny, tmp_path, capsys):
-    source, out = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl"
+def test_a_trace_and_a_report_on_request(tiny, source, out, tmp_path, capsys):
     source.write_text(source.read_text() + "{broken\n" + line("r0", prompt=[5]) + "\n")
     asked = ["--trace", str(tmp_path / "trace.json"), "--report", str(tmp_path / "report.md")]
     known_machine().save(tmp_path / "cache/hardware-cpu.json")

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+import runs
+from runs import read
 
-from flexhybrid import LLM, InputError, cli, shipped
+from flexhybrid import LLM, InputError, shipped
 from flexhybrid.batch import table as table_module
 from flexhybrid.batch.formats import Columns, format_of, open_lines
 from flexhybrid.core.errors import InputError as Wrong
@@ -40,12 +42,7 @@ def asked(tmp_path, monkeypatch) -> list[str]:
 
 
 def run(source, out: Path, *more) -> int:
-    common = ["--model", shipped.CHECKPOINT, "--policy", "kv_only", "--device", "cpu", "--dtype", "float32", "--quiet"]
-    return cli.main([str(part) for part in ("run", "-i", source, "-o", out, *common, "--ordered", *more)])
-
-
-def read(path: Path) -> list[dict]:
-    return [json.loads(raw) for raw in path.read_bytes().splitlines()]
+    return runs.run(source, out, shipped.CHECKPOINT, "--ordered", *more)
 
 
 def sources(folder: Path) -> dict[str, tuple[Path, list[str]]]:
@@ -88,8 +85,7 @@ def test_lines_that_are_bodies_alone_are_requests_of_their_number(asked, tmp_pat
 
 
 def test_packed_lines_and_the_standard_input_are_read(asked, tmp_path, monkeypatch):
-    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "import"}}
-    data = (json.dumps(line) + "\n").encode()
+    data = (runs.line("a", prompt="import") + "\n").encode()
     (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress(data))
     assert run(tmp_path / "in.jsonl.gz", tmp_path / "a.jsonl") == 0
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))

@@ -12,13 +12,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import save_opt
+from runs import answered, line, lines_of, read, run
 
-from flexhybrid import LLM, InputError, cli, shipped
+from flexhybrid import LLM, InputError, shipped
 from flexhybrid.batch import census as census_module
 from flexhybrid.batch.census import CustomIds, find_lines, read_lines, take_census
 from flexhybrid.batch.formats import Columns, open_lines
 from flexhybrid.batch.openai import Refused
-from flexhybrid.batch.replies import error_line, parse_answer
 from flexhybrid.batch.requests import LineRules
 from flexhybrid.runtime import engine
 from flexhybrid.sampling_params import SamplingParams
@@ -33,98 +33,7 @@ def text_llm():
 
 
 def valid(name: str) -> bytes:
-    body = {"prompt": [5, 6], "max_tokens": 2, "temperature": 0, "stop_token_ids": [7], "user": "Zoë"}
-    line = {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
-    return json.dumps(line, ensure_ascii=False).encode()
-
-
-#: Values for any field.
-JSONS = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=6,
-)
-FIELDS = (
-    *("prompt", "max_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "n", "seed", "model"),
-    *("logprobs", "stream", "min_tokens", "x"),
-)
-BODIES = st.fixed_dictionaries({}, optional={name: JSONS | st.just([5, 6]) for name in FIELDS})
-OBJECTS = st.fixed_dictionaries(
-    {},
-    optional={
-        "custom_id": st.sampled_from(["a", "b", "c"]) | JSONS,
-        "method": st.just("POST") | JSONS,
-        "url": st.sampled_from(["/v1/completions", "/v1/chat/completions"]) | JSONS,
-        "body": BODIES | JSONS,
-    },
-)
-#: What JSON can write and Python does not, or not like that.
-NUMBERS = st.sampled_from([b"1e999", b"-1e999", b"9" * 30, b"9" * 5000, b"1.0", b"NaN", b"-0", b"1e-400", b"2e1"])
-
-
-@st.composite
-def spoiled(draw) -> bytes:
-    """A valid line, damaged in a place or two: bytes changed, cut out, put in, doubled."""
-    raw = valid("spoiled")
-    for _ in range(draw(st.integers(1, 2))):
-        start = draw(st.integers(0, len(raw)))
-        end = min(len(raw), start + draw(st.integers(0, 8)))
-        raw = raw[:start] + draw(st.binary(max_size=3) | st.just(2 * raw[start:end])) + raw[end:]
-    return raw
-
-
-@st.composite
-def odd_numbers(draw) -> bytes:
-    """A valid line with a number of another kind."""
-    field = draw(st.sampled_from(["max_tokens", "temperature"]))
-    old = {"max_tokens": b'"max_tokens": 2', "temperature": b'"temperature": 0'}[field]
-    return valid("number").replace(old, b'"' + field.encode() + b'": ' + draw(NUMBERS))
-
-
-LINES = OBJECTS.map(lambda one: json.dumps(one).encode()) | st.binary(max_size=40) | spoiled() | odd_numbers()
-
-
-def test_thousands_of_lines_are_requests_or_refused_and_each_valid_one_answered(tiny, tiny_llm, tmp_path, monkeypatch):
-    """No line ends the census or the run; what is valid by itself is answered, whatever stands around it."""
-    monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
-    drawn: list[bytes] = []
-
-    @MANY
-    @given(st.lists(LINES, min_size=8, max_size=12))
-    def draw(lines):
-        drawn.extend(lines)
-
-    draw()
-    lines = b"\n".join(
-        part for number, one in enumerate(drawn) for part in ([valid(f"v{number}"), one] if number % 16 == 0 else [one])
-    ).split(b"\n")  # what was drawn may hold line ends
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_bytes(b"\n".join(lines) + b"\n")
-    command = ["run", "-i", source, "-o", out, "--model", tiny, "--policy", "kv_only", "--device", "cpu", "--quiet"]
-    assert cli.main([*map(str, command), "--dtype", "float32"]) == 0
-    found = {}
-    for raw in out.read_bytes().splitlines():
-        number, answered, *_ = parse_answer(raw)
-        assert number not in found
-        found[number] = answered
-    blank = {number for number, raw in enumerate(lines, 1) if not raw.removeprefix(b"\xef\xbb\xbf").strip(b" \t\r\n")}
-    assert sorted([*found, *blank]) == list(range(1, len(lines) + 1)) and list(found.values()).count(False) >= 2000
-    read = LineRules("jsonl", {}, 0).reader(tiny_llm.codec)
-    ids: set[str] = set()
-    for number, raw in enumerate(lines, 1):
-        if number in blank:
-            continue
-        try:
-            request = read(raw, number)
-        except Refused as refused:
-            assert not found[number] and parse_answer(error_line(number, refused))[:3] == (number, False, 0)
-            ids.add(refused.custom_id)
-        else:
-            assert found[number] == (request.custom_id not in ids), raw
-            assert tiny_llm.codec.check(request.token_ids, request.params) == request.token_ids
-            ids.add(request.custom_id)
-    known = [number for number, raw in enumerate(lines, 1) if raw.startswith(b'{"custom_id": "v')]
-    assert len(known) >= 125 and all(found[number] for number in known)
+    return line(name, prompt=[5, 6], max_tokens=2, temperature=0, stop_token_ids=[7], user="Zoë").encode()
 
 
 def parquet_bytes() -> bytes:
@@ -285,16 +194,15 @@ def test_a_long_file_is_answered_while_it_is_counted(tiny, tmp_path, monkeypatch
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     lines = [valid(f"v{i % 40}") if i % 7 else b"{broken" for i in range(60)]
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    command = ["run", "-i", tmp_path / "in.jsonl", "--model", tiny, "--policy", "kv_only", "--device", "cpu", "--quiet"]
 
-    def run(out):
-        assert cli.main([*map(str, command), "-o", str(tmp_path / out), "--dtype", "float32"]) == 0
-        rows = [json.loads(raw) for raw in (tmp_path / out).read_bytes().splitlines()]
+    def answer(out):
+        assert run(tmp_path / "in.jsonl", tmp_path / out, tiny) == 0
+        rows = read(tmp_path / out)
         for row in rows:
             row["response"]["body"].pop("created", None)
         return sorted(rows, key=lambda row: row["id"]), capsys.readouterr().out
 
-    whole, _ = run("whole.jsonl")
+    whole, _ = answer("whole.jsonl")
     monkeypatch.setattr(census_module, "CHUNK_LINES", 5)
     monkeypatch.setattr(job, "CENSUS_S", 0.0)
     monkeypatch.setattr(job, "WINDOW", 3)
@@ -314,11 +222,11 @@ def test_a_long_file_is_answered_while_it_is_counted(tiny, tmp_path, monkeypatch
 
     monkeypatch.setattr(census_module.Census, "count_on", slow)
     monkeypatch.setattr(job.Job, "write", noted)
-    rows, told = run("out.jsonl")
+    rows, told = answer("out.jsonl")
     assert rows == whole and re.search(r"predicted by the first (5|10|15) lines", told) and released.is_set()
     kept = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "out.jsonl").write_bytes(b"".join(kept[:30]))
-    again, _ = run("out.jsonl")
+    again, _ = answer("out.jsonl")
     assert again == whole
 
 
@@ -332,32 +240,23 @@ def test_a_census_that_fails_ends_the_run(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(job, "CENSUS_S", 0.0)
     monkeypatch.setattr(job, "WINDOW", 3)
     monkeypatch.setattr(census_module.LineReader, "take_own_tokenizer", lambda read: setattr(read, "draft", None))
-    command = ["run", "-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--model", tiny, "--policy", "kv_only"]
     with pytest.raises(TypeError):
-        cli.main([*map(str, command), "--device", "cpu", "--dtype", "float32", "--quiet"])
+        run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", tiny)
     assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 3
 
 
-def answers_of(tmp_path, model, bodies, batch=4) -> dict[str, dict]:
-    """Run lines with these bodies, by custom_id; return the bodies of their replies."""
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    form = {"method": "POST", "url": "/v1/completions"}
-    source.write_text("\n".join(json.dumps(form | {"custom_id": name, "body": bodies[name]}) for name in bodies))
-    asked = ["run", "-i", str(source), "-o", str(out), "--model", str(model), "--policy", "kv_only", "--device", "cpu"]
-    assert cli.main([*asked, "--dtype", "float32", "--quiet", "--restart", "--max-batch", str(batch)]) == 0
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    return {line["custom_id"]: line["response"]["body"] for line in lines}
+FOUR = ("--restart", "--max-batch", "4")
 
 
 def test_logits_that_are_not_finite_are_the_error_of_their_line(tmp_path, monkeypatch):
     """A position whose row is no number is met by long prompts alone."""
     model = save_opt(tmp_path / "model", layers=2)
     bodies = {f"r{i}": {"prompt": [5 + i] * (3 + 8 * i), "max_tokens": 4, "temperature": 0} for i in range(9)}
-    whole = answers_of(tmp_path, tmp_path / "model", bodies)
+    whole = answered(tmp_path, tmp_path / "model", lines_of(bodies), *FOUR)
     with torch.no_grad():
         model.model.decoder.embed_positions.weight[2 + 48] = float("nan")
     model.save_pretrained(tmp_path / "model")
-    found = answers_of(tmp_path, tmp_path / "model", bodies)
+    found = answered(tmp_path, tmp_path / "model", lines_of(bodies), *FOUR)
     for name, body in bodies.items():
         if len(body["prompt"]) + body["max_tokens"] - 1 <= 48:
             assert found[name]["choices"] == whole[name]["choices"]
@@ -370,7 +269,7 @@ def test_logits_that_are_not_finite_are_the_error_of_their_line(tmp_path, monkey
     model.save_pretrained(tmp_path / "model")
     monkeypatch.setattr(engine, "BROKEN_REQUESTS", 3)
     with pytest.raises(AssertionError):
-        answers_of(tmp_path, tmp_path / "model", bodies)
+        answered(tmp_path, tmp_path / "model", lines_of(bodies), *FOUR)
 
 
 @pytest.mark.parametrize("failing", ["begin", "fill", "advance"])
@@ -379,7 +278,7 @@ def test_a_grammar_that_fails_on_the_way_is_the_error_of_its_line(failing, tmp_p
     form = {"guided_regex": "[a-y ]{9}"}
     bodies = {f"r{i}": {"prompt": "def f(", "max_tokens": 12, **(form if i % 2 else {})} for i in range(4)}
     bodies["bad"] = bodies["r1"] | {"guided_regex": "z{9}"}
-    whole, compiled = answers_of(tmp_path, shipped.CHECKPOINT, bodies), Grammars._compile
+    whole, compiled = answered(tmp_path, shipped.CHECKPOINT, lines_of(bodies), *FOUR), Grammars._compile
     assert "z" * 9 in whole["bad"]["choices"][0]["text"]
 
     class Failing:
@@ -409,17 +308,13 @@ def test_a_grammar_that_fails_on_the_way_is_the_error_of_its_line(failing, tmp_p
         return Failing(compiled(grammars, params)) if params.regex == "z{9}" else compiled(grammars, params)
 
     monkeypatch.setattr(Grammars, "_compile", compile_)
-    found = answers_of(tmp_path, shipped.CHECKPOINT, bodies)
+    found = answered(tmp_path, shipped.CHECKPOINT, lines_of(bodies), *FOUR)
     assert found["bad"]["error"]["message"].endswith("cannot go on: the parser has had enough")
     for name in bodies.keys() - {"bad"}:
         assert found[name]["choices"] == whole[name]["choices"]
 
 
 def test_a_slip_in_the_prompts_name_is_named(tiny, tmp_path):
-    slip = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"promt": "x", "max_tokens": 1}}
-    good = {**slip, "custom_id": "b", "body": {"prompt": [5], "max_tokens": 1}}
-    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps(request) + "\n" for request in (slip, good)))
-    command = ["run", "-i", source, "-o", out, "--model", tiny, "--policy", "kv_only", "--device", "cpu", "--quiet"]
-    assert cli.main([str(part) for part in command]) == 0
-    assert "prompt is missing; unknown field 'promt': did you mean 'prompt'?" in out.read_text()
+    found = answered(tmp_path, tiny, [line("a", promt="x", max_tokens=1), line("b", prompt=[5], max_tokens=1)])
+    told = found["a"]["error"]["message"]
+    assert "prompt is missing; unknown field 'promt': did you mean 'prompt'?" in told and "error" not in found["b"]

@@ -44,7 +44,7 @@ def times(draw) -> LayerTimes:
         load_w_s=draw(st.floats(0, 0.02)),
         kv_gen=Linear(draw(rates), draw(fixed)),
         load_kv=Linear(load_kv, draw(fixed)),
-        load_act=Linear(load_kv / 2, draw(fixed)),
+        load_act=Linear(load_kv * draw(st.sampled_from([0.5, 1.0, 2.0])), draw(fixed)),
         forward_s=draw(st.floats(0, 0.01)),
     )
 
@@ -72,7 +72,10 @@ def test_batch_share_is_brute_forces(t, total, balance, act_gpu):
         )
     else:  # the shortest layer; an overhead that only some counts pay may be missed by one block
         layers = [max(t.link_s(balance, a, k), t.compute_s(balance, a, act_gpu)) for a, k in pairs]
-        assert max(found.link_s, found.compute_s) <= min(layers) + t.load_kv.per_block_s + 3e-4
+        assert (
+            max(found.link_s, found.compute_s)
+            <= min(layers) + max(t.load_kv.per_block_s, t.load_act.per_block_s) + 3e-4
+        )
 
 
 @settings(max_examples=100)
@@ -87,20 +90,6 @@ def test_allocation_is_brute_forces(t, room, balance, act_gpu):
     assert gap(t, balance, found.act_blocks, found.kv_blocks, act_gpu) == pytest.approx(best, abs=1e-12)
 
 
-def test_what_the_full_balance_adds_moves_the_share():
-    """Loading ACT lengthens the link (more ACT balances it), the forward pass lengthens compute (less does)."""
-    shape, hardware = shape_by_name("opt-30b"), catalogue.load("rtx4090")
-    t = layer_times(Problem(shape=shape, hardware=hardware), batch=64, context_tokens=1024, num_mini_batches=8)
-    blocks = host_blocks(64, 1024)
-    paper, full = share_for_batch(t, blocks, "paper"), share_for_batch(t, blocks, "full")
-    assert paper.link_s == pytest.approx(paper.compute_s, rel=0.01)
-    assert full.link_s == pytest.approx(full.compute_s, rel=0.01)
-    loads_only = share_for_batch(replace(t, forward_s=0.0), blocks, "full")
-    slow_forward = share_for_batch(replace(t, forward_s=3 * t.forward_s), blocks, "full")
-    assert slow_forward.act_share < full.act_share < loads_only.act_share
-    assert paper.act_share < loads_only.act_share
-
-
 def test_layer_times_are_the_cost_functions():
     shape, hardware = shape_by_name("opt-6.7b"), catalogue.load("a100-40g")
     t = layer_times(Problem(shape=shape, hardware=hardware))
@@ -109,13 +98,6 @@ def test_layer_times_are_the_cost_functions():
     assert t.load_kv.seconds(10) == pytest.approx(price(hardware, "load_kv", "h2d", kv))
     assert t.forward_s == 0 and t.kv_gen.seconds(0) == 0
     assert layer_times(Problem(shape=shape, hardware=hardware), weights_device=1.0).load_w_s == 0
-
-
-def test_grouped_heads_turn_act_off_in_the_full_balance():
-    """Four query heads a group: an ACT block is twice a KV block, so every ACT block lengthens the link."""
-    t = LayerTimes(0.01, Linear(1e-5), Linear(1e-4), Linear(2e-4), forward_s=0.001)
-    assert share_for_batch(t, 100, "full").act_share == 0
-    assert share_for_batch(t, 100, "paper").act_share > 0.5
 
 
 def test_bad_input_is_one_line():

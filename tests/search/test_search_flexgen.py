@@ -24,7 +24,6 @@ from policy_search.papers.flexgen import (
     Rates,
     flexgen_policy,
     make_block,
-    memory_rows,
     run_seconds,
     solve,
     tokens_per_s,
@@ -127,17 +126,6 @@ def test_no_placement_of_a_grid_is_faster(budgets_mib):
         if fits.any():
             assert own[0] <= seconds[fits].min() * (1 + 1e-4)
     assert solved >= 2
-
-
-def test_memory_rows_are_the_published_ones():
-    placements = grid(4)
-    for block in blocks():
-        _, used = published(block, placements)
-        ours = {tier: np.zeros(placements.shape[1]) for tier in used}
-        for tier, row in memory_rows(block):
-            ours[tier] = np.maximum(ours[tier], row[:8] @ placements + row[8])
-        for tier in used:
-            np.testing.assert_allclose(ours[tier], used[tier], rtol=1e-12)
 
 
 #: Rates in bytes/s and flops/s, and what the published search (0.1.8) answered with them, prompt 512, 32 tokens:

@@ -17,7 +17,7 @@ from toy_machine import MIB, SHAPE, machine
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import PACKING_BYTES, PACKING_ELEMENTS, fits, total_bytes
-from flexhybrid.core.model.shape import ModelShape, shape_by_name
+from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
 from flexhybrid.core.waves import wave_plan
@@ -37,7 +37,6 @@ from sim.array_clock import predict
 from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates, candidates_of, padded_width
 from sim.presets import hybrid
-from sim.presets import resident as preset_resident
 from sim.simulate import simulate
 
 FLEXGENS = Path(__file__).parents[2] / "experiments" / "results" / "peers" / "flexgen-0.1.8.json"
@@ -285,41 +284,6 @@ def test_the_winner_fits_by_the_memory_plan_and_is_confirmed(space, tmp_path, mo
         check_runnable(SHAPE, found.policy)
 
 
-def test_weights_and_nearly_all_keys_are_resident_where_they_fit():
-    """A share of the keys on the host still takes work off the device, which binds."""
-    found = searched(Workload.uniform(32, 300, 12), batch=32, space=PLAIN)
-    resident = predict(
-        Problem(shape=SHAPE, hardware=machine()), candidates_of(preset_resident(), Workload.uniform(32, 300, 12))
-    ).row()
-    assert (
-        found.policy.weights.device == 1
-        and found.policy.cache["kv@device"] > 0.7
-        and found.prediction["binding"] == "compute"
-    )
-    assert 1 <= found.prediction["tokens_per_s"] / resident["tokens_per_s"] < 1.05
-
-
-def test_bits_are_used_where_they_pay_and_native_ones_where_asked():
-    slow, workload, budgets = machine(0.05, 500.0, 50.0), Workload.uniform(1, 300, 12), mib(14, 48)
-    lossy = searched(workload, slow, batch=8, budgets=budgets)
-    exact = searched(workload, slow, batch=8, budgets=budgets, space=LOSSLESS)
-    assert 4 in (lossy.policy.bits.weights, lossy.policy.bits.kv, lossy.policy.bits.act)
-    assert exact.policy.bits.native
-    assert lossy.prediction["tokens_per_s"] > exact.prediction["tokens_per_s"]
-    no_compute = searched(workload, machine(50.0, 1.0, 0.2), batch=8, budgets=budgets)
-    assert no_compute.policy.bits.native, "unpacking costs more than it saves"
-
-
-@pytest.mark.parametrize("kv_heads, act_pays", [(8, True), (4, False), (2, False)])
-def test_grouped_queries_turn_act_off(kv_heads, act_pays):
-    """ACT / KV = h / (2·G·d): a half for multi-head attention, 1 with two query heads a group, 2 with four."""
-    shape = ModelShape("grouped", "llama", 4, 512, 8, kv_heads, 64, 1408, 2048, 1024)
-    space = replace(PLAIN, entries=("act@host", "kv@host"))
-    found = searched(Workload.uniform(1, 500, 16), machine(0.1, 500.0, 50.0), shape, batch=16, space=space)
-    assert (found.act_share > 0.2) == act_pays
-    assert act_pays or found.act_share == 0
-
-
 def test_latency_is_the_least_seconds_of_its_batch():
     hardware, workload = machine(), Workload.uniform(1, 200, 8)
     options = {"budgets": mib(12, 48), "space": LOSSLESS}
@@ -393,12 +357,6 @@ def test_the_change_named_is_enough_and_no_smaller_one_is(tier):
         assert tier == "host", "fewer requests need less of the device"
 
 
-def test_what_no_single_tier_can_mend_names_all():
-    with pytest.raises(InputError, match="Raise device memory to .*MiB and host memory to .*MiB"):
-        searched(Workload.uniform(1, 300, 12), batch=4, budgets=mib(3, 1), weights_device=0.0,
-               space=replace(PLAIN, entries=("kv@host",)))  # fmt: skip
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_is_advised_the_machine_has(device):
     """A CPU's tiers share one memory; a GPU has its own, which the host's cannot stand in for."""
@@ -422,19 +380,6 @@ def test_what_is_advised_the_machine_has(device):
         assert ("in 16 bits: device and host memory: the least" in said) == (device == "cpu")
     fewer_bits = told(1, 1, space=replace(options["space"], weights_bits=(4,)), budgets=mib(3, 1, 1))
     assert "do with bits 4/native/native is" in fewer_bits and fewer_bits.endswith("What may help: a smaller model")
-
-
-def test_what_fits_only_just_is_found():
-    """The least that would do, to the MiB, with everything allowed."""
-
-    def found(device_mib: int) -> SearchResult:
-        budgets = mib(device_mib, 24, None, False)
-        return searched(Workload.uniform(1, 300, 12), batch=8, budgets=budgets)
-
-    with pytest.raises(InputError) as error:
-        found(4)
-    needed = int(str(error.value).split("device memory to ")[1].split("MiB")[0])
-    assert found(needed).prediction["peak_bytes"]["device"] <= needed * MIB
 
 
 def test_policies_that_a_refusal_compares_are_priced_as_alone():

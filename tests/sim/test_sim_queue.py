@@ -120,7 +120,7 @@ def test_blocks_as_needed_hold_twice_the_requests_of_reservations():
     sizes = buffer_sizes(open_batch(problem, policy, workload.select(slice(reserved)), reserved))
     limit = total_bytes(memory_plan(problem, policy, sizes))["host"]
     problem = replace(problem, budgets=Budgets(host=limit))
-    batch = open_batch(problem, policy, workload, *batch_size(problem, policy, workload, 1000))
+    batch = open_batch(problem, policy, workload, batch_size(problem, policy, workload, 1000))
     counted = intervals(batch, replace(workload, answer_tokens=answers))
     iterations = np.arange(counted.left.max() // 4, counted.left.max() // 2)
     running = ((counted.joined <= iterations[:, None]) & (iterations[:, None] < counted.left)).sum(axis=1)
@@ -281,21 +281,6 @@ def test_counts_are_those_of_a_list_of_places():
     assert counted.per_iteration().max() == 7
 
 
-def test_answers_that_end_by_themselves_take_an_iteration_more():
-    """Where nothing else is computed meanwhile: nobody joins in the iterations that end them."""
-    workload = Workload(np.array([20, 20, 20]), np.array([8, 8, 8]))
-    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
-    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0})
-    sampled = [
-        (task.iteration, request)
-        for task in virtual_clock.answered(open_batch(problem, policy, workload, 2), np.array([3, 8, 1]))
-        if task.verb == "sample"
-        for request in task.payload.step.queued.tolist()
-    ]
-    steps = {request: [iteration for iteration, who in sampled if who == request] for request in range(3)}
-    assert steps == {0: [0, 1, 2, 3], 1: list(range(8)), 2: [4, 5]}
-
-
 @pytest.mark.parametrize("longest", (24, 400))
 def test_a_long_queue_is_thinned_in_its_steady_part_alone(monkeypatch, longest):
     """Prompts of up to ``longest`` tokens, the longest first, as a job sorts them: by these the batch is cut."""
@@ -343,19 +328,6 @@ def test_shared_prefixes_are_priced_as_all_tasks_do():
             assert priced.total_tokens == walked.total_tokens
             into.append(abs(priced.total_s / walked.total_s - 1))
     assert np.median(errors) < 0.01 and max(errors) < 0.06 < np.median(ignorant)
-
-
-def test_a_long_queue_with_a_system_prompt_is_priced_from_a_few_iterations():
-    rng = np.random.default_rng(3)
-    answers = rng.integers(1, 33, 90)
-    prefixes = Prefixes(np.array([200, 330]), np.array([-1, 0]), rng.integers(0, 2, 90))
-    workload = Workload(prefixes.tokens[prefixes.of_request] + 20, np.full(90, 32), answers, prefixes)
-    problem = Problem(shape=SHAPE, dtype="float32", hardware=machine())
-    policy = Policy("plain", Placement(host=1), cache={"kv@host": 0.5, "act@host": 0.5}, max_mini_batch_tokens=1024)
-    priced, walked = price_queue(problem, policy, workload, 12), walk_queue(problem, policy, workload, 12)
-    assert len(priced.seconds) == pytest.approx(len(walked.seconds), rel=0.02)
-    assert priced.total_s == pytest.approx(walked.total_s, rel=0.03)
-    assert price_queue(problem, policy, replace(workload, prefixes=None), 12).total_s > 1.2 * walked.total_s
 
 
 @pytest.mark.parametrize("bits", (Bits(), Bits(kv=8)))

@@ -9,22 +9,16 @@ import pytest
 from oracles.replay import BY_DEFINITION, peak_parts
 from random_cases import KINDS, UniformCase, random_case
 
-from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
+from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.packing import num_chunks
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.attention import AttentionKind
-from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.plan import stream
-from flexhybrid.core.policy import Policy
-from flexhybrid.core.problem import Problem, attends_in_place
+from flexhybrid.core.problem import attends_in_place
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.schedule.positions import Stops
-from flexhybrid.core.schedule.steps import make_step
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from sim.array_clock import predict
-
-SHAPE = ModelShape("tiny", "opt", 3, 64, 4, 4, 16, 256, 128, 512)
 
 
 def cases(count: int, seed: int, most_steps: int = 120) -> list[UniformCase]:
@@ -127,58 +121,3 @@ def test_layers_with_windows_need_what_was_planned():
             assert 0 < size <= block * case.batch * case.shape.num_layers * len(case.policy.cache), (case, part)
         exact += not beyond
     assert len(kinds) == 4 and exact >= 7
-
-
-@pytest.mark.parametrize("windows", [(33,), (33, None), (16, 16, 50)])
-@pytest.mark.parametrize("cache", [{"kv@host": 1.0}, {"act@device": 1.0}, {"act@host": 0.5, "kv@disk": 0.5}])
-def test_replayed_peaks_of_windows_are_the_plans(windows, cache):
-    shape = replace(SHAPE, attention=tuple(map(AttentionKind, windows)))
-    policy = Policy(cache=cache, max_mini_batch_tokens=1 << 16)
-    problem = Problem(shape=shape, dtype="float32")
-    wave = admit(problem, policy, Workload.uniform(2, 120, 40))
-    planned = memory_plan(problem, policy, buffer_sizes(wave))
-    assert differences(peak_parts(stream(wave), wave), planned) == {}
-
-
-def test_those_who_stop_early_need_nothing_more():
-    """Whoever is left: with fewer requests the split of both(…) may want more of each."""
-    rng = np.random.default_rng(23)
-    for case in cases(12, 23):
-        lengths = (rng.integers(1, most + 1, case.batch) for most in (case.prompt_tokens, case.max_tokens))
-        workload = Workload(*lengths)
-        wave = admit(case.problem, case.policy, workload)
-        stop_after = rng.integers(0, case.max_tokens + 1, case.batch)
-        lags = rng.integers(1, 3, case.batch)  # iterations after which a stop is known
-        known_in = stop_after + lags
-        stops = Stops(lambda i, _, known_in=known_in: set(np.flatnonzero(known_in <= i).tolist()), bool)
-        tasks = stream(wave, stops)
-        beyond = differences(peak_parts(tasks, wave), plan_of(case, wave))
-        assert all(size > 0 for size in beyond.values()), case
-
-
-@pytest.mark.parametrize("tok", [0.1, 0.5, 0.95])
-def test_pools_hold_each_block_until_it_is_dropped(tok):
-    """Token by token, a set per pool: no block is reused while it is read, and every reserved block is used."""
-    rest = 1.0 - tok
-    policy = Policy(cache={"tok": tok, "kv@host": 0.4 * rest, "act@host": 0.35 * rest, "kv@device": 0.25 * rest})
-    entries = BlockEntries(policy.cache)
-    for prompt, generated in ((1, 40), (16, 33), (17, 200), (250, 90), (300, 1)):
-        wave = admit(Problem(shape=SHAPE, dtype="float16"), policy, Workload.uniform(1, prompt, generated))
-        entry_of = entries.entry_of(np.arange(prompt + generated))
-        owner: dict[tuple[str, int], int] = {}  # physical block -> its logical block
-        for iteration in range(generated):
-            step = make_step(wave, iteration, 0, np.array([0]))
-            stored = prompt + iteration  # tokens, when the iteration is over
-            dropped = int(entries.tok_tokens(stored)) // BLOCK_TOKENS
-            for store in step.stores:
-                positions = step.context[0] + store.rows
-                for logical, physical in zip((positions // BLOCK_TOKENS).tolist(), store.blocks.tolist()):
-                    before = owner.get((store.entry, physical), logical)
-                    assert before == logical or before < dropped, (iteration, store.entry)
-                    owner[store.entry, physical] = logical
-            held = {logical for logical in owner.values() if logical >= dropped}
-            assert held == set(range(dropped, int(ceil_blocks(stored))))
-        for i, entry in enumerate(entries.names):
-            used = {physical for name, physical in owner if name == entry}
-            assert used == set(range(wave.pool_blocks[entry])), entry
-            assert wave.pool_blocks[entry] or i not in entry_of[dropped * BLOCK_TOKENS :]
