@@ -16,7 +16,7 @@ ROUTED_BYTES, NUM_ROUTED = 50_000, 200  #: the paper's prediction vector of GPT 
 
 
 class Instant:
-    """A model without cost, so that a request takes only its transport."""
+    """A model that computes nothing: a request takes only its transport."""
 
     name = "instant"
 

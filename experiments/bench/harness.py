@@ -1,4 +1,4 @@
-"""What every bench uses: the table of figures with their bars, timed calls, and rounds on a machine that others use."""
+"""What every bench uses: the table of rows with their bars, timed calls, and rounds on a shared machine."""
 
 import json
 import platform
@@ -53,7 +53,7 @@ class Table:
         self.header = {"machine": machine, "commit": commit(), "versions": versions, "date": _now(), "parts": {}}
 
     def read(self, path: Path, parts: Collection[str]) -> None:
-        """Take over the rows of these parts from a file, where there is one (files without a header are read too)."""
+        """Read the rows of these parts from a file, if it exists (files without a header too)."""
         if path.is_file():
             content = json.loads(path.read_text(encoding="utf-8"))
             if "header" in content:
@@ -81,7 +81,7 @@ class Table:
         self._keep(name, row | conditions, f"     {name:58s} {value:14.4g} {unit}")
 
     def failed(self, name: str, error: str, **conditions) -> None:
-        """Add why there is no figure."""
+        """Add a row with the reason for a missing figure."""
         row = {"error": error, "ok": False, "part": self.part}
         self._keep(name, row | conditions, f"FAIL {name:58s} {error}")
 

@@ -54,8 +54,8 @@ def bench_host_kernels(table: Table, sizes: KernelSizes = TIMING) -> None:
 
 
 def bench_attention(table: Table, sizes: KernelSizes, kind: tuple[torch.dtype, int], share: Share, where: str) -> None:
-    """Attention of one new token over blocks in place, in a dtype and with so many queries a key head. Of few requests
-    what precedes the kernel counts, and of two threads waking the other."""
+    """Attention of one new token over blocks in place. ``kind``: dtype and queries per key head. For few requests the
+    row includes what precedes the kernel, and for two threads waking the second."""
     (dtype, queries), (batch, heads, head_dim, _, _) = kind, sizes
     blocks, held = _blocks(sizes, dtype)
     query = torch.randn(batch, heads * queries, head_dim).to(dtype)

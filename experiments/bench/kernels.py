@@ -53,7 +53,7 @@ def times_as_fast(plain, ours) -> float:
 
 
 def laid_in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in memory of the pages, huge ones where the system has them, that pools of a run have."""
+    """Return a copy in pages like those of a run's pools: huge ones where the system has them."""
     return HostMemory(pinned=False).zeros(tuple(tensor.shape), tensor.dtype).copy_(tensor)
 
 
@@ -128,7 +128,7 @@ def bench_attention(table: Table, sizes: KernelSizes, like: dict, paths: dict[st
 
 
 def bench_attention_shared(table: Table, sizes: KernelSizes, like: dict) -> None:
-    """Attention of a chunk of prompts over itself and what all share, against its products alone."""
+    """Attention of a chunk of prompts over itself and a shared prefix, against its products alone."""
     batch, heads, head_dim, context, chunk = sizes
     new = torch.randn(batch, chunk, heads, head_dim, **like)
     own, common = new.transpose(1, 2), torch.randn(2, 1, heads, context, head_dim, **like)
@@ -148,7 +148,7 @@ def bench_attention_shared(table: Table, sizes: KernelSizes, like: dict) -> None
 
 
 def bench_prompt(table: Table, new: torch.Tensor, prompt: Path) -> None:
-    """Attention of a full prompt against the two products of all tokens with all, of which it needs half."""
+    """Attention of a full prompt against two full products; a causal one needs half of them."""
     views = new.transpose(1, 2)
     heads = views.contiguous()
     scores = torch.randn(*heads.shape[:3], heads.shape[2], dtype=new.dtype, device=new.device)
@@ -213,7 +213,7 @@ def bench_in_place(table: Table, sizes: KernelSizes, like: dict, decode: Path) -
 def bench_rotation(table: Table, sizes: KernelSizes, like: dict) -> None:
     """Rotation of keys in place against a plain copy of them.
 
-    torch takes seven passes over halves, each at most a copy's time, and half as much again for the angles.
+    torch takes seven passes over halves, each at most a copy's time; reading the angles adds half of that.
     """
     rows = sizes.batch * sizes.context
     keys, angles = torch.randn(rows, sizes.heads, sizes.head_dim, **like), torch.randn(rows, sizes.head_dim, **like)

@@ -1,10 +1,10 @@
-"""Bench rows of a task's cost beside its work: planning, hand-off between threads, and the Python of the verbs.
+"""Bench rows of a task's overhead: planning, hand-off between threads, and the Python of the verbs.
 
-The verbs run on a model so small that their products take no time. What remains is the time of launching. Processor
-time is measured, so that other processes do not show.
+The verbs run on a model so small that their products take no time; launching remains. CPU time is measured, so that
+other processes do not count.
 
-``as_on_a_gpu`` lets what Python does for a GPU be measured without one: it takes the place of the device's streams,
-events and copies, of CUDA graphs and of kernels, and its calls do nothing. Real ones take 2 to 10 us, those of Triton's
+``as_on_a_gpu`` measures what Python does for a GPU without one: it replaces the device's streams, events and copies,
+CUDA graphs and kernels by calls that do nothing. Real ones take 2 to 10 us, those of Triton's
 kernels outside of graphs (to pack and unpack) more; a mini-batch has some 30 calls in a layer.
 """
 
@@ -122,7 +122,7 @@ def bench_planning(table: Table) -> None:
 
 
 def bench_planning_of_queue(table: Table) -> None:
-    """The same where 1,000 requests of mixed lengths join and leave, 128 at a time: forms go on changing."""
+    """The same for a queue of 1,000 requests of mixed lengths, 128 at a time, in which forms keep changing."""
     generator, us = np.random.default_rng(0), {}
     workload = Workload(generator.integers(16, 1000, 1000), generator.integers(8, 64, 1000))
     for policy in policies():
@@ -170,9 +170,8 @@ def bench_verbs(table: Table) -> None:
 
 
 def bench_python(table: Table) -> None:
-    """Microseconds of a processor that a mini-batch takes in a layer of a decode: planning, lanes and verbs of all
-    resources. Copies and products are in it: on a model so small they take the lesser part.
-    """
+    """CPU microseconds of a mini-batch and layer in a decode: planning, lanes and the verbs of all resources, and the
+    copies and products, which are small on this model."""
     us = {}
     for policy in policies():
         weights = Weights(LAYERS, RandomWeights(LAYERS), "float32", torch.device("cpu"), policy)
@@ -184,7 +183,7 @@ def bench_python(table: Table) -> None:
 
 
 def _us_of_a_mini_batch(session: Session) -> float:
-    """Return microseconds of a processor for a mini-batch in a layer of a decode; forms have been seen before."""
+    """Return the CPU microseconds of a mini-batch and layer in a decode whose forms were seen before."""
     iterations, rounds = int(session.wave.workload.max_tokens.max()) - 1, []
     for _ in range(REPEATS):
         start = time.process_time()
@@ -194,8 +193,8 @@ def _us_of_a_mini_batch(session: Session) -> float:
 
 
 def bench_python_as_on_a_gpu(table: Table) -> None:
-    """The same as on a GPU: the planning thread enqueues for all streams, and graphs launch what they can. On one core,
-    and on all, where threads that wait for the interpreter's lock are woken on another core each time."""
+    """The same as on a GPU, where the planning thread enqueues for all streams and graphs launch what they can: on one
+    core, and on all, where a thread that waits for the interpreter's lock wakes on another core each time."""
     for where, cores in (("one core", [min(os.sched_getaffinity(0))]), ("all cores", None)):
         us: dict[str, float] = {}
         without: dict[str, float] = {}
@@ -212,7 +211,7 @@ def bench_python_as_on_a_gpu(table: Table) -> None:
 
 @contextmanager
 def _held_to(cores: Iterable[int] | None) -> Iterator[None]:
-    """Keep this thread, and those that it makes, to some cores."""
+    """Run this thread, and those that it starts, on some cores only."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, before if cores is None else cores)
     try:
@@ -222,7 +221,7 @@ def _held_to(cores: Iterable[int] | None) -> Iterator[None]:
 
 
 class NoDevice:
-    """Stands in for a stream, an event, a graph and copies: no call of it does anything."""
+    """A stream, event, graph or copies whose calls do nothing."""
 
     def __init__(self, *_):
         self.host_memory = HostMemory(pinned=False)

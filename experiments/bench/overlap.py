@@ -179,7 +179,7 @@ def balanced_rate(case: OverlapCase, bytes_per_element: int, hardware: Hardware)
 
 
 def profiled(dtype: str, case: OverlapCase) -> Hardware:
-    """Return this machine's lines; for attention on the host, of its verbs on a core each for device and host."""
+    """Return this machine's profile; for attention on the host, with one core for the device and one for the host."""
     device, rate = torch.device("cpu"), 0.5
     if case.policy.attention != "host":
         return measure_hardware(case.shape, dtype, PacedDevice(device, rate), Path("results/bench-hardware.json"))[0]
@@ -189,7 +189,7 @@ def profiled(dtype: str, case: OverlapCase) -> Hardware:
 
 
 def line_times(hardware: Hardware, share: float) -> tuple[dict[str, float], float]:
-    """Return (seconds of each line's undisturbed tasks, of all that happens) in a decode window, at a share of ACT."""
+    """Return the seconds of each line's tasks, and of the whole decode window, at a share of ACT."""
     policy = hybrid(share, MINI_BATCH * (34 * 16 + 1))
     wave = admit(Problem(shape=TIMING_SHAPE, dtype=hardware.dtype, hardware=hardware), policy, WORKLOAD)
     seconds: dict[str, float] = {}

@@ -70,7 +70,7 @@ def policies() -> dict[str, Policy]:
 
 
 def fill(executor: Executor) -> None:
-    """Fill the cache as far as time depends on it: touched pages, and choices that differ between heads."""
+    """Fill the cache so that pages are touched and heads choose different tokens."""
     for layer in chain.from_iterable(executor.buffers.pools.values()):
         layer.fill_(0.01)
     if isinstance(executor.selection, Speculation):

@@ -1,6 +1,5 @@
-"""Bench rows of decode attention on a GPU: Triton's kernels that read blocks where they lie, against the memory's
-bandwidth, against torch's attention over contiguous contexts of as many bytes, and against laying contexts side by
-side."""
+"""Bench rows of decode attention on a GPU: Triton's kernels, which read blocks in place, against the memory's
+bandwidth, torch's attention over contiguous contexts with the same bytes, and a copy of the contexts side by side."""
 
 from collections.abc import Callable
 from functools import partial
@@ -49,12 +48,12 @@ SIZES = {
 
 
 def bench_attend_sizes(table: Table) -> None:
-    """Time the kernel of attention with SIZES beside those that it has."""
+    """Time the attention kernel with SIZES in turn with the sizes it uses."""
     bench_attend_cuda(table, sizes=True)
 
 
 def bench_attend_cuda(table: Table, sizes: bool = False) -> None:
-    """In bfloat16, contexts of mixed lengths whose blocks lie anywhere in a pool."""
+    """Time attention in bfloat16 over contexts of mixed lengths, with blocks scattered in a pool."""
     for name, case in CASES.items():
         proved = proved_on_gpu("bfloat16", case.queries, case.d)
         table.at_least(f"GPU, {name}: Triton's attention gives the results of plain torch", proved, 1, "of 1")

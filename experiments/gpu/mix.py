@@ -45,12 +45,12 @@ ENTRIES = {"mix": (*KV, *ACT), "mix with tok": (*KV, *ACT, "tok"), "act": ACT, "
 UNTIMED = RunControl()  #: keeps no trace
 PREDICTION_BAR = 15.0  #: percent
 TRACED_ITERATIONS = 2  #: under CUPTI
-WARM_SHARE = 8  #: one request in so many warms a policy up
+WARM_SHARE = 8  #: 1/8 of the requests warm a policy up
 
 
 @dataclass
 class Run:
-    """A case on a device by a machine's record, and what its policies have shown so far."""
+    """A case on a device with a machine's record, and the results of its policies so far."""
 
     table: Table
     name: str
@@ -81,8 +81,8 @@ class Run:
         )
 
     def policy(self, kind: str) -> tuple[Policy, int]:
-        """Search a kind's best policy; return it and its requests at a time, with a row of what it is predicted to do.
-        Raise InputError where nothing fits, and without a record."""
+        """Search a kind's best policy; return it and its requests at a time, and add its prediction as a row. Raise
+        InputError where nothing fits, and without a record."""
         case, problem = self.case, self.problem
         if self.hardware is None:
             raise InputError("no record of this machine: run the part profile")
@@ -97,7 +97,7 @@ class Run:
         return found.policy, found.batch
 
     def weights(self, policy: Policy) -> Weights:
-        """Return the weights at a policy's placement; those at another one go first."""
+        """Return the weights at a policy's placement; free those at another one first."""
         if policy.weights not in self._weights:
             self.close()
             shape = self.case.shape
@@ -106,7 +106,7 @@ class Run:
         return self._weights[policy.weights]
 
     def measure(self, kind: str) -> None:
-        """Add the rows of a kind of policy: the whole run, its decode, and how far the predictions were off."""
+        """Add the rows of a kind of policy: the whole run, its decode, and the errors of the predictions."""
         policy, batch = self.policy(kind)
         if self.on_cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -162,7 +162,7 @@ class Run:
             self.table.at_least(row, same["equal"] / same["of"], 1.0, "of 1", **same, note=note)
 
     def close(self) -> None:
-        """Let go of the weights, and of the allocator's memory."""
+        """Free the weights and the allocator's memory."""
         for weights in self._weights.values():
             weights.close()
         self._weights.clear()
@@ -171,7 +171,7 @@ class Run:
 
 
 def run_case(run: Run) -> None:
-    """Measure each kind of policy of a case; what fails is a row, and the others go on."""
+    """Measure each kind of policy of a case; a failure becomes a row, and the other kinds go on."""
     bound_memory(run)
     try:
         for kind in run.case.kinds:
@@ -187,7 +187,7 @@ def run_case(run: Run) -> None:
 
 
 def bound_memory(run: Run) -> None:
-    """Let torch allocate no more of the device than a plan within the run's budget may."""
+    """Limit torch's allocator to what a plan within the run's budget may use."""
     if run.on_cuda:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (run.case.device_bytes - CONTEXT_BYTES) / total))

@@ -70,7 +70,7 @@ def add_rows(run: Run, session: Session) -> None:
 
 
 def link_bytes_per_s(device: torch.device) -> float:
-    """Return the rate of large copies from page-locked memory (of a CPU: within its memory)."""
+    """Return the rate of large copies from page-locked memory (on a CPU: within its memory)."""
     on_gpu = device.type == "cuda"
     there = torch.empty(LINK_BYTES if on_gpu else 1 << 20, dtype=torch.uint8, device=device)
     here = torch.empty_like(there, device="cpu", pin_memory=on_gpu)

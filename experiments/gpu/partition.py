@@ -48,7 +48,7 @@ def green_stream(num_sms: int) -> tuple[torch.cuda.ExternalStream, int]:
 
 
 def rates(stream: torch.cuda.Stream | None, hidden: int) -> dict[str, float]:
-    """Return the seconds of KV-Gen's products at ROWS, by their rows, and of a copy, on a stream (None: the usual)."""
+    """Return the seconds of KV-Gen's products by rows (ROWS), and of a copy, on a stream (None: the default one)."""
     device = gpu()
     on_cuda = device.type == "cuda"
     like = {"dtype": torch.float16, "device": device}

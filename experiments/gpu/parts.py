@@ -26,7 +26,7 @@ sys.exit(pytest.main(sys.argv[1:]))"""
 
 
 def cuda_test_files() -> list[Path]:
-    """Return the files that have tests marked cuda: all others stay unread, and may import what this python3 lacks."""
+    """Return the files with tests marked cuda. The others are not imported: they may need what this python3 lacks."""
     files = sorted((ROOT / "tests").glob("**/test_*.py"))
     return [
         file for file in files if re.search(r"^(@|pytestmark = .*)pytest\.mark\.cuda\b", file.read_text("utf-8"), re.M)
@@ -34,7 +34,7 @@ def cuda_test_files() -> list[Path]:
 
 
 def run_tests(table: Table, selected: str = "") -> int:
-    """Add and return pytest's exit status of the tests marked cuda, which tell of themselves in the log; -k selects."""
+    """Run the tests marked cuda (``selected``: pytest's -k); add and return pytest's exit status."""
     import pytest
 
     began = time.perf_counter()
@@ -45,13 +45,12 @@ def run_tests(table: Table, selected: str = "") -> int:
 
 
 def run_smoke(table: Table) -> None:
-    """Run the few of these tests that say whether measuring is worth while; exit by their status."""
+    """Run the few tests that decide whether measuring is worth while; exit with their status."""
     sys.exit(run_tests(table, SMOKE))
 
 
 def run_profile(table: Table) -> None:
-    """Measure the machine at the layer sizes of OPT-6.7B. The record goes to where the other parts look for it, and to
-    the results."""
+    """Measure the machine at OPT-6.7B's layer sizes; save the record for the other parts, and with the results."""
     import torch
 
     from flexhybrid.core.files import profile_file

@@ -128,7 +128,7 @@ def bench_graphs(table: Table, name: str, session: Session, free_bytes: Callable
 
 
 def _untraced_decode(session: Session) -> tuple[float, float]:
-    """Return the seconds of a decode of which no trace is kept, and those that Python took."""
+    """Return the seconds of a decode without a trace, and the seconds of launching in it."""
     start = time.perf_counter()
     launching_s = session.decode_result(control=UNTIMED).launch_s
     return time.perf_counter() - start, launching_s

@@ -61,8 +61,8 @@ class Chosen(NamedTuple):
 
 
 def choose(texts: Sequence[str], parts: Mapping[str, Part]) -> list[Chosen]:
-    """Return the parts that these texts name, in their order; all where there is none. Raise InputError for a name or
-    an option that is not known."""
+    """Return the parts that these texts name, in their order; all parts without a text. Raise InputError for an unknown
+    name or option."""
     chosen = []
     for text in texts or parts:
         name, colon, options = text.partition(":")
@@ -144,7 +144,7 @@ def run_limited(command: Sequence[str], log: Path, seconds: float) -> int:
 
 
 def run_inside(part: Chosen, parts: Mapping[str, Part], folder: Path, seconds: float) -> int:
-    """Do a part's work in this process; return 1 where it raises, with its error in its rows."""
+    """Run a part in this process; return 1 if it raises, with the error as a row."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TIMED_OUT))  # by way of every "finally"
     path = folder / f"{part.full_name.replace(':', '-')}.json"
     table = Table(gpu_name() or "no GPU", path, Watcher().since_last)
@@ -164,7 +164,7 @@ def run_inside(part: Chosen, parts: Mapping[str, Part], folder: Path, seconds: f
 
 
 def main(arguments: Sequence[str], parts: Mapping[str, Part], command: Sequence[str]) -> int:
-    """Run the command line; ``command`` starts this program again. Return 2 for input that is refused."""
+    """Run the command line; ``command`` starts this program again. Return 2 for invalid input."""
     estimates = {name: sum(part.estimates.values()) for name, part in parts.items()}
     told = "  ".join(f"{name}{_options(parts[name])} ({seconds:.0f} s)" for name, seconds in estimates.items())
     text = f"{__doc__}\nParts, the most valuable first: {told}"

@@ -1,4 +1,4 @@
-"""What a GPU does beside a figure: clock, power and what limits them by NVML, seconds of its kernels by CUPTI.
+"""The state of a GPU during a measurement: clock, power and what limits them by NVML, seconds of its kernels by CUPTI.
 
 NVML is read on a thread of its own. CUPTI follows a run that is not timed otherwise.
 """
@@ -43,7 +43,7 @@ def nvml_reader() -> tuple[str, Callable[[], Reading]]:
 
 
 class Watcher:
-    """Reads a GPU every EVERY_S as long as the process lives, by ``read`` (None: by NVML, where it is there)."""
+    """Reads a GPU every EVERY_S during the life of the process, by ``read`` (None: by NVML, if it is installed)."""
 
     def __init__(self, read: Callable[[], Reading] | None = None):
         self._read, self._readings = read, []

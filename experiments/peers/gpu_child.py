@@ -36,7 +36,7 @@ from experiments.peers.children import Side, serve
 
 WARM_TOKENS, WARM_ANSWER = 16, 4  #: of each prompt, and generated: a compiled forward takes three steps to settle
 
-#: Runs prompts until so many tokens are generated for each, with room for the whole answer.
+#: Generates a number of tokens for each prompt, with room for the whole answer.
 Generate = Callable[[list[list[int]], int], object]
 
 
@@ -125,9 +125,11 @@ def run_flexgen(request: dict) -> dict:
 
 
 def lock_pages(device_class: Any) -> None:
-    """Patch FlexGen's TorchDevice: host memory that it asks for unlocked, which is its cache, is page-locked. FlexGen
-    then copies without its relays and their threads. Torch's own page-locked memory would round up to powers of two.
-    Memory is kept for the next run, so that locking it is not timed, as ours is not."""
+    """Patch FlexGen's TorchDevice: page-lock the host memory of its cache, which it asks for unlocked.
+
+    FlexGen then copies without its relays and their threads. Torch's own page-locked memory would round up to powers of
+    two. Memory is kept for the next run, so that, as with ours, locking is not timed.
+    """
     from flexgen.pytorch_backend import DeviceType, TorchTensor, np_dtype_to_torch_dtype
 
     from flexhybrid.runtime.storage.host_memory import HostMemory

@@ -39,7 +39,7 @@ ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 class PeerRun(NamedTuple):
-    """A batch of one peer with the fields of its request (``gpu_child``), and the seconds that it takes, loaded."""
+    """A batch of one peer, with the fields of its request (``gpu_child``) and its seconds, loading included."""
 
     side: str
     batch: int
@@ -84,7 +84,7 @@ M3 = CASES["streamed"], "mix-streamed", ("act", "mix with tok"), 2.0
 M2 = CASES["at-once"], "mix-at-once", ("mix",), 2.0
 M2_WAVES = CASES["at-once"], "mix-at-once", ("waves",), 1.0
 FULL = RESIDENT, "resident", ("waves", "refilled"), 1.0
-#: The runs that a claim hangs on come first; "-more" are the others.
+#: The runs that decide a claim come first; "-more" are the others.
 SETTINGS = {
     "m3": Against(*M3, (flexgen(4, 10, 72, 0, 40, **LOCKED), flexgen(4, 10, 72, 0, 50))),
     "m2": Against(*M2, (flexgen(4, 4, 100, 50, 42, **LOCKED),)),
@@ -128,7 +128,7 @@ def request_of(run: PeerRun, setting: Against, device: str) -> dict:
 
 
 def measure(table: Table, name: str, run: PeerRun, request: dict, limit_s: float) -> dict[str, float]:
-    """Add the rows of a run; return the tokens/s of the whole run and of its decode, nothing where it did not run."""
+    """Add the rows of a run; return the tokens/s of the whole run and of its decode, {} for a run that failed."""
     with tempfile.TemporaryDirectory() as folder:
         folders = [INSTALLED] if INSTALLED.is_dir() else []
         answer = children.ask(CHILD, request | {"folder": folder}, limit_s, folders, ALLOCATOR)
@@ -148,7 +148,7 @@ def measure(table: Table, name: str, run: PeerRun, request: dict, limit_s: float
 
 
 def ours_of(setting: Against, what: str, folders: Sequence[Path]) -> float | None:
-    """Return our fastest tokens/s at a setting, by the first of the folders that has its rows; None without any."""
+    """Return our fastest tokens/s at a setting, from the first folder that has its rows; None without any."""
     for folder in folders:
         if (path := folder / f"{setting.ours}.json").is_file():
             rows = json.loads(path.read_text(encoding="utf-8"))["rows"]

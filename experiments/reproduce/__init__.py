@@ -1,1 +1,1 @@
-"""The papers' tables and figures, computed anew: records of what a paper says beside what comes out here."""
+"""The papers' tables and figures, reproduced: each row has the paper's number and ours."""

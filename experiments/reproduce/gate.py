@@ -1,6 +1,6 @@
-"""The gate: the errors of all judged rows are kept in a file, and no change may worsen them without saying so.
+"""The gate: a file keeps the errors of all judged rows, and a change that worsens them needs ``--accept``.
 
-``python -m experiments.reproduce.gate [--only PAPER …]`` (``make gate``) computes the rows anew and writes the file.
+``python -m experiments.reproduce.gate [--only PAPER …]`` (``make gate``) computes the rows and writes the file.
 Where a row that ran runs no more, a system's median |error| in a paper is worse by more than a twentieth, or a row
 beyond 30 % has no explanation, it names the rows and writes nothing; with ``--accept`` it does. The suite fails where
 the file is not what a commit computes.

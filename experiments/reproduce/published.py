@@ -60,7 +60,7 @@ FLEXGEN_ROWS: dict[str, dict] = {
 }
 _ATTENDED = "attention=host, hidden=host, overlap=step, weights_device"
 #: H2O's row -> requests of a GPU batch, and options as ``flexhybrid simulate`` takes them. The share kept is twice
-#: --hh-ratio: as much again of the newest tokens as of heavy hitters.
+#: --hh-ratio: H2O keeps the same number of newest tokens as of heavy hitters.
 H2O_ROWS = {
     "pb025": (4, "0.4, 0, cache=device, overlap=none, weights_device=1"),
     "pb026": (52, f"0.4, 0, {_ATTENDED}=0"),
@@ -110,28 +110,33 @@ def flexgen_rate(row_id: str, hardware: Hardware, eviction: Mapping[str, float] 
     placed: dict[str, Any] = {"weights": _HOST, "cache": "host", "hidden": "host", "overlap": "step"}
     placed |= FLEXGEN_ROWS[row_id]
     gpu_batch, num = placed.pop("batches", (row["gpu_batch"], row["num_gpu_batches"]))
-    lines = dict(hardware.lines)
-    if rates := placed.pop("disk", None):
-        gain = lines["disk_read"].s_per_byte / catalogue.load("t4").lines["disk_read"].s_per_byte
-        read = rates[0] / gain if placed.pop("cached") else rates[0]  # what is stated gains what it does on the other
-        lines |= {"disk_read": _disk_line(read), "disk_write": _disk_line(rates[1])}
-    if not placed.pop(
-        "pinned", True
-    ):  # the host's weights take the way of keys and values; the disk's are read by four
-        at_host = placed["weights"].host / (placed["weights"].host + placed["weights"].disk)  # threads into page-locked
-        lines["load_weights"] = replace(lines["h2d"], s_per_byte=at_host * lines["load_kv"].s_per_byte)  # memory, and
-        # one crosses the link while others read
-    if placed["cache"] == "disk":  # they come as far as the host, whose cores attend (an operation a byte) and copy in
-        lines |= {"load_kv": Line(s_per_byte=lines["attend_host"].s_per_flop), "attend": Line()}  # turns
-    cache_entry = {f"kv@{placed.pop('cache')}": 1.0}
-    policy = Policy(
-        "flexgen", cache=cache_entry, max_mini_batch_tokens=gpu_batch * padded, packing="fifo", weight_order="natural",
-        **placed,
-    )  # fmt: skip
-    machine = on(Implementation("flexgen", undoes_bits_again=True), replace(hardware, lines=lines), num)
+    code = Implementation("flexgen", undoes_bits_again=True)
+    machine = on(code, replace(hardware, lines=_lines_of(placed, hardware)), num)
+    cache = {f"kv@{placed.pop('cache')}": 1.0}
+    order = {"packing": "fifo", "weight_order": "natural"}
+    policy = Policy("flexgen", cache=cache, max_mini_batch_tokens=gpu_batch * padded, **order, **placed)
     problem = Problem(shape=shape_by_name(row["model"].lower()), hardware=machine)
     candidates = Candidates(policy, row["batch"], row["prompt_len"], row["gen_len"])
     return _of_metric(row, predict(problem, candidates).row())
+
+
+def _lines_of(placed: dict[str, Any], hardware: Hardware) -> dict[str, Line]:
+    """Return the machine's lines for a run's disk, weights and cache; take "disk", "cached" and "pinned" out of it."""
+    lines, weights = dict(hardware.lines), placed["weights"]
+    if rates := placed.pop("disk", None):
+        # Behind the page cache a disk gains over its stated rate what the entry's disk gains.
+        gain = lines["disk_read"].s_per_byte / catalogue.load("t4").lines["disk_read"].s_per_byte
+        read = rates[0] / gain if placed.pop("cached") else rates[0]
+        lines |= {"disk_read": _disk_line(read), "disk_write": _disk_line(rates[1])}
+    if not placed.pop("pinned", True):
+        # Weights in the host's pageable memory cross as keys and values do. The disk's are read by four threads into
+        # page-locked memory; one crosses the link while others read.
+        at_host = weights.host / (weights.host + weights.disk)
+        lines["load_weights"] = replace(lines["h2d"], s_per_byte=at_host * lines["load_kv"].s_per_byte)
+    if placed["cache"] == "disk":
+        # Keys and values come as far as the host, whose cores attend (an operation a byte) and copy in turns.
+        lines |= {"load_kv": Line(s_per_byte=lines["attend_host"].s_per_flop), "attend": Line()}
+    return lines
 
 
 def baseline_rate(system: str, row_id: str, more: str = "") -> float:

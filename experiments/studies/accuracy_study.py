@@ -56,7 +56,7 @@ def fixed_shares() -> list[str]:
 
 
 def skewed_policies(alpha: float) -> list[str]:
-    """Return the policies for the skewed checkpoint: shares, thresholds, ratios, limited pools, one full layer."""
+    """Return the policies for the skewed checkpoint: shares, thresholds, ratios, limited pools, one whole layer."""
     return [
         *fixed_shares(),
         infinigen(alpha, 0.2),

@@ -111,7 +111,7 @@ def _rows(array: np.ndarray | None, kept: np.ndarray) -> np.ndarray | None:
 
 
 def answered(requests: Sequence[LineRequest]) -> AnsweredLines:
-    """Let every model answer every request; the models' seconds are processor time, of a request."""
+    """Answer every request with every model; the models' seconds are CPU time of a request."""
     prompts = [token_ids(request.prompt) for request in requests]
     labels = np.array([token_ids(request.answer)[1:] for request in requests])
     ngrams = NGrams.load()
@@ -136,7 +136,7 @@ STATED = "stated: multiply-adds and reads"
 
 @dataclass(frozen=True)
 class Judged:
-    """N requests under one way to choose models: whether they are answered right [N], and what each costs [N], in J."""
+    """N requests under one way to choose models: which are answered right [N], and the cost of each in J [N]."""
 
     correct: np.ndarray
     cost: np.ndarray
@@ -179,11 +179,11 @@ def by_cascade(trials: Sequence[Trial], folds: Sequence[np.ndarray], options: Se
 
 
 def all_knowing(answers: Answers, as_the_largest: bool = False) -> Judged:
-    """Know which models are right on a request: it goes straight from the first one to the cheapest of them, and stays
+    """Choose with knowledge of which models are right: from the first model straight to the cheapest right one, or stay
     at the first where none is.
 
-    No cascade is more accurate, and none that is as accurate and begins with this model is cheaper. ``as_the_largest``:
-    the dearest requests that are not needed for the largest model's accuracy stay at the first model, too.
+    No cascade is more accurate, and no equally accurate one that begins with this model is cheaper. ``as_the_largest``:
+    the dearest requests that the largest model's accuracy does not need stay at the first model, too.
     """
     right = np.logical_or.reduce(answers.correct)
     to = np.where(right, answers.correct.argmax(axis=0), 0)
@@ -196,8 +196,8 @@ def all_knowing(answers: Answers, as_the_largest: bool = False) -> Judged:
 
 
 def knowing_the_smaller(answers: Answers) -> Judged:
-    """Know which of the smaller models are right, as a perfect confidence would, and nothing of the largest: to it goes
-    what all smaller ones have wrong."""
+    """Choose with knowledge of which smaller models are right, as a perfect confidence would: the largest model gets
+    the requests that all smaller ones have wrong."""
     smaller = answers.correct[:-1]
     to = np.where(np.logical_or.reduce(smaller), smaller.argmax(axis=0), answers.num_models - 1)
     return Judged(np.logical_or.reduce(answers.correct), _straight(answers, to))
@@ -216,8 +216,7 @@ def surest(answers: Answers, shares: Sequence[float] = SHARES) -> dict[str, list
 
 
 def by_type(trials: Sequence[Trial], folds: Sequence[np.ndarray], types: np.ndarray) -> Judged:
-    """Know of a request its line's type alone: the cheapest model that is as accurate as the largest on the fitted
-    lines of this type answers it, and no other computes."""
+    """Choose by a line's type: the cheapest model that is as accurate as the largest on fitted lines of this type."""
     judged = Judged(np.zeros(len(types), dtype=bool), np.zeros(len(types)))
     for trial, fold in zip(trials, folds, strict=True):
         for name in np.unique(types[fold]):

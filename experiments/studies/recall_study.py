@@ -100,8 +100,9 @@ def asked_facts(texts: np.ndarray, sizes: Sizes) -> np.ndarray:
 def measure(
     model: Path, policy: str, whole_layers: int, texts: np.ndarray, sizes: Sizes, heads: Sequence[dict]
 ) -> dict:
-    """Return what a policy that has so many whole layers answers, by text and in all, and how many answers are right
-    where the heads of the others that read facts (of ``heads``, as ``reading_heads`` gives them) see the fact no more.
+    """Return a policy's share of right answers, by text and in all, and among the facts that no reading head sees.
+
+    ``whole_layers``: the policy's. The reading heads are those of ``heads`` (``reading_heads``) in later layers.
     """
     forced = 2 * sizes.queries
     with LLM(model, policy, device="cpu", dtype="float32", hardware="rtx4090") as llm:
@@ -125,8 +126,8 @@ def measure(
 
 @torch.inference_mode()
 def right_under_mask(network, texts: np.ndarray, sizes: Sizes, seen_LNHP: torch.Tensor) -> np.ndarray:
-    """Return which answers are right, [N, Q], of transformers' model whose tokens behind the prompt see these places of
-    it alone: bool [layers, N or 1, heads or 1, prompt tokens]."""
+    """Return which answers are right, bool [N, Q], under a mask: tokens behind the prompt see only these places of it,
+    bool [layers, N or 1, heads or 1, prompt tokens]."""
     ids, prompt = torch.tensor(texts[:, :-1]), sizes.prompt_tokens
     causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
     handles = []
@@ -145,8 +146,8 @@ def right_under_mask(network, texts: np.ndarray, sizes: Sizes, seen_LNHP: torch.
 
 
 def seen_facts(num_layers: int, sizes: Sizes, kept_NM: np.ndarray) -> torch.Tensor:
-    """Return the places [layers, N, 1, prompt tokens] of caches that have all that is not a fact, and both tokens of
-    the facts that are kept, bool [N, facts]."""
+    """Return which prompt places caches hold, bool [layers, N, 1, prompt tokens]: all but facts, and both tokens of the
+    kept facts, bool [N, facts]."""
     seen = np.ones((num_layers, len(kept_NM), 1, sizes.prompt_tokens), dtype=bool)
     seen[:, :, 0, 1 : 1 + 2 * sizes.facts] = kept_NM.repeat(2, axis=1)
     return torch.tensor(seen)
@@ -173,9 +174,9 @@ def one_token_of_each(network, texts: np.ndarray, sizes: Sizes) -> dict[str, flo
 
 
 def reading_heads(network, texts: np.ndarray, sizes: Sizes, chance: float) -> list[dict]:
-    """Return every head behind layer 0: the share of right answers where it alone sees the facts, where it alone does
-    not, and whether it reads facts: with more right answers than chance explains (three standard errors) if it is the
-    only one to see them."""
+    """Return a row for every head behind layer 0: the share of right answers where it alone sees the facts, where it
+    alone does not, and whether it reads facts, that is, has more right answers than chance explains (three standard
+    errors) if it alone sees them."""
     layers, heads = network.config.num_hidden_layers, network.config.num_attention_heads
     none = np.zeros((1, sizes.facts), dtype=bool)
     blind = seen_facts(layers, sizes, none).repeat(1, 1, heads, 1)

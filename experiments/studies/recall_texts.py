@@ -6,8 +6,8 @@ again)::
     </s> bano 17 pero 84 … veg zit vom … pero 84 bano 17 …
          facts              filler       queries: asked in the decode alone
 
-Names of a text differ. Each number is drawn by itself, evenly from all of them, so that whoever does not have a fact
-answers right with probability 1 / NUM_VALUES, whatever else it knows. Each fact is asked once at most: a query tells
+Names of a text differ. Each number is drawn independently and uniformly, so that a model without the fact answers
+right with probability 1 / NUM_VALUES. Each fact is asked once at most: a query tells
 its answer to those behind it.
 """
 

@@ -1,4 +1,4 @@
-"""A cascade that is fitted on some requests and judged on others, by the searches that are compared."""
+"""A cascade that is fitted on some requests and judged on others, with each of the compared searches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Bench rows of files and queues of requests: runs, their census and memory, and batches that are refilled."""
+"""Bench rows of request queues: jobs, refilled batches, shared prefixes and forecasts."""

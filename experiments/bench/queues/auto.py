@@ -1,4 +1,4 @@
-"""Bench rows of policy auto: jobs that it chooses a policy for, against policies named by hand, each job run whole.
+"""Bench rows of policy auto against policies named by hand; each job runs from start to end.
 
 A job's tokens/s with policy auto count its trial, its searches and its changes of policy; only the profile is measured
 before. The grid of policies holds what a careful user would try one by one. Policy auto and the grid's policies that
@@ -41,7 +41,7 @@ ROUNDS, NEAR = 3, 1.25  #: of all policies within this ratio of the grid's faste
 
 @dataclass(frozen=True)
 class ChosenJob:
-    """A kind of job: its requests, the memory that it may use, and the policies that a user would try."""
+    """A kind of job: its requests, its memory budgets, and the policies that a user would try."""
 
     name: str
     num_requests: int

@@ -1,5 +1,5 @@
-"""Bench rows of what was foretold of a refilled queue: at its start, after a tenth of its answers, and by the virtual
-clock that knows every length, each against what the queue then took."""
+"""Bench rows of forecasts of a refilled queue's time: at its start, after a tenth of its answers, and by the virtual
+clock, which knows every length; each against the measured time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POLICIES = (
     Policy("act_only", Placement(host=1), cache={"act@host": 1.0}, max_batch=AT_A_TIME),
     Policy("disk", Placement(host=0.5, disk=0.5), cache={"kv@host": 1.0}, max_batch=AT_A_TIME),
 )
-#: Prompts that begin alike, in a mix: buffers decide who joins as well as places.
+#: Prompts that begin alike, under a mix of KV and ACT: free blocks and free places both decide which requests join.
 SYSTEM, SHARING_REQUESTS = 400, 1_000
 BARS = {"at the start": (None, 20), "after a tenth": (None, 10), "by the virtual clock": (8, 15)}
 
@@ -89,32 +89,32 @@ def queue_errors(llm: LLM, num_requests: int, system: int = 0) -> dict[str, floa
     unknown = Workload(prompt_tokens, limits, prefixes=prefixes)
     known = replace(unknown, answer_tokens=ends)
     at_start = price_queue(llm.problem, llm.settled_policy, with_mean(unknown, float(ends.mean())), AT_A_TIME)
-    foretold = {
+    estimates = {
         "at the start": at_start.total_s,
         "by the virtual clock": walk_queue(llm.problem, llm.settled_policy, known, AT_A_TIME).total_s,
     }
     few = unknown.select(slice(AT_A_TIME))  # weights and buffers are there from now on
     llm.answer(few, ending_after(llm, prompts, np.full(AT_A_TIME, 2)), lambda *_: None, RunControl())
     outlook = Outlook(at_start.pace, unknown, open_wave=batches(llm, unknown)) if at_start.pace else None
-    control = _told_of(outlook, ends, foretold) if outlook else RunControl()
+    control = _listening(outlook, ends, estimates) if outlook else RunControl()
 
     def completed(index: int, generated: Generated) -> None:
         if outlook:
             outlook.end(index, len(generated.token_ids))
 
     seconds = seconds_of(lambda: llm.answer(unknown, ending_after(llm, prompts, ends), completed, control))
-    return {name: told_s / seconds - 1 for name, told_s in foretold.items()}
+    return {name: estimate / seconds - 1 for name, estimate in estimates.items()}
 
 
-def _told_of(outlook: Outlook, ends: np.ndarray, foretold: dict[str, float]) -> RunControl:
+def _listening(outlook: Outlook, ends: np.ndarray, estimates: dict[str, float]) -> RunControl:
     """Return the control of a run that tells ``outlook`` of it, and adds its forecast after a tenth of the answers."""
     began = time.perf_counter()
 
     def on_tokens(_count: int) -> None:
         outlook.advance()
         ended = outlook.ended_in >= 0
-        if ended.mean() >= 0.1 and "after a tenth" not in foretold:
-            foretold["after a tenth"] = time.perf_counter() - began + (outlook.seconds_left() or 0.0)
+        if ended.mean() >= 0.1 and "after a tenth" not in estimates:
+            estimates["after a tenth"] = time.perf_counter() - began + (outlook.seconds_left() or 0.0)
             known_to = ends[ended].std() / ended.sum() ** 0.5 / ends[ended].mean()
             print(f"{ended.sum()} answers have ended; their mean alone is known to {known_to:.1%}", flush=True)
 

@@ -65,7 +65,7 @@ def bench_shared(table: Table, name: str, fields: dict, bar: float, num_requests
 
 
 def bench_join(table: Table) -> None:
-    """Add the milliseconds in which as many requests as leave join: of SYSTEMS system prompts in turn, and of none."""
+    """Add the milliseconds in which JOINING requests replace as many, with SYSTEMS system prompts and with none."""
     generator = np.random.default_rng(0)
     own = [generator.integers(3, 2048, 40).tolist() for _ in range(6 * JOINING)]
     systems = [generator.integers(3, 2048, 200).tolist() for _ in range(SYSTEMS)]

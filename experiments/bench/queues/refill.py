@@ -1,4 +1,4 @@
-"""Bench rows of a batch that requests join and leave, against waves: requests that run together to the last one's end.
+"""Bench rows of a refilled batch against waves, whose requests run together until the last one ends.
 
 Answers end by themselves, at lengths drawn from a log-normal distribution or at those of labels, far below their
 limits. Weights pass a paced link once an iteration, so that what counts is how many iterations the queue takes. Waves
@@ -43,7 +43,7 @@ WINDOW, ROUNDS = slice(40, 120), 3
 
 @dataclass
 class End:
-    """In a ``StopWatch``'s place: ends an answer after so many tokens."""
+    """Ends an answer after ``left`` tokens, in the place of a ``StopWatch``."""
 
     left: int
 
@@ -88,7 +88,7 @@ class QueueCase:
         return cls(Workload(prompt_tokens[order], limits[order]), ends[order], prompts)
 
     def seconds(self, llm: LLM, requests: np.ndarray, joining: bool, most_iterations: int = 1 << 30) -> float:
-        """Answer some of the requests, for so many iterations at most; return the seconds."""
+        """Answer some of the requests, for at most ``most_iterations``; return the seconds."""
         self.tokens_by_iteration.clear()
         self.ends_s.clear()
         ends, prompts = self.ends[requests], [self.prompts[i] for i in requests]

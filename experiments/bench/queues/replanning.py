@@ -1,4 +1,4 @@
-"""Bench rows of a job that searches its policy again: a link, or answers, that leave the prediction on the way.
+"""Bench rows of re-planning: a job whose link becomes slower than predicted searches its policy again.
 
 Each job runs twice, with and without re-planning. The windows in which it looks at what is measured are shorter than
 those of a night, as the job is. Attention stays on the device: the host of this "device" is the same cores, where

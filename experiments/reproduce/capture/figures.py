@@ -111,15 +111,10 @@ SHORTER_PROMPTS = (256, 512, 1024, 1920)  #: another likely set
 SHORT_PROMPTS = (128, 256, 512)  #: those of PowerInfer's table in the same papers
 
 
-def _busy(batch: int, prompts: tuple[int, ...], own_share: bool = False) -> float:
-    """Return the GPU's time at work in hybrid_full (%), the mean over prompts.
-
-    ``own_share``: Algorithm 1 knows batch and prompt length.
-    """
-    hardware = setup.hardware()
-    own = [setup.share_of("hybrid_full", MODEL, hardware, batch, prompt) for prompt in prompts] if own_share else None
-    share = own or _share()
-    return 100 * float(setup.run_shares(MODEL, hardware, share, batch, np.array(prompts)).busy["compute"].mean())
+def _busy(batch: int, prompts: tuple[int, ...]) -> float:
+    """Return the GPU's time at work in hybrid_full (%), the mean over prompts."""
+    run = setup.run_shares(MODEL, setup.hardware(), _share(), batch, np.array(prompts))
+    return 100 * float(run.busy["compute"].mean())
 
 
 def _busy_on_device(batch: int) -> float:
@@ -192,7 +187,6 @@ def figure14() -> Experiment:
         setup.all_constants(),
         prompts=", ".join(map(str, PROMPTS)),
         share=_share(),
-        own_share=_busy(32, PROMPTS, own_share=True),
         least=busy["FlexGen", 128].min(),
         most=busy["FlexGen", 128].max(),
         gain=gains[-1].max(),

@@ -55,7 +55,7 @@ def cell(row: dict, name: str) -> Interval:
 
 
 def row(quantity: str, found: Interval, unit: str = "", times: float = 1.0, **more) -> Row:
-    """Return a context row of a figure with its interval, in a unit that is so many times its own."""
+    """Return a context row of a figure with its interval, both multiplied by ``times``."""
     ends = {"low": times * found.low, "high": times * found.high}
     return context(quantity, times * found.value, unit) | ends | more
 

@@ -1,4 +1,4 @@
-"""InfiniGen's performance figures (OSDI 2024, Fig. 2, 14 to 18), computed anew."""
+"""InfiniGen's performance figures (OSDI 2024, Fig. 2, 14 to 18), reproduced."""
 
 import numpy as np
 

@@ -1,9 +1,9 @@
 """Recall of facts that are asked for after the eviction, from what ``experiments.studies.recall_study`` measured.
 
-A text has M facts in its prompt and asks for them in the decode alone (multi-query associative recall). Whoever evicts
-after the prompt does not know what will be asked. A head that keeps K places holds at most K of the M facts, since each
-is read at a place of its own; S heads that choose for themselves hold at most S · K. The rest is right by chance: each
-number is drawn evenly from V, so that 1 / V of such answers are right whatever else is known.
+A text has M facts in its prompt and asks for them in the decode alone (multi-query associative recall). A policy that
+evicts after the prompt does not know what will be asked. A head that keeps K places holds at most K of the M facts,
+since each is read at a place of its own; S heads with choices of their own hold at most S · K. Answers to other facts
+are right by chance, 1 / V of them: each number is drawn evenly from V.
 """
 
 from __future__ import annotations

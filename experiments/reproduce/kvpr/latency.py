@@ -10,6 +10,7 @@ from experiments.reproduce.experiment import ARITHMETIC, Constant, Experiment
 from experiments.reproduce.kvpr import setup
 from experiments.reproduce.kvpr.setup import LATENCY_BATCH, label, labels
 from experiments.reproduce.paper import KVPR, context, contexts, judged, printed, values_of
+from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.waves import wave_plan
@@ -24,10 +25,7 @@ TABLES = {3: "OPT-6.7B", 4: "OPT-13B"}
 
 def accelerate_s(model: str, pairs, constants: tuple[Constant, ...] | None = None) -> np.ndarray:
     """Return the decode seconds of transformers' offloaded static cache."""
-    prompts, generated = setup.lengths(pairs)
-    return setup.run_one(
-        setup.shape_of(model), _hardware(constants), setup.accelerate(), LATENCY_BATCH, prompts, generated
-    ).decode_s
+    return _decode_s(model, setup.accelerate(), pairs, _hardware(constants))
 
 
 def kvpr_s(model: str, pairs, constants: tuple[Constant, ...] | None = None) -> np.ndarray:
@@ -40,11 +38,14 @@ def deepspeed_s(model: str, pairs) -> np.ndarray:
     """DeepSpeed Inference with its cache on the host: weights resident, one task at a time (assumed: the paper does
     not say how it was set up)."""
     policy = replace(presets.offloaded(), schedule="row", name="deepspeed")
-    prompts, generated = setup.lengths(pairs)
-    return setup.run_one(setup.shape_of(model), _hardware(None), policy, LATENCY_BATCH, prompts, generated).decode_s
+    return _decode_s(model, policy, pairs, setup.a100("latency"))
 
 
-def _hardware(constants: tuple[Constant, ...] | None):
+def _decode_s(model: str, policy: Policy, pairs, hardware: Hardware) -> np.ndarray:
+    return setup.run_one(setup.shape_of(model), hardware, policy, LATENCY_BATCH, *setup.lengths(pairs)).decode_s
+
+
+def _hardware(constants: tuple[Constant, ...] | None) -> Hardware:
     if constants is None:
         return setup.a100("latency")
     link, host_s = (values_of(constants)[name] for name in ("link_gb_per_s", "host_s"))
@@ -67,7 +68,7 @@ def paper_speedups(model: str) -> np.ndarray:
 
 
 def memory_gib(model: str, policy: Policy, prompt: int, generated: int) -> dict[str, float]:
-    """Return our account: the cache that the tables count, and all device memory with every named part."""
+    """Return our memory plan: the cache that the tables count, and all parts of device memory together."""
     shape, workload = setup.shape_of(model), Workload.uniform(LATENCY_BATCH, prompt, generated)
     plan = wave_plan(Problem(shape=shape, dtype=setup.DTYPE, hardware=setup.a100("latency")), policy, workload)
     return {"cache_size": plan["host"]["kv pool"] / 2**30, "gpu_peak_mem": sum(plan["device"].values()) / 2**30}
@@ -138,8 +139,8 @@ def _pair_rows(source: str, model: str, method: str, pair: tuple[int, int], poli
 
 
 def contradicted(model: str, method: str, pair: tuple[int, int]) -> str:
-    """Return which run of the same table contradicts a latency, "" where none does: one whose steps copy more and are
-    shorter all the same."""
+    """Return the run of the same table that contradicts a latency, "" if none does: its steps copy more and are
+    shorter."""
 
     latencies = zip(setup.SHORT, paper_column(model, method), strict=True)
     step_s = {of: float(latency) / (of[1] - 1) for of, latency in latencies}
@@ -166,7 +167,7 @@ table3, table4 = partial(_table, 3), partial(_table, 4)
 
 
 def figure7() -> Experiment:
-    """Decode latency of both models, DeepSpeed beside; savings with the constants that Accelerate's clean rows give."""
+    """Decode latency of both models with DeepSpeed; savings with the constants of Accelerate's clean rows."""
     constants = setup.fit_a100()
     reductions = {}
     for model in TABLES.values():

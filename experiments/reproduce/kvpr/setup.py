@@ -1,4 +1,4 @@
-"""KVPR's testbeds: the machines as its programs see them, the constants with where each comes from, the policies."""
+"""KVPR's testbeds: the machines as its programs use them, the constants with their sources, the policies."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -54,7 +54,7 @@ def machine(name: str, link_gb_per_s: float, cache_wait_s: float = 0.0) -> Hardw
 
 
 def link_standard(name: str) -> float:
-    """GB/s that the standard of a testbed's link allows."""
+    """Return the GB/s of the standard of a testbed's link."""
     return catalogue.load(name).notes["link_bytes_per_s"] / 1e9
 
 
@@ -109,7 +109,7 @@ def at_share(policy: Policy, share: float) -> Policy:
 
 
 def share_of_figure_10() -> float:
-    """Return the share f of tokens recomputed that Fig. 10's loads mean: f/2 to 1 - f as ACT's 8 % to KV's 38 %."""
+    """Return the share f of recomputed tokens that follows from Fig. 10: f/2 : (1 - f) is ACT's 8 % to KV's 38 %."""
     ratio = KVPR.value("kh027") / KVPR.value("kh026")
     return 2 * ratio / (1 + 2 * ratio)
 
@@ -124,15 +124,17 @@ def mini_batch_tokens(prompts, generated):
 
 
 def run_column(shape: ModelShape, hardware: Hardware, policy: Policy, prompts, generated) -> Prediction:
-    """32 x 8 requests; arrays over lengths."""
+    """Predict 32 x 8 requests; arrays over lengths."""
     tokens = mini_batch_tokens(prompts, generated)
     candidates = Candidates(policy, GPU_BATCH * NUM_GPU_BATCHES, prompts, generated, max_mini_batch_tokens=tokens)
     return predict(Problem(shape=shape, hardware=hardware), candidates)
 
 
 def run_one(shape: ModelShape, hardware: Hardware, policy: Policy, batch, prompts, generated) -> Prediction:
-    """One GPU batch; arrays over batches or lengths. Where a layer comes in two loads, its overhead, the host's time
-    a layer, is shared by them."""
+    """Predict one GPU batch; arrays over batches or lengths.
+
+    Where a layer is loaded in two parts, they share its overhead, which is the host's time a layer.
+    """
     if policy.weight_order == "kv_act_first" and (line := hardware.lines.get("load_weights")):
         shared = replace(line, overhead_s=line.overhead_s / 2)
         hardware = replace(hardware, lines={**hardware.lines, "load_weights": shared})
@@ -161,7 +163,7 @@ def _from_catalogue(machine_name: str, *names: str) -> tuple[Constant, ...]:
 
 @cache
 def rtx5000_constants() -> tuple[Constant, ...]:
-    """Return the low-end testbed's: FlexGen's copies, fitted on its rows of Table 5, and four set beforehand."""
+    """Return the low-end testbed's constants: FlexGen's copies, fitted on Table 5, and four set beforehand."""
     priors = _from_catalogue("rtx5000", "memory", "attention_memory")
     return (relay_constant(), KVPR.constant("pcie_share", PCIE_SHARE), KVPR.constant("gemm", ENGINE_GEMM), *priors)
 
@@ -204,8 +206,8 @@ def accelerate_s(rows: pd.DataFrame, values: dict[str, float]) -> np.ndarray:
 
 @cache
 def a100_constants() -> tuple[Constant, ...]:
-    """Return the main testbed's: the link's, which all testbeds share, the host's time, fitted here, FlexGen's copies
-    from the low-end testbed (no FlexGen row of this one may be fitted on), three set beforehand."""
+    """Return the main testbed's constants: the shared link, the host's time, fitted here, FlexGen's copies from the
+    low-end testbed (no FlexGen row of this one may be fitted on), and three set beforehand."""
     link = KVPR.constant("link_gb_per_s", a100_link())
     link = replace(link, fitted_on=f"{FITTED_ON}, and CAPTURE's six rows of two models")
     priors = _from_catalogue("a100-40g", "memory", "attention_memory")
@@ -214,7 +216,7 @@ def a100_constants() -> tuple[Constant, ...]:
 
 @cache
 def node_constants() -> tuple[Constant, ...]:
-    """Multi-GPU node: the main testbed's GPU and link, and its host."""
+    """Return the multi-GPU node's constants: the main testbed's link, and shares of its GPU and host."""
     priors = _from_catalogue("a100-40g", "memory", "attention_memory", "host_memory", "host_flops")
     return (a100_constants()[0], *priors)
 

@@ -37,7 +37,7 @@ def _column_rates(shape: ModelShape, hardware: Hardware, policies: dict[str, Pol
 
 
 def table5_rates(hardware: Hardware) -> Rates:
-    """Return the rates of FlexGen, and of KVPR by each rule and at the share of tokens that Fig. 10 means."""
+    """Return the rates of FlexGen, and of KVPR by each rule and at Fig. 10's share of tokens."""
     policies = {"FlexGen": setup.flexgen()} | {f"KVPR, {rule} rule": setup.kvpr(rule) for rule in RULES}
     policies["KVPR at 0.30"] = setup.at_share(setup.kvpr(), setup.share_of_figure_10())
     return _column_rates(setup.shape_of("OPT-6.7B"), hardware, policies)
