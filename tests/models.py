@@ -99,18 +99,25 @@ def edit_config(folder, **fields) -> None:
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
 
 
-LETTERS = {chr(ord("0") + i): 3 + i for i in range(61)}  #: of ``save_text_model``'s tokenizer, with their ids
+LETTERS = {chr(ord("0") + i): 3 + i for i in range(61)}  #: of ``save_tokenizer``, with their ids
+
+
+def save_tokenizer(folder, characters: dict[str, int] = LETTERS, begins: bool = False) -> None:
+    """Save a tokenizer of a token a character. ``begins``: texts begin with a token of their own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE({"<s>": 0, "<pad>": 1, "</s>": 2} | characters, [], unk_token="<pad>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    if begins:
+        tokenizer.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 2)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="</s>", eos_token="</s>").save_pretrained(folder)
 
 
 def save_text_model(folder) -> None:
     """Save a tiny OPT with a tokenizer of a token a character, and a chat template that knows tools."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     save_opt(folder, vocab=64)
-    tokenizer = Tokenizer(models.BPE({"<s>": 0, "<pad>": 1, "</s>": 2} | LETTERS, [], unk_token="<pad>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="</s>", eos_token="</s>").save_pretrained(folder)
+    save_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(
         "{% for t in tools or [] %}{{ t | tojson }}<tool_call>{% endfor %}{% for m in messages %}{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"

@@ -18,12 +18,10 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.buffers import Buffers
 from flexhybrid.runtime.storage.loader import Checkpoint
-from sim import virtual_clock
 from sim.presets import act_only, hybrid, kv_only
 from sim.simulate import simulate
 
@@ -67,22 +65,6 @@ def test_a_borrowing_layer_loads_and_recomputes_but_stores_nothing(tiny_of):
             assert verbs[borrower].get(verb) == verbs[lender].get(verb)
         assert verbs[borrower].keys() & {"load_kv", "load_act"}
         assert not verbs[borrower].keys() & set(STORING) and verbs[lender].keys() & set(STORING)
-
-
-def test_a_run_without_what_a_borrowing_layer_waits_for_is_seen(tiny_of):
-    """The checker of traces knows whose blocks a borrowing layer reads."""
-    shape = tiny_of("gemma4_text")[0].shape
-    problem = Problem(shape=shape, dtype="float32", hardware=machine())
-    wave = admit(problem, kv_only(), Workload(np.array([20]), np.array([4])))
-    trace = virtual_clock.run(stream(wave), machine())
-    assert check_trace(trace) == []
-    early = [
-        event._replace(start_s=0.0, end_s=0.0)
-        if (event.task.verb, event.task.layer, event.task.iteration) == ("load_kv", 4, 2)
-        else event
-        for event in trace
-    ]
-    assert any("load_kv" in line for line in check_trace(early))
 
 
 @pytest.mark.parametrize("policy", [hybrid(0.5), WIDER["disk"], Policy(cache={"kv@device": 0.5, "act@device": 0.5})])

@@ -28,14 +28,7 @@ from strategies import runnable_policies
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from flexhybrid.core.memory import (
-    CONTEXT_BYTES,
-    GRAPH_BYTES,
-    HOST_THREADS,
-    PACKING_ELEMENTS,
-    memory_plan,
-    total_bytes,
-)
+from flexhybrid.core.memory import CONTEXT_BYTES, GRAPH_BYTES, HOST_THREADS, PACKING_ELEMENTS, memory_plan, total_bytes
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Selection
@@ -256,10 +249,7 @@ def reserved_by(
 
 
 #: Model -> the device's budget, requests, their prompts and answers in tokens.
-AUTO = {
-    "opt-6.7b": (18 * GIB, 128, 512, 32),
-    "llama-3-8b": (12 * GIB, 128, 512, 32),
-}
+AUTO = {"opt-6.7b": (18 * GIB, 128, 512, 32), "llama-3-8b": (12 * GIB, 128, 512, 32)}
 
 
 @cache

@@ -126,10 +126,7 @@ def test_every_architecture(tmp_path, kind):
     check_clean(result, watch)
 
 
-@pytest.mark.parametrize(
-    "name, kind",
-    [("packed", "qwen2"), ("heavy hitters", "opt"), ("speculative, few", "qwen2")],
-)
+@pytest.mark.parametrize("name, kind", [("packed", "qwen2"), ("heavy hitters", "opt"), ("speculative, few", "qwen2")])
 def test_what_changes_tokens_changes_them_as_on_a_cpu(tmp_path, kind, name):
     """Fewer bits and selections that leave tokens out have no reference but our own run."""
     save_opt(tmp_path, layers=3, heads=4, ffn=64) if kind == "opt" else save_llama(

@@ -193,11 +193,7 @@ def test_the_check_tells_forbidden_imports_from_allowed_ones():
     lazily, typing = "def f():\n    {}", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}"
     for module, forbidden, allowed in (
         ("flexhybrid.core.wave", "import torch", "import json\nimport numpy as np\nfrom .task import Task"),
-        (
-            "flexhybrid.core.wave",
-            lazily.format("import transformers"),
-            "from flexhybrid.core import work",
-        ),
+        ("flexhybrid.core.wave", lazily.format("import transformers"), "from flexhybrid.core import work"),
         ("flexhybrid.core.wave", "from .. import runtime", "from . import work"),
         ("flexhybrid.runtime.clock", "from flexhybrid import LLM", "import torch"),
         ("flexhybrid.runtime.clock", "import policy_search.search as s", "import flexhybrid.core.wave as w"),

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from models import save_llama, save_opt
+from models import save_llama, save_opt, save_tokenizer
 
 from flexhybrid.cli import main
 from flexhybrid.core.errors import InputError
@@ -27,16 +27,9 @@ LENGTH, PROMPT = 52, 40
 @pytest.fixture(scope="module", params=[save_opt, save_llama], ids=["opt", "llama"])
 def checkpoint(request, tmp_path_factory):
     """(folder with a tokenizer of one token a character, transformers' model)."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
     folder = tmp_path_factory.mktemp("model")
     model = request.param(folder, heads=4, head_dim=32, vocab=64, layers=3)
-    characters = {"<s>": 0, "<pad>": 1, "</s>": 2} | {chr(ord("0") + i): 3 + i for i in range(61)}
-    tokenizer = Tokenizer(models.BPE(characters, [], unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 2)])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="</s>", eos_token="</s>").save_pretrained(folder)
+    save_tokenizer(folder, begins=True)
     return folder, model
 
 

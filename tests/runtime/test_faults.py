@@ -164,24 +164,16 @@ def test_an_exception_in_any_lane_ends_a_slow_write_and_reaches_the_caller(
     check_fails_and_recovers(llm, expected, RuntimeError, f"the {lane} lane broke", monkeypatch)
 
 
-def test_weights_shortened_under_way(llm, expected, monkeypatch, no_collector):
-    def shorten(ex, task):
-        if task.iteration == 2:
-            os.ftruncate(ex.weights.disk._file.fd, 100)
-
-    patch_verb(monkeypatch, "project", shorten)
-    check_fails_and_recovers(llm, expected, DiskError, "short read .* shortened", monkeypatch)
-
-
-def test_a_cache_shortened_under_way(llm, expected, monkeypatch, no_collector):
-    """A read finds it, or a write, which would otherwise make the file long again."""
+@pytest.mark.parametrize("of, words", [("weights", "short read .* shortened"), ("buffers", "shortened")])
+def test_a_file_shortened_under_way(llm, expected, monkeypatch, no_collector, of, words):
+    """A read finds it, or, of a cache, a write, which would otherwise make the file long again."""
 
     def shorten(ex, task):
         if task.iteration == 2:
-            os.ftruncate(ex.buffers.disk._file.fd, 100)
+            os.ftruncate(getattr(ex, of).disk._file.fd, 100)
 
     patch_verb(monkeypatch, "project", shorten)
-    check_fails_and_recovers(llm, expected, DiskError, "shortened", monkeypatch)
+    check_fails_and_recovers(llm, expected, DiskError, words, monkeypatch)
 
 
 @pytest.mark.parametrize("code, words", [(errno.ENOSPC, "No space left.*free some space"), (errno.EIO, "Input/output")])

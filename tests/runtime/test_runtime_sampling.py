@@ -222,19 +222,6 @@ def test_sixteen_bit_logits_are_sampled_in_float32():
     assert torch.equal(choose(logits, step_of(plan)), choose(logits.float(), step_of(plan)))
 
 
-def test_draws_within_top_k_top_p_follow_the_renormalised_softmax():
-    count = 20_000
-    logits = torch.from_numpy(np.random.default_rng(1).normal(0, 1.5, 400)).float()
-    one = {"temperature": 0.9, "min_p": 0.02, "top_k": 30, "top_p": 0.85}
-    step = step_of(plan_of([one], seed=11), np.arange(count), np.zeros(count, dtype=np.int64))
-    drawn = choose(logits.expand(count, -1), step).numpy()
-    probabilities = torch.softmax(oracle(logits, **one).double(), 0).numpy()
-    possible = probabilities > 0
-    observed = np.bincount(drawn, minlength=400)
-    assert observed[~possible].sum() == 0
-    assert stats.chisquare(observed[possible], probabilities[possible] * count).pvalue > 1e-3
-
-
 def test_held_tokens_do_not_come_before_their_position():
     logits = torch.zeros(4, 6)
     logits[:, 2], logits[:, 5] = 9.0, 5.0

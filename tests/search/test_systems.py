@@ -133,15 +133,6 @@ def test_a_link_bound_run_takes_its_bytes():
     assert outcome.total_s == pytest.approx((17 * weights + cache) * 1e-9, rel=2e-3)
 
 
-def test_row_schedule_streams_the_weights_for_every_mini_batch():
-    setting = setting_of(SMALL, link_machine(), 4, 60, 3)
-    row = replace(system("deepspeed", setting).policy, max_mini_batch_tokens=1)
-    column = replace(row, schedule="column")
-    times = [simulate(Problem(shape=SMALL, hardware=link_machine()), policy, 4, 60, 3) for policy in (row, column)]
-    assert times[0].num_mini_batches == 4
-    assert times[0].traffic_bytes["h2d"]["weights"] == pytest.approx(4 * times[1].traffic_bytes["h2d"]["weights"])
-
-
 def test_deepspeeds_batches_are_those_of_its_published_runs():
     """The largest powers of two in its memory are what FlexGen's authors ran on a T4 (bench_hf.py); none is fitted."""
     ran = {("opt-6.7b", 256): 32, ("opt-6.7b", 512): 16, ("opt-6.7b", 1024): 8}

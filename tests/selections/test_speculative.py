@@ -1,9 +1,7 @@
 """InfiniGen's selection: against a plain account of it that keeps every key of every head in a dictionary."""
 
 import math
-import time
 from dataclasses import replace
-from itertools import combinations
 from types import SimpleNamespace
 
 import numpy as np
@@ -110,35 +108,6 @@ def test_rows_that_serve_all_heads_are_chosen_by_token(checkpoints, prompts, fam
     wanted, share = plain_tokens(checkpoints[family], chosen, prompts, 8)
     assert result.tokens == wanted
     assert check_trace(result.trace) == [] and moved_share(result.trace) == pytest.approx(share)
-
-
-@pytest.mark.parametrize("bits", [Bits(), Bits(kv=8, act=8)])
-def test_loads_that_run_ahead_leave_a_slow_attention_alone(checkpoints, prompts, bits):
-    """A slot is free for the next load once its rows are recomputed or unpacked, long before they are assembled."""
-    chosen = policy(1.0, 0.4, cache={"kv@host": 0.5, "act@host": 0.5}, bits=bits, max_mini_batch_tokens=80)
-
-    def slow(executor):
-        assemble = executor.verbs["assemble"]
-
-        def late(executor, task):
-            time.sleep(0.005)
-            assemble(executor, task)
-
-        executor.verbs["assemble"] = late
-
-    wanted = run_wave(checkpoints["llama"], replace(chosen, overlap="none"), prompts, 8).tokens
-    assert run_wave(checkpoints["llama"], chosen, prompts, 8, edit=slow).tokens == wanted
-
-
-@pytest.mark.parametrize("family", ["opt", "llama"])
-def test_each_victim_keeps_other_tokens_of_a_prompt_beyond_the_pool(checkpoints, prompts, family):
-    """The second token, before any victim of the decode has gone, and all that follow."""
-    answers = [
-        run_wave(checkpoints[family], policy(1.0, 0.3, pool=0.4, victim=victim), prompts[:3], 12).tokens
-        for victim in ("fifo", "lru", "counter")
-    ]
-    assert all(a != b for a, b in combinations(answers, 2))
-    assert len({tuple(answer[1] for answer in of_victim) for of_victim in answers}) > 1
 
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from models import save_opt
+from models import save_opt, save_tokenizer
 
 from experiments.reproduce import registry
 from experiments.reproduce.infinigen import accuracy as infinigen_accuracy
@@ -21,15 +21,9 @@ LENGTH, TEXTS = 48, 3
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A random model with a token for each character."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     folder = tmp_path_factory.mktemp("tiny")
     save_opt(folder, heads=4, head_dim=16, vocab=130, layers=3, positions=LENGTH)
-    characters = {"<s>": 0, "<pad>": 1, "</s>": 2} | {chr(i): 2 + i for i in range(1, 128)}
-    tokenizer = Tokenizer(models.BPE(characters, [], unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="</s>", eos_token="</s>").save_pretrained(folder)
+    save_tokenizer(folder, {chr(i): 2 + i for i in range(1, 128)})
     return folder
 
 

@@ -1,7 +1,6 @@
 """Attention that reads keys and values where they lie, against a softmax over keys that are laid side by side."""
 
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,8 +16,6 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.llm import LLM
 from flexhybrid.runtime.kernels import in_place
 from flexhybrid.runtime.kernels.attention import Extent, ScoreRule
-from flexhybrid.runtime.threads import torch_threads
-from flexhybrid.runtime.verbs import attending_in_place
 from flexhybrid.sampling_params import SamplingParams
 
 pytest.importorskip("numba", reason="numba is not installed")
@@ -82,34 +79,6 @@ def test_threads_share_all_items_and_no_thread_has_more_than_its_part_and_an_ite
     of_item = np.repeat(tokens, groups)
     for first, end in zip(bounds, bounds[1:], strict=False):
         assert of_item[first:end].sum() <= of_item.sum() / threads + of_item.max()
-
-
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_the_host_attends_on_the_threads_of_its_lane(dtype, monkeypatch):
-    """Whatever their number, bit for bit."""
-    generator, groups, d = torch.Generator().manual_seed(0), 2, 32
-    contexts, extent, pool = laid_out(generator, dtype, groups, d, [48, 17, 16, 1, 30], head_major=True)
-    query = torch.randn(len(contexts), groups * 3, d, generator=generator).to(dtype)
-    monkeypatch.setattr(in_place, "SHARED_PRODUCTS", 1)
-    ranges, found = [], []
-
-    def share(function, *items):
-        ranges.append(len(items[0]))
-        return map(function, *items)
-
-    state: Any = SimpleNamespace(shape=SimpleNamespace(num_kv_heads=groups), device=torch.device("cuda"))
-    state.compute_threads, state.compute_share, state.host_share, state.host_kernels = 1, map, share, True
-    state.policy = SimpleNamespace(attention="host")
-    for threads in (1, 2, 3):
-        with torch_threads(threads):
-            layout = attending_in_place._layout(state, [extent], [None], 3 * d, torch.from_numpy)
-            found.append(layout.attend_and_sum(query, [pool], ScoreRule(0.2)))
-    assert ranges == [1, 2]
-    for attended, sums in found:
-        assert torch.equal(attended, found[0][0]) and torch.equal(sums, found[0][1])
-    for request, context in enumerate(contexts):
-        _, sums = plain_attention(query[request], context, ScoreRule(0.2))
-        torch.testing.assert_close(found[0][1][request].double().flatten(), sums, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -54,15 +54,7 @@ class Live(TorchDispatchMode):
         self.live -= self.sizes.pop(key)
 
 
-TYPES = [
-    "qwen3_moe",
-    "gpt_oss",
-    "deepseek_v2",
-    "glm4_moe",
-    "phimoe",
-    "gemma2",
-    "llama",
-]
+TYPES = ["qwen3_moe", "gpt_oss", "deepseek_v2", "glm4_moe", "phimoe", "gemma2", "llama"]
 
 
 @pytest.mark.parametrize("model_type", TYPES)
