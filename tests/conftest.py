@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -139,6 +140,18 @@ def pytest_runtest_teardown(item, nextitem):
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture
+def as_json(capsys):
+    """Run a command with ``--json``; return what it says."""
+    from flexhybrid import cli
+
+    def run(*words) -> dict:
+        assert cli.main([*map(str, words), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
 
 
 @pytest.fixture(autouse=True)

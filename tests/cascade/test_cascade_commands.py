@@ -57,9 +57,8 @@ def fit_arguments(folder, **changes) -> list[str]:
     return ["cascade", "fit", *(word for flag, words in given.items() if words for word in (flag, *words))]
 
 
-def test_fit_and_search_from_files_of_logits(files, capsys):
-    assert cli.main([*fit_arguments(files), "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+def test_fit_and_search_from_files_of_logits(files, capsys, as_json):
+    record = as_json(*fit_arguments(files))
     fitted = Fitted.load(files / "fitted.json")
     for i, (row, skill) in enumerate(zip(record["models"], (0.5, 0.8, 1.6))):
         logits = made_logits(skill, i)
@@ -264,7 +263,7 @@ def pixels(tmp_path):
     return tmp_path
 
 
-def test_torch_modules_from_fit_to_run(pixels, capsys):
+def test_torch_modules_from_fit_to_run(pixels, capsys, as_json):
     """Of any size, over more than one chunk; the file of answers says what the routes say."""
     here = __name__
     batch = torch.export.Dim("batch")
@@ -281,8 +280,7 @@ def test_torch_modules_from_fit_to_run(pixels, capsys):
     Cascade.load(cascade).save(cascade)
     routes = Cascade(record.models, (0.7,), cost="seconds")  # whatever this machine's seconds made of the search
     routes.save(cascade)
-    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, "-o", f"{pixels}/out.jsonl", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = as_json("cascade", "run", "--cascade", cascade, "-i", data, "-o", f"{pixels}/out.jsonl")
     answered, visited = routes.walk(record.confidence)
     assert [row["answered"] for row in result["models"]] == np.bincount(answered, minlength=2).tolist()
     assert [row["visited"] for row in result["models"]] == visited.sum(axis=1).tolist()
@@ -304,8 +302,7 @@ def test_torch_modules_from_fit_to_run(pixels, capsys):
     # the largest breaks: what went on to it is answered by the small one, unsure, and counted; costs are not needed
     Cascade(tuple(CascadeModel(name, source=f"{here}:small") for name in ("small", "large")), (0.7,)).save(cascade)
     more = ["-o", f"{pixels}/out3.jsonl", "--models", f"large={here}:broken"]
-    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = as_json("cascade", "run", "--cascade", cascade, "-i", data, *more)
     lines = [json.loads(line) for line in (pixels / "out3.jsonl").read_text().splitlines()]
     assert len(lines) == CHUNK + 200 and result["cost_per_request"] is None
     failed = [line for line in lines if line["is_fallback"]]
@@ -469,7 +466,7 @@ def successor() -> Successor:
     return Successor()
 
 
-def test_a_language_model_of_one_s_own(tmp_path, capsys):
+def test_a_language_model_of_one_s_own(tmp_path, capsys, as_json):
     data, fitted, cascade, out = (
         str(tmp_path / name) for name in ("data.jsonl", "fit.json", "cascade.json", "o.jsonl")
     )
@@ -483,8 +480,7 @@ def test_a_language_model_of_one_s_own(tmp_path, capsys):
     assert record.correct[0].tolist() == [t > 4 or t % 2 == 1 for t in range(1, 12)]
     assert cli.main(["cascade", "search", fitted, "--drop", "none", "-o", cascade]) == 0
     capsys.readouterr()
-    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, "-o", out, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["accuracy"] == pytest.approx(9 / 11)
+    assert as_json("cascade", "run", "--cascade", cascade, "-i", data, "-o", out)["accuracy"] == pytest.approx(9 / 11)
     for more, words in (
         ([f"a={own}", f"b={__name__}:nothing"], f"model b: {__name__}:nothing gave no model: AttributeError"),
         ([f"a={own}", "b=json:JSONDecoder"], "returned JSONDecoder, which lacks predict or close"),

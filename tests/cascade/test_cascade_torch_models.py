@@ -101,7 +101,7 @@ def test_images_are_classified_as_by_transformers(encoders):
 
 
 @pytest.mark.parametrize("task", ["classification", "extraction"])
-def test_texts_from_fit_to_run(encoders, tmp_path, capsys, task):
+def test_texts_from_fit_to_run(encoders, tmp_path, task, as_json):
     """Lines of texts and labels; batches whose longest texts differ; a text that is too long fails alone."""
     name = "bert" if task == "classification" else "squad"
     requests = (TEXTS if name == "bert" else PAIRS) * 30
@@ -117,13 +117,11 @@ def test_texts_from_fit_to_run(encoders, tmp_path, capsys, task):
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     folder, fitted, cascade = str(encoders.root / name), f"{tmp_path}/fitted.json", f"{tmp_path}/cascade.json"
     command = ["cascade", "fit", "--task", task, "--models", f"m={folder}", "--data", f"{tmp_path}/data.jsonl"]
-    assert cli.main([*command, "--energy-j", "1", "-o", fitted, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["models"][0]["accuracy"] == 0.8
+    assert as_json(*command, "--energy-j", "1", "-o", fitted)["models"][0]["accuracy"] == 0.8
     Cascade((CascadeModel("m", source=folder),), (), task=task).save(cascade)
     (tmp_path / "in.jsonl").write_text("\n".join([*lines[:7], json.dumps({"text": "the " * 40, "label": answers[0]})]))
     run = ["cascade", "run", "--cascade", cascade, "-i", f"{tmp_path}/in.jsonl", "-o", f"{tmp_path}/out.jsonl"]
-    assert cli.main([*run, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = as_json(*run)
     written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [line["output"] for line in written] == [*answers[:7], None] and result["unanswered"] == 1
     assert "tokens; m takes up to 16" in written[-1]["failed"]["m"]

@@ -76,7 +76,7 @@ def test_a_wrong_table_is_named_with_its_line(tmp_path, text, words):
         read_lengths(path, "opt-125m")
 
 
-def test_simulate_shows_ramp_steady_state_and_drain(tmp_path, capsys):
+def test_simulate_shows_ramp_steady_state_and_drain(tmp_path, capsys, as_json):
     rng = np.random.default_rng(0)
     rows = [(20, 30, int(count)) for count in rng.integers(1, 31, 60)]
     path = write(tmp_path / "lengths.csv", rows)
@@ -95,8 +95,7 @@ def test_simulate_shows_ramp_steady_state_and_drain(tmp_path, capsys):
     assert cli.main(["simulate", *arguments]) == 0
     told = capsys.readouterr().out
     assert all(word in told for word in ("ramp", "steady", "drain", "8 requests at a time"))
-    assert cli.main(["simulate", *arguments, "--json"]) == 0
-    closed = json.loads(capsys.readouterr().out)
+    closed = as_json("simulate", *arguments)
     assert closed["tokens"] == sum(row[2] for row in rows)
     assert sum(part["seconds"] for part in closed["phases"].values()) == pytest.approx(closed["total_s"])
     assert closed["phases"]["steady"]["running"] > 7 > closed["phases"]["drain"]["running"]

@@ -56,11 +56,6 @@ def own_profile(model: Path) -> Path:
     return profile_job.model_profile_path(Checkpoint(model).shape, "auto", CPU)
 
 
-def printed(capsys, *command) -> dict:
-    assert cli.main([*command, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
 def asked(model: Path, folder: Path, count: int) -> list[str]:
     """Write equal requests; return the arguments of a run that answers them."""
     lines = [line(str(number), prompt=[5] * 30, max_tokens=9, temperature=0) + "\n" for number in range(count)]
@@ -73,25 +68,25 @@ def answer_one(model: Path, folder: Path) -> int:
     return cli.main(["run", *asked(model, folder, 1), "--policy", "kv_only", "--quiet"])
 
 
-def test_doctor_search_simulate_and_run_predict_the_same(tiny, tmp_path, capsys):
+def test_doctor_search_simulate_and_run_predict_the_same(tiny, tmp_path, as_json):
     """By the model's own profile, which is a hundred times as fast as the machine's general one."""
     machine(slower=100).save(tmp_path / "cache/hardware-cpu.json")
     machine().save(own_profile(tiny))
     config, few = str(tiny / "config.json"), 12
     local = ("--model", config, "--hardware", "local", *LENGTHS)
-    simulated = printed(capsys, "simulate", "--system", "resident", *local, "--batch", "1024")
-    told = printed(capsys, "doctor", "--device", "cpu", "--models", config, *LENGTHS)["models"][0]
+    simulated = as_json("simulate", "--system", "resident", *local, "--batch", "1024")
+    told = as_json("doctor", "--device", "cpu", "--models", config, *LENGTHS)["models"][0]
     assert told["tokens_per_s"] == pytest.approx(simulated["tokens_per_s"], rel=1e-9) and told["own_profile"]
     assert f"mini-batches of {simulated['policy']['max_mini_batch_tokens']} tokens" in told["how"]
     assert told["how"].startswith("1024 at a time, weights 100% device; context 100% kv@device")
-    done = printed(capsys, "run", *asked(tiny, tmp_path, few), "--policy", "auto")
-    searched = printed(capsys, "search", *local, "--lossless", "--batch", str(few))
+    done = as_json("run", *asked(tiny, tmp_path, few), "--policy", "auto")
+    searched = as_json("search", *local, "--lossless", "--batch", str(few))
     for key in ("cache", "weights", "schedule", "max_mini_batch_tokens", "hidden", "attention"):
         assert done["policy"][key] == searched["policy"][key], key
     assert done["predicted_s"] == pytest.approx(searched["total_s"], rel=0.05)
 
 
-def test_local_is_the_runs_own_profile_else_the_general_one_else_another_runs(tiny, tmp_path, capsys):
+def test_local_is_the_runs_own_profile_else_the_general_one_else_another_runs(tiny, tmp_path, capsys, as_json):
     """Each is ten times slower than the one that comes before it; simulate, search and sweep take the same."""
     shape, config = Checkpoint(tiny).shape, str(tiny / "config.json")
     kept = [profile_job.model_profile_path(shape, dtype, CPU) for dtype in ("float32", "auto")]
@@ -105,9 +100,9 @@ def test_local_is_the_runs_own_profile_else_the_general_one_else_another_runs(ti
         machine(slower=10**number).save(path)
     seconds = []
     for path in paths:
-        run = printed(capsys, "simulate", "--system", "kv_only", *command, "--hardware", "local")
+        run = as_json("simulate", "--system", "kv_only", *command, "--hardware", "local")
         seconds.append(run["total_s"])
-        printed(capsys, "sweep", str(grid), "--out", str(tmp_path / "t.csv"), "--fresh", "--workers", "1")
+        as_json("sweep", str(grid), "--out", str(tmp_path / "t.csv"), "--fresh", "--workers", "1")
         (row,) = csv.DictReader((tmp_path / "t.csv").open())
         assert float(row["tokens_per_s"]) == pytest.approx(run["tokens_per_s"])
         if path == paths[-1]:
@@ -125,7 +120,7 @@ VARIED = "Times varied during profiling (two passes disagreed on 5 of 20 sizes)"
     "others, differ, company", [(0.43, 0, USED), (0.01, 0, None), (None, 0, None), (0.01, 5, VARIED), (None, 1, None)]
 )
 def test_a_disturbed_profile_is_marked_with_what_disturbed_it(
-    tiny, tmp_path, monkeypatch, capsys, others, differ, company
+    tiny, tmp_path, monkeypatch, capsys, others, differ, company, as_json
 ):
     samples = [(1e6 * n, 1e5 * n, 1e-3 * n) for n in range(1, 5)]
     taken = {key: samples for key in ("compute", "h2d", "d2h", "host_compute", "finish")}
@@ -142,7 +137,7 @@ def test_a_disturbed_profile_is_marked_with_what_disturbed_it(
         assert cli.main([*command, "--model", config, "--hardware", "local", *LENGTHS]) == 0
         said = capsys.readouterr().err
         assert ((company or "during profiling") in said) == ("--reprofile" in said) == (company is not None)
-    record = printed(capsys, "doctor", "--device", "cpu", "--models", config, *LENGTHS)
+    record = as_json("doctor", "--device", "cpu", "--models", config, *LENGTHS)
     assert record["models"][0]["in_company"] == (company is not None) == any("disturbed" in a for a in record["advice"])
     kept.save(own_profile(tiny))
     assert answer_one(tiny, tmp_path) == 0
@@ -205,7 +200,7 @@ def test_a_stopped_run_counts_what_was_computed_and_blames_no_profile(left):
     assert ("--reprofile" in told) == (left == 0)
 
 
-def test_local_is_the_machine_without_the_pace_of_its_profile(tiny, tmp_path, capsys):
+def test_local_is_the_machine_without_the_pace_of_its_profile(tiny, tmp_path, capsys, as_json):
     """A profile that was measured beside an imitated link serves as one without it, and every command says so."""
     own = machine()
     unpaced = {"h2d_unpaced": own.lines["h2d"], "d2h_unpaced": own.lines["d2h"]}
@@ -218,7 +213,7 @@ def test_local_is_the_machine_without_the_pace_of_its_profile(tiny, tmp_path, ca
 
     def rate(hardware, *more):
         command = ("simulate", "--system", "kv_only", *asked_of, "--hardware", str(hardware), *more)
-        found = printed(capsys, *command)
+        found = as_json(*command)
         assert cli.main(list(command)) == 0
         return found["tokens_per_s"], found["rates"].get("paced"), capsys.readouterr().out
 
@@ -234,7 +229,7 @@ def test_local_is_the_machine_without_the_pace_of_its_profile(tiny, tmp_path, ca
     doctor = ["doctor", "--device", "cpu", "--models", config, *LENGTHS]
     assert cli.main(doctor) == 0
     assert "paced at 0.01 GB/s, which predictions leave out" in capsys.readouterr().out
-    assert printed(capsys, *doctor)["gb_per_s"]["h2d"] == pytest.approx(1.0)
+    assert as_json(*doctor)["gb_per_s"]["h2d"] == pytest.approx(1.0)
 
 
 def test_what_a_plan_says_is_plain():

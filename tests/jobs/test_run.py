@@ -21,9 +21,8 @@ from forced_machine import ATTENTION
 from models import save_opt
 from runs import line, read, run
 
-from flexhybrid import LLM, InputError, SamplingParams, cli, shipped
+from flexhybrid import LLM, SamplingParams, cli, shipped
 from flexhybrid import resolve as machine
-from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch.answers import FAILED, AnswerFile
 from flexhybrid.batch.manifest import manifest_path
@@ -41,7 +40,6 @@ from flexhybrid.jobs import machine as memory_here
 from flexhybrid.jobs.run import job as run_module
 from flexhybrid.jobs.run import opening
 from flexhybrid.jobs.run.forecast import forecast, sorted_by_length
-from flexhybrid.jobs.run.options import RunOptions
 from flexhybrid.runtime.engine import Engine
 from sim.presets import CAPTURE_MINI_BATCH_TOKENS
 from tests.forced.run_memory import answer_at_once
@@ -405,37 +403,6 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
     assert run(source, tmp_path / "none.jsonl", tiny) == 2 and not read(tmp_path / "none.jsonl")
     source.write_text("")
     assert run(source, tmp_path / "empty.jsonl", tiny) == 2
-
-
-def test_text_csv_and_parquet_give_the_same_answers(tmp_path):
-    import pandas as pd
-
-    prompts = ["def close(self):", 'a "quoted", text\nof two lines', "import os"]
-    pd.DataFrame({"n": [1, 2, 3], "prompt": prompts}).to_csv(tmp_path / "in.csv", index=False)
-    pd.DataFrame({"prompt": prompts}).to_parquet(tmp_path / "in.parquet")
-    (tmp_path / "in.txt").write_text("\n".join([prompts[0], "", prompts[2]]))
-    (tmp_path / "in.jsonl").write_text("\n".join(line(f"line-{i}", prompt=p) for i, p in enumerate(prompts, 1)))
-    found = {}
-    for ending, more in {
-        "csv": ["--column", "prompt"],
-        "parquet": ["--column", "prompt"],
-        "txt": [],
-        "jsonl": [],
-    }.items():
-        out = tmp_path / f"{ending}.out"
-        common = ["--max-tokens", "5", "--temperature", "0", *more]
-        assert run(tmp_path / f"in.{ending}", out, SHIPPED, *common, "--ordered") == 0
-        found[ending] = read(out)
-        assert [row["id"] for row in found[ending]] == [f"batch_req_{i:08d}" for i in (1, 2, 3)]
-    texts = {
-        ending: [row["response"]["body"].get("choices", [{}])[0].get("text") for row in rows]
-        for ending, rows in found.items()
-    }
-    assert texts["csv"] == texts["parquet"] == texts["jsonl"] and all(texts["csv"])
-    assert texts["txt"] == [texts["csv"][0], None, texts["csv"][2]]
-    assert found["csv"][0]["custom_id"] == "line-1"
-    with pytest.raises(InputError, match="unknown column"):
-        run_module.run(RunOptions(tmp_path / "in.csv", tmp_path / "x", LLMArguments(SHIPPED), column="promt"))
 
 
 def test_chat_lines_go_through_the_tokenizers_template(source, out, tmp_path, capsys):
@@ -824,22 +791,6 @@ def test_a_resumed_run_computes_in_the_dtype_it_began_with(cpu_dtype, tmp_path, 
     assert f"numbers.dtype was {json.dumps(cpu_dtype)}, is {json.dumps(other)}" in capsys.readouterr().err
 
 
-def test_a_long_file_takes_no_more_memory_than_its_census(tiny, tmp_path, monkeypatch):
-    """Answers at once in the model's place: what grows with the file is at most 64 bytes a line."""
-    source, lines = tmp_path / "in.jsonl", 4000
-    source.write_text(
-        "".join(line(f"r{i}", prompt=[5] * (1 + i % 40), max_tokens=1 + i % 9) + "\n" for i in range(lines))
-    )
-    monkeypatch.setattr(Engine, "run", answer_at_once)
-    assert run(source, tmp_path / "out.jsonl", tiny) == 0
-    assert len(by_id(tmp_path / "out.jsonl")) == lines
-    kept = {}
-    monkeypatch.setattr(run_module.Job, "run", lambda job, *texts: kept.update(vars(job)) or {"exit_status": 0})
-    assert run(source, tmp_path / "out.jsonl", tiny) == 0
-    arrays = [*vars(kept["census"]).values(), kept["states"]]
-    assert sum(array.nbytes for array in arrays if isinstance(array, np.ndarray)) <= 64 * lines
-
-
 LENGTHS = {
     "uniform": (np.full(24, 20), np.full(24, 30)), "one token": (np.full(6, 30), np.full(6, 1)),
     "two ends": (np.full(24, 20), np.repeat([2, 40], 12)), "two tokens": (np.full(6, 30), np.full(6, 2)),
@@ -872,23 +823,6 @@ def test_a_forecast_is_what_the_virtual_clock_takes_for_all_of_it(tiny, policy, 
         wave = admit(llm.problem, llm.policy, workload)
         trace = virtual_clock.run(stream(wave), llm.hardware)
         assert forecast(llm, workload).seconds == pytest.approx(iteration_ends(trace)[-1], rel=0.04)
-
-
-def test_some_waves_of_a_long_file_stand_for_all(tiny):
-    from sim import catalogue, virtual_clock
-
-    policy = Policy("small waves", Placement(host=1.0), cache={"kv@host": 1.0}, max_batch=2)
-    generator = np.random.default_rng(0)
-    prompt_tokens, max_tokens = generator.integers(1, 40, 80), generator.integers(1, 50, 80)
-    order = sorted_by_length(prompt_tokens, max_tokens)
-    prompt_tokens, max_tokens = prompt_tokens[order], max_tokens[order]
-    with LLM(tiny, policy, device="cpu", dtype="float32", hardware=catalogue.load("t4")) as llm:
-        seconds = 0.0
-        for start in range(0, 80, 2):
-            lengths = Workload(prompt_tokens[start : start + 2], max_tokens[start : start + 2])
-            wave = admit(llm.problem, llm.policy, lengths)
-            seconds += iteration_ends(virtual_clock.run(stream(wave), llm.hardware))[-1]
-        assert forecast(llm, Workload(prompt_tokens, max_tokens)).seconds == pytest.approx(seconds, rel=0.1)
 
 
 def test_weights_that_lie_elsewhere_than_planned_are_an_error(tiny, tmp_path, capsys, monkeypatch):

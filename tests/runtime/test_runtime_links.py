@@ -16,25 +16,6 @@ def tables(first, count) -> np.ndarray:
     return np.asarray(first)[:, None] + np.arange(max(1, max(count)))
 
 
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=8), st.randoms())
-def test_block_copies_equal_a_plain_loop(extents, random):
-    """Extents of any size and order, with gaps, against copying block by block."""
-    generator = np.random.default_rng(0)
-    first = np.cumsum([gap for gap, _ in extents]) + np.cumsum([0] + [count for _, count in extents[:-1]])
-    count = np.array([count for _, count in extents])
-    source = generator.integers(0, 255, (int((first + count).max()) + 1, 3, 4), dtype=np.uint8)
-    table = tables(first, count)
-    for row in table[:: random.choice((1, 2))]:  # some in runs, some not
-        random.shuffle(row)
-    target = np.zeros((len(extents), table.shape[1] + 1, 3, 4), dtype=np.uint8)
-    expected = target.copy()
-    for row in range(len(extents)):
-        for block in range(count[row]):
-            expected[row, block] = source[min(table[row, block], len(source) - 1)]
-    copy_runs(target, source, block_runs(np.minimum(table, len(source) - 1), count))
-    assert (target == expected).all()
-
-
 @given(
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=8),
     st.booleans(),
@@ -100,20 +81,6 @@ def test_back_to_back_copies_keep_the_rate(size, clock):
     assert clock.num_sleeps == count
     assert 0.99 < size * count / (clock.now - start) / 0.1e9 <= 1.0, "no copy may outrun its pace"
     assert (target == 1).all()
-
-
-def test_a_late_wake_up_is_made_up_for_and_an_absence_is_not(clock):
-    pacer, start = Pacer(1e6), clock.now
-    for late_s in (0.004, 0.0):  # the thread comes back 4 ms late
-        clock.late_s = late_s
-        pacer.end(pacer.begin(), 10_000)
-    assert clock.now - start == pytest.approx(0.020)
-    start, clock.late_s = clock.now, 1.0  # the machine was away
-    pacer.end(pacer.begin(), 10_000)
-    clock.late_s = 0.0
-    for _ in range(10):
-        pacer.end(pacer.begin(), 10_000)
-    assert clock.now - start == pytest.approx(0.010 + 1.0 + 10 * 0.010 - links.MOST_LATE_S)
 
 
 def test_a_lane_that_comes_late_costs_its_link_nothing(clock, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import json
 from dataclasses import replace
 
@@ -35,52 +36,52 @@ POINT = {"model": "opt-125m", "hardware": "t4", "prompt_len": 64, "gen_len": 4, 
 SMALL = replace(shape_by_name("opt-1.3b"), num_layers=3)
 
 
-def asked(*arguments: str, capsys) -> dict:
-    assert cli.main(["simulate", *MODEL, *arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture
+def asked(as_json):
+    return functools.partial(as_json, "simulate", *MODEL)
 
 
-def test_side_by_side_each_system_is_what_it_is_alone(capsys):
-    together = asked("--batch", "8", "--compare", "kv_only,hybrid(0.5)", "flexgen", capsys=capsys)["runs"]
+def test_side_by_side_each_system_is_what_it_is_alone(asked):
+    together = asked("--batch", "8", "--compare", "kv_only,hybrid(0.5)", "flexgen")["runs"]
     assert [row["system"] for row in together] == ["kv_only", "hybrid(0.5)", "flexgen"]
     for row in together:
-        alone = asked("--batch", "8", "--system", row["system"], capsys=capsys)
+        alone = asked("--batch", "8", "--system", row["system"])
         assert {key: row[key] for key in row if key != "system"}.items() <= alone.items()
 
 
-def test_a_field_is_varied(tmp_path, capsys):
-    varied = asked("--vary", "batch=1,4,16", "--compare", "kv_only", "act_only", capsys=capsys)
+def test_a_field_is_varied(tmp_path, asked):
+    varied = asked("--vary", "batch=1,4,16", "--compare", "kv_only", "act_only")
     assert varied["inputs"]["vary"] == "batch=1,4,16" and len(varied["runs"]) == 6
     for row in varied["runs"]:
-        alone = asked("--batch", str(row["batch"]), "--system", row["system"], capsys=capsys)
+        alone = asked("--batch", str(row["batch"]), "--system", row["system"])
         assert row["tokens_per_s"] == alone["tokens_per_s"]
-    rates = [row["tokens_per_s"] for row in asked("--batch", "4", "--vary", "link_gb_per_s=1,8", capsys=capsys)["runs"]]
+    rates = [row["tokens_per_s"] for row in asked("--batch", "4", "--vary", "link_gb_per_s=1,8")["runs"]]
     assert rates[0] < rates[1]
-    less = asked("--batch", "64", "--system", "resident", "--vary", "device_memory=300MiB,15GiB", capsys=capsys)["runs"]
+    less = asked("--batch", "64", "--system", "resident", "--vary", "device_memory=300MiB,15GiB")["runs"]
     assert less[0].get("peak_bytes", {"device": 0})["device"] <= 300 * 2**20 < less[1]["peak_bytes"]["device"]
 
 
 @pytest.mark.parametrize("ending", ["png", "pdf", "svg"])
-def test_what_varies_is_drawn(ending, tmp_path, capsys):
+def test_what_varies_is_drawn(ending, tmp_path, asked):
     path = tmp_path / f"batches.{ending}"
     with every_format():
-        asked("--vary", "batch=1,2,4", "--plot", str(path), capsys=capsys)
+        asked("--vary", "batch=1,2,4", "--plot", str(path))
     begins = {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}[ending]
     assert path.read_bytes().startswith(begins)
 
 
-def test_a_value_that_cannot_run_is_a_row_and_not_the_end(capsys):
+def test_a_value_that_cannot_run_is_a_row_and_not_the_end(capsys, asked):
     arguments = ("--vary", "host_memory=1MiB,4GiB", "--batch", "2", "--system", "kv_only")
-    small, large = asked(*arguments, capsys=capsys)["runs"]
+    small, large = asked(*arguments)["runs"]
     assert "does not fit" in small["error"] and large["tokens_per_s"] > 0
     assert cli.main(["simulate", *MODEL, *arguments]) == 0
     said = capsys.readouterr().out
     assert "1MiB             -" in said and "kv_only: kv_only on t4" in said
 
 
-def test_what_changes_the_tokens_is_marked(capsys):
+def test_what_changes_the_tokens_is_marked(capsys, asked):
     arguments = ("--compare", "kv_only,int4,h2o(0.5)", "--batch", "2")
-    told = asked(*arguments, capsys=capsys)["runs"]
+    told = asked(*arguments)["runs"]
     assert {row["system"]: row["lossless"] for row in told} == {"kv_only": True, "int4": False, "h2o(0.5)": False}
     assert cli.main(["simulate", *MODEL, *arguments]) == 0
     marked = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.endswith("(changes the tokens)")]
@@ -101,9 +102,9 @@ def test_a_host_attention_that_flexgen_drops_is_said(capsys):
             assert capsys.readouterr().out.count(dropped) == lines
 
 
-def test_rates_that_vary_are_all_named(capsys):
+def test_rates_that_vary_are_all_named(capsys, asked):
     arguments = ("--vary", "link_gb_per_s=1,8", "--batch", "2", "--gemm-tflops", "9", "--system", "kv_only")
-    assert "link_gb_per_s" not in asked(*arguments, capsys=capsys)["rates"]["given"]
+    assert "link_gb_per_s" not in asked(*arguments)["rates"]["given"]
     assert cli.main(["simulate", *MODEL, *arguments]) == 0
     said = capsys.readouterr().out
     assert "; but --gemm-tflops 9\n  --link-gb-per-s in turn: 1, 8\n" in said and "--link-gb-per-s 8" not in said
@@ -170,17 +171,16 @@ def test_contradictions_are_one_clear_line(arguments, words, capsys):
     assert words in said.err and not said.out and len(said.err.strip().splitlines()) == 1
 
 
-def test_a_policy_is_named_or_a_file(capsys):
-    by_name, by_system = (asked("--batch", "2", flag, "act_only", capsys=capsys) for flag in ("--policy", "--system"))
+def test_a_policy_is_named_or_a_file(asked):
+    by_name, by_system = (asked("--batch", "2", flag, "act_only") for flag in ("--policy", "--system"))
     assert by_name == by_system
 
 
-def test_costs_are_of_the_record_and_only_there(tmp_path, capsys):
+def test_costs_are_of_the_record_and_only_there(tmp_path, capsys, as_json):
     sheet = replace(load_datasheet(catalogue.FOLDER / "t4.json"), name="mine", price_per_hour=0.36, watts=70.0)
     sheet.save(tmp_path / "mine.json")
     mine = (*MODEL[:3], str(tmp_path / "mine.json"), *MODEL[4:], "--batch", "4", "--system", "kv_only")
-    assert cli.main(["simulate", *mine, "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
+    record = as_json("simulate", *mine)
     hours = 1e6 / record["tokens_per_s"] / 3600
     assert record["dollars_per_million_tokens"] == pytest.approx(0.36 * hours)
     assert record["kwh_per_million_tokens"] == pytest.approx(0.07 * hours)
@@ -194,7 +194,7 @@ def test_costs_are_of_the_record_and_only_there(tmp_path, capsys):
         replace(sheet, watts=-1.0)
 
 
-def test_a_price_alone_keeps_what_was_fitted(tmp_path, capsys):
+def test_a_price_alone_keeps_what_was_fitted(tmp_path):
     out = tmp_path / "mine.json"
     nodes = ["--host-near-memory", "441GiB", "--host-far-share", "0.5", "--disk-cached-gb-per-s", "8"]
     like = ["hardware", "--like", "rtx4090-capture", "--price-per-hour", "0.4", *nodes, "--out", str(out)]
@@ -396,7 +396,7 @@ def test_a_sweep_has_fields_of_the_policy_as_axes_and_draws_them(tmp_path, monke
     assert cli.main(command) == 2
 
 
-def test_the_best_batch_is_the_same_in_a_sweep_in_simulate_and_in_searchs_table(tmp_path, capsys, monkeypatch):
+def test_the_best_batch_is_the_same_in_a_sweep_in_simulate_and_in_searchs_table(tmp_path, capsys, monkeypatch, as_json):
     monkeypatch.setattr(searches, "LOSSLESS_RIVALS", ("kv_only", "flexgen"))
     monkeypatch.setattr(searches, "LONGEST", "flexgen")
     where = ["--model", "opt-125m", "--hardware", "t4", "--prompt-len", "64", "--gen-len", "4"]
@@ -412,19 +412,17 @@ def test_the_best_batch_is_the_same_in_a_sweep_in_simulate_and_in_searchs_table(
     assert cli.main(["search", *where, "--batch", "auto", "--no-confirm", "--json"]) == 0
     rivals = {row["system"]: row for row in json.loads(capsys.readouterr().out)["rivals"]}
     for system_name in ("kv_only", "flexgen"):
-        assert cli.main(["simulate", "--system", system_name, *where, "--batch", "auto", "--json"]) == 0
-        simulated = json.loads(capsys.readouterr().out)
+        simulated = as_json("simulate", "--system", system_name, *where, "--batch", "auto")
         found = [float(swept[system_name]["tokens_per_s"]), rivals[system_name]["tokens_per_s"]]
         assert found == pytest.approx([simulated["tokens_per_s"]] * 2)
         assert int(swept[system_name]["num_requests"]) == simulated["batch"]
 
 
-def test_unlike_placements_of_weights_are_remarked_and_latencies_said(capsys):
+def test_unlike_placements_of_weights_are_remarked_and_latencies_said(capsys, as_json):
     assert cli.main(["simulate", *MODEL, "--compare", "kv_only,int4", "--batch", "2"]) == 0
     assert "keep different shares of the weights" in capsys.readouterr().out
     assert cli.main(["simulate", *MODEL, "--compare", "kv_only,act_only", "--batch", "2"]) == 0
     assert "keep different shares" not in capsys.readouterr().out
-    assert cli.main(["simulate", *MODEL, "--system", "kv_only", "--batch", "2", "--json"]) == 0
-    run = json.loads(capsys.readouterr().out)
+    run = as_json("simulate", *MODEL, "--system", "kv_only", "--batch", "2")
     steps = round(run["decode_tokens_per_s"] * run["decode_s"] / 2)
     assert run["ttft_s"] + steps * run["tpot_s"] == pytest.approx(run["total_s"] / run["num_waves"])

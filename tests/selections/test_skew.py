@@ -1,7 +1,5 @@
 """Skewing: scores and logits stay what they are, what heads are made of moves to few columns, and files say so."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -96,12 +94,11 @@ def test_matrices_of_another_model_are_refused(tmp_path):
         Checkpoint(tmp_path / "one skewed").skew(1)
 
 
-def test_the_command_writes_a_checkpoint_and_says_what_is_wrong(tmp_path, capsys):
+def test_the_command_writes_a_checkpoint_and_says_what_is_wrong(tmp_path, capsys, as_json):
     shipped, text = "flexhybrid/shipped/opt-stdlib-4m", tmp_path / "sample.py"
     text.write_text("def close(self):\n    self.file.close()\n" * 20, encoding="utf-8")
     command = ["skew", "--model", shipped, "--out", str(tmp_path / "skewed"), "--text"]
-    assert cli.main([*command, str(text), "--tokens", "64", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["tokens"] == 64
+    assert as_json(*command, str(text), "--tokens", "64")["tokens"] == 64
     skewed = Checkpoint(tmp_path / "skewed")
     ids = list(range(5, 60))
     assert relative_difference(forward(skewed, ids), forward(Checkpoint(shipped), ids)) < 1e-4

@@ -23,22 +23,17 @@ PEAKS = ["--tflops", "71", "--memory-gb-per-s", "936", "--link-gb-per-s", "31.5"
 RUN = ["--model", "opt-6.7b", "--batch", "8", "--prompt-len", "64", "--gen-len", "8"]
 
 
-def told(capsys, *arguments) -> dict:
-    assert cli.main([*arguments, "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_the_catalogue_is_listed_and_shown(capsys):
-    assert [row["name"] for row in told(capsys, "hardware")["machines"]] == catalogue.names()
+def test_the_catalogue_is_listed_and_shown(capsys, as_json):
+    assert [row["name"] for row in as_json("hardware")["machines"]] == catalogue.names()
     assert cli.main(["hardware", "T4"]) == 0
     said = capsys.readouterr().out
     assert "65 TFLOP/s" in said and "rates of t4" in said and "Google Cloud" in said
 
 
-def test_a_machine_is_written_from_a_datasheet(tmp_path, capsys):
+def test_a_machine_is_written_from_a_datasheet(tmp_path, capsys, as_json):
     """Its numbers are the ones that count: those of the file, also after an edit by hand."""
     path = str(tmp_path / "mine.json")
-    written = told(capsys, "hardware", *PEAKS, "--gemm-share", "0.5", "--out", path)
+    written = as_json("hardware", *PEAKS, "--gemm-share", "0.5", "--out", path)
     assert written["path"] == path and written["tflops"] == 71
     mine = catalogue.load(path)
     assert mine.name == "mine" and mine.device_memory == 24 * 2**30 and mine.host_memory is None
@@ -46,7 +41,7 @@ def test_a_machine_is_written_from_a_datasheet(tmp_path, capsys):
     assert mine.line("load_kv", "h2d").s_per_byte == pytest.approx(1 / (0.8 * 31.5e9))
     Path(path).write_text(Path(path).read_text().replace('"tflops": 71.0', '"tflops": 142.0'))
     assert catalogue.load(path).line("project", "compute").s_per_flop == pytest.approx(1 / 71e12)
-    told(capsys, "hardware", "--like", path, "--link-gb-per-s", "63", "--out", str(tmp_path / "faster.json"))
+    as_json("hardware", "--like", path, "--link-gb-per-s", "63", "--out", str(tmp_path / "faster.json"))
     faster = catalogue.load(tmp_path / "faster.json")
     assert faster.line("load_kv", "h2d").s_per_byte == pytest.approx(1 / (0.8 * 63e9))
     assert faster.lines["compute"] == catalogue.load(path).lines["compute"]
@@ -103,22 +98,22 @@ def test_a_broken_datasheet_names_file_and_field(change, words, tmp_path):
     assert words in str(error.value) or words == "did you mean"
 
 
-def test_an_answer_says_what_was_asked_and_where_its_rates_come_from(capsys):
-    plain = told(capsys, "simulate", "--hardware", "t4", *RUN)
+def test_an_answer_says_what_was_asked_and_where_its_rates_come_from(capsys, as_json):
+    plain = as_json("simulate", "--hardware", "t4", *RUN)
     assert plain["inputs"] == {"system": "capture", "model": "opt-6.7b", "hardware": "t4", "batch": 8, "prompt_len": 64,
                                "gen_len": 8, "clock": "closed"}  # fmt: skip
     assert plain["rates"]["kind"] == catalogue.load("t4").rates["kind"]
     assert cli.main(["simulate", "--hardware", "t4", *RUN]) == 0
     assert "rates of t4: " in capsys.readouterr().out
-    found = told(capsys, "search", "--hardware", "l4", *RUN, "--lossless", "--link-gb-per-s", "9")
+    found = as_json("search", "--hardware", "l4", *RUN, "--lossless", "--link-gb-per-s", "9")
     assert found["inputs"]["lossless"] and found["rates"] == {
         "hardware": "l4", "kind": "assumed", "on": "shares of datasheet peaks", "given": {"link_gb_per_s": 9.0}
     }  # fmt: skip
 
 
-def test_rates_and_memories_are_set_on_the_command_line(capsys):
+def test_rates_and_memories_are_set_on_the_command_line(as_json):
     def run(*arguments):
-        return told(capsys, "simulate", "--system", "kv_only", "--hardware", "l4", *RUN, *arguments)
+        return as_json("simulate", "--system", "kv_only", "--hardware", "l4", *RUN, *arguments)
 
     base, slow = run("--link-gb-per-s", "20"), run("--link-gb-per-s", "10")
     assert slow["decode_s"] == pytest.approx(2 * base["decode_s"], rel=0.05)
@@ -196,14 +191,14 @@ def test_fitted_lines_change_with_their_peaks(tmp_path):
         ("t4-flexgen", ["--disk-read-gb-per-s", "1", "--disk-write-gb-per-s", "1"], ["--disk-gb-per-s", "1"]),
     ],
 )
-def test_a_number_means_the_same_in_a_file_and_as_a_flag(like, flags, same, tmp_path, capsys):
-    told(capsys, "hardware", "--like", like, *flags, "--out", str(tmp_path / "mine.json"))
+def test_a_number_means_the_same_in_a_file_and_as_a_flag(like, flags, same, tmp_path, as_json):
+    as_json("hardware", "--like", like, *flags, "--out", str(tmp_path / "mine.json"))
     policy = tmp_path / "policy.json"
     disk = like == "t4-flexgen"
     policy.write_text(Policy("x", cache={"kv@disk" if disk else "kv@host": 1.0}).to_json())
     run = ["simulate", "--policy", str(policy), *RUN]
-    of_file = told(capsys, *run, "--hardware", str(tmp_path / "mine.json"))
-    of_flag = told(capsys, *run, "--hardware", like, *(same or flags))
+    of_file = as_json(*run, "--hardware", str(tmp_path / "mine.json"))
+    of_flag = as_json(*run, "--hardware", like, *(same or flags))
     assert of_flag["tokens_per_s"] == pytest.approx(of_file["tokens_per_s"], rel=1e-9)
 
 
@@ -265,14 +260,14 @@ def test_what_the_page_cache_holds_is_read_faster_by_code_that_reads_through_it(
         assert run_on(disk, direct, clock, disk_cached_gb_per_s=8.0).total_s == run_on(disk, direct, clock).total_s
 
 
-def test_a_hosts_memory_of_another_peak(capsys):
+def test_a_hosts_memory_of_another_peak(as_json):
     own = catalogue.load("l4")
     slower = with_given_rates(own, {"host_memory_gb_per_s": own.notes["host_memory_bytes_per_s"] / 2e9})
     assert slower.lines["attend_host"].s_per_byte == pytest.approx(2 * own.lines["attend_host"].s_per_byte)
     assert slower.lines["scatter"] == own.lines["scatter"] and slower.lines["h2d"] == own.lines["h2d"]
     run = ["simulate", "--system", "fastdecode", "--hardware", "l4", *RUN]
-    assert told(capsys, *run, "--host-memory-gb-per-s", "20")["tokens_per_s"] < told(capsys, *run)["tokens_per_s"]
-    found = told(capsys, *run, "--host", "server-1t")
+    assert as_json(*run, "--host-memory-gb-per-s", "20")["tokens_per_s"] < as_json(*run)["tokens_per_s"]
+    found = as_json(*run, "--host", "server-1t")
     assert found["inputs"]["host"] == "server-1t" and found["rates"]["host"] == "server-1t"
 
 
