@@ -1,11 +1,21 @@
-"""Bench rows of the search: its seconds, and the choices that its bounds leave to be solved."""
+"""Bench rows of the search and of the closed form that it prices policies by: seconds, and policies a second."""
 
 import json
 import statistics
 import subprocess
 import sys
+from functools import partial
 
-from experiments.bench.harness import Table, bench
+import numpy as np
+
+from experiments.bench.harness import Table, bench, seconds_of
+from flexhybrid.core.model.shape import shape_by_name
+from flexhybrid.core.problem import Problem
+from flexhybrid.runtime.threads import torch_threads
+from sim.array_clock import predict
+from sim.candidates import Candidates
+from sim.catalogue import load
+from sim.presets import hybrid
 
 MACHINES = (("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4"))
 PROMPT, GENERATED = 512, 32
@@ -39,3 +49,24 @@ def bench_search_time(table: Table) -> None:
         table.at_most(f"{name}, later calls", statistics.median(later), 1.0, "s", samples=later)
         solved = 100 * (1 - counts["bounded_out"] / counts["choices"])
         table.at_most(f"{name}, choices whose LP is solved", solved, 3, "%")
+
+
+@bench("model")
+def bench_predictions(table: Table) -> None:
+    """Add the policies per second that the array clock prices, with and without walking the template run."""
+    generator = np.random.default_rng(11)
+    shape, hardware, count = shape_by_name("opt-30b"), load("rtx4090"), 100_000
+    shares = generator.random(count)
+    candidates = Candidates(
+        hybrid(0.5),
+        batch=generator.integers(1, 257, count),
+        prompt_tokens=generator.integers(64, 1920, count),
+        max_tokens=generator.integers(10, 129, count),
+        cache={"act@host": shares, "kv@host": 1.0 - shares},
+    )
+    with torch_threads(1):
+        for name, walk, bar in (("closed form", True, 1e4), ("closed form without waiting", False, 1e6)):
+            call = partial(predict, Problem(shape=shape, hardware=hardware), candidates, walk=walk)
+            call()  # the first call of a process touches its memory
+            rate = count / seconds_of(call)
+            table.at_least(f"{name}, policies a second on one core", rate, bar, "1/s")

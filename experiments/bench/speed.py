@@ -1,4 +1,4 @@
-"""Bench rows of one model at several rates of a paced link: prediction, choice and overlap; the closed form's speed."""
+"""Bench rows of one model at several rates of a paced link: prediction, choice and overlap."""
 
 from dataclasses import replace
 from functools import partial
@@ -8,10 +8,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from experiments.bench.harness import Table, bench, seconds_of
+from experiments.bench.harness import Table, bench
 from experiments.bench.kernels import bench_kernels
 from flexhybrid.core.memory import memory_plan, total_bytes
-from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
@@ -27,11 +26,7 @@ from flexhybrid.resolve import PacedDevice
 from flexhybrid.runtime.session import random_prompts
 from flexhybrid.runtime.storage.loader import RandomWeights
 from flexhybrid.runtime.storage.weights import Weights
-from flexhybrid.runtime.threads import torch_threads
 from policy_search.search import SearchSettings, search
-from sim.array_clock import predict
-from sim.candidates import Candidates
-from sim.catalogue import load
 from sim.presets import hybrid
 from sim.virtual_clock import summarize
 
@@ -43,27 +38,6 @@ WORKLOAD = Workload.uniform(BATCH, CONTEXT, MAX_TOKENS)
 ROUNDS = 3
 JUDGED_BALANCE = 0.7  #: design section 11: the smaller ideal over the larger
 BUDGETS = Budgets(host=8 * 2**30)
-
-
-@bench("model")
-def bench_predictions(table: Table) -> None:
-    """Add the policies per second that the array clock prices, with and without walking the template run."""
-    generator = np.random.default_rng(11)
-    shape, hardware, count = shape_by_name("opt-30b"), load("rtx4090"), 100_000
-    shares = generator.random(count)
-    candidates = Candidates(
-        hybrid(0.5),
-        batch=generator.integers(1, 257, count),
-        prompt_tokens=generator.integers(64, 1920, count),
-        max_tokens=generator.integers(10, 129, count),
-        cache={"act@host": shares, "kv@host": 1.0 - shares},
-    )
-    with torch_threads(1):
-        for name, walk, bar in (("closed form", True, 1e4), ("closed form without waiting", False, 1e6)):
-            call = partial(predict, Problem(shape=shape, hardware=hardware), candidates, walk=walk)
-            call()  # the first call of a process touches its memory
-            rate = count / seconds_of(call)
-            table.at_least(f"{name}, policies a second on one core", rate, bar, "1/s")
 
 
 def make_bench(dtype: str) -> Bench:

@@ -3,7 +3,7 @@
 import json
 import multiprocessing
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from functools import cache
@@ -25,19 +25,15 @@ KEPT = Path(__file__).parents[1] / "results" / "reproduce"  #: the folder with t
 
 def names(module: str = "") -> list[str]:
     """Return the experiments' names in the report's order: all, or those of a module ("kvpr", "kvpr.latency")."""
-    prefix = f"{module}." if module else ""
-    return [name for name, row in listing().items() if row["function"].startswith(prefix)]
+    return [name for name, row in listing().items() if not module or row["function"].startswith(f"{module}.")]
 
 
 @cache
 def run(name: str) -> Experiment:
     """Run one experiment, once in a process."""
-    return replace(_function(name)(), machines=sorted(catalogue.READ))
-
-
-def _function(name: str) -> Callable[[], Experiment]:
     module, _, function = listing()[name]["function"].rpartition(".")
-    return getattr(import_module(f"experiments.reproduce.{module}"), function)
+    experiment = getattr(import_module(f"experiments.reproduce.{module}"), function)()
+    return replace(experiment, machines=sorted(catalogue.READ))
 
 
 def reproduce(
