@@ -56,8 +56,6 @@ AROUND = 0.25
 EXCHANGED = 2
 #: Share of a block's worth by which a policy can be better than the sums at its shares say. At 0, ties end elsewhere.
 STAIRS = 0.02
-
-
 #: Of batches and mini-batches on the device, one in this many is walked to bound the others.
 COARSE = 8
 
@@ -303,9 +301,8 @@ class BranchAndBound:
             best: dict[tuple, UnplacedPolicy] = {}
             for policy in self._ranked():
                 best.setdefault((policy.option, policy.entries), policy)
-            new = [
-                policy for policy in list(best.values())[:EXCHANGED] if policy not in tried and self._can_mix(policy)
-            ]
+            near = (known for known in list(best.values())[:EXCHANGED] if known.option.attention == "device")
+            new = [policy for policy in near if policy not in tried and self._can_move(policy)]
             if not new or self._late():
                 return
             tried.update(new)
@@ -330,9 +327,6 @@ class BranchAndBound:
             known = next((known for known in self.evaluated if known.unplaced == moved), None)
             if known and known.seconds <= self.seconds * (1 + GAIN):
                 self.best = known
-
-    def _can_mix(self, policy: UnplacedPolicy) -> bool:
-        return policy.option.attention == "device" and self._can_move(policy)
 
     def _can_move(self, policy: UnplacedPolicy) -> bool:
         free = self.problem.space.mix is None

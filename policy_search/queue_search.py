@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from typing import NamedTuple
 
 import numpy as np
@@ -28,9 +28,8 @@ from flexhybrid.core.workload import Workload
 from policy_search.search import SearchResult, SearchSettings, search
 from sim.queue_clock import ROUGH_TASKS, QueueRun, least_seconds, price_queue
 
-MOST_SEARCHES = 3  #: for each length of prompts
 SMALLER, MOST_SIZES = 0.75, 3  #: factor between the mini-batches that are tried, and how often up and down
-FEWER = 0.75  #: of the requests that might run: where so few do, what is found for others is tried
+FEWER = 0.75  #: of the requests that might run: where so few do, other mini-batches are tried
 NEAR, MOST_NEAR = 0.03, 2  #: share by which such a price may be off, and how many that are so near the best count
 
 
@@ -52,28 +51,21 @@ def best_for_queue(
     ranking = _Ranking(problem, workload)
     prompts = dict.fromkeys(max(1, round(mean)) for mean in (workload.mean_prompt, workload.prompt_tokens.mean()))
     answers = dict.fromkeys((mean_answer(workload), running_answer(workload)))
-    asked = [(prompt, answer, settings.max_batch) for prompt in prompts for answer in answers]
-    for number in range(MOST_SEARCHES * len(prompts)):
-        if number == len(asked):
-            break
-        prompt, answer, most = asked[number]
+    for prompt, answer in product(prompts, answers):
         try:
-            found = search(problem, Workload.uniform(1, prompt, answer), replace(settings, max_batch=most))
+            found = search(problem, Workload.uniform(1, prompt, answer), settings)
         except InputError as refused:
             ranking.error = refused
             continue
         free = replace(found.policy, max_batch=None)  # a search limits it to the batch that it took
-        at_a_time = ranking.add(free, most, found)
-        if found.batch < at_a_time:
-            at_a_time = ranking.add(free, found.batch, found)
+        if found.batch < ranking.add(free, settings.max_batch, found):
+            ranking.add(free, found.batch, found)
         if (
             workload.prefixes
             and may_share(sharing := replace(free, hidden="device"), problem.shape)
             and sharing != free
         ):
             ranking.add(sharing, found.batch, found)
-        if at_a_time < FEWER * found.batch and (prompt, answer, at_a_time) not in asked:
-            asked.append((prompt, answer, at_a_time))  # the longest requests, or the limits, leave room for fewer
     for policy in given:
         ranking.add(policy, settings.max_batch, None)
     if not ranking.choices:

@@ -127,23 +127,18 @@ class Evaluator:
         """Evaluate fitting policies with waiting; return each with its origin."""
         self.num_walked += len(policies)
         prediction, batch = predict(self.problem, candidates), np.asarray(candidates.batch, dtype=int)
-        seconds, in_time = _counted(self.problem, prediction, batch), self.problem.in_time(prediction)
+        seconds, in_time = counted_seconds(self.problem, prediction, batch), self.problem.in_time(prediction)
         columns = policies, batch.tolist(), seconds.tolist(), origins, in_time.tolist()
         return [EvaluatedPolicy(*row) for row in zip(*columns, strict=True)]
 
 
-def objective_seconds(problem: SearchProblem, candidates: Candidates) -> np.ndarray:
-    """Return seconds per token, [candidates]: of the whole run, or of a phase. Never less than the bound."""
-    return _counted(problem, predict(problem, candidates), np.asarray(candidates.batch))
-
-
 def _may_be_below(problem: SearchProblem, bound: Prediction, batch: np.ndarray, limit: float) -> np.ndarray:
     """Return whether seconds per token with waiting can be below ``limit``, within the limits of latency."""
-    return problem.may_be_in_time(bound.prefill_s, bound.decode_s) & (_counted(problem, bound, batch) < limit)
+    return problem.may_be_in_time(bound.prefill_s, bound.decode_s) & (counted_seconds(problem, bound, batch) < limit)
 
 
-def _counted(problem: SearchProblem, prediction: Prediction, batch: np.ndarray) -> np.ndarray:
-    """Return the seconds of a prediction that the objective counts, per token."""
+def counted_seconds(problem: SearchProblem, prediction: Prediction, batch: np.ndarray) -> np.ndarray:
+    """Return the seconds of a prediction that the objective counts, per token; of a run never less than the bound."""
     prefill, decode = problem.counted
     run_s = prefill * prediction.prefill_s + decode * prediction.decode_s
     return (np.maximum(run_s, prediction.bound_s) if prefill and decode else run_s) / problem.tokens(batch)

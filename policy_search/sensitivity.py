@@ -14,9 +14,10 @@ from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.policy import Policy
 from policy_search.branch_and_bound import BranchAndBound
 from policy_search.grid import ChoiceGrid
-from policy_search.rounding import EvaluatedPolicy, objective_seconds
+from policy_search.rounding import EvaluatedPolicy, counted_seconds
 from policy_search.search import SearchResult, SearchSettings
 from policy_search.search_problem import SearchProblem, pairs_of
+from sim.array_clock import predict
 from sim.cost import hardware_of
 from sim.datasheet import SHARES
 
@@ -147,7 +148,8 @@ def sensitivity_of(result: SearchResult, settings: SearchSettings) -> list[Sensi
 
 
 def _seconds(problem: SearchProblem, policy: Policy, batch: int) -> float:
-    return float(objective_seconds(problem, problem.candidates(policy, np.array([float(batch)])))[0])
+    one = np.array([float(batch)])
+    return float(counted_seconds(problem, predict(problem, problem.candidates(policy, one)), one)[0])
 
 
 def _loses(problem: SearchProblem, result: SearchResult, other: EvaluatedPolicy) -> float:

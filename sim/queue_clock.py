@@ -352,16 +352,15 @@ class _Walk:
         """Return the batch of some intervals in iterations ``start`` to ``start`` + 2, and the requests that leave
         before each."""
         all_intervals, wave = self.intervals, self.wave
-        groups = [np.flatnonzero(all_intervals.mini_batch[chosen] == k) for k in range(len(wave.mini_batches))]
+        of_group = (np.flatnonzero(all_intervals.mini_batch[chosen] == k) for k in range(len(wave.mini_batches)))
+        groups = [group for group in of_group if len(group)]
         requests, left = all_intervals.request[chosen], all_intervals.left[chosen]
         given = all_intervals.prompt_tokens[chosen] - self.workload.prompt_tokens[requests]
         lengths = Workload(all_intervals.prompt_tokens[chosen], self.workload.max_tokens[requests] - given)
         problem = replace(wave.problem, shape=wave.shape.of_layers(self.layers))
         depth = all_intervals.shared_tokens[chosen] // BLOCK_TOKENS
-        groups = [group for group in groups if len(group)]
-        shared, room = (
-            (depth, dict.fromkeys(wave.entries.names, int(depth.max()) * len(depth))) if depth.any() else (None, {})
-        )
+        shared = depth if depth.any() else None
+        room = {} if shared is None else dict.fromkeys(wave.entries.names, int(depth.max()) * len(depth))
         members = admit(problem, wave.policy, lengths, mini_batches=groups, shared=shared, room=room)
         joined = all_intervals.joined[chosen]
         members = replace(members, joined=joined, whole=members.whole and replace(members.whole, joined=joined))

@@ -146,14 +146,9 @@ def _check(batch: int, prompt_tokens: int, max_tokens: int) -> None:
 def _largest_fitting(most: np.ndarray, fits: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
     """Return the largest fitting sizes from 1 to ``most``, [workloads]; 0 if not even 1 fits. ``fits(sizes, chosen)``:
     whether ``sizes[chosen]`` fit the chosen workloads; it must be monotonic."""
-    low = np.where(fits(most, np.arange(len(most))), most, 0)
-    too_many = np.flatnonzero(low == 0)
-    if len(too_many):
-        single = np.ones_like(most)
-        low[too_many[fits(single, too_many)]] = 1
-    high = most.copy()  # low fits or is 0; high is too large or unknown
-    while len(between := np.flatnonzero((low > 0) & (high - low > 1))):
-        middle = (low + high) // 2
+    low, high = np.zeros_like(most), most + 1  # low fits or is 0, high is too large
+    while len(between := np.flatnonzero(high - low > 1)):
+        middle = np.where(high > most, most, (low + high) // 2)
         inside = fits(middle, between)
         low[between[inside]], high[between[~inside]] = middle[between[inside]], middle[between[~inside]]
     return low

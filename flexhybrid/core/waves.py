@@ -119,16 +119,11 @@ def open_batch(
     return wave
 
 
-class _Packed(NamedTuple):
-    """The first requests of a queue in mini-batches."""
-
-    mini_batches: list[np.ndarray]  #: places
-    room: dict[str, int]  #: ``_shared_room``
-    paths: list[list[int]]  #: shared blocks of each request; empty without any
-
-
-def _packed(problem: Problem, policy: Policy, workload: Workload, count: int, tree: PromptTree | None) -> _Packed:
-    """Pack the first ``count`` requests with buffers for full answers: padding never limits which requests run."""
+def _packed(
+    problem: Problem, policy: Policy, workload: Workload, count: int, tree: PromptTree | None
+) -> tuple[list[np.ndarray], dict[str, int], list[list[int]]]:
+    """Pack the first ``count`` requests with buffers for full answers: padding never limits which requests run. Return
+    the places of each mini-batch and, if blocks are shared, ``_shared_room``."""
     entries, cached = BlockEntries(policy.cache), workload.cached_tokens[:count]
     room, paths = {}, []
     if tree and may_share(policy, problem.shape):
@@ -136,10 +131,10 @@ def _packed(problem: Problem, policy: Policy, workload: Workload, count: int, tr
         tree.longest = math.inf if exact else chunk_tokens(policy.max_mini_batch_tokens)  # pieces attend to blocks
         room, paths = _shared_room(tree, entries, count, workload.num_requests)
     if not room:
-        return _Packed(packed(problem, policy, cached), room, paths)
+        return packed(problem, policy, cached), room, paths
     # The host attends while the device computes another mini-batch: a single mini-batch would alternate.
     own = 0 if policy.attention == "host" else _depth(paths) * BLOCK_TOKENS
-    return _Packed(_pack_sharing(cached - own, problem, policy, paths), room, paths)
+    return _pack_sharing(cached - own, problem, policy, paths), room, paths
 
 
 def _depth(paths: list[list[int]]) -> np.ndarray:
@@ -249,7 +244,7 @@ def _most_that_fit(
 
     @cache
     def num_mini_batches(count: int) -> int:
-        return len(_packed(problem, policy, workload, count, tree).mini_batches)
+        return len(_packed(problem, policy, workload, count, tree)[0])
 
     def fewest(count: int) -> int:
         """Return the fewest requests that form the same number of mini-batches as ``count``."""

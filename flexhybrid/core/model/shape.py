@@ -281,11 +281,6 @@ class ModelShape:
         vector_bytes = matrix_bytes if vector_bytes is None else vector_bytes
         return self.layer_matrix_elements * matrix_bytes + self.layer_vector_elements * vector_bytes
 
-    def layers_bytes(self, matrix_bytes: float, vector_bytes: float | None = None) -> float:
-        """Bytes of all layers' weights, likewise."""
-        counts = enumerate(self.weights_counts)
-        return sum(count * self.of_weights(kind).layer_bytes(matrix_bytes, vector_bytes) for kind, count in counts)
-
     def embedding_bytes(self, bytes_per_element: int) -> int:
         """Return the bytes outside the layers.
 
@@ -307,7 +302,9 @@ class ModelShape:
 
     def weights_bytes(self, bytes_per_element: int) -> int:
         """Bytes of all weights, none of them packed."""
-        return int(self.layers_bytes(bytes_per_element)) + self.embedding_bytes(bytes_per_element)
+        counts = enumerate(self.weights_counts)
+        layers = sum(count * self.of_weights(kind).layer_bytes(bytes_per_element) for kind, count in counts)
+        return int(layers) + self.embedding_bytes(bytes_per_element)
 
     def stored_bytes(self, packed: PackedFormat) -> float | None:
         """Return the bytes of a checkpoint with packed layers; None if the format does not give its bits."""

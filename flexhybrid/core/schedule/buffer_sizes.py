@@ -190,7 +190,8 @@ def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
             lengths = everybody.select(np.array([request]))
             sizes = sizes.merge(running_sizes(wave, lengths.cached_tokens, lengths.prompt_tokens))
         alone = prompts[[int(prompts.argmax())]]
-        rows = _shared_prompt_rows(wave) if wave.sharing else prompt_rows(sizes, of_groups)
+        in_pieces = (of_group.step_rows * chunks for of_group, chunks in of_groups)  # in one pass of the weights
+        rows = _shared_prompt_rows(wave) if wave.sharing else max(sizes.step_rows, *in_pieces)
         rows = max(rows, longest_piece(wave.policy, alone) * num_chunks(wave.policy, alone))
         if wave.sharing:
             for builds in first_builds(wave):
@@ -251,12 +252,6 @@ def first_builds(wave: Wave, group: np.ndarray | None = None) -> list[list[Build
         builds = sorted((b for b in computed if b.place in members), key=lambda build: build.level)
         steps += build_steps(builds, wave.policy.max_mini_batch_tokens)
     return steps
-
-
-def prompt_rows(sizes: BufferSizes, of_groups: list[tuple[BufferSizes, int]]) -> int:
-    """Return the most padded prompt rows of a mini-batch in one pass of the weights: ``sizes`` for one step, or one
-    prompt in pieces. ``of_groups``: ``mini_batch_sizes``."""
-    return max(sizes.step_rows, *(of_group.step_rows * chunks for of_group, chunks in of_groups))
 
 
 def buffer_sizes(wave: Wave) -> BufferSizes:
