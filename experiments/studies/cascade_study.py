@@ -18,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.bench.harness import seconds_of
+from experiments.reproduce.cascade.confidence import FOLDER
 from experiments.studies.line_cascade import answered, line_study, read_requests
 from experiments.studies.trials import OPTIONS, Trial, evaluated
 from experiments.training.digits import fit_on, scored_on, splits, train_all
@@ -31,7 +32,6 @@ from flexhybrid.cascade.thresholds.skips import Route
 from flexhybrid.core.files import write_by_rename
 
 SEEDS = range(20, 30)  #: splits and trainings of digits, on which CAUTION is judged
-FOLDER = Path(__file__).parents[1] / "results" / "cascade"
 ROUTED_BYTES = (1_000, 50_000, 1_000_000)  #: the paper's Fig. 8
 ROUTED_MODELS = 5
 REPEATS = 50

@@ -5,16 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from experiments.reproduce.cascade.confidence import CAREFUL, CAUTION
 from flexhybrid.cascade.thresholds.confidence import Scored, calibration_error, confidence
 from flexhybrid.cascade.thresholds.curve import Answers
 from flexhybrid.cascade.thresholds.fit import Fitted
 from flexhybrid.cascade.thresholds.search import SearchOptions, search
 from flexhybrid.cascade.thresholds.skips import Route
 
-#: Of 1, 5, 10, 20, 30, 40 and 50 the least whose 95 % interval showed no loss of AP on the digits of seeds 0 to 9.
-#: Seeds 10 to 19 had been looked at, too; the cost was not yet checked after caution then.
-CAUTION = 30
-CAREFUL = f"AP, caution {CAUTION}"
 #: The search's defaults, with caution, and the paper's own rules for dropping and skipping models.
 OPTIONS = {
     "AP": SearchOptions(),

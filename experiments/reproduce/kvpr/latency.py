@@ -59,11 +59,6 @@ def paper_column(model: str, method: str, metric: str = "decode_latency") -> np.
     return np.array([reference.value("kvpr_table3_4", prompt_len=p, gen_len=g, **find) for p, g in setup.SHORT])
 
 
-def paper_speedups(model: str) -> np.ndarray:
-    """Return Accelerate's printed seconds over KVPR's over setup.SHORT."""
-    return paper_column(model, "Accelerate") / paper_column(model, "KVPR")
-
-
 # ---- memory
 
 
@@ -96,7 +91,7 @@ def _table(number: int) -> Experiment:
     for method, policy in policies.items():
         for pair, latency in zip(setup.SHORT, seconds[method], strict=True):
             rows += _pair_rows(source, model, method, pair, policy, float(latency))
-    speedups = zip(setup.SHORT, seconds["Accelerate"] / seconds["KVPR"], paper_speedups(model), strict=True)
+    speedups = zip(setup.SHORT, *(of["Accelerate"] / of["KVPR"] for of in (seconds, paper)), strict=True)
     for pair, ours, theirs in speedups:
         quantity = f"speedup of KVPR over Accelerate, {label(*pair)}"
         aside = next(filter(None, (contradicted(model, method, pair) for method in seconds)), "")
