@@ -19,9 +19,14 @@ from experiments.bench.harness import BENCHES, Table
 from flexhybrid.jobs.machine import device_name
 
 
-def main() -> None:
+def load() -> None:
+    """Import all modules of this package, which register their benches."""
     for module in pkgutil.walk_packages(experiments.bench.__path__, "experiments.bench."):
         import_module(module.name)
+
+
+def main() -> None:
+    load()
     parser = argparse.ArgumentParser(prog="python -m experiments.bench", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--only", choices=BENCHES, nargs="+", help="renew the rows of these parts in bench.json alone")

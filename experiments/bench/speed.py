@@ -32,8 +32,7 @@ from sim.virtual_clock import summarize
 
 BATCH, CONTEXT, MAX_TOKENS, MINI_BATCH = 32, 512, 6, 8
 BOUND = MINI_BATCH * (34 * 16 + 1)
-RATES = (0.3, 0.4, 0.6)
-RESIDENT_RATE = 0.3
+RATES, RESIDENT_RATE = (0.3, 0.4, 0.6), 0.3  #: GB/s
 WORKLOAD = Workload.uniform(BATCH, CONTEXT, MAX_TOKENS)
 ROUNDS = 3
 JUDGED_BALANCE = 0.7  #: design section 11: the smaller ideal over the larger

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from experiments.bench import host_kernels
+from experiments.bench import __main__ as command
+from experiments.bench import harness, host_kernels
 from experiments.bench import selection as bench_selection
 from experiments.bench.harness import Table
 from experiments.bench.kernels import KernelSizes, bench_kernels
@@ -73,3 +75,20 @@ def test_the_bench_of_kernels_fills_its_rows(monkeypatch):
     with Bench(make_weights, problem, prompts, 8, PacedDevice(torch.device("cpu"))) as bench:
         bench_kernels(table, PolicyRun(bench, hybrid(0.5, 200)), KernelSizes(2, 4, 64, 40, 32))
     assert all(row["value"] > 0 for row in table.rows.values()) and "KV-Gen" in " ".join(table.rows)
+
+
+def test_a_part_renews_its_rows_alone(tmp_path, monkeypatch):
+    """Modules in the folder and below it register; what "layers" measures is replaced."""
+    command.load()
+    assert {"search", "layer_kinds", "refill"} <= {
+        f.__module__.split(".")[-1] for of in harness.BENCHES.values() for f in of
+    }
+    (tmp_path / "bench.json").write_text('{"old": {"part": "run", "ok": true}, "gone": {"part": "layers", "ok": true}}')
+    monkeypatch.setitem(harness.BENCHES, "layers", [lambda table: table.at_most("new", 3, 2, "x")])
+    monkeypatch.setattr("sys.argv", ["bench", "--out", str(tmp_path), "--only", "layers"])
+    command.main()
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert {name: (row["part"], row["ok"]) for name, row in rows.items()} == {
+        "old": ("run", True),
+        "new": ("layers", False),
+    }
