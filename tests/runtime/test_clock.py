@@ -132,6 +132,16 @@ def test_an_error_in_the_stream_of_tasks_ends_every_thread(checkpoint):
     assert threading.active_count() == before
 
 
+def test_views_of_buffers_are_kept_up_to_a_number(checkpoint, monkeypatch):
+    """Here of one alone, so that each takes another's place."""
+    monkeypatch.setattr("flexhybrid.runtime.buffers.MOST_VIEWS", 1)
+    monkeypatch.setattr("flexhybrid.runtime.links.CpuCopies.MOST_KNOWN", 1)
+    source, expected = checkpoint
+    with engine_of(source, wave := admitted(source.shape, HYBRID, PROMPTS, MAX_TOKENS)) as engine:
+        assert engine.run(engine.executor(wave, PROMPTS, greedy_plan(len(PROMPTS)))).tokens == expected
+        assert len(engine.buffers._views) == 1 == len(engine.copies._known)
+
+
 def test_decode_can_be_repeated_from_a_filled_cache(checkpoint):
     source, expected = checkpoint
     with engine_of(source, wave := admitted(source.shape, HYBRID, PROMPTS, MAX_TOKENS)) as engine:
