@@ -291,10 +291,7 @@ class RequestCodec(PromptEncoder):
             raise InputError(f"prompts must be a list of texts or of token-id lists, not {type(prompts).__name__}")
         plain: list = [plain_prompt(prompt) for prompt in prompts]
         params = params_per_prompt(sampling_params, len(plain))
-        checked = self.check_all(list(zip(plain, params)), "prompt {}".format)
-        if wrong := next((error for error in checked if isinstance(error, InputError)), None):
-            raise wrong
-        ids: list[list[int]] = checked  # pyright: ignore[reportAssignmentType]
+        ids = raised(self.check_all(list(zip(plain, params)), "prompt {}".format))
         decoded = [0] * len(ids) if num_decoded is None else [int(count) for count in num_decoded]
         if len(decoded) != len(ids):
             raise InputError(f"num_decoded has {len(decoded)} numbers for {len(ids)} prompts")
@@ -423,6 +420,14 @@ class RequestCodec(PromptEncoder):
     def text(self, token_ids: list[int]) -> str:
         """Return the text of a prompt; empty without a tokenizer."""
         return self.tokenizer.decode(token_ids) if self.tokenizer is not None else ""
+
+
+def raised(checked: list[list[int] | InputError]) -> list[list[int]]:
+    """Return the token ids of checked prompts. Raise the first error."""
+    for ids in checked:
+        if isinstance(ids, InputError):
+            raise ids
+    return checked  # pyright: ignore[reportReturnType]
 
 
 def _or_none(count: int | None) -> int:

@@ -83,7 +83,7 @@ def score(
 def _score_wave(llm: LLM, wave: Wave, texts, members: np.ndarray, last_tokens, watch, on_tokens) -> list[Score]:
     counts = wave.workload.max_tokens
     prompts = [list(text[:-count]) for text, count in zip(texts, counts, strict=True)]
-    session = Session(llm.open_engine, wave, prompts)
+    session = Session(llm.loaded.open_engine, wave, prompts)
     executor = session.executor
     size = (len(texts), int(counts.max()))
     logprobs = torch.zeros(size, dtype=torch.float32, device=llm.device)

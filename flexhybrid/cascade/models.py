@@ -64,8 +64,8 @@ class Generator:
         sizes: list[int] = []
 
         def note() -> None:
-            llm = self.llm
-            sizes.append(total_bytes(memory_plan(llm.problem, llm.settled_policy, llm.open_engine.sizes))["device"])
+            plan = memory_plan(self.llm.problem, self.llm.settled_policy, self.llm.loaded.open_engine.sizes)
+            sizes.append(total_bytes(plan)["device"])
 
         self._predict(batch, note)
         return max(sizes)
@@ -85,7 +85,7 @@ class Generator:
         with self.llm.waves(Workload(np.array([len(prompt) for prompt in ids]), np.array(room))) as waves:
             for members, wave in waves:
                 on_wave()
-                session = Session(self.llm.open_engine, wave, [ids[i] for i in members])
+                session = Session(self.llm.loaded.open_engine, wave, [ids[i] for i in members])
                 _keep_logits(session.executor, members, logits, classes)
                 result = session.generate(RunControl(stop_ids=lambda _request: self.llm.shape.eos_token_ids))
                 for i, answer in zip(members, result.tokens):

@@ -227,7 +227,7 @@ def test_wrong_sampling_params_are_errors_before_loading(tiny, params, words):
     llm = LLM(tiny, "kv_only", device="cpu")
     with pytest.raises(InputError, match=words):
         llm.generate([[3, 4], [5]], params)
-    assert llm.engine is None
+    assert llm.loaded.engine is None
 
 
 @pytest.mark.parametrize(

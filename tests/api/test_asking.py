@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from oracles.warpers import changed
 from policies import wider_policies
 
-from flexhybrid import LLM, InputError, Policy, SamplingParams, shipped
-from flexhybrid import llm as llm_module
+from flexhybrid import LLM, InputError, Policy, SamplingParams, runner, shipped
 from flexhybrid.core.waves import Places
 from sim.presets import hybrid
 
@@ -139,7 +138,7 @@ def test_a_request_gets_in_company_what_it_gets_alone(llm_of, requests, policy):
 
 def test_preempted_requests_keep_what_they_ask_for(llm_of, tiny_opt, monkeypatch, batches):
     """Pools of the least size: the youngest are preempted and return with their answers so far as prompt."""
-    monkeypatch.setattr(llm_module, "batch_size", lambda *_: Places(4, 0.01))
+    monkeypatch.setattr(runner, "batch_size", lambda *_: Places(4, 0.01))
     generator = np.random.default_rng(2)
     asking = [
         {"frequency_penalty": 1.2, "temperature": 0.9}, {"repetition_penalty": 1.4}, {"presence_penalty": 1.0},

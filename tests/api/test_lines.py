@@ -9,7 +9,7 @@ import pytest
 from runs import answered, lines_of
 
 from flexhybrid import SamplingParams
-from flexhybrid.jobs.run.job import Job
+from flexhybrid.jobs.run.lines import JobLines
 from flexhybrid.requests import RequestCodec
 
 HUGE, DIGITS = 10**400, "1" * 5000
@@ -106,7 +106,7 @@ def test_what_fails_for_one_line_is_its_error(tiny, tmp_path, monkeypatch, stage
     lines = [line(f"r{i}", [5 + i, 7], n=1 + i % 3, seed=i, logprobs=1) for i in range(8)]
     bad = ([7, 7], [8, 7])
     whole = run(tmp_path, tiny, lines)
-    check, open_, completion, written = RequestCodec.check, RequestCodec.open, RequestCodec.completion, Job.line
+    check, open_, completion, written = RequestCodec.check, RequestCodec.open, RequestCodec.completion, JobLines.line
     checked: list = []
 
     def fails(prompt, index=0):
@@ -136,7 +136,7 @@ def test_what_fails_for_one_line_is_its_error(tiny, tmp_path, monkeypatch, stage
         "read": (RequestCodec, "check", checks),
         "opened": (RequestCodec, "open", opens),
         "completed": (RequestCodec, "completion", completes),
-        "written": (Job, "line", writes),
+        "written": (JobLines, "line", writes),
     }
     monkeypatch.setattr(*replaced[stage])
     found = run(tmp_path, tiny, lines, "--restart", "--max-batch", "3")

@@ -13,6 +13,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import Reference
 from flexhybrid.requests import load_tokenizer
+from flexhybrid.runner import LoadedModel
 from flexhybrid.sampling_params import SamplingParams
 
 POSITIONS = 96
@@ -160,8 +161,8 @@ def test_answers_are_cached_as_they_come(model, checkpoint, monkeypatch):
             raise OSError("no more")
         return run_wave(self, *arguments)
 
-    run_wave = adapter.LLM._make_engine
-    monkeypatch.setattr(adapter.LLM, "_make_engine", fail_at_the_third)
+    run_wave = LoadedModel.make_engine
+    monkeypatch.setattr(LoadedModel, "make_engine", fail_at_the_third)
     with pytest.raises(OSError, match="no more"):
         small.loglikelihood(instances("loglikelihood", pairs), disable_tqdm=True)
     assert [kind for kind, _ in kept] == ["loglikelihood"] * 2

@@ -16,7 +16,8 @@ from runs import answered, lines_of
 from flexhybrid import LLM, SamplingParams, shipped
 from flexhybrid.batch.openai import CHAT, COMPLETIONS, Request
 from flexhybrid.batch.replies import answer_line
-from flexhybrid.running_requests import Replies
+from flexhybrid.jobs.run.forecast import first_batch
+from flexhybrid.runner import Replies
 from flexhybrid.runtime.logprob_log import Noted, records
 from flexhybrid.sampling_params import noted_bytes
 from sim.presets import hybrid
@@ -228,7 +229,7 @@ def test_the_plan_counts_what_log_probabilities_take(url):
     tracemalloc.stop()
     lengths = llm.codec.encode([request.token_ids], params).workload
     lengths = replace(lengths, noted=noted_bytes(params, len(request.token_ids), length))
-    planned = llm.first_batch(lengths)[1]["host"]["log probabilities"]
+    planned = first_batch(llm, lengths)[1]["host"]["log probabilities"]
     assert peak < planned < 8 * peak
 
 

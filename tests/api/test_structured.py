@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from policies import wider_policies
 from runs import answered, lines_of
 
-from flexhybrid import LLM, InputError, Policy, SamplingParams, StructuredOutputsParams, shipped
-from flexhybrid import llm as llm_module
+from flexhybrid import LLM, InputError, Policy, SamplingParams, StructuredOutputsParams, runner, shipped
 from flexhybrid.core.waves import Places
 from flexhybrid.structured_outputs import KEPT_GRAMMARS, Grammars
 from sim.presets import hybrid
@@ -212,7 +211,7 @@ def test_a_form_in_company_is_the_form_alone(llm_of, requests, policy):
 
 def test_a_form_outlasts_stepping_back(llm_of, monkeypatch, batches):
     """Pools of the least size: the youngest requests are preempted and return in the middle of their form."""
-    monkeypatch.setattr(llm_module, "batch_size", lambda *_: Places(3, 0.01))
+    monkeypatch.setattr(runner, "batch_size", lambda *_: Places(3, 0.01))
     form = {"regex": "([a-z]{1,9} [0-9]{3}, ){1,90}"}
     params = [SamplingParams(seed=seed, max_tokens=30, structured_outputs=form) for seed in range(4)]
     together = LLM(shipped.CHECKPOINT, Policy(), device="cpu", dtype="float32").generate(PROMPTS[:4], params)

@@ -263,7 +263,7 @@ def test_a_forgotten_llm_gives_all_back(checkpoint, expected, tmp_path, no_colle
     held = Held()
     llm = LLM(checkpoint, EVERYWHERE, device="cpu", dtype="float32", disk_dir=tmp_path / "scratch")
     assert tokens(llm) == expected
-    gone = [weakref.ref(llm.engine.buffers), weakref.ref(llm._weights), weakref.ref(llm.engine)]
+    gone = [weakref.ref(of) for of in (llm.loaded.engine.buffers, llm.loaded.weights, llm.loaded.engine)]
     workers = set(threading.enumerate()) - held.threads
     del llm
     for worker in workers:  # told to end, not waited for
@@ -319,7 +319,7 @@ def test_ctrl_c_under_way_gives_all_back_and_the_next_call_works(checkpoint, exp
             llm.generate(PROMPTS, PARAMS)
         except KeyboardInterrupt:
             left = [one.name for one in threading.enumerate() if one.name.startswith("flexhybrid")]
-            print(left, os.listdir(llm.paced.disk.directory), llm.engine, llm._weights)
+            print(left, os.listdir(llm.paced.disk.directory), llm.loaded.engine, llm.loaded.weights)
         slow.clear()
         print(tokens(llm))
     """

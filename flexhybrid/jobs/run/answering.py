@@ -16,9 +16,9 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.progress import StopAsked
 from flexhybrid.jobs.run.outlook import Outlook
-from flexhybrid.llm import LLM, OnTrace
+from flexhybrid.llm import LLM
 from flexhybrid.requests import Generated, RequestOutput
-from flexhybrid.running_requests import Replies
+from flexhybrid.runner import OnTrace, Replies
 from flexhybrid.runtime.engine import Failure, RunControl
 from flexhybrid.runtime.kernels.sampling import SamplingPlan
 from flexhybrid.sampling_params import SamplingParams

@@ -9,14 +9,16 @@ import numpy as np
 
 from flexhybrid.core.context.cache_entries import TIERS, representation_of
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.memory import kept_shares, total_bytes
+from flexhybrid.core.memory import kept_shares, memory_plan, total_bytes
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
+from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.scheduler import sharing_limit
 from flexhybrid.core.units import counted, gib
-from flexhybrid.core.waves import EXPECTED_SHARE, Places
+from flexhybrid.core.waves import EXPECTED_SHARE, Places, batch_size, open_batch
 from flexhybrid.core.workload import Workload
-from flexhybrid.llm import LLM, MOST_AT_A_TIME
+from flexhybrid.llm import LLM
+from flexhybrid.runner import MOST_AT_A_TIME
 from policy_search.systems import dropped
 from sim.answer_lengths import with_mean
 from sim.queue_clock import ROUGH_TASKS, WALKED_TASKS, QueueRun, price_queue
@@ -43,36 +45,31 @@ class Forecast:
     memory: dict[str, int]  #: tier -> bytes that they need
     layer_bytes: dict[str, int]  #: tier -> bytes of the layers' weights
     run: QueueRun | None = None  #: None: nothing is known of the machine
-    shorter: Foretold | None = None  #: if answers take EXPECTED_SHARE of their limits; None: lengths are expected
+    #: if ``seconds`` are for the limits: for answers of EXPECTED_SHARE of them; else for the limits; None: unknown
+    other: Foretold | None = None
     num_requests: int = 1
-    longest: Foretold | None = None  #: if answers take their limits; None: ``seconds`` say so
 
     def seconds_of(self, tokens: int) -> float | None:
         """Return the predicted seconds for this number of answer tokens: on the line through two predictions, if there
         are two, and at most the seconds for their limits."""
         if self.seconds is None:
             return None
-        less = most = self.seconds, self.expected_tokens
-        if self.longest:
-            most = self.longest.seconds, self.longest.tokens
-        elif self.shorter:
-            less = self.shorter.seconds, self.shorter.tokens
+        own = self.seconds, self.expected_tokens
+        other = (self.other.seconds, self.other.tokens) if self.other else own
+        less, most = sorted((own, other), key=lambda prediction: prediction[1])
         fewer = (most[1] - tokens) / max(1, most[1] - less[1])
         return min(max(most[0] - fewer * (most[0] - less[0]), 0.0), most[0])
 
 
 def forecast(llm: LLM, workload: Workload) -> Forecast:
     """Predict requests, given in the order in which they will run, under the policy in use."""
-    places, memory = llm.first_batch(workload)
-    run, shorter, longest = price(llm, workload, places), None, None
-    if run is not None and workload.answer_tokens is None:
-        answers = with_mean(workload, EXPECTED_SHARE * float(workload.max_tokens.mean()))
+    places, memory = first_batch(llm, workload)
+    run, of_limits, other = price(llm, workload, places), workload.answer_tokens is None, None
+    if run is not None and (of_limits or (workload.answers < workload.max_tokens).any()):
+        shorter = with_mean(workload, EXPECTED_SHARE * float(workload.max_tokens.mean())) if of_limits else None
+        answers = shorter or replace(workload, answer_tokens=None)
         if (priced := price(llm, answers, places, ROUGH_TASKS)) is not None:
-            shorter = Foretold(priced.total_s, float(answers.answers.mean()), int(answers.answers.sum()))
-    if run is not None and (workload.answers < workload.max_tokens).any():
-        limits = replace(workload, answer_tokens=None)
-        if (priced := price(llm, limits, places, ROUGH_TASKS)) is not None:
-            longest = Foretold(priced.total_s, float(limits.answers.mean()), int(limits.answers.sum()))
+            other = Foretold(priced.total_s, float(answers.answers.mean()), int(answers.answers.sum()))
     layers = {tier: memory[tier].get("resident weights" if tier == "device" else "weights", 0) for tier in TIERS}
     return Forecast(
         run and run.total_s,
@@ -83,9 +80,17 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
         memory=total_bytes(memory),
         layer_bytes=layers,
         run=run,
-        shorter=shorter,
-        longest=longest,
+        other=other,
     )
+
+
+def first_batch(llm: LLM, workload: Workload) -> tuple[Places, dict[str, dict[str, int]]]:
+    """Return how many of these requests run at a time and for which share of their limits (``batch_size``), and the
+    bytes that they need: tier -> part -> bytes. Raise InputError when not even one fits the budgets."""
+    problem, policy = llm.problem, llm.settled_policy
+    places = batch_size(problem, policy, workload, MOST_AT_A_TIME)
+    wave = open_batch(problem, policy, workload, places, gives=False)
+    return places, memory_plan(problem, policy, buffer_sizes(wave))
 
 
 def price(llm: LLM, workload: Workload, places: Places, walked_tasks: int = WALKED_TASKS) -> QueueRun | None:
@@ -126,16 +131,15 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
         predicted, limit = f"no speed: this machine {unknown}", []
     else:
         rate = f"{plan.expected_tokens / plan.seconds:.1f} tokens/s"
-        longest = " with every answer at its limit" if plan.shorter else ""
+        shorter = plan.other if plan.expected_tokens == plan.tokens else None
+        longest = " with every answer at its limit" if shorter else ""
         predicted = f"{rate}, {foretold(plan.seconds)}: done by {_end(plan.seconds)}{longest}"
         limit = [f"limited by {plan.run.binding}, busy {plan.run.busy[plan.run.binding]:.0%} of the time"]
-        if plan.shorter and foretold(plan.shorter.seconds) != foretold(plan.seconds):
-            shorter, mean, _ = plan.shorter
-            end = f"answers of {counted(round(mean), 'token')} on average: done by {_end(shorter)}"
-            limit.insert(0, f"or         {foretold(shorter)} with {end}")
-        if plan.longest and foretold(plan.longest.seconds) != foretold(plan.seconds):
-            end = f"answers that all take their limits: done by {_end(plan.longest.seconds)}"
-            limit.insert(0, f"or         {foretold(plan.longest.seconds)} with {end}")
+        if plan.other and foretold(plan.other.seconds) != foretold(plan.seconds):
+            mean = f"answers of {counted(round(plan.other.answer_tokens), 'token')} on average"
+            words = mean if shorter else "answers that all take their limits"
+            end = f"{foretold(plan.other.seconds)} with {words}: done by {_end(plan.other.seconds)}"
+            limit.insert(0, f"or         {end}")
     unshared = sharing_limit(policy, llm.problem.shape) if llm.arguments.enable_prefix_caching else None
     note = "; a mix with recomputed context would not be faster" if plain else ""
     return [

@@ -14,7 +14,8 @@ from flexhybrid.core.trace import LineKey, LineTimes
 from flexhybrid.core.wave import Wave
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
-from flexhybrid.llm import LLM, MOST_AT_A_TIME
+from flexhybrid.llm import LLM
+from flexhybrid.runner import MOST_AT_A_TIME
 from sim.answer_lengths import ObservedAnswers, with_mean
 from sim.queue_clock import IterationCost, evenly_spaced
 from sim.queue_counts import RunIntervals, UnderWay, intervals

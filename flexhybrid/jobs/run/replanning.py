@@ -28,8 +28,9 @@ from flexhybrid.core.trace import LineKey, LineTimes
 from flexhybrid.core.waves import check_longest
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.outlook import MOST_COUNTED, ChangeCosts, Outlook, change_costs
-from flexhybrid.llm import LLM, MOST_AT_A_TIME
+from flexhybrid.llm import LLM
 from flexhybrid.resolve import auto_settings
+from flexhybrid.runner import MOST_AT_A_TIME
 from sim.correction import corrected, told
 from sim.queue_clock import QueueRun, price_queue
 from sim.queue_counts import RunIntervals
