@@ -180,9 +180,9 @@ def _profile(args) -> dict:
     if args.disk_gb_per_s is not None and args.disk is None:
         raise InputError("--disk-gb-per-s is the pace of a disk: name its folder with --disk")
 
-    from flexhybrid.jobs.profile.command import profile
+    from flexhybrid.jobs.profile.job import run_profile
 
-    return profile(args, named)
+    return run_profile(args, named)
 
 
 def _skew(args) -> dict:

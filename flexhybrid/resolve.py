@@ -83,16 +83,13 @@ def resolve_problem(arguments: LLMArguments, shape: ModelShape, paced: PacedDevi
     heads = shape.queries_per_key, shape.head_dim
     attention = arguments.attention or fastest_paths(device, dtype, *heads)
     in_place, on_host = can_attend_in_place(dtype), can_attend_in_place(dtype, on_host=True)
+    lacking = ""
     if device == "cpu" and attention.in_place > in_place or attention.on_host > on_host:
-        raise InputError(
-            "this job was begun with attention by numba, which is not installed here: pip install numba, or start it "
-            "with another --output"
-        )
-    if attention.in_place and device != "cpu" and not proved_on_gpu(dtype, *heads):
-        raise InputError(
-            "this job was begun with attention by Triton, whose kernels do not run here (a warning says why): pip "
-            "install triton, or start it with another --output"
-        )
+        lacking = "numba, which is not installed here: pip install numba"
+    elif attention.in_place and device != "cpu" and not proved_on_gpu(dtype, *heads):
+        lacking = "Triton, whose kernels do not run here (a warning says why): pip install triton"
+    if lacking:
+        raise InputError(f"this job was begun with attention by {lacking}, or start it with another --output")
     return Problem(
         shape=shape,
         dtype=dtype,
@@ -104,7 +101,7 @@ def resolve_problem(arguments: LLMArguments, shape: ModelShape, paced: PacedDevi
     )
 
 
-def pick_dtype(name: str, shape: ModelShape, device: torch.device, hardware: Hardware | None) -> str:
+def pick_dtype(name: str, shape: ModelShape, device: torch.device, hardware: Hardware | None = None) -> str:
     """Return the compute dtype. "auto" is the checkpoint's on CUDA. On a CPU, for 16-bit checkpoints, it is the dtype
     with faster products: by the profile, or timed now, so that answers do not depend on a kept profile."""
     if name not in ("auto", "float32", "bfloat16", "float16"):

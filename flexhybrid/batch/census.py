@@ -18,11 +18,13 @@ from typing import BinaryIO
 import numpy as np
 
 from flexhybrid.batch.beginnings import Beginnings
-from flexhybrid.batch.formats import MAX_LINE_BYTES, STDIN
+from flexhybrid.batch.formats import MAX_LINE_BYTES, STDIN, open_lines
 from flexhybrid.batch.openai import Draft, Refused, Request, json_object, url_of
 from flexhybrid.batch.requests import LineReader, LineRules, line_digest
 from flexhybrid.core.errors import InputError, file_errors
 from flexhybrid.core.workload import Workload
+from flexhybrid.requests import RequestCodec, load_tokenizer
+from flexhybrid.runtime.storage.loader import Checkpoint
 from flexhybrid.sampling_params import noted_bytes
 
 CHUNK_LINES, CHUNK_BYTES = 1024, 1 << 22  #: of lines that are encoded together, at most
@@ -61,7 +63,7 @@ class Census:
         num_lines = len(offsets) - 1
         prompts, limits, beginning = np.zeros((3, num_lines), np.int32)
         more, noted, duplicates = (np.zeros(num_lines, dtype) for dtype in (np.int16, np.int64, bool))
-        return Census(offsets, prompts, limits, more, noted, duplicates, beginning, digest)
+        return Census(offsets, prompts, limits, more, noted, duplicates=duplicates, beginning=beginning, sha256=digest)
 
     @property
     def num_lines(self) -> int:
@@ -321,6 +323,20 @@ class RequestFile:
         """Raise InputError when the file was written to after it was opened."""
         if file_state(self.path) != self.state:
             raise InputError(f"{self.path} was changed while the job ran; answers written so far are kept")
+
+
+def count_requests(path: Path, model: Path) -> Workload:
+    """Return the lengths of the requests of a Batch file that a checkpoint can serve. Raise InputError without any."""
+    shape = Checkpoint(model).shape
+    with contextlib.closing(open_lines(path, "jsonl")) as lines:
+        rules = LineRules("jsonl", {}, 0)
+        read = LineReader(rules, RequestCodec(shape, model, load_tokenizer(model)))
+        census = take_census(lines, read, shape.max_context)
+        if not census.valid.any():
+            requests = RequestFile(path, file_state(path), lines, census, rules, read)
+            reason = next(requests.refusals([1]))[1].message
+            raise InputError(f"{path} has no request that can be served; line 1: {reason}")
+    return census.workload(np.flatnonzero(census.valid))
 
 
 def file_state(path: Path) -> tuple[int, int]:

@@ -154,14 +154,9 @@ def error_line(number: int, refused: Refused) -> bytes:
 
 
 def _line(number: int, custom_id: str | None, status: int, body: dict, digest: str = "") -> bytes:
-    return _encoded(
-        {
-            "id": f"batch_req_{number:08d}",
-            "custom_id": custom_id,
-            "response": {"status_code": status, "request_id": f"req_{number:08d}{digest}", "body": body},
-            "error": None,
-        }
-    )
+    response = {"status_code": status, "request_id": f"req_{number:08d}{digest}", "body": body}
+    line = {"id": f"batch_req_{number:08d}", "custom_id": custom_id, "response": response, "error": None}
+    return _json(line) + b"\n"
 
 
 def renumbered(raw: bytes, number: int, custom_id: str | None) -> bytes:
@@ -171,11 +166,7 @@ def renumbered(raw: bytes, number: int, custom_id: str | None) -> bytes:
     calls = [call for choice in body["choices"] for call in choice.get("message", {}).get("tool_calls", ())]
     for named, field in [(line["response"], "request_id"), *((one, "id") for one in (line, body, *calls))]:
         named[field] = named[field].replace(old, f"{number:08d}", 1)
-    return _encoded(line | {"custom_id": custom_id})
-
-
-def _encoded(line: dict) -> bytes:
-    return _json(line) + b"\n"
+    return _json(line | {"custom_id": custom_id}) + b"\n"
 
 
 def _json(value: dict) -> bytes:

@@ -48,9 +48,5 @@ def _row(raw: bytes) -> dict:
         row["text"] = choice["text"] if "text" in choice else choice["message"]["content"]
         row |= {"finish_reason": choice["finish_reason"]}
         row |= {name: body["usage"][name] for name in ("prompt_tokens", "completion_tokens")}
-    return {name: _without_surrogates(value) for name, value in row.items()}
-
-
-def _without_surrogates(value):
-    """Return a text as UTF-8 can hold it: halves of surrogate pairs become question marks."""
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+    # halves of surrogate pairs, which UTF-8 cannot hold, become question marks
+    return {k: v.encode("utf-8", "replace").decode() if isinstance(v, str) else v for k, v in row.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import difflib
 import json
@@ -53,10 +52,12 @@ def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> 
                 raise InputError(f"{path}, line {number}: answer_tokens is {answer}, more than max_tokens, {limit}")
             names_of_prefix, ends = (row.get(name) for name in PREFIX)
             tree.add(names_of_prefix, ends, columns[0][-1], f"{path}, line {number}: ")
-    with _named(path):
-        answers = np.array(columns[2]) if len(columns) > 2 else None
+    answers = np.array(columns[2]) if len(columns) > 2 else None
+    try:
         workload = Workload(np.array(columns[0]), np.array(columns[1]), answers, tree.prefixes())
         return _known(workload, answer_tokens)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
 
 
 def _check_names(new: list[str], row: dict, where: str) -> None:
@@ -120,14 +121,6 @@ def _known(workload: Workload, answer_tokens: float | None) -> Workload:
     return workload.select(np.lexsort((workload.prompt_tokens, workload.max_tokens))[::-1])
 
 
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-
-
 def _objects(file, path: Path) -> Iterator[dict]:
     for number, line in enumerate(file, 1):
         try:
@@ -159,19 +152,6 @@ def _counted(path: Path, model: str) -> Workload:
             f"{path} holds requests: their tokens are counted by --model's tokenizer, which is {model!r}; "
             f"name a checkpoint's config.json, or give a table of {', '.join(COLUMNS)}"
         )
-    from flexhybrid.batch.census import RequestFile, file_state, take_census
-    from flexhybrid.batch.formats import open_lines
-    from flexhybrid.batch.requests import LineRules
-    from flexhybrid.requests import RequestCodec, load_tokenizer
-    from flexhybrid.runtime.storage.loader import Checkpoint
+    from flexhybrid.batch.census import count_requests  # loads torch
 
-    shape = Checkpoint(folder).shape
-    with contextlib.closing(open_lines(path, "jsonl", None)) as lines:
-        rules = LineRules("jsonl", {}, 0)
-        read = rules.reader(RequestCodec(shape, folder, load_tokenizer(folder)))
-        census = take_census(lines, read, shape.max_context)
-        if not census.valid.any():
-            requests = RequestFile(path, file_state(path), lines, census, rules, read)
-            reason = next(requests.refusals([1]))[1].message
-            raise InputError(f"{path} has no request that can be served; line 1: {reason}")
-    return census.workload(np.flatnonzero(census.valid))
+    return count_requests(path, folder)

@@ -79,6 +79,14 @@ def pace_of_link(hardware: Hardware) -> str:
     return ""
 
 
+def company_note(hardware: Hardware | None) -> str | None:
+    """Return what disturbed the measurement of a record, and how to renew it; None for an undisturbed record."""
+    if hardware is None or not hardware.company:
+        return None
+    again = "measure again when the machine is idle (run --reprofile, or flexhybrid profile)"
+    return f"{hardware.company}: predictions may be far off; {again}"
+
+
 def costs(hardware: Hardware, tokens_per_s: float) -> dict[str, float]:
     """Return the cost of a million generated tokens: dollars and kWh, as far as the record has them."""
     hours, found = 1e6 / max(tokens_per_s, 1e-300) / 3600, {}

@@ -1,10 +1,9 @@
 """``flexhybrid search``: the best policy, its prediction, what it depends on, and the other systems at their best."""
 
 import contextlib
-import json
+import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -218,30 +217,26 @@ def beside(work: Callable[[], list[dict]]) -> Callable[[], list[dict]]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
     if cores < 2 or not hasattr(os, "fork"):
         return work
-    try:
-        inlet, outlet = os.pipe()
-        sys.stdout.flush()
-        child = os.fork()
-    except OSError:
-        return work
-    if child == 0:
-        status = 1
-        try:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the parent, without its words
-            os.close(inlet)
-            with open(outlet, "wb") as pipe:
-                pipe.write(json.dumps(work()).encode())
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(outlet)
+    forking = multiprocessing.get_context("fork")
+    inlet, outlet = forking.Pipe(duplex=False)
+
+    def answer() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the parent, without its words
+        with contextlib.suppress(Exception):  # the caller does the work again, and raises it
+            outlet.send(work())
 
     def wait() -> list[dict]:
-        with open(inlet, "rb") as pipe:
-            told = pipe.read()
-        _, status = os.waitpid(child, 0)
-        return json.loads(told) if status == 0 else work()
+        with inlet:
+            try:
+                return inlet.recv()
+            except EOFError:
+                return work()
 
+    try:
+        forking.Process(target=answer, daemon=True).start()
+    except OSError:
+        return work
+    outlet.close()
     return wait
 
 

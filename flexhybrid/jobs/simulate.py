@@ -15,7 +15,7 @@ from flexhybrid.core.units import counted, gib, parse_bytes
 from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.paths import shape_to_simulate
-from flexhybrid.jobs.rates import RATES, pace_of_link, with_given_rates
+from flexhybrid.jobs.rates import RATES, company_note, pace_of_link, with_given_rates
 from policy_search.papers.at_best import at_best, best_batch
 from policy_search.systems import Setting, System, system
 from sim import catalogue
@@ -70,10 +70,8 @@ def setting_of(point: Mapping, note: Note | None = None) -> Setting:
     else:
         machine = catalogue.load(point["hardware"], point.get("host"))
     hardware = with_given_rates(machine, point)
-    if note and hardware.company:
-        from flexhybrid.jobs.profile.job import company_note  # loads torch
-
-        note(company_note(hardware) or "")
+    if note and (disturbed := company_note(hardware)):
+        note(disturbed)
     sizes = {name: size for name in MEMORIES if (size := parse_bytes(point.get(name))) is not None}
     for name, size in sizes.items():
         memory = getattr(hardware, name)

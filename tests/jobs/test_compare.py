@@ -193,14 +193,12 @@ def systems_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("systems")
     disk = Policy("on_disk", Placement(host=0.5, disk=0.5), cache={"kv@disk": 0.5, "act@host": 0.5})
     (folder / "disk.json").write_text(disk.to_json())
-    hardware = Hardware(
-        "any", "cpu", {key: Line(1e-4, 1e-10, 2e-9) for key in ("compute", "host_compute", "h2d", "d2h")}
-    )
-    lines = {key: Line(1e-4, 0.0, 1e-9) for key in ("disk_read", "disk_write")}
+    lines = {key: Line(1e-4, 1e-10, 2e-9) for key in ("compute", "host_compute", "h2d", "d2h")}
+    lines |= {key: Line(1e-4, 0.0, 1e-9) for key in ("disk_read", "disk_write")}
+    hardware = Hardware("any", "cpu", lines, disk_memory=1 << 30)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(FASTER_DTYPE, "bfloat16")
         patch.setattr(job, "measure_hardware", lambda *rest, **more: (hardware, []))
-        patch.setattr(job, "measure_disk", lambda *rest: (Hardware("disk", "cpu", lines, disk_memory=1 << 30), []))
         result = compare(
             CompareOptions(
                 device="cpu", link_gb_per_s=0.5, shape=SMALL, batch=4, prompt_len=48, gen_len=4, rounds=3,

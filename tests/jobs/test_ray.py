@@ -110,7 +110,7 @@ def page(tmp_path, monkeypatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(opening, "measure_for_model", lambda *setting: MACHINE)
-    monkeypatch.setattr(opening, "measured_dtype", lambda *setting: MACHINE.dtype)
+    monkeypatch.setattr(opening, "pick_dtype", lambda *setting: MACHINE.dtype)
     (command,) = COMMAND.findall((ROOT / "docs/on-a-cluster.md").read_text(encoding="utf-8"))
     return shlex.split(command)
 
@@ -134,7 +134,7 @@ def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
             messages.append(table.num_rows)
             yield table
 
-    def write(job, answered, write=run_module.Job.write):
+    def write(job, answered, write=run_module.JobLines.write):
         write(job, answered)
         writes.append(len(answered))
         if not killed:
@@ -142,7 +142,7 @@ def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
             os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setattr(Dataset, "iter_batches", iter_batches)
-    monkeypatch.setattr(run_module.Job, "write", write)
+    monkeypatch.setattr(run_module.JobLines, "write", write)
     capsys.readouterr()
     assert cli.main([*words, *few]) == 0
     told = capsys.readouterr().out
@@ -219,14 +219,14 @@ def test_an_actor_gives_the_same_messages_when_a_batch_is_done_again(tiny, tmp_p
 
 def test_an_actor_plans_the_lengths_and_log_probabilities_that_the_job_counts(tiny):
     from flexhybrid.batch.census import take_census
-    from flexhybrid.jobs.run.remote import RemoteBatch
+    from flexhybrid.jobs.run.remote import LineReader, RemoteBatch
 
     asked = [{"max_tokens": 5}, {"n": 3, "max_tokens": 9, "logprobs": 4}, {"max_tokens": 500, "prompt_logprobs": 2}]
     bodies = [{"prompt": list(range(3, 9 + i))} | one for i, one in enumerate(asked)]
     lines = [runs.line(str(i), **body).encode() for i, body in enumerate(bodies)]
     sent = config(tiny)
     with LLM.from_arguments(sent.llm) as llm:
-        read = sent.rules.reader(llm.codec)
+        read = LineReader(sent.rules, llm.codec)
         census = take_census(io.BytesIO(b"\n".join(lines)), read, llm.shape.max_context)
         for chosen in ([0, 1, 2], [0], [1], [2, 0]):
             row = {"numbers": [place + 1 for place in chosen], "lines": [lines[place] for place in chosen]}

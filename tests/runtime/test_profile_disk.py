@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,8 +13,8 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import profile_file
 from flexhybrid.core.hardware import Hardware, Line, load_hardware
 from flexhybrid.core.plan import stream
-from flexhybrid.jobs.profile import command as profile_command
 from flexhybrid.jobs.profile import disk as measure_disk
+from flexhybrid.jobs.profile import job as profile_job
 from flexhybrid.runtime.profiling import profile_disk
 from flexhybrid.runtime.storage.weights import DiskPlace
 
@@ -118,13 +119,11 @@ def test_the_command_measures_a_folders_disk(tmp_path, monkeypatch, small_profil
     """``profile --disk``: the disk's lines are shown, kept with the rest, and survive a profile without --disk."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
 
-    def measured(shape, dtype, paced, on_progress):
-        hardware = measure_disk.with_earlier_disk(RECORD, profile_file("cpu"))
-        hardware.save(profile_file("cpu"))
-        return hardware, []
-
-    monkeypatch.setattr(profile_command, "measure_hardware", measured)
-    monkeypatch.setattr(profile_command, "fastest_dtype", lambda shape, device: "float32")
+    fields = {"samples": {}, "disagreements": [], "contention": {}, "after_pause": {}}
+    nothing = SimpleNamespace(**fields, faster_dtype=None, attends_in_place=False)
+    monkeypatch.setattr(profile_job, "profile", lambda *_, **__: nothing)
+    monkeypatch.setattr(profile_job, "fit_hardware", lambda *_, **__: RECORD)
+    monkeypatch.setattr(profile_job, "fastest_dtype", lambda shape, device: "float32")
     command = ["profile", "--device", "cpu", "--json"]
     assert cli.main([*command, "--disk", str(tmp_path / "scratch"), "--disk-gb-per-s", "0.2"]) == 0
     shown = {row["key"]: row for row in json.loads(capsys.readouterr().out)["lines"]}

@@ -36,7 +36,7 @@ from flexhybrid.jobs.compare.speed import LAST, Bench, MeasuredPolicy
 from flexhybrid.jobs.compare.trials import MOST_ROUNDS, MOST_TRIED, TRIAL_ITERATIONS, Priced, Trials, run_trials
 from flexhybrid.jobs.machine import device_name, notes_on
 from flexhybrid.jobs.paths import check_writable
-from flexhybrid.jobs.profile.disk import measure_disk, with_disk, with_earlier_disk
+from flexhybrid.jobs.profile.disk import with_earlier_disk
 from flexhybrid.jobs.profile.job import PARTS, measure_hardware, profile_steps
 from flexhybrid.jobs.progress import Progress
 from flexhybrid.llm import LLM
@@ -189,7 +189,6 @@ def _profile_and_search(
     options, device = setting.options, setting.paced.device
 
     report.say("Profiling under load: about a minute.\n")
-    disk = measure_disk(setting.paced.disk) if options.disk_dir else None
 
     def mixes(result: SearchResult) -> bool:
         return INSIDE[0] < result.act_share < INSIDE[1]
@@ -198,12 +197,10 @@ def _profile_and_search(
     progress.turn_to("profile" if link is None else f"profile at {link} GB/s")
     path, paced = options.out / f"hardware-{device.type}.json", replace(setting.paced, link_gb_per_s=link)
     shape, dtype = setting.problem.shape, setting.problem.dtype
+    disk, parts = options.disk_dir is not None, profiled_parts(options)
     hardware, disagreements = measure_hardware(
-        shape, dtype, paced, path, progress.advance, parts=profiled_parts(options)
+        shape, dtype, paced, path, progress.advance, parts=parts, with_disk_too=disk
     )
-    if disk:
-        hardware, disagreements = with_disk(hardware, disk[0]), disagreements + disk[1]
-        hardware.save(path)
     report.profile(hardware, disagreements)
     setting = replace(setting.measured(hardware), paced=paced).sized()
     result = None if options.systems else setting.search(hardware)

@@ -19,7 +19,7 @@ from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.breakdown import KINDS
 from flexhybrid.jobs.compare.trials import TIE, Trials
-from flexhybrid.jobs.profile.job import company_note
+from flexhybrid.jobs.rates import company_note
 from flexhybrid.jobs.run.forecast import duration
 from flexhybrid.runtime.links import MOST_LATE_S
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS

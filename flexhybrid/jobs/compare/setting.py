@@ -39,9 +39,7 @@ SIZES = ((512, 4), (512, 2), (256, 2), (128, 2))
 TABLE_SECONDS = 240.0  #: predicted, for all policies of the speed table
 
 SWEEP = tuple(i / 8 for i in range(1, 8))  #: its ends are kv_only and act_only
-LEAST_TOKENS = (
-    4  #: of an answer: a step is measured from the end of the first of three decode iterations to the second's
-)
+LEAST_TOKENS = 4  #: of an answer: a step goes from the end of the first of three decode iterations to the second's
 OWN_NAMES = ("kv_only", "act_only", "hybrid_static", "hybrid")
 
 

@@ -8,6 +8,7 @@ from flexhybrid.core.hardware import Hardware, is_of_disk, load_hardware
 from flexhybrid.runtime.profiling.profile_disk import profile_disk
 from flexhybrid.runtime.storage.scratch_file import free_bytes
 from flexhybrid.runtime.storage.weights import DiskPlace
+from policy_search.fit import fit_line
 
 NOTES = ("disk", "disk_gb_per_s")  #: the notes that belong to the disk
 
@@ -17,8 +18,6 @@ def measure_disk(disk: DiskPlace) -> tuple[Hardware, list[str]]:
 
     Raise InputError when the folder cannot be used or has no room.
     """
-    from policy_search.fit import fit_line
-
     directory, gb_per_s = Path(disk.directory or "."), disk.gb_per_s
     result, description = profile_disk(directory, gb_per_s)
     lines = {key: fit_line(samples) for key, samples in result.samples.items()}

@@ -2,6 +2,7 @@
 
 import json
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
@@ -24,9 +25,12 @@ from flexhybrid.core.hardware import (
 from flexhybrid.core.memory import cuda_reserve
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.problem import NO_BUDGETS, Budgets
+from flexhybrid.jobs.compare.report import Report
 from flexhybrid.jobs.machine import device_name, free_budgets, machine_memories
-from flexhybrid.jobs.profile.disk import with_earlier_disk
-from flexhybrid.resolve import PacedDevice, free_device_memory, pick_device
+from flexhybrid.jobs.paths import check_writable
+from flexhybrid.jobs.profile.disk import measure_disk, with_disk, with_earlier_disk
+from flexhybrid.jobs.progress import Progress
+from flexhybrid.resolve import PacedDevice, free_device_memory, pick_device, pick_dtype
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from flexhybrid.runtime.profiling.profile import (
     PARTS,
@@ -37,6 +41,7 @@ from flexhybrid.runtime.profiling.profile import (
     profiled_layers,
     runs_of,
 )
+from policy_search.fit import fit_contention, fit_hardware, fit_report
 from sim import catalogue
 
 #: The timed model: OPT of hidden size 1,024 with a vocabulary of about 8,000.
@@ -70,17 +75,18 @@ def measure_hardware(
     on_progress: Callable[[], object] | None = None,
     budgets: Budgets = NO_BUDGETS,
     parts: frozenset[str] = PARTS,
+    with_disk_too: bool = False,
 ) -> tuple[Hardware, list[str]]:
-    """Profile and fit these parts within ``budgets``; return the record and the sizes on which two passes disagreed.
+    """Profile and fit these parts within ``budgets``, and the disk of ``paced`` on request; return the record and the
+    sizes on which two passes disagreed. Without its own the record has an earlier one's disk.
 
     The record is saved to ``save_to`` (None: where ``policy="auto"`` looks). ``on_progress`` is called
     ``profile_steps`` times.
     """
-    from policy_search.fit import fit_contention, fit_hardware
-
     if save_to is None or cache_folder() in Path(save_to).parents:
         check_cache_folder()
     device, link_gb_per_s = paced.device, paced.link_gb_per_s
+    disk, disagreements = measure_disk(paced.disk) if with_disk_too else (None, [])
     before = CpuUse.now()
     runs = runs_of(device.type, parts)
     result = profile(shape, dtype, device, link_gb_per_s, on_progress, runs=runs, budgets=budgets)
@@ -109,9 +115,9 @@ def measure_hardware(
         hardware = replace(
             hardware, lines={key: _paced(key, line, link_gb_per_s) for key, line in hardware.lines.items()}
         )
-    hardware = with_earlier_disk(hardware, saved_at)
+    hardware = with_disk(hardware, disk) if disk else with_earlier_disk(hardware, saved_at)
     hardware.save(saved_at)
-    return hardware, result.disagreements
+    return hardware, result.disagreements + disagreements
 
 
 def _company(result: ProfileSamples, others: float | None) -> str | None:
@@ -122,14 +128,6 @@ def _company(result: ProfileSamples, others: float | None) -> str | None:
     num_sizes, differ = sum(map(len, result.samples.values())), len(result.disagreements)
     varied = f"Times varied during profiling (two passes disagreed on {differ} of {num_sizes} sizes)"
     return varied if differ > MOST_DISAGREED * num_sizes else None
-
-
-def company_note(hardware: Hardware | None) -> str | None:
-    """Return what disturbed the measurement of a record, and how to renew it; None for an undisturbed record."""
-    if hardware is None or not hardware.company:
-        return None
-    again = "measure again when the machine is idle (run --reprofile, or flexhybrid profile)"
-    return f"{hardware.company}: predictions may be far off; {again}"
 
 
 def model_profile_path(shape: ModelShape, dtype: str, paced: PacedDevice) -> Path:
@@ -167,16 +165,8 @@ def measure_for_model(
 ) -> Hardware:
     """Measure this machine at the layer sizes of a model, within ``budgets``, and keep the record for it. The record of
     ``dtype`` "auto" names the dtype that a run should compute in."""
-    path, dtype = model_profile_path(shape, dtype, paced), measured_dtype(shape, dtype, paced)
+    path, dtype = model_profile_path(shape, dtype, paced), pick_dtype(dtype, shape, paced.device)
     return measure_hardware(shape, dtype, paced, path, on_progress, budgets=budgets, parts=OF_A_MODEL)[0]
-
-
-def measured_dtype(shape: ModelShape, dtype: str, paced: PacedDevice) -> str:
-    """Return the dtype in which ``measure_for_model`` measures."""
-    if dtype != "auto":
-        return dtype
-    own = paced.device.type == "cuda" or shape.dtype == "float32"
-    return shape.dtype if own else fastest_dtype(shape, paced.device)
 
 
 def _paced(key: str, line: Line, link_gb_per_s: float) -> Line:
@@ -189,3 +179,19 @@ def _paced(key: str, line: Line, link_gb_per_s: float) -> Line:
 def profile_steps(device: torch.device, parts: frozenset[str] = PARTS) -> int:
     """Return how often ``measure_hardware`` calls ``on_progress``."""
     return num_passes(device.type) * len(runs_of(device.type, parts))
+
+
+def run_profile(args: Namespace, shape: ModelShape | None) -> dict:
+    """Measure this machine at the layer sizes of a model, None: TIMING_SHAPE's; keep the record and show its lines."""
+    paced = pick_device(args.device or "auto", args.link_gb_per_s, args.disk, args.disk_gb_per_s)
+    path = profile_file(paced.device.type)
+    check_writable(path.parent)
+    shape = shape or TIMING_SHAPE
+    dtype = fastest_dtype(shape, paced.device)
+    with Progress(profile_steps(paced.device), "profile", "step", args.json) as progress:
+        hardware, disagreements = measure_hardware(
+            shape, dtype, paced, on_progress=progress.advance, with_disk_too=bool(args.disk)
+        )
+    Report(quiet=args.json).profile(hardware, disagreements)
+    args.show(f"\nKept at {path}")
+    return {"path": str(path), "lines": fit_report(hardware), "disagreements": disagreements}

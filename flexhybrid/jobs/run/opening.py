@@ -23,12 +23,12 @@ from flexhybrid.core.waves import check_smallest
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import free_budgets, notes_on
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
-from flexhybrid.jobs.profile.job import OF_A_MODEL, measure_for_model, measured_dtype, model_profile_path, profile_steps
+from flexhybrid.jobs.profile.job import OF_A_MODEL, measure_for_model, model_profile_path, profile_steps
 from flexhybrid.jobs.progress import Progress
 from flexhybrid.jobs.ray_cluster import Crew
 from flexhybrid.jobs.run.options import RunOptions
 from flexhybrid.llm import LLM
-from flexhybrid.resolve import PacedDevice, pick_device, resident_at_once
+from flexhybrid.resolve import PacedDevice, pick_device, pick_dtype, resident_at_once
 from flexhybrid.runtime.profiling.attention_paths import paths_of
 from flexhybrid.runtime.storage.loader import Checkpoint
 
@@ -78,6 +78,12 @@ def model_arguments(
     for note in notes_on(paced.device, Budgets(**named), asked.disk_dir):
         print(f"flexhybrid: {note}", file=sys.stderr)
     hardware, dtype, measure = asked.hardware, asked.dtype, None
+
+    def with_scratch(known: Hardware) -> Hardware:
+        """Return the machine with the disk of the scratch folder that policy auto may use."""
+        uses = asked.policy == "auto" and asked.disk_dir
+        return with_disk(known, measure_disk(paced.disk)[0]) if uses else known
+
     if hardware is None:
         shape = Checkpoint(asked.model).shape
         kept = model_profile_path(shape, dtype, paced)
@@ -91,21 +97,15 @@ def model_arguments(
                 steps = profile_steps(paced.device, OF_A_MODEL)
                 with Progress(steps, "profile", " runs", options.quiet) as progress:
                     progress.note("measuring this machine at the model's layer sizes; later runs take the record")
-                    found = measure_for_model(
-                        shape, asked.dtype, paced, lambda: progress.advance(1), Budgets(**budgets)
-                    )
-                with_scratch = asked.policy == "auto" and asked.disk_dir
-                return with_disk(found, measure_disk(paced.disk)[0]) if with_scratch else found
+                    found = measure_for_model(shape, asked.dtype, paced, progress.advance, Budgets(**budgets))
+                return with_scratch(found)
 
-            measure, dtype = measured, measured_dtype(shape, dtype, paced)
+            measure, dtype = measured, pick_dtype(dtype, shape, paced.device)
         elif kept.is_file():
-            hardware = load_hardware(kept)
-            if asked.policy == "auto" and asked.disk_dir:
-                hardware = with_disk(hardware, measure_disk(paced.disk)[0])
-        if hardware is not None:
+            hardware = with_scratch(load_hardware(kept))
             dtype = hardware.dtype
-    elif isinstance(hardware, Hardware) and asked.policy == "auto" and asked.disk_dir:
-        hardware = with_disk(hardware, measure_disk(paced.disk)[0])
+    elif isinstance(hardware, Hardware):
+        hardware = with_scratch(hardware)
     if asked.dtype == "auto":
         dtype = earlier.get("dtype") or dtype
     attention = paths_of(earlier.get("attention"))

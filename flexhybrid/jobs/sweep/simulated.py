@@ -2,9 +2,12 @@
 
 import csv
 import json
+from collections.abc import Callable
 from dataclasses import astuple
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from flexhybrid.core.errors import InputError, is_number
 from flexhybrid.core.model.shape import DTYPE_BYTES
@@ -13,21 +16,13 @@ from flexhybrid.core.units import parse_bytes
 from flexhybrid.jobs.paths import shape_to_simulate
 from flexhybrid.jobs.rates import RATES, costs, pace_of_link
 from flexhybrid.jobs.simulate import AUTO, LENGTHS, MEMORIES, POLICY_FIELDS, fields_of, is_policy_file
-from flexhybrid.jobs.sweep.grid import one_of, positive_integer, read_points
+from flexhybrid.jobs.sweep.grid import Checker, one_of, positive_integer, read_points
 from flexhybrid.jobs.sweep.side_by_side import SystemRun, answers, check_plot, draw_rows
 from flexhybrid.jobs.sweep.table import SweepSummary, cell, run_sweep
 from policy_search.systems import parse
 from sim import catalogue
 from sim.catalogue.hosts import HOSTS
 from sim.simulate import CLOCKS, SimulatedRun
-
-
-def _system(value: str) -> str:
-    if isinstance(value, str) and is_policy_file(value):
-        Policy.load(value)
-    else:
-        parse(value)
-    return value
 
 
 def _memory(value):
@@ -42,33 +37,21 @@ def _rate(value):
     return value
 
 
-def _model(value: str) -> str:
-    shape_to_simulate(value)
-    return value
-
-
-def _hardware(value: str) -> str:
-    catalogue.load(value)
-    return value
-
-
 def _batch(value):
     return value if value == AUTO else positive_integer(value)
 
 
-def _of_policy(field: str):
-    def check_field(value):
-        Policy(cache={"kv@host": 0.5, "act@host": 0.5}).with_field(field, value)
-        return value
-
-    return check_field
+def _checked_by(use: Callable[[Any], object]) -> Checker:
+    """Return a checker for values that ``use`` takes; it raises InputError for others."""
+    return lambda value: (use(value), value)[1]
 
 
+ANY_POLICY = Policy(cache={"kv@host": 0.5, "act@host": 0.5})
 #: Key of a grid file -> what checks its values.
 KEYS = {
-    "system": _system,
-    "model": _model,
-    "hardware": _hardware,
+    "system": _checked_by(lambda v: Policy.load(v) if isinstance(v, str) and is_policy_file(v) else parse(v)),
+    "model": _checked_by(shape_to_simulate),
+    "hardware": _checked_by(catalogue.load),
     "host": one_of("host", tuple(HOSTS)),
     "batch": _batch,
     "prompt_len": positive_integer,
@@ -77,7 +60,7 @@ KEYS = {
     "clock": one_of("clock", CLOCKS),
     **dict.fromkeys(MEMORIES, _memory),
     **dict.fromkeys(RATES, _rate),
-    **{field: _of_policy(field) for field in POLICY_FIELDS},
+    **{field: _checked_by(partial(ANY_POLICY.with_field, field)) for field in POLICY_FIELDS},
 }
 REQUIRED = ("system", "model", "hardware", *LENGTHS)
 
