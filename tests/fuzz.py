@@ -56,7 +56,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from flexhybrid import LLM, SamplingParams, cli
 from flexhybrid.batch.openai import Refused
-from flexhybrid.batch.requests import LineRules
+from flexhybrid.batch.requests import LineReader, LineRules
 from flexhybrid.cascade.routes import CascadeModel
 from flexhybrid.cascade.thresholds.fit import Fitted
 from flexhybrid.cascade.thresholds.search import SearchOptions
@@ -455,7 +455,7 @@ def check_lines(seed: int) -> None:
         assert sorted([*wanted, *blank]) == list(range(1, LINES + 1))
         OUTCOMES["blank"] += len(blank)
         with LLM(folder / "model", "kv_only", device="cpu", dtype="float32") as llm:
-            read, ids = LineRules("jsonl", {}, 0).reader(llm.codec), set()
+            read, ids = LineReader(LineRules("jsonl", {}, 0), llm.codec), set()
             for number, status in sorted(wanted.items()):
                 try:
                     request = read(lines[number - 1], number)

@@ -39,8 +39,7 @@ from models import LETTERS, save_text_model
 from pyarrow import parquet
 from tqdm import tqdm
 
-from flexhybrid import cli
-from flexhybrid import llm as llm_module
+from flexhybrid import cli, runner
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch import census as census_module
 from flexhybrid.core.schedule.scheduler import Scheduler
@@ -160,7 +159,7 @@ def lay_traps(point: tuple[str, int] | None) -> Counter:
     Scheduler._preempt = trapped("step back", back)
     census_module.Census.count_on = trapped("census", count_on)
     # another number of requests at a time would not fit pools of this share
-    llm_module.batch_size = lambda _problem, policy, workload, at_most, *_: Places(
+    runner.batch_size = lambda _problem, policy, workload, at_most, *_: Places(
         min(at_most, policy.max_batch, workload.num_requests), POOL_SHARE
     )
     os.write, os.fsync, Executor.tokens_of = trapped_write, trapped_fsync, trapped_step
@@ -169,7 +168,7 @@ def lay_traps(point: tuple[str, int] | None) -> Counter:
 
 def change_mixes(die_at) -> None:
     """Let a job change its mix every CHANGE_ITERATIONS, as after a search anew."""
-    advance, iterations, changes = run_module.Job.advance, [0], [0]
+    advance, iterations, changes = run_module.JobLines.advance, [0], [0]
 
     def counts(self, num_tokens):
         iterations[0] += 1
@@ -188,8 +187,8 @@ def change_mixes(die_at) -> None:
     def moves(self):
         return iterations[0] >= CHANGE_ITERATIONS and changes[0] % 2 == 1
 
-    run_module.Job.advance, run_module.Job.between_batches = counts, changed
-    run_module.Job.drains, run_module.Job.moves = drains, moves
+    run_module.JobLines.advance, run_module.JobLines.between_batches = counts, changed
+    run_module.JobLines.drains, run_module.JobLines.moves = drains, moves
 
 
 def answers(path: Path) -> dict[str, str]:

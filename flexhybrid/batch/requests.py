@@ -35,10 +35,6 @@ class LineRules:
     chat: ChatRules = ChatRules()
     has_ids: bool = False  #: whether a table's lines have custom_ids
 
-    def reader(self, codec: RequestCodec) -> "LineReader":
-        """Return what makes requests of lines."""
-        return LineReader(self, codec)
-
 
 class LineReader:
     """Makes requests of lines, given by their bytes and their number (from 1)."""

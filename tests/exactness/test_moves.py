@@ -27,7 +27,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import compare_tokens
 from flexhybrid.jobs.progress import StopAsked
 from flexhybrid.jobs.run.answering import answer_pending
-from flexhybrid.jobs.run.job import Job
+from flexhybrid.jobs.run.lines import JobLines
 
 
 class Lines:
@@ -143,7 +143,7 @@ def test_whatever_a_request_asks_for_it_gets_when_it_moves(tmp_path, monkeypatch
     plain.mkdir()
     out.mkdir()
     expected = answered(plain, model, lines, "--max-batch", "5")
-    advance, told = Job.advance, {"iterations": 0, "moves": 0}
+    advance, told = JobLines.advance, {"iterations": 0, "moves": 0}
     policies = cycle(POLICIES)
 
     def heard(self, count):
@@ -156,9 +156,9 @@ def test_whatever_a_request_asks_for_it_gets_when_it_moves(tmp_path, monkeypatch
         told["moves"] += 1
         self.llm.use(next(policies))
 
-    monkeypatch.setattr(Job, "advance", heard)
-    monkeypatch.setattr(Job, "moves", lambda self: told["iterations"] // 6 > told["moves"])
-    monkeypatch.setattr(Job, "between_batches", between)
+    monkeypatch.setattr(JobLines, "advance", heard)
+    monkeypatch.setattr(JobLines, "moves", lambda self: told["iterations"] // 6 > told["moves"])
+    monkeypatch.setattr(JobLines, "between_batches", between)
     with pytest.raises(SystemExit):
         answered(out, model, lines, "--max-batch", "5")
     assert 0 < len((out / "out.jsonl").read_bytes().splitlines()) < len(expected)

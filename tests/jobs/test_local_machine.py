@@ -158,13 +158,13 @@ def test_far_from_the_prediction_means_more_than_half_as_much_again():
 
 def test_answers_shorter_than_their_limits_are_judged_by_what_was_predicted_for_such():
     """On the line through both predictions, and never above the longer one."""
-    plan = Forecast(39.0, 100_000, 100_000, 16, {}, {}, shorter=Foretold(29.0, 25.0, 25_000))
+    plan = Forecast(39.0, 100_000, 100_000, 16, {}, {}, other=Foretold(29.0, 25.0, 25_000))
     assert plan.seconds_of(100_000) == 39.0 and plan.seconds_of(25_000) == pytest.approx(29.0)
     assert plan.seconds_of(26_747) == pytest.approx(29.0 + 10 * 1_747 / 75_000)
     assert plan.seconds_of(0) == pytest.approx(29.0 - 10 / 3) and plan.seconds_of(200_000) == 39.0
-    assert replace(plan, shorter=None).seconds_of(5) == 39.0
+    assert replace(plan, other=None).seconds_of(5) == 39.0
     # a mean that the user gave, or that the run before has shown: up to the limits of all
-    expected = replace(plan, shorter=None, longest=Foretold(99.0, 250.0, 250_000))
+    expected = replace(plan, other=Foretold(99.0, 250.0, 250_000))
     assert [expected.seconds_of(tokens) for tokens in (100_000, 175_000, 250_000, 999_999)] == [39.0, 69.0, 99.0, 99.0]
     assert replace(plan, seconds=None).seconds_of(5) is None
     work = Effort(39.0, 34.0, None, 0, plan.seconds_of(26_747))
@@ -190,7 +190,8 @@ def test_a_stopped_run_counts_what_was_computed_and_blames_no_profile(left):
     counts = {"lines": 9, "answered": 9 - left, "refused": 0, "left": left, "blank": 0, "done_before": 0}
     work = Effort(1000.0, 20.0, None, 1900 if left else 0, 1000.0)
     llm, said = SimpleNamespace(num_shared=0, graphs=""), []
-    Outcome(options, llm, counts, work, 100, Counter(), [], None, False).say(said.append, 21.0)
+    lines = SimpleNamespace(options=options, llm=llm, tokens=100, refused_codes=Counter(), replanned=[], trial=None)
+    Outcome(lines, counts, work, traced=False).say(said.append, 21.0)  # type: ignore[arg-type]
     told = "\n".join(said)
     if left:
         assert "100 tokens and 1,900 of unfinished answers in 20 s: 100.0 tokens/s; the whole" in told

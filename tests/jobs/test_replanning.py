@@ -11,8 +11,7 @@ from runs import line, run
 from test_local_machine import CPU, machine
 from test_run import by_id, requests
 
-from flexhybrid import llm as llm_module
-from flexhybrid import resolve
+from flexhybrid import resolve, runner
 from flexhybrid.core.hardware import Hardware, Line, load_hardware
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
@@ -22,7 +21,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.job import model_profile_path
 from flexhybrid.jobs.run import outlook as outlook_module
 from flexhybrid.jobs.run import replanning
-from flexhybrid.jobs.run.job import Job
+from flexhybrid.jobs.run.lines import JobLines
 from flexhybrid.jobs.run.outlook import ChangeCosts, Outlook, change_costs
 from flexhybrid.jobs.run.replanning import Replanner, Watch
 from flexhybrid.runtime.profiling.cpu_use import CpuUse
@@ -79,10 +78,8 @@ def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(
 ):
     """Requests that run end before the change, or move to the next batch: whichever costs less."""
     monkeypatch.setattr(replanning, "change_costs", lambda *_: costs)
-    moved, opened = [], llm_module.open_batch
-    monkeypatch.setattr(
-        llm_module, "open_batch", lambda *which, **more: moved.append(which[5:]) or opened(*which, **more)
-    )
+    moved, opened = [], runner.open_batch
+    monkeypatch.setattr(runner, "open_batch", lambda *which, **more: moved.append(which[5:]) or opened(*which, **more))
     source = requests(tmp_path / "in.jsonl", 24)
     assert run(source, tmp_path / "plain.jsonl", tiny) == 0 and not replanned
     capsys.readouterr()
@@ -120,7 +117,7 @@ def test_lines_that_take_longer_correct_the_record_and_the_search(tiny, tmp_path
         add(self, task, seconds_of(true, task.verb, task.resource, task.work))
 
     for place, name, value in (
-        (llm_module, "settle_policy", lambda *_: FIRST),
+        (runner, "settle_policy", lambda *_: FIRST),
         (LineTimes, "add", add_planted),
         (replanning, "TRIED_S", 0.0),
         (replanning, "TRIAL_SHARE", 1e9),
@@ -158,7 +155,7 @@ def test_a_search_anew_finds_a_policy_for_answers_that_end_early(tiny, tmp_path,
     """Answers that end after a few tokens of forty. The tokens are those of a run that goes on."""
     job_of_loads(tmp_path, 1e-4, {"max_tokens": 40, "stop_token_ids": list(range(3, 61, 3))})
     for place, name, value in (
-        (llm_module, "settle_policy", lambda *_: FIRST),
+        (runner, "settle_policy", lambda *_: FIRST),
         (replanning, "WINDOW_S", 0.0),
         (replanning, "WINDOW_ITERATIONS", 1),
         (replanning, "LEAST_ANSWERS", 1),
@@ -179,7 +176,7 @@ def test_a_search_anew_finds_a_policy_for_answers_that_end_early(tiny, tmp_path,
 
 
 def test_a_crash_after_a_change_loses_nothing(tiny, tmp_path, monkeypatch, replanned):
-    source, between = requests(tmp_path / "in.jsonl", 24), Job.between_batches
+    source, between = requests(tmp_path / "in.jsonl", 24), JobLines.between_batches
 
     def crash(self):
         between(self)
@@ -187,7 +184,7 @@ def test_a_crash_after_a_change_loses_nothing(tiny, tmp_path, monkeypatch, repla
             raise RuntimeError("crashed")
 
     with monkeypatch.context() as broken:
-        broken.setattr(Job, "between_batches", crash)
+        broken.setattr(JobLines, "between_batches", crash)
         with pytest.raises(RuntimeError, match="crashed"):
             auto(source, tmp_path / "out.jsonl", tiny, "--max-batch", "3")
     written = len((tmp_path / "out.jsonl").read_bytes().splitlines())

@@ -35,6 +35,7 @@ from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.schedule.scheduler import AnswerLengths
 from flexhybrid.core.trace import iteration_ends
 from flexhybrid.core.wave import admit
+from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import machine as memory_here
 from flexhybrid.jobs.run import job as run_module
@@ -149,7 +150,7 @@ def test_a_resumed_run_expects_answers_as_long_as_those_that_ended(tiny, tmp_pat
         made(self, *arguments)
         admitted.append(self.ended.copy())
 
-    monkeypatch.setattr(run_module, "WINDOW", 12)
+    monkeypatch.setattr("flexhybrid.jobs.run.lines.WINDOW", 12)
     monkeypatch.setattr(run_module, "forecast", lambda llm, known: foretold.append(known) or forecast_of(llm, known))
     monkeypatch.setattr(AnswerLengths, "__init__", learns)
     assert run(source, out, tiny, "--max-batch", "3") == 0 and len(by_id(out)) == 24
@@ -167,11 +168,11 @@ def test_answers_are_on_the_disk_while_the_batch_runs(tiny, tmp_path, monkeypatc
         "".join(line(f"r{i}", prompt=[5 + i], max_tokens=n, ignore_eos=True) + "\n" for i, n in enumerate(limits))
     )
 
-    def advance(self, count, advance=run_module.Job.advance):
+    def advance(self, count, advance=run_module.JobLines.advance):
         there.append(set(by_id(out)))
         advance(self, count)
 
-    monkeypatch.setattr(run_module.Job, "advance", advance)
+    monkeypatch.setattr(run_module.JobLines, "advance", advance)
     assert run(source, out, tiny) == 0
     assert len(there) == 30
     for iteration, names in enumerate(there, 1):
@@ -715,7 +716,7 @@ def test_a_request_that_fits_no_budget_is_refused_alone(tiny, source, out, tmp_p
     large = [line("b", prompt=[5] * 90, max_tokens=2), line("c", prompt=[6] * 90, max_tokens=2)]
     source.write_text("\n".join([short[0], *large, *short[1:]]))
     with LLM(tiny, "kv_only", device="cpu", dtype="float32") as llm:
-        need = llm.first_wave(Workload(np.array([2]), np.array([30])))[1]
+        need = wave_plan(llm.problem, llm.settled_policy, Workload(np.array([2]), np.array([30])))
     memory = [
         arg for tier in ("host", "device") for arg in (f"--{tier}-memory", str(int(1.05 * sum(need[tier].values()))))
     ]

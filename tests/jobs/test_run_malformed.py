@@ -19,7 +19,7 @@ from flexhybrid.batch import census as census_module
 from flexhybrid.batch.census import CustomIds, find_lines, read_lines, take_census
 from flexhybrid.batch.formats import Columns, open_lines
 from flexhybrid.batch.openai import Refused
-from flexhybrid.batch.requests import LineRules
+from flexhybrid.batch.requests import LineReader, LineRules
 from flexhybrid.runtime import engine
 from flexhybrid.sampling_params import SamplingParams
 from flexhybrid.structured_outputs import Grammars
@@ -65,7 +65,7 @@ def files(draw, form: str) -> bytes:
 @pytest.mark.parametrize("form", WHOLE)
 def test_any_file_is_read_or_refused_with_a_sentence(form, text_llm, tmp_path_factory):
     path = tmp_path_factory.mktemp("files") / "in"
-    read_one = LineRules(form, {"max_tokens": 4}, 0).reader(text_llm.codec)
+    read_one = LineReader(LineRules(form, {"max_tokens": 4}, 0), text_llm.codec)
     seen = {"read": 0, "refused": 0}
 
     @MANY
@@ -170,7 +170,7 @@ def test_a_census_counts_what_each_line_is_by_itself(text_llm, monkeypatch, chun
         for i, body in enumerate(bodies * 3)
     ]
     raws = [json.dumps(line).encode() + b"\n" for line in lines] + [b"{\n", b"\n", b"[1]"]
-    read = LineRules("jsonl", {}, 0).reader(text_llm.codec)
+    read = LineReader(LineRules("jsonl", {}, 0), text_llm.codec)
     census, names = take_census(io.BytesIO(b"".join(raws)), read, text_llm.shape.max_context), set()
     for place, raw in enumerate(raws):
         try:
@@ -205,8 +205,8 @@ def test_a_long_file_is_answered_while_it_is_counted(tiny, tmp_path, monkeypatch
     whole, _ = answer("whole.jsonl")
     monkeypatch.setattr(census_module, "CHUNK_LINES", 5)
     monkeypatch.setattr(job, "CENSUS_S", 0.0)
-    monkeypatch.setattr(job, "WINDOW", 3)
-    released, counted, write = threading.Event(), [], job.Job.write
+    monkeypatch.setattr("flexhybrid.jobs.run.lines.WINDOW", 3)
+    released, counted, write = threading.Event(), [], job.JobLines.write
     count_on = census_module.Census.count_on
 
     def slow(census):
@@ -221,7 +221,7 @@ def test_a_long_file_is_answered_while_it_is_counted(tiny, tmp_path, monkeypatch
             released.set()
 
     monkeypatch.setattr(census_module.Census, "count_on", slow)
-    monkeypatch.setattr(job.Job, "write", noted)
+    monkeypatch.setattr(job.JobLines, "write", noted)
     rows, told = answer("out.jsonl")
     assert rows == whole and re.search(r"predicted by the first (5|10|15) lines", told) and released.is_set()
     kept = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
@@ -238,7 +238,7 @@ def test_a_census_that_fails_ends_the_run(tiny, tmp_path, monkeypatch):
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(valid(f"v{i}") for i in range(9)))
     monkeypatch.setattr(census_module, "CHUNK_LINES", 3)
     monkeypatch.setattr(job, "CENSUS_S", 0.0)
-    monkeypatch.setattr(job, "WINDOW", 3)
+    monkeypatch.setattr("flexhybrid.jobs.run.lines.WINDOW", 3)
     monkeypatch.setattr(census_module.LineReader, "take_own_tokenizer", lambda read: setattr(read, "draft", None))
     with pytest.raises(TypeError):
         run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", tiny)

@@ -25,7 +25,7 @@ from experiments.peers.random_opt import make_checkpoint
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, measure_for_model
-from flexhybrid.jobs.run import job, replanning
+from flexhybrid.jobs.run import job, lines, replanning
 from flexhybrid.jobs.run.options import RunOptions
 from flexhybrid.resolve import pick_device
 from flexhybrid.runtime import links
@@ -61,13 +61,13 @@ class BusyLink(links.Pacer):
 @contextmanager
 def busy_link() -> Iterator[None]:
     """Let the link become slower SLOW_FROM_S after the first iteration of a job."""
-    advance, BusyLink.began = job.Job.advance, None
+    advance, BusyLink.began = lines.JobLines.advance, None
 
     def begins(self, num_tokens: int) -> None:
         BusyLink.began = BusyLink.began or time.monotonic()
         advance(self, num_tokens)
 
-    with patch.object(links, "Pacer", BusyLink), patch.object(job.Job, "advance", begins):
+    with patch.object(links, "Pacer", BusyLink), patch.object(lines.JobLines, "advance", begins):
         yield
 
 

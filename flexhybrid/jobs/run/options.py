@@ -78,9 +78,7 @@ class RunOptions:
 
     @property
     def columns(self) -> Columns | None:
-        if self.column is None:
-            return None
-        return Columns(self.column, self.id_column)
+        return None if self.column is None else Columns(self.column, self.id_column)
 
     def chat_rules(self) -> ChatRules:
         """Return how prompts become chats. Raise InputError for a template or variables that cannot be read."""

@@ -1,14 +1,13 @@
 """A run's result: its final lines, and its record."""
 
-from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
 from flexhybrid.core.schedule.scheduler import stores_exactly
 from flexhybrid.core.units import counted
 from flexhybrid.jobs.run.forecast import duration, foretold
+from flexhybrid.jobs.run.lines import JobLines
 from flexhybrid.jobs.run.options import RunOptions
-from flexhybrid.llm import LLM
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 
 PARTED = 1.5  #: times by which speed and prediction differ before a new profile is advised
@@ -51,14 +50,9 @@ def against(work: Effort) -> str:
 class Outcome(NamedTuple):
     """The end of a run."""
 
-    options: RunOptions
-    llm: LLM
+    lines: JobLines
     counts: dict[str, int]  #: lines, and how many of them were "answered", "refused", "left" and "done_before" it
     work: Effort | None  #: None: nothing was left to answer
-    tokens: int  #: that were generated, of answers that were written
-    refused_codes: Counter  #: error code -> lines that this run has refused with it
-    replanned: list[str]  #: what was changed on the way, and why
-    trial: str | None  #: corrections by the first iterations; None: they were no trial
     traced: bool
 
     @property
@@ -73,11 +67,11 @@ class Outcome(NamedTuple):
     @property
     def tokens_per_s(self) -> float:
         """Of all generated tokens, including unfinished answers'."""
-        return (self.tokens + self.dropped) / self.work.seconds if self.work else 0.0
+        return (self.lines.tokens + self.dropped) / self.work.seconds if self.work else 0.0
 
     def say(self, say: Callable[[str], None], total_s: float) -> None:
         """Say the last lines of a run; ``total_s``: of the whole command."""
-        options, counts, work, stopped = self.options, self.counts, self.work, self.stopped
+        options, counts, work, stopped = self.lines.options, self.counts, self.work, self.stopped
         before = f" ({counts['done_before']:,} before this run)" if counts["done_before"] else ""
         blank = f", {counts['blank']:,} of them blank" if counts["blank"] else ""
         say("")
@@ -88,28 +82,28 @@ class Outcome(NamedTuple):
         if work:
             predicted = "" if stopped else against(work)  # nothing for a part of the requests: the longest come first
             unfinished = f" and {work.unfinished_tokens:,} of unfinished answers" if self.dropped else ""
-            tokens = f"{counted(self.tokens, 'token')}{unfinished} in {duration(work.seconds)}"
+            tokens = f"{counted(self.lines.tokens, 'token')}{unfinished} in {duration(work.seconds)}"
             say(f"{tokens}: {self.tokens_per_s:.1f} tokens/s{predicted}; the whole command {duration(total_s)}")
             if work.compiling_s:
                 say(f"compiled   new kernels in {duration(work.compiling_s)} besides that, kept for later runs")
             if work.others_cpu_share and work.others_cpu_share > MOST_OTHERS:
                 say(f"busy       others used {work.others_cpu_share:.0%} of the cores; predictions assume none")
             blamed = options.llm.hardware is None and not stopped
-            if blamed and self.tokens and parted(work.seconds, work.predicted_of_these_s):
+            if blamed and self.lines.tokens and parted(work.seconds, work.predicted_of_these_s):
                 say("profile    that is far from the prediction: --reprofile measures the machine again")
-        if shared := self.llm.num_shared:
-            saved = "computed" if stores_exactly(self.llm.settled_policy) else "stored again"
+        if shared := self.lines.llm.num_shared:
+            saved = "computed" if stores_exactly(self.lines.llm.settled_policy) else "stored again"
             say(f"shared     {shared:,} prompt tokens were not {saved}: other prompts begin alike")
-        if self.llm.graphs:
-            say(f"graphs     {self.llm.graphs}")
-        if self.trial:
-            say(f"trials     {self.trial}{'' if self.replanned else '; the policy stays'}")
-        for change in self.replanned:
+        if self.lines.llm.graphs:
+            say(f"graphs     {self.lines.llm.graphs}")
+        if trial := self.lines.trial:
+            say(f"trials     {trial}{'' if self.lines.replanned else '; the policy stays'}")
+        for change in self.lines.replanned:
             say(f"replanned  {change}")
         table = f"{options.parquet}, " if options.parquet and not stopped else ""
         say(f"answers    {table}{options.output}")
         if counts["refused"]:
-            codes = ", ".join(f"{code} ({count:,})" for code, count in self.refused_codes.most_common(3))
+            codes = ", ".join(f"{code} ({count:,})" for code, count in self.lines.refused_codes.most_common(3))
             where = options.errors or f"{options.output}, lines of status_code 400"
             say(f"refused    {where}{f'; most of them: {codes}' if codes else ''}")
         if options.trace:
@@ -120,7 +114,7 @@ class Outcome(NamedTuple):
         if stopped:
             lost = f"; {counted(self.dropped, 'token')} of unfinished answers are lost (see --max-batch)"
             say(f"stopped: give {again(options)} to go on{lost if self.dropped else ''}")
-            if work and not (self.tokens or self.dropped):
+            if work and not (self.lines.tokens or self.dropped):
                 say(
                     "           no answer could be there yet: the first iteration reads the prompts of all requests "
                     "that begin together; with a smaller --max-batch the first answers come sooner"
@@ -131,21 +125,21 @@ class Outcome(NamedTuple):
         work, stopped = self.work, self.stopped
         return {
             **self.counts,
-            "tokens": self.tokens,
-            "shared_prompt_tokens": self.llm.num_shared,
-            "cuda_graphs": self.llm.graphs or None,
+            "tokens": self.lines.tokens,
+            "shared_prompt_tokens": self.lines.llm.num_shared,
+            "cuda_graphs": self.lines.llm.graphs or None,
             "tokens_dropped": self.dropped,
             "seconds": work.seconds if work else 0.0,
             "tokens_per_s": self.tokens_per_s,
             "compiling_s": work.compiling_s if work else 0.0,
             "predicted_s": work.predicted_s if work else None,
             "predicted_of_these_s": work.predicted_of_these_s if work else None,
-            "profile_in_company": self.llm.hardware.company if self.llm.hardware else None,
+            "profile_in_company": self.lines.llm.hardware.company if self.lines.llm.hardware else None,
             "others_cpu_share": work.others_cpu_share if work else None,
-            "policy": self.llm.settled_policy.to_dict(),
-            "replanned": self.replanned,
-            "trials": self.trial,
-            "output": str(self.options.output),
-            "errors": str(self.options.errors) if self.options.errors else None,
+            "policy": self.lines.llm.settled_policy.to_dict(),
+            "replanned": self.lines.replanned,
+            "trials": self.lines.trial,
+            "output": str(self.lines.options.output),
+            "errors": str(self.lines.options.errors) if self.lines.options.errors else None,
             "exit_status": STOPPED if stopped else 0,
         }

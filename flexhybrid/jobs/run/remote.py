@@ -183,7 +183,7 @@ class Actor:
         try:
             self.llm = LLM.from_arguments(config.llm)
             load_weights(self.llm, config.layer_bytes)
-            self.read = config.rules.reader(self.llm.codec)
+            self.read = LineReader(config.rules, self.llm.codec)
         except InputError as error:  # sent with the first batch: Ray starts an actor that raises again and again
             self.error = _located(error)
 
