@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 
 import torch
 
@@ -51,6 +51,7 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
     """
     hardware, free, host = saved_hardware(device), free_host_bytes(), host_memory_bytes()
     hardware = hardware and hardware.with_link_rate(None)  # the machine as it is
+    installed = {name: next((one.version for one in distributions(name=name)), "not installed") for name in PACKAGES}
     measured = profile_file(device.type).is_file()
     memories = machine_memories(device)  # now; a record's may be older than a container's limit, or missing
     budgets = host_budgets(device, host)  # not of what is free at this moment
@@ -76,7 +77,7 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
         own_fields = {"own_profile": own is not None, "in_company": bool(known and known.company)}
         fits.append(_fit(shape, known, lengths, budgets, device) | own_fields)
     return {
-        "versions": {"flexhybrid": __version__, "python": platform.python_version(), **_versions()},
+        "versions": {"flexhybrid": __version__, "python": platform.python_version(), **installed},
         "device": {"type": device.type, "name": device_name(device), "usable_bytes": budgets.get("device")},
         "host": {"bytes": host, "usable_bytes": budgets.get("host"), "free_bytes": free, "cores": os.cpu_count()},
         "disk": {"folder": str(cache_folder()), "free_bytes": _free_disk()},
@@ -154,16 +155,6 @@ def _of_memory(device: torch.device, budgets: dict[str, int | None], free: int |
     now = host_budgets(device, free)
     if any((now[tier] or 0) < FREE_ENOUGH * (budgets[tier] or 0) for tier in now):
         yield f"{_size(free)} of memory is free now: run takes a part of what is free, and may have to plan otherwise"
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            versions[name] = "not installed"
-    return versions
 
 
 def _free_disk() -> int | None:

@@ -28,11 +28,8 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     model = ""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as info:
-            model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "")
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as info:
+        model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "")
     # Virtual machines hide the model; the available instructions decide their speed.
     capability = torch.backends.cpu.get_cpu_capability()
     threads = torch.get_num_threads()
@@ -75,10 +72,8 @@ def host_memory_bytes(limits: tuple[Path, ...] = CGROUP_LIMITS) -> int | None:
     except (ValueError, OSError, AttributeError):
         return None
     for path in limits:
-        try:
+        with contextlib.suppress(OSError, ValueError):  # another version of control groups, or "max"
             sizes.append(int(path.read_text(encoding="ascii")))
-        except (OSError, ValueError):  # another version of control groups, or "max"
-            continue
     return min(sizes)
 
 
@@ -92,10 +87,8 @@ def free_host_bytes() -> int | None:
         return size
     for limit in CGROUP_LIMITS:
         used = limit.with_name("memory.current" if limit.name == "memory.max" else "memory.usage_in_bytes")
-        try:
+        with contextlib.suppress(OSError, ValueError):
             free = min(free, int(limit.read_text(encoding="ascii")) - int(used.read_text(encoding="ascii")))
-        except (OSError, ValueError):
-            continue
     return max(free, 1)
 
 

@@ -115,12 +115,10 @@ def _own_clusters(processes: Path = Path("/proc")) -> set[str]:
     """Return the addresses of the clusters that have a node here by a process of this user."""
     addresses = set()
     for folder in processes.glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):  # gone, or not to be looked at
             command, *options = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
             if Path(command).name == "raylet" and folder.stat().st_uid == os.getuid():
                 addresses |= {option.partition("=")[2] for option in options if option.startswith("--gcs-address=")}
-        except OSError:  # gone, or not to be looked at
-            continue
     return addresses
 
 

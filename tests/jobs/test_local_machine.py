@@ -158,13 +158,13 @@ def test_far_from_the_prediction_means_more_than_half_as_much_again():
 
 def test_answers_shorter_than_their_limits_are_judged_by_what_was_predicted_for_such():
     """On the line through both predictions, and never above the longer one."""
-    plan = Forecast(39.0, 100_000, 100_000, 16, {}, {}, other=Foretold(29.0, 25.0, 25_000))
+    plan = Forecast(39.0, 100_000, 100_000, 16, {}, {}, other=Foretold(29.0, 25_000))
     assert plan.seconds_of(100_000) == 39.0 and plan.seconds_of(25_000) == pytest.approx(29.0)
     assert plan.seconds_of(26_747) == pytest.approx(29.0 + 10 * 1_747 / 75_000)
     assert plan.seconds_of(0) == pytest.approx(29.0 - 10 / 3) and plan.seconds_of(200_000) == 39.0
     assert replace(plan, other=None).seconds_of(5) == 39.0
     # a mean that the user gave, or that the run before has shown: up to the limits of all
-    expected = replace(plan, other=Foretold(99.0, 250.0, 250_000))
+    expected = replace(plan, other=Foretold(99.0, 250_000))
     assert [expected.seconds_of(tokens) for tokens in (100_000, 175_000, 250_000, 999_999)] == [39.0, 69.0, 99.0, 99.0]
     assert replace(plan, seconds=None).seconds_of(5) is None
     work = Effort(39.0, 34.0, None, 0, plan.seconds_of(26_747))
@@ -249,7 +249,7 @@ def test_what_a_plan_says_is_plain():
         (5.0, 0.01, "or         less than 1 s after its start with answers of 1 token on average: done by "),
         (0.02, 0.01, ""),
     ):
-        plan = Forecast(seconds, 1, 1, 1, {}, {}, run, Foretold(shorter, 1.2, 1))  # type: ignore[arg-type]
+        plan = Forecast(seconds, 1, 1, 1, {}, {}, run, Foretold(shorter, 1))  # type: ignore[arg-type]
         (requests,) = (line for line in plan_lines(llm, plan, "1", False) if line.startswith("requests"))
         assert requests == "requests   1, at most 1 token of answers in all; 1 answer at a time"
         others = [line for line in plan_lines(llm, plan, "1", False) if line.startswith("or ")]

@@ -27,10 +27,9 @@ WINDOW = MOST_AT_A_TIME  #: least requests of a batch, if there are that many
 
 
 class Foretold(NamedTuple):
-    """A queue's seconds, and the tokens of its answers: in the mean, and in all."""
+    """A queue's seconds, and the tokens of all its answers."""
 
     seconds: float
-    answer_tokens: float
     tokens: int
 
 
@@ -69,7 +68,7 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
         shorter = with_mean(workload, EXPECTED_SHARE * float(workload.max_tokens.mean())) if of_limits else None
         answers = shorter or replace(workload, answer_tokens=None)
         if (priced := price(llm, answers, places, ROUGH_TASKS)) is not None:
-            other = Foretold(priced.total_s, float(answers.answers.mean()), int(answers.answers.sum()))
+            other = Foretold(priced.total_s, int(answers.answers.sum()))
     layers = {tier: memory[tier].get("resident weights" if tier == "device" else "weights", 0) for tier in TIERS}
     return Forecast(
         run and run.total_s,
@@ -136,7 +135,7 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
         predicted = f"{rate}, {foretold(plan.seconds)}: done by {_end(plan.seconds)}{longest}"
         limit = [f"limited by {plan.run.binding}, busy {plan.run.busy[plan.run.binding]:.0%} of the time"]
         if plan.other and foretold(plan.other.seconds) != foretold(plan.seconds):
-            mean = f"answers of {counted(round(plan.other.answer_tokens), 'token')} on average"
+            mean = f"answers of {counted(round(plan.other.tokens / plan.num_requests), 'token')} on average"
             words = mean if shorter else "answers that all take their limits"
             end = f"{foretold(plan.other.seconds)} with {words}: done by {_end(plan.other.seconds)}"
             limit.insert(0, f"or         {end}")
