@@ -120,9 +120,7 @@ def saved_hardware(device: torch.device) -> Hardware | None:
     GPU, else None."""
     if (kept := profile_file(device.type)).is_file():
         return load_hardware(kept)
-    if device.type == "cuda":
-        return catalogue.for_gpu(torch.cuda.get_device_name(device))
-    return None
+    return catalogue.for_gpu(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def named_hardware(hardware: Hardware | str | Path | None, paced: PacedDevice) -> Hardware | None:

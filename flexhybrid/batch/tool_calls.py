@@ -50,9 +50,7 @@ def form_of(template: str) -> str | None:
         raise InputError("the chat template knows no tools")
     if "<tool_call>" in template:
         return HERMES
-    if _LLAMA_TAG in template or re.search(r'"parameters"\s*:', template):
-        return LLAMA
-    return None
+    return LLAMA if _LLAMA_TAG in template or re.search(r'"parameters"\s*:', template) else None
 
 
 def check_tools(tools) -> None:
