@@ -288,6 +288,31 @@ def test_what_the_system_refuses_is_told_in_one_line_and_ends_only_that_call(tmp
         assert torch.equal(back, memory)
 
 
+def test_a_limit_on_file_sizes_is_told(tmp_path, monkeypatch):
+    def limited(*_):
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+
+    monkeypatch.setattr(os, "posix_fallocate", limited)
+    with pytest.raises(ValueError, match=r"larger than a file may be here \(see ulimit -f\)"):
+        DiskSpace(tmp_path, 4 * MIB)
+
+
+def test_memory_is_not_called_a_disk(tmp_path, monkeypatch):
+    for module in (disk, scratch_file):
+        monkeypatch.setattr(module, "filesystem_of", lambda folder: "tmpfs")
+    with DiskSpace(tmp_path, MIB) as space:
+        assert not space.direct and "memory, not a disk" in space.describe()
+
+
+def test_a_system_without_preallocation_writes_zeros(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(scratch_file, "ZEROS", 1000)
+    with DiskSpace(tmp_path, 3 * ALIGN) as space:
+        assert os.fstat(space._file.fd).st_size == 3 * ALIGN
+        space.read([(0, back := memory_at(0, 3 * ALIGN))])
+        assert not back.any()
+
+
 def test_no_room_names_the_folder_and_the_bytes_and_leaves_nothing(tmp_path, monkeypatch):
     before = open_files()
     with pytest.raises(InputError, match=rf"{tmp_path}: No space left .* bytes are free there. Free some") as caught:
