@@ -164,6 +164,44 @@ def test_an_exception_in_any_lane_ends_a_slow_write_and_reaches_the_caller(
     check_fails_and_recovers(llm, expected, RuntimeError, f"the {lane} lane broke", monkeypatch)
 
 
+def test_an_engine_whose_run_failed_says_so(llm, monkeypatch):
+    tokens(llm)
+    engine = llm.engine
+
+    def fail(ex, task):
+        raise RuntimeError("broke")
+
+    patch_verb(monkeypatch, "head", fail)
+    with pytest.raises(RuntimeError, match="broke"):
+        llm.generate(PROMPTS, PARAMS)
+    with pytest.raises(ValueError, match="this engine is closed, or a run of it failed"):
+        engine.run(None)
+
+
+def test_a_failing_lane_ends_a_slow_copy_over_the_link(checkpoint, expected, monkeypatch):
+    """At the first decode step the link becomes so slow that a copy lasts for hours."""
+    policy = Policy(weights=Placement(device=0.2, host=0.8))
+    llm = LLM(checkpoint, policy, device="cpu", dtype="float32", link_gb_per_s=1.0)
+
+    def slow_down(ex, task):
+        ex.copies.h2d.bytes_per_s = 10
+
+    def fail(ex, task):
+        if task.iteration == 1:
+            while ex.copies.h2d._deadline < time.perf_counter() + 60:
+                time.sleep(0.001)
+            raise RuntimeError("broke")
+
+    patch_verb(monkeypatch, "attend", slow_down)
+    patch_verb(monkeypatch, "store_kv", fail)
+    held = Held()
+    with pytest.raises(RuntimeError, match="broke"):
+        llm.generate(PROMPTS, PARAMS)
+    assert set(threading.enumerate()) <= held.threads
+    monkeypatch.undo()
+    assert tokens(llm) == expected
+
+
 @pytest.mark.parametrize("of, words", [("weights", "short read .* shortened"), ("buffers", "shortened")])
 def test_a_file_shortened_under_way(llm, expected, monkeypatch, no_collector, of, words):
     """A read finds it, or, of a cache, a write, which would otherwise make the file long again."""
