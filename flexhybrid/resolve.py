@@ -199,9 +199,14 @@ def best_policy(
     with suppress(InputError):  # a machine without a line for one of the verbs; nothing else fits
         # The longest requests leave room for fewer at a time than the search took: another policy may bear that better.
         run = price_queue(problem, policy, workload, settings.max_batch, walked_tasks=ROUGH_TASKS)
-        searched_s = workload.max_tokens.sum() / found.prediction["tokens_per_s"]
+        # A search knows nothing of what prompts share.
+        searched_s = 0.0 if workload.prefixes else workload.max_tokens.sum() / found.prediction["tokens_per_s"]
         if run.at_a_time < workload.num_requests and run.total_s > searched_s + QUEUE_SEARCH_S:
-            best = best_for_queue(problem, workload, settings, [policy], rough=True).policy
+            given = [policy]
+            for name in ("kv_only", "act_only"):
+                with suppress(InputError):  # not for this model
+                    given.append(policy_here(name, problem, workload))
+            best = best_for_queue(problem, workload, settings, given, rough=True).policy
             check_longest(problem, best, workload)
             return best
     return policy

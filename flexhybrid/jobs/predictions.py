@@ -13,7 +13,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.lengths import read_lengths
 from flexhybrid.jobs.options import PolicySearchOptions
 from flexhybrid.jobs.rates import RATES, costs, describe_costs, describe_rates, without_given
-from flexhybrid.jobs.search import run_search, search_queue, search_record
+from flexhybrid.jobs.search import describe_policy, run_search, search_queue, search_record
 from flexhybrid.jobs.simulate import POINT, SimulatedQueue, asked_record, describe, describe_queue, run_point
 from flexhybrid.jobs.sweep.side_by_side import check_plot, describe_answers, plot, side_by_side, varied_of
 from flexhybrid.jobs.sweep.simulated import sweep_grid
@@ -117,7 +117,8 @@ def search(args) -> dict:
         choice = search_queue(options, _note)
         if args.save_policy:
             write_by_rename(args.save_policy, choice.system.policy.to_json())
-        args.show(describe_queue(choice))
+        lines = describe_policy(choice.system.policy, choice.run.at_a_time)
+        args.show("\n".join([describe_queue(choice), *lines]))
         args.show(describe_rates(choice.system.hardware))
         return asked_record(choice.system.hardware, _asked(args, asked)) | choice.to_dict()
     report = run_search(options, _note, args.show)

@@ -259,15 +259,21 @@ def search_record(report: SearchReport) -> dict:
     }
 
 
+def describe_policy(policy: Policy, at_a_time: int) -> list[str]:
+    """Return what of a policy a prediction does not show, as two lines of text."""
+    bits = ", ".join(f"{name} {getattr(policy.bits, name)}" for name in ("weights", "kv", "act"))
+    changes = "" if policy.bits == Bits() else " (these change the tokens)"
+    hidden = f", hidden states on the {policy.hidden}" * (policy.hidden != "device")
+    return [
+        f"  policy: {counted(at_a_time, 'request')} at a time; bits {bits}{changes}",
+        f"          {policy.schedule} schedule, {policy.cut}, attention on the {policy.attention}{hidden}",
+    ]
+
+
 def describe_found(report: SearchReport) -> str:
     """Return the search's result as lines of text."""
     found, policy, lines = report.found, report.found.policy, [describe(report.best)]
-    bits = ", ".join(f"{name} {getattr(policy.bits, name)}" for name in ("weights", "kv", "act"))
-    changes = "" if policy.bits == Bits() else " (these change the tokens)"
-    lines.append(f"  policy: {counted(found.batch, 'request')} at a time; bits {bits}{changes}")
-    order = f"{policy.schedule} schedule, {policy.cut}"
-    hidden = f", hidden states on the {policy.hidden}" * (policy.hidden != "device")
-    lines.append(f"          {order}, attention on the {policy.attention}{hidden}")
+    lines += describe_policy(policy, found.batch)
     if found.selected:
         used = "used" if policy.selection.method == "speculative" else "not used: nothing is faster with it"
         pays = "pays" if found.selected.act_pays else "does not pay"

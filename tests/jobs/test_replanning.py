@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from runs import line, run
 from test_local_machine import CPU, machine
-from test_run import by_id, requests
+from test_run import SHIPPED, by_id, requests
 
 from flexhybrid import resolve, runner
 from flexhybrid.core.hardware import Hardware, Line, load_hardware
+from flexhybrid.core.model.shape import shape_from_config
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.trace import LineTimes
 from flexhybrid.core.verbs import RESOURCE_OF
-from flexhybrid.core.workload import Workload
+from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.jobs.profile.job import model_profile_path
 from flexhybrid.jobs.run import outlook as outlook_module
 from flexhybrid.jobs.run import replanning
@@ -300,3 +301,16 @@ def test_auto_takes_another_policy_where_the_longest_requests_leave_room_for_few
     monkeypatch.setattr(resolve, "QUEUE_SEARCH_S", 60.0)
     quick = resolve.best_policy(problem, waiting, link_is_paced=True)  # a search for the queue would not pay
     assert seconds(chosen) < 0.2 * seconds(quick)
+
+
+def test_auto_weighs_what_prompts_share():
+    """A search for equal prompts keeps token ids here, whose prompts are computed whole: 2.5 times the seconds of
+    act_only, under which they share their beginning."""
+    lengths = 256 + np.random.default_rng(0).integers(4, 40, 64)
+    common = Prefixes(np.array([256]), np.array([-1]), np.zeros(64, np.int64))
+    waiting = Workload(lengths, np.full(64, 16), prefixes=common)
+    machine, budgets = toy_machine.machine(link=0.2), Budgets(device=18 * 2**20, host=2**25)
+    problem = Problem(shape=shape_from_config(SHIPPED), dtype="float32", hardware=machine, budgets=budgets)
+    chosen, plain = resolve.best_policy(problem, waiting, True), resolve.settle_policy("act_only", problem, waiting)
+    in_all = [price_queue(problem, policy, waiting, 64).total_s for policy in (chosen, plain)]
+    assert in_all[0] <= 1.03 * in_all[1]

@@ -358,6 +358,18 @@ def test_a_small_budget_is_not_called_the_machines_memory(capsys):
     assert "Raise device memory to" in said and "more than the machine has" not in said and "a disk" not in said
 
 
+def test_a_search_for_a_queue_prints_its_policy(tmp_path, capsys):
+    (tmp_path / "queue.csv").write_text("prompt_tokens,max_tokens\n40,4\n60,6\n")
+    assert (
+        cli.main(
+            ["search", *MODEL[:4], "--lengths", str(tmp_path / "queue.csv"), "--save-policy", str(tmp_path / "p.json")]
+        )
+        == 0
+    )
+    policy = Policy.load(tmp_path / "p.json")
+    assert f"{policy.schedule} schedule, {policy.cut}, attention on the {policy.attention}" in capsys.readouterr().out
+
+
 def test_a_sweep_has_fields_of_the_policy_as_axes_and_draws_them(tmp_path, monkeypatch, capsys):
     """Against policies written out by hand; a share that is set leaves the rest to the others in proportion."""
     drawn = []
