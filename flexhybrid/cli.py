@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 from flexhybrid import __version__
 from flexhybrid.arguments import LLMArguments, add_options, budgets_from, options_from, split_names
 from flexhybrid.cascade.cli import add_cascade
-from flexhybrid.core.errors import InputError, file_error, stray_error, unknown
+from flexhybrid.core.errors import FORMER_FLAGS, InputError, file_error, stray_error, unknown
 from flexhybrid.core.model.shape import shape_from_config
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs.hardware import add_hardware
@@ -45,11 +46,12 @@ class Parser(argparse.ArgumentParser):
         for name in (None, "store"):
             self.register("action", name, _Once)
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args=(), namespace=None):
         """Parse; a command reports the arguments that it does not know itself, instead of the parser above it, and
-        before those that are missing: one of them may be misspelled."""
+        before those that are missing: one of them may be misspelled. Former names of flags are understood."""
+        args = [re.sub("^[^=]*", lambda name: FORMER_FLAGS.get(name[0], name[0]), text) for text in args]
         options = [] if self._subparsers else [name for name in self._option_string_actions if name.startswith("--")]
-        for argument in itertools.takewhile(lambda text: text != "--", args or ()):
+        for argument in itertools.takewhile(lambda text: text != "--", args):
             name = argument.partition("=")[0]
             if options and name.startswith("--") and " " not in name and name not in options:
                 text, guessed, _ = str(unknown("option", name, options)).partition("? known: ")
@@ -239,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
         if not (sys.argv[1:] if argv is None else argv):
             parser.print_help(sys.stderr)
             return 2
-        args = parser.parse_args(argv)
+        args = parser.parse_args(sys.argv[1:] if argv is None else argv)
         # what a command tells people, besides its record, as soon as it knows it
         args.show = (lambda text: None) if args.json else functools.partial(print, flush=True)
         args.began = began  # what a command says of its own seconds has its imports in them

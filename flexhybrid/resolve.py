@@ -197,9 +197,8 @@ def best_policy(
     if time_limit:
         return policy
     with suppress(InputError):  # a machine without a line for one of the verbs; nothing else fits
-        # The longest requests leave room for fewer at a time than the search took: another policy may bear that better.
+        # A search knows neither how few the longest requests leave room for, nor what prompts share.
         run = price_queue(problem, policy, workload, settings.max_batch, walked_tasks=ROUGH_TASKS)
-        # A search knows nothing of what prompts share.
         searched_s = 0.0 if workload.prefixes else workload.max_tokens.sum() / found.prediction["tokens_per_s"]
         if run.at_a_time < workload.num_requests and run.total_s > searched_s + QUEUE_SEARCH_S:
             given = [policy]
@@ -214,17 +213,15 @@ def best_policy(
 
 def auto_settings(hardware: Hardware, workload: Workload, **others) -> SearchSettings:
     """Return the settings of the search of "auto" for these requests; ``others``: further ones, by name."""
-    space = measured_space(LOSSLESS, hardware)
-    return SearchSettings(max_batch=min(workload.num_requests, MAX_BATCH), space=space, **others)
+    most = min(workload.num_requests, MAX_BATCH)
+    return SearchSettings(max_batch=most, space=measured_space(LOSSLESS, hardware), **others)
 
 
 def resident_at_once(problem: Problem, workload: Workload) -> Policy | None:
     """Return everything on the device, in the mini-batches predicted to be fastest among those in which all requests
     fit at once; None without any. On an unknown machine the preset's own are taken."""
-    for policy in resident_by_speed(problem, workload):
-        if fits(wave_plan(problem, policy, workload), problem.budgets):
-            return policy
-    return None
+    of_speed = resident_by_speed(problem, workload)
+    return next((policy for policy in of_speed if fits(wave_plan(problem, policy, workload), problem.budgets)), None)
 
 
 def _fitting_policy(problem: Problem, policy: Policy, workload: Workload) -> Policy:
@@ -237,6 +234,6 @@ def _fitting_policy(problem: Problem, policy: Policy, workload: Workload) -> Pol
         with suppress(InputError):
             check_longest(problem, fewer, workload)
             return fewer
-    streamed = replace(policy, weights=Placement(device=0.0, host=1.0 - disk, disk=disk))
+    streamed = replace(policy, weights=Placement(host=1.0 - disk, disk=disk))
     check_longest(problem, streamed, workload)
     return streamed

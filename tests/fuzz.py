@@ -437,7 +437,7 @@ def check_lines(seed: int) -> None:
         lines = [hostile_line(generator, number) for number in range(LINES)]
         (folder / "in.jsonl").write_bytes(b"\n".join(lines) + b"\n")
         words = ["run", "-i", folder / "in.jsonl", "-o", folder / "out.jsonl", "--model", folder / "model", "--quiet"]
-        words += ["--policy", "kv_only", "--device", "cpu", "--dtype", "float32", "--max-batch", "64"]
+        words += ["--policy", "kv_only", "--device", "cpu", "--dtype", "float32", "--max-num-seqs", "64"]
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
             assert cli.main([*map(str, words)]) == 0, "the job ended"
         for row in map(json.loads, (folder / "out.jsonl").open(encoding="utf-8")):

@@ -2,8 +2,8 @@
 
 Each attempt is a process of its own, forked from one that has loaded everything, and ended by SIGKILL: before, within
 or after its n-th write, at its n-th fsync, at its n-th sampled step, as its n-th request joins or steps back, at the
-n-th chunk of its census, as its policy changes for the n-th time, or after some time. Files are JSON lines, or Parquet
-in and out. Pools are so small that requests step back, some prompts begin alike, and the census counts a few lines
+n-th chunk of its index, as its policy changes for the n-th time, or after some time. Files are JSON lines, or Parquet
+in and out. Pools are so small that requests step back, some prompts begin alike, and the index counts a few lines
 before the first answers, the others meanwhile. Every few iterations the mix changes, as after a search anew: those who
 run end before, or move, in turn.
 
@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 from flexhybrid import cli, runner
 from flexhybrid.batch import answers as answers_module
-from flexhybrid.batch import census as census_module
+from flexhybrid.batch import request_index as index_module
 from flexhybrid.core.schedule.scheduler import Scheduler
 from flexhybrid.core.waves import Places
 from flexhybrid.jobs.run import job as run_module
@@ -53,8 +53,8 @@ from flexhybrid.runtime.executor import Executor
 COMPLETED = mmap.mmap(-1, 8)
 tqdm.monitor_interval = 0  # its thread may hold the bars' lock while an attempt is forked, which then waits for ever
 answers_module.SYNC_S = 0.0  # at every write: by the clock, an attempt might have fewer fsyncs than the one counted
-census_module.CHUNK_LINES, run_module.CENSUS_S = 8, 0.0  # the first chunk is answered while the others are counted
-KINDS = ("before write", "within write", "after write", "fsync", "step", "join", "step back", "census", "change")
+index_module.CHUNK_LINES, run_module.INDEXING_S = 8, 0.0  # the first chunk is answered while the others are counted
+KINDS = ("before write", "within write", "after write", "fsync", "step", "join", "step back", "request index", "change")
 CHANGE_ITERATIONS = 20  #: after which the policy changes
 MIXES = ({"kv@host": 1.0}, {"act@host": 0.5, "kv@host": 0.5})
 SYSTEM_PROMPT = [3 + number % 50 for number in range(32)]  #: of every fourth line
@@ -115,7 +115,7 @@ def lay_traps(point: tuple[str, int] | None) -> Counter:
     """Let this process die at its n-th event of a kind; returns the counts of events so far."""
     counts, write, fsync, tokens_of = Counter(), os.write, os.fsync, Executor.tokens_of
     complete, start, back = RequestCodec.completion, RequestCodec.open, Scheduler._preempt
-    count_on = census_module.Census.count_on
+    count_on = index_module.RequestIndex.count_on
 
     def reached(kind: str) -> bool:
         counts[kind] += 1
@@ -157,7 +157,7 @@ def lay_traps(point: tuple[str, int] | None) -> Counter:
     change_mixes(die_at)
     RequestCodec.completion, RequestCodec.open = counted, trapped("join", start)
     Scheduler._preempt = trapped("step back", back)
-    census_module.Census.count_on = trapped("census", count_on)
+    index_module.RequestIndex.count_on = trapped("request index", count_on)
     # another number of requests at a time would not fit pools of this share
     runner.batch_size = lambda _problem, policy, workload, at_most, *_: Places(
         min(at_most, policy.max_batch, workload.num_requests), POOL_SHARE
@@ -244,7 +244,7 @@ class Files:
 
 
 def chosen_points(counts: dict[str, int], num_points: int, generator: random.Random) -> list[tuple[str, int]]:
-    """As many points of each kind as there are, but for the last ones, which what the census counts meanwhile moves."""
+    """As many points of each kind as there are, but for the last ones, which what the index counts meanwhile moves."""
     most = {kind: max(1, count * 4 // 5) for kind, count in counts.items()}
     points = [(kind, n) for kind in KINDS for n in range(1, most.get(kind, 0) + 1)]
     shuffled = generator.sample(points, len(points))

@@ -81,7 +81,7 @@ class AnswerFile:
                     ends_line = True
                     break  # torn: of a valid line no shorter piece is valid
                 where = f"{self.path}, line {number}"
-                again = "nothing was changed: move the file away, or start over with --restart"
+                again = "nothing was changed: move the file away, or start over with --overwrite"
                 if answer is None or not 1 <= answer.number <= len(states):
                     raise InputError(f"{where} is not an answer to a line of the input; {again}")
                 if states[answer.number - 1] != PENDING:
@@ -107,7 +107,7 @@ class AnswerFile:
         with open(self.path, "rb") as file:
             for raw in file:
                 if ((answer := parse_answer(raw)) is None or not answer.number) and raw.endswith(b"\n"):
-                    raise InputError(f"{self.path} holds what is no answer; move it away, or start over with --restart")
+                    raise InputError(f"{self.path} holds other lines; move it away, or start over with --overwrite")
                 if answer and answer.answered:
                     found.append((offset, answer.number - 1, answer.digest))
                 offset += len(raw)

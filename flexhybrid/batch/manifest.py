@@ -97,7 +97,7 @@ def check_same(output: Path, earlier: dict, now: dict) -> None:
             more += "`touch -d @SECONDS`; runs that all have --verify compare hashes instead)"
         raise InputError(
             f"{output} holds results of another run: {'; '.join(shown)}{more}. Give the earlier settings, "
-            "another output, or start over with --restart"
+            "another output, or start over with --overwrite"
         )
 
 

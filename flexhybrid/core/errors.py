@@ -76,9 +76,18 @@ def check(name: str, value: object, accepted: bool, wanted: str) -> None:
         raise InputError(f"{name} is {shown(value)}; it must be {wanted}")
 
 
+#: Fields whose flags have the names that other tools give them.
+FLAGS = {
+    "prompt_len": "--input-len", "gen_len": "--output-len", "answer_tokens": "--mean-output-len",
+    "max_batch": "--max-num-seqs", "actors": "--num-replicas", "fresh": "--overwrite", "restart": "--overwrite",
+}  # fmt: skip
+#: Their former names, which are still understood.
+FORMER_FLAGS = {f"--{name.replace('_', '-')}": named for name, named in FLAGS.items()}
+
+
 def flag(name: str) -> str:
-    """Return the command line's option of a field: ``gen_len`` is ``--gen-len``."""
-    return f"--{name.replace('_', '-')}"
+    """Return the command line's option of a field: ``max_ttft`` is ``--max-ttft``."""
+    return FLAGS.get(name) or f"--{name.replace('_', '-')}"
 
 
 def shown(value: object) -> str:

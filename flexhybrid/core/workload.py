@@ -48,10 +48,6 @@ class Prefixes:
         parts = [self._first[part] + np.arange(self.own_blocks[part]) for part in self.chain(prefix)]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
-    def with_requests(self, of_request: np.ndarray) -> Prefixes:
-        """Return the same tree of other requests."""
-        return replace(self, of_request=of_request)
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -89,7 +85,7 @@ class Workload:
     def select(self, indices: np.ndarray | slice | list[int]) -> Workload:
         """Return the lengths of the requests at ``indices``."""
         answers = None if self.answer_tokens is None else self.answer_tokens[indices]
-        shared = self.prefixes and self.prefixes.with_requests(self.prefixes.of_request[indices])
+        shared = self.prefixes and replace(self.prefixes, of_request=self.prefixes.of_request[indices])
         return Workload(self.prompt_tokens[indices], self.max_tokens[indices], answers, shared, self.noted)
 
     @property

@@ -50,7 +50,7 @@ def add_hardware(commands) -> None:
     )
     parser.add_argument("name", nargs="?", help="a machine to show, by name or file")
     parser.add_argument("--out", type=Path, metavar="FILE", help="file to write, .json")
-    parser.add_argument("--fresh", action="store_true", help="overwrite a file that is there")
+    parser.add_argument("--overwrite", dest="fresh", action="store_true", help="overwrite a file that is there")
     parser.add_argument(
         "--like", metavar="NAME", help="a machine, by name or file, whose numbers are kept where not given"
     )
@@ -83,7 +83,7 @@ def run_hardware(args: argparse.Namespace) -> dict:
         )
     check_new_file(args.out)
     if args.out.exists() and not args.fresh:
-        raise InputError(f"--out {args.out}: it exists; choose another file, or overwrite it with --fresh")
+        raise InputError(f"--out {args.out}: it exists; choose another file, or overwrite it with --overwrite")
     sheet = new_sheet(args.out.stem, given, shares, sheet_of(args.like) if args.like else None)
     sheet.hardware()  # raises for numbers that no machine has
     sheet.save(args.out)

@@ -27,7 +27,7 @@ def read_lengths(path: Path, model: str, answer_tokens: float | None = None) -> 
     next to ``model`` (a config.json or its folder). ``answer_tokens``: mean for answers that the file does not name, at
     least 1. Raise InputError, naming the line.
     """
-    check("--answer-tokens", answer_tokens, answer_tokens is None or answer_tokens >= 1, "at least 1")
+    check("--mean-output-len", answer_tokens, answer_tokens is None or answer_tokens >= 1, "at least 1")
     check_file(path)
     with file_errors(f"read {path}"), open(path, encoding="utf-8", newline="") as file:
         is_table = path.suffix.lower() == ".csv"
@@ -152,6 +152,6 @@ def _counted(path: Path, model: str) -> Workload:
             f"{path} holds requests: their tokens are counted by --model's tokenizer, which is {model!r}; "
             f"name a checkpoint's config.json, or give a table of {', '.join(COLUMNS)}"
         )
-    from flexhybrid.batch.census import count_requests  # loads torch
+    from flexhybrid.batch.request_index import count_requests  # loads torch
 
     return count_requests(path, folder)

@@ -78,7 +78,9 @@ def _add_sweep(commands) -> None:
     parser.add_argument("grid", type=Path, help="grid file")
     parser.add_argument("--out", type=Path, help="table to write or to continue (the grid's name, .csv)")
     parser.add_argument("--workers", type=int, help="processes (all cores)")
-    parser.add_argument("--fresh", action="store_true", help="overwrite the table instead of continuing it")
+    parser.add_argument(
+        "--overwrite", dest="fresh", action="store_true", help="overwrite the table instead of continuing it"
+    )
     parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="draw tokens/s over the first key with several numbers"
     )
@@ -92,8 +94,8 @@ def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -
         parser.add_argument(name, required=required, help=text)
     hosts = f"memory, cores and disk for a GPU of the catalogue: {', '.join(HOSTS)} (the machine's own)"
     parser.add_argument("--host", metavar="NAME", help=hosts)
-    parser.add_argument("--prompt-len", type=int, help="tokens of each prompt")
-    parser.add_argument("--gen-len", type=int, help="tokens each request generates")
+    parser.add_argument("--input-len", dest="prompt_len", metavar="N", type=int, help="tokens of each prompt")
+    parser.add_argument("--output-len", dest="gen_len", metavar="N", type=int, help="tokens each request generates")
     parser.add_argument(
         "--lengths", type=Path, metavar="FILE",
         help="in place of these: a queue of requests that join as others end, as CSV with a header or JSON lines of "
@@ -102,7 +104,7 @@ def _model_and_machine(parser: argparse.ArgumentParser, required: bool = True) -
         "--model (a config.json)",
     )  # fmt: skip
     parser.add_argument(
-        "--answer-tokens", type=float, metavar="MEAN",
+        "--mean-output-len", dest="answer_tokens", type=float, metavar="MEAN",
         help="mean of the answers, where the file does not name them (default: their limits)",
     )  # fmt: skip
     parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), help="(the checkpoint's, as run)")

@@ -32,10 +32,10 @@ def _lengths(args) -> Workload | None:
     """Return the queue of --lengths; None without it. Raise InputError for flags that say lengths twice."""
     if args.lengths is None:
         if args.answer_tokens is not None:
-            raise InputError("--answer-tokens is of --lengths; --gen-len says how long answers of one length are")
+            raise InputError("--mean-output-len is of --lengths; --output-len says how long answers of one length are")
         return None
     if args.prompt_len is not None or args.gen_len is not None:
-        raise InputError("--lengths says how long requests are: leave --prompt-len and --gen-len out")
+        raise InputError("--lengths says how long requests are: leave --input-len and --output-len out")
     return read_lengths(args.lengths, args.model, args.answer_tokens)
 
 

@@ -48,7 +48,7 @@ class Progress:
         self.predicted_s = predicted_s
         self.predicted_rate: float | None = None  #: a second, to be shown beside the measured one
         self.terminal = sys.stderr.isatty()
-        self.steps_alike = True  #: False: of steps that take seconds and others that take minutes nothing is foretold
+        self.steps_alike = True  #: False: of steps that take seconds and others that take minutes nothing is predicted
         self.outlook: Callable[[], float | None] | None = None  #: says the seconds left, where somebody knows better
         self.first_share: Callable[[], float] | None = None  #: says how much of the prompts is read, before the first
         self.total, self.count, self.done = total, 0, 0

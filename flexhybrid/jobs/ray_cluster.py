@@ -20,7 +20,7 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @dataclass(frozen=True)
-class Crew:
+class Replicas:
     """The actors of a job, each with an executor, on a cluster of equal nodes."""
 
     size: int
@@ -138,7 +138,7 @@ def start_local(ray, **options) -> None:
                 raise InputError(f"a local Ray cluster did not start: {error}") from error
 
 
-def crew_of(ray, device: str, actors: int | None) -> Crew:
+def replicas_of(ray, device: str, actors: int | None) -> Replicas:
     """Return ``actors`` actors; None: one per GPU, or on "cpu" one per node. Raise InputError for too many."""
     key = "GPU" if device == "cuda" else "CPU"
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(key, 0) >= 1]
@@ -147,9 +147,9 @@ def crew_of(ray, device: str, actors: int | None) -> Crew:
     max_actors = int(sum(node[key] for node in nodes))
     size = actors if actors is not None else max_actors if device == "cuda" else len(nodes)
     if not 1 <= size <= max_actors:
-        raise InputError(f"--actors {size}: the Ray cluster has {max_actors} {key}s; an actor needs one")
+        raise InputError(f"--num-replicas {size}: the Ray cluster has {max_actors} {key}s; an actor needs one")
     actors_per_node = min(
         size, int(max(node["GPU"] for node in nodes)) if device == "cuda" else math.ceil(size / len(nodes))
     )
     cpus = min(node.get("CPU", 1) for node in nodes) / actors_per_node
-    return Crew(size, actors_per_node, math.floor(cpus) if cpus >= 1 else cpus, int(device == "cuda"))
+    return Replicas(size, actors_per_node, math.floor(cpus) if cpus >= 1 else cpus, int(device == "cuda"))

@@ -160,7 +160,7 @@ def search_queue(options: PolicySearchOptions, note: Note | None = None) -> Simu
     alone |= {"--lp": options.lp is not None, f"--keep {''.join(sizes[:1])}": bool(sizes)}
     alone |= {flag(name): getattr(options, name) is not None for name in LATENCIES}
     if refused := [name for name, given in alone.items() if given]:
-        raise InputError(f"{refused[0]} is of requests of one length: give --prompt-len and --gen-len, not --lengths")
+        raise InputError(f"{refused[0]} is of requests of one length: give --input-len and --output-len, not --lengths")
     at_most = options.batch or options.max_batch
     setting = queue_setting({**options.point, "batch": at_most}, options.lengths, note)
     settings = replace(settings_of(options, setting), max_batch=setting.batch)

@@ -81,7 +81,7 @@ def setting_of(point: Mapping, note: Note | None = None) -> Setting:
     last = point["prompt_len"] + point["gen_len"]
     if last > shape.max_positions:
         raise InputError(
-            f"prompt_len {point['prompt_len']} + gen_len {point['gen_len']} are {last} tokens; {shape.name} has "
+            f"{point['prompt_len']} tokens of input and {point['gen_len']} of output are {last}; {shape.name} has "
             f"positions for {shape.max_positions}. For longer ones give a config.json with larger "
             "max_position_embeddings as model"
         )

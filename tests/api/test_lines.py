@@ -139,7 +139,7 @@ def test_what_fails_for_one_line_is_its_error(tiny, tmp_path, monkeypatch, stage
         "written": (JobLines, "line", writes),
     }
     monkeypatch.setattr(*replaced[stage])
-    found = run(tmp_path, tiny, lines, "--restart", "--max-batch", "3")
+    found = run(tmp_path, tiny, lines, "--overwrite", "--max-num-seqs", "3")
     assert [name for name, body in found.items() if "error" in body] in (["r2", "r3"], ["r3", "r2"])
     error = found["r3"]["error"]
     assert type(FAULTS[stage]).__name__ in error["message"] and len(error["message"]) < 1200

@@ -84,7 +84,7 @@ def test_texts_that_cannot_be_scored_are_refused(checkpoint, texts, count, words
 
 def test_a_text_may_fill_all_positions(checkpoint):
     folder, model, _ = checkpoint
-    text = np.random.default_rng(1).integers(3, 61, 97).tolist()  # and a token that is only foretold
+    text = np.random.default_rng(1).integers(3, 61, 97).tolist()  # and a token that is only predicted
     with LLM(folder, "kv_only", device="cpu", dtype="float32") as llm:
         (one,) = score(llm, [text], 4)
     np.testing.assert_allclose(one.logprobs, expected(model, text, 4)[0], atol=2e-4)

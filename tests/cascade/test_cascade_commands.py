@@ -313,7 +313,7 @@ def test_torch_modules_from_fit_to_run(pixels, capsys, as_json):
     kept = (pixels / "out3.jsonl").read_bytes()
     assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more]) == 2
     assert "is there already" in capsys.readouterr().err and (pixels / "out3.jsonl").read_bytes() == kept
-    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more, "--restart"]) == 0
+    assert cli.main(["cascade", "run", "--cascade", cascade, "-i", data, *more, "--overwrite"]) == 0
     told = capsys.readouterr().out
     assert "first: RuntimeError: this device is gone" in told and "by a model that was not sure" in told
 

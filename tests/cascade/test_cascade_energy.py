@@ -254,7 +254,7 @@ def test_fit_and_run_report_the_joules_that_the_machine_counts(heated, monkeypat
         CascadeModel(n, energy_j=1.0, source=f"{__name__}:{n}", energy_source="stated: x") for n in A_REQUEST
     )
     Cascade(stated, (0.6,)).save(cascade)
-    run = ["cascade", "run", "--cascade", cascade, "-i", data, "-o", f"{heated}/out.jsonl", "--restart", "--json"]
+    run = ["cascade", "run", "--cascade", cascade, "-i", data, "-o", f"{heated}/out.jsonl", "--overwrite", "--json"]
     assert cli.main(run) == 0
     result = json.loads(capsys.readouterr().out)
     visited = [row["visited"] for row in result["models"]]

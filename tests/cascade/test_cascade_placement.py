@@ -116,7 +116,7 @@ def test_program_equals_brute_force_and_bound_and_search_enclose_it(case):
             assert refuted.cost >= best * (1 - 1e-6) and refuted.bound >= below * (1 - 1e-9)
             again = solve_exactly(layout, machines, 1.0, 10, best * (1 + 1e-4))
             assert again.cost == pytest.approx(best, rel=1e-6)
-        found = assign.search(layout, machines, 1.0, best, float("inf"))
+        found = assign.assign(layout, machines, 1.0, best, float("inf"))
         assert found is None or found[0] >= best * (1 - 1e-9) - 1e-15
 
 
@@ -125,7 +125,7 @@ def test_a_program_that_runs_out_of_time_claims_no_more_than_it_proved():
     machines = cluster(2, 4)
     for rate in (60.0, 100.0):
         layout = next(layouts(models, flow, machines, rate, 64, MOST_LOAD))
-        least = assign.search(layout, machines, MOST_LOAD, 0.0, time.perf_counter() + 2)[0]  # at least the best
+        least = assign.assign(layout, machines, MOST_LOAD, 0.0, time.perf_counter() + 2)[0]  # at least the best
         hasty = solve_exactly(layout, machines, MOST_LOAD, 0.1)
         assert hasty.bound <= least * (1 + 1e-9) and hasty.bound <= hasty.cost
         if hasty.gpu_of is None:
@@ -155,7 +155,7 @@ def test_the_program_improves_on_the_search(four, monkeypatch):
     arguments, found = four
     worse = np.arange(len(found.gpu_of)) % 8
     cost = transfer_s(found.layout, found.cluster, worse)
-    monkeypatch.setattr(assign, "search", lambda layout, *_: (cost, worse) if len(layout.items) == len(worse) else None)
+    monkeypatch.setattr(search, "assign", lambda layout, *_: (cost, worse) if len(layout.items) == len(worse) else None)
     improved = plan(*arguments, time_limit=20)
     assert cost > found.transfer_s and improved.how == "binary program" and improved.gap == 0
     assert improved.transfer_s == pytest.approx(found.transfer_s, rel=1e-6)

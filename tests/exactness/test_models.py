@@ -136,7 +136,7 @@ def test_a_model_of_another_kind_is_served_by_its_folder_and_the_doctor_names_it
     assert len(answers[0].prompt_logprobs) == len(PROMPTS[0])
     (model,) = doctor(torch.device("cpu"), [str(tmp_path)], 16, 8)["models"]
     assert model["path"] == "transformers' own layers"
-    where = ["--model", str(tmp_path), "--hardware", "t4", "--batch", "1", "--prompt-len", "16", "--gen-len", "8"]
+    where = ["--model", str(tmp_path), "--hardware", "t4", "--batch", "1", "--input-len", "16", "--output-len", "8"]
     assert cli.main(["simulate", "--system", "kv_only", *where]) == 0
     kept = ["--keep", "cache=kv@host,act@host"]
     assert cli.main(["search", "--lossless", "--attention", "device", *kept, *where]) == 0

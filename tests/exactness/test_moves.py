@@ -142,7 +142,7 @@ def test_whatever_a_request_asks_for_it_gets_when_it_moves(tmp_path, monkeypatch
     lines, plain, out = asked(first=kind == "shipped"), tmp_path / "plain", tmp_path / "out"
     plain.mkdir()
     out.mkdir()
-    expected = answered(plain, model, lines, "--max-batch", "5")
+    expected = answered(plain, model, lines, "--max-num-seqs", "5")
     advance, told = JobLines.advance, {"iterations": 0, "moves": 0}
     policies = cycle(POLICIES)
 
@@ -160,9 +160,9 @@ def test_whatever_a_request_asks_for_it_gets_when_it_moves(tmp_path, monkeypatch
     monkeypatch.setattr(JobLines, "moves", lambda self: told["iterations"] // 6 > told["moves"])
     monkeypatch.setattr(JobLines, "between_batches", between)
     with pytest.raises(SystemExit):
-        answered(out, model, lines, "--max-batch", "5")
+        answered(out, model, lines, "--max-num-seqs", "5")
     assert 0 < len((out / "out.jsonl").read_bytes().splitlines()) < len(expected)
-    given = answered(out, model, lines, "--max-batch", "5")
+    given = answered(out, model, lines, "--max-num-seqs", "5")
     assert told["moves"] > 5 and given.keys() == expected.keys()
     for name, body in given.items():
         choices, others = body["choices"], expected[name]["choices"]

@@ -98,7 +98,7 @@ print(json.dumps({"files": files, "printed": printed}))
 
 def test_commands_work_without_the_repository(installed, tmp_path):
     only = ["infinigen-accuracy-table2", "cascade-table1"]
-    setting = ["--model", "opt-30b", "--hardware", "t4", "--prompt-len", "512", "--gen-len", "32", "--batch", "16"]
+    setting = ["--model", "opt-30b", "--hardware", "t4", "--input-len", "512", "--output-len", "32", "--batch", "16"]
     (ships,) = (installed / "lib").glob("python*/site-packages/flexhybrid/shipped")
     machine().save(tmp_path / "machine.json")
     files = ["-i", ships / shipped.PROMPTS.name, "--model", ships / shipped.CHECKPOINT.name, "-o", "answers.jsonl"]

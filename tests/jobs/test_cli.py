@@ -18,7 +18,7 @@ from flexhybrid.core.policy import Bits, Policy, Selection
 from flexhybrid.jobs import search
 from flexhybrid.jobs import simulate as jobs
 
-LENGTHS = ("--prompt-len", "512", "--gen-len", "8")
+LENGTHS = ("--input-len", "512", "--output-len", "8")
 SIMULATE = ("simulate", "--model", "opt-6.7b", "--hardware", "t4", "--batch", "4", *LENGTHS)
 SEARCH = ("search", "--model", "opt-6.7b", "--hardware", "t4", "--batch", "4", "--no-confirm", *LENGTHS)
 
@@ -101,6 +101,13 @@ def test_a_record_is_what_its_flags_say(capsys):
             parser.parse_args(wrong)
 
 
+def test_former_names_of_flags_are_understood(as_json):
+    former = ("--prompt-len=512", "--gen-len", "8")
+    assert as_json(*SIMULATE[: -len(LENGTHS)], *former, "--system", "kv_only") == as_json(
+        *SIMULATE, "--system", "kv_only"
+    )
+
+
 @pytest.mark.parametrize(
     "arguments, key",
     [
@@ -121,7 +128,7 @@ def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
     [
         ((*SIMULATE, "--system", "hybird"), "did you mean hybrid"),
         ((*SIMULATE, "--system", "hybrid"), "needs share"),
-        ((*SIMULATE, "--prompt-len", "2041"), "positions for 2048"),
+        ((*SIMULATE, "--input-len", "2041"), "positions for 2048"),
         ((*SIMULATE, "--model", "opt-31b"), "did you mean opt-30b"),
         ((*SIMULATE, "--hardware", "rtx4091"), "did you mean rtx4090"),
         ((*SIMULATE, "--batch", "x"), "invalid int value: 'x'"),
@@ -142,7 +149,7 @@ def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
         ((*SIMULATE, "--system", "kv_only", "--device-memory", "10"), "there are 10 bytes (2."),
         (("cascade", "plan", "--bach"), "flexhybrid cascade plan --help"),
         ((*SIMULATE, "--device-memory", "1MiB", "--system", "kv_only"), "does not fit"),
-        ((*SEARCH, "--prompt-len", "4096"), "positions for 2048"),
+        ((*SEARCH, "--input-len", "4096"), "positions for 2048"),
         ((*SEARCH, "--device-memory", "0"), "must be positive"),
         (("sweep", "NOWHERE"), "nowhere.toml"),
         (("reproduce", "--only", "capture-table4"), "did you mean capture-table3"),
@@ -150,7 +157,10 @@ def test_json_is_one_object_on_stdout(arguments, key, tmp_path, capsys):
         (("compare", "--model", "NOWHERE"), "no checkpoint at"),
         (("simulat",), "unknown command 'simulat'; did you mean simulate?"),
         (("run", "--format", "txt"), "unknown value of --format 'txt'; did you mean text? known: auto, jsonl, text"),
-        (("simulate", "--model", "opt-30b", "--hardware", "t4", "--gen-len", "9"), "do: --batch, --prompt-len (or the"),
+        (
+            ("simulate", "--model", "opt-30b", "--hardware", "t4", "--output-len", "9"),
+            "do: --batch, --input-len (or the",
+        ),
     ],
 )
 def test_wrong_input_is_one_line_on_stderr(arguments, words, tmp_path, capsys):
@@ -199,7 +209,7 @@ def test_a_path_that_leads_nowhere_is_told_before_anything_heavy_is_loaded(
 def test_prompts_up_to_the_last_position_are_taken():
     point = {"model": "opt-6.7b", "hardware": "t4", "batch": 1, "gen_len": 8}
     assert jobs.setting_of({**point, "prompt_len": 2040}).prompt_tokens == 2040
-    with pytest.raises(InputError, match="2041 .* 2049 tokens"):
+    with pytest.raises(InputError, match="2041 .* are 2049"):
         jobs.setting_of({**point, "prompt_len": 2041})
 
 
@@ -261,7 +271,7 @@ def test_rivals_are_told_whole(capsys, monkeypatch):
 
     monkeypatch.setattr(search, "run_search", once)
     monkeypatch.setattr(search, "IN_ANY_BITS", ("kv_only", "fastdecode"))
-    asked = [*SEARCH, "--lossy", "--device-memory", "8GiB", "--host-memory", "8GiB", "--max-batch", "4"]
+    asked = [*SEARCH, "--lossy", "--device-memory", "8GiB", "--host-memory", "8GiB", "--max-num-seqs", "4"]
     assert cli.main(asked) == 0
     said = capsys.readouterr().out
     assert cli.main([*asked, "--json"]) == 0
@@ -310,7 +320,7 @@ def test_a_prediction_is_the_same_text_in_every_process():
     """Nothing is summed, or named, in the order of a set, which changes from process to process."""
     code = (
         "from flexhybrid.cli import main; main(['simulate', '--system', 'capture', '--model', 'opt-6.7b', "
-        "'--hardware', 't4', '--batch', '32', '--prompt-len', '300', '--gen-len', '40', '--json'])"
+        "'--hardware', 't4', '--batch', '32', '--input-len', '300', '--output-len', '40', '--json'])"
     )
     texts = {
         subprocess.run(
@@ -323,7 +333,7 @@ def test_a_prediction_is_the_same_text_in_every_process():
 
 def test_a_batch_beyond_all_reason_is_refused(capsys):
     """It would fill the memory with lengths before anything else could fail."""
-    args = ["--model", "opt-6.7b", "--hardware", "t4", "--batch", str(1 << 31), "--prompt-len", "9", "--gen-len", "9"]
+    args = ["--model", "opt-6.7b", "--hardware", "t4", "--batch", str(1 << 31), "--input-len", "9", "--output-len", "9"]
     assert cli.main(["simulate", "--system", "capture", *args]) == 2
     assert "2,147,483,648 requests is more than" in capsys.readouterr().err
 

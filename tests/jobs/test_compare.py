@@ -283,10 +283,10 @@ def test_what_cannot_be_compared_is_refused_before_the_profile(systems, words, c
     [
         (dict(batch=0), "--batch is 0"),
         (dict(mini_batch=-1), "--mini-batch is -1"),
-        (dict(gen_len=3), "--gen-len is 3; it must be at least 4"),
-        (dict(prompt_len=0), "--prompt-len is 0"),
-        (dict(prompt_len=300, gen_len=400), "--prompt-len 300 and --gen-len 400 are 700 .* room for 600"),
-        (dict(gen_len=5000), "--gen-len 5000"),
+        (dict(gen_len=3), "--output-len is 3; it must be at least 4"),
+        (dict(prompt_len=0), "--input-len is 0"),
+        (dict(prompt_len=300, gen_len=400), "--input-len 300 and --output-len 400 are 700 .* room for 600"),
+        (dict(gen_len=5000), "--output-len 5000"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_by_their_flags(numbers, words, cpu_dtype):

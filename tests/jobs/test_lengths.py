@@ -103,7 +103,7 @@ def test_simulate_shows_ramp_steady_state_and_drain(tmp_path, capsys, as_json):
     assert json.loads(capsys.readouterr().out)["total_s"] == pytest.approx(closed["total_s"], rel=0.03)
     assert cli.main(["simulate", *arguments[:-1], "60"]) == 0  # all begin at once: there is nothing but the drain
     assert not {"ramp", "steady"} & set(capsys.readouterr().out.split())
-    assert cli.main(["simulate", *arguments, "--gen-len", "3"]) == 2
+    assert cli.main(["simulate", *arguments, "--output-len", "3"]) == 2
     assert "--lengths says how long" in capsys.readouterr().err
 
 
@@ -136,9 +136,9 @@ def test_auto_asks_the_queue_where_answers_are_known(monkeypatch):
 
 @pytest.mark.parametrize("mean", (0.0, -1.0, 0.5, float("nan")))
 def test_a_mean_that_no_answers_have_is_refused(mean, tmp_path):
-    with pytest.raises(InputError, match="--answer-tokens"):
+    with pytest.raises(InputError, match="--mean-output-len"):
         read_lengths(write(tmp_path / "a.csv", [(3, 4)], ("prompt_tokens", "max_tokens")), "opt-125m", mean)
-    with pytest.raises(InputError, match="--answer-tokens"):
+    with pytest.raises(InputError, match="--mean-output-len"):
         check_options(RunOptions(tmp_path / "in", tmp_path / "out", LLMArguments("m"), answer_tokens=mean))
 
 

@@ -23,7 +23,7 @@ from flexhybrid.core.units import counted
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import machine as memory_here
 from flexhybrid.jobs.profile import job as profile_job
-from flexhybrid.jobs.run.forecast import Forecast, Foretold, describe, duration, plan_lines
+from flexhybrid.jobs.run.forecast import Estimate, Forecast, describe, duration, plan_lines
 from flexhybrid.jobs.run.outcome import PARTED, TELLING_S, Effort, Outcome, against, parted
 from flexhybrid.resolve import PacedDevice, best_policy
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place
@@ -35,7 +35,7 @@ from sim.presets import kv_only
 
 SHAPE = shape_by_name("opt-125m")
 CPU = PacedDevice(torch.device("cpu"))
-LENGTHS = ("--prompt-len", "30", "--gen-len", "9")
+LENGTHS = ("--input-len", "30", "--output-len", "9")
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_local_is_the_runs_own_profile_else_the_general_one_else_another_runs(ti
     for path in paths:
         run = as_json("simulate", "--system", "kv_only", *command, "--hardware", "local")
         seconds.append(run["total_s"])
-        as_json("sweep", str(grid), "--out", str(tmp_path / "t.csv"), "--fresh", "--workers", "1")
+        as_json("sweep", str(grid), "--out", str(tmp_path / "t.csv"), "--overwrite", "--workers", "1")
         (row,) = csv.DictReader((tmp_path / "t.csv").open())
         assert float(row["tokens_per_s"]) == pytest.approx(run["tokens_per_s"])
         if path == paths[-1]:
@@ -158,13 +158,13 @@ def test_far_from_the_prediction_means_more_than_half_as_much_again():
 
 def test_answers_shorter_than_their_limits_are_judged_by_what_was_predicted_for_such():
     """On the line through both predictions, and never above the longer one."""
-    plan = Forecast(39.0, 100_000, 100_000, 16, {}, {}, other=Foretold(29.0, 25_000))
+    plan = Forecast(39.0, 100_000, 100_000, 16, {}, {}, other=Estimate(29.0, 25_000))
     assert plan.seconds_of(100_000) == 39.0 and plan.seconds_of(25_000) == pytest.approx(29.0)
     assert plan.seconds_of(26_747) == pytest.approx(29.0 + 10 * 1_747 / 75_000)
     assert plan.seconds_of(0) == pytest.approx(29.0 - 10 / 3) and plan.seconds_of(200_000) == 39.0
     assert replace(plan, other=None).seconds_of(5) == 39.0
     # a mean that the user gave, or that the run before has shown: up to the limits of all
-    expected = replace(plan, other=Foretold(99.0, 250_000))
+    expected = replace(plan, other=Estimate(99.0, 250_000))
     assert [expected.seconds_of(tokens) for tokens in (100_000, 175_000, 250_000, 999_999)] == [39.0, 69.0, 99.0, 99.0]
     assert replace(plan, seconds=None).seconds_of(5) is None
     work = Effort(39.0, 34.0, None, 0, plan.seconds_of(26_747))
@@ -249,7 +249,7 @@ def test_what_a_plan_says_is_plain():
         (5.0, 0.01, "or         less than 1 s after its start with answers of 1 token on average: done by "),
         (0.02, 0.01, ""),
     ):
-        plan = Forecast(seconds, 1, 1, 1, {}, {}, run, Foretold(shorter, 1))  # type: ignore[arg-type]
+        plan = Forecast(seconds, 1, 1, 1, {}, {}, run, Estimate(shorter, 1))  # type: ignore[arg-type]
         (requests,) = (line for line in plan_lines(llm, plan, "1", False) if line.startswith("requests"))
         assert requests == "requests   1, at most 1 token of answers in all; 1 answer at a time"
         others = [line for line in plan_lines(llm, plan, "1", False) if line.startswith("or ")]
@@ -275,7 +275,7 @@ def test_budgets_beyond_the_machine_and_new_folders_are_noted(tiny, tmp_path, ca
     answered(tmp_path, tiny, asked, "--device-memory", "900TiB", "--disk-dir", tmp_path / "scratc")
     told = capsys.readouterr().err
     assert "device_memory, 921600.00 GiB, is more than the" in told and "scratc does not exist" in told
-    answered(tmp_path, tiny, asked, "--device-memory", "64MiB", "--disk-dir", tmp_path, "--restart")
+    answered(tmp_path, tiny, asked, "--device-memory", "64MiB", "--disk-dir", tmp_path, "--overwrite")
     assert capsys.readouterr().err == ""
 
 

@@ -1,4 +1,4 @@
-"""What is foretold of a queue whose answers end by themselves: lengths from those so far, and the time that is left."""
+"""Predictions for a queue whose answers end by themselves: lengths from those so far, and the time that is left."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_answers_of_a_mean_have_it_as_far_as_their_limits_allow():
     assert (with_mean(Workload(np.full(9, 5), np.full(9, 8)), 100).answers == 8).all()
 
 
-def foretold(
+def predicted(
     monkeypatch,
     opened,
     known: Workload,
@@ -75,7 +75,7 @@ def foretold(
     clock=None,
 ) -> list[float]:
     """Run a batch by the executor's own account, an iteration in ``slower`` seconds (or ``slower(iteration)``); return
-    the seconds to its end that are foretold once so many of the answers have ended, over those that it takes in all.
+    the seconds to its end that are predicted once so many of the answers have ended, over those that it takes in all.
     ``work``: instead, what says the busy seconds of each resource in an iteration in which so many requests decode.
     ``each`` is called with the outlook after every iteration."""
     clock, count, told = [0.0] if clock is None else clock, known.num_requests, []
@@ -118,23 +118,25 @@ def foretold(
 
 
 @pytest.mark.parametrize("slower", [0.5, 3.0])
-def test_the_end_is_foretold_after_a_tenth(monkeypatch, slower):
+def test_the_end_is_predicted_after_a_tenth(monkeypatch, slower):
     """1,000 answers, 48 at a time, an iteration in ``slower`` seconds where one was predicted."""
     count, limit = 1000, 350
     workload = Workload(np.full(count, 9), np.full(count, limit), log_normal(count, limit))
     policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 15)
-    tenth, half = foretold(monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 48), workload, slower, (0.1, 0.5))
+    tenth, half = predicted(
+        monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 48), workload, slower, (0.1, 0.5)
+    )
     assert tenth == pytest.approx(1.0, rel=0.15)  # the mean of 100 such answers is known to 11 %
     assert half == pytest.approx(1.0, rel=0.06)
 
 
-def test_a_drain_is_foretold_by_the_resource_that_binds_it(monkeypatch):
+def test_a_drain_is_predicted_by_the_resource_that_binds_it(monkeypatch):
     """Products take twice the predicted time and limit a full batch; the link limits the last three requests."""
     limits = np.r_[np.full(197, 20), np.full(3, 400)]
     workload = Workload(np.full(200, 9), limits, limits)
     policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 17)
     factors = {"h2d": np.array([1.0, *[0] * 9]), "compute": np.array([0, 0, 0, 0.1, *[0] * 6])}
-    told = foretold(
+    told = predicted(
         monkeypatch,
         lambda: open_batch(PROBLEM, policy, workload, 40),
         workload,
@@ -147,14 +149,14 @@ def test_a_drain_is_foretold_by_the_resource_that_binds_it(monkeypatch):
 
 
 @pytest.mark.parametrize("common", (0, 200))
-def test_the_end_is_foretold_where_buffers_limit_who_joins(monkeypatch, common):
+def test_the_end_is_predicted_where_buffers_limit_who_joins(monkeypatch, common):
     """Answers of known length: the first requests are short, and buffers are made for them."""
     rng = np.random.default_rng(2)
     prompts, limits = common + np.r_[rng.integers(8, 24, 12), rng.integers(8, 90, 190)], rng.integers(1, 41, 202)
     prefixes = Prefixes(np.array([common]), np.array([-1]), np.zeros(202, int)) if common else None
     workload = Workload(prompts, limits, limits, prefixes)
     policy = Policy("mixed", Placement(host=1), cache={"kv@host": 0.5, "act@host": 0.5}, max_mini_batch_tokens=1 << 12)
-    told = foretold(monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 12), workload, 1.0, (0.05, 0.5))
+    told = predicted(monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 12), workload, 1.0, (0.05, 0.5))
     assert told == pytest.approx([1.0, 1.0], rel=0.05)
 
 
@@ -164,15 +166,15 @@ def test_of_many_that_wait_some_are_counted(monkeypatch):
     limits = np.random.default_rng(3).integers(1, 30, 400)
     workload = Workload(np.full(400, 20), limits, limits)
     policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0})
-    told = foretold(monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 16), workload, 2.0, (0.05, 0.5))
+    told = predicted(monkeypatch, lambda: open_batch(PROBLEM, policy, workload, 16), workload, 2.0, (0.05, 0.5))
     assert told == pytest.approx([1.0, 1.0], rel=0.1)  # 64 stand for all
 
 
-def test_preempted_requests_are_foretold(monkeypatch):
+def test_preempted_requests_are_predicted(monkeypatch):
     """Memory for a quarter of the answers' limits, which all of them take."""
     workload = Workload(np.random.default_rng(1).integers(16, 100, 200), np.full(200, 120))
     policy = Policy("grows", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 13)
-    told = foretold(
+    told = predicted(
         monkeypatch, lambda: open_batch(PROBLEM, policy, workload, Places(20, 0.25)), workload, 1.0, (0.1, 0.5)
     )
     assert told == pytest.approx([1.0, 1.0], rel=0.12)  # runs of blocks are left out
@@ -237,7 +239,7 @@ def test_the_time_left_corrects_itself(slower, start, later, tail, monkeypatch):
     workload = Workload(np.full(120, 9), answers, answers)
     policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 15)
     opened, told, count, clock = lambda: open_batch(PROBLEM, policy, workload, 8), [], Outlook._count, [0.0]
-    foretold(monkeypatch, opened, workload, lambda _: 1.0, (), each=lambda _: told.append(0))
+    predicted(monkeypatch, opened, workload, lambda _: 1.0, (), each=lambda _: told.append(0))
     iterations, told = len(told), []
     change = iterations // 8
     plain = slower * (change + later * (iterations - change))
@@ -252,7 +254,7 @@ def test_the_time_left_corrects_itself(slower, start, later, tail, monkeypatch):
 
     monkeypatch.setattr(Outlook, "_count", counted)
     each = lambda outlook: told.append((clock[0], outlook.seconds_left()))  # noqa: E731
-    foretold(monkeypatch, opened, workload, seconds, (), each=each, clock=clock)
+    predicted(monkeypatch, opened, workload, seconds, (), each=each, clock=clock)
     end, settled = clock[0], 0.1 * clock[0] if later == 1.0 else 2.2 * told[change][0]
     known = [(left, end - when) for when, left in told if when > settled + start / (1 - start) * plain]
     assert len(known) > iterations / 4

@@ -45,7 +45,7 @@ def test_the_time_left_is_the_prediction_s_before_the_first_token(clock):
     assert progress.seconds_left() is None and "left" not in progress.state()  # it was wrong
 
 
-def test_nothing_is_foretold_of_steps_that_are_not_alike(clock):
+def test_nothing_is_predicted_of_steps_that_are_not_alike(clock):
     progress = Progress(53, "reproduce", "experiment", quiet=True)
     progress.advance(49)
     clock[0] = 30.0
@@ -178,7 +178,7 @@ def test_a_stop_before_the_first_iteration_ends_says_why_nothing_is_written(tiny
     monkeypatch.setattr(LLM, "answer", prefill)
     (tmp_path / "in.jsonl").write_text(line("a", prompt=[5]))
     assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", tiny) == 130
-    assert "no answer could be there yet" in (told := capsys.readouterr().out) and "smaller --max-batch" in told
+    assert "no answer could be there yet" in (told := capsys.readouterr().out) and "smaller --max-num-seqs" in told
 
 
 @pytest.mark.parametrize("schedule", ["column", "row"])

@@ -26,7 +26,7 @@ from flexhybrid.cascade.routes import Cascade, CascadeModel
 from flexhybrid.cascade.serving import ray_serve
 from flexhybrid.core.policy import Policy
 from flexhybrid.jobs import ray_cluster
-from flexhybrid.jobs.ray_cluster import crew_of
+from flexhybrid.jobs.ray_cluster import replicas_of
 from flexhybrid.jobs.run import job as run_module
 from flexhybrid.jobs.run import opening
 
@@ -60,7 +60,7 @@ def run(tiny, tmp_path, monkeypatch):
     return command
 
 
-RAY = ("--engine", "ray", "--actors", "2")
+RAY = ("--engine", "ray", "--num-replicas", "2")
 
 
 def requests(path: Path, count: int) -> Path:
@@ -123,7 +123,7 @@ def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
     from ray.data import Dataset
 
     count = len((ROOT / "flexhybrid/shipped/prompts.txt").read_text().splitlines())
-    words, few = page, ["--max-batch", "8", "--seed", "2", "--quiet"]
+    words, few = page, ["--max-num-seqs", "8", "--seed", "2", "--quiet"]
     assert words[-4:] == [*RAY] and words[words.index("-o") + 1] == "cluster.jsonl"
     local = [word.replace("cluster.jsonl", "local.jsonl") for word in words[:-4]]
     assert cli.main([*local, *few]) == 0
@@ -218,7 +218,7 @@ def test_an_actor_gives_the_same_messages_when_a_batch_is_done_again(tiny, tmp_p
 
 
 def test_an_actor_plans_the_lengths_and_log_probabilities_that_the_job_counts(tiny):
-    from flexhybrid.batch.census import take_census
+    from flexhybrid.batch.request_index import index_requests
     from flexhybrid.jobs.run.remote import LineReader, RemoteBatch
 
     asked = [{"max_tokens": 5}, {"n": 3, "max_tokens": 9, "logprobs": 4}, {"max_tokens": 500, "prompt_logprobs": 2}]
@@ -227,11 +227,11 @@ def test_an_actor_plans_the_lengths_and_log_probabilities_that_the_job_counts(ti
     sent = config(tiny)
     with LLM.from_arguments(sent.llm) as llm:
         read = LineReader(sent.rules, llm.codec)
-        census = take_census(io.BytesIO(b"\n".join(lines)), read, llm.shape.max_context)
+        request_index = index_requests(io.BytesIO(b"\n".join(lines)), read, llm.shape.max_context)
         for chosen in ([0, 1, 2], [0], [1], [2, 0]):
             row = {"numbers": [place + 1 for place in chosen], "lines": [lines[place] for place in chosen]}
             found = RemoteBatch(llm, read, sent, row, print).workload(np.array(chosen))
-            counted = census.workload(np.array(chosen))
+            counted = request_index.workload(np.array(chosen))
             assert found.prompt_tokens.tolist() == counted.prompt_tokens.tolist()
             assert found.max_tokens.tolist() == counted.max_tokens.tolist()
             assert found.noted[1] == counted.noted[1] and found.noted[0] <= counted.noted[0]
@@ -252,17 +252,17 @@ def test_an_actor_plans_the_lengths_and_log_probabilities_that_the_job_counts(ti
 def test_one_executor_a_gpu_or_actors_per_node(nodes, device, asked, expected):
     resources = [{"Alive": True, "Resources": {"CPU": cpus, "GPU": gpus}} for cpus, gpus in nodes]
     ray = SimpleNamespace(nodes=lambda: [*resources, {"Alive": False, "Resources": {"CPU": 64, "GPU": 64}}])
-    found = crew_of(ray, device, asked)
+    found = replicas_of(ray, device, asked)
     assert (found.size, found.actors_per_node, found.cpus, found.gpus) == expected
 
 
 def test_what_the_cluster_lacks_is_said(run, tmp_path, monkeypatch, capsys):
     source = requests(tmp_path / "in.jsonl", 2)
     ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": {"CPU": 2}}])
-    for device, actors, words in (("cuda", None, "no GPU"), ("cpu", 3, "has 2 CPUs"), ("cpu", 0, "--actors 0")):
+    for device, actors, words in (("cuda", None, "no GPU"), ("cpu", 3, "has 2 CPUs"), ("cpu", 0, "--num-replicas 0")):
         with pytest.raises(InputError, match=words):
-            crew_of(ray, device, actors)
-    assert run(source, tmp_path / "out", "--actors", "2") == 2 and "of --engine ray" in capsys.readouterr().err
+            replicas_of(ray, device, actors)
+    assert run(source, tmp_path / "out", "--num-replicas", "2") == 2 and "of --engine ray" in capsys.readouterr().err
     assert run(source, tmp_path / "out", *RAY, "--trace", "x") == 2 and "--trace" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "ray", None)
     assert run(source, tmp_path / "out", *RAY) == 2 and "pip install 'ray[data,serve]" in capsys.readouterr().err

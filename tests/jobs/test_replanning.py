@@ -84,7 +84,7 @@ def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(
     source = requests(tmp_path / "in.jsonl", 24)
     assert run(source, tmp_path / "plain.jsonl", tiny) == 0 and not replanned
     capsys.readouterr()
-    assert auto(source, tmp_path / "out.jsonl", tiny, "--max-batch", "3") == 0
+    assert auto(source, tmp_path / "out.jsonl", tiny, "--max-num-seqs", "3") == 0
     assert replanned and "times as long as predicted" in replanned[0]
     assert f"replanned  {replanned[0]}; on with other: " in capsys.readouterr().out
     assert answers(tmp_path / "out.jsonl") == answers(tmp_path / "plain.jsonl")
@@ -187,7 +187,7 @@ def test_a_crash_after_a_change_loses_nothing(tiny, tmp_path, monkeypatch, repla
     with monkeypatch.context() as broken:
         broken.setattr(JobLines, "between_batches", crash)
         with pytest.raises(RuntimeError, match="crashed"):
-            auto(source, tmp_path / "out.jsonl", tiny, "--max-batch", "3")
+            auto(source, tmp_path / "out.jsonl", tiny, "--max-num-seqs", "3")
     written = len((tmp_path / "out.jsonl").read_bytes().splitlines())
     assert replanned and 0 < written < 24
     assert auto(source, tmp_path / "out.jsonl", tiny) == 0
@@ -196,7 +196,7 @@ def test_a_crash_after_a_change_loses_nothing(tiny, tmp_path, monkeypatch, repla
 
 
 def test_a_named_policy_is_kept(tiny, tmp_path, replanned):
-    assert run(requests(tmp_path / "in.jsonl", 24), tmp_path / "out.jsonl", tiny, "--max-batch", "3") == 0
+    assert run(requests(tmp_path / "in.jsonl", 24), tmp_path / "out.jsonl", tiny, "--max-num-seqs", "3") == 0
     assert not replanned
 
 

@@ -144,19 +144,19 @@ def test_a_resumed_run_expects_answers_as_long_as_those_that_ended(tiny, tmp_pat
     for answered in lines:
         answered["response"]["body"]["usage"]["completion_tokens"] = 2
     out.write_text("".join(json.dumps(answered) + "\n" for answered in lines))
-    foretold, admitted, forecast_of, made = [], [], run_module.forecast, AnswerLengths.__init__
+    predicted, admitted, forecast_of, made = [], [], run_module.forecast, AnswerLengths.__init__
 
     def learns(self, *arguments):
         made(self, *arguments)
         admitted.append(self.ended.copy())
 
     monkeypatch.setattr("flexhybrid.jobs.run.lines.WINDOW", 12)
-    monkeypatch.setattr(run_module, "forecast", lambda llm, known: foretold.append(known) or forecast_of(llm, known))
+    monkeypatch.setattr(run_module, "forecast", lambda llm, known: predicted.append(known) or forecast_of(llm, known))
     monkeypatch.setattr(AnswerLengths, "__init__", learns)
-    assert run(source, out, tiny, "--max-batch", "3") == 0 and len(by_id(out)) == 24
+    assert run(source, out, tiny, "--max-num-seqs", "3") == 0 and len(by_id(out)) == 24
     assert admitted[0][:6].tolist() == [0, 0, 12, 0, 0, 0]
-    assert foretold[0].max_tokens.max() > 2 and foretold[0].answers.tolist() == [
-        min(2, limit) for limit in foretold[0].max_tokens.tolist()
+    assert predicted[0].max_tokens.max() > 2 and predicted[0].answers.tolist() == [
+        min(2, limit) for limit in predicted[0].max_tokens.tolist()
     ]
 
 
@@ -214,7 +214,7 @@ def test_damage_before_the_tail_is_refused_and_nothing_touched(tiny, source, out
     assert run(source, out, tiny) == 2
     assert "line 5" in (error := capsys.readouterr().err) and "nothing was changed" in error
     assert out.read_bytes() == before
-    assert run(source, out, tiny, "--restart") == 0 and len(by_id(out)) == 12
+    assert run(source, out, tiny, "--overwrite") == 0 and len(by_id(out)) == 12
 
 
 def test_a_disk_that_fails_at_any_operation_costs_one_line_and_no_answer(tiny, tmp_path, capsys, monkeypatch):
@@ -252,7 +252,7 @@ def test_no_stream_ends_a_command(tiny, tmp_path, monkeypatch, kind, more):
     """A full disk under stdout and stderr, a reader that has left, a name that ASCII cannot say, streams closed."""
     source, out = requests(tmp_path / "é.jsonl", 2), tmp_path / "é.out"
     simulate = ["simulate", "--system", "kv_only", "--model", "opt-1.3b", "--hardware", "t4", "--batch", "8"]
-    simulate += ["--prompt-len", "64", "--gen-len", "8"]
+    simulate += ["--input-len", "64", "--output-len", "8"]
     statuses = []
     for command in (lambda: run(source, out, tiny, *more), lambda: cli.main([*simulate, *more])):
         with monkeypatch.context() as patch, contextlib.ExitStack() as stack:  # closed as Python does at its end
@@ -342,7 +342,7 @@ def test_limits_beyond_what_the_model_takes_are_told(tiny, source, out, capsys):
     said = capsys.readouterr().out
     assert "2 requests may end sooner than asked: max_tokens is more than the 96 tokens that this model takes" in said
     source.write_text(lines[0] + "\n")
-    assert run(source, out, tiny, "--restart") == 0 and "sooner than asked" not in capsys.readouterr().out
+    assert run(source, out, tiny, "--overwrite") == 0 and "sooner than asked" not in capsys.readouterr().out
 
 
 def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_path, capsys):
@@ -396,10 +396,10 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
     assert run(source, out, tiny, "--errors", str(errors)) == 0  # and both files are read again
     assert "29 before this run" in capsys.readouterr().out
     before = errors.read_bytes()
-    assert run(source, out, tiny, "--restart") == 0 and len(read(out)) == 29
+    assert run(source, out, tiny, "--overwrite") == 0 and len(read(out)) == 29
     assert "kept its refused lines in errors.jsonl, which is left as it is" in capsys.readouterr().out
     assert errors.read_bytes() == before
-    assert run(source, out, tiny, "--restart") == 0 and "left as it is" not in capsys.readouterr().out
+    assert run(source, out, tiny, "--overwrite") == 0 and "left as it is" not in capsys.readouterr().out
     source.write_text("\n\n")
     assert run(source, tmp_path / "none.jsonl", tiny) == 2 and not read(tmp_path / "none.jsonl")
     source.write_text("")
@@ -458,7 +458,7 @@ def test_requests_that_name_no_sampling_have_the_checkpoints_then_the_commands(t
     source.write_text("\n".join([line("a", prompt=[5, 6]), line("b", prompt=[7], max_tokens=2)]))
 
     def tokens(*flags) -> list[int]:
-        assert run(source, tmp_path / "out.jsonl", tmp_path / "model", "--restart", *flags) == 0
+        assert run(source, tmp_path / "out.jsonl", tmp_path / "model", "--overwrite", *flags) == 0
         return [row["response"]["body"]["usage"]["completion_tokens"] for row in read(tmp_path / "out.jsonl")]
 
     assert sorted(tokens()) == [2, 3]
@@ -494,7 +494,7 @@ def test_a_system_prompt_of_all_lines_is_computed_once_and_answers_stay(tiny, tm
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     answers = []
     for flags in ((), ("--no-enable-prefix-caching",)):
-        assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", tiny, "--restart", *flags) == 0
+        assert run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", tiny, "--overwrite", *flags) == 0
         answers.append(by_id(tmp_path / "out.jsonl"))
         # of 15 requests all but one find two blocks
         assert (f"{14 * 32} prompt tokens were not computed" in capsys.readouterr().out) == (not flags)
@@ -523,10 +523,10 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(
                     os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(run_module.Progress, "advance", interrupted)
-    assert run(source, out, tiny, "--restart") == 130
+    assert run(source, out, tiny, "--overwrite") == 130
     assert len(heard) == 5 if times == 2 else 5 < len(heard) < 10
     told, warned = capsys.readouterr()
-    again = "give the same command again, without --restart, to go on"
+    again = "give the same command again, without --overwrite, to go on"
     assert (again in told) == ("tokens of unfinished answers are lost" in told) == (times == 1)
     assert "(predicted " not in told and "no answer could be there yet" not in told
     lost = re.search(r"(?m)^8 tokens and (\d+) of unfinished answers in .*tokens/s; the whole command", told)
@@ -565,21 +565,21 @@ def test_the_speed_is_without_compiling_which_is_said(tiny, tmp_path, capsys, mo
     source = requests(tmp_path / "in.jsonl")
     assert run(source, tmp_path / "out.jsonl", tiny) == 0  # by now all kernels are compiled
     capsys.readouterr()
-    assert run(source, tmp_path / "out.jsonl", tiny, "--restart") == 0 and "compiled" not in capsys.readouterr().out
+    assert run(source, tmp_path / "out.jsonl", tiny, "--overwrite") == 0 and "compiled" not in capsys.readouterr().out
     monkeypatch.setattr(LLM, "answer", compiles)
     began = time.monotonic()
-    assert run(source, tmp_path / "out.jsonl", tiny, "--restart", "--json") == 0
+    assert run(source, tmp_path / "out.jsonl", tiny, "--overwrite", "--json") == 0
     record = json.loads(capsys.readouterr().out)
     assert 0.5 <= record["compiling_s"] <= time.monotonic() - began - record["seconds"]
     assert record["tokens_per_s"] == pytest.approx(record["tokens"] / record["seconds"])
-    assert run(source, tmp_path / "out.jsonl", tiny, "--restart") == 0
+    assert run(source, tmp_path / "out.jsonl", tiny, "--overwrite") == 0
     assert "compiled   new kernels in 0." in capsys.readouterr().out
 
 
 def test_so_many_requests_at_a_time_and_no_more(tiny, source, out, tmp_path, capsys):
     assert run(source, tmp_path / "whole.jsonl", tiny) == 0
-    assert run(source, out, tiny, "--max-batch", "0") == 2 and "--max-batch is 0" in capsys.readouterr().err
-    assert run(source, out, tiny, "--max-batch", "3") == 0
+    assert run(source, out, tiny, "--max-num-seqs", "0") == 2 and "--max-num-seqs is 0" in capsys.readouterr().err
+    assert run(source, out, tiny, "--max-num-seqs", "3") == 0
     assert "3 answers at a time" in capsys.readouterr().out and by_id(out) == by_id(tmp_path / "whole.jsonl")
 
 
@@ -602,7 +602,9 @@ def test_an_output_of_another_model_is_refused_by_the_names_of_its_files(
     monkeypatch.setattr(opening, "measure_for_model", lambda *_: pytest.fail("measured"))
     assert run(source, out, other, policy="auto") == 2
     error = capsys.readouterr().err
-    assert "another model than --model names (config.json, model.safetensors differ)" in error and "--restart" in error
+    assert (
+        "another model than --model names (config.json, model.safetensors differ)" in error and "--overwrite" in error
+    )
     assert out.read_bytes() == before
 
 
@@ -636,11 +638,11 @@ def test_the_machine_is_measured_where_a_policy_is_to_be_searched(tiny, tmp_path
     assert "not measured, as all requests fit the device (--reprofile does that)" in capsys.readouterr().out
     for more in (["--link-gb-per-s", "2"], ["--reprofile"]):
         measured.clear()
-        assert run(source, out, tiny, "--restart", *more, policy="auto") == 0 and measured == [1]
+        assert run(source, out, tiny, "--overwrite", *more, policy="auto") == 0 and measured == [1]
         assert "tokens/s" in capsys.readouterr().out
     measured.clear()
     monkeypatch.setattr(opening, "resident_at_once", lambda *_: None)  # not all fit the device
-    assert run(source, out, tiny, "--restart", policy="auto") == 0 and measured == [1]
+    assert run(source, out, tiny, "--overwrite", policy="auto") == 0 and measured == [1]
 
 
 def test_a_device_too_small_for_anything_is_refused_before_it_is_measured(tiny, source, out, capsys, monkeypatch):
@@ -885,13 +887,13 @@ def test_a_stop_says_what_is_kept(tiny, tmp_path, capsys, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("flexhybrid.jobs.run.job.take_census", stopped)
+        patch.setattr("flexhybrid.jobs.run.job.index_requests", stopped)
         assert run(source, out, tiny) == 130
         assert "stopped: nothing was written; give the same command again" in capsys.readouterr().err
     assert run(source, out, tiny) == 0
     capsys.readouterr()
     with source.open("a") as more:
         more.write("\n" + line("later", prompt=[5], max_tokens=1))
-    monkeypatch.setattr("flexhybrid.jobs.run.job.take_census", stopped)
+    monkeypatch.setattr("flexhybrid.jobs.run.job.index_requests", stopped)
     assert run(source, out, tiny) == 130
     assert "stopped: answers written so far are kept" in capsys.readouterr().err

@@ -15,10 +15,10 @@ from models import save_opt
 from runs import answered, line, lines_of, read, run
 
 from flexhybrid import LLM, InputError, shipped
-from flexhybrid.batch import census as census_module
-from flexhybrid.batch.census import CustomIds, find_lines, read_lines, take_census
+from flexhybrid.batch import request_index as index_module
 from flexhybrid.batch.formats import Columns, open_lines
 from flexhybrid.batch.openai import Refused
+from flexhybrid.batch.request_index import CustomIds, find_lines, index_requests, read_lines
 from flexhybrid.batch.requests import LineReader, LineRules
 from flexhybrid.runtime import engine
 from flexhybrid.sampling_params import SamplingParams
@@ -79,13 +79,13 @@ def test_any_file_is_read_or_refused_with_a_sentence(form, text_llm, tmp_path_fa
             seen["refused"] += form in ("csv", "parquet") or "--encoding" not in str(error)
             return
         with lines:
-            census = take_census(lines, read_one, text_llm.shape.max_context)
+            index = index_requests(lines, read_one, text_llm.shape.max_context)
         seen["read"] += 1
         if form in ("jsonl", "text") and not data.startswith((b"\xff\xfe", b"\xfe\xff", b"\0\0")):
-            assert census.offsets[-1] == len(data)
-            assert census.num_lines == data.count(b"\n") + (data[-1:] not in (b"", b"\n"))
-        assert (census.prompt_tokens + census.max_tokens <= text_llm.shape.max_context).all()
-        assert (census.max_tokens[census.valid] >= 1).all()
+            assert index.offsets[-1] == len(data)
+            assert index.num_lines == data.count(b"\n") + (data[-1:] not in (b"", b"\n"))
+        assert (index.prompt_tokens + index.max_tokens <= text_llm.shape.max_context).all()
+        assert (index.max_tokens[index.valid] >= 1).all()
 
     read()
     assert seen["read"] > 0 and (seen["refused"] > 0) == (form in ("csv", "parquet"))
@@ -112,7 +112,7 @@ NAMES = st.sampled_from(["a", "b", "\ud800", "\ud801"]) | st.text(max_size=2)
 @pytest.mark.parametrize("hashing", [hash, lambda name: 7, lambda name: -len(name)])
 def test_names_that_stand_twice_are_those_of_a_plain_search(monkeypatch, hashing):
     """Whatever their hashes, which agree by chance once in 2**64."""
-    monkeypatch.setattr(census_module, "hash", hashing, raising=False)
+    monkeypatch.setattr(index_module, "hash", hashing, raising=False)
 
     @given(st.lists(st.none() | NAMES, max_size=20))
     def search(names):
@@ -142,7 +142,7 @@ def test_lines_and_their_places_are_those_of_split(data, size):
     """In blocks and chunks of any size, with lines beyond the longest."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("BLOCK_BYTES", size), ("CHUNK_BYTES", size), ("CHUNK_LINES", 3), ("MAX_LINE_BYTES", 50)):
-            patch.setattr(census_module, name, value)
+            patch.setattr(index_module, name, value)
         offsets, digest = find_lines(io.BytesIO(data))
         chunks = list(read_lines(io.BytesIO(data), offsets, 0, len(offsets) - 1))
     plain = [line + b"\n" for line in data.split(b"\n")[:-1]] + [data.split(b"\n")[-1]] * (
@@ -154,9 +154,9 @@ def test_lines_and_their_places_are_those_of_split(data, size):
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1024])
-def test_a_census_counts_what_each_line_is_by_itself(text_llm, monkeypatch, chunk):
+def test_a_request_index_counts_what_each_line_is_by_itself(text_llm, monkeypatch, chunk):
     """Completions and chats in one file, lines refused for each reason, names that stand twice."""
-    monkeypatch.setattr(census_module, "CHUNK_LINES", chunk)
+    monkeypatch.setattr(index_module, "CHUNK_LINES", chunk)
     monkeypatch.setattr(text_llm.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
     chat = {"messages": [{"role": "user", "content": "def f():"}], "max_tokens": 3}
     bodies = [
@@ -171,7 +171,7 @@ def test_a_census_counts_what_each_line_is_by_itself(text_llm, monkeypatch, chun
     ]
     raws = [json.dumps(line).encode() + b"\n" for line in lines] + [b"{\n", b"\n", b"[1]"]
     read = LineReader(LineRules("jsonl", {}, 0), text_llm.codec)
-    census, names = take_census(io.BytesIO(b"".join(raws)), read, text_llm.shape.max_context), set()
+    index, names = index_requests(io.BytesIO(b"".join(raws)), read, text_llm.shape.max_context), set()
     for place, raw in enumerate(raws):
         try:
             request = read(raw, place + 1)
@@ -181,10 +181,10 @@ def test_a_census_counts_what_each_line_is_by_itself(text_llm, monkeypatch, chun
             name, lengths = refused.custom_id, [0, 0]
         if name in names:
             lengths = [0, 0]
-        assert [census.prompt_tokens[place], census.max_tokens[place]] == lengths, raw
-        assert census.duplicates[place] == (name in names)
+        assert [index.prompt_tokens[place], index.max_tokens[place]] == lengths, raw
+        assert index.duplicates[place] == (name in names)
         names |= {name} - {None}
-    assert 0 < census.valid.sum() < len(raws) and census.duplicates.sum() > 10
+    assert 0 < index.valid.sum() < len(raws) and index.duplicates.sum() > 10
 
 
 def test_a_long_file_is_answered_while_it_is_counted(tiny, tmp_path, monkeypatch, capsys):
@@ -203,24 +203,24 @@ def test_a_long_file_is_answered_while_it_is_counted(tiny, tmp_path, monkeypatch
         return sorted(rows, key=lambda row: row["id"]), capsys.readouterr().out
 
     whole, _ = answer("whole.jsonl")
-    monkeypatch.setattr(census_module, "CHUNK_LINES", 5)
-    monkeypatch.setattr(job, "CENSUS_S", 0.0)
+    monkeypatch.setattr(index_module, "CHUNK_LINES", 5)
+    monkeypatch.setattr(job, "INDEXING_S", 0.0)
     monkeypatch.setattr("flexhybrid.jobs.run.lines.WINDOW", 3)
     released, counted, write = threading.Event(), [], job.JobLines.write
-    count_on = census_module.Census.count_on
+    count_on = index_module.RequestIndex.count_on
 
-    def slow(census):
-        counted.append(census.counted)
+    def slow(index):
+        counted.append(index.counted)
         assert len(counted) < 4 or released.wait(60)  # the third chunk waits for the first answer
-        return count_on(census)
+        return count_on(index)
 
     def noted(self, answered):
         write(self, answered)
         if answered:
-            assert released.is_set() or self.census.counted < 60
+            assert released.is_set() or self.index.counted < 60
             released.set()
 
-    monkeypatch.setattr(census_module.Census, "count_on", slow)
+    monkeypatch.setattr(index_module.RequestIndex, "count_on", slow)
     monkeypatch.setattr(job.JobLines, "write", noted)
     rows, told = answer("out.jsonl")
     assert rows == whole and re.search(r"predicted by the first (5|10|15) lines", told) and released.is_set()
@@ -230,22 +230,22 @@ def test_a_long_file_is_answered_while_it_is_counted(tiny, tmp_path, monkeypatch
     assert again == whole
 
 
-def test_a_census_that_fails_ends_the_run(tiny, tmp_path, monkeypatch):
+def test_a_request_index_that_fails_ends_the_run(tiny, tmp_path, monkeypatch):
     """In the thread, while requests are answered."""
     from flexhybrid.jobs.run import job
 
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     (tmp_path / "in.jsonl").write_bytes(b"\n".join(valid(f"v{i}") for i in range(9)))
-    monkeypatch.setattr(census_module, "CHUNK_LINES", 3)
-    monkeypatch.setattr(job, "CENSUS_S", 0.0)
+    monkeypatch.setattr(index_module, "CHUNK_LINES", 3)
+    monkeypatch.setattr(job, "INDEXING_S", 0.0)
     monkeypatch.setattr("flexhybrid.jobs.run.lines.WINDOW", 3)
-    monkeypatch.setattr(census_module.LineReader, "take_own_tokenizer", lambda read: setattr(read, "draft", None))
+    monkeypatch.setattr(index_module.LineReader, "take_own_tokenizer", lambda read: setattr(read, "draft", None))
     with pytest.raises(TypeError):
         run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", tiny)
     assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == 3
 
 
-FOUR = ("--restart", "--max-batch", "4")
+FOUR = ("--overwrite", "--max-num-seqs", "4")
 
 
 def test_logits_that_are_not_finite_are_the_error_of_their_line(tmp_path, monkeypatch):

@@ -64,14 +64,14 @@ def test_a_model_beyond_the_budget_is_run_within_it(tmp_path, monkeypatch, warm_
     assert 20 * MIB < peak <= 1.05 * sum(budgets.values())
 
 
-def test_a_longer_file_takes_no_more_than_its_census(tmp_path, monkeypatch, warm_processes):
+def test_a_longer_file_takes_no_more_than_its_request_index(tmp_path, monkeypatch, warm_processes):
     """Answers at once in the model's place."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     model = make_checkpoint(tmp_path / "tiny", ModelShape("tiny", "opt", 1, 64, 1, 1, 64, 64, 100, 64), "float32")
     peaks = []
     for count in (5000, 10000):  # both hold what a batch has open: a window of lines, and those that have just ended
         write_requests(tmp_path / "in.jsonl", count, 8, 4, 100)
-        peaks.append(peak_bytes([*command(tmp_path, model, "kv_only"), "--restart"], fake=True))
+        peaks.append(peak_bytes([*command(tmp_path, model, "kv_only"), "--overwrite"], fake=True))
         assert len((tmp_path / "out.jsonl").read_bytes().splitlines()) == count
     assert peaks[1] - peaks[0] < 5000 * 64 + 2 * MIB
 

@@ -368,7 +368,7 @@ def test_other_files_are_refused_unless_fresh(tmp_path):
         *((points, c) for c in (b"my notes\n", b"my notes", b"\xff\0\r\n", *cells)),
     ]:
         out.write_bytes(content)
-        with pytest.raises(InputError, match=r"out.csv is not a table of this grid's keys \(.*--fresh"):
+        with pytest.raises(InputError, match=r"out.csv is not a table of this grid's keys \(.*--overwrite"):
             swept(asked, out, never)
         assert out.read_bytes() == content
     assert swept(others, out, fresh=True).num_resumed == 0

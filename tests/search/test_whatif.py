@@ -31,7 +31,7 @@ from sim.candidates import Candidates
 from sim.datasheet import Datasheet, load_datasheet
 from sim.simulate import simulate
 
-MODEL = ("--model", "opt-125m", "--hardware", "t4", "--prompt-len", "64", "--gen-len", "4")
+MODEL = ("--model", "opt-125m", "--hardware", "t4", "--input-len", "64", "--output-len", "4")
 POINT = {"model": "opt-125m", "hardware": "t4", "prompt_len": 64, "gen_len": 4, "system": "kv_only"}
 SMALL = replace(shape_by_name("opt-1.3b"), num_layers=3)
 
@@ -352,7 +352,7 @@ def test_the_doctor_says_both_types_of_numbers():
 
 
 def test_a_small_budget_is_not_called_the_machines_memory(capsys):
-    arguments = ["search", *MODEL[:4], "--prompt-len", "64", "--gen-len", "4", "--batch", "4", "--lossless"]
+    arguments = ["search", *MODEL[:4], "--input-len", "64", "--output-len", "4", "--batch", "4", "--lossless"]
     assert cli.main([*arguments, "--device-memory", "4MiB"]) == 2
     said = capsys.readouterr().err
     assert "Raise device memory to" in said and "more than the machine has" not in said and "a disk" not in said
@@ -380,7 +380,7 @@ def test_a_sweep_has_fields_of_the_policy_as_axes_and_draws_them(tmp_path, monke
         'gen_len = 4\nweights.device = [0, 0.25, 1]\n"cache.act@host" = [0.25, 0.75]\n'
     )
     out, picture = tmp_path / "out.csv", tmp_path / "out.png"
-    command = ["sweep", str(tmp_path / "grid.toml"), "--out", str(out), "--fresh", "--workers", "1", "--quiet"]
+    command = ["sweep", str(tmp_path / "grid.toml"), "--out", str(out), "--overwrite", "--workers", "1", "--quiet"]
     assert cli.main([*command, "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     with open(out, encoding="utf-8", newline="") as file:
@@ -411,7 +411,7 @@ def test_a_sweep_has_fields_of_the_policy_as_axes_and_draws_them(tmp_path, monke
 def test_the_best_batch_is_the_same_in_a_sweep_in_simulate_and_in_searchs_table(tmp_path, capsys, monkeypatch, as_json):
     monkeypatch.setattr(searches, "LOSSLESS_RIVALS", ("kv_only", "flexgen"))
     monkeypatch.setattr(searches, "LONGEST", "flexgen")
-    where = ["--model", "opt-125m", "--hardware", "t4", "--prompt-len", "64", "--gen-len", "4"]
+    where = ["--model", "opt-125m", "--hardware", "t4", "--input-len", "64", "--output-len", "4"]
     out = tmp_path / "out.csv"
     (tmp_path / "grid.toml").write_text(
         'system = ["kv_only", "flexgen"]\nmodel = "opt-125m"\nhardware = "t4"\nbatch = "auto"\nprompt_len = 64\n'

@@ -20,7 +20,7 @@ from sim import catalogue
 from sim.datasheet import Datasheet, load_datasheet
 
 PEAKS = ["--tflops", "71", "--memory-gb-per-s", "936", "--link-gb-per-s", "31.5", "--device-memory", "24GiB"]
-RUN = ["--model", "opt-6.7b", "--batch", "8", "--prompt-len", "64", "--gen-len", "8"]
+RUN = ["--model", "opt-6.7b", "--batch", "8", "--input-len", "64", "--output-len", "8"]
 
 
 def test_the_catalogue_is_listed_and_shown(capsys, as_json):
@@ -46,9 +46,9 @@ def test_a_machine_is_written_from_a_datasheet(tmp_path, capsys, as_json):
     assert faster.line("load_kv", "h2d").s_per_byte == pytest.approx(1 / (0.8 * 63e9))
     assert faster.lines["compute"] == catalogue.load(path).lines["compute"]
     again = ["hardware", "--like", "t4", "--out", path]
-    assert cli.main(again) == 2 and "overwrite it with --fresh" in capsys.readouterr().err
+    assert cli.main(again) == 2 and "overwrite it with --overwrite" in capsys.readouterr().err
     assert json.loads(Path(path).read_text())["tflops"] == 142
-    assert cli.main([*again, "--fresh"]) == 0 and json.loads(Path(path).read_text())["tflops"] == 65
+    assert cli.main([*again, "--overwrite"]) == 0 and json.loads(Path(path).read_text())["tflops"] == 65
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def placed(system: CascadeSystem, rate: float) -> Plan:
     microseconds here.
     """
     for layout in layouts(*system.models(), cluster(), rate, BATCH, MOST_LOAD):
-        if assigned := assign.search(layout, cluster(), MOST_LOAD, math.inf, math.inf):
+        if assigned := assign.assign(layout, cluster(), MOST_LOAD, math.inf, math.inf):
             return Plan(layout, cluster(), MOST_LOAD, gpu_of=assigned[1], transfer_s=assigned[0])
     raise InputError(f"{system.family}, {system.name}: no placement for {rate:.4g} requests/s")
 

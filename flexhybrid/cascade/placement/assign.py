@@ -13,7 +13,7 @@ from flexhybrid.cascade.placement.instances import Layout
 SLACK = 1e-9  #: of a GPU's memory or time: sums of many shares may miss a bound by rounding
 
 
-class Board:
+class PlacementState:
     """The GPU of every item; ``gpu_of`` [items], -1 for an item that is not placed.
 
     ``near`` [items, GPUs]: bytes a request between an item and the items on a GPU, both ways; ``near_host``: those on
@@ -154,7 +154,7 @@ def orders(layout: Layout, cluster: Cluster) -> list[np.ndarray]:
     return [np.argsort(-size, kind="stable"), np.lexsort((partition, -model, turn)), np.lexsort((partition, -model))]
 
 
-def search(
+def assign(
     layout: Layout, cluster: Cluster, most_load: float, good_enough: float, until: float, seed: int = 0
 ) -> tuple[float, np.ndarray] | None:
     """Return the best assignment found (seconds of transfer a request, GPU of each item); None where no start fits.
@@ -162,27 +162,27 @@ def search(
     Ends at a cost of ``good_enough`` or below, or when ``time.perf_counter()`` reaches ``until``; the starts are always
     made. It is seeded: equal calls that time does not end give equal answers.
     """
-    board, best = Board(layout, cluster, most_load), None
+    state, best = PlacementState(layout, cluster, most_load), None
     for order in orders(layout, cluster):
-        board.clear()
-        if board.greedy(order):
-            board.improve(until)
-            if best is None or board.cost() < best[0]:
-                best = board.cost(), board.gpu_of.copy()
+        state.clear()
+        if state.greedy(order):
+            state.improve(until)
+            if best is None or state.cost() < best[0]:
+                best = state.cost(), state.gpu_of.copy()
     if best is None or len(layout.items) < 2:
         return best
     rng, since = np.random.default_rng(seed), 0
     most_gpus = int(np.bincount(cluster.hosts).max())
     while best[0] > good_enough and since < PATIENCE * len(layout.items) and time.perf_counter() < until:
-        board.restore(best[1])
+        state.restore(best[1])
         if rng.random() < 0.5:
-            board.swap_some(rng, int(rng.integers(2, 2 + max(2, len(layout.items) // 8))))
+            state.swap_some(rng, int(rng.integers(2, 2 + max(2, len(layout.items) // 8))))
         else:
-            board.relay(rng, int(rng.integers(2, 5)) * (1 + 7 // most_gpus))
-        board.improve(until)
+            state.relay(rng, int(rng.integers(2, 5)) * (1 + 7 // most_gpus))
+        state.improve(until)
         since += 1
-        if board.cost() < best[0] * (1 - 1e-9):
-            best, since = (board.cost(), board.gpu_of.copy()), 0
+        if state.cost() < best[0] * (1 - 1e-9):
+            best, since = (state.cost(), state.gpu_of.copy()), 0
     return best
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flexhybrid.cascade.cluster.served import Cluster, Flow, ServedModel
-from flexhybrid.cascade.placement import assign
+from flexhybrid.cascade.placement.assign import PlacementState, assign, orders
 from flexhybrid.cascade.placement.instances import Layout, layouts
 from flexhybrid.cascade.placement.program import shortages, solve_exactly, transfer_s
 from flexhybrid.core.errors import InputError, check, is_integer
@@ -142,7 +142,7 @@ def most_rate(
 def _packs(layout: Layout, cluster: Cluster, most_load: float) -> bool:
     if not _has_room(layout, cluster, most_load):
         return False
-    return any(assign.Board(layout, cluster, most_load).greedy(order) for order in assign.orders(layout, cluster))
+    return any(PlacementState(layout, cluster, most_load).greedy(order) for order in orders(layout, cluster))
 
 
 def _has_room(layout: Layout, cluster: Cluster, most_load: float) -> bool:
@@ -165,7 +165,7 @@ def _by_search(
         if time.perf_counter() - begun > STARTS_SHARE * time_limit and starts:
             break
         if _has_room(layout, cluster, most_load):
-            assigned = assign.search(layout, cluster, most_load, 0.0 if small else math.inf, begun + time_limit)
+            assigned = assign(layout, cluster, most_load, 0.0 if small else math.inf, begun + time_limit)
             if assigned:
                 starts.append((assigned[0], layout, assigned[1]))
     if not starts:
@@ -174,7 +174,7 @@ def _by_search(
     cost, layout, gpu_of = next(start for start in starts if start[0] <= least)  # of equals the fewest partitions
     now = time.perf_counter()
     share = SEARCH_SHARE if len(gpu_of) * len(cluster.gpus) <= BOUNDED else 1.0
-    assigned = assign.search(layout, cluster, most_load, 0.0, now + share * (begun + time_limit - now))
+    assigned = assign(layout, cluster, most_load, 0.0, now + share * (begun + time_limit - now))
     if assigned and assigned[0] < cost:
         cost, gpu_of = assigned
     return Plan(layout, cluster, most_load, gpu_of, cost)

@@ -37,7 +37,7 @@ def run(options: CascadeRunOptions, say: Callable[[str], None] = print) -> dict:
     if None in files and (files != (None, None) or options.engine != "ray"):
         raise InputError("-i and -o name the requests and the answers; only --engine ray serves without a file")
     if options.output is not None and options.output.exists() and not options.restart:
-        raise InputError(f"{options.output} is there already: name another file, or write over it with --restart")
+        raise InputError(f"{options.output} is there already: name another file, or write over it with --overwrite")
     cascade = Cascade.load(options.cascade)
     loads = _loads(cascade, options)
     is_ray = options.engine == "ray"

@@ -183,13 +183,13 @@ def settle(options: CompareOptions) -> ComparisonSetting:
 
 def _check_numbers(options: CompareOptions, shape: ModelShape) -> None:
     least = {"--batch": (options.batch, 1), "--mini-batch": (options.mini_batch, 1)}
-    least |= {"--gen-len": (options.gen_len, LEAST_TOKENS), "--prompt-len": (options.prompt_len, 1)}
+    least |= {"--output-len": (options.gen_len, LEAST_TOKENS), "--input-len": (options.prompt_len, 1)}
     for flag, (value, minimum) in least.items():
         check(flag, value, value is None or value >= minimum, f"at least {minimum}")
     prompt_len = options.prompt_len or 1
     if prompt_len + options.gen_len > shape.max_context:
         raise InputError(
-            f"--prompt-len {prompt_len} and --gen-len {options.gen_len} are {prompt_len + options.gen_len} tokens; "
+            f"--input-len {prompt_len} and --output-len {options.gen_len} are {prompt_len + options.gen_len} tokens; "
             f"{shape.name} has room for {shape.max_context}"
         )
 

@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from flexhybrid.batch.census import per_answer
 from flexhybrid.batch.openai import Refused, Request, refusing
 from flexhybrid.batch.replies import answer_tokens, error_line
+from flexhybrid.batch.request_index import per_answer
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload

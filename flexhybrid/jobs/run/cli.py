@@ -71,8 +71,12 @@ def add_doctor(commands) -> None:
     parser.add_argument(
         "--models", "--model", nargs="+", metavar="NAME", default=[], help="models by name or config.json (all)"
     )
-    parser.add_argument("--prompt-len", type=int, default=512, help="tokens of each prompt (512)")
-    parser.add_argument("--gen-len", type=int, default=128, help="tokens each request generates (128)")
+    parser.add_argument(
+        "--input-len", dest="prompt_len", metavar="N", type=int, default=512, help="tokens of each prompt (512)"
+    )
+    parser.add_argument(
+        "--output-len", dest="gen_len", metavar="N", type=int, default=128, help="tokens each request generates (128)"
+    )
     parser.set_defaults(run=_doctor)
 
 

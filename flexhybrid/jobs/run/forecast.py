@@ -26,7 +26,7 @@ from sim.queue_clock import ROUGH_TASKS, WALKED_TASKS, QueueRun, price_queue
 WINDOW = MOST_AT_A_TIME  #: least requests of a batch, if there are that many
 
 
-class Foretold(NamedTuple):
+class Estimate(NamedTuple):
     """A queue's seconds, and the tokens of all its answers."""
 
     seconds: float
@@ -45,7 +45,7 @@ class Forecast:
     layer_bytes: dict[str, int]  #: tier -> bytes of the layers' weights
     run: QueueRun | None = None  #: None: nothing is known of the machine
     #: if ``seconds`` are for the limits: for answers of EXPECTED_SHARE of them; else for the limits; None: unknown
-    other: Foretold | None = None
+    other: Estimate | None = None
     num_requests: int = 1
 
     def seconds_of(self, tokens: int) -> float | None:
@@ -68,7 +68,7 @@ def forecast(llm: LLM, workload: Workload) -> Forecast:
         shorter = with_mean(workload, EXPECTED_SHARE * float(workload.max_tokens.mean())) if of_limits else None
         answers = shorter or replace(workload, answer_tokens=None)
         if (priced := price(llm, answers, places, ROUGH_TASKS)) is not None:
-            other = Foretold(priced.total_s, int(answers.answers.sum()))
+            other = Estimate(priced.total_s, int(answers.answers.sum()))
     layers = {tier: memory[tier].get("resident weights" if tier == "device" else "weights", 0) for tier in TIERS}
     return Forecast(
         run and run.total_s,
@@ -132,12 +132,12 @@ def plan_lines(llm: LLM, plan: Forecast, counts: str, searched: bool) -> list[st
         rate = f"{plan.expected_tokens / plan.seconds:.1f} tokens/s"
         shorter = plan.other if plan.expected_tokens == plan.tokens else None
         longest = " with every answer at its limit" if shorter else ""
-        predicted = f"{rate}, {foretold(plan.seconds)}: done by {_end(plan.seconds)}{longest}"
+        predicted = f"{rate}, {predicted_time(plan.seconds)}: done by {_end(plan.seconds)}{longest}"
         limit = [f"limited by {plan.run.binding}, busy {plan.run.busy[plan.run.binding]:.0%} of the time"]
-        if plan.other and foretold(plan.other.seconds) != foretold(plan.seconds):
+        if plan.other and predicted_time(plan.other.seconds) != predicted_time(plan.seconds):
             mean = f"answers of {counted(round(plan.other.tokens / plan.num_requests), 'token')} on average"
             words = mean if shorter else "answers that all take their limits"
-            end = f"{foretold(plan.other.seconds)} with {words}: done by {_end(plan.other.seconds)}"
+            end = f"{predicted_time(plan.other.seconds)} with {words}: done by {_end(plan.other.seconds)}"
             limit.insert(0, f"or         {end}")
     unshared = sharing_limit(policy, llm.problem.shape) if llm.arguments.enable_prefix_caching else None
     note = "; a mix with recomputed context would not be faster" if plain else ""
@@ -175,7 +175,7 @@ def describe(policy: Policy, problem: Problem) -> str:
     return f"{policy.name}: weights {weights}{kept}; {order}{bits}{elsewhere}{unused and f'; {unused}'}"
 
 
-def foretold(seconds: float) -> str:
+def predicted_time(seconds: float) -> str:
     """Return predicted seconds as text, without a run's start of about half a second."""
     return duration(seconds) if seconds >= 1 else "less than 1 s after its start"
 

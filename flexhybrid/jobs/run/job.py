@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from flexhybrid.batch.answers import ANSWERED, BLANK, FAILED, PENDING
-from flexhybrid.batch.census import RequestFile, file_state, take_census
 from flexhybrid.batch.formats import format_of, open_lines
 from flexhybrid.batch.manifest import NOTHING_SERVED, save_manifest
 from flexhybrid.batch.openai import BLANK_LINE, check_template
+from flexhybrid.batch.request_index import RequestFile, file_state, index_requests
 from flexhybrid.batch.requests import LineReader, LineRules
 from flexhybrid.batch.table import write_table
 from flexhybrid.core.errors import DiskError, InputError, stray_error
@@ -28,7 +28,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.profile.job import model_profile_path
 from flexhybrid.jobs.progress import Progress, stop_on_signal
 from flexhybrid.jobs.rates import company_note
-from flexhybrid.jobs.ray_cluster import Crew, cluster, crew_of
+from flexhybrid.jobs.ray_cluster import Replicas, cluster, replicas_of
 from flexhybrid.jobs.run.answering import answer_pending, load_weights
 from flexhybrid.jobs.run.forecast import WINDOW, Forecast, forecast, plan_lines
 from flexhybrid.jobs.run.lines import JobLines
@@ -54,7 +54,7 @@ from flexhybrid.runtime.kernels.compiled import compile_timer
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS, CpuUse
 from sim.correction import TRIALS
 
-CENSUS_S = 5.0  #: seconds of counting before the first requests are answered
+INDEXING_S = 5.0  #: seconds of counting before the first requests are answered
 REFILLS = 4  #: multiple of the running requests that represents a queue with refilled places
 
 
@@ -82,11 +82,12 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
             check_array(options.input, lines)
         files = {path: open_answers(stack, path, options.output) for path in (options.output, options.errors) if path}
         remove_partial_files(options)
-        crew = None
+        replicas = None
         if options.engine == "ray":
-            crew = crew_of(stack.enter_context(cluster(say)), paced_device(options.llm).device.type, options.actors)
+            device = paced_device(options.llm).device.type
+            replicas = replicas_of(stack.enter_context(cluster(say)), device, options.actors)
         numbers = {} if options.restart else earlier_numbers(options.output)
-        arguments, measure = model_arguments(options, numbers, crew)
+        arguments, measure = model_arguments(options, numbers, replicas)
         llm = stack.enter_context(LLM.from_arguments(arguments))
         rules = LineRules(
             file_format, options.sampling, options.seed, options.chat_rules(), options.id_column is not None
@@ -96,10 +97,12 @@ def run(options: RunOptions, say: Callable[[str], None] = print, began: float | 
         check_chats(rules, lines, llm)
         read, counts = LineReader(rules, llm.codec), LineReader(rules, llm.codec)
         with Progress(state[0], "reading", "B", options.quiet) as progress:
-            census = take_census(lines, counts, llm.shape.max_context, progress.advance, math.inf if crew else CENSUS_S)
-        stack.enter_context(census.count_meanwhile(counts))
-        source = RequestFile(options.input, state, lines, census, rules, read)
-        return Job(JobLines(options, llm, source, files), crew, measure).run(say, began)
+            index = index_requests(
+                lines, counts, llm.shape.max_context, progress.advance, math.inf if replicas else INDEXING_S
+            )
+        stack.enter_context(index.count_meanwhile(counts))
+        source = RequestFile(options.input, state, lines, index, rules, read)
+        return Job(JobLines(options, llm, source, files), replicas, measure).run(say, began)
 
 
 @contextlib.contextmanager
@@ -117,8 +120,10 @@ def _hint(advice: Callable[[], str]) -> Iterator[None]:
 class Job:
     """One run over an open input and open, locked output files."""
 
-    def __init__(self, lines: JobLines, crew: Crew | None = None, measure: Callable[[], Hardware] | None = None):
-        self.lines, self.options, self.llm, self.crew = lines, lines.options, lines.llm, crew
+    def __init__(
+        self, lines: JobLines, replicas: Replicas | None = None, measure: Callable[[], Hardware] | None = None
+    ):
+        self.lines, self.options, self.llm, self.replicas = lines, lines.options, lines.llm, replicas
         self.measure = measure  #: the machine; empty if all requests fit the device
         self._earlier = 0  #: lines that earlier runs have done
         self.manifest: dict = {}
@@ -133,14 +138,14 @@ class Job:
             printed.append(text)
             print_line(text)
 
-        options, lines, census = self.options, self.lines, self.lines.census
-        if not census.num_lines:
+        options, lines, index = self.options, self.lines, self.lines.index
+        if not index.num_lines:
             raise InputError(f"{options.input} " + ("has a header and no rows" if options.column else "is empty"))
         self.manifest = resume(lines, self._settle_policy, say)
         lines.created = self.manifest["created"]
         self._earlier = int((lines.states != PENDING).sum())
-        if not len(lines.pending()) and not census.valid.any():
-            told = lines.source.refusals(range(1, census.num_lines + 1))
+        if not len(lines.pending()) and not index.valid.any():
+            told = lines.source.refusals(range(1, index.num_lines + 1))
             number, refused = next((one for one in told if one[1].code != BLANK_LINE), (0, None))
             if refused is None:
                 raise InputError(f"{options.input} has only blank lines")
@@ -156,7 +161,7 @@ class Job:
         for file in lines.files.values():
             file.finish()
             if (options.ordered or options.parquet) and not stopped:
-                file.sort(census.num_lines)
+                file.sort(index.num_lines)
         if options.parquet and not stopped:
             write_table(lines.answers.path, options.parquet)
         outcome.say(say, time.time() - began)
@@ -171,7 +176,7 @@ class Job:
     def _outcome(self, work: Effort | None) -> Outcome:
         states = {"answered": ANSWERED, "refused": FAILED, "left": PENDING, "blank": BLANK}
         lines = self.lines
-        counts = {"lines": lines.census.num_lines} | {name: lines.count(state) for name, state in states.items()}
+        counts = {"lines": lines.index.num_lines} | {name: lines.count(state) for name, state in states.items()}
         return Outcome(lines, counts | {"done_before": self._earlier}, work, traced=bool(self.trace))
 
     def _keep_trace(self, result: WaveResult) -> None:
@@ -181,9 +186,9 @@ class Job:
         """Plan and answer the pending requests, until a stop is requested."""
         options, lines, plan = self.options, self.lines, self._plan(say)
         lines.plan = plan
-        if plan.run and self.crew is None and options.llm.policy == "auto" and options.replan:
+        if plan.run and self.replicas is None and options.llm.policy == "auto" and options.replan:
             lines.replanner = Replanner(self.llm, plan.run, options.max_batch, options.trials)
-        if self.crew is None:
+        if self.replicas is None:
             load_weights(self.llm, plan.layer_bytes)
         started, failed, compiling = CpuUse.now(), lines.count(FAILED), list[float]()
         with (
@@ -194,17 +199,17 @@ class Job:
             ) as lines.progress,
         ):
             lines.progress.predicted_rate = plan.expected_tokens / plan.seconds if plan.seconds else None
-            if self.crew is None:
+            if self.replicas is None:
                 answer_pending(lines, stop, self._keep_trace if options.trace or options.report else None)
             else:
                 from flexhybrid.jobs.run.remote import actor_config, answer_on_cluster
 
                 config = actor_config(self.llm, lines.source, plan, self.manifest["created"])
-                answer_on_cluster(lines, lines.source, self.crew, config, stop)
+                answer_on_cluster(lines, lines.source, self.replicas, config, stop)
         if lines.replanner:
             lines.replanner.end()
         generated, ended = lines.progress.count, CpuUse.now()
-        others = None if self.crew else ended.others_since(started)
+        others = None if self.replicas else ended.others_since(started)
         if lines.replanner and lines.replanner.trial and (others or 0.0) <= MOST_OTHERS:
             self._keep_corrected(lines.replanner.hardware)
         seconds, unfinished = ended.at_s - started.at_s - sum(compiling), generated - lines.tokens
@@ -221,14 +226,14 @@ class Job:
 
     def _settle_policy(self) -> None:
         """Choose the policy for the lines counted so far, if any can be served."""
-        if not self.lines.census.valid.any():
+        if not self.lines.index.valid.any():
             return
         asked = self.options.max_batch
         max_batch = min(WINDOW, asked or WINDOW)
-        places = self.lines.in_order(self.lines.census.valid)
+        places = self.lines.in_order(self.lines.index.valid)
         lengths = self.lines.expected(places)
         begins = _begins(lengths, max_batch)
-        always = self.options.reprofile or self.crew or not self.lines.census.complete
+        always = self.options.reprofile or self.replicas or not self.lines.index.complete
         if self.measure and (always or not needs_no_search(self.llm, begins)):
             self.llm.know(self.measure())
         try:
@@ -241,8 +246,8 @@ class Job:
     def _settle_for_most(self, places: np.ndarray, max_batch: int) -> Policy:
         """Choose the policy for the largest number of shortest lines that fit the budgets under one. Raise InputError
         if not even the shortest fits."""
-        llm, census = self.llm, self.lines.census
-        by_size = places[np.argsort(census.prompt_tokens[places] + census.max_tokens[places], kind="stable")]
+        llm, index = self.llm, self.lines.index
+        by_size = places[np.argsort(index.prompt_tokens[places] + index.max_tokens[places], kind="stable")]
 
         def policy_of(count: int) -> Policy:
             workload = _begins(self.lines.expected(by_size[:count]), max_batch)
@@ -264,20 +269,20 @@ class Job:
         lines = self.lines
         pending = lines.pending()
         plan = forecast(self.llm, lines.expected(pending))
-        if self.crew and plan.seconds is not None:
-            plan = replace(plan, seconds=plan.seconds / self.crew.size)
+        if self.replicas and plan.seconds is not None:
+            plan = replace(plan, seconds=plan.seconds / self.replicas.size)
         refused, left = lines.count(FAILED), lines.count(PENDING)
         counts = f"{left:,}" + (f" ({refused:,} refused)" if refused else "")
-        if not lines.census.complete:
+        if not lines.index.complete:
             scale = left / len(pending)
             tokens, expected = int(plan.tokens * scale), int(plan.expected_tokens * scale)
             plan = replace(plan, tokens=tokens, expected_tokens=expected, seconds=plan.seconds and plan.seconds * scale)
-            counts += f" (predicted by the first {lines.census.counted:,} lines; the others are counted meanwhile)"
+            counts += f" (predicted by the first {lines.index.counted:,} lines; the others are counted meanwhile)"
         counts += f", {self._earlier:,} lines done before" if self._earlier else ""
         searched = self.options.llm.policy == "auto" and self.llm.settled_policy.name == "searched"
         for line in plan_lines(self.llm, plan, counts, searched):
             say(line)
-        if beyond := lines.census.num_beyond:
+        if beyond := lines.index.num_beyond:
             room = f"the {self.llm.shape.max_context:,} tokens that this model takes leave room for"
             say(f"limits     {counted(beyond, 'request')} may end sooner than asked: max_tokens is more than {room}")
         if plan.seconds and (note := company_note(self.llm.hardware)):
@@ -286,9 +291,9 @@ class Job:
         if taken := sorted(asked.checkpoint_sampling.keys() - asked.named_sampling.keys()):
             values = ", ".join(f"{name} {asked.sampling[name]}" for name in taken)
             say(f"sampling   {values}, of the checkpoint's generation_config.json, where a request names no other")
-        if self.crew:
+        if self.replicas:
             kept = "; actors keep this policy to the end" if asked.llm.policy == "auto" and asked.replan else ""
-            say(f"ray        {self.crew}{kept}")
+            say(f"ray        {self.replicas}{kept}")
         return plan
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from flexhybrid.batch.answers import ANSWERED, BLANK, FAILED, PENDING, AnswerFile
-from flexhybrid.batch.census import RequestFile
 from flexhybrid.batch.openai import BLANK_LINE, Refused, Request
 from flexhybrid.batch.replies import answer_line, error_line
+from flexhybrid.batch.request_index import RequestFile
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.waves import first_wave
 from flexhybrid.core.workload import Workload
@@ -36,13 +36,13 @@ class JobLines(PendingRequests):
 
     def __init__(self, options: RunOptions, llm: LLM, source: RequestFile, files: dict[Path, AnswerFile]):
         self.options, self.llm, self.source, self.files = options, llm, source, files
-        self.census = source.census
+        self.index = source.index
         self.answers = files[options.output]
         self.errors = files[options.errors or options.output]
-        self.states = np.full(self.census.num_lines, PENDING, dtype=np.uint8)
+        self.states = np.full(self.index.num_lines, PENDING, dtype=np.uint8)
         self._order = np.empty(0, dtype=np.int32)
         self.refused_codes: Counter = Counter()  #: lines that this run has refused
-        self._taken = 0  #: lines of the census that are ordered, or refused
+        self._taken = 0  #: lines of the request index that are ordered, or refused
         self.tokens = 0  #: tokens that this run has generated, of written answers
         self._trimmed_at = 0.0
         self.lengths: ObservedAnswers | None = None
@@ -65,8 +65,8 @@ class JobLines(PendingRequests):
     def learn(self, states: np.ndarray, num_tokens: np.ndarray) -> None:
         """Use the answer lengths of the run before if they outnumber its unfinished answers, which are the long
         ones."""
-        limits, counts = self.census.max_tokens, self.census.num_answers(slice(None))
-        answered = np.flatnonzero((states == ANSWERED) & self.census.valid)
+        limits, counts = self.index.max_tokens, self.index.num_answers(slice(None))
+        answered = np.flatnonzero((states == ANSWERED) & self.index.valid)
         if len(answered) < WINDOW:
             return
         self.lengths = ObservedAnswers(int(limits.max()), self.options.answer_tokens)
@@ -76,7 +76,7 @@ class JobLines(PendingRequests):
 
     def _write_refusals(self, num_counted: int) -> None:
         """Write the refused ones of the first ``num_counted`` lines, with the reason."""
-        missing = np.flatnonzero(~self.census.valid[:num_counted] & (self.states[:num_counted] == PENDING)) + 1
+        missing = np.flatnonzero(~self.index.valid[:num_counted] & (self.states[:num_counted] == PENDING)) + 1
         refusals = self.source.refusals(missing.tolist())
         while batch := list(itertools.islice(refusals, ERRORS_AT_ONCE)):
             self._refuse(batch)
@@ -101,30 +101,30 @@ class JobLines(PendingRequests):
         """Return the line numbers less one of the lines ``chosen`` [lines from the first on], in running order;
         int32."""
         places = np.flatnonzero(chosen).astype(np.int32)
-        return places[sorted_by_length(self.census.prompt_tokens[places], self.census.max_tokens[places])]
+        return places[sorted_by_length(self.index.prompt_tokens[places], self.index.max_tokens[places])]
 
     def pending(self) -> np.ndarray:
         while True:  # until a batch is full, or all lines are counted
             self._take_counted()
             self._order = self._order[self.states[self._order] == PENDING]
             self._refuse_largest()
-            if len(self._order) >= WINDOW or not self.census.wait(self._taken):
+            if len(self._order) >= WINDOW or not self.index.wait(self._taken):
                 return self._order
 
     def _refuse_largest(self) -> None:
         """Refuse the pending lines of which not even one request fits the budgets under the current policy. Raise
         InputError if none fits."""
-        census, left, refused = self.census, self._order, list[tuple[np.ndarray, int, str]]()
+        index, left, refused = self.index, self._order, list[tuple[np.ndarray, int, str]]()
         while len(left):
             problem, policy = self.llm.problem, self.llm.settled_policy
-            prompts = census.prompt_tokens[left].astype(np.int64)
-            sizes = np.stack([prompts, prompts + census.max_tokens[left], census.noted[left]])
+            prompts = index.prompt_tokens[left].astype(np.int64)
+            sizes = np.stack([prompts, prompts + index.max_tokens[left], index.noted[left]])
             for largest in dict.fromkeys(int(of.argmax()) for of in sizes):
                 try:
                     first_wave(problem, policy, self.workload(left[[largest]]).select(slice(1)))
                 except InputError as error:
                     fits = (sizes < sizes[:, [largest]]).any(0)
-                    if not fits.any() and census.complete and not (self.states == ANSWERED).any():
+                    if not fits.any() and index.complete and not (self.states == ANSWERED).any():
                         raise InputError(f"line {left[largest] + 1}: {error}") from None
                     refused.append((left[~fits], int(left[largest]), str(error)))
                     left = left[fits]
@@ -141,21 +141,21 @@ class JobLines(PendingRequests):
 
     def _take_counted(self) -> None:
         """Add the lines that were counted since the last call."""
-        if self._taken == (num_counted := self.census.counted):
+        if self._taken == (num_counted := self.index.counted):
             return
         self._taken = num_counted
         self._write_refusals(num_counted)
-        self._order = self.in_order(self.census.valid[:num_counted] & (self.states[:num_counted] == PENDING))
-        if self.census.complete:  # the plan took the counted lines for all
-            most = int(np.dot(self.census.max_tokens[self._order], self.num_answers(self._order).astype(np.int64)))
+        self._order = self.in_order(self.index.valid[:num_counted] & (self.states[:num_counted] == PENDING))
+        if self.index.complete:  # the plan took the counted lines for all
+            most = int(np.dot(self.index.max_tokens[self._order], self.num_answers(self._order).astype(np.int64)))
             self.progress.expect(self.progress.done + len(self._order), self.tokens + most)
 
     def workload(self, places: np.ndarray) -> Workload:
-        lengths = self.census.workload(places)
+        lengths = self.index.workload(places)
         return lengths if self.llm.arguments.enable_prefix_caching else replace(lengths, prefixes=None)
 
     def num_answers(self, places: np.ndarray) -> np.ndarray:
-        return self.census.num_answers(places)
+        return self.index.num_answers(places)
 
     def request(self, number: int) -> Request:
         return self.source.request(number)
@@ -175,7 +175,7 @@ class JobLines(PendingRequests):
             self.states[number - 1] = FAILED if refused else ANSWERED
             self.refused_codes.update([refused] if refused else [])
             self.tokens += num_tokens
-            most = int(self.census.max_tokens[number - 1]) * (1 + int(self.census.more_answers[number - 1]))
+            most = int(self.index.max_tokens[number - 1]) * (1 + int(self.index.more_answers[number - 1]))
             self.progress.finished(most - num_tokens)
         self.answers.sync_if_due()
 
@@ -201,7 +201,7 @@ class JobLines(PendingRequests):
             self.lengths = outlook.answers
         self.outlook = outlook
         # it ignores lines that are not counted yet
-        self.progress.outlook = outlook.seconds_left if outlook and self.census.complete else None
+        self.progress.outlook = outlook.seconds_left if outlook and self.index.complete else None
         return outlook
 
     def drains(self) -> bool:

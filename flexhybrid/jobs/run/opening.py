@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.batch.answers import AnswerFile
-from flexhybrid.batch.census import first_urls
 from flexhybrid.batch.manifest import load_manifest, manifest_path
 from flexhybrid.batch.openai import CHAT
+from flexhybrid.batch.request_index import first_urls
 from flexhybrid.batch.requests import LineRules
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import partial_file
@@ -25,7 +25,7 @@ from flexhybrid.jobs.machine import free_budgets, notes_on
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk
 from flexhybrid.jobs.profile.job import OF_A_MODEL, measure_for_model, model_profile_path, profile_steps
 from flexhybrid.jobs.progress import Progress
-from flexhybrid.jobs.ray_cluster import Crew
+from flexhybrid.jobs.ray_cluster import Replicas
 from flexhybrid.jobs.run.options import RunOptions
 from flexhybrid.llm import LLM
 from flexhybrid.resolve import PacedDevice, pick_device, pick_dtype, resident_at_once
@@ -68,13 +68,13 @@ def earlier_numbers(output: Path) -> dict:
 
 
 def model_arguments(
-    options: RunOptions, earlier: dict, crew: Crew | None
+    options: RunOptions, earlier: dict, replicas: Replicas | None
 ) -> tuple[LLMArguments, Callable[[], Hardware] | None]:
     """Return the model's arguments, with budgets of the free memory, shared by the executors of each machine, and a
     kept profile of this machine; and a function that measures the machine if needed, after all checks."""
     asked, paced = options.llm, paced_device(options.llm)
     named = {tier: parse_bytes(size) for tier, size in asked.budgets.items() if size is not None}
-    budgets = free_budgets(paced.device, crew.actors_per_node if crew else 1) | named
+    budgets = free_budgets(paced.device, replicas.actors_per_node if replicas else 1) | named
     for note in notes_on(paced.device, Budgets(**named), asked.disk_dir):
         print(f"flexhybrid: {note}", file=sys.stderr)
     hardware, dtype, measure = asked.hardware, asked.dtype, None

@@ -105,14 +105,14 @@ def check_options(options: RunOptions) -> None:
     limit = options.sampling.get("max_tokens")
     check("--max-tokens", limit, limit is None or limit >= 1, "at least 1")
     SamplingParams(**options.sampling)
-    check("--max-batch", options.max_batch, options.max_batch is None or options.max_batch >= 1, "at least 1")
+    check("--max-num-seqs", options.max_batch, options.max_batch is None or options.max_batch >= 1, "at least 1")
     mean = options.answer_tokens
-    check("--answer-tokens", mean, mean is None or mean >= 1, "at least 1")
+    check("--mean-output-len", mean, mean is None or mean >= 1, "at least 1")
     if options.encoding is not None:
         check_encoding(options.encoding)
     check("--seed", options.seed, options.seed >= 0, "at least 0")
     if options.engine == "local" and options.actors is not None:
-        raise InputError("--actors is of --engine ray; the local engine is one executor")
+        raise InputError("--num-replicas is of --engine ray; the local engine is one executor")
     if options.engine == "ray" and options.trace:
         raise InputError("--trace shows the local engine's work; --engine ray has none to show")
     flags = {"--errors": options.errors, "--trace": options.trace, "--report": options.report}

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from flexhybrid.core.schedule.scheduler import stores_exactly
 from flexhybrid.core.units import counted
-from flexhybrid.jobs.run.forecast import duration, foretold
+from flexhybrid.jobs.run.forecast import duration, predicted_time
 from flexhybrid.jobs.run.lines import JobLines
 from flexhybrid.jobs.run.options import RunOptions
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
@@ -17,7 +17,7 @@ STOPPED = 130  #: exit status of a run that was asked to stop
 
 def again(options: RunOptions) -> str:
     """Return the command that continues this run, in words."""
-    return "the same command again" + (", without --restart," if options.restart else "")
+    return "the same command again" + (", without --overwrite," if options.restart else "")
 
 
 class Effort(NamedTuple):
@@ -41,7 +41,7 @@ def parted(seconds: float, predicted_s: float | None) -> bool:
 
 def against(work: Effort) -> str:
     """Return the prediction of a run in words: for its actual answer lengths and their limits, or for expected ones."""
-    own, most = (foretold(s) if s else "" for s in (work.predicted_of_these_s, work.predicted_s))
+    own, most = (predicted_time(s) if s else "" for s in (work.predicted_of_these_s, work.predicted_s))
     than = "at most" if (work.predicted_of_these_s or 0.0) <= (work.predicted_s or 0.0) else "for those expected"
     longest = f" for answers as long as these, {most} {than}" if most != own else ""
     return own and f" (predicted {own}{longest})"
@@ -112,12 +112,12 @@ class Outcome(NamedTuple):
             kept = "" if work or not options.report.exists() else " (of an earlier run: nothing ran)"
             say(f"report     {options.report}{kept}")
         if stopped:
-            lost = f"; {counted(self.dropped, 'token')} of unfinished answers are lost (see --max-batch)"
+            lost = f"; {counted(self.dropped, 'token')} of unfinished answers are lost (see --max-num-seqs)"
             say(f"stopped: give {again(options)} to go on{lost if self.dropped else ''}")
             if work and not (self.lines.tokens or self.dropped):
                 say(
                     "           no answer could be there yet: the first iteration reads the prompts of all requests "
-                    "that begin together; with a smaller --max-batch the first answers come sooner"
+                    "that begin together; with a smaller --max-num-seqs the first answers come sooner"
                 )
 
     def record(self) -> dict:

@@ -26,14 +26,14 @@ import ray
 from ray.exceptions import RayError
 
 from flexhybrid.arguments import LLMArguments
-from flexhybrid.batch.census import RequestFile
 from flexhybrid.batch.openai import Refused, Request
 from flexhybrid.batch.replies import answer_line, error_line
+from flexhybrid.batch.request_index import RequestFile
 from flexhybrid.batch.requests import LineReader, LineRules
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.progress import StopAsked
-from flexhybrid.jobs.ray_cluster import ENVIRONMENT, MAX_RETRIES, Crew
+from flexhybrid.jobs.ray_cluster import ENVIRONMENT, MAX_RETRIES, Replicas
 from flexhybrid.jobs.run.answering import Answered, PendingRequests, answer_pending, load_weights
 from flexhybrid.jobs.run.forecast import Forecast
 from flexhybrid.jobs.run.remote_read import BATCH, LINES, read_lines
@@ -89,7 +89,7 @@ def actor_config(llm: LLM, source: RequestFile, forecast: Forecast, created: int
 
 
 def answer_on_cluster(
-    requests: PendingRequests, source: RequestFile, crew: Crew, config: ActorConfig, stop: StopAsked
+    requests: PendingRequests, source: RequestFile, replicas: Replicas, config: ActorConfig, stop: StopAsked
 ) -> None:
     """Answer on the actors of a cluster until nothing is pending or a stop is asked for.
 
@@ -98,9 +98,9 @@ def answer_on_cluster(
     with _named(source.lines) as path:
         while len(pending := requests.pending()) and not stop.asked:
             requests.check_input_unchanged()
-            batches = _batches(pending, source.census.offsets, crew.size)
+            batches = _batches(pending, source.index.offsets, replicas.size)
             try:
-                with contextlib.closing(_messages(crew, config, path, batches)) as messages:
+                with contextlib.closing(_messages(replicas, config, path, batches)) as messages:
                     for message in messages:
                         _take(requests, message)
                         requests.check_input_unchanged()
@@ -136,7 +136,7 @@ def _batches(pending: np.ndarray, offsets: np.ndarray, actors: int) -> Iterator[
         yield pa.table([[(places + 1).tolist()], [offsets[places].tolist()], [offsets[places + 1].tolist()]], BATCH)
 
 
-def _messages(crew: Crew, config: ActorConfig, path: Path, batches: Iterator[pa.Table]) -> Generator[dict]:
+def _messages(replicas: Replicas, config: ActorConfig, path: Path, batches: Iterator[pa.Table]) -> Generator[dict]:
     """Yield the actors' messages as they come."""
     ray.data.DataContext.get_current().target_max_block_size = 1  # each message at once, not 128 MiB of them together
     common = {"batch_size": 1, "batch_format": "pyarrow"}
@@ -153,9 +153,9 @@ def _messages(crew: Crew, config: ActorConfig, path: Path, batches: Iterator[pa.
         dataset = dataset.map_batches(
             Actor,
             fn_constructor_args=(config,),
-            num_cpus=crew.cpus,
-            num_gpus=crew.gpus or None,
-            compute=ray.data.ActorPoolStrategy(size=crew.size, max_tasks_in_flight_per_actor=1),
+            num_cpus=replicas.cpus,
+            num_gpus=replicas.gpus or None,
+            compute=ray.data.ActorPoolStrategy(size=replicas.size, max_tasks_in_flight_per_actor=1),
             runtime_env={"env_vars": ENVIRONMENT},
             max_task_retries=MAX_RETRIES,
             **common,

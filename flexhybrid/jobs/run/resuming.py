@@ -25,10 +25,10 @@ def resume(lines: JobLines, settle: Callable[[], None], say: Callable[[str], Non
     for another job's output. ``settle`` chooses the policy, after all checks that need none."""
     options, llm, files = lines.options, lines.llm, lines.files.values()
     earlier = load_manifest(options.output)
-    given_input = {"sha256": lines.census.sha256, "lines": lines.census.num_lines}
+    given_input = {"sha256": lines.index.sha256, "lines": lines.index.num_lines}
     used = [file.path for file in files if not file.is_empty]
     begins_anew = options.restart or not used or bool((earlier or {}).get(NOTHING_SERVED))
-    states, num_tokens = lines.states.copy(), np.zeros(lines.census.num_lines, np.int32)
+    states, num_tokens = lines.states.copy(), np.zeros(lines.index.num_lines, np.int32)
     if not begins_anew and earlier and earlier.get("input") == given_input:
         for file in files:
             file.check(states, num_tokens)
@@ -38,7 +38,7 @@ def resume(lines: JobLines, settle: Callable[[], None], say: Callable[[str], Non
         if earlier is None:
             raise InputError(
                 f"{used[0]} holds something, but no manifest is next to {options.output}: it was not written by a "
-                "run, or the manifest was removed; choose another output, or overwrite it with --restart"
+                "run, or the manifest was removed; choose another output, or overwrite it with --overwrite"
             )
         if llm.policy is None:  # the search chooses these two, after the machine is measured
             now["numbers"] |= {name: earlier_numbers(options.output).get(name) for name in ("bits", "selection")}

@@ -76,7 +76,7 @@ class SweepTable:
         if content and not (is_table and all(len(line) == len(columns) for line in lines)):
             raise InputError(
                 f"{path} is not a table of this grid's keys ({', '.join(keys)}); choose another --out, or overwrite "
-                "it with --fresh"
+                "it with --overwrite"
             )
         self.file.truncate(len(whole))
         if lines:

@@ -116,7 +116,7 @@ def test_four_commands_refuse_packed_weights_in_the_same_line(name, tmp_path, ca
     written(name, tmp_path)
     prompts, where = tmp_path / "prompts.txt", ["--model", str(tmp_path)]
     prompts.write_text("one\n")
-    lengths = ["--hardware", "rtx4090", "--prompt-len", "16", "--gen-len", "8"]
+    lengths = ["--hardware", "rtx4090", "--input-len", "16", "--output-len", "8"]
     commands = [["run", "-i", str(prompts), "-o", str(tmp_path / "out.jsonl"), *where], ["search", *where, *lengths]]
     commands += [["simulate", *where, *lengths, "--batch", "1"], ["doctor", "--models", str(tmp_path)]]
     told = [(cli.main(command), capsys.readouterr().err) for command in commands]

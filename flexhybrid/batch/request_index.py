@@ -1,6 +1,6 @@
-"""A file of requests: where its lines are, and a census of them that is small beside the file.
+"""A file of requests: where its lines are, and an index of them that is small beside the file.
 
-The census keeps where a line starts and how long its request is; the line is read again when its turn comes. A long
+The index keeps where a line starts and how long its request is; the line is read again when its turn comes. A long
 file is counted for some seconds, and the rest of it while the first requests are answered.
 """
 
@@ -34,7 +34,7 @@ BLOCK_BYTES = 1 << 20  #: of the file that are searched for line ends at once
 
 
 @dataclass
-class Census:
+class RequestIndex:
     """Counts of the lines of a file, by line number less one; 16 bytes a line, 15 more where lines ask for several
     answers or log probabilities, repeat a custom_id or begin alike (pages of zeros take no memory until they are
     written), and 8 a beginning of prompts."""
@@ -57,13 +57,13 @@ class Census:
     _error: BaseException | None = None  #: that ended the thread of ``count_meanwhile``
 
     @staticmethod
-    def of(lines: BinaryIO) -> "Census":
-        """Return the census of a file of which nothing is counted yet."""
+    def of(lines: BinaryIO) -> "RequestIndex":
+        """Return the request index of a file of which nothing is counted yet."""
         offsets, digest = find_lines(lines)
         num_lines = len(offsets) - 1
         prompts, limits, beginning = np.zeros((3, num_lines), np.int32)
         more, noted, duplicates = (np.zeros(num_lines, dtype) for dtype in (np.int16, np.int64, bool))
-        return Census(offsets, prompts, limits, more, noted, duplicates=duplicates, beginning=beginning, sha256=digest)
+        return RequestIndex(offsets, prompts, limits, more, noted, duplicates, beginning=beginning, sha256=digest)
 
     @property
     def num_lines(self) -> int:
@@ -121,7 +121,7 @@ class Census:
             yield
             return
         read.take_own_tokenizer()
-        thread = threading.Thread(target=count, name="census", daemon=True)
+        thread = threading.Thread(target=count, name="request index", daemon=True)
         thread.start()
         try:
             yield
@@ -158,7 +158,7 @@ def find_lines(lines: BinaryIO) -> tuple[np.ndarray, str]:
 
 
 def _read_at(lines: BinaryIO, start: int, size: int) -> bytes:
-    """Read bytes of a file that a census and a run share."""
+    """Read bytes of a file that a request index and a run share."""
     name = getattr(lines, "name", None)
     with _READING, file_errors(f"read {name if isinstance(name, str) else 'a temporary file'}"):
         lines.seek(start)
@@ -181,57 +181,57 @@ def read_lines(lines: BinaryIO, offsets: np.ndarray, first: int, last: int) -> I
         first = end
 
 
-def take_census(
+def index_requests(
     lines: BinaryIO,
     read: LineReader,
     max_context: int,
     on_bytes: Callable[[int], object] = lambda _: None,
     seconds: float = math.inf,
-) -> Census:
+) -> RequestIndex:
     """Count the file: one pass for its lines, one for their requests, during which ``on_bytes(n)`` is called.
 
     The second one pauses after ``seconds``, with at least one request that can be served, where there is one.
     """
-    census, began = Census.of(lines), time.monotonic()
-    census._rest = _counting(census, lines, read, max_context)
-    while size := census.count_on():
+    index, began = RequestIndex.of(lines), time.monotonic()
+    index._rest = _counting(index, lines, read, max_context)
+    while size := index.count_on():
         on_bytes(size)
-        if time.monotonic() - began >= seconds and census.valid.any():
+        if time.monotonic() - began >= seconds and index.valid.any():
             break
-    return census
+    return index
 
 
-def _counting(census: Census, lines: BinaryIO, read: LineReader, max_context: int) -> Iterator[int]:
+def _counting(index: RequestIndex, lines: BinaryIO, read: LineReader, max_context: int) -> Iterator[int]:
     """Count chunk by chunk; yield the bytes of each."""
 
     def again(number: int) -> str | None:
-        return _draft(read, next(read_lines(lines, census.offsets, number - 1, number))[0], number)[1]
+        return _draft(read, next(read_lines(lines, index.offsets, number - 1, number))[0], number)[1]
 
-    names, census.beginnings = CustomIds(census.num_lines, again), Beginnings(read.prompt_tokens)
-    for chunk in read_lines(lines, census.offsets, 0, census.num_lines):
+    names, index.beginnings = CustomIds(index.num_lines, again), Beginnings(read.prompt_tokens)
+    for chunk in read_lines(lines, index.offsets, 0, index.num_lines):
         drafts: dict[int, Draft] = {}
-        for place, raw in enumerate(chunk, census.counted):
+        for place, raw in enumerate(chunk, index.counted):
             draft, custom_id = _draft(read, raw, place + 1)
             if custom_id is not None and names.stands_before(custom_id, place + 1):
-                census.duplicates[place] = True
+                index.duplicates[place] = True
             elif draft is not None:
                 drafts[place] = draft
         for (place, draft), size in zip(drafts.items(), read.prompt_tokens(list(drafts.values()))):
             if size:
                 room = max_context - size
-                census.num_beyond += (draft.params.max_tokens or 0) > room
+                index.num_beyond += (draft.params.max_tokens or 0) > room
                 limit = min(draft.params.max_tokens or room, room)
-                census.prompt_tokens[place], census.max_tokens[place] = size, limit
+                index.prompt_tokens[place], index.max_tokens[place] = size, limit
                 if draft.params.n > 1:
-                    census.more_answers[place] = draft.params.n - 1
+                    index.more_answers[place] = draft.params.n - 1
                 if any(noted := noted_bytes(draft.params, size, limit)):
-                    census.noted_token, census.noted[place] = max(census.noted_token, noted[0]), noted[1]
-        served = {place: draft for place, draft in drafts.items() if census.prompt_tokens[place]}
-        for place, beginning in zip(served, census.beginnings.find(list(served.values())), strict=True):
+                    index.noted_token, index.noted[place] = max(index.noted_token, noted[0]), noted[1]
+        served = {place: draft for place, draft in drafts.items() if index.prompt_tokens[place]}
+        for place, beginning in zip(served, index.beginnings.find(list(served.values())), strict=True):
             if beginning >= 0:
-                census.beginning[place] = beginning + 1
-        first, census.counted = census.counted, census.counted + len(chunk)
-        yield int(census.offsets[census.counted] - census.offsets[first])
+                index.beginning[place] = beginning + 1
+        first, index.counted = index.counted, index.counted + len(chunk)
+        yield int(index.offsets[index.counted] - index.offsets[first])
 
 
 def _draft(read: LineReader, raw: bytes, number: int) -> tuple[Draft | None, str | None]:
@@ -285,29 +285,29 @@ class RequestFile:
     """An open, counted file of requests, whose lines are read again when needed."""
 
     path: Path
-    state: tuple[int, int]  #: ``file_state`` before the census
+    state: tuple[int, int]  #: ``file_state`` before the request index
     lines: BinaryIO
-    census: Census
+    index: RequestIndex
     rules: LineRules
     read: LineReader  #: of ``rules``
 
     def request(self, number: int) -> Request:
-        """Return the request of a line, counted from 1. Raise Refused as the census did."""
-        start, end = self.census.offsets[number - 1 : number + 1].tolist()
+        """Return the request of a line, counted from 1. Raise Refused as the request index did."""
+        start, end = self.index.offsets[number - 1 : number + 1].tolist()
         request = self.read(_read_at(self.lines, start, min(end - start, MAX_LINE_BYTES + 1)), number)
-        if self.census.duplicates[number - 1]:
+        if self.index.duplicates[number - 1]:
             custom_id, message = request.custom_id, f"custom_id {request.custom_id!r} stands on an earlier line"
             raise Refused("duplicate_custom_id", message, "custom_id", custom_id)
         return request
 
     def digests(self) -> np.ndarray:
         """Return the hash of each line [lines] uint64."""
-        chunks = read_lines(self.lines, self.census.offsets, 0, self.census.num_lines)
+        chunks = read_lines(self.lines, self.index.offsets, 0, self.index.num_lines)
         return np.fromiter((int(line_digest(raw), 16) for chunk in chunks for raw in chunk), np.uint64)
 
     def custom_id(self, number: int) -> str | None:
         """Return the custom_id of a line, counted from 1."""
-        return _draft(self.read, next(read_lines(self.lines, self.census.offsets, number - 1, number))[0], number)[1]
+        return _draft(self.read, next(read_lines(self.lines, self.index.offsets, number - 1, number))[0], number)[1]
 
     def refusals(self, numbers: Iterable[int]) -> Iterator[tuple[int, Refused]]:
         """Yield (line number, reason) for lines that are refused."""
@@ -331,12 +331,12 @@ def count_requests(path: Path, model: Path) -> Workload:
     with contextlib.closing(open_lines(path, "jsonl")) as lines:
         rules = LineRules("jsonl", {}, 0)
         read = LineReader(rules, RequestCodec(shape, model, load_tokenizer(model)))
-        census = take_census(lines, read, shape.max_context)
-        if not census.valid.any():
-            requests = RequestFile(path, file_state(path), lines, census, rules, read)
+        index = index_requests(lines, read, shape.max_context)
+        if not index.valid.any():
+            requests = RequestFile(path, file_state(path), lines, index, rules, read)
             reason = next(requests.refusals([1]))[1].message
             raise InputError(f"{path} has no request that can be served; line 1: {reason}")
-    return census.workload(np.flatnonzero(census.valid))
+    return index.workload(np.flatnonzero(index.valid))
 
 
 def file_state(path: Path) -> tuple[int, int]:
