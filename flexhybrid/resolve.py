@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from flexhybrid.arguments import LLMArguments
+from flexhybrid.core.admission import check_longest, wave_plan
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import profile_file
@@ -18,7 +19,6 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import parse_bytes
-from flexhybrid.core.waves import check_longest, wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.profiling.attention_paths import can_attend_in_place, fastest_paths, proved_on_gpu
 from flexhybrid.runtime.profiling.profile import faster_cpu_dtype

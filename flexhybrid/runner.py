@@ -16,6 +16,7 @@ from typing import Self
 import numpy as np
 
 from flexhybrid.arguments import LLMArguments
+from flexhybrid.core.admission import batch_size, check_least, check_longest, first_wave, open_batch
 from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.errors import InputError, check, is_integer
 from flexhybrid.core.hardware import Hardware
@@ -26,7 +27,6 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import BufferSizes, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import Wave, admit
-from flexhybrid.core.waves import batch_size, check_least, check_longest, first_wave, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.requests import CompletionOutput, Generated, RequestCodec, RequestOutput, load_tokenizer
 from flexhybrid.resolve import PacedDevice, named_hardware, pick_device, resolve_policy, resolve_problem, settle_policy

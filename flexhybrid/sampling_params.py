@@ -50,7 +50,7 @@ LARGEST_COUNT = 2**31 - 1  #: top_k and min_tokens beyond it are taken as this, 
 #: Fields that are whole numbers: name, least value, what besides a number there may be.
 _COUNTS = (
     ("n", 1, f" and <= {MOST_ANSWERS}"),
-    ("max_tokens", 1, ", or None (JSON: null) for all that the model has room for, or 0 in a request with echo"),
+    ("max_tokens", 1, "; None (JSON: null) for all that the model has room for; 0 only with echo"),
     ("min_tokens", 0, ""),
     ("top_k", -1, "; 0 or -1 turns it off"),
 )

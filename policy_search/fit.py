@@ -9,7 +9,7 @@ from scipy.optimize import nnls
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import ALONE_SUFFIX, Hardware, Line
 
-REWEIGHTINGS = 5  #: the first is relative to the measured times; the line settles within three or four
+REWEIGHTINGS = 5  #: least-squares fits in turn; the first weighs by measured times, and three or four suffice
 PAPERS_R2 = 0.99  #: CAPTURE reports R² >= 0.99 for T_kv_gen and T_load_kv
 
 #: Ratios of times above which a GPU's sample is dropped as an unexplained wait for the host: to another sample of the

@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flexhybrid.core.admission import Places, batch_size
 from flexhybrid.core.context.blocks import BlockEntries
 from flexhybrid.core.context.packing import padded_tokens, split_representations
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.scheduler import may_share
-from flexhybrid.core.waves import Places, batch_size
 from flexhybrid.core.workload import Workload
 from policy_search.search import SearchResult, SearchSettings, search
 from sim.queue_clock import ROUGH_TASKS, QueueRun, least_seconds, price_queue

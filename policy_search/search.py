@@ -15,13 +15,13 @@ from pathlib import Path
 
 import numpy as np
 
+from flexhybrid.core.admission import Places
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, check, unknown
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import admit
-from flexhybrid.core.waves import Places
 from flexhybrid.core.workload import Workload
 from policy_search.audit import write_lp
 from policy_search.branch_and_bound import BranchAndBound

@@ -340,7 +340,7 @@ class _TemplateWalk:
             back = min(over, rounds - over - 1)
             paces = [np.minimum(pace, pace_of(resource, back)) for resource, pace in enumerate(paces)]
         limit = np.maximum(paces[0], least)  # an idle resource that catches up is not slower for long
-        # Launching never waits: it catches up with the other resources while it is not behind.
+        # Launching waits for no other resource, so no limit applies to its pace.
         return [*(times * np.minimum(pace, limit) for pace in paces), times * pace_of(LAUNCHING, 0)]
 
 

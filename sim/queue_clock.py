@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from flexhybrid.core.admission import Places, batch_size, open_batch
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.packing import chunk_tokens
 from flexhybrid.core.context.prefixes import Build, PromptTree, SharedBlocks
@@ -26,7 +27,6 @@ from flexhybrid.core.schedule.scheduler import stores_exactly
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.wave import Wave, admit
-from flexhybrid.core.waves import Places, batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from sim import virtual_clock
 from sim.array_clock import predict

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flexhybrid.core.admission import batch_size, open_batch
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, ceil_blocks
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.positions import num_awaited
 from flexhybrid.core.schedule.scheduler import Scheduler
 from flexhybrid.core.wave import RequestQueue, Wave, leave_place
-from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flexhybrid.core.admission import wave_plan
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.context.split import recomputed_tokens
 from flexhybrid.core.errors import InputError, check, is_integer
@@ -22,7 +23,6 @@ from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.units import gib
 from flexhybrid.core.verbs import VERBS
 from flexhybrid.core.wave import admit, check_planned
-from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from sim.array_clock import predict
 from sim.candidate_memory import peak_bytes

@@ -61,11 +61,11 @@ from flexhybrid.cascade.routes import CascadeModel
 from flexhybrid.cascade.thresholds.fit import Fitted
 from flexhybrid.cascade.thresholds.search import SearchOptions
 from flexhybrid.cascade.thresholds.search import search as search_cascade
+from flexhybrid.core.admission import wave_plan
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import fits
 from flexhybrid.core.policy import Placement, Policy, Selection
 from flexhybrid.core.problem import Budgets, Problem
-from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import compare_tokens
 from flexhybrid.runtime.storage.loader import Checkpoint

@@ -42,8 +42,8 @@ from tqdm import tqdm
 from flexhybrid import cli, runner
 from flexhybrid.batch import answers as answers_module
 from flexhybrid.batch import request_index as index_module
+from flexhybrid.core.admission import Places
 from flexhybrid.core.schedule.scheduler import Scheduler
-from flexhybrid.core.waves import Places
 from flexhybrid.jobs.run import job as run_module
 from flexhybrid.jobs.run.options import journal_of
 from flexhybrid.requests import RequestCodec

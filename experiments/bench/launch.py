@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from experiments.bench.harness import Table, bench
+from flexhybrid.core.admission import open_batch
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
@@ -35,7 +36,6 @@ from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.dependencies import Dependencies
 from flexhybrid.core.task import Access, Task, Work
 from flexhybrid.core.wave import admit
-from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.clock import Clock, HostLane, Lane
 from flexhybrid.runtime.engine import Engine, infer

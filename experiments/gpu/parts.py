@@ -15,7 +15,7 @@ from pathlib import Path
 from experiments.bench.harness import Table, seconds_of
 from experiments.gpu.runner import ROOT, Part
 
-#: pytest's -k: tokens under ten policies, one of which has joint graphs, and Triton's kernels.
+#: pytest -k: tests that tokens are equal under ten policies (one with joint graphs), and of Triton's kernels.
 SMOKE = "float32_tokens_equal or gpu_runs_by_the_kernels or a_gpu_gives_what_plain_torch_does"
 QUIET = ("-q", "-p", "no:cacheprovider")
 SANITIZER = "compute-sanitizer"

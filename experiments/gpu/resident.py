@@ -14,10 +14,10 @@ from experiments.bench.harness import Table
 from experiments.gpu.cases import RESIDENT
 from experiments.gpu.mix import UNTIMED, Run, bound_memory
 from experiments.gpu.watch import gpu, under_cupti
+from flexhybrid.core.admission import batch_size, first_wave, open_batch
 from flexhybrid.core.memory import GRAPH_BYTES
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import admit
-from flexhybrid.core.waves import batch_size, first_wave, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.resolve import PacedDevice, best_policy, named_hardware
 from flexhybrid.runtime.engine import Engine

@@ -4,9 +4,9 @@
     python -m experiments.peers.accelerate_disk --out results/accelerate-disk.json
 
 An OPT-1.3B shape with random weights is written once to the user's cache folder, and once more as accelerate's offload
-folder. Every batch of every side runs in a process of its own, whose memory is bounded and which cannot use the page
-cache (``memory_bound``). Each side's fastest batch is reported. Loading is not timed. Prompts are random token ids of
-one length; both sides decode greedily.
+folder. Each batch size of each system runs in a process of its own, whose memory is bounded and which cannot use the
+page cache (``memory_bound``). Each system's fastest batch size is reported. Loading is not timed. Prompts are random
+token ids of one length; both systems decode greedily.
 """
 
 import argparse
@@ -146,7 +146,7 @@ class DiskRuns:
 
 
 def runs_of(options: argparse.Namespace) -> DiskRuns:
-    """Return the runs of the command line's setting, whose checkpoints are there. Raise InputError."""
+    """Return the runs asked for; make their checkpoint if it is missing. Raise InputError for a wrong setting."""
     if options.gen_len < 3:
         raise InputError(f"--gen-len is {options.gen_len}; to time a decode it takes at least 3 tokens")
     peer, shape = find_peer(options.peer), shape_by_name(options.shape)

@@ -136,7 +136,7 @@ STATED = "stated: multiply-adds and reads"
 
 @dataclass(frozen=True)
 class Judged:
-    """N requests under one way to choose models: which are answered right [N], and the cost of each in J [N]."""
+    """N requests under one routing policy: whether each is answered right [N], and its energy in J [N]."""
 
     correct: np.ndarray
     cost: np.ndarray

@@ -34,5 +34,5 @@ def parse_bytes(text: str | float | None) -> int | None:
     except (ValueError, KeyError):
         raise InputError(f"memory size {text!r} is not understood: write 8GiB, 512MiB or a number of bytes") from None
     if not math.isfinite(value) or value < 1:
-        raise InputError(f"memory size {text!r} must be positive and finite, an amount such as '20GiB' and no share")
+        raise InputError(f"memory size {text!r} must be a positive number of bytes, such as '20GiB', not a share")
     return int(value)

@@ -120,7 +120,7 @@ class Workload:
         return Workload(self.prompt_tokens + given, self.max_tokens - given, answers, self.prefixes, self.noted)
 
     def noted_bytes(self, num_tokens: int) -> int:
-        """Return the host bytes of log probabilities for running requests of this many tokens."""
+        """Return the host bytes for log probabilities of running requests with ``num_tokens`` in all."""
         return self.noted[0] * num_tokens + self.noted[1]
 
     @property

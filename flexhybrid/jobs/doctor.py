@@ -61,7 +61,7 @@ def doctor(device: torch.device, models: Sequence[str], prompt_tokens: int, max_
     if hardware:
         lines, profile = hardware.lines, {name: getattr(hardware, name) for name in ("source", "dtype", "company")}
         profile |= {"measured": measured, "paced": pace_of_link(hardware)}
-    lengths, fits = Workload.uniform(WINDOW, prompt_tokens, max_tokens), []  # what a run looks at of a long file
+    lengths, fits = Workload.uniform(WINDOW, prompt_tokens, max_tokens), []  # as many as a run plans at once
     for name in models or KNOWN_SHAPES:
         try:
             shape = shape_to_simulate(name)

@@ -83,9 +83,9 @@ class PolicySearchOptions:
     max_batch: int = option("most requests to try (1024)", 1024)
     objective: str = option(None, "throughput", choices=("throughput", "latency"))
     max_ttft: float | None = option(
-        "most to the first tokens of the requests that run at once", None, metavar="SECONDS"
+        "most seconds to the first tokens of the requests that run at once", None, metavar="SECONDS"
     )
-    max_tpot: float | None = option("most from a request's token to its next one", None, metavar="SECONDS")
+    max_tpot: float | None = option("most seconds between two tokens of a request", None, metavar="SECONDS")
     lossless: bool = option(
         "also fewer bits and selections, which change the tokens (default: the same tokens)", True, names=("--lossy",)
     )

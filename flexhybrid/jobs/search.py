@@ -275,11 +275,11 @@ def describe_found(report: SearchReport) -> str:
     found, policy, lines = report.found, report.found.policy, [describe(report.best)]
     lines += describe_policy(policy, found.batch)
     if found.selected:
-        used = "used" if policy.selection.method == "speculative" else "not used: nothing is faster with it"
-        pays = "pays" if found.selected.act_pays else "does not pay"
-        lines.append(f"  the selection allowed is {used}; under it ACT {pays} (and tokens change)")
+        used = "is used and changes the tokens" if policy.selection.method == "speculative" else "makes nothing faster"
+        pays = "ACT pays" if found.selected.act_pays else "ACT does not pay"
+        lines.append(f"  the selection {used}; {pays} with it")
     elif not found.problem.space.lossless:
-        lines.append("  no selection is used: no policy with it fits at this batch, or is allowed")
+        lines.append("  no selection is used: no policy with one fits this batch, or is allowed")
     counts = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in found.counts.items())
     lines.append(f"  searched in {report.search_s:.2f} s ({counts})")
     lines.append(f"  {found.proof}")

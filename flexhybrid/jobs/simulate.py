@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import NamedTuple
 
+from flexhybrid.core.admission import batch_size, open_batch
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, check, flag, is_integer
 from flexhybrid.core.hardware import Hardware
@@ -12,7 +13,6 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.units import counted, gib, parse_bytes
-from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.paths import shape_to_simulate
 from flexhybrid.jobs.rates import RATES, company_note, pace_of_link, with_given_rates
@@ -49,7 +49,7 @@ AUTO = "auto"  #: as a batch: the one with which the system answers most tokens 
 MOST_AT_A_TIME = 1024  #: requests of a queue, as in a run
 #: Seconds of a run below which its unpredicted start matters; the note about it.
 SHORT_S = 60.0
-NO_START = "  not in it: the start of a run, seconds that load the weights and compile new kernels"
+NO_START = "  not counted: the start of a run, some seconds for loading weights and compiling kernels"
 
 
 def setting_of(point: Mapping, note: Note | None = None) -> Setting:

@@ -242,7 +242,7 @@ def test_wrong_sampling_params_are_errors_before_loading(tiny, params, words):
         ({"host_memory": "1KiB"}, "host memory: .*needs at least"),
         ({"device_memory": "4KiB"}, "device memory: .*needs at least"),
         ({"host_memory": "lots"}, "lots"),
-        ({"host_memory": "-3GiB"}, "must be positive"),
+        ({"host_memory": "-3GiB"}, "must be a positive"),
         ({"policy": Policy(embedding=Placement(host=1))}, "embedding"),
         ({"policy": Policy(bits=Bits(act=4))}, "bits.act 4 needs rows of a multiple of 64 elements"),
         ({"policy": Policy(cache={"tok": 1.0})}, "tok"),

@@ -11,7 +11,7 @@ from oracles.warpers import changed
 from policies import wider_policies
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams, runner, shipped
-from flexhybrid.core.waves import Places
+from flexhybrid.core.admission import Places
 from sim.presets import hybrid
 
 VOCAB = 61

@@ -16,7 +16,7 @@ from policies import wider_policies
 from runs import answered, lines_of
 
 from flexhybrid import LLM, InputError, Policy, SamplingParams, StructuredOutputsParams, runner, shipped
-from flexhybrid.core.waves import Places
+from flexhybrid.core.admission import Places
 from flexhybrid.structured_outputs import KEPT_GRAMMARS, Grammars
 from sim.presets import hybrid
 

@@ -47,7 +47,7 @@ def test_arguments_that_ask_for_nothing_are_taken(tiny):
         ({"kv_cache_dtype": "fp8"}, r"kv_cache_dtype is 'fp8'.*bits=Bits\(kv=8\)"),
         ({"download_dir": "/models"}, "download_dir is '/models'.*hf download NAME --local-dir"),
         ({"tokenizer": "gpt2"}, "tokenizer is 'gpt2'; put its files into the model's folder"),
-        ({"device_memory": 0.9}, "memory size 0.9 must be positive and finite, an amount such as '20GiB' and no share"),
+        ({"device_memory": 0.9}, "memory size 0.9 must be a positive number of bytes, such as '20GiB', not a share"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config is .*which is not supported: leave it out$"),
         ({"seed": 7}, r"seed is 7.*SamplingParams\(seed="),
         ({"max_model_len": 10**6}, "max_model_len is 1000000; it must be a whole number from 2 to"),

@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexhybrid.core.admission import batch_size, first_wave, open_batch, wave_plan
 from flexhybrid.core.memory import fits, memory_plan, total_bytes
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.waves import batch_size, first_wave, open_batch, wave_plan
 from flexhybrid.core.workload import Prefixes, Workload
 from tests.toy_machine import SHAPE, machine
 

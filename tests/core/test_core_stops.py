@@ -7,10 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from flexhybrid.core.admission import open_batch
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from sim.virtual_clock import answered
 

@@ -18,6 +18,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import runnable_policies
 
+from flexhybrid.core.admission import open_batch
 from flexhybrid.core.context.packing import num_chunks
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
@@ -38,7 +39,6 @@ from flexhybrid.core.trace import (
     save_chrome_trace,
 )
 from flexhybrid.core.wave import Wave, admit
-from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.runnable import check_runnable
 from sim import catalogue

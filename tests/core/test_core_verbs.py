@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flexhybrid.core.admission import open_batch
 from flexhybrid.core.hardware import Hardware, Line, resource_of_line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.model.states import LayerState, StateTensor
@@ -15,7 +16,6 @@ from flexhybrid.core.schedule.scheduler import may_share
 from flexhybrid.core.task import RESOURCES
 from flexhybrid.core.verbs import CARGO, VERBS
 from flexhybrid.core.wave import admit
-from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.runtime.verbs import VERB_FUNCTIONS
 from sim.array_clock import predict

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from toy_machine import SHAPE, machine
 
+from flexhybrid.core.admission import batch_size, open_batch
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.model.attention import PLAIN, AttentionKind
@@ -15,7 +16,6 @@ from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.steps import make_step
 from flexhybrid.core.wave import admit
-from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
 
 

@@ -16,6 +16,7 @@ from strategies import lossless_policies, model_shapes, sharing_policies
 from test_refill import answers
 from toy_machine import SHAPE, machine
 
+from flexhybrid.core.admission import Places, batch_size, open_batch
 from flexhybrid.core.context.prefixes import PATIENCE, PrefixOrder, PromptTree
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.plan import stream
@@ -25,7 +26,6 @@ from flexhybrid.core.schedule import step_work
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.scheduler import Scheduler, may_grow, sharing_limit
 from flexhybrid.core.wave import Wave
-from flexhybrid.core.waves import Places, batch_size, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import compare_tokens
 from flexhybrid.runtime.buffers import SharedPart

@@ -12,13 +12,13 @@ from runs import stopping
 from strategies import lossless_policies, model_shapes, speculative_policies
 from toy_machine import machine
 
+from flexhybrid.core.admission import Places, open_batch
 from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.policy import Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.scheduler import AnswerLengths, may_grow
 from flexhybrid.core.trace import check_trace
-from flexhybrid.core.waves import Places, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.exactness import compare_tokens
 from flexhybrid.runtime.engine import Engine, RunControl

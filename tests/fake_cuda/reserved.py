@@ -28,6 +28,7 @@ from strategies import runnable_policies
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from flexhybrid.core.admission import first_wave
 from flexhybrid.core.memory import CONTEXT_BYTES, GRAPH_BYTES, HOST_THREADS, PACKING_ELEMENTS, memory_plan, total_bytes
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.plan import stream
@@ -35,7 +36,6 @@ from flexhybrid.core.policy import Placement, Selection
 from flexhybrid.core.problem import AttentionPaths, Budgets, Problem, without_graphs
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import Wave, admit
-from flexhybrid.core.waves import first_wave
 from flexhybrid.core.workload import Workload
 from flexhybrid.resolve import best_policy
 from flexhybrid.runtime import executor, step_tensors

@@ -14,11 +14,11 @@ from models import save_llama
 from oracles import attend_table, rows_as_operations
 from runs import engine_of, stopping
 
+from flexhybrid.core.admission import Places, open_batch
 from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.scheduler import Scheduler
-from flexhybrid.core.waves import Places, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.issuing import Issuer, StreamLane

@@ -26,10 +26,10 @@ from fake_cuda.test_streams import (
 from runs import engine_of, stopping
 from tiny_models import greedy
 
+from flexhybrid.core.admission import Places, open_batch
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import check_trace
-from flexhybrid.core.waves import Places, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.engine import RunControl
 from flexhybrid.runtime.kernels.sampling import SamplingPlan, greedy_plan

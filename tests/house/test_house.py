@@ -152,7 +152,7 @@ problem
 work context.split
 context.packing wave
 schedule.buffer_sizes memory
-schedule.scheduler waves
+schedule.scheduler admission
 schedule plan trace
 """.strip().splitlines()
 

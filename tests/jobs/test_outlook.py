@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flexhybrid.core.admission import Places, open_batch
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.scheduler import Scheduler
-from flexhybrid.core.waves import Places, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.jobs.run import outlook as outlook_module
 from flexhybrid.jobs.run.forecast import describe

@@ -29,13 +29,13 @@ from flexhybrid.batch.manifest import manifest_path
 from flexhybrid.batch.openai import Refused
 from flexhybrid.batch.replies import error_line
 from flexhybrid.batch.requests import line_seed
+from flexhybrid.core.admission import wave_plan
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.schedule.scheduler import AnswerLengths
 from flexhybrid.core.trace import iteration_ends
 from flexhybrid.core.wave import admit
-from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import machine as memory_here
 from flexhybrid.jobs.run import job as run_module

@@ -166,7 +166,7 @@ def test_an_exception_in_any_lane_ends_a_slow_write_and_reaches_the_caller(
 
 def test_an_engine_whose_run_failed_says_so(llm, monkeypatch):
     tokens(llm)
-    engine = llm.engine
+    engine = llm.loaded.engine
 
     def fail(ex, task):
         raise RuntimeError("broke")

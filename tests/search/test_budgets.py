@@ -14,6 +14,7 @@ from toy_machine import MIB, SHAPE, machine
 
 from flexhybrid import resolve
 from flexhybrid.arguments import LLMArguments
+from flexhybrid.core.admission import batch_size
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import memory_plan, total_bytes
 from flexhybrid.core.policy import Policy
@@ -21,7 +22,6 @@ from flexhybrid.core.problem import AttentionPaths, Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.units import parse_bytes
 from flexhybrid.core.wave import admit
-from flexhybrid.core.waves import batch_size
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs import search as searches
 from flexhybrid.jobs.search import (

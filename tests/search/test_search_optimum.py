@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_machine import MIB, SHAPE, machine
 
+from flexhybrid.core.admission import wave_plan
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.memory import PACKING_BYTES, PACKING_ELEMENTS, fits, total_bytes
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import NO_BUDGETS, Budgets, Problem
-from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.resolve import best_policy
 from flexhybrid.runtime.runnable import check_runnable

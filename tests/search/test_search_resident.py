@@ -11,12 +11,12 @@ import pytest
 from toy_machine import MIB, SHAPE, machine
 
 from flexhybrid import resolve
-from flexhybrid.core import waves
+from flexhybrid.core import admission
+from flexhybrid.core.admission import wave_plan
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.wave import admit
-from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.resolve import best_policy
 from policy_search.search import LOSSLESS, MODEL_ERROR, PLAIN, SearchSettings, search
@@ -169,7 +169,7 @@ def test_what_is_proved_is_said_with_its_share():
 def test_whether_a_thousand_requests_fit_at_once_is_one_plan_a_mini_batch_size(monkeypatch):
     """Not the waves that they would take: a machine with room for a few of them would plan for minutes."""
     planned = []
-    monkeypatch.setattr(waves, "admit", lambda *wave: planned.append(wave[2].num_requests) or admit(*wave))
+    monkeypatch.setattr(admission, "admit", lambda *wave: planned.append(wave[2].num_requests) or admit(*wave))
     requests = Workload.uniform(1000, 60, 6)
     for device, asked in ((1 << 40, [1000]), (24 * MIB, [1000] * len(RESIDENT_MINI_BATCH_TOKENS))):
         planned.clear()

@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flexhybrid.core.admission import wave_plan
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.memory import fits
 from flexhybrid.core.model.shape import ModelShape, shape_by_name
 from flexhybrid.core.policy import Placement
 from flexhybrid.core.problem import Budgets, Problem
-from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.simulate import describe
 from flexhybrid.resolve import resolve_policy

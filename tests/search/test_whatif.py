@@ -116,7 +116,7 @@ def test_a_short_run_is_told_without_its_start(what, capsys):
     batch = () if "--vary" in what else ("--batch", "2")
     for link, short in (("15", True), ("0.001", False)):
         assert cli.main(["simulate", *MODEL, *what, *batch, "--link-gb-per-s", link]) == 0
-        assert ("not in it: the start of a run" in capsys.readouterr().out) == short
+        assert ("not counted: the start of a run" in capsys.readouterr().out) == short
 
 
 def test_the_rivals_are_said_to_be_free(monkeypatch, capsys):

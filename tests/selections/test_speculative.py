@@ -13,6 +13,7 @@ from models import save_llama, save_opt
 from oracles.speculative import filled_plainly, plain_tokens
 from runs import run_wave
 
+from flexhybrid.core.admission import first_wave, wave_plan
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
@@ -20,7 +21,6 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.steps import make_step
 from flexhybrid.core.trace import check_trace
 from flexhybrid.core.wave import admit
-from flexhybrid.core.waves import first_wave, wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.runtime.selections.skew import save_skewed
 from flexhybrid.runtime.selections.speculative import Speculation

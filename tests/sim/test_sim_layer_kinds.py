@@ -10,6 +10,7 @@ import pytest
 from random_cases import UniformCase, compare, of_mixed_layers, random_case
 from toy_machine import SHAPE, machine
 
+from flexhybrid.core.admission import open_batch
 from flexhybrid.core.memory import memory_plan
 from flexhybrid.core.model.attention import PLAIN, AttentionKind
 from flexhybrid.core.model.layers import LayerTensor, ModuleLayers
@@ -18,7 +19,6 @@ from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
-from flexhybrid.core.waves import open_batch
 from flexhybrid.core.work import PREFILL_QUERIES
 from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.runtime.profiling.profile import profiled_layers

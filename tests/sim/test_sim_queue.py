@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexhybrid.core.admission import Places, batch_size, open_batch
 from flexhybrid.core.context.packing import chunk_tokens
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import memory_plan, total_bytes
@@ -18,7 +19,6 @@ from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes, holds_lengths, running_sizes
 from flexhybrid.core.schedule.scheduler import Scheduler, stores_exactly
-from flexhybrid.core.waves import Places, batch_size, open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from sim import queue_clock, virtual_clock
 from sim.queue_clock import IterationCost, iteration_loads, least_seconds, price_queue, walk_queue

@@ -1,8 +1,8 @@
 """Bench rows of policy auto against policies named by hand; each job runs from start to end.
 
-A job's tokens/s with policy auto count its trial, its searches and its changes of policy; only the profile is measured
-before. The grid of policies holds what a careful user would try one by one. Policy auto and the grid's policies that
-come near its best run in three rounds, of which the median counts.
+The seconds of auto include its trial, its searches and its changes of policy; only the profile is measured before. The
+grid holds the policies that a careful user would try one by one. Auto, and every policy of the grid close to the
+fastest one, is measured three times; the median counts.
 """
 
 from __future__ import annotations

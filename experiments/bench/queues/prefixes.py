@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 
 from experiments.bench.harness import Table, bench
+from flexhybrid.core.admission import open_batch
 from flexhybrid.core.context.prefixes import PromptTree
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.scheduler import Scheduler
-from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM
 from flexhybrid.sampling_params import SamplingParams

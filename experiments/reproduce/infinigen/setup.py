@@ -15,13 +15,13 @@ from experiments import reference
 from experiments.reproduce.calibrate import fit
 from experiments.reproduce.experiment import Constant
 from experiments.reproduce.paper import INFINIGEN
+from flexhybrid.core.admission import wave_plan
 from flexhybrid.core.hardware import Hardware, Line
 from flexhybrid.core.model.shape import DTYPE_BYTES, ModelShape, shape_by_name
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Placement, Policy, Selection
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import admit
-from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from policy_search.systems import Setting, system
 from sim import catalogue, presets

@@ -10,10 +10,10 @@ from experiments.reproduce.experiment import ARITHMETIC, Constant, Experiment
 from experiments.reproduce.kvpr import setup
 from experiments.reproduce.kvpr.setup import LATENCY_BATCH, label, labels
 from experiments.reproduce.paper import KVPR, context, contexts, judged, printed, values_of
+from flexhybrid.core.admission import wave_plan
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
-from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from sim import catalogue, presets
 

@@ -41,7 +41,7 @@ class Served:
     joules_per_request: float
     idle_joules_per_request: float  #: of those, the energy that the powered GPUs draw without any request
     power: str  #: source of the watts
-    rho: float  #: of the busiest GPU at the mean rate of arrivals, batches full
+    rho: float  #: utilisation of the busiest GPU at the mean rate of arrivals, with full batches
     answered: dict[str, float]  #: model -> share of requests
     mean_batch: dict[str, float]  #: model -> requests
     busy: np.ndarray  #: share of span_s that each GPU computes [GPUs]
@@ -128,7 +128,7 @@ def check_stable(deployment: Deployment, rate: float) -> None:
 
 
 def draw_ways(deployment: Deployment, count: int, seed: int) -> tuple[np.ndarray, list[bytes]]:
-    """Return (first model of each request [count], for each model the next model of each request, 255: none)."""
+    """Draw each request's route: return (its first model [count], for each model the next one; 255: none)."""
     rng = np.random.default_rng([seed, 2])
     last = len(deployment.models) - 1
     first = np.searchsorted(np.cumsum(deployment.flow.entry), rng.random(count), side="right")

@@ -360,7 +360,7 @@ def _known_commons(wave, mini_batch: int, requests: np.ndarray, depth: np.ndarra
 
 
 def _commons(wave, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...]:
-    """Return what requests of the step share of their first ``depth`` [B] blocks, each block once."""
+    """Return the blocks that several requests have among their first ``depth`` [B] ones, each block once."""
     table, alike = wave.shared.table[requests], {}
     for first, last, rows in shared_runs(table, depth):
         alike.setdefault((first, last, len(rows)), []).append(rows)

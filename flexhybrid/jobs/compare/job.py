@@ -18,6 +18,7 @@ import pandas as pd
 
 from flexhybrid import shipped
 from flexhybrid.arguments import LLMArguments
+from flexhybrid.core.admission import wave_plan
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import profile_file, write_by_rename
 from flexhybrid.core.hardware import PACE, Hardware, is_of_disk, load_hardware
@@ -25,7 +26,6 @@ from flexhybrid.core.memory import total_bytes
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.trace import TraceEvent, check_trace, save_chrome_trace
-from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.breakdown import breakdown, flat_rows
 from flexhybrid.jobs.compare.exactness import Reference, compare_tokens

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from flexhybrid import shipped
+from flexhybrid.core.admission import wave_plan
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.cache_entries import TIERS
 from flexhybrid.core.errors import InputError, check
@@ -16,7 +17,6 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Budgets, Problem
 from flexhybrid.core.units import parse_bytes
-from flexhybrid.core.waves import wave_plan
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.speed import ALONE_ROUNDS
 from flexhybrid.jobs.options import CompareOptions

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flexhybrid.core.admission import EXPECTED_SHARE, Places, batch_size, open_batch
 from flexhybrid.core.context.cache_entries import TIERS, representation_of
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.memory import kept_shares, memory_plan, total_bytes
@@ -15,7 +16,6 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.schedule.scheduler import sharing_limit
 from flexhybrid.core.units import counted, gib
-from flexhybrid.core.waves import EXPECTED_SHARE, Places, batch_size, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM
 from flexhybrid.runner import MOST_AT_A_TIME

@@ -13,8 +13,8 @@ from flexhybrid.batch.answers import ANSWERED, BLANK, FAILED, PENDING, AnswerFil
 from flexhybrid.batch.openai import BLANK_LINE, Refused, Request
 from flexhybrid.batch.replies import answer_line, error_line
 from flexhybrid.batch.request_index import RequestFile
+from flexhybrid.core.admission import first_wave
 from flexhybrid.core.errors import InputError
-from flexhybrid.core.waves import first_wave
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import trim_memory
 from flexhybrid.jobs.progress import Progress

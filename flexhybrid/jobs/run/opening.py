@@ -14,12 +14,12 @@ from flexhybrid.batch.manifest import load_manifest, manifest_path
 from flexhybrid.batch.openai import CHAT
 from flexhybrid.batch.request_index import first_urls
 from flexhybrid.batch.requests import LineRules
+from flexhybrid.core.admission import check_smallest
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.files import partial_file
 from flexhybrid.core.hardware import Hardware, load_hardware
 from flexhybrid.core.problem import AttentionPaths, Budgets, Problem
 from flexhybrid.core.units import parse_bytes
-from flexhybrid.core.waves import check_smallest
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.machine import free_budgets, notes_on
 from flexhybrid.jobs.profile.disk import measure_disk, with_disk

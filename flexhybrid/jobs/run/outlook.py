@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flexhybrid.core.admission import batch_size, open_batch
 from flexhybrid.core.trace import LineKey, LineTimes
 from flexhybrid.core.wave import Wave
-from flexhybrid.core.waves import batch_size, open_batch
 from flexhybrid.core.workload import Workload
 from flexhybrid.llm import LLM
 from flexhybrid.runner import MOST_AT_A_TIME

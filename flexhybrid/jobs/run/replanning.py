@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from threading import Thread
 
+from flexhybrid.core.admission import check_longest
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
 from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.scheduler import may_grow
 from flexhybrid.core.trace import LineKey, LineTimes
-from flexhybrid.core.waves import check_longest
 from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.run.outlook import MOST_COUNTED, ChangeCosts, Outlook, change_costs
 from flexhybrid.llm import LLM

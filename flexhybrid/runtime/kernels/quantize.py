@@ -81,8 +81,8 @@ def packed_bytes(elements: int, bits: int | str, group: int = GROUP_ELEMENTS) ->
     unit = row_unit(bits, group)
     if elements < 1 or elements % unit:
         raise InputError(
-            f"a row of {elements} elements cannot be quantised to {bits} bits: groups hold {group} elements, so its "
-            f'size must be a multiple of {unit}; use bits "native" for this model'
+            f"a row of {elements} elements cannot be quantised to {bits} bits in groups of {group}: its length must be "
+            f'a multiple of {unit}; use bits "native" for this model'
         )
     return elements * int(bits) // 8 + 4 * (elements // group)
 

@@ -329,7 +329,7 @@ def in_each_dtype(model) -> Iterator[torch.dtype]:
 def run_alone(layers: Layers, index: int, hidden: torch.Tensor, calls: Sequence[LayerCall]) -> None:
     """Run a layer that keeps a state, or does not attend, over a prompt's hidden states [1, R, h]."""
     group = RowGroup(None, None, 1, hidden.shape[1])
-    with suppress(Exception):  # routing of experts, which comes last, may have sizes that are not known
+    with suppress(Exception):  # the last operation may be a router of experts, which fails on stand-in sizes
         running = run_group(layers, index, hidden[0], calls[index], group, stand_in(layers))
         if isinstance(running.result, AttentionCall):
             running.resumed(running.result.query.transpose(1, 2)[..., : running.result.value.shape[-1]])

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from flexhybrid.core.admission import open_batch
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import ALONE_SUFFIX, LAUNCHER, LINKS, crosses_link, resource_of_line
 from flexhybrid.core.memory import fits, memory_plan
@@ -42,7 +43,6 @@ from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent
 from flexhybrid.core.wave import Wave, admit
-from flexhybrid.core.waves import open_batch
 from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.runtime.cuda import CudaCopies
 from flexhybrid.runtime.engine import Engine, RunControl, WaveResult

@@ -402,7 +402,7 @@ class Graphs:
         outside = state.tokens.ids.data_ptr(), state.sampled.on_device[tasks[0].mini_batch].data_ptr()
         form = verbs, tuple((of.form, of.table, of.choice) for of in held), outside  # slots are its own
         recording = self._recording(state, tasks, form)
-        state.logits = NOTHING  # of a capture: their memory is the graphs'
+        state.logits = NOTHING  # logits made in a capture lie in the graphs' memory
         if recording is None:
             self.joins_steps, self.failed = not self.failed, ""
             return False

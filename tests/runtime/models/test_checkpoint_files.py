@@ -139,6 +139,8 @@ def test_pickles_of_all_ages_are_read_and_run_no_code(tmp_path, zipped):
     assert "no tensors by name, but ['state_dict']" in refusal(tmp_path)
     as_bin(tmp_path, weights | {"model.norm.weight": table.to_sparse()}, **options)
     assert "model.norm.weight holds torch.sparse_coo" in refusal(tmp_path)
+    as_bin(tmp_path, {"lm_head.weight": table}, **options)
+    assert "is it a llama model?" in refusal(tmp_path)
     for content in (weights | {"code": Code(tmp_path / "ran")}, Code(tmp_path / "ran"), [1], 1):
         as_bin(tmp_path, content, **options)
         assert "cannot open" in refusal(tmp_path) and not (tmp_path / "ran").exists()

@@ -77,7 +77,7 @@ class LanesModel(models.PrimitiveModel):
 
 
 def _typed(result, arguments, emit):
-    """Return what numba asks of an intrinsic: its signature, and what writes its code: emit(builder, *values)."""
+    """Return (signature, code generator) as numba's @intrinsic expects; the generator calls emit(builder, *values)."""
 
     def generate(context, builder, _signature, values):
         value = emit(builder, *values)

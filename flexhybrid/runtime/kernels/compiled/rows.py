@@ -186,7 +186,7 @@ def _half(_context, value):
 
 @intrinsic
 def _code(_context, kind, bits, minimum, inverse, levels, shift):
-    """Return the code of an element."""
+    """Return the n-bit integer that stands for one element."""
 
     def emit(builder, _, bits, minimum, inverse, levels, shift):
         return _coded(builder, kind, bits, (minimum, inverse, levels, builder.trunc(shift, I32)))
