@@ -238,10 +238,10 @@ def main(argv: list[str] | None = None) -> int:
     began = time.time()
     with lasting_streams() as stdout:
         parser = build_parser()
-        if not (sys.argv[1:] if argv is None else argv):
+        if not (argv := sys.argv[1:] if argv is None else argv):
             parser.print_help(sys.stderr)
             return 2
-        args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+        args = parser.parse_args(argv)
         # what a command tells people, besides its record, as soon as it knows it
         args.show = (lambda text: None) if args.json else functools.partial(print, flush=True)
         args.began = began  # what a command says of its own seconds has its imports in them

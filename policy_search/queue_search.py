@@ -101,15 +101,15 @@ class _Ranking:
         self.priced: dict[tuple[Policy, int], int] = {}  #: by policy and most requests at a time: how many these were
         self.error = InputError("no policy was given")  #: of the latest one that does not fit
 
-    def add(self, policy: Policy, places: int, found: SearchResult | None) -> int:
-        """Price a policy with this number of places, unless it was priced or cannot come near the best; return how many
-        requests run."""
+    def add(self, policy: Policy, places: int, found: SearchResult | None, size: Places | None = None) -> int:
+        """Price a policy with this number of places, of which ``size`` run if that is known, unless it was priced or
+        cannot come near the best; return how many requests run."""
         key, limited = (policy, places), replace(policy, max_batch=min(places, policy.max_batch or places))
         if key in self.priced:
             return self.priced[key]
         self.priced[key] = places
         try:
-            size = batch_size(self.problem, limited, self.workload, places)
+            size = size or batch_size(self.problem, limited, self.workload, places)
             self.priced[key], best = size.count, min(map(_seconds, self.choices), default=np.inf)
             if least_seconds(self.problem, limited, self.workload, size.count) > (1 + NEAR) * best:
                 return size.count
@@ -130,8 +130,8 @@ class _Ranking:
             if (found := ranked.choice.found) and ranked.size.count < (enough := FEWER * min(found.batch, most)):
                 limited = True
                 for policy in self._with_sizes(ranked.policy, SMALLER):
-                    if batch_size(self.problem, policy, self.workload, places).count >= enough:
-                        self.add(policy, places, found)
+                    if (size := batch_size(self.problem, policy, self.workload, places)).count >= enough:
+                        self.add(policy, places, found, size)
                         break
         best = min(self.choices, key=_seconds)
         if limited and best.choice.found:

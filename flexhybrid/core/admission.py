@@ -153,10 +153,8 @@ def _shared_room(
     """Return the blocks of each entry to reserve for sharing among ``count`` requests at a time, and the shared blocks
     of the first of them; empty without sharing. The room is that of the deepest among some of all."""
     tree.resident, together = {}, count + max(1, count // FOLLOWERS)
-    looked_at = {
-        *range(min(num_requests, together + LOOKED_AT)),
-        *range(0, num_requests, -(-num_requests // LOOKED_AT)),
-    }
+    first, step = range(min(num_requests, together + LOOKED_AT)), -(-num_requests // LOOKED_AT)
+    looked_at = {*first, *range(0, num_requests, step)}
     for request in looked_at:
         tree.path(request)
     shared = {request: tree.shared(request) for request in looked_at}
@@ -195,9 +193,8 @@ def batch_size(
     problem: Problem, policy: Policy, workload: Workload, at_most: int, tree: PromptTree | None = None
 ) -> Places:
     """Return how many requests run at a time, and the share of their answers' limits that the pools hold: 1 if
-    ``at_most`` requests fit, otherwise EXPECTED_SHARE if blocks can be taken on demand. Prompts share blocks, unless
-    the room for these is the room for the only request. ``tree``: see ``open_batch``. Raise InputError if not even one
-    request fits."""
+    ``at_most`` requests fit, otherwise EXPECTED_SHARE if blocks can be taken on demand. Prompts share blocks unless
+    that leaves no room for one request. ``tree``: see ``open_batch``. Raise InputError if not even one fits."""
     shares = (1.0, EXPECTED_SHARE) if may_grow(policy) else (1.0,)
     most = min(at_most, policy.max_batch or at_most, workload.num_requests)
     for known in dict.fromkeys((tree or known_tree(workload), None)):

@@ -66,6 +66,11 @@ class RequestQueue:
         """Remove requests that join, or never will."""
         self.passed_over = [request for request in self.passed_over if request not in requests]
 
+    def put_back(self, request: int, num_given: int) -> None:
+        """Queue a preempted request with ``num_given`` tokens, before all others."""
+        self.given[request] = num_given
+        self.passed_over.insert(0, request)
+
     @property
     def is_empty(self) -> bool:
         return not self.passed_over and self.following == self.workload.num_requests

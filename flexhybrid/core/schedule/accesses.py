@@ -118,7 +118,6 @@ class AccessMap:
         extent = self._extents.get((name, k, of_whole))
         if extent is None:
             batch = of_whole and self.wave.whole or self.wave
-            blocks = self.wave.shared.blocks if shared else batch.blocks[k]
-            part = blocks.pools[name]
+            part = (self.wave.shared.blocks if shared else batch.blocks[k]).pools[name]
             extent = self._extents[name, k, of_whole] = part.first, part.first + part.num_blocks
         return Access((space, self._sources[position.layer]), *extent)

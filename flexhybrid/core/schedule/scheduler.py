@@ -292,8 +292,7 @@ class Scheduler:
         """Preempt the last, youngest request: free its blocks and queue it first; return the others."""
         wave, place = self.wave, int(running[-1])
         request = int(wave.request[place])
-        self.queue.given[request] = self._sampled(place, iteration)
-        self.queue.passed_over.insert(0, request)
+        self.queue.put_back(request, self._sampled(place, iteration))
         self.not_before[request] = iteration + 1  # its last token is known by then
         self.num_back += 1
         self.full = [False] * len(self.groups)  # another mini-batch may have room for it
