@@ -58,6 +58,24 @@ def corrected(hardware: Hardware, runs: Iterable[Run]) -> Hardware:
     """Return the machine with its lines as these runs show them; lines without tasks scale like the others of their
     resource. The notes (TRIALS) list the factors, largest effect first; contention is now in the lines."""
     hardware = hardware.contended
+    points, known = _points_by_line(hardware, runs)
+    lines = {name: _refitted(known[name], of_line) for name, of_line in points.items()}
+    changes = {name: _change(of_line) for name, of_line in points.items()}
+    others = hardware.scaled({resource: _change(of_all)[1] for resource, of_all in _by_resource(points).items()})
+    ordered = sorted(changes, key=lambda name: -abs(changes[name][0]))
+    note = {"lines": {name: changes[name][1] for name in ordered}, "waiting": {}}
+    return replace(hardware, lines={**others.lines, **lines}, notes={**hardware.notes, TRIALS: note})
+
+
+def resource_ratios(hardware: Hardware, run: Run, least_s: float) -> dict[str, float]:
+    """Return measured over known seconds of each resource whose tasks took ``least_s`` or more."""
+    by_resource = _by_resource(_points_by_line(hardware.contended, [run])[0])
+    seconds = {resource: sum(p.tasks * p.measured_s for p in points) for resource, points in by_resource.items()}
+    return {resource: _change(points)[1] for resource, points in by_resource.items() if seconds[resource] >= least_s}
+
+
+def _points_by_line(hardware: Hardware, runs: Iterable[Run]) -> tuple[dict[str, list[_Point]], dict[str, Line]]:
+    """Return, by name of a line, the mean task of each run that has some, and the known line."""
     points: dict[str, list[_Point]] = {}
     known: dict[str, Line] = {}
     for policy, times in runs:
@@ -69,15 +87,14 @@ def corrected(hardware: Hardware, runs: Iterable[Run]) -> Hardware:
             if of_line.tasks and (point := _mean_task(line, of_line)).known_s > 0 and point.measured_s > 0:
                 points.setdefault(name, []).append(point)
                 known[name] = line
-    lines = {name: _refitted(known[name], of_line) for name, of_line in points.items()}
-    changes = {name: _change(of_line) for name, of_line in points.items()}
+    return points, known
+
+
+def _by_resource(points: Mapping[str, list[_Point]]) -> dict[str, list[_Point]]:
     resources: dict[str, list[_Point]] = {}
     for name, of_line in points.items():
         resources.setdefault(resource_of_line(name) or "", []).extend(of_line)
-    others = hardware.scaled({resource: _change(of_all)[1] for resource, of_all in resources.items()})
-    ordered = sorted(changes, key=lambda name: -abs(changes[name][0]))
-    note = {"lines": {name: changes[name][1] for name in ordered}, "waiting": {}}
-    return replace(hardware, lines={**others.lines, **lines}, notes={**hardware.notes, TRIALS: note})
+    return resources
 
 
 def _mean_task(line: Line, times: LineTimes) -> _Point:

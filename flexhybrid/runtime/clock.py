@@ -75,8 +75,9 @@ class Lane:
         self.room = self.lookahead  #: how many tasks may have been submitted before some are waited for
         self.num_spans = math.inf  #: number of first tasks whose start and end are kept
         self.times = LaneTimes()
+        self.timed_iterations = 0  #: number of first iterations whose tasks a stream lane times; a host lane times all
         self.busy_s = 0.0  #: from the tasks' starts to their ends so far; of a stream lane not known
-        self.line_times: dict[LineKey, LineTimes] = {}  #: likewise
+        self.line_times: dict[LineKey, LineTimes] = {}  #: of the timed tasks so far
         self._waiting: list[tuple[int, Callable[[], object]]] = []  #: awaited ordinals, and the functions to call
         self._awaited = math.inf  #: the first of these ordinals
         self._lock = threading.Lock()
@@ -125,6 +126,17 @@ class Lane:
         """Return the tasks that threads wait for."""
         with self._lock:
             return [ordinal for ordinal, _ in self._waiting]
+
+    def _note_time(self, task: Task, seconds: float) -> None:
+        """Add a task's seconds to the times of its line."""
+        key = task.verb, task.resource, task.work.line
+        if (times := self.line_times.get(key)) is None:
+            times = self.line_times[key] = LineTimes()
+        times.add(task, seconds)
+
+    def read_times(self) -> dict[LineKey, LineTimes]:
+        """Return a copy of the times of each line so far."""
+        return {key: replace(times) for key, times in list(self.line_times.items())}
 
     def _pass(self) -> None:
         """Count a task as passed, and wake its waiters."""
@@ -237,10 +249,7 @@ class HostLane(Lane):
         cpu_s = time.thread_time() if traced else 0.0
         self._pass()  # what others may wait for comes before all that is only counted
         self.busy_s += end - start
-        key = task.verb, task.resource, task.work.line
-        if (times := self.line_times.get(key)) is None:
-            times = self.line_times[key] = LineTimes()
-        times.add(task, end - start)
+        self._note_time(task, end - start)
         if before:
             ended_s = max(ended_s, self._end_s.get(number - 1, -math.inf))
             self.times.tasks += 1
@@ -316,7 +325,7 @@ class Clock:
 
     def line_times(self) -> dict[LineKey, LineTimes]:
         """Return a copy of the times of each line so far."""
-        return {key: replace(times) for lane in self.lanes.values() for key, times in list(lane.line_times.items())}
+        return {key: times for lane in self.lanes.values() for key, times in lane.read_times().items()}
 
     def wait(self, resource: str, ordinal: int) -> None:
         """Block the calling (planning) thread until that task is complete; raise the error that stopped a lane."""
@@ -333,10 +342,12 @@ class Clock:
         tasks: Iterable[Task],
         on_submit: Callable[[Task, int], None] | None = None,
         keep_trace: bool | int = True,
+        timed_iterations: int = 0,
     ) -> list[TraceEvent]:
         """Submit every task in plan order, wait for the end, and return the trace, in seconds from the start.
 
-        ``keep_trace``: True for all events, False for none, or the number of first tasks. ``on_submit(task, ordinal)``
+        ``keep_trace``: True for all events, False for none, or the number of first tasks. ``timed_iterations``: see
+        ``Lane``. ``on_submit(task, ordinal)``
         is called on this thread for each task. The first error of a lane, or of the plan, is raised here after all
         threads have ended.
         """
@@ -348,6 +359,7 @@ class Clock:
             try:
                 for lane in self.lanes.values():
                     lane.num_spans = math.inf if num_traced else 0
+                    lane.timed_iterations = timed_iterations
                     lane.start()
                 self._issuer.around(plan) if self._issuer else plan()
                 self.launch_s = time.thread_time() - before_s

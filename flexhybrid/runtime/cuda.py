@@ -155,6 +155,11 @@ class CudaStream:
         """Wait for all that was enqueued: at the end of a failed run, before its memory is freed."""
         self._stream.synchronize()
 
+    @staticmethod
+    def seconds_between(begin: Recorded, end: Recorded) -> float:
+        """Return the seconds between two events, both recorded with timing and complete."""
+        return begin.event.elapsed_time(end.event) / 1e3
+
     def seconds(self, recorded: Recorded) -> float:
         """Return when a recorded, finished event happened, on the clock of ``time.perf_counter``."""
         return self._clock.seconds(recorded.event)

@@ -73,7 +73,8 @@ class RunControl:
     on_join: Callable[[int, int], None] | None = None  #: takes (request, mini-batch) that it joins; ``RequestQueue``
     on_start: Callable[[Callable[[], float]], None] | None = None  #: called with the progress of the first iteration
     on_tokens: Callable[[int], None] | None = None
-    #: takes, before, lanes' busy seconds so far, and what returns a copy of the times of their lines so far; of a CPU
+    #: called before ``on_tokens`` with the busy seconds of host lanes so far, and a function that returns a copy of the
+    #: times of all lanes' lines so far
     on_busy: Callable[[dict[str, float], Callable[[], dict[LineKey, LineTimes]]], None] | None = None
     on_finish: OnFinish | None = None
     on_noted: OnNoted | None = None
@@ -81,6 +82,9 @@ class RunControl:
     should_drain: Callable[[], bool] | None = None  #: once true no request joins; running ones finish
     forget: bool = False  #: what ``on_finish`` has taken: the result has no tokens
     keep_trace: bool | int = False  #: True: of all tasks; a number: of the first so many
+    timed_iterations: int = (
+        0  #: number of first iterations whose tasks a GPU launches one by one and times, for ``on_busy``
+    )
 
 
 @dataclass
@@ -241,7 +245,7 @@ class Engine:
             torch.cuda.current_stream(self.device).synchronize()
         try:
             with self.process_settings():
-                trace = clock.run(tasks, on_submit=collector.submitted, keep_trace=control.keep_trace)
+                trace = clock.run(tasks, collector.submitted, control.keep_trace, control.timed_iterations)
             collector.collect()
         except BaseException:
             self.close()

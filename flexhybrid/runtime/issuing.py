@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from flexhybrid.core.task import Task
+from flexhybrid.core.trace import LineKey, LineTimes
 from flexhybrid.runtime.clock import LOOK_UP_S, Aborted, Around, Lane, Perform
 from flexhybrid.runtime.cuda import CudaStream, Recorded
 
@@ -128,6 +129,7 @@ class StreamLane(Lane):
         self._asked: tuple[str, int] | None = None  #: host lane and ordinal whose completion the issuer awaits
         self._begins: list[Recorded] = []
         self._ends: dict[int, Recorded] = {}
+        self._timing: deque[tuple[Task, Recorded, Recorded]] = deque()  #: tasks of timed iterations, begins and ends
         self.room = self.lookahead = max(self.lookahead, 4 * together.most if together else 0)
         issuer.lanes.append(self)
 
@@ -153,7 +155,8 @@ class StreamLane(Lane):
             self.hold_no_longer()
             self._held = [task], waits
         latest.update(waits)
-        self._joining = together.next_key(task) if self.submitted > self.num_spans else None
+        alone = self.submitted <= self.num_spans or task.iteration < self.timed_iterations
+        self._joining = None if alone else together.next_key(task)
         if self._joining is None:
             self.hold_no_longer()
 
@@ -206,22 +209,31 @@ class StreamLane(Lane):
             elif event := lane.wait_enqueued(ordinal):
                 self.stream.wait(event)
         traced = self.passed < self.num_spans
+        timed = tasks[0].iteration < self.timed_iterations
         before_s = time.thread_time() if traced else 0.0
-        if traced:
-            self._begins.append(self.stream.record())
+        begin = self.stream.record() if traced or timed else None
         if self.together and len(tasks) > 1:
             self.together.perform(tasks)
         else:
             self.perform(tasks[0])
-        event = self.stream.record(timed=traced)
+        event = self.stream.record(timed=begin is not None)
         self.times.tasks += len(tasks)
-        if traced:
+        if begin and traced:
+            self._begins.append(begin)
             self.times.cpu_s += time.thread_time() - before_s
+        if begin and timed:
+            self._timing.append((tasks[0], begin, event))
         for _ in tasks:
             self._ends[self.passed] = event
             if (old := self.passed - 2 * self.lookahead) >= self.num_spans:
                 self._ends.pop(old, None)
             self._pass()
+
+    def read_times(self) -> dict[LineKey, LineTimes]:
+        while self._timing and self._timing[0][2].is_complete():
+            task, begin, end = self._timing.popleft()
+            self._note_time(task, self.stream.seconds_between(begin, end))
+        return super().read_times()
 
     def wait_enqueued(self, ordinal: int) -> Recorded | None:
         """Block until the task is enqueued; return its event, or None if it was dropped as complete."""

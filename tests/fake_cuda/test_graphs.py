@@ -24,6 +24,7 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import shape_by_name
 from flexhybrid.core.policy import Bits, Placement, Policy, Selection
 from flexhybrid.core.problem import Problem, without_graphs
+from flexhybrid.core.trace import LineKey, LineTimes
 from flexhybrid.runtime import engine as engine_module
 from flexhybrid.runtime import issuing
 from flexhybrid.runtime.cuda import CudaStream
@@ -228,6 +229,29 @@ def test_replays_give_the_tokens_of_kernels_that_are_launched_one_by_one(case, m
     assert name != "recomputing" or blocks == {False: {0, 1, 2}, True: {1}}
     if joint := JOINT.get(name):
         assert {*launched} == ({(verb,) for verbs in joint for verb in verbs} if keep_trace else joint)
+
+
+@pytest.mark.parametrize("name", ["streamed", "on the device"])
+def test_tasks_of_the_first_iterations_are_timed_one_by_one(case, name):
+    """The times of lines are those of the trace. Without a trace the same tasks are timed, and later ones are launched
+    together."""
+    source, policy, expected = case(name)
+    heard: list[dict[LineKey, LineTimes]] = []
+    hears = {"timed_iterations": 4, "on_busy": lambda _busy, line_times: heard.append(line_times())}
+    of_trace: dict[LineKey, LineTimes] = {}
+    with fake_cuda():
+        for event in run(source, policy, hears=hears).trace:
+            task = event.task
+            if task.iteration < 4 and task.resource in ("compute", "h2d", "d2h"):
+                key = task.verb, task.resource, task.work.line
+                of_trace.setdefault(key, LineTimes()).add(task, event.end_s - event.start_s)
+        timed = {key: times for key, times in heard[-1].items() if key[1] != "host_compute"}
+        untraced = run(source, policy, keep_trace=False, hears=hears)
+    assert untraced.tokens == expected
+    assert timed.keys() == of_trace.keys()
+    for key, times in timed.items():
+        assert times.seconds == pytest.approx(of_trace[key].seconds, rel=0.01), key
+        assert replace(times, seconds=0) == replace(of_trace[key], seconds=0) == replace(heard[-1][key], seconds=0)
 
 
 def test_a_verb_that_was_replaced_is_launched_by_itself(case):

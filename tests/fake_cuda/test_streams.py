@@ -64,16 +64,18 @@ del POLICIES["host attention, disk"]  # which needs numba, and a fake device has
 
 
 def run_under(
-    source, policy, changed=None, device=DEVICE, plan=None, keep_trace=True, requests=(PROMPTS, MAX_TOKENS), **others
-):
-    """Run prompts to their lengths. ``changed``: task -> what is run in its place; ``others``: of the problem."""
+    source, policy, changed=None, device=DEVICE, plan=None, keep_trace=True, requests=(PROMPTS, MAX_TOKENS), hears=None,
+    **others,
+):  # fmt: skip
+    """Run prompts to their lengths. ``changed``: task -> what is run in its place; ``hears``: of ``RunControl``;
+    ``others``: of the problem."""
     prompts, max_tokens = requests
     machine = {"hardware": SIDE_BY_SIDE, "device": device.type, "cuda_graphs": False} | others
     wave = admitted(source.shape, policy, prompts, max_tokens, **machine)
     with engine_of(source, wave, device) as engine:
         executor = engine.executor(wave, prompts, plan or greedy_plan(len(prompts)))
         tasks = map(changed, stream(wave)) if changed else None
-        return engine.run(executor, RunControl(keep_trace=keep_trace), tasks)
+        return engine.run(executor, RunControl(keep_trace=keep_trace, **(hears or {})), tasks)
 
 
 def check_found(run, plant=None, **more) -> None:

@@ -24,6 +24,7 @@ from experiments.bench.queues.run import profiled, silent, write_lines
 from experiments.peers.random_opt import make_checkpoint
 from flexhybrid.arguments import LLMArguments
 from flexhybrid.core.errors import InputError, check
+from flexhybrid.core.model.shape import DTYPE_BYTES
 from flexhybrid.jobs.profile.job import TIMING_SHAPE, fastest_dtype
 from flexhybrid.jobs.run.job import RunOptions, run
 
@@ -47,16 +48,16 @@ class ChosenJob:
     num_requests: int
     prompt_tokens: int
     max_tokens: int
-    budgets: dict[str, str]
+    budgets: dict[str, int]  #: tier -> MiB for a model of two-byte elements, in proportion for others
     grid: tuple[str, ...] = GRID
 
 
 JOBS = (
     ChosenJob("resident", 128, 256, 48, {}, ("resident",)),
-    ChosenJob("streamed", 24, 256, 16, {"device": "96MiB"}),
-    ChosenJob("long context", 8, 1280, 12, {"device": "192MiB"}),
-    ChosenJob("short labels", 64, 384, 4, {"device": "96MiB"}),
-    ChosenJob("weights on the disk", 16, 256, 8, {"device": "96MiB", "host": "90MiB"}, ON_DISK),
+    ChosenJob("streamed", 24, 256, 16, {"device": 96}),
+    ChosenJob("long context", 8, 1280, 12, {"device": 192}),
+    ChosenJob("short labels", 64, 384, 4, {"device": 96}),
+    ChosenJob("weights on the disk", 16, 256, 8, {"device": 96, "host": 90}, ON_DISK),
 )
 
 
@@ -84,7 +85,7 @@ def bench_auto(table: Table) -> None:
                 "auto",
                 "cpu",
                 dtype,
-                budgets=dict(job.budgets),
+                budgets={tier: f"{mib * DTYPE_BYTES[dtype] // 2}MiB" for tier, mib in job.budgets.items()},
                 link_gb_per_s=LINK_GB_PER_S if job.budgets else None,  # under a pace nothing stays for its own sake
                 disk_dir=folder,
                 disk_gb_per_s=DISK_GB_PER_S,

@@ -27,11 +27,11 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.scheduler import may_grow
 from flexhybrid.core.trace import LineKey, LineTimes
 from flexhybrid.core.workload import Workload
-from flexhybrid.jobs.run.outlook import MOST_COUNTED, ChangeCosts, Outlook, change_costs
+from flexhybrid.jobs.run.outlook import LEAST_BUSY, MOST_COUNTED, ChangeCosts, Outlook, change_costs
 from flexhybrid.llm import LLM
 from flexhybrid.resolve import auto_settings
 from flexhybrid.runner import MOST_AT_A_TIME
-from sim.correction import corrected, told
+from sim.correction import corrected, resource_ratios, told
 from sim.queue_clock import QueueRun, price_queue
 from sim.queue_counts import RunIntervals
 
@@ -138,18 +138,20 @@ class Replanner:
         self._ask(outlook, hardware, since, SEARCH_S)
 
     def _try(self, outlook: Outlook) -> None:
-        """Take the end of one of the first iterations. After the trial, correct the record's lines, or the resources
-        without measured lines, and search again if times differ."""
+        """Take the end of one of the first iterations. After the trial, correct the record's lines, and search again
+        if times differ."""
         now = outlook.num_iterations
         if now <= SETTLED:
             self._before = outlook.line_times()
         if now < TRIED or outlook.ends[now] - outlook.ends[SETTLED] < TRIED_S or self.hardware is None:
             return
         limit_s, self._trial_s = self._trial_s, 0.0
-        slower, resources = outlook.slower(SETTLED), outlook.slower_resources(SETTLED)
+        slower = outlook.slower(SETTLED)
+        run = self.llm.settled_policy, self._times(outlook, self._before)
+        ratios = resource_ratios(self.hardware, run, LEAST_BUSY * (outlook.ends[now] - outlook.ends[SETTLED]))
         hardware, words = self._measured(outlook, self._before, slower)
         self.trial = words
-        if any(max(ratio, 1 / ratio) > PARTED for ratio in (slower, *resources.values())):
+        if any(max(ratio, 1 / ratio) > PARTED for ratio in (slower, *ratios.values())):
             self._ask(outlook, hardware, f"after {now} iterations: {words}", limit_s)
         else:
             self.hardware = hardware
@@ -158,14 +160,21 @@ class Replanner:
     def _measured(
         self, outlook: Outlook, before: dict[LineKey, LineTimes], slower: float
     ) -> tuple[Hardware | None, str]:
-        """Return the machine with the lines' times since ``before``, and the changes in words. Without measured lines,
-        the resource that limits the run takes ``slower`` times as long."""
-        times = {key: of.since(before.get(key, LineTimes())) for key, of in outlook.line_times().items()}
+        """Return the machine with the lines' times since ``before``, and the changes in words. Without measured lines
+        (a GPU times those of a batch's first iterations alone), the resource that limits the run takes ``slower`` times
+        as long."""
+        times = self._times(outlook, before)
         if self.hardware is None or times:
             hardware = self.hardware and corrected(self.hardware, [(self.llm.settled_policy, times)])
             return hardware, told(hardware) if hardware else ""
         binding = self.run.binding
         return self.hardware.scaled({binding: slower}), f"{binding} takes {slower:.2f} of the profile's time"
+
+    @staticmethod
+    def _times(outlook: Outlook, before: dict[LineKey, LineTimes]) -> dict[LineKey, LineTimes]:
+        """Return the times of lines with tasks since ``before``."""
+        times = {key: of.since(before.get(key, LineTimes())) for key, of in outlook.line_times().items()}
+        return {key: of for key, of in times.items() if of.tasks}
 
     def _ask(self, outlook: Outlook, hardware: Hardware | None, reason: str, limit_s: float) -> None:
         """Search for the queued requests, if any, in a separate thread. The outlook then assumes the search's answer
