@@ -1,4 +1,4 @@
-"""flexhybrid accuracy: exact policies cost nothing, and the others' figures against a plain account of them."""
+"""Test `flexhybrid accuracy`: exact policies lose nothing; figures of other policies equal a plain recount."""
 
 import json
 import math
@@ -91,7 +91,7 @@ def test_full_cache_s_perplexity_is_transformers_own_loss(checkpoint, text_file,
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_an_exact_policy_costs_nothing_and_looks_at_everything(measured, name):
+def test_an_exact_policy_loses_nothing_and_attends_to_all_tokens(measured, name):
     row = by_name(measured[0])[name]
     assert row["over_full"] == pytest.approx(1, abs=1e-5) and row["agreement"] == 1
     assert row["cosine"] == pytest.approx(1, abs=1e-5)
@@ -121,7 +121,7 @@ def test_host_attention_is_scored_but_its_weights_are_not_seen(measured):
 
 
 @one_model
-def test_fewer_bits_cost_little_and_the_fewer_the_more(measured):
+def test_fewer_bits_lose_a_little_more(measured):
     rows = by_name(measured[0])
     assert rows["act4"]["cosine"] < 0.99 < rows["eight"]["cosine"] < 1 - 1e-5
     assert rows["eight"]["looked_at"] == rows["act4"]["looked_at"] == pytest.approx(1)
@@ -129,8 +129,8 @@ def test_fewer_bits_cost_little_and_the_fewer_the_more(measured):
 
 
 @pytest.mark.parametrize(("name", "whole"), [("h2o(0.8,whole_layers=1)", 1), ("h2o_mix", 0)])
-def test_heavy_hitters_look_at_their_budget_and_the_new_token(measured, name, whole):
-    """A budget of 0.8 or 0.5 of 40 prompt tokens is 32 in whole blocks. A whole layer looks at all."""
+def test_heavy_hitters_attend_to_their_budget_and_the_new_token(measured, name, whole):
+    """Budgets of 0.8 and 0.5 of 40 prompt tokens are 32 tokens in whole blocks. A whole layer attends to all."""
     row = by_name(measured[0])[name]
     contexts = np.arange(PROMPT, LENGTH - 1)
     of_layers = row["looked_at_by_layer"]
@@ -140,8 +140,8 @@ def test_heavy_hitters_look_at_their_budget_and_the_new_token(measured, name, wh
 
 
 def test_a_selection_s_cosine_is_that_of_the_tokens_it_keeps(checkpoint, text_file, tmp_path):
-    """In layer 0 queries and keys are those of the full cache: the cosine of H2O's first decode step is known from the
-    kept tokens alone, the best of what transformers' attention looked at and the newest."""
+    """In layer 0, queries and keys are those of the full cache. The kept tokens are those with the most attention in
+    transformers, and the newest token. They alone determine the cosine of H2O's first decode step."""
     folder, model = checkpoint
     options = AccuracyOptions(
         folder, text_file, ("h2o(0.8,whole_layers=0)",), PROMPT + 2, PROMPT, 1, device="cpu", out=tmp_path
@@ -184,7 +184,7 @@ def test_tables_figure_and_json_say_the_same(measured, capsys):
 
 @one_model
 def test_intervals_are_of_documents_and_of_pairs(measured):
-    """Three texts of the first document count as one draw; the full cache's own difficulty cancels."""
+    """Three texts of the first document count as one draw. The loss of the full cache cancels in each pair."""
     result, _ = measured
     rows, weights = by_name(result), result["texts_by_document"]
     assert weights == [3, 1]
@@ -207,7 +207,8 @@ def test_one_document_has_no_interval(checkpoint, text_file, tmp_path):
 
 @one_model
 def test_what_infinigen_fetched_is_what_a_prediction_takes(checkpoint, text_file, tmp_path):
-    """accuracy.json has the share of the layers that choose, by alpha; `simulate` reads it for a policy by name."""
+    """accuracy.json holds the fetched share by alpha, for the layers that select. `simulate` reads it for a policy by
+    name."""
     names = ("infinigen(alpha=0.01,cap=1.0)", "infinigen(alpha=0.1,cap=1.0)", ALL_CHOSEN)
     result = accuracy(AccuracyOptions(checkpoint[0], text_file, names, LENGTH, PROMPT, 2, device="cpu", out=tmp_path))
     few, many, every = (by_name(result)[name] for name in names)

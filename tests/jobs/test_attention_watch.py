@@ -1,4 +1,4 @@
-"""Which token each column of the attention buffer holds, under every selection: by the keys that lie there."""
+"""Test which token each column of the attention buffer holds, under every selection, by the keys in it."""
 
 import gc
 import weakref
@@ -20,7 +20,7 @@ LENGTH, FORCED = 58, 18
 
 @pytest.fixture(scope="module", params=[save_opt, save_llama], ids=["opt", "llama"])
 def checkpoint(request, tmp_path_factory):
-    """A model whose attention adds nothing: keys are the same whatever a selection leaves out, layer by layer."""
+    """Return a model whose attention adds nothing: a selection changes no key in any layer."""
     folder = tmp_path_factory.mktemp("model")
     model = request.param(folder, heads=4, layers=3)
     with torch.no_grad():
@@ -33,7 +33,7 @@ def checkpoint(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def recorded(checkpoint):
-    """Texts, and what the full cache held of them."""
+    """Return texts, and the keys and values that the full cache held for them."""
     texts = np.random.default_rng(0).integers(3, 61, (3, LENGTH)).tolist()
     full = FullCache.empty(Checkpoint(checkpoint).shape, len(texts), LENGTH, FORCED, torch.device("cpu"))
     with LLM(checkpoint, resident(), device="cpu", dtype="float32") as llm:
@@ -93,7 +93,7 @@ def test_columns_hold_the_keys_of_the_tokens_they_are_said_to_hold(checkpoint, r
 
 
 def test_a_run_that_was_watched_leaves_no_buffers(tmp_path):
-    """Without a garbage collection: a collection may come late, and each policy that is compared has a cache."""
+    """Buffers are freed without a garbage collection, which may come late; each compared policy has its own cache."""
     save_opt(tmp_path)
     made = []
 

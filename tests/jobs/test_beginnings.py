@@ -1,4 +1,4 @@
-"""What prompts begin with alike, found from their texts: against the tree of their token ids."""
+"""Test shared beginnings of prompts, found from their texts, against the tree of their token ids."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL = ROOT / "experiments/checkpoints/opt-stdlib-2k"
 
 
 def texts_that_begin_alike(rng: np.random.Generator, count: int) -> list[str]:
-    """Texts that continue one another's beginnings, cut anywhere."""
+    """Draw texts that extend one another's beginnings, cut at any character."""
     words = (ROOT / "flexhybrid/shipped/held_out.txt").read_text().split()[:4000]
 
     def some(most: int) -> str:
@@ -37,7 +37,7 @@ def texts_that_begin_alike(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def found_in(drafts: list[Draft], chunk: int, codec: RequestCodec) -> tuple[list[int], np.ndarray]:
-    """Of each prompt the number of its beginning, and the tokens that it shares."""
+    """Return for each prompt the number of its shared beginning and the tokens in it."""
 
     def count(some: list[Draft]) -> list[int]:
         return [int(str(size)) for size in codec.count_all([(draft.prompt, draft.params) for draft in some])]

@@ -1,4 +1,4 @@
-"""The commands that run no model: what they print for people, for programs, and for wrong input."""
+"""Test commands that run no model: their output for people and for programs, and their errors for wrong input."""
 
 import argparse
 import json
@@ -34,7 +34,7 @@ def grid(folder, text: str = "") -> str:
 
 
 def strict_json(text: str) -> dict:
-    """One object and nothing else; NaN and Infinity are not JSON."""
+    """Return the only JSON object of a text; NaN and Infinity are refused, as they are not JSON."""
 
     def refuse(name):
         raise AssertionError(f"{name} is not JSON")
@@ -43,7 +43,7 @@ def strict_json(text: str) -> dict:
 
 
 def parsers(parser) -> Iterator[argparse.ArgumentParser]:
-    """The parser and those of its commands."""
+    """Yield a parser and the parsers of its commands."""
     yield parser
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -51,8 +51,9 @@ def parsers(parser) -> Iterator[argparse.ArgumentParser]:
                 yield from parsers(inner)
 
 
-def test_no_option_of_any_command_drops_a_value_unseen(capsys):
-    """A file or list given twice is refused unless it collects; the last number or name counts."""
+def test_no_option_silently_drops_a_value(capsys):
+    """A file or a list given twice is refused unless the option collects values. Of numbers and names the last one
+    counts."""
     for parser in parsers(cli.build_parser()):
         for name, action in parser._option_string_actions.items():
             if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
@@ -72,7 +73,7 @@ def test_no_option_of_any_command_drops_a_value_unseen(capsys):
 
 @dataclass(frozen=True)
 class Asked:
-    """A record of each kind of flag."""
+    """A record with one flag of each type."""
 
     place: Path = option("needed", names=("-p", "--place"))
     count: int | None = option("", None)
@@ -84,7 +85,7 @@ class Asked:
     own: int = 7
 
 
-def test_a_record_is_what_its_flags_say(capsys):
+def test_flags_fill_a_record(capsys):
     parser = cli.Parser()
     add_options(parser, Asked)
     for given, expected in (
@@ -101,7 +102,7 @@ def test_a_record_is_what_its_flags_say(capsys):
             parser.parse_args(wrong)
 
 
-def test_former_names_of_flags_are_understood(as_json):
+def test_former_names_of_flags_are_accepted(as_json):
     former = ("--prompt-len=512", "--gen-len", "8")
     assert as_json(*SIMULATE[: -len(LENGTHS)], *former, "--system", "kv_only") == as_json(
         *SIMULATE, "--system", "kv_only"
@@ -192,10 +193,8 @@ def test_wrong_input_is_one_line_on_stderr(arguments, words, tmp_path, capsys):
         ("accuracy --model NONE", "no checkpoint at NONE: give a local folder"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_told_before_anything_heavy_is_loaded(
-    arguments, words, tmp_path, monkeypatch, capsys
-):
-    """In the words of what would read it later."""
+def test_a_missing_path_is_reported_before_heavy_imports(arguments, words, tmp_path, monkeypatch, capsys):
+    """The message is the one of the code that would read the path later."""
     for job in ("accuracy.job", "compare.job", "profile.job", "run.job", "skew"):
         monkeypatch.setitem(sys.modules, f"flexhybrid.jobs.{job}", None)  # an import fails
     there = {"NONE": str(tmp_path / "none"), "OUT": str(tmp_path / "out"), "HERE": str(shipped.CHECKPOINT)}
@@ -206,7 +205,7 @@ def test_a_path_that_leads_nowhere_is_told_before_anything_heavy_is_loaded(
     assert words in said.err and not said.out and not (tmp_path / "out").exists()
 
 
-def test_prompts_up_to_the_last_position_are_taken():
+def test_a_prompt_may_use_all_positions_but_those_of_its_answer():
     point = {"model": "opt-6.7b", "hardware": "t4", "batch": 1, "gen_len": 8}
     assert jobs.setting_of({**point, "prompt_len": 2040}).prompt_tokens == 2040
     with pytest.raises(InputError, match="2041 .* are 2049"):
@@ -219,7 +218,7 @@ def test_prompts_up_to_the_last_position_are_taken():
      (7, True, "7 requests in one wave of 4 and one of 3, "),
      (10, True, "10 requests in 2 waves of 4 and one of 2, ")],
 )  # fmt: skip
-def test_waves_are_told_as_they_run(batch, room_for_four, words):
+def test_the_report_lists_waves_in_order(batch, room_for_four, words):
     point = {"system": "kv_only", "model": "opt-125m", "hardware": "t4", "batch": batch, "prompt_len": 64, "gen_len": 4}
     whole = jobs.run_point({**point, "batch": 4})[-1]
     limit = {"host_memory": str(whole.peak_bytes["host"])} if room_for_four else {}
@@ -249,20 +248,8 @@ def test_a_resident_system_that_streams_says_so(capsys):
     assert "resident as far as it fits: " in said and "  not all weights fit" in said
 
 
-BEYOND = ("--device-memory", "100GiB")
-REMARK = "--device-memory 100GiB is more than the 16.00 GiB that t4 has"
-
-
-def test_a_budget_beyond_the_machine_is_remarked(capsys):
-    """By search as well: see the test of the policy that it saves."""
-    assert cli.main([*SIMULATE, *BEYOND, "--json"]) == 0
-    said = capsys.readouterr()
-    assert REMARK in said.err and strict_json(said.out)
-    assert cli.main([*SIMULATE, "--device-memory", "15GiB"]) == 0 and not capsys.readouterr().err
-
-
-def test_rivals_are_told_whole(capsys, monkeypatch):
-    """Each rival's error is there to its end, and each share of weights, in both forms of one search's answer."""
+def test_rivals_are_reported_with_whole_errors_and_shares(capsys, monkeypatch):
+    """Text and JSON are made of one search."""
     found, run_search = [], search.run_search
 
     def once(*options):
@@ -295,7 +282,7 @@ def test_rivals_are_told_whole(capsys, monkeypatch):
 
 @pytest.mark.parametrize("option", ["--save-policy", "--lp"])
 @pytest.mark.parametrize("place", ["missing/policy.json", "."])
-def test_a_place_that_cannot_be_written_is_refused_before_the_search(option, place, tmp_path, capsys, monkeypatch):
+def test_an_output_that_cannot_be_written_is_refused_before_the_search(option, place, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("flexhybrid.jobs.search.run_search", lambda options: pytest.fail("searched first"))
     assert cli.main([*SEARCH, option, str(tmp_path / place)]) == 2
     assert "cannot write" in capsys.readouterr().err
@@ -303,21 +290,24 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_search(option, pla
 
 
 def test_the_saved_policy_is_the_one_found(tmp_path, capsys):
-    path = tmp_path / "policy.json"
-    assert cli.main([*SEARCH, *BEYOND, "--lossless", "--save-policy", str(path), "--json"]) == 0
-    said = capsys.readouterr()
-    found = strict_json(said.out)
-    assert REMARK in said.err
+    """Both commands also warn of a budget that is larger than the machine's memory."""
+    path, beyond = tmp_path / "policy.json", ("--device-memory", "100GiB")
+
+    def told(*words: str) -> dict:
+        assert cli.main([*words, *beyond, "--json"]) == 0
+        said = capsys.readouterr()
+        assert "--device-memory 100GiB is more than the 16.00 GiB that t4 has" in said.err
+        return strict_json(said.out)
+
+    found = told(*SEARCH, "--lossless", "--save-policy", str(path))
     assert Policy.load(path).to_dict() == found["policy"]
-    runs = []
-    for named in ("--policy", "--system"):
-        assert cli.main([*SIMULATE, *BEYOND, named, str(path), "--json"]) == 0
-        runs.append(strict_json(capsys.readouterr().out))
-    assert runs[0] == runs[1] and runs[0]["policy"] == found["policy"]
+    by_policy, by_system = (told(*SIMULATE, named, str(path)) for named in ("--policy", "--system"))
+    assert by_policy == by_system and by_policy["policy"] == found["policy"]
+    assert cli.main([*SIMULATE, "--device-memory", "15GiB"]) == 0 and not capsys.readouterr().err
 
 
 def test_a_prediction_is_the_same_text_in_every_process():
-    """Nothing is summed, or named, in the order of a set, which changes from process to process."""
+    """No sum and no name depends on the order of a set, which differs from process to process."""
     code = (
         "from flexhybrid.cli import main; main(['simulate', '--system', 'capture', '--model', 'opt-6.7b', "
         "'--hardware', 't4', '--batch', '32', '--input-len', '300', '--output-len', '40', '--json'])"
@@ -331,8 +321,8 @@ def test_a_prediction_is_the_same_text_in_every_process():
     assert len(texts) == 1 and texts.pop()
 
 
-def test_a_batch_beyond_all_reason_is_refused(capsys):
-    """It would fill the memory with lengths before anything else could fail."""
+def test_a_batch_that_is_too_large_is_refused(capsys):
+    """Its arrays of lengths alone would fill the memory."""
     args = ["--model", "opt-6.7b", "--hardware", "t4", "--batch", str(1 << 31), "--input-len", "9", "--output-len", "9"]
     assert cli.main(["simulate", "--system", "capture", *args]) == 2
     assert "2,147,483,648 requests is more than" in capsys.readouterr().err
@@ -344,8 +334,7 @@ def test_the_command_alone_names_its_commands(capsys):
     assert said.out == "" and all(f"    {command} " in said.err for command in ("run", "simulate", "search", "doctor"))
 
 
-def test_a_stop_while_the_command_loads_is_no_traceback():
-    """Ctrl-C comes while modules are imported."""
+def test_an_interrupt_during_imports_gives_no_traceback():
     script = (
         "import sys\n"
         "class Stopped:\n"

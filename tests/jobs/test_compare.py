@@ -1,4 +1,4 @@
-"""The main job at a small size: every step, every file, every column."""
+"""Test `flexhybrid compare` at a small size: every step, every file and every column."""
 
 import json
 from dataclasses import replace
@@ -47,7 +47,7 @@ SMALL = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 200, 600)
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The whole job, on a machine that multiplies float32 faster; ``systems_run`` has the other kind."""
+    """Run the whole job on a machine that multiplies float32 faster; ``systems_run`` covers the other dtype."""
     folder = tmp_path_factory.mktemp("compare")
     policy = folder / "mine.json"
     placement = Placement(device=0.4, host=0.6)
@@ -97,7 +97,7 @@ def test_trials_correct_the_record_that_is_kept(run):
 
 
 def test_act_moves_fewer_bytes_than_kv(run):
-    """Multi-head attention: a token's ACT is half its KV; weights cross in both."""
+    """With multi-head attention, ACT of a token is half the size of its KV. The bytes include the weights."""
     _, result = run
     by_name = {row["policy"]: row["h2d_bytes_per_iteration"] for row in result["speed"]}
     assert by_name["act_only"] < by_name["hybrid_static"] < by_name["kv_only"]
@@ -189,7 +189,7 @@ SYSTEMS = ("kv_only", "kvpr_column", "token_recompute(0.25)", "int4", "fastdecod
 
 @pytest.fixture(scope="module")
 def systems_run(tmp_path_factory):
-    """Eight systems side by side, one with a disk, on lines that stand in for a profile; in bfloat16."""
+    """Compare eight systems in bfloat16, one of them with a disk, on made-up lines instead of a profile."""
     folder = tmp_path_factory.mktemp("systems")
     disk = Policy("on_disk", Placement(host=0.5, disk=0.5), cache={"kv@disk": 0.5, "act@host": 0.5})
     (folder / "disk.json").write_text(disk.to_json())
@@ -209,7 +209,7 @@ def systems_run(tmp_path_factory):
     return folder, result
 
 
-def test_systems_by_name_are_exact_or_say_how_far(systems_run):
+def test_lossless_systems_are_exact_and_lossy_ones_are_marked(systems_run):
     _, result = systems_run
     names = [*SYSTEMS, "on_disk"]
     assert result["dtype"] == "bfloat16"
@@ -224,7 +224,7 @@ def test_systems_by_name_are_exact_or_say_how_far(systems_run):
     assert result["trace_violations"] == [] and result["sweep"] == [] and result["search"] is None
 
 
-def test_a_steps_kinds_are_those_of_its_policy(systems_run):
+def test_a_breakdown_has_the_parts_of_its_policy(systems_run):
     _, result = systems_run
     of = {one["policy"]: one for one in result["breakdown"]}
     for clock in ("predicted", "measured"):
@@ -295,7 +295,7 @@ def test_sizes_that_cannot_be_are_refused_by_their_flags(numbers, words, cpu_dty
 
 
 def test_a_slow_machine_gets_less_to_do(cpu_dtype):
-    """The job sizes itself by its own prediction: a slower one never takes on more; a stated context stays."""
+    """The job sizes itself by its prediction: a slower machine never gets more work. A given context is kept."""
     lines = {"h2d": Line(1e-4, 0.0, 5e-10), "d2h": Line(1e-4, 0.0, 5e-10), "host_compute": Line(1e-4, 0.0, 1e-9)}
     free = settle(CompareOptions(device="cpu"))
     sizes = []
@@ -313,8 +313,8 @@ def test_a_slow_machine_gets_less_to_do(cpu_dtype):
 
 @pytest.mark.parametrize("schedule", ["column", "row"])
 def test_no_clock_is_above_the_limit_that_the_table_prints(schedule):
-    """The limit against each resource's seconds in the stream's own tasks, of the iterations that are measured. Of few
-    iterations, what the prefill hides of the first one's loads, and what the last one need not load, is much."""
+    """The limit is compared with each resource's seconds in the tasks of the measured iterations. With few iterations
+    two effects are large: the prefill hides loads of the first one, and the last one loads less."""
     rng, gaps = np.random.default_rng(3), []
     while len(gaps) < 6:
         tokens = int(rng.integers(LEAST_TOKENS, 9))
@@ -333,7 +333,7 @@ def test_no_clock_is_above_the_limit_that_the_table_prints(schedule):
 
 
 def test_the_limit_of_a_paced_link_is_its_bytes():
-    """Two layers and answers of six tokens, as on a slow machine: each iteration takes all weights and all KV."""
+    """Two layers and six tokens, as on a slow machine: each iteration moves all weights and all KV."""
     lines = {"compute": Line(1e-5, 1e-12), "host_compute": Line(1e-5)} | dict.fromkeys(
         ("h2d", "d2h"), Line(0, 0, 2.5e-9)
     )
@@ -347,7 +347,7 @@ def test_the_limit_of_a_paced_link_is_its_bytes():
     assert whole > 1.02 * limit, "what the table showed before"
 
 
-def test_the_table_and_the_search_speak_plainly(capsys):
+def test_the_table_and_the_search_report_speeds_and_kinds(capsys):
     row = dict.fromkeys(("act_share", "overlap", "busy_compute", "busy_h2d", "error_virtual"), 0.5)
     row |= {
         "policy": "p",
@@ -382,7 +382,7 @@ def test_the_page_names_every_picture():
 
 
 @pytest.mark.parametrize("kept, replaced", [(None, True), (0.5, True), (0.0, False)])
-def test_a_paced_profile_does_not_take_the_place_of_one_without_a_pace(kept, replaced, tmp_path, monkeypatch):
+def test_a_paced_profile_does_not_replace_one_without_a_pace(kept, replaced, tmp_path, monkeypatch):
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path))
     lines = {"compute": Line(1e-5), "h2d": Line(0, 0, 1e-9)}
     if kept is not None:
@@ -410,8 +410,8 @@ def test_names_may_hold_commas_in_parentheses():
     ],
     ids=lambda policy: policy.name,
 )
-def test_a_breakdown_adds_up_to_busy_time_and_to_the_bytes_that_really_moved(policy, tmp_path, monkeypatch):
-    """Seconds of kinds against the trace's busy time; bytes against the plan's tasks and against the copies' own."""
+def test_a_breakdown_adds_up_to_busy_time_and_to_moved_bytes(policy, tmp_path, monkeypatch):
+    """Seconds are compared with the trace's busy time; bytes with the plan's tasks and with counts in the copies."""
     hardware = Hardware("any", "cpu", {"compute": Line(1e-5)})
     prompts = [[5 + i] * (20 + 9 * i) for i in range(4)]
     moved = {"h2d": 0, "d2h": 0}
@@ -476,7 +476,7 @@ def test_a_breakdown_adds_up_to_busy_time_and_to_the_bytes_that_really_moved(pol
     ],
     ids=["apart", "overlap", "apart and overlap", "slower", "within a percent", "alone"],
 )
-def test_the_search_missed_only_where_rounds_do_not_overlap(others, told):
+def test_the_search_missed_only_if_rounds_do_not_overlap(others, told):
     measured = {"hybrid": [98, 100, 102], **others}
     rows = [
         {"policy": name, "measured_tokens_per_s": rounds[1], "measured_rounds": rounds, "lossless": True}
@@ -490,7 +490,7 @@ def test_the_search_missed_only_where_rounds_do_not_overlap(others, told):
 
 
 def test_figures_say_what_they_show(monkeypatch, tmp_path):
-    """Titles name machine, model and link; the virtual curve reaches the star; no bar of a step is above its length."""
+    """Titles name machine, model and link; the virtual curve includes the star; no bar is higher than its step."""
     drawn = {}
     monkeypatch.setattr(draw, "save", lambda figure, path: drawn.setdefault(path.stem, figure.axes[0]))
     row = {"virtual_clock_tokens_per_s": 9, "measured_tokens_per_s": 9, "measured_rounds": [8, 9]}

@@ -1,4 +1,4 @@
-"""Queues by their lengths, from a file: predicted, searched, and refused where the file is wrong."""
+"""Test queues whose lengths are read from a file: predictions, searches, and refusals of wrong files."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_simulate_shows_ramp_steady_state_and_drain(tmp_path, capsys, as_json):
 
 
 def test_the_search_for_a_queue_is_no_worse_than_what_it_was_given():
-    """Answers end at a sixth of their limits: who searches for the limits gives the context too much room."""
+    """Answers end at a sixth of their limits; a search for the limits reserves too much memory for contexts."""
     rng = np.random.default_rng(0)
     answers = np.clip(rng.exponential(20, 60), 1, 120).astype(int)
     workload = Workload(np.full(60, 60), np.full(60, 120), answers)
@@ -161,7 +161,7 @@ def test_a_table_says_what_prompts_begin_with(tmp_path):
 
 
 def test_the_search_knows_that_prompts_share():
-    """A system prompt leaves room for more requests at a time than as many prompts that have nothing in common."""
+    """With a shared system prompt more requests fit at a time than with unrelated prompts of equal length."""
     workload = Workload(np.full(40, 220), np.full(40, 12))
     alike = replace(workload, prefixes=Prefixes(np.array([200]), np.array([-1]), np.zeros(40, int)))
     problem = Problem(shape=SHAPE, dtype="float32", hardware=machine(), budgets=Budgets(device=24 * MIB, host=24 * MIB))

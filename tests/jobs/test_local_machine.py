@@ -1,4 +1,4 @@
-"""This machine as every command takes it: its own profile for each model, and what is said of a disturbed one."""
+"""Test how commands read this machine: a profile for each model, and notes about disturbed profiles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def machine(slower: float = 1.0, overhead_s: float = 1e-6) -> Hardware:
-    """A machine with one line for everything."""
+    """Return a machine with one line for all resources."""
     line = Line(slower * overhead_s, slower * 1e-10, slower * 1e-9)
     lines: dict[str, Line] = {resource: line for resource in ("compute", "h2d", "d2h", "host_compute")}
     in_place = can_attend_in_place("float32")
@@ -69,7 +69,7 @@ def answer_one(model: Path, folder: Path) -> int:
 
 
 def test_doctor_search_simulate_and_run_predict_the_same(tiny, tmp_path, as_json):
-    """By the model's own profile, which is a hundred times as fast as the machine's general one."""
+    """All read the model's own profile, which is 100 times as fast as the machine's general profile."""
     machine(slower=100).save(tmp_path / "cache/hardware-cpu.json")
     machine().save(own_profile(tiny))
     config, few = str(tiny / "config.json"), 12
@@ -86,8 +86,8 @@ def test_doctor_search_simulate_and_run_predict_the_same(tiny, tmp_path, as_json
     assert done["predicted_s"] == pytest.approx(searched["total_s"], rel=0.05)
 
 
-def test_local_is_the_runs_own_profile_else_the_general_one_else_another_runs(tiny, tmp_path, capsys, as_json):
-    """Each is ten times slower than the one that comes before it; simulate, search and sweep take the same."""
+def test_local_reads_the_models_profile_then_the_general_one_then_any_other(tiny, tmp_path, capsys, as_json):
+    """Each profile is ten times slower than the one before it. simulate, search and sweep read the same one."""
     shape, config = Checkpoint(tiny).shape, str(tiny / "config.json")
     kept = [profile_job.model_profile_path(shape, dtype, CPU) for dtype in ("float32", "auto")]
     paths = [*kept, tmp_path / "cache/hardware-cpu.json", tmp_path / "cache/models/cpu-of-another.json"]
@@ -119,7 +119,7 @@ VARIED = "Times varied during profiling (two passes disagreed on 5 of 20 sizes)"
 @pytest.mark.parametrize(
     "others, differ, company", [(0.43, 0, USED), (0.01, 0, None), (None, 0, None), (0.01, 5, VARIED), (None, 1, None)]
 )
-def test_a_disturbed_profile_is_marked_with_what_disturbed_it(
+def test_a_disturbed_profile_is_marked_with_the_cause(
     tiny, tmp_path, monkeypatch, capsys, others, differ, company, as_json
 ):
     samples = [(1e6 * n, 1e5 * n, 1e-3 * n) for n in range(1, 5)]
@@ -144,20 +144,20 @@ def test_a_disturbed_profile_is_marked_with_what_disturbed_it(
     assert capsys.readouterr().out.count("during profiling") == (company is not None)  # once for all models
 
 
-def test_a_record_from_before_the_mark_tells_by_its_passes():
+def test_an_older_record_is_marked_by_its_differing_passes():
     old = replace(machine(), notes={"sizes that two passes disagreed on": ["a", "b"]})
     assert "2 sizes" in str(old.company) and machine().company is None
 
 
-def test_far_from_the_prediction_means_more_than_half_as_much_again():
+def test_far_from_the_prediction_means_a_factor_above_PARTED():
     measured_s = (100 * PARTED + 1, 100 / PARTED - 1, 149.0, 67.0)
     assert [parted(seconds, 100.0) for seconds in measured_s] == [True, True, False, False]
     assert not parted(100.0, None)
     assert not parted(TELLING_S / 2, TELLING_S / 10)  # a run so short says nothing of the machine
 
 
-def test_answers_shorter_than_their_limits_are_judged_by_what_was_predicted_for_such():
-    """On the line through both predictions, and never above the longer one."""
+def test_shorter_answers_are_compared_with_an_interpolated_prediction():
+    """The estimate is on the line through both predictions, at most the longer one."""
     plan = Forecast(39.0, 100_000, 100_000, 16, {}, {}, other=Estimate(29.0, 25_000))
     assert plan.seconds_of(100_000) == 39.0 and plan.seconds_of(25_000) == pytest.approx(29.0)
     assert plan.seconds_of(26_747) == pytest.approx(29.0 + 10 * 1_747 / 75_000)
@@ -174,8 +174,8 @@ def test_answers_shorter_than_their_limits_are_judged_by_what_was_predicted_for_
 
 
 @pytest.mark.parametrize("overhead_s, said", [(10.0, True), (None, False)])
-def test_a_run_far_from_its_prediction_names_the_way_out(tiny, tmp_path, capsys, overhead_s, said):
-    """A machine ten seconds a task slow; and none that is known."""
+def test_a_run_far_from_its_prediction_suggests_a_new_profile(tiny, tmp_path, capsys, overhead_s, said):
+    """One machine needs ten seconds more per task than profiled; of the other there is no profile."""
     if overhead_s:
         machine(overhead_s=overhead_s).save(own_profile(tiny))
     assert answer_one(tiny, tmp_path) == 0
@@ -183,8 +183,8 @@ def test_a_run_far_from_its_prediction_names_the_way_out(tiny, tmp_path, capsys,
 
 
 @pytest.mark.parametrize("left", [0, 7])
-def test_a_stopped_run_counts_what_was_computed_and_blames_no_profile(left):
-    """Its 2,000 tokens came as fast as predicted, though few answers were complete."""
+def test_a_stopped_run_counts_all_tokens_and_suggests_no_profile(left):
+    """Its 2,000 tokens came at the predicted rate, but few answers were complete."""
     options = SimpleNamespace(llm=SimpleNamespace(hardware=None), restart=False, output="out.jsonl")
     vars(options).update(dict.fromkeys(("parquet", "errors", "trace", "report")))
     counts = {"lines": 9, "answered": 9 - left, "refused": 0, "left": left, "blank": 0, "done_before": 0}
@@ -201,8 +201,8 @@ def test_a_stopped_run_counts_what_was_computed_and_blames_no_profile(left):
     assert ("--reprofile" in told) == (left == 0)
 
 
-def test_local_is_the_machine_without_the_pace_of_its_profile(tiny, tmp_path, capsys, as_json):
-    """A profile that was measured beside an imitated link serves as one without it, and every command says so."""
+def test_local_ignores_the_link_pace_of_its_profile(tiny, tmp_path, capsys, as_json):
+    """A profile measured with a paced link is used as if its link had no pace, and every command says so."""
     own = machine()
     unpaced = {"h2d_unpaced": own.lines["h2d"], "d2h_unpaced": own.lines["d2h"]}
     paced = replace(own, lines={**own.lines, **unpaced}, notes={PACE: None}).with_link_rate(0.01)
@@ -233,11 +233,13 @@ def test_local_is_the_machine_without_the_pace_of_its_profile(tiny, tmp_path, ca
     assert as_json(*doctor)["gb_per_s"]["h2d"] == pytest.approx(1.0)
 
 
-def test_what_a_plan_says_is_plain():
-    """No bound that stands for none, no answers of "1 tokens", no run of "0.0 s"."""
+def test_a_plan_is_described_in_plain_words():
+    """There is no bound that binds nothing, no "1 tokens" and no run of "0.0 s"."""
     whole, cut = kv_only(WHOLE_BATCH), kv_only(4096)
     assert whole.cut == "all in one mini-batch" and cut.cut == "mini-batches of 4096 tokens"
     assert describe(whole, Problem(shape=SHAPE)).endswith("; column, all in one mini-batch")
+    on_host = describe(replace(cut, attention="host", hidden="host"), Problem(shape=SHAPE))
+    assert on_host.endswith("tokens; attention on the host; hidden states on the host")
     assert [counted(number, "token") for number in (0, 1, 2000)] == ["0 tokens", "1 token", "2,000 tokens"]
     assert [duration(seconds) for seconds in (0.01, 0.5, 20)] == ["less than 0.1 s", "0.5 s", "20 s"]
     problem = Problem(shape=SHAPE, dtype="float32")
@@ -270,7 +272,7 @@ def test_auto_on_requests_that_do_not_all_fit_at_once_still_fits(tiny):
 
 
 def test_budgets_beyond_the_machine_and_new_folders_are_noted(tiny, tmp_path, capsys):
-    """Before the run, which goes on."""
+    """Notes come before the run, which continues."""
     asked = [line("a", prompt=[5], max_tokens=1)]
     answered(tmp_path, tiny, asked, "--device-memory", "900TiB", "--disk-dir", tmp_path / "scratc")
     told = capsys.readouterr().err
@@ -279,8 +281,8 @@ def test_budgets_beyond_the_machine_and_new_folders_are_noted(tiny, tmp_path, ca
     assert capsys.readouterr().err == ""
 
 
-def test_two_budgets_on_a_cpu_are_of_one_memory(monkeypatch, tiny):
-    """Each alone is within the machine's 10 GiB. An LLM warns of them as a run does."""
+def test_two_budgets_on_a_cpu_share_one_memory(monkeypatch, tiny):
+    """Each budget alone is within the machine's 10 GiB. An LLM warns as a run does."""
     monkeypatch.setattr(memory_here, "host_memory_bytes", lambda: 10 * 2**30)
     six, four = 6 * 2**30, 4 * 2**30
     assert not list(memory_here.notes_on(CPU.device, Budgets(device=six, host=four, disk=2**60), None))
@@ -290,6 +292,6 @@ def test_two_budgets_on_a_cpu_are_of_one_memory(monkeypatch, tiny):
         LLM(tiny, "kv_only", "cpu", host_memory="11GiB")
 
 
-def test_a_folder_in_which_none_can_be_made_is_named():
+def test_a_folder_that_cannot_be_made_is_named():
     with pytest.raises(InputError, match="no folder can be made in /proc to keep scratch space in /proc/flexhybrid"):
         ScratchFile(Path("/proc/flexhybrid"), 4096)

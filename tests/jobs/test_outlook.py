@@ -1,4 +1,4 @@
-"""Predictions for a queue whose answers end by themselves: lengths from those so far, and the time that is left."""
+"""Test predictions for a queue with unknown answer lengths: lengths from finished answers, and the time left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.scheduler import Scheduler
 from flexhybrid.core.workload import Prefixes, Workload
 from flexhybrid.jobs.run import outlook as outlook_module
-from flexhybrid.jobs.run.forecast import describe
 from flexhybrid.jobs.run.outlook import CountedQueue, Outlook
 from sim.answer_lengths import ObservedAnswers, with_mean
 from sim.queue_clock import IterationCost
@@ -28,7 +27,7 @@ def log_normal(count: int, limit: int, seed: int = 0) -> np.ndarray:
     return np.clip(np.exp(np.random.default_rng(seed).normal(np.log(limit / 7), 0.9, count)), 1, limit).astype(int)
 
 
-def test_survival_is_the_product_of_the_shares_that_go_on():
+def test_survival_is_the_product_of_the_shares_that_continue():
     rng = np.random.default_rng(4)
     lengths, ages = rng.integers(1, 13, 200), rng.integers(1, 13, 40)
     observed = ObservedAnswers(12)
@@ -41,7 +40,7 @@ def test_survival_is_the_product_of_the_shares_that_go_on():
         assert survival[tokens] == pytest.approx(left)
 
 
-def test_expected_answers_have_the_lengths_of_those_that_ended():
+def test_expected_answers_have_the_lengths_of_finished_ones():
     lengths = log_normal(4000, 512)
     observed = ObservedAnswers(512)
     for length in lengths.tolist():
@@ -55,7 +54,7 @@ def test_expected_answers_have_the_lengths_of_those_that_ended():
     assert older.mean() == pytest.approx(lengths[lengths > 100].mean(), rel=0.05)
 
 
-def test_answers_of_a_mean_have_it_as_far_as_their_limits_allow():
+def test_answers_of_a_given_mean_stay_within_their_limits():
     limits = np.repeat([16, 64, 256], 300)
     for mean in (3, 40, 90):
         answers = with_mean(Workload(np.full(900, 5), limits), mean).answers
@@ -119,7 +118,7 @@ def predicted(
 
 @pytest.mark.parametrize("slower", [0.5, 3.0])
 def test_the_end_is_predicted_after_a_tenth(monkeypatch, slower):
-    """1,000 answers, 48 at a time, an iteration in ``slower`` seconds where one was predicted."""
+    """1,000 answers, 48 at a time; an iteration takes ``slower`` times the predicted second."""
     count, limit = 1000, 350
     workload = Workload(np.full(count, 9), np.full(count, limit), log_normal(count, limit))
     policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 15)
@@ -131,7 +130,7 @@ def test_the_end_is_predicted_after_a_tenth(monkeypatch, slower):
 
 
 def test_a_drain_is_predicted_by_the_resource_that_binds_it(monkeypatch):
-    """Products take twice the predicted time and limit a full batch; the link limits the last three requests."""
+    """Compute takes twice the predicted time and limits a full batch; the link limits the last three requests."""
     limits = np.r_[np.full(197, 20), np.full(3, 400)]
     workload = Workload(np.full(200, 9), limits, limits)
     policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 17)
@@ -149,8 +148,8 @@ def test_a_drain_is_predicted_by_the_resource_that_binds_it(monkeypatch):
 
 
 @pytest.mark.parametrize("common", (0, 200))
-def test_the_end_is_predicted_where_buffers_limit_who_joins(monkeypatch, common):
-    """Answers of known length: the first requests are short, and buffers are made for them."""
+def test_the_end_is_predicted_if_buffers_limit_the_batch(monkeypatch, common):
+    """Answers have known lengths. The first requests are short, and buffers are sized for them."""
     rng = np.random.default_rng(2)
     prompts, limits = common + np.r_[rng.integers(8, 24, 12), rng.integers(8, 90, 190)], rng.integers(1, 41, 202)
     prefixes = Prefixes(np.array([common]), np.array([-1]), np.zeros(202, int)) if common else None
@@ -160,8 +159,8 @@ def test_the_end_is_predicted_where_buffers_limit_who_joins(monkeypatch, common)
     assert told == pytest.approx([1.0, 1.0], rel=0.05)
 
 
-def test_of_many_that_wait_some_are_counted(monkeypatch):
-    """The others take as much longer as they have more to answer."""
+def test_a_sample_of_many_queued_requests_is_simulated(monkeypatch):
+    """The time of all is scaled by their tokens."""
     monkeypatch.setattr(outlook_module, "MOST_COUNTED", 64)
     limits = np.random.default_rng(3).integers(1, 30, 400)
     workload = Workload(np.full(400, 20), limits, limits)
@@ -171,7 +170,7 @@ def test_of_many_that_wait_some_are_counted(monkeypatch):
 
 
 def test_preempted_requests_are_predicted(monkeypatch):
-    """Memory for a quarter of the answers' limits, which all of them take."""
+    """Memory holds a quarter of the answers' limits, and every answer reaches its limit."""
     workload = Workload(np.random.default_rng(1).integers(16, 100, 200), np.full(200, 120))
     policy = Policy("grows", Placement(host=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 13)
     told = predicted(
@@ -180,7 +179,7 @@ def test_preempted_requests_are_predicted(monkeypatch):
     assert told == pytest.approx([1.0, 1.0], rel=0.12)  # runs of blocks are left out
 
 
-def test_a_batch_of_many_iterations_keeps_the_latest_ends_alone(monkeypatch):
+def test_a_long_batch_keeps_only_the_latest_iteration_ends(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(outlook_module.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(outlook_module, "KEPT_ENDS", 8)
@@ -192,15 +191,9 @@ def test_a_batch_of_many_iterations_keeps_the_latest_ends_alone(monkeypatch):
     assert len(outlook.ends) <= 8 and outlook.slower(25) == pytest.approx(2.0)
 
 
-def test_a_plan_says_what_lies_off_the_device():
-    policy = Policy("plain", Placement(host=1), cache={"kv@host": 1.0})
-    assert describe(policy, Problem(shape=SHAPE)).endswith("tokens")
-    moved = replace(policy, attention="host", hidden="host")
-    assert describe(moved, Problem(shape=SHAPE)).endswith("tokens; attention on the host; hidden states on the host")
-
-
-def test_the_queue_is_counted_again_when_the_time_has_doubled(monkeypatch):
-    """Count again after half of the rest, at least three counting times later, in one thread at a time."""
+def test_the_queue_is_simulated_again_after_half_of_the_rest(monkeypatch):
+    """Simulate again after half of the time left, but not before three times the last simulation's seconds have passed.
+    Only one thread simulates at a time."""
     clock, lefts, inside = [100.0], [60, 20, 4], []
     monkeypatch.setattr(outlook_module.time, "monotonic", lambda: clock[0])
     outlook = Outlook(ONE_SECOND, Workload.uniform(4, 8, 8), open_wave=lambda: pytest.fail("nobody counts here"))
@@ -230,10 +223,10 @@ def test_the_queue_is_counted_again_when_the_time_has_doubled(monkeypatch):
     [(0.05, 0.0, 1.0, 0), (20.0, 0.25, 1.0, 3), (0.05, 0.0, 4.0, 0), (20.0, 0.0, 4.0, 0), (20.0, 0.0, 0.3, 3)],
 )
 def test_the_time_left_corrects_itself(slower, start, later, tail, monkeypatch):
-    """Iterations take ``slower`` times the predicted second, from an eighth of them on ``later`` times that; the first
-    one takes a share ``start`` of the run besides, as compiling does; the last ``tail`` answers are far longer. A count
-    of the queue takes a hundredth of the run. After a tenth of the run what is told is within a factor of 1.5 of what
-    is left, and again once the time since a change is as long as the time before."""
+    """An iteration takes ``slower`` times the predicted second, and ``later`` times that after an eighth of all
+    iterations. The first one also takes the share ``start`` of the run, as compiling does. The last ``tail`` answers
+    are far longer. A simulation of the queue takes 1 % of the run. After 10 % of the run the estimate is within a
+    factor of 1.5 of the time left. After a change it is again, once as much time has passed as before it."""
     answers = np.maximum(log_normal(120, 60), 4)
     answers[len(answers) - tail :] = 90
     workload = Workload(np.full(120, 9), answers, answers)

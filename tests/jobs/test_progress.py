@@ -1,4 +1,4 @@
-"""What a job tells while it runs, and how it ends when it is asked to."""
+"""Test what a job reports while it runs, and how it stops on a signal."""
 
 import contextlib
 import errno
@@ -30,7 +30,7 @@ from flexhybrid.runtime.executor import Executor
 
 @pytest.fixture
 def clock(monkeypatch) -> list[float]:
-    """The time in seconds, to be set."""
+    """Return the time in seconds; tests set it."""
     now = [0.0]
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: now[0])
     return now
@@ -45,7 +45,7 @@ def test_the_time_left_is_the_prediction_s_before_the_first_token(clock):
     assert progress.seconds_left() is None and "left" not in progress.state()  # it was wrong
 
 
-def test_nothing_is_predicted_of_steps_that_are_not_alike(clock):
+def test_unequal_steps_have_no_predicted_end(clock):
     progress = Progress(53, "reproduce", "experiment", quiet=True)
     progress.advance(49)
     clock[0] = 30.0
@@ -54,18 +54,8 @@ def test_nothing_is_predicted_of_steps_that_are_not_alike(clock):
     assert progress.seconds_left() is None and progress.state() == "1.6/s"
 
 
-def test_the_prefill_is_not_taken_for_the_pace(clock):
-    """60 s of prefill, then 100 tokens a second: as long is left as the tokens take."""
-    progress, clock[0] = Progress(10_000, "tokens", "tok", quiet=True, predicted_s=20.0), 60.0
-    progress.advance(100)
-    for _ in range(40):
-        clock[0] += 1.0
-        progress.advance(100)
-    assert progress.seconds_left() == pytest.approx(59.0)
-
-
 @pytest.mark.parametrize("answers, state", [(5, ", reading the prompts (prefill)"), (None, "")])
-def test_the_clock_goes_on_without_tokens(answers, state, monkeypatch, capsys):
+def test_progress_is_printed_even_without_tokens(answers, state, monkeypatch, capsys):
     monkeypatch.setattr(progress_module, "FIRST_S", 1e-3)
     monkeypatch.setattr(progress_module, "PLAIN_S", 2e-3)
     told = threading.Event()
@@ -82,8 +72,8 @@ def test_the_clock_goes_on_without_tokens(answers, state, monkeypatch, capsys):
     assert set(lines) == {f"tokens: 0 of 100{state}"}
 
 
-def test_answers_that_end_early_take_their_rest_from_the_total(clock):
-    """10 answers of 1,000 tokens at most; 9 ended after 100 each, in 9 s."""
+def test_an_answer_that_ends_early_lowers_the_total(clock):
+    """10 answers may have 1,000 tokens each; 9 ended after 100 tokens each, in 9 s."""
     progress = Progress(10_000, "tokens", "tok", quiet=True, answers=10)
     for clock[0] in range(1, 10):
         progress.advance(100)
@@ -91,18 +81,9 @@ def test_answers_that_end_early_take_their_rest_from_the_total(clock):
     assert (progress.total, progress.done) == (1900, 9) and progress.seconds_left() == pytest.approx(10.0)
 
 
-def test_a_narrow_terminal_shows_the_time_left(clock):
-    progress = Progress(170_000, "tokens", "tok", quiet=True, answers=1883)
-    clock[0], progress.predicted_rate = 14.0, 5862.1
-    progress.advance(47_000)
-    progress.finished(0)
-    clock[0] = 20.0
-    assert re.match(r"00:\d\d left, 2350.0/s \(predicted 5862.1\), 1/1,883 done$", progress.state())
-
-
 @pytest.mark.parametrize("start_s, later", [(0.0, 1.0), (30.0, 1.0), (0.0, 0.25), (0.0, 3.0)])
 def test_the_time_left_corrects_itself(clock, start_s, later):
-    """100 tokens a second, from a fifth of them on ``later`` times as many."""
+    """The rate is 100 tokens/s, and ``later`` times that after a fifth of the tokens."""
     progress, clock[0], told = Progress(10_000, "tokens", "tok", quiet=True), start_s, []
     while progress.count < 10_000:
         clock[0] += 0.5
@@ -115,7 +96,7 @@ def test_the_time_left_corrects_itself(clock, start_s, later):
 
 
 def test_a_bar_of_answers_fits_80_columns(clock, monkeypatch):
-    """With the time left, the rate, and the answers that are done and refused; its bar is ten wide."""
+    """The line has the time left, the rate, and the answers done and refused; the bar itself has ten columns."""
     progress = Progress(170_000, "tokens", "tok", quiet=True, predicted_s=29.0, failed=36, answers=1883)
     clock[0], progress.terminal = 14.0, True
     progress.advance(47_000)
@@ -124,11 +105,13 @@ def test_a_bar_of_answers_fits_80_columns(clock, monkeypatch):
     shown = {"n": 47_000, "total": 170_000, "elapsed": 20, "ncols": 80, "prefix": "tokens", "unit": "tok"}
     line = tqdm.format_meter(**shown, bar_format=BAR_OF_ANSWERS, postfix=progress.state())
     assert line.endswith("2350.0/s, 1/1,883 done, 36 refused") and len(line) == 80 and len(line.split("|")[1]) > 9
+    progress.terminal, progress.predicted_rate = False, 5862.1
+    assert re.match(r"00:\d\d left, 2350.0/s \(predicted 5862.1\), 1/1,883 done", progress.state())
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="terminals of this system are others")
 def test_a_terminal_that_has_no_size_shows_the_bar(monkeypatch):
-    """As one that a script has opened: 0 lines of 0 columns."""
+    """A terminal that a script opened has 0 lines of 0 columns."""
     controller, terminal = os.openpty()
     with os.fdopen(terminal, "w") as stderr, monkeypatch.context() as patch:
         patch.setattr(sys, "stderr", stderr)
@@ -143,8 +126,8 @@ def test_a_terminal_that_has_no_size_shows_the_bar(monkeypatch):
     assert b"steps:  40%" in shown
 
 
-def test_a_stop_does_not_wait_for_an_iteration_without_end(tiny, tmp_path, capsys, monkeypatch):
-    """What is answered is kept and summed up as after a stop between two iterations."""
+def test_a_stop_does_not_wait_for_an_endless_iteration(tiny, tmp_path, capsys, monkeypatch):
+    """Finished answers are kept and summed up as after a stop between two iterations."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(progress_module, "STOP_S", 0.05)
 
@@ -182,8 +165,8 @@ def test_a_stop_before_the_first_iteration_ends_says_why_nothing_is_written(tiny
 
 
 @pytest.mark.parametrize("schedule", ["column", "row"])
-def test_how_much_of_the_prompts_is_read_is_told(tiny, monkeypatch, schedule):
-    """Two layers of three mini-batches: a sixth more with each that is finished in a layer."""
+def test_the_computed_share_of_prompts_is_shown(tiny, monkeypatch, schedule):
+    """Two layers of three mini-batches: the share grows by 1/6 with each finished mini-batch of a layer."""
     progress, shares, perform = Progress(100, "tokens", "tok", True, answers=3), [], Executor.perform
 
     def looks(self, task):
@@ -207,7 +190,7 @@ def test_how_much_of_the_prompts_is_read_is_told(tiny, monkeypatch, schedule):
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupt_that_meets_a_finalizer_is_not_lost(capfd, monkeypatch, times, fails):
-    """Python ignores what a finalizer, or a callback of C code, raises; what called it may fail for that."""
+    """Python ignores exceptions in finalizers and in callbacks of C code. Their caller may fail because of that."""
     monkeypatch.setattr(progress_module, "STOP_S", 0.05 if times == 1 else 60.0)
     hook, entered = sys.unraisablehook, threading.Event()
 
@@ -231,7 +214,7 @@ def test_an_interrupt_that_meets_a_finalizer_is_not_lost(capfd, monkeypatch, tim
 
 @pytest.mark.parametrize("at_once", [1, 7, 10**6])
 def test_a_full_disk_keeps_every_line_that_fitted(tmp_path, monkeypatch, at_once):
-    """Whatever room there is, and in whatever pieces the system takes it."""
+    """This holds for any free room, and any sizes of the pieces that the system writes."""
     lines = [error_line(number, Refused("c", "text " * number)) for number in range(1, 5)]
     write, data = os.write, b"".join(lines)
     for room in range(0, len(data) + 1, 13):
@@ -256,7 +239,7 @@ def test_a_full_disk_keeps_every_line_that_fitted(tmp_path, monkeypatch, at_once
 
 
 def interrupted_at(line: int, function) -> bool:
-    """Raise KeyboardInterrupt before the n-th line of the output file's code; return whether it has n lines."""
+    """Raise KeyboardInterrupt before the n-th line of the output file's code; return True if it has n lines."""
     left = [line]
 
     def trace(frame, event, _argument):
@@ -280,8 +263,8 @@ def interrupted_at(line: int, function) -> bool:
 
 
 @pytest.mark.parametrize("call", ["append", "finish"])
-def test_an_interrupt_writes_no_answer_twice_wherever_it_comes(tmp_path, monkeypatch, call):
-    """What was written before it came, and was not counted yet, was written again at the end."""
+def test_an_interrupt_at_any_line_writes_no_answer_twice(tmp_path, monkeypatch, call):
+    """A written answer that was not counted yet was once written again at the end."""
     lines = [error_line(number, Refused("c", "text")) for number in range(1, 6)]
     monkeypatch.setattr(answers_module, "RETRY_S", 0.0)
     write, met = os.write, set()

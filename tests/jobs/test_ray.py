@@ -1,4 +1,4 @@
-"""--engine ray: the page's command gives the local engine's file, with an actor killed under way."""
+"""Test --engine ray: the page's command writes the same file as the local engine, even if an actor is killed."""
 
 import functools
 import io
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(600)  # seconds, on a machine with much else to
 
 @pytest.fixture(scope="module")
 def two_cpus(tmp_path_factory):
-    """A small cluster of this process's own, which commands find connected. Its workers stay for the next test."""
+    """Start a small cluster in this process, which commands find connected; its workers serve the next test too."""
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
@@ -49,7 +49,7 @@ def two_cpus(tmp_path_factory):
 
 @pytest.fixture
 def run(tiny, tmp_path, monkeypatch):
-    """The command on a tiny model, four requests at a time, so that there is much to be killed in."""
+    """Run the command on a tiny model with four requests at a time, so that a kill meets unfinished work."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     policy = tmp_path / "policy.json"
     policy.write_text(json.dumps({"name": "p", "cache": {"kv@host": 1.0}, "max_batch": 4}))
@@ -64,7 +64,7 @@ RAY = ("--engine", "ray", "--num-replicas", "2")
 
 
 def requests(path: Path, count: int) -> Path:
-    """Prompts and answers of many lengths, half of them drawn at random, and two lines that are refused."""
+    """Write prompts with answers of many lengths, half of them drawn at random, and two lines that are refused."""
     generator = np.random.default_rng(1)
     bodies = [
         {
@@ -81,7 +81,7 @@ def requests(path: Path, count: int) -> Path:
 
 
 def answers(path: Path) -> dict[str, dict]:
-    """id -> response without the time of the job; each id once."""
+    """Return id -> response without the job's time; each id may occur once."""
     rows = runs.read(path)
     found = {row["id"]: row["response"]["body"] | {"created": 0} for row in rows}
     assert len(found) == len(rows)
@@ -89,7 +89,7 @@ def answers(path: Path) -> dict[str, dict]:
 
 
 def workers(name: str) -> set[int]:
-    """Process ids of this process's cluster's workers that bear ``name`` in their title."""
+    """Return the process ids of this cluster's workers whose title holds ``name``."""
     found, warm = set(), warm_python.ask({})
     for folder in Path("/proc").iterdir():
         try:
@@ -105,7 +105,7 @@ def workers(name: str) -> set[int]:
 
 @pytest.fixture
 def page(tmp_path, monkeypatch) -> list[str]:
-    """The words of the page's command, in a folder like a clone of the project."""
+    """Return the words of the page's command, in a folder like a clone of the project."""
     (tmp_path / "flexhybrid").symlink_to(ROOT / "flexhybrid")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
@@ -118,8 +118,8 @@ def page(tmp_path, monkeypatch) -> list[str]:
 def test_the_pages_run_whose_actor_is_killed_loses_no_line_and_doubles_none(
     page, two_cpus, tmp_path, monkeypatch, capsys
 ):
-    """As written, but 8 requests at a time, and drawn tokens with uniforms 3.6e-6 off a token's boundary, as batches
-    round differently. Each message arrives alone: Ray gathers 128 MiB, so a job of hours would show no progress."""
+    """The command is as written, with 8 requests at a time and with draws 3.6e-6 off a token's boundary, since batches
+    round differently. Each message arrives alone: Ray gathers 128 MiB, so an hours-long job would show no progress."""
     from ray.data import Dataset
 
     count = len((ROOT / "flexhybrid/shipped/prompts.txt").read_text().splitlines())
@@ -189,7 +189,7 @@ def config(tiny, model=None, layer_bytes=None):
 
 
 def test_actors_compute_as_the_machine_that_started_the_job(tiny, monkeypatch):
-    """Whatever is the fastest where they run."""
+    """They ignore which dtype and kernels are fastest on their own machine."""
     from flexhybrid.jobs.run.remote import actor_config
 
     monkeypatch.setenv(ATTENTION, "products")
@@ -200,8 +200,8 @@ def test_actors_compute_as_the_machine_that_started_the_job(tiny, monkeypatch):
         assert actor.problem.attention == llm.problem.attention and set(actor.problem.attention[:3]) == {"products"}
 
 
-def test_an_actor_gives_the_same_messages_when_a_batch_is_done_again(tiny, tmp_path):
-    """Ray counts the pieces of retried work: what came before is not sent again."""
+def test_an_actor_sends_the_same_messages_when_a_batch_is_retried(tiny, tmp_path):
+    """Ray counts the pieces of retried work and does not send earlier ones again."""
     from flexhybrid.jobs.run.remote import LINES, Actor, pa
 
     lines = requests(tmp_path / "in.jsonl", 6).read_bytes().splitlines()[:3]
@@ -256,7 +256,7 @@ def test_one_executor_a_gpu_or_actors_per_node(nodes, device, asked, expected):
     assert (found.size, found.actors_per_node, found.cpus, found.gpus) == expected
 
 
-def test_what_the_cluster_lacks_is_said(run, tmp_path, monkeypatch, capsys):
+def test_missing_resources_of_the_cluster_are_named(run, tmp_path, monkeypatch, capsys):
     source = requests(tmp_path / "in.jsonl", 2)
     ray = SimpleNamespace(nodes=lambda: [{"Alive": True, "Resources": {"CPU": 2}}])
     for device, actors, words in (("cuda", None, "no GPU"), ("cpu", 3, "has 2 CPUs"), ("cpu", 0, "--num-replicas 0")):

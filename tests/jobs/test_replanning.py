@@ -1,4 +1,4 @@
-"""A job that searches again while it runs: once, for a reason that it names, and with the same answers."""
+"""Test jobs that search again while they run: once, for a stated reason, with unchanged answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MIX = {"kv@host": 0.5, "act@host": 0.5}
 
 
 class AtOnce:
-    """A thread that has ended when it was started."""
+    """A thread that has ended when ``start`` returns."""
 
     def __init__(self, target, args, **_more):
         self.start = lambda: target(*args)
@@ -47,7 +47,7 @@ class AtOnce:
 
 @pytest.fixture
 def replanned(tmp_path, monkeypatch) -> list[str]:
-    """A machine a hundred times as slow as the profile says, and a search that always finds a mix; the reasons."""
+    """Set up a machine 100 times as slow as its profile, and a search that always finds a mix; return the reasons."""
     machine(slower=1e-3).save(tmp_path / "machine.json")
     monkeypatch.setattr(replanning, "WINDOW_S", 0.0)
     monkeypatch.setattr(replanning, "WINDOW_ITERATIONS", 1)
@@ -77,7 +77,7 @@ def answers(path):
 def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(
     tiny, tmp_path, capsys, monkeypatch, replanned, costs
 ):
-    """Requests that run end before the change, or move to the next batch: whichever costs less."""
+    """Running requests either end before the change or move to the next batch, whichever costs less."""
     monkeypatch.setattr(replanning, "change_costs", lambda *_: costs)
     moved, opened = [], runner.open_batch
     monkeypatch.setattr(runner, "open_batch", lambda *which, **more: moved.append(which[5:]) or opened(*which, **more))
@@ -92,7 +92,7 @@ def test_a_measured_rate_that_leaves_the_prediction_changes_the_policy_once(
 
 
 def job_of_loads(folder, task_s: float, ends: dict) -> Hardware:
-    """Write forty requests that load all of their context, and the record of a machine whose link decides."""
+    """Write forty requests that load all of their context, and the record of a machine that its link limits."""
     link, lines = (
         Line(task_s, 0.0, 3e-10),
         {"compute": Line(task_s, 1e-10, 1e-13), "host_compute": Line(1e-7, 0.0, 1e-10)},
@@ -109,8 +109,8 @@ FIRST = Policy("first", Placement(device=1), cache={"kv@host": 1.0}, max_batch=1
 
 @pytest.mark.parametrize("early", [True, False], ids=["trial", "windows"])
 def test_lines_that_take_longer_correct_the_record_and_the_search(tiny, tmp_path, monkeypatch, capsys, early):
-    """A link that takes three times as long as its record says: known after the six iterations of a trial, or else
-    after three windows. The real search finds better for it, and the tokens are those of a run that goes on."""
+    """The link takes three times as long as recorded. This is known after the six iterations of a trial, or else after
+    three windows. The real search then finds a better policy. The tokens are those of an unchanged run."""
     known = job_of_loads(tmp_path, 1e-7, {"max_tokens": 9})
     true, add, seen, init = known.scaled({"h2d": 3.0}), LineTimes.add, [], Replanner.__init__
 
@@ -152,8 +152,8 @@ def test_lines_that_take_longer_correct_the_record_and_the_search(tiny, tmp_path
     assert reason in told.partition("replanned  ")[2]
 
 
-def test_a_search_anew_finds_a_policy_for_answers_that_end_early(tiny, tmp_path, monkeypatch):
-    """Answers that end after a few tokens of forty. The tokens are those of a run that goes on."""
+def test_a_second_search_finds_a_policy_for_short_answers(tiny, tmp_path, monkeypatch):
+    """Answers end after a few of forty tokens. The tokens are those of an unchanged run."""
     job_of_loads(tmp_path, 1e-4, {"max_tokens": 40, "stop_token_ids": list(range(3, 61, 3))})
     for place, name, value in (
         (runner, "settle_policy", lambda *_: FIRST),
@@ -201,7 +201,7 @@ def test_a_named_policy_is_kept(tiny, tmp_path, replanned):
 
 
 class Seconds:
-    """A clock for the iterations of an outlook, in place of ``time``."""
+    """A clock for the iterations of an outlook, instead of the module ``time``."""
 
     def __init__(self):
         self.now = 0.0
@@ -212,7 +212,7 @@ class Seconds:
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Return what a batch of 4 at a time, whose iterations should take 4 seconds, says as they take others."""
+    """Return a function that runs iterations with the given seconds (4 s are predicted) and returns the reasons."""
     clock = Seconds()
     monkeypatch.setattr(outlook_module, "time", clock)
 
@@ -237,21 +237,21 @@ def watched(monkeypatch):
 
 
 @pytest.mark.parametrize("times", [1.3, 0.7])
-def test_seconds_that_stay_away_from_the_prediction_are_told(watched, times):
+def test_a_lasting_difference_from_the_prediction_is_a_reason(watched, times):
     watch, said = watched([4.0 * times] * 80)
     assert watch.slower == pytest.approx([times] * 3) and said
     assert said[0] == f"iterations took {times:.2f} times as long as predicted"
 
 
 def test_noise_a_start_and_bursts_are_no_reason(watched):
-    """Iterations that differ by a half, the first ones slow, and two windows of every four."""
+    """Iterations vary by 50 %; the first ones are slow; or two of every four windows are slow."""
     noise = 4.0 * np.random.default_rng(3).uniform(0.5, 1.5, 400)
     assert watched(noise)[1] == []
     assert watched([40.0] * 16 + [4.0] * 300)[1] == []
     assert watched(([4.0] * 32 + [8.0] * 32) * 5)[1] == []
 
 
-def test_answers_of_other_lengths_are_told_once_enough_have_ended(watched):
+def test_other_answer_lengths_are_a_reason_once_enough_have_ended(watched):
     _, said = watched([4.0] * 400, answer_tokens=20)
     assert said and said[0] == "answers have 20 tokens on average, not 64"
     assert watched([4.0] * 300, answer_tokens=20)[1] == []  # 60 answers
@@ -259,7 +259,7 @@ def test_answers_of_other_lengths_are_told_once_enough_have_ended(watched):
 
 
 def test_without_times_of_lines_the_limiting_resource_is_slower():
-    """As on a GPU."""
+    """A GPU reports no seconds of single lines."""
     llm = SimpleNamespace(problem=SimpleNamespace(hardware=toy_machine.machine()))
     replanner = Replanner(llm, SimpleNamespace(total_s=1.0, binding="h2d"))
     hardware, words = replanner._measured(SimpleNamespace(line_times=dict), {}, 1.5)
@@ -267,7 +267,7 @@ def test_without_times_of_lines_the_limiting_resource_is_slower():
 
 
 def test_what_a_change_costs_by_hand():
-    """An iteration takes 2 s, a prompt's token 0.1 s more; two places, whose requests have 3 and 9 tokens to come."""
+    """An iteration takes 2 s, and 0.1 s more per prompt token. Two running requests have 3 and 9 tokens left."""
     outlook = Outlook(PACE, Workload(np.array([5, 7, 4]), np.array([4, 10, 6])), np.array([0, 0, 2]))
     outlook.begin(0)
     outlook.begin(1)
@@ -284,9 +284,9 @@ def test_what_a_change_costs_by_hand():
 PACE = IterationCost({"compute": np.array([2.0, 0, 0, 0, 0, 0, 0.1, 0, 0, 0])}, 1, (1.0, 1.0))
 
 
-def test_auto_takes_another_policy_where_the_longest_requests_leave_room_for_few(monkeypatch):
-    """A batch of mean lengths fits this device, but not one with the longest in it: a search of mean lengths alone
-    would take six requests at a time and nine times the seconds."""
+def test_auto_plans_for_the_longest_requests_too(monkeypatch):
+    """A batch of mean lengths fits this device, but a batch with the longest request does not. A search of mean lengths
+    alone would choose six requests at a time, which takes nine times the seconds."""
     lengths = np.r_[np.random.default_rng(0).integers(4, 40, 60), 60]
     waiting = Workload(lengths, np.full(61, 64))
     machine, budgets = toy_machine.machine(), Budgets(device=2**24, host=2**30)
@@ -302,8 +302,9 @@ def test_auto_takes_another_policy_where_the_longest_requests_leave_room_for_few
     assert seconds(chosen) < 0.2 * seconds(quick)
 
 
-def test_auto_weighs_what_prompts_share():
-    """A search for equal prompts alone would keep token ids, which share nothing: 2.5 times the seconds of act_only."""
+def test_auto_prices_shared_prefixes():
+    """A search for equal prompts would choose token ids, which share nothing and take 2.5 times the seconds of
+    act_only."""
     lengths = 256 + np.random.default_rng(0).integers(4, 40, 64)
     common = Prefixes(np.array([256]), np.array([-1]), np.zeros(64, np.int64))
     waiting = Workload(lengths, np.full(64, 16), prefixes=common)

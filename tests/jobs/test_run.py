@@ -1,4 +1,4 @@
-"""The run command: every line of the input answered once, whatever happens; formats, errors, order."""
+"""Test `flexhybrid run`: every line of the input is answered once; formats, errors, interrupts and order."""
 
 import contextlib
 import errno
@@ -51,7 +51,7 @@ SHIPPED = shipped.CHECKPOINT
 
 @pytest.fixture(autouse=True)
 def no_profile(tmp_path, monkeypatch):
-    """What is known of this machine decides nothing here."""
+    """Use an empty cache folder: no profile of this machine affects these tests."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
 
 
@@ -76,7 +76,7 @@ def out(tmp_path) -> Path:
 
 
 def known_machine() -> Hardware:
-    """One of which speeds are predicted, however badly."""
+    """Return a machine with made-up speeds, so that predictions exist."""
     lines = {key: Line(1e-4, 1e-12, 1e-10) for key in ("compute", "h2d", "d2h", "host_compute")}
     return Hardware("local", "cpu", lines, dtype="float32")
 
@@ -91,15 +91,16 @@ def by_id(path: Path) -> dict[str, dict]:
 
 
 def test_answers_are_those_of_generate_in_openais_form(tiny, source, out, tiny_llm, capsys):
-    assert run(source, out, tiny) == 0
+    assert run(source, out, tiny, "--seed", "4") == 0
     told = capsys.readouterr().out
     assert "12 answered, 0 refused, 0 left of 12 lines" in told and "tokens of answers in all; " in told
     assert "no speed: this machine is not profiled" in told and "limited by" not in told
     assert "tokens/s; the whole command " in told
     asked = read(source)
+    assert len({line_seed(seed, number) for seed in (0, 4) for number in (1, 2)}) == 4
     params = [
         SamplingParams(
-            max_tokens=one["body"]["max_tokens"], temperature=one["body"]["temperature"], seed=line_seed(0, number)
+            max_tokens=one["body"]["max_tokens"], temperature=one["body"]["temperature"], seed=line_seed(4, number)
         )
         for number, one in enumerate(asked, 1)
     ]
@@ -119,16 +120,8 @@ def test_answers_are_those_of_generate_in_openais_form(tiny, source, out, tiny_l
         }  # fmt: skip
 
 
-def test_a_second_run_of_the_same_command_has_nothing_to_do(tiny, source, out, capsys, monkeypatch):
-    assert run(source, out, tiny) == 0
-    before = out.read_bytes()
-    monkeypatch.setattr(LLM, "generate", None)
-    assert run(source, out, tiny) == 0
-    assert out.read_bytes() == before and "12 before this run" in capsys.readouterr().out
-
-
 def test_killed_anywhere_and_resumed_nothing_is_lost_or_changed():
-    """SIGKILL at one point of each of the nine kinds; ``make soak`` does more of it."""
+    """SIGKILL comes at one point of each of the nine kinds; ``make soak`` tries more."""
     amounts = {"--requests": 12, "--points": 11, "--timed": 0, "--batch": 8, "--disk-step": 0}
     words = [sys.executable, str(ROOT / "tests/soak.py"), *(str(one) for pair in amounts.items() for one in pair)]
     done = warm_python.run(words, timeout=280)
@@ -136,8 +129,8 @@ def test_killed_anywhere_and_resumed_nothing_is_lost_or_changed():
     assert json.loads(done.stdout)["killed"] >= 10
 
 
-def test_a_resumed_run_expects_answers_as_long_as_those_that_ended(tiny, tmp_path, monkeypatch):
-    """Of 24 answers, 12 with limits of 3 to 5 are there, of 2 tokens each by what the file says."""
+def test_a_resumed_run_expects_answers_as_long_as_those_that_ended(tiny, tmp_path, capsys, monkeypatch):
+    """12 of 24 answers are there. Their limits are 3 to 5 tokens; the file says that each has 2 tokens."""
     source, out = requests(tmp_path / "in.jsonl", 24), tmp_path / "out.jsonl"
     assert run(source, out, tiny) == 0
     lines = [answered for answered in read(out) if int(answered["custom_id"][1:]) % 5 >= 2][:12]
@@ -154,6 +147,7 @@ def test_a_resumed_run_expects_answers_as_long_as_those_that_ended(tiny, tmp_pat
     monkeypatch.setattr(run_module, "forecast", lambda llm, known: predicted.append(known) or forecast_of(llm, known))
     monkeypatch.setattr(AnswerLengths, "__init__", learns)
     assert run(source, out, tiny, "--max-num-seqs", "3") == 0 and len(by_id(out)) == 24
+    assert "3 answers at a time" in capsys.readouterr().out
     assert admitted[0][:6].tolist() == [0, 0, 12, 0, 0, 0]
     assert predicted[0].max_tokens.max() > 2 and predicted[0].answers.tolist() == [
         min(2, limit) for limit in predicted[0].max_tokens.tolist()
@@ -161,7 +155,7 @@ def test_a_resumed_run_expects_answers_as_long_as_those_that_ended(tiny, tmp_pat
 
 
 def test_answers_are_on_the_disk_while_the_batch_runs(tiny, tmp_path, monkeypatch):
-    """Each of them in the iteration in which its last token is heard of: nobody waits for the longest one."""
+    """Each answer is written in the iteration of its last token, before longer answers end."""
     limits = [1, 3, 30, 2, 9]  # of one batch
     source, out, there = tmp_path / "in.jsonl", tmp_path / "out.jsonl", []
     source.write_text(
@@ -180,7 +174,7 @@ def test_answers_are_on_the_disk_while_the_batch_runs(tiny, tmp_path, monkeypatc
 
 
 def test_a_tail_torn_at_any_byte_is_repaired(tiny, tmp_path):
-    """Every truncation within the last two lines keeps what was whole, and loses nothing else."""
+    """Any truncation within the last two lines keeps all whole lines."""
     lines = [error_line(n, Refused("c", f"text {n} “é”")) for n in range(1, 5)]
     path = tmp_path / "out.jsonl"
     for cut in range(len(b"".join(lines[:2])), len(b"".join(lines)) + 1):
@@ -217,8 +211,8 @@ def test_damage_before_the_tail_is_refused_and_nothing_touched(tiny, source, out
     assert run(source, out, tiny, "--overwrite") == 0 and len(by_id(out)) == 12
 
 
-def test_a_disk_that_fails_at_any_operation_costs_one_line_and_no_answer(tiny, tmp_path, capsys, monkeypatch):
-    """A part of the points of ``make soak``; answers come at once."""
+def test_a_disk_failure_gives_one_line_and_loses_no_answer(tiny, tmp_path, capsys, monkeypatch):
+    """This covers some of the faults of ``make soak``; answers come at once."""
     monkeypatch.setattr(Engine, "run", answer_at_once)
     monkeypatch.setattr(answers_module, "ROOM_WAIT_S", 0.0)
     job = tmp_path / "job"
@@ -248,8 +242,8 @@ def test_a_disk_that_fails_at_any_operation_costs_one_line_and_no_answer(tiny, t
 
 @pytest.mark.parametrize("kind", ["full", "left", "ascii", "none"])
 @pytest.mark.parametrize("more", [[], ["--json"]])
-def test_no_stream_ends_a_command(tiny, tmp_path, monkeypatch, kind, more):
-    """A full disk under stdout and stderr, a reader that has left, a name that ASCII cannot say, streams closed."""
+def test_broken_output_streams_do_not_end_a_command(tiny, tmp_path, monkeypatch, kind, more):
+    """stdout and stderr are on a full disk, have no reader, cannot encode a name, or are closed."""
     source, out = requests(tmp_path / "é.jsonl", 2), tmp_path / "é.out"
     simulate = ["simulate", "--system", "kv_only", "--model", "opt-1.3b", "--hardware", "t4", "--batch", "8"]
     simulate += ["--input-len", "64", "--output-len", "8"]
@@ -270,7 +264,7 @@ def test_no_stream_ends_a_command(tiny, tmp_path, monkeypatch, kind, more):
 
 @pytest.mark.parametrize("short", [False, True])
 def test_while_a_disk_is_full_answers_wait_and_the_run_goes_on(tiny, source, out, tmp_path, capsys, monkeypatch, short):
-    """Room is made after some attempts: the batch has ended by then or not, and every line is there once."""
+    """Some attempts to write fail, up to after the batch's end; then every line is written once."""
     assert run(source, tmp_path / "whole.jsonl", tiny) == 0
     expected, write = by_id(tmp_path / "whole.jsonl"), os.write
     monkeypatch.setattr(answers_module, "RETRY_S", 1e-6)
@@ -294,7 +288,7 @@ def test_while_a_disk_is_full_answers_wait_and_the_run_goes_on(tiny, source, out
         assert told.count("answers wait in memory: make room") == told.count("what waited is written") == 1
 
 
-def test_too_many_answers_that_wait_end_the_run_with_whole_lines(tiny, source, out, capsys, monkeypatch):
+def test_too_many_waiting_answers_end_the_run_with_whole_lines(tiny, source, out, capsys, monkeypatch):
     monkeypatch.setattr(answers_module, "MOST_WAITING_BYTES", 500)
 
     def full(fd, data):
@@ -307,14 +301,14 @@ def test_too_many_answers_that_wait_end_the_run_with_whole_lines(tiny, source, o
     assert run(source, out, tiny) == 0 and len(by_id(out)) == 12
 
 
-def test_one_writer_a_file(tiny, source, out, capsys):
+def test_a_file_has_one_writer(tiny, source, out, capsys):
     file = AnswerFile(out)
     assert run(source, out, tiny) == 2 and "another run is writing" in capsys.readouterr().err
     file.close()
     assert run(source, out, tiny) == 0
 
 
-def test_a_resume_that_differs_is_refused_and_says_in_what(tiny, source, out, tmp_path, capsys):
+def test_a_resume_with_other_options_is_refused_and_names_them(tiny, source, out, tmp_path, capsys):
     assert run(source, out, tiny, "--verify") == 0
     before = out.read_bytes()
     assert run(source, out, tiny, "--seed", "5") == 2
@@ -325,7 +319,7 @@ def test_a_resume_that_differs_is_refused_and_says_in_what(tiny, source, out, tm
     assert "the input was changed: 12 answers kept; other lines" in capsys.readouterr().out
 
 
-def test_a_run_that_could_serve_nothing_leaves_the_output_to_its_correction(tiny, source, out, capsys):
+def test_a_run_without_any_answer_can_be_corrected(tiny, source, out, capsys):
     source.write_text("texts that are\nno JSON\n")
     assert run(source, out, tiny) == 2
     assert "line 1: the line is not JSON" in (message := capsys.readouterr().err) and "--format text" in message
@@ -334,7 +328,7 @@ def test_a_run_that_could_serve_nothing_leaves_the_output_to_its_correction(tiny
     assert run(source, out, tiny, "--seed", "5") == 2  # from now on there is something to lose
 
 
-def test_limits_beyond_what_the_model_takes_are_told(tiny, source, out, capsys):
+def test_limits_beyond_the_models_positions_are_reported(tiny, source, out, capsys):
     limits = {"within": 90, "beyond": 91, "far": 10**6, "all": None}  # the model takes 96 tokens
     lines = [line(name, prompt=[5] * 6, max_tokens=limit, stop=[]) for name, limit in limits.items()]
     source.write_text("\n".join(lines) + "\n")
@@ -361,6 +355,7 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
         json.dumps({"prompts": [5], "n": 1}): "missing_required_parameter",  # a body alone, but for a letter
         line("stream", prompt=[5], stream=True): "unsupported_parameter",
         line("tools", prompt=[5], tools=[{}]): "unsupported_parameter",
+        line("slip", promt="x"): "missing_required_parameter",
         line("typo", prompt=[5], max_token=3): "unknown_parameter",
         line("misspelt", prompt=[5], temperature=0, top_P=3): "unknown_parameter",
         line("n", prompt=[5], n=2, best_of=3): "invalid_value",
@@ -383,6 +378,7 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
     assert {name: params[name] for name in wrong} == wrong
     told = {row["custom_id"]: row["response"]["body"]["error"]["message"] for row in read(errors)}
     assert "unless the line is a body alone" not in told["g"]
+    assert "prompt is missing; unknown field 'promt': did you mean 'prompt'?" in told["slip"]
     assert [text for text in told.values() if 'no prompt and no messages, but "prompts", "n"' in text]
     assert "body is missing" in told["bare"] and "body is null" in told["null"] and "url is missing" in told["nowhere"]
     found = {row["id"]: row["response"] for row in read(errors)}
@@ -394,9 +390,9 @@ def test_bad_lines_become_errors_with_their_number_and_the_rest_runs(tiny, tmp_p
             assert error["message"].startswith(f"line {number}: ") and error["type"] == "invalid_request_error"
     assert not found
     assert run(source, out, tiny, "--errors", str(errors)) == 0  # and both files are read again
-    assert "29 before this run" in capsys.readouterr().out
+    assert "30 before this run" in capsys.readouterr().out
     before = errors.read_bytes()
-    assert run(source, out, tiny, "--overwrite") == 0 and len(read(out)) == 29
+    assert run(source, out, tiny, "--overwrite") == 0 and len(read(out)) == 30
     assert "kept its refused lines in errors.jsonl, which is left as it is" in capsys.readouterr().out
     assert errors.read_bytes() == before
     assert run(source, out, tiny, "--overwrite") == 0 and "left as it is" not in capsys.readouterr().out
@@ -450,7 +446,7 @@ def test_chat_lines_go_through_the_tokenizers_template(source, out, tmp_path, ca
     assert "odd role" in rows["c"]["body"]["error"]["message"]
 
 
-def test_requests_that_name_no_sampling_have_the_checkpoints_then_the_commands(tmp_path, capsys):
+def test_sampling_defaults_are_the_commands_then_the_checkpoints(tmp_path, capsys):
     save_opt(tmp_path / "model")
     path = tmp_path / "model" / "generation_config.json"
     path.write_text(json.dumps({"temperature": 0, "max_new_tokens": 3, "eos_token_id": 60}))
@@ -473,22 +469,7 @@ def test_requests_that_name_no_sampling_have_the_checkpoints_then_the_commands(t
     assert "--chat-template-kwargs is '[]'; it must be an object like" in capsys.readouterr().err
 
 
-def test_random_tokens_hang_on_seed_and_line_not_on_company(tiny, tmp_path):
-    source = tmp_path / "in.jsonl"
-    lines = [line(f"r{i}", prompt=[5, 6], max_tokens=8, temperature=2.0, ignore_eos=True) for i in range(6)]
-    source.write_text("\n".join(lines))
-    outs = {}
-    for name, more in {"a": [], "b": ["--seed", "1"], "c": []}.items():
-        policy = tmp_path / f"{name}.json"
-        policy.write_text(json.dumps({"name": name, "cache": {"kv@host": 1.0}, "max_batch": 6 if name == "a" else 2}))
-        assert run(source, tmp_path / f"{name}.out", tiny, *more, policy=str(policy)) == 0
-        outs[name] = by_id(tmp_path / f"{name}.out")
-    tokens = {name: [r["body"]["choices"][0]["token_ids"] for r in rows.values()] for name, rows in outs.items()}
-    assert outs["a"] == outs["c"] and outs["a"] != outs["b"]
-    assert len({tuple(one) for one in tokens["a"]}) == 6
-
-
-def test_a_system_prompt_of_all_lines_is_computed_once_and_answers_stay(tiny, tmp_path, capsys):
+def test_a_shared_system_prompt_is_computed_once_with_equal_answers(tiny, tmp_path, capsys):
     system = np.random.default_rng(0).integers(3, 61, 40).tolist()
     lines = [line(f"r{i}", prompt=[*system, 3 + i], max_tokens=4, temperature=i % 2, n=1 + i % 3) for i in range(8)]
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
@@ -537,24 +518,14 @@ def test_an_interrupt_ends_the_iteration_and_the_next_run_goes_on(
     assert by_id(out) == by_id(tmp_path / "whole.jsonl")
 
 
-def test_an_interrupt_before_the_first_answer_says_what_it_leaves(tiny, tmp_path, capsys, monkeypatch):
-    def stopped(*setting):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(opening, "measure_for_model", stopped)
-    assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny, "--reprofile", policy="auto") == 130
-    assert "stopped: nothing was written; give the same command again" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.glob("out*")] == []
-
-
 def test_the_whole_command_is_timed_from_its_beginning(tiny, tmp_path, capsys, monkeypatch):
-    """With the imports, which are done before a run begins."""
+    """The time includes imports, which are done before a run begins."""
     monkeypatch.setattr(cli, "time", SimpleNamespace(time=lambda: time.time() - 3600))
     assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny) == 0
     assert "the whole command 60 min" in capsys.readouterr().out
 
 
-def test_the_speed_is_without_compiling_which_is_said(tiny, tmp_path, capsys, monkeypatch):
+def test_compile_time_is_reported_apart_from_the_speed(tiny, tmp_path, capsys, monkeypatch):
     event = pytest.importorskip("numba.core.event")
 
     def compiles(self, *given, answer=LLM.answer, **more):
@@ -576,14 +547,7 @@ def test_the_speed_is_without_compiling_which_is_said(tiny, tmp_path, capsys, mo
     assert "compiled   new kernels in 0." in capsys.readouterr().out
 
 
-def test_so_many_requests_at_a_time_and_no_more(tiny, source, out, tmp_path, capsys):
-    assert run(source, tmp_path / "whole.jsonl", tiny) == 0
-    assert run(source, out, tiny, "--max-num-seqs", "0") == 2 and "--max-num-seqs is 0" in capsys.readouterr().err
-    assert run(source, out, tiny, "--max-num-seqs", "3") == 0
-    assert "3 answers at a time" in capsys.readouterr().out and by_id(out) == by_id(tmp_path / "whole.jsonl")
-
-
-def test_a_copy_of_the_weights_is_told_how_to_go_on(tiny, source, out, tmp_path, capsys):
+def test_copied_weights_with_another_time_are_refused_with_advice(tiny, source, out, tmp_path, capsys):
     copy = tmp_path / "copy"
     shutil.copytree(tiny, copy)
     assert run(source, out, copy) == 0
@@ -592,10 +556,8 @@ def test_a_copy_of_the_weights_is_told_how_to_go_on(tiny, source, out, tmp_path,
     assert "mtime_ns was" in (error := capsys.readouterr().err) and "touch -d @SECONDS" in error
 
 
-def test_an_output_of_another_model_is_refused_by_the_names_of_its_files(
-    tiny, source, out, tmp_path, capsys, monkeypatch
-):
-    """Before this one's machine is measured."""
+def test_an_output_of_another_model_is_refused_with_its_changed_files(tiny, source, out, tmp_path, capsys, monkeypatch):
+    """The refusal comes before the machine is measured."""
     assert run(source, out, tiny) == 0
     before, other = out.read_bytes(), tmp_path / "other"
     save_opt(other, layers=3)
@@ -631,7 +593,7 @@ def test_an_output_of_another_run_is_refused_before_the_machine_is_measured(
     assert words in capsys.readouterr().err
 
 
-def test_the_machine_is_measured_where_a_policy_is_to_be_searched(tiny, tmp_path, capsys, monkeypatch):
+def test_the_machine_is_measured_only_if_a_policy_is_searched(tiny, tmp_path, capsys, monkeypatch):
     source, out, measured = requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", []
     monkeypatch.setattr(opening, "measure_for_model", lambda *_: measured.append(1) or known_machine())
     assert run(source, out, tiny, policy="auto") == 0 and not measured
@@ -674,7 +636,7 @@ def test_a_device_out_of_memory_halves_the_mini_batch_and_loses_nothing(
     assert run(source, tmp_path / "x.jsonl", tiny) == 2 and "too little memory" in capsys.readouterr().err
 
 
-def test_paths_in_each_others_way_are_refused(tiny, tmp_path, capsys):
+def test_conflicting_paths_are_refused(tiny, tmp_path, capsys):
     source = requests(tmp_path / "in.jsonl")
     before = source.read_bytes()
     assert run(source, source, tiny) == 2 and "the same file" in capsys.readouterr().err
@@ -696,8 +658,8 @@ def test_paths_in_each_others_way_are_refused(tiny, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("option", ["-o", "--errors", "--trace", "--report"])
-def test_no_file_is_named_as_what_it_does_not_hold(tiny, tmp_path, capsys, option):
-    """Each option with each ending of data, text and packed files: refused in a line, or the very format."""
+def test_an_output_path_must_have_the_ending_of_its_format(tiny, tmp_path, capsys, option):
+    """Every other ending of data, text and packed files is refused in one line."""
     own = {"-o": ".jsonl", "--errors": ".jsonl", "--trace": ".json", "--report": ".md"}[option]
     source = requests(tmp_path / "in.jsonl", 1)
     for ending in (".csv", ".tsv", ".xlsx", ".html", ".pdf", ".jsonl.gz", ".zst", ".parquet", ".md", ".jsonl", ".json"):
@@ -742,7 +704,7 @@ def test_a_request_that_fits_no_budget_is_refused_alone(tiny, source, out, tmp_p
     assert not (tmp_path / "other.jsonl").exists(), "it never began"
 
 
-def test_a_cache_that_cannot_be_written_is_told_before_the_measurement(tiny, tmp_path, capsys, monkeypatch):
+def test_an_unwritable_cache_is_reported_before_the_measurement(tiny, tmp_path, capsys, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr("flexhybrid.jobs.profile.job.profile", None)
@@ -750,14 +712,14 @@ def test_a_cache_that_cannot_be_written_is_told_before_the_measurement(tiny, tmp
     assert f"cannot keep profiles in {tmp_path}/file/cache: " in capsys.readouterr().err
 
 
-def test_a_quote_that_is_never_closed_swallows_no_rows(tiny, tmp_path, capsys):
+def test_an_unclosed_quote_is_an_error(tiny, tmp_path, capsys):
     (tmp_path / "in.csv").write_text('n,q\n1,one\n2,"two\n3,three\n')
     assert run(tmp_path / "in.csv", tmp_path / "out.jsonl", SHIPPED, "--column", "q") == 2
     assert "in.csv, line 4: unexpected end of data (a quote not closed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("free_bytes", [None, 1 << 24, 1 << 45])
-def test_memory_that_is_free_is_the_budget_and_changes_no_answer(tiny, tmp_path, monkeypatch, free_bytes):
+def test_free_memory_is_the_default_budget_and_changes_no_answer(tiny, tmp_path, monkeypatch, free_bytes):
     loaded, from_arguments = [], LLM.from_arguments
     monkeypatch.setattr(LLM, "from_arguments", lambda given: loaded.append(from_arguments(given)) or loaded[-1])
     monkeypatch.setattr(memory_here, "free_host_bytes", lambda: free_bytes)
@@ -770,7 +732,7 @@ def test_memory_that_is_free_is_the_budget_and_changes_no_answer(tiny, tmp_path,
     assert by_id(tmp_path / "out.jsonl") == by_id(tmp_path / "as_ever.jsonl")
 
 
-def test_where_too_little_memory_is_free_what_is_needed_is_said(tiny, tmp_path, monkeypatch, capsys):
+def test_too_little_free_memory_is_an_error_with_the_need(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(memory_here, "free_host_bytes", lambda: 1 << 12)
     assert run(requests(tmp_path / "in.jsonl"), tmp_path / "out.jsonl", tiny) == 2
     assert "needs at least" in capsys.readouterr().err
@@ -811,8 +773,8 @@ FORECASTS = [
 
 
 @pytest.mark.parametrize("lengths, policy", FORECASTS)
-def test_a_forecast_is_what_the_virtual_clock_takes_for_all_of_it(tiny, policy, lengths):
-    """A few steps stand for the others, whatever the mix of lengths and wherever mini-batches end."""
+def test_a_forecast_agrees_with_the_virtual_clock_for_the_whole_run(tiny, policy, lengths):
+    """The forecast prices a few steps, for any mix of lengths and any ends of mini-batches."""
     from sim import catalogue, virtual_clock
 
     if policy == "disk":
@@ -828,7 +790,7 @@ def test_a_forecast_is_what_the_virtual_clock_takes_for_all_of_it(tiny, policy, 
         assert forecast(llm, workload).seconds == pytest.approx(iteration_ends(trace)[-1], rel=0.04)
 
 
-def test_weights_that_lie_elsewhere_than_planned_are_an_error(tiny, tmp_path, capsys, monkeypatch):
+def test_weights_placed_otherwise_than_planned_are_an_error(tiny, tmp_path, capsys, monkeypatch):
     def load(self, load=LLM.load):
         placed = load(self)
         return placed | {"device": placed["host"], "host": 0}
@@ -870,7 +832,7 @@ def test_a_trace_and_a_report_on_request(tiny, source, out, tmp_path, capsys):
         ("kv_only", {}, False),
     ],
 )
-def test_the_plan_says_where_the_search_found_no_mix(tiny, tmp_path, capsys, monkeypatch, policy, cache, said):
+def test_the_plan_says_if_no_mix_would_be_faster(tiny, tmp_path, capsys, monkeypatch, policy, cache, said):
     monkeypatch.setattr(machine, "best_policy", lambda *setting: Policy("searched", Placement(host=1.0), cache=cache))
     known_machine().save(tmp_path / "machine.json")
     asked = ["--hardware", str(tmp_path / "machine.json")]
@@ -879,8 +841,8 @@ def test_the_plan_says_where_the_search_found_no_mix(tiny, tmp_path, capsys, mon
     assert plan.endswith("; a mix with recomputed context would not be faster") == said
 
 
-def test_a_stop_says_what_is_kept(tiny, tmp_path, capsys, monkeypatch):
-    """Nothing, before there is an answer; else those of the run before as well."""
+def test_an_interrupt_says_what_is_kept(tiny, tmp_path, capsys, monkeypatch):
+    """Before the first answer nothing is kept; later, the answers of earlier runs are kept as well."""
     source, out = requests(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
 
     def stopped(*_):
@@ -890,6 +852,10 @@ def test_a_stop_says_what_is_kept(tiny, tmp_path, capsys, monkeypatch):
         patch.setattr("flexhybrid.jobs.run.job.index_requests", stopped)
         assert run(source, out, tiny) == 130
         assert "stopped: nothing was written; give the same command again" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(opening, "measure_for_model", stopped)
+        assert run(source, out, tiny, "--reprofile", policy="auto") == 130
+        assert "stopped: nothing was written" in capsys.readouterr().err and not [*tmp_path.glob("out*")]
     assert run(source, out, tiny) == 0
     capsys.readouterr()
     with source.open("a") as more:

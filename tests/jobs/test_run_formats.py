@@ -1,4 +1,4 @@
-"""What a run reads and writes beside JSON lines: tables, datasets, packed files, chats of plain prompts, Parquet."""
+"""Test input and output formats other than JSON lines: tables, datasets, packed files, chats and Parquet."""
 
 import codecs
 import gzip
@@ -25,7 +25,7 @@ PROMPTS = ["def close(self):", 'a "quoted", text\nof two lines', "import os"]
 
 @pytest.fixture
 def asked(tmp_path, monkeypatch) -> list[str]:
-    """The prompts that the model is given, as texts. Answers come at once: the prompt's last token."""
+    """Return the prompts given to the model, as texts. Its answers come at once: the prompt's last token."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     texts: list[str] = []
 
@@ -46,7 +46,7 @@ def run(source, out: Path, *more) -> int:
 
 
 def sources(folder: Path) -> dict[str, tuple[Path, list[str]]]:
-    """The same prompts in every format."""
+    """Write the same prompts in every format; return name -> (path, options)."""
     from datasets import Dataset, DatasetDict
 
     frame = pd.DataFrame({"n": [7, 8, 9], "q": PROMPTS})
@@ -61,7 +61,7 @@ def sources(folder: Path) -> dict[str, tuple[Path, list[str]]]:
     return files | {"dataset": (folder / "data", column), "split": (folder / "splits/train", column)}
 
 
-def test_every_format_asks_the_same(asked, tmp_path):
+def test_every_format_gives_the_same_requests(asked, tmp_path):
     for name, (source, column) in sources(tmp_path).items():
         asked.clear()
         assert run(source, tmp_path / f"{name}.jsonl", *column, "--id-column", "n") == 0, name
@@ -70,8 +70,8 @@ def test_every_format_asks_the_same(asked, tmp_path):
         assert [(row["id"][-1], row["custom_id"]) for row in rows] == [("1", "7"), ("2", "8"), ("3", "9")], name
 
 
-def test_lines_that_are_bodies_alone_are_requests_of_their_number(asked, tmp_path):
-    """As ``json.dumps({"prompt": …})`` writes them; a line that begins as Batch lines do must be whole."""
+def test_a_line_may_be_a_bare_body(asked, tmp_path):
+    """The custom_id is then "line-N". A line with any other field of a Batch line must be a whole Batch line."""
     lines = [{"prompt": PROMPTS[0]}, {"custom_id": "b", "prompt": PROMPTS[2], "max_tokens": 3}]
     lines += [{"prompt": "x", "url": "/v1/completions"}, {"text": "x"}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -113,6 +113,7 @@ def test_packed_lines_and_the_standard_input_are_read(asked, tmp_path, monkeypat
         ("semi.csv", ["--column", "q"], "{} has semicolons between its columns"),
         ("tabs.csv", [], "delimiter='\\t'))\" < {} > commas.csv"),
         ("in.jsonl", ["--max-tokens", "0"], "--max-tokens is 0; it must be at least 1\n"),
+        ("in.jsonl", ["--max-num-seqs", "0"], "--max-num-seqs is 0"),
         ("in.jsonl", ["--chat-template", "broken.jinja"], "--chat-template broken.jinja, line 2: Expected"),
         ("in.jsonl", ["--chat"], "--chat is of text and tables"),
         ("in.jsonl", ["--chat-template", "none.jinja"], "cannot read none.jinja"),
@@ -126,7 +127,7 @@ def test_packed_lines_and_the_standard_input_are_read(asked, tmp_path, monkeypat
         ("long.csv", ["--column", "q"], "{} has a line longer than 16777216 characters"),
     ],
 )
-def test_what_cannot_be_read_is_told_with_what_can(asked, tmp_path, monkeypatch, capsys, name, arguments, said):
+def test_unreadable_input_is_reported_with_the_remedy(asked, tmp_path, monkeypatch, capsys, name, arguments, said):
     monkeypatch.chdir(tmp_path)
     sources(tmp_path)
     (tmp_path / "cache").mkdir()
@@ -154,8 +155,8 @@ TEXT = "n,q\nMüller,Café?\nb,“ü”\n"
     + [("utf-32-le", codecs.BOM_UTF32_LE, None), ("utf-32-be", codecs.BOM_UTF32_BE, None), ("utf-8", b"", None)]
     + [("utf-16-le", codecs.BOM_UTF16_LE, "utf-16-le"), ("cp1252", b"", "cp1252"), ("utf-8", codecs.BOM_UTF8, None)],
 )
-def test_text_of_any_encoding_is_the_same_text(tmp_path, encoding, mark, named):
-    """Python's own codecs say what the bytes mean; packed or not."""
+def test_text_is_read_in_any_encoding(tmp_path, encoding, mark, named):
+    """Python's own codecs are the reference, for plain and packed files."""
     lines = [{"custom_id": "Müller", "prompt": "Café?"}, {"custom_id": "b", "prompt": "“ü”"}]
     jsonl = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines)
     for ending, text, columns in (("csv", TEXT, Columns("q", "n")), ("txt", TEXT, None), ("jsonl", jsonl, None)):
@@ -174,7 +175,7 @@ def test_text_of_any_encoding_is_the_same_text(tmp_path, encoding, mark, named):
                     open_lines(path, format_of(path), columns)
 
 
-def test_bytes_of_another_encoding_reach_no_id_and_no_prompt(asked, tmp_path):
+def test_wrongly_encoded_lines_are_refused(asked, tmp_path):
     (tmp_path / "in.csv").write_bytes(TEXT.encode("cp1252") + b"c,plain\n")
     (tmp_path / "in.txt").write_bytes("é\nplain\n".encode("cp1252"))
     (tmp_path / "in.jsonl").write_bytes(
@@ -194,7 +195,7 @@ def test_bytes_of_another_encoding_reach_no_id_and_no_prompt(asked, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["csv", "parquet", "dataset"])
-def test_a_column_named_twice_is_refused_where_it_is_used(tmp_path, form):
+def test_a_duplicate_column_is_refused_only_if_it_is_used(tmp_path, form):
     import pyarrow as pa
     from pyarrow import ipc, parquet
 
@@ -215,7 +216,7 @@ def test_a_column_named_twice_is_refused_where_it_is_used(tmp_path, form):
             open_lines(path, form, columns)
 
 
-def test_the_advice_for_semicolons_makes_a_file_that_is_read(asked, tmp_path, monkeypatch, capsys):
+def test_the_advice_for_semicolons_works(asked, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "semi.csv").write_text('n;q\n1;"import os, re"\n')
     assert run("semi.csv", tmp_path / "out.jsonl", "--column", "q") == 2
@@ -262,7 +263,7 @@ def test_prompts_of_a_table_become_chats(asked, tmp_path, capsys):
     assert "--chat answers them" in capsys.readouterr().err
 
 
-def test_a_template_that_is_not_used_is_named(asked, tmp_path, capsys):
+def test_an_unused_chat_template_is_noted(asked, tmp_path, capsys):
     from transformers import AutoTokenizer
 
     model = tmp_path / "chat"
@@ -279,8 +280,8 @@ def test_a_template_that_is_not_used_is_named(asked, tmp_path, capsys):
     assert "not used" not in capsys.readouterr().err and asked == ["</s>import", "<user>import<assistant>"]
 
 
-def test_a_parquet_of_answers_is_made_of_the_journal(asked, tmp_path, capsys, monkeypatch):
-    """It is whole or not there, and comes with the same command whatever happened before."""
+def test_answers_in_parquet_are_made_from_the_journal(asked, tmp_path, capsys, monkeypatch):
+    """The file is complete or absent. After a failure the same command writes it."""
     source, out = tmp_path / "in.txt", tmp_path / "out.parquet"
     source.write_text("import\n\ndef f():\n")
     write, rows = table_module._row, []
@@ -314,7 +315,7 @@ def test_checking_the_options_of_a_run_loads_no_torch():
     assert done.stdout == "False\n"
 
 
-def test_a_dataset_of_another_form_is_refused_with_a_sentence(tmp_path):
+def test_a_malformed_dataset_is_refused_in_one_line(tmp_path):
     for state in (
         "[]",
         '{"_data_files": [{"filename": "x"}]}',

@@ -1,4 +1,4 @@
-"""The run command on whatever a file may hold: generated lines and files, each line answered or refused."""
+"""Test `flexhybrid run` on generated, damaged and malformed input: each line is answered or refused."""
 
 import io
 import json
@@ -52,7 +52,7 @@ WHOLE = {
 
 @st.composite
 def files(draw, form: str) -> bytes:
-    """Anything, or a valid file damaged in some places."""
+    """Draw arbitrary bytes, or a valid file damaged in some places."""
     if draw(st.booleans()):
         return draw(st.binary(max_size=60))
     data = WHOLE[form]
@@ -63,7 +63,7 @@ def files(draw, form: str) -> bytes:
 
 
 @pytest.mark.parametrize("form", WHOLE)
-def test_any_file_is_read_or_refused_with_a_sentence(form, text_llm, tmp_path_factory):
+def test_any_file_is_read_or_refused_in_one_line(form, text_llm, tmp_path_factory):
     path = tmp_path_factory.mktemp("files") / "in"
     read_one = LineReader(LineRules(form, {"max_tokens": 4}, 0), text_llm.codec)
     seen = {"read": 0, "refused": 0}
@@ -92,7 +92,7 @@ def test_any_file_is_read_or_refused_with_a_sentence(form, text_llm, tmp_path_fa
 
 
 def test_a_text_of_many_megabytes_is_refused_by_its_beginning(text_llm, monkeypatch):
-    """The whole of it would take the tokenizer a minute and gigabytes."""
+    """To tokenize all of it would take a minute and gigabytes."""
     lengths = []
 
     class Counting:
@@ -110,8 +110,8 @@ NAMES = st.sampled_from(["a", "b", "\ud800", "\ud801"]) | st.text(max_size=2)
 
 
 @pytest.mark.parametrize("hashing", [hash, lambda name: 7, lambda name: -len(name)])
-def test_names_that_stand_twice_are_those_of_a_plain_search(monkeypatch, hashing):
-    """Whatever their hashes, which agree by chance once in 2**64."""
+def test_duplicate_names_are_those_of_a_plain_search(monkeypatch, hashing):
+    """The result must not depend on hashes, which agree by chance once in 2**64."""
     monkeypatch.setattr(index_module, "hash", hashing, raising=False)
 
     @given(st.lists(st.none() | NAMES, max_size=20))
@@ -124,8 +124,8 @@ def test_names_that_stand_twice_are_those_of_a_plain_search(monkeypatch, hashing
 
 
 @given(st.lists(st.text(st.characters(codec=None), max_size=30) | st.sampled_from(["", "a " * 700]), max_size=12))
-def test_prompts_encoded_together_are_those_of_the_tokenizer(text_llm, texts):
-    """Texts that are none and texts too long stop none of those beside them."""
+def test_prompts_encoded_together_equal_those_encoded_alone(text_llm, texts):
+    """Texts that are not valid or too long do not affect others."""
     codec, params = text_llm.codec, SamplingParams()
     for special in (True, False):
         for text, found in zip(texts, codec.check_all([(text, params) for text in texts], special_tokens=special)):
@@ -138,8 +138,8 @@ def test_prompts_encoded_together_are_those_of_the_tokenizer(text_llm, texts):
 
 
 @given(st.lists(st.binary(max_size=9) | st.just(b"\n"), max_size=30).map(b"".join), st.integers(1, 40))
-def test_lines_and_their_places_are_those_of_split(data, size):
-    """In blocks and chunks of any size, with lines beyond the longest."""
+def test_lines_and_their_offsets_are_those_of_split(data, size):
+    """Blocks and chunks have any size, and some lines are longer than the maximum."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("BLOCK_BYTES", size), ("CHUNK_BYTES", size), ("CHUNK_LINES", 3), ("MAX_LINE_BYTES", 50)):
             patch.setattr(index_module, name, value)
@@ -154,8 +154,8 @@ def test_lines_and_their_places_are_those_of_split(data, size):
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 1024])
-def test_a_request_index_counts_what_each_line_is_by_itself(text_llm, monkeypatch, chunk):
-    """Completions and chats in one file, lines refused for each reason, names that stand twice."""
+def test_a_request_index_agrees_with_reading_each_line_alone(text_llm, monkeypatch, chunk):
+    """The file has completions, chats, lines refused for every reason, and duplicate names."""
     monkeypatch.setattr(index_module, "CHUNK_LINES", chunk)
     monkeypatch.setattr(text_llm.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
     chat = {"messages": [{"role": "user", "content": "def f():"}], "max_tokens": 3}
@@ -187,8 +187,8 @@ def test_a_request_index_counts_what_each_line_is_by_itself(text_llm, monkeypatc
     assert 0 < index.valid.sum() < len(raws) and index.duplicates.sum() > 10
 
 
-def test_a_long_file_is_answered_while_it_is_counted(tiny, tmp_path, monkeypatch, capsys):
-    """Answers come before the last lines are counted; all lines are as if counted at once, also on resuming."""
+def test_a_long_file_is_answered_while_it_is_indexed(tiny, tmp_path, monkeypatch, capsys):
+    """Answers come before the last lines are indexed. The index is the same as made at once, also on resuming."""
     from flexhybrid.jobs.run import job
 
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
@@ -231,7 +231,7 @@ def test_a_long_file_is_answered_while_it_is_counted(tiny, tmp_path, monkeypatch
 
 
 def test_a_request_index_that_fails_ends_the_run(tiny, tmp_path, monkeypatch):
-    """In the thread, while requests are answered."""
+    """The thread that indexes fails while requests are answered."""
     from flexhybrid.jobs.run import job
 
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
@@ -249,7 +249,7 @@ FOUR = ("--overwrite", "--max-num-seqs", "4")
 
 
 def test_logits_that_are_not_finite_are_the_error_of_their_line(tmp_path, monkeypatch):
-    """A position whose row is no number is met by long prompts alone."""
+    """Only long prompts reach a position whose embedding is NaN."""
     model = save_opt(tmp_path / "model", layers=2)
     bodies = {f"r{i}": {"prompt": [5 + i] * (3 + 8 * i), "max_tokens": 4, "temperature": 0} for i in range(9)}
     whole = answered(tmp_path, tmp_path / "model", lines_of(bodies), *FOUR)
@@ -273,7 +273,7 @@ def test_logits_that_are_not_finite_are_the_error_of_their_line(tmp_path, monkey
 
 
 @pytest.mark.parametrize("failing", ["begin", "fill", "advance"])
-def test_a_grammar_that_fails_on_the_way_is_the_error_of_its_line(failing, tmp_path, monkeypatch):
+def test_a_failing_grammar_is_the_error_of_its_line(failing, tmp_path, monkeypatch):
     pytest.importorskip("llguidance")
     form = {"guided_regex": "[a-y ]{9}"}
     bodies = {f"r{i}": {"prompt": "def f(", "max_tokens": 12, **(form if i % 2 else {})} for i in range(4)}
@@ -282,7 +282,7 @@ def test_a_grammar_that_fails_on_the_way_is_the_error_of_its_line(failing, tmp_p
     assert "z" * 9 in whole["bad"]["choices"][0]["text"]
 
     class Failing:
-        """A grammar of which one function fails at its second call."""
+        """A grammar whose function ``failing`` raises at its second call."""
 
         def __init__(self, inner):
             self.inner, self.calls = inner, 0
@@ -312,9 +312,3 @@ def test_a_grammar_that_fails_on_the_way_is_the_error_of_its_line(failing, tmp_p
     assert found["bad"]["error"]["message"].endswith("cannot go on: the parser has had enough")
     for name in bodies.keys() - {"bad"}:
         assert found[name]["choices"] == whole[name]["choices"]
-
-
-def test_a_slip_in_the_prompts_name_is_named(tiny, tmp_path):
-    found = answered(tmp_path, tiny, [line("a", promt="x", max_tokens=1), line("b", prompt=[5], max_tokens=1)])
-    told = found["a"]["error"]["message"]
-    assert "prompt is missing; unknown field 'promt': did you mean 'prompt'?" in told and "error" not in found["b"]

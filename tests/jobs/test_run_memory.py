@@ -1,4 +1,4 @@
-"""What a job takes of memory: no more than its budgets with a model beyond them, and no more for a longer file."""
+"""Test the memory of a job: it stays within its budgets, and a longer file needs no more."""
 
 import json
 import os
@@ -39,7 +39,7 @@ print(held_bytes(os.getpid()) - before)
 """
 
 
-def test_what_is_freed_goes_back_to_the_system():
+def test_freed_memory_returns_to_the_system():
     held = {}
     for how in ("kept", "returned"):
         done = subprocess.run([sys.executable, "-c", FREED, how], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -50,7 +50,7 @@ def test_what_is_freed_goes_back_to_the_system():
 
 
 def test_a_model_beyond_the_budget_is_run_within_it(tmp_path, monkeypatch, warm_processes):
-    """Weights on the disk; two waves."""
+    """Weights are on the disk, and the requests run in two waves."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     shape = ModelShape("large", "opt", 8, 512, 8, 8, 64, 2048, 2000, 128)
     model = make_checkpoint(tmp_path / "large", shape, "float32")
@@ -65,7 +65,7 @@ def test_a_model_beyond_the_budget_is_run_within_it(tmp_path, monkeypatch, warm_
 
 
 def test_a_longer_file_takes_no_more_than_its_request_index(tmp_path, monkeypatch, warm_processes):
-    """Answers at once in the model's place."""
+    """Answers come at once, without the model."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     model = make_checkpoint(tmp_path / "tiny", ModelShape("tiny", "opt", 1, 64, 1, 1, 64, 64, 100, 64), "float32")
     peaks = []
@@ -102,7 +102,7 @@ with LLM(sys.argv[1], policy=sys.argv[2], device="cpu", dtype="float32", disk_di
 
 
 def test_a_hundred_and_twenty_answers_take_no_more_than_twenty(tmp_path):
-    """Feed-forward rows of up to 15 MB: the same few threads run all tasks, as each may keep twice as much."""
+    """Feed-forward rows take up to 15 MB. The same few threads run all tasks: each thread may keep twice as much."""
     shape = ModelShape("wide", "opt", 1, 64, 1, 1, 64, 2048, 100, 1024)
     model = make_checkpoint(tmp_path / "wide", shape, "float32")
     (tmp_path / "policy.json").write_text(json.dumps({"weights": {"disk": 1.0}, "cache": {"kv@disk": 1.0}}))
@@ -114,7 +114,7 @@ def test_a_hundred_and_twenty_answers_take_no_more_than_twenty(tmp_path):
     assert held[-1] - held[0] < 80 * MIB
 
 
-def test_what_a_process_holds_is_read_from_the_kernel():
+def test_the_memory_of_a_process_is_read_from_the_kernel():
     before = held_bytes(os.getpid())
     block = bytearray(os.urandom(64 * MIB))
     assert 60 * MIB < held_bytes(os.getpid()) - before < 160 * MIB and len(block) == 64 * MIB

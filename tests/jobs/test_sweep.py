@@ -1,4 +1,4 @@
-"""The sweep: every point once, whatever stops it in between."""
+"""Test `flexhybrid sweep`: every point is computed once, even if the sweep is stopped in between."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ GRID = {"model": ["a", "b"], "batch": [1, 2, 3, 4], "prompt_len": [8, 16, 32]}
 
 
 def evaluate(points: list[dict]) -> list[dict]:
-    """Leaves a line per point in the file SWEEP_LOG, where it is set."""
+    """Return the rows of points; append a line per point to the file SWEEP_LOG if that is set."""
     if log := os.environ.get("SWEEP_LOG"):
         with open(log, "a", encoding="utf-8") as file:
             file.writelines(f"{point['model']} {point['batch']} {point['prompt_len']}\n" for point in points)
@@ -65,7 +65,7 @@ def evaluate(points: list[dict]) -> list[dict]:
 
 
 def stalls(points: list[dict]) -> list[dict]:
-    """Waits to be killed behind the first six points, where SWEEP_STALL is set."""
+    """Evaluate points, but wait to be killed after the first six if SWEEP_STALL is set."""
     if os.environ.get("SWEEP_STALL") and any(point["model"] == "b" or point["batch"] > 2 for point in points):
         time.sleep(600)
     return evaluate(points)
@@ -87,7 +87,7 @@ def picky(points: list[dict]) -> list[dict]:
 
 
 def widening(points: list[dict]) -> list[dict]:
-    """Has one more column from each batch on."""
+    """Return rows that have one more column from each batch size on."""
     rows = zip(points, evaluate(points))
     return [row | {f"from {batch}": 1.5 for batch in (2, 3) if batch <= point["batch"]} for point, row in rows]
 
@@ -107,7 +107,7 @@ def all_points(tmp_path: Path, **more) -> list[dict]:
 
 
 def swept(points: list[dict], out: Path, function=evaluate, part=None, **options):
-    """Run a sweep in this process; ``part``: points evaluated at a time."""
+    """Run a sweep in this process, ``part`` points at a time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "MAX_PART", part or sweep.MAX_PART)
         return sweep.run_sweep(points, out, function, **{"workers": 1, "quiet": True, **options})
@@ -216,8 +216,8 @@ def test_table_has_the_points_keys_first_and_every_point_in_order(tmp_path):
     assert os.listdir(out.parent) == ["out.csv"]
 
 
-def test_the_table_is_the_same_whatever_workers_and_parts(tmp_path):
-    """Here with columns that come late."""
+def test_the_table_does_not_depend_on_workers_and_parts(tmp_path):
+    """Some columns appear only in later rows."""
     points = all_points(tmp_path)
     outs = [tmp_path / f"{i}.csv" for i in range(3)]
     swept(points, outs[0], widening)
@@ -239,7 +239,7 @@ def test_points_that_cannot_be_served_become_rows(tmp_path):
     assert swept(all_points(tmp_path), tmp_path / "out.csv", never).num_errors == 6
 
 
-def test_there_are_as_many_workers_as_cores_and_no_more_than_parts(tmp_path, monkeypatch, num_cores):
+def test_the_number_of_workers_is_bounded_by_cores_and_parts(tmp_path, monkeypatch, num_cores):
     asked = []
 
     def pool(num_workers, context, prepare):
@@ -269,7 +269,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_work(tmp_path):
 
 
 def test_a_table_cut_at_any_byte_continues(tmp_path):
-    """As a kill may leave it."""
+    """A kill may leave such a file."""
     points, out = all_points(tmp_path, model=["ä,", 'q"\n'], prompt_len=[8, 16]), tmp_path / "out.csv"
     swept(points, out, picky)
     whole = out.read_bytes()
@@ -280,7 +280,7 @@ def test_a_table_cut_at_any_byte_continues(tmp_path):
         assert out.read_bytes() == whole
 
 
-def test_points_that_are_there_are_skipped_wherever_they_stand(tmp_path, monkeypatch):
+def test_existing_points_are_skipped_in_any_order(tmp_path, monkeypatch):
     points, out, log = all_points(tmp_path), tmp_path / "out.csv", tmp_path / "log"
     swept(points[3:20:2], out)
     monkeypatch.setenv("SWEEP_LOG", str(log))
@@ -315,7 +315,7 @@ if __name__ == "__main__":
 
 
 def living(group: int) -> list[int]:
-    """Processes of a group that have not ended."""
+    """Return the processes of a group that have not ended."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
