@@ -87,13 +87,6 @@ def test_positions_undo_kind_of_and_stored(shares, num_tokens):
         assert (np.diff(positions) > 0).all()
 
 
-def test_positions_by_hand():
-    entries = BlockEntries({"kv@host": 0.5, "act@host": 0.5})
-    assert entries.positions(0, 18).tolist() == [*range(16), 32, 33]
-    assert entries.positions(1, 17).tolist() == [*range(16, 32), 48]
-    assert entries.positions(1, 0).tolist() == []
-
-
 # --- pools ------------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ LINES = st.builds(Line, NUMBER, NUMBER, NUMBER, r2=st.none() | st.floats(0, 1), 
 
 def small_hardware() -> Hardware:
     lines = {"compute": Line(1e-5, 1e-11, 1e-10), "h2d": Line(2e-5, s_per_byte=1e-9), "d2h": Line(s_per_byte=2e-9)}
+    lines["disk_read"] = Line(1e-4, 0.0, 5e-10)
     return Hardware("test", "cpu", {**lines, "kv_gen": Line(3e-5, 2e-11)})
 
 
@@ -35,12 +35,6 @@ def test_a_saved_record_is_read_back_exactly(tmp_path_factory, lines, memory):
     hardware.save(path)
     assert load_hardware(path) == hardware
     assert [file.name for file in path.parent.iterdir()] == ["machine.json"]  # no partial file left
-
-
-def test_line_is_overhead_plus_flops_plus_bytes():
-    line = Line(0.5, 0.25, 0.125)
-    assert line.at(2, 4) == 0.5 + 0.5 + 0.5
-    assert line.at(np.array([0, 4]), np.array([8, 0])).tolist() == [1.5, 1.5]
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), pytest.param(10**400, id="huge"), "1", None, True])
@@ -70,16 +64,6 @@ def test_a_verb_borrows_the_line_of_the_same_kernel_or_loop():
         assert hardware.line(verb, resource) is lines[key]
 
 
-def test_a_disk_has_lines_of_its_own():
-    disk = {"disk_read": Line(1e-4, 0.0, 5e-10), "disk_write": Line(1e-4, 0.0, 1e-9)}
-    hardware = Hardware("x", "cuda", {**small_hardware().lines, **disk}, disk_memory=10**12)
-    assert hardware.line("read_kv", "disk_read").at(0, 2e9) == pytest.approx(1.0001)
-    paced = hardware.with_link_rate(0.4)
-    assert paced.lines["disk_read"] == disk["disk_read"] and paced.lines["disk_write"] == disk["disk_write"]
-    with pytest.raises(InputError, match="'read_kv'.*'disk_read'"):
-        small_hardware().line("read_kv", "disk_read")
-
-
 @pytest.mark.parametrize("field", ["device_memory", "host_memory", "disk_memory"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "8GiB", True, [1]])
 def test_a_memory_is_a_positive_number_of_bytes_or_unknown(field, value):
@@ -94,7 +78,7 @@ def test_another_link_rate_changes_the_links_alone():
     for key in ("h2d", "d2h"):
         assert after.lines[key].s_per_byte == pytest.approx(1 / 0.4e9)
         assert after.lines[key].overhead_s == before.lines[key].overhead_s
-    assert after.lines["compute"] == before.lines["compute"]
+    assert all(after.lines[key] == before.lines[key] for key in ("compute", "disk_read"))
     assert before == small_hardware()
     for rate in (0, -1, float("nan"), float("inf"), "1"):
         with pytest.raises(InputError, match="link's rate is .*; it must be a number > 0"):
@@ -186,16 +170,6 @@ def test_an_unknown_name_is_answered_with_the_nearest_known_ones():
         "unknown system 'xyz'; known: a, b, or a file"
     )
     assert str(unknown("system", "", [])) == "unknown system ''; known: none"
-
-
-@pytest.mark.parametrize("name", [None, 3, 1.5, ["opt-30b"], {"a": 1}, b"opt-30b", object()])
-def test_a_name_of_any_type_is_refused_in_words(name):
-    assert str(unknown("model", name, ["opt-30b"])).endswith("; known: opt-30b")
-
-
-def test_an_endless_name_is_cut():
-    text = str(unknown("model", "opt-30b" * 10_000 + "\n", ["opt-30b"]))
-    assert len(text) < 200 and "\n" not in text and "…" in text
 
 
 @pytest.mark.parametrize(

@@ -22,30 +22,18 @@ ODD = Policy(
 
 
 @example(ODD)
+@example(Policy())
 @example(Policy(max_batch=3, selection=Selection("heavy_hitter", budget=0.1, whole_layers=2)))
 @given(runnable_policies())
 def test_json_gives_the_very_same_policy_back(policy):
     text = policy.to_json()
     again = Policy.from_json(text)
     assert again == policy and '": Infinity' not in text
+    changed = {name: value for name, value in policy.to_dict().items() if value != Policy().to_dict()[name]}
+    assert Policy.from_dict(changed) == policy, "absent fields have their defaults"
     assert again.to_json() == text
     assert sum(policy.share(kind) for kind in ("kv", "act", "both", "tok")) == pytest.approx(1)
     assert set(policy.cache_entries) == {key for key, share in policy.cache.items() if share}
-
-
-def test_missing_fields_take_their_defaults():
-    assert Policy.from_json("{}") == Policy()
-    assert Policy.from_json('{"weights": {"device": 1}}').weights == Placement(device=1)
-
-
-def test_a_policy_is_frozen():
-    with pytest.raises(FrozenInstanceError):
-        Policy().schedule = "row"
-
-
-def test_load_reads_what_to_json_wrote(tmp_path):
-    (tmp_path / "p.json").write_text(ODD.to_json(), encoding="utf-8")
-    assert Policy.load(tmp_path / "p.json") == ODD
 
 
 SPECULATIVE = dict(
@@ -154,12 +142,14 @@ def test_what_is_not_a_policy(tmp_path):
         Policy.load(tmp_path / "latin.json")
 
 
-def test_a_policy_is_a_key_whatever_the_order_of_its_entries():
+def test_a_policy_is_a_frozen_key_whatever_the_order_of_its_entries():
     one = Policy(cache={"kv@host": 0.25, "act@device": 0.75})
     other = Policy(cache={"act@device": 0.75, "kv@host": 0.25})
     assert {one: "found"}[other] == "found" and one.cache == {"kv@host": 0.25, "act@device": 0.75}
     assert list(one.to_dict()["cache"]) == ["act@device", "kv@host"]
     assert hash(Policy(selection=Selection("heavy_hitter", budget=0.2))) != hash(Policy())
+    with pytest.raises(FrozenInstanceError):
+        one.schedule = "row"
 
 
 def test_files_with_a_logical_overlap_are_still_read():

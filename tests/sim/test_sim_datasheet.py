@@ -121,14 +121,6 @@ def test_rates_and_memories_are_set_on_the_command_line(as_json):
     assert run("--host-memory", "20GiB")["inputs"]["host_memory"] == 20 * 2**30
 
 
-@pytest.mark.parametrize("name", ["l4", "rtx4090-capture", "t4-flexgen"])
-def test_the_rate_that_a_machine_has_changes_nothing_where_it_is_given(name):
-    own = catalogue.load(name).notes["link_bytes_per_s"] / 1e9
-    same = with_given_rates(catalogue.load(name), {"link_gb_per_s": own}).lines
-    for key, line in catalogue.load(name).lines.items():
-        assert same[key].s_per_byte == pytest.approx(line.s_per_byte)
-
-
 def test_what_copies_reach_of_a_given_rate_is_said(capsys):
     assert cli.main(["simulate", "--system", "kv_only", *RUN, "--hardware", "l4", "--link-gb-per-s", "9"]) == 0
     assert "but --link-gb-per-s 9 (of which copies reach 7.2)" in capsys.readouterr().out
