@@ -257,10 +257,6 @@ def test_a_broken_profile_names_model_and_field(tmp_path, record, says):
         read_profiles(path, ["a"])
 
 
-def test_a_stated_power_is_idle_and_busy_time_by_their_watts():
-    assert POWER.joules(10.0, 4.0) == 10 * 10 + 60 * 4
-
-
 def test_the_page_about_clusters_works_as_written(tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parents[2] / "docs/cascade-cluster.md").read_text(encoding="utf-8")
     for name, text in zip(("cascade", "profiles"), re.findall(r"```json\n(.*?)```", page, re.DOTALL), strict=True):

@@ -105,8 +105,3 @@ def test_a_file_that_is_wrong_is_refused_with_its_name(change, words, tmp_path):
     with pytest.raises(InputError, match=words) as error:
         Cascade.load(path)
     assert str(path) in str(error.value)
-
-
-def test_a_cost_that_is_not_known_is_asked_for():
-    with pytest.raises(InputError, match="seconds of a request on a is not known"):
-        _ = of_four(cost="seconds").costs
