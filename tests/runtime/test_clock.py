@@ -12,7 +12,7 @@ from runs import admitted, engine_of
 
 from flexhybrid.core.plan import stream
 from flexhybrid.core.policy import Policy
-from flexhybrid.core.task import Access, Task, Work
+from flexhybrid.core.task import Task, Work
 from flexhybrid.core.trace import LaneTimes, check_trace
 from flexhybrid.runtime import clock as lanes
 from flexhybrid.runtime.clock import Clock, HostLane
@@ -94,29 +94,6 @@ def test_a_task_that_passes_before_its_waiting_is_noted_is_seen(monkeypatch):
     waited.start()
     waited.join(timeout=30)
     assert not waited.is_alive()
-
-
-def test_an_error_in_a_lane_reaches_the_caller_and_ends_every_thread():
-    before = threading.active_count()
-
-    performed = []
-
-    def perform(task):
-        performed.append(task.iteration)
-        if task.iteration == 20:
-            raise RuntimeError("the copy failed")
-
-    cell = Access(("cell",), 0, 1)
-    tasks = [
-        Task(i, 0, 0, "load", resource, Work(), (cell,), (cell,))
-        for i in range(50)
-        for resource in ("h2d", "compute", "d2h")
-    ]
-    clock = Clock([HostLane(name, perform) for name in ("h2d", "compute", "d2h")])
-    with pytest.raises(RuntimeError, match="the copy failed"):
-        clock.run(tasks)
-    assert performed.count(20) == 1 and max(performed) == 20  # each task waits for the one before
-    assert threading.active_count() == before
 
 
 def test_an_error_in_the_stream_of_tasks_ends_every_thread(checkpoint):

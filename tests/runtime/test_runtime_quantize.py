@@ -28,15 +28,6 @@ def plain_torch():
         yield
 
 
-def test_packed_bytes_are_those_the_policy_counts():
-    for bits in BITS:
-        stored = Bits(weights=bits, kv=bits, act=bits).element_bytes(2, 64)
-        for elements in (64, 128, 192, 2048, 4096 * 3):
-            assert packed_bytes(elements, bits) == stored.kv * elements == stored.weights * elements
-            row = quantize(torch.zeros(elements), bits)
-            assert row.dtype == torch.uint8 and row.shape == (packed_bytes(elements, bits),)
-
-
 @pytest.mark.parametrize("elements", [0, 1, 63, 65, 96, 2000])
 def test_rows_that_groups_do_not_fill_are_refused(elements):
     for call in (lambda: packed_bytes(elements, 8), lambda: quantize(torch.zeros(2, elements), 1)):
