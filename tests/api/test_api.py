@@ -39,42 +39,6 @@ def test_results_come_in_input_order_with_text(cpu_dtype):
         assert answer.prompt_token_ids == llm.tokenizer(answer.prompt)["input_ids"]
 
 
-def test_prompts_may_be_vllm_s_dictionaries(tiny):
-    llm = LLM(tiny, "kv_only", device="cpu", dtype="float32")
-    params = SamplingParams(temperature=0, max_tokens=4)
-    plain, wrapped = llm.generate([[5, 9], {"prompt_token_ids": [5, 9]}], params)
-    assert wrapped == plain
-    with pytest.raises(InputError, match="prompt 0 is text, but .* has no tokenizer"):
-        llm.generate([{"prompt": "one"}], params)
-    with pytest.raises(InputError, match="prompt 0 must be a text or a list of token ids"):
-        llm.generate([{"prompt": "one", "prompt_token_ids": [5]}], params)
-
-
-def test_a_list_of_parameters_gives_each_prompt_its_own(tiny):
-    """Every request of a mixed batch gets the tokens that it gets alone, in any order, mini-batch and wave."""
-    generator = np.random.default_rng(3)
-    prompts = [generator.integers(3, 61, n).tolist() for n in (5, 20, 1, 9, 13, 2)]
-    params = [
-        SamplingParams(temperature=0, max_tokens=9),
-        SamplingParams(temperature=0.9, seed=5, top_k=7, max_tokens=12, ignore_eos=True),
-        SamplingParams(temperature=1.2, seed=5, top_p=0.8, max_tokens=3),
-        SamplingParams(temperature=0.7, seed=2**64 - 1, min_p=0.05, max_tokens=10, min_tokens=6),
-        SamplingParams(temperature=0, max_tokens=8, min_tokens=8, stop_token_ids=list(range(3, 40))),
-        SamplingParams(temperature=2.0, seed=6, top_k=20, top_p=0.9, min_p=0.01, max_tokens=None),
-    ]
-    llm = LLM(tiny, "hybrid(0.5)", device="cpu")
-    together = [answer.outputs[0] for answer in llm.generate(prompts, params)]
-    assert len(together[3].token_ids) >= 6 and len(together[4].token_ids) == 8
-    assert together[5].finish_reason == "stop" or len(together[5].token_ids) == 96 - 2
-    backwards = llm.generate(prompts[::-1], params[::-1])
-    assert [answer.outputs[0] for answer in backwards[::-1]] == together
-    small = LLM(tiny, Policy(max_batch=1), device="cpu")
-    assert [answer.outputs[0] for answer in small.generate(prompts, params)] == together
-    for prompt, one, expected in zip(prompts, params, together, strict=True):
-        assert llm.generate([prompt], [one])[0].outputs[0] == expected
-        assert llm.generate([prompt], one)[0].outputs[0] == expected
-
-
 def test_without_a_seed_every_call_and_prompt_draws_anew(tiny):
     llm = LLM(tiny, "kv_only", device="cpu")
     prompts = [[5, 6, 7]] * 4
@@ -205,6 +169,8 @@ def test_auto_keeps_everything_resident_when_nothing_is_paced(tiny):
         ([[True]], "prompt 0 must be"),
         ([b"ab"], "prompt 0 must be"),
         ([[3], [[4]]], "prompt 1 must be"),
+        ([{"prompt": "one"}], "prompt 0 is text, but .* has no tokenizer"),
+        ([{"prompt": "one", "prompt_token_ids": [5]}], "prompt 0 must be a text or a list of token ids"),
     ],
 )
 def test_wrong_prompts(tiny, prompts, words):
@@ -215,7 +181,7 @@ def test_wrong_prompts(tiny, prompts, words):
 @pytest.mark.parametrize(
     "params, words",
     [
-        ({"temperature": 0.5}, "must be a SamplingParams"),
+        ({"temperature": 0.5}, "^sampling_params must be a SamplingParams"),
         ([SamplingParams()], "2 prompts and 1 sampling_params"),
         ([SamplingParams(), None], "sampling_params 1"),
         (SamplingParams(stop="a"), "prompt 0 has stop texts, but .* no tokenizer"),

@@ -110,6 +110,8 @@ ASKED = st.fixed_dictionaries(
         "stop_token_ids": st.lists(IDS, min_size=10, max_size=30, unique=True),
         "ignore_eos": st.just(True),
         "top_k": st.sampled_from([1, 9]),
+        "top_p": st.sampled_from([0.4, 0.9]),
+        "min_p": st.sampled_from([0.05, 0.5]),
         "logprobs": st.integers(0, 3),
         "prompt_logprobs": st.integers(0, 3),
     },

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from flexhybrid import InputError, SamplingParams, shipped
-from flexhybrid.sampling_params import NEUTRAL, params_per_prompt
+from flexhybrid.sampling_params import NEUTRAL
 from flexhybrid.text import StopWatch, answer_text
 
 # ---- fields ----------------------------------------------------------------------------------------------------------
@@ -70,18 +70,6 @@ def test_spellings_of_the_same_thing_are_equal():
     assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.seed = 3
-
-
-def test_one_for_all_or_params_per_prompt():
-    one, other = SamplingParams(), SamplingParams(seed=3)
-    assert params_per_prompt(None, 2) == [one, one] and params_per_prompt(other, 2) == [other, other]
-    assert params_per_prompt([one, other], 2) == [one, other] and params_per_prompt(iter([other]), 1) == [other]
-    with pytest.raises(InputError, match="3 prompts and 2 sampling_params"):
-        params_per_prompt([one, other], 3)
-    with pytest.raises(InputError, match="sampling_params 1 must be"):
-        params_per_prompt([one, {"seed": 3}], 2)
-    with pytest.raises(InputError, match="not dict"):
-        params_per_prompt({"seed": 3}, 1)
 
 
 # ---- texts -----------------------------------------------------------------------------------------------------------

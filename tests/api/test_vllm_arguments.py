@@ -107,9 +107,10 @@ def test_a_limit_of_the_lengths_is_kept(tmp_path):
             llm.generate([[5] * 20], params)
 
 
-def test_one_prompt_needs_no_list(text_llm):
+def test_a_prompt_may_be_a_dictionary_and_one_prompt_needs_no_list(text_llm):
     (expected,) = text_llm.generate(["import os"], GREEDY)
-    for prompt in ("import os", {"prompt": "import os"}, {"prompt_token_ids": expected.prompt_token_ids}):
+    by_ids = {"prompt_token_ids": expected.prompt_token_ids}
+    for prompt in ("import os", {"prompt": "import os"}, by_ids, [by_ids]):
         (answer,) = text_llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=None)
         assert answer.outputs == expected.outputs
     with pytest.raises(InputError, match="lora_request is 'x'; it is not supported"):
