@@ -86,15 +86,18 @@ def test_who_may_be_fitted():
     assert set(reference.rows("kvpr_table5", role="calibrate")["method"]) == {"FlexGen"}
 
 
-@pytest.mark.parametrize("fit", [capture.refit_relay, kvpr.fit_host_s.__wrapped__, infinigen.fitted.__wrapped__])
+@pytest.mark.parametrize(
+    "fit", [capture.refit, capture.refit_relay, kvpr.fit_host_s.__wrapped__, infinigen.fitted.__wrapped__]
+)
 def test_no_fit_sees_a_row_that_is_held_out(fit, monkeypatch):
-    """Other numbers of the papers may be anything: the constants stay."""
+    """Change all numbers of other rows: the fitted constants stay."""
     before, load = fit(), reference.load
 
     def altered(name):
         frame = load(name)
-        if "value" in frame:
-            frame["value"] = frame["value"].where(frame["role"] == "calibrate", 7.7 * frame["value"])
+        column = reference.VALUE_COLUMN.get(name, "value")
+        if column in frame:
+            frame[column] = frame[column].where(frame["role"] == "calibrate", 7.7 * frame[column])
         return frame
 
     monkeypatch.setattr(reference, "load", altered)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 
 from experiments import reference
-from experiments.reproduce import gate, machines, registry
+from experiments.reproduce import gate, registry
 from experiments.reproduce.calibrate import MOST_CONSTANTS
 from experiments.reproduce.capture import figures as capture_figures
 from experiments.reproduce.capture import setup as capture_setup
 from experiments.reproduce.capture import table3 as capture_table3
 from sim import catalogue
-from sim.datasheet import load_datasheet
 
 experiment = registry.run
 
@@ -34,57 +30,6 @@ def test_constants_are_few_and_possible():
     }  # fmt: skip
     # an experiment lists every constant that went into it, and no other testbed's
     assert experiment("capture-table3").constants == constants
-
-
-@pytest.fixture
-def what_is_fitted(monkeypatch):
-    """All numbers that go into the fits, without running them."""
-
-    def seen() -> dict[str, np.ndarray]:
-        taken = {}
-
-        def fit_fast(free, seconds, paper_s, rows):
-            taken[rows] = np.array(paper_s)
-            return free
-
-        monkeypatch.setattr(capture_setup, "fit_fast", fit_fast)
-        capture_setup.refit()
-        capture_setup.refit_relay()
-        return taken
-
-    return seen
-
-
-def test_no_held_out_row_is_fitted_on(what_is_fitted, monkeypatch):
-    before = what_is_fitted()
-    table3, table5 = before.values()
-    rows = reference.rows("capture_table3", role="calibrate")
-    np.testing.assert_allclose(table3, 128 * 128 / rows["tokens_per_s"])
-    assert set(rows["model"]) == {"OPT-6.7B", "OPT-13B"} and len(table5) == 6
-
-    load = reference.load
-
-    def other_numbers(name: str, role: str = "validate"):
-        frame = load(name)
-        column = reference.VALUE_COLUMN.get(name, "value")
-        if column in frame:
-            frame[column] = frame[column].where(frame["role"] != role, frame[column] * 2)
-        return frame
-
-    monkeypatch.setattr(reference, "load", other_numbers)
-    for name, numbers in what_is_fitted().items():
-        np.testing.assert_array_equal(numbers, before[name])
-    monkeypatch.setattr(reference, "load", lambda name: other_numbers(name, "calibrate"))
-    for name, numbers in what_is_fitted().items():
-        np.testing.assert_allclose(numbers, before[name] / 2)
-
-
-def test_the_catalogues_entry_is_the_fit():
-    """What `simulate` and `search` know of this machine is what the calibrate rows say today, held-out errors too."""
-    fresh, kept = machines.rtx4090_capture(), load_datasheet(catalogue.FOLDER / "rtx4090-capture.json")
-    assert replace(fresh, lines={}) == replace(kept, lines={})
-    for key, line in fresh.lines.items():
-        assert kept.lines[key] == pytest.approx(line, rel=1e-3), key
 
 
 def test_hybrid_full_is_the_whole_system():

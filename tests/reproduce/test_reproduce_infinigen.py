@@ -12,7 +12,6 @@ from experiments.reproduce.calibrate import MOST_CONSTANTS
 from experiments.reproduce.infinigen import accuracy, accuracy_policies, setup
 from experiments.reproduce.paper import INFINIGEN
 from flexhybrid.core.context.selection import REPORTED, counted_tokens
-from flexhybrid.core.errors import InputError
 from flexhybrid.core.problem import Problem
 from sim import catalogue
 from sim.simulate import simulate
@@ -50,13 +49,6 @@ def test_unified_memorys_rate_is_the_fit_and_no_part_of_the_machine(monkeypatch)
     assert setup.fault_rate().value == setup.FAULT_GB_PER_S
 
 
-def test_no_validate_row_can_be_fitted_on(monkeypatch):
-    assert set(setup.CALIBRATE.values()) == {"ih043", "ih045", "ih047"}
-    monkeypatch.setattr(setup, "CALIBRATE", {**setup.CALIBRATE, "InfiniGen": "ih044"})
-    with pytest.raises(InputError, match="not calibrate rows"):
-        setup.fitted.__wrapped__()
-
-
 def test_unified_memory_falls_where_the_working_set_passes_the_device(done):
     assert row(done["infinigen-fig15"], "ih042")["ours"] == 16
     assert setup.uvm_working_set_bytes(16) / 2**30 == pytest.approx(48.9, abs=0.1)
@@ -79,11 +71,6 @@ def test_parts_of_a_block_make_up_the_decode_step(name):
     ).decode_s
     # the first layers of H2O and InfiniGen load all, and the head stands outside the layers
     assert 40 * 1e-3 * sum(tasks.values()) == pytest.approx(step, rel=0.25 if name in ("H2O", "InfiniGen") else 0.05)
-
-
-def test_a_task_of_no_part_is_refused():
-    with pytest.raises(KeyError):
-        setup.breakdown({"load_act": 1.0})
 
 
 def test_every_run_fits_the_machine():
