@@ -17,7 +17,7 @@ from flexhybrid.core.problem import Problem
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 from sim.array_clock import predict
-from sim.candidates import Candidates
+from sim.candidates import Candidates, num_mini_batches
 from sim.virtual_clock import run, summarize
 
 MOST_STEPS = 1500  #: layer x mini-batch x iteration of a random case, so that 600 cases take less than a minute
@@ -81,6 +81,23 @@ def random_case(rng: np.random.Generator, kind: str = "column") -> UniformCase:
     p = int(rng.choice([2, 4]))
     case = UniformCase(shape, _machine(rng, batch / num_mini_batches), p, policy, batch, prompt, generated)
     return _balance(case, rng) if rng.random() < 1 / 3 else case
+
+
+def num_steps(case: UniformCase) -> int:
+    """Return the layer steps of a case: layers x mini-batches x iterations."""
+    bound, packing = case.policy.max_mini_batch_tokens, case.policy.packing
+    count, _ = num_mini_batches(case.batch, case.prompt_tokens, case.max_tokens, bound, packing)
+    return case.shape.num_layers * int(count) * case.max_tokens
+
+
+def small_cases(count: int, seed: int, most_steps: int) -> list[UniformCase]:
+    """Return random cases of all KINDS in turn, each of at most ``most_steps`` layer steps."""
+    rng, found = np.random.default_rng(seed), []
+    while len(found) < count:
+        case = random_case(rng, KINDS[len(found) % len(KINDS)])
+        if num_steps(case) <= most_steps:
+            found.append(case)
+    return found
 
 
 def of_mixed_layers(case: UniformCase, rng: np.random.Generator) -> UniformCase:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_cases import KINDS, UniformCase, compare, random_case
+from random_cases import KINDS, UniformCase, compare, num_steps, random_case, small_cases
 from toy_machine import machine
 
 from flexhybrid.core import hardware
@@ -173,7 +173,7 @@ def test_few_pages_of_weights_are_spread_over_a_layers_positions(share, disk):
 
 
 def test_traffic_and_tokens_are_the_clocks():
-    for case in small_cases(14, 13):
+    for case in small_cases(14, 13, 150):
         row, moved, trace = closed_form(case), defaultdict(float), run(stream(case.wave()), case.hardware)
         for link, by_verb in summarize(trace).link_bytes.items():
             for verb, size in by_verb.items():
@@ -187,7 +187,7 @@ def test_traffic_and_tokens_are_the_clocks():
 
 
 def test_no_run_is_faster_than_its_least_seconds():
-    for case in small_cases(14, 14):
+    for case in small_cases(14, 14, 150):
         bound, virtual = closed_form(case, walk=False), summarize(run(stream(case.wave()), case.hardware))
         rounded = case.policy.selection.method == "speculative" or case.policy.share("both") + case.policy.share("tok")
         slack = 1.005 if rounded else 1 + 1e-9
@@ -208,7 +208,7 @@ def test_mixes_that_leave_entries_out_need_what_each_needs_alone():
 
 def test_seconds_scale_with_the_machine(monkeypatch):
     """Halving every line and CALL_S halves the time: the closed form has no other constant."""
-    for case in small_cases(9, 17):
+    for case in small_cases(9, 17, 150):
         lines = {
             key: Line(line.overhead_s / 2, line.s_per_flop / 2, line.s_per_byte / 2)
             for key, line in case.hardware.lines.items()
@@ -269,41 +269,12 @@ def test_attention_in_place_waits_for_what_it_reads(weights_device, act):
         assert closed_form(case)["decode_s"] == pytest.approx(walked.decode_s, rel=0.01)
 
 
-def small_cases(count: int, seed: int, most_steps: int = 150) -> list[UniformCase]:
-    """Cases of every kind that the virtual clock runs in no time."""
-    rng, found = np.random.default_rng(seed), []
-    while len(found) < count:
-        case = random_case(rng, KINDS[len(found) % len(KINDS)])
-        if case.shape.num_layers * num_mini_batches_of(case) * case.max_tokens <= most_steps:
-            found.append(case)
-    return found
-
-
-def num_mini_batches_of(case: UniformCase) -> int:
-    bound, packing = case.policy.max_mini_batch_tokens, case.policy.packing
-    return int(num_mini_batches(case.batch, case.prompt_tokens, case.max_tokens, bound, packing)[0])
-
-
-def cases(count: int, seed: int, *kinds: str):
-    rng = np.random.default_rng(seed)
-    return [random_case(rng, kinds[number % len(kinds)]) for number in range(count)]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_of_all_kinds_mean_what_they_say(kind):
     checked = [one for one in whole_runs(kind) if one.violations is not None]
     assert len(checked) == 8
     for one in checked:
         assert one.violations == [], one.case
-
-
-def test_memory_is_the_memory_plans():
-    for case in cases(40, 10, "column", "row", "serial"):
-        plan = total_bytes(memory_plan(case.problem, case.policy, buffer_sizes(case.wave())))
-        closed = closed_form(case, walk=False)["peak_bytes"]
-        assert {tier: round(size) for tier, size in closed.items()} == pytest.approx(
-            {"disk": 0, **plan}, rel=1e-6, abs=2
-        ), case
 
 
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(1, 40), st.integers(1, 6000))
@@ -381,7 +352,7 @@ def test_layers_that_keep_all_are_priced_beside_those_that_drop(kind, worst):
     while len(gaps) < 6:
         case = random_case(rng, kind)
         whole, share = int(rng.integers(1, case.shape.num_layers + 1)), float(rng.uniform(0.1, 0.9))
-        if case.shape.num_layers * num_mini_batches_of(case) * case.max_tokens > 400 or case.policy.attention == "host":
+        if num_steps(case) > 400 or case.policy.attention == "host":
             continue
         selection = Selection("heavy_hitter", budget=float(rng.uniform(0.05, 0.6)), whole_layers=whole)
         cache = {"kv@host": share, "kv@device": 1 - share}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from oracles.replay import BY_DEFINITION, peak_parts
-from random_cases import KINDS, UniformCase, random_case
+from random_cases import UniformCase, small_cases
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.context.packing import num_chunks
@@ -19,17 +19,6 @@ from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
 from flexhybrid.core.wave import admit
 from flexhybrid.core.workload import Workload
 from sim.array_clock import predict
-
-
-def cases(count: int, seed: int, most_steps: int = 120) -> list[UniformCase]:
-    """Random cases of every kind, small ones: the tasks of each are laid out and looked at one by one."""
-    rng, found = np.random.default_rng(seed), []
-    while len(found) < count:
-        case = random_case(rng, KINDS[len(found) % len(KINDS)])
-        num_mini_batches = len(case.wave().mini_batches)
-        if case.shape.num_layers * num_mini_batches * case.max_tokens <= most_steps:
-            found.append(case)
-    return found
 
 
 def plan_of(case: UniformCase, wave) -> dict[str, dict[str, int]]:
@@ -54,7 +43,7 @@ def differences(replayed: dict, planned: dict) -> dict[tuple[str, str], int]:
 
 def test_replayed_peaks_are_the_plans_and_the_closed_forms_for_like_requests():
     seen = set()
-    for case in cases(33, 21):
+    for case in small_cases(33, 21, 120):
         wave = case.wave()
         parts = peak_parts(stream(wave), wave)
         assert differences(parts, plan_of(case, wave)) == {}, case
@@ -68,7 +57,7 @@ def test_replayed_peaks_are_the_plans_and_the_closed_forms_for_like_requests():
 def test_what_is_read_where_it_lies_needs_no_attention_buffer():
     """But for prompts that are taken in pieces."""
     without = with_pieces = 0
-    for index, case in enumerate(cases(21, 26)):
+    for index, case in enumerate(small_cases(21, 26, 120)):
         device = ("cpu", "cuda")[index % 2]
         case = replace(case, hardware=replace(case.hardware, device=device, attends_in_place=True))
         if index % 3 == 0:
@@ -91,7 +80,7 @@ def test_what_is_read_where_it_lies_needs_no_attention_buffer():
 
 def test_requests_of_many_lengths_have_room_and_at_most_a_block_each_too_much():
     rng = np.random.default_rng(22)
-    for case in cases(15, 22):
+    for case in small_cases(15, 22, 120):
         lengths = (rng.integers(1, most + 1, case.batch) for most in (case.prompt_tokens, case.max_tokens))
         workload = Workload(*lengths)
         wave = admit(case.problem, case.policy, workload)
@@ -105,7 +94,7 @@ def test_requests_of_many_lengths_have_room_and_at_most_a_block_each_too_much():
 def test_layers_with_windows_need_what_was_planned():
     """A ring of blocks is for a window wherever it begins: a short run leaves a block of each entry unused."""
     rng, kinds, exact = np.random.default_rng(25), set(), 0
-    for case in cases(21, 25):
+    for case in small_cases(21, 25, 120):
         if case.policy.selection.method != "none":
             continue
         windows = [(17,), (48, None), (16, 16, None), (33, 70)][rng.integers(4)]
