@@ -1,7 +1,5 @@
-"""Compiles the kernels of a CPU, for each dtype, or loads what an earlier process has kept of them.
-
-For a process to import that forks others: it takes a second, where they are kept, and each fork would take it again.
-"""
+"""Compile the CPU kernels for each dtype, or load those that an earlier process kept. A process that forks others
+imports this module, so that its forks need not repeat it, which takes a second each time."""
 
 import contextlib
 import fcntl

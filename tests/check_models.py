@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
 
 def rows(types: list[str]) -> Iterator[Row]:
-    """Try each type."""
+    """Yield the outcome of each type."""
     for model_type in types:
         with tempfile.TemporaryDirectory() as folder:
             yield Row(model_type, *_tried(Path(folder), model_type))

@@ -1,4 +1,4 @@
-"""What all tests share: quiet threads, a place for tests that need a GPU, and a hypothesis profile."""
+"""Settings and fixtures of all tests: one thread for torch, skipped GPU tests, and a hypothesis profile."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ SECONDS = {
 
 
 def dealt(items: list, num_workers: int) -> list:
-    """Order tests so that pytest-xdist deals each worker long files of equal total time first, then short ones. A
-    file's tests stay together, with what they compute once."""
+    """Order tests so that pytest-xdist gives each worker long files of equal total time first, then short files. Tests
+    of a file stay together, since they share fixtures."""
     files: dict[str, list] = {}
     for item in items:
         files.setdefault(item.path.stem.removeprefix("test_"), []).append(item)
@@ -95,7 +95,7 @@ def dealt(items: list, num_workers: int) -> list:
 
 
 def pytest_collection_modifyitems(items):
-    """Deal the tests to the workers; skip GPU tests without a GPU. Torch is loaded only if a test asks for one."""
+    """Order the tests for the workers; skip GPU tests without a GPU. Torch is loaded only for GPU tests."""
     items[:] = dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
     gpu_items = [item for item in items if item.get_closest_marker("cuda")]
     if not gpu_items:
@@ -109,7 +109,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config, specs):
-    """Have the workers forked from a process that has loaded what tests load."""
+    """Fork the workers from a process that has already loaded the libraries of the tests."""
     if sys.platform == "linux":
         import tempfile
 
@@ -121,13 +121,13 @@ def pytest_xdist_setupnodes(config, specs):
 
 
 def pytest_collectstart():
-    """Imports make much and drop nothing: until they are done, garbage would be looked for in vain."""
+    """Switch off the garbage collector: imports allocate much memory and free none."""
     gc.disable()
 
 
 def pytest_collection_finish():
-    """What imports have made stays: no collection of garbage need look at it again. Plans and traces are many small
-    objects without cycles: looking through them after every 700, as Python does, takes a tenth of a plan's time."""
+    """Freeze the objects that imports made, and collect garbage less often. Plans and traces are many small objects
+    without cycles; Python's default of a collection per 700 objects takes 10 % of a plan's time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
@@ -144,7 +144,7 @@ def pytest_runtest_teardown(item, nextitem):
 
 @pytest.fixture
 def as_json(capsys):
-    """Run a command with ``--json``; return what it says."""
+    """Return a function that runs a command with ``--json`` and returns its output."""
     from flexhybrid import cli
 
     def run(*words) -> dict:
@@ -156,21 +156,21 @@ def as_json(capsys):
 
 @pytest.fixture(autouse=True)
 def one_torch_thread():
-    """Tiny shapes are fastest on one thread. Does nothing for tests that never load torch."""
+    """Use one thread, which is fastest for tiny shapes. Tests that never load torch are not affected."""
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def two_passes(monkeypatch):
-    """A profile measures no run a third time: on a busy machine its passes would not agree until its time is up."""
+    """Profile each run twice at most: on a busy machine, passes would differ until the time limit."""
     if profiling := sys.modules.get("flexhybrid.runtime.profiling.profile"):
         monkeypatch.setattr(profiling, "CPU_SECONDS", 0.0)
 
 
 @pytest.fixture
 def every_core():
-    """For what a test looks for between threads: those that it starts run at the same time, on all cores there are."""
+    """Let the threads of a test run on all cores at the same time."""
     if not CORES:
         yield
         return
@@ -182,7 +182,7 @@ def every_core():
 
 @pytest.fixture
 def warm_processes(monkeypatch):
-    """What a test starts by way of the product has loaded torch already."""
+    """Start the product's processes with torch already loaded."""
     import subprocess
 
     import warm_python
@@ -192,21 +192,21 @@ def warm_processes(monkeypatch):
 
 @pytest.fixture(params=forced_machine.DTYPES)
 def cpu_dtype(request, monkeypatch) -> str:
-    """What "auto" takes for a 16-bit checkpoint on a CPU: each in turn, whichever is faster on this one."""
+    """Return the dtype that "auto" chooses for a 16-bit checkpoint on a CPU: each one in turn."""
     monkeypatch.setenv(forced_machine.FASTER_DTYPE, request.param)
     return request.param
 
 
 @pytest.fixture
 def attention_path(request, monkeypatch) -> str:
-    """One way to attend in all phases, by its name (indirectly), whichever are faster on this CPU."""
+    """Force one attention path in all phases, by its name (an indirect parameter)."""
     monkeypatch.setenv(forced_machine.ATTENTION, request.param)
     return request.param
 
 
 @pytest.fixture(params=[1, 2, 16])
 def num_cores(request, monkeypatch) -> int:
-    """Cores that this process believes it may use."""
+    """Set the number of cores that this process believes it may use."""
     monkeypatch.setattr(os, "cpu_count", lambda: request.param)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(request.param)), raising=False)
     return request.param
@@ -214,7 +214,7 @@ def num_cores(request, monkeypatch) -> int:
 
 @pytest.fixture(scope="module")
 def tiny_opt(tmp_path_factory) -> tuple:
-    """The folder of a tiny random OPT, and transformers' model of it."""
+    """Return the folder of a tiny random OPT, and transformers' model of it."""
     from models import save_opt
 
     folder = tmp_path_factory.mktemp("tiny")
@@ -252,7 +252,7 @@ def tiny_llm(tiny):
 
 @pytest.fixture
 def batches(monkeypatch):
-    """The batches that run during a test; their blocks are checked after every iteration."""
+    """Return the batches that run during a test; their blocks are checked after every iteration."""
 
     from flexhybrid.core.schedule import positions
     from flexhybrid.core.schedule.scheduler import Scheduler

@@ -78,7 +78,7 @@ LONGEST_TEXT = 96  #: tokens of prompt and answer in the areas with models of th
 
 
 def random_prompts(draw, vocab: int, longest: int, most: int = 6) -> list[list[int]]:
-    """Prompts of one to ``longest`` tokens, none of them a special one."""
+    """Draw prompts of one to ``longest`` tokens without special tokens."""
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=most))
     generator = np.random.default_rng(draw(st.integers(0, 10**6)))
     return [generator.integers(3, vocab, length).tolist() for length in lengths]
@@ -213,7 +213,7 @@ def check_selections(case: dict) -> None:
 
 @st.composite
 def machines(draw):
-    """A machine on which none of its resources binds everywhere."""
+    """Draw a machine on which the limiting resource depends on the policy."""
     return machine(
         link=draw(st.sampled_from((0.05, 0.3, 1.0, 5.0))),
         gflops=draw(st.sampled_from((10.0, 60.0, 400.0))),
@@ -237,7 +237,7 @@ def search_cases(draw) -> dict:
 
 
 def random_rival(generator: np.random.Generator, problem, batch: int) -> Policy:
-    """A policy of the searched space: one of its options, random shares of cache and weights."""
+    """Draw a policy of the searched space: one of its options with random shares of cache and weights."""
     option: Option = problem.options[generator.integers(len(problem.options))]
     entries = ["kv@host"] if option.attention == "host" else list(problem.entries)
     entries = list(generator.choice(entries, size=min(len(entries), generator.integers(1, 4)), replace=False))
@@ -375,7 +375,7 @@ ENDINGS = (b"", b"\0", b"\xff", b",", b"}", b"]", b"\r", b" {}", b"\xef\xbb\xbf"
 
 
 def nasty(generator: random.Random, depth: int = 0):
-    """A value that some field does not expect."""
+    """Return a value that some field does not expect."""
     kind = generator.randrange(9 if depth < 3 else 5)
     if kind < 5:
         return generator.choice((None, True, False, *NUMBERS, *TEXTS, *FORMS, *range(3, 20)))
@@ -391,7 +391,7 @@ def nasty(generator: random.Random, depth: int = 0):
 
 
 def hostile_line(generator: random.Random, number: int) -> bytes:
-    """A request with some of its fields, its structure or its bytes changed."""
+    """Return a request with changes to its fields, its structure or its bytes."""
     said = [{"role": "user", "content": generator.choice(("abc", [{"type": "text", "text": "abc"}]))}]
     call = {
         "id": "c",
@@ -428,7 +428,7 @@ def hostile_line(generator: random.Random, number: int) -> bytes:
 
 
 def check_lines(seed: int) -> None:
-    """What is valid by itself is answered, whatever stands around it; each other line is refused."""
+    """Check that each line that is valid alone is answered, and that each other line is refused."""
     generator, wanted = random.Random(f"{ROUND} {seed}"), {}  # hypothesis begins each round with 0
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
@@ -493,7 +493,7 @@ AREAS = {
 
 
 def run_round(name: str, seed: int, examples: int | None = None) -> str:
-    """Check the cases of one round; return what failed, shrunk, or an empty text."""
+    """Check the cases of one round; return the shrunk failure, or an empty text."""
     check, cases, usual = AREAS[name]
     globals()["ROUND"] = seed
 

@@ -1,11 +1,11 @@
-"""Imports modules when a test first needs them: some take seconds, and each worker imports all test files."""
+"""Import modules when a test first needs them: some take seconds, and each worker imports all test files."""
 
 from importlib import import_module
 from typing import Any
 
 
 class Lazily:
-    """A module by its name."""
+    """A module that is imported when one of its members is first used."""
 
     __test__ = False  #: pytest asks each name of a file of tests for it
 

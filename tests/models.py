@@ -11,10 +11,8 @@ from flexhybrid.jobs.compare.exactness import Reference
 
 def save_opt(folder, *, layers=2, heads=3, head_dim=16, ffn=40, vocab=61, positions=96, eos=2, seed=0, scale=0.25,
              post_norm=False, embed_dim=None, dtype=torch.float32):  # fmt: skip
-    """A random OPT checkpoint in Hugging Face layout; returns transformers' own model of it in float32.
-
-    Weights are large (scale 0.25), so that logits are spread out and greedy choices are clear.
-    """
+    """Save a random OPT checkpoint in Hugging Face layout; return transformers' float32 model of it. Weights are large
+    (scale 0.25), so that logits are spread out and greedy choices are clear."""
     from transformers import OPTConfig, OPTForCausalLM
 
     hidden = heads * head_dim
@@ -70,13 +68,13 @@ def save_drawn(folder, shape: dict):
 
 
 class InMemory(Reference):
-    """The reference of a checkpoint that was just made, without reading it back."""
+    """The reference tokens of a checkpoint that was just made; its files are not read."""
 
     def __init__(self, model):
         self.model = model.eval()
 
     def answers(self, prompts, max_tokens, stops) -> list[list[int]]:
-        """Each prompt's tokens by itself, up to its limit, or to the token at which it stops."""
+        """Return each prompt's tokens generated alone, up to its limit or its stop."""
         return [
             self.generate([prompt], length, True)[0][:stop]
             for prompt, length, stop in zip(prompts, max_tokens, stops, strict=True)
@@ -93,7 +91,7 @@ def loaded(folder):
 
 
 def edit_config(folder, **fields) -> None:
-    """Change fields of a checkpoint's config.json; those that are ``...`` are taken out."""
+    """Change fields of a checkpoint's config.json; a field with the value ``...`` is removed."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | fields
     path.write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
@@ -103,7 +101,7 @@ LETTERS = {chr(ord("0") + i): 3 + i for i in range(61)}  #: of ``save_tokenizer`
 
 
 def save_tokenizer(folder, characters: dict[str, int] = LETTERS, begins: bool = False) -> None:
-    """Save a tokenizer of a token a character. ``begins``: texts begin with a token of their own."""
+    """Save a tokenizer with one token per character. ``begins``: each text begins with a special token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -115,7 +113,7 @@ def save_tokenizer(folder, characters: dict[str, int] = LETTERS, begins: bool = 
 
 
 def save_text_model(folder) -> None:
-    """Save a tiny OPT with a tokenizer of a token a character, and a chat template that knows tools."""
+    """Save a tiny OPT, a tokenizer with one token per character, and a chat template with tools."""
     save_opt(folder, vocab=64)
     save_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(

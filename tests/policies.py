@@ -1,4 +1,4 @@
-"""Lossless policies that between them use every verb of the executor, for tests that differ in where they run."""
+"""Lossless policies that together use every verb of the executor."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from flexhybrid.core.policy import Placement, Policy, Selection
 
 
 def wider_policies(wide: int, narrow: int, chunk: int) -> dict[str, Policy]:
-    """Every way to run next to plain mixes in memory; a selection here takes everything. Bounds of a mini-batch in
-    tokens: ``wide`` holds some requests, ``narrow`` fewer, ``chunk`` less than a prompt."""
+    """Return policies for every way to run; the selection here keeps all tokens. Bounds of mini-batches in tokens:
+    ``wide`` holds several requests, ``narrow`` fewer, ``chunk`` less than a prompt."""
     everything = Selection("speculative", None, 1e9, 0.3, 1.0, 1.0, "lru", "device")
     return {
         "disk": Policy(

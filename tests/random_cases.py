@@ -1,4 +1,4 @@
-"""Closed form against virtual clock on whole runs: random policies of every kind, and the comparison of the two."""
+"""Random models, policies and machines, and the comparison of the closed form with the virtual clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _ENTRY_ODDS = np.array([5, 4, 2, 2, 1.5, 1, 0.7, 0.7, 0.4, 0.3, 0.4])
 
 @dataclass(frozen=True)
 class UniformCase:
-    """One run: a model, a machine, a policy, and requests of one length."""
+    """A run: a model, a machine, a policy, and requests of equal lengths."""
 
     shape: ModelShape
     hardware: Hardware
@@ -54,19 +54,19 @@ class UniformCase:
 
     @property
     def candidate(self) -> Candidates:
-        """The run as the closed form sees it."""
+        """Return the run for the closed form."""
         return Candidates(self.policy, self.batch, self.prompt_tokens, self.max_tokens)
 
     def wave(self) -> Wave:
-        """The run as the plan maker sees it."""
+        """Return the run for the plan."""
         workload = Workload.uniform(self.batch, self.prompt_tokens, self.max_tokens)
         return admit(self.problem, self.policy, workload)
 
 
 def random_case(rng: np.random.Generator, kind: str = "column") -> UniformCase:
-    """A random model (1-24 layers, hidden 128-4096), batch, policy of one of KINDS, and machine. Rates span two to
-    three decades, so that every resource is a limit somewhere; in a third of the cases one resource is within a quarter
-    of the balance with compute, where errors in waiting show. Overheads are 0-50 µs."""
+    """Draw a model (1-24 layers, hidden 128-4096), a batch, a policy of one of KINDS, and a machine. Rates span two to
+    three decades, so that each resource limits some cases. In 1/3 of the cases one resource is within 25 % of the
+    balance with compute, where errors in waiting show. Overheads are 0-50 µs."""
     shape = _shape(rng)
     policy = _policy(rng, kind, shape.num_layers)
     generated = int(rng.choice(np.array([1, 2, rng.integers(3, 9), rng.integers(9, 65)]), p=[0.08, 0.07, 0.35, 0.5]))
@@ -101,8 +101,8 @@ def small_cases(count: int, seed: int, most_steps: int) -> list[UniformCase]:
 
 
 def of_mixed_layers(case: UniformCase, rng: np.random.Generator) -> UniformCase:
-    """The case with layers of several kinds: windows in some or all of them, and for half of the cases few large
-    experts in some and a feed-forward network of another size in the others."""
+    """Return the case with layers of several kinds: windows in some or all layers. Half of the cases also have a few
+    large experts in some layers and another feed-forward size in the others."""
     shape = case.shape
     window = AttentionKind(int(rng.choice([16, 64, 200])))
     attention = [(window,), (window, PLAIN), (window,) * 5 + (PLAIN,)][int(rng.integers(3))]
@@ -116,7 +116,7 @@ def of_mixed_layers(case: UniformCase, rng: np.random.Generator) -> UniformCase:
 
 
 def _module(shape: ModelShape, feed_forward: tuple[int, ...]) -> tuple[LayerTensor, ...]:
-    """The tensors of a layer whose feed-forward matrix has these sizes but the last."""
+    """Return the tensors of a layer; ``feed_forward`` gives the sizes of its feed-forward matrix but the last."""
     return (
         LayerTensor("norm", (shape.hidden,), True),
         LayerTensor("qkv", (shape.query_width + shape.kv_width, shape.hidden), True),
@@ -142,7 +142,7 @@ def _shape(rng) -> ModelShape:
 
 
 def _policy(rng, kind: str, num_layers: int) -> Policy:
-    """All of a policy but the bound of its mini-batches."""
+    """Draw all fields of a policy except the bound of its mini-batches."""
 
     def bits():
         return [("native", 8, 4)[i] for i in rng.choice(3, 3, p=[0.6, 0.2, 0.2])]
@@ -202,7 +202,7 @@ def _policy(rng, kind: str, num_layers: int) -> Policy:
 
 
 def _drawn(rng, until: dict[str, float]) -> str:
-    """Draw a word; ``until``: odds of it and those before it."""
+    """Draw a word; ``until`` maps a word to the odds of it and the words before it."""
     place = rng.random()
     return next(word for word, odds in until.items() if place < odds)
 
@@ -238,7 +238,7 @@ def _machine(rng, batch: float) -> Hardware:
 
 
 def _balance(case: UniformCase, rng) -> UniformCase:
-    """The same case with one resource as fast as makes it about as busy as compute."""
+    """Return the case with one resource scaled to be about as busy as compute."""
     busy = predict(case.problem, case.candidate, walk=False).row()["busy"]
     others = [r for r in ("h2d", "h2d", "disk_read", "disk_write", "d2h", "host_compute") if busy[r] > 0]
     if not others or busy["compute"] <= 0:
@@ -251,7 +251,7 @@ def _balance(case: UniformCase, rng) -> UniformCase:
 
 
 def compare(case: UniformCase) -> tuple[float, float]:
-    """(closed form, virtual clock): total seconds of the whole run."""
+    """Return the total seconds of the whole run by the closed form and by the virtual clock."""
     closed = predict(case.problem, case.candidate)
     virtual = summarize(run(stream(case.wave()), case.hardware))
     return float(closed.total_s[0]), virtual.total_s

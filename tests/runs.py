@@ -1,4 +1,4 @@
-"""Runs in tests: a wave by hand, its trace, and logits along a given text; files of requests."""
+"""Helpers that run models in tests: one wave, its trace, logits along a given text, and files of requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_wave(
     checkpoint, policy, prompts, max_tokens, *, dtype="float32", hardware=None, disk_dir=None,
     edit=lambda executor: None,
 ) -> WaveResult:  # fmt: skip
-    """One wave of a checkpoint, greedily. ``edit(executor)`` may change its verbs before it runs."""
+    """Run one wave of a checkpoint greedily. ``edit(executor)`` may change its verbs before the run."""
     disk = DiskPlace(disk_dir)
     workload = Workload(np.array([len(prompt) for prompt in prompts]), np.full(len(prompts), max_tokens))
     weights = Weights(checkpoint.shape, checkpoint, dtype, torch.device("cpu"), policy, disk)
@@ -41,14 +41,14 @@ def run_wave(
 
 
 def admitted(shape, policy, prompts, max_tokens, **machine) -> Wave:
-    """The wave of these prompts in float32; ``max_tokens``: of each, or one for all."""
+    """Return the wave of these prompts in float32; ``max_tokens`` is a number for each prompt, or one for all."""
     workload = Workload(np.array([*map(len, prompts)]), np.broadcast_to(max_tokens, len(prompts)).copy())
     return admit(Problem(shape=shape, dtype="float32", **machine), policy, workload)
 
 
 @contextmanager
 def engine_of(checkpoint, wave: Wave, device: torch.device | str = "cpu", num_threads: int = 1) -> Iterator[Engine]:
-    """An engine for a wave in float32, with its weights; both are closed at the end."""
+    """Yield an engine for a wave in float32, with its weights; close both at the end."""
     weights = Weights(checkpoint.shape, checkpoint, "float32", torch.device(device), wave.policy)
     engine = Engine(weights, wave.policy, buffer_sizes(wave), num_threads=num_threads)
     with closing(weights), closing(engine):
@@ -56,7 +56,7 @@ def engine_of(checkpoint, wave: Wave, device: torch.device | str = "cpu", num_th
 
 
 def stopping(stops: Sequence[int]) -> Callable:
-    """``RunControl.stop_text`` that ends each request after so many tokens."""
+    """Return a ``RunControl.stop_text`` that ends request i after ``stops[i]`` tokens."""
     counts = Counter()
 
     def of(request: int) -> Callable:
@@ -70,7 +70,7 @@ def stopping(stops: Sequence[int]) -> Callable:
 
 
 def forced_logits(checkpoint, policy, texts, steps, **options) -> list[torch.Tensor]:
-    """Logits [steps, vocab] of each text's last ``steps`` tokens, with the text fed instead of what was sampled."""
+    """Return logits [steps, vocab] of each text's last ``steps`` tokens; the text is fed instead of sampled tokens."""
     prompts = [text[:-steps] for text in texts]
     recorded: list[list[torch.Tensor]] = [[] for _ in texts]
 
@@ -85,12 +85,12 @@ def forced_logits(checkpoint, policy, texts, steps, **options) -> list[torch.Ten
 
 
 def line(custom_id, url: str = "/v1/completions", **body) -> str:
-    """A line of a file of requests."""
+    """Return a line of a file of requests."""
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
 
 
 def lines_of(bodies: dict[str, dict], url: str = "/v1/completions") -> list[str]:
-    """The lines of a file of requests; ``bodies``: by custom_id."""
+    """Return the lines of a file of requests; ``bodies`` maps custom_id to body."""
     return [line(name, url, **body) for name, body in bodies.items()]
 
 
@@ -101,12 +101,12 @@ def run(source, out, model, *more, policy="kv_only", dtype="float32") -> int:
 
 
 def read(path: Path) -> list[dict]:
-    """The lines of a file of answers."""
+    """Return the lines of a file of answers."""
     return [json.loads(raw) for raw in path.read_bytes().splitlines()]
 
 
 def answered(folder: Path, model, lines: Sequence[str], *options) -> dict[str, dict]:
-    """Answer a file of these lines by ``flexhybrid run``; return the bodies of its answers, by custom_id."""
+    """Answer a file of these lines by ``flexhybrid run``; return custom_id -> body of its answers."""
     (folder / "in.jsonl").write_text("\n".join(lines) + "\n")
     assert run(folder / "in.jsonl", folder / "out.jsonl", model, *options) == 0
     rows = read(folder / "out.jsonl")

@@ -62,14 +62,14 @@ POOL_SHARE = 0.1  #: of an answer's limit, for which there are blocks: the young
 
 
 def write_table(path: Path, count: int, seed: int) -> None:
-    """Prompts in a column of Parquet."""
+    """Write prompts as a column of a Parquet file."""
     generator = random.Random(seed)
     texts = ["".join(generator.choices(list(LETTERS), k=generator.randrange(1, 24))) for _ in range(count)]
     parquet.write_table(pa.table({"id": [f"p{number}" for number in range(count)], "text": texts}), path)
 
 
 def write_requests(path: Path, count: int, seed: int) -> None:
-    """Lines of all kinds: greedy and random, stopped early, refused, malformed; some ask for more than an answer."""
+    """Write lines of all kinds: greedy, random, stopped early, refused and malformed; some with more options."""
     generator = random.Random(seed)
     with open(path, "w", encoding="utf-8") as file:
         for number in range(count):
@@ -90,7 +90,7 @@ def write_requests(path: Path, count: int, seed: int) -> None:
 
 
 def attempt(argv: list[str], point: tuple[str, int] | None, report: Path | None = None, after_s: float | None = None):
-    """Run the command in a forked process; returns its wait status. ``report``: gets the counts of all points."""
+    """Run the command in a forked process; return its wait status. ``report`` gets the counts of all points."""
     COMPLETED[:] = bytes(8)
     child = os.fork()
     if child:
@@ -112,7 +112,7 @@ def attempt(argv: list[str], point: tuple[str, int] | None, report: Path | None 
 
 
 def lay_traps(point: tuple[str, int] | None) -> Counter:
-    """Let this process die at its n-th event of a kind; returns the counts of events so far."""
+    """Make this process die at its n-th event of a kind; return the counts of events so far."""
     counts, write, fsync, tokens_of = Counter(), os.write, os.fsync, Executor.tokens_of
     complete, start, back = RequestCodec.completion, RequestCodec.open, Scheduler._preempt
     count_on = index_module.RequestIndex.count_on
@@ -167,7 +167,7 @@ def lay_traps(point: tuple[str, int] | None) -> Counter:
 
 
 def change_mixes(die_at) -> None:
-    """Let a job change its mix every CHANGE_ITERATIONS, as after a search anew."""
+    """Make a job change its mix every CHANGE_ITERATIONS, as it does after a second search."""
     advance, iterations, changes = run_module.JobLines.advance, [0], [0]
 
     def counts(self, num_tokens):
@@ -192,8 +192,8 @@ def change_mixes(die_at) -> None:
 
 
 def answers(path: Path) -> dict[str, str]:
-    """id -> the line without the job's time, of an output file; each id may stand there once. Log probabilities, which
-    hang on company in their last digits, are left out; the tokens that have them are not."""
+    """Return id -> line without the job's time, of an output file; each id may occur once. Log probabilities are left
+    out, since their last digits depend on the batch; their tokens are compared."""
     found = {}
     for raw in path.read_bytes().splitlines():
         line = json.loads(raw, parse_float=lambda number: 0.0)
@@ -204,7 +204,7 @@ def answers(path: Path) -> dict[str, str]:
 
 
 class Files:
-    """A file of requests, with the command that answers it: JSON lines, or Parquet in and out."""
+    """A file of requests and the command that answers it: JSON lines, or Parquet in and out."""
 
     def __init__(self, folder: Path, ending: str, num_requests: int, seed: int):
         self.folder, self.ending, self.num_requests = folder, ending, num_requests
@@ -215,7 +215,7 @@ class Files:
         return self.folder / f"{name}.{self.ending}"
 
     def journal(self, name: str) -> Path:
-        """The file that takes the answers one by one."""
+        """Return the file that takes the answers one by one."""
         return journal_of(self.out(name)) if self.ending == "parquet" else self.out(name)
 
     def command(self, name: str) -> list[str]:
@@ -225,7 +225,7 @@ class Files:
                 *column]  # fmt: skip
 
     def whole(self) -> tuple[dict[str, str], dict[str, int]]:
-        """The answers of a run that nothing disturbs, and how many points of each kind it has."""
+        """Return the answers of an undisturbed run, and the number of points of each kind in it."""
         counts = self.folder / "counts.json"
         assert attempt(self.command("whole"), None, counts) == 0
         expected = answers(self.journal("whole"))
@@ -233,7 +233,7 @@ class Files:
         return expected, json.loads(counts.read_text())
 
     def check(self, name: str, expected: dict[str, str]) -> None:
-        """Raise AssertionError for anything lost, doubled or changed; remove the files."""
+        """Raise AssertionError for lost, doubled or changed answers; remove the files."""
         assert answers(self.journal(name)) == expected, f"other answers in {name}"
         if self.ending == "parquet":
             table = parquet.read_table(self.out(name)).to_pylist()
@@ -244,7 +244,7 @@ class Files:
 
 
 def chosen_points(counts: dict[str, int], num_points: int, generator: random.Random) -> list[tuple[str, int]]:
-    """As many points of each kind as there are, but for the last ones, which what the index counts meanwhile moves."""
+    """Return points of each kind in turn, without the last ones: indexing in the background moves those."""
     most = {kind: max(1, count * 4 // 5) for kind, count in counts.items()}
     points = [(kind, n) for kind in KINDS for n in range(1, most.get(kind, 0) + 1)]
     shuffled = generator.sample(points, len(points))
@@ -256,7 +256,7 @@ def chosen_points(counts: dict[str, int], num_points: int, generator: random.Ran
 def soak(
     folder: Path, num_requests: int, num_points: int, num_timed: int, seed: int, batch: int, show: bool = False
 ) -> dict:
-    """Kill and resume; raise AssertionError for anything lost, doubled or changed; return counts."""
+    """Kill and resume jobs; raise AssertionError for lost, doubled or changed answers; return counts."""
     generator, began = random.Random(seed), time.monotonic()
     os.environ["FLEXHYBRID_CACHE"] = str(folder / "cache")  # nothing is known of the machine, nothing predicted
     save_text_model(folder / "model")
@@ -295,7 +295,7 @@ def soak(
 
 
 def failing_disk(folder: Path, step: int = 1, first: int = 0) -> dict:
-    """Plant every ``step``-th fault from ``first`` at a job's file operations and resume it; return counts."""
+    """Plant every ``step``-th fault from ``first`` at a job's file operations, then resume; return counts."""
     job, said, record = folder / "job", folder / "said", folder / "seen.json"
     os.environ["FLEXHYBRID_CACHE"] = str(folder / "cache")
     tempfile.tempdir = str(job / "temporary")  # of the table's lines

@@ -1,4 +1,4 @@
-"""Random models and policies for hypothesis."""
+"""Hypothesis strategies for random models and policies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ATTENDED = ({"kv@host": 1.0}, {"kv@host": 0.6, "kv@disk": 0.4}, {"kv@disk": 1.0}
 
 @st.composite
 def lossless_policies(draw) -> Policy:
-    """Every lossless policy that the executor runs."""
+    """Draw any lossless policy that the executor runs."""
     rest = dict(
         schedule=draw(st.sampled_from(("column", "row"))),
         max_mini_batch_tokens=draw(st.sampled_from((16, 50, 120, 400, 8192))),
@@ -43,7 +43,7 @@ def lossless_policies(draw) -> Policy:
 
 @st.composite
 def sharing_policies(draw, few_bits: bool = False) -> Policy:
-    """Policies under which prompts that begin alike share blocks, some of them with ``few_bits``."""
+    """Draw policies under which prompts share the blocks of a common prefix; ``few_bits``: some with packed KV."""
     entries = [f"{r}@{tier}" for r in ("kv", "act") for tier in TIERS]
     chosen = draw(st.lists(st.sampled_from(entries), min_size=1, max_size=3, unique=True))
     parts = draw(st.lists(st.integers(1, 9), min_size=len(chosen), max_size=len(chosen)))
@@ -65,7 +65,7 @@ def sharing_policies(draw, few_bits: bool = False) -> Policy:
 
 @st.composite
 def speculative_policies(draw) -> Policy:
-    """InfiniGen's selection over what the executor runs it over."""
+    """Draw InfiniGen's selection over each cache that the executor supports for it."""
     share = st.sampled_from((0.05, 0.3, 1.0))
     selection = Selection(
         "speculative", alpha=draw(st.sampled_from((0.0, 1.0, 1e9))), partial_ratio=draw(share),
@@ -79,7 +79,7 @@ def speculative_policies(draw) -> Policy:
 
 @st.composite
 def runnable_policies(draw) -> Policy:
-    """Every policy that the executor runs: fewer bits too, and InfiniGen's selection."""
+    """Draw any policy that the executor runs, including fewer bits and InfiniGen's selection."""
     if draw(st.integers(0, 4)) == 0:
         policy = draw(speculative_policies())
         bits = [draw(st.sampled_from(("native", 8, 4, 2, 1))) for _ in range(3)]
@@ -95,7 +95,7 @@ def runnable_policies(draw) -> Policy:
 
 @st.composite
 def opt_shapes(draw) -> dict:
-    """Arguments of ``models.save_opt``."""
+    """Draw arguments of ``models.save_opt``."""
     shape = dict(
         layers=draw(st.integers(1, 4)),
         heads=draw(st.sampled_from((1, 2, 3, 5, 7))),
@@ -113,7 +113,7 @@ def opt_shapes(draw) -> dict:
 
 @st.composite
 def llama_shapes(draw) -> dict:
-    """Arguments of ``models.save_llama``: multi-head, grouped-query, biases, head widths, rotations, windows."""
+    """Draw arguments of ``models.save_llama``: attention heads, biases, head widths, rotations and windows."""
     groups, queries_a_group = draw(st.sampled_from(((1, 1), (3, 1), (1, 4), (2, 2), (2, 3), (4, 1))))
     heads, head_dim = groups * queries_a_group, draw(st.sampled_from((6, 8, 16, 24)))
     ropes = (
@@ -151,13 +151,13 @@ def llama_shapes(draw) -> dict:
 
 
 def model_shapes(positions: int) -> st.SearchStrategy[dict]:
-    """Arguments of ``models.save_drawn`` for models of both families with this many positions."""
+    """Draw arguments of ``models.save_drawn`` for models of both families with this many positions."""
     of_llama = llama_shapes().map(lambda shape: shape | {"rope": {}})
     return st.one_of(opt_shapes(), of_llama).map(lambda shape: shape | {"positions": positions})
 
 
 def calibrated_answers(num_models: int, num_requests: int, seed: int) -> Answers:
-    """Models that grow better and dearer, each right as often as its confidence says."""
+    """Draw models of growing accuracy and cost, each right as often as its confidence says."""
     generator = np.random.default_rng(seed)
     skill = np.sort(generator.uniform(0.3, 0.95, num_models))
     confidence = generator.beta(8 * skill[:, None], 8 * (1 - skill[:, None]), (num_models, num_requests))

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of any decoder that transformers knows, and what its own greedy generate makes of prompts."""
+"""Tiny random checkpoints of any decoder in transformers, and the tokens of transformers' own greedy generate."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ VISION: dict[str, Any] = {
 
 
 def tiny_config(model_type: str):
-    """Return a configuration of this type at a tiny size. Raises whatever transformers raises where that is none."""
+    """Return a configuration of this type at a tiny size; raise transformers' own error if there is none."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -107,7 +107,7 @@ def tiny_config(model_type: str):
 
 
 def _takes(default, value) -> bool:
-    """Return whether a field with this default takes a size: those that are off stay off."""
+    """Return True if a field with this default takes a size; fields that are off stay off."""
     return default is not None or value is None
 
 
@@ -165,7 +165,7 @@ def save_with_pictures(folder: Path, model_type: str, text_type: str, tied: bool
 
 
 def greedy(model, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    """Return the tokens that transformers' own generate answers, each prompt by itself; none ends an answer."""
+    """Return the tokens of transformers' own generate, each prompt alone; no token ends an answer."""
     model.generation_config.eos_token_id = None
     return [
         model.generate(

@@ -1,4 +1,4 @@
-"""A small model and a machine of which every rate can be chosen."""
+"""A small model, and a machine whose rates can all be chosen."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ ColdPopen = subprocess.Popen
 
 
 class Popen(ColdPopen):
-    """A process of ``arguments``, with the options of ``subprocess.Popen`` that say nothing of the fork itself."""
+    """A process of ``arguments``. Options of ``subprocess.Popen`` that concern the fork itself are not supported."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
                        shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more) -> None:  # fmt: skip
@@ -87,7 +87,7 @@ class Popen(ColdPopen):
 
 
 def run(arguments: list[str], check: bool = False, timeout: float = 240, **options) -> subprocess.CompletedProcess:
-    """Run a process to its end; what it prints is captured as text."""
+    """Run a process to its end and capture its output as text."""
     pipe = subprocess.PIPE
     with Popen(arguments, stdout=pipe, stderr=pipe, text=True, **options) as process:
         out, errors = process.communicate(timeout=timeout)
@@ -98,10 +98,8 @@ def run(arguments: list[str], check: bool = False, timeout: float = 240, **optio
 
 
 def ray_workers(patch, folder: Path) -> None:
-    """Have the workers of a Ray cluster that this process starts forked; ``folder`` takes the socket for it.
-
-    Ray's processes for its dashboard, its autoscaler and the printing of logs, which no test sees, are not started.
-    """
+    """Fork the workers of Ray clusters that this process starts; the socket for that is in ``folder``. Ray's dashboard,
+    autoscaler and log printer are not started, as no test uses them."""
     from ray._private import node, ray_constants, utils
 
     for unused in ("start_monitor", "start_log_monitor", "start_api_server"):
@@ -114,9 +112,8 @@ def ray_workers(patch, folder: Path) -> None:
 
 
 def test_workers(folder: Path) -> None:
-    """Have the workers of pytest-xdist that this process starts forked; ``folder`` takes the socket for it.
-
-    The kernels of a CPU are compiled on another core meanwhile, where no run before has kept them."""
+    """Fork the pytest-xdist workers that this process starts; the socket for that is in ``folder``. Another core
+    compiles the CPU kernels meanwhile, unless an earlier run has kept them."""
     from execnet import gateway_io
 
     os.environ[PARENT] = str(folder / "parent")
@@ -133,7 +130,7 @@ connections: list[socket.socket] = []  #: to the processes that fork: the last o
 
 
 def parent_connection() -> socket.socket:
-    """Return the connection to the process that forks, which ends with this one."""
+    """Return the connection to the forking process, which ends with this process."""
     if not connections:
         connections.append(connected_parent() if PARENT in os.environ else started_parent())
         ask({"preload": ["attend_once"]})
@@ -141,20 +138,20 @@ def parent_connection() -> socket.socket:
 
 
 def ask(request: dict) -> int:
-    """Send a request to the process that forks; return its id once it has done that."""
+    """Send a request to the forking process; return its process id after the request is done."""
     parent_connection().send(json.dumps(request).encode())
     return int(parent_connection().recv(16))
 
 
 def connected_parent() -> socket.socket:
-    """Return a connection to a process that the one at PARENT forks for this one."""
+    """Return a connection to a process that the one at PARENT forks for this process."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(os.environ[PARENT])
     return connection
 
 
 def started_parent() -> socket.socket:
-    """Return a connection to a process that loads PRELOADED now."""
+    """Return a connection to a new process that loads PRELOADED."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     command, environment = [sys.executable, __file__, str(theirs.fileno())], os.environ | {"PYTHONPATH": paths}
@@ -166,7 +163,7 @@ def started_parent() -> socket.socket:
 
 
 def fork_until_closed(connection: socket.socket) -> dict | None:
-    """Fork for each request; return it in the fork, and None here once the other side has ended."""
+    """Fork for each request. Return the request in the fork, and None here once the other side has closed."""
     reports: dict[int, tuple[int, int]] = {}  # pidfd -> (pid, file to report to)
     hearing: dict[str, socket.socket] = {}  # where Ray's workers ask, and who wants a parent of its own
     while True:
@@ -218,7 +215,7 @@ def fork_until_closed(connection: socket.socket) -> dict | None:
 
 
 def tell_ended(reports: dict[int, tuple[int, int]], ready: Sequence) -> None:
-    """Tell how those processes ended whose pidfd is ready."""
+    """Report the exit codes of the processes whose pidfd is ready."""
     for ended in reports.keys() & set(ready):
         pid, report = reports.pop(ended)
         send(report, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
@@ -227,7 +224,7 @@ def tell_ended(reports: dict[int, tuple[int, int]], ready: Sequence) -> None:
 
 
 def listener(path: str) -> socket.socket:
-    """Return a socket that hears who connects to a path."""
+    """Return a socket that accepts connections at a path."""
     hearing = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     hearing.bind(path)
     hearing.listen(64)
@@ -235,7 +232,7 @@ def listener(path: str) -> socket.socket:
 
 
 def knows(environment: dict[str, str]) -> bool:
-    """Return whether a worker of Ray with this environment can be forked. The first one that can has Ray loaded."""
+    """Return True if a Ray worker with this environment can be forked; the first such worker loads Ray."""
     job = {name: environment[name] for name in JOB_OF_RAY}
     if "ray" not in sys.modules and job["RAY_JOB_ID"] != NO_JOB:
         os.environ.update(environment)
@@ -244,7 +241,7 @@ def knows(environment: dict[str, str]) -> bool:
 
 
 def preload(names: Sequence[str]) -> None:
-    """Import those modules that are installed here; they start no thread."""
+    """Import those of the modules that are installed; none of them starts a thread."""
     for name in names:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
@@ -255,13 +252,13 @@ def preload(names: Sequence[str]) -> None:
 
 
 def send(file: int, number: int) -> None:
-    """Write a number to the process at the other end, if it is still there."""
+    """Write a number to the process at the other end, unless it has ended."""
     with contextlib.suppress(BrokenPipeError):
         os.write(file, str(number).encode())
 
 
 def become(request: dict) -> None:
-    """Be the process that was asked for; what its program raises ends it."""
+    """Become the requested process; an exception of its program ends it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["environment"])

@@ -23,7 +23,7 @@ SMALL_DPI = 40
 
 
 def faster_dtype(*sizes: int) -> str:
-    """The dtype that the environment declares faster; without it tests would depend on the machine."""
+    """Return the dtype that the environment declares faster; otherwise tests would depend on the machine."""
     name = os.environ.get(FASTER_DTYPE)
     if name is None:
         raise AssertionError("this test computes in what is faster on this machine: let it take the fixture cpu_dtype")
@@ -31,7 +31,7 @@ def faster_dtype(*sizes: int) -> str:
 
 
 def attention_paths(device: str, dtype: str, group: int, head_dim: int = 128):
-    """The ways to attend that the environment names, of the product's own type; nothing is timed, kept or read."""
+    """Return the attention paths that the environment names; nothing is timed, kept or read."""
     module = sys.modules["flexhybrid.runtime.profiling.attention_paths"]
     name = os.environ.get(ATTENTION)
     if device == "cpu" and name:
@@ -41,7 +41,7 @@ def attention_paths(device: str, dtype: str, group: int, head_dim: int = 128):
 
 
 def small_png(figure) -> dict[str, bytes]:
-    """Return a figure as one PNG of few pixels, in a quarter of the time of all its files."""
+    """Return a figure as one small PNG, which takes a quarter of the time of all its files."""
     from unittest.mock import patch
 
     with patch.multiple("figures.style", FORMATS=("png",), DPI=SMALL_DPI):
@@ -50,7 +50,7 @@ def small_png(figure) -> dict[str, bytes]:
 
 @contextmanager
 def every_format():
-    """Have figures drawn as for users: in all formats, and as large."""
+    """Draw figures as for users: in all formats and at full size."""
     from figures import reproduce, style
 
     style.rendered = reproduce.rendered = inspect.unwrap(small_png)
@@ -69,14 +69,14 @@ FORCED = {
 
 
 def _force(module) -> None:
-    """The function itself is still found by ``inspect.unwrap``."""
+    """Replace a function; ``inspect.unwrap`` still finds the original."""
     name, forced = FORCED[module.__name__]
     if getattr(module, name) is not forced:
         setattr(module, name, functools.update_wrapper(forced, getattr(module, name)))
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of ``FORCED`` as usual, and changes them once they are loaded."""
+    """Find the modules of ``FORCED`` as usual, and change them once they are loaded."""
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname not in FORCED or (spec := PathFinder.find_spec(fullname, path, target)) is None:

@@ -39,7 +39,7 @@ sys.exit(cli.main(sys.argv[2:]))
 
 
 def answer_at_once(_engine, executor, control, _tasks=None):
-    """Answers instead of ``Engine.run``: each request stops at its first token; plan, queue and files as in a run."""
+    """Stand in for ``Engine.run``: each request stops at its first token; plan, queue and files are real."""
     from flexhybrid.core.schedule.scheduler import Scheduler
     from flexhybrid.runtime.clock import Clock
     from flexhybrid.runtime.engine import WaveResult, _Collector

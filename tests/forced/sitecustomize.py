@@ -1,4 +1,4 @@
-"""Loaded by every Python that a test starts: see ``forced_machine``."""
+"""Every Python that a test starts loads this module: see ``forced_machine``."""
 
 from forced_machine import install
 

@@ -1,4 +1,4 @@
-"""Every command that the pages for users show is run, as shown."""
+"""Run every command that the pages for users show."""
 
 import json
 import re
@@ -47,7 +47,7 @@ MACHINE = Hardware(
 
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
-    """A folder like a clone of the project, with the page's example files, on a machine that is quickly measured."""
+    """Return a folder like a clone of the project, with the page's example files and a quick profile."""
     for folder in ("experiments", "flexhybrid"):
         (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "requests.jsonl").write_text(re.search(r"```json\n(.*?)```", PAGE, re.DOTALL)[1])
@@ -61,7 +61,7 @@ def clone(tmp_path, monkeypatch):
 
 
 def check_git_ignores(clone: Path) -> None:
-    """Who follows a page in a clone leaves no file there that git would add."""
+    """Check that following a page leaves no file in a clone that git would add."""
     shutil.copy(ROOT / ".gitignore", clone)
     subprocess.run(["git", "init", "-q"], cwd=clone, check=True)
     untracked = ["git", "ls-files", "--others", "--exclude-standard", "--directory"]
@@ -125,8 +125,8 @@ def test_links_lead_to_files():
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_the_commands_of_the_readme_are_commands():
-    """The parser takes all commands; those that take no more than a few seconds are run, as other pages show them."""
+def test_the_parser_accepts_the_commands_of_the_readme():
+    """Commands that take at most a few seconds are also run, as other pages show them."""
     run = COMMAND.findall((ROOT / "docs/simulating.md").read_text(encoding="utf-8")) + COMMAND.findall(PAGE)
     assert "simulating" in OTHER_PAGES
     pages = [ROOT / "README.md", ROOT / "docs/accuracy.md"]
@@ -147,7 +147,7 @@ def test_the_readme_leads_to_answers_from_python(clone, capsys):
 
 @pytest.fixture
 def host_bytes(monkeypatch):
-    """Sets the memory that this machine has, half of which is free. No disk is. Float32 multiplies faster."""
+    """Set the memory of this machine, half of it free, without a disk. Float32 multiplies faster."""
 
     def has(size: int) -> None:
         monkeypatch.setattr(doctor, "fastest_dtype", lambda *_: "float32")
@@ -167,8 +167,8 @@ def host_bytes(monkeypatch):
         (4 << 40, "fits memory", "fits memory"),
     ],
 )
-def test_what_fits_hangs_on_the_memory_there_is(host_bytes, size, small, large, num_cores, clone, capsys):
-    """On the memory of the machine, 90 % of which may be used: what is free at this moment changes no verdict."""
+def test_what_fits_depends_on_the_installed_memory(host_bytes, size, small, large, num_cores, clone, capsys):
+    """90 % of the machine's memory may be used; the memory free at the moment changes no verdict."""
     host_bytes(size)
     assert cli.main(["doctor", "--device", "cpu", "--models", "opt-125m", "opt-175b"]) == 0
     out = capsys.readouterr().out
@@ -178,7 +178,7 @@ def test_what_fits_hangs_on_the_memory_there_is(host_bytes, size, small, large, 
 
 
 def test_the_doctor_says_what_fits_and_what_to_change(host_bytes, clone, capsys, monkeypatch):
-    """The same model on the same rates is searched once."""
+    """The same model with the same rates is searched once."""
     host_bytes(32 << 30)
     policies = {}
 
@@ -230,14 +230,14 @@ def test_the_doctor_says_what_fits_and_what_to_change(host_bytes, clone, capsys,
 
 
 def test_no_step_of_setup_is_silent():
-    """pip says nothing for minutes: a line before each of its runs says what it fetches."""
+    """pip prints nothing for minutes; a line before each of its runs says what it fetches."""
     said = subprocess.run(["make", "-nB", ".venv/.testing"], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = said.stdout.splitlines()
     steps = [number for number, line in enumerate(lines) if "pip install" in line and "||" not in line]
     assert len(steps) == 4 and all(lines[number - 1].startswith('echo "setup') for number in steps)
 
 
-def test_what_the_page_says_of_installing_ray_is_true():
+def test_the_page_is_right_about_installing_ray():
     page = (ROOT / "docs/on-a-cluster.md").read_text(encoding="utf-8")
     (versions,) = re.findall(r'"ray": \["([^"]+)"\]', (ROOT / "setup.py").read_text(encoding="utf-8"))
     assert f"pip install '{versions}'" in page

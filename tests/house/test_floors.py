@@ -94,7 +94,7 @@ cold_run = functools.partial(subprocess.run, capture_output=True, text=True)
 
 
 def floor_of(module: str) -> str | None:
-    """The floor a module stands on: the longest that is a prefix of its name; None for a library."""
+    """Return the floor of a module: the longest that is a prefix of its name; None for a library."""
     return max((floor for floor in FLOORS if is_within(module, floor)), key=len, default=None)
 
 
@@ -103,7 +103,7 @@ def is_within(module: str, package: str) -> bool:
 
 
 def source_files() -> dict[str, Path]:
-    """module name -> file, over all floors, but for peers that ``make gpu-peers`` has installed."""
+    """Return module name -> file over all floors, without peers installed by ``make gpu-peers``."""
     files, installed = {}, ROOT / "experiments" / "peers" / "installed"
     for top in sorted({floor.split(".")[0] for floor in FLOORS}):
         for path in sorted((ROOT / top).rglob("*.py")):
@@ -116,7 +116,7 @@ def source_files() -> dict[str, Path]:
 
 @functools.cache
 def parsed(source: str) -> ast.Module:
-    """The tree of a source text, which several tests look at."""
+    """Return the syntax tree of a source text; several tests read it."""
     return ast.parse(source)
 
 
@@ -179,7 +179,7 @@ def test_every_import_stays_on_its_floor_or_goes_down():
     assert not wrong, "\n".join(wrong)
 
 
-def test_of_the_product_only_the_reproduce_command_imports_experiments():
+def test_only_the_reproduce_command_imports_experiments():
     importers = {
         module
         for module, path in source_files().items()

@@ -1,4 +1,4 @@
-"""Limits that keep the house easy to take in: no import circles, small folders, named arguments, obeyed formatting."""
+"""Limits that keep the project readable: no import circles, small folders, named arguments, formatting."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_check_sees_a_circle(late):
 
 
 def counts(sources: dict[str, str]) -> Counter[str]:
-    """Return how often the sources have what a limit names."""
+    """Return how often the sources contain what a limit names."""
     found = Counter[str]()
     for text in sources.values():
         found["files under 45 lines"] += text.count("\n") < 45
@@ -120,7 +120,7 @@ PRICES = {
 
 
 def priced(text: str) -> list[int]:
-    """Return lines that price by hand: slope times amount (except in lines and units), or a line's value."""
+    """Return lines that compute a price by hand: slope times amount (except in lines and units), or a line's value."""
     nodes, found = list(ast.walk(parsed(text))), []
     lines = [node for node in nodes if isinstance(node, (ast.keyword, ast.Dict))]
     lines += [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "Line"]
@@ -187,7 +187,7 @@ MAKERS |= {"ones", "rand", "randint", "randn", "scalar_tensor", "tensor", "zeros
 
 
 def made_without_dtype(text: str) -> list[int]:
-    """Return the lines where torch makes a tensor of no dtype that is named."""
+    """Return the lines where torch makes a tensor without a named dtype."""
     calls = [node for node in ast.walk(parsed(text)) if isinstance(node, ast.Call)]
     made = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr in MAKERS]
     made = [call for call in made if isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"]

@@ -1,4 +1,4 @@
-"""Names in backticks and paths that docstrings, comments and pages mention: all of them exist."""
+"""Check that names in backticks and paths in docstrings, comments and pages exist."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""A built wheel, installed apart from the repository: it holds every file that is opened, and its commands work."""
+"""Test a built wheel, installed away from the repository: it holds all files, and its commands work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECORDS = re.compile(r"experiments/results/(amd-|intel-|nvidia-|reproduce/|NOTES
 
 
 def done(command: list, folder: Path, warm: bool = False) -> str:
-    """Run a command in a folder, in which the repository is not found; return what it prints."""
+    """Run a command in a folder from which the repository is not importable; return its output."""
     environment = os.environ | {"PYTHONPATH": str(ROOT / "tests" / "forced"), FASTER_DTYPE: "float32"}
     environment["FLEXHYBRID_CACHE"] = str(folder / "cache")
     environment[ATTENTION] = "fused"  # no kernel is compiled for the place where the wheel lies
@@ -46,7 +46,7 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tracked, tmp_path_factory) -> Path:
-    """Built from a copy, since a build leaves files behind that the next one takes up, and without a network."""
+    """Build the wheel from a copy, since a build leaves files that the next one takes, and without a network."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in tracked:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def wheel(tracked, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory) -> Path:
-    """The folder of a new environment with the wheel, which finds other packages where this process does."""
+    """Return the folder of a new environment with the wheel; other packages come from this process."""
     folder = tmp_path_factory.mktemp("installed")
     done([sys.executable, "-m", "venv", "--without-pip", folder], folder)
     python = folder / "bin" / "python"

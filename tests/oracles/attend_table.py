@@ -1,4 +1,4 @@
-"""What a table of blocks says, read by plain torch: stands where Triton's kernels would be launched."""
+"""Attention through a table of blocks in plain torch, in place of launches of Triton's kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flexhybrid.core.context.blocks import BLOCK_TOKENS
 
 
 def launch(query, memories, table, rule, given, partial) -> None:
-    """``attend_triton.launch``, by indices and products; the host waits for nothing."""
+    """Stand in for ``attend_triton.launch``, by indices and products; the host waits for nothing."""
     (batch, heads, d), (target, sums) = query.shape, given
     groups, device = table.groups, query.device
     index = table.starts[:-1, None] + torch.arange(table.most, device=device)
@@ -28,7 +28,7 @@ def launch(query, memories, table, rule, given, partial) -> None:
     element = torch.arange(d, device=device)
 
     def read(at: torch.Tensor) -> torch.Tensor:
-        """Elements [B, G, n · 16, d], in float32; zeros in places that nobody sees."""
+        """Return elements [B, G, n · 16, d] in float32, with zeros in places that no query sees."""
         found = torch.zeros((*at.shape, d), dtype=memories[0].dtype, device=device)
         for number, memory in enumerate(memories):
             mine = ((kind & 7) == number) & seen
@@ -77,6 +77,6 @@ LIBRARY.impl("attend", _attend, "CPU")
 
 
 def launch_by_address(query, memories, table, rule, given, partial) -> None:
-    """``attend_triton.launch``, by this operation."""
+    """Stand in for ``attend_triton.launch`` by an operation that reads the table when it runs."""
     where = (query, list(memories), table.starts, table.places, table.kinds, rule.sinks_H)
     torch.ops.flexhybrid_oracles.attend(*where, table.groups, rule.scaling, rule.softcap, *given, partial)

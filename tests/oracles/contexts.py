@@ -1,4 +1,4 @@
-"""Contexts whose keys and values lie in blocks, anywhere in a memory; policies that read them there; plain results."""
+"""Contexts whose keys and values lie in scattered blocks, policies that read them in place, and plain results."""
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ POLICIES = {
 
 
 def laid_out(generator, dtype, groups, d, tokens, head_major):
-    """Keys and values [tokens, 2, G, d] of requests, their blocks' extent in a memory of NaN, that memory."""
+    """Return keys and values [tokens, 2, G, d] of requests, the extent of their blocks, and the memory, else NaN."""
     counts = ceil_blocks(np.array(tokens))
     order = torch.randperm(int(counts.sum()) + 3, generator=generator).numpy()
     memory = torch.full((len(order), 2, groups, BLOCK_TOKENS, d), float("nan"), dtype=dtype)
@@ -38,13 +38,13 @@ def laid_out(generator, dtype, groups, d, tokens, head_major):
 
 
 def hidden_at_random(generator, extent: Extent) -> Extent:
-    """The extent with the first tokens of some blocks, or all of them, behind a window."""
+    """Return the extent with the first tokens of some blocks hidden by a window, or all of them."""
     hidden = torch.randint(-8, 25, extent.blocks.shape, generator=generator).clamp(0, BLOCK_TOKENS)
     return extent._replace(hidden=hidden.numpy())
 
 
 def seen_by(pieces, request: int) -> torch.Tensor:
-    """Keys and values [tokens, 2, G, d] that a request sees of the pieces that ``laid_out`` has made."""
+    """Return the keys and values [tokens, 2, G, d] that a request sees in the pieces of ``laid_out``."""
     seen = []
     for contexts, extent, _ in pieces:
         place = np.arange(len(contexts[request]))
@@ -54,7 +54,7 @@ def seen_by(pieces, request: int) -> torch.Tensor:
 
 
 def plain_attention(query_Hd, context, rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results [H, d] of one query over keys and values [tokens, 2, G, d], and log-sums [H] of scores, in float64."""
+    """Return results [H, d] of one query over keys and values [tokens, 2, G, d], and log-sums [H], in float64."""
     (heads, d), groups = query_Hd.shape, context.shape[2]
     keys, values = context.double().permute(1, 2, 0, 3)  # [G, tokens, d]
     scores = query_Hd.double().view(groups, -1, d) @ keys.transpose(1, 2) * rule.scaling

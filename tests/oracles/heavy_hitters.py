@@ -1,4 +1,4 @@
-"""H2O's cache, plainly: every weight of every head in a dictionary, one request and one token at a time."""
+"""A plain model of H2O's cache: weights of each head in a dictionary, one request and one token at a time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from flexhybrid.runtime.storage.weights import Weights
 
 @torch.inference_mode()
 def plain_h2o(checkpoint, prompt, max_tokens: int, budget: float, cache=None, whole_layers=0) -> list[int]:
-    """Answer a prompt token by token, head by head: half the budget newest, half with the largest sums; the first
-    ``whole_layers`` drop nothing. Places are in the pools of ``cache`` like a context's tokens; a new token replaces
-    one of its pool."""
+    """Answer a prompt token by token and head by head. Half of the budget is the newest tokens, half those with the
+    largest sums; the first ``whole_layers`` drop nothing. Places are in the pools of ``cache`` as in a context; a new
+    token replaces a token of its pool."""
     entries = BlockEntries(cache or {"kv@host": 1.0})
     shape, model = checkpoint.shape, architecture(checkpoint.shape)
     weights = Weights(shape, checkpoint, "float32", torch.device("cpu"), Policy(weights=Placement(device=1.0)))

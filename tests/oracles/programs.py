@@ -1,4 +1,4 @@
-"""A program of the search solved once more, as it is stated for PuLP."""
+"""Solve a program of the search a second time, with PuLP."""
 
 from __future__ import annotations
 

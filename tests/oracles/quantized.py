@@ -1,4 +1,4 @@
-"""Group-wise quantisation in plain numpy, written from the definition alone: each group by itself, no packed bytes."""
+"""Group-wise quantisation in plain numpy, from its definition: each group by itself, without packed bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def round_trip(rows: np.ndarray, bits: int, group: int) -> np.ndarray:
 
 
 def group_of_heads(head_dim: int) -> int:
-    """Return the size of a group of keys or values: the largest up to 64 of which a head holds a whole number."""
+    """Return the group size of keys or values: the largest divisor of a head's width up to 64."""
     for size in range(min(head_dim, 64), 0, -1):
         if head_dim % size == 0:
             return size

@@ -1,7 +1,5 @@
-"""Mean latencies that queueing theory has in closed form, to check the cluster simulation against.
-
-Poisson arrivals, first come first served; L. Kleinrock, Queueing Systems, vol. 1 (1975), ch. 3 and 5.
-"""
+"""Closed-form mean latencies of queueing theory, as a reference for the cluster simulation. Arrivals are Poisson, and
+service is first come, first served; L. Kleinrock, Queueing Systems, vol. 1 (1975), ch. 3 and 5."""
 
 from __future__ import annotations
 

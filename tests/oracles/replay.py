@@ -43,10 +43,8 @@ _SLOTTED = frozenset((
 
 
 def peak_parts(tasks: Iterable[Task], wave: Wave) -> dict[str, dict[str, int]]:
-    """Tier -> part -> bytes that a run of ``stream(wave)`` needs, with the names of ``core.memory.memory_plan``.
-
-    Raise ValueError at an unknown verb.
-    """
+    """Return tier -> part -> bytes that a run of ``stream(wave)`` needs; the names are those of
+    ``core.memory.memory_plan``. Raise ValueError for an unknown verb."""
     replay = _Replay(wave)
     for task in tasks:
         replay.see(task)
@@ -61,7 +59,7 @@ def peak_parts(tasks: Iterable[Task], wave: Wave) -> dict[str, dict[str, int]]:
 
 
 class _Replay:
-    """The largest bytes seen of everything that has an extent of its own: (tier, part, its key) -> bytes."""
+    """The largest bytes seen of each extent: (tier, part, key) -> bytes."""
 
     def __init__(self, wave: Wave):
         self.wave = wave
@@ -79,7 +77,7 @@ class _Replay:
             self._holder(task.verb)(task)
 
     def _holder(self, verb: str) -> Callable[[Task], None]:
-        """The method that notes what a task of this verb holds."""
+        """Return the method that notes what a task of this verb holds."""
         holders = {
             "embed": self._embed,
             "store_hidden": self._store_hidden,
@@ -106,7 +104,7 @@ class _Replay:
         return holders[verb]
 
     def _hold(self, tier: str, part: str, key: object, num_bytes: float) -> None:
-        """Note the bytes of one extent: ``key`` tells it from the others of its part."""
+        """Note the bytes of one extent; ``key`` distinguishes it from the others of its part."""
         size = self.largest.get((tier, part, key), 0.0)
         self.largest[tier, part, key] = max(size, float(num_bytes))
 
@@ -135,7 +133,7 @@ class _Replay:
         self._hold("host", "hidden states", (task.mini_batch, task.payload.step.chunk), task.work.link_bytes)
 
     def _project(self, task: Task) -> None:
-        """The new rows wait in staging, each part's in a place of its own, and from there go to their blocks."""
+        """New rows are staged, each representation in its own place, and then go to their blocks."""
         step, selection = task.payload.step, self.wave.policy.selection
         if selection.pool is not None and selection.pool < 1 and not step.prefill:
             self._hold("host", "places", 0, 8 * len(step.requests) * self.wave.shape.num_kv_heads)
@@ -151,7 +149,8 @@ class _Replay:
             self._hold(store.tier, f"{store.representation} pool", (part, task.layer), blocks)
 
     def _columns(self, task: Task, representation: str, tiers: tuple[str, ...]) -> int:
-        """Blocks of the buffer that a step's segments of these tiers take: of KV padded to the longest request."""
+        """Return the blocks that a step's segments of these tiers take in the buffer: KV padded to the longest
+        request."""
         step, policy, blocks = task.payload.step, self.wave.policy, 0
         for segment in step.of(representation):
             if segment.tier in tiers:
@@ -209,7 +208,7 @@ class _Replay:
     # ---- selections, and attention on the host
 
     def _rank(self, task: Task) -> None:
-        """Scores and ages of cached tokens by key/value head, on the host; ``_speculate`` holds its own."""
+        """Note scores and ages of cached tokens by key/value head, on the host; ``_speculate`` notes its own."""
         if self.wave.policy.selection.method == "speculative":
             return
         step, layer = task.payload.step, task.layer
@@ -224,7 +223,7 @@ class _Replay:
         return min(context, max(BLOCK_TOKENS, int(ceil_blocks(np.ceil(round(budget, 9)))) * BLOCK_TOKENS))
 
     def _speculate(self, task: Task) -> None:
-        """Partial keys of every token that is ever stored, in all layers that choose; padded in a mini-batch."""
+        """Note partial keys of all stored tokens, in all layers that select; padded within a mini-batch."""
         step, tier = task.payload.step, self.wave.policy.selection.partial_keys
         shape, share = self.wave.shape, self.wave.policy.selection.partial_ratio
         columns = max(1, math.ceil(round(share * shape.head_dim, 9)))
@@ -241,7 +240,7 @@ class _Replay:
             self._hold("device", "uses", task.mini_batch, uses)
 
     def _places(self, request: int, tokens: int) -> int:
-        """How many of a request's first ``tokens`` tokens the pool has room for."""
+        """Return how many of a request's first ``tokens`` tokens fit the pool."""
         pool = float(self.wave.policy.selection.pool)
         if pool == 1:
             return tokens
@@ -252,7 +251,7 @@ class _Replay:
         self._hold("device", "partial key buffers", 0, task.work.link_bytes)
 
     def _store_index(self, task: Task) -> None:
-        """Room for as many tokens as may ever be chosen, not for those that are expected."""
+        """Note room for the most tokens that may be selected, not the expected number."""
         for representation, rows in self._most_selected(task).items():
             each_head = representation == "kv" and self.wave.policy.bits.kv == "native"
             size = 4 * rows * (self.wave.shape.num_kv_heads if each_head else 1)

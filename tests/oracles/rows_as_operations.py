@@ -1,4 +1,4 @@
-"""``kernels.rows_triton`` and ``quantize_triton`` where there is no Triton: each kernel as one operation of torch."""
+"""``kernels.rows_triton`` and ``quantize_triton`` without Triton: each kernel is one operation of torch."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def dequantize(packed, bits, out, group) -> None:
 
 
 def install(monkeypatch) -> None:
-    """Let rows on a GPU have these kernels."""
+    """Replace the kernels for rows on a GPU."""
     kernels = sys.modules[__name__]
     for module in (norms, rotary):
         monkeypatch.setattr(module, "kernels_for", lambda rows: kernels if rows.is_cuda and rows.numel() else None)

@@ -1,4 +1,4 @@
-"""InfiniGen's selection, plainly: each key of each head in a place of its own, one request and one token at a time."""
+"""A plain model of InfiniGen's selection: each key of each head has its place, one request and token at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from flexhybrid.runtime.storage.weights import Weights
 
 
 class Cache:
-    """The tokens of a request that a head of a layer keeps: a place each, the first ``size`` of them taken."""
+    """The tokens of a request that a head of a layer keeps, each in a place; the first ``size`` places are taken."""
 
     def __init__(self, room: int, head_dim: int):
         self.size, self.replaced = 0, None  # the place that the newest token took from another
@@ -30,7 +30,7 @@ class Cache:
         self.positions, self.uses, self.used_at = np.zeros((3, room), int)
 
     def keep(self, key, stored_key, value, position: int, victim: str) -> None:
-        """Add a token, in the place of another where there is no room; it counts as used once more than that."""
+        """Add a token, replacing another if there is no room; it counts as used once more than that one."""
         place, uses, self.replaced = self.size, 1, None
         if place == len(self.uses):
             rank = {"fifo": self.positions, "lru": self.used_at, "counter": self.uses}[victim]
@@ -49,7 +49,7 @@ class Cache:
 
 
 def places(shape, selection, cached: list[int]) -> list[int]:
-    """Places of each request: a share of its tokens in whole blocks, the largest share that fits a limit in bytes."""
+    """Return the places of each request: the largest share of its tokens, in whole blocks, within a limit in bytes."""
 
     def of_share(share):
         return [min(tokens, max(1, math.ceil(round(share * tokens / 16, 9))) * 16) for tokens in cached]
@@ -63,7 +63,7 @@ def places(shape, selection, cached: list[int]) -> list[int]:
 
 
 class PlainInfiniGen:
-    """The requests of one mini-batch, token by token and head by head."""
+    """The requests of one mini-batch, computed token by token and head by head."""
 
     def __init__(self, checkpoint, policy: Policy, last: int, cached: list[int]):
         self.shape, self.selection = checkpoint.shape, (selection := policy.selection)
@@ -88,7 +88,7 @@ class PlainInfiniGen:
         return range(group * per_group, (group + 1) * per_group)
 
     def project(self, layer, act, positions):
-        """Keys, values and queries [n, heads, d]."""
+        """Return keys, values and queries [n, heads, d]."""
         w, d = self.views[layer], self.shape.head_dim
         kvq = linear(act, w["kvq.weight"], w["kvq.bias"][0] if "kvq.bias" in w else None)
         half = self.shape.kv_width // 2
@@ -104,7 +104,7 @@ class PlainInfiniGen:
         return x if self.skew[layer] is None else x @ self.skew[layer][group]
 
     def prefill(self, prompts):
-        """First tokens. All requests pass a layer before its columns are chosen."""
+        """Compute first tokens. All requests pass a layer before its columns are chosen."""
         hidden = [self.model.embed(self.shape, self.weights.outer, torch.tensor(p), torch.arange(len(p)))
                   for p in prompts]  # fmt: skip
         for layer in range(self.shape.num_layers):
@@ -139,12 +139,12 @@ class PlainInfiniGen:
         return [self.next_token(one) for one in hidden]
 
     def members(self, cache) -> dict[str, np.ndarray]:
-        """Cache entry of the policy -> places in the cache of the tokens it holds."""
+        """Return cache entry of the policy -> places in the cache of its tokens."""
         of_token = self.entries.entry_of(cache.positions[: cache.size])
         return {name: np.flatnonzero(of_token == i) for i, name in enumerate(self.entries.names) if i in of_token}
 
     def stored(self, k, v, act, layer, position):
-        """A token's keys and values as they come back from the cache: [G, d] each."""
+        """Return a token's keys and values as read back from the cache: [G, d] each."""
         representation = self.entries.names[int(self.entries.entry_of(position))].partition("@")[0]
         bits = {"kv": self.bits.kv, "act": self.bits.act}.get(representation, "native")
         if bits == "native":
@@ -163,7 +163,7 @@ class PlainInfiniGen:
         return int(self.model.head(self.shape, self.weights.outer, hidden[-1:]).argmax())
 
     def decode(self, request, token, position):
-        """The next token of one request."""
+        """Compute the next token of one request."""
         where = torch.tensor([position])
         hidden = self.model.embed(self.shape, self.weights.outer, torch.tensor([token]), where)
         chosen = None  # of all kv heads; None: every token
@@ -190,11 +190,12 @@ class PlainInfiniGen:
         return self.next_token(hidden)
 
     def behind(self, scores) -> np.ndarray:
-        """How far each token is behind the best one of [query heads, tokens], in the head where it is least."""
+        """Return how far each token is behind the best one of [query heads, tokens], in the head where it is least."""
         return (scores - scores.max(dim=-1, keepdim=True).values).max(dim=0).values.numpy()
 
     def note(self, keys, cache, queries, position):
-        """A layer that looks at every token uses those it would have fetched; how many hangs on all of its heads."""
+        """Count uses in a layer that attends to all tokens: those it would have fetched; their number depends on all
+        heads."""
         scores = torch.stack([keys @ query / self.shape.head_dim**0.5 for query in queries])
         self.looks.append((self.behind(scores), cache))
         if len(self.looks) < self.shape.num_kv_heads:
@@ -208,7 +209,7 @@ class PlainInfiniGen:
         self.looks.clear()
 
     def choose(self, request, layer, act, context):
-        """What each kv head of a layer fetches."""
+        """Return what each kv head of a layer fetches."""
         _, _, q = self.project(layer, act, torch.tensor([context]))
         behind = []
         for g in range(self.shape.num_kv_heads):
@@ -249,7 +250,7 @@ class PlainInfiniGen:
 
 
 def plain_tokens(checkpoint, policy, prompts, max_tokens):
-    """(tokens of each request, share of the context fetched in layers that choose)."""
+    """Return each request's tokens, and the share of the context fetched in layers that select."""
     workload = Workload(np.array([len(p) for p in prompts]), np.broadcast_to(max_tokens, len(prompts)))
     answers, fetched = [None] * len(prompts), []
     for group in admit(Problem(shape=checkpoint.shape, dtype="float32"), policy, workload).mini_batches:
@@ -266,7 +267,7 @@ def plain_tokens(checkpoint, policy, prompts, max_tokens):
 
 
 def filled_plainly(shape, selection, queries, keys, room: int) -> list[Cache]:
-    """What each kv head keeps of a prompt with these queries [tokens, heads, d] and keys [tokens, kv heads, d]."""
+    """Return what each kv head keeps of a prompt with queries [tokens, heads, d] and keys [tokens, kv heads, d]."""
     plain = PlainInfiniGen.__new__(PlainInfiniGen)
     plain.shape, plain.selection, plain.looks = shape, selection, []
     heads = [Cache(room, shape.head_dim) for _ in range(shape.num_kv_heads)]

@@ -1,4 +1,4 @@
-"""Requests that go through a cascade one by one, as its documentation says."""
+"""Walk requests through a cascade one by one, as its documentation says."""
 
 from __future__ import annotations
 

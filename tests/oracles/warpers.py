@@ -1,4 +1,4 @@
-"""What may be drawn, by transformers' own logits processors and plain accounts."""
+"""Which tokens may be drawn, by transformers' own logits processors and plain definitions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import (
 
 
 def warped(logits_V: torch.Tensor, temperature=1.0, min_p=0.0, top_k=0, top_p=1.0) -> torch.Tensor:
-    """Logits of one row, those of tokens that may not be drawn at -inf; in vLLM's order."""
+    """Return the logits of one row, with -inf for tokens that may not be drawn; in vLLM's order."""
     scores = logits_V[None].float()
     warpers = [
         TemperatureLogitsWarper(float(temperature)),
@@ -41,7 +41,7 @@ def changed(  # noqa: PLR0913 (what a request may ask)
     never=(),
     bad_words=(),
 ) -> torch.Tensor:
-    """Logits of a row before the temperature, in vLLM's order. ``never``: excluded ids; ``bias``: by id."""
+    """Return the logits of a row before the temperature, in vLLM's order. ``never``: excluded ids; ``bias``: by id."""
     scores, vocab = logits_V[None].float(), len(logits_V)
     never = {*never, *(() if allowed is None else set(range(vocab)) - set(allowed))}
     never |= {word[-1] for word in bad_words if list(word[:-1]) == output[len(output) - len(word) + 1 :]}
