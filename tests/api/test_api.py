@@ -1,4 +1,4 @@
-"""The offline API: order, lengths, sampling, waves, and errors that people can act on."""
+"""Test the offline API: order, lengths, sampling, waves and error messages."""
 
 import dataclasses
 import os
@@ -39,7 +39,7 @@ def test_results_come_in_input_order_with_text(cpu_dtype):
         assert answer.prompt_token_ids == llm.tokenizer(answer.prompt)["input_ids"]
 
 
-def test_without_a_seed_every_call_and_prompt_draws_anew(tiny):
+def test_without_a_seed_all_calls_and_prompts_draw_differently(tiny):
     llm = LLM(tiny, "kv_only", device="cpu")
     prompts = [[5, 6, 7]] * 4
     seen = tokens(llm, prompts, max_tokens=12, ignore_eos=True, temperature=3.0)
@@ -122,7 +122,7 @@ def test_special_tokens_are_shown_on_request(cpu_dtype):
 
 
 def test_a_wave_planned_for_other_weights_is_refused(tiny):
-    """Running it would read weights that were never loaded: silently wrong tokens."""
+    """A run would read weights that were never loaded and give wrong tokens."""
     from flexhybrid.core.schedule.buffer_sizes import buffer_sizes
     from flexhybrid.core.wave import admit
     from flexhybrid.core.workload import Workload
@@ -219,7 +219,7 @@ def test_wrong_settings_are_errors_before_loading(tiny, settings, words):
         LLM(tiny, **{"policy": "kv_only", "device": "cpu", **settings})
 
 
-def test_the_least_named_by_a_budget_error_is_enough(tiny):
+def test_the_memory_named_by_a_budget_error_is_enough(tiny):
     """The error names a size; with that size it runs."""
     import re
 
@@ -232,7 +232,7 @@ def test_the_least_named_by_a_budget_error_is_enough(tiny):
 
 
 def test_tensors_outside_the_layers_outlive_the_file(tiny, tmp_path):
-    """Views of the mapped file would change with it, and end the process when it is shortened."""
+    """Views of the mapped file would change with it, and end the process if the file is shortened."""
     folder = shutil.copytree(tiny, tmp_path / "copy")
     kept = dict(Checkpoint(folder).outer_tensors())
     before = {name: tensor.clone() for name, tensor in kept.items()}
@@ -250,7 +250,7 @@ def test_a_missing_folder_is_an_error_at_once(tmp_path):
     "variable, inner", [("HF_HUB_CACHE", ""), ("HF_HOME", "hub"), ("XDG_CACHE_HOME", "huggingface/hub")]
 )
 def test_a_name_is_found_in_the_hugging_face_cache(tiny, tmp_path, monkeypatch, variable, inner):
-    """As huggingface_hub itself lays it out and finds it."""
+    """The layout of the cache is checked against huggingface_hub."""
     from huggingface_hub import try_to_load_from_cache
 
     for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
@@ -325,8 +325,8 @@ def test_a_callback_may_not_start_another_run(tiny):
         assert llm.generate([[5, 6]], SamplingParams(max_tokens=2))[0].outputs[0].token_ids
 
 
-def test_a_prompt_may_pass_the_decode(tiny, cpu_dtype):
-    """Its last tokens one by one: the tokens of the prefill, of texts that stop early too; a bad number is refused."""
+def test_a_prompts_last_tokens_may_pass_the_decode(tiny, cpu_dtype):
+    """Tokens are those of a prefill, also for texts that stop early; a wrong number is refused."""
     prompts = [[5, 6, 7, 8, 9], [11, 12], [13] * 20]
     params = [SamplingParams(max_tokens=n, temperature=0.0, min_tokens=m) for n, m in ((6, 0), (9, 3), (4, 1))]
     with LLM(tiny, "hybrid(0.5)", device="cpu", dtype="float32") as llm:
@@ -341,7 +341,8 @@ def test_a_prompt_may_pass_the_decode(tiny, cpu_dtype):
 
 
 def test_two_models_at_once_give_the_tokens_of_each_alone(tmp_path):
-    """Two engines of different policies, one of them with a disk, on a thread each; each also closes its own."""
+    """Two engines with different policies, one of them with a disk, each run in a thread and close their own
+    resources."""
     folders = (tmp_path / "opt", tmp_path / "llama")
     save_opt(folders[0], seed=1)
     save_llama(folders[1], seed=2)
@@ -367,8 +368,8 @@ def test_two_models_at_once_give_the_tokens_of_each_alone(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_process_is_told_that_the_llm_is_of_another_one(tiny_llm):
-    """It would wait for threads that are not there. Where the LLM was made it goes on."""
+def test_an_llm_refuses_to_run_in_a_forked_process(tiny_llm):
+    """It would wait for threads that do not exist there. The process that made the LLM can go on using it."""
     params = SamplingParams(max_tokens=3, temperature=0)
     before, (reading, writing) = tiny_llm.generate([[5, 6]], params), os.pipe()
     if (child := os.fork()) == 0:

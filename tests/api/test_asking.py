@@ -1,4 +1,4 @@
-"""What a request may ask beside its sampling: against transformers, and the same alone and in company."""
+"""Test penalties, biases and other options of requests against transformers; the rest of the batch has no effect."""
 
 from functools import cache
 
@@ -23,7 +23,7 @@ POLICIES |= {
 
 @pytest.fixture(scope="module")
 def llm_of(tiny_opt):
-    """The LLM of a policy, by its name."""
+    """Return the LLM of a policy, by its name."""
 
     @cache
     def make(name: str) -> LLM:
@@ -66,7 +66,7 @@ def test_greedy_answers_are_those_of_transformers_processors(tiny_opt, llm_of):
         assert answer.outputs[0].token_ids != plain.outputs[0].token_ids
 
 
-def test_bad_words_do_not_come(tiny):
+def test_bad_words_are_never_generated(tiny):
     llm = LLM(shipped.CHECKPOINT, "kv_only", device="cpu", dtype="float32")
     prompts = shipped.prompts()[:9]
     free = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24))
@@ -82,7 +82,7 @@ def test_bad_words_do_not_come(tiny):
         LLM(tiny, "kv_only", device="cpu").generate([[5]], SamplingParams(bad_words=["a"]))
 
 
-def test_what_this_vocabulary_cannot_do_is_refused_by_name(llm_of):
+def test_options_outside_the_vocabulary_are_refused_by_name(llm_of):
     for asked, words in (
         ({"logit_bias": {61: 1}}, "logit_bias of prompt 0 holds token id 61"),
         ({"allowed_token_ids": [3, 99]}, "allowed_token_ids of prompt 0 holds token id 99"),
@@ -123,8 +123,8 @@ ASKED = st.fixed_dictionaries(
     st.lists(st.tuples(st.lists(IDS, min_size=1, max_size=30), st.just({}) | ASKED), min_size=1, max_size=5),
     st.sampled_from(sorted(POLICIES)),
 )
-def test_a_request_gets_in_company_what_it_gets_alone(llm_of, requests, policy):
-    """Answer k of n is the only answer of a request of its own with seed + k."""
+def test_a_request_gets_the_same_answer_in_any_batch(llm_of, requests, policy):
+    """Answer k of n is the only answer of a request with seed + k."""
     prompts, params = (
         [ids for ids, _ in requests],
         [SamplingParams(**{"temperature": 0} | asked) for _, asked in requests],
@@ -138,8 +138,8 @@ def test_a_request_gets_in_company_what_it_gets_alone(llm_of, requests, policy):
             assert (output.token_ids, output.finish_reason) == (alone.token_ids, alone.finish_reason)
 
 
-def test_preempted_requests_keep_what_they_ask_for(llm_of, tiny_opt, monkeypatch, batches):
-    """Pools of the least size: the youngest are preempted and return with their answers so far as prompt."""
+def test_preempted_requests_keep_their_options(llm_of, tiny_opt, monkeypatch, batches):
+    """Pools are minimal, so the youngest requests are preempted; they return with their tokens so far as prompt."""
     monkeypatch.setattr(runner, "batch_size", lambda *_: Places(4, 0.01))
     generator = np.random.default_rng(2)
     asking = [
@@ -168,7 +168,7 @@ def test_preempted_requests_keep_what_they_ask_for(llm_of, tiny_opt, monkeypatch
 
 
 def assert_same(places: list | None, others: list | None) -> None:
-    """The same tokens, with the same log probabilities but for their last digits."""
+    """Check for equal tokens and, up to their last digits, equal log probabilities."""
     assert (places is None) == (others is None)
     for place, other in zip(places or [], others or [], strict=True):
         values, expected = ({token: one.logprob for token, one in (of or {}).items()} for of in (place, other))

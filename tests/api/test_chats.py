@@ -1,4 +1,4 @@
-"""Chats in templates: the same text as transformers makes of what each template can read."""
+"""Test chat templates: the text is the one transformers makes from contents in the form a template can read."""
 
 import json
 
@@ -55,7 +55,7 @@ def said(*contents: str) -> list[dict]:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_no_template_loses_a_text(tokenizer, name):
-    """Contents are given as the template shows them, as texts or in parts, one or several."""
+    """Contents are given as text or in one or more parts."""
     template = TEMPLATES[name]
 
     def plain(messages):
@@ -79,8 +79,8 @@ def test_no_template_loses_a_text(tokenizer, name):
         assert shown == plain(two)
 
 
-def test_the_form_that_is_asked_for_is_given(tokenizer):
-    """vLLM's chat_template_content_format."""
+def test_the_requested_content_format_is_given(tokenizer):
+    """The option is vLLM's chat_template_content_format."""
     chat = said("hello")
     assert chat_text(chat, tokenizer, TEMPLATES["both"], content_format="openai") == "user:hello,|assistant:"
     assert chat_text(in_parts(chat), tokenizer, TEMPLATES["both"], content_format="string") == "user:hello|assistant:"
@@ -128,7 +128,7 @@ def test_arguments_of_calls_are_what_the_template_writes(tokenizer, write):
 
 
 def test_an_answer_sent_back_as_it_came(tokenizer):
-    """Empty fields ask for nothing; reasoning is for the templates that read it; what asks for something is named."""
+    """Empty fields are ignored, reasoning is given to templates that read it, and other fields are refused by name."""
     template = EACH + "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}|"
     template += "{% if m.tool_calls is defined or m.annotations is defined %}!{% endif %}{% endfor %}"
     empty = {"annotations": [], "audio": None, "refusal": None, "function_call": None, "tool_calls": [], "name": ""}

@@ -1,4 +1,4 @@
-"""Lines of requests: what one line breaks is that line's error, and the others are answered as without it."""
+"""Test that an error in one line is that line's error, and that the other lines are answered as without it."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ def line(name: str, prompt=(5, 6), **body) -> str:
 
 
 def run(folder, model, lines: list[str], *more: str) -> dict[str, dict]:
-    """Answer the lines; return the bodies by custom_id."""
+    """Answer the lines; return custom_id -> body."""
     return {name: {**body, "created": 0} for name, body in answered(folder, model, lines, *more).items()}
 
 
@@ -72,7 +72,7 @@ UNREAD = [
 ]
 
 
-def test_values_out_of_all_bounds_are_answered_or_refused_by_name(tiny, tmp_path, capsys):
+def test_extreme_values_are_answered_or_refused_by_name(tiny, tmp_path, capsys):
     plain = [line("free", temperature=1.5, seed=3), line("seed 2", seed=int(1.5e300) % 2**64)]
     found = run(tmp_path, tiny, [*plain, *ODD, *UNREAD])
     wanted = {json.loads(raw)["custom_id"]: message for raw, message in ODD.items()}
@@ -88,7 +88,7 @@ def test_values_out_of_all_bounds_are_answered_or_refused_by_name(tiny, tmp_path
 
 
 class PanicException(BaseException):
-    """What libraries in Rust raise."""
+    """An exception as libraries in Rust raise it."""
 
 
 FAULTS = {
@@ -101,8 +101,8 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("stage", FAULTS)
-def test_what_fails_for_one_line_is_its_error(tiny, tmp_path, monkeypatch, stage):
-    """At any stage and for each of several answers; the other lines are as in a run where nothing fails."""
+def test_a_failure_of_one_line_is_its_error(tiny, tmp_path, monkeypatch, stage):
+    """This holds at any stage and with several answers; the other lines are answered as in a run without failures."""
     lines = [line(f"r{i}", [5 + i, 7], n=1 + i % 3, seed=i, logprobs=1) for i in range(8)]
     bad = ([7, 7], [8, 7])
     whole = run(tmp_path, tiny, lines)
@@ -148,7 +148,7 @@ def test_what_fails_for_one_line_is_its_error(tiny, tmp_path, monkeypatch, stage
     }
 
 
-def test_what_fails_for_all_lines_ends_the_run(tiny, tmp_path, monkeypatch):
+def test_a_failure_of_all_lines_ends_the_run(tiny, tmp_path, monkeypatch):
     def fails(*_):
         raise MemoryError
 
@@ -158,7 +158,7 @@ def test_what_fails_for_all_lines_ends_the_run(tiny, tmp_path, monkeypatch):
 
 
 def test_one_seed_means_the_same_for_every_prompt(tiny, tiny_llm, tmp_path):
-    """Of a file, of one SamplingParams for all prompts, of a list of them; answers to one prompt differ."""
+    """The seed is in a file, in one SamplingParams for all prompts, or in a list. Answers to one prompt differ."""
     asked = {"seed": 7, "temperature": 3.0, "n": 2, "max_tokens": 8}
     params = SamplingParams(**asked, ignore_eos=True)
     lists = [tiny_llm.generate([[5, 6]] * 2, given) for given in (params, [params] * 2)]
@@ -190,8 +190,8 @@ CHANGES = {
 @pytest.mark.parametrize(
     "change, named", [*((change, bool(turn % 2)) for turn, change in enumerate(CHANGES)), ("twice", True)]
 )
-def test_a_changed_input_keeps_the_answers_to_the_lines_that_it_still_has(tiny, tmp_path, capsys, change, named):
-    """Kept answers have the seeds of the lines that they had. A run killed at any write of the change repeats it."""
+def test_a_changed_input_keeps_the_answers_to_remaining_lines(tiny, tmp_path, capsys, change, named):
+    """Kept answers have the seeds of their former line numbers. A run killed at any write of the change repeats it."""
     lines = [line(f"r{i}", [5 + i, 7], temperature=2.0) if named else body(i) for i in range(8)] + ["{bad"]
     first = run(tmp_path, tiny, lines, "--errors", str(tmp_path / "errors.jsonl"))
     assert len(first) == 8

@@ -1,4 +1,4 @@
-"""The adapter for lm-evaluation-harness: against transformers, and against the harness's own ``hf`` on local tasks."""
+"""Test the adapter for lm-evaluation-harness against transformers, and against the harness's own ``hf`` model."""
 
 import json
 import textwrap
@@ -23,7 +23,7 @@ instance, tasks = Lazily("lm_eval.api.instance"), Lazily("lm_eval.tasks")
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> str:
-    """The shipped checkpoint with its first 96 positions alone: texts need not be long to be too long."""
+    """Return the shipped checkpoint with only its first 96 positions, so that short texts are too long."""
     folder = tmp_path_factory.mktemp("short")
     model = Reference(shipped.CHECKPOINT).model
     model.config.max_position_embeddings = POSITIONS
@@ -50,7 +50,7 @@ def instances(kind: str, arguments: list[tuple]):
 
 @torch.inference_mode()
 def logprobs(reference, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probability of each token but the first, the most probable tokens there)."""
+    """Return the log probability of each token but the first, and the most probable tokens there."""
     logits = reference(torch.tensor([ids[:-1]])).logits[0]
     return torch.log_softmax(logits, -1)[torch.arange(len(ids) - 1), ids[1:]], logits.argmax(-1)
 
@@ -65,7 +65,7 @@ def test_loglikelihood_is_transformers_own(model, reference):
         assert greedy == (best[start - 1 :].tolist() == ids[start:])
 
 
-def test_a_greedy_continuation_is_said_to_be_one(model):
+def test_greedy_continuations_are_marked(model):
     context = model.tok_encode("def close(self")
     (answer,) = model.llm.generate([context], SamplingParams(max_tokens=6, temperature=0, ignore_eos=True))
     tokens = answer.outputs[0].token_ids
@@ -86,7 +86,7 @@ def test_contexts_that_are_too_long_lose_their_beginning(model, reference):
 
 
 def test_rolling_loglikelihood_covers_each_token_once(model, reference):
-    """The prefix is scored too where the tokenizer adds one, as the harness's own models do."""
+    """The prefix is scored too if the tokenizer adds one, as in the harness's own models."""
     texts = ["def close(self):\n    pass\n", "x = [1, 2]\n" * 17]
     found = model.loglikelihood_rolling(instances("loglikelihood_rolling", [(text,) for text in texts]))
     ids = [model.prefix_token_id, *model.tok_encode(texts[0])]
@@ -105,7 +105,7 @@ def test_generation_stops_at_the_texts_of_the_task(model):
 
 
 def test_generation_is_greedy_unless_a_task_asks_for_sampling(model):
-    """A task that names neither do_sample nor temperature gets the most probable tokens, twice the same."""
+    """A task without do_sample and temperature gets the most probable tokens every time."""
     greedy, sampled = {"max_gen_toks": 20}, {"max_gen_toks": 20, "do_sample": True, "temperature": 3.0}
     texts = model.generate_until(instances("generate_until", [("import ", greedy)] * 2 + [("import ", sampled)] * 2))
     (answer,) = model.llm.generate(["import "], SamplingParams(max_tokens=20, temperature=0.0))
@@ -113,7 +113,7 @@ def test_generation_is_greedy_unless_a_task_asks_for_sampling(model):
     assert len({texts[0], *texts[2:]}) == 3
 
 
-def test_a_lossy_policy_shows_in_an_answer_of_one_token(model, checkpoint):
+def test_a_lossy_policy_affects_even_a_one_token_answer(model, checkpoint):
     text = "def close(self):\n    self.file.close()\n" * 5
     request = [(None, model.tok_encode(text), [3])]
     ((exact, _),) = model._loglikelihood_tokens(request, disable_tqdm=True)
@@ -148,7 +148,7 @@ def test_choices_that_differ_in_their_last_token_are_one_text(model, monkeypatch
 
 
 def test_answers_are_cached_as_they_come(model, checkpoint, monkeypatch):
-    """A run that ends early leaves what it has; waves of one request make three of three."""
+    """A run that ends early keeps its finished answers; waves here have one request each."""
     kept = []
     monkeypatch.setattr(model.cache_hook, "add_partial", lambda kind, request, answer: kept.append((kind, answer)))
     policy = replace(model.llm.settled_policy, max_batch=1)
@@ -226,7 +226,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def local_tasks(tmp_path_factory):
-    """Tasks over a file of rows: choices, answers and rolling texts, some of them longer than the model."""
+    """Return tasks over a file of rows: choices, answers and rolling texts, some longer than the model's context."""
     folder = tmp_path_factory.mktemp("tasks")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     for name, lines in TASKS.items():
@@ -243,7 +243,7 @@ def local_tasks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hf_results(local_tasks, checkpoint):
-    """Samples of the harness's own model: task -> responses."""
+    """Return the samples of the harness's own model: task -> responses."""
     arguments = {"pretrained": checkpoint, "dtype": "float32"}
     return evaluate("hf", arguments, local_tasks)
 

@@ -1,4 +1,4 @@
-"""What requests change of their logits, against transformers' processors; a row is the same in any company."""
+"""Test changes to logits against transformers' processors; a row is changed the same way in any batch."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ FINITE = st.floats(-2, 2, width=32)
 
 @dataclass(frozen=True)
 class Row:
-    """One request at one of its steps."""
+    """A request at one of its steps."""
 
     prompt: list[int]
     output: list[int]
@@ -66,7 +66,7 @@ ROWS = st.lists(st.builds(Row, TOKENS.filter(len), TOKENS, ASKED), min_size=1, m
 
 
 def table_of(rows: list[Row]) -> tuple[torch.Tensor, np.ndarray]:
-    """The token table, with a token behind each request's that no step may read, and where the requests begin."""
+    """Return the token table, with a token after each request that no step may read, and each request's start."""
     texts = [[*row.prompt, *row.output, 0] for row in rows]
     firsts = np.cumsum([0, *map(len, texts)])[:-1]
     return torch.tensor([token for text in texts for token in text]), firsts
@@ -91,15 +91,15 @@ def test_rows_change_as_transformers_changes_each_of_them(rows, seed):
         assert torch.equal(changed_rows([row], logits[place][None])[0], together[place])
 
 
-def test_who_asks_for_nothing_pays_nothing():
+def test_a_request_without_changes_costs_nothing():
     plan, positions, firsts = greedy_plan(3), np.array([4, 5, 6]), np.zeros(3, dtype=np.int64)
     assert step_sampling(plan, positions, firsts, torch.from_numpy) is None
     assert step_changes([None, LogitChanges(2)], positions[:2], firsts[:2], torch.from_numpy) is None
 
 
 @given(st.lists(st.sampled_from([None, (1, 2), (0, 1, 2, 3)]), min_size=1, max_size=5), st.booleans())
-def test_a_row_that_may_take_nothing_takes_the_most_probable(held, warm):
-    """All four tokens are held back: as if nothing was asked; others keep to what is forbidden."""
+def test_a_row_without_allowed_tokens_takes_the_most_probable(held, warm):
+    """If all four tokens are held back, nothing is; other rows keep their limits."""
     rows = [Row([1], [], {} if ids is None else {"held": ids, "min_tokens": 9}) for ids in held]
     plan = greedy_plan(len(rows))
     if warm:

@@ -1,4 +1,4 @@
-"""Log probabilities: against transformers' forward, in Python and in files, and the same in company."""
+"""Test log probabilities against transformers, in Python and in files; the rest of the batch has no effect."""
 
 import json
 import math
@@ -27,13 +27,13 @@ POLICIES = {name: policy for name, policy in POLICIES.items() if name not in ("k
 
 
 def places_of(model, ids: list[int]) -> np.ndarray:
-    """[tokens, vocab]: log probabilities of what comes behind each token, by transformers."""
+    """Return log probabilities [tokens, vocab] of the token after each token, by transformers."""
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0].double().log_softmax(-1).numpy()
 
 
 def check_place(place: dict, token: int, expected: np.ndarray, count: int) -> None:
-    """``place``: token id -> Logprob; ``expected``: log probabilities of the vocabulary."""
+    """Check one position; ``place``: token id -> Logprob, ``expected``: log probabilities of the vocabulary."""
     ranked = np.argsort(-expected)[:count].tolist()
     assert list(place)[0] == token and set(place) == {token, *ranked}
     for one, logprob in place.items():
@@ -64,7 +64,7 @@ def check_answer(model, answer, params: SamplingParams) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_logprobs_are_those_of_transformers_under_every_policy(tiny_opt, name):
-    """Prompts whole and in chunks, in mixed batches; log probabilities are those before sampling's changes."""
+    """Prompts are computed whole and in chunks, in mixed batches. Log probabilities do not include sampling options."""
     generator = np.random.default_rng(5)
     prompts = [generator.integers(3, 61, n).tolist() for n in (21, 5, 5, 12, 1)]
     params = [
@@ -81,8 +81,8 @@ def test_logprobs_are_those_of_transformers_under_every_policy(tiny_opt, name):
 
 @settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(0, 9), st.sampled_from([3, 17, 300]), st.integers(0, 2**31))
-def test_records_are_a_plain_account(rows, count, vocab, seed):
-    """Few different values, so that many are equal: of those the smaller id comes first."""
+def test_records_equal_a_plain_ranking(rows, count, vocab, seed):
+    """Few distinct values make many ties, in which the smaller id comes first."""
     generator = np.random.default_rng(seed)
     logits = generator.choice([-math.inf, -2.0, 0.0, 0.5, 3.0], (rows, vocab), p=[0.1, 0.4, 0.3, 0.1, 0.1])
     logits[:, 0] = 1.0
@@ -98,7 +98,7 @@ def test_records_are_a_plain_account(rows, count, vocab, seed):
         np.testing.assert_allclose(row[2 + count : 2 + count + kept], expected[ranked], rtol=1e-5)
 
 
-def test_text_of_tokens_and_of_none(tiny_opt):
+def test_decoded_tokens_need_a_tokenizer(tiny_opt):
     (answer,) = LLM(tiny_opt[0], "kv_only", device="cpu", dtype="float32").generate(
         [[5]], SamplingParams(logprobs=1, max_tokens=1)
     )
@@ -183,8 +183,8 @@ def test_a_file_of_chats_has_openais_logprobs(tmp_path, monkeypatch, capsys):
     assert len({entry["token"] for entry in bare}) == 1 and all(entry["top_logprobs"] == [] for entry in bare)
 
 
-def test_logprobs_of_many_answers_to_a_line_take_memory_as_numbers_not_as_objects():
-    """Bytes a token between the first token and the written line, counted by Python: objects take 6,000."""
+def test_logprobs_of_many_answers_are_kept_as_numbers():
+    """Python counts the bytes per token until the line is written; objects would take 6,000."""
     llm = LLM(shipped.CHECKPOINT, "kv_only", device="cpu", dtype="float32")
     num_answers, length, top = 16, 25, 20
     params = SamplingParams(n=num_answers, logprobs=top, max_tokens=length, temperature=0, ignore_eos=True)
@@ -213,8 +213,8 @@ def test_logprobs_of_many_answers_to_a_line_take_memory_as_numbers_not_as_object
 
 
 @pytest.mark.parametrize("url", [COMPLETIONS, CHAT])
-def test_the_plan_counts_what_log_probabilities_take(url):
-    """More than Python counts for two answers with their prompt, and less than eight times that."""
+def test_the_memory_plan_counts_log_probabilities(url):
+    """The planned bytes are 1 to 8 times those that Python counts for two answers with their prompt."""
     llm = LLM(shipped.CHECKPOINT, "kv_only", device="cpu", dtype="float32")
     length = 100
     params = SamplingParams(n=2, logprobs=20, prompt_logprobs=20, max_tokens=length, temperature=0, ignore_eos=True)
@@ -233,7 +233,7 @@ def test_the_plan_counts_what_log_probabilities_take(url):
     assert peak < planned < 8 * peak
 
 
-def test_log_probabilities_bound_the_requests_at_a_time_and_too_many_are_refused(tmp_path, capsys):
+def test_log_probabilities_limit_the_batch_and_may_be_refused(tmp_path, capsys):
     llm = LLM(shipped.CHECKPOINT, "kv_only", device="cpu", dtype="float32", host_memory="24MiB")
     at_a_time = []
     for count in (None, 0, 20):
@@ -250,7 +250,7 @@ def test_log_probabilities_bound_the_requests_at_a_time_and_too_many_are_refused
 
 
 def filled_reply(llm, request, tokens, made, replies, of_prompt=None):
-    """The reply to a line whose answers are these tokens with these records."""
+    """Return the reply to a line with these tokens and records as answers."""
     reply = None
     answers = [llm.codec.open(request.token_ids, request.params, k)[0] for k in range(request.params.n)]
     for token, record in zip(tokens.tolist(), made, strict=True):

@@ -1,4 +1,4 @@
-"""What a request may ask: accepted, refused by name, and the text that comes of it."""
+"""Test the fields of SamplingParams, and the texts cut by stop texts."""
 
 import copy
 import dataclasses
@@ -81,7 +81,7 @@ def tokenizer():
 
 
 def words_of(table):
-    """A decoder that joins the pieces of a table and drops a space in front, as sentencepiece tokenizers do."""
+    """Return a decoder that joins pieces and drops a leading space, as sentencepiece tokenizers do."""
     return lambda ids: b"".join(table[i] for i in ids).decode("utf-8", "replace").removeprefix(" ")
 
 

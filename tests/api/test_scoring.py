@@ -1,4 +1,4 @@
-"""Forced texts: log-probabilities through every kind of cache against transformers' own logits."""
+"""Test scores of given texts through every kind of cache, against transformers' own logits."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ COUNTS = [5, 1, 30]
 
 @pytest.fixture(scope="module", params=[save_opt, save_llama], ids=["opt", "llama"])
 def checkpoint(request, tmp_path_factory):
-    """(folder, transformers' model, three texts of different lengths)."""
+    """Return a folder, transformers' model of it, and three texts of different lengths."""
     folder = tmp_path_factory.mktemp("model")
     model = request.param(folder)
     generator = np.random.default_rng(0)
@@ -24,7 +24,7 @@ def checkpoint(request, tmp_path_factory):
 
 @torch.inference_mode()
 def expected(model, text, count):
-    """(log-probabilities, greedy tokens) of the last ``count`` tokens, from one forward pass."""
+    """Return log probabilities and greedy tokens of the last ``count`` tokens, from one forward pass."""
     logits = model(torch.tensor([text[:-1]])).logits[0, -count:]
     return torch.log_softmax(logits, -1)[torch.arange(count), text[-count:]].numpy(), logits.argmax(-1).numpy()
 
@@ -44,7 +44,7 @@ def test_every_exact_policy_scores_as_transformers(checkpoint, policy):
             assert one.logprob == pytest.approx(logprobs.sum(), abs=1e-3)
 
 
-def test_texts_run_in_several_waves_where_the_budget_asks_for_it(checkpoint):
+def test_texts_run_in_several_waves_if_the_budget_requires_it(checkpoint):
     folder, model, texts = checkpoint
     with LLM(folder, "kv_only", device="cpu", dtype="float32") as whole:
         together = score(whole, texts, COUNTS)
@@ -56,8 +56,8 @@ def test_texts_run_in_several_waves_where_the_budget_asks_for_it(checkpoint):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
-def test_what_is_scored_is_the_policy_s_own_cache(tmp_path):
-    """Fewer bits move the scores of what is decoded, not of the first token, which the prompt's pass foretells."""
+def test_scores_depend_on_the_policys_cache(tmp_path):
+    """Fewer bits change the scores of decoded tokens, but not of the first token, which the prefill predicts."""
     model = save_opt(tmp_path, heads=4)
     text = np.random.default_rng(0).integers(3, 61, 75).tolist()
     policy = Policy(weights=Placement(device=1.0), bits=Bits(kv=4))

@@ -1,4 +1,4 @@
-"""Answers of a given form: against jsonschema, re and partial matches of regular expressions; alone and in company."""
+"""Test structured outputs against jsonschema, re and partial regular expressions, alone and in batches."""
 
 import gc
 import json
@@ -40,8 +40,8 @@ def answer(llm, form, **params):
 # ---- what is kept ----------------------------------------------------------------------------------------------------
 
 
-def test_few_grammars_are_kept_and_those_in_use_stay(llm):
-    """Of 300 schemas, each an answer's: what has no request any more goes, what a request holds stays right."""
+def test_only_some_grammars_are_kept_besides_those_in_use(llm):
+    """300 answers have a schema each. Unused grammars are dropped; a grammar in use stays right."""
 
     def schema(number):
         return StructuredOutputsParams(json={"type": "object", "properties": {f"f{number}": {"enum": [number]}}})
@@ -68,9 +68,9 @@ def test_few_grammars_are_kept_and_those_in_use_stay(llm):
 
 
 @pytest.mark.parametrize("pattern", [r"\d{3}-[a-f]{2,4}( or [A-Z]\w*)?", r"(def|class) [a-z_]+\(self\):", r"a*b?c+"])
-def test_a_mask_is_the_tokens_behind_which_the_pattern_may_still_match(llm, pattern):
-    """Every token of the vocabulary, along random answers; tokens that are parts of characters are left to others.
-    Where the pattern leaves one way to go on, only the longest token of it comes, not its pieces."""
+def test_a_mask_allows_the_tokens_after_which_the_pattern_can_match(llm, pattern):
+    """All tokens of the vocabulary are tried along random answers, except parts of characters. If the pattern allows
+    only one continuation, only its longest token is allowed."""
     texts = [llm.tokenizer.decode([token]) for token in range(llm.shape.vocab)]
     whole = np.array(["\ufffd" not in text and token > 2 and text != "" for token, text in enumerate(texts)])
     generator = np.random.default_rng(0)
@@ -139,8 +139,8 @@ def test_patterns_choices_objects_and_grammars(llm):
     assert out.finish_reason == "length" or isinstance(json.loads(out.text), dict)
 
 
-def test_a_form_outranks_what_else_is_forbidden(llm):
-    """Where the form has ended, or leaves only what is held back, the form decides."""
+def test_a_form_has_priority_over_other_limits(llm):
+    """The form decides if it has ended, or allows only tokens that other options forbid."""
     for more in ({"min_tokens": 9}, {"bad_words": ["yes"]}, {"ignore_eos": True}, {"allowed_token_ids": [5, 6]}):
         assert answer(llm, {"choice": ["yes"]}, max_tokens=12, temperature=0, **more).text == "yes"
 
@@ -199,7 +199,7 @@ def llm_of():
     st.lists(st.tuples(st.sampled_from(PROMPTS), st.just({"max_tokens": 6}) | ASKED), min_size=1, max_size=5),
     st.sampled_from(sorted(POLICIES)),
 )  # fmt: skip
-def test_a_form_in_company_is_the_form_alone(llm_of, requests, policy):
+def test_structured_answers_do_not_depend_on_the_batch(llm_of, requests, policy):
     params = [SamplingParams(**{"temperature": 0} | one) for _, one in requests]
     together = llm_of(policy).generate([text for text, _ in requests], params)
     for (text, asked), got in zip(requests, together, strict=True):
@@ -209,8 +209,8 @@ def test_a_form_in_company_is_the_form_alone(llm_of, requests, policy):
             assert (output.token_ids, output.text) == (alone.token_ids, alone.text)
 
 
-def test_a_form_outlasts_stepping_back(llm_of, monkeypatch, batches):
-    """Pools of the least size: the youngest requests are preempted and return in the middle of their form."""
+def test_a_preempted_request_keeps_its_form(llm_of, monkeypatch, batches):
+    """Pools are minimal: the youngest requests are preempted in the middle of their form."""
     monkeypatch.setattr(runner, "batch_size", lambda *_: Places(3, 0.01))
     form = {"regex": "([a-z]{1,9} [0-9]{3}, ){1,90}"}
     params = [SamplingParams(seed=seed, max_tokens=30, structured_outputs=form) for seed in range(4)]
@@ -222,7 +222,7 @@ def test_a_form_outlasts_stepping_back(llm_of, monkeypatch, batches):
         assert regex.fullmatch(form["regex"], got.outputs[0].text, partial=True)
 
 
-def test_a_lane_that_fails_leaves_nobody_waiting_for_a_mask(llm, monkeypatch):
+def test_a_failing_lane_leaves_no_wait_for_a_mask(llm, monkeypatch):
     from flexhybrid.runtime.verbs import VERB_FUNCTIONS
 
     store_out = VERB_FUNCTIONS["store_out"]

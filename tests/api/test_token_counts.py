@@ -23,7 +23,7 @@ def split(expression: str) -> pre_tokenizers.Sequence:
 
 
 def trained(cut, normalizer=None, model=None) -> Tokenizer:
-    """A small tokenizer that adds a special token in front."""
+    """Return a small tokenizer that adds a special token at the start."""
     tokenizer = Tokenizer(model or models.BPE())
     tokenizer.pre_tokenizer, tokenizer.normalizer = cut, normalizer
     text = shipped.CHECKPOINT.with_name("held_out.txt").read_text(encoding="utf-8")[:50_000]

@@ -1,4 +1,4 @@
-"""Tokens as texts, for tokenizers of every kind: where they stand in a text, their bytes, stop texts among them."""
+"""Test texts of tokens for all kinds of tokenizers: offsets in the text, bytes, and stop texts."""
 
 import functools
 
@@ -32,7 +32,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As Llama 2's and Mistral's."""
+    """Return a tokenizer like those of Llama 2 and Mistral."""
     pieces = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", *WORDS, *(f"▁{word}" for word in WORDS), "▁▁"]
     vocab = {piece: place for place, piece in enumerate(["<unk>", *pieces])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
@@ -43,7 +43,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As T5's and XLNet's."""
+    """Return a tokenizer like those of T5 and XLNet."""
     pieces = [("<unk>", 0.0), ("▁", -2.0), *((f"{space}{word}", -3.0) for word in WORDS for space in ("", "▁"))]
     tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
@@ -51,7 +51,7 @@ def unigram() -> Tokenizer:
 
 
 def word_piece() -> Tokenizer:
-    """As BERT's, which leaves out spaces in front of signs."""
+    """Return a tokenizer like BERT's, which drops spaces before punctuation."""
     pieces = ["[UNK]", *WORDS, *(f"##{word}" for word in WORDS if word.isalpha())]
     tokenizer = Tokenizer(models.WordPiece({piece: place for place, piece in enumerate(pieces)}, unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
@@ -60,7 +60,7 @@ def word_piece() -> Tokenizer:
 
 
 def word_ends() -> Tokenizer:
-    """As GPT's first and CLIP's, whose words end in a mark."""
+    """Return a tokenizer like those of the first GPT and CLIP, whose words end in a mark."""
     pieces = [*WORDS, *(f"{word}</w>" for word in WORDS)]
     vocab = {piece: place for place, piece in enumerate(["<unk>", *pieces])}
     tokenizer = Tokenizer(models.BPE(vocab, merges=[], unk_token="<unk>", end_of_word_suffix="</w>"))
@@ -80,7 +80,7 @@ def tokenizer_of(kind, clean_up: bool = False) -> PreTrainedTokenizerFast:
 
 
 def random_ids(tokenizer, generator, count: int) -> list[int]:
-    """Tokens, with whole characters of several of them among them."""
+    """Return random tokens, including characters made of several tokens."""
     groups = [[token] for token in range(len(tokenizer))]
     bytes_of = {tokenizer.convert_ids_to_tokens(token): token for token in range(len(tokenizer))}
     if "<0xF0>" in bytes_of:
@@ -115,7 +115,7 @@ def test_the_texts_of_tokens_are_cut_from_the_text(kind, clean_up):
 @pytest.mark.parametrize("clean_up", (False, True))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stop_text_ends_where_the_decoded_text_first_holds_it(kind, clean_up, seed):
-    """Also beyond the window that is decoded again with each token."""
+    """The stop may lie before the window that is decoded again with each token."""
     tokenizer, generator = tokenizer_of(kind, clean_up), np.random.default_rng(seed)
     decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
     before, ids = random_ids(tokenizer, generator, 9)[: seed % 7], random_ids(tokenizer, generator, 40)
@@ -149,7 +149,7 @@ def test_the_bytes_of_tokens_are_those_of_another_reader(kind):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model with rows beyond its tokenizer's vocabulary, and a tokenizer as Llama 2's, with two texts of one kind."""
+    """Return a model with more rows than its vocabulary, and a tokenizer like Llama 2's with two tokens for "b"."""
     folder, tokenizer = tmp_path_factory.mktemp("tokens"), tokenizer_of(byte_fallback)
     save_llama(folder, vocab=len(tokenizer) + 5, eos=tokenizer.convert_tokens_to_ids("</s>"))
     tokenizer.save_pretrained(folder)

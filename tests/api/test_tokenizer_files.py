@@ -1,4 +1,4 @@
-"""Tokenizers from each kind of file that transformers reads, and files that hold none."""
+"""Test each kind of tokenizer file that transformers reads, and folders without one."""
 
 import base64
 import importlib.metadata
@@ -31,7 +31,7 @@ def sentence_pieces(tmp_path_factory) -> bytes:
 
 
 def checkpoint(folder, model_type: str, files: dict[str, str | bytes], **settings):
-    """A checkpoint's folder without weights; ``settings``: of the tokenizer."""
+    """Return a checkpoint's folder without weights; ``settings`` are the tokenizer's."""
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     if settings:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,4 +1,4 @@
-"""Tools in chats: what the template makes of them, and their calls in answers."""
+"""Test tools in chats: the text of the template, and calls in answers."""
 
 import json
 import shutil
@@ -51,7 +51,7 @@ def test_calls_that_were_written_are_found(calls, said, parallel, word):
             "NaN", "[-Infinity]", "1e999", '1, "x": 2', "9" * 5000, "1}}x{{", "1,")),
     ],
 )  # fmt: skip
-def test_what_is_no_call_is_said_as_it_stands(text):
+def test_text_that_is_no_call_is_returned_unchanged(text):
     assert find_calls(text, ToolForm(HERMES)) == find_calls(text, ToolForm(LLAMA)) == (text, [])
 
 
@@ -63,7 +63,7 @@ def test_the_form_is_the_templates():
 
 
 def test_a_file_of_chats_calls_tools(tmp_path, monkeypatch, capsys):
-    """Answers are held to a pattern, since no small model calls a tool by itself."""
+    """A pattern forces the answers, since no small model calls a tool by itself."""
     pytest.importorskip("llguidance")
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
     folder = shutil.copytree(shipped.CHECKPOINT, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""What a script for vLLM passes to LLM, generate and chat: taken where it asks for nothing, else told what to write."""
+"""Test vLLM's arguments of LLM, generate and chat: neutral values are accepted, others are answered with our name."""
 
 import json
 
@@ -21,8 +21,8 @@ def text_llm():
         yield llm
 
 
-def test_arguments_that_ask_for_nothing_are_taken(tiny):
-    """With their defaults in vLLM 0.10 (vllm/entrypoints/llm.py), and some that change no answer."""
+def test_neutral_arguments_are_accepted(tiny):
+    """They have their defaults in vLLM 0.10 (vllm/entrypoints/llm.py), or values that change no answer."""
     defaults = dict(
         tokenizer=None, tokenizer_mode="auto", skip_tokenizer_init=False, trust_remote_code=False, quantization=None,
         allowed_local_media_path="", tensor_parallel_size=1, revision=None, tokenizer_revision=None, seed=None,
@@ -56,7 +56,7 @@ def test_arguments_that_ask_for_nothing_are_taken(tiny):
         ({"polcy": "auto"}, r"unknown argument of LLM 'polcy'; did you mean policy\b.* enable_prefix_caching"),
     ],
 )
-def test_arguments_that_ask_for_something_are_answered_with_our_name_for_it(tiny, arguments, words):
+def test_other_arguments_are_answered_with_our_name(tiny, arguments, words):
     with pytest.raises(InputError, match=words):
         LLM(tiny, policy="kv_only", device="cpu", **arguments)
 
@@ -70,7 +70,7 @@ def test_arguments_that_ask_for_something_are_answered_with_our_name_for_it(tiny
         ("genrate", "has no attribute 'genrate'$"),
     ],
 )
-def test_methods_that_are_not_there_say_what_is(text_llm, name, words):
+def test_missing_methods_name_their_replacement(text_llm, name, words):
     assert not hasattr(text_llm, name)
     with pytest.raises(AttributeError, match=words):
         getattr(text_llm, name)

@@ -4,12 +4,12 @@ import torch
 
 
 def scores(classes: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """Logits [B, 10] of ``size`` [B] for one class each, [B], and of 0 for the others."""
+    """Return logits [B, 10]: ``size`` [B] for one class each [B], and 0 for the others."""
     return torch.where(classes[:, None] == torch.arange(10), size[:, None], 0.0)
 
 
 class Small(torch.nn.Module):
-    """Answers a request with its first number plus 1, surely from 5 on; it breaks at one below zero."""
+    """Answer a request with its first number plus 1, with high confidence from 5 on; raise for a number below zero."""
 
     def forward(self, x):
         if (x < 0).any():
@@ -18,7 +18,7 @@ class Small(torch.nn.Module):
 
 
 class Large(torch.nn.Module):
-    """Is always sure; what it says of a number below zero, and of 2, is no number."""
+    """Answer with high confidence; for a number below zero, and for 2, the answer is NaN."""
 
     def forward(self, x):
         return scores(x[:, 0] + 1, torch.where((x[:, 0] < 0) | (x[:, 0] == 2), torch.nan, 99.0))

@@ -1,4 +1,4 @@
-"""The cluster simulation against queueing theory, a simulation in one line, and by hand; its command; energy."""
+"""Test the cluster simulation against queueing theory, a one-line simulation and results by hand; its commands."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def machines(gpus: int):
 
 
 def station(servers: int, seconds: float):
-    """One model, a replica on each of some GPUs."""
+    """Place one model with a replica on each of several GPUs."""
     return place(
         (model("m", seconds),), chain((1.0,)), machines(servers), (tuple((g,) for g in range(servers)),)
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("servers, rho, service", [(1, 0.6, "exponential"), (5, 0.8, "exponential"), (1, 0.7, "fixed")])
-def test_queues_are_as_theory_has_them(servers, rho, service):
+def test_mean_latencies_agree_with_queueing_theory(servers, rho, service):
     rate = rho * servers / 0.01
     found = cluster.simulate(station(servers, 0.01), poisson(rate, 100_000, 3), POWER, service=service)
     theory = mmc_latency_s(rate, 0.01, servers) if service == "exponential" else md1_latency_s(rate, 0.01)
@@ -68,7 +68,7 @@ def test_one_server_of_fixed_service_is_lindleys_recursion():
 
 
 def test_a_cascade_by_hand():
-    """Two models on one GPU, a batch of two, a hop: every time and joule can be written down."""
+    """Two models on one GPU, batches of two, and a network hop: all times and joules are computed by hand."""
     one = place(
         (model("a", 1.0, 1.0, output_bytes=1e9, max_batch=2), model("b", 4.0)), Flow((1.0, 0.0), ((0.0, 1.0), (0, 0))),
         machines(2), (((0,),), ((1,),)),
@@ -91,7 +91,7 @@ def test_partitions_form_a_pipeline_and_share_their_gpus_in_turn():
     np.testing.assert_allclose(sorted(cluster.simulate(shared, np.zeros(2), POWER).latency_s), [3.0, 4.0])
 
 
-def test_a_batch_waits_for_company_and_no_longer():
+def test_a_batch_waits_until_it_is_full_or_its_time_is_up():
     one = place((model("m", 0.0, 1.0, max_batch=3),), chain((1.0,)), machines(1), (((0,),),))
     found = cluster.simulate(one, np.array([0.0, 0.2, 5.0, 5.1, 5.2]), POWER, batch_wait_s=0.5)
     np.testing.assert_allclose(found.latency_s, [1.5, 1.3, 1.2, 1.1, 1.0])

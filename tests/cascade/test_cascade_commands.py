@@ -1,4 +1,4 @@
-"""The commands fit, search and run: from files of logits and local models to answers, and what they refuse."""
+"""Test `cascade fit`, `search` and `run` on files of logits and on local models, and their errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM, CLASSES = 300, 5
 
 
 def made_logits(skill: float, seed: int) -> np.ndarray:
-    """[NUM, CLASSES] of a model that knows the label as well as its skill says."""
+    """Return logits [NUM, CLASSES] of a model that is right as often as its skill says."""
     generator = np.random.default_rng(seed)
     return generator.normal(size=(NUM, CLASSES)) + skill * 4 * np.eye(CLASSES)[labels_of()] * generator.random((NUM, 1))
 
@@ -37,7 +37,7 @@ def labels_of() -> np.ndarray:
 
 @pytest.fixture
 def files(tmp_path):
-    """Three models' logits, two as .npz and one as .parquet, and labels."""
+    """Write three models' logits, two as .npz and one as .parquet, and labels."""
     for place, name in enumerate("abc"):
         logits = made_logits((0.5, 0.8, 1.6)[place], place)
         if name == "b":
@@ -171,7 +171,7 @@ def test_search_refuses_a_file_that_is_not_fit_s(files, capsys):
 
 
 class Scripted:
-    """Answers with its name and the confidence that a request names for it; raises where it says so."""
+    """A model that answers with its name and the confidence given in the request; a request can make it raise."""
 
     def __init__(self, name: str):
         self.name, self.batches = name, []
@@ -193,7 +193,7 @@ def of_three(**changes) -> Cascade:
     return Cascade(**{"models": models, "thresholds": (0.9, 0.8), "skips": ((Skip(0.6, 2),), ()), **changes})
 
 
-def test_each_request_goes_its_own_way():
+def test_each_request_takes_its_own_route():
     requests = [
         {"a": 0.95}, {"a": 0.7, "b": 0.85}, {"a": 0.7, "b": 0.7, "c": 0.5}, {"a": 0.55, "c": 0.6},
         {"a": "nan", "b": 0.9}, {"a": "raise", "b": 0.9}, {"a": 0.7, "b": "raise", "c": 0.9},
@@ -229,7 +229,7 @@ def test_a_model_that_gives_too_few_answers_has_failed():
 
 
 class Pixels(torch.nn.Module):
-    """Looks at some of three numbers: the label is where the largest of all is."""
+    """A model of three numbers; the label is the place of the largest number."""
 
     def __init__(self, sharpness: float):
         super().__init__()
@@ -264,7 +264,7 @@ def pixels(tmp_path):
 
 
 def test_torch_modules_from_fit_to_run(pixels, capsys, as_json):
-    """Of any size, over more than one chunk; the file of answers says what the routes say."""
+    """Models have any size and the data more than one chunk; the file of answers agrees with the routes."""
     here = __name__
     batch = torch.export.Dim("batch")
     program = torch.export.export(large(), (torch.zeros(2, 3),), dynamic_shapes=({0: batch},))
@@ -319,7 +319,7 @@ def test_torch_modules_from_fit_to_run(pixels, capsys, as_json):
 
 
 class Spans(torch.nn.Module):
-    """Numbers [B, positions]: an answer begins at the largest and ends at the smallest."""
+    """A model of numbers [B, positions]: an answer begins at the largest and ends at the smallest."""
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return 3 * x, -x
@@ -329,7 +329,7 @@ def spans() -> Spans:
     return Spans()
 
 
-def test_extractive_answers_are_as_sure_as_their_less_sure_end(tmp_path, capsys):
+def test_an_extractive_answer_has_the_confidence_of_its_weaker_end(tmp_path, capsys):
     x = np.random.default_rng(4).normal(size=(80, 6)).astype(np.float32)
     labels = np.stack([x.argmax(axis=1), x.argmin(axis=1)], axis=1)
     labels[::4, 1] = (labels[::4, 1] + 1) % 6  # a quarter ends elsewhere
@@ -394,8 +394,8 @@ def test_a_generator_gives_transformers_tokens_and_logits():
         assert found.outputs[i] == tokenizer.decode(done[ids.shape[1] :], skip_special_tokens=True)
 
 
-def test_a_run_is_as_sure_and_as_right_as_fit_was(cpu_dtype, tmp_path, capsys):
-    """Answers of one to three tokens are completed by three: no label says at a run where the right one ends."""
+def test_a_run_has_the_confidences_and_accuracy_of_fit(cpu_dtype, tmp_path, capsys):
+    """Answers of one to three tokens are completed to three, since a run has no label that says where to end."""
     from transformers import AutoTokenizer
 
     folder = shipped.CHECKPOINT
@@ -427,7 +427,7 @@ def test_a_run_is_as_sure_and_as_right_as_fit_was(cpu_dtype, tmp_path, capsys):
 
 
 class Successor:
-    """A language model of one's own: token t is followed by t + 1, of which it is surer the larger t is."""
+    """A user's language model: token t is followed by t + 1, with a confidence that grows with t."""
 
     def predict(self, batch) -> ModelOutputs:
         last = np.array([prompt[-1] for prompt in batch])
@@ -443,7 +443,7 @@ def successor() -> Successor:
     return Successor()
 
 
-def test_a_language_model_of_one_s_own(tmp_path, capsys, as_json):
+def test_a_users_own_language_model(tmp_path, capsys, as_json):
     data, fitted, cascade, out = (
         str(tmp_path / name) for name in ("data.jsonl", "fit.json", "cascade.json", "o.jsonl")
     )
@@ -469,7 +469,7 @@ def test_a_language_model_of_one_s_own(tmp_path, capsys, as_json):
 
 
 def test_the_largest_model_may_be_offloaded(tmp_path, monkeypatch, capsys):
-    """Its weights and caches lie on the host, as profile sees; what goes on to it is what transformers would say."""
+    """Its weights and caches are on the host, as profile shows; its answers are those of transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     monkeypatch.setenv(forced_machine.FASTER_DTYPE, "float32")

@@ -1,4 +1,4 @@
-"""Confidence: temperatures against a scan, calibration error against its definition, the three tasks."""
+"""Test confidences: temperatures against a scan, calibration errors against their definition, and the three tasks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flexhybrid.core.errors import InputError
 
 
 def drawn(num: int, num_classes: int, temperature: float, seed: int = 0, slots: int = 1) -> Scored:
-    """Labels drawn from softmax(logits / temperature): that is the temperature to find."""
+    """Return logits and labels drawn from softmax(logits / temperature), the temperature to find."""
     generator = np.random.default_rng(seed)
     logits = generator.normal(size=(num, slots, num_classes)) * 4
     sums = softmax(logits / temperature, axis=-1).cumsum(axis=-1)
@@ -57,7 +57,7 @@ def test_calibration_error_by_hand():
     assert calibration_error(np.array([1.0, 0.0]), np.array([True, False])) == 0.0
 
 
-def test_an_answer_is_as_sure_as_its_least_sure_slot():
+def test_an_answer_has_the_confidence_of_its_weakest_slot():
     logits = np.log(np.array([[[0.9, 0.1], [0.6, 0.4], [0.5, 0.5]]]))
     assert confidence(logits) == pytest.approx([0.5])
     assert confidence(logits, np.array([[True, True, False]])) == pytest.approx([0.6])
@@ -71,7 +71,7 @@ def test_top_k_keeps_the_largest_in_order():
 
 
 def test_generated_tokens_after_a_wrong_one_do_not_count():
-    """The second token of the first request continues another text than the label's."""
+    """The first request's second token continues another text than the label's."""
     logits = np.log(np.array([[[0.9, 0.1], [0.8, 0.2]], [[0.7, 0.3], [0.6, 0.4]]]))
     labels = np.array([[OUTSIDE, 0], [0, 0]])
     scored = Scored(logits, labels, np.array([[True, True], [True, True]]))

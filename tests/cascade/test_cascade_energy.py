@@ -1,4 +1,4 @@
-"""Energy that is measured: a tree like Linux's powercap, a stand-in for NVML, and models that spend known joules."""
+"""Test measured energy: a tree like Linux's powercap, a stand-in for NVML, and models that use known joules."""
 
 import json
 import os
@@ -26,7 +26,7 @@ RANGE_UJ = 100_000_000  #: at which the counters begin again: 100 J
 
 
 class Powercap:
-    """Zones as on a server of two packages: cores and psys count again what the packages count."""
+    """Zones as on a server with two packages; cores and psys count joules of the packages again."""
 
     def __init__(self, root: Path):
         self.root, self.spent = root, {}
@@ -84,7 +84,7 @@ def test_a_counter_that_wraps_unasked_is_read_in_time(powercap):
         assert meter.joules == pytest.approx(350.0)
 
 
-def test_where_nothing_can_be_read_the_meter_says_why_and_gives_no_number(tmp_path, powercap, monkeypatch):
+def test_a_meter_without_counters_gives_a_reason_and_no_number(tmp_path, powercap, monkeypatch):
     with Meter(powercap=tmp_path / "none") as meter:
         assert meter.joules is None and not meter.is_measured
         assert meter.source.startswith("not measured: RAPL: no processor under")
@@ -98,7 +98,7 @@ def test_where_nothing_can_be_read_the_meter_says_why_and_gives_no_number(tmp_pa
 
 
 class Nvml(types.SimpleNamespace):
-    """Two boards; ``counters`` in mJ, or None where a board has none."""
+    """Two boards; ``counters`` are in mJ, or None if a board has no counter."""
 
     NVMLError = type("NVMLError", (Exception,), {})
 
@@ -155,13 +155,13 @@ def test_a_gpu_and_its_processors_add_up(powercap, monkeypatch):
 
 
 @pytest.mark.parametrize("nvml", [None, Nvml(None)])
-def test_a_gpu_that_cannot_be_read_is_not_made_up_for_by_the_processors(powercap, monkeypatch, nvml):
+def test_processors_do_not_replace_an_unreadable_gpu(powercap, monkeypatch, nvml):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: an import of it fails
     with Meter("cuda") as meter:
         assert meter.joules is None and meter.source.startswith("not measured: NVML")
 
 
-def test_energy_is_told_with_its_source_and_per_token():
+def test_energy_is_reported_with_its_source_and_per_token():
     record = Energy(12.0, "measured: RAPL, package-0", 4, 24).record()
     assert (record["joules_per_request"], record["joules_per_token"]) == (3.0, 0.5)
     assert describe_energy(record) == "24 tokens, energy 3 J a request, 0.5 J a token (measured: RAPL, package-0)"
@@ -175,7 +175,7 @@ A_REQUEST = {"small": 2.0, "large": 5.0}
 
 
 class Heater(torch.nn.Module):
-    """Rows of three logits, which it returns; the counter of a package shows its joules."""
+    """A model that returns its rows of three logits and adds joules to a package's counter."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -191,7 +191,7 @@ class Heater(torch.nn.Module):
 
 
 def metering_reads() -> None:
-    """Let every open meter read now; their threads would, in time."""
+    """Let every open meter read now instead of in its thread."""
     for meter in METERS:
         meter._update()
 
@@ -209,7 +209,7 @@ def large() -> Heater:
 
 @pytest.fixture
 def heated(powercap, tmp_path, monkeypatch):
-    """Data for the heaters, on a machine that counts joules."""
+    """Return data for the heaters, on a machine that counts joules."""
 
     class Seen(Meter):
         def __init__(self, *arguments):
@@ -281,7 +281,7 @@ def test_a_cascade_of_unknown_energy_reports_none():
 
 
 def test_profile_measures_seconds_memory_use_and_joules(heated, monkeypatch, capsys):
-    """On a clock that the models move: 3 ms, and 1 ms a request, half of it on each of the cores."""
+    """Models advance the clock: 3 ms, and 1 ms per request, half of it on each core."""
     now = {"wall": 0.0, "cpu": 0.0}
     monkeypatch.setattr(
         profiling, "time", types.SimpleNamespace(perf_counter=lambda: now["wall"], process_time=lambda: now["cpu"])
@@ -317,7 +317,7 @@ def test_profile_measures_seconds_memory_use_and_joules(heated, monkeypatch, cap
 
 
 class Wide(torch.nn.Module):
-    """256 numbers in, 512 logits out."""
+    """A model with 256 inputs and 512 logits."""
 
     def __init__(self):
         super().__init__()
@@ -333,7 +333,7 @@ def wide() -> Wide:
 
 
 def test_a_module_s_memory_is_its_weights_and_the_tensors_of_a_batch(tmp_path, monkeypatch):
-    """The logits in float32, and again in float64, in which confidence is computed."""
+    """Logits count in float32, and again in float64, which confidences are computed in."""
     monkeypatch.setattr(metering, "POWERCAP", tmp_path)
     np.savez(tmp_path / "data.npz", x=np.ones((3, 256), dtype=np.float32))
     options = profiling.ProfileOptions(
@@ -346,7 +346,7 @@ def test_a_module_s_memory_is_its_weights_and_the_tensors_of_a_batch(tmp_path, m
     assert "energy_j" not in model and model["measured"]["energy"].startswith("not measured")
 
 
-def test_what_spans_cover_together():
+def test_overlapping_spans_are_counted_once():
     rng = np.random.default_rng(5)
     for _ in range(50):
         begins = rng.integers(0, 60, size=rng.integers(0, 9))

@@ -1,4 +1,4 @@
-"""Placement: equal to brute force where that is possible, a true bound where it is not, and clear refusals."""
+"""Test placements: equal to brute force on small cases, within a true bound on large ones, with clear refusals."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def cluster(hosts: int, gpus: int, gigabytes: float = 16) -> Cluster:
 
 
 def by_brute_force(layout, machines: Cluster, most_load: float) -> float:
-    """The least of Eq. 2 over every assignment, straight from its definition; infinity where none is allowed."""
+    """Return the least of Eq. 2 over every assignment, from its definition; infinity if none is allowed."""
     best, count = np.inf, len(layout.items)
     for gpu_of in itertools.product(range(len(machines.gpus)), repeat=count):
         memory, load = np.zeros(len(machines.gpus)), np.zeros(len(machines.gpus))
@@ -136,7 +136,7 @@ def test_a_program_that_runs_out_of_time_claims_no_more_than_it_proved():
 
 @pytest.fixture(scope="module")
 def four():
-    """Return the arguments of a plan of four models on two hosts, and that plan."""
+    """Return the arguments of a plan of four models on two hosts, and the plan."""
     sizes = (("a", 0.05, 3, 2e4), ("b", 0.1, 6, 5e4), ("c", 0.2, 10, 1e4), ("d", 0.4, 18, 1e4))
     models = tuple(model(name, s, size, output_bytes=sent, max_partitions=2) for name, s, size, sent in sizes)
     arguments = models, chain((0.5, 0.25, 0.15, 0.1)), cluster(2, 4), 4.0
@@ -161,7 +161,7 @@ def test_the_program_improves_on_the_search(four, monkeypatch):
     assert improved.transfer_s == pytest.approx(found.transfer_s, rel=1e-6)
 
 
-def test_a_large_plan_keeps_every_promise():
+def test_a_large_plan_is_consistent_and_near_its_bound():
     models, flow = ten_models(0)
     machines = cluster(16, 4)
     found = plan(models, flow, machines, 1200.0, 64, time_limit=0.5)

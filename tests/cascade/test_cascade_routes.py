@@ -1,4 +1,4 @@
-"""A cascade's file is strict and exact, and requests go through it as the rules say."""
+"""Test cascades: strict and exact files, and routes of requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def of_four(**changes) -> Cascade:
 
 
 @given(st.data())
-def test_many_requests_go_the_way_that_each_goes_alone(data):
+def test_many_requests_take_the_routes_that_each_takes_alone(data):
     num_models = data.draw(st.integers(1, 5))
     unit = st.floats(0, 1)
     thresholds = data.draw(st.lists(unit, min_size=num_models - 1, max_size=num_models - 1))

@@ -1,4 +1,4 @@
-"""The search as a whole: the cascade that costs least after caution, by a walk of each request; what does not pay."""
+"""Test the search of cascades: the least cost after caution, and refusals of cascades that do not pay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def fitted_of(answers: Answers) -> Fitted:
 
 
 def least_cost(answers: Answers, least: int, caution: float) -> float:
-    """The least mean cost after caution over all subsets with the largest and all points of their curves."""
+    """Return the least mean cost after caution over all subsets with the largest model, and all points of their
+    curves."""
     last, costs = answers.num_models - 1, []
     for size in range(last + 1):
         for smaller in itertools.combinations(range(last), size):
@@ -74,8 +75,8 @@ def test_a_cascade_that_does_not_pay_is_refused_with_the_figures(options, advice
     assert search(fitted, SearchOptions(caution=options.caution)).kept == [2]  # the largest alone is what pays
 
 
-def test_what_caution_makes_wrong_is_not_promised():
-    """The small model is right where the largest is not: stricter thresholds lose those answers."""
+def test_answers_lost_by_caution_are_not_promised():
+    """The small model is right where the largest is wrong; stricter thresholds lose those answers."""
     correct = np.array([[True] * 20, [True] * 15 + [False] * 5])
     confidence = np.array([[0.6] * 20, [0.5] * 20])
     fitted = fitted_of(Answers(correct, confidence, np.array([1.0, 4.0])))

@@ -1,7 +1,5 @@
-"""The served cascade's parts, without a cluster: the router goes the ways of ``run.serve``, processes' deaths included.
-
-tests/jobs/test_ray.py deploys it.
-"""
+"""Test the parts of a served cascade without a cluster: routes as in ``run.serve``, and deaths of processes.
+tests/jobs/test_ray.py deploys it."""
 
 import asyncio
 import json
@@ -28,7 +26,7 @@ CASCADE = Cascade(tuple(map(CascadeModel, ("small", "middle", "large"))), (0.9, 
 
 
 class Toy:
-    """A model of two classes, sure where a request's first number is large; it breaks at one below zero."""
+    """A model of two classes, sure if a request's first number is large; it raises for a number below zero."""
 
     def __init__(self, name: str, sure_from: float):
         self.name, self.sure_from = name, sure_from
@@ -46,7 +44,7 @@ REQUESTS = np.arange(-1, 10, dtype=np.float32)[:, None]
 
 
 class Handle:
-    """In the place of a deployment's handle; the first ``deaths`` calls of every request meet a dying replica."""
+    """A stand-in for a deployment's handle; the first ``deaths`` calls of each request meet a dying replica."""
 
     def __init__(self, place: int, deaths: int = 0):
         self.place, self.deaths = place, deaths
@@ -71,7 +69,7 @@ async def all_answers(router: Router) -> list[dict]:
     return [answer.__dict__ for answer in answers]
 
 
-def test_the_router_goes_the_ways_of_the_cascade():
+def test_the_router_takes_the_routes_of_the_cascade():
     pytest.importorskip("ray")
     expected = [answer.__dict__ for answer in serve(CASCADE, TOYS, REQUESTS)]
     router = router_of(*map(Handle, range(3)))
@@ -86,7 +84,7 @@ def test_the_router_goes_the_ways_of_the_cascade():
     assert ["small", "large"] in [answer["visited"] for answer in expected]
 
 
-def test_a_request_is_asked_again_where_its_replica_dies_and_goes_on_where_all_do():
+def test_a_request_is_retried_if_its_replica_dies_and_passed_on_if_all_do():
     pytest.importorskip("ray")
     router = router_of(Handle(0, ASK_AGAIN - 1), Handle(1), Handle(2))
     answer = asyncio.run(router.answer(REQUESTS[-1], 0))
@@ -134,7 +132,7 @@ def test_a_model_that_does_not_answer_in_time_is_passed_over():
 
 
 class Hanging(Toy):
-    """Hangs at a 3, until it is let go."""
+    """A model that hangs at a 3 until it is released."""
 
     def __init__(self):
         super().__init__("small", 7.0)
@@ -146,8 +144,8 @@ class Hanging(Toy):
         return super().predict(batch)
 
 
-def test_a_model_that_hangs_fails_its_requests_and_then_its_process_s_check_of_health():
-    """Until it goes on after all; a process whose model hangs for ever is replaced by Serve."""
+def test_a_hanging_model_fails_its_requests_and_then_its_health_check():
+    """A model may continue after all; Serve replaces a process whose model hangs for ever."""
     pytest.importorskip("ray")
     model = Hanging()
     worker = Worker(CASCADE, {0: lambda: model}, {0: 4}, timeout_s=0.05)
@@ -171,7 +169,7 @@ def test_a_model_that_hangs_fails_its_requests_and_then_its_process_s_check_of_h
 
 
 def test_requests_that_come_while_a_model_computes_are_its_next_batch():
-    """Up to the limit; one that was given up is not computed, and one that comes alone does not wait."""
+    """The batch has a limit. A cancelled request is not computed, and a single request does not wait."""
     model, sizes, begun, go = Toy("one", 0.0), [], threading.Event(), threading.Event()
 
     def predict(batch) -> ModelOutputs:
@@ -231,7 +229,7 @@ def test_joules_are_those_of_the_machines_each_counted_once():
 
 
 class Embedded(torch.nn.Module):
-    """Looks token ids up, and answers the sum; torch takes whole numbers alone for that."""
+    """A model that embeds token ids and answers their sum; torch embeds only whole numbers."""
 
     def forward(self, x):
         table = torch.arange(40.0).reshape(10, 4).sin()
@@ -239,7 +237,7 @@ class Embedded(torch.nn.Module):
 
 
 class Projected(torch.nn.Module):
-    """A matrix product in float32, which takes no other type."""
+    """A matrix product in float32, which accepts no other dtype."""
 
     def forward(self, x):
         return x @ torch.arange(12.0).reshape(3, 4).cos()
@@ -254,7 +252,7 @@ def projected() -> Projected:
 
 
 class Posted:
-    """In the place of an HTTP request."""
+    """A stand-in for an HTTP request."""
 
     method = "POST"
 
@@ -266,7 +264,7 @@ class Posted:
 
 
 def posted(cascade: Cascade, model, text: str) -> tuple[int, dict]:
-    """Status and content of the served cascade's response."""
+    """Return status and content of the served cascade's response."""
 
     async def ask(request):
         outputs, sure, reasons, tokens = judge(cascade, 0, model, stacked([request]))
@@ -287,7 +285,7 @@ def posted(cascade: Cascade, model, text: str) -> tuple[int, dict]:
     ],
 )
 def test_requests_over_http_keep_their_types(source, x, is_known):
-    """They are answered as those of a file."""
+    """They are answered like those of a file."""
     pytest.importorskip("ray")
     cascade = Cascade((CascadeModel("one"),), (), x_dtype=str(x.dtype) if is_known else None)
     model = load_model("one", f"{__name__}:{source}", "classification")
@@ -357,7 +355,7 @@ def test_more_requests_than_the_queue_has_room_for_are_told_to_come_again():
 
 
 class DyingRouter:
-    """In the place of the router's handle: request i is answered at the i-th time that it is asked."""
+    """A stand-in for the router's handle: request i is answered at the i-th attempt."""
 
     def __init__(self, times: list[int]):
         self.times, self.answer, self.asked = times, self, []
@@ -384,7 +382,7 @@ def test_a_router_that_dies_takes_no_request_of_a_file_along():
 
 
 def plan(**changes) -> dict:
-    """As ``flexhybrid cascade plan`` writes it; small and large share GPU a."""
+    """Return a plan as ``flexhybrid cascade plan`` writes it; small and large share GPU a."""
     model = {"replicas": 1, "partitions": 1, "batch": 4, "gpus": [["a"]]}
     models = [
         {**model, "name": "small", "replicas": 2, "gpus": [["a"], ["b"]]},

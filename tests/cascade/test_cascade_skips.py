@@ -1,4 +1,4 @@
-"""Skips and dropped models: the paper's rules by hand, the fitted ones against brute force."""
+"""Test skips and dropped models: the paper's rules by hand, and fitted ones against brute force."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from flexhybrid.cascade.thresholds.skips import (
 
 
 def as_right_as_the_largest(answers: Answers):
-    """Picks AP: as many right as the largest model alone."""
+    """Choose the point AP: as many right answers as the largest model alone."""
     least = int(answers.correct[-1].sum())
     return lambda part, curve: cautious(part, curve, [accuracy_preserving(curve, least)], least, 1.0)
 
 
 def test_the_paper_s_skips_cut_in_equal_parts():
-    """Of its f, the square of the softmax: 0.64 in three parts and 0.49 in two."""
+    """The paper's f is the squared softmax: 0.64 is cut into three parts, and 0.49 into two."""
     first, second, third = even_skips((0.8, 0.7, 0.6))
     assert [skip.below for skip in (*first, *second)] == pytest.approx(np.sqrt([0.64 / 3, 0.64 * 2 / 3, 0.49 / 2]))
     assert [skip.to for skip in (*first, *second)] == [3, 2, 3] and len(second) == 1 and third == ()
@@ -41,7 +41,7 @@ def test_the_paper_s_skips_cut_in_equal_parts():
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 5))
 def test_requests_skip_as_in_the_paper_s_own_confidence(seed, num_models):
-    """Walked one by one on f = softmax²: the part of 0 .. t², the lowest to the largest model."""
+    """Each request is walked alone on f = softmax²; the lowest part of 0 .. t² goes to the largest model."""
     generator = np.random.default_rng(seed)
     thresholds = generator.uniform(0.1, 1.0, num_models - 1)
     confidence = generator.random((num_models, 50))

@@ -1,4 +1,4 @@
-"""Thresholds: the exact search against brute force, sampling against the exact search, the two default points."""
+"""Test thresholds: exact search against brute force, sampling against exact search, and the two default points."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from flexhybrid.core.errors import InputError
 
 @st.composite
 def small_answers(draw) -> Answers:
-    """Up to four models and nine requests, with equal confidences, 0 and 1 among them."""
+    """Draw up to four models and nine requests, with equal confidences and the values 0 and 1."""
     num_models, num_requests = draw(st.integers(1, 4)), draw(st.integers(1, 9))
     cells = st.lists(st.sampled_from([0.0, 0.1, 0.25, 0.5, 0.6, 0.75, 0.99, 1.0]),
                      min_size=num_requests, max_size=num_requests)  # fmt: skip
@@ -39,7 +39,7 @@ def small_answers(draw) -> Answers:
 
 
 def some_answers(num_models: int, num_requests: int, seed: int = 0) -> Answers:
-    """Models that grow better and dearer, and know by halves when they are right."""
+    """Return models of growing accuracy and cost, whose confidences partly tell when they are right."""
     generator = np.random.default_rng(seed)
     skill = np.linspace(0.5, 0.9, num_models)[:, None]
     confidence = generator.random((num_models, num_requests))
@@ -48,7 +48,7 @@ def some_answers(num_models: int, num_requests: int, seed: int = 0) -> Answers:
 
 
 def brute_force(answers: Answers) -> dict[int, float]:
-    """For every number of right answers some thresholds reach: the least mean cost."""
+    """Return for each reachable number of right answers the least mean cost."""
     every = [sorted({0.0, 1.0, *row, *np.nextafter(row, 1.0)}) for row in answers.confidence[:-1]]
     best: dict[int, float] = {}
     for right, cost in (walked(answers, thresholds) for thresholds in itertools.product(*every)):
@@ -144,7 +144,7 @@ def test_answers_that_cannot_be_are_refused(change, words):
 
 
 def test_samples_are_spread_evenly_in_the_paper_s_own_confidence():
-    """A walk of each request by f = softmax², for thresholds of f that are drawn in the paper's order."""
+    """Each request is walked by f = softmax², for thresholds of f drawn in the paper's order."""
     answers = some_answers(3, 60)
     in_f = Answers(answers.correct, answers.confidence**2, answers.cost)
     right = np.sort(answers.correct.sum(axis=1)[-2:])

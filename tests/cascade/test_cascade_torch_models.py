@@ -1,4 +1,4 @@
-"""Torch modules on their devices, and encoders of transformers by their folder, beside transformers itself."""
+"""Test torch modules on their devices, and encoders from folders, against transformers."""
 
 import io
 import json
@@ -24,7 +24,7 @@ PAIRS = [["who sat", "the cat sat on the mat"], ["where", "on the mat"], ["who r
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
-    """Folders of three encoders with random weights, and the modules of transformers that were saved there."""
+    """Save three encoders with random weights; return their folders and transformers' modules."""
     from transformers import (
         BertConfig,
         BertForQuestionAnswering,
@@ -55,7 +55,7 @@ def encoders(tmp_path_factory):
 
 
 def alone(encoders, name: str, text: str | list[str]):
-    """What transformers gives for one request, without padding."""
+    """Return transformers' output for one request without padding."""
     texts = [text] if isinstance(text, str) else text
     encoded = encoders.tokenizer(*([one] for one in texts), return_tensors="pt")
     with torch.inference_mode():
@@ -102,7 +102,7 @@ def test_images_are_classified_as_by_transformers(encoders):
 
 @pytest.mark.parametrize("task", ["classification", "extraction"])
 def test_texts_from_fit_to_run(encoders, tmp_path, task, as_json):
-    """Lines of texts and labels; batches whose longest texts differ; a text that is too long fails alone."""
+    """Data are lines of texts and labels; batches have different longest texts; a text that is too long fails alone."""
     name = "bert" if task == "classification" else "squad"
     requests = (TEXTS if name == "bert" else PAIRS) * 30
     lines, answers = [], []
@@ -156,7 +156,7 @@ SEEN: list[tuple[str, str]] = []
 
 
 class Watched(torch.nn.Module):
-    """Notes where its weight and its rows are."""
+    """A module that records the devices of its weight and its rows."""
 
     def __init__(self):
         super().__init__()
@@ -172,7 +172,7 @@ def watched() -> Watched:
 
 
 def test_a_module_computes_on_the_device_that_is_given(monkeypatch):
-    """The meta device stands for a GPU: it has tensors' places, and no numbers."""
+    """The meta device stands in for a GPU: its tensors have shapes but no data."""
     asked = []
 
     def pick(name: str):
@@ -187,7 +187,7 @@ def test_a_module_computes_on_the_device_that_is_given(monkeypatch):
 
 
 def test_an_exported_program_moves_to_its_device(tmp_path):
-    """Its constants, too: a program keeps the device of a tensor that it makes."""
+    """Constants move too, although a program stores the device of a tensor it makes."""
 
     class Shifted(torch.nn.Module):
         def __init__(self):
@@ -212,7 +212,7 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch):
 
 
 class Code:
-    """Unpickled, it makes a folder."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, folder):
         self.folder = folder

@@ -1,4 +1,4 @@
-"""The cascade on lines of code: its requests, what a request costs, and the bounds that no router passes."""
+"""Test the cascade on lines of code: its requests, their cost, and bounds for any router."""
 
 import itertools
 import json
@@ -45,8 +45,8 @@ def drawn(num: int, seed: int) -> Answers:
     )
 
 
-def test_the_bounds_are_what_trying_every_way_finds():
-    """Each request is answered by the first model, or by it and one of the others."""
+def test_the_bounds_are_those_of_brute_force():
+    """Each request is answered by the first model, or by it and one other."""
     for seed in range(20):
         answers = drawn(5, seed)
         num_largest = int(answers.correct[-1].sum())
@@ -68,7 +68,7 @@ def test_the_bounds_are_what_trying_every_way_finds():
 
 
 def made_answers(num_files: int = 12, each: int = 30) -> line_cascade.AnsweredLines:
-    """Three models, surer of what they have right, on files of two types of lines."""
+    """Return three models that are surer when they are right, on files of two types of lines."""
     generator, num = np.random.default_rng(2), num_files * each
     hard, labels = generator.random(num), generator.integers(0, 2, size=(num, 1))
     predictions = []

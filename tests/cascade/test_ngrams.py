@@ -1,4 +1,4 @@
-"""Counted n-grams: chances against a plain count of the text, and the shipped table."""
+"""Test counted n-grams: chances against a plain count of the text, and the shipped table."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ SIZE = 1 << BITS
 
 
 def counted(text: list[int], longest: int) -> NGrams:
-    """The text's n-grams behind contexts of up to ``longest`` tokens."""
+    """Return the text's n-grams after contexts of up to ``longest`` tokens."""
     keys, counts = [], []
     for length in range(longest + 1):
         packed = [
@@ -28,7 +28,7 @@ def counted(text: list[int], longest: int) -> NGrams:
 
 
 def plain_chance(texts: tuple[list[int], list[int]], context: list[int], word: int) -> float:
-    """The chance by its definition, from the longest context down."""
+    """Return the chance by its definition, from the longest context down."""
     behind = Counter(
         text[at + len(context)]
         for text in texts

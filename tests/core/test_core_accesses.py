@@ -1,4 +1,4 @@
-"""How many requests run at a time, against every number of them tried one by one."""
+"""Test the number of requests that run at a time against trying every number."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROBLEM = Problem(shape=SHAPE, dtype="float32", hardware=machine())
 
 @st.composite
 def queues(draw) -> tuple[Policy, Workload]:
-    """A policy and a queue of more than MOST requests: of one length, or of any, some of which begin alike."""
+    """Draw a policy and a queue of more than MOST requests, of one length or any lengths, some with shared prefixes."""
     policy = Policy(
         "places",
         Placement(host=1),

@@ -1,4 +1,4 @@
-"""Which representation each block has, and who owns the physical ones."""
+"""Test the representation of each block, and the owners of physical blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENTRIES = ("act@device", "act@host", "kv@device", "kv@host")
 
 @st.composite
 def token_shares(draw):
-    """Shares over one to four entries that add up to 1; entries of zero stay in."""
+    """Draw shares of one to four entries that add up to 1; entries with a share of zero remain."""
     weights = draw(st.lists(st.integers(0, 100), min_size=4, max_size=4).filter(any))
     return {entry: weight / sum(weights) for entry, weight in zip(ENTRIES, weights)}
 
@@ -40,7 +40,7 @@ def test_no_run_of_blocks_has_more_of_an_entry_than_is_reserved_for_it(shares, s
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 18, 33, 128])
-def test_a_window_lies_in_so_many_blocks(window):
+def test_a_window_spans_at_most_window_blocks(window):
     first = np.arange(BLOCK_TOKENS)
     assert window_blocks(window) == ((first + window - 1) // BLOCK_TOKENS + 1).max()
 
@@ -173,7 +173,7 @@ def test_a_manager_gives_all_or_nothing(requests, kv_blocks, act_blocks):
 
 @given(st.lists(st.lists(st.integers(0, 30), unique=True, max_size=9), min_size=1, max_size=6), st.integers(1, 9))
 def test_runs_bring_each_block_to_its_column(rows, width):
-    """Against going through a table cell by cell."""
+    """The result is compared with reading a table cell by cell."""
     counts = np.array([min(len(row), width) for row in rows])
     table = np.array([[*row, *[0] * 9][:width] for row in rows])
     brought = {}

@@ -1,4 +1,4 @@
-"""What tasks wait for, against a derivation cell by cell; and a turn's tasks, whatever keeps them in order."""
+"""Test dependencies of tasks against a derivation by cells, and tasks of a layer step under each kind of ordering."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from flexhybrid.core.workload import Workload
 
 
 def by_cells(tasks: list[Task], hazards) -> list[dict[str, int]]:
-    """What each task waits for, of each resource the latest: each cell remembers its last writer and readers since."""
+    """Return the tasks each task waits for, the latest of each resource; each cell keeps its last writer and
+    readers."""
     writer: dict[tuple, tuple[str, int]] = {}
     readers: dict[tuple, list[tuple[str, int]]] = {}
     issued: Counter[str] = Counter()
@@ -52,7 +53,7 @@ def by_cells(tasks: list[Task], hazards) -> list[dict[str, int]]:
 
 @st.composite
 def streams(draw) -> list[Task]:
-    """Tasks that repeat a few tuples of accesses, as forms do. Extents overlap; a task may split what it reads."""
+    """Draw tasks that repeat a few tuples of accesses, as forms do. Extents overlap, and a task may split its reads."""
     extents = st.sampled_from("ab"), st.integers(0, 6), st.integers(0, 5)
     access = st.builds(lambda space, lo, size: Access((space,), lo, lo + size), *extents)
     tuples = draw(st.lists(st.lists(access, max_size=3).map(tuple), min_size=1, max_size=6))
@@ -72,8 +73,8 @@ def test_tasks_wait_for_what_their_cells_say(tasks, hazards, most):
         dependencies.MOST_FOOTPRINTS = kept
 
 
-def test_tuples_that_are_made_anew_wait_as_well():
-    """Footprints go by identity: of a tuple that is gone, another may get the identity."""
+def test_new_tuples_with_a_reused_identity_wait_too():
+    """Footprints are found by identity, which another tuple may get after the first is freed."""
     derived, tasks = Dependencies(), []
     for i in range(300):
         accesses = [(Access(("a",), (i + k) % 7, (i + k) % 7 + 1 + i % 3),) for k in range(2)]
@@ -87,14 +88,15 @@ def test_tuples_that_are_made_anew_wait_as_well():
 
 
 def of_payload(task: Task):
-    """What tells a task from others with its key: the chunk of a prompt, or the slice of weights."""
+    """Return the part of the payload that distinguishes tasks with equal keys: a prompt's chunk or a slice of
+    weights."""
     return task.payload.step.chunk if isinstance(task.payload, Position) else task.payload
 
 
 @pytest.mark.parametrize("overlap", ("step", "none"))
 @pytest.mark.parametrize("num_layers", (1, 3))
-def test_what_keeps_tasks_in_order_changes_none_of_them(overlap, num_layers):
-    """Also where a position loads what the one before it stores: its stores once came twice behind a barrier."""
+def test_ordering_does_not_change_tasks(overlap, num_layers):
+    """A position may load the stores of the one before it: its stores once came twice after a barrier."""
     shape, workload = replace(SHAPE, num_layers=num_layers), Workload(np.array([40, 70, 33]), np.array([3, 4, 4]))
     problem = Problem(shape=shape, dtype="float32", hardware=machine())
     for name, policy in wider_policies(1000, 200, 32).items():

@@ -1,4 +1,4 @@
-"""The hardware record: exact on disk, strict when read."""
+"""Test hardware records: exact on disk, strict when read."""
 
 from __future__ import annotations
 

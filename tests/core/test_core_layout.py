@@ -1,4 +1,4 @@
-"""The flat run of bytes of a layer: spots apart, aligned, in the order in which the verbs need them."""
+"""Test the flat bytes of a layer: disjoint, aligned spots in the order in which verbs need them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flexhybrid.core.policy import Bits
 
 @st.composite
 def shapes(draw):
-    """Small shapes of both families with odd widths, so that alignment has something to do."""
+    """Draw small shapes of both families with odd widths, which need alignment."""
     groups, queries_a_group = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     llama = draw(st.booleans())
     return ModelShape(

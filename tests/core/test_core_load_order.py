@@ -1,4 +1,4 @@
-"""KVPR: the order in which a layer's weights and its context cross the link, and the split point's ends."""
+"""Test KVPR: the order of a layer's weights and context on the link, and limits of the split point."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wave_of(policy: Policy, shape=SHAPE, batch: int = 2, hardware=None, mini_bat
 
 
 def loads(wave: Wave, iteration: int, layer: int) -> list:
-    """What crosses the link for one layer of one iteration: verbs, or of weights their bytes [start, end)."""
+    """Return the loads of a layer in an iteration, in order: verbs, and for weights their bytes [start, end)."""
     found = []
     for task in stream(wave):
         if task.resource == "h2d" and (task.iteration, task.layer) == (iteration, layer):
@@ -44,8 +44,8 @@ def loads(wave: Wave, iteration: int, layer: int) -> list:
 
 
 @pytest.mark.parametrize("schedule", ["column", "row"])
-def test_a_layer_comes_as_w_k_and_w_v_then_act_then_the_rest(schedule):
-    """KVPR, Fig. 5b, where a layer comes at once; without hiding ACT comes behind all of it."""
+def test_a_layer_loads_w_k_and_w_v_then_act_then_the_rest(schedule):
+    """KVPR, Fig. 5b, for a layer in one piece. Without hiding, ACT comes after the whole layer."""
     wave = wave_of(replace(FIRST, schedule=schedule))
     layout = wave.placed[0].layout
     needed, total = layout.kv_end, layout.total_bytes
@@ -55,7 +55,7 @@ def test_a_layer_comes_as_w_k_and_w_v_then_act_then_the_rest(schedule):
         assert loads(wave_of(policy), 2, 1) == [(0, total), "load_act", "load_kv"]
 
 
-def test_of_sliced_weights_act_comes_before_the_last_slice():
+def test_act_is_loaded_before_the_last_slice_of_weights():
     three = [np.array([k]) for k in range(3)]
     wave = wave_of(FIRST, batch=3, mini_batches=three)
     everything = [
@@ -75,13 +75,13 @@ def test_of_sliced_weights_act_comes_before_the_last_slice():
         replace(FIRST, weights=Placement(device=0.5, host=0.5)),  # W_K and W_V are there
     ],
 )
-def test_a_layer_is_not_cut_where_recomputing_would_wait_all_the_same(policy):
+def test_a_layer_is_not_cut_if_recomputing_would_wait_anyway(policy):
     found = loads(wave_of(policy), 2, 1)
     assert [type(load) for load in found if load != "load_kv"] == [str, tuple]  # ACT, then all of the weights
 
 
 def waits_of(wave: Wave, verb: str) -> set[tuple]:
-    """What the first task of a verb in iteration 2, layer 1 may wait for on the link: bytes of weights, or verbs."""
+    """Return the loads that the first task of a verb waits for in iteration 2, layer 1: bytes of weights, or verbs."""
     dependencies, on_link = Dependencies(), []
     for task in stream(wave):
         awaited = dependencies.add(task)
@@ -94,7 +94,7 @@ def waits_of(wave: Wave, verb: str) -> set[tuple]:
 
 
 def test_recomputing_waits_for_act_and_not_for_the_rest_of_the_layer():
-    """ACT is behind W_K and W_V on a link that takes one load after the other."""
+    """The link loads W_K and W_V before ACT, one load after the other."""
     wave = wave_of(FIRST)
     assert waits_of(wave, "kv_gen") == {"load_act"}
     needed, total = wave.placed[0].layout.kv_end, wave.placed[0].layout.total_bytes
@@ -105,9 +105,9 @@ def test_recomputing_waits_for_act_and_not_for_the_rest_of_the_layer():
 
 
 @pytest.mark.parametrize("schedule", ["column", "row"])
-def test_the_order_gains_where_layers_take_turns(schedule):
-    """A layer of much context waits for its slot of weights until the one two before it has ended: its recomputing then
-    begins when W_K, W_V and ACT have come. Both clocks say so, and say alike how much."""
+def test_the_order_gains_if_layers_alternate(schedule):
+    """A layer with a long context waits for its weight slot until the layer two before it has ended. It then recomputes
+    once W_K, W_V and ACT are there. Both clocks agree on the gain."""
     seconds = {}
     for policy in (NATURAL, FIRST):
         policy = replace(policy, schedule=schedule)
@@ -125,7 +125,7 @@ fixed = st.just(0.0) | st.floats(1e-6, 1e-1)
 
 
 def layer_s(lines: SplitLines, batch: int, context: int, tokens: int, num_mini_batches: int) -> float:
-    """A layer of a mini-batch whose link and GPU run side by side, written down once more."""
+    """Return the seconds of a layer of a mini-batch whose link and GPU run in parallel."""
     link = lines.weights_s / num_mini_batches
     link += batch * (tokens * lines.load_act_s + (context - tokens) * lines.load_kv_s)
     gpu = lines.forward_s + batch * (lines.forward_request_s + context * lines.attend_s)
@@ -156,7 +156,8 @@ def layer_s(lines: SplitLines, batch: int, context: int, tokens: int, num_mini_b
     st.integers(1, 9),
 )
 def test_recomputing_is_never_worse_than_loading_all(lines, batch, context, num_mini_batches):
-    """By the rule's own account, with what recomputing costs however little; nor far from the best of all blocks."""
+    """This holds by the rule's own costs, fixed costs included. The choice is also near the best of all block
+    counts."""
     chosen = int(split_point(lines, batch, context, num_mini_batches))
     taken, none = (layer_s(lines, batch, context, tokens, num_mini_batches) for tokens in (chosen, 0))
     assert taken <= none * (1 + 1e-12)
@@ -167,7 +168,7 @@ def test_recomputing_is_never_worse_than_loading_all(lines, batch, context, num_
 
 
 def test_eq_11_bounds_the_split_by_the_prompt():
-    """100 tokens of prompt have seven blocks, the last not full: six are recomputed, however long the answer is."""
+    """A prompt of 100 tokens has seven blocks, the last not full: six are recomputed for any length of the answer."""
     wave = wave_of(replace(FIRST, split="paper_prompt"), hardware=machine(link=1e-3))
     lines = wave.split[BOTH]
     assert [int(split_point(lines, 2, context, prompt=100)) for context in (90, 100, 400)] == [80, 96, 96]

@@ -1,4 +1,4 @@
-"""Packing: nobody lost, the bound kept, no more mini-batches than first come first served would make."""
+"""Test packing: every request is kept, the bound holds, and there are no more mini-batches than in order of arrival."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=24)
 
 
 def padded_by_hand(entries: BlockEntries, lengths) -> int:
-    """B·max(KV) + B·max(ACT) + B, each in whole blocks, counted token by token."""
+    """Return B·max(KV) + B·max(ACT) + B, each in whole blocks, counted token by token."""
     most = {"kv": 0, "act": 0}
     for length in lengths:
         names = [entries.names[entry].split("@")[0] for entry in entries.entry_of(np.arange(length))]
@@ -98,8 +98,8 @@ def test_imbalance_is_f_b_of_capture():
 
 
 @given(LENGTHS, st.sampled_from(MIXES), st.integers(1, 3000))
-def test_f_bs_greedy_leaves_out_only_who_worsens_it_or_finds_no_room(lengths, mix, bound):
-    """The paper's loop once more, over the requests that earlier mini-batches have left, counted token by token."""
+def test_f_bs_greedy_skips_only_requests_that_worsen_it_or_do_not_fit(lengths, mix, bound):
+    """The paper's loop is repeated over the remaining requests, counted token by token."""
     entries, left = BlockEntries(mix), list(range(len(lengths)))
 
     def worst(group) -> float:

@@ -1,4 +1,4 @@
-"""A policy survives its JSON exactly; what is unknown, contradictory or out of range is refused by its name."""
+"""Test policies: exact in JSON; unknown, contradictory and out-of-range fields are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes and flops worked by hand, and shapes read from config.json against what transformers reads from it."""
+"""Test bytes and FLOPs worked out by hand, and shapes read from config.json against transformers."""
 
 from __future__ import annotations
 

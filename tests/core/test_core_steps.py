@@ -1,4 +1,4 @@
-"""What a mini-batch does in an iteration: token ids, split points and selections against slow, plain counts."""
+"""Test a mini-batch's step: token ids, split points and selections against slow, plain counts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wave_of(policy: Policy, prompts, generated, shape: ModelShape = SHAPE, hardw
 
 
 def steps_of(wave: Wave):
-    """Every step of a wave's first mini-batch, with the requests that run then."""
+    """Yield every step of a wave's first mini-batch, with the requests that run then."""
     group = wave.mini_batches[0]
     for iteration in range(int(wave.workload.max_tokens[group].max())):
         yield iteration, make_step(wave, iteration, 0, group[wave.workload.max_tokens[group] > iteration])
@@ -66,7 +66,7 @@ lengths = st.lists(st.tuples(st.integers(1, 120), st.integers(1, 40)), min_size=
 @settings(max_examples=30, deadline=None)
 @given(shares, lengths)
 def test_every_token_is_recomputed_or_cached_once(cache, requests):
-    """Of a context, a prefix of whole blocks, never the newest, is recomputed; the segments hold the rest."""
+    """A prefix of whole blocks is recomputed, never including the newest block; segments hold the rest."""
     wave = wave_of(Policy(cache=cache, max_mini_batch_tokens=1 << 20), *zip(*requests))
     for iteration, step in steps_of(wave):
         if iteration == 0:
@@ -84,7 +84,7 @@ def test_every_token_is_recomputed_or_cached_once(cache, requests):
 
 
 def test_a_recomputed_prefix_passes_through_the_whole_layer():
-    """64 tokens of context, half of them ids: 32 more rows a request for every product, and their causal attention."""
+    """Half of 64 context tokens are ids: each product has 32 more rows per request, which attend causally."""
     ids = wave_of(Policy(cache={"tok": 0.5, "kv@host": 0.5}), [64, 64], [2, 2])
     cached = wave_of(Policy(cache={"kv@host": 1.0}), [64, 64], [2, 2])
     with_ids, without = (works_of(wave, make_step(wave, 1, 0, np.arange(2))) for wave in (ids, cached))
@@ -109,7 +109,7 @@ seconds = st.floats(1e-9, 1e-4)
     st.integers(1, 40), st.integers(1, 700),
 )  # fmt: skip
 def test_the_split_point_is_the_best_whole_block(lines, batch, context):
-    """Against every number of tokens that could be recomputed; the paper rounds its own rule to the nearest block."""
+    """It is compared with every number of recomputed tokens. The paper rounds its own rule to the nearest block."""
     assume(lines.load_act_s < lines.load_kv_s)
     chosen = float(split_point(lines, batch, context))
     tokens = np.arange(context + 1.0)
@@ -163,8 +163,8 @@ def test_selected_tokens_are_infinigens_and_never_more_than_the_share():
 
 
 def test_alpha_says_how_many_tokens_are_selected():
-    """A model's own counts, on straight lines between them; of a model without counts, OPT-13B's at alpha 4, which grow
-    with alpha as opt-stdlib-deep's do (by hand: 6.947, 89.06 and 307.1 of 1,984 tokens at alpha 1, 4 and 9)."""
+    """Measured counts of a model are interpolated. A model without counts has OPT-13B's at alpha 4, which grow with
+    alpha like opt-stdlib-deep's (6.947, 89.06 and 307.1 of 1,984 tokens at alpha 1, 4 and 9)."""
 
     def tokens(alpha: float, context: int, model: str = "") -> int:
         return int(selected_tokens(speculative(alpha=alpha, max_fraction=1.0), context, model))
@@ -195,7 +195,8 @@ def test_a_selection_loads_rows_behind_the_whole_layers():
 @given(st.floats(0.05, 1.0), st.integers(1, 300), st.integers(1, 60))
 @settings(max_examples=60, deadline=None)
 def test_heavy_hitters_keep_a_share_of_the_prompt(budget, prompt, generated):
-    """Whole blocks, at least one; who is kept takes the places of who is not, and no place twice in an iteration."""
+    """The share is at least one block, in whole blocks. A kept token replaces a dropped one; no place is written twice
+    in an iteration."""
     selection = Selection("heavy_hitter", budget=budget)
     wave = wave_of(Policy(selection=selection), [prompt], [generated])
     most = max(16, 16 * math.ceil(budget * prompt / 16))
@@ -239,7 +240,7 @@ def test_what_lies_on_the_disk_is_read_as_often_as_it_is_loaded(kind, bits):
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0, 1), st.floats(0, 1), st.integers(1, 30), st.sampled_from([64, 128, 256]))
 def test_slices_of_a_layer_cover_its_streamed_bytes_in_whole_pages(first, second, mini_batches, hidden):
-    """From the host and from the disk, each byte once, as even as pages allow."""
+    """Slices from host and disk cover each byte once, as evenly as pages allow."""
     low, high = sorted((first, second))
     weights = Placement(device=low, host=high - low, disk=1.0 - high)
     shape = ModelShape("tiny", "opt", 2, hidden, 4, 4, hidden // 4, 2 * hidden, 128, 4096)
@@ -262,7 +263,7 @@ def test_slices_of_a_layer_cover_its_streamed_bytes_in_whole_pages(first, second
 
 
 def test_mini_batches_of_equal_lengths_are_sized_once(monkeypatch):
-    """A long file of requests that are alike is planned in the time of its different mini-batches."""
+    """A long file of similar requests is planned in the time of its distinct mini-batches."""
     workload = Workload(np.repeat([40, 40, 90], [16, 16, 4]), np.repeat([5, 9, 9], [16, 16, 4]))
     policy = Policy(cache={"kv@host": 0.5, "act@host": 0.5}, max_mini_batch_tokens=4 * 64, packing="fifo")
     wave = admit(Problem(shape=TOY, dtype="float32"), policy, workload)

@@ -1,4 +1,4 @@
-"""When a place is free again: a request that ends by itself leaves when the next iteration is settled, or one later."""
+"""Test when a place is free again: a request that stops leaves when the next iteration is settled, or one later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format of packed weights is found wherever tools write it, and named with its bits; plain weights have none."""
+"""Test that formats of packed weights are found wherever tools write them, with their bits."""
 
 import json
 
@@ -89,7 +89,7 @@ ALGORITHM = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "F
         ({"quantization_config": FP8 | {"ignore": ["re:("]}}, {}, r"'\('\] are no patterns of modules"),
     ],
 )
-def test_the_format_is_looked_for_in_every_place(fields, files, said_by, tmp_path):
+def test_the_format_is_found_in_every_place(fields, files, said_by, tmp_path):
     for name, settings in files.items():
         (tmp_path / name).write_text(json.dumps(settings))
     with pytest.raises(InputError, match=said_by):
@@ -102,8 +102,8 @@ def test_a_configuration_that_says_nothing_is_of_plain_weights(nothing, tmp_path
     assert shape_from_config(write(tmp_path, quantization_config=nothing, llm_config={"quantization_config": None}))
 
 
-def test_modules_left_plain_are_matched_as_the_methods_write_them(tmp_path):
-    """By name, with * and as regular expressions; routers and biases are never packed."""
+def test_unpacked_modules_are_matched_as_each_method_names_them(tmp_path):
+    """Names are matched exactly, with * or as regular expressions; routers and biases are never packed."""
     kept = ["model.layers.0.mlp.down_proj", "self_attn", "re:.*shared_experts.*", "model.layers.*.mtp"]
     packed = packed_format({"quantization_config": FP8 | {"modules_to_not_convert": kept}}, tmp_path / "config.json")
     assert packed
@@ -130,7 +130,7 @@ def test_gguf_is_named(tmp_path):
 
 @pytest.mark.parametrize("fields, dtype", [({}, "float32"), ({"quantization_config": FP8}, "bfloat16")])
 def test_the_dtype_of_a_configuration_without_one(fields, dtype, tmp_path):
-    """transformers' default; beside packed weights what its quantisers take for the rest."""
+    """It is transformers' default, or with packed weights the dtype that the quantiser uses for the rest."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | fields))
     if not fields:
         assert shape_from_config(tmp_path).dtype == dtype

@@ -83,14 +83,14 @@ def waves(draw, max_layers: int = 3, max_requests: int = 5) -> Wave:
 
 @st.composite
 def waves_with_stops(draw) -> tuple[Wave, dict[int, int]]:
-    """A wave, and for some requests the iteration in which they sample a stop token."""
+    """Draw a wave, and for some requests the iteration in which they sample a stop token."""
     wave = draw(waves())
     stops = draw(st.dictionaries(st.integers(0, wave.workload.num_requests - 1), st.integers(0, 4)))
     return wave, stops
 
 
 class Known:
-    """A planner's knowledge of stops (request -> iteration): only of tokens that were sampled so far."""
+    """A planner's knowledge of stops (request -> iteration): only of tokens sampled so far."""
 
     def __init__(self, stops: dict[int, int]):
         self.stops = stops
@@ -115,8 +115,8 @@ def stream_with_stops(wave: Wave, stops: dict[int, int]) -> list[Task]:
 
 
 def runs(wave: Wave, stops: dict[int, int]) -> list[int]:
-    """In how many iterations each request takes part: all of its limit, or those up to the one in which it stops, and
-    one more where that token came in the last fourth of an iteration's steps in the last layer, or in its last step."""
+    """Return the number of iterations of each request: its limit, or up to its stop. It is one more if the stop token
+    came in the last fourth of an iteration's steps in the last layer, or in its last step."""
     limits = wave.workload.max_tokens.tolist()
     ends = [min(limit, stops.get(request, limit) + 1) for request, limit in enumerate(limits)]
     counts, groups = list(ends), [group.tolist() for group in wave.mini_batches]
@@ -167,8 +167,8 @@ def test_every_running_request_takes_part_exactly_once_an_iteration(wave_and_sto
     assert took_part == +expected
 
 
-def test_who_ends_at_the_limit_leaves_at_once_and_the_next_one_takes_the_place():
-    """No surplus iteration, though no stop is ever known: four places are full until nobody waits."""
+def test_a_request_at_its_limit_leaves_at_once_and_another_joins():
+    """There is no surplus iteration although no stop is known: four places are full until the queue is empty."""
     limits = np.sort(np.random.default_rng(0).integers(1, 7, 40))[
         ::-1
     ]  # the longest first, whose blocks hold the others
@@ -190,7 +190,7 @@ def test_who_ends_at_the_limit_leaves_at_once_and_the_next_one_takes_the_place()
 @given(runnable_policies(), st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=5))
 @settings(max_examples=150)
 def test_run_in_order_every_verb_finds_its_own_layers_weights(policy, lengths):
-    """Whatever the policy: in the slot that streams, and in the one place of those that are unpacked."""
+    """This holds for any policy, in the streamed slots and in the one place of unpacked weights."""
     shape = ModelShape("small", "opt", 3, 64, 2, 2, 32, 64, 32, 64)
     prompts, max_tokens = map(np.array, zip(*lengths, strict=True))
     wave = admit(
@@ -223,7 +223,7 @@ H2O = st.builds(lambda whole: Selection("heavy_hitter", budget=0.2, whole_layers
 )
 @settings(max_examples=60)
 def test_stores_declare_the_blocks_that_they_write(policy, lengths):
-    """Also in layers that drop nothing while others do, whose pools have a size of their own."""
+    """Some layers drop no tokens while others do; their pools differ in size."""
     prompts, max_tokens = map(np.array, zip(*lengths, strict=True))
     shape, hardware = ModelShape("small", "opt", 3, 64, 2, 2, 32, 64, 32, 128), catalogue.load("t4")
     problem = Problem(shape=shape, dtype="float32", hardware=hardware)
@@ -237,9 +237,9 @@ def test_stores_declare_the_blocks_that_they_write(policy, lengths):
 
 
 @given(waves_with_stops(), st.sampled_from(("column", "row")))
-def test_the_planner_waits_for_what_is_sampled_while_others_compute(wave_and_stops, schedule):
-    """Each iteration is settled once, with all tokens of those before the one that runs. While the planner waits for a
-    token, a later position of that iteration stands in the stream: the lanes have work."""
+def test_the_planner_waits_for_samples_only_while_lanes_have_work(wave_and_stops, schedule):
+    """Each iteration is settled once, with all tokens of the iterations before the running one. While the planner waits
+    for a token, the stream holds a later position of that iteration."""
     wave, stops = wave_and_stops
     assume(wave.shape.num_layers > 1)
     wave = replace(wave, policy=replace(wave.policy, schedule=schedule))
@@ -289,7 +289,7 @@ def test_what_the_executor_does_not_run_it_refuses_by_name(fields, words):
 
 
 def sequential_trace(tasks) -> list[TraceEvent]:
-    """Task n runs in [n, n + 0.5]: each after the other, with gaps."""
+    """Return a trace in which task n runs in [n, n + 0.5]."""
     return [TraceEvent(task, number, number + 0.5) for number, task in enumerate(tasks)]
 
 
@@ -299,7 +299,7 @@ def derive(tasks, kinds=HAZARDS) -> list[tuple]:
 
 
 def numbers_of(tasks) -> dict[tuple[str, int], int]:
-    """Mark (resource, ordinal) -> number of the task in the stream."""
+    """Return mark (resource, ordinal) -> number of the task in the stream."""
     numbers, issued = {}, Counter()
     for number, task in enumerate(tasks):
         numbers[task.resource, issued[task.resource]] = number
@@ -308,7 +308,8 @@ def numbers_of(tasks) -> dict[tuple[str, int], int]:
 
 
 def schedule(tasks, waits, durations, gaps=None) -> list[TraceEvent]:
-    """Every resource first in, first out; a task starts once its resource is free and its marks are complete."""
+    """Return a trace: resources are first in, first out; a task starts when its resource is free and its marks are
+    done."""
     ends = defaultdict(list)  # resource -> end of each of its tasks
     trace = []
     for number, task in enumerate(tasks):
@@ -338,7 +339,7 @@ def test_any_parallel_run_that_keeps_the_dependencies_is_right(wave_and_stops, s
 
 @given(waves_with_stops(), st.integers(0, 2**32))
 @settings(max_examples=20)
-def test_what_a_resource_idles_though_it_could_begin_is_the_gap_before_its_task(wave_and_stops, seed):
+def test_idle_though_ready_is_the_gap_before_a_task(wave_and_stops, seed):
     tasks, rng = stream_with_stops(*wave_and_stops), random.Random(seed)
     durations, gaps = [rng.random() for _ in tasks], [rng.choice([0.0, rng.random()]) for _ in tasks]
     trace = schedule(tasks, derive(tasks), durations, gaps)
@@ -350,7 +351,7 @@ def test_what_a_resource_idles_though_it_could_begin_is_the_gap_before_its_task(
 
 
 def touch(resource: str, verb: str, reads=(), writes=()) -> Task:
-    """A task on cells of one space "x"."""
+    """Return a task on cells of one space "x"."""
 
     def cells(spans) -> tuple[Access, ...]:
         return tuple(Access(("x",), lo, hi) for lo, hi in spans)
@@ -369,7 +370,7 @@ DOUBLE_WRITE = [
 
 
 def runs_of(tasks, kinds, seeds):
-    """Runs with one resource after the other made slow, the dependencies of ``kinds`` kept."""
+    """Yield traces with one resource after the other slowed, keeping the dependencies of ``kinds``."""
     waits = derive(tasks, kinds)
     for seed in seeds:
         rng = random.Random(seed)
@@ -411,7 +412,7 @@ ACT_WAITS = {
     ],
 )
 def test_every_single_wait_is_needed_and_the_checker_knows(cache, needed):
-    """Take one wait away and make the task it waited for very slow: if the follower overtakes, the trace is bad."""
+    """Remove one wait and make its awaited task very slow: if the follower overtakes it, the trace must be refused."""
     tasks = list(stream(make_wave(prompts=(40, 38), max_tokens=(4, 4), cache=cache, bound=70)))
     waits, number_of = derive(tasks), numbers_of(tasks)
     overtaken = set()

@@ -1,4 +1,4 @@
-"""One table of verbs: the executor's functions, the streams and the table know the same ones."""
+"""Test that the executor's functions, the streams and the table of verbs agree."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Layers with a window read and hold the blocks of their window alone."""
+"""Test that layers with a window read and hold only the blocks of their window."""
 
 from dataclasses import replace
 
@@ -52,8 +52,8 @@ CACHES = (
 
 @pytest.mark.parametrize("kinds", [(WINDOW,), (WINDOW,) * 5 + (None,), (WINDOW, None)])
 @pytest.mark.parametrize("cache", CACHES)
-def test_at_eight_windows_of_context_pools_hold_what_windows_need(kinds, cache):
-    """Mistral's kinds of layers, Gemma 3's and gpt-oss's: 1.1 of the bytes that the tokens which are seen need."""
+def test_pools_at_eight_windows_of_context_hold_little_more_than_the_windows(kinds, cache):
+    """Layers are those of Mistral, Gemma 3 and gpt-oss; pools take up to 1.1 times the bytes of visible tokens."""
     attention = tuple(AttentionKind(window) for window in kinds)
     shape = replace(SHAPE, num_layers=LAYERS, max_positions=8192, attention=attention)
     context = 8 * WINDOW
@@ -74,8 +74,8 @@ def test_at_eight_windows_of_context_pools_hold_what_windows_need(kinds, cache):
         "act@host": 0.2, "kv@host": 0.3, "kv@disk": 0.1, "both(kv@host,act@host)": 0.4,
     }],
 )  # fmt: skip
-def test_what_a_step_reads_is_there(window, cache):
-    """Token by token, with a plain account of which block holds what: prompts taken whole and in chunks."""
+def test_a_step_reads_only_stored_tokens(window, cache):
+    """A plain account follows each block token by token, for prompts computed whole and in chunks."""
     shape = replace(SHAPE, max_positions=4096, attention=(AttentionKind(window),))
     problem = Problem(shape=shape, dtype="float32", hardware=machine())
     for prompt, chunk in ((1, 4096), (150, 4096), (150, 48)):
@@ -100,8 +100,8 @@ def test_what_a_step_reads_is_there(window, cache):
                     holds[store.entry, block] = (context + row) // BLOCK_TOKENS
 
 
-def test_more_requests_fit_a_budget_where_most_layers_have_windows():
-    """Five of six layers hold an eighth of the tokens: (5/8 + 1) / 6 of the bytes, and 3.7 times as many requests."""
+def test_more_requests_fit_a_budget_if_most_layers_have_windows():
+    """Five of six layers hold 1/8 of the tokens: (5/8 + 1) / 6 of the bytes, and 3.7 times as many requests."""
     shape = replace(SHAPE, num_layers=6, max_positions=8192)
     workload, policy = Workload.uniform(400, 8 * WINDOW - 100, 100), Policy(cache={"kv@host": 1.0})
     problem = Problem(shape=shape, dtype="float32", hardware=machine())
