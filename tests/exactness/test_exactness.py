@@ -1,4 +1,4 @@
-"""The exactness contract: every policy gives transformers' own greedy tokens, by design section 9."""
+"""Test the exactness contract: every policy gives transformers' own greedy tokens."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def check(folder, prompts, max_tokens, policies, ignore_eos=False, reference=None):
-    """Every policy's tokens against transformers', and every excuse counted."""
+    """Compare every policy's tokens with transformers', and count every excuse."""
     reference = reference or Reference(folder)
     expected = reference.generate(prompts, max_tokens, ignore_eos)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
@@ -39,7 +39,7 @@ def test_shipped_checkpoint_every_share_and_mini_batch_size():
 
 
 def test_shipped_qwen3():
-    """Normed queries and keys, a head that is the embedding; with all of a prompt as ACT and with half of it."""
+    """The model has normed queries and keys, and shares head and embedding; prompts are all or half ACT."""
     tokenizer = load_tokenizer(shipped.QWEN3)
     prompts = [tokenizer(text)["input_ids"] for text in shipped.prompts()][:16:4]
     check(shipped.QWEN3, prompts, 8, [kv_only(256), hybrid(0.5, 1024), hybrid(1.0, 256)])
@@ -47,15 +47,15 @@ def test_shipped_qwen3():
 
 @pytest.mark.parametrize("attention_path", attention_paths.candidates("float32"), indirect=True)
 def test_every_way_to_attend_gives_the_tokens(attention_path, tmp_path):
-    """Prompts at once and in chunks, requests of mixed lengths, grouped heads, a recomputed share."""
+    """Prompts are computed whole and in chunks, with mixed lengths, grouped heads and a recomputed share."""
     save_llama(tmp_path, heads=4, kv_heads=2)
     prompts = [np.random.default_rng(n).integers(3, 61, n).tolist() for n in (7, 20, 33)]
     check(tmp_path, prompts, 8, [kv_only(256), hybrid(0.5, 16)], ignore_eos=True)
 
 
 def test_bfloat16_logits_stay_near_transformers_float32(tmp_path):
-    """Teacher-forced on one text, so that texts cannot part: every policy's logits within 0.25 standard deviations of
-    the float32 reference, and no policy further away than 1.5 times our own all-KV run."""
+    """One text is forced, so that texts cannot diverge. Each policy's logits are within 0.25 standard deviations of the
+    float32 reference, and at most 1.5 times as far from it as our own all-KV run."""
     reference = save_opt(tmp_path, layers=3, heads=4, vocab=97, positions=128, dtype=torch.bfloat16)
     generator = np.random.default_rng(4)
     texts = [generator.integers(3, 97, n).tolist() for n in (50, 90, 33)]
@@ -71,7 +71,7 @@ def test_bfloat16_logits_stay_near_transformers_float32(tmp_path):
 
 
 def test_the_comparison_can_fail(tmp_path):
-    """A check that cannot fail is a defect: one wrong token is found, and not excused."""
+    """One wrong token must be found, without an excuse."""
     save_opt(tmp_path)
     reference = Reference(tmp_path)
     prompts = [[5, 6, 7], [8, 9]]

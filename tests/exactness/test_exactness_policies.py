@@ -1,4 +1,4 @@
-"""Whatever a policy says, the tokens are transformers' own: every tier, representation, schedule and way to attend."""
+"""Test tokens against transformers' under every tier, representation, schedule and attention path."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ MACHINE = catalogue.load("t4")  # it has a disk
 
 
 def check(folder, prompts, max_tokens, policy, reference=None):
-    """A policy's tokens against transformers', and its trace against the meaning of the stream."""
+    """Compare a policy's tokens with transformers', and its trace with the meaning of the stream."""
     reference = reference or Reference(folder)
     result = run_wave(Checkpoint(folder), policy, prompts, max_tokens, hardware=MACHINE)
     assert check_trace(result.trace) == []
@@ -28,7 +28,8 @@ def check(folder, prompts, max_tokens, policy, reference=None):
 
 
 def test_mini_batches_by_f_b_give_the_same_tokens(tmp_path):
-    """Loading outlasts recomputing: F_b of 2 ACT and 1 KV block is less than of 2 and 2; 40 and 42 join 60."""
+    """Loading takes longer than recomputing. F_b of 2 ACT and 1 KV block is below that of 2 and 2; 40 and 42 join
+    60."""
     save_opt(tmp_path)
     prompts = [np.random.default_rng(length).integers(3, 61, length).tolist() for length in (60, 40, 58, 42)]
     result = check(tmp_path, prompts, 4, replace(hybrid(0.5, 200), packing="balance"))
@@ -36,8 +37,8 @@ def test_mini_batches_by_f_b_give_the_same_tokens(tmp_path):
     assert together == {(0, 1, 3), (2,)}
 
 
-def test_a_split_that_moves_is_followed(tmp_path):
-    """KVPR decides anew as the context grows: both parts are used, and not the same number of blocks throughout."""
+def test_a_moving_split_point_gives_the_same_tokens(tmp_path):
+    """KVPR decides again as the context grows: both parts are used, in changing numbers of blocks."""
     save_opt(tmp_path, layers=2, heads=4, head_dim=16, positions=256)
     prompts = [np.random.default_rng(2).integers(3, 61, 100).tolist() for _ in range(4)]
     policy = Policy(cache={"both(kv@host,act@host)": 1.0}, max_mini_batch_tokens=300, split="paper")
@@ -50,7 +51,7 @@ def test_a_split_that_moves_is_followed(tmp_path):
 
 
 def relative_errors(folder, bits: Bits, cache, **options) -> np.ndarray:
-    """Largest error of each step's logits, relative to the largest logit, with the text given."""
+    """Return the largest error of each step's logits over the largest logit, with the text forced."""
     generator = np.random.default_rng(4)
     texts = [generator.integers(3, 61, n).tolist() for n in (50, 90, 33)]
     policy = Policy(cache=cache, bits=bits, max_mini_batch_tokens=400, **options)

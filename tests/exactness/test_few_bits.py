@@ -1,4 +1,4 @@
-"""Few-bit keys and values under transformers' layers, against a generate that sees the same bits."""
+"""Test few-bit keys and values under transformers' layers against a generate with the same bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ POLICIES = {
 
 
 def rounded(heads: torch.Tensor, newest: int, bits: int, head_dim: int) -> torch.Tensor:
-    """Return keys or values [1, G, T, d], those before the ``newest`` in ``bits``; narrow heads are zero-filled."""
+    """Return keys or values [1, G, T, d] with those before the ``newest`` in ``bits``; narrow heads are zero-filled."""
     old = heads[:, :, : heads.shape[2] - newest]
     if not old.numel():
         return heads

@@ -1,4 +1,4 @@
-"""The fuzzer of ``make fuzz``: a short round of each area, and defects that it must see."""
+"""Test the fuzzer of ``make fuzz``: a short round of each area, and a planted defect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_short_round_ends_clean(area, every_core):
 
 
 def test_a_defect_is_seen_and_shown(monkeypatch):
-    """Limits that are not applied: tokens are drawn that transformers' warpers exclude, or too often."""
+    """Sampling limits are not applied, so tokens are drawn that transformers' warpers exclude, or too often."""
     monkeypatch.setattr(sampling, "warp", lambda logits, *more: logits)
     limits = {"temperature": 0.3, "top_k": 0, "top_p": 1.0, "min_p": 0.5}
     case = {"vocab": 61, "prompt": [5, 6, 7], "seed": 3, **limits}

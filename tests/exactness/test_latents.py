@@ -1,4 +1,4 @@
-"""Models whose keys and values come from a narrow latent: ACT blocks hold it, found by what depends on what."""
+"""Test models with keys and values from a narrow latent: ACT blocks hold it, found by tracing dependencies."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ WIDER = wider_policies(400, 24, 12)
 
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory):
-    """A checkpoint of DeepSeek-V3's kind, and transformers' own tokens."""
+    """Return a checkpoint of DeepSeek-V3's type, and transformers' own tokens."""
     folder = tmp_path_factory.mktemp("deepseek")
     return folder, greedy(save_tiny(folder, "deepseek_v3"), PROMPTS, MAX_TOKENS)
 
@@ -73,7 +73,7 @@ def test_requests_that_join_and_share_their_beginnings_read_the_same_latents(dee
 
 
 class Attention(torch.nn.Module):
-    """Keys and values of a narrow row, and of the hidden states too, where they ``leak``."""
+    """Attention with keys and values from a narrow row, and also from the hidden states if they ``leak``."""
 
     def __init__(self, leak: str):
         super().__init__()

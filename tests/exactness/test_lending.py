@@ -1,4 +1,4 @@
-"""Layers that attend to other layers' keys and values (Gemma 4, Gemma 3n): no blocks, equal tokens."""
+"""Test layers that attend to other layers' keys and values (Gemma 4, Gemma 3n): no blocks, equal tokens."""
 
 from __future__ import annotations
 

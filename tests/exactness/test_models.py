@@ -1,7 +1,5 @@
-"""Models that no file of ours knows give transformers' own greedy tokens through its layers, whatever the policy.
-
-Some types; `make check-models` tries every type that transformers has.
-"""
+"""Test models without layer functions of ours: they give transformers' own greedy tokens under every policy. Some types
+are tried here; `make check-models` tries all types in transformers."""
 
 import json
 from dataclasses import replace
@@ -95,7 +93,7 @@ def test_requests_that_join_leave_and_are_preempted_get_the_references_tokens(
 
 @pytest.mark.parametrize("with_numba", (True, False))
 def test_the_host_attends_to_blocks_that_it_reads_from_the_disk(tmp_path, monkeypatch, with_numba):
-    """Scores within a softcap, and a window in every other layer; by kernels, and by plain torch."""
+    """Scores have a softcap, and every other layer a window; compiled kernels and plain torch are tried."""
     if not with_numba:
         monkeypatch.setattr(compiled, "has_numba", lambda: False)
     expected = greedy(save_tiny(tmp_path, "gemma2"), PROMPTS, 10)

@@ -1,4 +1,4 @@
-"""Batches that break off: their requests go on in the next one, under another policy, with their tokens."""
+"""Test requests that move to the next batch under another policy: they keep their tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from flexhybrid.jobs.run.lines import JobLines
 
 
 class Lines:
-    """``PendingRequests`` of greedy answers, whose batches break off every ``period`` iterations."""
+    """``PendingRequests`` of greedy answers, whose batches end every ``period`` iterations."""
 
     def __init__(self, llm, prompts, max_tokens, policies, period):
         self.llm, self.prompts, self.max_tokens, self.policies = llm, prompts, np.array(max_tokens), cycle(policies)
@@ -103,7 +103,7 @@ POLICIES = [
 
 
 def asked(first: int) -> list[str]:
-    """Return lines that ask for all that a request may ask for, with greedy (0) or random tokens (1) first, in turn."""
+    """Return lines with every option of a request; greedy (0) or random (1) lines come first, in turn."""
     draws = [{"temperature": 0}, {"temperature": 0.8, "seed": 5}]
     wishes = [
         {"n": 2, "temperature": 1, "logprobs": 2},
@@ -122,7 +122,7 @@ def logprobs(choices) -> list[float]:
 
 
 def with_tokenizer(folder: Path, kind: str) -> Path:
-    """Save a tiny model of a type, with the words of the shipped one."""
+    """Save a tiny model of a type with the shipped model's vocabulary."""
     pytest.importorskip("greenlet")
     own = json.loads((shipped.CHECKPOINT / "config.json").read_text())
     save_tiny(folder, kind, vocab_size=own["vocab_size"], max_position_embeddings=512)
@@ -135,8 +135,9 @@ def with_tokenizer(folder: Path, kind: str) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["shipped", "falcon_h1"])
-def test_whatever_a_request_asks_for_it_gets_when_it_moves(tmp_path, monkeypatch, kind):
-    """Seeds, penalties, stop texts, grammars, log probabilities, several answers; killed and resumed on the way."""
+def test_a_moving_request_keeps_all_its_options(tmp_path, monkeypatch, kind):
+    """Options are seeds, penalties, stop texts, grammars, log probabilities and several answers. The job is killed and
+    resumed meanwhile."""
     pytest.importorskip("llguidance")
     model = shipped.CHECKPOINT if kind == "shipped" else with_tokenizer(tmp_path / kind, kind)
     lines, plain, out = asked(first=kind == "shipped"), tmp_path / "plain", tmp_path / "out"

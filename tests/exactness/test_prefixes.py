@@ -1,4 +1,4 @@
-"""Prompts that begin alike share blocks: tokens stay those that each request gets alone."""
+"""Test shared prefixes of prompts: each request keeps the tokens that it gets alone."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ from flexhybrid.runtime.storage.loader import Checkpoint
 
 
 def tree_of_prompts(generator, count: int, longest: int, vocab: int = 61) -> list[list[int]]:
-    """Prompts that continue one another's beginnings, cut anywhere."""
+    """Draw prompts that extend one another's beginnings, cut at any token."""
     prompts = [generator.integers(3, vocab, 40).tolist()]
     while len(prompts) < count:
         begin = prompts[generator.integers(len(prompts))]
@@ -77,7 +77,7 @@ FEW_BITS = (
 @settings(max_examples=3)
 @given(st.integers(0, 999), st.sampled_from(FEW_BITS), st.booleans(), st.integers(2, 7))
 def test_sharing_of_few_bits_changes_no_token(tmp_path_factory, seed, policy, in_place, places):
-    """Each prompt is computed as a whole, so that it attends to what was computed and not to what is kept of it."""
+    """Each prompt is computed whole, so that it attends to computed values, not to their stored bits."""
     folder, generator = tmp_path_factory.mktemp("model"), np.random.default_rng(seed)
     save_opt(folder, layers=2, heads=4, head_dim=16, ffn=128, positions=128, scale=0.08)
     prompts = tree_of_prompts(generator, 7, 98)
@@ -93,7 +93,7 @@ def test_sharing_of_few_bits_changes_no_token(tmp_path_factory, seed, policy, in
 @settings(max_examples=20)
 @given(st.one_of(sharing_policies(few_bits=True), lossless_policies()))
 def test_the_plan_says_what_is_not_shared(policy):
-    """Of three prompts that begin alike, none is then computed behind another's blocks."""
+    """With such a policy, three prompts with a common prefix are each computed whole."""
     prompts = [[*range(3, 59), 3 + i] for i in range(3)]
     sharing = shared_batch(prompts, [3] * 3, replace(policy, max_mini_batch_tokens=8192), 3).sharing
     limit = sharing_limit(policy, SHAPE)
@@ -108,7 +108,7 @@ def shared_batch(prompts, max_tokens, policy, places: int, share: float = 1.0) -
 
 
 def rounds(wave: Wave, ends: list[int]) -> Iterator[list]:
-    """The steps of each iteration, of requests that end after so many tokens."""
+    """Return the steps of each iteration, for requests that end after given numbers of tokens."""
     batch, stopped, iteration = Scheduler(wave), set(), 0
     while steps := list(batch.steps(iteration, stopped)):
         yield steps
@@ -124,7 +124,7 @@ def rounds(wave: Wave, ends: list[int]) -> Iterator[list]:
 @settings(max_examples=15)
 @given(st.integers(0, 999), st.integers(1, 14), st.sampled_from((1.0, 0.4, 0.01)), sharing_policies(few_bits=True))
 def test_blocks_are_owned_once_and_hold_what_their_members_begin_with(seed, places, share, policy):
-    """After each iteration, with a plain account beside it of which tokens were written to which block."""
+    """After each iteration, blocks are compared with a plain account of the tokens written to each."""
     generator = np.random.default_rng(seed)
     prompts = tree_of_prompts(generator, 14, 98)
     ends = generator.integers(1, 20, 14).tolist()
@@ -160,7 +160,7 @@ def name_of(wave: Wave, place: int, at: int) -> tuple[str, int]:
 
 
 def distinct_blocks(wave: Wave, members: np.ndarray, prompts) -> tuple[int, int]:
-    """Blocks that these requests share, each once, by their tokens; and how many each request shares, added up."""
+    """Return the tokens of each shared block once, and the sum of shared blocks over requests."""
     beginnings, total = set(), 0
     for place in members.tolist():
         prompt, depth = prompts[int(wave.request[place])], int(wave.sharing.depth[place])
@@ -212,7 +212,7 @@ def test_no_task_needs_more_memory_than_was_planned(seed, places, policy):
 
 
 def test_more_requests_fit_one_memory():
-    """Three quarters of each prompt are shared: with answers of a block, a request holds a third of what it held."""
+    """Prompts share 3/4 of their tokens. With answers of one block, a request needs a third of its memory."""
     generator = np.random.default_rng(0)
     common = generator.integers(3, 60, 192).tolist()
     prompts = [[*common, *generator.integers(3, 60, 64).tolist()] for _ in range(300)]
@@ -238,7 +238,7 @@ def test_prompts_that_share_never_need_more_memory_than_the_longest_alone():
 
 
 def test_requests_that_share_are_in_one_mini_batch_where_that_costs_nothing():
-    """Four documents, eight questions of equal length about each, in turn; a mini-batch has room for eight."""
+    """Four documents have eight questions of equal length each, in turn; a mini-batch holds eight requests."""
     generator = np.random.default_rng(0)
     documents = [generator.integers(3, 60, 160).tolist() for _ in range(4)]
     prompts = [[*documents[i % 4], *generator.integers(3, 60, 20).tolist()] for i in range(32)]
@@ -248,7 +248,7 @@ def test_requests_that_share_are_in_one_mini_batch_where_that_costs_nothing():
 
 @pytest.mark.parametrize("policy", [Policy(cache={"kv@host": 0.5, "act@host": 0.5}), Policy(attention="host")])
 def test_a_system_prompt_is_computed_once(policy):
-    """400 tokens before 200 questions: one line's prefill, and one copy of its blocks."""
+    """200 questions follow 400 common tokens: these are computed in one request's prefill and stored once."""
     generator = np.random.default_rng(0)
     system = generator.integers(3, 60, 400).tolist()
     prompts = [[*system, *generator.integers(3, 60, generator.integers(1, 60)).tolist()] for _ in range(200)]
@@ -267,7 +267,7 @@ def test_a_system_prompt_is_computed_once(policy):
     st.sampled_from(((0.35, None, False, None), (0.1, 2.0, True, 12), (0.5, None, True, None), (0.35, 5.0, False, 40))),
 )
 def test_attention_in_parts_is_attention_over_all(seed, dtype, new, kind):
-    """Against float64 softmax over all parts of each request: scaled, capped, windowed, with sinks."""
+    """The reference is a float64 softmax over all parts of each request: scaled, capped, windowed, with sinks."""
     draw = torch.Generator().manual_seed(seed)
     batch, groups, heads, d, own = 5, 2, 4, 8, 7
     scaling, softcap, has_sinks, width = kind
@@ -313,8 +313,8 @@ def test_attention_in_parts_is_attention_over_all(seed, dtype, new, kind):
         assert torch.allclose(answer[row].double(), expected, atol=1e-5 if dtype == torch.float32 else 0.05)
 
 
-def test_who_joins_is_steered_to_its_prefix(monkeypatch):
-    """Four beginnings in turn, against joining in turn."""
+def test_a_joining_request_goes_to_its_prefix(monkeypatch):
+    """Four prefixes alternate in the queue; the result is compared with joining in order."""
     rng = np.random.default_rng(0)
     beginnings = rng.integers(3, 61, (4, 64)).tolist()
     prompts = [[*beginnings[i % 4], *rng.integers(3, 61, 9).tolist()] for i in range(120)]
@@ -322,7 +322,7 @@ def test_who_joins_is_steered_to_its_prefix(monkeypatch):
     policy = Policy(cache={"kv@host": 1.0}, weights=Placement(host=1), max_mini_batch_tokens=120)
 
     def loads() -> tuple[int, list[int]]:
-        """Shared blocks that all decode steps load, and who joined, in order."""
+        """Return shared blocks loaded by all decode steps, and the requests that joined, in order."""
         wave, total, order = shared_batch(prompts, [20] * 120, policy, 16), 0, []
         for steps in rounds(wave, ends):
             for _, chunk, _, built, members in steps:
@@ -338,8 +338,8 @@ def test_who_joins_is_steered_to_its_prefix(monkeypatch):
     assert steered < 0.85 * in_turn
 
 
-def test_nobody_is_passed_for_ever():
-    """Of two beginnings one alone is among the members, whoever joins."""
+def test_no_request_is_passed_over_for_ever():
+    """Members always have only one of the two prefixes, whichever requests join."""
     prompts = [[1 + i % 2] * 40 for i in range(60)]
     tree = PromptTree(prompts.__getitem__)
     members = Counter(tree.path(1))

@@ -1,4 +1,4 @@
-"""Requests that join a running batch: tokens stay those that each gets alone, whichever join or leave."""
+"""Test requests that join a running batch: each keeps the tokens that it gets alone."""
 
 from dataclasses import replace
 
@@ -30,7 +30,8 @@ from flexhybrid.runtime.storage.weights import DiskPlace, Weights
 def answers(
     checkpoint, policy, prompts, max_tokens, stops, count, disk_dir, share=1.0, sharing=False, attention=None
 ) -> list[list[int]]:
-    """Return the tokens of each request with ``count`` places; ``stops``: tokens after which a text ends each."""
+    """Return each request's tokens with ``count`` places; ``stops``: the number of tokens after which a text ends
+    each."""
     disk, tokens = DiskPlace(disk_dir), [[] for _ in prompts]
     problem = Problem(shape=checkpoint.shape, dtype="float32", hardware=machine(), attention=attention)
     left = np.arange(len(prompts))
@@ -54,7 +55,7 @@ def answers(
 
 
 def some_requests(seed: int, count: int, longest: int = 70, vocab: int = 61) -> tuple[list, list, list]:
-    """Prompts, limits of their answers, and after how many tokens each ends by itself."""
+    """Draw prompts, limits of their answers, and the number of tokens after which each ends by itself."""
     generator = np.random.default_rng(seed)
     prompts = [generator.integers(3, vocab, generator.integers(1, longest)).tolist() for _ in range(count)]
     max_tokens = generator.integers(1, 20, count).tolist()
@@ -87,7 +88,7 @@ LOSSY = {
 @given(st.integers(0, 99), st.integers(1, 3), st.one_of(speculative_policies(), st.sampled_from([*LOSSY.values()])))
 @example(65, 2, LOSSY["h2o, first layer whole"])  # a prompt longer than all contexts of those who began
 def test_a_lossy_policy_gives_each_request_its_own_tokens(tmp_path_factory, seed, places, policy):
-    """Whose selection is made request by request: those that it gets alone."""
+    """The selection is made per request, so tokens are those that each request gets alone."""
     if policy.selection.method == "speculative":
         policy = replace(policy, selection=replace(policy.selection, columns="request"))
     folder = tmp_path_factory.mktemp("model")
@@ -101,7 +102,7 @@ def test_a_lossy_policy_gives_each_request_its_own_tokens(tmp_path_factory, seed
 
 @pytest.fixture(scope="module")
 def four_answers(tmp_path_factory):
-    """A model's folder, four prompts that end at and beside the ends of blocks, and transformers' answers."""
+    """Return a model's folder, four prompts that end at or near the ends of blocks, and transformers' answers."""
     folder = tmp_path_factory.mktemp("four")
     model = InMemory(save_opt(folder, positions=96))
     prompts = [np.random.default_rng(length).integers(3, 61, length).tolist() for length in (1, 17, 30, 16)]
@@ -114,7 +115,7 @@ LEAST_POOLS = ({"kv@host": 0.5, "act@host": 0.5}, {"kv@device": 1.0}, {"kv@devic
 @settings(max_examples=8)
 @given(st.permutations(range(4)), st.sampled_from(("column", "row")), st.sampled_from(LEAST_POOLS))
 def test_pools_of_the_least_size_answer_everything(four_answers, order, schedule, cache):
-    """Pools that hold one request of full length: the others are preempted again and again, and every order ends."""
+    """Pools hold one request of full length. The others are preempted repeatedly; every order of requests ends."""
     folder, prompts, expected = four_answers
     prompts, expected = ([values[i] for i in order] for values in (prompts, expected))
     policy = Policy(cache=cache, weights=Placement(host=1), schedule=schedule)
@@ -122,7 +123,7 @@ def test_pools_of_the_least_size_answer_everything(four_answers, order, schedule
 
 
 def test_blocks_held_for_later_tokens_are_given_up_before_a_preemption(tmp_path, batches):
-    """Two requests of three blocks each in a pool of six; the first one takes four as it joins."""
+    """Two requests of three blocks each share a pool of six; the first one takes four when it joins."""
     model = InMemory(save_opt(tmp_path, positions=96))
     prompts = [np.random.default_rng(i).integers(3, 61, 1).tolist() for i in range(2)]
     policy = Policy(cache={"kv@host": 1.0}, weights=Placement(host=1))

@@ -1,4 +1,4 @@
-"""The rest of a layer computes the rows of long prompts some at a time."""
+"""Test that the rest of a layer may compute long prompts some rows at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recurrent layers give transformers' own tokens wherever their states lie, whichever requests join or leave."""
+"""Test recurrent layers: transformers' own tokens for states in any tier, and for requests that join and leave."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_plan_of_memory_is_what_is_allocated_for_states_and_blocks(tiny_of, 
 
 
 def most_allocated(action) -> int:
-    """Return the most bytes that torch's CPU allocator gave out at a time while an action ran."""
+    """Return the largest number of bytes that torch's CPU allocator gave out at once during an action."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         action()
     results: Any = profiled.profiler
@@ -87,8 +87,8 @@ def most_allocated(action) -> int:
     "model_type, dtype, least",
     [("mamba", "bfloat16", 0.9), ("qwen3_next", "float32", 0.5)],  # the latter: chunks of 64
 )
-def test_the_plan_of_memory_holds_what_recurrent_layers_have_in_work(tiny_of, model_type, dtype, least):
-    """Allocations are replayed: a tenth of this was planned when it was guessed from the size of the states."""
+def test_the_plan_of_memory_holds_the_work_of_recurrent_layers(tiny_of, model_type, dtype, least):
+    """Allocations are replayed. An earlier estimate from the size of the states planned 10 % of this."""
     checkpoint, cpu, shares = tiny_of(model_type)[0], torch.device("cpu"), []
     for states, lengths in (("device", (40, 40)), ("host", (9, 30, 17))):
         policy = replace(hybrid(0.5), states=states)
@@ -122,7 +122,7 @@ def test_what_a_recurrent_model_cannot_do_is_said(tiny_of):
 
 @pytest.mark.parametrize("model_type", ["falcon_h1", "mamba"])  # buffers made in a dtype; states in float32
 def test_bfloat16_errs_as_transformers_own(tmp_path, model_type):
-    """Teacher-forced: as far from the float32 model as transformers' bfloat16 one, prompts of unequal lengths."""
+    """With forced texts of unequal lengths, logits are as far from the float32 model as transformers' bfloat16 ones."""
     from transformers import AutoModelForCausalLM
 
     model, steps = save_tiny(tmp_path, model_type), 4
@@ -140,8 +140,8 @@ def test_a_model_without_attention_has_no_cache_of_few_bits(tiny_of):
         check_runnable(tiny_of("mamba")[0].shape, replace(hybrid(0.5), bits=Bits(kv=4)))
 
 
-def test_what_is_said_of_recurrent_layers(tiny_of, capfd):
-    """Their states, and no context where no layer attends; no warning of kernels that no CPU has."""
+def test_plans_describe_recurrent_layers(tiny_of, capfd):
+    """Plans name states, and no context if no layer attends; there is no warning of kernels that no CPU has."""
     shapes = {kind: tiny_of(kind)[0].shape for kind in ("qwen3_next", "lfm2", "mamba")}
     assert "context" not in describe(hybrid(0.5), Problem(shape=shapes["mamba"]))
     for kind in shapes:

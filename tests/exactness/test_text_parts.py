@@ -1,4 +1,4 @@
-"""Checkpoints of models that take pictures too: their text part answers texts as the whole model does."""
+"""Test models that also take pictures: their text part answers texts as the whole model does."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The launcher with threads: the same tokens and clean traces, errors, lookahead, times. With streams: fake_cuda."""
+"""Test the launcher with threads: tokens, clean traces, errors, lookahead and times; fake_cuda tests streams."""
 
 import gc
 import threading
@@ -39,13 +39,13 @@ def checkpoint(tmp_path_factory):
 
 
 def run(checkpoint, policy, **control):
-    """The result of a run of the prompts under a policy."""
+    """Return the result of a run of the prompts under a policy."""
     with engine_of(checkpoint, wave := admitted(checkpoint.shape, policy, PROMPTS, MAX_TOKENS)) as engine:
         return engine.run(engine.executor(wave, PROMPTS, greedy_plan(len(PROMPTS))), RunControl(**control))
 
 
 def test_a_trace_may_end_before_its_wave(checkpoint):
-    """The first tasks are those of a whole trace; what runs afterwards is the same."""
+    """The first tasks are those of a whole trace; the rest of the run is unchanged."""
     source, expected = checkpoint
     whole = run(source, HYBRID, keep_trace=True)
     for count in (1, 100, len(whole.trace) + 1):
@@ -57,7 +57,7 @@ def test_a_trace_may_end_before_its_wave(checkpoint):
 
 @pytest.mark.parametrize("lookahead", (1, 2, 16))
 def test_a_planner_ahead_of_its_lane_waits_for_half_a_queue(monkeypatch, lookahead):
-    """It is woken once for so many tasks, and never has more than a queue of them before the lane."""
+    """The planner is woken once for many tasks; no more than a queue of them waits for the lane."""
     monkeypatch.setattr(HostLane, "lookahead", lookahead)
     waits, ahead = [], []
     wait = Clock.wait
@@ -79,8 +79,8 @@ def test_a_trace_leaves_older_objects_out_of_collections():
     assert gc.get_freeze_count() == kept
 
 
-def test_a_task_that_passes_before_its_waiting_is_noted_is_seen(monkeypatch):
-    """Nobody wakes a thread that a lane has not seen waiting: it looks for itself, once it can be seen."""
+def test_a_task_that_ends_before_its_wait_is_noted_is_seen(monkeypatch):
+    """A lane wakes only threads that it has seen waiting; a new waiter checks for itself once it is in the list."""
     monkeypatch.setattr("flexhybrid.runtime.clock.LOOK_UP_S", 60.0)
     lane = HostLane("compute", lambda task: None)
 
@@ -110,7 +110,7 @@ def test_an_error_in_the_stream_of_tasks_ends_every_thread(checkpoint):
 
 
 def test_views_of_buffers_are_kept_up_to_a_number(checkpoint, monkeypatch):
-    """Here of one alone, so that each takes another's place."""
+    """The number is 1 here, so that each view replaces another."""
     monkeypatch.setattr("flexhybrid.runtime.buffers.MOST_VIEWS", 1)
     monkeypatch.setattr("flexhybrid.runtime.links.CpuCopies.MOST_KNOWN", 1)
     source, expected = checkpoint
@@ -148,7 +148,7 @@ def test_each_lane_computes_with_its_own_number_of_threads(checkpoint):
 
 
 class SetTime:
-    """Time that passes where the test says so: on the wall, and of the thread on a processor."""
+    """Wall time and processor time that only the test advances."""
 
     def __init__(self):
         self.now = self.cpu = 0.0
@@ -161,7 +161,7 @@ class SetTime:
 
 
 def test_the_times_of_a_lane_tell_what_it_waited_for(monkeypatch):
-    """Tasks run one by one on this thread, each second given by hand, against sums made by hand."""
+    """Tasks run one by one on this thread; all seconds are given, and sums are computed by hand."""
     time, ready = SetTime(), []
     monkeypatch.setattr(lanes, "time", time)
     monkeypatch.setattr(TURN, "ready_s", None)
@@ -189,7 +189,7 @@ def test_the_times_of_a_lane_tell_what_it_waited_for(monkeypatch):
 
 
 def test_a_thread_that_waits_for_a_task_sleeps_through_those_before_it():
-    """Two threads wait for the 100th and the last of 101 tasks: each is woken once, not by every task."""
+    """Threads wait for tasks 100 and 101 of 101: each is woken once, not by every task."""
     lane, account = HostLane("h2d", lambda task: None), {}
 
     def wait(ordinal):

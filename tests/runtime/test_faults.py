@@ -1,8 +1,6 @@
-"""Whatever goes wrong under way: a clear error, no thread left waiting, nothing left on the disk, memory given back.
-
-The disk is slowed to a few bytes a second where a call must be under way when something fails: such a call would last
-far beyond any test's time, so that the test ends at all shows that it was ended.
-"""
+"""Test failures during runs: a clear error, no waiting thread, no file left on the disk, all memory returned. The disk
+is slowed to a few bytes a second if a call must be under way when something fails. Such a call would take hours, so a
+test that ends shows that the call was ended."""
 
 from __future__ import annotations
 
@@ -64,14 +62,14 @@ def tokens(llm) -> list[list[int]]:
 
 
 class Held:
-    """Threads and open files as they were: what must be there again."""
+    """Threads and open files at a moment; a test checks that only these remain."""
 
     def __init__(self):
         self.threads, self.files = set(threading.enumerate()), self.open_files()
 
     @staticmethod
     def open_files() -> list[str]:
-        """Those on a disk; libraries open devices and pipes when they please."""
+        """Return open files on a disk; libraries open devices and pipes at any time."""
         names = []
         for name in os.listdir("/proc/self/fd"):
             try:
@@ -89,7 +87,7 @@ class Held:
 
 @pytest.fixture
 def no_collector():
-    """Memory must not wait for the garbage collector."""
+    """Switch off the garbage collector: memory must be freed without it."""
     gc.collect()
     gc.disable()
     yield
@@ -108,7 +106,7 @@ def patch_verb(monkeypatch, name: str, before) -> None:
 
 
 def check_fails_and_recovers(llm, expected, error, words, monkeypatch) -> None:
-    """The error comes; all is given back though the error itself is kept; and the next call works."""
+    """Check that the error comes, that all is freed although the error is kept, and that the next call works."""
     held, buffers = Held(), []
     patch_verb(monkeypatch, "embed", lambda ex, task: buffers.append(weakref.ref(ex.buffers)))
     with pytest.raises(error, match=words) as caught:
@@ -123,7 +121,7 @@ def check_fails_and_recovers(llm, expected, error, words, monkeypatch) -> None:
 
 
 def test_an_error_inside_of_transformers_layer_gives_all_back(tmp_path, monkeypatch, no_collector):
-    """Its layers run interrupted, on stacks of their own; the error passes through all of them."""
+    """Layers run interrupted on their own stacks; the error passes through all of them."""
     pytest.importorskip("greenlet")
     save_tiny(tmp_path, "granite")
     expected = tokens(LLM(tmp_path, "kv_only", device="cpu", dtype="float32"))
@@ -179,7 +177,7 @@ def test_an_engine_whose_run_failed_says_so(llm, monkeypatch):
 
 
 def test_a_failing_lane_ends_a_slow_copy_over_the_link(checkpoint, expected, monkeypatch):
-    """At the first decode step the link becomes so slow that a copy lasts for hours."""
+    """At the first decode step the link becomes so slow that a copy would take hours."""
     policy = Policy(weights=Placement(device=0.2, host=0.8))
     llm = LLM(checkpoint, policy, device="cpu", dtype="float32", link_gb_per_s=1.0)
 
@@ -204,7 +202,7 @@ def test_a_failing_lane_ends_a_slow_copy_over_the_link(checkpoint, expected, mon
 
 @pytest.mark.parametrize("of, words", [("weights", "short read .* shortened"), ("buffers", "shortened")])
 def test_a_file_shortened_under_way(llm, expected, monkeypatch, no_collector, of, words):
-    """A read finds it, or, of a cache, a write, which would otherwise make the file long again."""
+    """A read of weights finds it. For a cache a write finds it too, which would otherwise extend the file again."""
 
     def shorten(ex, task):
         if task.iteration == 2:
@@ -249,7 +247,7 @@ def test_no_room_on_the_disk(llm, expected, monkeypatch, which):
 
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers(tmp_path, value, temperature):
+def test_weights_that_are_not_finite(tmp_path, value, temperature):
     model = save_opt(tmp_path / "broken", layers=1)
     with torch.no_grad():
         model.model.decoder.layers[0].fc1.weight[0, 0] = value

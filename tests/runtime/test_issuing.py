@@ -173,7 +173,7 @@ def test_tasks_of_a_position_with_nothing_between_them_are_launched_together(mon
 
 
 @pytest.mark.parametrize("awaited", [False, True])
-def test_what_is_launched_together_does_not_hang_on_when_the_plan_waits(awaited):
+def test_joint_launches_do_not_depend_on_when_the_plan_waits(awaited):
     """It waits for another lane's task; if that one depends on the held task, the held one is issued alone."""
     joint: list[list[int]] = []
     made, notes = lanes_of(lambda task: None, joint)

@@ -1,4 +1,4 @@
-"""What the profile of a machine runs."""
+"""Test the runs and fits of a machine's profile."""
 
 import inspect
 import itertools
@@ -41,7 +41,8 @@ H200_RECORD = Path(__file__).parents[2] / "experiments/results/nvidia-h200/profi
 
 
 def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch):
-    """Smaller runs, of the same verbs; one short request where nothing fits. Each notes the dtype that is faster."""
+    """Smaller budgets give smaller runs of the same verbs, down to one short request. Each run records the faster
+    dtype."""
     shape = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96)
     planned, engine = [], profiling.Engine
 
@@ -75,8 +76,8 @@ def test_a_profile_takes_as_many_requests_as_the_budgets_hold(monkeypatch):
     assert fewest == verbs and least < half
 
 
-def test_kernels_alone_have_lines_of_their_own_where_the_device_holds_all(monkeypatch):
-    """And only a policy that moves nothing is priced by them."""
+def test_kernels_alone_have_own_lines_if_the_device_holds_all(monkeypatch):
+    """Only policies that move nothing are priced by them."""
     monkeypatch.setenv(FASTER_DTYPE, "float32")
     monkeypatch.setattr(profiling, "LINK_SECONDS", 0.0)  # how long anything takes is not what this is about
     monkeypatch.setattr(profiling, "LINK_SIZES", (1 << 12, 1 << 16))
@@ -102,7 +103,7 @@ def event(start: float, seconds: float, verb="finish", resource="compute", work=
 
 
 def test_stolen_time_is_left_out_of_long_kernels_of_the_cpu():
-    """A link is paced, a GPU has a clock of its own, and most short tasks lose nothing."""
+    """A paced link and a GPU's clock are not affected, and most short tasks lose no time."""
     kernels = ("finish", "compute"), ("attend_host", "host_compute"), ("load_kv", "h2d")
 
     def stretch(seconds: float, left: float) -> Stretch:
@@ -118,7 +119,7 @@ def test_stolen_time_is_left_out_of_long_kernels_of_the_cpu():
 
 
 def test_tasks_after_a_pause_and_copies_at_another_pace_do_not_count():
-    """But for the pauses, whose cost is reported; where all tasks follow one, they count."""
+    """The cost of a pause is reported instead. If all tasks follow a pause, they count."""
     row, at = [], 0.0
     for number in range(12):
         at += 5e-3 if number % 2 else 0.0  # in pairs, the first after a pause
@@ -141,7 +142,7 @@ TERMS = st.tuples(st.floats(1e-5, 2e-3), st.floats(1e-12, 1e-10), st.floats(1e-1
     TERMS, st.floats(0.0, 0.25), st.floats(1.3, 3.0), st.floats(0.5, 1.0), st.floats(1.0, 2.0), st.integers(0, 2**32)
 )
 def test_the_fit_recovers_a_planted_law_under_interruptions(terms, share, slower, left, company, seed):
-    """A cluster of slow tasks, outliers, pauses, stolen time, and one pass in three beside another process."""
+    """Interruptions are slow clusters, outliers, pauses, stolen time, and another process in one of three passes."""
     truth, random = Line(*terms), np.random.default_rng(seed)
     works = [Work(flops=f, memory_bytes=b) for f in (1e6, 1e7, 1e8, 1e9) for b in (1e5, 1e7)]
     passes = []
@@ -164,8 +165,8 @@ def test_the_fit_recovers_a_planted_law_under_interruptions(terms, share, slower
         assert line.at(work.flops, work.memory_bytes) == pytest.approx(expected, rel=0.03)
 
 
-def test_what_tasks_take_on_the_mean_is_the_line_and_its_contention():
-    """Each task waits 0.4 ms in 2 of 10 cases, and 1 of 5 work seconds costs half more; alone, otherwise."""
+def test_line_and_contention_give_the_mean_seconds():
+    """In 20 % of the cases a task waits 0.4 ms, and 20 % take 50 % longer; tasks alone have other contention."""
     work, trace, at = [Work(flops=1e6 * 4**n, memory_bytes=5) for n in range(6)], [], 0.0
     for number in range(200):
         for of in work:
@@ -191,7 +192,7 @@ def test_what_tasks_take_on_the_mean_is_the_line_and_its_contention():
 
 
 def test_runs_are_repeated_until_their_long_tasks_agree(monkeypatch):
-    """The second run's task takes 1.3 times as long in pass two; short tasks and other runs may differ."""
+    """The second run's long task takes 1.3 times as long in pass two; short tasks and the other run may differ."""
     shape, taken = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96), []
     runs = tuple(ProfileRun(2, context, 2, {"kv@host": 1.0}) for context in (16, 32))
     monkeypatch.setenv(FASTER_DTYPE, "float32")
@@ -218,8 +219,8 @@ def test_runs_are_repeated_until_their_long_tasks_agree(monkeypatch):
     assert profiling.profile(shape, "float32", torch.device("cpu"), runs=runs).disagreements and len(taken) == 4
 
 
-def test_a_profile_has_the_runs_of_its_parts_alone():
-    """Each part adds runs of its own, and a search does not use what its machine's profile left out."""
+def test_a_profile_has_only_the_runs_of_its_parts():
+    """Each part adds runs; a search does not use fields that the machine's profile left out."""
     assert profiling.runs_of("cpu") == list(profiling.RUNS) and profiling.runs_of("cuda") == list(profiling.GPU_RUNS)
     assert profiling.runs_of("cpu", frozenset()) == list(profiling.MIXES)
     for part, without in (("four bits", 3), ("host attention", 4), ("token recomputation", 2), ("shared prefixes", 7)):
@@ -234,8 +235,8 @@ def test_a_profile_has_the_runs_of_its_parts_alone():
 
 
 @pytest.mark.parametrize("asked, pace", [(0.1, 0.25), (0.3, 0.3)])
-def test_a_link_that_lets_the_device_wait_is_hastened(asked, pace):
-    """A decode computes for 2 s and loads 0.4 GB; the prompts do not count."""
+def test_a_link_that_delays_the_device_is_paced_faster(asked, pace):
+    """A decode computes for 2 s and loads 0.4 GB; loads of prompts do not count."""
     load = Work(link_bytes=400_000_000)
     trace = [event(0.0, 9.0, iteration=0), event(9.0, 2.0), event(9.0, 4.0, "load_kv", "h2d", load)]
     engine = SimpleNamespace(copies=CpuCopies(asked))
@@ -243,8 +244,8 @@ def test_a_link_that_lets_the_device_wait_is_hastened(asked, pace):
     assert engine.copies.h2d.bytes_per_s == pytest.approx(pace * 1e9)
 
 
-def test_what_is_left_of_the_time_is_less_what_was_stolen(monkeypatch):
-    """Seconds stolen from whichever core; at most three quarters; nothing where /proc does not tell."""
+def test_the_remaining_time_excludes_stolen_time(monkeypatch):
+    """Stolen seconds of any core count, up to 3/4 of the time; without /proc none count."""
     monkeypatch.setattr(cpu_use.os, "cpu_count", lambda: 2)
     before = CpuUse(everyone_s=100.0, stolen_s=10.0, own_s=5.0, at_s=1000.0)
     after = replace(before, everyone_s=112.0, stolen_s=13.0, own_s=14.0, at_s=1010.0)
@@ -256,8 +257,8 @@ def test_what_is_left_of_the_time_is_less_what_was_stolen(monkeypatch):
     assert unknown.left_since(before) == before.left_since(unknown) == 1.0 and unknown.others_since(before) is None
 
 
-def test_a_busy_stranger_is_seen_in_what_the_kernel_counts(num_cores, tmp_path, monkeypatch):
-    """Half a core of another process for a second; idle time and waiting for disks are nobody's."""
+def test_cpu_use_of_other_processes_is_read_from_the_kernel(num_cores, tmp_path, monkeypatch):
+    """Another process uses half a core for a second; idle time and disk waits belong to no process."""
     at, own, stat = [50.0], [7.0], tmp_path / "stat"
     monkeypatch.setattr(cpu_use, "open", lambda path, encoding: stat.open(encoding=encoding), raising=False)
     monkeypatch.setattr(cpu_use, "time", SimpleNamespace(perf_counter=lambda: at[0], process_time=lambda: own[0]))
@@ -272,8 +273,8 @@ def test_a_busy_stranger_is_seen_in_what_the_kernel_counts(num_cores, tmp_path, 
     assert CpuUse.now().others_since(before) is None
 
 
-def test_the_dtype_does_not_hang_on_whether_a_profile_is_kept(cpu_dtype):
-    """Answers would: before the first profile, it is what that would find."""
+def test_the_dtype_does_not_depend_on_a_kept_profile(cpu_dtype):
+    """Otherwise answers would change with the first profile."""
     shape, cpu = ModelShape("small", "opt", 2, 64, 2, 2, 32, 128, 100, 96, dtype="bfloat16"), torch.device("cpu")
     kept = Hardware("local", "cpu", {"compute": Line(1e-5)})
     for hardware in (None, kept, replace(kept, faster_dtype=cpu_dtype)):
@@ -281,8 +282,8 @@ def test_the_dtype_does_not_hang_on_whether_a_profile_is_kept(cpu_dtype):
 
 
 @pytest.mark.parametrize("faster", [torch.float32, torch.bfloat16])
-def test_the_faster_dtype_is_the_one_whose_products_took_less(faster, monkeypatch):
-    """By a clock that the products themselves move on."""
+def test_the_faster_dtype_has_the_faster_products(faster, monkeypatch):
+    """Only the products advance the clock."""
     now = [0.0]
 
     def product(a, b):
@@ -297,7 +298,7 @@ def test_the_faster_dtype_is_the_one_whose_products_took_less(faster, monkeypatc
 
 @given(st.lists(st.floats(0.9, 1.1), min_size=8, max_size=40), st.floats(4, 60), st.floats(0.15, 0.85), st.booleans())
 def test_the_undisturbed_cluster_of_a_size_counts_on_a_gpu(noise, ratio, share, on_gpu):
-    """A CPU's times all count but outliers: what a task waits for there, it waits for in a job."""
+    """On a CPU all times but outliers count, since its tasks wait the same way in a job."""
     num_slow = round(share * len(noise))
     times = [(ratio if i < num_slow else 1.0) * of for i, of in enumerate(noise)]
     found = profiling._typical(times, "cuda" if on_gpu else "cpu")
@@ -310,7 +311,7 @@ def test_the_undisturbed_cluster_of_a_size_counts_on_a_gpu(noise, ratio, share, 
 
 @given(st.lists(st.floats(0.6, 1.7), min_size=1, max_size=40), st.integers(0, 3))
 def test_noise_of_one_cluster_does_not_bias_a_size(noise, num_late):
-    """Nor do some late samples, fewer than an eighth: the mean counts, without those above OUTLIER medians."""
+    """The mean counts, without times above OUTLIER medians; fewer than 1/8 of the samples may be late."""
     times = noise + [5.0] * min(num_late, max(0, math.ceil(len(noise) / 8) - 1))
     assert profiling._typical(times, "cuda") == profiling._typical(times, "cpu") == pytest.approx(np.mean(times))
 
@@ -322,7 +323,7 @@ COMPILING_S, EACH_RUN_S, UNGRAPHED, PAGE_LOCKING_S = 20.0, 0.5, 2 * 3.3, 0.07
 
 
 def estimated_seconds(shape: ModelShape, hardware: Hardware, dtype: str) -> float:
-    """Seconds of a GPU's profile by a record, from the plan of its runs; page-locked memory, weights too, by run."""
+    """Return the seconds of a GPU's profile by a record, from the plan of its runs, with page-locking."""
     small = profiling.profiled_layers(shape, profiling.GPU_LAYERS)
     first = replace(hardware, lines={**hardware.lines, LAUNCHER: Line(UNGRAPHED * hardware.launch_s)})
     seconds = COMPILING_S + 2 * 2 * len(profiling.LINK_SIZES) * 2 * profiling.LINK_SECONDS
@@ -343,7 +344,7 @@ def estimated_seconds(shape: ModelShape, hardware: Hardware, dtype: str) -> floa
 
 @pytest.mark.parametrize("model", ["opt-6.7b", "opt-30b"])
 def test_a_gpu_is_profiled_within_a_minute(model):
-    """By plan, not by a clock. KV-Gen has three sizes at the width of OPT-6.7B, the largest 10^12 FLOP."""
+    """The plan is priced, nothing runs. KV-Gen has three sizes at the width of OPT-6.7B, the largest 10^12 FLOP."""
     h200, h100 = load_hardware(H200_RECORD), catalogue.load("h100")
     h100 = replace(h100, lines={**h100.lines, LAUNCHER: h200.lines[LAUNCHER]})
     for hardware in (h200, h100):

@@ -1,4 +1,4 @@
-"""A disk's lines in the hardware record: measured, paced, put in, carried over."""
+"""Test a disk's lines in the hardware record: measured, paced, added and carried over."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MIB = 1 << 20
 
 @pytest.fixture
 def small_profile(monkeypatch):
-    """Profiling runs of 2 MiB and two sizes."""
+    """Set profiling runs of 2 MiB and two sizes."""
     real = profile_disk.profile_disk
     small = {"space_bytes": 2 * MIB, "sizes": (1 << 14, 1 << 18)}
     monkeypatch.setattr(measure_disk, "profile_disk", lambda directory, rate: real(directory, rate, **small))
 
 
 def test_samples_of_a_paced_disk_and_of_the_same_without_its_pace(tmp_path):
-    """Both directions at every size; a paced call never takes less than its bytes do at the pace."""
+    """Both directions have samples at every size; a paced call takes at least its bytes' time at the pace."""
     result, description = profile_disk.profile_disk(tmp_path, 0.1, 4 * MIB, (1 << 16, 1 << 20))
     assert set(result.samples) == {f"disk_{way}{suffix}" for way in ("read", "write") for suffix in ("", "_unpaced")}
     for key, samples in result.samples.items():
@@ -50,7 +50,7 @@ def test_a_slow_disk_is_not_asked_for_larger_calls(tmp_path, monkeypatch):
 
 
 def test_without_direct_reads_the_page_cache_is_emptied_and_writes_reach_the_disk(tmp_path, monkeypatch):
-    """Before every size's reads the cache is dropped; every run of writes ends with a flush."""
+    """The cache is dropped before the reads of every size; every run of writes ends with a flush."""
     steps: list[str] = []
     space = profile_disk.DiskSpace
     monkeypatch.setattr(space, "_direct_reads_work", lambda self: False)
@@ -67,7 +67,7 @@ def test_without_direct_reads_the_page_cache_is_emptied_and_writes_reach_the_dis
 
 
 def disk_of(hardware: Hardware) -> tuple[dict, dict, int | None]:
-    """Lines and notes of a record's disk, and its bytes."""
+    """Return lines and notes of a record's disk, and its bytes."""
     lines = {key: line for key, line in hardware.lines.items() if "disk" in key}
     return lines, {key: note for key, note in hardware.notes.items() if "disk" in key}, hardware.disk_memory
 
@@ -99,7 +99,7 @@ def test_without_an_earlier_record_nothing_is_carried_over(tmp_path):
 
 
 def test_another_pace_for_a_measured_disk():
-    """A pace slower than the disk holds, a faster one cannot; None lifts it. Other lines stay."""
+    """A pace slower than the disk is kept, a faster one has no effect, and None lifts it. Other lines stay."""
     fast, paced = Line(1e-4, s_per_byte=5e-10), Line(1e-4, s_per_byte=1e-8)
     lines = {**LINES, "disk_read": paced, "disk_read_unpaced": fast, "disk_write": fast, "read_kv": fast}
     hardware = Hardware(name="m", device="cpu", lines=lines)
@@ -116,7 +116,7 @@ def test_another_pace_for_a_measured_disk():
 
 
 def test_the_command_measures_a_folders_disk(tmp_path, monkeypatch, small_profile, capsys):
-    """``profile --disk``: the disk's lines are shown, kept with the rest, and survive a profile without --disk."""
+    """``profile --disk`` shows the disk's lines and keeps them; a profile without --disk does not remove them."""
     monkeypatch.setenv("FLEXHYBRID_CACHE", str(tmp_path / "cache"))
 
     fields = {"samples": {}, "disagreements": [], "contention": {}, "after_pause": {}}
@@ -139,7 +139,7 @@ def test_the_command_measures_a_folders_disk(tmp_path, monkeypatch, small_profil
 
 
 def test_the_bench_of_overlap_prices_every_task_of_its_cases(tmp_path, small_profile):
-    """A record of the link and of what computes lacks the disk: the case whose weights lie there has it measured."""
+    """The record lacks the disk, so the case with weights there has it measured."""
     machine = Hardware("m", "cpu", {key: Line(s_per_byte=1e-9) for key in ("h2d", "d2h", "compute", "host_compute")})
     read = set()
     for case in bench_overlap.cases():

@@ -1,4 +1,4 @@
-"""The compiled kernels for rows against plain torch and numpy, bit for bit, on one thread and on several."""
+"""Test the compiled kernels for rows against plain torch and numpy, bit for bit, on one and several threads."""
 
 import importlib
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +46,7 @@ def without_numba():
 
 
 def view_inside(shape: tuple[int, ...], dtype: torch.dtype, gaps: tuple[int, ...], fill: float) -> tuple:
-    """A filled tensor, and a view of it with gaps between neighbours on each axis but the last."""
+    """Return a filled tensor, and a view of it with gaps between neighbours on each axis but the last."""
     whole = torch.full([n + gap for n, gap in zip(shape, gaps, strict=True)], fill).to(dtype)
     return whole, whole[tuple(slice(gap // 2, gap // 2 + n) for n, gap in zip(shape, gaps, strict=True))]
 
@@ -64,7 +64,7 @@ def view_inside(shape: tuple[int, ...], dtype: torch.dtype, gaps: tuple[int, ...
     spread_by=st.floats(-12, 12),
 )
 def test_packing_gives_the_bytes_of_plain_torch(pool, seed, leading, groups, group, bits, dtype, threads, spread_by):
-    """Of any strides and magnitudes, edge values among them; nothing outside of the rows is touched."""
+    """Rows have any strides and magnitudes, and edge values; nothing outside of the rows is changed."""
     generator = np.random.default_rng(seed)
     shape = (*leading, row_unit(bits, group) * groups)
     values = generator.standard_normal(shape) * 2.0 ** generator.uniform(-abs(spread_by), spread_by + 13)
@@ -105,7 +105,7 @@ def test_packing_gives_the_bytes_of_plain_torch(pool, seed, leading, groups, gro
 @pytest.mark.parametrize("into", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", (8, 4))
 def test_any_parameters_unpack_as_in_plain_torch(bits, into):
-    """Infinite ones and every kind of NaN among them, which packing never writes."""
+    """Parameters include infinities and every kind of NaN, which packing never writes."""
     generator = np.random.default_rng(bits)
     packed = torch.from_numpy(generator.integers(0, 256, (4000, packed_bytes(128, bits)), dtype=np.uint8))
     parameters = packed[:, -8:].view(torch.int16)
@@ -158,7 +158,7 @@ def test_kernels_that_differ_are_not_used(monkeypatch):
 
 @st.composite
 def stores(draw):
-    """(tokens of each of some runs in blocks of their own, groups, head size, dtype, threads, seed)."""
+    """Draw tokens of each of some runs in their own blocks, groups, head size, dtype, threads and seed."""
     runs = draw(st.lists(st.integers(1, BLOCK_TOKENS), min_size=1, max_size=6))
     sizes = draw(st.integers(1, 3)), draw(st.sampled_from((1, 6, 64, 130)))
     return (
@@ -182,7 +182,7 @@ def both_ways(put, memory: torch.Tensor, threads: int) -> None:
 @settings(max_examples=60)
 @given(case=stores(), head_major=st.booleans())
 def test_rows_are_put_where_numpy_puts_them(pool, case, head_major):
-    """In a layer of a pool, from strips that are wider; blocks are int32, as plans have them."""
+    """Rows come from wider strips and go to a layer of a pool; blocks are int32, as in plans."""
     runs, groups, d, dtype, threads, seed = case
     generator = np.random.default_rng(seed)
     count, width = sum(runs), 2 * groups * d
@@ -219,7 +219,7 @@ def test_rows_are_taken_from_where_numpy_takes_them(pool, count, width, dtype, t
 
 @pytest.mark.parametrize("offset", (0, 64, 4))
 def test_more_rows_than_caches_hold_are_taken_from_where_numpy_takes_them(pool, offset):
-    """Of whole lines of a cache, which are written past the caches, and of lines that lie across two."""
+    """Whole cache lines are written past the caches; other rows lie across two lines."""
     count = FAR_BYTES // 64 + 3
     source = torch.arange(500 * 64).to(torch.uint8).view(500, 64)
     taken = np.random.default_rng(0).integers(0, 500, count)
@@ -230,7 +230,7 @@ def test_more_rows_than_caches_hold_are_taken_from_where_numpy_takes_them(pool, 
 @pytest.mark.parametrize("d", (4, 16, 32))
 @pytest.mark.parametrize("block, offset", [(-1, 0), (3, 0), (2, 16)])
 def test_a_row_outside_of_its_memory_is_refused(block, offset, d):
-    """A layer of a pool is a memory of its own."""
+    """Each layer of a pool is a memory of its own."""
     layers = torch.zeros(3, 3, 2, 1, BLOCK_TOKENS, d)
     with pytest.raises(IndexError, match="1 of 2 rows are outside the memory"):
         put_tokens(layers[1], torch.ones(2, 2 * d), np.array([0, block]), np.array([0, offset]))

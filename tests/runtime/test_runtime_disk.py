@@ -1,4 +1,4 @@
-"""Scratch space on a disk: the bytes that were written, errors that tell what happened, and nothing left behind."""
+"""Test scratch space on a disk: the bytes, clear errors, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refuse(*_):
 
 
 def no_unnamed_files(monkeypatch) -> None:
-    """A system where each file has a name at first."""
+    """Simulate a system in which each file first has a name."""
     monkeypatch.setattr(scratch_file, "open_unnamed", refuse)
 
 
@@ -47,7 +47,7 @@ def of_bytes(data: bytes) -> torch.Tensor:
 
 
 def noise(num_bytes: int, seed: int = 0) -> torch.Tensor:
-    """Page-aligned random bytes."""
+    """Return page-aligned random bytes."""
     memory = aligned_host_bytes(num_bytes)
     memory.numpy()[:] = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
     return memory
@@ -61,7 +61,7 @@ OF_OTHERS: set[threading.Thread] = set()  #: of disks that tests of other files 
 
 
 def disk_threads() -> list[threading.Thread]:
-    """Threads of the disks that these tests open."""
+    """Return the threads of disks that these tests open."""
     return [one for one in threading.enumerate() if one.name.startswith("flexhybrid-disk") and one not in OF_OTHERS]
 
 
@@ -78,7 +78,7 @@ SPACE_BYTES = 40 * ALIGN + 123
 
 @st.composite
 def piece_lists(draw):
-    """(offset, bytes, remainder of the memory's address) of pieces that do not overlap, in any order."""
+    """Draw (offset, bytes, remainder of the memory's address) of disjoint pieces in any order."""
     near_a_page = st.builds(
         lambda page, by: min(max(page * ALIGN + by, 0), SPACE_BYTES), st.integers(0, 40), st.integers(-2, 2)
     )
@@ -95,10 +95,8 @@ def memory_at(remainder: int, num_bytes: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("how", ["as the system can", "page cache only", "named file"])
 def test_pieces_come_back_as_a_bytearray_would_give_them(tmp_path, monkeypatch, how):
-    """Writes and reads of any cut and alignment, against a plain bytearray that takes the same writes.
-
-    Requests are so small here that every piece is cut and joined.
-    """
+    """Writes and reads have any cuts and alignment; a plain bytearray takes the same writes. Requests are so small here
+    that every piece is cut and joined."""
     monkeypatch.setattr(disk, "REQUEST_BYTES", 3 * ALIGN)
     monkeypatch.setattr(disk, "MOST_BUFFERS", 3)
     if how == "named file":
@@ -146,7 +144,7 @@ def test_tensors_of_any_type(tmp_path):
 
 
 def test_requests_are_large_aligned_and_past_the_page_cache(tmp_path, monkeypatch):
-    """Joined pieces make direct requests of 8 MiB; up to 8 MiB are one request on the caller's thread."""
+    """Joined pieces become direct requests of 8 MiB; up to 8 MiB are one request on the caller's thread."""
     calls: list[tuple[int, int]] = []
     callers: set[int] = set()
     preadv = os.preadv
@@ -180,7 +178,7 @@ def test_requests_are_large_aligned_and_past_the_page_cache(tmp_path, monkeypatc
 
 
 def test_threads_read_and_write_side_by_side(tmp_path, monkeypatch):
-    """Four threads, each on its own ragged quarter, neighbours sharing pages: nobody's bytes get lost."""
+    """Four threads each use a quarter with ragged ends, and neighbours share pages: no bytes may be lost."""
     monkeypatch.setattr(disk, "REQUEST_BYTES", ALIGN)
     quarter = 10 * ALIGN + 77
     failures: list = []
@@ -241,8 +239,8 @@ def test_a_file_shortened_under_way_is_an_error_that_tells_where(tmp_path):
         assert torch.equal(back, noise(8 * MIB)[:MIB])
 
 
-def test_an_error_that_nobody_keeps_is_freed_at_once(tmp_path):
-    """Two lanes may fail on one shortened file; the error that is not raised holds buffers until freed."""
+def test_an_unkept_error_is_freed_at_once(tmp_path):
+    """Two lanes may fail on one shortened file; the error that is not raised holds buffers until it is freed."""
 
     def failed() -> weakref.ref:
         try:
@@ -383,7 +381,7 @@ def test_a_forgotten_space_is_released_too(tmp_path, monkeypatch):
 
 
 def test_closing_between_requests_waits_for_those_under_way(tmp_path, monkeypatch):
-    """Close comes while requests are in the system: they end, no further one begins, and only then is the file shut."""
+    """Close comes during requests: these end, no further one begins, and then the file is closed."""
     space = DiskSpace(tmp_path, 64 * MIB)
     entered, go_on, begun, outcome = threading.Semaphore(0), threading.Event(), [], []
     preadv = os.preadv
@@ -433,7 +431,7 @@ NAMED = """
 
 
 def test_a_process_that_ends_without_closing_leaves_nothing(tmp_path):
-    """Neither by its end nor by an error; its threads do not keep it from ending."""
+    """It ends normally or by an error; the disk's threads do not delay that."""
     for end in ("", "    raise SystemExit(3)"):
         program = f"""{NAMED}
     space = DiskSpace({str(tmp_path)!r}, {16 * MIB})
@@ -450,7 +448,7 @@ def test_a_process_that_ends_without_closing_leaves_nothing(tmp_path):
 @pytest.mark.parametrize("size", [64 * 1024, 5 * MIB])
 @pytest.mark.parametrize("direction", ["read", "write"])
 def test_nothing_outruns_the_pace(tmp_path, size, direction):
-    """Back to back, of one thread and of two at once, at small and large requests; a ratio, never seconds."""
+    """One or two threads move small and large pieces back to back; only the ratio to the pace is checked."""
     for num_threads in (1, 2):
         with DiskSpace(tmp_path, 8 * MIB, gb_per_s=0.1) as space:
             count = max(2, 5_000_000 // size)

@@ -1,4 +1,4 @@
-"""The links of a CPU: copies that are right, and a pace that is kept however late the thread wakes."""
+"""Test the links of a CPU: correct copies, and a pace that is kept even if the thread wakes late."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from flexhybrid.runtime.links import BACK_TO_BACK_S, CpuCopies, Pacer, copy_runs
 
 
 def tables(first, count) -> np.ndarray:
-    """Rows of ``count`` neighbouring blocks from ``first`` on."""
+    """Draw rows of ``count`` neighbouring blocks from ``first`` on."""
     return np.asarray(first)[:, None] + np.arange(max(1, max(count)))
 
 
@@ -22,7 +22,7 @@ def tables(first, count) -> np.ndarray:
     st.sampled_from(("kv", "act")),
 )
 def test_a_block_table_names_the_blocks_that_its_runs_copy(extents, moves_all, representation):
-    """Rings that have turned by any number of blocks; padding is some block that is there. ACT has none."""
+    """Rings have turned by any number of blocks; padding is any existing block. ACT has no padding."""
     tokens, spare, turned = (np.array(column) for column in zip(*extents, strict=True))
     reserved = -(-tokens // 16) + spare
     first = np.cumsum(np.r_[0, reserved[:-1] + 1])
@@ -50,7 +50,7 @@ def test_evenly_spaced_extents_are_one_run():
 
 
 class LateClock:
-    """Time in which nothing but sleeping passes, and every sleep lasts a little longer than was asked for."""
+    """Time that only sleeping advances; every sleep lasts a little longer than requested."""
 
     def __init__(self, late_s: float = 0.0):
         self.now, self.late_s, self.num_sleeps = 1000.0, late_s, 0
@@ -72,7 +72,7 @@ def clock(monkeypatch) -> LateClock:
 
 @pytest.mark.parametrize("size", (20_000, 200_000))
 def test_back_to_back_copies_keep_the_rate(size, clock):
-    """0.99 to 1 of the pace over 50 ms of copies, though every sleep of 0.2 to 2 ms lasts 0.1 ms longer."""
+    """The rate is 0.99 to 1 of the pace over 50 ms, although each sleep of 0.2 to 2 ms lasts 0.1 ms longer."""
     source, target = torch.ones(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8)
     clock.late_s = 1e-4
     copies, start, count = CpuCopies(0.1), clock.now, 5_000_000 // size
@@ -84,7 +84,7 @@ def test_back_to_back_copies_keep_the_rate(size, clock):
 
 
 def test_a_lane_that_comes_late_costs_its_link_nothing(clock, monkeypatch):
-    """Copies of 10 ms, each ready when the one before has ended; their thread begins each 3 ms late."""
+    """Copies of 10 ms are each ready when the one before has ended; their thread starts each 3 ms late."""
     pacer, start = Pacer(1e6), clock.now
     for number in range(10):
         monkeypatch.setattr(links.TURN, "ready_s", start + 0.010 * number)
@@ -121,7 +121,7 @@ def test_without_a_pace_nothing_sleeps(clock):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.int64))
 @pytest.mark.parametrize("strided", ("neither", "target", "source", "both"))
 def test_copies_do_not_touch_what_lies_between_rows(dtype, strided):
-    """Contiguous memory is copied as a whole, rows that lie apart are not."""
+    """Contiguous memory is copied as a whole, rows with gaps are not."""
     memories = [torch.zeros(5, 7, dtype=dtype), torch.arange(35).view(5, 7).to(dtype) + 1]
     target, source = (
         memory[:, :3] if strided in (name, "both") else memory.view(-1)[:15].view(5, 3)

@@ -1,4 +1,4 @@
-"""Llama-like models: layer functions and rotation equal transformers'; checkpoints read or refused."""
+"""Test Llama-like models: layer functions and rotation equal transformers'; checkpoints are read or refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 16  #: tokens of a text whose logits are compared, behind a prompt
 
 
 def ours(folder, tokens: list[int], dtype="float32", resident=1.0) -> torch.Tensor:
-    """Logits [STEPS, vocab] of the last tokens of a text."""
+    """Return logits [STEPS, vocab] of the last tokens of a text."""
     policy = Policy(weights=Placement(device=resident, host=1 - resident))
     return forced_logits(Checkpoint(folder), policy, [tokens], STEPS, dtype=dtype)[0]
 
@@ -77,7 +77,7 @@ def test_logits_are_transformers_own(tmp_path, name):
 
 
 def test_the_logits_test_can_fail(tmp_path):
-    """Without its rotation scaling, its biases or its eps a model is another one."""
+    """Without rotation scaling, biases or the right eps, logits differ."""
     tokens = list(range(3, 60))
     for name, changes in (
         ("llama linear", dict(rope_parameters=dict(rope_type="default", rope_theta=1e4))),
@@ -105,8 +105,8 @@ def test_bfloat16_stays_as_near_to_float32_as_transformers_does(tmp_path, name):
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def test_shards_and_tensors_that_nobody_needs(tmp_path):
-    """Sharded by an index; inv_freq of old checkpoints and other extra tensors are left unread."""
+def test_shards_are_read_without_unused_tensors(tmp_path):
+    """The checkpoint has an index of shards; inv_freq of old checkpoints and other extra tensors are not read."""
     reference = save_llama(tmp_path, kind="qwen2", layers=3, max_shard_size="20KB")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2

@@ -1,4 +1,4 @@
-"""What an engine allocates against what the budget check added up: per tier, and by the parts' names."""
+"""Test that an engine allocates what the budget check planned: per tier and by the parts' names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SHAPES = [
 
 
 def held_device(engine, executor) -> dict[str, int]:
-    """Bytes of the device's tensors by the plan's names."""
+    """Return bytes of the device's tensors by the plan's names."""
     buffers, weights, pools = engine.buffers, engine.weights, engine.buffers.pools
     on_device = [(space, pool) for space, pool in pools.items() if pool_tier(space, buffers) == "device"]
     tables = executor.steps.rotary or ()
@@ -84,7 +84,7 @@ def held_by_selection(selection: SelectionHooks) -> dict[str, int]:
 
 
 def kept_in(space: str) -> str:
-    """Representation of a pool."""
+    """Return the representation of a pool."""
     return space.split(".")[-1].split("@")[0]
 
 
@@ -151,7 +151,7 @@ def test_weights_let_the_checkpoint_s_files_go(tmp_path):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_random_weights_come_some_rows_at_a_time(monkeypatch, shape):
-    """No piece that the device would have to hold is larger than is drawn at a time, or a row."""
+    """No piece on the device is larger than one draw, or than a row."""
     whole = {name: list(tensor.shape) for name, tensor in RandomWeights(shape).outer_tensors()}
     sizes = {spot.name: spot.rows for spot in layer_layout(shape, 2).spots}
     monkeypatch.setattr(loader, "DRAWN_AT_A_TIME", 1000)

@@ -1,4 +1,4 @@
-"""The quantiser against a naive numpy reference, and its error against the bound its module derives."""
+"""Test the quantiser against a naive numpy reference, and its error against the bound in its module."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ BITS = (8, 4, 2, 1)
 
 @pytest.fixture(autouse=True, scope="module")
 def plain_torch():
-    """What numba compiles is compared with it elsewhere (test_rows_numba)."""
+    """Switch off numba's kernels, which test_rows_numba compares with plain torch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "has_numba", lambda: False)
         yield
@@ -54,7 +54,7 @@ def test_wrong_arguments_are_refused_by_name():
 
 
 def decode_by_hand(row: bytes, bits: int, group: int = 64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(codes [G, group], scale [G], minimum [G]) of one packed row, as the module's docstring lays it out; float64."""
+    """Return codes [G, group], scale [G] and minimum [G] of a packed row, by the module's docstring; float64."""
     groups = round(len(row) / (group * bits / 8 + 4))
     code_bytes = groups * group * bits // 8
     codes = [row[i] // 2 ** (bits * part) % 2**bits for part in range(8 // bits) for i in range(code_bytes)]
@@ -63,7 +63,7 @@ def decode_by_hand(row: bytes, bits: int, group: int = 64) -> tuple[np.ndarray, 
 
 
 def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """float64 -> float32 -> dtype, to nearest even, as float64."""
+    """Round float64 to float32 and then to dtype, to nearest even; return float64."""
     values = values.astype(np.float32)
     if dtype == torch.bfloat16:
         upper = values.view(np.uint32).astype(np.uint64)
@@ -75,7 +75,7 @@ def rounded(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def check_rows(rows: torch.Tensor, bits: int, dtype: torch.dtype, group: int = 64) -> None:
-    """Codes, parameters and values of finite rows [N, n] are what the module's docstring promises."""
+    """Check that codes, parameters and values of finite rows [N, n] are as the module's docstring says."""
     levels = 2**bits - 1
     packed = quantize(rows, bits, group=group)
     restored = dequantize(packed, bits, dtype, group=group)
@@ -132,7 +132,7 @@ def test_any_finite_or_infinite_values(values, bits, into):
     bits=st.sampled_from(BITS), groups=st.integers(1, 5), group=st.sampled_from((64, 64, 48, 40, 32, 17, 8, 6, 1)),
 )  # fmt: skip
 def test_error_bound_over_magnitudes(seed, spread, offset, sign, dtype, into, bits, groups, group):
-    """Groups whose spread and distance from zero differ by any power of two, float16's subnormals included."""
+    """Groups have any spread and any distance from zero, including float16's subnormals."""
     noise = np.random.default_rng(seed).standard_normal((3, row_unit(bits, group) * groups))
     rows = to(dtype, noise * 2.0**spread + sign * 2.0**offset)
     check_rows(rows, bits, into, group)
@@ -144,7 +144,7 @@ def test_error_bound_over_magnitudes(seed, spread, offset, sign, dtype, into, bi
     bits=st.sampled_from(BITS), seed=st.integers(0, 2**32 - 1),
 )  # fmt: skip
 def test_no_group_spans_two_heads(head_dim, heads, bits, seed):
-    """Heads of very different size: each is unpacked as if alone, by a plain account, from the counted bytes."""
+    """Heads differ much in size; each is unpacked as if alone, and the bytes are those counted."""
     shape = ModelShape("heads", "opt", 1, heads * head_dim, heads, heads, head_dim, 64, 100, 64)
     generator, group = np.random.default_rng(seed), shape.kv_group
     values = generator.standard_normal((3, 2 * heads, head_dim)) * 10.0 ** generator.integers(-2, 3, (1, 2 * heads, 1))
@@ -163,7 +163,7 @@ def test_no_group_spans_two_heads(head_dim, heads, bits, seed):
 @given(seed=st.integers(0, 2**32 - 1), spread=st.floats(-12, 17), shift=st.floats(-1, 1), bits=st.sampled_from(BITS))
 @example(seed=0, spread=0.0, shift=0.0, bits=8)
 def test_quantising_again_gives_the_same_bytes(seed, spread, shift, bits):
-    """Where the module promises it: float32, elements of both signs, a scale of 2**-16 or more."""
+    """The module promises it for float32 elements of both signs and a scale of 2**-16 or more."""
     noise = np.random.default_rng(seed).standard_normal((4, 192)) + shift
     packed = quantize(to(torch.float32, noise * 2.0**spread), bits)
     restored = dequantize(packed, bits, torch.float32)
@@ -195,7 +195,7 @@ def test_a_nan_spoils_its_own_group_alone(bits):
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("work", [64, 300, 2000, 2**20])
 def test_strided_pools_and_pieces_of_any_size(bits, work, monkeypatch):
-    """Rows inside a block pool, source and target views with gaps; nothing outside them is touched."""
+    """Rows lie in a block pool, and source and target views have gaps; nothing outside them is changed."""
     monkeypatch.setitem(module.WORK_ELEMENTS, "cpu", work)
     generator = torch.Generator().manual_seed(bits)
     whole = torch.randn(5, 4, 3, 2, 192, generator=generator).bfloat16()

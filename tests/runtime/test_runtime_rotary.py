@@ -31,7 +31,7 @@ ROPES = [
 
 
 def old_and_new(folder, rope, theta, head_dim):
-    """One configuration as transformers 5 writes it, and as older versions wrote it: (config, folder) twice."""
+    """Save one configuration as transformers 5 writes it and as older versions did; return (config, folder) twice."""
     sizes = dict(hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, num_hidden_layers=1,
                  intermediate_size=32, vocab_size=50, max_position_embeddings=128)  # fmt: skip
     config = LlamaConfig(**sizes, rope_parameters=dict(rope or {}, rope_theta=theta))

@@ -1,4 +1,4 @@
-"""Choosing tokens: against transformers' own logits processors, published vectors of the generator, and chi-square."""
+"""Test sampling against transformers' logits processors, published vectors of the generator, and chi-square."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def holding(min_positions, held_ids) -> tuple[LogitChanges, ...]:
 
 
 def plan_of(rows, seed=0, request_ids=None, changes=None) -> SamplingPlan:
-    """rows: dicts of temperature, top_k, top_p, min_p; what a row leaves out is off."""
+    """Return the plan of rows: dicts of temperature, top_k, top_p and min_p; absent fields are off."""
     count = len(rows)
 
     def column(name, off):
@@ -63,7 +63,7 @@ def test_philox_gives_the_published_answers():
     assert (philox4x32(words[:4], words[4:6]) == words[6:]).all()
 
 
-def test_uniforms_hang_on_seed_request_and_position_alone():
+def test_uniforms_depend_only_on_seed_request_and_position():
     generator = np.random.default_rng(0)
     seeds = generator.integers(0, 2**64, 50, dtype=np.uint64)
     requests, positions = generator.integers(0, 2**40, 50), generator.integers(0, 2**20, 50)
@@ -100,7 +100,7 @@ def test_all_greedy_needs_nothing():
 
 @pytest.mark.parametrize("vocab", [5, 256, 300, 1024])
 def test_draws_follow_the_softmax(vocab):
-    """40,000 positions of one request against the probabilities themselves; the seed is fixed, so the outcome is."""
+    """40,000 positions of one request are compared with the probabilities; the seed is fixed."""
     count = 40_000
     logits = torch.from_numpy(np.random.default_rng(vocab).normal(0, 2, vocab)).float()
     plan = plan_of([{"temperature": 0.7}], seed=3)
@@ -125,7 +125,7 @@ def test_a_draw_at_either_end_never_takes_a_token_of_no_probability():
 
 
 def random_row(generator) -> dict:
-    """Each parameter off, ordinary, or at an extreme."""
+    """Draw each parameter as off, ordinary or extreme."""
     return {
         "temperature": generator.choice([0.0, 1e-4, 0.3, 1.0, 5.0, 100.0]),
         "min_p": generator.choice([0.0, 0.0, 1e-6, 0.07, 0.5, 1.0]),
@@ -136,8 +136,8 @@ def random_row(generator) -> dict:
 
 @pytest.mark.parametrize("vocab", [2, 61, 600, 3000])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_kept_is_what_transformers_keeps(vocab, seed):
-    """Rows with different parameters in one batch, against each row alone by transformers' processors."""
+def test_kept_tokens_are_those_that_transformers_keeps(vocab, seed):
+    """One batch has rows with different parameters; transformers' processors get each row alone."""
     generator = np.random.default_rng(seed)
     rows = [random_row(generator) for _ in range(16)]
     logits = torch.from_numpy(generator.normal(0, generator.choice([0.01, 1, 6]), (16, vocab))).float()
@@ -171,7 +171,8 @@ def test_a_temperature_alone_keeps_everything_and_sorts_nothing(monkeypatch):
 
 
 def test_equal_logits_at_the_edge_are_all_kept():
-    """top_k as transformers; top_p keeps besides what transformers does the tokens as likely as the last of it."""
+    """top_k keeps what transformers keeps; top_p also keeps tokens as likely as the last one that transformers
+    keeps."""
     logits = torch.log(torch.tensor([0.25, 0.125, 0.125, 0.125, 0.25, 0.0625, 0.0625]))
     rows = [{"top_k": 3}, {"top_p": 0.4}, {"top_p": 0.6}, {"top_k": 3, "top_p": 0.8}, {"min_p": 0.4, "top_p": 0.9}]
     warped = warp(logits.expand(5, -1), step_of(plan_of(rows)))
