@@ -30,7 +30,8 @@ TOLERANCE = 1e-9  #: relative, of sums in another order
 
 @dataclass(frozen=True)
 class Promise:
-    """A system, and the policy that it is never slower than; systems are by name, or policies that are run as such."""
+    """A system and a policy that it is never slower than. A system is given by name, or as a policy to be run as
+    such."""
 
     name: str
     system: str | Policy
@@ -41,7 +42,7 @@ class Promise:
 
 @dataclass
 class Kept:
-    """How a promise did: seconds of the system over the baseline's, less 1, and the settings in which it was slower."""
+    """Results of a promise: seconds over the baseline's, less 1, and the settings in which it was slower."""
 
     excess: list[float] = field(default_factory=list)
     where: Counter = field(default_factory=Counter)
@@ -90,14 +91,14 @@ def random_setting(rng: np.random.Generator) -> Setting:
 
 
 def seconds_of(what: str | Policy, setting: Setting, decode: bool = False) -> float:
-    """Return the predicted seconds of a run of a system or a policy, or of its decode."""
+    """Return the predicted seconds of a run of a system or policy, or of its decode."""
     policy = what if isinstance(what, Policy) else system(what, setting).policy
     run = simulate(setting.problem, policy, setting.batch, setting.prompt_tokens, setting.max_tokens)
     return run.decode_s if decode else run.total_s
 
 
 def kept(asked: list[Promise], count: int, seed: int = 23, progress: bool = False) -> dict[str, Kept]:
-    """Return by name how promises did in ``count`` settings; one that a system refuses is drawn again for all."""
+    """Return results by name over ``count`` settings; a setting that a system refuses is drawn again for all."""
     rng, found, done = np.random.default_rng(seed), {promise.name: Kept() for promise in asked}, 0
     with tqdm(total=count, unit="setting", leave=False, disable=not progress) as bar:
         while done < count:
@@ -117,7 +118,7 @@ def kept(asked: list[Promise], count: int, seed: int = 23, progress: bool = Fals
 
 
 def _kind(setting: Setting) -> str:
-    """Return what a setting is like, in words."""
+    """Describe a setting in words."""
     context = setting.prompt_tokens + setting.max_tokens
     length = next((f"context up to {end}" for end in (128, 512) if context <= end), "longer context")
     return f"{length}, {'up to 8 requests' if setting.batch <= 8 else 'more requests'}"

@@ -1,5 +1,5 @@
-"""What ``search`` and ``simulate`` plan in a budget of a GPU's memory, a run in that budget has room for; and what a
-search finds within limits of the time to the first token and between tokens."""
+"""Test that policies planned by ``search`` and ``simulate`` for a GPU memory budget are admitted by a run, and that
+searches keep limits of TTFT and TPOT."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ MACHINES = (H200, "h100", "rtx4090", "t4")
 
 @pytest.fixture(autouse=True)
 def proved(monkeypatch):
-    """Triton's kernels run, as far as a run knows."""
+    """Declare Triton's kernels usable."""
     monkeypatch.setattr(resolve, "proved_on_gpu", lambda *of: True)
 
 
 def run_problems(setting: Setting, hardware: str, budgets: dict) -> list[Problem]:
-    """Return what ``LLM`` makes of these budgets there; an unmeasured machine attends in place or assembles."""
+    """Return the problems that ``LLM`` makes of these budgets; an unmeasured machine has both attention paths."""
     ways = (True,) if setting.problem.hardware.attends_in_place else (True, False)
     paths = [AttentionPaths("fused", "products", "fused", in_place=way, on_host=True) for way in ways]
     asked = [LLMArguments("", "auto", "cuda", hardware=hardware, budgets=budgets, attention=of) for of in paths]
@@ -60,7 +60,7 @@ def run_problems(setting: Setting, hardware: str, budgets: dict) -> list[Problem
 
 
 def check_admitted(problem: Problem, policy: Policy, workload: Workload) -> dict[str, int]:
-    """Raise AssertionError where the run's plan is over a budget; return its bytes."""
+    """Raise AssertionError if the run's plan exceeds a budget; return its bytes."""
     planned = total_bytes(memory_plan(problem, policy, buffer_sizes(admit(problem, policy, workload))))
     for tier, budget in problem.budgets.items():
         assert budget is None or planned[tier] <= budget, (tier, planned[tier], budget, policy)
@@ -69,7 +69,7 @@ def check_admitted(problem: Problem, policy: Policy, workload: Workload) -> dict
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_searched_policy_is_admitted_by_a_run(seed):
-    """With as many requests at a time as it was searched for; as is a named system's with as many as were simulated."""
+    """The batch is the searched one; a named system is tried with the simulated batch."""
     rng, count = np.random.default_rng(100 + seed), 0
     while count < 2:
         model, hardware = str(rng.choice(MODELS)), str(rng.choice(MACHINES))
@@ -90,8 +90,9 @@ def test_a_searched_policy_is_admitted_by_a_run(seed):
             check_admitted(problem, simulated.policy, Workload.uniform(simulated.wave, prompt, generated))
 
 
-def test_what_was_searched_for_18_gib_takes_no_more():
-    """It took 18.91 GiB in a run once: 15 requests at a time, without the context and what the allocator holds."""
+def test_a_policy_searched_for_18_gib_fits_18_gib():
+    """A run once took 18.91 GiB with 15 requests at a time: the context and the allocator's segments were not
+    counted."""
     budgets, workload = {"device": "18GiB", "host": "96GiB"}, Workload.uniform(128, 512, 32)
     machine = {"model": "opt-6.7b", "hardware": H200, "device_memory": "18GiB", "host_memory": "96GiB"}
     point = {**machine, "prompt_len": 512, "gen_len": 32}
@@ -133,7 +134,7 @@ def enumerated():
 
 
 def found_within(ttft=np.inf, tpot=np.inf, **options):
-    """Search; an infinite limit is none."""
+    """Search; an infinite limit means no limit."""
     asked = {"max_ttft_s": ttft if ttft < np.inf else None, "max_tpot_s": tpot if tpot < np.inf else None}
     asked |= {"max_batch": MOST, "space": SPACE, "mini_batch_tokens": SIZES, "margin": 0.0} | options
     return search(TOY, Workload.uniform(1, PROMPT, TOKENS), SearchSettings(**asked))
@@ -141,7 +142,7 @@ def found_within(ttft=np.inf, tpot=np.inf, **options):
 
 @pytest.mark.parametrize("shares", [(0.55, np.inf), (np.inf, 0.8), (0.8, 0.75), (0.4, 0.75)])
 def test_the_answer_keeps_the_limits_and_is_the_best_that_does(enumerated, shares):
-    """Limits as shares of what the fastest policy of all takes."""
+    """Limits are shares of the latencies of the fastest policy."""
     rates, *times = enumerated
     limits = np.array(shares) * [of[rates.argmax()] for of in times]
     best = rates[np.all(np.array(times) <= limits[:, None], axis=0)].max()
@@ -158,7 +159,7 @@ def test_limits_that_do_not_bind_change_nothing():
     assert (free.policy, free.gaps) == (loose.policy, loose.gaps)
 
 
-def test_limits_that_nothing_keeps_are_refused_with_the_least_that_can_be_had(enumerated):
+def test_impossible_limits_are_refused_with_the_least_possible(enumerated):
     with pytest.raises(TooSlowError, match="TTFT of at most 0.0001 s and TPOT of at most 0.0001 s") as refused:
         found_within(1e-4, 1e-4)
     said = re.search(r"TTFT (\S+) s and TPOT (\S+) s$", str(refused.value)).groups()
@@ -177,7 +178,7 @@ def test_limits_that_nothing_keeps_are_refused_with_the_least_that_can_be_had(en
 
 
 def test_a_limit_of_latency_may_be_kept_in_waves(monkeypatch):
-    """By requests that exceed it all at once. The systems beside the answer do not know of it."""
+    """All requests at once exceed the limit. The compared systems ignore it."""
     monkeypatch.setattr(searches, "LOSSLESS_RIVALS", ("kv_only", "act_only"))
     monkeypatch.setattr(searches, "LONGEST", "kv_only")
     point = {"model": "opt-1.3b", "hardware": "t4", "prompt_len": 512, "gen_len": 8, "batch": 64}

@@ -47,9 +47,9 @@ RUNS = {
 
 
 def overlap_kv_gen(hardware: Hardware, rows: dict) -> list[tuple[float, float, float]]:
-    """(flops, bytes, seconds) of KV-Gen in the overlap bench, whose 32 requests of 512 + 128 tokens ran in mini-batches
-    of 16: its time less what other verbs take, by the record and by the bench of attention. Kernels ran in bursts, and
-    in ten seconds of launched steps, in which the card may be at its power's limit: a run is between."""
+    """Return (flops, bytes, seconds) of KV-Gen in the overlap bench: 32 requests of 512 + 128 tokens in mini-batches of
+    16. Seconds are the bench's, less other verbs by the record and by the bench of attention. Kernels ran in bursts,
+    and in ten seconds of launched steps, during which the card may reach its power limit; a run is in between."""
     kernels = {"attend": Line(s_per_byte=1e-9 / rows["attention_gb_per_s"])} | dict.fromkeys(
         ("kv_gen", "embed", LAUNCHER), Line()
     )  # behind a sleep nothing waits for the host
@@ -63,7 +63,7 @@ def overlap_kv_gen(hardware: Hardware, rows: dict) -> list[tuple[float, float, f
 
 
 def refitted(record: Hardware) -> Hardware:
-    """Return the record that the present fit makes of the samples, and of the rows of the bench where it has some."""
+    """Return the record that the present fit makes of the samples, and of the bench's rows if the record has any."""
     others = {field.name: getattr(record, field.name) for field in fields(record) if field.name != "lines"}
     samples = {key: list(line.samples) for key, line in record.lines.items()}
     if rows := record.notes.get(ROWS):

@@ -1,4 +1,4 @@
-"""What a search is told to keep: it keeps it, and it is as good as brute force over the rest."""
+"""Test searches with kept fields: they are kept, and the rest is as good as brute force."""
 
 from __future__ import annotations
 
@@ -69,19 +69,19 @@ HOLDS = {
         ("cache=both(kv@host,act@host)",),
     ],
 )
-def test_what_is_kept_is_kept(kept):
+def test_kept_fields_are_kept(kept):
     policy = found(*kept).policy
     assert [text for text in kept if not HOLDS[text](policy)] == [], policy
 
 
-def test_a_kept_field_is_kept_where_another_would_be_faster():
-    """Or keeping would show nothing: this policy is slower than the free choice."""
+def test_a_kept_field_is_kept_even_if_another_is_faster():
+    """The kept policy is slower than the free choice, so keeping has an effect."""
     free, kept = found(), found("weights=host", "cache=act@host:1")
     assert kept.prediction["tokens_per_s"] < free.prediction["tokens_per_s"]
 
 
 def test_the_rest_is_as_good_as_brute_force():
-    """With the cache and the weights kept, every batch, cut, schedule and place of the hidden states is walked."""
+    """Cache and weights are kept; every batch, cut, schedule and place of hidden states is tried."""
     kept = ("cache=kv@host:0.5,act@host:0.5", "weights.device=0.5", "weights.disk=0", "attention=device")
     best = found(*kept)
     rates = []
@@ -128,7 +128,7 @@ def test_a_field_is_kept_once():
 
 
 def test_a_seed_that_is_not_allowed_does_not_win():
-    """Seeds are tried beside what is searched; one with weights elsewhere would be faster here."""
+    """A seed with weights elsewhere would be faster here."""
     seed = Policy("seed", Placement(device=1.0), cache={"kv@device": 1.0})
     settings = replace(LOOSE, space=PLAIN, seeds=(seed,))
     assert found("weights=host", settings=settings).policy.weights == Placement(host=1.0)

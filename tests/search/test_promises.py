@@ -1,4 +1,4 @@
-"""A system whose paper calls it never slower than a baseline is not, by prediction, in random settings."""
+"""Test in random settings, by prediction, that systems are not slower than the baselines named in their papers."""
 
 from dataclasses import replace
 
@@ -28,8 +28,8 @@ def test_kvpr_is_never_slower_than_loading_all_keys_and_values():
 
 @pytest.mark.parametrize("name", ["kvpr_column", "kvpr_column(split=pipeline)", "kvpr_row"])
 @pytest.mark.parametrize("clock", ["closed", "virtual"])
-def test_no_act_is_kept_where_nothing_can_be_recomputed(name, clock):
-    """Grouped queries: a token's ACT is as large as its keys and values, or larger. Where it is smaller, it is kept."""
+def test_no_act_is_kept_if_nothing_is_recomputed(name, clock):
+    """With grouped queries, ACT of a token is at least as large as its KV. A smaller ACT is kept."""
     hardware = replace(catalogue.load("rtx4090"), host_memory=None, device_memory=None)
     for model, entry in (("llama-3-8b", "kv@host"), ("opt-6.7b", "both(kv@host,act@host)")):
         setting = Setting(Problem(shape=shape_by_name(model), hardware=hardware), 32, 1000, 4)

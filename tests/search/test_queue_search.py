@@ -1,4 +1,4 @@
-"""The policy for a queue: what is found for one link is hardly worse there than what is found for another."""
+"""Test the policy for a queue: more requests at a time, and other mini-batches, are tried."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_more_requests_than_a_search_took_are_tried_at_a_time():
         assert own.run.total_s <= 1.03 * min(seconds)
 
 
-def test_other_mini_batches_are_tried_where_the_longest_requests_decide_how_many_run():
-    """A policy that runs 13 of 30 requests is also priced in larger and smaller mini-batches."""
+def test_other_mini_batches_are_tried_if_the_longest_requests_limit_the_batch():
+    """A policy that runs 13 of 30 requests is also priced with larger and smaller mini-batches."""
     rng = np.random.default_rng(1)
     lengths = rng.integers(16, 100, 30), rng.integers(8, 100, 30)
     order = np.lexsort(lengths)[::-1]

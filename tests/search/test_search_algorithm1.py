@@ -1,4 +1,4 @@
-"""CAPTURE's Algorithm 1 against brute force over integer blocks, and the properties that the paper states."""
+"""Test CAPTURE's Algorithm 1 against brute force over whole blocks, and properties stated in the paper."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def times(draw) -> LayerTimes:
 
 
 def gap(t: LayerTimes, balance: str, act: int, kv: int, act_gpu: int = 0) -> float:
-    """|T_PCIe − T_Computation| (eq. 4), written out."""
+    """Return |T_PCIe − T_Computation| (eq. 4)."""
     link = t.load_w_s + (t.load_kv.fixed_s + kv * t.load_kv.per_block_s if kv else 0)
     compute = t.kv_gen.fixed_s + (act + act_gpu) * t.kv_gen.per_block_s if act + act_gpu else 0
     if balance == "full":
@@ -134,13 +134,13 @@ def peak(policy: Policy, workload: Workload = PAPERS, shape=OPT_30B, machine: Ha
 
 
 def on_host(policy: Policy) -> float:
-    """ACT share of the tokens on the host."""
+    """Return the ACT share of the tokens on the host."""
     act, kv = policy.cache.get("act@host", 0.0), policy.cache.get("kv@host", 0.0)
     return act / (act + kv)
 
 
 def one_block_each(workload: Workload = PAPERS, shape=OPT_30B) -> int:
-    """Bytes of one ACT block of every request, all layers: the steps in which a pool grows."""
+    """Return the bytes of one ACT block of every request in all layers, by which a pool grows."""
     return workload.num_requests * 16 * shape.act_token_bytes(2) * shape.num_layers
 
 
@@ -205,7 +205,7 @@ def test_a_small_device_moves_hidden_states_to_the_host():
 
 
 def test_a_small_batch_keeps_no_more_act_than_algorithm_1_wants():
-    """All of its ACT would fit the device, but recomputing it takes longer than loading the few weights that stream."""
+    """All ACT would fit the device, but recomputing it takes longer than loading the few streamed weights."""
     shape, few = shape_by_name("opt-6.7b"), Workload.uniform(16, 1920, 128)
     policy = capture(Problem(shape=shape, hardware=RTX4090), few, weights_device=0.5)
     assert peak(policy, few, shape)["device"] < USABLE - 2 * one_block_each(few, shape)
@@ -220,13 +220,14 @@ def test_a_small_batch_keeps_no_more_act_than_algorithm_1_wants():
 
 
 def decode_rate(policy: Policy, workload: Workload) -> float:
-    """Tokens/s of the decode by the array clock."""
+    """Return the decode's tokens/s by the array clock."""
     prediction = predict(Problem(shape=OPT_30B, hardware=RTX4090), candidates_of(policy, workload))
     return float(prediction.decode_tokens_per_s[0])
 
 
 def test_the_full_balance_is_nearest_to_the_best_share():
-    """The paper's balance leaves out compute, so it takes too much ACT; a scan over the share finds nothing better."""
+    """The paper's balance ignores other compute, so it keeps too much ACT. A scan over the share finds nothing
+    better."""
     workload = Workload.uniform(128, 1994, 6)
     policies = {balance: capture(workload=workload, balance=balance, device_act=False) for balance in BALANCES}
     policies["static"] = capture(workload=workload, ratio=False, device_act=False)

@@ -1,4 +1,4 @@
-"""Line fitting: known lines come back, bad samples are refused by name, the report says what the papers would."""
+"""Test line fitting: known lines are recovered, bad samples are refused by name, and fits are reported."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_noisy_samples_give_nearly_their_line():
 
 
 def test_short_tasks_count_as_much_as_long_ones():
-    """Without relative weights the long sample's error would swallow the overhead."""
+    """Without relative weights, the long samples' errors would hide the overhead."""
     samples = [(0, 1e3, 1.1e-5), (0, 1e4, 2e-5), (0, 1e9, 1.05), (0, 1e9, 0.95)]
     assert fit_line(samples).overhead_s == pytest.approx(1e-5, rel=0.01)
 
@@ -53,14 +53,14 @@ def test_terms_without_variation_are_dropped():
 
 
 def test_no_term_is_negative():
-    """Times that fall with size would fit a negative slope."""
+    """Times that fall with size would otherwise give a negative slope."""
     line = fit_line([(0.0, 1e6, 2e-3), (0.0, 2e6, 1e-3)])
     assert line.s_per_byte == 0 and line.overhead_s > 0
 
 
 @given(st.integers(1, 7), st.floats(8, 100), st.floats(1e-6, 1e-4), st.floats(1e-12, 1e-9), st.randoms())
 def test_sizes_of_a_second_slower_cluster_are_not_fitted(num_slow, ratio, overhead_s, s_per_byte, random):
-    """All but the largest size may wait; the record keeps their samples."""
+    """All sizes but the largest may wait; the record keeps their samples."""
     sizes = [1e4 * 4**i for i in range(8)]
     times = [(overhead_s + s_per_byte * size) * random.uniform(0.95, 1.05) for size in sizes]
     slow = set(random.sample(range(7), num_slow))
@@ -74,7 +74,7 @@ def test_sizes_of_a_second_slower_cluster_are_not_fitted(num_slow, ratio, overhe
 
 @given(st.lists(st.floats(0.46, 2.2), min_size=12, max_size=12))
 def test_noise_of_one_cluster_is_fitted_whole(noise):
-    """Nothing is left out that lies within a factor of five."""
+    """Samples within a factor of five are all used."""
     flops = np.linspace(1e9, 1e10, 12).tolist()
     samples = [(f, 0.0, 1e-3 * of) for f, of in zip(flops, noise, strict=True)]
     with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +84,8 @@ def test_noise_of_one_cluster_is_fitted_whole(noise):
 
 
 def test_a_gpus_line_alone_is_no_slower_than_beside_a_busy_link():
-    """Samples that are hold waits for the host. A CPU's count, and those that agree: noise does not bias the line."""
+    """Slower samples contain waits for the host. A CPU's samples count, and so do those that agree, so noise does not
+    bias the line."""
     beside = [(0.0, b, 2e-5 + 1e-12 * b) for b in (1e6, 1e7, 1e8)]
     agree = [(0.0, b, 0.9 * s * noise) for (_, b, s), noise in zip(beside, (1.3, 0.7, 1.0), strict=True)]
     waits = [(0.0, 5e7, 2.5e-4), (0.0, 9e7, 2.4e-4)]

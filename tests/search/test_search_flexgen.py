@@ -1,4 +1,4 @@
-"""FlexGen's placement program against a grid by its formulas, the published search, and our memory plan."""
+"""Test FlexGen's placement program against a grid by its formulas, the published search and our memory plan."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def flexgen(shape: ModelShape, hardware: Hardware, workload: Workload, budgets=N
 
 
 def grid(steps: int = 12) -> np.ndarray:
-    """Placements (wd, wh, wk, cd, ch, ck, hd, hh) in steps of one of so many: [8, placements]."""
+    """Return placements (wd, wh, wk, cd, ch, ck, hd, hh) in steps of 1/steps: [8, placements]."""
     thirds = [(a, b, steps - a - b) for a in range(steps + 1) for b in range(steps + 1 - a)]
     halves = [(a, steps - a) for a in range(steps + 1)]
     rows = [(*w, *c, *h) for w in thirds for c in thirds for h in halves]
@@ -60,8 +60,8 @@ def grid(steps: int = 12) -> np.ndarray:
 
 
 def published(block: Block, x: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """(seconds, most bytes of each tier) of each placement by the published cost model: OPT, 2 bytes an element. With
-    attention on the device, resident KV is charged like all KV, and the rest crosses the link."""
+    """Return seconds, and most bytes of each tier, of each placement by the published cost model: OPT, 2 bytes an
+    element. With attention on the device, resident KV is charged like all KV, and the rest crosses the link."""
     wg, wc, wn, cg, cc, cn, hg, hc = x
     r, g, b, setting = block.rates, block.gpu_batch, block.batch, block.setting
     s, n, shape, host = setting.prompt_tokens, setting.gen_tokens, setting.problem.shape, setting.host_attention
@@ -142,7 +142,7 @@ PUBLISHED = (
 
 
 def published_block(model: str, rates: dict, gpu_batch: int, batch: int) -> Block:
-    """A block whose rates are flat, as the published model's are; its host is slower on small GPU batches."""
+    """Return a block with the flat rates of the published model; its host is slower with small GPU batches."""
     shape, s, n = shape_by_name(model), 512, 32
     h, f, b = shape.hidden, shape.ffn, batch
     host = rates["cpu"] * max(0.1, 1 - 0.0328 * max(0.0, math.log2(64 / gpu_batch)))
@@ -221,8 +221,8 @@ def test_requests_are_padded_to_the_longest():
     assert found == longest
 
 
-def test_everything_stays_on_the_device_where_it_fits():
-    """Where compute is the longest, placements tie; then nothing has a reason to leave the device."""
+def test_everything_stays_on_the_device_if_it_fits():
+    """If compute takes longest, placements tie, and nothing has a reason to leave the device."""
     policy = flexgen(TOY, MACHINE, Workload.uniform(4, 100, 8), batch=4).policy
     assert policy.weights.device == 1 and policy.cache == {"kv@device": 1.0} and policy.hidden == "device"
 
@@ -232,7 +232,7 @@ MANY = Workload.uniform(256, 200, 40)  # 720 MiB of keys and values
 
 
 def test_host_attention_is_a_choice():
-    """A slow host is left alone, and one that cannot hold the whole cache."""
+    """It is not chosen on a slow host, nor on one that cannot hold the whole cache."""
 
     def found(machine, host_attention=True):
         return flexgen(TOY, machine, MANY, batch=256, host_attention=host_attention, gpu_batches=(16, 32,)
@@ -257,7 +257,7 @@ def test_a_small_host_spills_to_the_disk():
 
 
 def test_a_looser_account_is_made_to_fit_ours():
-    """With all of the memory for the taking, FlexGen fills the device and forgets the embedding and our buffers."""
+    """With all memory allowed, FlexGen fills the device and forgets the embedding and our buffers."""
     shape, workload = shape_by_name("opt-6.7b"), Workload.uniform(16, 1920, 128)
     machine = replace(catalogue.load("rtx4090"), device_memory=18 * GIB, device_reserve=0)
     result = flexgen(shape, machine, workload, batch=16, memory_share=1.0, gpu_batches=(2,))

@@ -1,4 +1,4 @@
-"""The programs of the discrete choices: what they say of the closed form; three ways to solve them that must agree."""
+"""Test the programs of discrete choices against the closed form, and three solvers against each other."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from sim.verb_seconds import resource_sums
 def problem_with(
     space=FULL, device=24, host=48, disk=64, prompt=100, tokens=8, hardware=None, **fields
 ) -> SearchProblem:
-    """The toy problem with budgets in MiB."""
+    """Return the toy problem with budgets in MiB."""
     budgets = Budgets(device * MIB, host * MIB, disk * MIB)
     return SearchProblem(
         shape=SHAPE,
@@ -56,7 +56,7 @@ def problem_with(
 
 
 def gpu_problem(model: str, paths: AttentionPaths, budget: float) -> SearchProblem:
-    """An H200 that may use so many bytes, for prompts of 1,536 tokens and answers of 32."""
+    """Return the problem of an H200 with this memory budget in bytes, for prompts of 1,536 and answers of 32 tokens."""
     return SearchProblem(
         shape=shape_by_name(model),
         dtype="float16",
@@ -85,7 +85,7 @@ def some_choices(grid: ChoiceGrid, count: int, seed: int = 0) -> np.ndarray:
                                    {"act@device": 0.5, "kv@host": 0.25, "act@disk": 0.25}])  # fmt: skip
 @pytest.mark.parametrize("weights", [(0.0, 1.0, 0.0), (0.0, 0.25, 0.75)])
 def test_the_sums_of_a_mixture_are_the_programs_rows(cache, weights):
-    """Long prompts, so that whole blocks do not matter; overheads are what only mixtures pay."""
+    """Prompts are long, so that rounding to blocks has no effect; only mixtures have further overheads."""
     problem = problem_with(prompt=1600, tokens=40)
     grid = grid_of(problem, batches=(6,), mini_batch_tokens=(4096,))
     option = next(o for o in problem.options if o.attention == "device" and (o.kv_bits, o.act_bits) == (8, 4))
@@ -107,7 +107,7 @@ def test_the_sums_of_a_mixture_are_the_programs_rows(cache, weights):
 
 
 def test_no_rounded_policy_is_faster_than_its_program():
-    """The bound bounds: waiting and whole blocks cost more (a share of one block's worth apart)."""
+    """Waiting and whole blocks only add to the bound, up to the share of one block."""
     problem = problem_with(LOSSLESS, prompt=200)
     grid = grid_of(problem)
     known = LowerBounds.of(grid)
@@ -131,7 +131,7 @@ def test_no_rounded_policy_is_faster_than_its_program():
 
 
 def test_bits_schedule_and_hidden_states_add_up_independently():
-    """Terms are evaluated one by one; together they must be what the policy says."""
+    """Terms are evaluated separately; their sum must be the policy's value."""
     problem = problem_with(prompt=320, tokens=20)
     grid = grid_of(problem, batches=(5,), mini_batch_tokens=(1024,))
     for number in some_choices(grid, 25, seed=3):
@@ -149,7 +149,7 @@ def test_bits_schedule_and_hidden_states_add_up_independently():
 
 @pytest.mark.parametrize("seed, limited", [(0, ()), (1, ()), (2, ()), (1, ("max_ttft_s",)), (2, ("max_tpot_s",))])
 def test_three_solvers_agree(seed, limited):
-    """Batched tableaus, batched HiGHS and PuLP agree, with weights given too; latency limits are below the median."""
+    """Batched tableaus, batched HiGHS and PuLP agree, also with given weights. Latency limits are below the median."""
     rng = np.random.default_rng(seed)
     hardware = machine(*np.exp(rng.uniform(np.log([0.05, 10, 2, 0.02]), np.log([5, 500, 50, 1]))))
     given = {} if seed else {"weights_device": 0.25, "objective": "decode_throughput"}
@@ -310,7 +310,7 @@ def test_weights_fill_the_device_and_the_host_but_no_more():
     in_place=st.booleans(),
 )
 def test_weights_fill_a_gpu_whose_allocator_takes_whole_segments(model, share, cache, batch, in_place):
-    """Of any budget between none and all of the weights, nearly all is used, and never more."""
+    """Nearly all of any budget between no and all weights is used, and never more."""
     paths = AttentionPaths("fused", "products", "fused", in_place, False)
     problem = gpu_problem(model, paths, budget=float("inf"))
     candidates = candidates_of(problem, [UnplacedPolicy.of(problem.options[0], batch, 4096, cache)])
@@ -327,14 +327,14 @@ def test_weights_fill_a_gpu_whose_allocator_takes_whole_segments(model, share, c
 
 @pytest.mark.parametrize("budget, batch", [(11, 24), (12, 48)])
 def test_a_search_for_a_gpu_with_room_for_most_weights_ends_near_its_bound(budget, batch):
-    """What its programs round to fits: a policy twenty times slower than the best was the answer where nothing did."""
+    """Rounded programs must fit. When none did, the answer was a policy 20 times slower than the best."""
     paths = AttentionPaths("fused", "products", "fused", True, True)
     problem, workload = gpu_problem("opt-6.7b", paths, budget * 2.0**30), Workload.uniform(batch, 1536, 32)
     assert search(problem, workload, auto_settings(problem.hardware, workload)).gaps["device"] < 0.1
 
 
 def test_a_prompt_in_chunks_is_another_choice_than_a_whole_one():
-    """Of one request at a time, mini-batches that hold its prompt were taken for those that do not."""
+    """With one request at a time, mini-batches that hold its prompt were once taken for those that do not."""
     problem = problem_with(LOSSLESS, prompt=900)
     batch, tokens = pairs_of(problem, np.array([1]), (256, 512, 1024, 2048))
     assert list(zip(batch, tokens, strict=True)) == [(1, 1024), (1, 512), (1, 256)]

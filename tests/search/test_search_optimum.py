@@ -1,4 +1,4 @@
-"""The search against brute force, against itself without pruning, and against every system that it contains."""
+"""Test the search against brute force, against itself without pruning, and against every system it contains."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FLEXGENS = Path(__file__).parents[2] / "experiments" / "results" / "peers" / "fl
 
 
 def mib(device=None, host=None, disk=None, besides_packing=True) -> Budgets:
-    """Return budgets in MiB; the device's besides the workspace of packing, which every policy is charged."""
+    """Return budgets in MiB; the device's excludes the workspace of packing, which every policy is charged."""
     packing = PACKING_BYTES * min(PACKING_ELEMENTS["cpu"], SHAPE.ffn * SHAPE.hidden) * besides_packing
     return Budgets(device and device * MIB + packing, host and host * MIB, disk and disk * MIB)
 
@@ -51,7 +51,7 @@ def mib(device=None, host=None, disk=None, besides_packing=True) -> Budgets:
 def searched(
     workload: Workload, hardware: Hardware | None = None, shape=SHAPE, budgets=NO_BUDGETS, margin=0.0, **settings
 ) -> SearchResult:
-    """Search; without a margin the least seconds win, wherever they are."""
+    """Search; without a margin the fastest policy wins, wherever its data is."""
     problem = Problem(shape=shape, hardware=hardware or machine(), budgets=budgets)
     return search(problem, workload, SearchSettings(margin=margin, **settings))
 
@@ -64,7 +64,7 @@ def seconds_per_token(found) -> float:
 
 
 def every_cut(entries, blocks):
-    """Every way to deal the blocks of a request to entries, as shares."""
+    """Yield every way to distribute the blocks of a request over entries, as shares."""
     for cuts in combinations(range(blocks + len(entries) - 1), len(entries) - 1):
         edges = (-1, *cuts, blocks + len(entries) - 1)
         counts = [b - a - 1 for a, b in zip(edges, edges[1:], strict=False)]
@@ -72,7 +72,7 @@ def every_cut(entries, blocks):
 
 
 def brute_force(problem: SearchProblem, batches, mini_batch_tokens) -> float:
-    """Least seconds per token over every option, cut into mini-batches and deal of blocks, all of them walked."""
+    """Return the least seconds per token over every option, mini-batch size and distribution of blocks."""
     unplaced = []
     for option in problem.options:
         entries = problem.entries
@@ -109,7 +109,7 @@ BRUTE = {
     ],
 )
 def test_the_search_is_as_good_as_brute_force(name, link):
-    """A tenth of a per cent is what it does not look for; shares finer than blocks can make it better."""
+    """The search ignores differences below 0.1 %; shares finer than blocks can make it better."""
     space, budgets = BRUTE[name]
     hardware, workload = machine(link), Workload.uniform(1, 60, 6)
     found = searched(
@@ -119,8 +119,8 @@ def test_the_search_is_as_good_as_brute_force(name, link):
     assert seconds_per_token(found) <= 1.003 * brute_force(found.problem, batch_grid(4), (256, 1024))
 
 
-def test_where_the_bounds_favourite_waits_the_others_are_tried():
-    """Attention on the host with one mini-batch: each resource is idle while the next one works, which no sum sees."""
+def test_others_are_tried_if_the_bounds_favourite_waits():
+    """With host attention and one mini-batch each resource idles while the next works, which no sum contains."""
     space = replace(LOSSLESS, entries=("kv@host", "act@host", "kv@disk"), hidden=("device",))
     hardware, workload = machine(0.33, 280.0, 43.0, 0.2), Workload.uniform(1, 95, 10)
     found = searched(
@@ -132,7 +132,7 @@ def test_where_the_bounds_favourite_waits_the_others_are_tried():
 
 @pytest.mark.parametrize("link, batch", [(0.5, None), (0.1, 40)])
 def test_no_mini_batch_between_the_bounds_is_better(link, batch):
-    """Mini-batches of every size, not only what the grid's powers of two leave room for."""
+    """Mini-batches of every size are tried, not only those that fit the grid's powers of two."""
     options = {"batch": batch} if batch else {"max_batch": 40}
     hardware, budgets, space = machine(link), mib(24, 48), replace(PLAIN, entries=("kv@host", "act@host"))
     found = searched(Workload.uniform(1, 200, 8), hardware, budgets=budgets, space=space, **options)
@@ -166,7 +166,7 @@ def test_pruning_loses_nothing(rates, objective):
 
 @pytest.mark.parametrize("weights_device", [0.0, 1.0])
 def test_no_share_between_the_blocks_is_better(weights_device):
-    """What the main job asks: one batch, KV and ACT on the host, decode alone."""
+    """The case is the main job's: one batch, KV and ACT on the host, decode only."""
     hardware, workload = machine(), Workload.uniform(32, 300, 12)
     space = replace(PLAIN, entries=("act@host", "kv@host"))
     found = searched(
@@ -195,7 +195,8 @@ def test_no_share_between_the_blocks_is_better(weights_device):
 
 @pytest.mark.parametrize("machine_name, batch", [("t4", 64)])
 def test_no_system_of_the_papers_is_better(machine_name, batch):
-    """Presets, FlexGen's program, Algorithm 1 in both balances, KVPR by both rules; the same batch and cost model."""
+    """Systems are presets, FlexGen's program, Algorithm 1 with both balances, and KVPR with both rules, at the same
+    batch and cost model."""
     shape, hardware = shape_by_name("opt-13b"), catalogue.load(machine_name)
     setting = Setting(Problem(shape=shape, hardware=hardware), batch, 512, 32)
     found = searched(setting.workload, hardware, shape, batch=batch, space=LOSSLESS)
@@ -219,8 +220,8 @@ def test_no_system_of_the_papers_is_better(machine_name, batch):
 
 @pytest.mark.parametrize("model, machine_name", [("opt-30b", "t4"), ("opt-30b", "rtx4090"), ("opt-175b", "t4")])
 def test_flexgens_own_policies_are_not_better(model, machine_name):
-    """Those that the search of FlexGen 0.1.8 chose, run as published on the rates of our records or on its own fit of a
-    T4; commit b18005f has the code that ran it (experiments/peers/flexgen_search.py)."""
+    """The search of FlexGen 0.1.8 chose them, with the rates of our records or its own fit of a T4. Commit b18005f has
+    the code that ran it (experiments/peers/flexgen_search.py)."""
     shape, hardware = shape_by_name(model), catalogue.load(machine_name)
     found = searched(Workload.uniform(1, 512, 32), hardware, shape, space=LOSSLESS)
     compared = 0
@@ -358,8 +359,8 @@ def test_the_change_named_is_enough_and_no_smaller_one_is(tier):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_is_advised_the_machine_has(device):
-    """A CPU's tiers share one memory; a GPU has its own, which the host's cannot stand in for."""
+def test_the_machine_has_the_advised_memory(device):
+    """A CPU's tiers share one memory; a GPU has its own, which host memory cannot replace."""
     options = {"batch": 4, "budgets": mib(3, 1), "weights_device": 0.0, "space": replace(PLAIN, entries=("kv@host",))}
 
     def told(device_mib: int, host_mib: int, **more) -> str:
@@ -410,7 +411,7 @@ def test_batches_are_dense_then_a_sixteenth_apart():
 
 
 def test_the_memory_that_a_refusal_asks_for_is_enough_for_the_longest_request():
-    """Not for the mean lengths alone, which are what is searched for first."""
+    """The mean lengths, which are searched first, need less."""
     lengths = Workload(np.array([10] * 9 + [1500]), np.full(10, 32))
 
     def ask(mib: int) -> Policy:
@@ -424,7 +425,7 @@ def test_the_memory_that_a_refusal_asks_for_is_enough_for_the_longest_request():
 
 
 def test_nothing_lies_on_a_disk_that_gains_nothing():
-    """Where a disk would be as fast as the host with room to spare, the cache lies on the host."""
+    """If a disk would be as fast as the host, which has room, the cache is on the host."""
     settings = SearchSettings(batch=10, space=replace(LOSSLESS, attention=("device",)))
     problem = Problem(shape=shape_by_name("opt-6.7b"), hardware=catalogue.load("t4"), dtype="float16")
     found = search(problem, Workload.uniform(10, 512, 32), settings)

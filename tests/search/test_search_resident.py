@@ -1,4 +1,4 @@
-"""What fits the device stays there, in its best mini-batches, at its own price."""
+"""Test that what fits the device stays there, in its best mini-batches, at its own price."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ON_HOST = Placement(host=1.0)
 
 
 def disturbed_machine(slower: float = 3.0) -> Hardware:
-    """A machine whose kernels take ``slower`` times as long while something crosses the link."""
+    """Return a machine whose kernels take ``slower`` times as long during transfers over the link."""
     alone = machine()
     compute = alone.lines["compute"]
     slow = Line(slower * compute.overhead_s, slower * compute.s_per_flop, slower * compute.s_per_byte)
@@ -42,7 +42,7 @@ def disturbed_machine(slower: float = 3.0) -> Hardware:
 
 @pytest.mark.parametrize("clock", ["closed", "virtual"])
 def test_what_stays_on_the_device_is_priced_undisturbed(clock):
-    """As on a machine that is never disturbed; and what crosses the link as on one that always is."""
+    """Its price is that on a machine that is never disturbed; policies with transfers have the disturbed price."""
     known, lengths = disturbed_machine(), (3, 60, 6)
     never, always = machine(), replace(known, lines={k: v for k, v in known.lines.items() if "_alone" not in k})
     on_link = Policy(cache={"kv@host": 0.5, "kv@device": 0.5}, weights=Placement(device=1.0))
@@ -74,7 +74,8 @@ def test_candidates_side_by_side_have_each_their_own_lines():
 @pytest.mark.parametrize("space", [PLAIN, LOSSLESS], ids=["plain", "lossless"])
 @pytest.mark.parametrize("options", [{"batch": 32}, {"max_batch": 40}, {"objective": "latency"}], ids=str)
 def test_what_fits_the_device_stays_there(known, space, options):
-    """A share of the keys on the host would take a launch off the device, which binds: less than predictions err by."""
+    """A share of the keys on the host would save a launch on the device, which binds: less than the error of
+    predictions."""
     problem = Problem(shape=SHAPE, hardware=known)
     found = search(problem, Workload.uniform(1, 300, 12), SearchSettings(space=space, **options))
     assert found.policy.name == "resident" and found.policy.stays_on_device and found.margin == MODEL_ERROR
@@ -84,7 +85,7 @@ def test_what_fits_the_device_stays_there(known, space, options):
 
 
 def test_the_device_is_left_for_what_is_faster_by_more_than_the_margin():
-    """Two margins around the gain of a machine whose host attends much faster than its device."""
+    """Two margins are just below and above the gain of a machine whose host attends much faster."""
     known = machine(link=50.0)
     slow = replace(known, lines={**known.lines, "attend": Line(4e-3, 0.0, 0.0), "assemble": Line(2e-3, 0.0, 0.0)})
     problem, lengths = Problem(shape=SHAPE, hardware=slow), Workload.uniform(1, 200, 30)
@@ -107,7 +108,7 @@ def test_nothing_stays_where_it_does_not_fit_or_is_not_allowed():
 
 
 def test_the_margin_is_the_largest_error_that_was_measured():
-    """Of the closed form, in the comparisons that are committed."""
+    """The errors are those of the closed form in the committed comparisons."""
     errors = []
     for path in RESULTS.glob("*/speed.csv"):
         with open(path, encoding="utf-8", newline="") as file:
@@ -117,7 +118,7 @@ def test_the_margin_is_the_largest_error_that_was_measured():
 
 @pytest.mark.parametrize("batch, prompt", [(48, 200), (200, 100), (7, 30)])
 def test_resident_takes_the_best_of_its_mini_batches(batch, prompt):
-    """By trying them one by one; ``simulate`` and ``auto`` agree."""
+    """Each is tried; ``simulate`` and ``auto`` agree."""
     problem, rates = Problem(shape=SHAPE, hardware=machine()), {}
     for tokens in RESIDENT_MINI_BATCH_TOKENS:
         rates[tokens] = simulate(problem, presets.resident(tokens), batch, prompt, 16).tokens_per_s
@@ -128,7 +129,7 @@ def test_resident_takes_the_best_of_its_mini_batches(batch, prompt):
 
 
 def test_no_system_of_the_papers_is_faster_by_larger_mini_batches():
-    """FlexGen takes all requests at once: what is proved holds for it too, where the device has room for everything."""
+    """FlexGen takes all requests at once; the proof covers it if everything fits the device."""
     problem, lengths = Problem(shape=SHAPE, hardware=machine()), Workload.uniform(700, 100, 8)
     found = search(problem, lengths, SearchSettings(batch=700))
     flexgen = simulate(problem, system("flexgen", Setting(problem, 700, 100, 8)).policy, 700, 100, 8).tokens_per_s
@@ -137,7 +138,7 @@ def test_no_system_of_the_papers_is_faster_by_larger_mini_batches():
 
 
 def test_resident_takes_no_mini_batches_that_do_not_fit():
-    """By trying how many tokens fit at once, all weights and every request on the device."""
+    """Sizes are tried with all weights and every request on the device."""
     lengths = Workload.uniform(64, 120, 8)
     needed = {
         tokens: wave_plan(Problem(shape=SHAPE, hardware=machine()), presets.resident(tokens), lengths)["device"]
@@ -149,8 +150,8 @@ def test_resident_takes_no_mini_batches_that_do_not_fit():
     assert needed[best_policy(problem, lengths).max_mini_batch_tokens] < needed[4096]
 
 
-def test_what_is_proved_is_said_with_its_share():
-    """Where each resource is idle while the next one works, the bound leaves out most of the time, and says where."""
+def test_the_optimality_gap_is_reported_by_attention():
+    """If each resource idles while the next works, the bound misses most of the time, and the report says where."""
     problem = Problem(shape=SHAPE, hardware=machine(0.33, 280.0, 43.0, 0.2), budgets=Budgets(46 * MIB, 61 * MIB))
     lengths = Workload.uniform(1, 95, 10)
     found = search(problem, lengths, SearchSettings(max_batch=4, space=LOSSLESS, margin=0.0))
@@ -166,8 +167,8 @@ def test_what_is_proved_is_said_with_its_share():
     assert not cut.complete and "time limit" in cut.proof
 
 
-def test_whether_a_thousand_requests_fit_at_once_is_one_plan_a_mini_batch_size(monkeypatch):
-    """Not the waves that they would take: a machine with room for a few of them would plan for minutes."""
+def test_whether_a_thousand_requests_fit_takes_one_plan_per_size(monkeypatch):
+    """Their waves are not planned: on a machine with room for a few requests that would take minutes."""
     planned = []
     monkeypatch.setattr(admission, "admit", lambda *wave: planned.append(wave[2].num_requests) or admit(*wave))
     requests = Workload.uniform(1000, 60, 6)

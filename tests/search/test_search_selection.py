@@ -1,4 +1,4 @@
-"""A selection in the search: never unasked, priced by its expected share, and whether ACT pays under it."""
+"""Test selections in the search: only on request, priced by their expected share, with or without ACT."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_winner_is_the_better_of_both(results):
 
 
 def test_nothing_of_its_space_is_faster_by_hand(results):
-    """A few policies of the selection's, priced one by one."""
+    """Some policies with the selection are priced one by one."""
     selected = results[0.02].selected
     for act in (0.0, 0.5):
         for device in (0.0, 1.0):

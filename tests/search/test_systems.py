@@ -1,4 +1,4 @@
-"""Systems by name: parsing, what each does that sets it apart, simulated runs with closed-form answers."""
+"""Test systems by name: options, what distinguishes each, and runs with closed-form results."""
 
 from __future__ import annotations
 
@@ -116,13 +116,13 @@ def test_implementation_changes_only_what_it_names():
 
 
 def link_machine() -> Hardware:
-    """A machine of which only the link costs time: 1 GB/s."""
+    """Return a machine on which only the link costs time: 1 GB/s."""
     lines = {"compute": Line(), "h2d": Line(s_per_byte=1e-9), "d2h": Line(), "host_compute": Line()}
     return Hardware("link", "cuda", lines, device_memory=10**12, host_memory=10**12)
 
 
 def test_a_link_bound_run_takes_its_bytes():
-    """Without any other cost the decode is the weights and the cache over the link, to the byte."""
+    """Without other costs, the seconds are those of weights and cache over the link, to the byte."""
     setting = setting_of(SMALL, link_machine(), 4, 64, 17)
     outcome = run_system("kv_only(weights_device=0)", setting)
     weights = SMALL.num_layers * SMALL.layer_bytes(2)
@@ -134,7 +134,8 @@ def test_a_link_bound_run_takes_its_bytes():
 
 
 def test_deepspeeds_batches_are_those_of_its_published_runs():
-    """The largest powers of two in its memory are what FlexGen's authors ran on a T4 (bench_hf.py); none is fitted."""
+    """The largest powers of two in memory are those that FlexGen's authors ran on a T4 (bench_hf.py); none is
+    fitted."""
     ran = {("opt-6.7b", 256): 32, ("opt-6.7b", 512): 16, ("opt-6.7b", 1024): 8}
     ran |= {("opt-30b", 256): 8, ("opt-30b", 512): 4, ("opt-30b", 1024): 2}
     for (model, prompt), batch in ran.items():
@@ -197,7 +198,7 @@ def test_weights_that_do_not_fit_are_kept_in_twelfths():
 
 
 def test_uvm_migrates_all_or_nothing():
-    """InfiniGen's Fig. 15: the working set of OPT-13B passes 48 GB at a batch of 16."""
+    """InfiniGen's Fig. 15: the working set of OPT-13B exceeds 48 GB at a batch of 16."""
     shape, hardware = shape_by_name("opt-13b"), catalogue.load("rtx-a6000")
     small, large = (run_system("uvm", setting_of(shape, hardware, batch, 1920, 128)) for batch in (4, 24))
     assert small.traffic_bytes["h2d"].get("kv", 0) == 0
@@ -229,8 +230,8 @@ def test_what_only_the_simulator_knows_is_refused(text, words):
         systems.policy_anywhere(text, SMALL)
 
 
-def test_a_mistyped_policy_is_answered_with_what_the_command_takes():
-    """A run refuses what it is not offered; simulate takes all systems."""
+def test_a_mistyped_policy_is_answered_with_known_names():
+    """A run does not accept all systems; simulate does."""
     with pytest.raises(InputError, match="or a policy file") as error:
         resolve_policy("kv_onyl", SMALL)
     known = str(error.value).partition("known: ")[2].partition(", or")[0].split(", ")
@@ -242,7 +243,7 @@ def test_a_mistyped_policy_is_answered_with_what_the_command_takes():
 
 
 def test_resident_weights_follow_the_budget():
-    """By name without a machine all is resident; where a budget binds, a system keeps what fits, and at least less."""
+    """By name, without a machine, all weights are resident. If a budget binds, a system keeps as many as fit."""
     workload = Workload.uniform(2, 40, 4)
     assert systems.policy_here("accelerate", Problem(shape=SMALL), workload).weights.device == 1
     least = SMALL.embedding_bytes(2) + 3 * SMALL.layer_bytes(2)

@@ -1,4 +1,4 @@
-"""What predictions are asked for: systems side by side, one field varied, the best batch, costs, pictures, sweeps."""
+"""Test questions to predictions: systems side by side, a varied field, the best batch, costs, pictures and sweeps."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_what_changes_the_tokens_is_marked(capsys, asked):
     ]
 
 
-def test_a_host_attention_that_flexgen_drops_is_said(capsys):
-    """By its cost model attention belongs on the device where the cache fits it."""
+def test_dropped_host_attention_of_flexgen_is_noted(capsys):
+    """FlexGen's cost model puts attention on the device if the cache fits it."""
     dropped, system_name = "host_attention is not used", "flexgen(host_attention=true)"
     for memory, lines in (("15GiB", 1), ("1GiB", 0)):
         where = ("--batch", "64", "--device-memory", memory)
@@ -111,8 +111,8 @@ def test_rates_that_vary_are_all_named(capsys, asked):
 
 
 @pytest.mark.parametrize("what", [("--system", "kv_only"), ("--compare", "kv_only,act_only"), ("--vary", "batch=2,3")])
-def test_a_short_run_is_told_without_its_start(what, capsys):
-    """Which takes seconds that no prediction has: a run of a tenth of a second is much slower, one of hours is not."""
+def test_predictions_of_short_runs_note_the_missing_start(what, capsys):
+    """The start takes seconds that are not predicted, which matters in a run of 0.1 s but not in one of hours."""
     batch = () if "--vary" in what else ("--batch", "2")
     for link, short in (("15", True), ("0.001", False)):
         assert cli.main(["simulate", *MODEL, *what, *batch, "--link-gb-per-s", link]) == 0
@@ -130,7 +130,7 @@ def test_the_rivals_are_said_to_be_free(monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", ["kv_only", "hybrid(0.5)", "capture"])
 def test_the_best_batch_is_the_best_of_all_batches(name):
-    """Against every ninth batch that fits at once."""
+    """Every ninth batch that fits at once is tried."""
     point = {**POINT, "system": name, "device_memory": "1930MiB", "host_memory": "300MiB"}
     best = run_point({**point, "batch": "auto"})[-1]
     batches, rates = range(1, 100, 9), []
@@ -235,7 +235,7 @@ def test_a_rival_at_its_best_is_never_worse_than_as_it_comes():
 
 @pytest.mark.parametrize("name", ["kv_only", "kvpr_column", "resident"])
 def test_choices_of_a_rival_that_are_not_walked_are_no_faster(name):
-    """Those whose bound is below what was walked are left out: against a walk of all with the least bounds."""
+    """Choices with a bound below a walked one are skipped; here all choices with the best bounds are walked."""
     setting = Setting(Problem(shape=SMALL, hardware=_machine()), 256, 200, 8)
     policy = system(name, replace(setting, batch=1)).policy
     batch, tokens, share = (axis.reshape(-1) for axis in np.meshgrid([1, 5, 40, 100, 256], [1024, 4096], [0.0, 0.5]))
@@ -251,7 +251,7 @@ def test_choices_of_a_rival_that_are_not_walked_are_no_faster(name):
 
 
 def test_several_gpus_share_the_hosts_memory():
-    """Four GPUs that share a host have a quarter of its memory each, and so fewer requests at a time."""
+    """Each of four GPUs has a quarter of the host's memory, and so fewer requests at a time."""
     machine = replace(catalogue.load("t4"), host_memory=2**32)
     setting = Setting(Problem(shape=SMALL, hardware=machine), 512, 500, 8)
     alone, shared = (run_system(f"fastdecode(gpus={gpus})", setting) for gpus in (1, 4))
@@ -264,7 +264,7 @@ def test_several_gpus_share_the_hosts_memory():
 
 
 def _machine(**shares: float):
-    """A machine whose link is slow beside its host, so that attention on the host may pay."""
+    """Return a machine whose link is slow compared with its host, so that host attention may pay."""
     sheet = Datasheet(
         name="toy", tflops=20.0, memory_gb_per_s=200.0, link_gb_per_s=10.0, device_memory="1GiB", device_reserve="1MiB",
         host_memory="16GiB", host_memory_gb_per_s=30.0, host_tflops=1.0, shares=shares,
@@ -291,8 +291,8 @@ def test_another_share_of_a_peak_is_another_datasheet(name):
         assert ours[key].s_per_byte == pytest.approx(line.s_per_byte)
 
 
-def test_a_choice_hangs_on_the_rate_that_turns_it():
-    """If another choice is faster by TOLERANCE at a rate, that rate is reported; no rate loses more."""
+def test_rates_that_change_the_choice_are_reported():
+    """A rate is reported if another choice is faster by TOLERANCE at some value; other rates lose no more."""
     problem = Problem(shape=SMALL, hardware=_machine())
     space = replace(PLAIN, attention=LOSSLESS.attention, entries=("kv@device", "kv@host", "act@host"))
     settings = SearchSettings(max_batch=16, space=space, margin=0.0)
@@ -323,7 +323,7 @@ def run_point_rate(setting: Setting, policy: Policy) -> float:
 # ---- the rest
 
 
-def test_work_beside_is_done_once_and_its_errors_are_the_callers(monkeypatch):
+def test_background_work_is_done_once_and_raises_in_the_caller(monkeypatch):
     monkeypatch.setattr(searches.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     assert searches.beside(lambda: [{"a": 1.5}])() == [{"a": 1.5}]
 
@@ -371,7 +371,8 @@ def test_a_search_for_a_queue_prints_its_policy(tmp_path, capsys):
 
 
 def test_a_sweep_has_fields_of_the_policy_as_axes_and_draws_them(tmp_path, monkeypatch, capsys):
-    """Against policies written out by hand; a share that is set leaves the rest to the others in proportion."""
+    """Policies are compared with ones written by hand; a share that is set leaves the rest to the others in
+    proportion."""
     drawn = []
     monkeypatch.setattr("flexhybrid.jobs.sweep.side_by_side.MOST_LINES", 3)
     monkeypatch.setattr("figures.reproduce.draw", lambda figure: drawn.append(figure) or draw(figure))

@@ -1,4 +1,4 @@
-"""Every selection over every cache, width and tier: it runs as a plain account has it, or is refused by name."""
+"""Test every selection with every cache, width and tier: it runs like a plain account, or is refused by name."""
 
 import re
 from dataclasses import replace
@@ -86,8 +86,8 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def accounts(model):
-    """Tokens that a plain account gives, looked up, as many combinations share them. None where what is rounded, and
-    how, moves from iteration to iteration with a split or a recomputed prefix."""
+    """Return the tokens of a plain account, cached, since combinations share them. Return None if rounding changes from
+    iteration to iteration with a split or a recomputed prefix."""
     checkpoint, prompts = model
     known = {}
 

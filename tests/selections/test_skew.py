@@ -1,4 +1,4 @@
-"""Skewing: scores and logits stay what they are, what heads are made of moves to few columns, and files say so."""
+"""Test skewing: scores and logits stay, heads are concentrated in few columns, and files say so."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ MODELS = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request, tmp_path_factory):
-    """(transformers' own model, the checkpoint, the skewed checkpoint)."""
+    """Return transformers' own model, the checkpoint and the skewed checkpoint."""
     folder = tmp_path_factory.mktemp("model")
     reference = MODELS[request.param](folder / "plain")
     save_skewed(Checkpoint(folder / "plain"), SAMPLE, folder / "skewed")
@@ -34,7 +34,7 @@ def relative_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def turned_by(checkpoint):
-    """What a skewed rotary checkpoint says is done to queries and keys."""
+    """Return the rotation of queries and keys that a skewed rotary checkpoint states."""
 
     def turned(layer, q_NHd, k_NGd):
         a = checkpoint.skew(layer)
@@ -59,7 +59,7 @@ def test_logits_stay_what_transformers_has(model):
 
 
 def test_matrices_are_orthogonal_and_gather_the_queries(model):
-    """Columns of Q·A are orthogonal and the first few hold as much of Q as any so many directions can."""
+    """Columns of Q·A are orthogonal, and the first k hold as much of Q as any k directions can."""
     _, plain, _ = model
     queries = []
     forward(plain, SAMPLE, lambda layer, q, k: (queries.append(q.double()) or q, k))

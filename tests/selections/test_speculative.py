@@ -1,4 +1,4 @@
-"""InfiniGen's selection: against a plain account of it that keeps every key of every head in a dictionary."""
+"""Test InfiniGen's selection against a plain account that keeps every key of every head in a dictionary."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ def policy(
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """Random models, plain and skewed by a sample, and prompts for them."""
+    """Return random models, plain and skewed by a sample, with prompts."""
     made, generator = {}, np.random.default_rng(6)
     sample = generator.integers(3, 61, 120).tolist()
     for family in ("opt", "llama"):
@@ -64,7 +64,7 @@ def prompts():
 
 
 def moved_share(trace) -> float | None:
-    """Tokens that gathers of a trace moved, of the tokens that were cached; None where there were none."""
+    """Return the share of cached tokens that gathers of a trace moved; None if nothing was cached."""
     gathers = [event.task for event in trace if event.task.verb == "gather"]
     if not gathers:
         return None
@@ -144,7 +144,7 @@ def test_a_prompt_fills_a_pool_as_a_plain_account_does(
 
 @pytest.mark.parametrize("family, blocks, victim", [("opt", 6, "counter"), ("llama", 9, "lru"), ("opt", 99, "lru")])
 def test_a_limit_in_bytes_is_shared_by_the_requests_of_a_wave(checkpoints, prompts, family, blocks, victim):
-    """And kept: in the blocks of the wave, and in the memory that is planned for it."""
+    """It is kept by the wave's blocks and by the planned memory."""
     checkpoint, prompts = checkpoints[family], prompts[:3]
     shape = checkpoint.shape
     block_bytes = shape.num_layers * 16 * 2 * shape.num_kv_heads * shape.head_dim * 4
@@ -171,10 +171,10 @@ def test_a_wave_has_no_more_requests_than_its_bytes_have_blocks(checkpoints):
     st.sampled_from((16, 130, 8192)), st.sampled_from(("column", "row")), st.sampled_from((1.0, 0.5)),
     st.sampled_from((0.0, 1.0)), st.sampled_from(("lru", "counter", "fifo")),
 )  # fmt: skip
-def test_company_changes_nothing_where_each_request_has_its_columns(
+def test_the_batch_has_no_effect_if_each_request_has_its_columns(
     checkpoints, prompts, family, order, bound, schedule, pool, resident, victim
 ):
-    """And chunks do not either: a selection takes prompts whole, however small the bound."""
+    """Chunks have no effect either: a selection takes whole prompts for any bound."""
     chosen = policy(
         0.5, 0.3, 0.15, pool=pool, victim=victim, columns="request", max_mini_batch_tokens=bound, schedule=schedule,
         weights=Placement(device=resident, host=1 - resident),

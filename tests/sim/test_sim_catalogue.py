@@ -1,4 +1,4 @@
-"""The catalogue's machines: each number follows from a stated peak and efficiency, each of which has a source."""
+"""Test the catalogue's machines: each number follows from a stated peak and efficiency, which have sources."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_host_attends_more_slowly_than_the_device(name):
 
 
 def test_every_machine_says_the_energy_of_a_million_tokens():
-    """Tokens that come at the power limit: an hour at 100 tokens/s is 360,000 tokens and, on a T4, 0.07 kWh."""
+    """Power is at its limit: an hour at 100 tokens/s gives 360,000 tokens and takes 0.07 kWh on a T4."""
     for name in catalogue.names():
         found = costs(catalogue.load(name), 100.0)
         assert 0.05 < found["kwh_per_million_tokens"] < 3 and "dollars_per_million_tokens" not in found
@@ -77,7 +77,7 @@ def test_every_machine_says_the_energy_of_a_million_tokens():
 
 
 def test_host_rates_worked_by_hand():
-    """KAIST's host: two sockets of eight DDR4-3200 channels; 32 cores with two 512-bit units at 2.9 GHz."""
+    """KAIST's host has two sockets of eight DDR4-3200 channels, and 32 cores with two 512-bit units at 2.9 GHz."""
     notes = catalogue.load("rtx4090").notes
     assert notes["host_memory_bytes_per_s"] == 2 * 8 * 3200e6 * 8
     assert notes["host_peak_flops"] == pytest.approx(32 * 2 * 2 * 16 * 2.9e9)

@@ -1,4 +1,4 @@
-"""The virtual clock against runs worked out by hand, the trace checker, and the reduction of a trace to its figures."""
+"""Test the virtual clock against runs worked out by hand, the trace checker, and summaries of traces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPE = ModelShape("tiny", "opt", 3, 64, 4, 4, 16, 256, 128, 512)
 
 
 def machine(compute_s: float = 0.0, link_s_per_byte: float = 0.0, link_s: float = 0.0) -> Hardware:
-    """A machine on which every compute task takes the same time; its d2h link and host core cost nothing."""
+    """Return a machine on which every compute task takes the same time; d2h and host compute cost nothing."""
     return Hardware(
         "toy", "cpu",
         {"compute": Line(compute_s), "h2d": Line(link_s, 0.0, link_s_per_byte), "d2h": Line(), "host_compute": Line()},
@@ -47,8 +47,8 @@ def test_two_tasks_wait_for_what_they_read_and_for_their_resource():
     assert [(e.start_s, e.end_s) for e in trace] == [(0, 3), (3, 5), (5, 8), (5, 7)]
 
 
-def test_what_the_host_attended_to_comes_while_the_device_still_finishes_the_mini_batch_before():
-    """Weights wait behind it in the link's queue: were it held back until then, they would be late too."""
+def test_host_attention_arrives_before_the_mini_batch_before_is_finished():
+    """Weights are queued after it on the link, and would be late if it waited."""
     policy = Policy(weights=Placement(host=1.0), attention="host", max_mini_batch_tokens=40)
     trace = virtual(policy, machine(compute_s=1.0, link_s=0.01))
     ends = {e.task.key: e.end_s for e in trace}
@@ -69,7 +69,7 @@ def test_what_the_host_attended_to_comes_while_the_device_still_finishes_the_min
     ],
 )
 def test_a_run_worked_out_by_hand(load_s, total_s):
-    """Three layers, one mini-batch, weights streamed, one token; every compute task takes 1 s."""
+    """Three layers, one mini-batch, streamed weights, one token; every compute task takes 1 s."""
     summary = summarize(virtual(presets.kv_only(), machine(compute_s=1.0, link_s=load_s), generated=1))
     assert summary.total_s == pytest.approx(total_s)
     assert summary.binding == {1.0: "compute", 5.0: "h2d"}[load_s]
@@ -108,7 +108,7 @@ def test_summary_counts_what_the_disk_reads_and_writes():
 
 
 def test_a_measured_trace_is_summarized_alike():
-    """Times shifted as a real clock's are, and samples out of step with stream order."""
+    """Times are shifted like a real clock's, and samples are out of stream order."""
     trace = virtual(presets.hybrid(0.5), machine(compute_s=1e-3, link_s_per_byte=1e-8))
     shifted = [TraceEvent(t, start + 7.0, end + 7.0) for t, start, end in trace]
     assert summarize(shifted).total_s == pytest.approx(summarize(trace).total_s)

@@ -1,4 +1,4 @@
-"""The closed form against the virtual clock, the packer and the memory plan that it stands for."""
+"""Test the closed form against the virtual clock, the packer and the memory plan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PROBLEM = Problem(shape=SHAPE, hardware=HARDWARE)
 
 
 class WholeRun(NamedTuple):
-    """A random case by the closed form and by the virtual clock."""
+    """A random case by the closed form and the virtual clock."""
 
     case: UniformCase
     closed: dict
@@ -55,7 +55,7 @@ class WholeRun(NamedTuple):
 
 @cache
 def whole_runs(kind: str) -> list[WholeRun]:
-    """Runs that several tests look at; of some of them the traces are checked."""
+    """Return runs that several tests use; traces of some are checked."""
     rng, found = np.random.default_rng(5), []
     for number in range(10):
         case = random_case(rng, kind)
@@ -80,14 +80,14 @@ OPT_8 = ModelShape("m", "opt", 8, 4096, 32, 32, 128, 16384, 8192, 4096)
 
 
 def gap(policy: Policy, batch: int, prompt: int, generated: int, num_layers: int = 8, hidden: int = 4096) -> float:
-    """|closed form / virtual clock − 1| of a run on MACHINE."""
+    """Return |closed form / virtual clock − 1| of a run on MACHINE."""
     shape = ModelShape("m", "opt", num_layers, hidden, 32, 32, hidden // 32, 4 * hidden, 8192, 4096)
     closed, virtual = compare(UniformCase(shape, Hardware("m", "cpu", MACHINE), 2, policy, batch, prompt, generated))
     return abs(closed / virtual - 1)
 
 
 def test_mini_batches_that_split_differently():
-    """Each of two requests recomputes a block, each of three none: each as it does, not as the last does."""
+    """In a mini-batch of two requests each recomputes a block, in one of three none does; each is priced by itself."""
     policy = Policy(cache={"both(kv@host,act@device)": 1.0}, bits=Bits(weights=4), max_mini_batch_tokens=183)
     faster = {**MACHINE, "compute": Line(1e-5, 1e-12, 5e-11)}
     case = UniformCase(OPT_8, Hardware("m", "cpu", faster), 2, policy, 11, 21, 16)

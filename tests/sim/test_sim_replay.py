@@ -1,4 +1,4 @@
-"""Memory read off the tasks of a run against the plan that the executor allocates, and against the closed form."""
+"""Test memory read from the tasks of a run against the executor's plan and the closed form."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ def plan_of(case: UniformCase, wave) -> dict[str, dict[str, int]]:
 
 
 def differences(replayed: dict, planned: dict) -> dict[tuple[str, str], int]:
-    """(tier, part) -> bytes that the plan has beyond the replay, where there are any but for rounding.
-
-    Asserts that tasks moved a few parts at least, so that there is something to compare.
-    """
+    """Return (tier, part) -> bytes of the plan less those of the replay, if they differ beyond rounding. Assert that
+    tasks moved at least four parts."""
     found = {}
     moved = {(tier, part) for tier, parts in replayed.items() for part in parts if part not in BY_DEFINITION}
     assert len(moved) >= 4, moved
@@ -54,8 +52,8 @@ def test_replayed_peaks_are_the_plans_and_the_closed_forms_for_like_requests():
     assert len({part for _, part in seen} - set(BY_DEFINITION)) >= 18
 
 
-def test_what_is_read_where_it_lies_needs_no_attention_buffer():
-    """But for prompts that are taken in pieces."""
+def test_attention_in_place_needs_no_attention_buffer():
+    """Prompts computed in chunks do need one."""
     without = with_pieces = 0
     for index, case in enumerate(small_cases(21, 26, 120)):
         device = ("cpu", "cuda")[index % 2]
@@ -92,7 +90,7 @@ def test_requests_of_many_lengths_have_room_and_at_most_a_block_each_too_much():
 
 
 def test_layers_with_windows_need_what_was_planned():
-    """A ring of blocks is for a window wherever it begins: a short run leaves a block of each entry unused."""
+    """A ring of blocks fits a window at any start: a short run leaves one block of each entry unused."""
     rng, kinds, exact = np.random.default_rng(25), set(), 0
     for case in small_cases(21, 25, 120):
         if case.policy.selection.method != "none":

@@ -1,4 +1,4 @@
-"""Trials recover lines that differ from the record; the choice is the best of a grid on the true machine."""
+"""Test trials: they recover lines that differ from the record, and choose the best of a grid on the true machine."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ LINES = ("kv_gen", "load_kv", "load_act", "load_weights", "project", "attend", "
 
 
 def known_machine() -> Hardware:
-    """Return a machine with lines of its own for most verbs, on which mixes are best."""
+    """Return a machine with own lines for most verbs, on which mixes are fastest."""
     machine = toy_machine.machine(link=0.1, gflops=20.0)
     of = {key: machine.lines["h2d" if key.startswith("load") else "compute"] for key in LINES}
     return replace(machine, lines=machine.lines | of)
 
 
 def planted(factors: dict[str, float]) -> Hardware:
-    """Return the true machine: lines of the known one that take other times."""
+    """Return the true machine: some lines of the known one take other times."""
     known = known_machine()
 
     def times(line: Line, factor: float) -> Line:
@@ -49,7 +49,7 @@ def problem_on(hardware: Hardware) -> Problem:
 
 
 def run_on(hardware: Hardware, policy: Policy, seed: int | None = None) -> list[TraceEvent]:
-    """Return a trial's trace; with a seed tasks scatter by 3 %, and one in ten takes five times as long."""
+    """Return a trial's trace; with a seed, tasks vary by 3 %, and 10 % take five times as long."""
     rng = np.random.default_rng(seed)
 
     def taken(task):
@@ -139,8 +139,8 @@ def test_no_trial_begins_beyond_the_limit_and_a_right_record_has_none_too_many()
     assert told(trials.hardware) == "tasks take the profile's time"
 
 
-def test_what_was_measured_to_be_faster_than_the_choice_is_taken():
-    """Every policy but one waits for 100 ms in an iteration, which the median of the waits does not tell."""
+def test_a_policy_measured_faster_than_the_choice_is_taken():
+    """All other policies wait for 100 ms in an iteration, which the median of waits does not show."""
     known, favoured = known_machine(), GRID[2]
 
     def run(policy: Policy) -> list[TraceEvent]:
