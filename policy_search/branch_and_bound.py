@@ -295,9 +295,12 @@ class BranchAndBound:
         return [policy.unplaced for policy in ranked if policy.unplaced]
 
     def exchange(self) -> None:
-        """Move blocks between entries around the best policies, or keep both copies, until nothing gets better."""
+        """Move blocks between entries around the best policies, or keep both copies, until nothing gets better by
+        GAIN."""
         tried: set[UnplacedPolicy] = set()
-        while True:
+        before = np.inf
+        while self.seconds < before * (1 - GAIN):
+            before = self.seconds
             best: dict[tuple, UnplacedPolicy] = {}
             for policy in self._ranked():
                 best.setdefault((policy.option, policy.entries), policy)
@@ -348,7 +351,7 @@ class BranchAndBound:
         least, _ = with_cache_fixed(grid, np.zeros(len(ways), dtype=int), ways)
         order = np.argsort(least, kind="stable")
         order = order[least[order] < self.seconds * (1 - GAIN + STAIRS / final_blocks(self.problem))]
-        mixes = (dict(zip(entries, ways[i], strict=True)) for i in order)
+        mixes = (dict(zip(entries, way, strict=True)) for way in grid.fold(policy.option, ways[order]))
         return [UnplacedPolicy.of(policy.option, policy.batch, policy.mini_batch_tokens, mix) for mix in mixes]
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
+from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY, TIERS, representation_of, stored_copies
 from flexhybrid.core.policy import Bits, Placement, Policy
 from flexhybrid.core.task import RESOURCES
 from policy_search.search_problem import NATIVE, Option, SearchProblem
@@ -176,11 +176,22 @@ class ChoiceGrid:
 
     def columns(self, option: Option) -> tuple[str, ...]:
         """Return the entry that each of ``vertices`` represents: with attention on the host, one of the two that it
-        reads."""
+        reads; with packed keys and values, which the host cannot attend to, none of ``attended``."""
         if self.problem.space.mix:
             return ("as kept",)
-        on_host, entries = option.attention == "host", self.problem.entries
-        return tuple("kv@host" if on_host and entry != "kv@disk" else entry for entry in entries)
+        entries = self.problem.entries
+        if option.attention == "host":
+            return tuple(entry if entry == "kv@disk" else "kv@host" for entry in entries)
+        if option.kv_bits != NATIVE:
+            return tuple(entries[0] if entry == ATTENDED_ENTRY else entry for entry in entries)
+        return entries
+
+    def fold(self, option: Option, shares: np.ndarray) -> np.ndarray:
+        """Return shares [..., entries] with those of each column at the entry that it represents."""
+        entries, folded = self.problem.entries, np.zeros_like(shares)
+        for column, entry in enumerate(self.columns(option)):
+            folded[..., entries.index(entry)] += shares[..., column]
+        return folded
 
     def vertices(self, option: Option) -> list[np.ndarray]:
         """Return the cache's terms, one for each of ``problem.entries``; one in all for a cache that is kept."""
@@ -189,7 +200,7 @@ class ChoiceGrid:
         if self.problem.space.mix:
             return [self._term(self._mix_term, option.kv_bits, option.act_bits)]
         widths = {"kv": option.kv_bits, "act": option.act_bits, "tok": NATIVE}
-        return [self._term(self._cache_term, e, widths[representation_of(e)]) for e in self.problem.entries]
+        return [self._term(self._cache_term, e, widths[representation_of(e)]) for e in self.columns(option)]
 
     @property
     def num_vertices(self) -> int:

@@ -247,19 +247,17 @@ def _largest(steps: np.ndarray, size: tuple[int, ...], fits: Callable[[np.ndarra
 
 
 def round_shares(grid: ChoiceGrid, choice: int, shares: np.ndarray) -> list[tuple[UnplacedPolicy, np.ndarray]]:
-    """Return a choice with its program's cache shares [entries] in whole blocks: policies, each with its shares.
-
-    With attention on the host all columns but the disk's are equal and represent the host's.
-    """
+    """Return a choice with its program's cache shares [entries] in whole blocks: policies, each with its shares."""
     index, pair = grid.split(choice)
     option, batch, tokens = grid.options[index], grid.batch[pair], grid.mini_batch_tokens[pair]
     if grid.problem.space.mix:
         return [(UnplacedPolicy.of(option, batch, tokens, dict(grid.problem.space.mix)), shares)]
     entries, blocks = grid.problem.entries, final_blocks(grid.problem)
-    if option.attention == "host":
-        on_disk = np.array([entry == "kv@disk" for entry in entries])
-        shares = np.where(on_disk, shares, np.eye(len(shares))[entries.index("kv@host")] * shares[~on_disk].sum())
-    ways = [way for rounded in roundings(shares, blocks) for way in _with_newest(rounded, entries, blocks)]
+    ways = [
+        way
+        for rounded in roundings(grid.fold(option, shares), blocks)
+        for way in _with_newest(rounded, entries, blocks)
+    ]
     return [(UnplacedPolicy.of(option, batch, tokens, dict(zip(entries, way, strict=True))), way) for way in ways]
 
 

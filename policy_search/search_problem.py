@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
+from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY, TIERS, representation_of, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.hardware import Hardware
@@ -31,7 +31,10 @@ RESIDENT_MINI_BATCH_TOKENS = (*MINI_BATCH_TOKENS, 65536, 131072)
 class Space:
     """What a searched policy may use; the search leaves out what the machine lacks."""
 
-    entries: tuple[str, ...] = ("kv@device", "kv@host", "kv@disk", "act@device", "act@host", "act@disk", "tok")
+    entries: tuple[str, ...] = (
+        *("kv@device", "kv@host", "kv@disk", "act@device", "act@host", "act@disk", "tok"),
+        ATTENDED_ENTRY,
+    )
     both: tuple[str, ...] = ("both(kv@host,act@host)", "both(kv@host,act@device)")
     attention: tuple[str, ...] = ("device", "host")
     schedules: tuple[str, ...] = ("column", "row")
@@ -224,7 +227,10 @@ class SearchProblem(Problem):
     def entries(self) -> tuple[str, ...]:
         """Cache entries that attention on the device may mix, those first that need no recomputing: a program's optimum
         is at the first of several that are equal."""
-        known = (e for e in self.space.entries if e == "tok" or e.split("@")[1] in self.tiers)
+        known = [e for e in self.space.entries if all(part.tier in self.tiers for part in stored_copies(e))]
+        splits = {"device", "host"} <= {*self.space.attention} and self.has_line("attend_host", "host_compute")
+        if ATTENDED_ENTRY in known and not (splits and NATIVE in self.space.kv_bits):
+            known.remove(ATTENDED_ENTRY)
         return tuple(sorted(known, key=lambda entry: ("kv", "act", "tok").index(representation_of(entry))))
 
     @cached_property

@@ -313,6 +313,7 @@ SYSTEMS: dict[str, Entry] = {
     ),
     "infinigen": Entry(_infinigen, _PLAIN_INFINIGEN.options),
     "fastdecode": Entry(_fastdecode, {"gpus": COUNT}),
+    "neo": _preset(presets.neo, {"host": NUMBER}),
     "hybrid": _preset(presets.hybrid, {"share": NUMBER, **_SIZES}, required="share"),
     "flexgen": Entry(
         _flexgen, {"host_attention": FLAG, "compress": FLAG, "cache": HOST}, reads_lines=True, batches="itself"

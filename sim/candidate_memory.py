@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, lengths_between
-from flexhybrid.core.context.cache_entries import TIERS, Pool
+from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY, TIERS, Pool
 from flexhybrid.core.memory import layer_bytes, memory_parts
 from flexhybrid.core.problem import BufferSizes, Problem
 from flexhybrid.core.schedule.buffer_sizes import Reads, group_sizes, split_blocks
@@ -113,6 +113,8 @@ def _reads(steps: CandidateSteps, window: int | None) -> Reads:
         held = {entry: count[None] for entry, count in steps.reserved_in(window).items()}
     recomputed = steps.dealing.tok_blocks(read) * BLOCK_TOKENS if steps.dealing.keeps_ids else 0.0 * read
     context = read - recomputed if window is None else sum(tokens.values())
+    if ATTENDED_ENTRY in tokens:
+        context = context - tokens[ATTENDED_ENTRY] * ~pieces
     return Reads(running, held, tokens, context, recomputed, splits={}, new=new, pieces=pieces)
 
 

@@ -24,7 +24,7 @@ from flexhybrid.core.context.blocks import (
     most_dealt,
     window_blocks,
 )
-from flexhybrid.core.context.cache_entries import representation_of, stored_copies
+from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY, representation_of, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, takes_prompts_whole
 from flexhybrid.core.context.selection import (
     ALMOST_ALL,
@@ -359,7 +359,7 @@ class CandidateSteps:
         later = np.maximum(self.num_chunks - 1, 1)
         last = later * self.chunk_size
         stretch = DecodeStretch(np.minimum(self.chunk_size, last), last, later)
-        mean = self.decode(stretch, window)(1.0)
+        mean = self.decode(stretch, window, of_chunks=True)(1.0)
         since, until = self.dealing.tokens(np.minimum(self.chunk_size, self.prompt)), self.prompt_tokens
         width = np.where(self.num_chunks > 1, (self.prompt - self.chunk_size) / later, 1.0)
         stored = self._by_copy(np.minimum(np.maximum(until - since, 0.0) / later, self._stored_at_once(last, window)))
@@ -385,8 +385,11 @@ class CandidateSteps:
             first = after
         return [*stretches, DecodeStretch(end, end, np.where(self.generated > 1, 1.0, 0.0))]
 
-    def decode(self, stretch: DecodeStretch, window: int | None = None) -> Callable[[np.ndarray | float], StepCounts]:
-        """Return a stretch's mean step, in layers of a window, as a function of its requests."""
+    def decode(
+        self, stretch: DecodeStretch, window: int | None = None, of_chunks: bool = False
+    ) -> Callable[[np.ndarray | float], StepCounts]:
+        """Return a stretch's mean step, in layers of a window, as a function of its requests. ``of_chunks``: a stretch
+        of prompt steps, in which the device attends to all of the context."""
         at, weight = self._samples(stretch)
         window = self._windowed(window)
 
@@ -394,9 +397,13 @@ class CandidateSteps:
             return (samples * weight).sum(axis=0)
 
         held, reserved = self.by_entry(self.dealing.held(at, window)), self.reserved_in(window)
-        tokens = self.by_entry(self.dealing.tokens(at, window)) if self.lines or window is not None else {}
+        splits = ATTENDED_ENTRY in self.shares and not of_chunks
+        needed = self.lines or window is not None or splits
+        tokens = self.by_entry(self.dealing.tokens(at, window)) if needed else {}
         recomputed = mean(self.dealing.tok_blocks(at)) * BLOCK_TOKENS if self.dealing.keeps_ids else 0.0
         context = mean(at) - recomputed if window is None else mean(sum(tokens.values()))  # cached, that is, read
+        on_host = mean(tokens[ATTENDED_ENTRY]) if splits else 0.0
+        context = context - on_host
         new_tokens = None  # of one iteration
         if stretch.entry is None:
             new_tokens = self._new_tokens(stretch.first, stretch.final + 1) / (stretch.final + 1 - stretch.first)
@@ -408,6 +415,8 @@ class CandidateSteps:
         def step_of(batch) -> StepCounts:
             blocks, copies = {}, {}
             for entry in self.dealing.names:
+                if splits and entry == ATTENDED_ENTRY:
+                    continue
                 leading = 0.0
                 if entry in self.lines:
                     point = split_point(
@@ -437,6 +446,7 @@ class CandidateSteps:
                 recomputed=recomputed,
                 selected=selected,
                 in_place=batch * (context + recomputed + 1) if in_place else None,
+                on_host=batch * on_host,
                 window=window,
             )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY
 from flexhybrid.core.context.selection import WHOLE_LAYERS
 from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
@@ -178,6 +179,17 @@ def infinigen(
         **{"whole_layers": WHOLE_LAYERS, **fields},
     )
     return replace(offloaded(max_mini_batch_tokens, "full"), name="infinigen", selection=selection)
+
+
+def neo(host: float = 0.5, max_mini_batch_tokens: int = 8192) -> Policy:
+    """NEO (arXiv 2411.01142): the host attends to the part of the cache that it holds while the device attends to its
+    own. NEO divides the cache by request; here each request has a share ``host`` of its tokens on the host.
+
+    Raise InputError for a share outside 0..1.
+    """
+    share = _share(host, "neo: the host's share")
+    cache = {ATTENDED_ENTRY: share, "kv@device": 1.0 - share}
+    return Policy("neo", _RESIDENT, cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
 def fastdecode(max_mini_batch_tokens: int = 8192) -> Policy:

@@ -28,6 +28,18 @@ def wider_policies(wide: int, narrow: int, chunk: int) -> dict[str, Policy]:
         "host attention, disk": Policy(
             cache={"kv@host": 0.4, "kv@disk": 0.6}, attention="host", max_mini_batch_tokens=narrow
         ),
+        "split attention": Policy(
+            weights=Placement(device=0.5, host=0.5), attention={"host": 0.6, "device": 0.4},
+            max_mini_batch_tokens=narrow,
+        ),
+        "split attention, mixed": Policy(
+            cache={"attended(kv@host)": 0.3, "act@host": 0.2, "kv@device": 0.1, "kv@disk": 0.2, "tok": 0.2},
+            max_mini_batch_tokens=narrow,
+        ),
+        "split attention, chunks": Policy(
+            cache={"attended(kv@host)": 0.5, "act@device": 0.3, "kv@host": 0.2}, schedule="row",
+            max_mini_batch_tokens=chunk,
+        ),
         "kvpr": Policy(cache={"both(kv@host,act@host)": 1.0}, max_mini_batch_tokens=wide),
         "two copies": Policy(
             cache={"both(kv@host,act@device)": 0.5, "both(kv@disk,act@host)": 0.5}, max_mini_batch_tokens=wide

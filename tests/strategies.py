@@ -32,7 +32,8 @@ def lossless_policies(draw) -> Policy:
         return Policy("host attention", weights, cache=draw(st.sampled_from(ATTENDED)), attention="host", **rest)
     entries = [f"{r}@{tier}" for r in ("kv", "act") for tier in TIERS]
     both = [f"both(kv@{a},act@{b})" for a in TIERS for b in TIERS]
-    chosen = draw(st.lists(st.sampled_from([*entries, *entries, *both]), min_size=1, max_size=4, unique=True))
+    some = [*entries, *entries, *both, "attended(kv@host)", "attended(kv@host)"]
+    chosen = draw(st.lists(st.sampled_from(some), min_size=1, max_size=4, unique=True))
     chosen += ["tok"] if draw(st.booleans()) else []
     parts = draw(st.lists(st.integers(1, 9), min_size=len(chosen), max_size=len(chosen)))
     cache = {entry: part / sum(parts) for entry, part in zip(chosen, parts, strict=True)}
@@ -45,6 +46,7 @@ def lossless_policies(draw) -> Policy:
 def sharing_policies(draw, few_bits: bool = False) -> Policy:
     """Draw policies under which prompts share the blocks of a common prefix; ``few_bits``: some with packed KV."""
     entries = [f"{r}@{tier}" for r in ("kv", "act") for tier in TIERS]
+    entries += [] if few_bits else ["attended(kv@host)"]
     chosen = draw(st.lists(st.sampled_from(entries), min_size=1, max_size=3, unique=True))
     parts = draw(st.lists(st.integers(1, 9), min_size=len(chosen), max_size=len(chosen)))
     cache = {entry: part / sum(parts) for entry, part in zip(chosen, parts, strict=True)}

@@ -107,7 +107,7 @@ class OverlapRun:
         self.weights = weights
         self.session = Session.of(weights, case.policy, WORKLOAD, hardware=hardware, make_engine=make_engine)
         self.computing = {"compute": threads}
-        if case.policy.attention == "host":
+        if case.policy.host_attends:
             self.computing["host_compute"] = 1
         self.session.generate()
 
@@ -266,6 +266,14 @@ class Decode(NamedTuple):
     lanes: dict[str, LaneTimes]
 
 
+def measured_decode(run: OverlapRun, rates: dict[str, float]) -> Decode:
+    """Decode once at these rates, in GB/s."""
+    result = run.session.decode_result()
+    window = TraceWindow(result.trace, LAST)
+    moving_s = {name: window.moved_bytes(name) / (rate * 1e9) for name, rate in rates.items()}
+    return Decode(result.trace, window.seconds, moving_s | run.computing_s(), result.lanes)
+
+
 def measure(
     table: Table, case: OverlapCase, weights: Weights, hardware: Hardware
 ) -> tuple[float, float, list[Round[Decode]]]:
@@ -279,13 +287,7 @@ def measure(
     rates = rates_of(case, run.planned_bytes(case.paced) / max(alone.result.values()) / 1e9)
     run.set_rates(rates)
 
-    def one_round() -> Decode:
-        result = run.session.decode_result()
-        window = TraceWindow(result.trace, LAST)
-        moving_s = {name: window.moved_bytes(name) / (rate * 1e9) for name, rate in rates.items()}
-        return Decode(result.trace, window.seconds, moving_s | run.computing_s(), result.lanes)
-
-    rounds = least_disturbed(one_round, ROUNDS)
+    rounds = least_disturbed(partial(measured_decode, run, rates), ROUNDS)
     decodes = [done.result for done in rounds]
     ideals = {name: statistics.median(decode.ideal_s[name] for decode in decodes) for name in decodes[0].ideal_s}
     binding, second = sorted(ideals, key=lambda name: -ideals[name])[:2]

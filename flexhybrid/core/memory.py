@@ -143,7 +143,8 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     # Reserved for any bits, so that sums over bits work; small for small models. Triton's kernels do not need it, but
     # only a run knows whether they work.
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
-    on_host = policy.attention == "host"
+    on_host, split = policy.host_attends, policy.host_attends and policy.attention == "device"
+    out_row = 4 * (shape.query_width + shape.num_heads) if split else shape.query_width * p
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
     running = problem
     if problem.counts_allocator and problem.attention is None:  # a run may attend in place: room for either
@@ -176,7 +177,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "positions": 16 * sizes.hidden_rows
         + rotation * (sizes.longest + sizes.hidden_rows + act * sizes.cached_tokens),
         "packing": packing,
-        "attended rows": NUM_SLOTS * sizes.decode_batch * shape.query_width * p if on_host else 0,
+        "attended rows": NUM_SLOTS * sizes.decode_batch * out_row if on_host else 0,
         "workspace": workspace
         + (generated * (shape.hidden + shape.query_width + 2 * shape.kv_width) * p if shape.modules else 0),
         "CUDA graphs": _graph_bytes(running, policy, p, sizes) if without_graphs(running, policy) is None else 0,
@@ -191,7 +192,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "hidden states": sizes.hidden_rows * hidden if policy.hidden == "host" and layers > 1 else 0,
         "token log": 8 * sizes.log_cells,
         "log probabilities": sizes.noted_bytes,
-        "query strips": NUM_SLOTS * sizes.decode_batch * (2 * shape.query_width + shape.kv_width) * p if on_host else 0,
+        "query strips": NUM_SLOTS * sizes.decode_batch * ((shape.query_width + shape.kv_width) * p + out_row) * on_host,
         "workspace": HOST_THREADS[device] * 8 * widened if on_host and p < 4 else 0,
     }
     device_parts = pools["device"] | on_device | chosen["device"] | states["device"]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
-from flexhybrid.core.context.cache_entries import CACHE_KEY, TIERS, representation_of
+from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY, CACHE_KEY, TIERS, representation_of
 from flexhybrid.core.errors import InputError, check
 from flexhybrid.core.files import load_json, named_once, parse_json
 
@@ -215,8 +215,8 @@ _CHOICES = {
 class Policy:
     """All that may differ between two systems. Shares are of tokens (cache) or of bytes inside every layer (weights).
 
-    ``cache`` maps ``kv@TIER``, ``act@TIER``, ``both(kv@TIER,act@TIER)`` and ``tok`` to their share of each request's
-    tokens. ``max_mini_batch_tokens`` bounds the padded tokens of a mini-batch (CAPTURE: 8,192).
+    ``cache`` maps ``kv@TIER``, ``act@TIER``, ``both(kv@TIER,act@TIER)``, ``attended(kv@host)`` and ``tok`` to their
+    share of each request's tokens. ``max_mini_batch_tokens`` bounds the padded tokens of a mini-batch (CAPTURE: 8,192).
     """
 
     name: str = "custom"
@@ -233,7 +233,9 @@ class Policy:
     #: requests into mini-batches: by length in even parts, in order of arrival, or "balance", by CAPTURE's F_b
     packing: str = "balanced"
     selection: Selection = Selection()
-    attention: str = "device"
+    #: where decode steps attend; {"host": s, "device": 1 - s}: the host to a share s of ``kv@host``, while the device
+    #: attends to the rest. The share is kept in ``cache``, as ``attended(kv@host)``.
+    attention: str | Mapping[str, float] = "device"
     #: recomputing waits for W_K and W_V alone; kv_act_first: and ACT crosses the link before the layer's other weights;
     #: natural: it waits for the whole layer
     weight_order: str = "kv_first"
@@ -260,10 +262,12 @@ class Policy:
         for key in self.cache:
             if not isinstance(key, str) or not CACHE_KEY.fullmatch(key):
                 raise InputError(
-                    f"policy: unknown cache entry {key!r}; known: kv@TIER, act@TIER, both(kv@TIER,act@TIER), tok "
-                    f"with TIER one of {', '.join(TIERS)}"
+                    f"policy: unknown cache entry {key!r}; known: kv@TIER, act@TIER, both(kv@TIER,act@TIER), "
+                    f"{ATTENDED_ENTRY}, tok with TIER one of {', '.join(TIERS)}"
                 )
         _check_shares(self.cache, "cache")
+        if isinstance(self.attention, Mapping):
+            self._share_attention(self.attention)
         object.__setattr__(self, "cache", CacheShares(self.cache))
         for name, choices in _CHOICES.items():
             _check_choice(getattr(self, name), choices, name)
@@ -275,6 +279,19 @@ class Policy:
                 if key not in ("kv@host", "kv@disk"):
                     raise InputError(f"policy: attention on the host reads kv@host and kv@disk, but cache names {key}")
 
+    def _share_attention(self, shares: Mapping[str, float]) -> None:
+        """Divide ``kv@host`` between attention on the host and on the device by these shares."""
+        if not {*shares} <= {"host", "device"}:
+            raise InputError(f"policy: attention names {', '.join(map(str, shares))}; it may name host and device")
+        _check_shares(shares, "attention")
+        on_host, held = shares.get("host", 0.0), self.cache.get("kv@host", 0.0)
+        if on_host and not held or ATTENDED_ENTRY in self.cache:
+            raise InputError(f"policy: attention is a share of kv@host, but cache is {dict(self.cache)}")
+        divided = {"kv@host": held * (1 - on_host), ATTENDED_ENTRY: held * on_host}
+        if 0 < on_host < 1:
+            object.__setattr__(self, "cache", {**self.cache, **divided})
+        object.__setattr__(self, "attention", "host" if on_host == 1 else "device")
+
     def share(self, representation: str) -> float:
         """Share of tokens held as ``kv``, ``act``, ``both`` or ``tok``, over all tiers."""
         return sum(s for key, s in self.cache.items() if representation_of(key) == representation)
@@ -283,6 +300,16 @@ class Policy:
     def cache_entries(self) -> tuple[str, ...]:
         """The representations in use, ACT before KV: the order of shares of zero does not matter."""
         return tuple(sorted(key for key, share in self.cache.items() if share > 0))
+
+    @property
+    def host_attends(self) -> bool:
+        """Return whether the host attends in decode steps: to all of the context, or to ``attended(kv@host)``."""
+        return self.attention == "host" or ATTENDED_ENTRY in self.cache_entries
+
+    @property
+    def attending_tier(self) -> str:
+        """Return where decode steps attend, in words: "device", "host" or "device and host"."""
+        return "device and host" if self.host_attends and self.attention == "device" else str(self.attention)
 
     @property
     def attends_from_disk(self) -> bool:

@@ -141,7 +141,7 @@ def without_graphs(problem: Problem, policy: Policy) -> str | None:
         (problem.device != "cuda", "the device is no GPU"),
         (not problem.cuda_graphs, "they are switched off"),
         (bool(problem.shape.modules), "the layers are transformers' own, whose Python values change"),
-        (policy.attention == "host", "the host attends"),
+        (policy.host_attends, "the host attends"),
         (policy.selection.method != "none", "the selection of tokens depends on data"),
         (not problem.attends_in_place, "each context is copied and padded, which grows: Triton's kernels do not run"),
     )

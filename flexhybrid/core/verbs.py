@@ -61,6 +61,7 @@ VERBS: dict[str, Verb] = {
         Verb("attend_chunk", "compute", needs="chunk", otherwise="attend"),
         Verb("attend_prefill", "compute", otherwise="attend", group="gemm"),
         Verb("attend_recomputed", "compute", needs="recomputed", otherwise="attend_prefill", group="gemm"),
+        Verb("merge_attended", "compute", otherwise="assemble"),
         Verb("rank", "compute"),
         Verb("finish", "compute", group="gemm"),
         Verb(

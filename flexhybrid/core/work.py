@@ -159,6 +159,18 @@ def load_attended(shape: ModelShape, p: int, rows) -> Work:
     return Work(link_bytes=rows * shape.query_width * p, num_copies=1, tokens=rows)
 
 
+def load_weighed(shape: ModelShape, rows) -> Work:
+    """Return what the host's part of the attention moves: float32 outputs, and a sum of exponentials for each head."""
+    return Work(link_bytes=4 * rows * (shape.query_width + shape.num_heads), num_copies=1, tokens=rows)
+
+
+def merge_weighed(shape: ModelShape, rows) -> Work:
+    """Return the merge of the host's and the device's parts: both are read and one is written, in float32."""
+    return Work(
+        memory_bytes=12 * rows * (shape.query_width + shape.num_heads), flops=8 * rows * shape.query_width, tokens=rows
+    )
+
+
 def rank(shape: ModelShape, batch, rows, columns) -> Work:
     """Add up each cached token's attention weights (H2O): float32 of every head, read and written once."""
     return Work(memory_bytes=8 * batch * shape.num_heads * rows * columns, tokens=batch * columns)

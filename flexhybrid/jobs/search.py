@@ -266,7 +266,7 @@ def describe_policy(policy: Policy, at_a_time: int) -> list[str]:
     hidden = f", hidden states on the {policy.hidden}" * (policy.hidden != "device")
     return [
         f"  policy: {counted(at_a_time, 'request')} at a time; bits {bits}{changes}",
-        f"          {policy.schedule} schedule, {policy.cut}, attention on the {policy.attention}{hidden}",
+        f"          {policy.schedule} schedule, {policy.cut}, attention on the {policy.attending_tier}{hidden}",
     ]
 
 
@@ -320,7 +320,7 @@ def _brief(problem: Problem, policy: Policy, batch: int) -> str:
     """Return a policy in a line."""
     bits = "" if policy.bits.native else f", bits {_bits_text(policy.bits)}"
     where = f"weights {shares_text(kept_shares(problem, policy))}; cache {shares_text(policy.cache)}"
-    return f"{where}; attention on the {policy.attention}, {counted(batch, 'request')} at a time{bits}"
+    return f"{where}; attention on the {policy.attending_tier}, {counted(batch, 'request')} at a time{bits}"
 
 
 def describe_rivals(report: SearchReport) -> str:

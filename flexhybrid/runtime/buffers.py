@@ -192,12 +192,18 @@ class Buffers:
         hidden_on_host = policy.hidden == "host"
         self.hidden_slots = on_device(NUM_SLOTS, sizes.step_rows if hidden_on_host else 0, hidden)
         self.host_hidden = on_host(sizes.hidden_rows if hidden_on_host else 0, hidden)
-        strip_rows = sizes.decode_batch if policy.attention == "host" else 0
+        strip_rows = sizes.decode_batch if policy.host_attends else 0
+        #: the host's output: whole, or the part that the device merges with its own, in float32 with a sum per head
+        part = (
+            (shape.query_width, dtype)
+            if policy.attention == "host"
+            else (shape.query_width + shape.num_heads, torch.float32)
+        )
         self.query_strip = on_host(NUM_SLOTS, strip_rows, shape.query_width + kv)
-        self.out_strip = on_host(NUM_SLOTS, strip_rows, shape.query_width)
+        self.out_strip = on_host(NUM_SLOTS, strip_rows, part[0], dtype=part[1])
         placed = num_limited(policy.selection, shape.num_layers) > 0
         self.place_strip = on_host(NUM_SLOTS, sizes.decode_batch * placed, groups, dtype=torch.int64)
-        self.attended = on_device(NUM_SLOTS, strip_rows, shape.query_width)
+        self.attended = on_device(NUM_SLOTS, strip_rows, part[0], dtype=part[1])
         choosing = num_choosing(policy.selection, shape.num_layers) > 0
         self.gathered = {
             name: on_host(NUM_SLOTS, sizes.selected_rows.get(name, 0) * choosing, row.width, dtype=row.dtype)

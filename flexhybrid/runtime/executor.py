@@ -155,7 +155,7 @@ class Executor(Generic[SelectionT]):
         self.extents: dict[tuple[int, int | None], tuple[MiniBatchStep, Any]] = {}
         #: numba's kernels attend on the host; False: plain torch
         self.host_kernels = paths.on_host and not self.shape.softcaps
-        on_host = self.policy.attention == "host" and self.host_kernels
+        on_host = self.policy.host_attends and self.host_kernels
         if on_host or self.device.type == "cpu" and attends_in_place(wave.problem, wave.policy):
             from flexhybrid.runtime.kernels.in_place import compile_for
 

@@ -52,7 +52,7 @@ def check_runnable(shape: ModelShape, policy: Policy) -> None:
         (ranked and policy.bits.kv != "native", f"heavy hitters of {policy.bits.kv}-bit KV, whose heads share a row,"),
         (ranked and any("disk" in key for key in policy.cache_entries), "heavy hitters on the disk"),
         (
-            policy.attention == "host" and policy.bits.kv != "native",
+            policy.host_attends and policy.bits.kv != "native",
             f"attention on the host over {policy.bits.kv}-bit KV",
         ),
         (

@@ -36,6 +36,14 @@ def test_json_gives_the_very_same_policy_back(policy):
     assert set(policy.cache_entries) == {key for key, share in policy.cache.items() if share}
 
 
+def test_shares_of_attention_divide_the_cache_on_the_host():
+    divided = Policy(attention={"host": 0.25, "device": 0.75}, cache={"kv@host": 0.8, "act@host": 0.2})
+    assert divided.attention == "device" and divided.host_attends
+    assert dict(divided.cache) == pytest.approx({"act@host": 0.2, "attended(kv@host)": 0.2, "kv@host": 0.6})
+    assert Policy(attention={"host": 1.0}) == Policy(attention="host")
+    assert Policy(attention={"host": 0, "device": 1}) == Policy()
+
+
 SPECULATIVE = dict(
     method="speculative", alpha=4, partial_ratio=0.3, max_fraction=0.2, pool=0.8, victim="lru", partial_keys="host"
 )
@@ -80,6 +88,10 @@ REFUSED = [
     # contradictions
     (dict(attention="host", cache={"kv@device": 1}), "kv@device"),
     (dict(attention="host", cache={"kv@host": 0.5, "act@host": 0.5}), "act@host"),
+    (dict(attention={"host": 0.5, "device": 0.6}), "attention"),
+    (dict(attention={"host": 0.5, "disk": 0.5}), "disk"),
+    (dict(attention={"host": 0.5, "device": 0.5}, cache={"kv@device": 1}), "kv@device"),
+    (dict(attention="host", cache={"attended(kv@host)": 1}), "attended"),
     (dict(selection=dict(method="topk")), "selection.method"),
     (dict(selection=dict(method="none", budget=0.2)), "selection.budget"),
     (dict(selection=dict(method="heavy_hitter")), "selection.budget"),

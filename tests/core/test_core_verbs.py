@@ -33,6 +33,7 @@ POLICIES = (
     Policy("both", cache={BOTH: 1.0}),
     Policy("few bits", cache={"kv@host": 0.5, "act@host": 0.5}, bits=Bits(8, 2, 1)),
     Policy("attention on the host", attention="host", schedule="row"),
+    Policy("attention on host and device", attention={"host": 0.5, "device": 0.5}),
     Policy("heavy hitters", selection=Selection("heavy_hitter", budget=0.5)),
     Policy("speculative", cache={"kv@host": 0.5, "act@host": 0.5}, selection=SPECULATIVE),
     Policy("one task at a time", overlap="none"),

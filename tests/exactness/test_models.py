@@ -41,15 +41,18 @@ TYPES = {
     "gpt_neox": ("hybrid", "kvpr"),  # one matrix for queries, keys and values
     "phi3": ("hybrid", "tok"),  # has a file of its own but for a long rotation
     "olmo2": ("hybrid", "act_only"),  # norms of whole rows
-    "gemma2": ("hybrid", "kv_only"),  # scores within a softcap, a window in every other layer
-    "gpt_oss": ("hybrid", "host attention"),  # sinks, windows, experts
+    "gemma2": ("hybrid", "kv_only", "split attention"),  # scores within a softcap, a window in every other layer
+    "gpt_oss": ("hybrid", "host attention", "split attention, mixed"),  # sinks, windows, experts
     # latent attention: values narrower than keys; a dense first layer
-    "deepseek_v3": ("hybrid", "host attention", "disk", "row", "chunks, hidden on host", "kvpr", "two copies", "tok"),
+    "deepseek_v3": (
+        *("hybrid", "host attention", "disk", "row", "chunks, hidden on host", "kvpr", "two copies", "tok"),
+        "split attention, mixed",
+    ),
     # recurrent layers beside attention
-    "qwen3_next": ("disk", "row", "chunks, hidden on host", "host attention", "kvpr"),
+    "qwen3_next": ("disk", "row", "chunks, hidden on host", "host attention", "kvpr", "split attention"),
     # layers that attend to other layers' keys and values
-    "gemma4_text": ("disk", "row", "host attention", "kvpr", "tok"),
-    "gemma3n_text": ("disk", "chunks, hidden on host"),
+    "gemma4_text": ("disk", "row", "host attention", "kvpr", "tok", "split attention, mixed"),
+    "gemma3n_text": ("disk", "chunks, hidden on host", "split attention"),
 }
 
 

@@ -64,9 +64,16 @@ del POLICIES["host attention, disk"]  # which needs numba, and a fake device has
 
 
 def run_under(
-    source, policy, changed=None, device=DEVICE, plan=None, keep_trace=True, requests=(PROMPTS, MAX_TOKENS), hears=None,
+    source,
+    policy,
+    changed=None,
+    device=DEVICE,
+    plan=None,
+    keep_trace=True,
+    requests=(PROMPTS, MAX_TOKENS),
+    hears=None,
     **others,
-):  # fmt: skip
+):
     """Run prompts to their lengths. ``changed``: task -> what is run in its place; ``hears``: of ``RunControl``;
     ``others``: of the problem."""
     prompts, max_tokens = requests

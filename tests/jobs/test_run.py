@@ -462,7 +462,7 @@ def test_sampling_defaults_are_the_commands_then_the_checkpoints(tmp_path, capsy
     assert sorted(tokens("--max-tokens", "5")) == [2, 5]
     assert "sampling   temperature 0, of the checkpoint's" in capsys.readouterr().out
     assert sorted(tokens("--generation-config", "none", "--temperature", "0", "--max-tokens", "4")) == [2, 4]
-    assert "sampling" not in capsys.readouterr().out
+    assert "sampling   " not in capsys.readouterr().out
     assert run(source, tmp_path / "out.jsonl", tmp_path / "model") == 2
     assert "max_tokens was 4, is 3" in capsys.readouterr().err
     assert run(source, tmp_path / "other.jsonl", tmp_path / "model", "--chat-template-kwargs", "[]") == 2

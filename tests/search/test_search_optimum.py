@@ -93,6 +93,11 @@ BRUTE = {
     "bits and disk": (replace(FULL, entries=("kv@host", "act@host", "kv@disk"), weights_bits=("native", 4),
                               kv_bits=("native", 4), act_bits=("native",), schedules=("column",), hidden=("device",)),
                       {"device": 12, "host": 16, "disk": 64}),
+    "split attention": (replace(LOSSLESS, entries=("kv@device", "kv@host", "act@host", "attended(kv@host)"),
+                                schedules=("column",), hidden=("device",)), {"device": 16}),
+    "split attention or bits": (replace(FULL, entries=("kv@host", "attended(kv@host)"), kv_bits=("native", 4),
+                                        weights_bits=("native",), act_bits=("native",), schedules=("column",),
+                                        hidden=("device",)), {"device": 12}),
     "token ids": (replace(LOSSLESS, schedules=("column",), hidden=("device",), attention=("device",),
                           entries=("kv@host", "act@host", "tok")), {"device": 14, "host": 20}),
 }  # fmt: skip
@@ -105,6 +110,8 @@ BRUTE = {
         ("host attention", 1.0),
         ("host attention over the disk", 1.0),
         ("bits and disk", 1.0),
+        ("split attention", 0.1),
+        ("split attention or bits", 0.1),
         ("token ids", 0.1),
     ],
 )

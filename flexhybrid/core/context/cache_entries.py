@@ -1,11 +1,15 @@
-"""Cache entries as a policy writes them: ``kv@host``, ``act@device``, ``both(kv@host,act@host)``, ``tok``."""
+"""Cache entries as a policy writes them: ``kv@host``, ``act@device``, ``both(kv@host,act@host)``, ``tok``, and
+``attended(kv@host)``, keys and values that the host attends to where they are."""
 
 import re
 from functools import cache
 from typing import NamedTuple
 
 TIERS = ("device", "host", "disk")
-CACHE_KEY = re.compile(r"tok|(kv|act)@(device|host|disk)|both\(kv@(device|host|disk),act@(device|host|disk)\)")
+ATTENDED_ENTRY = "attended(kv@host)"
+CACHE_KEY = re.compile(
+    r"tok|(kv|act)@(device|host|disk)|both\(kv@(device|host|disk),act@(device|host|disk)\)|attended\(kv@host\)"
+)
 
 
 class StoredCopy(NamedTuple):
@@ -34,8 +38,8 @@ class Pool(NamedTuple):
 
 @cache
 def representation_of(entry: str) -> str:
-    """kv, act, both or tok."""
-    return re.split(r"[@(]", entry)[0]
+    """Return kv, act, both or tok."""
+    return re.split(r"[@(]", entry.removeprefix("attended("))[0]
 
 
 @cache

@@ -5,7 +5,7 @@ Dependencies follow from these alone (``dependencies.py``), including which buff
 
 from functools import cache
 
-from flexhybrid.core.context.cache_entries import Pool
+from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY, Pool
 from flexhybrid.core.schedule.positions import Position
 from flexhybrid.core.schedule.steps import MiniBatchStep
 from flexhybrid.core.task import Access
@@ -46,7 +46,7 @@ class AccessMap:
 
     def __init__(self, wave: Wave):
         self.wave = wave
-        self.on_host = wave.policy.attention == "host"
+        self.on_host = wave.policy.host_attends
         shape, layers = wave.shape, range(wave.shape.num_layers)
         self._streamed_from = [wave.placed_of(layer).streamed_from for layer in layers]
         self._sources = [shape.source_of(layer) for layer in layers]  # of keys and values
@@ -100,12 +100,26 @@ class AccessMap:
         key = step.mini_batch, position.layer, representation, tier, tuple(sorted(common))
         if key not in self._pools:
             own = [s.entry for s in step.segments if s.representation == representation and s.tier == tier]
-            self._pools[key] = tuple(
-                self.pool(position, entry, representation, shared)
-                for shared, entries in ((False, own), (True, [entry for entry in own if entry in common]))
-                for entry in entries
-            )
+            self._pools[key] = self._pools_of(position, own, representation, common)
         return self._pools[key]
+
+    def attended_pools(self, position: Position) -> tuple[Access, ...]:
+        """Return the pools that the host attends to beside the device."""
+        on_host = [segment for common in position.step.commons for segment in common.on_host]
+        key = position.step.mini_batch, position.layer, "attended", "host", bool(on_host)
+        if key not in self._pools:
+            self._pools[key] = self._pools_of(position, [ATTENDED_ENTRY], "kv", {ATTENDED_ENTRY} if on_host else set())
+        return self._pools[key]
+
+    def _pools_of(
+        self, position: Position, entries: list[str], representation: str, common: set[str]
+    ) -> tuple[Access, ...]:
+        """Return the pools of entries; of those in ``common`` the shared blocks too."""
+        return tuple(
+            self.pool(position, entry, representation, shared)
+            for shared, of in ((False, entries), (True, [entry for entry in entries if entry in common]))
+            for entry in of
+        )
 
     def pool(self, position: Position, entry: str, representation: str, shared: bool = False) -> Access:
         """Return the blocks of a mini-batch in one layer of a pool, or all ``shared`` ones. A layer that borrows keys

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
-from flexhybrid.core.context.cache_entries import TIERS, representation_of, stored_copies
+from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY, TIERS, representation_of, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, longest_piece, num_chunks
 from flexhybrid.core.context.prefixes import Build, build_steps, common_blocks, padded_rows
 from flexhybrid.core.context.selection import kept_tokens, most_selected
@@ -365,13 +365,19 @@ def _reads(wave: Wave, group: np.ndarray, window: int | None) -> Reads:
         running=(runs * count).sum(axis=1),
         held={entry: longest(blocks) for entry, (blocks, _) in blocks_and_tokens.items()},
         tokens=most_tokens,
-        context=sum(most_tokens.values()),
+        context=sum(of * by_device(entry, pieces) for entry, of in most_tokens.items()),
         recomputed=longest(recomputed),
         splits=splits,
         new=new,
         pieces=pieces,
         act_blocks=act_blocks,
     )
+
+
+def by_device(entry: str, pieces):
+    """Return 0 for the steps in which the host attends to an entry, which then needs no buffer on the device; else 1.
+    ``pieces``: as in ``Reads``."""
+    return pieces if entry == ATTENDED_ENTRY else 1
 
 
 def _staged_by_chunk(
@@ -419,6 +425,7 @@ def group_sizes(
             count = reads.running * (reads.splits[entry][part.representation] if entry in reads.splits else blocks)
             if reads.act_blocks and part.representation == "act":
                 count = reads.act_blocks[entry]
+            count = count * by_device(entry, reads.pieces)
             for tier in ("any", part.tier):
                 if (part.representation, tier) in columns:
                     columns[part.representation, tier] = columns[part.representation, tier] + count

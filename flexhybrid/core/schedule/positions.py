@@ -169,6 +169,7 @@ def _lay_out(
         for of_kind, works in (*by_kind, *whole.values()):
             stored = tuple((s.entry, s.representation, s.own, s.shared) for s in of_kind.stores)
             common = tuple(sorted({segment.entry for segment in of_kind.shared_segments}))
+            common += tuple(sorted({segment.entry for part in of_kind.commons for segment in part.on_host}))
             form += stored, common, bool(of_kind.commons), tuple(works)
         steps.append((step, by_kind, whole, forms.setdefault(form, len(forms))))
     return steps

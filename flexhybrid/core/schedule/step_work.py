@@ -36,6 +36,7 @@ class StepCounts:
     in_place: Count | None = None  #: tokens that attention reads in place, all requests; None: assembled
     common: Count = 0  #: shared tokens, each counted once
     common_reads: Count = 0  #: shared tokens that each request attends to, summed over requests
+    on_host: Count = 0  #: tokens that the host attends to beside the device, all requests; not in the counts above
     chunk: bool = False  #: prompt steps after cached tokens: the device attends
     window: int | None = None  #: of the layer; ``context``, ``blocks``, ``in_place`` count what is in it
 
@@ -77,6 +78,8 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         in_place = own + sum(common.rows.size * common.tokens for common in step.commons) - common_reads
         if window is not None and step.commons:  # each request attends alone to the shared tokens that it sees
             in_place = int(np.minimum(step.context + 1, window).sum())
+    own_on_host = sum(int(segment.num_tokens.sum()) for segment in step.on_host)
+    shared_on_host = sum(common.rows.size * segment.max_tokens for common in step.commons for segment in common.on_host)
     return StepCounts(
         prefill=step.prefill,
         batch=len(step.requests),
@@ -90,6 +93,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         in_place=in_place,
         common=sum(len(common.rows) * common.tokens for common in together),
         common_reads=common_reads,
+        on_host=own_on_host + shared_on_host,
         chunk=not (step.prefill or step.decodes),
         window=window,
     )
@@ -147,6 +151,8 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
         generated = recomputed_rows(c) if everything else c.batch * _selected_of(c)["act"]
         works["kv_gen"] = work.kv_gen(shape, p, _at_least(generated, work.MIN_KV_GEN_ROWS))
     works |= _attend_works(shape, p, c, attended)
+    if _any(c.on_host):
+        works |= _split_works(shape, p, c)
     if _any(c.recomputed):
         works["attend_recomputed"] = work.attend_prefill(shape, p, c.batch, _at_least(c.recomputed, 1), c.window)
     if policy.selection.method == "heavy_hitter":
@@ -201,6 +207,16 @@ def _host_works(shape: ModelShape, p: int, c: StepCounts) -> dict[str, Work]:
     if _any(c.common):
         works["attend_host_shared"] = work.attend_shared(shape, p, 1, *shared)
     return works
+
+
+def _split_works(shape: ModelShape, p: int, c: StepCounts) -> dict[str, Work]:
+    """Return the work of attending to ``on_host`` tokens on the host, beside the device."""
+    return {
+        "store_query": work.store_query(shape, p, c.batch),
+        "attend_host": work.attend_decode(shape, p, 1, c.on_host),
+        "load_attended": work.load_weighed(shape, c.batch),
+        "merge_attended": work.merge_weighed(shape, c.batch),
+    }
 
 
 def recomputed_rows(c: StepCounts) -> Count:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, ceil_blocks
-from flexhybrid.core.context.cache_entries import Pool, StoredCopy, stored_copies
+from flexhybrid.core.context.cache_entries import ATTENDED_ENTRY, Pool, StoredCopy, stored_copies
 from flexhybrid.core.context.packing import chunk_tokens, num_chunks
 from flexhybrid.core.context.prefixes import shared_runs
 from flexhybrid.core.context.selection import kept_tokens, limits_cache
@@ -167,10 +167,12 @@ class Common:
     first: int
     last: int
     segments: tuple[Segment, ...]  #: B = g; of whole blocks
+    on_host: tuple[Segment, ...] = ()  #: likewise, attended to on the host
 
     @property
     def tokens(self) -> int:
-        return (self.last - self.first) * BLOCK_TOKENS
+        """Return the tokens of ``segments``."""
+        return (self.last - self.first) * BLOCK_TOKENS - sum(segment.max_tokens for segment in self.on_host)
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,7 @@ class MiniBatchStep:
     most_kept: np.ndarray  #: [B] tokens of each request that the selection keeps
     segments: tuple[Segment, ...]
     stores: tuple[Store, ...]
+    on_host: tuple[Segment, ...] = ()  #: segments of a decode step that the host attends to; the device to the others
     recomputed: np.ndarray | None = None  #: [B] leading tokens kept as ids alone; None: none
     #: the mini-batch's step in this iteration: a piece of its prompts; in later iterations the decode is 0, and
     #: pieces of joining prompts count from 1
@@ -240,6 +243,11 @@ class MiniBatchStep:
     def _by_representation(self) -> dict[str, tuple[Segment, ...]]:
         read = (*(s for s in self.segments if s.max_tokens), *self.shared_segments)
         return {name: tuple(s for s in read if s.representation == name) for name in ("act", "kv")}
+
+    @cached_property
+    def has_on_host(self) -> bool:
+        """Return whether the host attends to a part of the context, beside the device."""
+        return bool(self.on_host) or any(common.on_host for common in self.commons)
 
     @cached_property
     def shared_segments(self) -> tuple[Segment, ...]:
@@ -295,6 +303,7 @@ def make_step(
     stored = entries.stored(kept)
     tokens_by_entry = stored - before * BLOCK_TOKENS
     segments: list[Segment] = []
+    decodes = bool(age[0]) and built is None
     holdings = [held_blocks(wave, Pool(entry, window).name, requests) for entry in entries.names]
     for i, (entry, (held, reserved)) in enumerate(zip(entries.names, holdings, strict=True)):
         extent = HeldTokens(held, held_from[..., i], before[:, i], reserved)
@@ -303,7 +312,8 @@ def make_step(
     lengths = context, new_tokens, stored if kept is context else None
     stores = _stores(wave, requests, lengths, holdings, window)
     commons = () if wave.sharing is None else _known_commons(wave, mini_batch, requests, depth)
-    decodes = bool(age[0]) and built is None
+    if decodes and ATTENDED_ENTRY in entries.names:
+        commons = tuple(_divided(common) for common in commons)
     by_blocks = decodes and wave.policy.attention == "host" and not wave.policy.attends_from_disk
     if window and commons and not by_blocks:  # the host finds its own blocks
         commons = _commons_in_window(wave.entries, commons, context, window)
@@ -314,7 +324,10 @@ def make_step(
         requests=requests,
         context=context,
         new_tokens=new_tokens,
-        segments=tuple(segments),
+        segments=tuple(segment for segment in segments if not (decodes and segment.entry == ATTENDED_ENTRY)),
+        on_host=tuple(
+            segment for segment in segments if decodes and segment.entry == ATTENDED_ENTRY and segment.max_tokens
+        ),
         stores=stores,
         recomputed=recomputed,
         chunk=chunk,
@@ -331,6 +344,13 @@ def make_step(
     )
 
 
+def _divided(common: Common) -> Common:
+    """Return shared blocks with those that the host attends to apart."""
+    on_host = tuple(segment for segment in common.segments if segment.entry == ATTENDED_ENTRY)
+    others = tuple(segment for segment in common.segments if segment.entry != ATTENDED_ENTRY)
+    return replace(common, segments=others, on_host=on_host)
+
+
 def _commons_in_window(entries: BlockEntries, commons: tuple[Common, ...], context, window: int) -> tuple[Common, ...]:
     """Drop shared blocks that are outside every new token's window. ``context``: [B]."""
     left = []
@@ -339,14 +359,21 @@ def _commons_in_window(entries: BlockEntries, commons: tuple[Common, ...], conte
         if seen_from >= common.last:
             continue
         if seen_from > common.first:
-            before, segments = entries.dealt(seen_from), []
-            for segment in common.segments:
-                cut = before[entries.names.index(segment.entry)] - segment.start_block
-                if cut[0] < segment.reserved[0]:
-                    tokens = segment.num_tokens - cut * BLOCK_TOKENS
-                    segments.append(replace(segment, num_tokens=tokens, start_block=segment.start_block + cut))
-            common = Common(common.rows, seen_from, common.last, tuple(segments))
+            before = entries.dealt(seen_from)
+            segments, on_host = (_cut(of, before, entries) for of in (common.segments, common.on_host))
+            common = Common(common.rows, seen_from, common.last, segments, on_host)
         left.append(common)
+    return tuple(left)
+
+
+def _cut(segments: tuple[Segment, ...], before: np.ndarray, entries: BlockEntries) -> tuple[Segment, ...]:
+    """Drop the first ``before`` [entry] blocks of shared segments."""
+    left = []
+    for segment in segments:
+        cut = before[entries.names.index(segment.entry)] - segment.start_block
+        if cut[0] < segment.reserved[0]:
+            tokens = segment.num_tokens - cut * BLOCK_TOKENS
+            left.append(replace(segment, num_tokens=tokens, start_block=segment.start_block + cut))
     return tuple(left)
 
 

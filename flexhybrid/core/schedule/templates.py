@@ -18,6 +18,42 @@ Accesses = tuple[Access, ...]
 Template = tuple[str, Accesses, Accesses]  #: a task's verb, reads and writes
 
 
+def _generate(at: AccessMap, position: Position, kv_end: int) -> Iterator[Template]:
+    """Yield the recomputation of keys and values from ACT. ``kv_end``: bytes of the layer that it waits for."""
+    works, buffer = position.works, cell("act_buffer", position.slot)
+    if "kv_gen" not in works:
+        return
+    pools = at.pools(position, "act", "device")
+    reads, writes = (buffer, *at.matrices(position, 0, kv_end)), (accesses.GENERATED,)
+    if "dequantize_act" in works:
+        yield "dequantize_act", (buffer, *pools), (accesses.PLAIN_ACT,)
+        reads = (*reads, accesses.PLAIN_ACT)
+    elif pools:  # gathered into the buffer next to loaded rows
+        reads, writes = (*reads, *pools), (*writes, buffer)
+    yield "kv_gen", reads, writes
+
+
+def _attend_on_host(at: AccessMap, position: Position, borrows: bool) -> Iterator[Template]:
+    """Yield attention on the host: to all of the context, or to the step's ``on_host`` parts. ``borrows``: the layer
+    has no keys and values of its own."""
+    slot = position.slot
+    query, out = cell("query_strip", slot), cell("out_strip", slot)
+    yield "store_query", (at.qkv(position),), (query,)
+    if "merge_attended" in position.works:
+        yield "attend_host", (query, *at.attended_pools(position)), (out,)
+        return
+    own = tuple(
+        cell("kv_strip", slot) if store.tier == "disk" else at.pool(position, store.entry, "kv")
+        for store in (() if borrows else position.step.stores)
+    )
+    pools = at.pools(position, "kv", "host")
+    if "read_kv" in position.works:
+        pools = *pools, cell("kv_staging", slot)
+    yield "attend_host", (query, *pools), (out, *own)
+    if "attend_host_shared" in position.works:
+        yield "attend_host_shared", (query, out, *pools), (out,)
+
+
 class Templates:
     """The parts of a wave's positions: one method a part."""
 
@@ -73,16 +109,8 @@ class Templates:
         if "dequantize_weights" in works and position.leads:
             weights = self.at.weights(position, 0, self.wave.placed[kind].layout.total_bytes)
             yield "dequantize_weights", weights, accesses.PLAIN
-        if "kv_gen" in works:
-            buffer = cell("act_buffer", slot)
-            pools = self.at.pools(position, "act", "device")
-            reads, writes = (buffer, *self.at.matrices(position, 0, kv_end)), (accesses.GENERATED,)
-            if "dequantize_act" in works:
-                yield "dequantize_act", (buffer, *pools), (accesses.PLAIN_ACT,)
-                reads = (*reads, accesses.PLAIN_ACT)
-            elif pools:  # gathered into the buffer next to loaded rows
-                reads, writes = (*reads, *pools), (*writes, buffer)
-            yield "kv_gen", reads, writes
+        if "merge_attended" not in works:
+            yield from _generate(self.at, position, kv_end)
         if "project" not in works:  # the layer does not attend: all of it is in finish
             return
         staging, matrices = cell("staging", slot), self.at.matrices(position, 0, qkv_end)
@@ -101,7 +129,7 @@ class Templates:
         elif "speculate" in works and not step.prefill and self._guesses(layer):
             yield from self._speculate(position, qkv)
         if "attend_host" in works:
-            yield from self._attend_on_host(position, qkv)
+            yield from _attend_on_host(self.at, position, self.wave.shape.borrows(layer))
 
     def _guesses(self, layer: int) -> bool:
         """Return whether this layer's input predicts the next layer's selection."""
@@ -116,24 +144,11 @@ class Templates:
         yield "speculate", (qkv, source), (index,)
         yield "store_index", (index,), (cell("host_index", k),)
 
-    def _attend_on_host(self, position: Position, qkv: Access) -> Iterator[Template]:
-        slot = position.slot
-        query, out = cell("query_strip", slot), cell("out_strip", slot)
-        yield "store_query", (qkv,), (query,)
-        stores = () if self.wave.shape.borrows(position.layer) else position.step.stores
-        own = tuple(
-            cell("kv_strip", slot) if store.tier == "disk" else self.at.pool(position, store.entry, "kv")
-            for store in stores
-        )
-        pools = self.at.pools(position, "kv", "host")
-        if "read_kv" in position.works:
-            pools = *pools, cell("kv_staging", slot)
-        yield "attend_host", (query, *pools), (out, *own)
-        if "attend_host_shared" in position.works:
-            yield "attend_host_shared", (query, out, *pools), (out,)
-
     def load_attended(self, position: Position) -> Iterator[Template]:
-        yield "load_attended", (cell("out_strip", position.slot),), (self.at.attended(position),)
+        target = (
+            cell("loaded_part", position.slot) if "merge_attended" in position.works else self.at.attended(position)
+        )
+        yield "load_attended", (cell("out_strip", position.slot),), (target,)
 
     def close(self, position: Position) -> Iterator[Template]:
         """Yield the rest of the computation: attention and feed-forward."""
@@ -145,6 +160,9 @@ class Templates:
             return
         if step.prefill:
             yield "attend_prefill", (qkv,), (self.at.attended(position),)
+        elif "merge_attended" in works:  # the next position is projected before; it would overwrite what is generated
+            yield from _generate(self.at, position, self.needed[self.wave.shape.weights_kind(position.layer)][0])
+            yield from self._attend(position, qkv)
         elif "attend_host" not in works:
             yield from self._attend(position, qkv)
         if "rank" in works and not step.prefill:
@@ -172,8 +190,10 @@ class Templates:
         yield "attend_chunk" if "attend_chunk" in works else "attend", reads, (attended,)
         if "attend_shared" in works:
             yield "attend_shared", (*reads, attended), (attended,)
+        if "merge_attended" in works:
+            yield "merge_attended", (cell("loaded_part", slot), attended), (attended,)
         if "attend_recomputed" in works:
-            yield "attend_recomputed", (qkv, accesses.ATTENTION), (accesses.ATTENDED,)
+            yield "attend_recomputed", (qkv, accesses.ATTENTION), (attended,)
 
     def store(self, position: Position) -> Iterator[Template]:
         """Yield the stores of new tokens: staging, landing strip, host blocks or disk; or device blocks. Then hidden

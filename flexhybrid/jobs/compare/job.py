@@ -362,7 +362,7 @@ def _measure(
 
     def judged(policy: Policy) -> bool:
         """Return whether overlap means something: link and device alone work, and they may work at once."""
-        alone = policy.attention == "device" and not uses_disk(policy) and policy.overlap == "full"
+        alone = not policy.host_attends and not uses_disk(policy) and policy.overlap == "full"
         return policy.name in names and alone
 
     if not _all_fit(setting, policies):

@@ -244,7 +244,7 @@ def policy_line(policy: Policy, problem: Problem) -> dict:
         "context": _shares(policy.cache),
         "bits": " ".join(f"{name} {size}" for name, size in packed.items() if size != "native") or "native",
         "schedule": policy.schedule + ("" if policy.overlap == "full" else ", nothing at once"),
-        "attention": policy.attention,
+        "attention": policy.attending_tier,
         "mini-batch": "all" if policy.max_mini_batch_tokens >= WHOLE_BATCH else str(policy.max_mini_batch_tokens),
     }
 

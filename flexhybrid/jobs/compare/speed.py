@@ -238,5 +238,5 @@ def _grouped(policies: list[Policy]) -> list[list[Policy]]:
     """Return groups of policies that share weights and buffers: they differ in pools and sizes alone."""
     groups: dict[tuple, list[Policy]] = {}
     for policy in policies:
-        groups.setdefault((policy.weights, policy.bits, policy.attention, policy.hidden), []).append(policy)
+        groups.setdefault((policy.weights, policy.bits, policy.attending_tier, policy.hidden), []).append(policy)
     return list(groups.values())

@@ -166,7 +166,7 @@ def describe(policy: Policy, problem: Problem) -> str:
 
     weights = shares(kept_shares(problem, policy))
     bits = "" if policy.bits.native else f", bits {policy.bits.weights}/{policy.bits.kv}/{policy.bits.act}"
-    moved = (("attention", policy.attention), ("hidden states", policy.hidden))
+    moved = (("attention", policy.attending_tier), ("hidden states", policy.hidden))
     elsewhere = "".join(f"; {what} on the {tier}" for what, tier in moved if tier != "device")
     kept = f"; context {shares(dict(policy.cache))}" if shape.attending else ""
     kept += f"; states of recurrent layers on the {policy.state_tier}" if shape.recurrent else ""

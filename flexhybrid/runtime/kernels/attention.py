@@ -60,6 +60,17 @@ class Extent(NamedTuple):
     values: int  #: from a token's keys to its values
     hidden: np.ndarray | None = None  #: [B, n] first tokens of each block that do not count, 0 to 16; None: none
 
+    @property
+    def seen(self) -> np.ndarray:
+        """Return each request's tokens that are not hidden, [B]."""
+        filled = np.clip(self.tokens[:, None] - np.arange(self.blocks.shape[1]) * BLOCK_TOKENS, 0, BLOCK_TOKENS)
+        return np.maximum(filled - (0 if self.hidden is None else self.hidden), 0).sum(1)
+
+    def of_rows(self, rows: np.ndarray) -> Extent:
+        """Return the extent of these requests."""
+        hidden = None if self.hidden is None else self.hidden[rows]
+        return self._replace(blocks=self.blocks[rows], tokens=self.tokens[rows], hidden=hidden)
+
     def reach(self, kernel: str, groups: int) -> int:
         """Return where in its memory the last head begins that a kernel may read; -1: it reads none."""
         blocks, tokens, hidden = self.blocks, self.tokens, self.hidden

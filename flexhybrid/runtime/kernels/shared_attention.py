@@ -92,7 +92,7 @@ def add_part(
     m requests share."""
     attended, sums = attend(q_BGrNd[rows].transpose(1, 2).flatten(2, 4))
     attended, sums = (part.unflatten(2, (rows.shape[1], -1)).transpose(1, 2).flatten(0, 1) for part in (attended, sums))
-    _merge(own, rows.flatten(), (attended, sums))
+    merge(own, (attended, sums), rows.flatten())
 
 
 def weigh(
@@ -118,8 +118,8 @@ def weigh(
     return torch.matmul(weights, v_BGTd).float(), sums
 
 
-def _merge(own: Weighed, rows: torch.Tensor, other: Weighed) -> None:
-    """Add to rows of ``own`` what ``other`` gives."""
+def merge(own: Weighed, other: Weighed, rows: torch.Tensor | slice = slice(None)) -> None:
+    """Add to rows of ``own`` what ``other`` gives; a sum of -inf gives nothing."""
     attended, sums = own
     before = sums[rows]
     share = torch.sigmoid(other[1] - before)

@@ -142,7 +142,7 @@ def parts_of(run: ProfileRun) -> frozenset[str]:
     uses = {
         "resident": run.policy.stays_on_device,
         "shared prefixes": run.shared > 0,
-        "host attention": run.policy.attention == "host",
+        "host attention": run.policy.host_attends,
         "token recomputation": "tok" in run.cache,
         "four bits": run.policy.bits != Bits(),
     }

@@ -12,8 +12,8 @@ from flexhybrid.runtime.buffers import Context, SharedPart
 from flexhybrid.runtime.executor import State
 from flexhybrid.runtime.kernels import attention
 from flexhybrid.runtime.kernels.attention import Assembled, SlidingWindow, attend_in_window, split_heads
-from flexhybrid.runtime.kernels.shared_attention import add_shared, attend_and_sum, attend_in_parts, grouped
-from flexhybrid.runtime.verbs.attending_in_place import add_shared_in_place, attend_in_place
+from flexhybrid.runtime.kernels.shared_attention import add_shared, attend_and_sum, attend_in_parts, grouped, merge
+from flexhybrid.runtime.verbs.attending_in_place import add_shared_in_place, attend_in_place, attend_part_on_host
 from flexhybrid.runtime.verbs.moving import put_rows
 
 #: gather(tensor, [index], out=out) writes ``tensor[index]`` to ``out``, at any strides.
@@ -126,16 +126,18 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attend(state: State, task: Task) -> None:
-    """Attend with one new token per request over its context, without what ``attend_shared`` adds: [B, H·d]."""
+    """Attend with one new token per request over its context, without what ``attend_shared`` and ``merge_attended``
+    add: [B, H·d]."""
     step, (keys, values, mask, commons) = task.payload.step, state.context
     if step.in_place:
         attend_in_place(state, task)
         return
     rule, width = state.score_rule(task), state.window_of(task)
     mask = state.tensors(task).window_masks.get(width, mask) if width else mask
-    if commons or rule.changes_scores:
+    merges = "merge_attended" in task.payload.works
+    if commons or merges or rule.changes_scores:
         state.weighed = attend_and_sum(_grouped(state, task), keys, values, mask, rule)
-        if not commons:
+        if not (commons or merges):
             state.finish_attention(task)
     elif state.selection.weighs(task):
         state.attended, weights = attention.attend_and_weigh(
@@ -155,7 +157,8 @@ def attend_shared(state: State, task: Task) -> None:
     else:
         commons, window = state.context.commons, _window(state, task)
         add_shared(state.weighed, _grouped(state, task), commons, state.score_rule(task), window)
-    state.finish_attention(task)
+    if "merge_attended" not in task.payload.works:
+        state.finish_attention(task)
 
 
 def attend_chunk(state: State, task: Task) -> None:
@@ -223,7 +226,10 @@ def _over_themselves(state: State, task: Task, tokens: slice) -> torch.Tensor:
 
 def attend_host(state: State, task: Task) -> None:
     """Write the new rows to the host's KV blocks, or where the disk's writes take them, then attend with each request
-    over its own blocks."""
+    over its own blocks. Beside the device: attend to the host's part alone."""
+    if "merge_attended" in task.payload.works:
+        attend_part_on_host(state, task)
+        return
     step, slot, width = task.payload.step, task.payload.slot, state.shape.kv_width
     for store in () if state.shape.borrows(task.layer) else step.stores:
         rows = state.buffers.query_strip[slot, : len(step.requests), :width]
@@ -242,6 +248,14 @@ def attend_host_shared(state: State, task: Task) -> None:
     """Add what all that share blocks get of these."""
     add_shared_in_place(state, task)
     _give_attended(state, task)
+
+
+def merge_attended(state: State, task: Task) -> None:
+    """Merge the host's part of the attention with the device's: [B, H·d]."""
+    attended, width = state.weighed[0], state.shape.query_width
+    part = state.buffers.attended[task.payload.slot, : len(attended)]
+    merge(state.weighed, (part[:, :width].view_as(attended), part[:, width:].view(attended.shape[:3])))
+    state.finish_attention(task)
 
 
 def _give_attended(state: State, task: Task) -> None:

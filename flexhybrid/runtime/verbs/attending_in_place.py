@@ -31,6 +31,14 @@ class Group(NamedTuple):
     layout: Parts | BlockTable
 
 
+class HostPart(NamedTuple):
+    """Keys and values to which the host attends beside the device, the same in every layer."""
+
+    rows: np.ndarray  #: of the step: requests with some
+    segments: list[Segment]
+    layout: Parts
+
+
 class StepExtents(NamedTuple):
     """Keys and values of a decode step, the same in every layer."""
 
@@ -47,7 +55,7 @@ def attend_in_place(state: State, task: Task) -> None:
     segments, layout, _ = extents_of(state, task)
     memories = [_memory(state, task, segment) for segment in segments]
     query, rule = _queries(state, task), state.score_rule(task)
-    if "attend_shared" in task.payload.works or on_host(state):
+    if {"attend_shared", "merge_attended"} & task.payload.works.keys() or on_host(state):
         state.weighed = layout.attend_and_sum(query, memories, rule)
         return
     out = state.graphs.attended(state, task.payload.step) if state.graphs else None
@@ -85,6 +93,47 @@ def add_shared_in_place(state: State, task: Task) -> None:
         add_part(state.weighed, queries[:, :, :, None], rows, attend)
 
 
+def attend_part_on_host(state: State, task: Task) -> None:
+    """Attend on the host to the step's ``on_host`` parts, for the device to merge with its own: into the output strip,
+    with the logarithms of sums; -inf for a request that sees nothing of these parts."""
+    shape, slot, part = state.shape, task.payload.slot, _host_part(state, task)
+    out, queries = state.buffers.out_strip[slot], state.buffers.query_strip[slot, :, shape.kv_width :]
+    batch, width = len(task.payload.step.requests), shape.query_width
+    out[:batch, :width], out[:batch, width:] = 0.0, -torch.inf
+    if not len(part.rows):
+        return
+    rows = torch.from_numpy(part.rows)
+    memories = [state.buffers.pools[segment.space][task.layer] for segment in part.segments]
+    query = queries[rows].unflatten(1, (shape.num_heads, shape.head_dim))
+    attended, sums = part.layout.attend_and_sum(query, memories, state.score_rule(task)._replace(sinks_H=None))
+    out[rows, :width], out[rows, width:] = attended.flatten(1), sums.flatten(1)
+
+
+def _host_part(state: State, task: Task) -> HostPart:
+    """Return what the host attends to in the task's step, computed in the first layer that asks."""
+    step = task.payload.step
+    key = task.mini_batch, step.window, "host"
+    of_step, part = state.extents.get(key, (None, None))
+    if of_step is not step:
+        part = _make_host_part(state, step, state.window_of(task))
+        state.extents[key] = step, part
+    return cast("HostPart", part)
+
+
+def _make_host_part(state: State, step: MiniBatchStep, window: int | None) -> HostPart:
+    shared = [(common.rows, common.on_host) for common in step.commons if common.on_host]
+    of_all = (*step.on_host, *(segment for _, segments in shared for segment in segments))
+    blocks_of = {id(segment): segment.block_table.astype(np.int64) for segment in of_all}
+    found = [(segment, _extent(state, step, segment, blocks_of, window)) for segment in step.on_host]
+    found += _shared_extents(state, step, shared, blocks_of, window)
+    seen = sum(extent.seen for _, extent in found)
+    rows = np.flatnonzero(seen)
+    extents = [extent.of_rows(rows) for _, extent in found]
+    segments, of_head = [segment for segment, _ in found], state.shape.queries_per_key * state.shape.head_dim
+    layout = _layout(state, extents, segments, of_head, torch.from_numpy, True) if len(rows) else None
+    return HostPart(rows, segments, cast("Parts", layout))
+
+
 def by_numba(state: State) -> bool:
     """Return whether a CPU's kernels attend, not a GPU's."""
     return state.device.type == "cpu" or on_host(state)
@@ -101,16 +150,17 @@ def _layout(
     segments: Sequence[Segment | None],
     of_head: int,
     to_device: ToDevice,
+    host: bool,
 ) -> Parts | BlockTable:
     """Return where contexts are, in the kernels' form. ``segments``: of the extents, None: projected rows; ``of_head``:
-    query elements per key head."""
+    query elements per key head; ``host``: the host attends."""
     shape = state.shape
-    if not by_numba(state):
+    if not (host or by_numba(state)):
         from flexhybrid.runtime.kernels.attend_triton import table_of
 
         return table_of(extents, memory_names(state, segments), (shape.num_kv_heads, shape.head_dim), to_device)
     threads, share, by_kernels = state.compute_threads, state.compute_share, True
-    if on_host(state):
+    if host:
         threads, share, by_kernels = torch.get_num_threads(), state.host_share, state.host_kernels  # of the lane
     return layout_of(extents, shape.num_kv_heads, threads, of_head, share, by_kernels)
 
@@ -173,20 +223,29 @@ def _begins(state: State, segment: Segment, num_blocks: int) -> np.ndarray:
     return positions[np.minimum(places, len(positions) - 1)]
 
 
-def _shared_extents(
-    state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray], window: int | None
-) -> list[tuple[Segment, Extent]]:
-    """Shared blocks that each request attends to alone, by cache entry."""
+def _alone(state: State, step: MiniBatchStep, window: int | None) -> list[tuple[np.ndarray, tuple[Segment, ...]]]:
+    """Return the shared blocks of the device that each request attends to alone, with the rows that have them."""
     together = set() if window else set(map(id, commons_together(step, state.wave)))
+    return [(common.rows, common.segments) for common in step.commons if id(common) not in together]
+
+
+def _shared_extents(
+    state: State,
+    step: MiniBatchStep,
+    shared: list[tuple[np.ndarray, tuple[Segment, ...]]],
+    blocks_of: dict[int, np.ndarray],
+    window: int | None,
+) -> list[tuple[Segment, Extent]]:
+    """Return ``shared`` blocks as extents by cache entry, in which each request attends alone."""
     blocks: dict[str, list[list[np.ndarray]]] = {}
     kinds: dict[str, Segment] = {}
-    for common in step.commons:
-        for segment in () if id(common) in together else common.segments:
+    for rows, segments in shared:
+        for segment in segments:
             kinds[segment.entry] = segment
             of_rows = blocks.setdefault(segment.entry, [[] for _ in step.requests])
             table = blocks_of[id(segment)]
             begins = _begins(state, segment, table.shape[1]) if window else np.zeros_like(table)
-            for members, of_group in zip(common.rows.tolist(), np.stack([table, begins], axis=1), strict=True):
+            for members, of_group in zip(rows.tolist(), np.stack([table, begins], axis=1), strict=True):
                 for row in members:
                     of_rows[row].append(of_group)
     extents = []
@@ -230,15 +289,22 @@ def step_extents(state: State, step: MiniBatchStep, window: int | None, to_devic
         segments.append((None, _in_window(prefix, step, begins, window)))
     for segment in step.segments:
         if segment.max_tokens:
-            elements, tokens = blocks_of[id(segment)] * BLOCK_TOKENS * width, segment.num_tokens.astype(np.int64)
-            begins = _begins(state, segment, elements.shape[1]) if window else elements
-            extent = Extent(elements, tokens, *_strides(state, segment))
-            segments.append((segment, _in_window(extent, step, begins, window)))
+            segments.append((segment, _extent(state, step, segment, blocks_of, window)))
     if step.commons:
-        segments += _shared_extents(state, step, blocks_of, window)
+        segments += _shared_extents(state, step, _alone(state, step, window), blocks_of, window)
     of_segments, extents = [segment for segment, _ in segments], [extent for _, extent in segments]
-    layout = _layout(state, extents, of_segments, shape.queries_per_key * d, to_device)
+    layout = _layout(state, extents, of_segments, shape.queries_per_key * d, to_device, on_host(state))
     return StepExtents(of_segments, layout, [] if window else _together(state, step, blocks_of, to_device))
+
+
+def _extent(
+    state: State, step: MiniBatchStep, segment: Segment, blocks_of: dict[int, np.ndarray], window: int | None
+) -> Extent:
+    """Return the extent of a segment of each request's own blocks."""
+    elements = blocks_of[id(segment)] * BLOCK_TOKENS * state.shape.kv_width
+    begins = _begins(state, segment, elements.shape[1]) if window else elements
+    extent = Extent(elements, segment.num_tokens.astype(np.int64), *_strides(state, segment))
+    return _in_window(extent, step, begins, window)
 
 
 def _together(state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray], to_device: ToDevice) -> list[Group]:
@@ -249,6 +315,6 @@ def _together(state: State, step: MiniBatchStep, blocks_of: dict[int, np.ndarray
             Extent(blocks_of[id(s)] * block, s.num_tokens.astype(np.int64), *_strides(state, s)) for s in segments
         ]
         of_head = common.rows.shape[1] * state.shape.queries_per_key * state.shape.head_dim
-        layout = _layout(state, extents, segments, of_head, to_device)
+        layout = _layout(state, extents, segments, of_head, to_device, on_host(state))
         parts.append(Group(to_device(common.rows), segments, layout))
     return parts

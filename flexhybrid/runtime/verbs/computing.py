@@ -194,9 +194,9 @@ def finish(state: State, task: Task) -> None:
         _finished(state, task, state.modules.run(step_key(task), task.payload.slot, task.layer, hidden, w, held))
         return
     state.act = state.attended = NOTHING  # their memory is for the feed-forward rows
-    if state.policy.attention == "host" and task.payload.step.decodes:
+    if state.policy.attention == "host" and task.payload.step.decodes:  # the other slot's rows may be in use
         attended = state.buffers.attended[task.payload.slot, : len(hidden)]
-    else:  # with attention on the host, the other slot's rows may still be in use
+    elif "merge_attended" not in task.payload.works:  # else the next mini-batch may have projected, into the other slot
         state.kvq.clear()
     if state.modules:
         finished = state.modules.finish(task.payload.slot, task.layer, attended)

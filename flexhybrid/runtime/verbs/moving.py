@@ -195,7 +195,9 @@ def store_hidden(state: State, task: Task) -> None:
 
 def store_query(state: State, task: Task) -> None:
     """device -> host: new keys, values and queries, for attention there."""
-    kvq = state.kvq[task.payload.slot]
+    kvq, requests = state.kvq[task.payload.slot], len(task.payload.step.requests)
+    if len(kvq) > requests:  # rows of a recomputed prefix come before each request's new one
+        kvq = kvq.unflatten(0, (requests, -1))[:, -1].contiguous()
     state.copies.copy_d2h(state.buffers.query_strip[task.payload.slot, : len(kvq)], kvq)
 
 
