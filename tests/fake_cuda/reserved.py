@@ -90,7 +90,7 @@ class Tracked(TorchDispatchMode):
         return made
 
     def scratch(self, num_bytes: int) -> None:
-        """Take memory that a kernel needs while it is enqueued."""
+        """Allocate memory that a kernel needs while it is enqueued."""
         self.allocator.free(self.allocator.allocate(num_bytes, self.name))
 
 
@@ -103,7 +103,7 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 class MetaHost(HostMemory):
-    """Host memory that is not there."""
+    """Host memory without data."""
 
     def bytes(self, size: int) -> torch.Tensor:
         self.allocated_bytes += size
@@ -112,7 +112,7 @@ class MetaHost(HostMemory):
 
 
 class MetaWeights(RandomWeights):
-    """Weights that are drawn on the device, or (``on_host``) that come from files."""
+    """Weights drawn on the device, or with ``on_host``, weights as if read from files."""
 
     def __init__(self, problem: Problem, on_host: bool):
         super().__init__(problem.shape, "meta")
@@ -166,7 +166,7 @@ def packed_on_host(rows: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 class Captured:
-    """``torch.cuda.CUDAGraph``: what is captured allocates from the graphs' own pool; a replay allocates nothing."""
+    """``torch.cuda.CUDAGraph``: a capture allocates from the graphs' own pool; a replay allocates nothing."""
 
     def __init__(self, lane: Tracked):
         self.lane, self.stream = lane, lane.name
@@ -183,7 +183,7 @@ class Captured:
 
 
 class Reserved(NamedTuple):
-    """What the allocator came to."""
+    """The bytes that the allocator reserved."""
 
     reserved: int  #: at most
     allocated: int  #: at most
@@ -195,7 +195,7 @@ class Reserved(NamedTuple):
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Let engines run on the meta device as on CUDA."""
+    """Run engines on the meta device as on CUDA."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         for sizes in (HOST_THREADS, PACKING_ELEMENTS):
             monkeypatch.setitem(sizes, "meta", sizes["cuda"])

@@ -1,5 +1,5 @@
-"""On the fake device: attention that reads keys and values where they lie, by a table. Plain torch stands in for the
-kernels, so that every byte which a table points at is checked against the order of events."""
+"""Test on the fake device attention that reads keys and values in place, by a table. Plain torch stands in for the
+kernels, so that each byte in the table is checked against the order of events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ IN_PLACE = AttentionPaths("fused", "products", "fused", in_place=True)
 
 @pytest.fixture(autouse=True)
 def launches(monkeypatch):
-    """The kernels' calls, which plain torch serves."""
+    """Return the kernels' calls, which plain torch computes."""
     made = []
     monkeypatch.setattr(attend_triton, "launch", lambda *given: (made.append(given[3]), attend_table.launch(*given)))
     return made
@@ -62,7 +62,7 @@ def test_policies(checkpoint, launches, name):
 
 @pytest.mark.parametrize("kind", ["opt", "mistral"])
 def test_recomputed_prefixes_are_read_among_the_projected_rows(tmp_path, launches, monkeypatch, kind):
-    """Prompts with none, and with one to three blocks of them, and a window that begins in one."""
+    """Prompts have zero to three recomputed blocks, and one has a window that begins in such a block."""
     prompts, cache = [[5, 9, 11], [*range(3, 60)], [7] * 90, [*range(10, 45)]], {"tok": 0.6, "kv@host": 0.2}
     policy = replace(POLICIES["hybrid"], cache=cache | {"act@device": 0.2}, max_mini_batch_tokens=900)
     sizes = {"positions": 160} if kind == "opt" else {"kind": kind, "sliding_window": 60}
@@ -77,7 +77,7 @@ def test_recomputed_prefixes_are_read_among_the_projected_rows(tmp_path, launche
 
 @pytest.mark.parametrize("kind", ["mistral", *MODELS])
 def test_windows_softcaps_and_sinks(tmp_path, launches, kind):
-    """All tiers at once; sinks and softcaps are the kernels' own work."""
+    """All tiers are used; the kernels themselves apply sinks and softcaps."""
     if kind in MODELS:
         expected = greedy(save_tiny(tmp_path, kind), PROMPTS, MAX_TOKENS)
     else:

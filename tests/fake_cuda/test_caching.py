@@ -1,4 +1,4 @@
-"""The model of CUDA's caching allocator, against what torch documents of it, worked out by hand."""
+"""Test the model of CUDA's caching allocator against torch's documentation, worked out by hand."""
 
 from __future__ import annotations
 

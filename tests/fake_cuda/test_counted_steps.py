@@ -1,4 +1,4 @@
-"""Decode step tensors counted up on the device, against the host's, in random queues with every event."""
+"""Test decode step tensors that the device counts up, against the host's, in random queues with every event."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def source(tmp_path_factory):
 
 
 def some_requests(name: str):
-    """Prompts, limits of their answers, after how many tokens each ends by itself, and how their tokens are chosen."""
+    """Draw prompts, answer limits, the number of tokens after which each answer ends, and sampling options."""
     generator = np.random.default_rng(len(name))
     common = generator.integers(3, 61, 37).tolist() if CASES[name][3] else []
     prompts = [common + generator.integers(3, 61, generator.integers(1, 30)).tolist() for _ in range(COUNT)]
@@ -84,7 +84,7 @@ def some_requests(name: str):
 
 @pytest.fixture(scope="module")
 def plain(source):
-    """Return a case's right tokens, a CPU's; log probabilities are those of kernels launched one by one."""
+    """Return a case's right tokens by a CPU; log probabilities are those of kernels launched one by one."""
 
     def of(name: str, by_host: bool = False):
         if not by_host:
@@ -96,7 +96,7 @@ def plain(source):
 
 
 def answers(name: str, source, cuda_graphs: bool, by_host: bool = False, device: torch.device = DEVICE):
-    """Return what a case's requests get, and the graphs of the engine. ``by_host``: some are ``needing_the_host``."""
+    """Return the answers of a case's requests, and the engine's graphs. ``by_host``: some are ``needing_the_host``."""
     kind, cache, share, alike = CASES[name]
     prompts, limits, stops, plan = some_requests(name)
     plan, noted = replace(plan, **needing_the_host()) if by_host else plan, []
@@ -123,7 +123,7 @@ def values(tensor):
 
 
 def check_step(held: FixedStep, state, step) -> None:
-    """Compare what lies at fixed addresses with what the host works out for this step alone."""
+    """Compare the tensors at fixed addresses with those the host computes for this step."""
     wanted, found = state.steps.make(step), held.tensors
     for name in ("cells_R", "positions_R", "sampled_cells_B", "act_positions"):
         assert values(getattr(found, name)) == values(getattr(wanted, name)), name
@@ -153,7 +153,7 @@ def check_step(held: FixedStep, state, step) -> None:
 
 
 def is_quiet(step, last) -> bool:
-    """Whether a step is of the same requests as the one before, in the same blocks, and no window hides a token."""
+    """Return True if a step has the same requests and blocks as the one before, and no window hides a token."""
     if last is None or last.iteration + 1 != step.iteration or last.queued.tolist() != step.queued.tolist():
         return False
     if step.window and step.context.max() + 1 > step.window or (step.context % 16 < 2).any():
@@ -166,8 +166,8 @@ def is_quiet(step, last) -> bool:
 
 
 @pytest.mark.parametrize("name", [*CASES][:-1])
-def test_steps_are_counted_up_as_the_host_works_them_out(source, plain, monkeypatch, name):
-    """The host uploads nothing in a step in which no request joins, leaves, takes a block or begins to read one."""
+def test_counted_steps_equal_those_of_the_host(source, plain, monkeypatch, name):
+    """The host uploads nothing in a step in which no request joins, leaves, or takes or begins to read a block."""
     fix, latest, quiet, others = Graphs.fix_step, {}, [], []
     preempt, back = Scheduler._preempt, []
 
@@ -242,7 +242,7 @@ def test_a_planted_fault_of_counting_is_found(source, plain, monkeypatch, name):
 
 
 class Odd:
-    """A grammar: odd tokens alone."""
+    """A grammar that allows only odd tokens."""
 
     def begin(self):
         return self
@@ -255,7 +255,7 @@ class Odd:
 
 
 def needing_the_host() -> dict:
-    """What three requests ask for, of which the host has a part in each of their steps."""
+    """Return options of three requests for which the host works in every step."""
     none = (None,) * (COUNT - 1)
     return {
         "grammars": (Odd(), *none),
@@ -266,7 +266,8 @@ def needing_the_host() -> dict:
 
 @pytest.mark.parametrize("by_host", [False, True])
 def test_a_quiet_step_is_one_launch(source, plain, monkeypatch, by_host):
-    """Nothing is held while the planner waits for tokens. A step whose tokens need the host is launched in layers."""
+    """No work is held back while the planner waits for tokens. A step whose tokens need the host is launched by
+    layers."""
     fix, wait, steps, latest = Graphs.fix_step, Issuer.enqueue_until, [], [None]
 
     def noted(graphs, state, step):
@@ -300,7 +301,7 @@ def draws_elsewhere(patch):
 
 
 def launches_wait_for_nothing(patch):
-    """Nor for the tokens before to be on the host."""
+    """Launches do not even wait for the earlier tokens to reach the host."""
     enqueue = StreamLane.enqueue
     patch.setattr(StreamLane, "enqueue", lambda lane, of, waits: enqueue(lane, of, waits if len(of) == 1 else ()))
 

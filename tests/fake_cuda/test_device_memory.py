@@ -1,4 +1,4 @@
-"""CUDA's allocator: its settings, and what it reserves for real models (``fake_cuda.reserved``)."""
+"""Test CUDA's allocator: its settings, and the bytes it reserves for real models (``fake_cuda.reserved``)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_an_older_torch_has_another_name_for_it(monkeypatch, asked):
 
 @pytest.mark.parametrize(("name", "expandable"), [*((name, True) for name in AUTO), ("opt-6.7b", False)])
 def test_auto_leaves_three_percent_of_the_budget(name, expandable):
-    """Policies fill their plan to the brim; weights are drawn on the device."""
+    """Policies use their whole plan; weights are drawn on the device."""
     wave, budget = auto_case(name)
     found = reserved_by(wave, expandable, limit=budget - CONTEXT_BYTES)
     assert found.retries == 0
@@ -74,7 +74,7 @@ def test_auto_leaves_three_percent_of_the_budget(name, expandable):
 
 
 def test_graphs_of_recomputed_prefixes_take_what_is_planned():
-    """Steps of 485 rows, of the 512 that have graphs."""
+    """Steps have 485 rows of the 512 that have graphs."""
     shape = replace(shape_by_name("opt-6.7b"), num_layers=2)
     policy, found = Policy(cache={"tok": 0.25, "kv@host": 0.75}), []
     for cuda_graphs in (False, True):
@@ -86,5 +86,5 @@ def test_graphs_of_recomputed_prefixes_take_what_is_planned():
 
 
 def test_random_policies_stay_within_their_plans():
-    """The first of those of ``make reserved``."""
+    """These are the first policies of ``make reserved``."""
     assert max(check_policies(3)) <= 1

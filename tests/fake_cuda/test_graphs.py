@@ -1,4 +1,4 @@
-"""CUDA graphs on the fake device, whose replays run what was recorded: those kernels, addresses and Python values."""
+"""Test CUDA graphs on the fake device: a replay runs the recorded kernels, addresses and Python values."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ SIZES = {"mistral": {"sliding_window": 9}, "qwen2": {"kv_heads": 4, "ffn": 64}}
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
-    """Operations stand in for the kernels; that of attention reads the table when it runs."""
+    """Replace the kernels by operations; that of attention reads the table when it runs."""
     monkeypatch.setattr(attend_triton, "launch", attend_table.launch_by_address)
     rows_as_operations.install(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
-    """Return a case's weights, its policy and the tokens that are right."""
+    """Return a case's weights, its policy and the right tokens."""
     sources, cases = {}, {}
 
     def of(name: str):
@@ -130,13 +130,13 @@ class Waves:
 
 
 def drop_step_tensors(waves: Waves) -> None:
-    """What graphs read of steps lies elsewhere from now on."""
+    """Move the step tensors that graphs read to other addresses."""
     waves.kept = dict(waves.engine.graphs._held)  # so that the new memory is no old one
     waves.engine.graphs._held.clear()
 
 
 def test_waves_of_an_engine_capture_once(case):
-    """Also where requests come in another order; where what graphs read lies elsewhere, they are captured anew."""
+    """Requests may come in another order. If tensors that graphs read move, graphs are captured again."""
     source, policy, expected = case("on the device")
     expected = Waves.shortened(expected)
     with fake_cuda(), closing(Waves(source, policy)) as waves:
@@ -149,7 +149,7 @@ def test_waves_of_an_engine_capture_once(case):
 
 
 def test_a_graph_of_memory_that_has_moved_is_found(case, monkeypatch):
-    """A form that does not say where the tensors of its step lie finds a graph of another place."""
+    """A form without the addresses of step tensors gets a graph with other addresses, and the tokens are wrong."""
     source, policy, expected = case("on the device")
     form, expected = Graphs._form, Waves.shortened(expected)
 
@@ -170,7 +170,7 @@ def test_a_graph_of_memory_that_has_moved_is_found(case, monkeypatch):
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_step_graph_of_another_waves_tokens_is_found(case, monkeypatch, stale):
-    """Each wave has a token table, at an address of its own as long as the one before lives."""
+    """Each wave has a token table, at an address of its own while the one before lives."""
     source, policy, expected = case("on the device")
     kept, attach, recording, launched = [], graphed.attach, Graphs._recording, []
 
@@ -205,8 +205,8 @@ JOINT = {
     ("name", "keep_trace"), [*((name, False) for name in CASES), ("on the device", True), ("few bits", True)]
 )
 def test_replays_give_the_tokens_of_kernels_that_are_launched_one_by_one(case, monkeypatch, name, keep_trace):
-    """A graph holds verbs of a position with nothing between them; where a trace is kept, one. Of prefixes that are
-    recomputed, graphs have room for a block of each request, and steps with two blocks have none."""
+    """A graph holds the verbs of a position with nothing between them, or one verb if a trace is kept. For recomputed
+    prefixes graphs have room for one block per request; steps with two blocks have no graph."""
     source, policy, expected = case(name)
     run_graphs, launched, blocks = Graphs.run, [], {False: set(), True: set()}
 
@@ -255,7 +255,7 @@ def test_tasks_of_the_first_iterations_are_timed_one_by_one(case, name):
 
 
 def test_a_verb_that_was_replaced_is_launched_by_itself(case):
-    """Who watches a verb sees every task of it."""
+    """A replaced verb sees every task."""
     source, policy, expected = case("on the device")
     seen, make = [], engine_module.Engine.executor
 
@@ -272,7 +272,7 @@ def test_a_verb_that_was_replaced_is_launched_by_itself(case):
 
 
 def test_no_garbage_is_collected_in_a_capture(case, monkeypatch):
-    """It may hold page-locked memory, of which the driver would not let go."""
+    """Garbage may hold page-locked memory, which the driver cannot unlock during a capture."""
     source, policy, expected = case("on the device")
     finish, noted = VERB_FUNCTIONS["finish"], set()
 
@@ -287,7 +287,7 @@ def test_no_garbage_is_collected_in_a_capture(case, monkeypatch):
 
 
 def launches_of_layers(monkeypatch) -> list[list[str]]:
-    """Return what each graph that is captured launches, by name."""
+    """Return the names of the launches in each captured graph."""
     captured, run_on, begin = [], Device.run, torch.cuda.CUDAGraph.capture_begin
 
     def begun(graph, *given, **named):
@@ -335,8 +335,9 @@ LAUNCHES = {
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_a_decode_layer_is_so_many_kernels(tmp_path, name):
-    """Its results lie where the next layer reads them, its keys and values go to their blocks from the projection."""
+def test_a_decode_layer_launches_only_these_kernels(tmp_path, name):
+    """Its results are written where the next layer reads them; keys and values go to their blocks from the
+    projection."""
     save, policy, launches = LAUNCHES[name]
     expected = InMemory(save(tmp_path, layers=3)).generate(PROMPTS, max(MAX_TOKENS), ignore_eos=True)
     with fake_cuda() as watch, pytest.MonkeyPatch.context() as within:
@@ -348,7 +349,7 @@ def test_a_decode_layer_is_so_many_kernels(tmp_path, name):
 
 
 def test_residuals_that_products_add_are_no_less_exact_than_plain_torchs(tmp_path):
-    """In bfloat16, against float64: a product that adds to the residual is not rounded before."""
+    """In bfloat16 against float64: a product that adds to the residual is not rounded before the sum."""
     save_opt(tmp_path, layers=1, heads=4, head_dim=32, ffn=512)
     source = Checkpoint(tmp_path)
     w64 = {name: (t.double(),) for name, _, t in source.layer_tensors(0)}
@@ -371,7 +372,7 @@ def test_residuals_that_products_add_are_no_less_exact_than_plain_torchs(tmp_pat
 
 
 def positions_as_python_values(monkeypatch):
-    """Rotations are put together row by row, from rows that the host picks."""
+    """Rotations are concatenated from rows that the host picks."""
     project = computing._project
 
     def baked(state, task, w):
@@ -385,7 +386,7 @@ def positions_as_python_values(monkeypatch):
 
 
 def lengths_as_python_values(monkeypatch):
-    """Attention goes as far as the longest context did when it was captured."""
+    """Attention covers the longest context at the time of the capture."""
 
     def launch(query, memories, table, *others):
         attend_table.launch(query, memories, table._replace(starts=table.starts[: len(query) + 1]), *others)
@@ -394,7 +395,7 @@ def lengths_as_python_values(monkeypatch):
 
 
 def step_tensors_elsewhere(monkeypatch, **names):
-    """Tensors of a step lie where that step's were made."""
+    """Tensors of a step stay at the addresses of that step."""
     fix = Graphs.fix_step
 
     def elsewhere(self, state, step):
@@ -420,7 +421,7 @@ def hidden_states_elsewhere(monkeypatch):
 
 
 def one_form_for(part: int, monkeypatch):
-    """Forms that differ in this part alone share a graph."""
+    """Forms that differ only in this part share a graph."""
     form = Graphs._form
 
     def without(self, *given):
@@ -451,7 +452,7 @@ def weights_unpacked_from_one_slot(monkeypatch):
 
 
 def projections_without_graphs(monkeypatch):
-    """What is packed of their input lies wherever there is memory."""
+    """Packed rows of their input are at any address."""
     recording = Graphs._recording
 
     def of_others(graphs, state, tasks, form):
@@ -467,7 +468,7 @@ def packed_input_elsewhere(monkeypatch):
 
 
 def memory_of_others(monkeypatch):
-    """Graphs take memory that the stream gives to others between their launches."""
+    """Graphs use memory that the stream gives to others between launches."""
     graph_type = torch.cuda.CUDAGraph
     begin = graph_type.capture_begin
 
@@ -498,7 +499,7 @@ PLANTED = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_fault_is_found(case, name):
-    """It gives other tokens, or ends in an error."""
+    """It gives other tokens, or an error."""
     of_case, plant = PLANTED[name]
     source, policy, expected = case(of_case)
     with fake_cuda(), pytest.MonkeyPatch.context() as monkeypatch:
@@ -574,7 +575,7 @@ def test_a_pool_goes_with_its_last_graph():
 
 
 def test_a_replay_is_what_was_recorded():
-    """Nothing runs in a capture; a replay has the addresses and the Python values of then."""
+    """Nothing runs during a capture; a replay uses the recorded addresses and Python values."""
     with fake_cuda():
         source, target = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
         torch.cuda.current_stream().synchronize()
@@ -595,7 +596,7 @@ def test_a_replay_is_what_was_recorded():
 
 
 def test_what_cannot_be_captured_is_launched_kernel_by_kernel(case, monkeypatch):
-    """The run goes on with the right tokens, and says why."""
+    """The run continues with the right tokens, and reports the reason."""
     source, policy, expected = case("on the device")
     finish, executors = VERB_FUNCTIONS["finish"], []
 
@@ -615,7 +616,7 @@ def test_what_cannot_be_captured_is_launched_kernel_by_kernel(case, monkeypatch)
 
 @pytest.mark.parametrize("fails", ["capture_begin", "the work", "capture_end"])
 def test_a_capture_that_fails_ends_what_torch_records(monkeypatch, fails):
-    """The allocator would else record for good, whichever of the calls raises."""
+    """Otherwise the allocator would record for ever, whichever call raises."""
     ended, pool = [], object()
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *of: ended.append(of))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -632,8 +633,8 @@ def test_a_capture_that_fails_ends_what_torch_records(monkeypatch, fails):
     assert ended == [(0, pool)]
 
 
-def test_no_more_are_captured_than_are_planned(case, monkeypatch):
-    """Those that no step uses any more go for others; where there is no room kernels are launched one by one."""
+def test_no_more_graphs_are_captured_than_planned(case, monkeypatch):
+    """Unused graphs are replaced; without room, kernels are launched one by one."""
     source, policy, expected = case("on the device")
     made, attach = [], graphed.attach
     monkeypatch.setattr(engine_module, "attach", lambda *given: (made.append(attach(*given)), made[-1])[1])
@@ -647,7 +648,7 @@ def test_no_more_are_captured_than_are_planned(case, monkeypatch):
     assert f"{graphs.refused} times there was no room" in graphs.summary()
 
 
-def test_why_there_are_none():
+def test_the_reason_for_no_graphs_is_given():
     shape = shape_by_name("opt-125m")
     machine = {"shape": shape, "device": "cuda", "attention": IN_PLACE}
     assert without_graphs(Problem(**machine), ON_DEVICE) is None
@@ -661,8 +662,8 @@ def test_why_there_are_none():
         assert reason in str(without_graphs(Problem(**machine | changed), policy))
 
 
-def test_the_switch_and_what_is_told(case):
-    """A run says how many graphs it had, or why none; vLLM's name for the switch is taken."""
+def test_graphs_can_be_switched_off_and_are_reported(case):
+    """A run reports its number of graphs, or the reason for none. vLLM's name of the switch is accepted."""
     source, policy, _ = case("on the device")
     with fake_cuda():
         told = run(source, policy, requests=FEW, keep_trace=False).graphs
@@ -677,7 +678,8 @@ def test_the_switch_and_what_is_told(case):
 
 
 def test_a_gpu_is_profiled_in_one_pass(monkeypatch):
-    """Its link, and a run beside it and one all on the device: each verb has a sample, and nothing is compared."""
+    """The profile has the link, a run with transfers and a run all on the device. Each verb has a sample; nothing is
+    compared."""
     for name, value in {"LINK_SECONDS": 0.0, "DECODE_SECONDS": 0.0, "LINK_SIZES": (1 << 16,), "GPU_LAYERS": 2}.items():
         monkeypatch.setattr(profiling, name, value)
     monkeypatch.setattr(profiling, "RandomWeights", lambda shape, device: RandomWeights(shape))
@@ -695,7 +697,7 @@ def test_a_gpu_is_profiled_in_one_pass(monkeypatch):
 
 
 def test_what_launching_takes_is_measured_as_a_job_launches(monkeypatch):
-    """No task is timed in the decodes that count; verbs with nothing between them are launched together in these."""
+    """In the decodes that count no task is timed, and verbs with nothing between them are launched together."""
     monkeypatch.setattr(profiling, "LAUNCHED_SHAPE", replace(profiling.LAUNCHED_SHAPE, num_layers=2))
     monkeypatch.setattr(profiling, "RandomWeights", lambda shape, device: RandomWeights(shape))
     monkeypatch.setattr("flexhybrid.runtime.session.fastest_paths", lambda *of: IN_PLACE)

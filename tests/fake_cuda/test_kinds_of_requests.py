@@ -1,4 +1,4 @@
-"""On the fake device: states, latents, joins and preemptions, and grammars whose masks the host makes."""
+"""Test on the fake device states, latents, joins and preemptions, and grammars whose masks the host makes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_layers_keep_beside_keys_and_values(tiny_of, name):
 
 
 def some_requests(count: int = 5) -> tuple[list, list, list]:
-    """Prompts, limits of their answers, and after how many tokens each ends by itself."""
+    """Draw prompts, answer limits, and the number of tokens after which each answer ends."""
     generator = np.random.default_rng(3)
     prompts = [generator.integers(3, 61, generator.integers(1, 40)).tolist() for _ in range(count)]
     max_tokens = generator.integers(1, 16, count).tolist()
@@ -79,7 +79,8 @@ def queue_under(source, policy: Policy, requests, places: int, share: float):
 
 
 def check_queue(source, model, policy: Policy, requests, places: int, seed: int = 0) -> None:
-    """Requests that join, leave and are preempted get transformers' tokens, and no access is out of order."""
+    """Check transformers' tokens for requests that join, leave and are preempted, and that all accesses are in
+    order."""
     with fake_cuda(seed=seed) as watch:
         result, waiting = queue_under(source, policy, requests, places, 0.01)
     joins = [event.task.payload.step for event in result.trace if event.task.verb == "embed"]
@@ -95,7 +96,7 @@ def test_requests_that_join_leave_and_are_preempted(tiny_of):
 
 
 def test_preempted_requests_give_their_blocks_of_the_device_to_others_at_once(tiny_of):
-    """In one mini-batch: an access by an index counts as one of the whole pool."""
+    """In one mini-batch, an access by index counts as an access to the whole pool."""
     generator = np.random.default_rng(5)
     prompts = [generator.integers(3, 61, length).tolist() for length in (1, 17, 30, 16, 9)]
     policy = Policy(cache=dict.fromkeys(IN_DEVICE, 0.5))
@@ -103,7 +104,7 @@ def test_preempted_requests_give_their_blocks_of_the_device_to_others_at_once(ti
 
 
 class Steps:
-    """A grammar: a token is within ``reach`` of the one before it, on a ring of all tokens."""
+    """A grammar on a ring of all tokens: a token is within ``reach`` of the one before it."""
 
     def __init__(self, reach: int, last: int = 0):
         self.reach, self.last = reach, last
@@ -123,12 +124,12 @@ class Steps:
 
 
 def with_grammars() -> SamplingPlan:
-    """Grammars of two requests; two have none."""
+    """Return grammars for two of four requests."""
     return replace(greedy_plan(len(PROMPTS)), grammars=(Steps(5), None, Steps(12), None))
 
 
 def expected_of_grammars(model) -> list[list[int]]:
-    """What transformers' own generate makes of them."""
+    """Return the tokens of transformers' own generate."""
     model.generation_config.eos_token_id = None
     answers = []
     for prompt, grammar in zip(PROMPTS, with_grammars().grammars, strict=True):
@@ -156,7 +157,7 @@ def test_grammars(tiny_of):
 
 
 def state_of_no_access(task):
-    """Tasks of the compute lane do not say that they read and change states."""
+    """Tasks of the compute lane do not declare that they read and change states."""
     if task.resource != "compute":
         return task
 
@@ -182,7 +183,7 @@ def test_a_planted_fault_of_what_layers_keep_is_found(tiny_of, name):
 
 
 def masks_wait_for_nothing(monkeypatch) -> None:
-    """The thread that advances grammars reads a token that may not have come yet."""
+    """The thread that advances grammars may read a token before it has come."""
     monkeypatch.setattr(_Copy, "__call__", lambda self, row: int(self._copy[row]))
 
 

@@ -1,4 +1,4 @@
-"""Page-locked memory against drivers that count, and that refuse."""
+"""Test page-locked memory with stand-in drivers that count and that refuse."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_memory_is_locked_piece_by_piece_and_unlocked_with_the_tensor(runtime):
     assert not runtime.locked
 
 
-def test_what_the_driver_does_not_let_go_of_stays_mapped_until_it_does(runtime):
-    """Else the system would map other memory there, which the driver refuses to lock."""
+def test_memory_stays_mapped_until_the_driver_unlocks_it(runtime):
+    """Otherwise the system would map other memory there, which the driver refuses to lock."""
     memory = HostMemory(pinned=True)
     first = memory.bytes(9 * MIB)
     runtime.captures = True
@@ -81,8 +81,8 @@ def test_what_the_driver_does_not_let_go_of_stays_mapped_until_it_does(runtime):
 
 
 @pytest.mark.parametrize("most", [0, 6 * MIB])
-def test_a_refusal_is_told_and_leaves_nothing_locked(runtime, most):
-    """Nor is other memory taken in its place: torch's allocator would round it up to a power of two."""
+def test_a_refusal_is_reported_and_leaves_nothing_locked(runtime, most):
+    """No other memory is taken instead: torch's allocator would round it up to a power of two."""
     runtime.most = most
     memory = HostMemory(pinned=True)
     with pytest.raises(InputError, match=r"refused 9.00 MiB .*--host-memory.*ulimit -l"):
@@ -91,14 +91,14 @@ def test_a_refusal_is_told_and_leaves_nothing_locked(runtime, most):
     assert not runtime.locked and memory.allocated_bytes == 0
 
 
-def test_memory_that_the_system_does_not_have_is_told():
+def test_memory_beyond_the_systems_is_reported():
     with pytest.raises(InputError, match=r"host memory: the system refused .*--host-memory"):
         HostMemory(pinned=False).bytes(1 << 62)
 
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_several_threads_touch_pages_before_they_are_locked(runtime, monkeypatch, pinned):
-    """All parts are being touched at a time: each thread waits for the others."""
+    """All parts are touched at the same time: each thread waits for the others."""
     together, own = threading.Barrier(4), host_memory._touch
 
     def touch(part: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""What the lanes make of CUDA's streams and events, and the steps of `make gpu`, without a GPU."""
+"""Test how lanes use CUDA's streams and events, and the steps of `make gpu`, without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TESTS = Path(__file__).parents[1]
 
 
 class BrokenStream:
-    """A stream of a device that has failed: from then on each call raises."""
+    """A stream of a failed device: each call raises."""
 
     def __init__(self, joined: list[str], name: str):
         self.joined, self.name = joined, name
@@ -43,7 +43,7 @@ class BrokenStream:
 
 
 def test_the_first_error_of_a_device_is_told_and_every_lane_joined():
-    """After an error every call of the device raises, those that end the run as well."""
+    """After an error every call of the device raises, including those that end the run."""
     drained: list[str] = []
 
     def perform(task: Task) -> None:
@@ -60,7 +60,7 @@ def test_the_first_error_of_a_device_is_told_and_every_lane_joined():
 
 
 class IdleStream:
-    """A stream whose device does nothing until the host waits for it: the calls that are enqueued and not yet done."""
+    """A stream whose device works only while the host waits for it; it counts enqueued calls."""
 
     def __init__(self):
         self.enqueued = self.done = self.most = 0
@@ -78,7 +78,7 @@ class IdleStream:
 
 
 def test_a_stream_is_not_given_more_calls_than_it_takes_without_blocking(monkeypatch):
-    """Some 1,000; with as many tasks ahead as a lane of the host has, there would be more."""
+    """A stream takes about 1,000 calls; a host lane's lookahead would give more."""
     for lookahead, is_within in ((StreamLane.lookahead, True), (Lane.lookahead, False)):
         monkeypatch.setattr(StreamLane, "lookahead", lookahead)
         stream = IdleStream()
@@ -92,7 +92,7 @@ def test_a_stream_is_not_given_more_calls_than_it_takes_without_blocking(monkeyp
 
 
 class Countable:
-    """An event that can be recorded; the class counts those that are made."""
+    """An event that can be recorded; the class counts events."""
 
     made = 0
 
@@ -125,7 +125,7 @@ def test_events_are_recorded_again_once_nobody_holds_them(monkeypatch):
 
 
 class TimedEvent:
-    """An event as CUDA times it: differences are float32 milliseconds."""
+    """An event with CUDA's times: differences are float32 milliseconds."""
 
     def __init__(self, at_s: float):
         self.at_s = at_s
@@ -135,7 +135,7 @@ class TimedEvent:
 
 
 def test_a_trace_of_hours_keeps_its_microseconds(monkeypatch):
-    """Host and device drift apart by 20 us a second, more at times; marks are taken as the run goes on."""
+    """The clocks of host and device drift by 20 us/s, at times more; marks are taken during the run."""
     now = SimpleNamespace(perf_counter=lambda: now.s, s=0.0)
 
     def device_s(host_s: float) -> float:
@@ -181,7 +181,7 @@ def test_how_products_round_is_restored_by_whichever_api_it_was_set(ask):
 
 
 def test_every_test_that_needs_a_gpu_is_run_by_make_gpu():
-    """Found anew, by the marks in the syntax tree."""
+    """Marks are read from the syntax tree."""
     marked, imports = {}, set()
     for file in TESTS.glob("**/*.py"):
         tree = ast.parse(text := file.read_text(encoding="utf-8"))

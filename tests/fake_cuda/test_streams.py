@@ -1,4 +1,4 @@
-"""Every kind of policy on the fake device: transformers' tokens, no access out of order, no wait of the host."""
+"""Test every kind of policy on the fake device: transformers' tokens, ordered accesses, and no wait of the host."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def run_under(
     hears=None,
     **others,
 ):
-    """Run prompts to their lengths. ``changed``: task -> what is run in its place; ``hears``: of ``RunControl``;
-    ``others``: of the problem."""
+    """Run prompts to their lengths. ``changed``: task -> its replacement; ``hears``: of ``RunControl``; ``others``: of
+    the problem."""
     prompts, max_tokens = requests
     machine = {"hardware": SIDE_BY_SIDE, "device": device.type, "cuda_graphs": False} | others
     wave = admitted(source.shape, policy, prompts, max_tokens, **machine)
@@ -86,7 +86,7 @@ def run_under(
 
 
 def check_found(run, plant=None, **more) -> None:
-    """Assert that the order of accesses shows a fault: one that ``plant`` puts in, or that ``run`` has in itself."""
+    """Assert that the order of accesses shows a fault, planted by ``plant`` or in ``run`` itself."""
     with fake_cuda(**more) as watch, pytest.MonkeyPatch.context() as monkeypatch:
         if plant:
             plant(monkeypatch)
@@ -96,7 +96,7 @@ def check_found(run, plant=None, **more) -> None:
 
 
 def check_clean(result, watch) -> None:
-    """No access out of order, no wait of the host in a verb, a clean trace; and that something was seen."""
+    """Assert ordered accesses, no wait of the host in a verb, and a clean trace; something must have been watched."""
     assert dict(watch.order.faults) == {}
     assert {verb for _, verb in watch.waits} <= {"-"}  # outside of verbs
     assert check_trace(result.trace) == []
@@ -122,7 +122,7 @@ def test_every_kind_of_policy(checkpoint, name):
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "phi3", *MODULES])
 def test_every_architecture(tmp_path, kind):
-    """Layers of our own, and transformers' with softcaps, sinks, windows, experts and lent keys; all tiers at once."""
+    """Layers of our own, and transformers' with softcaps, sinks, windows, experts and lent keys, on all tiers."""
     if kind in MODULES:
         expected = greedy(save_tiny(tmp_path, kind), PROMPTS, MAX_TOKENS)
     else:
@@ -136,8 +136,8 @@ def test_every_architecture(tmp_path, kind):
 
 
 @pytest.mark.parametrize("name, kind", [("packed", "qwen2"), ("heavy hitters", "opt"), ("speculative, few", "qwen2")])
-def test_what_changes_tokens_changes_them_as_on_a_cpu(tmp_path, kind, name):
-    """Fewer bits and selections that leave tokens out have no reference but our own run."""
+def test_lossy_policies_give_the_tokens_of_a_cpu(tmp_path, kind, name):
+    """Fewer bits and selections have no reference but our own CPU run."""
     save_opt(tmp_path, layers=3, heads=4, ffn=64) if kind == "opt" else save_llama(
         tmp_path, kind=kind, layers=3, kv_heads=4, ffn=64
     )
@@ -170,7 +170,7 @@ def without_hazard(hazard, monkeypatch):
 
 
 def hidden_without_a_slot(monkeypatch):
-    """Hidden states on their way to the host lie in memory that the next operation may get."""
+    """Hidden states on their way to the host are in memory that the next operation may get."""
     monkeypatch.setattr(HiddenStates, "keep", lambda self, task, rows: self.rows.__setitem__(self._key(task), rows))
 
 
@@ -183,7 +183,7 @@ def host_waits_for_nothing(monkeypatch):
 
 
 def events_go_back_too_early(monkeypatch):
-    """An event is recorded again, on another stream, while others still wait for it."""
+    """An event is recorded again on another stream while others still wait for it."""
     made = Recorded.__init__
 
     def early(self, events, stream, timed):
@@ -199,7 +199,7 @@ def tokens_are_read_at_once(monkeypatch):
 
 
 def run_before_the_weights_are_there(monkeypatch):
-    """The lanes' streams begin while the default stream still fills what they read."""
+    """The lanes' streams begin while the default stream still fills the weights."""
     current = torch.cuda.current_stream
 
     class Silent:
@@ -247,7 +247,7 @@ def a_copy_of_strided_memory(monkeypatch):
 
 
 def undeclared(reads: str = "", writes: str = ""):
-    """Tasks of verbs whose names begin so do not say what they read, or write."""
+    """Tasks of verbs with this prefix do not declare their reads or writes."""
 
     def changed(task):
         if reads and task.verb.startswith(reads):
@@ -300,7 +300,7 @@ def test_a_verb_that_waits_for_the_device_is_found(checkpoint, plant, wait):
 
 @pytest.mark.parametrize("name", ["read after write", "hidden rows without a slot"])
 def test_faults_are_found_when_nothing_is_deferred(checkpoint, name):
-    """As on a real GPU: every operation runs where it is called, and only the order is checked."""
+    """As on a real GPU, each operation runs when it is called, and only the order is checked."""
     source, expected = checkpoint
     policy, plant, _ = PLANTED[name]
     with fake_cuda(deferred=False) as watch:

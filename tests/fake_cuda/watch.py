@@ -29,7 +29,7 @@ from flexhybrid.runtime.storage.disk import DiskSpace
 
 
 class Threads(LaneThreads):
-    """Threads of lanes, under watch."""
+    """Threads of lanes under watch."""
 
     def __init__(self, enter: Callable[[], None]):
         super().__init__()
@@ -41,7 +41,7 @@ class Threads(LaneThreads):
 
 
 class Helper(ThreadPoolExecutor):
-    """A thread that makes masks for the lanes, under watch; it knows what those who ask it knew."""
+    """A thread that makes masks for the lanes, under watch; it learns the clocks of its callers."""
 
     def __init__(self, watch: Watch, enter: Callable[[], None], count: int, name: str):
         super().__init__(count, name, enter)
@@ -59,7 +59,7 @@ class Helper(ThreadPoolExecutor):
 
 
 def watched_lane(kind: type[Lane], watch: Watch) -> type[Lane]:
-    """Return a kind of lane that carries the clocks of threads to those that wait for it."""
+    """Return a lane class that carries the clocks of threads to those that wait for it."""
     order = watch.order
 
     class WatchedLane(kind):
@@ -101,7 +101,7 @@ def watched_lane(kind: type[Lane], watch: Watch) -> type[Lane]:
 
 
 def _watch_events(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
-    """Give streams and events clocks; an event has its latest record's, or none, which orders nothing."""
+    """Give streams and events clocks; an event has the clock of its latest record, or none."""
     order, (stream_type, event_type) = watch.order, (torch.cuda.Stream, torch.cuda.Event)
     record, wait, synchronize = event_type.record, event_type.wait, event_type.synchronize
     finish = stream_type.synchronize
@@ -134,7 +134,7 @@ def _watch_events(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
 
 
 def _watch_graphs(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
-    """Let graphs keep the accesses of what they capture, and make them anew at each replay."""
+    """Keep the accesses that graphs capture, and repeat them at each replay."""
     graph_type = torch.cuda.CUDAGraph
     begin, end, replay = graph_type.capture_begin, graph_type.capture_end, graph_type.replay
 
@@ -166,7 +166,7 @@ def _without_repeats(accesses: list[tuple[Place, bool, str]]) -> list[tuple[Plac
 
 
 class Registering:
-    """The CUDA runtime's binding; what it page-locks is watched."""
+    """The CUDA runtime's binding; page-locked memory is watched."""
 
     def __init__(self, runtime, watch: Watch):
         self._runtime, self._watch = runtime, watch

@@ -1,4 +1,4 @@
-"""What the bench's rows are made of, against what they stand for."""
+"""Test the rows of the benches against what they measure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHAPE = ModelShape("opt-tiny", "opt", num_layers=2, hidden=64, num_heads=1, num_
 
 
 def test_the_selection_s_moved_share_is_that_of_its_layers():
-    """Two of five layers load whole blocks, the others the cap's share of each head's tokens."""
+    """Two of five layers load whole blocks; the others load the capped share of each head's tokens."""
     shape, prompt, batch = replace(SHAPE, num_layers=5, num_heads=2, num_kv_heads=2, head_dim=32), 100, 2
     workload = Workload.uniform(batch, prompt, bench_selection.MAX_TOKENS)
     device = Placement(device=1.0)
@@ -77,8 +77,8 @@ def test_the_bench_of_kernels_fills_its_rows(monkeypatch):
     assert all(row["value"] > 0 for row in table.rows.values()) and "KV-Gen" in " ".join(table.rows)
 
 
-def test_a_part_renews_its_rows_alone(tmp_path, monkeypatch):
-    """Modules in the folder and below it register; what "layers" measures is replaced."""
+def test_a_part_renews_only_its_rows(tmp_path, monkeypatch):
+    """Modules in the folder and below it register; the measurement of "layers" is replaced."""
     command.load()
     assert {"search", "layer_kinds", "refill"} <= {
         f.__module__.split(".")[-1] for of in harness.BENCHES.values() for f in of

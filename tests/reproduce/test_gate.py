@@ -1,4 +1,4 @@
-"""The gate: what makes a change's rows worse than the file's, what makes the file stale, and how it is renewed."""
+"""Test the gate: which changes of rows it refuses, when the file is stale, and how it is renewed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flexhybrid.core.errors import InputError
 
 
 def experiment(ours, name: str = "kvpr-table2", **of_all) -> Experiment:
-    """Rows of FlexGen and KVPR in turn whose paper says 100."""
+    """Return rows of FlexGen and KVPR in turn; the paper's value is 100."""
     rows = [
         {
             "what": f"{system}, batch {i}",
@@ -59,7 +59,7 @@ def test_a_median_may_grow_by_a_twentieth(ours, is_worse):
 
 
 def test_the_kept_rows_say_what_the_reference_says():
-    """Paper, unit and role of every row that names a headline; all of KVPR's results are there."""
+    """Rows that name a headline have its paper value, unit and role; all of KVPR's results are there."""
     kept = gate.kept()
     ids = kept["source"].str.extract(r"^(\w\w\d{3}) \(", expand=False)
     for name in ("kvpr", "capture", "infinigen"):

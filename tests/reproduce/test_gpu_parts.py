@@ -1,4 +1,4 @@
-"""The parts of ``make gpu`` on a CPU with tiny models; the test supplies what needs a GPU."""
+"""Test the parts of ``make gpu`` on a CPU with tiny models; stand-ins replace the GPU."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LLAMA |= {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_hea
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch) -> Case:
-    """A case of a tiny model, on the machine of the tests."""
+    """Return a case of a tiny model on the tests' machine."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(OPT))
     for module in (mix, resident, partition):
@@ -61,7 +61,7 @@ def test_every_part_can_be_loaded_and_its_modules_load_no_torch_before():
 
 
 def test_the_settings_are_those_of_the_papers_regimes():
-    """Llama-2-7B-32K is Llama-2-7B with linearly scaled positions; FlexGen's GPU batches are whole ones."""
+    """Llama-2-7B-32K is Llama-2-7B with linearly scaled positions; FlexGen's GPU batches divide the batch."""
     long, seven = CASES["long"].shape, shape_by_name("llama-2-7b")
     assert replace(long, name=seven.name, max_positions=seven.max_positions, rope=seven.rope) == seven
     assert (long.max_positions, long.rope) == (32768, Rope(10_000.0, "linear", 8.0))
@@ -87,7 +87,8 @@ def test_the_settings_are_those_of_the_papers_regimes():
     ],
 )
 def test_flexgens_settings_are_those_that_its_cost_model_chooses(setting, device, host, chosen):
-    """By the committed record of an H200, within these memories; its search on that machine has no PuLP."""
+    """The committed record of an H200 and these memories are used; the search cannot run on that machine, which has no
+    PuLP."""
     of, record = gpu_peers.SETTINGS[setting], "experiments/results/nvidia-h200/profiles/hardware-cuda.json"
     problem = Problem(
         shape=of.case.shape,
@@ -142,8 +143,8 @@ def test_kinds_are_compared_where_the_time_limit_ends_a_later_one(tiny, monkeypa
     assert run.table.rows["tiny, decode: mix over act"]["ok"] and not run._weights
 
 
-def test_what_fails_of_a_mix_is_a_row_and_the_others_go_on(tiny, monkeypatch):
-    """A kind that does not fit, one that runs out of memory, and a machine without a record."""
+def test_a_failure_of_a_mix_is_a_row_and_the_others_go_on(tiny, monkeypatch):
+    """One kind does not fit, one runs out of memory, and one machine has no record."""
     session = mix.Session
 
     def failing(engine, wave, prompts):
@@ -175,7 +176,7 @@ def test_a_resident_run_in_waves_and_refilled(tiny, monkeypatch):
 
 
 def test_the_idle_share_is_of_the_untraced_time(tiny, monkeypatch):
-    """2 s without CUPTI, 1.5 s of kernels by CUPTI in 3 s."""
+    """The decode takes 2 s; under CUPTI it takes 3 s, of which kernels take 1.5 s."""
     cupti = {"wall_s": 3.0, "kernels_s": 1.5}
     monkeypatch.setattr(resident, "under_cupti", lambda run, on_cuda: cupti)
     run = mix.Run(Table(), "resident", tiny, torch.device("cpu"), None)
@@ -190,7 +191,7 @@ def test_the_idle_share_is_of_the_untraced_time(tiny, monkeypatch):
 
 
 class Driver:
-    """cuda.bindings.driver, of which the calls are kept. ``fails``: the call that does."""
+    """A stand-in for cuda.bindings.driver that keeps its calls. ``fails``: the call that fails."""
 
     CUdevResourceType = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM="SMs")
     CUgreenCtxCreate_flags = SimpleNamespace(CU_GREEN_CTX_DEFAULT_STREAM=1)
@@ -210,8 +211,8 @@ class Driver:
         return call
 
 
-def test_a_green_context_is_made_of_so_many_sms(monkeypatch):
-    """By the driver's calls in their order, each with what the one before gave."""
+def test_a_green_context_has_the_given_number_of_sms(monkeypatch):
+    """The driver's calls come in order, each with the result of the one before."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda pointer: ("stream", pointer))
     for name in ("cuda", "cuda.bindings"):
@@ -237,7 +238,7 @@ def test_a_green_context_is_made_of_so_many_sms(monkeypatch):
 
 
 def test_a_partition_computes_on_its_stream_by_a_scaled_record(tiny, monkeypatch):
-    """Products take three times as long on it, copies twice; the link is as it was."""
+    """Products take three times as long on it and copies twice; the link is unchanged."""
     streams, ran, held = {}, [], []
     monkeypatch.setattr(partition, "PARTITION", tiny)
     monkeypatch.setattr(partition, "green_stream", lambda count: ("a stream", count))
@@ -274,7 +275,7 @@ def test_rates_are_timed_for_all_sizes(monkeypatch):
 
 
 def ask_nobody(answers, asked=None):
-    """Stand in for ``children.ask``: the answers in turn."""
+    """Stand in for ``children.ask``: return the given answers in turn."""
     given = iter(answers)
 
     def ask(child, request, limit_s, folders, variables):
@@ -295,12 +296,12 @@ def test_transformers_runs_with_either_cache(tmp_path, tiny, config):
 
 @pytest.fixture
 def table() -> Table:
-    """A table made before processes are warm ones: git names its commit."""
+    """Return a table made before processes are forked from warm ones, because git names its commit."""
     return Table()
 
 
 def test_a_peer_that_is_not_installed_is_named_with_the_way_to_get_it(tiny, monkeypatch, table, warm_processes):
-    """In a process of its own: FlexGen is never installed beside the project."""
+    """It is looked for in a process of its own; FlexGen is never installed beside the project."""
     run = flexgen(2, 2, 50, 50, 0)
     monkeypatch.setitem(gpu_peers.SETTINGS, "tiny", Against(tiny, "nothing", ("mix",), 1.0, (run,)))
     gpu_peers.run_peers(table, "tiny", 100.0, "cpu")
@@ -309,7 +310,8 @@ def test_a_peer_that_is_not_installed_is_named_with_the_way_to_get_it(tiny, monk
 
 
 def test_a_peer_is_compared_with_our_fastest_at_its_setting(tmp_path, tiny, monkeypatch):
-    """By the rows of this call, else by those that are kept; a decode with a decode, by what is beyond two tokens."""
+    """Our rows are those of this call, else the kept ones. Decodes are compared with decodes, by the tokens after the
+    second."""
     rows = {"streamed, act: measured": 90, "streamed, mix with tok: measured": 100, "streamed, waves: measured": 1e6}
     rows |= {"streamed, act: decode, measured": 300, "streamed, mix with tok: predicted": 1e7}
     kept = tmp_path / "results"
@@ -355,7 +357,7 @@ def test_runs_beyond_the_time_and_failures_are_rows(tiny, tmp_path, monkeypatch)
 
 
 def test_two_tokens_and_all_are_timed_after_a_short_run():
-    """Without CUPTI where it fails; a warm-up has room for the same number of tokens."""
+    """CUPTI may fail. The warm-up has room for the same number of tokens."""
     ran, request = [], {"device": "cpu", "prompts": [list(range(40))] * 3, "gen_tokens": 9}
     found = gpu_child.timed(lambda prompts, count: ran.append((len(prompts), len(prompts[0]), count)), request)
     assert ran == [(3, gpu_child.WARM_TOKENS, gpu_child.WARM_ANSWER), (3, 40, 2), (3, 40, 9)]
@@ -363,7 +365,8 @@ def test_two_tokens_and_all_are_timed_after_a_short_run():
 
 
 def test_flexgens_host_cache_is_page_locked_and_kept(monkeypatch):
-    """Stand-ins for FlexGen's classes: only what it asks for unlocked on the host is; deleted memory is used again."""
+    """Stand-ins for FlexGen's classes: only host memory that it requests unlocked is locked; deleted memory is
+    reused."""
     backend = ModuleType("flexgen.pytorch_backend")
     backend.DeviceType = SimpleNamespace(CPU="cpu")
     backend.np_dtype_to_torch_dtype = {np.float16: torch.float16}
@@ -406,7 +409,7 @@ def test_flexgens_host_cache_is_page_locked_and_kept(monkeypatch):
 
 
 def test_attention_is_compared_with_its_yardsticks(monkeypatch):
-    """Plain torch in the kernels' place; contiguous contexts have the bytes of the blocks."""
+    """Plain torch replaces the kernels; contiguous contexts have as many bytes as the blocks."""
     attend_triton = pytest.importorskip("flexhybrid.runtime.kernels.attend_triton", reason="triton is not installed")
     seen = []
     monkeypatch.setattr(attend_triton, "launch", attend_table.launch)
@@ -436,7 +439,7 @@ def test_attention_is_compared_with_its_yardsticks(monkeypatch):
 
 
 def test_overlap_has_ideals_of_kernels_and_of_launched_steps(tiny, monkeypatch):
-    """By hand: kernels of 3 s in launched steps of 4 s, a link of 2 s, and together 5 s."""
+    """By hand: kernels take 3 s in launched steps of 4 s, the link takes 2 s, and both together 5 s."""
     case = replace(tiny, device="1GiB")
     monkeypatch.setattr(overlap, "OVERLAP", case)
     table = Table()
@@ -490,14 +493,14 @@ def test_pytests_status_is_a_row(monkeypatch):
     assert all(given[given.index("-m") + 1] == "cuda" and str(parts.cuda_test_files()[0]) in given for given in asked)
 
 
-def test_the_smoke_tests_are_there():
+def test_the_smoke_tests_exist():
     """Every name in the selection is that of tests marked cuda."""
     text = "".join(file.read_text(encoding="utf-8") for file in parts.cuda_test_files())
     assert all(name in text for name in parts.SMOKE.split(" or "))
 
 
 def test_a_sanitizer_follows_kernels_without_graphs(monkeypatch):
-    """Its tests are those of the smoke test; the program that it starts runs them with graphs switched off."""
+    """It runs the smoke tests; the program it starts switches graphs off."""
     from flexhybrid.runtime import engine
 
     table, asked = Table(), []
@@ -520,8 +523,8 @@ def test_a_sanitizer_follows_kernels_without_graphs(monkeypatch):
 # ---- what is beside a figure
 
 
-def test_what_runs_at_a_time_counts_once():
-    """Against a count of each nanosecond."""
+def test_simultaneous_work_counts_once():
+    """The result is compared with a count of each nanosecond."""
     generator = random.Random(0)
     names = {"kernels_s": "gemm", "h2d_s": "Memcpy HtoD (Pinned -> Device)", "d2h_s": "Memcpy DtoH (Device -> Pinned)"}
     for _ in range(20):
@@ -537,7 +540,7 @@ def test_what_runs_at_a_time_counts_once():
 
 
 def test_spans_are_read_from_torchs_profiler():
-    """Of a CPU's operations here: names, starts and ends are those of the events that torch itself makes of them."""
+    """CPU operations have the names, starts and ends of torch's own events."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as traced:
         torch.randn(64, 64) @ torch.randn(64, 64)
     spans = spans_of(traced, "CPU")
@@ -553,7 +556,7 @@ def test_cupti_that_fails_is_named():
 
 
 def test_clocks_and_power_since_the_row_before(monkeypatch):
-    """Bit 2 is the power's cap; a reading that fails is left out."""
+    """Bit 2 is the power cap; a failed reading is left out."""
     monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
     watcher = Watcher(lambda: (1200.0, 300.0, 4))
     watcher._readings = [(1980.0, 500.0, 0), (1700.0, 699.0, 4), (1800.0, 690.0, 1)]
@@ -564,7 +567,7 @@ def test_clocks_and_power_since_the_row_before(monkeypatch):
 
 
 def test_a_thread_reads_until_the_process_ends(monkeypatch):
-    """A reading that fails is left out."""
+    """A failed reading is left out."""
     read, done = iter(((1980, 1.0, 0), (1700, 2.0, 0))), threading.Event()
 
     def reading():

@@ -1,4 +1,4 @@
-"""Parts of ``make gpu`` on the fake device: their branches for CUDA, with graphs and caches that cross the link."""
+"""Test parts of ``make gpu`` on the fake device: their CUDA branches, with graphs and caches that cross the link."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPT = {"model_type": "opt", "max_position_embeddings": 128, "word_embed_proj_dim
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Make a run of a tiny model on the fake device, whose allocator and CUPTI are told by hand."""
+    """Run a tiny model on the fake device, with given readings of the allocator and CUPTI."""
     (tmp_path / "config.json").write_text(json.dumps(OPT))
     told = {"memory_reserved": 0, "max_memory_reserved": 1 << 20, "mem_get_info": (1 << 30, 1 << 31)}
     told |= {"reset_peak_memory_stats": None, "empty_cache": None, "synchronize": None}
@@ -54,7 +54,7 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_mix_runs_by_graphs_within_its_memory(run, monkeypatch):
-    """Policies are told by hand, so that caches cross the link: what is searched for a tiny model is all resident."""
+    """Policies are given, so that caches cross the link; a search for a tiny model would keep all resident."""
 
     def searched(problem, workload, settings):
         cache = {"kv@host": 1.0} if "act@host" not in settings.space.entries else {"kv@device": 0.5, "act@host": 0.5}
@@ -80,7 +80,7 @@ def test_a_mix_runs_by_graphs_within_its_memory(run, monkeypatch):
 
 
 def test_a_resident_run_tells_what_graphs_save_and_keep(run, monkeypatch):
-    """Memory that the driver keeps is told by hand: half of what the plan counts for the graphs of two layers."""
+    """The driver's memory is given: half of the planned memory for graphs of two layers."""
     of, _ = run("2GiB", 3, ())
     free = iter((1 << 30, (1 << 30) - GRAPH_BYTES))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 1 << 31))

@@ -1,4 +1,4 @@
-"""The runner of ``make gpu``, with parts that need no GPU: order, limits, and what is written when."""
+"""Test the runner of ``make gpu`` with parts that need no GPU: order, limits, and when results are written."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def start(tmp_path, monkeypatch):
 
 
 def test_parts_run_in_order_and_what_does_not_fit_is_named(start):
-    """A part that raises, and one that refuses, leave a row, and the others go on."""
+    """A part that raises or refuses leaves a row, and the others go on."""
     done, outcomes, rows = start("--time-limit", "100", "refuses:b,a", "fails", "works")
     assert [outcome["part"] for outcome in outcomes] == ["refuses:b", "refuses:a", "fails", "works"]
     skipped, refused, failed, worked = outcomes
@@ -118,7 +118,7 @@ def test_input_that_is_refused(start, capsys):
 
 
 class Clock:
-    """Time that only the parts take."""
+    """Time that only the parts advance."""
 
     def __init__(self, monkeypatch, takes):
         self.now, self.limits, self.takes = 1000.0, [], iter(takes)
@@ -132,7 +132,7 @@ class Clock:
 
 
 def test_the_program_ends_before_its_limit_whatever_a_part_takes(tmp_path, monkeypatch):
-    """By hand: 100 - 15 s. 30 s at most twice; then 25 s are left, of which 5 s are for ending."""
+    """By hand: 100 - 15 s are available. A part of 30 s may take twice that; of the last 25 s, 5 s are for ending."""
     clock = Clock(monkeypatch, [1e9, 1e9])
     chosen = [Chosen("a", "", 30.0), Chosen("b", "", 26.0), Chosen("c", "", 20.0), Chosen("d", "", 5.1)]
     assert runner.run_parts(chosen, tmp_path, [], 100.0) == 0
@@ -185,7 +185,7 @@ def test_results_go_to_the_gpus_folder_without_out(tmp_path, monkeypatch):
 
 
 def test_rows_are_in_their_file_as_soon_as_they_are_measured(tmp_path):
-    """Figures without a bar, and what failed, too; what is beside them joins each."""
+    """This includes figures without a bar and failures; each has the values measured with it."""
     table = Table("a machine", tmp_path / "part.json", lambda: {"gpu": len(table.rows)})
     for index, add in enumerate((lambda: table.tell("a", 1, "x"), lambda: table.failed("b", "why", batch=3))):
         add()

@@ -1,4 +1,4 @@
-"""Speed beside peers: children that run one side each, what is made of their answers, peers that are not there."""
+"""Test speed comparisons with peers: a child process for each side, its results, and missing peers."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_the_fastest_batch_counts_up_to_the_first_that_fails():
 
 
 def test_tokens_count_up_to_a_requests_first_difference():
-    """Sides of different batches share their first requests; what follows a difference is another text."""
+    """Sides with different batches share their first requests; tokens after a difference belong to another text."""
     assert same_tokens([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 0, 6], [7, 8, 9]]) == {"equal": 4, "of": 6}
 
 
@@ -135,8 +135,9 @@ def test_without_accelerate_the_command_ends_with_status_2_and_says_how_to_get_i
     assert said.count("\n") == 1 and "nowhere" in said and "accelerate==" in said
 
 
-def test_each_side_has_its_best_batch_and_ours_stands_over_each_of_the_others():
-    """Ours takes half a second an iteration, accelerate one or two, and no batch of 4; of its tokens one differs."""
+def test_each_side_has_its_best_batch_and_ours_is_compared_with_each():
+    """Our iterations take 0.5 s, accelerate's 1 or 2 s, and accelerate fails at a batch of 4; one of its tokens
+    differs."""
 
     class Runs:
         def ours(self, batch: int) -> dict:

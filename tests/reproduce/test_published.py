@@ -1,4 +1,4 @@
-"""Other people's runs: each constant is what its rows say, and every row whose batch is stated is simulated."""
+"""Test other people's runs: constants follow from their rows, and every row with a stated batch is simulated."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_a_change_brings():
 
 
 def test_a_baseline_by_name_is_as_slow_as_it_was_measured():
-    """Rows of the experiment, from the command's side; an option takes the place of what is known."""
+    """The named system gives the experiment's row; an option replaces the known constant."""
     problem = Problem(shape=shape_by_name("opt-6.7b"), hardware=catalogue.load("t4"))
     setting = Setting(problem, 16, 512, 32)
     rate = run_system("deepspeed", setting).tokens_per_s

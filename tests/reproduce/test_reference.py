@@ -1,4 +1,4 @@
-"""The papers' numbers: tables are read strictly, asked by column, and what may be fitted is kept from what may not."""
+"""Test the papers' numbers: strict tables, queries by column, and the separation of fitted and held-out rows."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_missing_and_unreadable_files(tmp_path):
 
 
 def test_the_shapes_are_the_projects():
-    """The public configurations of the papers' models against the shapes that everything is priced with."""
+    """The papers' models have the public configurations that the project prices."""
     frame = reference.load("models")
     for row in frame.itertuples():
         shape = KNOWN_SHAPES[row.name.lower()]

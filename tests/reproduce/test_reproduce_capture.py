@@ -1,4 +1,4 @@
-"""CAPTURE and HybridServe reproduced: constants from calibrate rows alone, and what the held-out rows then say."""
+"""Test the reproduction of CAPTURE and HybridServe: constants from calibrate rows, and held-out rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_constants_are_few_and_possible():
 
 
 def test_hybrid_full_is_the_whole_system():
-    """The quick share that constants are fitted with is that of the policy itself."""
+    """The approximate share used in fits equals the policy's share."""
     hardware = capture_setup.hardware()
     for model, batch, prompt in (("OPT-6.7B", 128, 1920), ("OPT-66B", 128, 1920), ("OPT-30B", 32, 896)):
         cache_of = capture_setup.full_policy(model, hardware, batch, prompt).cache
@@ -43,7 +43,7 @@ def test_hybrid_full_is_the_whole_system():
 
 
 def test_why_66b_is_slower_than_it_could_be():
-    """At the ratio that the paper ran, its speed is what our model says; it is the ratio that is not the fastest."""
+    """At the paper's ratio our model gives the paper's speed; another ratio is faster."""
     measured = reference.value("capture_table3", model="OPT-66B", variant="hybrid_full")
     share, at_printed = capture_table3.at_printed_ratio("OPT-66B")
     best_share, best = capture_table3.optimum("OPT-66B")

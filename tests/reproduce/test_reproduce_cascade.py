@@ -1,4 +1,4 @@
-"""The cascade paper done again: its inputs as printed, its bounds by hand, its energy ratios where they can be."""
+"""Test the reproduction of the cascade paper: printed inputs, bounds by hand, and possible energy ratios."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_models_that_hardly_answer_hand_their_requests_on():
 
 
 def test_routing_by_hand():
-    """ViT, EO: every request at XS, then 40.4 % at S, 9.4 % at M, 4.9 % at L, or each at the one that answers it."""
+    """ViT, EO: every request visits XS, 40.4 % S, 9.4 % M and 4.9 % L, or each only the model that answers it."""
     by_hand = 1 / (12 / 307 + 0.404 * 45 / 307 + 0.094 * 86 / 307 + 0.049)
     assert routing_ratio(family("ViT"), "EO", "chain") == pytest.approx(by_hand)
     by_hand = 1 / (12 / 307 + 0.31 * 45 / 307 + 0.045 * 86 / 307 + 0.049)

@@ -1,4 +1,4 @@
-"""The cascade paper's tables about confidence, and the numbers of our own cascades that stand beside them."""
+"""Test the cascade paper's tables about confidence, and the numbers of our own cascades next to them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_our_own_numbers_are_the_study_s(done):
 
 
 def made_trial() -> Trial:
-    """Two halves of made-up answers of three models."""
+    """Return two halves of made-up answers of three models."""
     generator = np.random.default_rng(1)
     confidence = generator.random((3, 400)) * 0.99
     correct = generator.random((3, 400)) < np.array([[0.5], [0.7], [0.95]]) * (0.3 + 0.7 * confidence)

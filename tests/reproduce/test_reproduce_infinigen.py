@@ -1,4 +1,4 @@
-"""InfiniGen's figures done again: the kept rows, what was fitted on what, what the runs cost."""
+"""Test the reproduction of InfiniGen's figures: kept rows, fitted constants, and costs of the runs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sim.simulate import simulate
 
 @pytest.fixture(scope="module")
 def done() -> dict:
-    """Every InfiniGen experiment, run once."""
+    """Run every InfiniGen experiment once."""
     return {name: registry.run(name) for name in registry.names("infinigen.performance")}
 
 
 def row(experiment, row_id: str):
-    """The row of an experiment that compares with this id (not one that shows it as context)."""
+    """Return the row of an experiment that compares with this id, not one that shows it as context."""
     rows = experiment.rows
     found = rows[rows["source"].str.startswith(row_id) & (rows["role"] != "context")]
     assert len(found) == 1, row_id
@@ -87,7 +87,7 @@ def test_figures_have_data_and_context_rows_no_verdict(done):
 
 
 def test_predictions_fetch_what_was_measured():
-    """selected_tokens.csv has, of each model, the mean share of its choosing layers at each alpha without a cap."""
+    """For each model, selected_tokens.csv has the mean share of its selecting layers at each alpha without a cap."""
     assert counted_tokens().keys() == {REPORTED, *accuracy.studies()}
     for model, study in accuracy.studies().items():
         context = (study["prompt_tokens"] + study["length"]) / 2

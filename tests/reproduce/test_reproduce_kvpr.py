@@ -1,4 +1,4 @@
-"""KVPR's tables and figures: the rows that are kept, their constants, and what the paper's text leaves open."""
+"""Test the reproduction of KVPR's tables and figures: kept rows, constants, and points the paper leaves open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reproduction's report: right errors, safe text, pictures inside, the same bytes every time."""
+"""Test the reproduction's report: right errors, escaped text, pictures inside, and the same bytes every time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def experiment(**changes) -> Experiment:
 
 
 class Page(HTMLParser):
-    """What a reader and a browser get of a page: tags in balance, texts, attributes."""
+    """A parsed page: balanced tags, texts and attributes."""
 
     VOID = {"meta", "img", "br", "link", "input", "hr"}
 
@@ -290,7 +290,7 @@ def test_every_kind_of_figure_is_drawn(figure):
 
 @pytest.fixture
 def axes_of(monkeypatch):
-    """(figure) -> the axes that were drawn."""
+    """Return a function that draws a figure and returns its axes."""
     import figures.style as style
 
     shown = {}
@@ -305,7 +305,7 @@ def axes_of(monkeypatch):
 
 @pytest.mark.parametrize("rates", [[1.01, 1.02, 1.05, 1.11], [9.3, 8.8, 10.5, 14.0], [1, 40, 900, 30000], [99.5, 101]])
 def test_a_log_axis_has_numbers(axes_of, rates):
-    """Also where it spans less than a decade."""
+    """It may span less than a decade."""
     frame = pd.DataFrame({"batch": range(1, len(rates) + 1), "rate": rates})
     axes = axes_of(curve(frame=frame, paper=None, series=None, log_y=True))
     low, high = axes.get_ylim()
@@ -332,7 +332,7 @@ def test_error_bars_reach_what_is_given(axes_of):
 
 
 def test_bars_over_a_log_axis_are_points(axes_of):
-    """Their height would mean nothing: the axis has no zero."""
+    """The axis has no zero, so a bar's height would have no meaning."""
     axes = axes_of(replace(bars(), log_y=True))
     assert not axes.patches and len(axes.lines) == 4
 
@@ -358,7 +358,7 @@ def test_rows_put_aside_are_shown_and_not_judged():
 
 
 def test_notes_and_quoted_numbers_are_in_the_page():
-    """A reader needs no other file: every note that is cited, notes that those cite, every id's passage."""
+    """A reader needs no other file: cited notes, notes cited in them, and each id's passage are included."""
     made = experiment(
         rows=table([{**ROWS[0], "source": "ch020 (Sec. 5.2)", "aside": "arithmetic (notes 28 and 29)"}]),
         mismatches=("It contradicts eq. 8 (note 16).",),

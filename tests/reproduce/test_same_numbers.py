@@ -24,7 +24,7 @@ DECODE = "decode_tokens_per_s"
 
 
 def rate(text: str, machine: str, model: str, lengths: tuple[int, int, int], metric: str = "tokens_per_s") -> float:
-    """``flexhybrid simulate``'s number; ``lengths``: requests, prompt and generated tokens."""
+    """Return ``flexhybrid simulate``'s number; ``lengths``: requests, prompt and generated tokens."""
     problem = Problem(shape=shape_by_name(model.lower()), dtype="float16", hardware=catalogue.load(machine))
     return getattr(run_system(text, Setting(problem, *lengths)), metric)
 
@@ -51,8 +51,9 @@ def test_kvprs_rows():
 
 
 def test_kvprs_rows_of_one_batch():
-    """Table 2, and the latencies of Tables 3 and 4: the host holds up each layer for the fitted time. KVPR's program
-    handles all of the reserved length in each step: its row is G - 1 times the TPOT of eight tokens around P + G."""
+    """The rows are those of Table 2, and the latencies of Tables 3 and 4. The host delays each layer by the fitted
+    time. KVPR's program computes all of the reserved length in each step: its row is G - 1 times the TPOT of eight
+    tokens around P + G."""
     waits = kvpr.fit_host_s().value
     code, rates = f"engine=flexgen, weights_wait_s={waits}", table2_rates(kvpr.a100("one"))
     systems = {
@@ -76,7 +77,7 @@ def test_kvprs_rows_of_one_batch():
 
 
 def test_infinigens_rows():
-    """Fig. 15 at batch 20, Fig. 16 at one length and for one model whose weights do not all fit."""
+    """The rows are Fig. 15 at batch 20, and Fig. 16 at one length and for a model whose weights do not all fit."""
     options = {"FlexGen": "offloaded(", "INT4": "int4(", "H2O": "h2o(whole_layers=2, overlap=none, "}
     options["InfiniGen"] = "infinigen(whole_layers=2, overlap=none, "
 
@@ -94,7 +95,8 @@ def test_infinigens_rows():
 
 
 def test_flexgens_code_is_taken_by_name_once():
-    """Its constants are those that ``reproduce`` fits; a testbed whose rates were fitted to it has them already."""
+    """Its constants are those that ``reproduce`` fits. A machine whose rates were fitted to FlexGen has them
+    already."""
     code = MEASURED["flexgen"]
     assert code.relay_gb_per_s == pytest.approx(capture.refit_relay().value, rel=0.01)
     t4 = catalogue.load("t4")

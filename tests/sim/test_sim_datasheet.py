@@ -1,4 +1,4 @@
-"""``flexhybrid hardware``: machines listed, shown, written; rates that a command sets; answers that say their rates."""
+"""Test ``flexhybrid hardware`` (machines listed, shown and written), rates on the command line, and their sources."""
 
 import csv
 import json
@@ -31,7 +31,7 @@ def test_the_catalogue_is_listed_and_shown(capsys, as_json):
 
 
 def test_a_machine_is_written_from_a_datasheet(tmp_path, capsys, as_json):
-    """Its numbers are the ones that count: those of the file, also after an edit by hand."""
+    """The file's numbers count, also after an edit by hand."""
     path = str(tmp_path / "mine.json")
     written = as_json("hardware", *PEAKS, "--gemm-share", "0.5", "--out", path)
     assert written["path"] == path and written["tflops"] == 71
@@ -127,13 +127,13 @@ def test_what_copies_reach_of_a_given_rate_is_said(capsys):
 
 
 def counted(machine) -> tuple:
-    """What predictions take from a machine."""
+    """Return the parts of a machine that predictions use."""
     memories = machine.device_memory, machine.device_reserve, machine.host_memory, machine.disk_memory
     return machine.lines, memories, machine.notes["watts"], machine.notes.get(CACHED_DISK)
 
 
 def numbers_of(value, *place):
-    """Places of the numbers and sizes of a file."""
+    """Yield the places of numbers and sizes in a file."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from numbers_of(inner, *place, key)
@@ -145,7 +145,7 @@ def numbers_of(value, *place):
     "name", ["l4", "a6000-infinigen", "rtx4090-capture", "rtx5000-kvpr", "a100-kvpr", "t4-flexgen"]
 )
 def test_no_number_of_a_file_is_ignored(name, tmp_path):
-    """Whichever is edited, the machine is another one; without what lines take the place of, the file is refused."""
+    """Each edited number changes the machine. Without the field that lines replace, the file is refused."""
     text, path, own = (catalogue.FOLDER / f"{name}.json").read_text(), tmp_path / "mine.json", catalogue.load(name)
     without_texts = {key: value for key, value in json.loads(text).items() if key not in ("sources", "published_fit")}
     for *where, last in numbers_of(without_texts):
@@ -164,7 +164,8 @@ def test_no_number_of_a_file_is_ignored(name, tmp_path):
 
 
 def test_fitted_lines_change_with_their_peaks(tmp_path):
-    """Half of the link: all copies take twice as long; a tenth of the tensor cores: products ten times."""
+    """With half of the link's rate all copies take twice as long; with 10 % of the tensor cores products take ten
+    times."""
     own, path = catalogue.load("a100-kvpr"), tmp_path / "mine.json"
     data = json.loads((catalogue.FOLDER / "a100-kvpr.json").read_text())
     path.write_text(json.dumps(data | {"link_gb_per_s": 15.75, "tflops": 31.2}))
@@ -195,7 +196,7 @@ def test_a_number_means_the_same_in_a_file_and_as_a_flag(like, flags, same, tmp_
 
 
 def test_cards_are_compared_beside_one_host(tmp_path):
-    """What belongs to the host is the same whatever the card, fitted or not; what belongs to the card stays."""
+    """The host's lines do not depend on the card, fitted or not; the card's lines do not depend on the host."""
     own, other = (catalogue.load(name, "desktop-128g") for name in ("t4-flexgen", "rtx5090"))
     hosts = {key for key in own.lines if resource_of_line(key) not in ("compute", "h2d", "d2h")}
     assert (
@@ -227,7 +228,7 @@ def run_on(sheet: Datasheet, system: str, clock: str = "closed", **changes):
 
 @pytest.mark.parametrize("clock", ["closed", "virtual"])
 def test_memory_of_the_far_node_is_a_slower_link(clock):
-    """With half of its bytes on the far node, at a third of the rate, a byte takes (1 + 3) / 2 times as long."""
+    """Half of the bytes are on the far node, at a third of the rate: a byte takes (1 + 3) / 2 times as long."""
     plain = run_on(RTX4090, "kv_only", clock)
     nodes = {"host_near_memory": str(plain.peak_bytes["host"] // 2), "host_far_share": 1 / 3}
     slower = run_on(RTX4090, "kv_only", clock, link_gb_per_s=RTX4090.link_gb_per_s / 2)
@@ -239,8 +240,8 @@ def test_memory_of_the_far_node_is_a_slower_link(clock):
 
 
 @pytest.mark.parametrize("clock", ["closed", "virtual"])
-def test_what_the_page_cache_holds_is_read_faster_by_code_that_reads_through_it(clock):
-    """Half of the weights fit the host memory that is left: half of the bytes come eight times as fast."""
+def test_cached_pages_are_read_faster_only_through_the_page_cache(clock):
+    """Half of the weights fit the free host memory: half of the bytes come eight times as fast."""
     disk = replace(RTX4090, disk_memory="1TB", disk_read_gb_per_s=1.0, disk_write_gb_per_s=1.0)
     weights = "accelerate(weights_disk=1)"
     peaks = run_on(disk, weights, clock).peak_bytes

@@ -1,4 +1,4 @@
-"""What Python takes to launch a task: both clocks know when it binds, and a profile measures it."""
+"""Test the cost of launching tasks in Python: both clocks price it, and a profile measures it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def launched(case: UniformCase, launch_s: float) -> UniformCase:
 
 @pytest.mark.parametrize("kind", ["column", "row"])
 def test_both_clocks_agree_where_launching_counts(kind):
-    """From half of what a task takes on the busiest resource to twice as much."""
+    """Launching takes 0.5 to 2 times the seconds of a task on the busiest resource."""
     rng, gaps = np.random.default_rng(11), []
     for _ in range(5):
         case = random_case(rng, kind)

@@ -1,4 +1,4 @@
-"""Layers of several kinds: what crosses the link, what it costs, and what both clocks and the search make of it."""
+"""Test layers of several kinds: their bytes on the link, their cost, both clocks, and the search."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ ALONE, BESIDE, NETWORK = LayerState(STATE, False), LayerState(STATE, True), Laye
     "kinds", [(ALONE,), (ALONE, ALONE, ALONE, None), (BESIDE,), (ALONE, NETWORK, None, NETWORK)], ids=len
 )
 def test_both_clocks_agree_on_recurrent_layers(kinds, tier, states):
-    """A layer that does not attend reads all of its weights in one task: nothing takes their place before its end."""
+    """A layer without attention reads all of its weights in one task, so their slot is taken until its end."""
     shape = replace(SHAPE, num_layers=16, states=kinds * (16 // len(kinds)))
     for bound in (250, 100_000):
         policy = Policy(weights=Placement(host=1), cache={tier: 1.0}, states=states, max_mini_batch_tokens=bound)
@@ -83,7 +83,8 @@ def test_both_clocks_agree_on_recurrent_layers(kinds, tier, states):
 
 @pytest.mark.parametrize("period, schedule", [(1, "column"), (4, "row"), (6, "column"), (6, "row"), (5, "column")])
 def test_many_layers_in_turn_are_walked_in_part(period, schedule):
-    """Full layers load eight times as much as those with a window, and wait for it: the mean of both would not do."""
+    """Full layers load eight times as much as those with a window, and wait for it, so a mean of both would be
+    wrong."""
     attention = (*[AttentionKind(64)] * (period - 1), PLAIN)
     shape = replace(SHAPE, num_layers=47, attention=attention, max_positions=4096)
     case = case_of(shape, Policy(cache={"kv@host": 1.0}, schedule=schedule), 3, 512, 4)

@@ -1,4 +1,4 @@
-"""Prices of refilled queues against the executor's plan on the virtual clock; counts against an oracle."""
+"""Test prices of refilled queues against the executor's plan on the virtual clock, and counts against an oracle."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ MIXES = (
 
 
 def queue_of(seed: int) -> tuple[Problem, Policy, Workload, int]:
-    """A random machine, policy, queue and number of places. Prompts are alike, so that buffers seldom decide who joins;
-    where they do, a toy's few places make much of one request that is passed over."""
+    """Return a random machine, policy, queue and number of places. Prompts are similar, so that buffers seldom decide
+    which request joins: with a toy's few places one such request would matter much."""
     rng = np.random.default_rng(seed)
     count, places = int(rng.integers(10, 30)), int(rng.integers(4, 10))
     prompts, limits = rng.integers(40, 60, count), rng.integers(2, 30, count)
@@ -53,7 +53,7 @@ def queue_of(seed: int) -> tuple[Problem, Policy, Workload, int]:
 
 
 def test_no_resource_is_busy_for_more_than_the_time():
-    """The price interpolates work and seconds each by itself: this link's work is 0.7 % more than the seconds."""
+    """The price interpolates work and seconds separately; here the link's work is 0.7 % more than the seconds."""
     rng = np.random.default_rng(38)
     count = int(rng.integers(4, 80))
     workload = Workload(rng.integers(8, 120, count), rng.integers(2, 30, count))
@@ -73,8 +73,8 @@ def test_a_few_iterations_price_a_queue_as_all_of_its_tasks_do():
 
 
 @pytest.mark.parametrize("limits", [[64], [32, 64, 128, 256]])
-def test_the_pace_of_a_queue_holds_where_answers_end_by_themselves(limits):
-    """Requests then join one by one; at their limits, which the pace is from, all at once, or a quarter of them."""
+def test_the_pace_of_a_queue_holds_if_answers_end_early(limits):
+    """Requests then join one by one. The pace is from answers at their limits, where all or a quarter join at once."""
     for seed in (1,):
         rng = np.random.default_rng(seed)
         prompts, most = rng.integers(20, 200, 80), np.sort(rng.choice(limits, 80))[::-1].copy()
@@ -89,7 +89,7 @@ def test_the_pace_of_a_queue_holds_where_answers_end_by_themselves(limits):
 
 
 def test_no_queue_ends_before_its_least_seconds():
-    """``least_seconds`` against every task of the queue."""
+    """``least_seconds`` is compared with every task of the queue."""
     for seed in range(1, 8):
         problem, policy, workload, places = queue_of(seed)
         walked = walk_queue(problem, policy, workload, places)
@@ -112,7 +112,7 @@ def test_blocks_as_needed_are_priced_with_preemptions(seed):
 
 
 def test_blocks_as_needed_hold_twice_the_requests_of_reservations():
-    """Limits of 1,024 tokens, answers of 200 on average; the pools are those of 64 requests of the longest answers."""
+    """Limits are 1,024 tokens and answers 200 on average; pools hold 64 requests with the longest answers."""
     problem = Problem(shape=SHAPE, dtype="float32", device="cpu")
     policy = Policy("device", Placement(device=1), cache={"kv@host": 1.0}, max_mini_batch_tokens=1 << 15)
     answers = np.clip(np.exp(np.random.default_rng(0).normal(np.log(140), 0.9, 1000)), 1, 1024).astype(int)
@@ -131,7 +131,7 @@ def test_blocks_as_needed_hold_twice_the_requests_of_reservations():
 def planned(
     problem: Problem, policy: Policy, workload: Workload, places: int
 ) -> tuple[RunIntervals, list[tuple[int, int]]]:
-    """The forecast of a queue, and (iteration, request) of every token in the executor's own plan."""
+    """Return the forecast of a queue, and (iteration, request) of every token in the executor's own plan."""
     found = batch_size(problem, policy, workload, places)
     counted = intervals(open_batch(problem, policy, workload, found), workload)
     wave, tokens = open_batch(problem, policy, workload, found), []
@@ -153,7 +153,7 @@ def test_a_forecast_has_every_token_in_the_iteration_of_the_plan(seed, shares):
 
 @pytest.mark.parametrize("answers", ("all their limits", "by themselves"))
 def test_preemptions_are_those_of_the_plan(answers):
-    """Answers that take their limits fill the pools between two ends."""
+    """Answers that reach their limits fill the pools between two ends."""
     rng = np.random.default_rng(0)
     limits = np.full(80, 160)
     ends = limits if answers == "all their limits" else np.where(rng.random(80) < 0.7, 160, rng.integers(1, 40, 80))
@@ -167,7 +167,7 @@ def test_preemptions_are_those_of_the_plan(answers):
 
 
 def test_cached_contexts_are_not_computed():
-    """Request 0 is preempted with a context of 50 tokens; a token of a prompt takes a second, and nothing else."""
+    """Request 0 is preempted with a context of 50 tokens; only prompt tokens cost time, a second each."""
     nobody, none = np.zeros(3, bool), np.zeros(3, int)
     counted = RunIntervals(
         request=np.array([0, 1, 0]),
@@ -188,7 +188,7 @@ def test_cached_contexts_are_not_computed():
 
 
 def growing_queue() -> tuple[Problem, Policy, Workload]:
-    """A queue half of whose answers take their limits, in device memory for a few requests."""
+    """Return a queue whose answers reach their limits in half of the cases, with device memory for a few requests."""
     rng = np.random.default_rng(0)
     answers = np.where(rng.random(30) < 0.5, 100, 12)
     workload = Workload(rng.integers(16, 100, 30), np.full(30, 100), answers)
@@ -199,7 +199,7 @@ def growing_queue() -> tuple[Problem, Policy, Workload]:
 
 
 def test_a_request_that_returns_is_expected_to_end_as_one_that_never_left():
-    """Most answers have 12 tokens, this one has 50 already."""
+    """Most answers have 12 tokens; this one already has 50."""
     problem, policy, workload = growing_queue()
     expected = {}
     for way in ("preempted", "never left"):
@@ -232,8 +232,8 @@ def test_a_request_that_is_stopped_while_it_waits_leaves_its_length_and_nothing_
 
 
 def bound_on_moving(cache: dict[str, float], link: float) -> float:
-    """Return which share of the time caches could save that are moved a tier down and back, instead of being computed
-    anew, if moving took none: of a queue half of whose answers take their limits, in memory for a few requests."""
+    """Return the share of time that free swapping of preempted caches would save, for a queue whose answers reach their
+    limits in half of the cases, with memory for a few requests."""
     rng = np.random.default_rng(0)
     answers = np.where(rng.random(120) < 0.5, 160, 12)
     workload = Workload(rng.integers(16, 100, 120), np.full(120, 160), answers)
@@ -246,15 +246,15 @@ def bound_on_moving(cache: dict[str, float], link: float) -> float:
 
 
 @pytest.mark.parametrize("cache", ({"kv@host": 1.0}, {"act@host": 1.0}, {"kv@device": 1.0}))
-def test_moving_a_cache_a_tier_down_could_save_little(cache):
-    """Why preempted contexts are computed again and not swapped: docs/simulating.md."""
+def test_free_swapping_would_save_little_time(cache):
+    """This is why preempted contexts are recomputed, not swapped: docs/simulating.md."""
     assert 0 < bound_on_moving(cache, link=0.4) < 0.005
     assert 0 < bound_on_moving(cache, link=100.0) < 0.035
 
 
 def test_counts_are_those_of_a_list_of_places():
-    """Where memory holds everybody's length, a request takes the place that is free first. Who stops in a step that
-    decodes leaves at once where prompts are computed behind it, and else an iteration late."""
+    """If memory holds all requests, each takes the first free place. A request that stops in a decode step leaves at
+    once if prompts are computed after it, and otherwise an iteration late."""
     rng = np.random.default_rng(1)
     limits = np.full(60, 30)
     answers = rng.integers(1, 31, 60)
@@ -283,7 +283,7 @@ def test_counts_are_those_of_a_list_of_places():
 
 @pytest.mark.parametrize("longest", (24, 400))
 def test_a_long_queue_is_thinned_in_its_steady_part_alone(monkeypatch, longest):
-    """Prompts of up to ``longest`` tokens, the longest first, as a job sorts them: by these the batch is cut."""
+    """Prompts of up to ``longest`` tokens come longest first, as a job sorts them; they determine the mini-batches."""
     rng = np.random.default_rng(2)
     prompts = np.sort(rng.integers(16, longest + 1, 900))[::-1].copy()
     workload = Workload(prompts, np.full(900, 24), rng.integers(1, 25, 900))
@@ -303,7 +303,7 @@ def test_answers_are_no_longer_than_their_limits():
 
 
 def sharing_queue_of(seed: int) -> tuple[Problem, Policy, Workload, int]:
-    """``queue_of`` with a random tree of beginnings before its prompts."""
+    """Return ``queue_of`` with a random tree of prefixes before its prompts."""
     problem, policy, lengths, places = queue_of(seed)
     rng, count = np.random.default_rng(1000 + seed), lengths.num_requests
     parents = [-1, *(int(rng.integers(-1, i)) for i in range(1, rng.integers(2, 7)))]
@@ -318,7 +318,7 @@ def sharing_queue_of(seed: int) -> tuple[Problem, Policy, Workload, int]:
 
 
 def test_shared_prefixes_are_priced_as_all_tasks_do():
-    """Trees of beginnings, against the executor's own plan. Without them the price is off by a half."""
+    """Trees of prefixes are compared with the executor's own plan; without them the price is off by 50 %."""
     errors, ignorant = [], []
     for seed in range(1, 4):
         problem, policy, workload, places = sharing_queue_of(seed)
@@ -332,7 +332,7 @@ def test_shared_prefixes_are_priced_as_all_tasks_do():
 
 @pytest.mark.parametrize("bits", (Bits(), Bits(kv=8)))
 def test_prompts_are_counted_as_computed_where_the_plan_computes_them(bits):
-    """Of few bits only what is kept is shared: each prompt is computed as a whole."""
+    """With few bits only memory is shared: each prompt is computed whole."""
     prefixes = Prefixes(np.array([64, 176]), np.array([-1, 0]), np.arange(20) % 2)
     lengths = np.full(20, 9)
     workload = Workload(prefixes.tokens[prefixes.of_request] + 20, lengths, lengths, prefixes)
@@ -352,7 +352,7 @@ def test_prompts_are_counted_as_computed_where_the_plan_computes_them(bits):
 @settings(max_examples=50)
 @given(st.integers(0, 10_000))
 def test_what_surely_fits_is_what_the_buffers_hold(seed):
-    """``holds_lengths`` spares the sizes of a mini-batch that is no longer than another one by one."""
+    """``holds_lengths`` skips the exact sizes of a mini-batch that is no longer than another one in each request."""
     rng = np.random.default_rng(seed)
     lengths = Workload(rng.integers(1, 120, 12), rng.integers(1, 60, 12))
     policy = Policy("any", Placement(host=1), cache=MIXES[seed % len(MIXES)], max_mini_batch_tokens=512)

@@ -1,4 +1,4 @@
-"""The study of accuracy, whole, on a tiny model; and the tables and figures that are made of it."""
+"""Test the study of accuracy as a whole on a tiny model, with its tables and figures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LENGTH, TEXTS = 48, 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A random model with a token for each character."""
+    """Save a random model with one token per character."""
     folder = tmp_path_factory.mktemp("tiny")
     save_opt(folder, heads=4, head_dim=16, vocab=130, layers=3, positions=LENGTH)
     save_tokenizer(folder, {chr(i): 2 + i for i in range(1, 128)})
@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def study(folder, tmp_path_factory):
-    """Of the first documents alone, and without the pictures of its runs, which test_accuracy draws."""
+    """Run the study on the first documents, without the pictures of its runs, which test_accuracy draws."""
     texts, documents = tmp_path_factory.mktemp("texts") / "texts.txt", accuracy_study.TEXTS.read_text(encoding="utf-8")
     texts.write_text("\f".join(document[:LENGTH] for document in documents.split("\f")[:TEXTS]), encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
@@ -58,7 +58,7 @@ def test_every_experiment_has_rows_figures_and_no_verdict(results):
 
 
 def test_h2o_and_infinigen_are_compared_at_equal_bytes_in_equal_layers():
-    """In what is stored: layers 0 and 1 whole, and as many bytes moved, but for whole blocks."""
+    """Layers 0 and 1 are whole, and stored and moved bytes are equal up to whole blocks."""
     studies = infinigen_accuracy.studies()
     assert set(studies) == {"opt-stdlib-4m", "opt-stdlib-deep"}
     for study in studies.values():
@@ -92,7 +92,7 @@ def test_no_difference_inside_its_interval_is_called_one(results):
 
 
 def test_a_comparison_is_of_the_same_texts():
-    """Policies that differ by the same factor on texts of very different difficulty: the factor, without a spread."""
+    """Policies differ by one factor on texts of very different difficulty: the interval has only this factor."""
     hard = np.array([-1.0, -3.0, -9.0, -2.0])
     part = {"texts_by_document": [1, 1, 1, 1]}
     ours, others = ({"logprob_by_document": (hard - less).tolist()} for less in (0.1, 0.0))

@@ -1,4 +1,4 @@
-"""Intervals over texts against Student's t, known coverage and cases worked by hand."""
+"""Test intervals over texts against Student's t, known coverage and cases by hand."""
 
 import math
 
@@ -12,7 +12,7 @@ from flexhybrid.jobs.accuracy.bootstrap import mean, mean_difference, perplexity
 
 @pytest.mark.parametrize("size", [5, 20, 200])
 def test_the_interval_of_normal_numbers_is_student_s(size):
-    """Of numbers that are symmetric about their mean, which have nothing to correct."""
+    """Numbers that are symmetric about their mean need no correction."""
     values = 3 + stats.norm.ppf((np.arange(size) + 0.5) / size)
     found, half = mean(values), stats.t.ppf(0.975, size - 1) * values.std(ddof=1) / math.sqrt(size)
     assert found.value == pytest.approx(3)
@@ -22,7 +22,7 @@ def test_the_interval_of_normal_numbers_is_student_s(size):
 
 @pytest.mark.parametrize("draw", ["normal", "exponential"])
 def test_intervals_of_twenty_texts_hold_the_truth_as_often_as_they_say(monkeypatch, draw):
-    """400 samples of 20: of normal numbers 95 % within what chance allows; of skewed ones, t itself has 92 %."""
+    """400 samples of 20: 95 % coverage for normal numbers, within chance; for skewed ones t itself has 92 %."""
     monkeypatch.setattr(bootstrap, "RESAMPLES", 999)
     generator, truth = np.random.default_rng(1), {"normal": 0.0, "exponential": 1.0}[draw]
     samples = getattr(generator, draw)(size=(400, 20))
@@ -31,7 +31,7 @@ def test_intervals_of_twenty_texts_hold_the_truth_as_often_as_they_say(monkeypat
 
 
 def test_pairs_are_drawn_together():
-    """Two texts' difficulties differ by far more than the policies do: unpaired, no difference would be seen."""
+    """The texts' difficulties differ far more than the policies, so unpaired draws would show no difference."""
     generator = np.random.default_rng(2)
     difficulty = generator.normal(3.0, 1.0, 20)
     ours = difficulty + generator.normal(0.05, 0.01, 20)

@@ -1,4 +1,4 @@
-"""The tasks of lm-evaluation-harness that are made here: what their questions are."""
+"""Test the questions of the tasks made here for lm-evaluation-harness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bound of an evicting cache, the model that is built to recall, and the study of it, whole, on short texts."""
+"""Test the bound of an evicting cache, the model built to recall, and the study on short texts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL = Sizes(facts=24, filler=15, queries=12)  # 64 tokens of a prompt: four bl
     ("facts", "places", "sets", "values"), [(3, 1, 1, 2), (4, 2, 1, 3), (4, 1, 2, 2), (3, 2, 2, 3)]
 )
 def test_no_eviction_answers_more_than_the_bound_and_the_best_reaches_it(facts, places, sets, values):
-    """Over all ways to keep places of facts and to guess the others (or answer a fixed number), in all texts."""
+    """All ways to keep facts, and to guess the others or answer a fixed number, are tried in all texts."""
     ways = list(itertools.product(itertools.combinations(range(facts), places), repeat=sets))
     shares = []
     for kept in ways:
@@ -122,7 +122,7 @@ def test_the_full_cache_sees_everything_and_fewer_bits_move_less(study):
 
 
 def test_evicted_facts_are_answered_by_chance(study):
-    """What no reading head of H2O sees is lost: 1 in 100 of its answers is right."""
+    """A fact that no reading head of H2O sees is answered right in 1 % of the cases."""
     full, kept = find(study, method="full"), find(study, method="h2o")
     assert kept["right"] < 0.5 < full["right"] and kept["unseen"] > 10
     assert kept["seen"] <= most_held(16, SMALL.facts) and kept["right_of_unseen"] <= 2
@@ -139,7 +139,7 @@ def test_infinigen_fetches_as_much_as_h2o_keeps_and_recalls_more(study, checkpoi
 
 
 def test_what_heads_see_is_what_they_answer(study):
-    """With no error of its own the model answers what its reading head sees, and of the rest 1 in 100."""
+    """The model makes no other errors: it answers the facts its reading head sees, and 1 % of the rest."""
     for row in study["policies"]:
         assert row["right"] == pytest.approx(row["seen"], abs=0.06), row
 
@@ -164,7 +164,7 @@ def test_the_experiment_has_rows_and_figures_of_what_was_measured(study, tmp_pat
 
 
 def test_the_shipped_study_shows_what_the_page_claims():
-    """H2O stays at the bound of an evicting cache, and InfiniGen near the full cache's answers where H2O loses half."""
+    """H2O stays at the bound of an evicting cache; InfiniGen is near the full cache where H2O loses half."""
     (study,) = recalled.studies().values()
     full = find(study, method="full")["right"]
     assert study["num_texts"] >= 20 and full >= 0.98
@@ -190,7 +190,7 @@ def test_the_shipped_study_shows_what_the_page_claims():
 
 
 def test_facts_asked_for_after_the_eviction_are_lost_by_h2o_and_fetched_by_infinigen():
-    """The study's own model and sizes, 64 places for a prompt of five times as many tokens, on two texts."""
+    """The study's own model and sizes are used: 64 places for a prompt of five times as many tokens, on two texts."""
     model, sizes, places = recall_study.MODEL, recall_study.SIZES, 64
     study, whole = recalled.studies()[model.name], recall_study.WHOLE_LAYERS
     texts = recall.draw_texts(sizes, 2, np.random.default_rng(recall_study.SEED))

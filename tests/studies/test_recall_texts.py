@@ -1,4 +1,4 @@
-"""Texts of facts and queries: facts are told once and can be looked up, whatever the sizes."""
+"""Test texts of facts and queries: each fact is told once and can be looked up, at any size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_text_asks_for_different_facts_that_it_has_told(num_facts, num_filler,
 
 
 def test_numbers_are_drawn_evenly_and_by_themselves():
-    """Of a text's 40 numbers two are often alike, and all 100 come about as often: within 5 standard errors."""
+    """Two of a text's 40 numbers are often equal, and all 100 come equally often, within 5 standard errors."""
     texts = recall.draw_texts(Sizes(40, 0, 1), 500, np.random.default_rng(3))
     numbers = texts[:, 2:81:2]
     counts = Counter(numbers.ravel().tolist())

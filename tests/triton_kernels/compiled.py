@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that need not be there."""
+"""Compile Triton kernels for GPUs without having one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def compile_for(kernel, types: dict, constants: dict, options: dict, architectur
 
 
 def registers_and_stack(binary: bytes, path: Path) -> tuple[int, int]:
-    """Registers and bytes of stack (where spilled ones go) of a thread."""
+    """Return registers and bytes of stack (which holds spilled registers) of a thread."""
     path.write_bytes(binary)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
@@ -28,7 +28,7 @@ def registers_and_stack(binary: bytes, path: Path) -> tuple[int, int]:
 
 
 def load_widths(ptx: str) -> dict[int, set[int]]:
-    """Return the bytes that loads from global memory take at a time, by the line of the source that loads."""
+    """Return the bytes per load from global memory, by the line of the source."""
     widths: dict[int, set[int]] = {}
     line = 0
     for text in ptx.splitlines():

@@ -18,14 +18,14 @@ interpreters_cast, interpreters_dot = InterpreterBuilder.cast_impl, InterpreterB
 
 
 def _widened(handle: TensorHandle) -> TensorHandle:
-    """Return bfloat16, of which the interpreter has the bits, in float32."""
+    """Return bfloat16, which the interpreter keeps as bits, in float32."""
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
 
 def _cast(self, src, dst_type):
-    """The interpreter cuts float32 to bfloat16 where compiled kernels round, and loses bfloat16's subnormals."""
+    """Cast to bfloat16 by rounding, as compiled kernels do; the interpreter truncates and loses subnormals."""
     kinds = src.dtype.scalar, dst_type.scalar
     if kinds == (tl.float32, tl.bfloat16):
         rounded = torch.from_numpy(np.array(src.data)).bfloat16()
@@ -34,7 +34,7 @@ def _cast(self, src, dst_type):
 
 
 def _dot(self, a, b, *others):
-    """The interpreter multiplies the bits of bfloat16 as if they were numbers."""
+    """Multiply bfloat16 values; the interpreter would multiply their bits."""
     return interpreters_dot(self, _widened(a), _widened(b), *others)
 
 

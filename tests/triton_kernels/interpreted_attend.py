@@ -89,8 +89,8 @@ def test_it_is_a_softmax_over_all_parts_of_each_context(name):
     check(len(name), dtype, sizes, part_tokens, **asked)
 
 
-def test_who_sees_nothing_gets_zeros():
-    """Of parts that requests attend to together, one may lie behind a window."""
+def test_a_query_that_sees_nothing_gets_zeros():
+    """A shared part may lie before a request's window."""
     pool = torch.randn(2, 2, 1, BLOCK_TOKENS, 16)
     hidden, query = np.array([[16, 16]]), torch.randn(1, 3, 16)
     extent = Extent(np.array([[0, 512]]), np.array([32]), 16, 256, 256, hidden)
@@ -131,7 +131,8 @@ def test_the_proof_is_passed_and_finds_other_results(monkeypatch):
     ids=str,
 )
 def test_a_run_by_the_kernels_gives_transformers_tokens(tmp_path, monkeypatch, cache):
-    """All tiers and representations, groups of queries, a window in the second layer's reach; a recomputed prefix."""
+    """All tiers and representations are used, with grouped queries, a window in the second layer and a recomputed
+    prefix."""
     model = save_llama(
         tmp_path, kind="mistral", sliding_window=20, layers=2, heads=4, kv_heads=2, head_dim=8, hidden=32
     )

@@ -34,7 +34,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def check(rows: torch.Tensor, bits: int, into: torch.dtype, group: int = 64) -> None:
-    """Rows [R, n] without NaN; kernels and plain torch both write between guards that must survive."""
+    """Check rows [R, n] without NaN; kernels and plain torch both write between guards, which must stay."""
     size = packed_bytes(rows.shape[1], bits, group)
     slots = [torch.full((len(rows), size + 4), 77, dtype=torch.uint8) for _ in range(2)]
     plain._quantize(rows, bits, slots[0][:, 2:-2], group)
@@ -75,7 +75,7 @@ def test_magnitudes_and_row_sizes(seed, spread, offset, sign, dtype, into, bits,
 
 @pytest.mark.parametrize("bits, dtype", [*zip(BITS, DTYPES), *zip(BITS[::-1], DTYPES)])
 def test_all_codes_and_parameters(bits, dtype):
-    """Bytes that no row packs to come back alike too: negative and subnormal scales, infinite and NaN ones."""
+    """Bytes that packing never writes unpack alike too: negative, subnormal, infinite and NaN scales."""
     generator = torch.Generator().manual_seed(bits)
     packed = torch.randint(0, 256, (16, packed_bytes(64 * 3, bits)), dtype=torch.uint8, generator=generator)
     wanted, ours = torch.empty(2, 16, 192, dtype=dtype)
@@ -103,7 +103,8 @@ def test_a_nan_spoils_its_own_group_alone(bits, place):
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """quantize and dequantize as on a GPU: by way of the proof at first use; the calls that the kernels served."""
+    """Return quantize and dequantize as on a GPU, with the proof at first use, and the calls that the kernels
+    served."""
     served = []
     for name in ("quantize", "dequantize"):
         kernel = getattr(quantize_triton, name)
@@ -120,7 +121,7 @@ def chosen(monkeypatch):
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_strided_pools(bits, chosen, recwarn):
-    """Axes that merge into one and axes that do not, rows with gaps between them; nothing outside is touched."""
+    """Axes merge or do not, and rows have gaps between them; nothing outside is changed."""
     generator = torch.Generator().manual_seed(bits)
     whole = torch.randn(3, 2, 3, 2, 192, generator=generator).bfloat16()
     for rows in (

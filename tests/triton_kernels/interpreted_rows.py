@@ -32,7 +32,8 @@ def drawn(*size: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [8, 64, 256])
 def test_norms_of_whole_numbers_have_the_bits_of_plain_torch(dtype, n):
-    """Their squares add up to the same in any order, and are divided by a power of two: all else must round alike."""
+    """Sums of their squares do not depend on the order, and are divided by a power of two: all else must round
+    alike."""
     generator = torch.Generator().manual_seed(n)
     rows, added = (torch.randint(-9, 10, (4, n + 3), generator=generator).to(dtype)[:, :n] for _ in range(2))
     weight = drawn(n, dtype=dtype)
@@ -54,7 +55,7 @@ def test_norms_are_plain_torchs_but_for_the_order_of_the_sum(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [200, 256])
 def test_layer_norms_are_those_of_float64_rounded_to_the_dtype(dtype, n):
-    """Their sums are rounded once, with what is to be added to them later; what lies between rows stays."""
+    """Sums are rounded once, together with what is added later; memory between rows stays."""
     held, added = 3 * drawn(5, n + 3, dtype=dtype) + 2, drawn(5, n, dtype=dtype, seed=1)
     rows, before = held[:, :n], held.clone()
     weight, bias, later = drawn(3, n, dtype=dtype, seed=2)
@@ -70,7 +71,7 @@ def test_layer_norms_are_those_of_float64_rounded_to_the_dtype(dtype, n):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rotations_have_the_bits_of_plain_torch(dtype):
-    """Keys alone and keys and queries, of heads whose number and size are no powers of two; what lies between stays."""
+    """Keys alone, and keys with queries; numbers and sizes of heads are no powers of two. Memory between rows stays."""
     for groups, heads, d in ((1, 1, 8), (3, 6, 12), (2, 5, 80)):
         kvq = drawn(5, (2 * groups + heads) * d + 4, dtype=dtype, seed=d)[:, :-4]
         cos, sin = drawn(5, d, dtype=dtype, seed=1), drawn(5, d, dtype=dtype, seed=2)
@@ -100,7 +101,7 @@ def test_the_proof_is_passed_and_finds_other_results(monkeypatch):
 
 
 def test_a_run_by_the_kernels_gives_transformers_tokens(tmp_path, monkeypatch):
-    """Norms of rows and of heads."""
+    """Norms are of rows and of heads."""
     model = save_llama(tmp_path, kind="qwen3", layers=2, heads=4, kv_heads=2, head_dim=8, hidden=32)
     asked = []
     for module in (norms, rotary):

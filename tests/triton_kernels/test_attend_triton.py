@@ -1,4 +1,4 @@
-"""Decode attention by Triton: compiled kernels, whole runs with plain torch instead, GPU-only checks."""
+"""Test decode attention by Triton: compiled kernels, whole runs with plain torch instead, and on a GPU."""
 
 import functools
 import inspect
@@ -50,7 +50,7 @@ ON_BOTH = 1
 
 
 def compiled(dtype: str, queries: int, d: int, asked: dict, architecture: int):
-    """The kernel of attention as ``launch`` has it compiled."""
+    """Return the kernel of attention as ``launch`` compiles it."""
     own, width = POINTERS[dtype], triton.next_power_of_2(d)
     sizes, options = attend_triton.tile_sizes(queries, width, {"float32": 4}.get(dtype, 2))
     flags = (
@@ -89,7 +89,7 @@ def test_every_variant_compiles_without_spilling(architecture, tmp_path, monkeyp
 
 
 def narrow(ptx: str, widest: int = 16) -> dict[str, set[int]]:
-    """Return the bytes per load of keys or values if not ``widest``; AssertionError if loads are missing."""
+    """Return the bytes per load of keys or values if not ``widest``; raise AssertionError if loads are missing."""
     lines, first = inspect.getsourcelines(attend_triton._attend_kernel.fn)
     loads = {
         number: line.strip()[0] for number, line in enumerate(lines, first) if line.strip()[:5] in ("k = t", "v = t")
@@ -105,7 +105,7 @@ def narrow(ptx: str, widest: int = 16) -> dict[str, set[int]]:
     "dtype, d, counts", [("bfloat16", 72, (1, 4)), ("float16", 20, (1, 4)), ("bfloat16", 18, (1,))]
 )
 def test_no_key_or_value_is_loaded_less_than_16_bytes_at_a_time(dtype, d, counts, tmp_path, monkeypatch):
-    """One and several queries a key head; other sizes. Heads of 40 and 36 bytes load 8 and 4 bytes at a time."""
+    """Key heads have one or several queries, and other sizes. Heads of 40 and 36 bytes load 8 and 4 bytes at a time."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(triton.backends.nvidia.compiler.CUDABackend, "make_cubin", lambda *given: b"")  # slow, unread
     widest = {20: 8, 18: 4}.get(d, 16)
@@ -167,7 +167,7 @@ def test_few_contexts_are_read_in_parts(batch, heads, groups, blocks, parts):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """As if there were a GPU; the proof of the kernels is the test's own."""
+    """Pretend that there is a GPU; the test provides the proof of the kernels."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     attention_paths.proved_on_gpu.cache_clear()
@@ -212,7 +212,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 
 @pytest.fixture
 def by_table(monkeypatch):
-    """A CPU attends as a GPU does, with plain torch in the place of the kernels; the calls that it served."""
+    """Make a CPU attend as a GPU does, with plain torch for the kernels; return the calls."""
     served = []
     monkeypatch.setattr(attending_in_place, "by_numba", lambda state: False)
     monkeypatch.setattr(attend_triton, "launch", lambda *given: (served.append(given), attend_table.launch(*given)))
@@ -227,7 +227,7 @@ def answers(folder, policy, scratch, prompts=PROMPTS, **more) -> list[list[int]]
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_tables_give_the_tokens_of_assembled_contexts(tiny, name, by_table, monkeypatch, tmp_path):
-    """In every representation and tier, for requests of different lengths in one mini-batch."""
+    """Every representation and tier is used, for requests of different lengths in one mini-batch."""
     ours = answers(tiny, POLICIES[name], tmp_path)
     assert by_table
     monkeypatch.setenv("FLEXHYBRID_ATTENTION", "fused")
@@ -236,7 +236,7 @@ def test_tables_give_the_tokens_of_assembled_contexts(tiny, name, by_table, monk
 
 @pytest.mark.parametrize("queries", [1, 99])
 def test_shared_beginnings_are_attended_to_together_or_alone(by_table, monkeypatch, tmp_path, queries):
-    """``queries`` a key head from which on requests attend together; with a window in which they never do."""
+    """Requests attend together from ``queries`` a key head on; with a window they never do."""
     monkeypatch.setattr("flexhybrid.core.schedule.step_work.LEAST_QUERIES", queries)
     model = save_llama(tmp_path, kind="mistral", sliding_window=None, layers=2, heads=4, kv_heads=2, positions=160)
     common = list(range(3, 53))

@@ -1,4 +1,4 @@
-"""The arithmetic of all Triton kernels, in Triton's interpreter."""
+"""Test the arithmetic of all Triton kernels in Triton's interpreter."""
 
 import re
 import subprocess
@@ -14,8 +14,8 @@ FOLDER = Path(__file__).parent
 
 
 def test_the_arithmetic_is_plain_torchs_and_attention_a_softmax():
-    """In one process of its own: TRITON_INTERPRET must be set before triton is imported, which torch's build with CUDA
-    does with the first of much else: a process that has imported torch is too warm."""
+    """It runs in its own process: TRITON_INTERPRET must be set before triton is imported, which torch with CUDA imports
+    early, so a process forked after importing torch will not do."""
     program = "import sys, pytest; assert 'triton' not in sys.modules; sys.exit(pytest.main(sys.argv[1:]))"
     files = sorted(map(str, FOLDER.glob("interpreted_*.py")))
     command = [sys.executable, "-c", program, "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files]

@@ -1,4 +1,4 @@
-"""The Triton kernels of the quantiser: their compiled form, and both on a GPU."""
+"""Test the Triton kernels of the quantiser: their compiled form, and on a GPU."""
 
 import re
 import sys
@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def compiled(kernel, dtype: torch.dtype, bits: int, wide: bool, architecture: int):
-    """As _launch has it compiled, for a GPU that need not be there."""
+    """Return the kernel as _launch compiles it, for a GPU that need not exist."""
     constants = {"BITS": bits, "GROUP": 64, "UNIT": 32, "WIDE": wide, "UNITS": quantize_triton.UNITS}
     if "LIMIT" in kernel.arg_names:
         constants["LIMIT"] = plain.LIMIT
@@ -39,7 +39,7 @@ def pointer_to(dtype: torch.dtype) -> str:
 @pytest.mark.parametrize("architecture, wide", [(80, False), (90, True)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_variant_compiles_as_it_was_meant(dtype, architecture, wide, tmp_path, monkeypatch):
-    """Each number of bits with two dtypes, each dtype on each architecture, and each number of bits on each."""
+    """Each number of bits is tried with two dtypes, and each dtype and number of bits on each architecture."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernels = (quantize_triton._quantize_kernel, quantize_triton._dequantize_kernel)
     half = (DTYPES.index(dtype) + wide) % 2
@@ -106,7 +106,7 @@ def test_a_gpu_gives_the_bits_of_plain_torch(dtype, bits):
 
 @pytest.mark.cuda
 def test_rows_beyond_the_reach_of_32_bits():
-    """The last row begins 2**31 elements on."""
+    """The last row begins at element 2**31."""
     if torch.cuda.mem_get_info()[0] < 12 << 30:
         pytest.skip("needs 12 GiB")
     rows = torch.zeros(2**15 + 1, 2**16, dtype=torch.bfloat16, device="cuda")

@@ -1,4 +1,4 @@
-"""Norms, rotations and activations by Triton: compiled and chosen."""
+"""Test norms, rotations and activations by Triton: compiled, and chosen at run time."""
 
 import pytest
 import torch
