@@ -1,4 +1,4 @@
-"""Splits requests into batches that fit the memory budgets and the policy's max_batch."""
+"""Admission: choose how many requests run together, so that they fit the memory budgets, and open their batch."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -24,9 +24,9 @@ from flexhybrid.core.schedule.scheduler import FIRST_RUN, LOOKED_AT, joins_singl
 from flexhybrid.core.wave import RequestQueue, Wave, admit, give_blocks, leave_place, take_blocks_back
 from flexhybrid.core.workload import Workload
 
-#: Expected share of an answer's limit if the whole limit does not fit; most answers end long before.
+#: Expected length / limit of answers if the whole limits do not fit. Most answers end long before their limit.
 EXPECTED_SHARE = 0.25
-#: Room for one more shared prefix per this many running requests: a new prefix begins before the last is unused.
+#: There is room for one more shared prefix per this many requests, because a new prefix begins before the last ends.
 FOLLOWERS = 4
 NOTHING_GIVEN: Mapping[int, int] = MappingProxyType({})
 SHORT_REQUEST_TOKENS = 16  #: prompt tokens of the request that ``check_least`` tries
@@ -44,16 +44,16 @@ def check_longest(problem: Problem, policy: Policy, workload: Workload) -> None:
 
 
 def extremes(workload: Workload) -> list[int]:
-    """Return the requests with the longest prompt and with the most tokens in all."""
+    """Return the request with the longest prompt and the one with the most tokens."""
     return sorted({int(workload.prompt_tokens.argmax()), int(workload.cached_tokens.argmax())})
 
 
 class Places(NamedTuple):
-    """How many requests run at a time, others taking the places of those that end (``batch_size``)."""
+    """The places of a batch, as ``batch_size`` chooses them."""
 
-    count: int
-    share: float = 1.0  #: of their answers' limits that the pools hold
-    shares_prefixes: bool = True  #: whether there is room for blocks that prompts share
+    count: int  #: requests that run together
+    share: float = 1.0  #: share of their answers' limits that the pools hold
+    shares_prefixes: bool = True  #: whether the pools have room for shared blocks
 
 
 def open_batch(
@@ -67,19 +67,20 @@ def open_batch(
 ) -> Wave:
     """Return a batch with places for the first requests of the workload; the others wait.
 
-    With a ``share`` below 1, pools hold answers of this share of their limits, and in each mini-batch one of full
-    length; requests then take blocks on demand. ``tree``: the requests' prompts (default: ``known_tree``), whose equal
-    beginnings share blocks where the policy allows it (``may_share``). ``given``: tokens that requests have from an
-    earlier batch; all requests then wait, and contexts are recomputed a batch of prompts per iteration. Without
-    ``gives`` no blocks are allocated, for sizes alone. Raise ValueError for ``given`` if preempted requests cannot
-    return (``may_grow``).
+    If the places' ``share`` is below 1, pools hold this share of the answers' limits, and each mini-batch's part holds
+    at least one request of full length. Requests then take blocks on demand.
+
+    ``tree``: the requests' prompts (default: ``known_tree``). Equal beginnings share blocks if the policy allows it
+    (``may_share``). ``given``: request -> tokens that it has from an earlier batch. Then all requests wait, and
+    contexts are recomputed by joining. ``gives``: False gives no blocks, if only sizes are needed. Raise ValueError for
+    ``given`` if the policy does not allow preempted requests to return (``may_grow``).
     """
     count, share, shares_prefixes = places if isinstance(places, Places) else Places(places)
     if given and not may_grow(policy):
         raise ValueError(f"requests under policy {policy.name} cannot go on behind tokens that they have")
     num_requests, tree = workload.num_requests, (tree or known_tree(workload)) if shares_prefixes else None
     prompts, limits = workload.prompt_tokens[:count], workload.max_tokens[:count]
-    first = Workload(prompts.copy(), limits.copy(), noted=workload.noted)  # joining requests are written into it
+    first = Workload(prompts.copy(), limits.copy(), noted=workload.noted)  # joining requests overwrite these lengths
     mini_batches, room, paths = _packed(problem, policy, workload, count, tree)
     if count == num_requests and share == 1 and not any(paths) and not given:
         return admit(problem, policy, workload, gives=gives)
@@ -122,36 +123,41 @@ def open_batch(
 def _packed(
     problem: Problem, policy: Policy, workload: Workload, count: int, tree: PromptTree | None
 ) -> tuple[list[np.ndarray], dict[str, int], list[list[int]]]:
-    """Pack the first ``count`` requests with buffers for full answers: padding never limits which requests run. Return
-    the places of each mini-batch and, if blocks are shared, ``_shared_room``."""
+    """Return (places of each mini-batch, room for shared blocks, shared blocks) of the first ``count`` requests.
+    Buffers are large enough for full answers, so that padding does not limit later which requests run. The last two are
+    the result of ``_shared_room``, empty if no blocks are shared."""
     entries, cached = BlockEntries(policy.cache), workload.cached_tokens[:count]
     room, paths = {}, []
     if tree and may_share(policy, problem.shape):
         exact = stores_exactly(policy)
-        tree.longest = math.inf if exact else chunk_tokens(policy.max_mini_batch_tokens)  # pieces attend to blocks
+        # A chunk attends to stored blocks. So a prompt in several chunks shares nothing unless blocks are exact.
+        tree.longest = math.inf if exact else chunk_tokens(policy.max_mini_batch_tokens)
         room, paths = _shared_room(tree, entries, count, workload.num_requests)
     if not room:
         return packed(problem, policy, cached), room, paths
-    # The host attends while the device computes another mini-batch: a single mini-batch would alternate.
+    # With attention on the host, the device computes one mini-batch while the host attends for another. Counting only
+    # unshared tokens could leave a single mini-batch, in which device and host would alternate.
     own = 0 if policy.attention == "host" else _depth(paths) * BLOCK_TOKENS
     return _pack_sharing(cached - own, problem, policy, paths), room, paths
 
 
 def _depth(paths: list[list[int]]) -> np.ndarray:
-    """Return how many blocks each request shares."""
+    """Return the number of blocks that each request shares."""
     return np.array([len(path) for path in paths], dtype=np.int64)
 
 
 def known_tree(workload: Workload) -> PromptTree | None:
-    """Return the tree of prompts whose shared lengths are known but not their tokens, for predictions."""
+    """Return a tree of stand-in prompts for predictions, which know shared prefixes but not their tokens; None without
+    shared prefixes."""
     return PromptTree(workload.stand_in) if workload.prefixes is not None else None
 
 
 def _shared_room(
     tree: PromptTree, entries: BlockEntries, count: int, num_requests: int
 ) -> tuple[dict[str, int], list[list[int]]]:
-    """Return the blocks of each entry to reserve for sharing among ``count`` requests at a time, and the shared blocks
-    of the first of them; empty without sharing. The room is that of the deepest among some of all."""
+    """Return (entry -> blocks to reserve for sharing among ``count`` running requests, shared blocks of the first
+    ``count`` requests); both empty without sharing. The reserved blocks are those of the requests that share the most,
+    among a sample of all."""
     tree.resident, together = {}, count + max(1, count // FOLLOWERS)
     first, step = range(min(num_requests, together + LOOKED_AT)), -(-num_requests // LOOKED_AT)
     looked_at = {*first, *range(0, num_requests, step)}
@@ -160,15 +166,16 @@ def _shared_room(
     shared = {request: tree.shared(request) for request in looked_at}
     deepest = sorted(looked_at, key=lambda request: len(shared[request]))[-together:]
     depth_of = {block: at for request in deepest for at, block in enumerate(shared[request])}
-    of_entry = entries.entry_of(np.array([*depth_of.values()], dtype=np.int64) * BLOCK_TOKENS)
-    most = np.bincount(of_entry, minlength=len(entries.names))
+    entry_index = entries.entry_of(np.array([*depth_of.values()], dtype=np.int64) * BLOCK_TOKENS)
+    most = np.bincount(entry_index, minlength=len(entries.names))
     if not most.any():
         return {}, []
     return dict(zip(entries.names, most.tolist(), strict=True)), [shared[request] for request in range(count)]
 
 
 def _pack_sharing(tokens: np.ndarray, problem: Problem, policy: Policy, paths: list[list[int]]) -> list[np.ndarray]:
-    """Pack requests with ``tokens`` of their own and shared ``paths``: by length or by beginnings; fewest loads win."""
+    """Return the mini-batches of requests with these unshared ``tokens`` and shared blocks ``paths``. Requests are
+    packed by length or by their shared blocks, whichever needs fewer loads of blocks."""
     groups, entries = packed(problem, policy, tokens), BlockEntries(policy.cache)
     order = np.array(sorted(range(len(paths)), key=lambda place: (paths[place], -tokens[place])))
     alike = [order[group] for group in pack(tokens[order], entries, policy.max_mini_batch_tokens, "fifo")]
@@ -181,7 +188,8 @@ def _pack_sharing(tokens: np.ndarray, problem: Problem, policy: Policy, paths: l
 
 
 def first_wave(problem: Problem, policy: Policy, workload: Workload) -> int:
-    """Return how many of the first requests fit the budgets together at full answers. Raise InputError if none does."""
+    """Return how many of the first requests fit the budgets together with full answers. Raise InputError if none
+    fits."""
 
     def plan(count: int) -> MemoryPlan:
         return wave_plan(problem, policy, workload.select(slice(count)))
@@ -192,9 +200,12 @@ def first_wave(problem: Problem, policy: Policy, workload: Workload) -> int:
 def batch_size(
     problem: Problem, policy: Policy, workload: Workload, at_most: int, tree: PromptTree | None = None
 ) -> Places:
-    """Return how many requests run at a time, and the share of their answers' limits that the pools hold: 1 if
-    ``at_most`` requests fit, otherwise EXPECTED_SHARE if blocks can be taken on demand. Prompts share blocks unless
-    that leaves no room for one request. ``tree``: see ``open_batch``. Raise InputError if not even one fits."""
+    """Return how many requests run together, at most ``at_most``, and how.
+
+    If ``at_most`` requests fit with full answers, pools hold these. Otherwise pools hold EXPECTED_SHARE of the answers'
+    limits, if blocks can be taken on demand and more requests run then. Prompts share blocks unless that leaves no room
+    for one request. ``tree``: see ``open_batch``. Raise InputError if not even one request fits.
+    """
     shares = (1.0, EXPECTED_SHARE) if may_grow(policy) else (1.0,)
     most = min(at_most, policy.max_batch or at_most, workload.num_requests)
     for known in dict.fromkeys((tree or known_tree(workload), None)):
@@ -224,11 +235,11 @@ def _most_that_fit(
     tree: PromptTree | None,
     at_most: int | None = None,
 ) -> int:
-    """Return the largest number of requests whose plan fits the budgets; 0 if one does not.
+    """Return the largest number of requests whose plan fits the budgets; 0 if one request does not fit.
 
-    One more request may need less memory: if it opens a mini-batch, all become smaller. So bisect the number of
-    mini-batches, at its fewest requests, then the requests within it. Exact for requests of one length, close for
-    others.
+    One more request may need less memory, because all mini-batches become smaller if it opens another one. So bisect
+    the number of mini-batches, each with its fewest requests, and then the requests within it. The result is exact for
+    requests of one length and close for others.
     """
     high = min(at_most or workload.num_requests, policy.max_batch or workload.num_requests, workload.num_requests)
     if policy.selection.pool_bytes is not None:
@@ -251,12 +262,14 @@ def _most_that_fit(
         return high
     if not fitting(1):
         return 0
-    some = _last(1, high, lambda count: fitting(fewest(count)))  # the last in this number of mini-batches
+    some = _last(
+        1, high, lambda count: fitting(fewest(count))
+    )  # the largest count with a fitting number of mini-batches
     return _last(fewest(some), some + 1, fitting)
 
 
 def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Bisect for the last number below ``high`` for which ``holds``; it holds for ``low``."""
+    """Return the last number below ``high`` for which ``holds`` is true, by bisection; it must be true for ``low``."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
@@ -264,25 +277,25 @@ def _last(low: int, high: int, holds: Callable[[int], bool]) -> int:
 
 
 def _refuse(problem: Problem, workload: Workload, plan: Callable[[int], MemoryPlan]) -> NoReturn:
-    """Raise InputError for a request that does not fit the budgets alone."""
+    """Raise InputError for the first request, which does not fit the budgets alone."""
     check_budget(plan(1), problem.budgets, f"one request of {int(workload.prompt_tokens[0])} prompt tokens")
     raise ValueError("the request fits by itself")
 
 
 def check_least(problem: Problem, policy: Policy) -> None:
-    """Raise InputError if not even one short request can run, naming the memory that would suffice."""
+    """Raise InputError if not even one short request fits the budgets."""
     least = wave_plan(problem, policy, Workload.uniform(1, SHORT_REQUEST_TOKENS, 1))
     subject = f"model {problem.shape.name} with policy {policy.name} and a single short request"
     check_budget(least, problem.budgets, subject)
 
 
 def check_smallest(problem: Problem) -> None:
-    """Raise InputError if the device budget is too small for one short request under any lossless policy, naming what
-    would suffice. Saves profiling for a run that cannot work."""
+    """Raise InputError if the device budget is too small for one short request under every lossless policy. This check
+    comes before profiling, which would be useless."""
     plans, request = [], Workload.uniform(1, SHORT_REQUEST_TOKENS, 1)
     streamed = Policy("auto", Placement(host=1), cache={"kv@host": 1.0}, states="host")
     for attention, hidden, schedule in product(("device", "host"), ("device", "host"), ("column", "row")):
-        with suppress(InputError):  # not for this model
+        with suppress(InputError):  # the model does not support this policy
             policy = replace(streamed, attention=attention, hidden=hidden, schedule=schedule)
             plans.append(wave_plan(problem, policy, request))
     least = min(plans, key=lambda plan: total_bytes(plan)["device"])

@@ -1,4 +1,4 @@
-"""The one error that users see: what was wrong, with which value, and what to do."""
+"""Errors that users see: what is wrong, with which value, and what to do."""
 
 import difflib
 import errno
@@ -7,29 +7,29 @@ from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import TypeGuard
 
-#: Longest value shown whole, in characters, so that an error stays one readable line.
+#: Longest value that is shown completely, in characters, so that an error is one readable line.
 SHOWN = 80
-AS_NEAR = 0.08  #: difference of likeness within which a name may be meant as well as the nearest
+AS_NEAR = 0.08  #: names whose similarity is less than the best by up to this are suggested, too
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  #: errors of a disk where room may be made
-FAILING = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT)  #: of one that fails
+FULL = (errno.ENOSPC, errno.EDQUOT)  #: error numbers of a full disk
+FAILING = (errno.EIO, errno.EROFS, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT)  #: of a failing disk
 
 
 class InputError(ValueError):
-    """A request, file or setting that cannot be served. The command line prints it and exits with ``exit_status``."""
+    """A wrong request, file or setting. The command line prints the error and exits with ``exit_status``."""
 
     exit_status = 2
 
 
 class DiskError(InputError):
-    """A disk is full or fails, or its file was shortened or closed: nothing that the user gave is wrong."""
+    """A disk is full or fails, or a file was truncated or closed meanwhile. The user's input is not wrong."""
 
     exit_status = 1
 
 
 def file_error(doing: str, error: OSError | UnicodeError, advice: str = "") -> InputError:
-    """The error (to be raised): "cannot write FILE: REASON", with advice."""
+    """Return the error "cannot ``doing``: REASON", with advice; a DiskError if the disk is full or fails."""
     number = getattr(error, "errno", None)
     text = f"cannot {doing}: {getattr(error, 'strerror', None) or error}{advice}"
     if number in FULL or number in FAILING:
@@ -38,19 +38,19 @@ def file_error(doing: str, error: OSError | UnicodeError, advice: str = "") -> I
 
 
 def stray_error(error: OSError) -> InputError:
-    """The error (to be raised) of an OSError that no ``file_errors`` has met. Raise one that is not of a file."""
+    """Return the error for an OSError outside ``file_errors``. Raise the OSError if it is not about a file or disk."""
     if error.filename is None and error.errno not in (*FULL, *FAILING):
         raise error
     return file_error(f"use {error.filename or 'a temporary file'}", error)
 
 
 class NotBuiltIn(InputError):
-    """A configuration that the project's own layer functions do not cover; transformers' layers may run it."""
+    """A configuration that our own layer functions do not support; transformers' layers may run it."""
 
 
 @contextmanager
 def file_errors(doing: str, advice: str = "") -> Iterator[None]:
-    """Raise an OSError or UnicodeError of the block as InputError: "cannot write FILE: REASON", with advice."""
+    """Raise the ``file_error`` for an OSError or UnicodeError in the block."""
     try:
         yield
     except (OSError, UnicodeError) as error:
@@ -58,10 +58,10 @@ def file_errors(doing: str, advice: str = "") -> Iterator[None]:
 
 
 def unknown(what: str, name: object, known: Iterable[str], *, other: str = "") -> InputError:
-    """Return the error for a name not in ``known``: the nearest ones first, then all in order.
+    """Return the error for a name that is not in ``known``; the message has the nearest names, then all.
 
-    ``what``: the kind of thing in words ("model"); ``name``: the given value, of any type; ``other``: what is also
-    accepted ("the path of a hardware file").
+    ``what``: the kind of name ("model"); ``name``: the given value, of any type; ``other``: what else is accepted ("the
+    path of a hardware file").
     """
     known = list(known)
     near = _nearest(name, known) if isinstance(name, str) else []
@@ -76,31 +76,31 @@ def check(name: str, value: object, accepted: bool, wanted: str) -> None:
         raise InputError(f"{name} is {shown(value)}; it must be {wanted}")
 
 
-#: Fields whose flags have the names that other tools give them.
+#: Field -> flag of the command line, if the flag has the name that other tools use.
 FLAGS = {
     "prompt_len": "--input-len", "gen_len": "--output-len", "answer_tokens": "--mean-output-len",
     "max_batch": "--max-num-seqs", "actors": "--num-replicas", "fresh": "--overwrite", "restart": "--overwrite",
 }  # fmt: skip
-#: Their former names, which are still understood.
+#: Former flag -> flag; former flags are still accepted.
 FORMER_FLAGS = {f"--{name.replace('_', '-')}": named for name, named in FLAGS.items()}
 
 
 def flag(name: str) -> str:
-    """Return the command line's option of a field: ``max_ttft`` is ``--max-ttft``."""
+    """Return the command line's flag of a field, such as ``--max-ttft`` for ``max_ttft``."""
     return FLAGS.get(name) or f"--{name.replace('_', '-')}"
 
 
 def shown(value: object) -> str:
-    """Return the value as code, cut to SHOWN characters."""
+    """Return the value's ``repr``, cut to SHOWN characters."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # a number of more than 4,300 digits, lists within lists
+    except (ValueError, RecursionError):  # a number of more than 4,300 digits, or deeply nested lists
         text = f"a {type(value).__name__}"
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether a value given by a user is a number that a float can hold; True and False are none."""
+    """Return whether a user's value is a number that a float can hold, and not True or False."""
     try:
         return isinstance(value, Real) and not isinstance(value, bool) and float(value) is not None
     except OverflowError:
@@ -108,17 +108,17 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Return whether a value given by a user is an integer; True and False are none."""
+    """Return whether a user's value is an integer, and not True or False."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _one_line(name: str) -> str:
-    """Return a name as it is, unless it would break the line: names of columns may hold anything."""
+    """Return a name, as its ``repr`` if it has characters that would break the line."""
     return name if name.isprintable() else repr(name)
 
 
 def _nearest(name: str, known: list[str]) -> list[str]:
-    """Return up to three of ``known`` nearest to a name, ignoring capitals and a folder before the name."""
+    """Return up to three of ``known`` that are most similar to a name, ignoring case and a folder before the name."""
     by_lower = {known_name.lower(): known_name for known_name in known}
     last = name.rstrip("/").split("/")[-1][:SHOWN].lower()
     near = difflib.get_close_matches(last, by_lower, n=3)

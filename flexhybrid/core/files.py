@@ -1,4 +1,4 @@
-"""Reading JSON, writing files, locking them, and the folder in which profiles of this machine are kept."""
+"""Read JSON, write and lock files, and find the folder with this machine's profiles."""
 
 import contextlib
 import json
@@ -9,12 +9,12 @@ from typing import BinaryIO
 
 from flexhybrid.core.errors import InputError, file_errors
 
-OF_MODELS = "models"  #: folder, in ``cache_folder()``, of the profiles at the layer sizes of single models
+OF_MODELS = "models"  #: folder in ``cache_folder()`` with profiles for single models
 
 
 def load_json(path: str | Path, kind: str = "", **options):
-    """Return the content of a JSON file. Raise InputError, which calls the file ``kind`` ("policy file "), if it cannot
-    be read. ``options`` as in ``parse_json``."""
+    """Return the content of a JSON file. ``kind``: the file's kind for errors ("policy file "); ``options``: see
+    ``parse_json``. Raise InputError if the file cannot be read."""
     with file_errors(f"read {kind}{path}"):
         check_no_pointer(Path(path))
         text = Path(path).read_text(encoding="utf-8-sig")
@@ -22,15 +22,15 @@ def load_json(path: str | Path, kind: str = "", **options):
 
 
 def check_no_pointer(path: Path) -> None:
-    """Raise InputError for a git-lfs pointer: a few lines of text that git leaves in place of a large file."""
+    """Raise InputError if a file is a git-lfs pointer, a short text that git has in place of a large file."""
     with path.open("rb") as file:
         if file.read(40).startswith(b"version https://git-lfs.github.com/spec/"):
             raise InputError(f"{path} is a git-lfs pointer, not the file itself: run git lfs pull in its folder")
 
 
 def parse_json(text: str, name: str, **options):
-    """Return the content of a JSON text. Raise InputError with line and column if it is broken. ``options``: those of
-    ``json.loads``, whose functions may raise ValueError."""
+    """Return the content of a JSON text. ``options``: arguments of ``json.loads``, whose functions may raise
+    ValueError. Raise InputError, with line and column, if the text is not JSON."""
     try:
         return json.loads(text, **options)
     except json.JSONDecodeError as error:
@@ -40,7 +40,8 @@ def parse_json(text: str, name: str, **options):
 
 
 def named_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return a JSON object whose fields are all named once; JSON readers would take the last of several."""
+    """Return the dict of a JSON object. Raise ValueError for a repeated field, of which ``json`` would take the
+    last."""
     data = dict(pairs)
     if len(data) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -49,10 +50,8 @@ def named_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def lock_file(descriptor: int, busy: str) -> None:
-    """Make this process the only writer of an open file; the lock ends with the process.
-
-    Raise InputError with the text ``busy`` if another process holds it.
-    """
+    """Lock an open file for this process, until the process ends. Raise InputError with the text ``busy`` if another
+    process has locked it."""
     try:
         import fcntl
     except ImportError:  # not on Windows
@@ -64,14 +63,17 @@ def lock_file(descriptor: int, busy: str) -> None:
 
 
 def partial_file(path: Path) -> Path:
-    """The file that is written before it takes the place of ``path``; a kill leaves it behind."""
+    """Return the temporary file that replaces ``path`` once it is complete. A killed process leaves it behind."""
     return path.with_name(path.name + ".partial")
 
 
 @contextlib.contextmanager
 def new_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield a new file that replaces ``path`` when the block ends without an error: readers see the old or the new file
-    whole. ``durable``: it is then on the disk. Raise InputError if it cannot be written."""
+    """Yield a new file that replaces ``path`` when the block ends without an error.
+
+    Readers see either the complete old or the complete new file. ``durable``: wait until it is on the disk. Raise
+    InputError if the file cannot be written.
+    """
     partial = partial_file(path)
     with file_errors(f"write {path}"), contextlib.ExitStack() as stack:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,13 +91,14 @@ def new_file(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_by_rename(path: Path, content: str | bytes, durable: bool = False) -> None:
-    """Write all of a file, as ``new_file``. A text becomes UTF-8, with escapes for what UTF-8 cannot hold."""
+    """Write a file through ``new_file``. Text is written in UTF-8, with escapes for characters that UTF-8 lacks."""
     with new_file(path, durable) as file:
         file.write(content if isinstance(content, bytes) else content.encode("utf-8", "backslashreplace"))
 
 
 def check_new_file(path: Path) -> None:
-    """Raise InputError where ``write_by_rename`` would fail later: no such folder, no right to write, or a folder."""
+    """Raise InputError if ``write_by_rename`` would fail: the path is a folder, or its folder does not exist or is not
+    writable."""
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a folder")
     if not path.parent.is_dir():
@@ -106,9 +109,7 @@ def check_new_file(path: Path) -> None:
 
 def cache_folder() -> Path:
     """Return the folder of this machine's profiles: $FLEXHYBRID_CACHE, else "flexhybrid" in the user's cache folder.
-
-    Raise InputError without a home folder.
-    """
+    Raise InputError if there is no home folder."""
     try:
         if folder := os.environ.get("FLEXHYBRID_CACHE"):
             return Path(folder).expanduser()
@@ -118,7 +119,7 @@ def cache_folder() -> Path:
 
 
 def check_cache_folder() -> None:
-    """Raise InputError where profiles cannot be kept: before they are measured."""
+    """Raise InputError if profiles cannot be written, before they are measured."""
     folder, why = cache_folder(), "it is not writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,12 +131,12 @@ def check_cache_folder() -> None:
 
 
 def profile_file(device: str) -> Path:
-    """The file of this machine's profile for a device, "cpu" or "cuda"."""
+    """Return the file of this machine's profile for a device, "cpu" or "cuda"."""
     return cache_folder() / f"hardware-{device}.json"
 
 
 def newest_profile() -> Path | None:
-    """Return this machine's latest profile, for any device, by `profile` or `compare`; without one, the latest that a
-    run has kept for its model; None without any."""
+    """Return this machine's latest profile for any device, made by `profile` or `compare`; else the latest that a run
+    made for its model; else None."""
     kept = [*cache_folder().glob("hardware-*.json")] or cache_folder().glob(f"{OF_MODELS}/*.json")
     return max(kept, key=lambda path: path.stat().st_mtime_ns, default=None)

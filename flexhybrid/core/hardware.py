@@ -1,4 +1,4 @@
-"""The hardware record: fitted lines and capacities as plain data, one JSON file a machine."""
+"""The hardware record: a machine's fitted lines and memory sizes as plain data, one JSON file for each machine."""
 
 from __future__ import annotations
 
@@ -17,45 +17,47 @@ from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 #: Resources whose tasks cross a link; the others compute.
 LINKS = ("h2d", "d2h", "disk_read", "disk_write")
 
-CALL_S = 4e-6  #: seconds in which Python issues a small operation: numpy 2 to 4 us, a kernel on CUDA 4 to 5
+CALL_S = 4e-6  #: seconds in which Python issues a small operation: numpy 2 to 4 us, a CUDA kernel 4 to 5 us
 
-#: Suffix of ``finish``'s line in layers of experts, whose products are grouped.
+#: Suffix of ``finish``'s line in layers with experts, whose matrix products are grouped.
 EXPERTS_SUFFIX = "_experts"
 
-#: The line of launching: one Python thread plans and hands over the tasks.
+#: Key of the line for launching a task: one Python thread plans tasks and hands them to the lanes.
 LAUNCHER = "launcher"
 
-#: Of a verb's line while nothing crosses the link.
+#: Suffix of a verb's line that holds while nothing crosses the link.
 ALONE_SUFFIX = "_alone"
 
 FORMAT = "flexhybrid-hardware-1"
 
-#: Keys of a record's notes: what disturbed the measurement, in words (absent: nothing); the sizes whose passes differ.
+#: Keys of a record's notes. COMPANY: what disturbed the measurement, in words (absent: nothing). DISAGREED: sizes whose
+#: measurement differed between two passes.
 COMPANY, DISAGREED = "in company", "sizes that two passes disagreed on"
 
-#: Key of a record's notes: computing resource ("compute_alone": with an idle link) -> {"wait_s", "factor"}, the mean
-#: delay of its tasks by copies, threads and locks; lines hold for undisturbed tasks. And line -> factor after a pause,
-#: which prices nothing: a resource that pauses does not limit a run.
+#: Keys of a record's notes. CONTENTION: computing resource ("compute_alone": with an idle link) -> {"wait_s",
+#: "factor"}, the mean delay of its tasks by copies, threads and locks; lines hold for undisturbed tasks. AFTER_PAUSE:
+#: line -> factor on a task after a pause. It prices nothing, because a resource that pauses does not limit a run.
 CONTENTION, AFTER_PAUSE = "contention", "times as long after a pause"
 
-#: The remedy for a machine that is not known.
+#: Advice in errors about a machine that is not known.
 MEASURE = 'run `flexhybrid profile` once, or name a machine (--hardware NAME, in Python hardware="NAME")'
 
-#: Of a record's notes, GB/s: the pace at which a CPU's link is imitated (absent or None: none), and the one that was
-#: lifted after the measurement (``Hardware.with_link_rate``).
+#: Keys of a record's notes, in GB/s. PACE: rate at which a CPU imitates a link (absent or None: no link is imitated).
+#: LIFTED_PACE: the rate that was imitated during the measurement, if ``Hardware.with_link_rate`` removed it.
 PACE, LIFTED_PACE = "link_gb_per_s", "link's pace while measured, GB/s"
 
-#: Of a record's notes. FAR_MEMORY: {"near_bytes", "share"} of a host of two nodes: memory beyond near_bytes is the far
-#: node's and crosses the link at a share of its rate. CACHED_DISK: GB/s of disk reads that the page cache serves;
-#: PAGE_CACHE: the same where code runs that reads through it (``sim.implementation``).
+#: Keys of a record's notes. FAR_MEMORY: {"near_bytes", "share"} of a host with two nodes; memory beyond near_bytes is
+#: on the far node and crosses the link at this share of its rate. CACHED_DISK: GB/s of disk reads that the page cache
+#: serves. PAGE_CACHE: the same, if the code reads through the page cache (``sim.implementation``).
 FAR_MEMORY, CACHED_DISK, PAGE_CACHE = "far host memory", "page cache, GB/s", "page cache in use, GB/s"
 
-OWN_MEMORY = "usable memory of its own"  #: of a record's notes: tier -> bytes, where a user's budget took its place
+#: Key of a record's notes: tier -> usable bytes of the machine, if a user's budget replaced them.
+OWN_MEMORY = "usable memory of its own"
 
 #: Bytes of a GPU's memory that no program gets. The driver withholds 0.25 to 0.6 GiB of the datasheet's size (RTX 4090:
-#: 0.24, A100 40 GB: 0.51, H200: 0.60; sources in the catalogue's notes); the CUDA context with kernels and cuBLAS
-#: workspaces is assumed to take up to 0.5 GiB more. GDDR6 with error correction loses another sixteenth: such a machine
-#: states its own reserve. Cards under 16 GiB are assumed to lose a sixteenth.
+#: 0.24, A100 40 GB: 0.51, H200: 0.60; sources are in the catalogue's notes). The CUDA context with kernels and cuBLAS
+#: workspaces is assumed to take up to 0.5 GiB more. GDDR6 with error correction loses another sixteenth; such a machine
+#: has a ``device_reserve`` of its own. Cards under 16 GiB are assumed to lose a sixteenth in all.
 CUDA_RESERVE_BYTES = 2**30
 
 
@@ -65,19 +67,19 @@ def _is_number(value) -> bool:
 
 @dataclass(frozen=True)
 class Line:
-    """seconds = overhead_s + flops·s_per_flop + bytes·s_per_byte; bytes are link bytes on a link, else memory bytes.
+    """A task's seconds = overhead_s + flops·s_per_flop + bytes·s_per_byte.
 
-    The house formula takes the larger of the two terms; their sum is used instead. It is linear, so one form serves
-    regression, closed form and LPs, and it is nearer to measurements: of 60 lines in five CPU records the two differ on
-    31, where held-out samples are off by 34.8 % from the sum and 38.0 % from the larger term; the sum is nearer on 22.
-    If one term dominates, the two agree.
+    Bytes are link bytes on a link, else memory bytes. A roofline would take the larger of the last two terms. Their sum
+    is linear, so one form serves regression, array clock and linear programs, and it is more accurate: of 60 lines in
+    five CPU records the two differ on 31. On these, held-out samples differ by 34.8 % from the sum and by 38.0 % from
+    the larger term, and the sum is better on 22.
     """
 
     overhead_s: float = 0.0
     s_per_flop: float = 0.0
     s_per_byte: float = 0.0
-    r2: float | None = None  #: of the fit; None for a datasheet number
-    samples: tuple[tuple[float, float, float], ...] = ()  #: (flops, bytes, seconds) the line was fitted through
+    r2: float | None = None  #: R² of the fit; None for a datasheet's line
+    samples: tuple[tuple[float, float, float], ...] = ()  #: (flops, bytes, seconds) to which the line was fitted
 
     def __post_init__(self):
         for name in ("overhead_s", "s_per_flop", "s_per_byte"):
@@ -85,21 +87,21 @@ class Line:
             check(f"hardware line: {name}", value, _is_number(value) and value >= 0, "a number >= 0")
 
     def scaled(self, times: float) -> Line:
-        """Return the line of tasks that take ``times`` as long."""
+        """Return the line with all coefficients multiplied by ``times``."""
         terms = {name: times * getattr(self, name) for name in ("overhead_s", "s_per_flop", "s_per_byte")}
         return replace(self, **terms)
 
     def at(self, flops, num_bytes):
-        """Return the line's value in seconds; arguments may be numpy arrays."""
+        """Return the seconds of a task; numbers or arrays."""
         return self.overhead_s + flops * self.s_per_flop + num_bytes * self.s_per_byte
 
 
 def task_seconds(line: Line, resource: str, work: Work):
-    """Return the seconds of a task on its verb's or resource's line; the counts of its work may be numpy arrays.
+    """Return the seconds of a task on a line; the counts of its work may be numbers or arrays.
 
-    Every price of a task is this one. Left out: a link slowed by the other direction (h2d_both and d2h_both are
-    measured and shown, but price nothing: stores are few) or by a busy memory (profile under load), caches that stay
-    warm between tasks, and the time to enqueue a task.
+    This is the only price of a task. Not modelled: a link that is slower because of the other direction (h2d_both and
+    d2h_both are measured, but stores are few) or because of a busy memory (profile under load), caches that stay warm
+    between tasks, and the time to enqueue a task.
     """
     seconds = line.at(work.flops, work.link_bytes if resource in LINKS else work.memory_bytes)
     return seconds + CALL_S * work.calls
@@ -107,24 +109,20 @@ def task_seconds(line: Line, resource: str, work: Work):
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine as the cost model sees it.
-
-    ``lines`` is keyed by verb ("kv_gen") or resource ("h2d", "compute", "disk_read", …); a verb without its own line
-    takes its resource's. ``source`` says where the numbers come from (datasheet link, or date, command and device).
-    """
+    """A machine: its lines, memory sizes and notes."""
 
     name: str
     device: str  #: "cpu" or "cuda"
-    lines: dict[str, Line]
-    device_memory: int | None = None  #: bytes that the device has; None means not limited beyond the host's
-    host_memory: int | None = None  #: bytes; None means not known
-    disk_memory: int | None = None  #: bytes; None means that no disk is known
-    source: str = ""
-    dtype: str = "float16"  #: compute dtype that the lines hold for
-    faster_dtype: str | None = None  #: on a CPU: what profile measured faster, float32 or bfloat16
+    lines: dict[str, Line]  #: verb ("kv_gen") or resource ("h2d") -> line; a verb without a line has its resource's
+    device_memory: int | None = None  #: bytes of the device; None: no limit besides the host's
+    host_memory: int | None = None  #: bytes; None: not known
+    disk_memory: int | None = None  #: bytes; None: no disk is known
+    source: str = ""  #: origin of the numbers: a datasheet's link, or date, command and device of a measurement
+    dtype: str = "float16"  #: compute dtype of the lines
+    faster_dtype: str | None = None  #: the dtype that a CPU computes faster, float32 or bfloat16; None: not measured
     notes: dict = field(default_factory=dict)
     device_reserve: int | None = None  #: bytes of device_memory that no program gets; None: see CUDA_RESERVE_BYTES
-    attends_in_place: bool = False  #: the line of attend holds for ``AttentionPaths.in_place``
+    attends_in_place: bool = False  #: the line of attend holds for attention in place (``AttentionPaths.in_place``)
 
     def __post_init__(self):
         for name in ("name", "device", "source", "dtype"):
@@ -149,13 +147,13 @@ class Hardware:
         contention = self.notes.get(CONTENTION, {})
         of_resource = {"wait_s", "factor"}.issubset
         known = isinstance(contention, dict) and all(
-            isinstance(of, dict) and of_resource(of) and all(_is_number(value) and value >= 0 for value in of.values())
-            for of in contention.values()
+            isinstance(delay, dict) and of_resource(delay) and all(_is_number(x) and x >= 0 for x in delay.values())
+            for delay in contention.values()
         )
         check(f"{where}{CONTENTION}", contention, known, "wait_s and factor, numbers >= 0, by resource")
 
     def usable_memory(self, tier: str) -> float | None:
-        """Bytes of "device", "host" or "disk" that a run may fill: the device's less its reserve; None as the field."""
+        """Return the bytes of a tier that a run may fill: the tier's memory, without the device's reserve."""
         size = getattr(self, f"{tier}_memory")
         if tier != "device" or size is None:
             return size
@@ -165,8 +163,8 @@ class Hardware:
         return size - reserve
 
     def with_memory(self, sizes: Mapping[str, int]) -> Hardware:
-        """Return the same machine with these bytes of "device", "host" or "disk", all usable. For a CUDA device plans
-        then count the context and the allocator."""
+        """Return the machine with these usable bytes of tiers. For a CUDA device, plans then count the CUDA context and
+        the allocator."""
         own = {tier: self.own_memory(tier) for tier in sizes}
         changed: dict = {f"{tier}_memory": size for tier, size in sizes.items()}
         no_reserve = {"device_reserve": 0} if "device" in sizes else {}
@@ -174,12 +172,12 @@ class Hardware:
         return replace(self, **changed, **no_reserve, notes=notes)
 
     def own_memory(self, tier: str) -> float | None:
-        """Return ``usable_memory`` of the machine itself, before ``with_memory``."""
+        """Return the ``usable_memory`` of the machine before ``with_memory``."""
         return self.notes.get(OWN_MEMORY, {}).get(tier, self.usable_memory(tier))
 
     @property
     def launch_s(self) -> float:
-        """Seconds that Python takes to launch a task; 0 where that was not measured."""
+        """Return the seconds that Python takes to launch a task; 0 if not measured."""
         return self.lines[LAUNCHER].overhead_s if LAUNCHER in self.lines else 0.0
 
     @property
@@ -189,34 +187,35 @@ class Hardware:
 
     @property
     def company(self) -> str | None:
-        """Return what disturbed the measurement of this record, in words; None if nothing is known. Older records show
-        it by sizes whose passes differ."""
+        """Return in words what disturbed the measurement of this record; None if nothing is known. Older records only
+        have the sizes whose two passes differ."""
         sizes = self.notes.get(DISAGREED)
         return self.notes.get(COMPANY, f"two passes disagreed on {len(sizes)} sizes" if sizes else None)
 
     @property
     def rates(self) -> dict:
-        """Return the origin of the rates. ``kind``: measured (by ``flexhybrid profile``), fitted (to published
-        runs), assumed or stated; ``on``: source; ``held_out``: error on held-out rows; ``given``: the user's rates,
-        by flag."""
+        """Return the origin of the rates. Keys: ``kind``: measured (by ``flexhybrid profile``), fitted (to published
+        runs), assumed or stated; ``on``: source; ``held_out``: error on held-out rows; ``given``: flag -> the user's
+        rate."""
         if "rates" in self.notes:
             return self.notes["rates"]
         measured = any(line.samples or line.r2 is not None for line in self.lines.values())
         return {"kind": "measured" if measured else "stated", "on": self.source}
 
     def line(self, verb: str, resource: str, suffix: str = "") -> Line:
-        """Return the line that prices a verb's tasks on a resource, with contention; ``suffix``: ``Work.line``."""
+        """Return the line that prices a verb's tasks on a resource, with contention. ``suffix``: ``Work.line``. Raise
+        InputError if there is no line."""
         return self._contended(self.own_line(verb, resource, suffix), resource)
 
     def _contended(self, line: Line, resource: str) -> Line:
-        """The line with the contention of a resource."""
+        """Return a line with the contention of a resource."""
         if contention := self.notes.get(CONTENTION, {}).get(resource):
             line = line.scaled(contention["factor"])
             return replace(line, overhead_s=line.overhead_s + contention["wait_s"])
         return line
 
     def own_line(self, verb: str, resource: str, suffix: str = "") -> Line:
-        """The same without contention."""
+        """Return ``line`` without contention."""
         if suffix and (line := self.lines.get(verb + suffix)):
             return line
         key: str | None = verb
@@ -229,46 +228,47 @@ class Hardware:
         raise InputError(f"hardware {self.name!r} has no line for {verb!r} nor for {resource!r}")
 
     def at_work(self, policy: Policy) -> Hardware:
-        """The same machine as this policy leaves it: ``undisturbed`` where nothing crosses the link."""
+        """Return the machine under a policy: ``undisturbed`` if no context crosses the link."""
         return self.undisturbed if policy.stays_on_device else self
 
     @property
     def undisturbed(self) -> Hardware:
-        """Return the machine with an idle link: kernels that share their memory with it are faster (lines
-        "project_alone", …, if measured)."""
+        """Return the machine with an idle link. Kernels that share memory with the link are then faster; their lines
+        are "project_alone", …, if measured."""
         contention = self.notes.get(CONTENTION, {})
         notes = {**self.notes, CONTENTION: {**contention, **_of_alone(contention)}} if contention else self.notes
         return replace(self, lines={**self.lines, **_of_alone(self.lines)}, notes=notes)
 
     @property
     def contended(self) -> Hardware:
-        """The same machine with its contention in its lines, which correct it as a whole."""
+        """Return the machine with its contention as a part of its lines."""
 
         def resource(key: str) -> str:
             return f"{resource_of_line(key)}{ALONE_SUFFIX * key.endswith(ALONE_SUFFIX)}"
 
         lines = {key: self._contended(line, resource(key)) for key, line in self.lines.items()}
-        return replace(self, lines=lines, notes={key: of for key, of in self.notes.items() if key != CONTENTION})
+        return replace(self, lines=lines, notes={key: note for key, note in self.notes.items() if key != CONTENTION})
 
     def scaled(self, times: Mapping[str, float]) -> Hardware:
-        """Return the machine whose tasks take ``times`` as long, by line or resource: {"kv_gen": 0.9, "h2d": 1.1}."""
+        """Return the machine with its tasks' seconds multiplied by ``times``, by line or resource, such as {"h2d":
+        1.1}."""
 
         def factor(key: str) -> float:
             return times.get(key, times.get(resource_of_line(key) or "", 1.0))
 
         waits = self.notes.get(CONTENTION)
         scaled = {
-            resource: {**of, "wait_s": of["wait_s"] * times.get(resource.removesuffix(ALONE_SUFFIX), 1.0)}
-            for resource, of in (waits or {}).items()
+            resource: {**delay, "wait_s": delay["wait_s"] * times.get(resource.removesuffix(ALONE_SUFFIX), 1.0)}
+            for resource, delay in (waits or {}).items()
         }
         notes = {**self.notes, CONTENTION: scaled} if waits else self.notes
         return replace(self, lines={key: line.scaled(factor(key)) for key, line in self.lines.items()}, notes=notes)
 
     def with_link_rate(self, gb_per_s: float | None) -> Hardware:
-        """Return the machine with both link directions paced at another rate (CPU: a paced link is exact by design).
+        """Return a CPU's machine that imitates a link of another rate in both directions.
 
-        None lifts the pace: the lines "h2d_unpaced" and "d2h_unpaced" apply, if measured. The notes keep the pace as
-        LIFTED_PACE, because the processor's lines were measured with it.
+        None: no link is imitated, and the lines "h2d_unpaced" and "d2h_unpaced" apply, if measured. The notes keep the
+        old rate as LIFTED_PACE, because the processor's lines were measured with it.
         """
         if gb_per_s is None and "h2d_unpaced" not in self.lines:
             return self
@@ -286,10 +286,8 @@ class Hardware:
         return replace(self, lines=lines, notes={**self.notes, PACE: gb_per_s, **lifted})
 
     def with_disk_rate(self, gb_per_s: float | None) -> Hardware:
-        """Return the machine with both directions of its disk paced at another rate, at most the measured one.
-
-        None lifts the pace: the lines "disk_read_unpaced" and "disk_write_unpaced" apply, if measured.
-        """
+        """Return the machine that imitates a disk of another rate in both directions, at most its measured rate. None:
+        the lines "disk_read_unpaced" and "disk_write_unpaced" apply, if measured."""
         check("the disk's rate", gb_per_s, gb_per_s is None or _is_number(gb_per_s) and gb_per_s > 0, "a number > 0")
         lines = dict(self.lines)
         for key in self.lines:
@@ -297,12 +295,12 @@ class Hardware:
                 continue
             resource = resource_of_line(key)
             own = self.lines.get(f"{resource}_unpaced", self.lines[key])
-            pace = 0.0 if gb_per_s is None else 1e-9 / gb_per_s
-            lines[key] = replace(own, s_per_byte=pace, samples=()) if pace > own.s_per_byte else own
+            byte_s = 0.0 if gb_per_s is None else 1e-9 / gb_per_s
+            lines[key] = replace(own, s_per_byte=byte_s, samples=()) if byte_s > own.s_per_byte else own
         return replace(self, lines=lines, notes={**self.notes, "disk_gb_per_s": gb_per_s})
 
     def with_gemm_rate(self, tflops: float) -> Hardware:
-        """The same machine with matrix products of all sizes at another rate (10^12 operations a second)."""
+        """Return the machine with another rate of matrix products, in 10^12 operations/s."""
         check("the rate of matrix products", tflops, _is_number(tflops) and tflops > 0, "a number > 0")
         lines = dict(self.lines)
         for verb in VERBS.values():
@@ -316,17 +314,17 @@ class Hardware:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write by rename, so that a reader never sees half a file."""
+        """Write the record by rename, so that a reader never sees half a file."""
         write_by_rename(Path(path), self.to_json())
 
 
 def _of_alone(by_key: dict) -> dict:
-    """Return the items of keys that end in ALONE_SUFFIX, without it."""
+    """Return the items whose keys end in ALONE_SUFFIX, with keys without the suffix."""
     return {key.removesuffix(ALONE_SUFFIX): value for key, value in by_key.items() if key.endswith(ALONE_SUFFIX)}
 
 
 def resource_of_line(key: str) -> str | None:
-    """Resource of the tasks that a line prices; None for a key that names neither a resource nor a verb."""
+    """Return the resource of the tasks that a line prices; None if the key is neither a resource nor a verb."""
     for suffix in (ALONE_SUFFIX, "_unpaced", "_both"):
         key = key.removesuffix(suffix)
     key = key.removesuffix(EXPERTS_SUFFIX)
@@ -344,7 +342,7 @@ def is_of_disk(key: str) -> bool:
 
 
 def load_hardware(path: str | Path) -> Hardware:
-    """Read a record. Raise InputError naming the file and, if known, line and column or the field."""
+    """Read a record. Raise InputError, with the file, for broken JSON, another format or a wrong field."""
     data = load_json(path, "hardware file ")
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise InputError(f'{path} is not a hardware file: it lacks "format": "{FORMAT}"')
@@ -359,14 +357,14 @@ def load_hardware(path: str | Path) -> Hardware:
 
 
 def _check_fields(record: type, data: dict, where: str) -> None:
-    """Refuse, by name, a field that the dataclass does not have and one that it needs."""
+    """Raise InputError for a field that the dataclass ``record`` does not have, or for a missing field."""
     known = fields(record)
-    names = sorted(known_field.name for known_field in known)
+    names = sorted(one.name for one in known)
     if strange := sorted(set(data) - set(names)):
         raise InputError(f"{where}unknown field {strange[0]!r}; known: {', '.join(names)}")
-    for known_field in known:
-        if known_field.default is MISSING and known_field.default_factory is MISSING and known_field.name not in data:
-            raise InputError(f"{where}the field {known_field.name!r} is missing")
+    needed = (one.name for one in known if one.default is MISSING and one.default_factory is MISSING)
+    if missing := [name for name in needed if name not in data]:
+        raise InputError(f"{where}the field {missing[0]!r} is missing")
 
 
 def _line_from_json(key: str, data: object) -> Line:

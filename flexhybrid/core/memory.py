@@ -1,4 +1,4 @@
-"""The one account of memory: turns ``BufferSizes`` into bytes per tier and part, checked and then allocated."""
+"""Memory plans: the bytes of each part in each tier, from ``BufferSizes``. The executor allocates what is planned."""
 
 from __future__ import annotations
 
@@ -31,45 +31,48 @@ from flexhybrid.core.work import MIN_KV_GEN_ROWS, PREFILL_QUERIES
 
 NUM_SLOTS = 2  #: double buffers
 
-#: Elements that the quantizer processes at a time (or one row, if longer), and workspace bytes for each. Fewer would
-#: suit a CPU's caches, but each pass ends in a barrier: 2**18 took up to twice as long on a busy machine. The device's
-#: figure is not measured.
-PACKING_ELEMENTS, PACKING_BYTES = {"cpu": 2**20, "cuda": 2**23}, 6
+#: Elements that the quantizer processes at a time (at least one row), by device. Fewer would suit a CPU's caches, but
+#: each pass ends in a barrier: 2**18 took up to twice as long on a busy machine. The number for CUDA is not measured.
+PACKING_ELEMENTS = {"cpu": 2**20, "cuda": 2**23}
+PACKING_BYTES = 6  #: workspace bytes of the quantizer for each of these elements
 
-#: Attention on the host: most threads that share its requests (the other cores compute when the CPU is the device),
-#: and elements of 16-bit keys, and of values, that each converts to float32 at a time: 4 MB, which fit a shared cache.
-HOST_THREADS, WIDENED_ELEMENTS = {"cpu": 1, "cuda": 16}, 1 << 19
+#: Most threads of attention on the host, by device. If the CPU is the device, its other cores compute.
+HOST_THREADS = {"cpu": 1, "cuda": 16}
+WIDENED_ELEMENTS = (
+    1 << 19
+)  #: 16-bit keys, and values, that a thread converts to float32 at a time: 4 MB, as caches hold
 
-#: CUDA attention in place: most partial results, each a weighted value and two sums in float32, that programs which
-#: share a context keep until they are added (``partial_elements``).
+#: Most partial results of CUDA's attention in place. A context that several programs share has one for each, a weighted
+#: value and two sums in float32, until they are added (``partial_elements``).
 PARTIAL_ROWS = 4096
 
-#: CUDA graphs of decode steps: how many are kept, each of a layer's verbs or of one of them, and the bytes that the
-#: driver keeps of each. An H200's driver kept 123 KiB for one verb's graph, so at most this for four; graphs of several
-#: verbs were never measured. A step's graph counts one per layer. Then the bytes of allocator segments that their
-#: memory pool may leave half empty.
-MOST_GRAPHS, GRAPH_BYTES, GRAPH_POOL_BYTES = 256, 1 << 19, 22 << 20
+#: Most CUDA graphs of decode steps. A graph has a layer's verbs or one of them; a step's graph counts one per layer.
+MOST_GRAPHS = 256
+#: Bytes that the driver keeps for each graph. An H200's driver kept 123 KiB for one verb's graph; this allows for four
+#: verbs, which were not measured.
+GRAPH_BYTES = 1 << 19
+GRAPH_POOL_BYTES = 22 << 20  #: bytes of allocator segments that the graphs' memory pool may leave half empty
 
-#: Rows of decode steps, over all mini-batches, that graphs keep at fixed addresses if a prefix is recomputed: about
-#: what a layer of OPT-1.3B computes during its launches, 0.1 ms (estimated); more rows hide launches anyway.
+#: Rows of decode steps, over all mini-batches, that graphs keep at fixed addresses if a prefix is recomputed. A layer
+#: of OPT-1.3B computes about this many rows during its launches, 0.1 ms (estimated); more rows hide launches anyway.
 GRAPH_ROWS = 512
 
-#: Device bytes beyond all named parts: masks, places of stored rows, workspaces of libraries (cuBLAS: up to 64 MiB
-#: per multiplying stream; 32 MiB on Hopper, and the same for cublasLt).
+#: Device bytes besides all named parts: masks, places of stored rows, and workspaces of libraries (cuBLAS: up to 64 MiB
+#: for each stream with products, 32 MiB on Hopper, and the same for cublasLt).
 SLACK_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}
 
-#: For a CUDA device, if a plan counts them (``Problem.counts_allocator``): the context with the libraries' kernels,
-#: as others report; and the share that the allocator holds beyond tensors.
+#: For a CUDA device, if a plan counts them (``Problem.counts_allocator``): bytes of the CUDA context with the
+#: libraries' kernels, as others report, and the share that the allocator holds in addition to tensors.
 CONTEXT_BYTES, ALLOCATOR_SHARE = 1 << 29, 1 / 28
 
 
 def cuda_reserve(budget: int) -> int:
-    """Return the bytes of a CUDA device that a plan of this size counts beyond its tensors."""
+    """Return the bytes that a plan of ``budget`` bytes on a CUDA device counts in addition to its tensors."""
     return CONTEXT_BYTES + int((budget - CONTEXT_BYTES) * ALLOCATOR_SHARE / (1 + ALLOCATOR_SHARE))
 
 
 def partial_elements(head_dim: int) -> int:
-    """Return the elements of one of ``PARTIAL_ROWS``: values and two sums, rounded up to 16 bytes."""
+    """Return the float32 elements of one of ``PARTIAL_ROWS``: values and two sums, rounded up to 16 bytes."""
     return -(-(head_dim + 2) // 4) * 4
 
 
@@ -77,14 +80,14 @@ MemoryPlan = dict[str, dict[str, int]]  #: tier -> part -> bytes
 
 
 def memory_plan(problem: Problem, policy: Policy, sizes: BufferSizes) -> MemoryPlan:
-    """Bytes per tier and part: {"device": {"weight slots": …}, "host": {…}, "disk": {…}}."""
+    """Return the bytes of each part in each tier, such as {"device": {"weight slots": …}, "host": {…}, "disk": {…}}."""
     tiers = memory_parts(problem, policy, sizes, _placed_bytes(problem, policy))
     return {tier: {part: int(size) for part, size in parts.items() if size} for tier, parts in tiers.items()}
 
 
 def kept_shares(problem: Problem, policy: Policy) -> dict[str, float]:
-    """Return each tier's share of the layers' bytes. Modules are placed by whole tensors, unlike the policy's
-    shares."""
+    """Return each tier's share of the layers' bytes. It differs from the policy's share, because tensors or rows are
+    placed as a whole."""
     placed = _placed_bytes(problem, policy)
     sizes = {"device": placed.resident, "host": placed.on_host, "disk": placed.on_disk}
     return {tier: float(size) / sum(sizes.values()) for tier, size in sizes.items()}
@@ -97,24 +100,25 @@ def _placed_bytes(problem: Problem, policy: Policy) -> LayerBytes:
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of a model's layers, by where they lie: numbers, or arrays over candidates."""
+    """Bytes of a model's layers in each tier: numbers, or arrays [candidates]."""
 
-    resident: Count  #: of all layers, on the device
-    on_host: Count  #: of all layers
-    on_disk: Count  #: of all layers
-    slot: Count  #: of the layer that streams the most
-    staging: Count  #: of the layer with the most on the disk
-    cut: Count  #: whether some layer is partly resident
-    first_resident: Count  #: of a layer of the first kind, on the device
+    resident: Count  #: device bytes of all layers
+    on_host: Count  #: host bytes of all layers
+    on_disk: Count  #: disk bytes of all layers
+    slot: Count  #: streamed bytes of the layer that streams the most
+    staging: Count  #: disk bytes of the layer with the most on the disk
+    cut: Count  #: whether a layer is partly resident
+    first_resident: Count  #: device bytes of a layer of the first kind
 
 
 def layer_bytes(problem: Problem, policy: Policy, resident, on_disk) -> LayerBytes:
-    """Return the bytes of the layers' weights; ``resident``, ``on_disk``: [kinds of ``weights_counts``, ...]."""
+    """Return the bytes of the layers' weights. ``resident``, ``on_disk``: bytes of a layer of each kind on the device
+    and on the disk, [kinds, ...]."""
     stored, shape = problem.stored(policy.bits), problem.shape
     layouts = kind_layouts(shape, stored.weights, stored.compute)
     total, count = (
-        np.array(of).reshape((-1,) + (1,) * (np.ndim(resident) - 1))
-        for of in ([layout.total_bytes for layout in layouts], shape.weights_counts)
+        np.array(values).reshape((-1,) + (1,) * (np.ndim(resident) - 1))
+        for values in ([layout.total_bytes for layout in layouts], shape.weights_counts)
     )
     return LayerBytes(
         resident=(count * resident).sum(axis=0),
@@ -128,7 +132,7 @@ def layer_bytes(problem: Problem, policy: Policy, resident, on_disk) -> LayerByt
 
 
 def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: LayerBytes) -> dict[str, dict]:
-    """Return ``memory_plan`` before rounding; ``sizes`` and ``weights`` may hold arrays."""
+    """Return ``memory_plan`` before rounding. The values of ``sizes`` and ``weights`` may be arrays."""
     shape, p, device = problem.shape, problem.bytes_per_element, problem.device
     layers, stored = shape.num_layers, problem.stored(policy.bits)
     row = {"kv": shape.kv_token_bytes(stored.kv), "act": shape.act_token_bytes(stored.act)}
@@ -140,17 +144,17 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
     turned = shape.rotary or shape.modules
     rotation = 2 * shape.head_dim * p if turned else 0  # a cosine and a sine for each element of a head
     act = any("act@" in entry for entry in sizes.staged_rows)
-    # Reserved for any bits, so that sums over bits work; small for small models. Triton's kernels do not need it, but
-    # only a run knows whether they work.
+    # Reserved for all bits, so that a search's terms add up. Triton's kernels do not need it, but only a run knows
+    # whether they work.
     packing = PACKING_BYTES * min(PACKING_ELEMENTS[device], shape.ffn * shape.hidden)
     on_host, split = policy.host_attends, policy.host_attends and policy.attention == "device"
     out_row = 4 * (shape.query_width + shape.num_heads) if split else shape.query_width * p
     widened = np.minimum(WIDENED_ELEMENTS, (sizes.longest + BLOCK_TOKENS) * shape.kv_width // 2)
     running = problem
-    if problem.counts_allocator and problem.attention is None:  # a run may attend in place: room for either
+    if problem.counts_allocator and problem.attention is None:  # the run may attend in place or not: plan for both
         running = replace(problem, attention=AttentionPaths("", "", "", in_place=True))
     partial = device == "cuda" and attends_in_place(running, policy)
-    # Capped scores are stored whole, twice, for this many queries of each request at a time.
+    # Scores with a softcap are stored twice, for this many queries of each request at a time.
     scored = np.minimum(sizes.step_rows, PREFILL_QUERIES * sizes.batch) * shape.softcaps
     pools, staged = _pool_parts(problem, policy, sizes, row)
     workspace = workspace_bytes(shape, p, sizes.step_rows, sizes.batch, weights.cut)
@@ -171,7 +175,7 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
         "attention sums": 4 * PARTIAL_ROWS * partial_elements(shape.head_dim) if partial else 0,
         "staging": NUM_SLOTS * (staged["device"] + staged["host"]),
         "hidden states": (sizes.hidden_rows if policy.hidden == "device" else NUM_SLOTS * sizes.step_rows) * hidden,
-        "lent keys and values": len(shape.lending) * sizes.hidden_rows * native_kv,  # of computed tokens
+        "lent keys and values": len(shape.lending) * sizes.hidden_rows * native_kv,  # of new tokens
         "layers' arguments": (shape.modules.call_elements if shape.modules else 0) * sizes.hidden_rows * p,
         "token ids": 8 * sizes.cached_tokens,
         "positions": 16 * sizes.hidden_rows
@@ -207,15 +211,16 @@ def memory_parts(problem: Problem, policy: Policy, sizes: BufferSizes, weights: 
 
 
 def graph_rows(policy: Policy, sizes: BufferSizes):
-    """Return the rows that CUDA graphs keep at fixed addresses: of the largest mini-batch, and of all. If a prefix is
-    recomputed, each mini-batch has its requests' share; steps with more rows have no graph."""
+    """Return the rows that CUDA graphs keep at fixed addresses: (for the largest mini-batch, for all). If a prefix is
+    recomputed, each mini-batch has a part of GRAPH_ROWS in proportion to its requests. Steps with more rows have no
+    graph."""
     most = GRAPH_ROWS if "tok" in policy.cache_entries else 0
     return larger(sizes.decode_batch, most), larger(sizes.places, most)
 
 
 def _graph_bytes(problem: Problem, policy: Policy, p: int, sizes: BufferSizes):
-    """Return the device bytes of CUDA graphs: the driver's, the kernels' workspaces, and what they access at fixed
-    addresses (hidden states, keys, values, queries, attention outputs, rotations, places, tables)."""
+    """Return the device bytes of CUDA graphs. These are the driver's bytes, the kernels' workspaces, and data at fixed
+    addresses: hidden states, keys, values, queries, attention outputs, rotations, places and tables."""
     shape, sampling = problem.shape, launches_steps(problem, policy) * sizes.decode_batch
     rows, of_all = graph_rows(policy, sizes)
     in_work = workspace_bytes(shape, p, rows, sampling, 1)
@@ -229,8 +234,8 @@ def _graph_bytes(problem: Problem, policy: Policy, p: int, sizes: BufferSizes):
 
 
 def _state_parts(shape: ModelShape, policy: Policy, sizes: BufferSizes, p: int, workspace) -> dict[str, dict]:
-    """Return the bytes of recurrent states: of each request in all layers; in transit, of a mini-batch in a layer; and
-    what a layer needs beyond ``workspace``."""
+    """Return the bytes of recurrent states by tier: all requests' states in all layers, the buffers of a mini-batch's
+    states in a layer, and the temporaries of a layer that exceed ``workspace``."""
     states = [state for state in map(shape.state_of, shape.recurrent) if state]
     each = [state.num_bytes(p) for state in states]
     pool, of_batch = {"state pool": sizes.places * sum(each)}, sizes.batch * max(each, default=0)
@@ -246,7 +251,8 @@ def _state_parts(shape: ModelShape, policy: Policy, sizes: BufferSizes, p: int, 
 def _pool_parts(
     problem: Problem, policy: Policy, sizes: BufferSizes, row: dict[str, float]
 ) -> tuple[dict[str, dict], dict[str, float]]:
-    """Return the pools of each tier, and the bytes of new rows in transit to device pools and to others."""
+    """Return (bytes of the pools by tier, bytes of new rows on the way to pools: "device" and "host", for all others).
+    ``row``: representation -> bytes of a token."""
     tiers: dict[str, dict] = {"device": {}, "host": {}, "disk": {}}
     staged: dict[str, float] = {"device": 0, "host": 0}
     of_windows = layers_by_window(problem.shape, policy.selection)
@@ -267,7 +273,7 @@ def _pool_parts(
 def _selection_parts(
     problem: Problem, policy: Policy, sizes: BufferSizes, resident, row: dict[str, float]
 ) -> dict[str, dict]:
-    """Return what a selection keeps on device and host in addition to the cache; zeros without one."""
+    """Return the bytes that a selection needs on device and host in addition to the cache; 0 without a selection."""
     shape, p = problem.shape, problem.bytes_per_element
     selection, layers, groups = policy.selection, shape.num_layers, shape.num_kv_heads
     speculative, ranked = selection.method == "speculative", selection.method == "heavy_hitter"
@@ -302,15 +308,16 @@ def _selection_parts(
 
 
 def index_cells(shape: ModelShape, policy: Policy, rows: dict):
-    """Return the stored choices of tokens: for native keys and values, each head has its own."""
+    """Return the number of token indices that a speculative selection stores. Heads choose separately for native keys
+    and values, otherwise together."""
     heads = shape.num_kv_heads if policy.bits.kv == "native" else 1
     return rows.get("kv", 0) * heads + rows.get("act", 0)
 
 
 def partial_query_bytes(problem: Problem, policy: Policy, columns: int, column_sets, resident):
-    """Return the bytes of a layer with which a selection predicts queries: chosen columns, their rows of query weights
-    and biases, and a rotary model's skewing matrices. With ``selection.whole_queries``, all query weights unless they
-    are ``resident`` in the compute dtype. Numbers or arrays."""
+    """Return the bytes of a layer with which a selection predicts queries; numbers or arrays. These are the chosen
+    columns, their rows of query weights and biases, and a rotary model's skewing matrices. With ``whole_queries``, all
+    query weights are needed, unless they are ``resident`` in the compute dtype."""
     shape, p = problem.shape, problem.bytes_per_element
     chosen = 8 * column_sets * shape.num_kv_heads * columns
     row = (shape.hidden + 1) * p
@@ -323,12 +330,12 @@ def partial_query_bytes(problem: Problem, policy: Policy, columns: int, column_s
 
 
 def workspace_bytes(shape: ModelShape, p: int, step_rows, batch, cut):
-    """Return the temporaries of a step with ``step_rows`` padded new tokens and ``batch`` requests; arguments may be
+    """Return the bytes of a step's temporaries, for ``step_rows`` padded new tokens and ``batch`` requests; numbers or
     arrays.
 
-    A prefill holds queries, keys, values, attended rows, feed-forward rows and three rows of hidden size; ``cut`` (0 or
-    1): a matrix between resident and streamed rows doubles one product. For modules it is measured. Sampling holds
-    float32 logits, their softmax and its float64 sum.
+    A prefill has queries, keys, values, attention outputs, feed-forward rows and three rows of hidden size. ``cut`` (0
+    or 1): a product is computed in two parts, resident and streamed rows of its matrix. For modules, the bytes are
+    measured. Sampling has float32 logits, their softmax and its float64 sum.
     """
     sampling = batch * shape.vocab * (p + 24)
     for work in shape.modules.work if shape.modules else ():
@@ -340,12 +347,12 @@ def workspace_bytes(shape: ModelShape, p: int, step_rows, batch, cut):
 
 
 def total_bytes(plan: MemoryPlan) -> dict[str, int]:
+    """Return tier -> bytes of all its parts."""
     return {tier: sum(parts.values()) for tier, parts in plan.items()}
 
 
-def check_budget(plan: MemoryPlan, budgets: Budgets, what: str = "this run") -> None:
-    """Raise InputError if a tier exceeds its budget, naming tier, first part that does not fit, bytes needed and
-    left."""
+def check_budget(plan: MemoryPlan, budgets: Budgets, what: str) -> None:
+    """Raise InputError if a tier exceeds its budget. ``what``: the subject of the message."""
     for tier, parts in plan.items():
         budget = budgets.of(tier)
         if budget is None or sum(parts.values()) <= budget:
@@ -362,5 +369,4 @@ def check_budget(plan: MemoryPlan, budgets: Budgets, what: str = "this run") -> 
 
 def fits(plan: MemoryPlan, budgets: Budgets) -> bool:
     """Return whether every tier is within its budget."""
-    limits = ((budgets.of(tier), size) for tier, size in total_bytes(plan).items())
-    return all(limit is None or size <= limit for limit, size in limits)
+    return bool(budgets.hold(total_bytes(plan)))

@@ -1,7 +1,7 @@
-"""The policy: one frozen, strict value that says what is stored where and how the work is ordered.
+"""The policy: a frozen value that says what is stored where, and how the work is ordered.
 
-Every system of the papers is such a value. Its text form is JSON; unknown or contradictory fields are refused by name.
-An executor or cost function refuses by itself what it does not support.
+Every system of the papers is a policy. Its text form is JSON. Unknown or contradictory fields raise InputError.
+Executor and cost functions reject policies that they do not support.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from flexhybrid.core.files import load_json, named_once, parse_json
 
 FORMAT_VERSION = 1
 _NATIVE_BITS = "native"
-WHOLE_BATCH = 1 << 30  #: tokens of a mini-batch that no batch reaches: one mini-batch
-BITS = (_NATIVE_BITS, 8, 4, 2, 1)  #: stored widths: the compute dtype's, or packed
-#: Elements of a row of weights or ACT that share a scale and a zero point, both float16; of KV and ACT: ``kv_group``
-#: and ``act_group`` of ``ModelShape``.
+WHOLE_BATCH = 1 << 30  #: a mini-batch size in tokens that no batch exceeds
+BITS = (_NATIVE_BITS, 8, 4, 2, 1)  #: stored widths: native is the compute dtype's; the others are packed
+#: Most elements of a row that share a scale and a zero point, both float16. Groups of KV and ACT can be smaller:
+#: ``kv_group`` and ``act_group`` of ``ModelShape``.
 GROUP_ELEMENTS = 64
 
 
@@ -50,19 +50,21 @@ def _check_shares(shares: Mapping[str, float], where: str) -> None:
 
 @dataclass(frozen=True)
 class Placement:
-    """Shares of bytes over the three tiers."""
+    """Shares of bytes in the three tiers."""
 
     device: float = 0.0
     host: float = 0.0
     disk: float = 0.0
 
     def check(self, where: str) -> None:
+        """Raise InputError unless these are shares that add up to 1. ``where``: the field's name for the message."""
         _check_shares(vars(self), where)
 
 
 @dataclass(frozen=True)
 class Bits:
-    """Stored width of each kind of data: "native" (the compute dtype), or 8, 4, 2 or 1 (group-wise asymmetric)."""
+    """Stored bits of each kind of data: "native" (the compute dtype's), or 8, 4, 2 or 1 (packed, asymmetric, by
+    group)."""
 
     weights: str | int = _NATIVE_BITS
     kv: str | int = _NATIVE_BITS
@@ -77,7 +79,8 @@ class Bits:
         return all(getattr(self, f.name) == _NATIVE_BITS for f in fields(self))
 
     def element_bytes(self, bytes_per_element: int, kv_group: int, act_group: int = GROUP_ELEMENTS) -> ElementBytes:
-        """Stored bytes per element, with ``bytes_per_element`` in the compute dtype; groups are the model's."""
+        """Return the stored bytes per element. ``bytes_per_element``: of the compute dtype; ``kv_group`` and
+        ``act_group``: elements that share a scale and a zero point."""
 
         def stored(bits, group: int = GROUP_ELEMENTS) -> float:
             return bytes_per_element if bits == _NATIVE_BITS else bits / 8 + 4 / group
@@ -88,7 +91,7 @@ class Bits:
 
 
 class ElementBytes(NamedTuple):
-    """Bytes an element: in computing, and as weights, KV and ACT are stored and moved (scales and zeros included)."""
+    """Bytes per element of the compute dtype, and of weights, KV and ACT as stored, with scales and zero points."""
 
     compute: int
     weights: float
@@ -98,25 +101,27 @@ class ElementBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """Which cached tokens an iteration reads. ``method`` "none" needs no other field."""
+    """Which cached tokens an iteration reads. The method "none" reads all and needs no other field."""
 
-    method: str = "none"
+    method: str = "none"  #: none, heavy_hitter or speculative
     budget: float | None = None  #: heavy_hitter: share of the prompt that is kept
-    alpha: float | None = None  #: speculative: scores above max - alpha are fetched; infinite: all, up to max_fraction
+    #: speculative: tokens with scores above max - alpha are loaded; infinite: all, up to max_fraction
+    alpha: float | None = None
     partial_ratio: float | None = None  #: speculative: share of the columns in the partial weights
-    max_fraction: float | None = None  #: speculative: most of the cache that is ever fetched
-    pool: float | None = None  #: speculative: share of the cache the pool may hold; or ``pool_bytes``
-    victim: str | None = None  #: speculative: fifo, lru or counter
+    max_fraction: float | None = None  #: speculative: largest share of a context that is loaded
+    pool: float | None = None  #: speculative: share of the cache that is kept; or ``pool_bytes``
+    victim: str | None = None  #: speculative: rule for dropped tokens, fifo, lru or counter
     partial_keys: str | None = None  #: speculative: tier of the partial keys
-    #: first layers that keep and look at all tokens; None: none for heavy_hitter, ``first_choosing``'s for speculative
+    #: number of first layers that keep and attend to all tokens (default: 0 for heavy_hitter, WHOLE_LAYERS of
+    #: ``core.context.selection`` for speculative)
     whole_layers: int | None = None
-    #: speculative: share of a context that the other layers are expected to fetch, for predictions; None: InfiniGen's
+    #: speculative: expected share of a context that the other layers load, for predictions; None: InfiniGen's
     expected_fraction: float | None = None
-    #: speculative, instead of ``pool``: bytes of keys and values that the requests of a wave may hold together; each
-    #: holds an equal share of its own (``core.context.selection.with_pool_share``)
+    #: speculative, instead of ``pool``: bytes of keys and values that all requests of a wave may keep. Each request
+    #: keeps an equal share of its tokens (``core.context.selection.with_pool_share``)
     pool_bytes: int | None = None
-    #: speculative: columns for prediction are chosen per "batch" (a mini-batch, as in the paper; None: this) or per
-    #: "request" (its tokens are then independent of the others)
+    #: speculative: columns for prediction are chosen per "batch" (a mini-batch, as in the paper; default) or per
+    #: "request" (its tokens are then independent of other requests)
     columns: str | None = None
 
     _NEEDS = {
@@ -125,9 +130,10 @@ class Selection:
         "speculative": ("alpha", "partial_ratio", "max_fraction", "pool", "victim", "partial_keys"),
     }
 
-    _FREE = ("whole_layers", "expected_fraction", "pool_bytes", "columns")  # that a speculative selection may have
+    _FREE = ("whole_layers", "expected_fraction", "pool_bytes", "columns")  # optional for a speculative selection
 
     def check(self) -> None:
+        """Raise InputError for a missing or wrong field, and for one that the method does not have."""
         _check_choice(self.method, tuple(self._NEEDS), "selection.method")
         needed = self._NEEDS[self.method]
         for f in fields(self):
@@ -172,7 +178,7 @@ def _is_count(value) -> bool:
 
 
 class CacheShares(Mapping[str, float]):
-    """Cache entry -> share of each request's tokens, sorted by entry. Immutable and hashable, unlike a dict."""
+    """Cache entry -> share of each request's tokens: an immutable, hashable mapping, sorted by entry."""
 
     def __init__(self, shares: Mapping[str, float]):
         self._shares = dict(sorted(shares.items()))
@@ -196,7 +202,7 @@ class CacheShares(Mapping[str, float]):
 #: Which tasks may run at the same time.
 Overlap = Literal["full", "step", "none"]
 
-#: Fields of a policy that are words or flags -> what they may be.
+#: Field of a policy -> its possible values, for words and flags.
 _CHOICES = {
     "hidden": TIERS,
     "states": ("auto", "device", "host"),
@@ -213,36 +219,36 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class Policy:
-    """All that may differ between two systems. Shares are of tokens (cache) or of bytes inside every layer (weights).
-
-    ``cache`` maps ``kv@TIER``, ``act@TIER``, ``both(kv@TIER,act@TIER)``, ``attended(kv@host)`` and ``tok`` to their
-    share of each request's tokens. ``max_mini_batch_tokens`` bounds the padded tokens of a mini-batch (CAPTURE: 8,192).
-    """
+    """A policy: everything in which two systems may differ. The possible values are in ``_CHOICES``."""
 
     name: str = "custom"
-    weights: Placement = Placement(host=1.0)
+    weights: Placement = Placement(host=1.0)  #: shares of the bytes of every layer
     embedding: Placement = Placement(device=1.0)  #: token and position tables and the output head
+    #: ``kv@TIER``, ``act@TIER``, ``both(kv@TIER,act@TIER)`` or ``tok`` -> share of each request's tokens
     cache: Mapping[str, float] = CacheShares({"kv@host": 1.0})
-    hidden: str = "device"
+    hidden: str = "device"  #: tier of hidden states between layers
     #: tier of recurrent states; auto: device if the whole cache is there, else host
     states: str = "auto"
     bits: Bits = Bits()
     schedule: str = "column"
-    max_mini_batch_tokens: int = 8192
-    max_batch: int | None = None
-    #: requests into mini-batches: by length in even parts, in order of arrival, or "balance", by CAPTURE's F_b
+    max_mini_batch_tokens: int = 8192  #: most padded tokens of a mini-batch (CAPTURE: 8,192)
+    max_batch: int | None = None  #: most requests that run together; None: no limit
+    #: how requests are packed into mini-batches. balanced: by length, in even parts; fifo: in order of arrival;
+    #: balance: by CAPTURE's F_b
     packing: str = "balanced"
     selection: Selection = Selection()
-    #: where decode steps attend; {"host": s, "device": 1 - s}: the host to a share s of ``kv@host``, while the device
-    #: attends to the rest. The share is kept in ``cache``, as ``attended(kv@host)``.
+    #: where decode steps attend. {"host": s, "device": 1 - s}: the host attends to the share s of ``kv@host``, and the
+    #: device to the other tokens; the share is kept in ``cache``, as ``attended(kv@host)``
     attention: str | Mapping[str, float] = "device"
-    #: recomputing waits for W_K and W_V alone; kv_act_first: and ACT crosses the link before the layer's other weights;
-    #: natural: it waits for the whole layer
+    #: weights that recomputation from ACT waits for. kv_first: only W_K and W_V; kv_act_first: the same, and ACT
+    #: crosses the link before the layer's other weights; natural: the whole layer
     weight_order: str = "kv_first"
-    #: rule of both(…), how many leading tokens are recomputed (``core.context.split``); or paper, paper_prompt
+    #: rule for the number of leading tokens of both(…) that are recomputed (``core.context.split``)
     split: str = "pipeline"
-    static_cache: bool = False  #: a load brings all that a request has reserved (transformers' offloaded static cache)
-    overlap: Overlap = "full"  #: or "step": a barrier after each mini-batch of a layer; "none": one task at a time
+    static_cache: bool = False  #: loads copy all reserved blocks (transformers' offloaded static cache)
+    #: full: loads, stores and compute overlap; step: the same, with a barrier after each position; none: one task at a
+    #: time
+    overlap: Overlap = "full"
     version: int = FORMAT_VERSION
 
     def __post_init__(self):
@@ -280,7 +286,7 @@ class Policy:
                     raise InputError(f"policy: attention on the host reads kv@host and kv@disk, but cache names {key}")
 
     def _share_attention(self, shares: Mapping[str, float]) -> None:
-        """Divide ``kv@host`` between attention on the host and on the device by these shares."""
+        """Divide the share of ``kv@host`` by ``shares``, where host and device attend to it."""
         if not {*shares} <= {"host", "device"}:
             raise InputError(f"policy: attention names {', '.join(map(str, shares))}; it may name host and device")
         _check_shares(shares, "attention")
@@ -293,32 +299,32 @@ class Policy:
         object.__setattr__(self, "attention", "host" if on_host == 1 else "device")
 
     def share(self, representation: str) -> float:
-        """Share of tokens held as ``kv``, ``act``, ``both`` or ``tok``, over all tiers."""
+        """Return the share of tokens kept as ``kv``, ``act``, ``both`` or ``tok``, in all tiers."""
         return sum(s for key, s in self.cache.items() if representation_of(key) == representation)
 
     @property
     def cache_entries(self) -> tuple[str, ...]:
-        """The representations in use, ACT before KV: the order of shares of zero does not matter."""
+        """Return the entries with a share above 0, sorted, so that ACT comes before KV."""
         return tuple(sorted(key for key, share in self.cache.items() if share > 0))
 
     @property
     def host_attends(self) -> bool:
-        """Return whether the host attends in decode steps: to all of the context, or to ``attended(kv@host)``."""
+        """Return whether the host attends in decode steps, to the whole context or to ``attended(kv@host)``."""
         return self.attention == "host" or ATTENDED_ENTRY in self.cache_entries
 
     @property
     def attending_tier(self) -> str:
-        """Return where decode steps attend, in words: "device", "host" or "device and host"."""
+        """Return in words where decode steps attend: "device", "host" or "device and host"."""
         return "device and host" if self.host_attends and self.attention == "device" else str(self.attention)
 
     @property
     def attends_from_disk(self) -> bool:
-        """Return whether the host attends to blocks that it reads from the disk."""
+        """Return whether attention on the host reads blocks from the disk."""
         return self.attention == "host" and "kv@disk" in self.cache_entries
 
     @property
     def state_tier(self) -> str:
-        """The tier of the states of recurrent layers: device or host."""
+        """Return the tier of recurrent states: device or host."""
         if self.states != "auto":
             return self.states
         held = [entry for entry in self.cache_entries if entry != "tok"]
@@ -326,13 +332,13 @@ class Policy:
 
     @property
     def cut(self) -> str:
-        """How a batch is cut, in words."""
+        """Return in words how a batch is cut into mini-batches."""
         tokens = self.max_mini_batch_tokens
         return "all in one mini-batch" if tokens >= WHOLE_BATCH else f"mini-batches of {tokens} tokens"
 
     @property
     def lossless(self) -> bool:
-        """Return whether the policy must give the same tokens as every other lossless one."""
+        """Return whether the policy is lossless: native bits and no selection of tokens."""
         return self.selection.method == "none" and self.bits.native
 
     @property
@@ -346,7 +352,7 @@ class Policy:
         return on_device and self.hidden == "device" and self.attention == "device"
 
     def to_dict(self) -> dict:
-        """Plain data; an infinite alpha is the text "inf", for which JSON has no number."""
+        """Return the policy as plain data. An infinite alpha becomes the text "inf", because JSON has no infinity."""
         data: dict = asdict(self)
         data["cache"] = dict(self.cache)
         if self.selection.alpha == math.inf:
@@ -357,8 +363,8 @@ class Policy:
         return json.dumps(self.to_dict(), indent=1)
 
     def with_field(self, field: str, value) -> Policy:
-        """Return the policy with a field by its name in ``to_dict``, a part behind a dot ("weights.device"), at another
-        value. Of shares the others change in proportion. Raise InputError for an unknown field or a wrong value."""
+        """Return the policy with another value of a field, or of its part after a dot ("weights.device"). If the part
+        is a share, the other shares change in proportion. Raise InputError for an unknown field or a wrong value."""
         data, (name, _, part) = self.to_dict(), field.partition(".")
         if name not in data or bool(part) != isinstance(data[name], dict):
             raise InputError(f"policy: {field!r} is no field that has one value")
@@ -375,7 +381,8 @@ class Policy:
 
     @staticmethod
     def from_dict(data: dict) -> Policy:
-        """The inverse of to_dict; missing fields take their defaults. Raises InputError by field name."""
+        """Return the policy of plain data (``to_dict``); missing fields have their defaults. Raise InputError for an
+        unknown field or a wrong value."""
         _refuse_unknown(Policy, data, "policy")
         data = dict(data)
         for key, cls in _PARTS.items():
@@ -393,7 +400,7 @@ class Policy:
 
     @staticmethod
     def load(path: str | Path) -> Policy:
-        """Read a JSON file. Raises InputError that names the file."""
+        """Read a policy file. Raise InputError, with the file, for broken JSON, a wrong field or an empty policy."""
         data = load_json(path, "policy file ", object_pairs_hook=named_once)
         try:
             policy = Policy.from_dict(data)

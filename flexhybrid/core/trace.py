@@ -1,4 +1,4 @@
-"""Traces: what ran when, the proof that every read saw its version, and the file that Perfetto opens."""
+"""Traces: the times of tasks, a check that every read saw the right version, and files for Perfetto."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flexhybrid.core.task import Task
 
 
 class TraceEvent(NamedTuple):
-    """A task with the time it ran, in seconds from the trace's start. A trace lists events in stream order."""
+    """A task and the time at which it ran, in seconds from the trace's start. Traces have events in stream order."""
 
     task: Task
     start_s: float
@@ -25,36 +25,37 @@ class TraceEvent(NamedTuple):
 
 @dataclass
 class LaneTimes:
-    """The time of a lane's thread in a run. ``held_up_s`` of its tasks' time it waited for a processor, for the
-    interpreter's lock, for other threads of its kernels, or for a disk."""
+    """The times of a lane's thread in a run."""
 
-    tasks: int = 0
-    planned_late_s: float = 0.0  #: all that a task waits for had ended, but the task was not planned yet
-    hand_over_s: float = 0.0  #: the planned task could have begun, but the thread had not
+    tasks: int = 0  #: number of tasks
+    planned_late_s: float = 0.0  #: idle time in which a task's dependencies had ended, but it was not planned yet
+    hand_over_s: float = 0.0  #: idle time in which a planned task could have started
     busy_s: float = 0.0  #: from the tasks' starts to their ends
-    cpu_s: float = 0.0  #: of ``busy_s``: on a processor
-    paced_s: float = 0.0  #: of ``busy_s``: asleep, as the pace of a link or a disk asks
-    queued_s: float | None = None  #: in tasks and between them: ready to run, but no processor was free
-    wake_ups: int | None = None  #: how often the thread went to sleep and came back
-    preemptions: int | None = None  #: how often it lost its processor to another thread
+    cpu_s: float = 0.0  #: part of ``busy_s`` on a processor
+    paced_s: float = 0.0  #: part of ``busy_s`` asleep, to imitate the rate of a link or a disk
+    queued_s: float | None = None  #: time, also between tasks, in which the thread was ready but no processor was free
+    wake_ups: int | None = None  #: number of times that the thread slept
+    preemptions: int | None = None  #: number of times that another thread took its processor
 
     @property
     def held_up_s(self) -> float:
+        """Return the part of ``busy_s`` spent waiting: for a processor, the interpreter's lock, other threads of a
+        kernel, or a disk."""
         return max(0.0, self.busy_s - self.cpu_s - self.paced_s)
 
 
 @dataclass
 class LineTimes:
-    """Work and time of some tasks that one line of a machine prices, added up."""
+    """Sums of work and time over tasks that one line of a machine prices."""
 
     tasks: int = 0
     flops: float = 0.0
-    num_bytes: float = 0.0  #: over the link, of a link's tasks; else of memory
+    num_bytes: float = 0.0  #: link bytes for tasks of a link, else memory bytes
     calls: int = 0
     seconds: float = 0.0
 
     def add(self, task: Task, seconds: float) -> None:
-        """Take one more task."""
+        """Add a task."""
         work = task.work
         self.tasks += 1
         self.flops += work.flops
@@ -63,7 +64,7 @@ class LineTimes:
         self.seconds += seconds
 
     def since(self, before: LineTimes) -> LineTimes:
-        """Return what was added since an earlier copy of this."""
+        """Return the sums over tasks that were added since the copy ``before``."""
         return LineTimes(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
@@ -71,13 +72,13 @@ LineKey = tuple[str, str, str]  #: verb, resource and ``Work.line``: the argumen
 
 
 def check_trace(trace: Iterable[TraceEvent], tolerance_s: float = 0.0) -> list[str]:
-    """Return violations of the stream's meaning, as sentences; empty if every read saw the version that it should.
+    """Return violations of the stream's order, as sentences; empty if every read saw the right version.
 
-    Independent of how dependencies are derived: memory is replayed in time order. Each elementary cell has the version
-    of its last finished write and the writes in progress. A read is right if, at its start and end, every cell has the
-    version that the stream's order gives it and no write is in progress there. A write is right if it overlaps no other
-    access and overtakes no earlier write. ``tolerance_s`` shortens every interval at its end (a device's clock resolves
-    half a microsecond).
+    The check replays memory in time order, independently of how dependencies are derived. Each elementary cell has the
+    version of its last finished write, and the write in progress. A read is right if, at its start and end, every cell
+    has the version of the stream's order and no write is in progress there. A write is right if it overlaps no other
+    access and no later write came before it. ``tolerance_s`` shortens every event at its end, because a device's clock
+    resolves half a microsecond.
     """
     events = list(trace)
     cells = _elementary_cells(event.task for event in events)
@@ -85,7 +86,7 @@ def check_trace(trace: Iterable[TraceEvent], tolerance_s: float = 0.0) -> list[s
     moments = []
     for index, event in enumerate(events):
         end = max(event.start_s, event.end_s - tolerance_s)
-        # At equal times ends come before starts, unless the interval is empty: then its own start comes first.
+        # At equal times, ends come before starts, except for an empty interval, whose start comes first.
         moments.append((event.start_s, 1 if end > event.start_s else 0, index, "start"))
         moments.append((end, 0, index, "end"))
     moments.sort(key=lambda m: (m[0], m[1], m[2], m[3] == "end"))
@@ -120,7 +121,8 @@ def check_trace(trace: Iterable[TraceEvent], tolerance_s: float = 0.0) -> list[s
 
 
 def _elementary_cells(tasks: Iterable[Task]) -> dict:
-    """access -> the elementary cells it covers; a cell is (space, lo) of the finest partition of all accesses."""
+    """Return access -> the elementary cells that it covers. A cell is (space, lo) of the finest partition that all
+    accesses make."""
     accesses = {access for task in tasks for access in (*task.reads, *task.writes)}
     bounds: dict[tuple, set[int]] = {}
     for access in accesses:
@@ -133,7 +135,7 @@ def _elementary_cells(tasks: Iterable[Task]) -> dict:
 
 
 def _expected_versions(tasks: Iterable[Task], cells: dict) -> dict:
-    """Return (task number, cell) -> number of the task whose write it must see; -1 for initial data."""
+    """Return (number of a reading task, cell) -> number of the task whose write it must see; -1 for initial data."""
     version: dict[tuple, int] = {}
     expected = {}
     for number, task in enumerate(tasks):
@@ -147,7 +149,7 @@ def _expected_versions(tasks: Iterable[Task], cells: dict) -> dict:
 
 
 def busy_seconds(trace: Iterable[TraceEvent]) -> dict[str, float]:
-    """Return the busy seconds of each resource; tasks of one resource never overlap."""
+    """Return resource -> sum of its tasks' seconds."""
     busy: dict[str, float] = {}
     for task, start, end in trace:
         busy[task.resource] = busy.get(task.resource, 0.0) + end - start
@@ -155,11 +157,10 @@ def busy_seconds(trace: Iterable[TraceEvent]) -> dict[str, float]:
 
 
 def idle_though_ready(trace: Iterable[TraceEvent], resource: str = "compute") -> list[tuple[TraceEvent, float]]:
-    """Return a resource's events in stream order, each with the idle seconds before its start in which it could have
-    run.
+    """Return a resource's events in stream order, each with the idle seconds before it in which it could have run.
 
-    It could run when the resource's previous task and all its dependencies had ended (from 0): what remains is the cost
-    of planning, launching and handing over. The trace begins with its stream.
+    An event could run once the resource's previous task and all its dependencies had ended. The idle seconds are the
+    cost of planning, launching and handing over. The trace must begin with its stream.
     """
     dependencies, ends, idle = Dependencies(), defaultdict(list), []
     for event in trace:
@@ -174,7 +175,7 @@ def idle_though_ready(trace: Iterable[TraceEvent], resource: str = "compute") ->
 
 
 def iteration_ends(trace: Iterable[TraceEvent]) -> list[float]:
-    """When the last sample task of each iteration ended, in order."""
+    """Return the time at which the last sample task of each iteration ended, in the order of iterations."""
     ends: dict[int, float] = {}
     for task, _, end in trace:
         if task.verb == "sample":
@@ -183,11 +184,11 @@ def iteration_ends(trace: Iterable[TraceEvent]) -> list[float]:
 
 
 class TraceWindow:
-    """A window of a trace: from the end of its first iteration to the end of iteration ``last`` (list index).
+    """A part of a trace: from the end of its first iteration to the end of iteration ``last``.
 
-    The first iteration has nothing before it to overlap with. ``last=-2`` also excludes the last one, whose loads end
-    early. An event at an edge counts by its share inside, because loads run ahead of their iteration. Raise ValueError
-    for a trace without an iteration between these ends.
+    ``last``: index, negative from the end; -2 excludes the last iteration, which has no loads for a next one. The first
+    iteration is excluded because nothing comes before it to overlap with. An event at an edge counts by its share
+    inside, because loads run ahead of their iteration. Raise ValueError if there is no iteration between these ends.
     """
 
     def __init__(self, trace: list[TraceEvent], last: int = -1):
@@ -206,11 +207,11 @@ class TraceWindow:
         return max(0.0, min(event.end_s, self.end_s) - max(event.start_s, self.begin_s))
 
     def busy_s(self, resource: str) -> float:
-        """Seconds that a resource worked inside the window."""
+        """Return the seconds that a resource worked inside the window."""
         return sum(self.inside_s(event) for event in self.trace if event.task.resource == resource)
 
     def moved_bytes(self, resource: str) -> float:
-        """Bytes that a link or a disk moved inside the window."""
+        """Return the bytes that a link or a disk moved inside the window."""
         moved = 0.0
         for event in self.trace:
             task, start, end = event
@@ -219,12 +220,12 @@ class TraceWindow:
         return moved
 
     def idle_share(self) -> float:
-        """Share of the window in which compute waited although all that its next task needs was there."""
+        """Return the share of the window in which compute was idle although its next task could have run."""
         idle = idle_though_ready(self.trace)
         return sum(idle_s for event, idle_s in idle if self.begin_s < event.end_s <= self.end_s) / self.seconds
 
 
-#: Column of ``lane_table`` -> the field of ``LaneTimes`` in seconds.
+#: Column of ``lane_table`` -> field of ``LaneTimes``, in seconds.
 LANE_COLUMNS = {
     "busy": "busy_s", "on a processor": "cpu_s", "paced": "paced_s", "held up": "held_up_s",
     "handed over": "hand_over_s", "planned late": "planned_late_s", "queued for a processor": "queued_s",
@@ -232,7 +233,7 @@ LANE_COLUMNS = {
 
 
 def lane_table(lanes: Mapping[str, LaneTimes]) -> list[str]:
-    """Return the rows of a Markdown table, one lane a row: milliseconds of ``LaneTimes``, and how often it slept."""
+    """Return the rows of a Markdown table with a row for each lane: milliseconds and counts of ``LaneTimes``."""
     lines = [f"| lane | tasks | {', ms | '.join(LANE_COLUMNS)}, ms | slept | lost its processor |"]
     lines += ["| --- |" + " ---: |" * (len(LANE_COLUMNS) + 3)]
     for name, times in lanes.items():
@@ -246,8 +247,8 @@ def lane_table(lanes: Mapping[str, LaneTimes]) -> list[str]:
 def save_chrome_trace(
     path: str | Path, traces: dict[str, list[TraceEvent]], lanes: Mapping[str, LaneTimes] = {}
 ) -> None:
-    """Write traces as Chrome trace events (ui.perfetto.dev opens them), one process a trace, one row a resource; and
-    the times of measured lanes as the file's other data."""
+    """Write traces as Chrome trace events, which ui.perfetto.dev opens: a process for each trace, a row for each
+    resource. ``lanes``: times of measured lanes, written as the file's other data."""
     events = []
     for pid, (name, trace) in enumerate(traces.items(), start=1):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": name}})

@@ -1,4 +1,4 @@
-"""Sizes in bytes as text, and back; numbers of things as text."""
+"""Convert sizes in bytes to text and back, and numbers of things to text."""
 
 import math
 
@@ -6,7 +6,7 @@ from flexhybrid.core.errors import InputError
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes for people: GiB, MiB or KiB, and less than half of one in bytes."""
+    """Return a size as text in GiB, MiB or KiB; below 512 bytes in bytes."""
     if 0 < num_bytes < 2**9:
         return f"{num_bytes:.0f} bytes"
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
@@ -21,7 +21,8 @@ def counted(number: int, thing: str) -> str:
 
 
 def parse_bytes(text: str | float | None) -> int | None:
-    """ "8GiB", "512MiB", "12GB", plain bytes; None stays None. Raises InputError for anything else, or for <= 0."""
+    """Return the bytes of a size such as "8GiB", "512MiB", "12GB" or a number; None for None. Raise InputError for
+    another text, and for less than 1 byte."""
     if text is None or (isinstance(text, int) and not isinstance(text, bool) and text > 0):
         return text
     units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}

@@ -1,34 +1,35 @@
-"""The verbs: one record each, from which every table over verbs derives."""
+"""Verbs: a record for each kind of task. All tables over verbs follow from these records."""
 
 from dataclasses import dataclass
 
 from flexhybrid.core.context.cache_entries import TIERS
 
-#: What crosses a link. Queries, attended rows and token ids count as hidden states.
+#: Kinds of data that cross a link. Queries, attention outputs and token ids count as hidden states.
 CARGO = ("weights", "kv", "act", "hidden", "state")
 
 
 @dataclass(frozen=True)
 class Verb:
-    """A kind of task: its resource, what it moves, how often it runs, and when a step lacks it."""
+    """A kind of task: its resource, the data that it moves, how often it runs, and when a step lacks it."""
 
     name: str
     resource: str  #: one of RESOURCES
     cargo: str = ""  #: one of CARGO; empty for a verb that crosses no link
-    #: A mini-batch has it once in each "layer", each "gap" between layers, each "choosing layer" of a speculative
-    #: selection, or each "iteration".
+    #: how often a mini-batch has it: once in each "layer", "gap" between layers, "choosing layer" of a speculative
+    #: selection, or "iteration"
     per: str = "layer"
-    #: A step lacks it without "blocks" of ``blocks``, new "rows", a "recomputed" prefix, "shared" blocks to attend to,
-    #: a "chunk" of prompts after cached ones, or a layer's "state"; None: every step of the policy has it.
+    #: without this, a step lacks the verb: "blocks" of ``blocks``, new "rows" of ``blocks``, a "recomputed" prefix,
+    #: "shared" blocks to attend to, a "chunk" of prompts after cached tokens, or a layer's "state"; None: every step of
+    #: the policy has the verb
     needs: str | None = None
-    #: representations and tiers of the context's blocks that it reads, or of the new rows that it takes
+    #: (representations, tiers) of the cached blocks that it reads, or of the new rows that it stores
     blocks: tuple[tuple[str, ...], tuple[str, ...]] | None = None
-    stores: bool = False  #: puts away what a step made: the last token of a run does not wait for it
-    otherwise: str | None = None  #: verb whose hardware line prices it without its own
-    group: str | None = None  #: of like code in a peer's implementation: "cache copy", "conversion" or "gemm"
+    stores: bool = False  #: it stores results of a step, so the last token of a run does not wait for it
+    otherwise: str | None = None  #: verb whose line prices it if it has no line
+    group: str | None = None  #: verbs with similar code in other systems: "cache copy", "conversion" or "gemm"
 
 
-#: In the order of a layer's work.
+#: Verb name -> verb, in the order of a layer's work.
 VERBS: dict[str, Verb] = {
     verb.name: verb
     for verb in (
@@ -64,18 +65,8 @@ VERBS: dict[str, Verb] = {
         Verb("merge_attended", "compute", otherwise="assemble"),
         Verb("rank", "compute"),
         Verb("finish", "compute", group="gemm"),
-        Verb(
-            "store_act",
-            "d2h",
-            "act",
-            needs="rows",
-            blocks=(("act",), ("host", "disk")),
-            stores=True,
-            group="cache copy",
-        ),
-        Verb(
-            "store_kv", "d2h", "kv", needs="rows", blocks=(("kv",), ("host", "disk")), stores=True, group="cache copy"
-        ),
+        Verb("store_act", "d2h", "act", "layer", "rows", (("act",), ("host", "disk")), stores=True, group="cache copy"),
+        Verb("store_kv", "d2h", "kv", "layer", "rows", (("kv",), ("host", "disk")), stores=True, group="cache copy"),
         Verb("scatter", "host_compute", needs="rows", blocks=(("act", "kv"), ("host",)), stores=True),
         Verb("scatter_device", "compute", needs="rows", blocks=(("act", "kv"), ("device",)), stores=True),
         Verb("write_act", "disk_write", "act", needs="rows", blocks=(("act",), ("disk",)), stores=True),
@@ -88,5 +79,5 @@ VERBS: dict[str, Verb] = {
     )
 }
 
-#: verb -> the resource that runs it
+#: Verb name -> the resource that runs it.
 RESOURCE_OF = {name: verb.resource for name, verb in VERBS.items()}

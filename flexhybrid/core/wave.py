@@ -1,7 +1,4 @@
-"""From a policy and a workload to a wave: requests in mini-batches, each with its blocks, and the queue of the others.
-
-``schedule.steps`` says what a mini-batch does in an iteration, ``core.plan`` in which order.
-"""
+"""Waves: the requests of a workload in mini-batches under a policy, their blocks, and the queue of waiting requests."""
 
 from __future__ import annotations
 
@@ -34,24 +31,22 @@ from flexhybrid.core.workload import Workload
 
 @dataclass
 class RequestQueue:
-    """The requests of a batch: running ones have a place (an index into ``Wave.workload``), the others wait.
+    """The waiting requests of a batch. Running requests have a place, an index into ``Wave.workload``. Requests join in
+    the order of their numbers, preempted ones first. A request that does not fit is passed over."""
 
-    They join by number, preempted ones first. A request that does not fit is passed over.
-    """
-
-    workload: Workload  #: of all requests
+    workload: Workload  #: all requests, running and waiting
     following: int  #: first request that was never considered
-    passed_over: list[int] = field(default_factory=list)  #: earlier requests that wait
+    passed_over: list[int] = field(default_factory=list)  #: waiting requests that were considered, or preempted
     #: request -> tokens from before a preemption or from an earlier batch, now part of its prompt
     given: dict[int, int] = field(default_factory=dict)
-    #: called as a request joins a mini-batch of the running batch, also after a preemption
+    #: called when a request joins a mini-batch of the running batch, also after a preemption
     on_join: Callable[[int, int], None] = lambda request, mini_batch: None
-    on_leave: Callable[[int, int], None] = lambda request, iteration: None  #: called when it stops running
-    ended: np.ndarray | None = None  #: answers that ended before this batch, by tokens
-    closes: Callable[[], bool] = lambda: False  #: once true, only preempted requests join
+    on_leave: Callable[[int, int], None] = lambda request, iteration: None  #: called when a request ends
+    ended: np.ndarray | None = None  #: numbers of answers that ended before this batch, by tokens
+    closes: Callable[[], bool] = lambda: False  #: once it returns True, only preempted requests join
 
     def first(self, count: int) -> list[int]:
-        """Return the first waiting requests, ``count`` at most."""
+        """Return the first ``count`` waiting requests, or all if there are fewer."""
         end = min(self.workload.num_requests, self.following + max(0, count - len(self.passed_over)))
         self.passed_over += range(self.following, end)
         self.following = end
@@ -59,11 +54,11 @@ class RequestQueue:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether no request may join: none waits, or the queue is closed and none was preempted."""
+        """Return whether no request may join: none waits, or the queue is closed and no preempted request waits."""
         return self.is_empty or self.closes() and not (self.passed_over and self.passed_over[0] in self.given)
 
     def remove(self, requests: set[int]) -> None:
-        """Remove requests that join, or never will."""
+        """Remove requests that join now, or that never will."""
         self.passed_over = [request for request in self.passed_over if request not in requests]
 
     def put_back(self, request: int, num_given: int) -> None:
@@ -77,36 +72,36 @@ class RequestQueue:
 
     @property
     def waiting(self) -> np.ndarray:
-        """All who wait."""
+        """Return the waiting requests, in order."""
         return np.r_[np.array(self.passed_over, dtype=np.int64), self.following : self.workload.num_requests]
 
 
 @dataclass(frozen=True)
 class Wave:
-    """Requests that run together: lengths, mini-batches, blocks. With a queue, waiting requests take the places of
-    ended ones (``core/schedule/scheduler.py``), and the arrays over places change."""
+    """Requests that run together: their lengths, mini-batches and blocks. With a queue, waiting requests take the
+    places of ended ones (``core/schedule/scheduler.py``), and the arrays over places change."""
 
     problem: Problem
     policy: Policy
-    workload: Workload  #: of the request in each place
+    workload: Workload  #: lengths of the request in each place
     entries: BlockEntries
-    mini_batches: tuple[np.ndarray, ...]  #: places
-    windows: tuple[int | None, ...]  #: kinds of layers (``layers_by_window``); each has pools of its own
+    mini_batches: tuple[np.ndarray, ...]  #: the places of each mini-batch
+    windows: tuple[int | None, ...]  #: window of each kind of layers (``layers_by_window``), which has its own pools
     tables: dict[str, np.ndarray]  #: pool -> [places, most], the physical blocks of each request, in order
-    num_blocks: dict[str, np.ndarray]  #: pool -> [places], their counts
+    num_blocks: dict[str, np.ndarray]  #: pool -> [places], number of these blocks
     joined: np.ndarray  #: [places], the iteration that computes the prompt
     request: np.ndarray  #: [places], index of the request in the queue
-    blocks: tuple[BlockManager, ...]  #: of each mini-batch; they own the blocks of the pools
-    placed: tuple[PlacedLayer, ...]  #: the weights of each kind of layer (``ModelShape.weights_kind``)
-    split: dict[str, SplitLines]  #: of both(…) entries
-    #: the same requests in layers that keep all tokens although others do not, in separate blocks
+    blocks: tuple[BlockManager, ...]  #: owner of each mini-batch's part of the pools
+    placed: tuple[PlacedLayer, ...]  #: weights of each kind of layers (``ModelShape.weights_kind``)
+    split: dict[str, SplitLines]  #: both(…) entry -> its lines
+    #: the same requests in layers that keep all tokens, in separate blocks, if other layers drop tokens; else None
     whole: Wave | None = None
     queue: RequestQueue | None = None  #: None: no request waits
-    limits: BufferSizes = BufferSizes({}, {})  #: for requests that join; unused without a queue
+    limits: BufferSizes = BufferSizes({}, {})  #: buffers that joining requests must fit; unused without a queue
     #: expected answer length / limit; below 1, requests take blocks on demand
     expected_share: float = 1.0
     empty: bool = False  #: no request has a place yet
-    sharing: SharedBlocks | None = None  #: shared blocks of equal prompt beginnings; None: none
+    sharing: SharedBlocks | None = None  #: shared blocks of equal prompt beginnings; None: nothing is shared
 
     @property
     def begun(self) -> np.ndarray:
@@ -115,6 +110,7 @@ class Wave:
 
     @property
     def grows(self) -> bool:
+        """Return whether requests take blocks on demand."""
         return self.expected_share < 1
 
     @property
@@ -123,43 +119,45 @@ class Wave:
 
     @cached_property
     def pools(self) -> tuple[Pool, ...]:
-        """Return the requests' pools, kind of layers by kind; counts [..., pool] have this order."""
+        """Return the pools, by kind of layers and entry. Counts [..., pool] have this order."""
         return tuple(Pool(entry, window) for window in self.windows for entry in self.entries.names)
 
     @property
     def pool_blocks(self) -> dict[str, int]:
-        """Return each pool's number of blocks per layer. Shared blocks come first, in all kinds of layers."""
+        """Return pool -> number of blocks in each layer, with shared blocks, which every kind of layers has."""
         sizes = {pool.name: sum(part.pools[pool.name].num_blocks for part in self.blocks) for pool in self.pools}
         for pool in self.pools if self.sharing else ():
             sizes[pool.name] += self.shared.blocks.pools[pool.entry].num_blocks
         return sizes
 
     def window_of(self, layer: int) -> int | None:
-        """The window that a layer keeps; None: it keeps all tokens."""
+        """Return the window of tokens that a layer keeps; None: it keeps all tokens."""
         return self.shape.attention_of(layer).window if self.windows != (None,) else None
 
     def by_pool(self, counts: np.ndarray) -> np.ndarray:
-        """Return the blocks of each pool, [..., pool], for ``counts`` [..., entry] in layers that keep all tokens."""
+        """Return the blocks of each pool, [..., pool], from the blocks that layers without a window have,
+        [..., entry]."""
         return by_pool(self.entries, self.windows, counts)
 
     @property
     def shared(self) -> SharedBlocks:
-        """Return the shared blocks. Raise ValueError without any."""
+        """Return ``sharing``. Raise ValueError if nothing is shared."""
         if self.sharing is None:
             raise ValueError("the requests of this wave share no blocks")
         return self.sharing
 
     def shared_blocks(self, places) -> np.ndarray:
-        """Return how many leading blocks of their prompts the requests in these places share."""
+        """Return the number of leading prompt blocks that the requests in these places share."""
         return np.zeros(np.shape(places), np.int64) if self.sharing is None else self.sharing.depth[places]
 
     def skipped_tokens(self, places) -> np.ndarray:
-        """Return the leading prompt tokens in these places that shared blocks already hold."""
+        """Return the number of leading prompt tokens in these places that are in shared blocks and not computed
+        again."""
         computed = self.sharing is None or not self.sharing.exact
         return np.zeros(np.shape(places), np.int64) if computed else self.shared.depth[places] * BLOCK_TOKENS
 
     def own_blocks(self, places, tokens) -> np.ndarray:
-        """Return the blocks of each pool that the requests in these places own at these lengths."""
+        """Return the unshared blocks of each pool that the requests in these places have at these lengths."""
         held = self.entries.held(tokens)
         return self.by_pool(held if self.sharing is None else held - self.entries.dealt(self.sharing.depth[places]))
 
@@ -169,29 +167,29 @@ class Wave:
         return self.problem.stored(self.policy.bits)
 
     def placed_of(self, layer: int) -> PlacedLayer:
-        """Return where the weights of a layer lie."""
+        """Return the placement of a layer's weights."""
         return self.placed[self.shape.weights_kind(layer)]
 
     def cuts_layer(self, layer: int) -> bool:
-        """Return whether a layer loaded at once comes in two loads: recomputation's part, then ACT, then the rest."""
+        """Return whether a layer that is not sliced has two loads: W_K and W_V, then, after ACT, the other weights."""
         streams_early = self.policy.weight_order == "kv_act_first" and self.policy.bits.weights == "native"
         return streams_early and self.placed_of(layer).has_early_part
 
 
 def by_pool(entries: BlockEntries, windows: tuple[int | None, ...], counts: np.ndarray) -> np.ndarray:
-    """``Wave.by_pool``."""
-    of_kinds = [counts if w is None else np.minimum(counts, entries.in_window(w)) for w in windows]
-    return of_kinds[0] if len(windows) == 1 else np.concatenate(of_kinds, axis=-1)
+    """Return ``Wave.by_pool`` of these entries and windows."""
+    by_kind = [counts if w is None else np.minimum(counts, entries.in_window(w)) for w in windows]
+    return by_kind[0] if len(windows) == 1 else np.concatenate(by_kind, axis=-1)
 
 
 def stored_layers(problem: Problem, policy: Policy) -> tuple[PlacedLayer, ...]:
-    """Return the placement of each kind of layer's weights, in the policy's bits."""
+    """Return the placement of the weights of each kind of layers, in the policy's bits."""
     stored = problem.stored(policy.bits)
     return placed_layers(problem.shape, policy.weights, stored.weights, stored.compute)
 
 
 def check_planned(policy: Policy, shape: ModelShape) -> None:
-    """Raise InputError for what this planner does not support, by name."""
+    """Raise InputError for a policy that cannot be planned for a model."""
     whole = policy.selection.whole_layers
     if whole is not None and whole > shape.num_layers:
         raise InputError(
@@ -235,17 +233,18 @@ def admit(
     room: Mapping[str, int] = MappingProxyType({}),
     gives: bool = True,
 ) -> Wave:
-    """Pack requests and allocate their blocks, each mini-batch's contiguous, in pools of exactly the needed size.
+    """Return a wave: pack requests into mini-batches and give them blocks, in pools of exactly the needed size.
 
-    ``mini_batches``: a given packing. ``alone``: each part of a pool must hold any of these requests alone. ``shared``:
-    leading blocks of each request that are shared (``Wave.sharing``); they are at the beginning of each pool, ``room``
-    [entry] blocks. The hardware record decides split points of both(…) entries. Without ``gives``, pools are sized and
-    all blocks stay free. Raise InputError for a policy that cannot be planned.
+    ``alone``: each mini-batch's part of the pools must hold any of these requests alone. ``mini_batches``: a given
+    packing. ``shared``: number of leading blocks of each request that are shared; ``room``: entry -> shared blocks,
+    which are the first of each pool. ``gives``: False leaves all blocks free. Raise InputError for a policy that cannot
+    be planned, and if both(…) entries or packing "balance" need a hardware record and the problem has none.
     """
     check_planned(policy, problem.shape)
     cached = workload.cached_tokens
-    stored = problem.stored(policy.bits).kv
-    policy = replace(policy, selection=with_pool_share(problem.shape, policy.selection, stored, cached))
+    longest = max(int(lengths.cached_tokens.max()) for lengths in (workload, alone) if lengths is not None)
+    selection = with_pool_share(problem.shape, policy.selection, problem.stored(policy.bits).kv, cached)
+    policy = replace(policy, selection=selection)
     entries = BlockEntries(policy.cache)
     split = {
         entry: split_lines(problem, policy, entry) for entry in entries.names if representation_of(entry) == "both"
@@ -253,10 +252,9 @@ def admit(
     if mini_batches is None:
         mini_batches = packed(problem, policy, cached)
     if problem.shape.whole_prompts:
-        longest = max(int(of.cached_tokens.max()) for of in (workload, alone) if of is not None)
         bound = max(policy.max_mini_batch_tokens, (longest // BLOCK_TOKENS + 1) * BLOCK_TOKENS)
         policy = replace(policy, max_mini_batch_tokens=bound)
-    first = workload.prompt_tokens.copy()  # the first length of each request that is held as a whole
+    first = workload.prompt_tokens.copy()  # tokens of each request after its first step
     for group in mini_batches:
         if num_chunks(policy, first[group]) > 1:
             first[group] = chunk_tokens(policy.max_mini_batch_tokens)
@@ -287,8 +285,7 @@ def admit(
     wave = _with_blocks(wave, wave.by_pool(counts), None if least is None else wave.by_pool(least), room, gives)
     if not num_keeping(policy.selection, problem.shape.num_layers):
         return wave
-    # In all layers a prompt is computed whole, also that of a request that joins later.
-    longest = max(int(of.cached_tokens.max()) for of in (workload, alone) if of is not None)
+    # All layers compute prompts whole, also those of requests that join later.
     keeping = replace(policy, selection=Selection(), max_mini_batch_tokens=longest + BLOCK_TOKENS)
     whole = _with_blocks(replace(wave, policy=keeping), entries.most_blocks(first, cached), None, gives=gives)
     return replace(wave, whole=whole)
@@ -301,13 +298,13 @@ def _with_blocks(
     room: Mapping[str, int] = MappingProxyType({}),
     gives: bool = True,
 ) -> Wave:
-    """Return the wave with ``counts`` [requests, pool] own blocks in pools of that size, at least ``least`` [pool] per
-    mini-batch, after ``room`` [entry]. Without ``gives`` the blocks stay free."""
+    """Return the wave with blocks for its requests. ``counts``: unshared blocks, [requests, pool]; ``least``: least
+    size of each mini-batch's part, [pool]; ``room``, ``gives``: see ``admit``."""
     names, blocks = tuple(pool.name for pool in wave.pools), []
     taken = {pool.name: room.get(pool.entry, 0) for pool in wave.pools}
     for group in wave.mini_batches:
-        of_group = counts[group].sum(axis=0)
-        sizes = dict(zip(names, (of_group if least is None else np.maximum(of_group, least)).tolist(), strict=True))
+        needed = counts[group].sum(axis=0)
+        sizes = dict(zip(names, (needed if least is None else np.maximum(needed, least)).tolist(), strict=True))
         blocks.append(BlockManager(sizes, taken))
         taken = {name: taken[name] + size for name, size in sizes.items()}
     most = counts.max(axis=0) if least is None else np.maximum(counts.max(axis=0), least)
@@ -335,7 +332,8 @@ def give_blocks(wave: Wave, k: int, place: int, counts: Sequence[int] | np.ndarr
 
 
 def trim_blocks(wave: Wave, k: int, place: int, counts: Sequence[int] | np.ndarray) -> None:
-    """Free the last blocks of the request in a place of mini-batch ``k`` beyond ``counts`` [pool], above 0."""
+    """Free the blocks that the request in a place of mini-batch ``k`` has beyond ``counts`` [pool], which is above
+    0."""
     for pool, count in zip(wave.pools, counts, strict=True):
         spare = int(wave.num_blocks[pool.name][place]) - int(count)
         if spare > 0:
@@ -344,7 +342,7 @@ def trim_blocks(wave: Wave, k: int, place: int, counts: Sequence[int] | np.ndarr
 
 
 def leave_place(wave: Wave, k: int, place: int) -> None:
-    """Free what the request in a place of mini-batch ``k`` holds, and its part in shared blocks."""
+    """Free all blocks of the request in a place of mini-batch ``k``, and end its use of shared blocks."""
     take_blocks_back(wave, k, place)
     if wave.sharing:
         wave.sharing.detach(place)
@@ -353,7 +351,7 @@ def leave_place(wave: Wave, k: int, place: int) -> None:
 
 
 def take_blocks_back(wave: Wave, k: int, place: int) -> None:
-    """Free all blocks of the request in a place of mini-batch ``k``."""
+    """Free the unshared blocks of the request in a place of mini-batch ``k``."""
     wave.blocks[k].release(place)
     for counts in wave.num_blocks.values():
         counts[place] = 0

@@ -1,4 +1,4 @@
-"""A workload: how many tokens each request brings and how many it wants."""
+"""Workloads: the prompt and answer lengths of requests, and the prefixes that prompts share."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ import numpy as np
 from flexhybrid.core.context.blocks import BLOCK_TOKENS
 from flexhybrid.core.errors import InputError
 
-MOST_REQUESTS = 1 << 24  #: of one length; more is a slip, and would fill the memory before anything else fails
+MOST_REQUESTS = 1 << 24  #: more requests of one length are surely a mistake, and would fill the memory
 
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Beginnings that prompts share, as a tree: some continue others."""
+    """Prefixes that prompts share. They form a tree: a prefix may continue another one, its parent."""
 
-    tokens: np.ndarray  #: [prefixes] of each, including the prefix that it continues
-    parent: np.ndarray  #: [prefixes] the one that it continues; -1: none
-    of_request: np.ndarray  #: [requests] the longest that its prompt begins with; -1: none
+    tokens: np.ndarray  #: [prefixes], tokens with those of the parent
+    parent: np.ndarray  #: [prefixes], index of the parent; -1: none
+    of_request: np.ndarray  #: [requests], the longest prefix of its prompt; -1: none
 
     @cached_property
     def num_blocks(self) -> np.ndarray:
-        """[prefixes] whole blocks of each, including those of the prefix that it continues."""
+        """Return the full blocks of each prefix with those of its parent, [prefixes]."""
         return self.tokens // BLOCK_TOKENS
 
     @cached_property
     def own_blocks(self) -> np.ndarray:
-        """[prefixes] whole blocks of each, without those of the prefix that it continues."""
+        """Return the full blocks of each prefix without those of its parent, [prefixes]."""
         return self.num_blocks - np.where(self.parent < 0, 0, self.num_blocks[self.parent])
 
     @cached_property
     def _first(self) -> np.ndarray:
+        """Return the number of each prefix's first own block, [prefixes]."""
         return 1 + np.cumsum(self.own_blocks) - self.own_blocks
 
     def chain(self, prefix: int) -> list[int]:
-        """Return a prefix and those that it continues, shortest first; nothing for -1."""
+        """Return a prefix and its ancestors, the shortest first; empty for -1."""
         chain = []
         while prefix >= 0:
             chain.append(prefix)
@@ -44,21 +45,21 @@ class Prefixes:
         return chain[::-1]
 
     def blocks(self, prefix: int) -> np.ndarray:
-        """Return unique numbers of a prefix's blocks, in order; none is 0."""
+        """Return the numbers of a prefix's blocks, in order. Each block has a number of its own, from 1."""
         parts = [self._first[part] + np.arange(self.own_blocks[part]) for part in self.chain(prefix)]
         return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompt and generation lengths of the requests in tokens: arrays of equal length, not copied if int64."""
+    """Prompt and generation lengths of requests in tokens; arrays [requests], not copied if int64."""
 
     prompt_tokens: np.ndarray
-    max_tokens: np.ndarray
-    #: known or expected answer lengths, at most ``max_tokens``; None: ``max_tokens``. For predictions alone
+    max_tokens: np.ndarray  #: most tokens that each request generates
+    #: known or expected answer lengths, at most ``max_tokens`` (None: ``max_tokens``); only for predictions
     answer_tokens: np.ndarray | None = None
-    prefixes: Prefixes | None = None  #: what prompts share, as far as is known; for predictions alone
-    #: host bytes of log probabilities: per token of a running request, and of the largest line of answers
+    prefixes: Prefixes | None = None  #: known shared prefixes; only for predictions
+    #: host bytes of log probabilities: (for each token of a running request, for the largest line of answers)
     noted: tuple[int, int] = (0, 0)
 
     def __post_init__(self):
@@ -77,7 +78,7 @@ class Workload:
 
     @staticmethod
     def uniform(num_requests: int, prompt_tokens: int, max_tokens: int) -> Workload:
-        """Requests of one length. Raises InputError for more than MOST_REQUESTS."""
+        """Return requests of one length. Raise InputError for more than MOST_REQUESTS."""
         if num_requests > MOST_REQUESTS:
             raise InputError(f"a batch of {num_requests:,} requests is more than {MOST_REQUESTS:,}")
         return Workload(np.full(num_requests, prompt_tokens), np.full(num_requests, max_tokens))
@@ -90,7 +91,7 @@ class Workload:
 
     @property
     def shared_tokens(self) -> np.ndarray:
-        """[requests] tokens of each prompt that others have too, in whole blocks; the last token is its own."""
+        """Return the tokens of each prompt in shared blocks, [requests]. The last prompt token is never shared."""
         if self.prefixes is None or not len(self.prefixes.tokens):
             return np.zeros_like(self.prompt_tokens)
         of_request = self.prefixes.of_request
@@ -107,7 +108,7 @@ class Workload:
         return own / self.num_requests
 
     def stand_in(self, request: int) -> np.ndarray:
-        """Return stand-in token ids for a prompt, which are equal exactly where prompts share whole blocks."""
+        """Return stand-in token ids for a prompt. Two prompts have equal ids exactly in their shared blocks."""
         if self.prefixes is None:
             return np.zeros(0, np.int32)
         blocks = self.prefixes.blocks(int(self.prefixes.of_request[request]))
@@ -115,17 +116,18 @@ class Workload:
         return np.append(np.repeat(blocks[:most], BLOCK_TOKENS), 0).astype(np.int32)
 
     def behind(self, given: np.ndarray) -> Workload:
-        """Return the lengths of requests that have ``given`` [requests] tokens, which are a part of their prompts."""
+        """Return the lengths of requests whose answers have ``given`` [requests] tokens, which become a part of the
+        prompts."""
         answers = None if self.answer_tokens is None else np.maximum(1, self.answer_tokens - given)
         return Workload(self.prompt_tokens + given, self.max_tokens - given, answers, self.prefixes, self.noted)
 
     def noted_bytes(self, num_tokens: int) -> int:
-        """Return the host bytes for log probabilities of running requests with ``num_tokens`` in all."""
+        """Return the host bytes of log probabilities for running requests with ``num_tokens`` tokens in all."""
         return self.noted[0] * num_tokens + self.noted[1]
 
     @property
     def answers(self) -> np.ndarray:
-        """Tokens that each request generates, as far as is known."""
+        """Return the tokens that each request generates: the known or expected ones, else the limit."""
         return self.max_tokens if self.answer_tokens is None else self.answer_tokens
 
     @property
@@ -134,5 +136,5 @@ class Workload:
 
     @property
     def cached_tokens(self) -> np.ndarray:
-        """Tokens of each request that are ever stored: all but the last one generated."""
+        """Return the tokens of each request that are stored at its limit: all except the last generated one."""
         return self.prompt_tokens + self.max_tokens - 1

@@ -115,7 +115,7 @@ def test_tasks_are_the_same_without_scripts(overlap, monkeypatch):
     for name, policy in wider_policies(200, 120, 32).items():
         runs = []
         for most in (1 << 20, 0):
-            monkeypatch.setattr("flexhybrid.core.plan.MOST_SCRIPTS", most)
+            monkeypatch.setattr("flexhybrid.core.plan.MOST_RECORDINGS", most)
             tasks = stream(admit(problem, replace(policy, overlap=overlap), workload))
             runs.append([(*task[:-1], of_payload(task)) for task in tasks])
         assert runs[0] == runs[1], name

@@ -1,12 +1,12 @@
-"""Blocks of 16 tokens: the representation of each logical block, and the owner of each physical one.
+"""Blocks of 16 tokens: the cache entry of each logical block, and the owner of each physical block.
 
-A request's tokens are cut into logical blocks. ``BlockEntries`` fixes each block's representation, equal for all
-requests under a policy; within a representation tokens are stored densely, in order. A request takes physical blocks in
-contiguous runs that grow with it, so that a load is a few long copies.
+A request's tokens are cut into logical blocks. ``BlockEntries`` deals each block to a cache entry, equally for all
+requests of a policy. Each entry stores its tokens in order, without gaps. A request takes physical blocks in contiguous
+runs that grow with it, so that a load is a few long copies.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,34 +18,33 @@ BLOCK_TOKENS = 16
 
 
 def ceil_blocks(tokens):
-    """Blocks that hold this many tokens; works on arrays."""
+    """Return the number of blocks that hold ``tokens`` tokens; numbers or arrays."""
     return -(-tokens // BLOCK_TOKENS)
 
 
 def full_blocks(tokens):
-    """Blocks that this many tokens fill; works on arrays. Of floats the quotient is exact, and faster than ``//``."""
-    if isinstance(tokens, np.ndarray) and tokens.dtype.kind == "f":
+    """Return the number of blocks that ``tokens`` tokens fill completely; numbers or arrays."""
+    if isinstance(tokens, np.ndarray) and tokens.dtype.kind == "f":  # exact, and faster than ``//``
         return np.floor(tokens / BLOCK_TOKENS)
     return tokens // BLOCK_TOKENS
 
 
-#: Rounding up from one half, with room for the rounding error of a share times a count.
+#: Added before floor, so that one half rounds up in spite of the rounding error of a share times a count.
 HALF = 0.5 + 5e-10
 
 
 def window_blocks(window: int) -> int:
-    """Return the most blocks that this number of consecutive tokens can touch."""
+    """Return the most blocks that ``window`` consecutive tokens can touch."""
     return (window - 2) // BLOCK_TOKENS + 2
 
 
 def deal_blocks(entries: tuple[str, ...], shares, num_blocks) -> list:
-    """Return the blocks of each entry among a request's first ``num_blocks``; shares and counts may be arrays of one
-    shape.
+    """Return the number of each entry's blocks among a request's first ``num_blocks``; numbers or arrays of one shape.
 
-    CAPTURE eq. 5 keeps each request's #ACT : #KV at the pools' ratio: the next block belongs to the entry that is
-    furthest behind, so of two entries the first has floor(share·n + ½) of n blocks. More entries are dealt in turn: ACT
-    against the rest, then each representation over its tiers. Counts never fall with n. A representation is at most
-    half a block off its share, a tier within it at most one block.
+    CAPTURE eq. 5 keeps each request's #ACT : #KV at the pools' ratio. The next block goes to the entry that is furthest
+    behind, so the first of two entries has floor(share·n + ½) of n blocks. More entries are divided repeatedly: first
+    ACT and the rest, then each representation over its tiers. Counts never fall with n. A representation differs from
+    its share by at most half a block, a tier within it by at most one block.
     """
 
     def halves(ratio, count):
@@ -56,8 +55,8 @@ def deal_blocks(entries: tuple[str, ...], shares, num_blocks) -> list:
 
 
 def most_dealt(entries: tuple[str, ...], shares, span: int) -> list:
-    """Most blocks of each entry among any ``span`` blocks in a row, as ``deal_blocks`` deals them; at most one too many
-    where entries take turns unevenly. Shares may be arrays."""
+    """Return the most blocks of each entry among any ``span`` consecutive blocks that ``deal_blocks`` deals; the result
+    may be one too large. Shares may be arrays."""
 
     def most(ratio, count):
         return np.ceil(ratio * count - 1e-9), np.ceil((1 - ratio) * count - 1e-9)
@@ -66,7 +65,8 @@ def most_dealt(entries: tuple[str, ...], shares, span: int) -> list:
 
 
 def _dealt_by(cut: Callable, entries: tuple[str, ...], shares, num_blocks) -> list:
-    """``cut(ratio, count)`` says how many blocks of a count go to some entries that have this share, and to others."""
+    """Return the blocks of each entry by repeated division. ``cut(ratio, count)``: divides ``count`` blocks between
+    entries with the share ``ratio`` and the other entries."""
     counts: list = [0] * len(entries)
 
     def deal(members: list[int], count) -> None:
@@ -94,11 +94,10 @@ def _dealt_by(cut: Callable, entries: tuple[str, ...], shares, num_blocks) -> li
 
 
 def lengths_between(first, last) -> np.ndarray:
-    """Return the lengths from ``first`` to ``last`` tokens at which a request may hold or load the most: [samples,
-    ...].
+    """Return the lengths between ``first`` and ``last`` tokens at which a request may hold or load the most, [samples,
+    ...]. Arguments may be arrays; requests with fewer samples repeat some.
 
-    Only lengths near whole blocks count, because the loaded part of a both(…) entry is monotonic between them.
-    Arguments may be arrays; requests with fewer such lengths repeat some.
+    Lengths near whole blocks suffice, because the loaded part of a both(…) entry is monotonic between them.
     """
     first, last = np.broadcast_arrays(first, np.maximum(first, last))
     block = first // BLOCK_TOKENS
@@ -108,62 +107,68 @@ def lengths_between(first, last) -> np.ndarray:
 
 
 class Dealing(ABC):
-    """How the tokens of a request are dealt to cache entries, and which leading ones are kept as ids alone.
+    """Deals the tokens of a request to cache entries; counts the blocks that are held, dropped or kept as token ids.
 
-    A subclass says with ``dealt`` how the first blocks are dealt: ``BlockEntries`` from a table, for the requests of a
-    wave; ``sim.candidates.CandidateDealing`` by computing it, for shares that are arrays.
+    ``BlockEntries`` looks counts up in a table, for the requests of a wave. ``sim.candidates.CandidateDealing``
+    computes them, for shares that are arrays.
     """
 
-    keeps_ids: bool  #: tokens of the entry ``tok``
-    tok_share: float | np.ndarray
-    per_entry: tuple  #: index that gives counts of requests the axis of entries that ``dealt`` has
-    samples_axis: int  #: of ``dealt``, for counts [samples, ...]
+    names: tuple[str, ...]  #: cache entries except ``tok``, sorted
+    keeps_ids: bool  #: whether the cache has the entry ``tok``
+    tok_share: float | np.ndarray  #: share of the entry ``tok``
+    per_entry: tuple  #: index that adds the entries' axis of ``dealt`` to an array of counts
+    samples_axis: int  #: the axis of samples in the result of ``dealt`` for counts [samples, ...]
 
     @abstractmethod
     def dealt(self, num_blocks) -> np.ndarray:
-        """Blocks of each entry among the first ``num_blocks``."""
+        """Return the number of each entry's blocks among the first ``num_blocks``."""
 
     @abstractmethod
     def in_window(self, window: int) -> np.ndarray:
-        """Return the most blocks of each entry that a window touches (``most_dealt``). In layers with the window a
-        request holds no more, as a ring in which new tokens replace those out of sight."""
+        """Return the most blocks of each entry that a window touches (``most_dealt``). In layers with this window a
+        request holds a ring of these blocks, in which new tokens replace those outside the window."""
+
+    def by_entry(self, values: Iterable) -> dict:
+        """Return entry -> value, for values in the order of ``names``."""
+        return dict(zip(self.names, values, strict=True))
 
     def tok_blocks(self, num_tokens):
-        """Blocks kept as ids alone among the first ``num_tokens``: never the newest."""
+        """Return how many of the first ``num_tokens``' blocks are kept as token ids; never the newest block."""
         full = np.floor(self.tok_share * full_blocks(num_tokens) + HALF)
         return np.minimum(full, np.maximum(ceil_blocks(num_tokens) - 1, 0))
 
     def passed_blocks(self, num_tokens, window: int | None):
-        """Return the blocks of the first ``num_tokens`` that the next token does not read: token ids, or outside its
-        window."""
+        """Return the number of leading blocks that the token after ``num_tokens`` does not read, because they are kept
+        as token ids or are outside its window."""
         passed = self.tok_blocks(num_tokens)
         return passed if window is None else np.maximum(passed, full_blocks(np.maximum(num_tokens + 1 - window, 0)))
 
     def first_stored(self, num_tokens, window: int | None):
-        """Position of the first of ``num_tokens`` tokens that is kept when the last of them is stored: what later
-        tokens do not see is not. It begins a block, and never comes behind the newest."""
+        """Return the position of the first token that is kept after ``num_tokens`` are stored. It begins a block, at
+        most the newest; earlier tokens are token ids or outside every later token's window."""
         newest = np.maximum(ceil_blocks(num_tokens) - 1, 0)
         return np.minimum(self.passed_blocks(num_tokens, window), newest) * BLOCK_TOKENS
 
     def dropped_blocks(self, num_tokens, window: int | None = None) -> np.ndarray:
-        """Blocks of each entry among the ``passed_blocks``."""
+        """Return the number of each entry's blocks among the ``passed_blocks``."""
         return self.dealt(self.passed_blocks(num_tokens, window))
 
     def held(self, num_tokens, window: int | None = None) -> np.ndarray:
-        """Blocks of each entry that hold something of the first ``num_tokens`` that the next token sees."""
+        """Return the number of each entry's blocks that the token after ``num_tokens`` reads."""
         dealt = self.dealt(ceil_blocks(num_tokens))
         if not self.keeps_ids and window is None:
             return dealt
         return dealt - self.dropped_blocks(num_tokens, window)
 
     def most_blocks(self, first, last) -> np.ndarray:
-        """Blocks of each entry that a request ever holds at once as it grows from ``first`` to ``last`` tokens."""
+        """Return the most blocks of each entry that a request holds at once while it grows from ``first`` to ``last``
+        tokens."""
         if not self.keeps_ids:
             return self.held(last)
         return self.held(lengths_between(first, last)).max(axis=self.samples_axis)
 
     def stored(self, num_tokens) -> np.ndarray:
-        """Tokens of each entry that the first ``num_tokens`` ever stored, those kept as ids alone by now included."""
+        """Return how many of the first ``num_tokens`` were stored to each entry, with those that are now token ids."""
         num_tokens = np.asarray(num_tokens)
         full = full_blocks(num_tokens)
         dealt = self.dealt(full)
@@ -171,7 +176,7 @@ class Dealing(ABC):
         return dealt * BLOCK_TOKENS + partial * (self.dealt(full + 1) - dealt)
 
     def tokens(self, num_tokens, window: int | None = None) -> np.ndarray:
-        """Tokens of each entry in the blocks that are ``held``. Only the last block can be partial."""
+        """Return the tokens of each entry in the ``held`` blocks. Only the last block can be partial."""
         stored = self.stored(num_tokens)
         if not self.keeps_ids and window is None:
             return stored
@@ -179,11 +184,10 @@ class Dealing(ABC):
 
 
 class BlockEntries(Dealing):
-    """The representation of logical block 0, 1, 2, … under given token shares: ``deal_blocks`` as a sequence.
+    """Deals the blocks of a request under fixed token shares, by a table of ``deal_blocks``; counts [..., entry].
 
-    Kinds are sorted by name, so ACT comes before KV and the device before the host. Tokens of the entry ``tok`` are
-    a prefix of the request and in none of the entries: its first blocks were dealt an entry when they were new and have
-    been dropped since. Counts are whole numbers [..., entry].
+    Entries are sorted by name, so ACT comes before KV and the device before the host. ``tok`` is not among them: token
+    ids are a prefix of the request, whose blocks were dealt to entries when they were new, and dropped later.
     """
 
     per_entry, samples_axis = (..., None), 0
@@ -196,56 +200,47 @@ class BlockEntries(Dealing):
         self._tables = self._deal(64)
 
     def in_window(self, window: int) -> np.ndarray:
-        """Return the most blocks of each entry that a window touches: [entry]."""
+        """Return the most blocks of each entry that a window touches, [entry]."""
         return np.array(most_dealt(self.names, self._shares, window_blocks(window)), dtype=np.int64)
 
     def passed_blocks(self, num_tokens, window: int | None):
         return super().passed_blocks(np.asarray(num_tokens), window).astype(np.int64)
 
     def tok_tokens(self, num_tokens):
-        """Tokens kept as ids alone among the first ``num_tokens``: whole blocks, never the newest."""
+        """Return how many of the first ``num_tokens`` are kept as token ids: whole blocks, never the newest."""
         num_tokens = np.asarray(num_tokens)
         if not self.tok_share:
             return np.zeros_like(num_tokens)
         return self.tok_blocks(num_tokens).astype(np.int64) * BLOCK_TOKENS
 
     def _deal(self, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks of each entry among the first 0, 1, … blocks, [num_blocks + 1, entry], and each block's entry."""
+        """Return (each entry's blocks among the first 0, 1, … blocks, [num_blocks + 1, entry]; the entry of each
+        block)."""
         dealt = deal_blocks(self.names, self._shares, np.arange(num_blocks + 1))
         counts = np.stack(dealt, axis=-1).astype(np.int64)
         return counts, np.argmax(np.diff(counts, axis=0), axis=-1)
 
     def _reaching(self, num_blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return tables of at least this many blocks; cached, because every step looks up its few requests."""
+        """Return tables with more blocks than the largest of ``num_blocks``. They are kept and only grow."""
         tables, most = self._tables, int(num_blocks.max(initial=0))
         if most >= len(tables[0]):
             tables = self._tables = self._deal(2 * most)
         return tables
 
     def dealt(self, num_blocks) -> np.ndarray:
-        """Blocks of each entry among the first ``num_blocks``: [..., entry]."""
+        """Return the number of each entry's blocks among the first ``num_blocks``, [..., entry]."""
         num_blocks = np.asarray(num_blocks)
         return self._reaching(num_blocks)[0][num_blocks]
 
-    def stored(self, num_tokens) -> np.ndarray:
-        """Tokens of each entry that the first ``num_tokens`` ever stored: [..., entry]."""
-        num_tokens = np.asarray(num_tokens)
-        full = num_tokens // BLOCK_TOKENS
-        counts = self._reaching(full + 1)[0]
-        dealt = counts[full]
-        return dealt * BLOCK_TOKENS + (num_tokens - full * BLOCK_TOKENS)[..., None] * (counts[full + 1] - dealt)
-
     def dropped_blocks(self, num_tokens, window: int | None = None) -> np.ndarray:
-        """Blocks of each entry among the ``passed_blocks`` of the first ``num_tokens``: [..., entry]."""
+        """Return the number of each entry's blocks among the ``passed_blocks``, [..., entry]."""
         if not self.keeps_ids and window is None:
             return np.zeros((*np.shape(num_tokens), len(self.names)), dtype=np.int64)
         return self.dealt(self.passed_blocks(num_tokens, window))
 
     def positions(self, entry: int, num_tokens: int) -> np.ndarray:
-        """Position in its request of token 0, 1, … that ever went to a block of ``names[entry]``: [num_tokens].
-
-        The inverse of ``stored`` and ``entry_of``: the same for every request, since all deal their blocks alike.
-        """
+        """Return the positions in a request of the first ``num_tokens`` tokens that are stored to ``names[entry]``,
+        [num_tokens]. They are equal for all requests."""
         wanted = ceil_blocks(num_tokens)
         searched = max(wanted, 1)
         while (dealt := self.dealt(np.arange(searched + 1))[:, entry])[-1] < wanted:
@@ -254,14 +249,14 @@ class BlockEntries(Dealing):
         return (blocks[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)).reshape(-1)[:num_tokens]
 
     def entry_of(self, positions) -> np.ndarray:
-        """Index into ``names`` of the token at each position, when it is new."""
+        """Return the entry, as an index into ``names``, to which the token at each position is stored."""
         block = np.asarray(positions) // BLOCK_TOKENS
         return self._reaching(block + 1)[1][block]
 
 
 @dataclass(frozen=True)
 class BlockSpan:
-    """Physical blocks [first, first + count) of one pool; the same ids serve every layer."""
+    """Physical blocks [first, first + count) of a pool, in every layer."""
 
     first: int
     count: int
@@ -272,19 +267,19 @@ class BlockSpan:
 
 
 class BlockPool:
-    """Blocks [first, first + num_blocks) of a pool: the free ones, and each request's, as contiguous runs."""
+    """Owns blocks [first, first + num_blocks) of a pool: those of each request, in contiguous runs, and free ones."""
 
     def __init__(self, num_blocks: int, first: int = 0):
         self.first, self.num_blocks = first, num_blocks
-        self.free: list[BlockSpan] = [BlockSpan(first, num_blocks)] if num_blocks else []  #: sorted, with gaps
-        self.held: dict[int, list[BlockSpan]] = {}  #: request -> its runs, in the order of its blocks
+        self.free: list[BlockSpan] = [BlockSpan(first, num_blocks)] if num_blocks else []  # sorted, not adjacent
+        self.held: dict[int, list[BlockSpan]] = {}  # request -> its runs, in the order of its blocks
         self.num_free = num_blocks
 
     def take(self, request: int, count: int) -> list[BlockSpan]:
-        """Give a request ``count`` more blocks in as few runs as the gaps allow; return all its runs.
+        """Give a request ``count`` more blocks in few runs; return all its runs.
 
-        The gap behind its last block comes first, then the smallest one that holds the rest, else the largest ones.
-        Raises InputError, and gives nothing, when fewer blocks are free.
+        Blocks come first from the gap after its last block, then from the smallest gap that has enough, else from the
+        largest gaps. Raise InputError, and change nothing, if fewer blocks are free.
         """
         if count > self.num_free:
             raise InputError(f"{count} blocks asked for, {self.num_free} are free")
@@ -301,7 +296,8 @@ class BlockPool:
         return runs
 
     def _gap(self, behind: int | None, count: int) -> tuple[BlockSpan, int]:
-        """The gap to take blocks of next, and how many."""
+        """Return (the gap to take blocks from next, number of blocks). ``behind``: the block after the request's
+        last."""
         wide = []
         for gap in self.free:
             if gap.first == behind:
@@ -312,7 +308,7 @@ class BlockPool:
         return gap, min(count, gap.count)
 
     def release(self, request: int) -> None:
-        """Take back all blocks of a request; one that holds none is left alone."""
+        """Free all blocks of a request, if it has any."""
         if runs := self.held.pop(request, []):
             self._free(runs)
 
@@ -341,7 +337,7 @@ class BlockPool:
         self.free, self.num_free = merged, self.num_free + sum(extent.count for extent in extents)
 
     def check(self) -> None:
-        """Raise AssertionError unless free and held extents are disjoint and cover the pool exactly."""
+        """Raise AssertionError unless free and held runs are disjoint and cover the pool exactly."""
         spans = [*self.free, *(run for runs in self.held.values() for run in runs)]
         position, end = self.first, self.first + self.num_blocks
         for extent in sorted(spans, key=lambda extent: extent.first):
@@ -352,23 +348,19 @@ class BlockPool:
 
 
 class BlockManager:
-    """The part of a mini-batch in the pools by name ("kv@host"), and the only one that gives blocks there:
-    ``num_blocks`` from ``first`` on (0)."""
+    """Owns a mini-batch's part of each pool. ``num_blocks``: pool -> blocks; ``first``: pool -> first block (default:
+    0)."""
 
     def __init__(self, num_blocks: dict[str, int], first: dict[str, int] | None = None):
         self.pools = {entry: BlockPool(count, (first or {}).get(entry, 0)) for entry, count in num_blocks.items()}
 
-    def has_room(self, counts: dict[str, int]) -> bool:
-        """Return whether this many blocks of each entry are free."""
-        return all(count <= self.pools[entry].num_free for entry, count in counts.items())
-
     def take(self, request: int, counts: dict[str, int]) -> None:
-        """Extend a request's blocks of each entry by these counts. Raise InputError, unchanged, without room."""
+        """Give a request these numbers of further blocks in each pool. Raise InputError, and change nothing, if fewer
+        are free."""
         for entry, count in counts.items():
-            if count > self.pools[entry].num_free:
+            if count > (free := self.pools[entry].num_free):
                 raise InputError(
-                    f"request {request}: no room in pool {entry}: {count} blocks asked for, "
-                    f"{self.pools[entry].num_free} are free"
+                    f"request {request}: no room in pool {entry}: {count} blocks asked for, {free} are free"
                 )
         for entry, count in counts.items():
             self.pools[entry].take(request, count)
@@ -381,11 +373,11 @@ class BlockManager:
         return np.concatenate([np.arange(run.first, run.end) for run in runs]) if runs else np.zeros(0, np.int64)
 
     def release(self, request: int) -> None:
-        """Take back all blocks of a request, in every pool."""
+        """Free all blocks of a request in every pool."""
         for pool in self.pools.values():
             pool.release(request)
 
     def check(self) -> None:
-        """Raise AssertionError if a block of a pool is lost or held twice."""
+        """Raise AssertionError if a pool's block is lost or held twice."""
         for pool in self.pools.values():
             pool.check()

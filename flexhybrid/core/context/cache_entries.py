@@ -1,5 +1,5 @@
-"""Cache entries as a policy writes them: ``kv@host``, ``act@device``, ``both(kv@host,act@host)``, ``tok``, and
-``attended(kv@host)``, keys and values that the host attends to where they are."""
+"""Cache entries, with the names of policies: ``kv@host``, ``act@device``, ``both(kv@host,act@host)``, ``tok``, and
+``attended(kv@host)``, keys and values to which the host attends."""
 
 import re
 from functools import cache
@@ -13,20 +13,20 @@ CACHE_KEY = re.compile(
 
 
 class StoredCopy(NamedTuple):
-    """One stored copy of a token's context: ``representation`` "kv" or "act", and the tier that holds it."""
+    """A stored copy of a token's context. A both(…) entry has two copies."""
 
-    entry: str  #: the cache entry it belongs to
-    representation: str
+    entry: str  #: the cache entry
+    representation: str  #: "kv" or "act"
     tier: str
 
     @property
     def space(self) -> str:
-        """Name of its pool: the entry itself, or for both(…) the entry and the representation."""
+        """Return the name of the copy's memory: the entry, or for both(…) the entry and the representation."""
         return self.entry if "(" not in self.entry else f"{self.entry}.{self.representation}"
 
 
 class Pool(NamedTuple):
-    """The blocks of a cache entry in one kind of layers: with unlimited sight (``window`` None), or a window."""
+    """The blocks of a cache entry in the layers with one attention window (None: layers that attend to all tokens)."""
 
     entry: str
     window: int | None
@@ -38,18 +38,18 @@ class Pool(NamedTuple):
 
 @cache
 def representation_of(entry: str) -> str:
-    """Return kv, act, both or tok."""
+    """Return the representation of an entry: kv, act, both or tok."""
     return re.split(r"[@(]", entry.removeprefix("attended("))[0]
 
 
 @cache
 def stored_copies(entry: str) -> tuple[StoredCopy, ...]:
-    """Return the stored parts of a token: one, two for both(…) (ACT first), none for tok."""
+    """Return the stored copies of an entry: one, two for both(…) (ACT first), or none for tok."""
     pairs = re.findall(r"(kv|act)@(device|host|disk)", entry)
     return tuple(sorted(StoredCopy(entry, representation, tier) for representation, tier in pairs))
 
 
 @cache
 def parts(entries: tuple[str, ...]) -> tuple[StoredCopy, ...]:
-    """The parts of several entries, in their order."""
+    """Return the stored copies of several entries, in their order."""
     return tuple(part for entry in entries for part in stored_copies(entry))

@@ -1,8 +1,8 @@
-"""Packs requests into mini-batches within the buffer bounds: by length, by arrival, or by CAPTURE's F_b.
+"""Pack requests into mini-batches of limited size: by length, by arrival, or by CAPTURE's F_b.
 
-CAPTURE (Sec. IV.B, eq. 6 and 7) forms mini-batches by F_b = max(T_kv_gen / T_load_kv, its inverse). If requests keep
-the pools' ratio (eq. 5), F_b is the same for every grouping, except for rounding to blocks. F_b then distinguishes
-nothing, and its greedy makes slower mini-batches than even parts (`flexhybrid reproduce --only capture-table3`).
+CAPTURE (Sec. IV.B, eq. 6 and 7) forms mini-batches by F_b = max(T_kv_gen / T_load_kv, T_load_kv / T_kv_gen). If
+requests keep the pools' ratio (eq. 5), F_b is equal for all groupings, except for rounding to blocks. So F_b decides
+nothing, and its greedy packing is slower than even parts (`flexhybrid reproduce --only capture-table3`).
 """
 
 import math
@@ -17,29 +17,28 @@ from flexhybrid.core.problem import Problem
 
 
 def padded_tokens(kv_tokens: np.ndarray, act_tokens: np.ndarray) -> int:
-    """Return B·max(KV) + B·max(ACT) + B: rows of the attention buffer of these requests with their new tokens.
-
-    Both counts are rounded up to whole blocks, as in the buffers.
-    """
+    """Return B·max(KV) + B·max(ACT) + B, the rows of the attention buffer of B requests with their new tokens. Both
+    maxima are rounded up to whole blocks, as in the buffers."""
     return _padded(len(kv_tokens), int(np.max(kv_tokens)), int(np.max(act_tokens))) if len(kv_tokens) else 0
 
 
 def _padded(count: int, kv_tokens: int, act_tokens: int) -> int:
-    """Return ``padded_tokens`` of requests that each cache at most this."""
+    """Return ``padded_tokens`` of ``count`` requests with these most KV and ACT tokens."""
     return count * ((ceil_blocks(kv_tokens) + ceil_blocks(act_tokens)) * BLOCK_TOKENS + 1)
 
 
 def split_representations(entries: BlockEntries, tokens) -> tuple[np.ndarray, np.ndarray]:
-    """(kv, act) tokens of requests that cache ``tokens`` tokens each, summed over tiers."""
+    """Return (KV tokens, ACT tokens) of requests that cache ``tokens`` tokens, summed over tiers. Token ids count as
+    KV."""
     counts = entries.tokens(np.asarray(tokens))
     is_act = np.array([representation_of(entry) == "act" for entry in entries.names])
-    recomputed = entries.tok_tokens(np.asarray(tokens))  # chunk rows and the new token
+    recomputed = entries.tok_tokens(np.asarray(tokens))
     return counts[..., ~is_act].sum(-1) + recomputed, counts[..., is_act].sum(-1)
 
 
 def packed(problem: Problem, policy: Policy, tokens: np.ndarray) -> list[np.ndarray]:
-    """Cut requests of at most ``tokens`` tokens each into a policy's mini-batches: ``pack``, or for "balance" CAPTURE's
-    greedy. Raise InputError if the machine's seconds are needed and unknown."""
+    """Cut requests with up to ``tokens`` [requests] cached tokens into a policy's mini-batches. Raise InputError if the
+    policy packs by "balance" and the problem has no hardware record."""
     entries, bound = BlockEntries(policy.cache), policy.max_mini_batch_tokens
     if policy.packing != "balance":
         return pack(tokens, entries, bound, policy.packing)
@@ -49,8 +48,8 @@ def packed(problem: Problem, policy: Policy, tokens: np.ndarray) -> list[np.ndar
 
 
 def imbalance(kv_gen_s: float, load_kv_s: float) -> float:
-    """Return F_b = max(balance, 1/balance), balance = T_kv_gen / T_load_kv (CAPTURE, eq. 6 and 7); 1 is perfect.
-    Infinity if only one of them is 0, else 1 if both are."""
+    """Return F_b, the longer of T_kv_gen and T_load_kv / the shorter (CAPTURE, eq. 6 and 7); 1 is perfect balance, also
+    if both are 0. Return infinity if one of them is 0."""
     longer, shorter = max(kv_gen_s, load_kv_s), min(kv_gen_s, load_kv_s)
     if not longer:
         return 1.0
@@ -58,8 +57,11 @@ def imbalance(kv_gen_s: float, load_kv_s: float) -> float:
 
 
 def _by_imbalance(kv: list[int], act: list[int], gen_s: float, load_s: float, bound: int) -> list[np.ndarray]:
-    """Pack by CAPTURE's greedy as printed, with seconds per token: in order of arrival, a request joins the mini-batch
-    if it fits and F_b does not rise; if none does, the next mini-batch begins."""
+    """Pack by CAPTURE's greedy algorithm as printed. ``gen_s``, ``load_s``: seconds per token.
+
+    In order of arrival, a request joins the mini-batch if it fits and F_b does not rise. Requests that do not join form
+    the next mini-batches.
+    """
     groups, left = [], list(range(len(kv)))
     while left:
         group, others = [left[0]], []
@@ -84,11 +86,11 @@ def pack(
     max_mini_batch_tokens: int,
     packing: str = "balanced",
 ) -> list[np.ndarray]:
-    """Cut requests into mini-batches whose padded tokens stay within the bound; return arrays of request indices.
+    """Return mini-batches, arrays of request indices, with at most ``max_mini_batch_tokens`` padded tokens.
 
-    ``tokens``: the most tokens each request will ever cache. A request above the bound gets its own mini-batch.
-    "balanced": sorted by length, so that padding is small, and cut into the fewest mini-batches of nearly equal size,
-    because a pipeline of equal steps has no bubbles.
+    ``tokens``: most tokens that each request caches. A request above the bound has a mini-batch of its own.
+    ``packing``: "fifo", in order of arrival; or "balanced", sorted by length, so that padding is small, and cut into
+    the fewest mini-batches of nearly equal size, because equal steps leave no gaps in a pipeline.
     """
     tokens = np.asarray(tokens)
     kv, act = split_representations(entries, tokens)
@@ -98,7 +100,7 @@ def pack(
 
 
 def _first_come(kv, act, bound: int) -> list[np.ndarray]:
-    """Cut consecutive runs in order of arrival, each as long as the bound allows."""
+    """Return mini-batches in order of arrival, each as large as the bound allows."""
     bins: list[list[int]] = []
     for request in range(len(kv)):
         candidate = [*bins[-1], request] if bins else None
@@ -110,10 +112,10 @@ def _first_come(kv, act, bound: int) -> list[np.ndarray]:
 
 
 def _even_cut(order, kv, act, bound: int) -> list[np.ndarray]:
-    """Cut ``order`` (longest request first) into the fewest runs within the bound, of sizes as equal as possible.
+    """Cut ``order``, the longest request first, into the fewest runs within the bound, of nearly equal size.
 
-    The first request of a run sets its padding, so it alone limits the run. Later runs have shorter requests: a smaller
-    early run never lengthens a later one.
+    The first request of a run decides its padding, and so the run's limit. Later runs have shorter requests, so they
+    have room for at least as many.
     """
 
     def room(start: int) -> int:
@@ -132,28 +134,25 @@ def _even_cut(order, kv, act, bound: int) -> list[np.ndarray]:
 
 
 def num_chunks(policy: Policy, prompts: np.ndarray) -> int:
-    """Return in how many pieces a mini-batch's prompts (tokens, [B]) are computed: more than one if a single prompt
-    exceeds the mini-batch bound.
-
-    Under a selection, and with attention on the host, prompts are computed whole.
-    """
+    """Return the number of chunks in which a mini-batch's prompts are computed. It is above 1 only for a single prompt
+    that exceeds the mini-batch bound. ``prompts``: tokens, [B]."""
     if len(prompts) > 1 or takes_prompts_whole(policy):
         return 1
     return -(-int(prompts[0]) // chunk_tokens(policy.max_mini_batch_tokens))
 
 
 def takes_prompts_whole(policy: Policy) -> bool:
-    """Return whether prompts are never cut."""
+    """Return whether prompts are never cut into chunks: under a selection, and with attention on the host."""
     return policy.attention == "host" or policy.selection.method != "none"
 
 
 def chunk_tokens(max_mini_batch_tokens):
-    """Return the tokens of a piece of a long prompt: whole blocks within the mini-batch bound; works on arrays."""
+    """Return the tokens of a chunk of a long prompt: whole blocks within the mini-batch bound; a number or an array."""
     blocks = max_mini_batch_tokens // BLOCK_TOKENS
     return (np.maximum(blocks, 1) if np.ndim(blocks) else max(blocks, 1)) * BLOCK_TOKENS
 
 
 def longest_piece(policy: Policy, prompts: np.ndarray) -> int:
-    """Return the most prompt tokens of a request that a mini-batch computes in one step."""
+    """Return the most prompt tokens of a request that one step of a mini-batch computes."""
     longest = int(prompts.max())
     return longest if num_chunks(policy, prompts) == 1 else chunk_tokens(policy.max_mini_batch_tokens)

@@ -1,7 +1,7 @@
-"""Prompts that begin alike: whole blocks of their tokens, computed once and kept once for all requests that have them.
+"""Shared prefixes: blocks with which several prompts begin are computed once and kept once for all of them.
 
-A block is known by its 16 tokens and all tokens before it, so a tree of blocks holds every way in which prompts begin.
-Every request deals its blocks to cache entries alike: the same block of two prompts is of the same entry.
+A block is identified by its 16 tokens and all tokens before it, so the blocks of all prompts form a tree. All requests
+deal their blocks to cache entries alike, so a shared block is in the same entry for each of them.
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ import numpy as np
 
 from flexhybrid.core.context.blocks import BLOCK_TOKENS, BlockEntries, BlockManager
 
-LEAST_BLOCKS = 2  #: a request shares no fewer: attention over them is a product of its own
-PATIENCE = 8  #: requests that may join before the first waiting one, to share blocks
-FEWEST = 2  #: requests for which a block is shared
-BLOCK_BYTES = BLOCK_TOKENS * np.dtype(np.int32).itemsize
+LEAST_BLOCKS = 2  #: least blocks that a request shares, because attention to them is a product of its own
+PATIENCE = 8  #: most requests that join before the first waiting one, to share blocks
+FEWEST = 2  #: least requests with the same block for which it is shared
+BLOCK_BYTES = BLOCK_TOKENS * np.dtype(np.int32).itemsize  #: bytes of a block's token ids
 
-#: Request -> token ids of its prompt; None: it shares nothing (its prompt must be computed as a whole).
+#: Request -> token ids of its prompt; None: it shares nothing, because its prompt must be computed as a whole.
 Prompt = Callable[[int], Sequence[int] | np.ndarray | None]
 
 
 class PromptTree:
-    """The blocks of known prompts as a tree; a prompt is known from the first look at it until its request has left."""
+    """The tree of the blocks of known prompts. A prompt is known from the first ``path`` of its request to ``forget``.
+    Blocks have numbers from 1."""
 
     def __init__(self, prompt: Prompt):
         self._prompt = prompt
-        self._blocks: dict[tuple[int, bytes], int] = {}  # the block before it and its tokens -> number
-        self._keys: dict[int, tuple[int, bytes]] = {}
-        self._known: dict[int, int] = defaultdict(int)  # block -> known prompts that have it
+        self._blocks: dict[tuple[int, bytes], int] = {}  # (previous block, token ids) -> block
+        self._keys: dict[int, tuple[int, bytes]] = {}  # the inverse of ``_blocks``
+        self._known: dict[int, int] = defaultdict(int)  # block -> number of known prompts with it
         self._paths: dict[int, list[int]] = {}  # request -> the blocks of its prompt
         self._numbers = count(1)
-        self.resident: dict[int, int] = {}  #: blocks that are kept -> where (``SharedBlocks``)
-        self.longest = math.inf  #: tokens of a prompt beyond which it shares nothing
+        self.resident: dict[int, int] = {}  # kept block -> its physical block (``SharedBlocks``)
+        self.longest = math.inf  # prompts with more tokens share nothing
 
     def path(self, request: int) -> list[int]:
-        """Return the whole blocks of a request's prompt without its last token, from which the answer begins."""
+        """Return the full blocks of a request's prompt, without its last token: the request itself must compute that
+        token to sample from it."""
         path = self._paths.get(request)
         if path is None:
             prompt, block = self._prompt(request), 0
@@ -58,7 +60,7 @@ class PromptTree:
         return path
 
     def shared(self, request: int) -> list[int]:
-        """Return the first blocks of a request's prompt that another known prompt has too, or that are kept."""
+        """Return the leading blocks of a request's prompt that another known prompt also has, or that are kept."""
         path, known, resident, length = self.path(request), self._known, self.resident, 0
         for block in path:
             if known[block] < FEWEST and block not in resident:
@@ -73,23 +75,24 @@ class PromptTree:
             self.drop(block)
 
     def drop(self, block: int) -> None:
-        """Forget a block that is neither known nor kept."""
+        """Remove a block that no known prompt has and that is not kept."""
         if not self._known[block] and block not in self.resident:
             del self._known[block]
             del self._blocks[self._keys.pop(block)]
 
 
 class PrefixOrder:
-    """Sends waiting requests to mini-batches whose members share their prefix. PATIENCE limits how often the first is
-    passed over: with room, the request at position i joins after at most (i + 1) * PATIENCE others."""
+    """Orders waiting requests so that they join mini-batches whose members share their prefix. PATIENCE limits how
+    often the first request is passed over: if there is room, the request at position i joins after at most (i + 1) *
+    PATIENCE others."""
 
     def __init__(self, tree: PromptTree):
         self.tree = tree
-        self.first, self.passed = -1, 0  #: the first in the line, and how many have joined before it
+        self.first, self.passed = -1, 0  # the first waiting request, and the number of requests that joined before it
 
     def order(self, ready: list[int], members: Mapping[int, int]) -> list[int]:
-        """Return the requests that a mini-batch takes next: first those that share the most with its ``members``
-        (shared block -> count), or nothing with any member."""
+        """Return waiting requests in the order in which a mini-batch takes them: those without shared blocks, then
+        those that share the most with its members. ``members``: shared block -> number of members with it."""
         paths = {request: self.tree.shared(request) for request in ready}
         if not any(paths.values()):
             return ready
@@ -104,28 +107,25 @@ class PrefixOrder:
 
         return sorted(ready, key=rank)
 
-    def join(self, requests: Collection[int]) -> None:
-        """Remove requests that joined."""
-        self.passed += len(requests)
-
 
 class Build(NamedTuple):
-    """Shared blocks [first, last) of the request in a place, computed or stored with it for all that share them."""
+    """Shared blocks [first, last) that the request in a place computes or stores for all requests that share them."""
 
     place: int
     first: int
     last: int
-    level: int  #: of the iteration's builds; a level needs some of the earlier ones
+    level: int  #: order among the builds of an iteration: it may need blocks of lower levels
 
 
 class SharedBlocks:
-    """The shared blocks of a wave, at the beginning of each pool, and how many of them (``depth``, from its first
-    block) each place's request has. Unused blocks stay until their room is needed. Layers with a window keep them all,
-    because requests differ in where their own context begins.
+    """Owns the shared blocks of a wave, which are the first of each pool, and knows which requests use them.
 
-    If blocks are exact (``exact``), they are computed once, in steps of their own, before the prompts. With fewer bits,
-    a prompt computed after them would differ from one computed alone: each is computed whole, and the first one stores
-    the shared blocks.
+    Unused blocks are kept until their room is needed. Layers with a window keep all shared blocks, because the contexts
+    of different requests continue them at different points.
+
+    ``exact``: blocks are stored in native bits. Then they are computed once, in steps of their own, before the prompts.
+    With fewer bits, a prompt after stored blocks would get other tokens than alone. So each prompt is computed whole,
+    and the first one stores the shared blocks.
     """
 
     def __init__(
@@ -139,24 +139,24 @@ class SharedBlocks:
     ):
         self.tree, self.entries, self.exact = tree, entries, exact
         self.blocks = BlockManager(num_blocks)
-        self.piece_blocks = piece_blocks  #: most that are computed or stored of a prompt in one step
-        self.depth = np.zeros(num_places, dtype=np.int64)
-        self.stored_before = np.zeros(num_places, dtype=np.int64)  #: of these, those that other requests have stored
-        self.table = np.zeros((num_places, 1), dtype=np.int64)  #: [places, most] their physical blocks
-        self.builds: list[Build] = []  #: of the iteration that is laid out
-        self.num_tokens = 0  #: prompt tokens that members did not compute, or store, because others had
-        #: mini-batch -> its members' blocks in its latest step, and what these have in common (``steps.Common``)
+        self.piece_blocks = piece_blocks  # most blocks of a prompt that one step computes or stores
+        self.depth = np.zeros(num_places, dtype=np.int64)  # number of leading blocks that each place shares
+        self.stored_before = np.zeros(num_places, dtype=np.int64)  # part of ``depth`` that other requests have stored
+        self.table = np.zeros((num_places, 1), dtype=np.int64)  # [places, most], physical blocks of these
+        self.builds: list[Build] = []  # builds of the iteration that is planned
+        self.num_tokens = 0  # prompt tokens that requests did not compute, or store, because others had
+        # Mini-batch -> (key of its requests and their blocks in its latest step, the step's ``steps.Common``).
         self.commons: dict[int, tuple[tuple[bytes, ...], tuple]] = {}
-        self._levels: dict[int, int] = {}  # of blocks that these builds compute
-        self._members: dict[int, int] = defaultdict(int)  # block -> places
+        self._levels: dict[int, int] = {}  # block that ``builds`` compute -> level
+        self._members: dict[int, int] = defaultdict(int)  # block -> number of places that use it
         self._path: dict[int, list[int]] = {}  # place -> its shared blocks
-        self._idle: dict[int, None] = {}  # blocks that no place has; the first ones go first
-        self._entries: list[int] = []  # of a prompt's first blocks
-        self._resident = tree.resident = {}
+        self._idle: dict[int, None] = {}  # unused blocks, in the order in which they are dropped
+        self._entries: list[int] = []  # entry of a prompt's block 0, 1, …
+        self._resident = tree.resident = {}  # kept block -> its physical block
 
     def attach(self, place: int, path: list[int]) -> None:
-        """Give the request in a place the blocks ``path`` (``PromptTree.shared``): kept ones, and room for those that
-        it will compute. Without room for all, it has the first ones."""
+        """Let the request in a place share the blocks ``path`` (``PromptTree.shared``): blocks that are kept, and new
+        ones that it will compute. Without room for all, it shares the first ones."""
         kept = next((i for i, block in enumerate(path) if block not in self._resident), len(path))
         for block in path[:kept]:
             self._members[block] += 1
@@ -184,7 +184,7 @@ class SharedBlocks:
         return self._path.get(place, [])
 
     def _take(self, block: int, entry: str) -> bool:
-        """Find a place for a block, if necessary that of an unused one; return False without any."""
+        """Give a new block a physical block, if necessary by dropping unused ones; return False without room."""
         pool = self.blocks.pools[entry]
         while not pool.num_free and self._idle:
             self._release(next(iter(self._idle)))
@@ -195,14 +195,15 @@ class SharedBlocks:
         return True
 
     def _release(self, block: int) -> None:
+        """Drop a block and free its physical block."""
         self._idle.pop(block, None)
         del self._members[block], self._resident[block]
         self.blocks.release(block)
         self.tree.drop(block)
 
     def detach(self, place: int) -> None:
-        """Release the shared blocks of the request in a place. If joining requests are turned back, release the last
-        first: blocks that will not be computed are dropped."""
+        """End the use of shared blocks by the request in a place. Blocks that it has not computed yet are dropped, so
+        joining requests that are turned back must be detached in reverse order."""
         if not self.depth[place]:
             return
         path = self._path.pop(place)
@@ -219,14 +220,14 @@ class SharedBlocks:
         self.depth[place] = self.stored_before[place] = 0
 
     def take_builds(self, places: Collection[int]) -> list[Build]:
-        """Return the builds of these places, by level; from now on they are kept blocks like others."""
+        """Return the builds of these places, by level, and remove them: their blocks count as computed from now on."""
         builds = sorted((build for build in self.builds if build.place in places), key=lambda build: build.level)
         self.builds = [build for build in self.builds if build.place not in places]
         self._levels = self._levels if self.builds else {}
         return builds
 
     def check(self) -> None:
-        """Raise AssertionError if a block is lost, held twice or miscounted."""
+        """Raise AssertionError if a block is lost, held twice or counted wrongly."""
         self.blocks.check()
         members: dict[int, int] = defaultdict(int)
         for place, path in self._path.items():
@@ -242,8 +243,8 @@ class SharedBlocks:
 
 
 def shared_runs(table: np.ndarray, depth: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield (first, last, rows) of the longest runs of blocks that the same rows of a table [B, most] have, of which
-    row b has the first ``depth[b]``: a tree, cut where rows part or one ends."""
+    """Yield (first, last, rows) for the longest runs of columns [first, last) in which the same rows are equal.
+    ``table``: blocks [B, most]; row b has the first ``depth[b]``. A run ends where rows differ or a row ends."""
     left = [(0, np.flatnonzero(depth))]
     while left:
         first, rows = left.pop()
@@ -259,7 +260,8 @@ def shared_runs(table: np.ndarray, depth: np.ndarray) -> Iterator[tuple[int, int
 
 
 def common_blocks(entries: BlockEntries, table: np.ndarray, depth: np.ndarray) -> np.ndarray:
-    """Return the blocks of each entry, [entry], that rows of a table [B, most] share in their first ``depth`` [B]."""
+    """Return the number of different blocks of each entry, [entry], in a table [B, most] whose row b has the first
+    ``depth[b]`` blocks."""
     columns = np.arange(table.shape[1])
     chosen, num_entries = columns < depth[:, None], len(entries.names)
     named = table * num_entries + entries.entry_of(columns * BLOCK_TOKENS)
@@ -267,7 +269,8 @@ def common_blocks(entries: BlockEntries, table: np.ndarray, depth: np.ndarray) -
 
 
 def build_steps(builds: Iterable[Build], max_rows: int) -> list[list[Build]]:
-    """Group a mini-batch's builds, sorted by level, into steps of at most this many padded rows, or of one build."""
+    """Group a mini-batch's builds, sorted by level, into steps of one level. A step has at most ``max_rows`` padded
+    rows, or one build."""
     steps: list[list[Build]] = []
     for build in builds:
         together = [*steps[-1], build] if steps and steps[-1][0].level == build.level else []
@@ -279,5 +282,5 @@ def build_steps(builds: Iterable[Build], max_rows: int) -> list[list[Build]]:
 
 
 def padded_rows(builds: Sequence[Build]) -> int:
-    """Rows of a step that computes these builds."""
+    """Return the padded rows of a step that computes these builds."""
     return len(builds) * max(build.last - build.first for build in builds) * BLOCK_TOKENS

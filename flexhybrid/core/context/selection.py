@@ -1,7 +1,7 @@
-"""How many cached tokens a selection reads and keeps.
+"""The numbers of cached tokens that a selection loads and keeps.
 
-For a speculative selection this depends on the model, its text and alpha. selected_tokens.csv has measured
-(``flexhybrid accuracy``) and reported values by model and alpha; a policy may name its own share.
+A speculative selection's number depends on the model, its text and alpha. selected_tokens.csv has measured
+(``flexhybrid accuracy``) and reported values by model and alpha. A policy can have its own share.
 """
 
 import csv
@@ -18,22 +18,22 @@ from flexhybrid.core.errors import InputError
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import Selection
 
-#: First layers that look at all their tokens, unless a policy names their number. A layer is guessed from the one
-#: before, so one would do; InfiniGen's own code has two, and a model without outlier channels needs them: the inputs of
-#: its layers 0 and 1 have nothing in common (``experiments.studies.accuracy_study``).
+#: Default number of first layers that attend to all tokens. A layer's tokens are predicted from the layer before, so at
+#: least one is needed. InfiniGen's code has two, and a model without outlier channels needs two: the inputs of its
+#: layers 0 and 1 have nothing in common (``experiments.studies.accuracy_study``).
 WHOLE_LAYERS = 2
 
-_ROUNDING = 1e-9  #: of a share times a count: 0.2 of 35 tokens are 7
+_ROUNDING = 1e-9  #: allowance for rounding errors of a share times a count: 0.2 of 35 tokens are 7
 
-#: Models that represent one that is not in the file: InfiniGen's reported values (Sec. 5.3) at REPORTED_ALPHA, scaled
-#: with alpha like GROWS_AS, the measured model nearest in family and length.
+#: A model that is not in the file has InfiniGen's reported values (Sec. 5.3) at REPORTED_ALPHA, scaled with alpha like
+#: those of GROWS_AS, the measured model with the nearest family and length.
 REPORTED, REPORTED_ALPHA, GROWS_AS = "opt-13b", 4.0, "opt-stdlib-deep"
 
 
 @cache
 def counted_tokens() -> Mapping[str, Mapping[float, tuple[list[float], list[float]]]]:
-    """Return model -> alpha -> (lengths of a context, tokens of it scored above max - alpha), means over layers that
-    choose and their heads, from no token at all."""
+    """Return model -> alpha -> (context lengths from 0, tokens with scores above max - alpha at each length). The
+    tokens are means over the heads of all layers that select."""
     counted: dict[str, dict[float, tuple[list[float], list[float]]]] = {}
     with (Path(__file__).parent / "selected_tokens.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -44,14 +44,15 @@ def counted_tokens() -> Mapping[str, Mapping[float, tuple[list[float], list[floa
 
 
 def _tokens_at(model: str, alpha: float, context: np.ndarray) -> np.ndarray:
-    """Return a model's tokens at an alpha that it was counted at; the share of the longest context stays beyond it."""
+    """Return a model's tokens with high scores at an alpha of the file. Beyond the longest measured context, their
+    share is constant."""
     lengths, tokens = counted_tokens()[model][alpha]
     return np.interp(context, lengths, tokens) + np.maximum(context - lengths[-1], 0.0) * tokens[-1] / lengths[-1]
 
 
 def _scored_tokens(model: str, alpha: float, context: np.ndarray) -> np.ndarray:
-    """Return a model's tokens above max - alpha, on straight lines between the alphas that it was counted at, from none
-    at alpha 0; the last line goes on."""
+    """Return a model's tokens with scores above max - alpha, interpolated between the alphas of the file. There are
+    none at alpha 0; beyond the largest alpha, the last line continues."""
     alphas = [0.0, *sorted(counted_tokens()[model])]
     i = int(np.clip(np.searchsorted(alphas, alpha), 1, len(alphas) - 1))
     low, high = (_tokens_at(model, at, context) if at else 0.0 * context for at in alphas[i - 1 : i + 1])
@@ -59,17 +60,17 @@ def _scored_tokens(model: str, alpha: float, context: np.ndarray) -> np.ndarray:
 
 
 def _given(number: float | None) -> float:
-    """A number that the selection's method needs, so that ``Selection.check`` has seen it."""
+    """Return a number that the selection's method requires. Raise ValueError if it is missing."""
     if number is None:
         raise ValueError("the selection's method does not have this field")
     return number
 
 
 def selected_tokens(selection: Selection, context, model: str = ""):
-    """Return the mean tokens of a context that a speculative selection fetches in a layer; arrays allowed.
+    """Return the mean tokens of a context that a speculative selection loads in a layer; a number or an array.
 
-    From selected_tokens.csv; for another ``model``, REPORTED's, scaled with alpha like GROWS_AS's.
-    ``expected_fraction`` overrides it, and ``max_fraction`` caps it.
+    They come from ``expected_fraction`` if the selection has it, else from selected_tokens.csv (see REPORTED).
+    ``max_fraction`` limits them.
     """
     context = np.asarray(context, dtype=np.float64)
     if selection.expected_fraction is not None:
@@ -88,20 +89,21 @@ def selected_tokens(selection: Selection, context, model: str = ""):
 
 
 def most_selected(selection: Selection, context):
-    """The most tokens of a context that a speculative selection ever fetches in a layer: at least one; arrays too."""
+    """Return the most tokens of a context that a speculative selection loads in a layer, at least 1; a number or an
+    array."""
     return np.maximum(1.0, np.ceil(_given(selection.max_fraction) * np.asarray(context, dtype=np.float64) - _ROUNDING))
 
 
 def first_choosing(selection: Selection) -> float:
-    """Return the first layer with selected tokens; the layer before it predicts them. Infinite without one."""
+    """Return the first layer with selected tokens, which the layer before predicts; infinity if there is none."""
     if selection.method != "speculative":
         return math.inf
     return WHOLE_LAYERS if selection.whole_layers is None else selection.whole_layers
 
 
 def layers_by_window(shape: ModelShape, selection: Selection) -> dict[int | None, int]:
-    """Return the kinds of attending layers by what they cache, with counts: None for all tokens, or a window. Under a
-    selection there is one kind, which chooses among all tokens."""
+    """Return window -> number of attending layers with it; None: layers that cache all tokens. Under a selection, all
+    layers count as None, because it chooses among all tokens."""
     if selection.method != "none":
         return {None: shape.num_layers}
     windows = [shape.layer_kinds[layer].window for layer in shape.attending]
@@ -111,59 +113,59 @@ def layers_by_window(shape: ModelShape, selection: Selection) -> dict[int | None
 
 
 def num_keeping(selection: Selection, num_layers: int) -> int:
-    """First layers that keep all tokens although the others drop some: they have blocks of their own."""
+    """Return the number of first layers that keep all tokens while the others drop some. They have separate blocks."""
     return min(num_layers, selection.whole_layers or 0) if selection.method == "heavy_hitter" else 0
 
 
 def num_whole(selection: Selection, num_layers: int) -> int:
-    """First layers that look at all tokens although the others look at a selection of them."""
+    """Return the number of first layers that attend to all tokens while the others attend to selected ones."""
     if selection.method == "speculative":
         return num_layers - num_choosing(selection, num_layers)
     return num_keeping(selection, num_layers)
 
 
 def num_choosing(selection: Selection, num_layers: int) -> int:
-    """Layers that a speculative selection chooses tokens for."""
+    """Return the number of layers for which a speculative selection chooses tokens."""
     return num_layers - int(min(num_layers, first_choosing(selection)))
 
 
 def partial_columns(shape: ModelShape, selection: Selection) -> int:
-    """Columns of each head's queries and keys that a speculative selection keeps to guess with."""
+    """Return the number of columns of each head's queries and keys from which a speculative selection predicts."""
     return max(1, math.ceil(_given(selection.partial_ratio) * shape.head_dim - _ROUNDING))
 
 
 def partial_share(shape: ModelShape, selection: Selection) -> float:
-    """The same as a share of a head's columns."""
+    """Return ``partial_columns`` as a share of a head's columns."""
     return partial_columns(shape, selection) / shape.head_dim
 
 
 def whole_queries(shape: ModelShape, selection: Selection) -> bool:
-    """Return whether a speculative selection predicts whole queries and takes their columns: rotary models rotate
-    first, and requests with their own columns share all query weights."""
+    """Return whether a speculative selection computes whole queries before it takes their columns. Rotary models must
+    rotate whole queries. If requests choose their own columns, they share all query weights."""
     return shape.rotary or selection.columns == "request"
 
 
 def limits_cache(selection: Selection) -> bool:
-    """Return whether new tokens replace cached ones beyond some length."""
+    """Return whether new tokens replace cached ones from some length on."""
     limited = selection.pool_bytes is not None or selection.pool != 1
     return selection.method == "heavy_hitter" or selection.method == "speculative" and limited
 
 
 def num_limited(selection: Selection, num_layers: int) -> int:
-    """Layers in which new tokens take the places of cached ones from some length on."""
+    """Return the number of layers in which new tokens replace cached ones from some length on."""
     return num_layers - num_keeping(selection, num_layers) if limits_cache(selection) else 0
 
 
 def counts_uses(selection: Selection) -> bool:
-    """Return whether eviction depends on use, so that a prompt's queries count too."""
+    """Return whether the dropped token depends on how often or how recently tokens were loaded."""
     return selection.method == "speculative" and limits_cache(selection) and selection.victim != "fifo"
 
 
-ALMOST_ALL = 1 - 1e-9  #: a share of a limited pool that no request outgrows
+ALMOST_ALL = 1 - 1e-9  #: share of a pool that counts as limited, but holds every request completely
 
 
 def pool_blocks(shape: ModelShape, selection: Selection, element_bytes: float) -> int:
-    """Blocks of keys and values in all layers that ``pool_bytes`` holds. Raise InputError when not even one fits."""
+    """Return the number of blocks, each in all layers, that ``pool_bytes`` holds. Raise InputError if none fits."""
     block_bytes = shape.num_layers * BLOCK_TOKENS * shape.kv_token_bytes(element_bytes)
     blocks = int(_given(selection.pool_bytes) // block_bytes)
     if not blocks:
@@ -175,8 +177,9 @@ def pool_blocks(shape: ModelShape, selection: Selection, element_bytes: float) -
 
 
 def with_pool_share(shape: ModelShape, selection: Selection, element_bytes: float, cached: np.ndarray) -> Selection:
-    """Return the selection with the largest ``pool`` of which requests that cache ``cached`` tokens [requests] fit in
-    ``pool_bytes`` together, in whole blocks. Raise InputError when they are more than its blocks."""
+    """Return the selection with a share ``pool`` instead of ``pool_bytes``. The share is the largest with which
+    requests that cache ``cached`` [requests] tokens fit ``pool_bytes`` together, in whole blocks. Raise InputError if
+    there are more requests than blocks."""
     if selection.pool_bytes is None:
         return selection
     blocks = pool_blocks(shape, selection, element_bytes)
@@ -203,10 +206,12 @@ def with_pool_share(shape: ModelShape, selection: Selection, element_bytes: floa
 
 
 def kept_tokens(selection: Selection, prompt, context, cached):
-    """Tokens of a context that stay cached, of requests that would cache ``cached`` in the end; arrays allowed.
+    """Return the tokens of a context that stay cached; numbers or arrays.
 
-    A heavy-hitter selection keeps a fixed share of the prompt (H2O), a limited pool one of all tokens (InfiniGen, Sec.
-    4.4; a limit in bytes is made a share first), both in whole blocks and at least one; every other keeps all.
+    ``prompt``, ``context``: tokens of the prompt and of the context; ``cached``: tokens of the request at its limit. A
+    heavy-hitter selection keeps a share of the prompt (H2O). A limited pool keeps a share of all tokens (InfiniGen,
+    Sec. 4.4); a limit in bytes must have been converted (``with_pool_share``). Both keep whole blocks, at least one.
+    Other selections keep everything.
     """
     if not limits_cache(selection):
         return context

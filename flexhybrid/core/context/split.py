@@ -1,17 +1,17 @@
-"""How many leading tokens of a both(…) context are recomputed from ACT: KVPR's split point (Sec. 3.2, eq. 10 and 11).
+"""KVPR's split point: the number of leading tokens of a both(…) context that are recomputed from ACT (Sec. 3.2).
 
-Both copies of a token exist; each iteration decides anew. Costs are linear in the tokens l of each request that are
-recomputed, but for what recomputing costs however little of it there is. So the best l of a rule is where two lines
-cross, or an end:
+Both copies of a token are kept, and each iteration chooses the split point l again. s is the context length, v the
+link's rate, M_X(l) the bytes of l tokens' ACT, and M_KV of keys and values. Costs are linear in l, apart from fixed
+costs. So the best l is where two lines cross, or 0 or s. The rules minimize:
 
-- paper: M_X(l)/v + max(recompute(l), M_KV(s − l)/v), eq. 10. ACT crosses the link first; KV crosses while the GPU
-  recomputes. With ACT on the device the first term is gone (the paper's row schedule). l may be as large as the
-  current length s; eq. 11 bounds it by the prompt's length, which is the rule ``paper_prompt``.
-- pipeline: max(weights + M_X(l)/v + M_KV(s − l)/v, forward + recompute(l)). In a stream without an edge between
-  mini-batches, the link and the GPU are what binds, and each is as long as all its work. recompute(l) and M_X(l)/v have
-  their fixed costs here: l is 0 where recomputing is not worth launching.
+- paper (eq. 10): M_X(l)/v + max(recompute(l), M_KV(s − l)/v). ACT crosses the link first; KV crosses while the GPU
+  recomputes. With ACT on the device, the first term is 0 (the paper's row schedule).
+- paper_prompt (eq. 11): the same, with l at most the prompt's length.
+- pipeline: max(weights + M_X(l)/v + M_KV(s − l)/v, forward + recompute(l)). Mini-batches follow each other without
+  gaps, so the busier of link and GPU decides. recompute(l) and M_X(l)/v have fixed costs here, so l is 0 if recomputing
+  is not worth its launches.
 
-Where loading ACT costs at least as much as loading KV (grouped queries, KV in 4 bits), all rules give 0.
+If loading ACT takes at least as long as loading KV (grouped queries, KV in 4 bits), all rules give 0.
 """
 
 from dataclasses import dataclass, replace
@@ -31,26 +31,23 @@ from flexhybrid.core.task import Count, Work
 
 @dataclass(frozen=True)
 class SplitLines:
-    """Seconds of one layer: per token of a request, and per mini-batch."""
+    """Seconds of one layer from which a split point follows."""
 
     rule: str
     gen_s: float  #: recompute a token
-    load_act_s: float  #: 0 with ACT on the device
-    load_kv_s: float
-    weights_s: float  #: the layer's streamed weights
-    forward_s: float  #: a mini-batch's projections and feed-forward, at any size
-    forward_request_s: float  #: more for each request
-    attend_s: float  #: more for each token of context of each request
-    gen_fixed_s: float = 0.0  #: recompute however little of a mini-batch: launch, reading W_K and W_V
-    act_fixed_s: float = 0.0  #: load however little ACT of a mini-batch
-    unpack_s: float = 0.0  #: unpack a token of KV that was loaded
+    load_act_s: float  #: load a token's ACT; 0 if it is on the device
+    load_kv_s: float  #: load a token's keys and values
+    weights_s: float  #: load the layer's streamed weights
+    forward_s: float  #: fixed time of a mini-batch's projections, attention and feed-forward
+    forward_request_s: float  #: additional time for each request
+    attend_s: float  #: additional time for each token of each request's context
+    gen_fixed_s: float = 0.0  #: fixed time of recomputing for a mini-batch: launches, reading W_K and W_V
+    act_fixed_s: float = 0.0  #: fixed time of loading ACT for a mini-batch
+    unpack_s: float = 0.0  #: dequantize a loaded token's keys and values
 
 
 def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
-    """Return the lines of a both(…) entry on a machine, from ``core.work`` and the machine's lines.
-
-    Raise InputError without a hardware record.
-    """
+    """Return the lines of a both(…) entry on the problem's machine. Raise InputError without a hardware record."""
     shape, hardware, p = problem.shape, problem.hardware, problem.bytes_per_element
     if hardware is None:
         raise InputError(
@@ -114,10 +111,11 @@ def split_lines(problem: Problem, policy: Policy, entry: str) -> SplitLines:
 def split_point(
     lines: SplitLines, batch, context, num_mini_batches: Count = 1, whole_blocks: bool = True, prompt: Count = np.inf
 ):
-    """Tokens l of each request to recompute, in whole blocks; ``context`` s and ``batch`` may be arrays.
+    """Return the split point l in whole blocks; numbers or arrays.
 
-    ``num_mini_batches`` share a layer's weights. Without ``whole_blocks`` it is the mean over like contexts.
-    ``prompt``: tokens of the longest prompt of the mini-batch, the bound of the rule ``paper_prompt``.
+    ``batch``: requests of a mini-batch; ``context``: tokens s of each; ``num_mini_batches``: mini-batches that share a
+    layer's weights; ``whole_blocks``: False does not round l to blocks; ``prompt``: tokens of the mini-batch's longest
+    prompt, for the rule ``paper_prompt``.
     """
     act, kv, gen = lines.load_act_s, lines.load_kv_s, lines.gen_s
     context = np.asarray(context, dtype=np.float64)
@@ -130,14 +128,14 @@ def split_point(
         link = (lines.weights_s / num_mini_batches + lines.act_fixed_s) / batch + kv * context
         compute = (lines.forward_s + lines.gen_fixed_s) / batch + lines.forward_request_s
         compute = compute + (lines.attend_s + lines.unpack_s) * context
-        slower = gen - lines.unpack_s  # on the device, for each token more
+        slower = gen - lines.unpack_s  # additional device time for each token that is recomputed instead of loaded
         best = (link - compute) / (slower + kv - act) if slower > 0 else most
     if whole_blocks:
         most = np.floor(most / BLOCK_TOKENS) * BLOCK_TOKENS
         if lines.rule != "pipeline":
             best = np.floor(best / BLOCK_TOKENS + 0.5) * BLOCK_TOKENS
     best = np.clip(best, 0, most)
-    if lines.rule == "pipeline":  # the faster neighbour, if it is worth its fixed costs
+    if lines.rule == "pipeline":  # take the faster neighbouring block count, or 0 if fixed costs are not worth it
         below = np.floor(best / BLOCK_TOKENS) * BLOCK_TOKENS
         choices = [below, np.minimum(below + BLOCK_TOKENS, most)] if whole_blocks else [best]
         choices = np.stack(np.broadcast_arrays(np.zeros_like(best), *choices))
@@ -148,22 +146,18 @@ def split_point(
 
 def recomputed_tokens(problem: Problem, policy: Policy, requests: int, mini_batches: int, prompt: int, last: int):
     """Return both(…) entry -> recomputed tokens of each request at contexts of ``prompt`` and ``last`` tokens, for the
-    larger of a wave's mini-batches of equal requests."""
-    size = -(-requests // mini_batches)
-    return {
-        entry: split_point(
-            split_lines(problem, policy, entry), size, share * np.array([prompt, last]), mini_batches, prompt=prompt
-        )
-        .astype(int)
-        .tolist()
-        for entry, share in policy.cache.items()
-        if representation_of(entry) == "both" and share > 0
-    }
+    largest mini-batch of a wave of equal requests."""
+    size, tokens = -(-requests // mini_batches), {}
+    for entry, share in policy.cache.items():
+        if representation_of(entry) == "both" and share > 0:
+            contexts, lines = share * np.array([prompt, last]), split_lines(problem, policy, entry)
+            tokens[entry] = split_point(lines, size, contexts, mini_batches, prompt=prompt).astype(int).tolist()
+    return tokens
 
 
 def split_seconds(lines: SplitLines, batch, context, tokens, num_mini_batches: Count = 1):
-    """Return what the rule minimizes with ``tokens`` recomputed of each of ``batch`` requests: seconds of a layer, with
-    its weights divided among ``num_mini_batches``."""
+    """Return the seconds of a mini-batch in a layer that the rule minimizes, if ``tokens`` of each request are
+    recomputed. The layer's weights count 1 / ``num_mini_batches``."""
     act, kv, gen = (
         batch * x for x in (lines.load_act_s * tokens, lines.load_kv_s * (context - tokens), lines.gen_s * tokens)
     )

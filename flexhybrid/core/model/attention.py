@@ -1,4 +1,4 @@
-"""Properties of a layer's attention beyond its heads, as given by config.json."""
+"""Kinds of attention: window, scaling and other properties of a layer's attention, from config.json."""
 
 import math
 from dataclasses import dataclass
@@ -6,21 +6,21 @@ from pathlib import Path
 
 from flexhybrid.core.errors import InputError, check, is_number, shown
 
-#: Names of layers in ``layer_types`` of a config.json -> whether they have the model's window.
+#: Name in ``layer_types`` of a config.json -> whether such layers have the model's window.
 LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
 
 @dataclass(frozen=True)
 class AttentionKind:
-    """Attention of a layer. With no field given it is softmax(q·k / sqrt(d)) over all tokens before."""
+    """Attention of a layer. The defaults are softmax(q·k / sqrt(d)) over all earlier tokens."""
 
-    window: int | None = None  #: a token sees no more than this many, itself among them
+    window: int | None = None  #: most tokens that a token attends to, with itself; None: all
     scaling: float | None = None  #: factor of scores; None: d^-0.5
-    softcap: float | None = None  #: c: scores become c·tanh(score / c), before the mask
-    sinks: bool = False  #: each head has a learned score that counts in its softmax's sum, and no value
+    softcap: float | None = None  #: c: scores become c·tanh(score / c) before the mask; None: no cap
+    sinks: bool = False  #: each head has a learned score without a value, which counts in its softmax's sum
 
     def check(self, where: str) -> None:
-        """Raise InputError for an impossible field; ``where`` begins the message."""
+        """Raise InputError for an impossible field. ``where``: beginning of the message."""
         window = self.window
         count = window is None or isinstance(window, int) and not isinstance(window, bool) and window >= 1
         check(f"{where}sliding_window", window, count, "a whole number >= 1")
@@ -31,13 +31,13 @@ class AttentionKind:
         check(f"{where}sinks of attention", self.sinks, isinstance(self.sinks, bool), "true or false")
 
 
-#: Attention without peculiarities.
+#: Attention with all defaults.
 PLAIN = AttentionKind()
 
 
 def kinds_from_config(config: dict, path: Path, num_layers: int) -> tuple[AttentionKind, ...]:
-    """Return the kind of each layer of Llama and those built like it, as transformers decides it: one for all, or one
-    for each. A field that is absent has transformers' default. Raise InputError for a broken ``layer_types``."""
+    """Return the attention of a model like Llama, as in transformers: one kind for all layers, or one for each. Absent
+    fields have transformers' defaults. Raise InputError for a wrong ``layer_types``."""
     model_type, kinds = config.get("model_type"), (PLAIN,)
     if model_type in ("mistral", "phi3"):
         return (AttentionKind(config.get("sliding_window", 4096 if model_type == "mistral" else None)),)

@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json asks for: tokens that end an answer, and sampling parameters."""
+"""Read a checkpoint's generation_config.json: tokens that end an answer, and sampling parameters."""
 
 from pathlib import Path
 
@@ -6,16 +6,16 @@ from flexhybrid.core.errors import InputError, check, is_integer, shown
 from flexhybrid.core.files import load_json
 
 FILE = "generation_config.json"
-#: Its fields that are sampling parameters, with their names here (as vLLM takes them; it ignores ``do_sample``).
+#: Field of the file -> name of our sampling parameter. As in vLLM, ``do_sample`` is ignored.
 SAMPLING = {name: name for name in ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")}
 SAMPLING["max_new_tokens"] = "max_tokens"
-#: Where the defaults of requests come from: the checkpoint's file, or nowhere (vLLM calls it "vllm").
+#: Sources of default sampling parameters: "auto" is the checkpoint's file, "none" (in vLLM: "vllm") no file.
 SOURCES = ("auto", "none")
 
 
 def generation_config(folder: Path) -> dict:
-    """Return the non-null fields of a checkpoint's file; {} without one. Raise InputError unless it is a JSON
-    object."""
+    """Return the fields of a checkpoint's file that are not null; {} without a file. Raise InputError if it is not a
+    JSON object."""
     path = folder / FILE
     if not path.is_file():
         return {}
@@ -26,20 +26,19 @@ def generation_config(folder: Path) -> dict:
 
 
 def default_sampling(folder: Path, source: str = "auto") -> dict:
-    """Return the sampling parameters of requests that name none, by the names of ``SamplingParams``.
-
-    ``source``: of SOURCES; vLLM's "vllm" is "none". Raise InputError for another.
-    """
+    """Return the default sampling parameters of requests, by the names of ``SamplingParams``. ``source``: one of
+    SOURCES, or vLLM's "vllm" for "none". Raise InputError for another source."""
     check("generation_config", source, source in (*SOURCES, "vllm"), '"auto" (the checkpoint\'s file) or "none"')
     fields = generation_config(folder) if source == "auto" else {}
     return {SAMPLING[name]: value for name, value in fields.items() if name in SAMPLING}
 
 
 def end_tokens(folder: Path | None, *configured) -> tuple[int, ...]:
-    """Return the token ids that end an answer: the file's or else the first named one of ``configured`` (eos_token_id
-    of config.json and its parts), as in transformers; () without any.
+    """Return the token ids that end an answer, as in transformers; () if none is known.
 
-    Chat models have several: the end of a turn and the end of the text.
+    They are those of the checkpoint's file, else the first of ``configured`` (eos_token_id of config.json and of its
+    parts). Chat models have several: the end of a turn and the end of the text. Raise InputError if the file's are not
+    token ids.
     """
     own = generation_config(folder).get("eos_token_id") if folder else None
     tokens = next((tokens for tokens in (own, *configured) if tokens is not None and tokens != []), ())

@@ -1,4 +1,4 @@
-"""Layers that are modules of transformers: their tensors, kind by kind, as its meta modules say them."""
+"""Layers that are modules of transformers: the tensors of each kind of layer, as transformers defines them."""
 
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,14 +12,14 @@ class LayerTensor:
 
     name: str
     size: tuple[int, ...]
-    early: bool  #: used up to the layer's attention call, not behind it
-    kv_gen: bool = False  #: used to recompute keys and values from ACT; early, where they are the layer's own
-    #: on the device with the embedding, because later layers recompute this layer's keys and values with it; a layer
-    #: that borrows them lists it too
+    early: bool  #: used before the layer's attention call, not after it
+    kv_gen: bool = False  #: used to recompute keys and values from ACT; then also early, unless they are borrowed
+    #: kept on the device with the embedding, because later layers recompute this layer's keys and values with it. A
+    #: layer that borrows these lists the tensor, too
     outside: bool = False
-    #: a matrix that lies where vectors do, in the compute dtype: used before and behind the attention, or never packed
+    #: a matrix that is stored among the vectors, in the compute dtype: used before and after attention, or never packed
     everywhere: bool = False
-    experts: bool = False  #: of several experts, of which a token takes some
+    experts: bool = False  #: weights of several experts, of which a token uses some
 
     @property
     def rows(self) -> int:
@@ -39,32 +39,32 @@ class LayerTensor:
 class ModuleLayers:
     """The layers of a model that runs through transformers' own modules (``flexhybrid.runtime.models.module``)."""
 
-    folder: str  #: checkpoint whose config.json defines the modules
+    folder: str  #: folder of the checkpoint whose config.json defines the modules
     kinds: tuple[tuple[LayerTensor, ...], ...]  #: the tensors of each kind of layer
-    kind_of: tuple[int, ...]  #: by layer
-    outer_elements: int  #: of embedding, last norm, head, and of the layers' buffers
-    experts_share: float = 1.0  #: experts that a token is multiplied with
-    latent: int | None = None  #: elements of what ACT blocks hold of a token; None: the layer's input
-    streams: int = 1  #: hidden states per token between layers (AltUp of Gemma 3n has several)
-    call_elements: int = 0  #: further arguments of layers per token (per-layer inputs)
-    text_part: bool = False  #: of a model that takes pictures or sound too, which are not taken here
-    untied: frozenset[str] = frozenset()  #: tensors that config.json ties to others, and the checkpoint does not
-    work: tuple[WorkBytes, ...] = ()  #: that any of its layers has in work, by dtype; empty: not measured
+    kind_of: tuple[int, ...]  #: index into ``kinds`` of each layer
+    outer_elements: int  #: elements of embedding, last norm and head, and of the layers' buffers
+    experts_share: float = 1.0  #: share of the experts that a token is multiplied with
+    latent: int | None = None  #: elements of a token's ACT if it is a latent row; None: ACT is the layer's input
+    streams: int = 1  #: hidden states per token between layers (several with AltUp of Gemma 3n)
+    call_elements: int = 0  #: elements per token of further arguments of layers (per-layer inputs)
+    text_part: bool = False  #: the model also takes pictures or sound; only its text part runs here
+    untied: frozenset[str] = frozenset()  #: tensors that are tied in config.json, but separate in the checkpoint
+    work: tuple[WorkBytes, ...] = ()  #: temporaries of the layers, by dtype; empty: not measured
 
     def only(self, kind: int) -> "ModuleLayers":
-        """Return layers that all have the tensors of one kind."""
+        """Return the same number of layers, all with the tensors of one kind."""
         return replace(self, kinds=(self.kinds[kind],), kind_of=(0,) * len(self.kind_of))
 
-    def most(self, of: str, outside: bool = False) -> int:
-        """Return the most elements of "vectors", or "early", "late" or "kv_gen" matrices of a layer, ``outside`` or
-        not."""
+    def most(self, part: str, outside: bool = False) -> int:
+        """Return the most elements of a part of a layer: "vectors", or "early", "late" or "kv_gen" matrices.
+        ``outside``: also count tensors outside the layer."""
         return max(
-            sum(t.elements for t in kind if _belongs(t, of) and (outside or not t.outside)) for kind in self.kinds
+            sum(t.elements for t in kind if _belongs(t, part) and (outside or not t.outside)) for kind in self.kinds
         )
 
     @property
     def multiplied(self) -> float:
-        """Elements of late matrices that a row of tokens is multiplied with."""
+        """Return the most elements of a layer's late matrices that a token is multiplied with."""
         return max(
             sum(t.elements * (self.experts_share if t.experts else 1.0) for t in kind if _belongs(t, "late"))
             for kind in self.kinds
@@ -72,12 +72,12 @@ class ModuleLayers:
 
     @property
     def has_experts(self) -> bool:
-        """Return whether some layer has tensors of several experts."""
+        """Return whether a layer has experts."""
         return any(tensor.experts for kind in self.kinds for tensor in kind)
 
     def read(self, rows):
-        """Return the elements of late matrices read for this many rows of tokens; numbers or arrays. Experts count by
-        the expected number that some row chooses."""
+        """Return the elements of late matrices that are read for ``rows`` tokens; numbers or arrays. Experts count with
+        the expected number of those that any token chooses."""
         taken = 1.0 - (1.0 - self.experts_share) ** rows
         sums = [
             (sum(t.elements for t in kind if _belongs(t, "late") and t.experts is experts) for experts in (False, True))
@@ -88,13 +88,14 @@ class ModuleLayers:
 
     @property
     def widest(self) -> int:
-        """The most rows of a matrix that is used behind the attention."""
+        """Return the most rows of a matrix that is used after attention."""
         return max((t.size[-2] for kind in self.kinds for t in kind if _belongs(t, "late")), default=1)
 
 
-def _belongs(tensor: LayerTensor, of: str) -> bool:
-    if of == "kv_gen":
+def _belongs(tensor: LayerTensor, part: str) -> bool:
+    """Return whether a tensor belongs to a part of a layer (``ModuleLayers.most``)."""
+    if part == "kv_gen":
         return bool(tensor.cols) and tensor.kv_gen
-    if tensor.outside and not tensor.early:  # borrowed
+    if tensor.outside and not tensor.early:  # another layer's tensor
         return False
-    return of == ("vectors" if not tensor.cols else "early" if tensor.early else "late")
+    return part == ("vectors" if not tensor.cols else "early" if tensor.early else "late")

@@ -1,9 +1,9 @@
-"""The place of each tensor of a decoder layer in the layer's contiguous bytes.
+"""Layouts: the position of each tensor in the contiguous bytes of a decoder layer.
 
-A layer is contiguous in each tier, so that streaming it is a few long copies and a slice is a byte range. Vectors come
-first (small, and needed by every verb), then the matrices in the verbs' order: W_K and W_V first, because KV-Gen begins
-the layer's work. The device-resident share is a prefix. Vectors keep the compute width when matrices are quantized;
-every matrix row is a whole number of bytes.
+A layer is contiguous in each tier, so that streaming it is a few long copies, and a slice is a range of bytes. Vectors
+come first, because they are small and every verb needs them. Matrices follow in the order of the verbs: W_K and W_V
+first, because KV-Gen begins the layer's work. The resident share is a prefix. If matrices are packed, vectors stay in
+the compute dtype; every row of a matrix is a whole number of bytes.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.policy import GROUP_ELEMENTS, Placement
 
 ALIGN_BYTES = 64  #: a cache line; matrix kernels are slower on odd addresses
-SHARE_ERROR = 1e-6  #: of a share of a layer's bytes, as policies round it
+SHARE_ERROR = 1e-6  #: largest rounding error of a policy's share of a layer's bytes
 
 
 @dataclass(frozen=True)
 class TensorSpot:
-    """One tensor of a layer: [rows, cols] for a matrix, [rows] (cols = 0) for a vector; byte range [start, end)."""
+    """A tensor in bytes [start, end) of a layer: a matrix [rows, cols], or a vector [rows] with cols = 0."""
 
     name: str
     rows: int
@@ -35,17 +35,18 @@ class TensorSpot:
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """All spots of a layer, and the ends of the byte ranges that the verbs read."""
+    """The tensors of a layer, and the ends of the byte ranges that verbs read."""
 
     spots: tuple[TensorSpot, ...]
     total_bytes: int
-    kv_end: int  #: kv_gen reads [0, kv_end)
-    qkv_end: int  #: project reads [0, qkv_end); finish reads [qkv_end, total_bytes) and the vectors
-    vectors_end: int
-    cuts: tuple[int, ...] = ()  #: where the resident prefix may end, in order; empty: at any matrix row
+    kv_end: int  #: kv_gen reads bytes [0, kv_end)
+    qkv_end: int  #: project reads bytes [0, qkv_end); finish reads [qkv_end, total_bytes) and the vectors
+    vectors_end: int  #: vectors are in bytes [0, vectors_end)
+    cuts: tuple[int, ...] = ()  #: possible ends of the resident prefix, sorted; empty: the end of any matrix row
 
     def resident_prefix(self, share: float) -> int:
-        """Bytes kept on the device for a share of the layer, rounded to the nearest matrix row, or down to ``cuts``."""
+        """Return the resident bytes for a share of the layer, rounded to the nearest matrix row, or down to one of
+        ``cuts``."""
         wanted = share * self.total_bytes
         if share >= 1.0:
             return self.total_bytes
@@ -62,7 +63,8 @@ class LayerLayout:
 
 
 def matrix_row_bytes(cols: int, bytes_per_element: float) -> int:
-    """Bytes of a matrix row; a quantised one (0.5625 or 1.0625 bytes an element) holds whole groups of elements."""
+    """Return the bytes of a matrix row. A packed row, with a fraction of bytes per element, is rounded up to whole
+    groups of elements."""
     if bytes_per_element == int(bytes_per_element):
         return cols * int(bytes_per_element)
     return round(-(-cols // GROUP_ELEMENTS) * GROUP_ELEMENTS * bytes_per_element)
@@ -72,11 +74,8 @@ def matrix_row_bytes(cols: int, bytes_per_element: float) -> int:
 def layer_layout(
     shape: ModelShape, matrix_bytes: float, vector_bytes: int | None = None, layer: int = 0
 ) -> LayerLayout:
-    """Return the flat layout of one layer of this shape.
-
-    ``matrix_bytes`` per stored matrix element, ``vector_bytes`` for norms and biases (default: the same). Layers differ
-    if they are modules of several kinds.
-    """
+    """Return the layout of a layer. ``matrix_bytes``: bytes of a stored element of a matrix; ``vector_bytes``: of norms
+    and biases (default: the same); ``layer``: matters only for modules of several kinds."""
     vector_width = int(matrix_bytes) if vector_bytes is None else vector_bytes
     if shape.modules:
         return _module_layout(shape.modules.kinds[shape.weights_kind(layer)], matrix_bytes, vector_width)
@@ -105,7 +104,8 @@ def layer_layout(
 
 @cache
 def _module_layout(kind: tuple[LayerTensor, ...], matrix_bytes: float, vector_bytes: int) -> LayerLayout:
-    """The layout of a module layer: vectors, matrices up to its attention (KV-Gen's first), then the others."""
+    """Return the layout of a layer of modules: vectors, matrices used before attention (KV-Gen's first), then the
+    others."""
     spots, position, ends = [], 0, []
     kind = tuple(tensor for tensor in kind if not tensor.outside)
     for part in (
@@ -126,7 +126,7 @@ def _module_layout(kind: tuple[LayerTensor, ...], matrix_bytes: float, vector_by
 
 
 class PlacedLayer(NamedTuple):
-    """A layer's bytes by tier: first the device's, then the host's, then the disk's."""
+    """The placement of a layer's bytes: first the device's, then the host's, then the disk's."""
 
     layout: LayerLayout
     streamed_from: int  #: first byte that does not stay on the device
@@ -137,17 +137,22 @@ class PlacedLayer(NamedTuple):
         return self.layout.total_bytes - self.streamed_from
 
     @property
+    def streamed_parts(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the streamed bytes [start, end) on the host, and those on the disk."""
+        return (self.streamed_from, self.disk_from), (self.disk_from, self.layout.total_bytes)
+
+    @property
     def disk_bytes(self) -> int:
         return self.layout.total_bytes - self.disk_from
 
     @property
     def has_early_part(self) -> bool:
-        """Return whether it streams from the host alone, W_K and W_V included."""
+        """Return whether all streamed bytes are on the host and include a part of W_K and W_V."""
         return self.streamed_from < self.layout.kv_end < self.layout.total_bytes == self.disk_from
 
 
 def kind_layouts(shape: ModelShape, matrix_bytes: float, vector_bytes: int | None = None) -> tuple[LayerLayout, ...]:
-    """Return the layouts of ``shape.weights_counts``'s kinds of layers: ``layer_layout`` of each."""
+    """Return the layout of each kind of weights (``ModelShape.weights_counts``)."""
     kinds = range(len(shape.weights_counts))
     return tuple(layer_layout(shape.of_weights(kind), matrix_bytes, vector_bytes) for kind in kinds)
 
@@ -155,12 +160,10 @@ def kind_layouts(shape: ModelShape, matrix_bytes: float, vector_bytes: int | Non
 def placed_layers(
     shape: ModelShape, weights: Placement, matrix_bytes: float, vector_bytes: int
 ) -> tuple[PlacedLayer, ...]:
-    """Return each kind of ``kind_layouts`` under a placement, whose shares are of each layer's bytes."""
-    return tuple(place(layout, weights) for layout in kind_layouts(shape, matrix_bytes, vector_bytes))
-
-
-def place(layout: LayerLayout, weights: Placement) -> PlacedLayer:
-    """Return a layer's bytes under a placement."""
-    resident = layout.resident_prefix(weights.device)
-    disk_from = max(resident, layout.resident_prefix(1.0 - weights.disk)) if weights.disk else layout.total_bytes
-    return PlacedLayer(layout, resident, disk_from)
+    """Return each kind of ``kind_layouts`` with the shares of ``weights`` in each tier."""
+    placed = []
+    for layout in kind_layouts(shape, matrix_bytes, vector_bytes):
+        resident = layout.resident_prefix(weights.device)
+        disk_from = max(resident, layout.resident_prefix(1.0 - weights.disk)) if weights.disk else layout.total_bytes
+        placed.append(PlacedLayer(layout, resident, disk_from))
+    return tuple(placed)

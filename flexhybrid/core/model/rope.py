@@ -1,11 +1,12 @@
-"""Rotary positions of config.json: old names (rope_theta, rope_scaling) or new (rope_parameters, transformers 5)."""
+"""Parameters of rotary positions in config.json, with old names (rope_theta, rope_scaling) or those of transformers 5
+(rope_parameters)."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from flexhybrid.core.errors import InputError, NotBuiltIn, check, is_number, shown
 
-#: rope_type -> the numbers it cannot do without. What else it may have: ``Rope``.
+#: rope_type -> its required numbers. ``Rope`` has the optional ones.
 ROPE_TYPES = {
     "default": (),
     "linear": ("factor",),
@@ -19,12 +20,13 @@ _OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotation of queries and keys by their positions; the names are transformers'. None: the type's own default."""
+    """Parameters of the rotation of queries and keys by position, with transformers' names. None: the type's
+    default."""
 
-    theta: float = 10_000.0  #: pair i of a head of size d turns by theta^(-2i/d) a position
-    type: str = "default"
+    theta: float = 10_000.0  #: pair i of a head of size d rotates by theta^(-2i/d) per position
+    type: str = "default"  #: a key of ROPE_TYPES
     factor: float = 1.0
-    original_max_positions: float | None = None  #: yarn, llama3: the context of pre-training
+    original_max_positions: float | None = None  #: yarn, llama3: context length of pre-training
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     attention_factor: float | None = None
@@ -32,14 +34,14 @@ class Rope:
     beta_slow: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    truncate: bool = True  #: yarn: whole dimensions bound the ramp
+    truncate: bool = True  #: yarn: the ends of the ramp are rounded to whole dimensions
 
 
 def scaled_positions(positions: int, kind: object, factor: float | None, original: float | None) -> int:
-    """Return the positions of a model with this scaled rotation, as vLLM derives them.
+    """Return the positions of a model with a scaled rotation, as vLLM derives them.
 
-    Linear scaling extends ``max_position_embeddings``, YaRN the context of pre-training; the others are for the
-    positions that the configuration names. ``factor`` None: the configuration names the extended positions.
+    Linear scaling multiplies ``max_position_embeddings``, YaRN the context length of pre-training. With other types, or
+    without ``factor``, the configuration has the extended positions.
     """
     if kind not in ("linear", "yarn") or factor is None:
         return positions
@@ -47,17 +49,17 @@ def scaled_positions(positions: int, kind: object, factor: float | None, origina
 
 
 def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:  # noqa: C901 (a field after the other)
-    """The rotation that a config.json asks for, read as transformers reads it.
+    """Return the rotation of a config.json, read as transformers reads it.
 
-    Raises InputError, with the file, for a missing or impossible number; NotBuiltIn for another type (longrope among
-    them), and for what turns only part of a head or differs between layers.
+    Raise InputError for a missing or impossible number. Raise NotBuiltIn for another type, such as longrope, and for a
+    rotation of a part of a head or with different parameters for layers.
     """
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     check(f"{path}: rope_scaling", given, isinstance(given, dict), "an object")
     if nested := [key for key, value in given.items() if isinstance(value, dict)]:
         raise NotBuiltIn(f"{path}: rotary parameters of their own for {', '.join(nested)} are not supported")
     kind = given.get("rope_type", given.get("type", "default"))
-    known = ("default",) if config.get("model_type") == "phi3" else ROPE_TYPES  # Phi-3 calls its longrope yarn, too
+    known = ("default",) if config.get("model_type") == "phi3" else ROPE_TYPES  # Phi-3's "yarn" is longrope
     if not isinstance(kind, str) or kind not in known:
         raise NotBuiltIn(f"{path}: rope_type {shown(kind)} is not supported; can: {', '.join(ROPE_TYPES)}")
     for where in (given, config):
@@ -66,7 +68,7 @@ def rope_from_config(config: dict, path: Path, max_positions: int) -> Rope:  # n
 
     def number(key: str, where: dict, what: str) -> float | None:
         value = where.get(key)
-        if key in _OPTIONAL[1:] and value == 0:  # which transformers reads as not given
+        if key in _OPTIONAL[1:] and value == 0:  # transformers reads 0 as not given
             return None
         positive = value is None or is_number(value) and 0 < value < 2**63
         check(f"{path}: {what}", value, positive, "a positive number")

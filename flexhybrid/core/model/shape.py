@@ -1,4 +1,4 @@
-"""Model shapes: what schedule and cost model need to know of a model, read without torch or transformers."""
+"""Model shapes: the sizes and layer kinds that schedule and cost model need, read without torch or transformers."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from flexhybrid.core.errors import InputError, NotBuiltIn, check, is_number, shown, unknown
+from flexhybrid.core.errors import InputError, NotBuiltIn, check, is_integer, is_number, shown, unknown
 from flexhybrid.core.files import load_json
 from flexhybrid.core.model.attention import PLAIN, AttentionKind, kinds_from_config
 from flexhybrid.core.model.generation_config import end_tokens
@@ -19,27 +19,26 @@ from flexhybrid.core.model.stored import GIVE_PLAIN, PackedFormat, PackedWeights
 from flexhybrid.core.policy import GROUP_ELEMENTS
 from flexhybrid.core.units import gib
 
-Width = TypeVar("Width", int, float)  #: bytes of an element, a fraction where scales and zeros are stored with it
+Width = TypeVar("Width", int, float)  #: bytes of an element; a fraction for packed elements with scales and zeros
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-#: model_type in config.json -> family. All families share the decoder-layer shape below; which ones the executor can
-#: run is the runtime's affair (flexhybrid.runtime.models).
+#: model_type in config.json -> family. ``flexhybrid.runtime.models`` has the layer functions of each family.
 FAMILIES = {"opt": "opt", "llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "phi3": "llama"}
 
 
 class LayerKind(NamedTuple):
-    """What a layer's work depends on beyond the sizes that all layers have."""
+    """Properties in which layers of a model may differ."""
 
-    weights: int  #: index of its tensors in ``ModuleLayers.kinds``; 0 where all layers have the same
-    window: int | None  #: of its attention; None: it sees all tokens
-    state: LayerState | None  #: state of a request in addition to keys and values; None: none
-    borrows: bool = False  #: it attends to keys and values that another layer made, and stores none
+    weights: int  #: index of its tensors in ``ModuleLayers.kinds``; 0 if all layers have the same tensors
+    window: int | None  #: tokens of its attention window; None: it attends to all tokens
+    state: LayerState | None  #: recurrent state in addition to keys and values; None: none
+    borrows: bool = False  #: it attends to keys and values of another layer, and stores none
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder-only transformer. Sizes are counts of elements, never bytes."""
+    """The sizes and layers of a decoder-only transformer. Sizes count elements, not bytes."""
 
     name: str
     family: str
@@ -55,35 +54,35 @@ class ModelShape:
     rotary: bool = False
     tied_head: bool = True
     pre_norm: bool = True
-    bias: bool = True  #: of every projection and norm
-    embed_dim: int = 0  #: width of the embedding table; 0 means hidden (OPT-350m projects 512 -> 1024)
-    dtype: str = "float16"  #: of the stored checkpoint
+    bias: bool = True  #: every projection and norm has a bias
+    embed_dim: int = 0  #: width of the embedding table; 0: ``hidden`` (OPT-350m projects 512 -> 1024)
+    dtype: str = "float16"  #: dtype of the checkpoint
     eos_token_ids: tuple[int, ...] = (2,)
-    qkv_bias: bool = False  #: without ``bias``: of the query, key and value projections alone (Qwen2)
-    qk_norm: bool = False  #: keys and queries are normed head by head, before their rotation (Qwen3)
+    qkv_bias: bool = False  #: without ``bias``: the query, key and value projections have biases (Qwen2)
+    qk_norm: bool = False  #: queries and keys are normalized by head before their rotation (Qwen3)
     norm_eps: float = 1e-5
-    rope: Rope = Rope()  #: where ``rotary``
-    attention: tuple[AttentionKind, ...] = (PLAIN,)  #: of the layers, in turn; behind the last the first comes again
-    states: tuple[LayerState | None, ...] = ()  #: by layer, None of attention alone; empty: all layers are that
-    #: by layer, the one whose keys and values it attends to: its own or an earlier layer's; empty: each its own
+    rope: Rope = Rope()  #: parameters of rotary positions, if ``rotary``
+    attention: tuple[AttentionKind, ...] = (PLAIN,)  #: attention of layer i is item i modulo the length
+    states: tuple[LayerState | None, ...] = ()  #: recurrent state by layer; empty: no layer has one
+    #: by layer, the layer whose keys and values it attends to, itself or an earlier one; empty: each its own
     sources: tuple[int, ...] = ()
-    limit: int | None = None  #: tokens for which a request has room, where fewer than ``max_positions`` are wanted
-    modules: ModuleLayers | None = None  #: of a model that runs through transformers' own layers
+    limit: int | None = None  #: most tokens of a request, if fewer than ``max_positions`` are wanted
+    modules: ModuleLayers | None = None  #: tensors of a model that runs through transformers' own layers; else None
 
     def __post_init__(self):
         where = f"model {self.name}: "
         for field in (*_SIZES, "head_dim"):
             value = getattr(self, field)
-            check(where + field, value, _is_count(value) and value >= 1, "a positive whole number")
-        check(f"{where}embed_dim", self.embed_dim, _is_count(self.embed_dim) and self.embed_dim >= 0, "a whole number")
+            check(where + field, value, is_integer(value) and value >= 1, "a positive whole number")
+        check(f"{where}embed_dim", self.embed_dim, is_integer(self.embed_dim) and self.embed_dim >= 0, "a whole number")
         for field in ("gated_mlp", "rotary", "tied_head", "pre_norm", "bias", "qkv_bias", "qk_norm"):
             check(where + field, getattr(self, field), isinstance(getattr(self, field), bool), "true or false")
-        check(f"{where}eos_token_ids", self.eos_token_ids, all(map(_is_count, self.eos_token_ids)), "whole numbers")
+        check(f"{where}eos_token_ids", self.eos_token_ids, all(map(is_integer, self.eos_token_ids)), "whole numbers")
         for kind in self.attention:
             kind.check(where)
         for layer, source in enumerate(self.sources):
             earlier = source < layer and self.sources[source] == source
-            windows = {self.attention[of % len(self.attention)].window for of in (layer, source)}
+            windows = {self.attention[i % len(self.attention)].window for i in (layer, source)}
             fits = source == layer or earlier and len(windows) == 1 and not self.states
             check(f"{where}sources[{layer}]", source, fits, "the layer itself, or an earlier one with the same window")
         small = is_number(self.norm_eps) and 0 < self.norm_eps < 1
@@ -95,23 +94,23 @@ class ModelShape:
 
     @property
     def max_context(self) -> int:
-        """Longest sequence that the executor runs."""
+        """Return the tokens of the longest sequence that the executor runs."""
         return min(self.max_positions, self.limit or self.max_positions)
 
     @cached_property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """``attention`` without windows that no sequence outgrows."""
+        """Return ``attention`` without windows that are as long as the longest sequence."""
         narrow = (kind.window is not None and kind.window < self.max_context for kind in self.attention)
         return tuple(
             kind if keep else replace(kind, window=None) for kind, keep in zip(self.attention, narrow, strict=True)
         )
 
     def attention_of(self, layer: int) -> AttentionKind:
-        """Return what attention of a layer is."""
+        """Return the kind of attention of a layer."""
         return self.attention_kinds[layer % len(self.attention)]
 
     def state_of(self, layer: int) -> LayerState | None:
-        """Return what a layer keeps of a request in addition to keys and values; None for attention alone."""
+        """Return the recurrent state of a layer; None if it has only attention."""
         return self.states[layer] if self.states else None
 
     def source_of(self, layer: int) -> int:
@@ -119,7 +118,7 @@ class ModelShape:
         return self.sources[layer] if self.sources else layer
 
     def borrows(self, layer: int) -> bool:
-        """Return whether a layer attends to keys and values that another layer made."""
+        """Return whether a layer attends to keys and values of another layer."""
         return self.source_of(layer) != layer
 
     @cached_property
@@ -129,26 +128,27 @@ class ModelShape:
 
     @cached_property
     def attending(self) -> tuple[int, ...]:
-        """The layers that keep keys and values."""
+        """Return the layers that keep keys and values."""
         states = enumerate(map(self.state_of, range(self.num_layers)))
         own = (layer for layer, state in states if state is None or state.attends)
         return tuple(layer for layer in own if not self.borrows(layer))
 
     @cached_property
     def whole_prompts(self) -> bool:
-        """Return whether prompts are computed whole: a recurrent state passes from token to token; and after a piece, a
-        window's ring of blocks lacks what a borrowing layer needs for its first tokens."""
+        """Return whether prompts must be computed whole, not in chunks. A recurrent state passes from token to token.
+        And after a chunk, the blocks of a layer with a window lack keys and values that a borrowing layer needs for the
+        chunk's first tokens."""
         return bool(self.recurrent) or any(self.attention_of(layer).window is not None for layer in self.lending)
 
     @cached_property
     def recurrent(self) -> tuple[int, ...]:
-        """The layers that keep a state."""
+        """Return the layers that keep a recurrent state."""
         states = map(self.state_of, range(self.num_layers))
         return tuple(layer for layer, state in enumerate(states) if state and state.tensors)
 
     @cached_property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The kind of each layer."""
+        """Return the kind of each layer."""
         return tuple(
             LayerKind(
                 self.weights_kind(layer), self.attention_of(layer).window, self.state_of(layer), self.borrows(layer)
@@ -157,18 +157,18 @@ class ModelShape:
         )
 
     def weights_kind(self, layer: int) -> int:
-        """Return which tensors a layer has: see ``LayerKind``."""
+        """Return ``LayerKind.weights`` of a layer."""
         return self.modules.kind_of[layer] if self.modules else 0
 
     @cached_property
     def weights_counts(self) -> tuple[int, ...]:
-        """How many layers have the tensors of each kind."""
-        of_layers = [self.weights_kind(layer) for layer in range(self.num_layers)]
-        return tuple(map(of_layers.count, range(len(self.modules.kinds) if self.modules else 1)))
+        """Return the number of layers with each kind of weights."""
+        kinds = [self.weights_kind(layer) for layer in range(self.num_layers)]
+        return tuple(map(kinds.count, range(len(self.modules.kinds) if self.modules else 1)))
 
     def of_layers(self, layers: Sequence[int]) -> "ModelShape":
-        """Return the shape of a model with only these layers. A layer whose lender is missing borrows from the last
-        earlier one with the same window. Raise ValueError without one."""
+        """Return the shape of a model with only these layers. A borrowing layer whose source is missing gets the last
+        earlier layer with the same window as its source. Raise ValueError if there is none."""
         attention = tuple(self.attention[layer % len(self.attention)] for layer in layers)
         modules = self.modules and replace(self.modules, kind_of=tuple(self.modules.kind_of[layer] for layer in layers))
         states = tuple(self.states[layer] for layer in layers) if self.states else self.states
@@ -201,65 +201,63 @@ class ModelShape:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """The windows of its layers, each once; empty where every layer sees all tokens."""
+        """Return the windows of the layers, each once; empty if every layer attends to all tokens."""
         return tuple(sorted({kind.window for kind in self.attention_kinds if kind.window is not None}))
 
     @cached_property
     def softcaps(self) -> bool:
-        """Return whether some layer caps its scores."""
+        """Return whether a layer caps its attention scores."""
         return any(kind.softcap is not None for kind in self.attention)
 
     @property
     def passed_width(self) -> int:
-        """Elements of what passes from layer to layer of one token: its hidden states."""
+        """Return the elements of a token's hidden states that pass from layer to layer."""
         return self.hidden * (self.modules.streams if self.modules else 1)
 
     @property
     def query_width(self) -> int:
-        """H·d: columns of the query projection."""
+        """Return H·d, the columns of the query projection."""
         return self.num_heads * self.head_dim
 
     @property
     def queries_per_key(self) -> int:
-        """r = H/G: query heads that share a key head."""
+        """Return H/G, the query heads that share a key head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def kv_width(self) -> int:
-        """2·G·d: elements of one token's keys and values in one layer."""
+        """Return 2·G·d, the elements of one token's keys and values in one layer."""
         return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def act_width(self) -> int:
-        """Elements of one token's ACT in one layer, from which its keys and values are recomputed: h of the layer's
-        input (after its norm), or a narrower row of the attention module, the latent of DeepSeek-V2."""
+        """Return the elements of one token's ACT in one layer: h of the layer's normalized input, or the narrower
+        latent row of DeepSeek-V2's attention."""
         return self.modules.latent or self.hidden if self.modules else self.hidden
 
     @property
     def act_group(self) -> int:
-        """Elements of packed ACT that share a scale and a zero point: GROUP_ELEMENTS, or for a latent the largest
-        divisor of its width that is no more."""
+        """Return the elements of packed ACT that share a scale and a zero point: GROUP_ELEMENTS, or for a latent row
+        its largest divisor up to that."""
         if self.act_width == self.hidden:
             return GROUP_ELEMENTS
         return max(size for size in range(1, GROUP_ELEMENTS + 1) if self.act_width % size == 0)
 
     @property
     def kv_gen_elements(self) -> int:
-        """Elements of the matrices with which keys and values are recomputed from ACT: h·2·G·d."""
+        """Return the elements of the matrices that recompute keys and values from ACT: h·2·G·d."""
         return self.modules.most("kv_gen", outside=True) if self.modules else self.hidden * self.kv_width
 
     @property
     def kv_group(self) -> int:
-        """Elements of packed keys or values that share a scale and a zero point.
-
-        The largest divisor of a head's width that is no more than GROUP_ELEMENTS: no group spans two heads.
-        """
+        """Return the elements of packed keys or values that share a scale and a zero point: the largest divisor of a
+        head's width up to GROUP_ELEMENTS, so that no group spans two heads."""
         return max(size for size in range(1, GROUP_ELEMENTS + 1) if self.head_dim % size == 0)
 
     @property
     def layer_matrix_elements(self) -> int:
-        """Elements of a layer's matrices: OPT 2hHd + 2hGd + 2h·ffn, Llama 3h·ffn in the last term. Where layers have
-        different ones, the most of each part; ``of_weights`` has a single kind."""
+        """Return the elements of a layer's matrices: 2hHd + 2hGd + 2h·ffn (OPT) or 2hHd + 2hGd + 3h·ffn (Llama). If
+        layers have different tensors, each part counts with its largest size; ``of_weights`` has one kind."""
         if self.modules:
             return self.modules.most("early") + self.modules.most("late")
         mlp_matrices = 3 if self.gated_mlp else 2
@@ -267,7 +265,7 @@ class ModelShape:
 
     @property
     def layer_vector_elements(self) -> int:
-        """Elements of a layer's norms and biases."""
+        """Return the elements of a layer's norms and biases."""
         if self.modules:
             return self.modules.most("vectors")
         if not self.bias:  # RMSNorm scales
@@ -276,17 +274,16 @@ class ModelShape:
         return 4 * self.hidden + (self.query_width + self.kv_width + self.hidden) + (self.ffn + self.hidden)
 
     def layer_bytes(self, matrix_bytes: float, vector_bytes: float | None = None) -> float:
-        """Return the bytes of a decoder layer's weights (``layer_matrix_elements``); ``vector_bytes``: of norms,
-        biases."""
+        """Return the bytes of a layer's weights, for these bytes of an element of matrices, and of norms and biases
+        (default: the same)."""
         vector_bytes = matrix_bytes if vector_bytes is None else vector_bytes
         return self.layer_matrix_elements * matrix_bytes + self.layer_vector_elements * vector_bytes
 
     def embedding_bytes(self, bytes_per_element: int) -> int:
-        """Return the bytes outside the layers.
+        """Return the bytes of weights outside the layers.
 
-        Token embedding; learned positions, if any; the final norm, if norms come first (a scale; in OPT also a bias);
-        the output head, unless tied; and, if the embedding is narrower than the hidden state, the projections in and
-        out.
+        These are the token embedding, learned positions, the final norm if norms come first (a scale; in OPT also a
+        bias), the output head unless it is tied, and two projections if the embedding is narrower than hidden states.
         """
         if self.modules:
             return self.modules.outer_elements * bytes_per_element
@@ -301,7 +298,7 @@ class ModelShape:
         return elements * bytes_per_element
 
     def weights_bytes(self, bytes_per_element: int) -> int:
-        """Bytes of all weights, none of them packed."""
+        """Return the bytes of all weights, unpacked."""
         counts = enumerate(self.weights_counts)
         layers = sum(count * self.of_weights(kind).layer_bytes(bytes_per_element) for kind, count in counts)
         return int(layers) + self.embedding_bytes(bytes_per_element)
@@ -319,11 +316,11 @@ class ModelShape:
         return self.weights_bytes(plain) - elements * (plain - packed.bits / 8)
 
     def kv_token_bytes(self, bytes_per_element: Width) -> Width:
-        """Bytes of one token's keys and values in one layer: 2·G·d·p. A packed row is whole bytes."""
+        """Return the bytes of one token's keys and values in one layer, rounded to whole bytes for packed rows."""
         return type(bytes_per_element)(round(self.kv_width * bytes_per_element))
 
     def act_token_bytes(self, bytes_per_element: Width) -> Width:
-        """Bytes of one token's ACT in one layer. A packed row is whole bytes."""
+        """Return the bytes of one token's ACT in one layer, rounded to whole bytes for packed rows."""
         return type(bytes_per_element)(round(self.act_width * bytes_per_element))
 
 
@@ -332,21 +329,17 @@ def _of_weights(shape: ModelShape, kind: int) -> ModelShape:
     return replace(shape, modules=shape.modules.only(kind) if shape.modules else None)
 
 
-def _is_count(value) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-#: OPT's learned positions start at row 2 of the table (a padding row that fairseq left behind).
+#: OPT's learned positions start at row 2 of the table, because of padding rows in fairseq.
 OPT_POSITION_OFFSET = 2
 
-#: Head size of Qwen3 at any hidden size, unless the configuration has it.
+#: Head size of Qwen3, at any hidden size, if the configuration has none.
 QWEN3_HEAD_DIM = 128
 
-#: model_type -> the end token where neither config.json nor generation_config.json names one; of the others it is 2.
+#: model_type -> end token if neither config.json nor generation_config.json has one (default: 2).
 _END_TOKEN: dict[object, int | None] = {"qwen2": None, "qwen3": None, "phi3": 32000}
 
 
-#: Sizes of a row of ``KNOWN_SHAPES`` after its name; OPT's rows have the first three.
+#: Columns of ``KNOWN_SHAPES`` after the name; OPT's rows have only the first three.
 _SIZES = ("num_layers", "hidden", "num_heads", "num_kv_heads", "ffn", "vocab", "max_positions")
 
 
@@ -358,7 +351,8 @@ def _opt(name: str, *row: int, **more) -> ModelShape:
 
 
 def _gated(name: str, row: tuple[int, ...], eos: int = 2, theta: float = 1e4, **more) -> ModelShape:
-    """Llama and those built like it: gated feed-forward, rotary positions, RMSNorm; bfloat16, its head not tied."""
+    """Return the shape of a model like Llama: gated feed-forward, rotary positions, RMSNorm; by default bfloat16 and a
+    head that is not tied."""
     sizes = dict(zip(_SIZES, row, strict=True))
     built = dict(gated_mlp=True, rotary=True, bias=False, tied_head=False, dtype="bfloat16", rope=Rope(theta))
     fields: dict = sizes | built | more
@@ -371,14 +365,15 @@ def _qwen(name: str, row: tuple[int, ...], norm_eps: float = 1e-6, **more) -> Mo
 
 
 def _qwen3(size: str, row: tuple[int, ...], **more) -> ModelShape:
-    """Qwen3 as it is published for chats; the base models, "-base", end at another token and have 32,768 positions."""
+    """Return the shape of a Qwen3 chat model. Base models ("-base") have another end token and 32,768 positions."""
     fields: dict = dict(qk_norm=True, norm_eps=1e-6, head_dim=QWEN3_HEAD_DIM) | more
     sizes = (*row, 151936, 40960)
     return replace(_gated(f"qwen3-{size}", sizes, theta=1e6, **fields), eos_token_ids=(151645, 151643))
 
 
 _LLAMA_2_7B = 32, 4096, 32, 32, 11008, 32000
-#: Public shapes, from config.json of published base models (OPT also: Zhang et al. 2022, table 1; Qwen3: chat).
+#: Shapes of published models, from the config.json of base models (Qwen3: chat models; OPT also from Zhang et al. 2022,
+#: table 1).
 KNOWN_SHAPES = {
     shape.name: shape
     for shape in (
@@ -392,7 +387,7 @@ KNOWN_SHAPES = {
         _opt("66b", 64, 9216, 72),
         _opt("175b", 96, 12288, 96),
         _gated("llama-2-7b", (*_LLAMA_2_7B, 4096), dtype="float16"),
-        # Together's: Llama-2-7B, its positions scaled (config.json of togethercomputer/LLaMA-2-7B-32K)
+        # Llama-2-7B with scaled positions, by Together (config.json of togethercomputer/LLaMA-2-7B-32K)
         _gated("llama-2-7b-32k", (*_LLAMA_2_7B, 32768), dtype="float16", rope=Rope(type="linear", factor=8.0)),
         _gated("llama-2-13b", (40, 5120, 40, 40, 13824, 32000, 4096), dtype="float16"),
         _gated("llama-2-70b", (80, 8192, 64, 8, 28672, 32000, 4096), dtype="float16"),
@@ -417,20 +412,18 @@ KNOWN_SHAPES = {
 
 
 def _plain_name(name: str) -> str:
-    """How KNOWN_SHAPES spells a name: small letters, without what Hugging Face writes around it.
+    """Return a Hugging Face name as KNOWN_SHAPES spells it: in small letters, without owner, prefix and suffix.
 
-    "meta-llama/Llama-2-7b-hf" is llama-2-7b, "Meta-Llama-3-8B" llama-3-8b, "mistralai/Mistral-7B-v0.1" mistral-7b
-    (v0.3 is not: its vocabulary is larger).
+    "meta-llama/Llama-2-7b-hf" becomes llama-2-7b, "Meta-Llama-3-8B" llama-3-8b, "mistralai/Mistral-7B-v0.1" mistral-7b.
+    Mistral v0.3 differs, because its vocabulary is larger.
     """
     last = name.strip().rstrip("/").split("/")[-1].lower().removeprefix("meta-")
     return last.removesuffix("-v0.1" if last.startswith("mistral") else "-hf")
 
 
 def shape_by_name(name: str) -> ModelShape:
-    """A known shape: "opt-6.7b", any case, also as Hugging Face spells it ("facebook/opt-6.7b", "Llama-2-7b-hf").
-
-    Raises InputError that lists the nearest known names, then all.
-    """
+    """Return a known shape by name, in any case, also as Hugging Face spells it ("facebook/opt-6.7b"). Raise InputError
+    for an unknown name."""
     shape = KNOWN_SHAPES.get(_plain_name(name)) if isinstance(name, str) else None
     if shape is None:
         raise unknown("model", name, KNOWN_SHAPES)
@@ -438,10 +431,10 @@ def shape_by_name(name: str) -> ModelShape:
 
 
 def shape_of(name_or_path: str | Path) -> ModelShape:
-    """Return the shape of a known model name, or of the path of a config.json or its folder.
+    """Return the shape of a known model by name, or of a config.json by its path or its folder's.
 
-    A Path, and a text that contains an existing folder, is a path; any other text is a name if known, so that a local
-    folder "opt-30b" is "./opt-30b". Raise InputError for anything else.
+    A Path is a path, and so is an existing file or folder whose text has a "/". Another text is a name if it is known,
+    so a local folder "opt-30b" must be given as "./opt-30b". Raise InputError for anything else.
     """
     if isinstance(name_or_path, Path):
         return shape_from_config(name_or_path)
@@ -460,16 +453,14 @@ def shape_of(name_or_path: str | Path) -> ModelShape:
 _OR_A_PATH = "the path of a config.json or of the folder that holds one"
 
 
-MOST_LAYERS = 1_000
+MOST_LAYERS = 1_000  #: limit that rejects a broken config.json before its layers take memory
 
 
 def shape_from_config(path: str | Path) -> ModelShape:
-    """Read a Hugging Face ``config.json`` (or the folder that holds one).
-
-    Raises InputError for a missing or broken file, an unknown architecture or a missing size.
-    """
+    """Read a Hugging Face ``config.json``, or the one in a folder. Raise InputError for a missing or broken file, an
+    unknown architecture or a missing size."""
     path = given = Path(path)
-    if os.path.isdir(path):  # no OSError for a name that is too long, as Path.is_dir has
+    if os.path.isdir(path):  # Path.is_dir would raise OSError for a name that is too long
         path = path / "config.json"
     if path == given or not os.path.exists(path):
         check_no_gguf(given)
@@ -479,7 +470,7 @@ def shape_from_config(path: str | Path) -> ModelShape:
     if not isinstance(config, dict):
         raise InputError(f"{path} does not hold a JSON object")
     for part in (config, config.get("text_config")):
-        for key, value in part.items() if isinstance(part, dict) else ():  # each layer costs memory before any weights
+        for key, value in part.items() if isinstance(part, dict) else ():
             few = not is_number(value) or value <= MOST_LAYERS
             check(f"{path}: {key}", value, few or not key.endswith(("layer", "layers")), f"at most {MOST_LAYERS}")
     packed = packed_format(config, path)
@@ -489,14 +480,15 @@ def shape_from_config(path: str | Path) -> ModelShape:
 
 
 def stored_dtype(config: dict, packed: PackedFormat | None) -> str:
-    """Return the dtype of a checkpoint's plain weights. Without one in the configuration it is bfloat16 next to packed
-    weights, as in gpt-oss, else float32, as in transformers."""
+    """Return the dtype of a checkpoint's unpacked weights. If the configuration has none, it is bfloat16 next to packed
+    weights (as in gpt-oss), otherwise float32 (as in transformers)."""
     named = config.get("dtype") or config.get("torch_dtype") or ("bfloat16" if packed else "float32")
     return str(named).removeprefix("torch.")
 
 
 def check_plain(shape: ModelShape, packed: PackedFormat | None, path: Path) -> None:
-    """Raise PackedWeights for packed weights. Every reader of a model ends here: what cannot run is not predicted."""
+    """Raise PackedWeights if weights are packed. Every reader of a model calls this, so that models that cannot run are
+    not predicted, either."""
     if packed:
         size, copy = shape.stored_bytes(packed), gib(shape.weights_bytes(DTYPE_BYTES[shape.dtype]))
         error = PackedWeights(
@@ -508,8 +500,8 @@ def check_plain(shape: ModelShape, packed: PackedFormat | None, path: Path) -> N
 
 
 def has_own_file(folder: Path) -> bool:
-    """Return whether the layer functions of ``FAMILIES`` run a checkpoint. Others, and a Llama with biases or long
-    rotation, use transformers' layers. True for a broken config.json, whose error ``shape_from_config`` raises."""
+    """Return whether the layer functions of ``FAMILIES`` run a checkpoint; other checkpoints use transformers' layers.
+    True for a broken config.json, whose error ``shape_from_config`` raises later."""
     try:
         shape_from_config(folder / "config.json")
     except NotBuiltIn:
@@ -520,13 +512,13 @@ def has_own_file(folder: Path) -> bool:
 
 
 def shape_of_checkpoint(folder: Path) -> ModelShape:
-    """``shape_from_config`` of a checkpoint, which ``checkpoint_folder`` finds."""
+    """Return the shape of the checkpoint that ``checkpoint_folder`` finds."""
     return shape_from_config(checkpoint_folder(folder))
 
 
 def checkpoint_folder(model: str | Path) -> Path:
-    """Return the folder of a checkpoint: the named one, or that of a name like facebook/opt-1.3b, or of a known shape,
-    in the local Hugging Face cache. Raise InputError if there is none, with how to get it."""
+    """Return the folder of a checkpoint: ``model`` if it is a folder, or the folder of a Hugging Face name or a known
+    shape in the local Hugging Face cache. Raise InputError if there is none."""
     if os.path.isdir(model):
         return Path(model)
     check_no_gguf(Path(model))
@@ -542,7 +534,7 @@ def checkpoint_folder(model: str | Path) -> Path:
     raise InputError(f"no checkpoint at {name}: give a local folder (nothing is ever downloaded){advice}")
 
 
-#: How names of KNOWN_SHAPES begin -> where their weights are published; {} is the rest as the publisher writes it.
+#: Beginning of names of KNOWN_SHAPES -> Hugging Face repository; {} is the rest of the name.
 _PUBLISHED = {
     "opt-": "facebook/opt-{}", "llama-2-": "meta-llama/Llama-2-{}-hf", "llama-3-": "meta-llama/Meta-Llama-3-{}",
     "mistral-": "mistralai/Mistral-{}-v0.1", "qwen2.5-": "Qwen/Qwen2.5-{}", "qwen3-": "Qwen/Qwen3-{}",
@@ -550,27 +542,27 @@ _PUBLISHED = {
 
 
 def _repository(name: str) -> str | None:
-    """Return the repository of a known shape on the Hugging Face Hub; None for a name that is not known."""
-    if name not in KNOWN_SHAPES or name == "opt-175b":  # which is given on request alone
+    """Return the repository of a known shape on the Hugging Face Hub; None for another name."""
+    if name not in KNOWN_SHAPES or name == "opt-175b":  # its weights are not public
         return None
     start, repository = next((start, to) for start, to in _PUBLISHED.items() if name.startswith(start))
     size = name.removeprefix(start)
     return repository.format(size if start in ("opt-", "llama-2-") else size.upper())
 
 
-#: A model's name on the Hugging Face Hub.
+#: Pattern of a model's name on the Hugging Face Hub.
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 
 
 def hugging_face_cache() -> Path:
-    """Return where huggingface_hub keeps what it has downloaded, by its environment variables."""
+    """Return the folder of huggingface_hub's downloads, by its environment variables."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
     home = Path(os.environ.get("HF_HOME") or home)
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
 
 
 def _checkpoint_name(folder: Path) -> str:
-    """Return the name of a checkpoint's folder, or of the repository of which it is a snapshot."""
+    """Return the name of a checkpoint: its folder's, or its repository's if the folder is a snapshot in the cache."""
     cached = folder.parent.parent.name
     return cached.split("--")[-1] if folder.parent.name == "snapshots" and "--" in cached else folder.name
 
@@ -580,7 +572,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     check(f"{path}: model_type", model_type, isinstance(model_type, str), "the name of an architecture, such as llama")
     if (family := FAMILIES.get(str(model_type))) is None:
         raise NotBuiltIn(f"{path}: {unknown('architecture', model_type, sorted(FAMILIES))}")
-    # By these fields transformers' cache forgets tokens, whether or not its attention has them, too.
+    # With these fields, transformers' cache drops tokens outside the window.
     windowed = ["sliding_window"] if model_type in ("mistral", "phi3", "qwen2", "qwen3") else []
     windowed += ["layer_types"] if config.get("use_sliding_window") and model_type in ("qwen2", "qwen3") else []
     for key in ("sliding_window", "layer_types", "attention_chunk_size", "text_config", "is_encoder_decoder"):
@@ -589,7 +581,7 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
             set(map(str, value)) if isinstance(value, list) and len(value) == config.get("num_hidden_layers") else None
         )
         whole = names is not None and names <= {"full_attention"}
-        whole = value is False or whole and model_type not in ("mistral", "phi3")  # of which all layers have windows
+        whole = value is False or whole and model_type not in ("mistral", "phi3")  # their layers all have windows
         if not (value is None or whole or is_number(value) and is_number(positions) and value >= positions):
             raise NotBuiltIn(f"{path}: {key} = {shown(value)} is not supported for {model_type}")
 
@@ -639,10 +631,10 @@ def _shape_from_dict(config: dict, path: Path) -> ModelShape:  # noqa: C901 (one
     activation = config.get("hidden_act", "silu")
     if activation != "silu":
         raise NotBuiltIn(f"{path}: hidden_act {shown(activation)} is not supported; the gated feed-forward uses silu")
-    for key in ("attention_bias", "mlp_bias"):  # Qwen2 has its biases without saying so
+    for key in ("attention_bias", "mlp_bias"):  # Qwen2 has biases without these fields
         if model_type != "qwen2" and config.get(key, False) is not False:
             raise NotBuiltIn(f"{path}: {key} = {shown(config[key])} is not supported")
-    if not _is_count(common["head_dim"]) or common["head_dim"] % 2:
+    if not is_integer(common["head_dim"]) or common["head_dim"] % 2:
         raise InputError(f"{path}: head_dim {shown(common['head_dim'])} is not even; rotary positions turn pairs")
     shape = ModelShape(
         **common,

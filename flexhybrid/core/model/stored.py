@@ -1,4 +1,4 @@
-"""Packed checkpoints: the signs by which one is known, so that its bytes are never taken for plain weights."""
+"""Detect packed (quantized) checkpoints, so that their bytes are never read as plain weights."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from flexhybrid.core.errors import SHOWN, InputError, check, file_errors, is_int
 from flexhybrid.core.files import load_json
 
 GIVE_PLAIN = "Packed weights are not read: give a plain checkpoint, in float32, bfloat16 or float16"
-#: Methods -> endings of tensor names that accompany or replace packed weights.
+#: Packing method -> pattern for endings of tensor names that accompany or replace packed weights.
 PARTS = {
     "GPTQ or AWQ": r"\.(qweight|qzeros|g_idx|scales)",
     "MXFP4": "_(blocks|scales)",
@@ -17,52 +17,53 @@ PARTS = {
     "bitsandbytes": r"\.weight\.(absmax|quant_map|nested_\w+|quant_state\.\w+)|\.SCB",
     "quanto, HQQ, AQLM or ExLlama": r"\.weight\._(data|scale|shift)|\.(W_q|codes|codebooks|q_weight|q_scale|trellis)",
 }
-#: Fields of config.json, or of an object in it such as text_config, that say how weights are packed.
+#: Fields of config.json, or of an object in it such as text_config, with the settings of packed weights.
 FIELDS = ("quantization_config", "compression_config")
-#: Files next to config.json that show the method -> the method, if they name none.
+#: File next to config.json with such settings -> the method if the file names none.
 FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-#: What methods call their variant, the bits of an element, the elements that share a scale, and modules left plain.
+#: Names that methods use in settings, for their variant, the bits of an element, the elements that share a scale, and
+#: modules that stay plain.
 VARIANTS = ("quant_algo", "format", "weights")
 BITS, GROUPS = ("bits", "num_bits", "w_bit", "nbits"), ("group_size", "q_group_size")
 KEPT = ("modules_to_not_convert", "ignore", "exclude_modules", "ignored_layers", "llm_int8_skip_modules")
-#: Words in a format's name -> bits of an element with its share of a scale.
+#: Word in a format's name -> bits of an element with its share of a scale.
 FIXED_BITS = {"mxfp4": 4.25, "nvfp4": 4.5, "fp8": 8.0, "float8": 8.0, "int8": 8.0, "float-quantized": 8.0}
 ROUTER = re.compile(r"(^|\.)(gate|router)(\.\w+)?\.weight$")
 
 
 class PackedWeights(InputError):
-    """Raised for a model whose weights are packed, with its format and the bytes of its checkpoint (None: unknown)."""
+    """Raised for a model whose weights are packed."""
 
-    method: str
-    stored_bytes: float | None
+    method: str  #: packing method
+    stored_bytes: float | None  #: bytes of the checkpoint; None: unknown
 
 
 class PackedFormat(NamedTuple):
-    """How the weights of a checkpoint are packed, as its files say it."""
+    """The format of a checkpoint's packed weights, from its files."""
 
-    method: str  #: by its name in these files
+    method: str  #: name of the packing method
     name: str  #: the method with its variant, bits and groups
-    said_by: str
-    bits: float | None = None  #: of an element, with its share of scales and zero points; None: not known
-    kept: str = ""  #: pattern of modules that stay plain
+    said_by: str  #: field or file with these settings
+    bits: float | None = None  #: bits of an element with its share of scales and zero points; None: unknown
+    kept: str = ""  #: pattern for names of modules that stay plain
 
     def packs(self, tensor: str, size: tuple[int, ...]) -> bool:
-        """Return whether a tensor of a layer is packed: a matrix that is no router's and does not stay plain."""
+        """Return whether a tensor of a layer is packed: a matrix, except routers and modules that stay plain."""
         if len(size) < 2 or tensor.endswith("bias") or ROUTER.search(tensor):
             return False
         if self.method == "mxfp4":
-            return len(size) > 2  # experts
+            return len(size) > 2  # only experts are packed
         return not (self.kept and re.search(rf"(^|\.)({self.kept})(\.|$)", tensor.removesuffix(".weight")))
 
 
 def method_of_part(name: str) -> str | None:
-    """Return the method whose packed weights have a part of this name; None for other tensors."""
+    """Return the packing method that uses a tensor of this name; None for tensors of plain weights."""
     return next((method for method, ending in PARTS.items() if re.search(f"({ending})$", name)), None)
 
 
 def packed_format(config: dict, path: Path) -> PackedFormat | None:
-    """Return how a model's weights are packed; None for plain ones. ``path``: of its configuration; files next to
-    config.json are read too. Raise InputError for unreadable settings."""
+    """Return the format of a model's packed weights; None for plain weights. ``path``: its config.json, next to which
+    other files are also read. Raise InputError for settings that cannot be read."""
     places, folder = _objects(config, path.name), path.parent
     said = [(f"{key} of {where}", part[key]) for where, part in places for key in FIELDS if key in part]
     if path.name == "config.json":
@@ -78,7 +79,7 @@ def packed_format(config: dict, path: Path) -> PackedFormat | None:
 
 
 def check_no_gguf(path: Path) -> None:
-    """Raise InputError for a GGUF file, and for a folder that holds one."""
+    """Raise InputError if a path is a GGUF file, or a folder with one."""
     for file in sorted(path.glob("*.gguf")) if os.path.isdir(path) else [path] * os.path.isfile(path):
         with file_errors(f"read {file}"), file.open("rb") as opened:
             if opened.read(4) == b"GGUF":
@@ -86,15 +87,15 @@ def check_no_gguf(path: Path) -> None:
 
 
 def _objects(whole: dict, name: str) -> list[tuple[str, dict]]:
-    """Return an object and all objects in it, outer ones first, with their paths."""
+    """Return (path, object) for a JSON object and all objects in it, outer ones first."""
     found = [(name, whole)]
-    for where, part in found:  # grows
+    for where, part in found:  # the list grows meanwhile
         found += [(f"{key} of {where}", value) for key, value in part.items() if isinstance(value, dict)]
     return found
 
 
 def _format(settings: dict, where: str) -> PackedFormat | None:
-    """Return the format of settings as one of the methods' own tools writes them; None where weights are plain."""
+    """Return the format that a packing tool's settings describe; None if weights are plain."""
     said = {}
     for place, part in _objects(settings, ""):
         said = said if "activations" in place else part | said
@@ -105,7 +106,7 @@ def _format(settings: dict, where: str) -> PackedFormat | None:
     method = str(said.get("quant_method") or usual).lower()
     variant = next((text for key in VARIANTS if isinstance(text := said.get(key), str)), "").lower()
     if (method == "modelopt" and not variant) or (method == "bitsandbytes" and not loaded):
-        return None  # the cache alone is packed, or nothing
+        return None  # only the cache is packed, or nothing
     numbers = {key: value for key, value in said.items() if is_integer(value) and 0 < value < 1 << 16}
     bits, size = (next((numbers[key] for key in keys if key in numbers), 0) for keys in (BITS, GROUPS))
     name = f"{method} {variant}".strip() + f", {bits} bits" * (bits > 0) + f" in groups of {size}" * (size > 0)

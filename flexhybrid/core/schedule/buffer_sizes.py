@@ -1,6 +1,6 @@
-"""Rows and blocks of each buffer of a wave; ``core.memory`` turns them into bytes.
+"""Rows and blocks of each buffer of a wave; ``core.memory`` converts them to bytes.
 
-The executor allocates from ``BufferSizes``; the budget check and the search add up the same sizes.
+The executor allocates these sizes; the budget check and the search add them up.
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ from flexhybrid.core.problem import BufferSizes, Problem, attends_in_place, larg
 from flexhybrid.core.wave import Wave, by_pool
 from flexhybrid.core.workload import Workload
 
-LOG_ITERATIONS = 4  #: iterations of sampled tokens that the host keeps if requests join; 2 would suffice
+LOG_ITERATIONS = 4  #: iterations of sampled tokens that the host keeps if requests join; at least 2 are needed
 
 
 def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> Iterator[tuple[BufferSizes, int]]:
-    """Yield the sizes of each mini-batch (or of each of ``groups``), without pools, and the number of chunks of its
-    prompts. Mini-batches of equal lengths share one result."""
+    """Yield (sizes without pools, number of chunks of the prompts) of each mini-batch. ``groups``: places of other
+    mini-batches (default: the wave's). Mini-batches with equal lengths share one result."""
     prompts, cached = wave.workload.prompt_tokens, wave.workload.cached_tokens
     of_lengths: dict[bytes, tuple[BufferSizes, int]] = {}
     entries, policy, widest = wave.entries, wave.policy, wave.windows[-1]
     kept = kept_tokens(policy.selection, prompts, cached, cached)
     kept_prompts = kept_tokens(policy.selection, prompts, prompts, cached)
     prompt_tokens = entries.stored(kept_prompts) - entries.stored(entries.first_stored(kept_prompts, widest))
-    fresh = _stored_until(entries, cached, kept) > _stored_until(entries, prompts, kept)  # some of it in the decode
-
-    def by_entry(values) -> dict:
-        return dict(zip(entries.names, values, strict=True))
+    fresh = _stored_until(entries, cached, kept) > _stored_until(entries, prompts, kept)  # the decode stores to it
 
     for group in wave.mini_batches if groups is None else groups:
         if (lengths := np.stack([prompts[group], cached[group]]).tobytes()) in of_lengths:
@@ -47,9 +44,9 @@ def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> 
         staged = prompt_tokens[group].sum(axis=0)
         if (chunks := num_chunks(policy, prompts[group])) > 1:
             staged = _staged_by_chunk(entries, policy, int(prompts[group].max()), widest)
-        stored_now = by_entry(fresh[group].any(axis=0) * len(group))
-        longest, staged_now = longest_piece(policy, prompts[group]), by_entry(staged)
-        windows = wave.windows if wave.split else (widest,)  # shorter contexts may recompute more
+        stored_now = entries.by_entry(fresh[group].any(axis=0) * len(group))
+        longest, staged_now = longest_piece(policy, prompts[group]), entries.by_entry(staged)
+        windows = wave.windows if wave.split else (widest,)  # with both(…), a shorter context may recompute more
         reads = (_reads(wave, group, window) for window in windows)
         sizes = (
             group_sizes(wave.problem, policy, len(group), longest, of_window, fresh=stored_now, staged=staged_now)
@@ -60,15 +57,16 @@ def mini_batch_sizes(wave: Wave, groups: Iterable[np.ndarray] | None = None) -> 
 
 
 class SharedLengths(NamedTuple):
-    """Blocks that requests of a mini-batch share."""
+    """Numbers of blocks that requests of a mini-batch share."""
 
-    depth: np.ndarray  #: [requests] blocks
-    joining: np.ndarray  #: [joining requests] blocks that are not computed with them
-    common: np.ndarray  #: [entry] shared blocks, each counted once
+    depth: np.ndarray  #: [requests], shared blocks of each request
+    joining: np.ndarray  #: [joining requests], shared blocks that their prompt step does not compute
+    common: np.ndarray  #: [entry], shared blocks, each counted once
 
 
 def shared_lengths(wave: Wave, group: np.ndarray, joining: np.ndarray) -> SharedLengths | None:
-    """Return what the requests in places ``group`` share, including those in ``joining``; None without sharing."""
+    """Return the blocks that requests in the places ``group`` share; None without sharing. ``joining``: those of the
+    places whose prompts are computed now."""
     if wave.sharing is None:
         return None
     depth = wave.shared_blocks(group)
@@ -79,12 +77,13 @@ def shared_lengths(wave: Wave, group: np.ndarray, joining: np.ndarray) -> Shared
 def running_sizes(
     wave: Wave, cached: np.ndarray, joining: np.ndarray, shared: SharedLengths | None = None
 ) -> BufferSizes:
-    """Return sizes that suffice for a mini-batch until each request has ``cached`` tokens, in any order of leaving.
+    """Return sizes that suffice for a mini-batch until each request has ``cached`` tokens, in whatever order they end.
 
-    ``joining``: prompt tokens of the requests whose prompts are computed now. For plain entries, which only grow.
+    ``joining``: prompt tokens of requests whose prompts are computed now. The cache must have no both(…) and no token
+    ids, so that its blocks only grow.
     """
     entries, depth, depth_joining, widest = wave.entries, np.int64(0), np.int64(0), wave.windows[-1]
-    most = np.inf if widest is None else entries.in_window(widest)  # blocks [entry] of a request
+    most = np.inf if widest is None else entries.in_window(widest)  # most blocks of a request, [entry]
     if shared is not None:
         depth, depth_joining = shared.depth, shared.joining
     own = entries.dealt(depth)
@@ -97,63 +96,55 @@ def running_sizes(
     if len(joining):
         before = entries.dealt(depth_joining)
         first_stored = entries.first_stored(joining, widest if shared is None else None)
-        staged = (entries.stored(joining) - entries.stored(np.maximum(first_stored, depth_joining * BLOCK_TOKENS))).sum(
-            axis=0
-        )
+        skipped = np.maximum(first_stored, depth_joining * BLOCK_TOKENS)
+        staged = (entries.stored(joining) - entries.stored(skipped)).sum(axis=0)
         fresh_tokens = joining - depth_joining * BLOCK_TOKENS
         longest = longest_piece(wave.policy, fresh_tokens)
-        if num_chunks(wave.policy, fresh_tokens) > 1:  # the last piece reads the earlier ones
+        if num_chunks(wave.policy, fresh_tokens) > 1:  # the last chunk reads the earlier ones
             prompt = int(joining[0])
             staged = _staged_by_chunk(entries, wave.policy, prompt, widest, anywhere=wave.sharing is not None)
             running, new, pieces = np.r_[running, 1], np.r_[new, longest], np.array([False, True])
-            of_prompt = (
-                np.minimum(entries.held(prompt) - before.reshape(-1), most).astype(np.int64),
-                entries.tokens(prompt) - before.reshape(-1) * BLOCK_TOKENS,
-            )
-            blocks, tokens = np.vstack([blocks, of_prompt[0]]), np.vstack([tokens, of_prompt[1]])
-            act_blocks = np.vstack([act_blocks, of_prompt[0]])
-        elif np.any(depth_joining):  # they attend to shared tokens
+            before = before.reshape(-1)
+            held = np.minimum(entries.held(prompt) - before, most).astype(np.int64)
+            blocks, act_blocks = np.vstack([blocks, held]), np.vstack([act_blocks, held])
+            tokens = np.vstack([tokens, entries.tokens(prompt) - before * BLOCK_TOKENS])
+        elif np.any(depth_joining):  # prompts attend to shared tokens
             running, new, pieces = np.r_[running, len(joining)], np.r_[new, longest], np.array([False, True])
-            blocks, tokens, act_blocks = (np.vstack([of, 0 * of]) for of in (blocks, tokens, act_blocks))
-
-    def by_entry(values) -> dict:
-        return dict(zip(entries.names, values, strict=True))
+            blocks, tokens, act_blocks = (np.vstack([sizes, 0 * sizes]) for sizes in (blocks, tokens, act_blocks))
 
     tokens = np.minimum(tokens, blocks * BLOCK_TOKENS)
     reads = Reads(
         running=running,
-        held=by_entry(blocks.T),
-        tokens=by_entry(tokens.T),
+        held=entries.by_entry(blocks.T),
+        tokens=entries.by_entry(tokens.T),
         context=tokens.sum(axis=1),
         recomputed=np.zeros_like(running),
         splits={},
         new=new,
         pieces=pieces,
-        act_blocks=by_entry(act_blocks.T),
+        act_blocks=entries.by_entry(act_blocks.T),
     )
     fresh = dict.fromkeys(entries.names, len(cached))
-    sizes = group_sizes(wave.problem, wave.policy, len(cached), 1, reads, fresh=fresh, staged=by_entry(staged))
+    sizes = group_sizes(wave.problem, wave.policy, len(cached), 1, reads, fresh=fresh, staged=entries.by_entry(staged))
     sizes = replace(sizes, step_rows=max(sizes.step_rows, len(joining) * longest))
-    return sizes if shared is None else with_common(sizes, by_entry(shared.common))
+    return sizes if shared is None else with_common(sizes, entries.by_entry(shared.common))
 
 
 def with_common(sizes: BufferSizes, blocks: dict[str, int]) -> BufferSizes:
     """Return ``sizes`` with room for the shared blocks of each entry."""
 
-    def of(representation: str, *tiers: str) -> int:
-        chosen = (copy for entry in blocks for copy in stored_copies(entry))
-        return sum(
-            int(blocks[copy.entry]) for copy in chosen if copy.representation == representation and copy.tier in tiers
-        )
+    def count(representation: str, *tiers: str) -> int:
+        copies = (copy for entry in blocks for copy in stored_copies(entry))
+        return sum(int(blocks[c.entry]) for c in copies if c.representation == representation and c.tier in tiers)
 
     return replace(
         sizes,
-        act_buffer_blocks=sizes.act_buffer_blocks + of("act", *TIERS),
-        kv_buffer_blocks=sizes.kv_buffer_blocks + of("kv", "host", "disk"),
-        act_staging_blocks=sizes.act_staging_blocks + of("act", "disk"),
-        kv_staging_blocks=sizes.kv_staging_blocks + of("kv", "disk"),
-        act_blocks=sizes.act_blocks + of("act", *TIERS),
-        plain_kv_blocks=sizes.plain_kv_blocks + of("kv", *TIERS),
+        act_buffer_blocks=sizes.act_buffer_blocks + count("act", *TIERS),
+        kv_buffer_blocks=sizes.kv_buffer_blocks + count("kv", "host", "disk"),
+        act_staging_blocks=sizes.act_staging_blocks + count("act", "disk"),
+        kv_staging_blocks=sizes.kv_staging_blocks + count("kv", "disk"),
+        act_blocks=sizes.act_blocks + count("act", *TIERS),
+        plain_kv_blocks=sizes.plain_kv_blocks + count("kv", *TIERS),
         attention_tokens=sizes.attention_tokens
         + (BLOCK_TOKENS * int(sum(blocks.values())) if sizes.attention_tokens else 0),
     )
@@ -166,19 +157,19 @@ def build_sizes(wave: Wave, builds: Sequence[Build]) -> BufferSizes:
     staged = (entries.dealt(last) - entries.dealt(first)).sum(axis=0) * BLOCK_TOKENS
     sizes = BufferSizes(
         pool_blocks={},
-        staged_rows=dict(zip(entries.names, staged.tolist(), strict=True)),
+        staged_rows=entries.by_entry(staged.tolist()),
         attention_tokens=padded_rows(builds) if first.any() else 0,
         step_rows=padded_rows(builds),
         batch=len(builds),
     )
     common = common_blocks(entries, sharing.table[places], first)
-    return with_common(sizes, dict(zip(entries.names, common.tolist(), strict=True)))
+    return with_common(sizes, entries.by_entry(common.tolist()))
 
 
-def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
-    """Return the sizes of a wave whose places later requests take, one by one (``singly``) or a mini-batch at a time.
-    Each request of ``everybody`` fits if it runs alone."""
-    prompts, longest, hidden_rows = everybody.prompt_tokens, int(everybody.cached_tokens.max()) + 1, 0
+def queue_sizes(wave: Wave, alone: Workload, singly: bool) -> BufferSizes:
+    """Return the sizes of a wave whose places later requests take. ``singly``: they join one by one, otherwise a
+    mini-batch at a time. ``alone``: any of these requests must fit if it runs alone."""
+    prompts, longest, hidden_rows = alone.prompt_tokens, int(alone.cached_tokens.max()) + 1, 0
     of_groups = [] if wave.sharing else list(mini_batch_sizes(wave))
     sizes = BufferSizes(wave.pool_blocks, staged_rows={}) if wave.sharing else _merged(wave, of_groups)
     if singly:
@@ -186,13 +177,13 @@ def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
             lengths = wave.workload.select(group)
             shared = shared_lengths(wave, group, group)
             sizes = sizes.merge(running_sizes(wave, lengths.cached_tokens, lengths.prompt_tokens, shared))
-        for request in {int(prompts.argmax()), int(everybody.cached_tokens.argmax())}:
-            lengths = everybody.select(np.array([request]))
+        for request in {int(prompts.argmax()), int(alone.cached_tokens.argmax())}:
+            lengths = alone.select(np.array([request]))
             sizes = sizes.merge(running_sizes(wave, lengths.cached_tokens, lengths.prompt_tokens))
-        alone = prompts[[int(prompts.argmax())]]
+        longest_prompt = prompts[[int(prompts.argmax())]]
         in_pieces = (of_group.step_rows * chunks for of_group, chunks in of_groups)  # in one pass of the weights
         rows = _shared_prompt_rows(wave) if wave.sharing else max(sizes.step_rows, *in_pieces)
-        rows = max(rows, longest_piece(wave.policy, alone) * num_chunks(wave.policy, alone))
+        rows = max(rows, longest_piece(wave.policy, longest_prompt) * num_chunks(wave.policy, longest_prompt))
         if wave.sharing:
             for builds in first_builds(wave):
                 sizes = sizes.merge(build_sizes(wave, builds))
@@ -205,25 +196,28 @@ def queue_sizes(wave: Wave, everybody: Workload, singly: bool) -> BufferSizes:
         places=wave.workload.num_requests,
         noted_bytes=wave.workload.noted_bytes(wave.workload.num_requests * longest),
         longest=longest,
-        attention_tokens=longest if wave.sharing else 0,  # of one that attends to what is shared, however long
+        attention_tokens=longest if wave.sharing else 0,  # for a request of any length that attends to shared tokens
         log_cells=LOG_ITERATIONS * 2 * sizes.batch * len(wave.mini_batches),
     )
     return sizes.merge(of_batch).plain()
 
 
 def holds_lengths(most: Workload, cached: np.ndarray, prompts: np.ndarray, piece: int = 0) -> bool:
-    """Return whether ``running_sizes`` of the lengths ``most`` surely suffice for requests with ``cached`` tokens, some
-    joining with ``prompts``: fewer requests, none longer. ``piece``: largest prompt surely computed whole."""
+    """Return whether the ``running_sizes`` of ``most`` surely suffice for other requests, because these are not more
+    and not longer. ``cached``, ``prompts``: their tokens, and those of joining prompts. ``piece``: a single joining
+    prompt must not be longer, so that it is computed whole."""
 
-    def no_longer(tokens: np.ndarray, those: np.ndarray) -> bool:
-        return len(tokens) <= len(those) and bool((np.sort(tokens)[::-1] <= np.sort(those)[::-1][: len(tokens)]).all())
+    def no_longer(tokens: np.ndarray, limits: np.ndarray) -> bool:
+        if len(tokens) > len(limits):
+            return False
+        return bool((np.sort(tokens)[::-1] <= np.sort(limits)[::-1][: len(tokens)]).all())
 
     several = len(cached) > 1 and (len(prompts) != 1 or prompts[0] <= piece)
     return several and no_longer(cached, most.cached_tokens) and no_longer(prompts, most.prompt_tokens)
 
 
 def _largest_groups(wave: Wave) -> list[np.ndarray]:
-    """Return the mini-batches that need the most; drops those no longer than the one before them."""
+    """Return the mini-batches without those that surely need no more than an earlier one."""
     chosen, most = [], None
     for group in wave.mini_batches:
         lengths = wave.workload.select(group)
@@ -234,7 +228,7 @@ def _largest_groups(wave: Wave) -> list[np.ndarray]:
 
 
 def _shared_prompt_rows(wave: Wave) -> int:
-    """Return the most padded rows that a mini-batch computes in one pass of the weights when the batch begins."""
+    """Return the most padded rows that a mini-batch computes in the batch's first pass of the weights."""
     rows = []
     for group in wave.mini_batches:
         own = wave.workload.prompt_tokens[group] - wave.skipped_tokens(group)
@@ -244,7 +238,8 @@ def _shared_prompt_rows(wave: Wave) -> int:
 
 
 def first_builds(wave: Wave, group: np.ndarray | None = None) -> list[list[Build]]:
-    """Return the steps that compute shared blocks for the first time, for one mini-batch's members or for all."""
+    """Return the steps that compute shared blocks for the first time. ``group``: places of one mini-batch (default: all
+    mini-batches)."""
     groups = wave.mini_batches if group is None else [group]
     steps = []
     for members in groups:
@@ -255,7 +250,7 @@ def first_builds(wave: Wave, group: np.ndarray | None = None) -> list[list[Build
 
 
 def buffer_sizes(wave: Wave) -> BufferSizes:
-    """Return the sizes of a wave from the lengths that its requests can reach."""
+    """Return the sizes of a wave for the longest lengths that its requests can reach."""
     return wave.limits if wave.queue else _merged(wave, list(mini_batch_sizes(wave)))
 
 
@@ -291,8 +286,9 @@ def _merged(wave: Wave, of_groups: list[tuple[BufferSizes, int]]) -> BufferSizes
 
 
 def log_shape(wave: Wave, batch: int) -> tuple[int, int]:
-    """Return the shape (iterations, requests) of the log of sampled tokens on the host. If requests join, it is a ring
-    for ``batch`` decoding and ``batch`` joining requests per mini-batch, read two iterations later."""
+    """Return the shape (iterations, requests) of the log of sampled tokens on the host. If requests join, the log is a
+    ring with room for ``batch`` decoding and ``batch`` joining requests of each mini-batch. It is read two iterations
+    later."""
     if wave.queue is None:
         return int(wave.workload.max_tokens.max()), wave.workload.num_requests
     return LOG_ITERATIONS, 2 * batch * len(wave.mini_batches)
@@ -300,35 +296,35 @@ def log_shape(wave: Wave, batch: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Reads:
-    """What the steps of a mini-batch read for its longest requests: arrays [steps] or [steps, candidates]."""
+    """The cache that steps of a mini-batch read for its longest request; arrays [steps] or [steps, candidates]."""
 
-    running: np.ndarray  #: requests still running
+    running: np.ndarray  #: requests that run in the step
     held: dict[str, np.ndarray]  #: entry -> blocks
     tokens: dict[str, np.ndarray]  #: entry -> tokens
-    context: np.ndarray | int  #: columns of the attention buffer in use
-    recomputed: np.ndarray  #: longest prefix kept as token ids
-    splits: dict[str, dict[str, np.ndarray]]  #: both(…) entry -> blocks recomputed ("act"), loaded ("kv")
+    context: np.ndarray | int  #: columns of the attention buffer with cached tokens
+    recomputed: np.ndarray  #: tokens of the longest prefix that is kept as token ids
+    splits: dict[str, dict[str, np.ndarray]]  #: both(…) entry -> blocks that are recomputed ("act") and loaded ("kv")
     new: np.ndarray | int = 1  #: new tokens of a request
-    pieces: np.ndarray | bool = False  #: prompt steps, in which the device attends to the cache
-    #: entry -> contiguous ACT blocks of all requests; None: all requests are as long as the longest
+    pieces: np.ndarray | bool = False  #: True for prompt steps in which the device attends to the cache
+    #: entry -> contiguous ACT blocks of all requests; None: all requests are as long as the longest one
     act_blocks: dict[str, np.ndarray] | None = None
 
 
 def _reads(wave: Wave, group: np.ndarray, window: int | None) -> Reads:
-    """Return the steps of a mini-batch that may need the most in layers with this window (decode steps, chunks of a
-    long prompt), and one step that needs nothing."""
+    """Return the reads of the steps of a mini-batch that may need the most memory in layers with this window. These are
+    decode steps and chunks of a long prompt; one more step reads nothing."""
     entries, policy, workload = wave.entries, wave.policy, wave.workload
     alike, count = np.unique(
         np.stack([workload.prompt_tokens[group], workload.max_tokens[group]]), axis=1, return_counts=True
     )
     prompts, generated = alike
     if window is not None and workload.cached_tokens[group].max() <= window:
-        window = None  # nothing comes after it
+        window = None  # the window holds every context
     if entries.tok_share or wave.split or window is not None:
         steps = np.arange(generated.max())[:, None]
-    else:  # entries only grow: the last step before a request leaves
+    else:  # the cache only grows: the last steps before a request leaves suffice
         steps = np.unique([0, *(generated - 1)])[:, None]
-    runs = (steps > 0) & (steps < generated)  # [steps, requests that differ]
+    runs = (steps > 0) & (steps < generated)  # [steps, requests with different lengths]
     last = prompts + generated - 1
     tokens, new = kept_tokens(policy.selection, prompts, np.maximum(prompts + steps - 1, 0), last), 1
     pieces = np.zeros(len(tokens), dtype=bool)
@@ -355,7 +351,7 @@ def _reads(wave: Wave, group: np.ndarray, window: int | None) -> Reads:
     act_blocks = {entry: of_all(blocks) for entry, (blocks, _) in blocks_and_tokens.items()}
     most_tokens = {entry: longest(tokens_by_step) for entry, (_, tokens_by_step) in blocks_and_tokens.items()}
     splits = {}
-    for entry, lines in wave.split.items():  # the longest request that did not stop early
+    for entry, lines in wave.split.items():
         tokens_by_step, prompt = blocks_and_tokens[entry][1], int(prompts.max())
         blocks = split_blocks(lines, len(group), tokens_by_step, len(wave.mini_batches), prompt)
         splits[entry] = {r: longest(values_by_step) for r, values_by_step in blocks.items()}
@@ -375,16 +371,16 @@ def _reads(wave: Wave, group: np.ndarray, window: int | None) -> Reads:
 
 
 def by_device(entry: str, pieces):
-    """Return 0 for the steps in which the host attends to an entry, which then needs no buffer on the device; else 1.
-    ``pieces``: as in ``Reads``."""
+    """Return 1 for steps in which the device attends to an entry; 0 for those in which the host does, which need no
+    buffer on the device. ``pieces``: see ``Reads``."""
     return pieces if entry == ATTENDED_ENTRY else 1
 
 
 def _staged_by_chunk(
     entries: BlockEntries, policy: Policy, prompt: int, window: int | None, anywhere: bool = False
 ) -> np.ndarray:
-    """Return the most tokens of each entry that a chunk of a prompt stores in layers with this window, [entry].
-    ``anywhere``: chunks begin at any block, not only at multiples of their size."""
+    """Return the most tokens that a chunk of a prompt stores to each entry in layers with this window, [entry].
+    ``anywhere``: chunks may begin at any block, not only at multiples of their size."""
     size = chunk_tokens(policy.max_mini_batch_tokens)
     before = np.arange(0, prompt, BLOCK_TOKENS if anywhere else size)
     after = np.minimum(before + size, prompt)
@@ -392,7 +388,7 @@ def _staged_by_chunk(
 
 
 def selected_rows(selection: Selection, reads: Reads) -> dict:
-    """Return the most rows that a speculative selection fetches for a mini-batch in a layer, by representation."""
+    """Return representation -> most rows that a speculative selection loads for a mini-batch in a layer."""
     if selection.method != "speculative":
         return {}
     return {
@@ -402,10 +398,8 @@ def selected_rows(selection: Selection, reads: Reads) -> dict:
 
 
 def _stored_until(entries: BlockEntries, tokens, kept) -> np.ndarray:
-    """Return the tokens in blocks of each entry, for the first ``tokens`` of each request: [requests, entry].
-
-    Beyond ``kept`` tokens, the newest replace the oldest.
-    """
+    """Return the number of each request's first ``tokens`` that were stored to each entry, [requests, entry]. Beyond
+    ``kept`` tokens, new tokens replace the oldest."""
     rounds, remainder = np.divmod(tokens, kept)
     return rounds[:, None] * entries.stored(kept) + entries.stored(remainder)
 
@@ -415,10 +409,10 @@ def group_sizes(
 ) -> BufferSizes:
     """Return the sizes of a mini-batch of ``batch`` requests; numbers or arrays [candidates].
 
-    ``prompt``: its longest, in tokens. ``fresh``: new tokens of a decode step; ``staged``: prompt tokens of all its
-    requests; both by entry.
+    ``prompt``: tokens of the longest prompt. ``fresh``, ``staged``: entry -> new tokens of all requests in a decode
+    step, and in their prompts.
     """
-    largest = np.maximum.reduce  # np.max spends half its time on arguments
+    largest = np.maximum.reduce  # faster than np.max
     columns = {(r, tier): 0 * reads.context for r in ("act", "kv") for tier in ("any", "disk", "device")}
     for entry, blocks in reads.held.items():
         for part in stored_copies(entry):
@@ -457,7 +451,7 @@ def group_sizes(
 
 
 def split_blocks(lines: SplitLines, batch, tokens, num_mini_batches, prompt) -> dict:
-    """Return the blocks per request that a both(…) entry recomputes ("act") and loads ("kv") of ``tokens``; arrays
-    allowed. ``prompt``: tokens of the mini-batch's longest prompt."""
+    """Return the blocks of a request with ``tokens`` that a both(…) entry recomputes ("act") and loads ("kv"); numbers
+    or arrays. ``prompt``: tokens of the mini-batch's longest prompt."""
     act = split_point(lines, batch, tokens, num_mini_batches, prompt=prompt) // BLOCK_TOKENS
     return {"act": act, "kv": ceil_blocks(tokens) - act}

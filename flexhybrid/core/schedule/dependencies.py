@@ -1,8 +1,7 @@
-"""Dependencies of tasks, derived from what they read and write.
+"""Derive the dependencies of tasks from their reads and writes.
 
-Tasks come in stream order, and each resource runs its tasks in that order. "Task n of resource R is complete" therefore
-implies all tasks before it on R. A dependency is a pair (resource, ordinal); only the latest per resource counts, and
-the task's own resource needs none.
+Each resource runs its tasks in stream order. So if task n of a resource has ended, all earlier ones have. A dependency
+is a pair (resource, ordinal). A task has at most one for each other resource, and none on its own.
 """
 
 from collections.abc import Iterable
@@ -11,25 +10,23 @@ from flexhybrid.core.task import Access, Task
 
 HAZARDS = ("read_after_write", "write_after_read", "write_after_write")
 
-#: (resource, ordinal): wait until the resource has completed the task with this ordinal, counted from 0.
+#: (resource, ordinal): wait until the resource has ended the task with this ordinal, counted from 0.
 Mark = tuple[str, int]
 
 
 class _Span:
-    """Cells [lo, hi) with one last writer and the readers since: resource -> latest ordinal."""
+    """Cells [lo, hi) with the same last writer and the same readers since. ``readers``: resource -> latest ordinal."""
 
     __slots__ = ("lo", "hi", "writer", "written", "readers")
 
     def __init__(self, lo: int, hi: int, writer: str | None, written: int, readers: dict[str, int]):
         self.lo, self.hi, self.readers = lo, hi, readers
-        self.writer, self.written = writer, written  #: resource and ordinal of the last task that wrote
+        self.writer, self.written = writer, written  # resource and ordinal of the last writing task
 
 
 class _Space:
-    """The spans of a space, by their first cells, and the accesses whose spans are known.
-
-    Spans are split where an access begins or ends, and never joined: a run repeats the same few accesses.
-    """
+    """The spans of a space, sorted by first cell, and the accesses whose spans are recorded. Spans are split where an
+    access begins or ends. They are never joined, because a run repeats the same few accesses."""
 
     __slots__ = ("spans", "accesses")
 
@@ -41,27 +38,26 @@ class _Space:
 Accesses = tuple[Access, ...]
 Spans = tuple[_Span, ...]
 
-#: Limit of kept footprints: 100 layers, 100 mini-batches, 12 tasks each.
+#: Most footprints that are kept, enough for 12 tasks in each of 100 layers and 100 mini-batches.
 MOST_FOOTPRINTS = 1 << 17
 
 
 class Dependencies:
-    """Derives dependencies: ``add`` takes tasks in stream order and returns what each must wait for.
-
-    ``hazards`` leaves out a kind of dependency, with which tests show that the trace checker fails.
-    """
+    """Derives dependencies of tasks that are added in stream order. ``hazards``: kinds of dependencies that are
+    derived. Tests leave one out, to show that the trace checker then fails."""
 
     def __init__(self, hazards: Iterable[str] = HAZARDS):
         hazards = set(hazards)
         self._hazards = tuple(hazard in hazards for hazard in HAZARDS)
         self._spaces: dict[tuple, _Space] = {}
-        self._covered: dict[Access, Spans] = {}  # of all spaces
-        # Keyed by the identity of the tuples of reads and writes, which tasks of one form share. The tuples are kept,
-        # so that identities stay valid.
+        self._covered: dict[Access, Spans] = {}  # access -> the spans that it covers
+        # (id(reads), id(writes)) -> (spans read, spans written, reads, writes). Tasks of one form share the tuples of
+        # reads and writes. Keeping the tuples keeps their ids valid.
         self._footprints: dict[tuple[int, int], tuple[Spans, Spans, Accesses, Accesses]] = {}
-        self._issued: dict[str, int] = {}
+        self._issued: dict[str, int] = {}  # resource -> number of its tasks
 
     def add(self, task: Task) -> tuple[Mark, ...]:
+        """Return the dependencies of the next task of the stream."""
         own, reads, writes = task.resource, task.reads, task.writes
         ordinal = self._issued.get(own, 0)
         self._issued[own] = ordinal + 1
@@ -93,7 +89,7 @@ class Dependencies:
         return tuple(waits.items()) if waits else ()
 
     def _footprint(self, reads: Accesses, writes: Accesses) -> tuple[Spans, Spans, Accesses, Accesses]:
-        """Return the spans that a task reads, and those that it writes."""
+        """Return (spans read, spans written, reads, writes) of a task."""
         try:
             read, written = self._spans(reads), self._spans(writes)
         except KeyError:
@@ -108,12 +104,12 @@ class Dependencies:
         return footprint
 
     def _spans(self, accesses: Accesses) -> Spans:
-        """Return the spans of accesses. Raise KeyError for cells without a span."""
+        """Return the spans of accesses. Raise KeyError if an access is not recorded."""
         covered = self._covered
         return tuple([span for access in accesses for span in covered[access]])
 
     def _cover(self, access: Access) -> None:
-        """Record the spans that cover an access exactly, made or split where needed."""
+        """Record the spans that cover an access exactly; make or split spans if needed."""
         space = self._spaces.get(access.space)
         if space is None:
             space = self._spaces[access.space] = _Space()
@@ -127,15 +123,15 @@ class Dependencies:
 
 
 def _split(spans: list[_Span], lo: int, hi: int) -> bool:
-    """Make whole spans cover [lo, hi) exactly; return whether one was split."""
+    """Make or split spans so that some of them cover [lo, hi) exactly; return whether a span was split."""
     if lo >= hi:
         return False
-    if not spans or spans[-1].hi <= lo:  # the common case
+    if not spans or spans[-1].hi <= lo:
         spans.append(_Span(lo, hi, None, 0, {}))
         return False
     beyond = [
         _Span(cell, span.hi, span.writer, span.written, dict(span.readers))
-        for cell in (hi, lo)  # hi first: where one span holds both, the part from lo on ends at hi
+        for cell in (hi, lo)  # hi first: if a span contains both, its part from lo on ends at hi
         for span in spans
         if span.lo < cell < span.hi
     ]

@@ -1,8 +1,7 @@
-"""The zig-zag order of a wave: which mini-batch passes which layer when.
+"""The order of a wave's positions. A position is a mini-batch in a layer.
 
 Column schedule: all mini-batches pass a layer, then the next layer. Row schedule: a mini-batch passes all layers, then
-the next mini-batch. Both are a sequence of groups that share streamed weights, each a list of positions (a mini-batch
-in a layer).
+the next mini-batch. Both are sequences of layer groups: positions that share a layer's streamed weights.
 """
 
 from __future__ import annotations
@@ -21,28 +20,28 @@ from flexhybrid.core.schedule.steps import MiniBatchStep, make_step
 from flexhybrid.core.task import Work
 from flexhybrid.core.wave import Wave
 
-QUEUED_SHARE = 4  #: a quarter of a group's positions stays queued while the planner waits for tokens
+QUEUED_SHARE = 4  #: while the planner waits for tokens, 1 / QUEUED_SHARE of a group's positions stay queued
 
 
 class Stops(NamedTuple):
-    """What a stream asks about requests that end before their limits.
+    """Functions that report requests that end before their limits.
 
-    ``until(iteration, num_steps)``: asked when ``iteration`` is settled; returns the requests that ended with a token
-    of the stream's first ``num_steps`` sampling steps, and may block for these tokens. ``may_come(requests)``: whether
-    one of them may end early.
+    ``until(iteration, num_steps)``: returns the requests that have ended with a token of the stream's first
+    ``num_steps`` sampling steps, and may block for these tokens. It is called when the requests of ``iteration`` are
+    chosen. ``may_come(requests)``: returns whether any of these requests may end early.
     """
 
     until: Callable[[int, int], Collection[int]]
     may_come: Callable[[Iterable[int]], bool]
 
 
-#: Every request runs to its limit (ignore_eos, and predictions of fixed lengths).
+#: Every request runs to its limit: with ignore_eos, and in predictions for fixed lengths.
 NO_STOPS = Stops(lambda iteration, num_steps: frozenset(), lambda requests: False)
 
 
 def num_awaited(num_positions: int) -> int:
-    """Return how many positions of an iteration's last group, from its first, are awaited before the next iteration is
-    settled. The lanes work on the others, at least one; a stop in those takes effect one iteration late."""
+    """Return how many of the last group's first positions are awaited before the next iteration's requests are chosen.
+    Meanwhile, the lanes work on the other positions, at least one. A stop in those takes effect one iteration late."""
     return num_positions - max(1, num_positions // QUEUED_SHARE)
 
 
@@ -50,18 +49,19 @@ StepWorks = tuple[MiniBatchStep, dict[str, Work]]
 
 
 class Position(NamedTuple):
-    """A mini-batch in a layer: the payload of its tasks."""
+    """A step of a mini-batch in a layer; the payload of its tasks."""
 
     step: MiniBatchStep
     layer: int
-    works: dict[str, Work]
-    slot: int  #: of the KV, ACT, staging and strip buffers
-    weight_slot: int
-    leads: bool  #: the first position of its group
+    works: dict[str, Work]  #: verb -> work
+    slot: int  #: slot of the KV, ACT, staging and strip buffers
+    weight_slot: int  #: slot of the layer's weights
+    leads: bool  #: it is the first position of its group
     form: int  #: positions with equal forms have tasks with equal reads and writes
 
     def follows(self, other: Position) -> bool:
-        """Return whether it needs the other's result: its requests, or shared blocks that it computes."""
+        """Return whether this position needs the other's results: it has the same mini-batch, or attends to shared
+        blocks that the other computes."""
         return self.step.mini_batch == other.step.mini_batch or bool(other.step.builds and self.step.commons)
 
 
@@ -71,18 +71,18 @@ class LayerGroup(NamedTuple):
     iteration: int
     layer: int
     weight_slot: int
-    positions: list[Position]  #: in order; empty: not settled yet
+    positions: list[Position]  #: in order; empty if the iteration's requests are not chosen yet
 
 
 _new = tuple.__new__  #: halves the time of making a NamedTuple
 
 
 def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[LayerGroup]:
-    """Yield the groups of each iteration.
+    """Yield the layer groups of each iteration.
 
-    Iteration i + 1 is settled after all but the last group of iteration i. If requests may also stop in the last group,
-    the first group of i + 1 is yielded twice: without positions, for its weight loads, and again after the last
-    position, when the stops of the positions that ``num_awaited`` counts are known.
+    The requests of iteration i + 1 are chosen before the last group of iteration i is computed. If requests may stop in
+    that group, the first group of iteration i + 1 is yielded twice: first without positions, for its weight loads, and
+    again once the stops of the positions that ``num_awaited`` counts are known.
     """
     first = num_whole(wave.policy.selection, wave.shape.num_layers)
     iteration, number, slot, num_steps = first_iteration, 0, 0, 0
@@ -94,12 +94,9 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[LayerG
     laid_out = _lay_out(batch, iteration, frozenset(), step_forms)
     while laid_out:
         layers, column = range(wave.shape.num_layers), wave.policy.schedule == "column"
-        in_turn = sorted(laid_out, key=lambda s: s[0].chunk)  # so that a chunk does not wait for the previous one
-        sharing = (
-            [in_turn]
-            if column
-            else [list(chunk_positions) for _, chunk_positions in groupby(laid_out, lambda s: s[0].mini_batch)]
-        )
+        in_turn = sorted(laid_out, key=lambda s: s[0].chunk)  # chunks of one prompt are apart: each needs the previous
+        by_mini_batch = (list(steps) for _, steps in groupby(laid_out, lambda s: s[0].mini_batch))
+        sharing = [in_turn] if column else by_mini_batch
         group: list[Position] = []
         for members, layer in product(sharing, layers):
             group = []
@@ -115,7 +112,7 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[LayerG
         iteration += 1
         num_steps += sum(step.last for step, *_ in laid_out)
         unknown, awaited = group, num_awaited(len(group))
-        # A launch of a whole step is not delayed while the previous tokens are awaited.
+        # If one CUDA graph launches a whole step, its launch must not be delayed by waiting for tokens.
         if launched_whole and not awaited or stops.may_come(_running_on(wave, iteration, group[:awaited])):
             yield LayerGroup(iteration, 0, slot % 2, [])
             unknown = group[awaited:]
@@ -124,7 +121,8 @@ def positions(wave: Wave, stops: Stops, first_iteration: int) -> Iterator[LayerG
 
 
 def _running_on(wave: Wave, iteration: int, sampling: list[Position]) -> list[int]:
-    """Return the requests that get a token from these positions and run on in ``iteration`` unless it ends them."""
+    """Return the requests that get a token in these positions and continue in ``iteration`` unless that token ends
+    them."""
     requests: list[int] = []
     for step in (position.step for position in sampling if position.step.last):
         runs_on = wave.workload.max_tokens[step.requests] > iteration - wave.joined[step.requests]
@@ -135,9 +133,13 @@ def _running_on(wave: Wave, iteration: int, sampling: list[Position]) -> list[in
 def _lay_out(
     batch: Scheduler, iteration: int, stopped: Collection[int], forms: dict[tuple, int]
 ) -> list[tuple[MiniBatchStep, list[StepWorks], dict[int, StepWorks], int]]:
-    """Return, for each mini-batch with a request: its step; (step, works) in layers with a selection, by kind; the same
-    in layers that attend to all tokens, by kind of weights; its form, which with layer and slots decides its
-    positions'."""
+    """Return the steps of an iteration. Each is a tuple of:
+
+    - the step;
+    - (step, works) by kind of layers, under the policy's selection;
+    - kind of weights -> (step, works) in layers that attend to all tokens;
+    - its form; with layer and slots it decides the forms of its positions.
+    """
     steps, wave = [], batch.wave
     kinds = tuple(dict.fromkeys(wave.shape.layer_kinds))
     shapes = {kind.weights: wave.shape.of_weights(kind.weights) for kind in kinds}
@@ -147,12 +149,12 @@ def _lay_out(
         for window in wave.windows:
             step = make_step(wave, iteration, k, requests, chunk, piece, built, window)
             of_windows[window] = step, counts_of(step, wave)
-        step, counts = of_windows[wave.windows[-1]]  # of the kind of layers that keeps the most tokens
+        step, counts = of_windows[wave.windows[-1]]  # the last kind of layers keeps the most tokens
         whole_step, policy, by_kind = step, wave.policy, []
         for kind in kinds:
-            of_step, of_counts = of_windows.get(kind.window, (step, counts))  # a selection has one kind
+            of_step, of_counts = of_windows.get(kind.window, (step, counts))  # under a selection there is one window
             known, works = priced.get(kind, (None, {}))
-            if known != of_counts:  # else equal to the previous mini-batch
+            if known != of_counts:  # otherwise the works of the previous mini-batch apply
                 works = work_of_kind(shapes[kind.weights], policy, wave.stored, of_counts, False, kind)
                 priced[kind] = of_counts, works
             by_kind.append((of_step, works))

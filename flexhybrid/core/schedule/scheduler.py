@@ -1,14 +1,14 @@
-"""Continuous batching: which requests run in each iteration, as some leave and waiting ones take their places.
+"""Continuous batching: which requests run in each iteration. Waiting requests take the places of ended ones.
 
-A mini-batch keeps its places, its part of every pool, its order in the stream and its limits (``Wave.limits``) while
-the batch runs; its members change. The prompt of a joining request is computed in the same pass of the weights as the
-others' decode, as a step of its own after theirs; it decodes with them from the next iteration on. (CAPTURE IV.B forms
-mini-batches again at each iteration; here a request stays where its blocks are.) Policies with state per mini-batch
-(``joins_singly``) refill a mini-batch when its last request has left.
+While a batch runs, each mini-batch keeps its places, its part of every pool, its position in the stream and its limits
+(``Wave.limits``); only its requests change. A joining request's prompt is computed in the same pass of the weights as
+the others' decode, in a separate step after theirs. It decodes with them from the next iteration on. CAPTURE (IV.B)
+forms mini-batches again in each iteration; here a request stays in the mini-batch that has its blocks. Policies with
+state of a whole mini-batch (see ``joins_singly``) refill a mini-batch when its last request has left.
 
-If requests take blocks on demand (``Wave.grows``), a pool may run full. The youngest requests of the mini-batch are
-then preempted: their blocks are freed, and they return when there is room, with their tokens as part of the prompt. The
-oldest request is never preempted and fits its part of the pools alone, so it ends.
+If requests take blocks on demand (``Wave.grows``), a pool may become full. Then the youngest requests of the mini-batch
+are preempted: their blocks are freed, and they return when there is room, with their answer so far as part of the
+prompt. The oldest request is never preempted, and the mini-batch's part of the pools holds it alone, so it ends.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from flexhybrid.core.schedule.buffer_sizes import (
 )
 from flexhybrid.core.wave import Wave, give_blocks, leave_place, take_blocks_back, trim_blocks
 
-LOOKED_AT = 64  #: least waiting requests among which a mini-batch looks for fitting ones
-MOST_FAILURES = 8  #: requests without room after which the search stops
-FIRST_RUN = 4  #: blocks that a request takes beyond its prompt's; later doubled
+LOOKED_AT = 64  #: least number of waiting requests that a mini-batch considers
+MOST_FAILURES = 8  #: the search for fitting requests stops after this many without room
+FIRST_RUN = 4  #: blocks that a request takes in advance at first; the number doubles each time
 NO_REQUESTS = np.zeros(0, dtype=np.int64)
 
 
 def state_of_all(policy: Policy) -> str | None:
-    """Return what of a policy belongs to a whole mini-batch, in words; None without such state."""
+    """Return in words which part of a policy is state of a whole mini-batch; None if it has no such state."""
     kinds = {representation_of(entry) for entry in policy.cache_entries}
     reasons = (
         (policy.selection.method != "none", f"selection {policy.selection.method}"),
@@ -55,28 +55,29 @@ def state_of_all(policy: Policy) -> str | None:
 
 
 def joins_singly(policy: Policy) -> bool:
-    """Return whether a request may join a decoding mini-batch; otherwise all its places are filled at once."""
+    """Return whether a request may join a decoding mini-batch. Otherwise all its places are filled together."""
     return state_of_all(policy) is None
 
 
 def stores_exactly(policy: Policy) -> bool:
-    """Return whether cached blocks hold full precision."""
+    """Return whether the cache is stored in native bits."""
     return all(getattr(policy.bits, representation_of(entry), "native") == "native" for entry in policy.cache_entries)
 
 
 def may_grow(policy: Policy) -> bool:
-    """Return whether requests may take blocks on demand. A preempted request recomputes its answer as part of the
-    prompt, which gives the same tokens only without loss."""
+    """Return whether requests may take blocks on demand. Then they may be preempted and recompute their answers as part
+    of the prompt, which gives the same tokens only with native bits."""
     return joins_singly(policy) and stores_exactly(policy)
 
 
 def may_share(policy: Policy, shape: ModelShape) -> bool:
-    """Return whether equal prompt beginnings share blocks; a recurrent layer's state covers the whole prompt."""
+    """Return whether equal prompt beginnings share blocks. With recurrent layers they cannot: a state depends on the
+    whole prompt."""
     return joins_singly(policy) and not shape.recurrent
 
 
 def sharing_limit(policy: Policy, shape: ModelShape) -> str | None:
-    """Return what equal prompt beginnings do not share, and why, without its dot; None: they share everything."""
+    """Return in words what equal prompt beginnings do not share, and why; None if they share everything."""
     if shape.recurrent:
         return "prompts that begin alike share nothing: a recurrent layer's state is that of the whole prompt"
     if reason := state_of_all(policy):
@@ -88,17 +89,18 @@ def sharing_limit(policy: Policy, shape: ModelShape) -> str | None:
 
 
 def _without(places: np.ndarray, others: np.ndarray) -> list[int]:
-    """Return the places that are not among others, sorted."""
+    """Return the places that are not in ``others``, sorted."""
     return sorted({*places.tolist()}.difference(others.tolist()))
 
 
 class AnswerLengths:
-    """Expected answer lengths, learned from answers that have ended. ``longest``: upper limit in tokens. ``earlier``:
-    counts of answers that ended elsewhere, by tokens."""
+    """Expected answer lengths, estimated from ended answers. ``share``: expected length / limit before any answer has
+    ended. ``longest``: most tokens of an answer. ``earlier``: numbers of answers that ended in earlier batches, by
+    tokens."""
 
     def __init__(self, share: float, longest: int, earlier: np.ndarray | None = None):
-        self.share = share  #: expected share of an answer's remaining limit, before any has ended
-        self.ended = np.zeros(longest + 2, dtype=np.int64)  #: ended answers, by tokens
+        self.share = share
+        self.ended = np.zeros(longest + 2, dtype=np.int64)  # number of ended answers by tokens
         if earlier is not None:
             np.add.at(self.ended, np.minimum(np.arange(len(earlier)), longest), earlier)
 
@@ -108,41 +110,36 @@ class AnswerLengths:
 
     def remaining(self, ages: np.ndarray, limits: np.ndarray) -> np.ndarray:
         """Return the expected remaining tokens of answers with ``ages`` tokens and these ``limits``: the mean over
-        longer ended answers, with one of ``share`` added."""
+        longer ended answers and one assumed answer of ``share``."""
         counts = np.cumsum(self.ended[::-1])[::-1]
         sums = np.cumsum((self.ended * np.arange(len(self.ended)))[::-1])[::-1]
         longer = np.minimum(ages, len(self.ended) - 2) + 1
         left = self.share * (limits - ages)
         return np.minimum((sums[longer] - counts[longer] * ages + left) / (counts[longer] + 1), limits - ages)
 
-    def halfway(self, prompts: np.ndarray, ages: np.ndarray, limits: np.ndarray) -> np.ndarray:
-        """Return the tokens that requests are expected to cache half-way to their ends, when the next of them end."""
-        left = self.remaining(ages, limits)
-        tokens = prompts + ages + np.ceil(left / 2).astype(np.int64) + BLOCK_TOKENS
-        return np.minimum(tokens, prompts + limits - 1)
-
 
 def shorter(prompts: np.ndarray, tokens: np.ndarray, ordered: bool) -> list[int]:
-    """Return which requests may have room although the first has none. ``ordered``: shortest first, so none has."""
+    """Return the indices of requests with a shorter prompt or fewer tokens than the first, which has no room.
+    ``ordered``: sort them by tokens."""
     found = np.flatnonzero((prompts < prompts[0]) | (tokens < tokens[0]))
     return (found[np.argsort(tokens[found], kind="stable")] if ordered else found).tolist()
 
 
 class Scheduler:
-    """The members of a wave's mini-batches, iteration by iteration. Changes the wave's arrays as requests join."""
+    """Chooses the requests of a wave's mini-batches in each iteration. Changes the wave's arrays as requests join."""
 
     def __init__(self, wave: Wave):
         self.wave, self.groups = wave, [NO_REQUESTS if wave.empty else group for group in wave.mini_batches]
         self.limits = wave.limits
-        self.now = 0  #: current iteration
+        self.now = 0  # current iteration
         if wave.queue is None:
             return
         self.queue, self.singly = wave.queue, joins_singly(wave.policy)
         longest = int(wave.queue.workload.max_tokens.max())
         self.answers = AnswerLengths(wave.expected_share, longest, wave.queue.ended)
-        self.not_before: dict[int, int] = {}  #: preempted request -> first iteration of its return
-        self.full = [False] * len(self.groups)  #: mini-batch -> no request fits before one leaves
-        self.num_back = 0  #: number of preemptions
+        self.not_before: dict[int, int] = {}  # preempted request -> first iteration in which it may return
+        self.full = [False] * len(self.groups)  # mini-batch -> no waiting request fits until a request leaves
+        self.num_back = 0  # number of preemptions
         self.sharing = wave.sharing
         self.steering = PrefixOrder(wave.sharing.tree) if wave.sharing else None
         self.first = [wave.workload.select(group) for group in wave.mini_batches]
@@ -153,11 +150,11 @@ class Scheduler:
     def steps(
         self, iteration: int, stopped: Collection[int], among: Collection[int] | None = None
     ) -> Iterator[tuple[int, int, int, np.ndarray | None, np.ndarray]]:
-        """Yield (mini-batch, ``MiniBatchStep.chunk``, piece of the prompts, shared blocks to compute, places) of each
-        step.
+        """Yield each step: (mini-batch, ``MiniBatchStep.chunk``, chunk of the prompts, shared blocks to compute,
+        places).
 
-        ``stopped``: requests that have ended, or never run. ``among``: the mini-batches whose members may change (None:
-        all); the others decode.
+        ``stopped``: requests that have ended, or that never run. ``among``: mini-batches whose requests may change; the
+        others decode (None: all may change).
         """
         members = list(self._members(iteration, stopped, among))
         builds = self._builds(members) if self.wave.sharing else {}
@@ -176,7 +173,8 @@ class Scheduler:
                 yield from ((k, first + piece, piece, None, joining) for piece in range(pieces))
 
     def _builds(self, members) -> dict[int, list[tuple[int, list[Build]]]]:
-        """Return the steps that compute shared blocks by mini-batch, each after the blocks that it needs."""
+        """Return mini-batch -> (order in the iteration, builds) of the steps that compute shared blocks. A step comes
+        after the steps whose blocks it attends to."""
         sharing, steps = self.wave.shared, []
         builds = sharing.take_builds({place for _, _, joining in members for place in joining.tolist()})
         for k, _, joining in members if sharing.exact else ():
@@ -195,7 +193,7 @@ class Scheduler:
     def _members(
         self, iteration: int, stopped: Collection[int], among: Collection[int] | None
     ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Yield each mini-batch with its decoding places and those whose prompts are computed."""
+        """Yield (mini-batch, places that decode, places whose prompts are computed)."""
         wave = self.wave
         for k, group in enumerate(self.groups):
             if among is not None and k not in among:
@@ -208,13 +206,14 @@ class Scheduler:
             if wave.queue is not None:
                 running, joining = self._change(k, iteration, running, stopped)
             self.groups[k] = np.concatenate([running, joining])
-            ages = iteration - wave.joined[self.groups[k]]  # negative if a prediction knows which requests will join
+            ages = iteration - wave.joined[self.groups[k]]  # negative for requests that a prediction lets join later
             yield k, self.groups[k][ages > 0], self.groups[k][ages == 0]
 
-    # ---- who leaves
+    # ---- leaving requests
 
     def _change(self, k: int, iteration: int, running: np.ndarray, stopped) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places of mini-batch ``k`` that run on, and those that are filled now."""
+        """Return the places of mini-batch ``k`` that continue, and those that get new requests now. ``running``: places
+        whose requests have not ended."""
         wave, group, self.now = self.wave, self.groups[k], iteration
         for place in _without(group, running) if len(running) < len(group) else ():
             request = int(wave.request[place])
@@ -230,11 +229,12 @@ class Scheduler:
         return running, self._join(k, iteration, running, stopped)
 
     def _sampled(self, place: int, iteration: int) -> int:
-        """Return how many tokens the request in a place has, including those from before a preemption."""
+        """Return the answer tokens of the request in a place, with those from before a preemption."""
         given = self.queue.given.get(int(self.wave.request[place]), 0)
         return given + iteration - int(self.wave.joined[place])
 
     def _forget(self, request: int, iteration: int) -> None:
+        """Remove a request that has ended, and report it to the queue."""
         self.queue.given.pop(request, None)
         self.not_before.pop(request, None)
         self.queue.on_leave(request, iteration)
@@ -242,12 +242,12 @@ class Scheduler:
             self.sharing.tree.forget(request)
 
     def _grow(self, k: int, iteration: int, running: np.ndarray) -> np.ndarray:
-        """Give each request the blocks of its next token; return the places that run on. Without room, first free
-        blocks held in advance, then preempt the youngest requests."""
+        """Give each request the blocks for its next token; return the places that continue. If there is no room, free
+        blocks that were taken in advance, then preempt the youngest requests."""
         wave, workload = self.wave, self.wave.workload
 
         def blocks(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            """Return the needed and the held blocks: [places, pool]."""
+            """Return (needed blocks, held blocks), both [places, pool]."""
             context = workload.prompt_tokens[places] + iteration - wave.joined[places]
             have = np.stack([wave.num_blocks[pool.name][places] for pool in wave.pools], axis=1)
             return wave.own_blocks(places, context), have
@@ -258,7 +258,7 @@ class Scheduler:
         need, have = blocks(running)
         lengths = workload.prompt_tokens, workload.cached_tokens
         prompts, at_most = (wave.own_blocks(running, tokens[running]) for tokens in lengths)
-        run = np.maximum(have - prompts, FIRST_RUN)  # as much as it has grown so far
+        run = np.maximum(have - prompts, FIRST_RUN)  # as many as it took beyond its prompt, so the number doubles
         wanted = np.where(need > have, np.clip(have + run, need, at_most), have)
         for index in np.flatnonzero((need > have).any(axis=1)).tolist():
             while index < len(running):
@@ -269,7 +269,8 @@ class Scheduler:
         return np.sort(running)
 
     def _give(self, k: int, place: int, wanted: list[int], need: list[int]) -> bool:
-        """Give a request ``wanted`` blocks of each pool, or at least its need; return False without room."""
+        """Extend a request to ``wanted`` blocks of each pool, or to fewer, at least ``need``. Return False, and change
+        nothing, without room."""
         counts, pools = [], self.wave.blocks[k].pools
         for pool, most, least in zip(self.wave.pools, wanted, need, strict=True):
             held = int(self.wave.num_blocks[pool.name][place])
@@ -281,7 +282,7 @@ class Scheduler:
         return True
 
     def _trim(self, k: int, running: np.ndarray, need: np.ndarray) -> bool:
-        """Free blocks of a mini-batch's requests beyond ``need`` [places, pool]; return whether there were any."""
+        """Free the blocks of a mini-batch's requests beyond ``need`` [places, pool]; return whether any were freed."""
         held = np.stack([self.wave.num_blocks[pool.name][running] for pool in self.wave.pools], axis=1)
         beyond = np.flatnonzero((held > need[: len(running)]).any(axis=1))
         for index in beyond.tolist():
@@ -289,7 +290,7 @@ class Scheduler:
         return bool(len(beyond))
 
     def _preempt(self, k: int, iteration: int, running: np.ndarray) -> np.ndarray:
-        """Preempt the last, youngest request: free its blocks and queue it first; return the others."""
+        """Preempt the last request, the youngest: free its blocks and queue it first. Return the other places."""
         wave, place = self.wave, int(running[-1])
         request = int(wave.request[place])
         self.queue.put_back(request, self._sampled(place, iteration))
@@ -299,13 +300,13 @@ class Scheduler:
         leave_place(wave, k, place)
         return running[:-1]
 
-    # ---- who joins
+    # ---- joining requests
 
     def _join(self, k: int, iteration: int, running: np.ndarray, stopped) -> np.ndarray:
         """Give free places of mini-batch ``k`` to waiting requests, in order; return these places.
 
-        Requests are checked together, because checking 100 costs as much as checking one: all that have places, then
-        half of them, and so on. ``too_many``: the last count that did not fit.
+        Requests are checked together, because checking 100 takes as long as checking one: first as many as there are
+        places, then half as many, and so on. ``too_many``: the last number that did not fit.
         """
         wave, queue = self.wave, self.queue
         free = np.array(_without(wave.mini_batches[k], running), dtype=np.int64)
@@ -319,7 +320,7 @@ class Scheduler:
             self._forget(request, iteration)
         ready = first
         if taken or self.not_before:
-            ready = [of for of in first if self.not_before.get(of, 0) <= iteration and of not in taken]
+            ready = [one for one in first if self.not_before.get(one, 0) <= iteration and one not in taken]
         self.full[k] = len(ready) + len(taken) == len(first)
         if self.sharing and self.steering:
             for request in ready:
@@ -348,10 +349,10 @@ class Scheduler:
                 continue
             too_many = 0
             if not computed:
-                self.full[k] = False  # it may join in the next iteration
+                self.full[k] = False  # the request may join in the next iteration
                 break
             failures, tree = failures + 1, self.sharing.tree if self.sharing else None
-            shared = BLOCK_TOKENS * np.array([len(tree.shared(of)) if tree else 0 for of in ready])
+            shared = BLOCK_TOKENS * np.array([len(tree.shared(request)) if tree else 0 for request in ready])
             lengths = queue.workload.select(ready)
             tokens = lengths.cached_tokens - shared
             prompts = lengths.prompt_tokens - (shared if self.sharing and self.sharing.exact else 0)
@@ -359,14 +360,14 @@ class Scheduler:
         for request in wave.request[joining].tolist():
             queue.on_join(request, k)
         if self.steering:
-            self.steering.join(joining)
+            self.steering.passed += len(joining)
         if taken:
             queue.remove(taken)
         return joining
 
     def resume(self, k: int, requests: list[int]) -> None:
-        """Give places of mini-batch ``k`` to requests that have run before: all but the last token of their prompts is
-        in the cache. Requests without room wait before all others."""
+        """Give places of mini-batch ``k`` to requests of a batch in progress, in which all tokens of their prompts
+        except the last are cached. Requests without room wait before all others."""
         places, lengths = self.wave.mini_batches[k][: len(requests)], self.wave.workload
         self.groups[k] = NO_REQUESTS
         if not requests:
@@ -381,7 +382,7 @@ class Scheduler:
             self.sharing.take_builds(places.tolist())
 
     def _enter(self, places: np.ndarray, requests: list[int], iteration: int) -> dict[str, np.ndarray]:
-        """Write requests to places; return the previous contents of the arrays over places."""
+        """Write requests to places; return the previous values of ``_arrays`` there."""
         arrays, lengths = self._arrays(), self.queue.workload
         before = {name: array[places] for name, array in arrays.items()}
         recomputed = self._recomputed(requests)
@@ -395,13 +396,14 @@ class Scheduler:
         return before
 
     def _recomputed(self, requests: list[int]) -> np.ndarray:
-        """Return how many answer tokens are recomputed as part of the prompts, [requests]."""
+        """Return the answer tokens that are recomputed as part of the prompt, [requests]."""
         given = self.queue.given
-        if not given:  # mostly
+        if not given:
             return np.zeros(len(requests), dtype=np.int64)
         return np.array([given.get(request, 0) for request in requests])
 
     def _restore(self, places: np.ndarray, before: dict[str, np.ndarray]) -> None:
+        """Undo ``_enter`` for these places."""
         if self.sharing:
             for place in reversed(places.tolist()):
                 self.sharing.detach(place)
@@ -409,14 +411,14 @@ class Scheduler:
             array[places] = before[name]
 
     def _arrays(self) -> dict[str, np.ndarray]:
-        """Return the arrays over places that identify their requests."""
+        """Return the arrays over places that depend on their requests."""
         wave = self.wave
         lengths = {"prompt": wave.workload.prompt_tokens, "max": wave.workload.max_tokens}
         return lengths | {"joined": wave.joined, "request": wave.request}
 
     def _has_room(self, k: int, running: np.ndarray, joining: np.ndarray) -> bool:
-        """Return whether the buffers suffice for a mini-batch with these members until the last one ends; with blocks
-        on demand, whether its pools suffice until half of the expected tokens have come."""
+        """Return whether the buffers suffice for a mini-batch with these places until its last request ends. With
+        blocks on demand, its pools must also suffice until half of the expected tokens have come."""
         wave, lengths = self.wave, self.wave.workload
         group = np.concatenate([running, joining])
         if not self.singly:
@@ -438,25 +440,24 @@ class Scheduler:
         return self.limits.holds(running_sizes(wave, cached, prompts, shared_lengths(wave, group, joining)))
 
     def _kept(self, group: np.ndarray) -> np.ndarray:
+        """Return the most tokens that a selection keeps of the requests in these places."""
         lengths = self.wave.workload.select(group)
         cached = lengths.cached_tokens
         return kept_tokens(self.wave.policy.selection, lengths.prompt_tokens, cached, cached)
 
     def _prefills(self, joining: np.ndarray) -> bool:
-        """Return whether one step, or pieces of one prompt, can compute these prompts after the blocks that they share,
-        and the iteration also the steps for these blocks."""
+        """Return whether the rows of these prompts fit a step's buffers, and those of an iteration, in which shared
+        blocks are also computed."""
         wave = self.wave
         prompts = wave.workload.prompt_tokens[joining] - wave.skipped_tokens(joining)
-        rows, builds = (
-            len(prompts) * longest_piece(wave.policy, prompts),
-            first_builds(wave, joining) if self.sharing else [],
-        )
+        rows = len(prompts) * longest_piece(wave.policy, prompts)
+        builds = first_builds(wave, joining) if self.sharing else []
         in_all = sum(map(padded_rows, builds)) + rows * num_chunks(wave.policy, prompts)
         most = (self.limits.hidden_rows - wave.workload.num_requests) // len(wave.mini_batches)
         return rows <= self.limits.step_rows and in_all <= most
 
     def _reserve(self, k: int, places: np.ndarray) -> int:
-        """Give joining requests their blocks, in order; return how many have room."""
+        """Give joining requests their blocks, in order; return the number of requests that had room."""
         wave, lengths = self.wave, self.wave.workload
         prompts, cached = lengths.prompt_tokens[places], lengths.cached_tokens[places]
         if wave.grows:
@@ -466,15 +467,16 @@ class Scheduler:
             need = wanted = wave.own_blocks(places, cached)
         else:
             first = prompts
-            if wave.entries.keeps_ids:  # the first length that is held as a whole
+            if wave.entries.keeps_ids:  # blocks are held as such until the first chunk is stored
                 first = np.array([longest_piece(wave.policy, prompt[None]) for prompt in prompts])
             need = wanted = wave.by_pool(wave.entries.most_blocks(first, self._kept(places)))
         for count, place in enumerate(places.tolist()):
             if not self._give(k, place, wanted[count].tolist(), need[count].tolist()):
                 return count
-            if wave.whole:  # under a selection, which computes a prompt whole
+            if wave.whole:  # under a selection that keeps all tokens in some layers
                 of_all = wave.entries.most_blocks(prompts[count], cached[count])
-                if not wave.whole.blocks[k].has_room(dict(zip(wave.entries.names, of_all.tolist(), strict=True))):
+                pools = wave.whole.blocks[k].pools
+                if any(size > pools[name].num_free for name, size in wave.entries.by_entry(of_all).items()):
                     take_blocks_back(wave, k, place)
                     return count
                 give_blocks(wave.whole, k, place, of_all)
@@ -484,5 +486,6 @@ class Scheduler:
         """Return the tokens that requests are expected to cache half-way to their ends, [places]."""
         lengths, ages = self.wave.workload, self.now - self.wave.joined[places]
         recomputed = self._recomputed(self.wave.request[places].tolist())
-        prompts, limits = lengths.prompt_tokens[places] - recomputed, lengths.max_tokens[places] + recomputed
-        return self.answers.halfway(prompts, ages + recomputed, limits)
+        left = self.answers.remaining(ages + recomputed, lengths.max_tokens[places] + recomputed)
+        tokens = lengths.prompt_tokens[places] + ages + np.ceil(left / 2).astype(np.int64) + BLOCK_TOKENS
+        return np.minimum(tokens, lengths.cached_tokens[places])

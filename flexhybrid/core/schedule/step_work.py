@@ -1,6 +1,6 @@
-"""The work of each verb in a step, from sums over what the step reads, computes and stores.
+"""The work of each verb in a step, from the numbers of tokens and blocks that the step reads, computes and stores.
 
-``StepCounts`` holds these sums: numbers for one ``MiniBatchStep``, or arrays with one element per policy. Both clocks
+``StepCounts`` has these counts: numbers for one ``MiniBatchStep``, or arrays with one element per policy. All clocks
 take their work from ``step_work``.
 """
 
@@ -14,6 +14,7 @@ from flexhybrid.core.context.cache_entries import StoredCopy
 from flexhybrid.core.context.selection import counts_uses, most_selected, partial_share, selected_tokens, whole_queries
 from flexhybrid.core.model.shape import LayerKind, ModelShape
 from flexhybrid.core.policy import ElementBytes, Policy
+from flexhybrid.core.problem import larger
 from flexhybrid.core.schedule.steps import Common, MiniBatchStep
 from flexhybrid.core.task import Work
 
@@ -22,26 +23,26 @@ Count = float | np.ndarray  #: a number, or an array over candidates
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Sums over a step; numbers, or arrays of one shape. Absent keys mean none."""
+    """Counts over the requests of a step; numbers, or arrays of one shape. An absent key counts 0."""
 
-    prefill: bool
-    batch: Count
+    prefill: bool  #: nothing is cached before the step
+    batch: Count  #: number of requests
     width: Count  #: new tokens of the longest request
     context: Count  #: columns of cached keys and values in the attention buffer
-    blocks: dict[StoredCopy, Count]  #: blocks of each part that the step reads, all requests
-    copies: dict[StoredCopy, Count]  #: contiguous runs of blocks
-    stored: dict[StoredCopy, Count]  #: new rows of each part, all requests
-    recomputed: Count = 0  #: the longest request's tokens of a recomputed prefix
-    selected: Count | None = None  #: tokens that a speculative selection fetches per request; None: all
-    in_place: Count | None = None  #: tokens that attention reads in place, all requests; None: assembled
+    blocks: dict[StoredCopy, Count]  #: stored copy -> blocks that the step reads
+    copies: dict[StoredCopy, Count]  #: stored copy -> contiguous runs of these blocks
+    stored: dict[StoredCopy, Count]  #: stored copy -> new rows
+    recomputed: Count = 0  #: tokens of the longest request's recomputed prefix
+    selected: Count | None = None  #: tokens of a request that a speculative selection loads; None: all
+    in_place: Count | None = None  #: tokens that attention reads in place; None: they are assembled in a buffer
     common: Count = 0  #: shared tokens, each counted once
-    common_reads: Count = 0  #: shared tokens that each request attends to, summed over requests
-    on_host: Count = 0  #: tokens that the host attends to beside the device, all requests; not in the counts above
-    chunk: bool = False  #: prompt steps after cached tokens: the device attends
-    window: int | None = None  #: of the layer; ``context``, ``blocks``, ``in_place`` count what is in it
+    common_reads: Count = 0  #: shared tokens to which each request attends, summed over requests
+    on_host: Count = 0  #: tokens to which the host attends next to the device; not in the counts above
+    chunk: bool = False  #: a prompt step after cached tokens, in which the device attends
+    window: int | None = None  #: attention window of the layer; ``context``, ``blocks``, ``in_place`` count inside it
 
 
-#: Queries per key head from which requests attend together in place to shared tokens; below, each alone.
+#: With fewer queries per key head, requests attend in place to shared tokens one by one, not together.
 LEAST_QUERIES = 8
 
 
@@ -52,14 +53,14 @@ def commons_together(step: MiniBatchStep, wave) -> tuple[Common, ...]:
 
 
 def counts_of(step: MiniBatchStep, wave) -> StepCounts:
-    """Return the sums of a ``plan.Wave``'s step, in the kind of layers that it is for."""
+    """Return the counts of a wave's step, in layers with the step's window."""
     policy, blocks, copies = wave.policy, {}, {}
     for segment in step.segments:
         if segment.max_tokens:
             blocks[segment.part] = int(segment.moved_blocks.sum())
             copies[segment.part] = int(np.count_nonzero(segment.num_blocks))
     for segment in step.shared_segments:
-        blocks[segment.part] = blocks.get(segment.part, 0) + int(segment.num_blocks.sum())  # all of them full
+        blocks[segment.part] = blocks.get(segment.part, 0) + int(segment.num_blocks.sum())
         copies[segment.part] = copies.get(segment.part, 0) + segment.batch
     stored: dict[StoredCopy, Count] = {store.part: len(store.rows) for store in step.stores}
     context = step.attention_tokens - step.computed_width
@@ -68,7 +69,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         selected = int(selected_tokens(policy.selection, context, wave.problem.shape.name))
     window = step.window
     if window is not None and (step.context + step.new_tokens).max() <= window:
-        window = None  # nothing comes before it
+        window = None  # the window holds every context
     together = () if window is not None and step.in_place else commons_together(step, wave)
     common_reads = sum(common.rows.size * common.tokens for common in together)
     in_place = None
@@ -76,7 +77,7 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
         own = sum(int(segment.num_tokens.sum()) for segment in step.segments) + len(step.requests)
         own += 0 if step.recomputed is None else int(step.recomputed.sum())
         in_place = own + sum(common.rows.size * common.tokens for common in step.commons) - common_reads
-        if window is not None and step.commons:  # each request attends alone to the shared tokens that it sees
+        if window is not None and step.commons:  # each request attends alone to the shared tokens in its window
             in_place = int(np.minimum(step.context + 1, window).sum())
     own_on_host = sum(int(segment.num_tokens.sum()) for segment in step.on_host)
     shared_on_host = sum(common.rows.size * segment.max_tokens for common in step.commons for segment in common.on_host)
@@ -100,11 +101,8 @@ def counts_of(step: MiniBatchStep, wave) -> StepCounts:
 
 
 def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts, whole: bool) -> dict[str, Work]:
-    """Return the work of each verb of a step in a layer; verbs without work are absent. Layers of a shape have one kind
-    of weights (``ModelShape.of_weights``).
-
-    ``whole``: in a layer in which a speculative selection looks at all tokens.
-    """
+    """Return verb -> work of a step in a layer; verbs without work are absent. ``shape``: with one kind of weights
+    (``ModelShape.of_weights``). ``whole``: the layer attends to all tokens, under a speculative selection."""
     p = stored.compute
     rows = c.batch * c.width + (0 if c.prefill else c.batch * c.recomputed)
     works = {
@@ -149,12 +147,12 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
     if any(part.representation == "act" for part in c.blocks):
         everything = c.selected is None or whole
         generated = recomputed_rows(c) if everything else c.batch * _selected_of(c)["act"]
-        works["kv_gen"] = work.kv_gen(shape, p, _at_least(generated, work.MIN_KV_GEN_ROWS))
+        works["kv_gen"] = work.kv_gen(shape, p, larger(generated, work.MIN_KV_GEN_ROWS))
     works |= _attend_works(shape, p, c, attended)
     if _any(c.on_host):
         works |= _split_works(shape, p, c)
     if _any(c.recomputed):
-        works["attend_recomputed"] = work.attend_prefill(shape, p, c.batch, _at_least(c.recomputed, 1), c.window)
+        works["attend_recomputed"] = work.attend_prefill(shape, p, c.batch, larger(c.recomputed, 1), c.window)
     if policy.selection.method == "heavy_hitter":
         works["rank"] = work.rank(shape, c.batch, 1, attended)
     return works
@@ -164,18 +162,15 @@ def step_work(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCo
 STATE_VERBS = ("embed", "dequantize_weights", "load_hidden", "finish", "store_hidden", "head", "sample", "store_out")
 
 
-#: Verbs that store new keys and values, or what they are recomputed from.
+#: Verbs that store new keys and values, or ACT.
 STORING = ("quantize", "store_kv", "store_act", "scatter", "scatter_device", "write_kv", "write_act")
 
 
 def work_of_kind(
     shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts, whole: bool, kind: LayerKind
 ) -> dict[str, Work]:
-    """Return ``step_work`` of a kind of layer.
-
-    A layer that borrows keys and values stores none, and loads or recomputes the lender's. A prompt loads no state. A
-    layer without attention is computed at once.
-    """
+    """Return ``step_work`` of a kind of layers. A layer that borrows keys and values stores none, and loads or
+    recomputes its source's. A prompt loads no state. A layer without attention does all its work in ``finish``."""
     works = step_work(shape, policy, stored, c, whole)
     if kind.borrows:
         works = {verb: work for verb, work in works.items() if verb not in STORING}
@@ -194,8 +189,8 @@ def work_of_kind(
 
 
 def _host_works(shape: ModelShape, p: int, c: StepCounts) -> dict[str, Work]:
-    """Return the work of a decode step's attention on the host, transfers included. In a window each request reads the
-    shared tokens that it sees alone."""
+    """Return the work of a decode step's attention on the host, with its copies. In layers with a window, each request
+    reads the shared tokens in its window by itself."""
     seen, shared = c.context + 1, (c.common, c.common_reads)
     if c.window is not None:
         seen, shared = _at_most(seen + c.common_reads / c.batch, c.window), (0, 0)
@@ -210,7 +205,7 @@ def _host_works(shape: ModelShape, p: int, c: StepCounts) -> dict[str, Work]:
 
 
 def _split_works(shape: ModelShape, p: int, c: StepCounts) -> dict[str, Work]:
-    """Return the work of attending to ``on_host`` tokens on the host, beside the device."""
+    """Return the work of attention on the host to ``on_host`` tokens, while the device attends to the others."""
     return {
         "store_query": work.store_query(shape, p, c.batch),
         "attend_host": work.attend_decode(shape, p, 1, c.on_host),
@@ -220,12 +215,12 @@ def _split_works(shape: ModelShape, p: int, c: StepCounts) -> dict[str, Work]:
 
 
 def recomputed_rows(c: StepCounts) -> Count:
-    """Return the ACT rows from which a step that looks at all tokens recomputes keys and values."""
+    """Return the ACT rows from which a step that attends to all tokens recomputes keys and values."""
     return BLOCK_TOKENS * sum(count for part, count in c.blocks.items() if part.representation == "act")
 
 
 def _attend_works(shape: ModelShape, p: int, c: StepCounts, attended: Count) -> dict[str, Work]:
-    """Return attention over ``attended`` columns of each request, and over shared tokens."""
+    """Return the work of attention to ``attended`` columns of each request, and to shared tokens."""
     shared = work.attend_shared(shape, p, c.width, c.common, c.common_reads)
     if c.in_place is not None:
         works = {"attend": work.attend_decode(shape, p, 1, c.in_place)}
@@ -240,7 +235,8 @@ def _attend_works(shape: ModelShape, p: int, c: StepCounts, attended: Count) -> 
 
 
 def _selected_of(c: StepCounts) -> dict[str, Count]:
-    """Return the tokens of a request that a selection is expected to fetch, by representation, like the context's."""
+    """Return representation -> tokens of a request that a selection is expected to load, in proportion to the
+    context's."""
     if c.selected is None:
         raise ValueError("this step selects no tokens")
     blocks = {r: sum(n for part, n in c.blocks.items() if part.representation == r) for r in ("act", "kv")}
@@ -263,29 +259,25 @@ def _gather_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dic
     return works
 
 
-def _at_least(value, least):
-    """Return the larger; numbers stay plain numbers."""
-    return np.maximum(value, least) if isinstance(value, np.ndarray) else max(value, least)
-
-
 def _at_most(value, most):
-    """The smaller, likewise."""
+    """Return the smaller value; a number stays a plain number."""
     return np.minimum(value, most) if isinstance(value, np.ndarray) else min(value, most)
 
 
 def _any(count) -> bool:
-    """Return np.any, which is slow, of numbers or arrays."""
+    """Return whether a number, or any element of an array, is not 0; faster than np.any."""
     return bool(count.any()) if isinstance(count, np.ndarray) else bool(count)
 
 
 def _load_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
+    """Return the work of loading and dequantizing the blocks that a step reads."""
     works = {}
     for representation, element_bytes in (("act", stored.act), ("kv", stored.kv)):
         every = [part for part in c.blocks if part.representation == representation]
         moved = [part for part in every if part.tier != "device"]
         on_disk = [part for part in every if part.tier == "disk"]
         if moved:
-            blocks, copies = (sum(of[part] for part in moved) for of in (c.blocks, c.copies))
+            blocks, copies = (sum(counts[part] for part in moved) for counts in (c.blocks, c.copies))
             works[f"load_{representation}"] = work.load_blocks(shape, element_bytes, representation, blocks, copies)
         if on_disk:
             blocks = sum(c.blocks[part] for part in on_disk)
@@ -298,10 +290,10 @@ def _load_works(shape: ModelShape, stored: ElementBytes, c: StepCounts) -> dict[
 
 
 def _store_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: StepCounts) -> dict[str, Work]:
-    """Return the work of storing new rows: quantized, then to the host's strip and its blocks or the disk; or to device
-    blocks. In a decode step with attention on the host, rows come with the query, and attention writes them."""
+    """Return the work of storing new rows. Rows are quantized and go to device blocks, or to a buffer of the host and
+    from there to host blocks or the disk. In a decode step with attention on the host, they come with the query, and
+    attention writes them to host blocks."""
     works = {}
-    of_element, width = {"act": stored.act, "kv": stored.kv}, {"act": shape.act_width, "kv": shape.kv_width}
 
     def rows(representation: str, *tiers: str):
         return sum(n for part, n in c.stored.items() if part.representation == representation and part.tier in tiers)
@@ -310,15 +302,14 @@ def _store_works(shape: ModelShape, policy: Policy, stored: ElementBytes, c: Ste
         written = rows("kv", "disk")
         return {"write_kv": work.store_rows(shape, stored.kv, "kv", written)} if _any(written) else {}
     quantized = 0
-    for representation in ("kv", "act"):
+    widths = (("kv", stored.kv, shape.kv_width), ("act", stored.act, shape.act_width))
+    for representation, element_bytes, width in widths:
         if _any(sent := rows(representation, "host", "disk")):
-            works[f"store_{representation}"] = work.store_rows(shape, of_element[representation], representation, sent)
+            works[f"store_{representation}"] = work.store_rows(shape, element_bytes, representation, sent)
         if _any(written := rows(representation, "disk")):
-            works[f"write_{representation}"] = work.store_rows(
-                shape, of_element[representation], representation, written
-            )
-        if of_element[representation] != stored.compute:
-            quantized = quantized + rows(representation, "device", "host", "disk") * width[representation]
+            works[f"write_{representation}"] = work.store_rows(shape, element_bytes, representation, written)
+        if element_bytes != stored.compute:
+            quantized = quantized + rows(representation, "device", "host", "disk") * width
     if _any(quantized):
         works["quantize"] = work.convert(quantized, stored.compute, min(stored.kv, stored.act))
     for tier, verb in (("host", "scatter"), ("device", "scatter_device")):

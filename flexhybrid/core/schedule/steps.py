@@ -1,4 +1,4 @@
-"""What one mini-batch does in one iteration: its tokens and where they lie, request by request."""
+"""Steps: the tokens of one mini-batch in one iteration, and the blocks that they read and write, by request."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,8 +16,8 @@ from flexhybrid.core.problem import attends_in_place
 
 
 class BlockRun(NamedTuple):
-    """Requests [row, row + rows) whose blocks are evenly spaced: request row + i has ``blocks`` of them from physical
-    block ``first + i * stride``, and they go to its buffer columns from ``column`` on."""
+    """Consecutive blocks of requests [row, row + rows). Request row + i has physical blocks ``first + i * stride``, …,
+    ``blocks`` of them. They go to the buffer columns from ``column`` on of that request."""
 
     row: int
     rows: int
@@ -29,7 +29,7 @@ class BlockRun(NamedTuple):
 
 @dataclass(frozen=True)
 class CopyPart:
-    """What a step reads or writes of one stored copy of a cache entry."""
+    """A stored copy of a cache entry, as a step reads or writes it."""
 
     entry: str
     representation: str  #: kv or act
@@ -37,28 +37,29 @@ class CopyPart:
 
     @cached_property
     def part(self) -> StoredCopy:
+        """Return the stored copy."""
         return StoredCopy(self.entry, self.representation, self.tier)
 
     @property
     def space(self) -> str:
-        """Name of the pool that holds it."""
+        """Return the name of the copy's memory (``StoredCopy.space``)."""
         return self.part.space
 
 
 @dataclass(frozen=True)
 class Segment(CopyPart):
-    """One representation of one mini-batch's context at one iteration: per-request arrays over B.
+    """One representation of a mini-batch's context in one iteration; arrays [B] over its requests.
 
-    Block i of a request's part lies in physical block ``held[(start_block + i) % reserved]`` of its pool. This ring
-    turns only where the oldest blocks are dropped: kept as ids alone (tok), or behind a window.
+    Block i of a request's segment is physical block ``held[(start_block - held_from + i) % reserved]``. This ring turns
+    only if the oldest blocks are dropped: those of token ids, or outside a window.
     """
 
-    held: np.ndarray  #: [B, most]: the blocks that each request holds of the entry, in order
+    held: np.ndarray  #: [B, most], the physical blocks of the entry that each request holds, in order
     num_tokens: np.ndarray
-    start_block: np.ndarray  #: blocks of the entry that come before the segment's first one, dropped ones included
-    reserved: np.ndarray  #: how many blocks each request holds
-    moves_all: bool = False  #: a load brings all of them (a static cache)
-    held_from: np.ndarray | int = 0  #: shared blocks of the entry, before the first one of ``held``
+    start_block: np.ndarray  #: number of the entry's blocks before the segment's first one, with dropped ones
+    reserved: np.ndarray  #: number of blocks that each request holds
+    moves_all: bool = False  #: a load copies all reserved blocks (a static cache)
+    held_from: np.ndarray | int = 0  #: number of the entry's shared blocks, which come before those in ``held``
 
     @cached_property
     def batch(self) -> int:
@@ -78,25 +79,25 @@ class Segment(CopyPart):
 
     @cached_property
     def moved_blocks(self) -> np.ndarray:
-        """[B]: the blocks of each request that come to its buffer."""
+        """Return the number of each request's blocks that are copied to the buffer, [B]."""
         return self.reserved if self.moves_all else self.num_blocks
 
     @cached_property
     def in_line(self) -> bool:
-        """Return whether the buffer holds the requests' blocks contiguously, without padding (ACT, recomputed in one
-        product). Otherwise it is a grid with a row per request."""
+        """Return whether the buffer has the requests' blocks one after another, without padding: ACT is recomputed in
+        one product. Otherwise the buffer is a grid with a row for each request."""
         return self.representation == "act" and self.moved_blocks.min() < self.moved_blocks.max()
 
     @cached_property
     def runs(self) -> tuple[BlockRun, ...]:
-        """Return where the step's blocks are, merged over equal neighbouring requests."""
+        """Return the runs of the segment's blocks."""
         table = self.block_table
         return block_runs(table, np.array([table.size]) if self.in_line else self.moved_blocks)
 
     @cached_property
     def block_table(self) -> np.ndarray:
-        """Return the physical block for each buffer block: [1, blocks] if contiguous, else [B, columns]. Padding
-        repeats a request's last block, or is block 0."""
+        """Return the physical block of each buffer block: [1, blocks] if ``in_line``, else [B, columns]. Padding
+        repeats a request's last block; a request without blocks has block 0."""
         start, count = self.start_block[:, None], self.moved_blocks[:, None]
         columns = np.arange(int(count.max()))
         column = np.minimum(columns, np.maximum(count - 1, 0))
@@ -106,7 +107,7 @@ class Segment(CopyPart):
 
     @cached_property
     def buffer_table(self) -> np.ndarray:
-        """[B, columns]: the buffer place of each request's blocks. Padding repeats the last."""
+        """Return the buffer index of each request's blocks, [B, columns]. Padding repeats the last one."""
         count = self.moved_blocks[:, None]
         columns = np.arange(int(count.max()))
         if not self.in_line:
@@ -116,17 +117,18 @@ class Segment(CopyPart):
 
 
 def block_runs(table: np.ndarray, counts: np.ndarray) -> tuple[BlockRun, ...]:
-    """Return the runs of the first ``counts`` [B] blocks of each row of a table [B, columns]."""
+    """Return the runs of the first ``counts`` [B] blocks of each row of a table [B, columns]. Equal runs of consecutive
+    rows are merged if they are evenly spaced."""
     begins = np.arange(table.shape[1]) < counts[:, None]
     begins[:, 1:] &= table[:, 1:] != table[:, :-1] + 1
-    column, row = np.nonzero(begins.T)  # by columns, so that equal requests have adjacent first runs
+    column, row = np.nonzero(begins.T)  # in column order, so that equal requests have adjacent first runs
     order = np.lexsort((column, row))
     begin, owner = column[order], row[order]
     end = np.where(np.append(owner[1:] == owner[:-1], False), np.append(begin[1:], 0), counts[owner])
     length = np.empty_like(end)
     length[order] = end - begin
-    runs: list[list[int]] = []  # numbers of a BlockRun
-    latest = -1  # block at which the last run begins
+    runs: list[list[int]] = []  # the fields of BlockRun
+    latest = -1  # first block of the last run
     for at, place, start, blocks in zip(
         row.tolist(), column.tolist(), table[row, column].tolist(), length.tolist(), strict=True
     ):
@@ -144,30 +146,30 @@ def block_runs(table: np.ndarray, counts: np.ndarray) -> tuple[BlockRun, ...]:
 
 @dataclass(frozen=True)
 class Store(CopyPart):
-    """Where the new tokens of one part go: row of the padded new-token grid -> (block, offset)."""
+    """The blocks to which the new tokens of one stored copy go; arrays [stored tokens]."""
 
-    rows: np.ndarray
-    blocks: np.ndarray
-    offsets: np.ndarray
-    places: np.ndarray  #: of each row, in tokens, over the request's blocks of the entry
-    held: np.ndarray  #: [B, most]: these blocks, in order
+    rows: np.ndarray  #: row of each token in the padded grid of new tokens
+    blocks: np.ndarray  #: physical block
+    offsets: np.ndarray  #: token within the block
+    places: np.ndarray  #: token within the request's own blocks of the entry
+    held: np.ndarray  #: [B, most], these blocks of each request, in order
     own: bool = True  #: some blocks belong to a single request
     shared: bool = False  #: some blocks are shared
 
     def block_at(self, requests: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return the physical blocks of places (in tokens) of these requests."""
+        """Return the physical blocks of these requests' tokens (``places``)."""
         return self.held[requests, places // BLOCK_TOKENS]
 
 
 @dataclass(frozen=True)
 class Common:
-    """Blocks [first, last) of equal prompt beginnings: g beginnings, each shared by m requests of the step."""
+    """Shared blocks [first, last) of g prompt beginnings, each shared by m requests of the step."""
 
-    rows: np.ndarray  #: [g, m] rows of the step
+    rows: np.ndarray  #: [g, m], the requests, as indices into the step's
     first: int
     last: int
-    segments: tuple[Segment, ...]  #: B = g; of whole blocks
-    on_host: tuple[Segment, ...] = ()  #: likewise, attended to on the host
+    segments: tuple[Segment, ...]  #: one for each cache entry, with B = g and only full blocks
+    on_host: tuple[Segment, ...] = ()  #: the same for entries to which the host attends
 
     @property
     def tokens(self) -> int:
@@ -177,40 +179,42 @@ class Common:
 
 @dataclass(frozen=True)
 class MiniBatchStep:
-    """What one mini-batch does in one iteration; the same for all layers that keep the same number of tokens.
+    """The work of a mini-batch in one iteration, equal in all layers that keep the same number of tokens.
 
-    New tokens form a right-padded grid [B, width], row b·width + t. The attention buffer of a decode step is [segment |
-    segment | … | recomputed prefix | new], each part padded to its longest request. Keys and values of shared blocks
-    (``commons``) follow.
+    New tokens form a right-padded grid [B, width]; token t of request b is row b·width + t. The attention buffer of a
+    decode step is [segment | segment | … | recomputed prefix | new tokens], each part padded to its longest request.
+    Keys and values of shared blocks (``commons``) follow.
     """
 
     iteration: int
     mini_batch: int
-    requests: np.ndarray  #: [B] places in the wave
-    queued: np.ndarray  #: [B] the requests' indices in the queue
-    context: np.ndarray  #: [B] tokens cached before this iteration
+    requests: np.ndarray  #: [B], places in the wave
+    queued: np.ndarray  #: [B], the requests' indices in the queue
+    context: np.ndarray  #: [B], tokens cached before this iteration
     new_tokens: np.ndarray  #: [B]
-    most_kept: np.ndarray  #: [B] tokens of each request that the selection keeps
+    most_kept: np.ndarray  #: [B], tokens of each request that the selection keeps
     segments: tuple[Segment, ...]
     stores: tuple[Store, ...]
-    on_host: tuple[Segment, ...] = ()  #: segments of a decode step that the host attends to; the device to the others
-    recomputed: np.ndarray | None = None  #: [B] leading tokens kept as ids alone; None: none
-    #: the mini-batch's step in this iteration: a piece of its prompts; in later iterations the decode is 0, and
-    #: pieces of joining prompts count from 1
+    on_host: tuple[
+        Segment, ...
+    ] = ()  #: segments of a decode step to which the host attends; ``segments`` has the others
+    recomputed: np.ndarray | None = None  #: [B], leading tokens that are kept as token ids; None: none
+    #: number of the step among the mini-batch's in this iteration. Chunks of the first prompts count from 0; in later
+    #: iterations the decode is 0, and chunks of joining prompts count from 1
     chunk: int = 0
-    last: bool = True  #: the prompt's last piece, or a decode step: a token is sampled
-    whole: bool = False  #: of layers that keep all tokens although others do not
-    begins: bool = False  #: the first piece of its requests' prompts
-    joins: bool = False  #: the same, of requests that joined the running batch
+    last: bool = True  #: the last chunk of prompts, or a decode step: a token is sampled
+    whole: bool = False  #: the step of layers that keep all tokens, under a selection that drops tokens in others
+    begins: bool = False  #: the first chunk of its requests' prompts
+    joins: bool = False  #: the first chunk of requests that join a running batch
     commons: tuple[Common, ...] = ()
-    builds: bool = False  #: it computes shared blocks and stores into them
-    decodes: bool = False  #: one new token of each request, after its whole prompt
-    in_place: bool = False  #: it decodes, reading keys and values in place
-    window: int | None = None  #: of layers with this window, whose segments hold the tokens in sight; None: all
+    builds: bool = False  #: it computes shared blocks and stores to them
+    decodes: bool = False  #: each request has one new token, after its whole prompt
+    in_place: bool = False  #: a decode step that reads keys and values in place
+    window: int | None = None  #: attention window of its layers; segments hold the tokens inside (None: all)
 
     @cached_property
     def prefill(self) -> bool:
-        """Return whether nothing is cached: the new tokens are a prompt that attends to itself alone."""
+        """Return whether nothing is cached, so that the new tokens attend only to themselves."""
         return not self.context.any()
 
     @cached_property
@@ -227,16 +231,16 @@ class MiniBatchStep:
 
     @property
     def computed_width(self) -> int:
-        """Return the padded tokens of a request that pass through the layers: recomputed prefix, then new ones."""
+        """Return the padded tokens of a request that pass through the layers: recomputed and new ones."""
         return self.recomputed_width + self.width
 
     @cached_property
     def attention_tokens(self) -> int:
-        """T: columns of the attention buffer, the new tokens included."""
+        """Return T, the columns of the attention buffer, with the new tokens."""
         return sum(segment.max_tokens for segment in self.segments) + self.computed_width
 
     def of(self, representation: str) -> tuple[Segment, ...]:
-        """Return the segments of "kv" or "act" that have tokens, then the shared ones."""
+        """Return the segments of "kv" or "act" that have tokens, followed by the shared ones."""
         return self._by_representation[representation]
 
     @cached_property
@@ -246,7 +250,7 @@ class MiniBatchStep:
 
     @cached_property
     def has_on_host(self) -> bool:
-        """Return whether the host attends to a part of the context, beside the device."""
+        """Return whether the host attends to a part of the context, and the device to the rest."""
         return bool(self.on_host) or any(common.on_host for common in self.commons)
 
     @cached_property
@@ -255,7 +259,7 @@ class MiniBatchStep:
 
     @cached_property
     def act_rows(self) -> int:
-        """Rows of the ACT buffer."""
+        """Return the rows of the ACT buffer."""
         return sum(segment.block_table.size for segment in self.of("act")) * BLOCK_TOKENS
 
 
@@ -269,14 +273,14 @@ def make_step(
     built: np.ndarray | None = None,
     window: int | None = None,
 ) -> MiniBatchStep:
-    """Make the step of the still running requests of a ``plan.Wave``'s mini-batch; O(B) numpy work.
+    """Return the step of a wave's mini-batch with these running ``requests`` (places).
 
-    ``chunk``: see ``MiniBatchStep``; ``piece``: of the prompts (None: the chunk). ``built`` [B, 2]: compute these
-    shared blocks [first, last) instead. ``window``: for layers that have it; tokens out of sight of all new tokens are
-    not read, tokens out of sight of all later ones not stored.
+    ``chunk``: see ``MiniBatchStep``. ``piece``: chunk of the prompts (default: ``chunk``). ``built`` [B, 2]: compute
+    these shared blocks [first, last) instead of prompts. ``window``: attention window of the layers. Tokens outside
+    every new token's window are not read, and tokens outside every later token's window are not stored.
     """
     prompts, last = wave.workload.prompt_tokens[requests], True
-    age, depth = iteration - wave.joined[requests], wave.shared_blocks(requests)  # shared blocks
+    age, depth = iteration - wave.joined[requests], wave.shared_blocks(requests)
     if built is not None:
         depth = built[:, 0]
     elif not age[0]:
@@ -315,7 +319,7 @@ def make_step(
     if decodes and ATTENDED_ENTRY in entries.names:
         commons = tuple(_divided(common) for common in commons)
     by_blocks = decodes and wave.policy.attention == "host" and not wave.policy.attends_from_disk
-    if window and commons and not by_blocks:  # the host finds its own blocks
+    if window and commons and not by_blocks:  # attention on the host applies the window itself
         commons = _commons_in_window(wave.entries, commons, context, window)
     begins = bool(not age[0] and (built is not None or context[0] == shared[0]))
     return MiniBatchStep(
@@ -345,14 +349,14 @@ def make_step(
 
 
 def _divided(common: Common) -> Common:
-    """Return shared blocks with those that the host attends to apart."""
+    """Return shared blocks with the segments to which the host attends moved to ``on_host``."""
     on_host = tuple(segment for segment in common.segments if segment.entry == ATTENDED_ENTRY)
     others = tuple(segment for segment in common.segments if segment.entry != ATTENDED_ENTRY)
     return replace(common, segments=others, on_host=on_host)
 
 
 def _commons_in_window(entries: BlockEntries, commons: tuple[Common, ...], context, window: int) -> tuple[Common, ...]:
-    """Drop shared blocks that are outside every new token's window. ``context``: [B]."""
+    """Return shared blocks without those outside every new token's window. ``context``: [B]."""
     left = []
     for common in commons:
         seen_from = int(np.maximum(context[common.rows].min() + 1 - window, 0)) // BLOCK_TOKENS
@@ -367,7 +371,7 @@ def _commons_in_window(entries: BlockEntries, commons: tuple[Common, ...], conte
 
 
 def _cut(segments: tuple[Segment, ...], before: np.ndarray, entries: BlockEntries) -> tuple[Segment, ...]:
-    """Drop the first ``before`` [entry] blocks of shared segments."""
+    """Return shared segments without the entries' first ``before`` [entry] blocks."""
     left = []
     for segment in segments:
         cut = before[entries.names.index(segment.entry)] - segment.start_block
@@ -378,7 +382,7 @@ def _cut(segments: tuple[Segment, ...], before: np.ndarray, entries: BlockEntrie
 
 
 def _known_commons(wave, mini_batch: int, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...]:
-    """Return ``_commons``, cached while the members of a mini-batch share the same blocks."""
+    """Return ``_commons``; the result is cached while a mini-batch's requests share the same blocks."""
     key = requests.tobytes(), depth.tobytes(), wave.shared.table[requests, : int(depth.max())].tobytes()
     known = wave.shared.commons.get(mini_batch)
     if known is None or known[0] != key:
@@ -387,7 +391,7 @@ def _known_commons(wave, mini_batch: int, requests: np.ndarray, depth: np.ndarra
 
 
 def _commons(wave, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...]:
-    """Return the blocks that several requests have among their first ``depth`` [B] ones, each block once."""
+    """Return the shared blocks of requests, each block once. ``depth``: number of shared blocks of each, [B]."""
     table, alike = wave.shared.table[requests], {}
     for first, last, rows in shared_runs(table, depth):
         alike.setdefault((first, last, len(rows)), []).append(rows)
@@ -395,10 +399,10 @@ def _commons(wave, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...
     for (first, last, _), groups in alike.items():
         rows = np.stack(groups)
         columns = np.arange(first, last)
-        of_entry, before = wave.entries.entry_of(columns * BLOCK_TOKENS), wave.entries.dealt(first)
+        entry_index, before = wave.entries.entry_of(columns * BLOCK_TOKENS), wave.entries.dealt(first)
         segments = []
         for i, entry in enumerate(wave.entries.names):
-            held = table[rows[:, :1], columns[of_entry == i]]
+            held = table[rows[:, :1], columns[entry_index == i]]
             if held.size:
                 reserved, start = np.full(len(rows), held.shape[1]), np.full(len(rows), before[i])
                 (copy,) = stored_copies(entry)
@@ -408,13 +412,13 @@ def _commons(wave, requests: np.ndarray, depth: np.ndarray) -> tuple[Common, ...
 
 
 def held_blocks(wave, pool: str, requests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the blocks that requests hold of a pool, in order and padded: [B, most]; and their counts [B]."""
+    """Return (the blocks of a pool that requests hold, in order and padded, [B, most]; their numbers, [B])."""
     counts = wave.num_blocks[pool][requests]
     return wave.tables[pool][requests, : max(1, int(counts.max()))], counts
 
 
 class HeldTokens(NamedTuple):
-    """The blocks of an entry that requests of a step hold: see ``Segment``."""
+    """The blocks of an entry that requests of a step hold; the fields are those of ``Segment``."""
 
     held: np.ndarray
     held_from: np.ndarray
@@ -423,9 +427,10 @@ class HeldTokens(NamedTuple):
 
 
 def _segments(wave, mini_batch: int, entry: str, extent: HeldTokens, tokens) -> list[Segment]:
-    """Return one segment for a plain entry; for both(…) the leading tokens as ACT, the rest as KV.
+    """Return one segment for a plain entry, or two for both(…): the leading tokens as ACT, the others as KV.
 
-    The split stays that of the whole mini-batch: with fewer requests more ACT might be best than its buffer holds.
+    The split point is that of the mini-batch's original requests. With fewer requests, a better split could need more
+    ACT than its buffer holds.
     """
     held, held_from, dropped, reserved = extent
     leading = {"act": (tokens, dropped), "kv": (tokens, dropped)}
@@ -450,8 +455,8 @@ def _segments(wave, mini_batch: int, entry: str, extent: HeldTokens, tokens) -> 
 
 
 def _stores(wave, requests, lengths, holdings, window) -> tuple[Store, ...]:
-    """Return where new tokens go. ``lengths``: tokens cached before, new tokens, and where the former went (None: not
-    known); ``holdings``: ``held_blocks`` of each entry."""
+    """Return the stores of new tokens. ``lengths``: (cached tokens, new tokens, tokens that each entry stored before or
+    None); ``holdings``: ``held_blocks`` of each entry."""
     context, new_tokens, token_index = lengths
     width = int(new_tokens.max())
     if width == 1:
@@ -460,24 +465,24 @@ def _stores(wave, requests, lengths, holdings, window) -> tuple[Store, ...]:
         batch_row = np.repeat(np.arange(len(requests)), new_tokens)
         within = np.arange(len(batch_row)) - np.repeat(np.cumsum(new_tokens) - new_tokens, new_tokens)
         positions = context[batch_row] + within
-    if limits_cache(wave.policy.selection):  # the newest replace the dropped ones
+    if limits_cache(wave.policy.selection):  # new tokens replace dropped ones
         lengths = wave.workload.prompt_tokens[requests], context + new_tokens, wave.workload.cached_tokens[requests]
         kept = kept_tokens(wave.policy.selection, *lengths)
         positions = positions % kept[batch_row]
         fresh = within >= (new_tokens - kept)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
-    if wave.entries.tok_share or window and width > 1:  # recomputed leading tokens, or out of sight
+    if wave.entries.tok_share or window and width > 1:  # skip tokens kept as ids, or outside every later window
         first = wave.entries.first_stored(context + new_tokens, window)
         fresh = positions >= first[batch_row]
-        if wave.sharing is not None:  # shared blocks are read by other requests
+        if wave.sharing is not None:  # but store shared blocks, which other requests read
             fresh |= positions < (wave.shared.depth[requests] * BLOCK_TOKENS)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
-    if wave.sharing is not None and width > 1:  # already stored by another request
+    if wave.sharing is not None and width > 1:  # skip tokens that another request has stored
         fresh = positions >= (wave.shared.stored_before[requests] * BLOCK_TOKENS)[batch_row]
         batch_row, within, positions = batch_row[fresh], within[fresh], positions[fresh]
     entry_index = wave.entries.entry_of(positions)
     if token_index is None or positions is not context:
-        token_index = wave.entries.stored(positions)  # earlier tokens of each entry, dropped ones included
+        token_index = wave.entries.stored(positions)  # earlier tokens of each entry, with dropped ones
     stores, shared, own_from = [], np.zeros(0, dtype=bool), np.zeros(0, dtype=np.int64)
     if wave.sharing is not None:
         shared = positions < (wave.shared.depth[requests] * BLOCK_TOKENS)[batch_row]
@@ -493,7 +498,7 @@ def _stores(wave, requests, lengths, holdings, window) -> tuple[Store, ...]:
         places = index % (np.maximum(counts[row], 1) * BLOCK_TOKENS)
         blocks, offsets = held[row, places // BLOCK_TOKENS], places % BLOCK_TOKENS
         if wave.sharing is not None and (is_shared := shared[chosen]).any():
-            # A row of the table has all blocks of its request, of every entry.
+            # A row of the shared table has the blocks of all entries.
             at, kinds = chosen[is_shared], (not is_shared.all(), True)
             blocks[is_shared] = wave.shared.table[requests[batch_row[at]], positions[at] // BLOCK_TOKENS]
         for part in stored_copies(entry):

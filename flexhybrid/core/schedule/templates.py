@@ -1,6 +1,6 @@
-"""The tasks of a position, part by part, as templates: verb, reads, writes.
+"""The tasks of a position as templates (verb, reads, writes). A position is a mini-batch in a layer.
 
-A *position* is a mini-batch in a layer. ``core.plan`` decides the order of the parts.
+The templates come in parts, such as the loads or the stores; ``core.plan`` decides the order of the parts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Template = tuple[str, Accesses, Accesses]  #: a task's verb, reads and writes
 
 
 def _generate(at: AccessMap, position: Position, kv_end: int) -> Iterator[Template]:
-    """Yield the recomputation of keys and values from ACT. ``kv_end``: bytes of the layer that it waits for."""
+    """Yield the recomputation of keys and values from ACT. ``kv_end``: it waits for the layer's bytes [0, kv_end)."""
     works, buffer = position.works, cell("act_buffer", position.slot)
     if "kv_gen" not in works:
         return
@@ -28,14 +28,14 @@ def _generate(at: AccessMap, position: Position, kv_end: int) -> Iterator[Templa
     if "dequantize_act" in works:
         yield "dequantize_act", (buffer, *pools), (accesses.PLAIN_ACT,)
         reads = (*reads, accesses.PLAIN_ACT)
-    elif pools:  # gathered into the buffer next to loaded rows
+    elif pools:  # device blocks are copied to the buffer, next to loaded rows
         reads, writes = (*reads, *pools), (*writes, buffer)
     yield "kv_gen", reads, writes
 
 
 def _attend_on_host(at: AccessMap, position: Position, borrows: bool) -> Iterator[Template]:
-    """Yield attention on the host: to all of the context, or to the step's ``on_host`` parts. ``borrows``: the layer
-    has no keys and values of its own."""
+    """Yield attention on the host to the whole context, or to the step's ``on_host`` segments. ``borrows``: the layer
+    attends to another layer's keys and values, and stores none."""
     slot = position.slot
     query, out = cell("query_strip", slot), cell("out_strip", slot)
     yield "store_query", (at.qkv(position),), (query,)
@@ -55,18 +55,19 @@ def _attend_on_host(at: AccessMap, position: Position, borrows: bool) -> Iterato
 
 
 class Templates:
-    """The parts of a wave's positions: one method a part."""
+    """Makes the templates of a wave's positions; each public method yields one part."""
 
     def __init__(self, wave: Wave):
         self.wave, self.at = wave, AccessMap(wave)
         self.num_layers = wave.shape.num_layers
         self.first_choosing = first_choosing(wave.policy.selection)
-        # Bytes of each kind of layer that recomputation and projection wait for; W_K and W_V may come first.
+        # For each kind of layers, the last bytes for which recomputation and projection wait: W_K and W_V come first.
         natural, layouts = wave.policy.weight_order == "natural", [placed.layout for placed in wave.placed]
-        self.needed = [(of.total_bytes,) * 2 if natural else (of.kv_end, of.qkv_end) for of in layouts]
+        self.needed = [(lay.total_bytes,) * 2 if natural else (lay.kv_end, lay.qkv_end) for lay in layouts]
 
     def load_cache(self, ahead: Position) -> Iterator[Template]:
-        """Yield the cache loads, ACT before KV because recomputation comes first. Disk blocks pass through staging."""
+        """Yield the loads of the cache and of hidden states. ACT comes before KV, because recomputation comes first;
+        disk blocks pass through staging."""
         step, slot, works = ahead.step, ahead.slot, ahead.works
         if "load_hidden" in works and ahead.layer:
             yield "load_hidden", (host_hidden(step),), (self.at.hidden(ahead),)
@@ -94,7 +95,7 @@ class Templates:
                 pools = self.at.pools(ahead, representation, "disk")
                 yield f"read_{representation}", pools, (staged,)
                 reads = (*reads, staged)
-            if f"load_{representation}" in works:  # otherwise the host attends
+            if f"load_{representation}" in works:  # absent for attention on the host
                 buffer = cell(f"{representation}_buffer", slot)
                 yield f"load_{representation}", reads, (buffer,)
 
@@ -111,7 +112,7 @@ class Templates:
             yield "dequantize_weights", weights, accesses.PLAIN
         if "merge_attended" not in works:
             yield from _generate(self.at, position, kv_end)
-        if "project" not in works:  # the layer does not attend: all of it is in finish
+        if "project" not in works:  # a layer without attention does all its work in finish
             return
         staging, matrices = cell("staging", slot), self.at.matrices(position, 0, qkv_end)
         writes = (qkv,) if self.wave.shape.borrows(layer) else (qkv, staging)
@@ -122,7 +123,7 @@ class Templates:
         if "quantize" in works:
             yield "quantize", (qkv,), (staging,)
         ranks = (self.at.ranks(position),) if "rank" in works else ()
-        if ranks and step.prefill:  # only now are the rows to keep known
+        if ranks and step.prefill:  # chooses the rows that are kept, and stages them
             yield "rank", (qkv,), (*ranks, staging)
         if "speculate" in works and step.prefill and layer >= self.first_choosing:
             yield "speculate", (qkv, *ranks, *matrices), (cell("partial_keys", k, layer),)
@@ -136,7 +137,7 @@ class Templates:
         return self.first_choosing <= layer + 1 < self.num_layers
 
     def _speculate(self, position: Position, qkv: Access) -> Iterator[Template]:
-        """Yield the selection for the next layer. Its index goes to the host, which gathers the rows."""
+        """Yield the selection of tokens for the next layer. Their indices go to the host, which gathers the rows."""
         k, slot = position.step.mini_batch, position.slot
         keys = cell("partial_keys", k, position.layer + 1)
         source = cell("partial_buffer", slot) if "load_keys" in position.works else keys
@@ -145,9 +146,9 @@ class Templates:
         yield "store_index", (index,), (cell("host_index", k),)
 
     def load_attended(self, position: Position) -> Iterator[Template]:
-        target = (
-            cell("loaded_part", position.slot) if "merge_attended" in position.works else self.at.attended(position)
-        )
+        """Yield the load of the host's attention output."""
+        part = "merge_attended" in position.works
+        target = cell("loaded_part", position.slot) if part else self.at.attended(position)
         yield "load_attended", (cell("out_strip", position.slot),), (target,)
 
     def close(self, position: Position) -> Iterator[Template]:
@@ -160,7 +161,7 @@ class Templates:
             return
         if step.prefill:
             yield "attend_prefill", (qkv,), (self.at.attended(position),)
-        elif "merge_attended" in works:  # the next position is projected before; it would overwrite what is generated
+        elif "merge_attended" in works:  # not in open: the next position, opened before, would overwrite the result
             yield from _generate(self.at, position, self.needed[self.wave.shape.weights_kind(position.layer)][0])
             yield from self._attend(position, qkv)
         elif "attend_host" not in works:
@@ -172,6 +173,7 @@ class Templates:
         yield "finish", (*reads, *states), (hidden, *states)
 
     def _attend(self, position: Position, qkv: Access) -> Iterator[Template]:
+        """Yield attention on the device to cached and new tokens."""
         works, slot = position.works, position.slot
         buffer = cell("kv_buffer", slot)
         pools = self.at.pools(position, "kv", "device")
@@ -196,8 +198,8 @@ class Templates:
             yield "attend_recomputed", (qkv, accesses.ATTENTION), (attended,)
 
     def store(self, position: Position) -> Iterator[Template]:
-        """Yield the stores of new tokens: staging, landing strip, host blocks or disk; or device blocks. Then hidden
-        states, if the host keeps them."""
+        """Yield the stores of new tokens, and of hidden states if the host keeps them. New tokens go from staging to
+        device blocks, or to a strip of the host and from there to host blocks or the disk."""
         works, slot, step = position.works, position.slot, position.step
         staging, ranks = cell("staging", slot), (self.at.ranks(position),) if "rank" in works else ()
         sent = [r for r in ("act", "kv") if f"store_{r}" in works]
@@ -219,11 +221,8 @@ class Templates:
             yield "scatter_device", (staging, *ranks), tuple(pool for _, pool in pools["device"])
         for representation, strip in strips.items():
             if f"write_{representation}" in works:
-                yield (
-                    f"write_{representation}",
-                    (strip,),
-                    tuple(pool for r, pool in pools["disk"] if r == representation),
-                )
+                written = tuple(pool for r, pool in pools["disk"] if r == representation)
+                yield f"write_{representation}", (strip,), written
         if "store_state" in works:
             yield "store_state", (cell("state_buffer", slot),), (self.at.state(position),)
         if "store_hidden" in works and position.layer < self.num_layers - 1:
