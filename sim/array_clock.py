@@ -1,13 +1,16 @@
-"""The array clock: predicts whole runs of many policies at once, without their streams.
+"""The array clock: predict whole runs of many policies at once, without their streams.
 
-``sim.verb_seconds`` sums each resource's seconds per phase. The busiest resource is a lower bound, in a few numpy
-operations per policy. ``predict`` adds waiting: it walks the tasks of a template run of the same structure
-(``sim.template_run``) with the durations of the real run, and extrapolates repetitions (mini-batches of a layer,
-layers, iterations) at the rate that each resource has reached.
+``sim.verb_seconds`` sums each resource's seconds per phase. The busiest resource's sum bounds the time from below.
+``predict`` adds waiting: it walks the tasks of a template run of the same structure (``sim.template_run``) with the
+durations of the real run. It skips repeated mini-batches, layers and iterations, at the rate of the walked ones.
 
-Left out: requests of different lengths in a candidate; a change of the limiting resource between blocks within a
-stretch of the decode; layers that alone have weights on the disk (H2O, planned alone). Tests and the bench measure the
-gap to the virtual clock.
+Not modelled:
+
+- requests of different lengths in a candidate;
+- a change of the limiting resource between blocks within a stretch of the decode;
+- weights on the disk in only some layers.
+
+Tests and the bench measure the difference from the virtual clock.
 """
 
 from dataclasses import dataclass, fields
@@ -24,10 +27,10 @@ from sim.template_run import RESIDENT_CLASSES, Loop, TaskKey, loops_of, structur
 from sim.verb_seconds import VerbSeconds, longest
 
 CHUNK = 1024  #: policies walked together; arrays of this size fit a core's cache
-BOUND_CHUNK = 8192  #: policies bounded together; a bound holds fewer arrays
+BOUND_CHUNK = 8192  #: policies bounded together; a bound needs fewer arrays
 LAUNCHING = len(RESOURCES)  #: index of the launching time, after the resources
-WALKED = 2  #: iterations per stretch of the decode; more if an iteration has few groups of weights
-GROUPS_WALKED = 6
+WALKED = 2  #: least number of walked iterations per stretch of the decode
+GROUPS_WALKED = 6  #: least number of groups of weights loaded in the walked iterations of a stretch
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,13 @@ class Prediction:
     prefill_s: np.ndarray
     decode_s: np.ndarray
     tokens_per_s: np.ndarray  #: all generated tokens / total_s
-    decode_tokens_per_s: np.ndarray  #: those of iterations 1, 2, … / decode_s; 0 without a decode
-    #: prefill, and each stretch of the decode, on its busiest resource; overlap with another phase (mostly the first
-    #: loads of the decode) can make a short run faster
+    decode_tokens_per_s: np.ndarray  #: tokens of iterations 1, 2, … / decode_s; 0 without a decode
+    #: seconds of the busiest resource, summed over the prefill and the stretches of the decode. A short run can be
+    #: faster, because phases overlap
     bound_s: np.ndarray
-    least_s: np.ndarray  #: lower bound: the work that any resource must finish before the last token
+    least_s: np.ndarray  #: lower bound: the most work that a resource must finish before the last token
     num_mini_batches: np.ndarray
-    #: resource -> busy share of the decode (without one: of the run); and "launcher" where known
+    #: resource -> busy share of the decode (of the run without a decode); also "launcher" if launch times are known
     busy: dict[str, np.ndarray]
     traffic_bytes: dict[str, dict[str, np.ndarray]]  #: link -> kind (weights, kv, act, hidden) -> bytes of the run
     peak_bytes: dict[str, np.ndarray]  #: tier -> bytes
@@ -55,7 +58,7 @@ class Prediction:
         return np.array(list(self.busy))[np.argmax(np.stack(list(self.busy.values())), axis=0)]
 
     def row(self, index: int = 0) -> dict:
-        """Return one candidate as plain numbers, nested as above."""
+        """Return one candidate's fields as plain numbers, with the same nesting."""
 
         def plain(value):
             if isinstance(value, dict):
@@ -67,8 +70,8 @@ class Prediction:
 
 
 def predict(problem: Problem, candidates: Candidates, walk: bool = True) -> Prediction:
-    """Predict every candidate. Without ``walk``, stop at the bound: total_s, prefill_s and decode_s are the busiest
-    resource's. Raise InputError for a policy that cannot be planned or a verb without a line."""
+    """Predict every candidate. Without ``walk``, total_s, prefill_s and decode_s are the seconds of the busiest
+    resource. Raise InputError for a policy that cannot be planned or a verb without a line."""
     check_planned(candidates.policy, problem.shape)
     steps, size = candidate_steps(problem, candidates)
     chunk_size = CHUNK if walk else BOUND_CHUNK
@@ -81,7 +84,7 @@ def predict(problem: Problem, candidates: Candidates, walk: bool = True) -> Pred
 
 
 def _gather(chunks: list[tuple[np.ndarray, dict]], size: tuple[int, ...]) -> Prediction:
-    """Put the chunks' results into the candidates' order and shape."""
+    """Join the results of chunks, (indices, fields), in the candidates' order and shape."""
     total = int(np.prod(size))
 
     def join(parts: list):
@@ -102,8 +105,7 @@ def _gather(chunks: list[tuple[np.ndarray, dict]], size: tuple[int, ...]) -> Pre
 
 
 def _structure(steps: CandidateSteps) -> list[np.ndarray]:
-    """Yield the indices, each [candidates], of candidates with the same entries and structure, which share a template
-    run."""
+    """Return columns [candidates] of integers. Candidates with equal columns and cache entries share a template run."""
     num_walked = _num_walked(steps)
     counts = np.array([stretch.count for stretch in steps.stretches()])
     short = _is_short(counts, steps.generated, num_walked)
@@ -115,21 +117,22 @@ def _structure(steps: CandidateSteps) -> list[np.ndarray]:
 
 
 def _num_walked(steps: CandidateSteps) -> np.ndarray:
-    """Return the iterations of a stretch to walk: enough to use up what the disk has read ahead, at most four groups of
-    weights."""
+    """Return the number of iterations of a stretch to walk, [candidates]: enough loads to use up the at most four
+    groups of weights that the disk has read ahead."""
     groups = steps.problem.shape.num_layers * (1 if steps.policy.schedule == "column" else steps.num_mini_batches)
     return np.maximum(WALKED, np.ceil(GROUPS_WALKED / groups)) + np.zeros(len(steps.batch))
 
 
 def _is_short(counts: np.ndarray, generated: np.ndarray, num_walked) -> np.ndarray:
-    """Return whether the decode is short enough to walk whole. ``counts``: [stretches, candidates]."""
+    """Return whether every iteration of the decode is walked, [candidates]. ``counts``: iterations of each stretch,
+    [stretches, candidates]."""
     return generated - 1 <= num_walked * np.count_nonzero(counts[:-1], axis=0) + 2
 
 
 def _resident_class(steps: CandidateSteps) -> np.ndarray:
-    """Return each candidate's class of resident prefix (``template_run.RESIDENT_CLASSES``). Packed weights are unpacked
-    by layer, so only whole layers count. Of several kinds of layers the most frequent decides, but "complete" needs
-    all."""
+    """Return the class of each candidate's resident weights (``template_run.RESIDENT_CLASSES``), [candidates]. The most
+    frequent kind of layers decides; the last class needs layers of every kind to be resident. Packed weights are
+    unpacked by layer, so only whole layers count."""
     complete = (steps.resident >= steps.layer_sizes).all(axis=0).astype(int)
     if steps.policy.bits.weights != "native":
         return RESIDENT_CLASSES[-1] * complete
@@ -140,13 +143,13 @@ def _resident_class(steps: CandidateSteps) -> np.ndarray:
 
 
 def _disk_class(steps: CandidateSteps) -> np.ndarray:
-    """Return how many of the streamed weights are on the disk: 0 none, 1 some, 2 all."""
+    """Return the part of the streamed weights that is on the disk, [candidates]: 0 none, 1 some, 2 all."""
     streamed = steps.layer_sizes - steps.resident
     return np.where((steps.on_disk <= 0).all(axis=0), 0, np.where((steps.on_disk >= streamed).all(axis=0), 2, 1))
 
 
 def _stretches(steps: CandidateSteps, walk: bool) -> tuple[list[DecodeStretch], int]:
-    """Return the stretches of the decode that some candidate has, and the iterations of each to walk."""
+    """Return (stretches of the decode that any candidate has, number of iterations of each to walk)."""
     num_walked, stretches = int(np.min(_num_walked(steps))), steps.stretches()
     counts = np.array([stretch.count for stretch in stretches])
     if walk and np.all(_is_short(counts, steps.generated, num_walked)):
@@ -156,7 +159,7 @@ def _stretches(steps: CandidateSteps, walk: bool) -> tuple[list[DecodeStretch], 
 
 
 def _predict_chunk(steps: CandidateSteps, walk: bool) -> dict:
-    """Return the fields of a Prediction for candidates of one structure."""
+    """Return the fields of ``Prediction`` for candidates of one structure."""
     stretches, num_walked = _stretches(steps, walk)
     verbs = VerbSeconds(steps, stretches)
     prefill_busy, decode_busy, late = verbs.busy(0), verbs.decode_busy(), verbs.after_the_last_token()
@@ -166,7 +169,7 @@ def _predict_chunk(steps: CandidateSteps, walk: bool) -> dict:
     decoded = steps.generated - 1
     if walk:
         prefill_s, total_s, launching = _TemplateWalk(verbs, num_walked).run()
-        total_s = np.maximum(total_s, least_s)  # a skip may extrapolate too little of a slow start
+        total_s = np.maximum(total_s, least_s)  # after a slow start, a skip may extrapolate too little
         prefill_s = np.where(decoded > 0, prefill_s, total_s)
         decode_s = total_s - prefill_s
     total_s = prefill_s + decode_s
@@ -203,8 +206,9 @@ class _TemplateWalk:
         steps = verbs.steps
         schedule, num_layers = steps.policy.schedule, steps.problem.shape.num_layers
         self.verbs, self.num_walked = verbs, num_walked
-        self.phase_of = [0]  # of each walked iteration
-        self.after: dict[int, np.ndarray] = {}  # iteration -> number of like ones that follow; < 0 removes some
+        self.phase_of = [0]  # phase of each walked iteration
+        # Walked iteration -> number of equal iterations that follow and are skipped; negative: too many were walked.
+        self.after: dict[int, np.ndarray] = {}
         for phase, stretch in enumerate(verbs.stretches, start=1):
             self.phase_of += [phase] * (1 if stretch.entry is None else num_walked)
             if stretch.entry is not None:
@@ -219,7 +223,7 @@ class _TemplateWalk:
             in_place=attends_in_place(steps.problem, steps.policy),
         )
         inner, outer = self.tiny.inner.num_rounds, self.tiny.outer.num_rounds
-        #: rounds of each loop that the template run omits
+        # Rounds of each loop that the template run omits.
         if schedule == "column":
             self.skipped_inner, self.skipped_outer = steps.num_mini_batches - inner, num_layers - outer
         else:
@@ -227,13 +231,13 @@ class _TemplateWalk:
         self.full = _full_mini_batches(steps, inner if schedule == "column" else outer)
         self.prices: dict[tuple[int, TaskKey], tuple] = {}
         self.ends: list = [None] * (len(self.tiny.tasks) + self.tiny.num_moved)  # seconds; None: a task without work
-        # Before each position: when each resource is free, and when the last task was launched.
+        # For each position: the time at which each resource becomes free, and the time of the last launch.
         self.tails: list[list] = [[0.0] * (len(RESOURCES) + 1)]
         self.launch_s = verbs.hardware.launch_s
 
     def run(self) -> tuple[np.ndarray, np.ndarray, tuple]:
-        """Return (end of the prefill, end of the run) in seconds from the first task, and the launching seconds until
-        each."""
+        """Return (end of the prefill, end of the run, launching seconds until each end); seconds from the first
+        task."""
         tiny, ends = self.tiny, self.ends
         sampled: dict[int, np.ndarray] = {}
         launched: dict[int, np.ndarray] = {}
@@ -275,7 +279,7 @@ class _TemplateWalk:
         price = self.prices.get((phase, key))
         if price is None:
             verb, first_load, all_tokens, mini_batch, kind, part = key
-            if first_load:  # every candidate has it
+            if first_load:
                 price = self.verbs.phases[0].first_load_s.get(verb), None
             else:
                 price = self.verbs.task(phase, verb, all_tokens, kind, self.full[mini_batch])
@@ -286,29 +290,30 @@ class _TemplateWalk:
         return price
 
     def _skip(self, position: int) -> None:
-        """Advance the recent events by what the template run omits after this position."""
+        """Advance the times by the rounds that the template run omits after this position."""
         inner, outer, ends = self.tiny.inner, self.tiny.outer, self.ends
-        iteration, within = divmod(position, inner.num_rounds * outer.num_rounds)
+        positions = inner.num_rounds * outer.num_rounds
+        iteration, within = divmod(position, positions)
         at_outer, at_inner = divmod(within, inner.num_rounds)
+        phase, least_s = self.phase_of[iteration], self.verbs.round_seconds
         moves_of = []
         if inner.before_skip is not None and at_inner + 1 == inner.before_skip:
             loop = "last inner" if at_outer + 1 == outer.num_rounds else "inner"
-            least = self._least(iteration, loop, _pace_kinds(inner) or (outer.kinds[at_outer],))
-            moves_of.append(self._moves(1, inner.before_skip, self.skipped_inner, least, inner.pace_rounds))
+            least = least_s(phase, loop, _rated_kinds(inner) or (outer.kinds[at_outer],))
+            moves_of.append(self._moves(1, inner.before_skip, self.skipped_inner, least, inner.rate_rounds))
         if outer.before_skip is not None and at_inner + 1 == inner.num_rounds and at_outer + 1 == outer.before_skip:
-            least = self._least(iteration, "outer", _pace_kinds(outer))
+            least = least_s(phase, "outer", _rated_kinds(outer))
             moves_of.append(
-                self._moves(inner.num_rounds, outer.before_skip, self.skipped_outer, least, outer.pace_rounds)
+                self._moves(inner.num_rounds, outer.before_skip, self.skipped_outer, least, outer.rate_rounds)
             )
         for moves in moves_of:
             for index, alias in self.tiny.moved_after.get(position, ()):
                 if ends[index] is not None:
                     ends[alias] = ends[index] + moves[self.tiny.tasks[index].resource]
             self._move_on(moves)
-        positions = inner.num_rounds * outer.num_rounds
         if within + 1 == positions and iteration in self.after:
             rounds = self.num_walked if self.num_walked > 3 else 1
-            moves = self._moves(positions, rounds, self.after[iteration], self._least(iteration, "iteration"))
+            moves = self._moves(positions, rounds, self.after[iteration], least_s(phase, "iteration"))
             for index in range(self.tiny.ends[max(0, position - 2 * positions)], self.tiny.ends[position]):
                 if ends[index] is not None:
                     ends[index] = ends[index] + moves[self.tiny.tasks[index].resource]
@@ -317,39 +322,36 @@ class _TemplateWalk:
     def _move_on(self, moves: list) -> None:
         self.tails[-1] = [tail + move for tail, move in zip(self.tails[-1], moves)]
 
-    def _least(self, iteration: int, loop: str, kinds: tuple[int, ...] = ()):
-        """Return the seconds of one more round of a loop on its busiest resource: the mean over layers of these kinds;
-        the last inner rounds are those of the last outer round."""
-        return self.verbs.round_seconds(self.phase_of[iteration], loop, kinds)
+    def _moves(self, stride: int, rounds: int, times, least, rate_rounds: int = 2) -> list:
+        """Return the seconds by which ``times`` more rounds move each resource; the last value is for launching.
 
-    def _moves(self, stride: int, rounds: int, times, least, pace_rounds: int = 2) -> list:
-        """Return the seconds by which ``times`` more rounds of ``stride`` positions move each resource.
-
-        The rate is that of the last two of the ``rounds`` walked (slots alternate; ``pace_rounds`` if layers differ),
-        or of more of them if that is less, so that a single late event is not repeated. The first round may differ; a
-        single round has its own rate.
+        ``stride``: positions of a round; ``rounds``: walked rounds; ``least``: seconds of a round on its busiest
+        resource. The rate is the mean of the last ``rate_rounds`` walked rounds, or of the ones before them if that is
+        less, so that a single late event is not repeated.
         """
-        over = min(pace_rounds, rounds)
+        over = min(rate_rounds, rounds)
 
-        def pace_of(resource: int, back: int):
+        def round_s(resource: int, back: int):
             later, earlier = self.tails[-1 - back * stride], self.tails[-1 - (back + over) * stride]
             return (later[resource] - earlier[resource]) / over
 
-        paces = [pace_of(resource, 0) for resource in range(LAUNCHING)]
+        rates = [round_s(resource, 0) for resource in range(LAUNCHING)]
         if rounds > over:
-            back = min(over, rounds - over - 1)
-            paces = [np.minimum(pace, pace_of(resource, back)) for resource, pace in enumerate(paces)]
-        limit = np.maximum(paces[0], least)  # an idle resource that catches up is not slower for long
-        # Launching waits for no other resource, so no limit applies to its pace.
-        return [*(times * np.minimum(pace, limit) for pace in paces), times * pace_of(LAUNCHING, 0)]
+            back = min(over, rounds - over - 1)  # without the first round, which may differ
+            rates = [np.minimum(rate, round_s(resource, back)) for resource, rate in enumerate(rates)]
+        # An idle resource may be slow while it catches up, which does not last: limit its rate. Launching waits for no
+        # resource, so its rate needs no limit.
+        limit = np.maximum(rates[0], least)
+        return [*(times * np.minimum(rate, limit) for rate in rates), times * round_s(LAUNCHING, 0)]
 
 
-def _pace_kinds(loop: Loop) -> tuple[int, ...]:
-    """Return the kinds of layers whose mean is the rate of a loop over layers; none for another loop."""
-    return loop.kinds[: loop.before_skip][-loop.pace_rounds :] if loop.before_skip else ()
+def _rated_kinds(loop: Loop) -> tuple[int, ...]:
+    """Return the kinds of the layers whose mean is the rate of a loop over layers; empty for another loop."""
+    return loop.kinds[: loop.before_skip][-loop.rate_rounds :] if loop.before_skip else ()
 
 
 def _full_mini_batches(steps: CandidateSteps, num_walked: int) -> list[bool | np.ndarray]:
-    """Return for each walked mini-batch the candidates for which it is not one of the last: True or False for all."""
+    """Return for each walked mini-batch whether it is not one of the last (``num_last``): [candidates], or one value
+    if all candidates agree."""
     full = np.arange(num_walked)[:, None] < num_walked - steps.num_last
     return [bool(row[0]) if row.all() or not row.any() else row for row in full]

@@ -1,8 +1,8 @@
-"""Corrects a machine's lines by the measured times of a few iterations of a job (trials).
+"""Correct a machine's lines by the measured times of a few iterations of a job (trials).
 
-Each line is scaled to its tasks' seconds. A line that ran at very different sizes, with different ratios, is fitted
-again: its overhead, and its slope as a whole. A step's time beyond the virtual clock of the corrected lines is waiting
-without a line: one factor for the resource that limits the step.
+Each line is scaled by its tasks' measured seconds. If tasks of very different sizes have different ratios, the line's
+overhead and slope are fitted again. A step may still take longer than on the virtual clock with the corrected lines.
+This waiting has no line; it becomes one factor on the resource that limits the step.
 """
 
 import statistics
@@ -17,26 +17,27 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.trace import LineKey, LineTimes, TraceEvent
 from sim import virtual_clock
 
-TRIALS = "corrected by trials"  #: key of a record's notes: measured over known, by line and resource
-OUTLIER = 2.0  #: multiple of its line's median above which a task was disturbed
-APART, ALIKE = 1.5, 0.03  #: ratio of sizes that are far apart, in known seconds; equal ratios
-LEAST_TOLD, MOST_TOLD = 0.03, 3  #: least change of a line that is reported, and number of reported lines
+TRIALS = "corrected by trials"  #: key of a record's notes: measured / known seconds by line and by resource
+OUTLIER = 2.0  #: a task counts as disturbed if its measured / known seconds exceed this multiple of the line's median
+APART = 1.5  #: ratio of the largest to the smallest task, in known seconds, above which a line is fitted again
+ALIKE = 0.03  #: relative difference up to which measured / known ratios count as equal
+LEAST_REPORTED, MOST_REPORTED = 0.03, 3  #: least change of a line that is reported, and number of reported lines
 
-Run = tuple[Policy, Mapping[LineKey, LineTimes]]  #: iterations under a policy
+Run = tuple[Policy, Mapping[LineKey, LineTimes]]  #: a policy and the times of its iterations
 
 
 class _Point(NamedTuple):
     """The mean task of a line in a run."""
 
-    work_s: float  #: by the known line, without its overhead
-    known_s: float
+    work_s: float  #: seconds by the known line, without its overhead
+    known_s: float  #: seconds by the known line
     measured_s: float
     sample: tuple[float, float, float]  #: (flops, bytes, measured seconds)
     tasks: int
 
 
 def times_of(trace: list[TraceEvent], hardware: Hardware) -> dict[LineKey, LineTimes]:
-    """Return the times of each line in a trace after its first iteration, without disturbed tasks (OUTLIER)."""
+    """Return the times of each line in a trace, without the first iteration and disturbed tasks (OUTLIER)."""
     first = min(event.task.iteration for event in trace)
     events: dict[LineKey, list[tuple[TraceEvent, float]]] = {}
     for event in trace:
@@ -55,8 +56,8 @@ def times_of(trace: list[TraceEvent], hardware: Hardware) -> dict[LineKey, LineT
 
 
 def corrected(hardware: Hardware, runs: Iterable[Run]) -> Hardware:
-    """Return the machine with its lines as these runs show them; lines without tasks scale like the others of their
-    resource. The notes (TRIALS) list the factors, largest effect first; contention is now in the lines."""
+    """Return the machine with its lines corrected by these runs. Lines without tasks scale like the others of their
+    resource. The notes (TRIALS) list the factors, largest effect first. The corrected lines include contention."""
     hardware = hardware.contended
     points, known = _points_by_line(hardware, runs)
     lines = {name: _refitted(known[name], of_line) for name, of_line in points.items()}
@@ -104,13 +105,13 @@ def _mean_task(line: Line, times: LineTimes) -> _Point:
 
 
 def _change(points: list[_Point]) -> tuple[float, float]:
-    """Return the extra seconds of the runs' tasks of a line, and the factor."""
-    known, measured = (sum(p.tasks * s for p, s in zip(points, of)) for of in zip(*(p[1:3] for p in points)))
+    """Return (measured - known, measured / known) seconds of all tasks of a line."""
+    known, measured = (sum(p.tasks * s for p, s in zip(points, column)) for column in zip(*(p[1:3] for p in points)))
     return measured - known, measured / known
 
 
 def _refitted(line: Line, points: list[_Point]) -> Line:
-    """Return the line scaled to the points, or with overhead and slope fitted to them."""
+    """Return the line scaled to the points, or with overhead and slope fitted to them (APART, ALIKE)."""
     from scipy.optimize import nnls  # takes 0.25 s to load
 
     work_s, known_s, measured_s = (np.array(column) for column in zip(*(point[:3] for point in points)))
@@ -124,8 +125,11 @@ def _refitted(line: Line, points: list[_Point]) -> Line:
 
 
 def with_waiting(hardware: Hardware, traces: Iterable[tuple[Policy, list[TraceEvent]]], last: int) -> Hardware:
-    """Return the machine with each limiting resource scaled by its steps' measured time over the virtual clock's: the
-    median over the runs that it limits. ``last``: see ``TraceWindow``."""
+    """Return the machine with each limiting resource scaled by the waiting of its runs.
+
+    The factor is the median of measured / virtual decode seconds over the runs that the resource limits. ``last``: see
+    ``virtual_clock.summarize``.
+    """
     ratios: dict[str, list[float]] = {}
     for policy, trace in traces:
         walked = virtual_clock.run((event.task for event in trace), hardware.at_work(policy))
@@ -136,14 +140,16 @@ def with_waiting(hardware: Hardware, traces: Iterable[tuple[Policy, list[TraceEv
     return replace(hardware, notes={**hardware.notes, TRIALS: {**hardware.notes[TRIALS], "waiting": waiting}})
 
 
-def told(hardware: Hardware) -> str:
+def in_words(hardware: Hardware) -> str:
     """Return in words what trials changed: the most changed lines, and the waiting of resources."""
     note = hardware.notes[TRIALS]
-    changed = [f"{name} takes {of:.2f}" for name, of in note["lines"].items() if abs(of - 1) > LEAST_TOLD][:MOST_TOLD]
+    changed = [f"{name} takes {of:.2f}" for name, of in note["lines"].items() if abs(of - 1) > LEAST_REPORTED][
+        :MOST_REPORTED
+    ]
     parts = [f"{', '.join(changed)} of the profile's time" if changed else "tasks take the profile's time"]
     parts += [
         f"a step limited by {resource} takes {of:.2f} of what its tasks explain"
         for resource, of in note["waiting"].items()
-        if abs(of - 1) > LEAST_TOLD
+        if abs(of - 1) > LEAST_REPORTED
     ]
     return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""The machine that a problem, a policy or a wave is priced on, and the price of a verb there."""
+"""The machine on which a problem or a wave is priced, and the price of a task there."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,31 +17,30 @@ from flexhybrid.core.wave import Wave
 
 
 def hardware_of(problem: Problem, policy: Policy | None = None) -> Hardware:
-    """Return the machine to price on, with a policy as that leaves it (``Hardware.at_work``). Raise InputError if the
-    problem names none."""
+    """Return the machine on which a problem is priced, with the rates it has under a policy (``Hardware.at_work``).
+    Raise InputError if the problem has no hardware record."""
     if problem.hardware is None:
         raise InputError(f"{problem.shape.name}: without a hardware record nothing can be predicted")
     return problem.hardware.at_work(policy) if policy else problem.hardware
 
 
 def hardware_of_wave(wave: Wave) -> Hardware:
-    """Return the machine as a wave's policy leaves it, with links slowed by the memories that the wave fills."""
+    """Return the machine on which a wave is priced. Its links are slower if the wave uses far memory or the page
+    cache (``byte_times``)."""
     hardware = hardware_of(wave.problem, wave.policy)
     if not hardware.notes.keys() & {FAR_MEMORY, PAGE_CACHE}:
         return hardware
     times = byte_times(hardware, total_bytes(memory_plan(wave.problem, wave.policy, buffer_sizes(wave))))
-    lines = {
-        key: replace(line, s_per_byte=line.s_per_byte * float(times.get(resource_of_line(key) or "", 1.0)))
-        for key, line in hardware.lines.items()
-    }
+    slower = {key: float(times.get(resource_of_line(key) or "", 1.0)) for key in hardware.lines}
+    lines = {key: replace(line, s_per_byte=line.s_per_byte * slower[key]) for key, line in hardware.lines.items()}
     return replace(hardware, lines=lines)
 
 
 def byte_times(hardware: Hardware, peak_bytes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return link -> factor on the time of a byte when a run fills this much of each tier (numbers or arrays).
+    """Return link -> factor on the seconds of a byte; links with factor 1 are absent.
 
-    All bytes of a tier cross equally often, so it is their mean. The near node's memory fills first; the page cache
-    uses the host memory that the run leaves free. Other links are absent.
+    ``peak_bytes``: tier -> bytes that the run fills (numbers or arrays). The factor is a mean, because all bytes of a
+    tier cross equally often. The near node's memory fills first. The page cache has the host memory that is left.
     """
     times: dict[str, Any] = {}
     host, disk = (np.maximum(peak_bytes[tier], 1.0) for tier in ("host", "disk"))
@@ -55,5 +54,5 @@ def byte_times(hardware: Hardware, peak_bytes: Mapping[str, Any]) -> dict[str, A
 
 
 def price(hardware: Hardware, verb: str, resource: str, work: Work):
-    """Return the seconds of one task; the work's counts, and so the result, may be numpy arrays."""
+    """Return the seconds of one task. The counts of its work may be numbers or arrays."""
     return task_seconds(hardware.line(verb, resource, work.line), resource, work)

@@ -1,4 +1,4 @@
-"""Machines from datasheets: a file of peaks, sizes and shares in customary units, and the record made of it.
+"""Datasheets: files of a machine's peaks, sizes and shares in customary units, and the records made from them.
 
 Every line of the record is a peak times a share, or a rate under ``lines``, which scales with its peak and share.
 ``docs/simulating.md`` describes the format.
@@ -18,23 +18,23 @@ from flexhybrid.core.units import parse_bytes
 
 FORMAT = "flexhybrid-datasheet-1"
 
-#: Assumed shares of the peaks, if a file names none: large matrix products, streaming reads and decode attention of
-#: the device's memory, long copies over the link, the host's memory and vector units in attention.
+#: Assumed shares of the peaks (default). gemm: large matrix products; memory, attention_memory: device memory in
+#: streaming reads and in decode attention; link: long copies; host_memory, host_flops: attention on the host.
 SHARES = {"gemm": 0.6, "memory": 0.8, "attention_memory": 0.6, "link": 0.8, "host_memory": 0.6, "host_flops": 0.3}
-OVERHEAD_US = {"compute": 10.0, "link": 10.0, "host": 20.0, "disk": 100.0}  #: of a task; assumed too
-SCATTER_GB_PER_S = 20.0  #: of one host core; a public STREAM run on a DGX A100 gives one thread 28
+OVERHEAD_US = {"compute": 10.0, "link": 10.0, "host": 20.0, "disk": 100.0}  #: microseconds of a task, assumed too
+SCATTER_GB_PER_S = 20.0  #: copy rate of one host core; in a public STREAM run on a DGX A100 one thread has 28 GB/s
 HOST = {"host_memory_gb_per_s": 51.2, "host_tflops": 1.0}  #: two channels of DDR4-3200; sixteen AVX2 cores at 2 GHz
 KINDS = ("measured", "fitted", "assumed", "stated")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Datasheet:
-    """A machine in customary units: 10^12 operations/s, 10^9 bytes/s, memories as "24GiB"."""
+    """A machine in customary units: 10^12 operations/s, 10^9 bytes/s, memory sizes as text such as "24GiB"."""
 
     name: str
-    tflops: float  #: of the tensor cores in FP16 with FP32 sums, dense
+    tflops: float  #: peak of the tensor cores in FP16 with FP32 sums, dense
     memory_gb_per_s: float
-    link_gb_per_s: float  #: the standard's, one direction
+    link_gb_per_s: float  #: rate of the link's standard in one direction
     device_memory: str
     host_memory: str | None = None
     host_memory_gb_per_s: float = HOST["host_memory_gb_per_s"]
@@ -44,25 +44,27 @@ class Datasheet:
     disk_write_gb_per_s: float | None = None
     #: rate at which the page cache serves disk reads, for code that reads through it (ours does not)
     disk_cached_gb_per_s: float | None = None
-    host_near_memory: str | None = None  #: of the node that the link is at; None: all of it
-    host_far_share: float | None = None  #: of the link's rate, from the other node's memory
-    device_reserve: str | None = None
-    price_per_hour: float | None = None  #: of the machine, in US dollars
-    watts: float | None = None  #: drawn under load
+    host_near_memory: str | None = None  #: memory of the NUMA node with the link; None: all host memory
+    host_far_share: float | None = None  #: share of the link's rate that copies from the other node's memory reach
+    device_reserve: str | None = None  #: device memory that runs must leave free
+    price_per_hour: float | None = None  #: price of the machine in US dollars
+    watts: float | None = None  #: power under load
     gpu: str = ""
-    testbed: str = ""  #: whose machine it is
-    shares: dict = field(default_factory=dict)  #: of the peaks, instead of SHARES
-    overhead_us: dict = field(default_factory=dict)  #: instead of OVERHEAD_US
+    testbed: str = ""  #: owner of the machine, such as a paper
+    shares: dict = field(default_factory=dict)  #: shares of the peaks that replace those of SHARES
+    overhead_us: dict = field(default_factory=dict)  #: overheads that replace those of OVERHEAD_US
     scatter_gb_per_s: float = SCATTER_GB_PER_S
-    lines: dict = field(default_factory=dict)  #: verb or resource -> tflops, gb_per_s, overhead_us, final values
-    #: what peaks and shares gave for ``lines`` when these were fitted; a line scales by the ratio of today's to this
+    #: verb or resource -> tflops, gb_per_s, overhead_us that are reached; no share applies to them
+    lines: dict = field(default_factory=dict)
+    #: values that peaks and shares gave for ``lines`` when these were fitted (default: today's). A line scales by the
+    #: ratio of today's value to this one
     in_place_of: dict = field(default_factory=dict)
-    #: decode steps read keys and values in place, as in our engine; False: ``lines`` are of code that assembles them
+    #: decode steps read keys and values in place, as in our engine; False: ``lines`` are of code that copies them first
     attends_in_place: bool = True
-    rates: dict = field(default_factory=dict)  #: ``kind``, one of KINDS, with ``on`` and ``held_out`` in words
+    rates: dict = field(default_factory=dict)  #: ``kind``, one of KINDS; ``on`` and ``held_out``: measurements in words
     source: str = ""
     sources: dict = field(default_factory=dict)  #: field -> source of its number
-    published_fit: dict = field(default_factory=dict)  #: what others fitted to this machine
+    published_fit: dict = field(default_factory=dict)  #: values that others fitted to this machine
 
     def __post_init__(self):
         where = f"machine {self.name}: "
@@ -101,7 +103,7 @@ class Datasheet:
         object.__setattr__(self, "in_place_of", self.in_place_of or self.replaced())
 
     def by_shares(self) -> dict[str, Line]:
-        """Return the lines made of peaks and shares alone."""
+        """Return the lines that follow from peaks and shares, without ``lines``."""
         shares, overhead = SHARES | self.shares, {k: 1e-6 * v for k, v in (OVERHEAD_US | self.overhead_us).items()}
 
         def line(where: str, tflops: float = 0.0, gb_per_s: float = 0.0) -> Line:
@@ -125,7 +127,7 @@ class Datasheet:
         return lines
 
     def replaced(self) -> dict[str, dict[str, float]]:
-        """Return what peaks and shares give for the numbers of ``lines``, where they give any."""
+        """Return the values that peaks and shares give for the numbers of ``lines``, in the same form."""
         plain, found = self.by_shares(), {}
         for key, own in self.lines.items():
             rates = in_rates(plain.get(key) or plain.get(resource_of_line(key) or "") or Line())
@@ -133,7 +135,7 @@ class Datasheet:
         return found
 
     def hardware(self) -> Hardware:
-        """Return the record: lines in seconds per FLOP and byte."""
+        """Return the record of the machine, with lines in seconds per FLOP and byte."""
         lines, replaced = self.by_shares(), self.replaced()
         for key, own in self.lines.items():
             before = lines.get(key) or lines.get(resource_of_line(key) or "") or Line()
@@ -174,23 +176,23 @@ class Datasheet:
         )
 
     def _shares_in_words(self) -> str:
-        """Return the origin of rates for a file without ``rates``: the assumed shares, or the file's own."""
+        """Return in words which shares of the peaks apply, for a file without ``rates``."""
         others = [f"{name} {value:g}" for name, value in self.shares.items() if value != SHARES[name]]
         return "shares of datasheet peaks" + (f"; its file has {' and '.join(others)}" if others else "")
 
     def to_json(self) -> str:
-        """Return the file's text: the fields that differ from their defaults, in order."""
-        table = asdict(self)
-        plain = {known.name for known in fields(self) if table[known.name] == _default(known)}
-        return json.dumps({"format": FORMAT, **{k: v for k, v in table.items() if k not in plain}}, indent=1)
+        """Return the file's text: the fields that differ from their defaults."""
+        usual = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        changed = {name: value for name, value in asdict(self).items() if value != usual[name]}
+        return json.dumps({"format": FORMAT, **changed}, indent=1)
 
     def save(self, path: str | Path) -> None:
-        """Write by rename, so that a reader never sees half a file."""
+        """Write the file by rename, so that a reader never sees half a file."""
         write_by_rename(Path(path), self.to_json() + "\n")
 
 
 def load_datasheet(path: str | Path) -> Datasheet:
-    """Read a file of this format. Raise InputError with the file and the field."""
+    """Read a datasheet. Raise InputError, with the file and the field, for another format or a wrong value."""
     data = load_json(path, "hardware file ")
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise InputError(f'{path} is no datasheet: it lacks "format": "{FORMAT}"')
@@ -202,7 +204,7 @@ def load_datasheet(path: str | Path) -> Datasheet:
         raise InputError(f"{path}: the field {missing[0]!r} is missing; a machine needs {', '.join(needed)}")
     try:
         sheet = Datasheet(**data)
-        sheet.hardware()  # its memories can be parsed
+        sheet.hardware()  # raises if a memory size cannot be parsed
         noted = data.get("in_place_of", {})
         if strange := [key for key, own in noted.items() if own.keys() - sheet.lines.get(key, {}).keys()]:
             raise InputError(f"in_place_of: {strange[0]} has rates that lines has not in their place")
@@ -223,7 +225,8 @@ def is_record(path: str | Path) -> bool:
 
 
 def load_machine(path: str | Path) -> Hardware:
-    """Read a machine's file, a datasheet or a measured record. Raise InputError naming the file and the fault."""
+    """Read a machine's file, a datasheet or a measured record. Raise InputError if the file is neither or has a wrong
+    value."""
     data = load_json(path, "hardware file ")
     form = data.get("format") if isinstance(data, dict) else None
     if form == FORMAT:
@@ -237,14 +240,10 @@ def load_machine(path: str | Path) -> Hardware:
 
 
 def in_rates(line: Line) -> dict[str, float]:
-    """Return a line in customary units, without zero costs."""
+    """Return a line's overhead_us, tflops and gb_per_s; a rate is absent if its cost is zero."""
     rates = {"tflops": 1e12 * line.s_per_flop, "gb_per_s": 1e9 * line.s_per_byte}
     rates = {"overhead_us": 1e6 * line.overhead_s} | {name: 1 / cost for name, cost in rates.items() if cost}
     return {name: float(f"{rate:.12g}") for name, rate in rates.items()}
-
-
-def _default(known):
-    return known.default_factory() if known.default_factory is not MISSING else known.default
 
 
 def _positive(value: object) -> bool:
@@ -257,5 +256,5 @@ def _check_table(where: str, table: Mapping, known: Collection[str]) -> None:
     for name, value in table.items():
         if name not in known:
             raise unknown(f"name in {where}", name, known)
-        none = "overhead" in f"{where} {name}" and value == 0
-        check(f"{where}, {name}", value, none or _positive(value), "a number above 0")
+        no_overhead = "overhead" in f"{where} {name}" and value == 0
+        check(f"{where}, {name}", value, no_overhead or _positive(value), "a number above 0")

@@ -1,8 +1,7 @@
-"""How well a system's own code uses a machine: named parameters, each with its source, apart from every formula.
+"""Implementations: the share of a machine's rates that a system's own code reaches, each with its source.
 
-A policy says what a system does; this says at what part of the machine's rates. ``on`` turns a hardware record
-into the machine as that implementation sees it. Nothing here is hidden in a cost formula: the neutral record changes
-nothing.
+A policy says what a system does; an implementation says how fast. ``on`` applies an implementation to a hardware
+record, so cost formulas need no special cases. The neutral implementation changes nothing.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,37 +13,37 @@ from flexhybrid.core.hardware import CACHED_DISK, PAGE_CACHE, Hardware, Line
 from flexhybrid.core.model.shape import ModelShape
 from flexhybrid.core.verbs import VERBS, Verb
 
-#: Fields that are seconds, added to a task's.
+#: Fields in seconds that are added to the time of a task.
 ADDED = ("step_s", "weights_wait_s", "cache_wait_s", "evict_s", "evict_head_s")
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """Shares of the machine's rates, 0..1, and what is added to its times. The source says where each comes from."""
+    """Shares of the machine's rates, 0..1, and seconds that are added to its tasks."""
 
     name: str = "neutral"
-    cache_link: float = 1.0  #: of the link's rate, for keys, values and activations (pageable or strided copies)
-    weights_link: float = 1.0  #: of the link's rate, for weights
-    step_s: float = 0.0  #: the host's time a mini-batch and layer: a device-wide barrier, launches
-    #: for which the host holds up the link before each load of weights, or of keys and values: it synchronises,
-    #: launches, writes new keys and values to their place. As ``step_s`` the next copies would hide it
+    cache_link: float = 1.0  #: share of the link's rate for keys, values and activations (pageable, strided copies)
+    weights_link: float = 1.0  #: share of the link's rate for weights
+    step_s: float = 0.0  #: host time for each mini-batch and layer: a device-wide barrier and launches
+    #: time for which the host delays each load of weights, or of keys and values: it synchronizes, launches and stores
+    #: new keys and values. Unlike ``step_s``, later copies cannot hide it
     weights_wait_s: float = 0.0
     cache_wait_s: float = 0.0
-    #: in which new keys and values take the places of others, a mini-batch and layer of a decode step; and, where the
-    #: host attends, a head of a request besides
+    #: time in a decode step, for each mini-batch and layer, in which new keys and values replace dropped ones. With
+    #: attention on the host, ``evict_head_s`` is added for each head of each request
     evict_s: float = 0.0
     evict_head_s: float = 0.0
-    conversion: float = 1.0  #: of the memory's rate, for (de)quantising
-    gemm: float = 1.0  #: of the machine's rate, for matrix products
-    gemm_of_peak: float = 1.0  #: of the device's peak, for matrix products, where the machine reaches more
-    relay_gb_per_s: float = inf  #: at which the host copies what crosses as ``cache_link``, before the link does
-    #: of the memory's peak, for in-place attention in decode steps; None: the machine's own
+    conversion: float = 1.0  #: share of the memory's rate for quantizing and dequantizing
+    gemm: float = 1.0  #: share of the machine's rate for matrix products
+    gemm_of_peak: float = 1.0  #: upper limit of matrix products, as a share of the device's peak
+    relay_gb_per_s: float = inf  #: rate at which the host copies keys, values and activations before they cross
+    #: share of the memory's peak for in-place attention in decode steps; None: the machine's own rate
     attention: float | None = None
-    undoes_bits_again: bool = False  #: of a layer's weights, for each mini-batch
-    assembles: bool = False  #: it lays keys and values side by side in each decode step, where ours attends in place
-    page_cache: bool = False  #: it reads the disk through the host's page cache, which ours passes by
+    undoes_bits_again: bool = False  #: dequantizes a layer's weights again for each mini-batch
+    assembles: bool = False  #: copies keys and values side by side in each decode step; ours attends in place
+    page_cache: bool = False  #: reads the disk through the host's page cache; ours bypasses it
     sharers: int = 1  #: GPUs that share the host's cores and memory
-    source: str = ""
+    source: str = ""  #: origin of the numbers
 
     def __post_init__(self):
         for name in ("cache_link", "weights_link", "conversion", "gemm", "gemm_of_peak"):
@@ -62,7 +61,7 @@ _FLEXGEN = (
     "(experimental/cost_model.py); 4 bits by " + _T4.format("rows pb002, pb003 and pb004")
 )
 
-#: Systems whose code is known to reach less of a machine than ours, by name; apart from their policies.
+#: System -> implementation, for code that is known to reach less of a machine than ours.
 MEASURED = {
     "flexgen": Implementation(
         "flexgen",
@@ -83,13 +82,14 @@ MEASURED = {
 
 
 def eager_bytes(shape: ModelShape, prompt_tokens: int, max_tokens: int, element_bytes: int = 2) -> int:
-    """Bytes a request that ``transformers``' code of 2022 and 2023 holds on the device beside cache, weights and rows.
+    """Return the most temporary bytes that a request has on the device in ``transformers``' code of 2022 and 2023.
 
-    In the prefill a layer's attention, written as single operations, keeps the scores of all pairs of tokens in
-    float16, their softmax in float32 and that in float16 again, 8 bytes a score, or the head the logits of all tokens
-    in float32. In a decode step the new token is concatenated to each layer's keys and values, while the tuple of the
-    old ones lives on until the step's end: all of the cache twice. What is most counts. DeepSpeed ZeRO-Inference runs
-    that code.
+    DeepSpeed ZeRO-Inference runs this code. The result is the largest of three:
+
+    - attention in the prefill: the scores of all token pairs in float16, float32 and float16 again, 8 bytes each;
+    - the logits of all prompt tokens in float32;
+    - a decode step: a second copy of the whole cache, because the new token is concatenated to each layer's keys and
+      values and the old tensors live until the step ends.
     """
     scores, logits = 8 * shape.num_heads * prompt_tokens**2, 4 * shape.vocab * prompt_tokens
     cached = shape.num_layers * (prompt_tokens + max_tokens - 1) * shape.kv_token_bytes(element_bytes)
@@ -97,8 +97,8 @@ def eager_bytes(shape: ModelShape, prompt_tokens: int, max_tokens: int, element_
 
 
 def known_code(name: str, hardware: Hardware) -> Implementation:
-    """What is known of a system's own code, neutral where nothing is. A machine whose rates were fitted to that very
-    code (its notes name the engine) has it, but for what depends on the mini-batches."""
+    """Return the known implementation of a system, or the neutral one. If the machine's rates were fitted to this
+    system's code (its notes name the engine), keep only what depends on the number of mini-batches."""
     code = MEASURED.get(name, Implementation(name))
     if hardware.notes.get("rates", {}).get("engine") != name:
         return code
@@ -106,8 +106,8 @@ def known_code(name: str, hardware: Hardware) -> Implementation:
 
 
 def on(implementation: Implementation, hardware: Hardware, num_mini_batches=1, host_heads: float = 0.0) -> Hardware:
-    """Return the machine as this implementation sees it, with a batch of so many mini-batches, for each of which the
-    host attends with ``host_heads`` heads of requests."""
+    """Return the machine with the rates that this implementation reaches. ``host_heads``: number of heads, over all
+    requests of a mini-batch, with attention on the host."""
     i, lines, notes = implementation, {}, hardware.notes
 
     def change(verbs: Iterable[Verb], make: Callable[[Line], Line]) -> None:

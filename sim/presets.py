@@ -1,7 +1,7 @@
-"""Presets: each known system is a short function that returns a Policy.
+"""Presets: one short function for each known system, which returns its policy.
 
-Systems whose papers find the placement by optimization (FlexGen, CAPTURE) are in ``policy_search.systems``, which also
-has all names.
+``policy_search.systems`` has the names of all systems, and the systems whose papers optimize the placement (FlexGen,
+CAPTURE).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from flexhybrid.core.policy import WHOLE_BATCH, Bits, Overlap, Placement, Policy
 from flexhybrid.core.units import parse_bytes
 
 _RESIDENT = Placement(device=1.0)
-_NEWEST_ALONE = 1e-6  #: a share that rounds to no block: its entry has only the newest block, which is never dropped
-#: CAPTURE's buffers hold 8,192 cached tokens, four requests of 2,048; ours also count the new tokens.
+_NEWEST_ALONE = 1e-6  #: a share so small that its entry holds only the newest block, which is never dropped
+#: CAPTURE's mini-batches hold 8,192 cached tokens, four requests of 2,048. Ours also count the new tokens.
 CAPTURE_MINI_BATCH_TOKENS = 8192 + 16
 
 
@@ -29,50 +29,48 @@ def _share(value, where: str) -> float:
 
 
 def kv_only(max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS) -> Policy:
-    """All context as keys and values on the host, in CAPTURE's zig-zag schedule."""
+    """Keep all context as keys and values on the host, in CAPTURE's zig-zag schedule."""
     return Policy("kv_only", cache={"kv@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
 def act_only(max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS) -> Policy:
-    """All context as layer inputs on the host (CAPTURE-Act-Cache)."""
+    """Keep all context as layer inputs on the host (CAPTURE-Act-Cache)."""
     return Policy("act_only", cache={"act@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
 def hybrid(share: float, max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS) -> Policy:
-    """A share of each request's tokens as ACT, the rest as KV, all on the host (CAPTURE-Hybrid-Cache).
-
-    Raise InputError for a share outside 0..1.
-    """
+    """Keep a share of each request's tokens as ACT and the rest as KV, all on the host (CAPTURE-Hybrid-Cache). Raise
+    InputError for a share outside 0..1."""
     share = _share(share, "hybrid: the ACT share")
     cache = {"act@host": share, "kv@host": 1.0 - share}
     return Policy(f"hybrid({share:g})", cache=cache, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
 def static_share(shape: ModelShape) -> float:
-    """Return the ACT share at which ACT and KV take equal bytes: 1 / (1 + ACT/KV byte ratio); 2/3 for multi-head
-    attention (CAPTURE section V: the static hybrid)."""
+    """Return the ACT share at which ACT and KV take equal bytes, 1 / (1 + ACT bytes / KV bytes of a token). It is 2/3
+    for multi-head attention (CAPTURE section V, the static hybrid)."""
     return 1.0 / (1.0 + shape.act_token_bytes(1) / shape.kv_token_bytes(1))
 
 
 def hybrid_static(shape: ModelShape, max_mini_batch_tokens: int = CAPTURE_MINI_BATCH_TOKENS) -> Policy:
-    """Equal host bytes in ACT and KV on any machine."""
+    """Keep equal bytes of ACT and KV on the host, on any machine."""
     return replace(hybrid(static_share(shape), max_mini_batch_tokens), name="hybrid_static")
 
 
 def resident(max_mini_batch_tokens: int = 8192) -> Policy:
-    """Weights, keys and values on the device: the link is idle. (By name in ``policy_search.systems``, with the weights
-    that fit.)"""
+    """Keep weights, keys and values on the device, so that the link is idle. ``policy_search.systems`` offloads the
+    weights that do not fit."""
     return Policy("resident", _RESIDENT, cache={"kv@device": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens)
 
 
 def ideal() -> Policy:
-    """Everything on a GPU that is large enough, the whole batch at once (InfiniGen's Ideal)."""
+    """Run the whole batch at once on a GPU that is large enough for everything (InfiniGen's Ideal)."""
     return Policy("ideal", _RESIDENT, cache={"kv@device": 1.0}, max_mini_batch_tokens=WHOLE_BATCH, packing="fifo")
 
 
 def deepspeed(bits: int | None = None, cache: str = "device") -> Policy:
     """DeepSpeed ZeRO-Inference: one batch, layer after layer, weights streamed, keys and values on the device.
-    ``bits``: of the weights (default: native). ``cache`` "host": keys and values there, attended to by the host."""
+    ``bits``: bits of a weight (default: native). ``cache`` "host": keys and values, and attention, on the host."""
     return Policy(
         "deepspeed", cache={f"kv@{cache}": 1.0}, schedule="row", max_mini_batch_tokens=WHOLE_BATCH,
         packing="fifo", weight_order="natural", attention=cache, bits=Bits(weights=bits or "native"),
@@ -80,8 +78,9 @@ def deepspeed(bits: int | None = None, cache: str = "device") -> Policy:
 
 
 def accelerate(cache: str = "host") -> Policy:
-    """Hugging Face's static cache: offloaded, weights resident, each layer's whole reserved cache copied, no overlap
-    (KVPR section 4.1). ``cache`` "device": not copied, next to offloaded weights (FlexGen's baseline)."""
+    """Hugging Face Accelerate with an offloaded static cache, without overlap (KVPR section 4.1). Weights are resident;
+    each layer copies its whole reserved cache. ``cache`` "device": the cache is not copied; used with offloaded
+    weights, as FlexGen's baseline."""
     return Policy(
         "accelerate", _RESIDENT, cache={f"kv@{cache}": 1.0}, schedule="row", max_mini_batch_tokens=WHOLE_BATCH,
         packing="fifo", static_cache=True, overlap="none",
@@ -89,8 +88,8 @@ def accelerate(cache: str = "host") -> Policy:
 
 
 def token_recompute(ratio: float, max_mini_batch_tokens: int = 8192) -> Policy:
-    """A leading share of the tokens is recomputed through all layers, the rest kept as keys and values on the host. At
-    share 1, all but each request's newest block."""
+    """Recompute a leading share of the tokens through all layers; keep the rest as keys and values on the host. At
+    share 1, only each request's newest block is kept."""
     ratio = _share(ratio, "token_recompute: the ratio")
     recomputed = min(ratio, 1.0 - _NEWEST_ALONE)
     shares = {"tok": recomputed, "kv@host": 1.0 - recomputed}
@@ -99,9 +98,9 @@ def token_recompute(ratio: float, max_mini_batch_tokens: int = 8192) -> Policy:
 
 
 def kvpr_row(split: str = "paper", act: str = "host") -> Policy:
-    """KVPR for latency: weights resident, one batch. ``act``: tier of the layer inputs (the paper's text: device;
-    its memory figures: host). ``split``: ``Policy.split``. By name, layer inputs are dropped where recomputing never
-    pays."""
+    """KVPR for latency: weights resident, one batch. ``act``: tier of the layer inputs; the paper's text says the
+    device, its memory figures the host. ``split``: see ``Policy.split``. ``policy_search.systems`` drops the layer
+    inputs if recomputing is never faster."""
     return Policy(
         f"kvpr_row({split})", _RESIDENT, cache={f"both(kv@host,act@{act})": 1.0}, schedule="row",
         max_mini_batch_tokens=WHOLE_BATCH, packing="fifo", split=split,
@@ -109,8 +108,9 @@ def kvpr_row(split: str = "paper", act: str = "host") -> Policy:
 
 
 def kvpr_column(split: str = "paper", hiding: bool = True, max_mini_batch_tokens: int = 8192) -> Policy:
-    """KVPR for throughput: weights streamed, several mini-batches. ``hiding``: W_K and W_V cross first, then the layer
-    inputs, so that recomputation starts before the rest arrives (KVPR section 3.3). ``split`` as in ``kvpr_row``."""
+    """KVPR for throughput: weights streamed, several mini-batches. ``hiding``: load W_K and W_V first, then the layer
+    inputs, so that recomputation starts before the other weights arrive (KVPR section 3.3). ``split``: see
+    ``Policy.split``."""
     return Policy(
         f"kvpr_column({split})", cache={"both(kv@host,act@host)": 1.0},
         max_mini_batch_tokens=max_mini_batch_tokens, packing="fifo", split=split,
@@ -119,7 +119,7 @@ def kvpr_column(split: str = "paper", hiding: bool = True, max_mini_batch_tokens
 
 
 def offloaded(max_mini_batch_tokens: int = WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
-    """FlexGen with only the cache off the device, as InfiniGen runs it: one task after another."""
+    """FlexGen as InfiniGen runs it: only the cache is off the device; by default tasks run one after another."""
     return Policy(
         "offloaded", _RESIDENT, cache={"kv@host": 1.0}, max_mini_batch_tokens=max_mini_batch_tokens, packing="fifo",
         weight_order="natural", overlap=overlap,
@@ -127,12 +127,12 @@ def offloaded(max_mini_batch_tokens: int = WHOLE_BATCH, overlap: Overlap = "none
 
 
 def int4(max_mini_batch_tokens: int = WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
-    """FlexGen's group-wise 4-bit cache for keys and values; weights keep their native bits."""
+    """FlexGen's cache of keys and values in 4 bits, by groups; weights keep their native bits."""
     return replace(offloaded(max_mini_batch_tokens, overlap), name="int4", bits=Bits(kv=4))
 
 
 def quantized(kv: int = 4, max_mini_batch_tokens: int = WHOLE_BATCH, overlap: Overlap = "none") -> Policy:
-    """``int4`` with ``kv`` bits: 8, 4, 2 or 1 (the bits of InfiniGen's Figs. 11 and 19)."""
+    """Return ``int4`` with ``kv`` bits instead: 8, 4, 2 or 1, as in InfiniGen's Figs. 11 and 19."""
     return replace(int4(max_mini_batch_tokens, overlap), name=f"quantized({kv})", bits=Bits(kv=kv))
 
 
@@ -143,8 +143,9 @@ def h2o(
     cache: str = "host",
     **places: str,
 ) -> Policy:
-    """H2O: heavy hitters and a recent window, a fixed share of the prompt, in the tier ``cache``. The first
-    ``whole_layers`` keep all tokens, as layers 0 and 1 in the authors' code. ``places``: attention, hidden."""
+    """H2O: keep heavy hitters and the latest tokens, a fixed share of the prompt, in the tier ``cache``. The first
+    ``whole_layers`` keep all tokens, as layers 0 and 1 do in the authors' code. ``places``: tiers of
+    ``Policy.attention`` and ``Policy.hidden``."""
     name = f"h2o({_share(budget, 'h2o: the budget'):g})"
     selection = Selection("heavy_hitter", budget=budget, whole_layers=whole_layers)
     policy = replace(offloaded(max_mini_batch_tokens, "full"), name=name, selection=selection)
@@ -161,10 +162,12 @@ def infinigen(
     max_mini_batch_tokens: int = WHOLE_BATCH,
     **fields: Any,
 ) -> Policy:
-    """InfiniGen: each layer's important tokens are predicted one layer ahead and only those fetched; partial keys on
-    the device. ``expected``: measured share of fetched tokens, if known. ``pool``: kept share of the cache, or, above 1
-    or with a unit ("20GiB"), bytes of all requests of a wave. ``fields``: ``whole_layers`` and ``columns``, if not the
-    paper's."""
+    """InfiniGen: predict a layer's important tokens one layer ahead and load only these; partial keys on the device.
+
+    ``expected``: measured share of loaded tokens, if known. ``pool``: share of the cache that is kept; a number above 1
+    or a text such as "20GiB" is the bytes of all requests of a wave. ``fields``: ``whole_layers`` and ``columns`` of
+    ``Selection`` if they differ from the paper's.
+    """
     share = None if isinstance(pool, str) or pool > 1 else pool
     selection = Selection(
         "speculative",
@@ -182,10 +185,10 @@ def infinigen(
 
 
 def neo(host: float = 0.5, max_mini_batch_tokens: int = 8192) -> Policy:
-    """NEO (arXiv 2411.01142): the host attends to the part of the cache that it holds while the device attends to its
-    own. NEO divides the cache by request; here each request has a share ``host`` of its tokens on the host.
+    """NEO (arXiv 2411.01142): host and device attend to their parts of the cache at the same time.
 
-    Raise InputError for a share outside 0..1.
+    NEO divides the cache by request; here each request has the share ``host`` of its tokens on the host. Raise
+    InputError for a share outside 0..1.
     """
     share = _share(host, "neo: the host's share")
     cache = {ATTENDED_ENTRY: share, "kv@device": 1.0 - share}
@@ -193,7 +196,7 @@ def neo(host: float = 0.5, max_mini_batch_tokens: int = 8192) -> Policy:
 
 
 def fastdecode(max_mini_batch_tokens: int = 8192) -> Policy:
-    """FastDecode: attention on the host, next to the cache. ``implementation`` has how many GPUs share the host."""
+    """FastDecode: cache and attention on the host. ``Implementation.sharers`` is the number of GPUs of the host."""
     return Policy(
         "fastdecode", _RESIDENT, cache={"kv@host": 1.0}, attention="host", packing="fifo",
         max_mini_batch_tokens=max_mini_batch_tokens,

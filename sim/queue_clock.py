@@ -1,14 +1,19 @@
-"""Prices a queue whose places are refilled as answers end, in about a second for any length.
+"""Price a queue of requests in about a second, for any length of the queue.
 
-``sim.queue_counts`` counts which requests run in which iteration. A few iterations are walked on the virtual clock,
-with the planner's own tasks. Their work per resource gives that of the others in proportion to requests, context tokens
-and prompts. An iteration takes its busiest resource's time, times the walked iterations' ratio of the two.
+A queued request starts as soon as another request ends. The price is computed in three steps:
+
+1. ``sim.queue_counts`` counts which requests run in which iteration.
+2. The virtual clock runs the planner's tasks of a few iterations. These iterations are called walked.
+3. For each resource, nonnegative least squares fits the seconds of work to an iteration's loads: its requests, context
+   tokens and prompts. Each iteration takes the time of its busiest resource times a waiting ratio. The ratio is the
+   walked iterations' duration over the busiest resource's time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -24,7 +29,6 @@ from flexhybrid.core.policy import Policy
 from flexhybrid.core.problem import Problem
 from flexhybrid.core.schedule.positions import Stops
 from flexhybrid.core.schedule.scheduler import stores_exactly
-from flexhybrid.core.task import Task
 from flexhybrid.core.trace import TraceEvent, iteration_ends
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Prefixes, Workload
@@ -34,28 +38,31 @@ from sim.candidates import Candidates
 from sim.cost import hardware_of_wave
 from sim.queue_counts import RunIntervals, intervals
 from sim.template_run import layer_loop
+from sim.virtual_clock import BusyResources
 
 MOST_COUNTED = 3_000  #: requests; a longer queue is sampled
-ROUGH_COUNTED = 1_000  #: likewise, for a price that only ranks
-RUN = 64  #: of them, consecutive ones
-WALKED_TASKS = 40_000  #: tasks of a price: about a second
-ROUGH_TASKS, ROUGH_WINDOWS = 8_000, 12  #: tasks of a price that only ranks
-LEAST_WINDOWS, MOST_WINDOWS = 5, 60  #: pairs of iterations that are walked
-THINNED = 2  #: iterations with many joins walked again with fewer, if answers may end early
-WALKED_LAYERS, PACE_LAYERS = 6, 2  #: walked layers of a model, and those that give the rate of the others
-MIXED_POSITIONS = 3  #: mini-batches for which ``layer_loop`` counts the walked layers of several kinds
-MANY_MINI_BATCHES = 16  #: if more share a layer, two layers fewer show the rate
-PHASES = ("ramp", "steady", "drain")
+ROUGH_COUNTED = 1_000  #: the same limit for a price that only ranks policies
+RUN = 64  #: consecutive requests that are sampled together if requests share prefixes
+WALKED_TASKS = 40_000  #: tasks walked for a price, which takes about a second
+ROUGH_TASKS, ROUGH_WINDOWS = 8_000, 12  #: tasks and windows walked for a price that only ranks policies
+LEAST_WINDOWS, MOST_WINDOWS = 5, 60  #: windows that are walked; a window is two consecutive iterations
+THINNED = 2  #: windows that are walked again with fewer joining requests, if answers may end early
+WALKED_LAYERS, RATE_LAYERS = 6, 2  #: layers that are walked; last of these, whose mean time the other layers take
+MIXED_POSITIONS = 3  #: number of mini-batches passed to ``layer_loop`` if a model has several kinds of layers
+MANY_MINI_BATCHES = 16  #: with more mini-batches, two fewer layers are walked
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A phase of a queue: until a place is first refilled; until no request waits; until the end."""
+    """A phase of a queue's run.
+
+    ramp: until the first queued request joins; steady: until no request waits; drain: until the end.
+    """
 
     iterations: float
     seconds: float
-    tokens: float  #: generated
-    running: float  #: running requests, mean over iterations
+    tokens: float  #: generated tokens
+    running: float  #: mean number of running requests
 
     @property
     def tokens_per_s(self) -> float:
@@ -64,35 +71,35 @@ class Phase:
 
 @dataclass(frozen=True)
 class IterationCost:
-    """Cost of an iteration in seconds, from what it does."""
+    """Fitted cost of an iteration: seconds from its loads."""
 
-    factors: dict[str, np.ndarray]  #: resource -> seconds of work per unit of each of ``iteration_loads``
+    factors: dict[str, np.ndarray]  #: resource -> seconds of work per unit of each column of ``iteration_loads``
     num_mini_batches: int
-    waiting: tuple[float, float]  #: ratio to the busiest resource, without and with joining requests
+    waiting: tuple[float, float]  #: duration / the busiest resource's time, without and with joining requests
     exact: bool = True  #: ``SharedBlocks.exact``: shared blocks are computed once
 
     def seconds(
         self, counted: RunIntervals, prefixes: Prefixes | None = None, cached: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the seconds of each iteration of these intervals, of requests that share ``prefixes``. ``cached``
-        [intervals]: contexts that need no computation (None: none)."""
+        """Return the seconds of each iteration, [iterations]. ``prefixes``: what the requests share. ``cached``
+        [intervals]: True if the prompt needs no computation (None: all prompts are computed)."""
         loads = iteration_loads(counted, self.num_mini_batches, prefixes, self.exact, cached)
         longest = np.max(list(self._work(loads).values()), axis=0)
         return longest * np.where(loads[:, JOINING] > 0, self.waiting[1], self.waiting[0])
 
     def slowed(self, times: Mapping[str, float]) -> IterationCost:
-        """Return the cost on a machine whose resources take ``times`` as long."""
+        """Return the cost on a slower machine. ``times``: resource -> factor on its seconds (default: 1)."""
         return replace(self, factors={r: times.get(r, 1.0) * factors for r, factors in self.factors.items()})
 
     def work(self, counted: RunIntervals, prefixes: Prefixes | None = None) -> dict[str, np.ndarray]:
-        """Return resource -> seconds of its work in each iteration."""
+        """Return resource -> seconds of work in each iteration, [iterations]."""
         return self._work(iteration_loads(counted, self.num_mini_batches, prefixes, self.exact))
 
     def _work(self, loads: np.ndarray) -> dict[str, np.ndarray]:
         return {resource: loads @ factors for resource, factors in self.factors.items()}
 
 
-JOINING = 5  #: column of ``iteration_loads``
+JOINING = 5  #: column of ``iteration_loads`` with the number of joining requests
 
 
 def iteration_loads(
@@ -102,16 +109,17 @@ def iteration_loads(
     exact: bool = True,
     cached: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the loads of each iteration, [iterations, loads]: 1, decode steps, prompt steps, decoding requests, their
-    own context tokens, joining requests, computed prompt tokens, pairs that these attend to, shared context tokens
-    attended to, and loaded.
+    """Return the loads of each iteration, [iterations, loads].
 
-    ``exact``: see ``IterationCost``; ``cached``: see ``IterationCost.seconds``.
+    The columns: 1; decode steps; prompt steps; decoding requests; context tokens outside shared blocks; joining
+    requests; computed prompt tokens; token pairs of prompt attention; context tokens in shared blocks that are attended
+    to; tokens of shared blocks that are loaded. ``exact``: see ``IterationCost``; ``cached``: see
+    ``IterationCost.seconds``.
     """
     ones = np.ones(len(counted.request)) if cached is None else 1.0 - cached
     tokens = counted.prompt_tokens.astype(float)
     shared, found = counted.shared_tokens.astype(float), counted.found_tokens * float(exact)
-    running, joining = counted.per_iteration(), counted.joining(ones)  # requests whose prompts are computed
+    running, joining = counted.per_iteration(), counted.joining(ones)
     iterations, steps = np.arange(len(running)), np.zeros((2, len(running)))
     attended = counted.per_iteration(shared) - counted.joining(shared * ones)
     own = tokens - shared
@@ -139,29 +147,29 @@ def iteration_loads(
 
 
 @dataclass(frozen=True)
-class QueueRun:
-    """A queue's predicted run. Arrays [iterations]; of a sampled queue an iteration stands for ``times`` as many."""
+class QueueRun(BusyResources):
+    """Predicted run of a queue. Arrays have the shape [iterations]."""
 
     seconds: np.ndarray
-    running: np.ndarray  #: requests
-    tokens: np.ndarray  #: generated
-    steady_from: int  #: first iteration that refilled a place
+    running: np.ndarray  #: requests that run
+    tokens: np.ndarray  #: generated tokens
+    steady_from: int  #: first iteration in which a queued request joins
     drain_from: int  #: first iteration without waiting requests
-    times: np.ndarray
-    busy: dict[str, float]  #: resource -> share of the time
-    at_a_time: int  #: places
-    pace: IterationCost | None = None  #: prices other lengths; None on the virtual clock
+    times: np.ndarray  #: number of iterations that each one represents; above 1 only in a sampled queue
+    busy: dict[str, float]  #: resource -> busy share of the time
+    at_a_time: int  #: most requests that run together
+    pace: IterationCost | None = None  #: prices other answer lengths; None on the virtual clock
     preemptions: float = 0.0  #: number of preemptions
-    #: upper bound of the time share of recomputing preempted contexts: what free swapping would save
+    #: upper bound of the time share that recomputes preempted contexts, which swapping at no cost would save
     recomputing: float = 0.0
 
     @property
     def phases(self) -> dict[str, Phase]:
         begins, ends = (0, self.steady_from, self.drain_from), (self.steady_from, self.drain_from, len(self.seconds))
         phases = {}
-        for name, begin, end in zip(PHASES, begins, ends, strict=True):
+        for name, begin, end in zip(("ramp", "steady", "drain"), begins, ends, strict=True):
             times = self.times[begin:end]
-            seconds, tokens = (float(times @ of[begin:end]) for of in (self.seconds, self.tokens))
+            seconds, tokens = (float(times @ column[begin:end]) for column in (self.seconds, self.tokens))
             running = float(self.running[begin:end].mean()) if end > begin else 0.0
             phases[name] = Phase(float(times.sum()), seconds, tokens, running)
         return phases
@@ -178,11 +186,6 @@ class QueueRun:
     def tokens_per_s(self) -> float:
         return self.total_tokens / max(self.total_s, 1e-300)
 
-    @property
-    def binding(self) -> str:
-        """The busiest resource."""
-        return max(self.busy, key=lambda resource: self.busy[resource])
-
 
 def price_queue(
     problem: Problem,
@@ -192,10 +195,11 @@ def price_queue(
     places: Places | None = None,
     walked_tasks: int = WALKED_TASKS,
 ) -> QueueRun:
-    """Price requests that run at most ``at_most`` at a time, in this order, with answers of ``workload.answers``.
-    ``places``: their ``batch_size``, if known. ``walked_tasks``: fewer are faster and rougher.
+    """Price a queue of requests in this order, with at most ``at_most`` running together.
 
-    Raise InputError if not one request fits the budgets, or a verb has no line.
+    Answers have ``workload.answers`` tokens. ``places``: the ``batch_size`` of these requests, if known.
+    ``walked_tasks``: fewer tasks are faster and less accurate. Raise InputError if no request fits the budgets or a
+    verb has no line.
     """
     places = places or batch_size(problem, policy, workload, at_most)
     few, times = _thinned(workload, places.count, MOST_COUNTED if walked_tasks >= WALKED_TASKS else ROUGH_COUNTED)
@@ -204,19 +208,20 @@ def price_queue(
 
 
 def least_seconds(problem: Problem, policy: Policy, workload: Workload, at_a_time: int) -> float:
-    """Return a lower bound in seconds: each resource's work in the fewest iterations. 0 if prompts share beginnings."""
+    """Return a lower bound of the queue's seconds: the busiest resource's work in the fewest iterations. The bound is 0
+    if prompts share prefixes."""
     if workload.prefixes is not None:
         return 0.0
     answers, prompts = workload.answers.astype(float), workload.prompt_tokens
-    # Loads grow with the context in each iteration: the mean over running requests, not over all.
+    # A request counts in each iteration in which it runs, so the mean prompt is weighted by the answer.
     prompt = max(1.0, min(prompts.mean(), prompts @ answers / answers.sum()) - BLOCK_TOKENS)
     wave = Candidates(policy, at_a_time, prompt, max(1.0, np.floor(answers.mean())))
     return float(predict(problem, wave, walk=False).least_s[0]) * workload.num_requests / at_a_time
 
 
 def walk_queue(problem: Problem, policy: Policy, workload: Workload, at_most: int) -> QueueRun:
-    """Price a queue on the virtual clock, task by task. Requests too large for the batch's buffers run in a batch after
-    it, as in a run."""
+    """Price a queue on the virtual clock, task by task. Requests that are too large for the batch's buffers run in a
+    later batch, as in the executor."""
     left, runs, begun = np.arange(workload.num_requests), [], []
     while len(left):
         lengths = workload.select(left)
@@ -269,7 +274,8 @@ def _of_trace(trace: list[TraceEvent], workload: Workload, count: int) -> QueueR
 
 
 def _bounds(joined: np.ndarray, num_iterations: int) -> dict[str, Any]:
-    """Return where the steady part begins and ends; without one, the first end of an answer, as all of it is drain."""
+    """Return the first iterations of the steady and the drain phase; 0 and 0 if no request waits. ``joined``: the
+    iteration in which each request joins."""
     later = joined[joined > 0]
     if not len(later):
         return {"steady_from": 0, "drain_from": 0}
@@ -277,8 +283,8 @@ def _bounds(joined: np.ndarray, num_iterations: int) -> dict[str, Any]:
 
 
 def evenly_spaced(count: int, most: int, in_runs: bool) -> np.ndarray:
-    """Return about ``most`` of ``count`` places, evenly spread; ``in_runs``: consecutive ones, because neighbours share
-    prefixes."""
+    """Return about ``most`` indices below ``count``, evenly spaced. ``in_runs``: choose runs of RUN consecutive indices
+    instead, because neighbouring requests share prefixes."""
     if not in_runs:
         return np.linspace(0, count - 1, most).astype(np.int64)
     runs = np.linspace(0, count - RUN, most // RUN).astype(np.int64)
@@ -286,10 +292,10 @@ def evenly_spaced(count: int, most: int, in_runs: bool) -> np.ndarray:
 
 
 def _thinned(workload: Workload, count: int, most: int) -> tuple[Workload, float]:
-    """Return about ``most`` requests of a long queue, of which ``count`` run at a time, and the thinning factor.
+    """Return (a sample of about ``most`` requests of a long queue, all answer tokens / the sample's).
 
-    All of the first requests are kept, which decide how the batch is cut into mini-batches, and of the last, with which
-    it drains. Those between are sampled evenly, in contiguous runs if requests share prefixes.
+    ``count``: requests that run together. The sample keeps the first ``count`` requests, which decide how the batch is
+    cut into mini-batches, and the last ``count``, which run in the drain. The other requests are sampled evenly.
     """
     last = workload.num_requests - count
     most = max(most, 8 * count)
@@ -301,56 +307,52 @@ def _thinned(workload: Workload, count: int, most: int) -> tuple[Workload, float
 
 
 class _Walk:
-    """Walks single iterations of a queue on the virtual clock."""
+    """Runs single iterations of a queue on the virtual clock, in a model with fewer layers."""
 
     def __init__(self, wave: Wave, workload: Workload):
         self.wave, self.workload, self.num_tasks = wave, workload, 0
         self.hardware = hardware_of_wave(wave)
         self.intervals = intervals(wave, workload)  # changes the wave
-        self.layers, self.late, self.pace_layers = self._walked_layers()
+        self.layers, self.last_rated, self.num_rated = self._walked_layers()
         self.more_layers = wave.shape.num_layers - len(self.layers)
 
     def _walked_layers(self) -> tuple[list[int], int, int]:
-        """Return the walked layers, the last of them whose rate the others have, and the number of such layers: two, or
-        the period of kinds of layers."""
+        """Return (the walked layers, the position in them of the last rated layer, the number of rated layers). Each
+        omitted layer takes the mean time of the rated layers: two, or one period of the kinds of layers."""
         wave, shape = self.wave, self.wave.shape
         whole, kinds = num_whole(wave.policy.selection, shape.num_layers), list(dict.fromkeys(shape.layer_kinds))
         if len(kinds) == 1:
-            few = WALKED_LAYERS - PACE_LAYERS * (len(wave.mini_batches) > MANY_MINI_BATCHES)
+            few = WALKED_LAYERS - RATE_LAYERS * (len(wave.mini_batches) > MANY_MINI_BATCHES)
             count = min(shape.num_layers, whole + few)
-            return list(range(count)), count - 2, PACE_LAYERS
+            return list(range(count)), count - 2, RATE_LAYERS
         loop = layer_loop(tuple(map(kinds.index, shape.layer_kinds)), MIXED_POSITIONS, whole)
         before, layers = loop.before_skip or shape.num_layers, list(range(shape.num_layers))
         more = shape.num_layers - loop.num_rounds
-        return layers[:before] + layers[before + more :], before - 1, loop.pace_rounds
+        return layers[:before] + layers[before + more :], before - 1, loop.rate_rounds
 
     def around(self, start: int) -> np.ndarray:
-        """Return the intervals of iterations ``start`` to ``start`` + 2."""
+        """Return the indices of the intervals in iterations ``start`` to ``start`` + 2."""
         return np.flatnonzero((self.intervals.joined <= start + 2) & (self.intervals.left > start))
 
     def walked(self, start: int, chosen: np.ndarray) -> dict[int, tuple[float, dict[str, float]]]:
-        """Walk iterations ``start`` and ``start`` + 1 of some intervals, and the beginning of the next one. Return the
-        seconds of the second, whose end does not depend on how the first began, and of iteration 0; and each resource's
-        work in them."""
+        """Walk iterations ``start`` and ``start`` + 1 with the chosen intervals. Return iteration -> (seconds, seconds
+        of work by resource), for ``start`` + 1 and for iteration 0. Iteration ``start`` is left out unless it is 0,
+        because its walk lacks the loads that the iteration before it had begun."""
         wave, stops = self._members(start, chosen)
-
-        def both(task: Task) -> bool:
-            return task.iteration <= start + 1 or task.verb != "finish"
-
-        tasks = takewhile(both, stream(wave, stops, first_iteration=start))
+        tasks = stream(wave, stops, first_iteration=start)
+        tasks = takewhile(lambda task: task.iteration <= start + 1 or task.verb != "finish", tasks)
         trace = virtual_clock.run(tasks, self.hardware)
         self.num_tasks = len(trace)
         ends, walked = np.diff(iteration_ends(trace), prepend=0.0), {}
         for iteration, seconds in list(enumerate(ends, start=start))[:2]:
             if iteration > start or not iteration:
-                of_iteration = [event for event in trace if event.task.iteration == iteration]
-                in_all = float(seconds) + self.more_layers * self._pace(of_iteration)
-                walked[iteration] = in_all, self._work(of_iteration)
+                events = [event for event in trace if event.task.iteration == iteration]
+                all_layers_s = float(seconds) + self.more_layers * self._rated_layer_s(events)
+                walked[iteration] = all_layers_s, self._work(events)
         return walked
 
     def _members(self, start: int, chosen: np.ndarray) -> tuple[Wave, Stops]:
-        """Return the batch of some intervals in iterations ``start`` to ``start`` + 2, and the requests that leave
-        before each."""
+        """Return a batch of the chosen intervals, and its stops in iterations ``start`` to ``start`` + 2."""
         all_intervals, wave = self.intervals, self.wave
         of_group = (np.flatnonzero(all_intervals.mini_batch[chosen] == k) for k in range(len(wave.mini_batches)))
         groups = [group for group in of_group if len(group)]
@@ -367,14 +369,15 @@ class _Walk:
         if depth.any():
             members = replace(members, sharing=self._shared(members, room, chosen, start))
 
-        def until(iteration: int, _num_steps: int) -> Collection[int]:
-            return set(np.flatnonzero(left <= iteration).tolist())
-
         may_come = bool((self.workload.answers < self.workload.max_tokens).any())
-        return members, Stops(until, lambda requests: may_come and bool(requests))
+        return members, Stops(
+            lambda iteration, _num_steps: set(np.flatnonzero(left <= iteration).tolist()),
+            lambda requests: may_come and bool(requests),
+        )
 
     def _shared(self, members: Wave, room: dict[str, int], chosen: np.ndarray, start: int) -> SharedBlocks:
-        """Return the shared blocks of the chosen intervals, including those computed from iteration ``start`` on."""
+        """Return the shared blocks of the chosen intervals. Blocks that requests joining from iteration ``start`` on
+        compute are among its builds."""
         prefixes, counted = self.workload.prefixes, self.intervals.select(chosen)
         if prefixes is None:
             raise ValueError("requests share unknown blocks")
@@ -397,32 +400,32 @@ class _Walk:
             sharing.builds += [Build(place, at, min(at + piece, last), level) for level, at in pieces]
         return sharing
 
-    def _pace(self, events: list[TraceEvent]) -> float:
-        """Return the seconds of one more layer: those of the last ones walked, over all mini-batches, together or (row
-        schedule) one after another."""
+    def _rated_layer_s(self, events: list[TraceEvent]) -> float:
+        """Return the mean seconds of a rated layer in an iteration, for all mini-batches. In the row schedule, sum the
+        mini-batches, which pass the layer at different times."""
         if not self.more_layers:
             return 0.0
-        late, early = self.late, self.late - self.pace_layers
+        last, before = self.last_rated, self.last_rated - self.num_rated
         ends: dict[tuple, float] = {}
         by_row = self.wave.policy.schedule == "row"
         for task, _, end in events:
-            if task.verb == "finish" and task.layer in (late, early):
+            if task.verb == "finish" and task.layer in (last, before):
                 key = (task.mini_batch if by_row else 0), task.layer
                 ends[key] = max(end, ends.get(key, 0.0))
-        return sum(end - ends[k, early] for (k, layer), end in ends.items() if layer == late) / self.pace_layers
+        return sum(end - ends[k, before] for (k, layer), end in ends.items() if layer == last) / self.num_rated
 
     def _work(self, events: list[TraceEvent]) -> dict[str, float]:
-        """Return resource -> seconds of its tasks, of all layers."""
+        """Return resource -> seconds of an iteration's tasks in all layers."""
         work: dict[str, float] = {}
-        late, pace = self.late, self.pace_layers
+        last, rated = self.last_rated, self.num_rated
         for task, start, end in events:
-            repeats = self.more_layers / pace if late - pace < task.layer <= late else 0.0
+            repeats = self.more_layers / rated if last - rated < task.layer <= last else 0.0
             work[task.resource] = work.get(task.resource, 0.0) + (1.0 + repeats) * (end - start)
         return work
 
 
 class _Price:
-    """The iterations of a queue, some of them walked."""
+    """Prices all iterations of a queue from the walked ones."""
 
     def __init__(self, wave: Wave, workload: Workload, times: float):
         self.wave, self.workload, self.times = wave, workload, times
@@ -431,11 +434,14 @@ class _Price:
         self.num_iterations = self.intervals.num_iterations
         self.bounds = _bounds(self.intervals.joined, self.num_iterations)
         self.exact = stores_exactly(wave.policy)
+        self.loads_of = partial(
+            iteration_loads, num_mini_batches=len(wave.mini_batches), prefixes=workload.prefixes, exact=self.exact
+        )
         computed = self.intervals.prompt_tokens - self.intervals.found_tokens * self.exact
         self.joining_tokens = self.intervals.joining(computed.astype(float))
         self.walked: dict[int, float] = {}  # iteration -> seconds
         self.work: dict[int, dict[str, float]] = {}  # iteration -> resource -> seconds of work
-        #: of iterations walked with fewer joins: their loads, ``work``, and ``walked``
+        #: iterations walked with fewer joining requests: (loads, resource -> seconds of work, seconds)
         self.thinner: list[tuple[np.ndarray, dict[str, float], float]] = []
 
     def run(self, walked_tasks: int) -> QueueRun:
@@ -452,23 +458,25 @@ class _Price:
         running = self.intervals.per_iteration()
         surplus = np.bincount(self.intervals.left[self.intervals.surplus] - 1, minlength=self.num_iterations)
         tokens = running - surplus
+        returned = self.intervals.returned
+        computed, cached = (pace.seconds(self.intervals, self.workload.prefixes, of) for of in (None, returned))
         return QueueRun(
             seconds=seconds,
             running=running,
             tokens=tokens,
             **self.bounds,
             times=self._times(tokens),
-            # Both are interpolated between walked iterations, independently.
+            # Work and seconds are interpolated independently, so their ratio may exceed 1.
             busy={resource: min(1.0, float(spent.sum() / seconds.sum())) for resource, spent in work.items()},
             at_a_time=self.wave.workload.num_requests,
             pace=pace,
-            preemptions=self.times * float(self.intervals.returned.sum()),
-            recomputing=self._recomputing(pace),
+            preemptions=self.times * float(returned.sum()),
+            recomputing=float(np.maximum(computed - cached, 0.0).sum() / computed.sum()),
         )
 
     def _times(self, tokens: np.ndarray) -> np.ndarray:
-        """Return how many iterations each stands for: more than one from when the first requests have left until the
-        last ones join (``_thinned``)."""
+        """Return ``QueueRun.times``. Iterations represent more than one from the time that the first requests have left
+        until the last requests join, where ``_thinned`` dropped requests."""
         times, counted, count = np.ones(len(tokens)), self.intervals, self.wave.workload.num_requests
         if self.times > 1:
             begin = int(counted.left[counted.request < count].max())
@@ -477,15 +485,9 @@ class _Price:
             times[inside] += (self.times - 1.0) * tokens.sum() / max(tokens[inside].sum(), 1.0)
         return times
 
-    def _recomputing(self, pace: IterationCost) -> float:
-        """Return ``QueueRun.recomputing``."""
-        if not (returned := self.intervals.returned).any():
-            return 0.0
-        computed, cached = (pace.seconds(self.intervals, self.workload.prefixes, of) for of in (None, returned))
-        return float(np.maximum(computed - cached, 0.0).sum() / computed.sum())
-
     def _windows(self, count: int) -> list[int]:
-        """Return the iterations to walk: evenly over each phase, and in each part of it one with many joins."""
+        """Return the first iterations of about ``count`` windows. Each phase is cut into equal parts; each part has a
+        window at its middle and one at the iteration that computes the most prompt tokens."""
         if self.num_iterations - 1 <= count:
             return list(range(1, self.num_iterations - 1))
         begin, end = self.bounds.values()
@@ -507,31 +509,28 @@ class _Price:
             self.walked[iteration], self.work[iteration] = seconds, work
 
     def _walk_thinner(self, windows: list[int]) -> None:
-        """Walk the iterations with the most joins again, with fewer. If answers end early, requests join one by one; at
-        their limits many join at once, which does not separate the cost of a join from that of a step."""
+        """Walk the windows with the most joining requests again with fewer of these. If answers end early, requests
+        join one by one. In the counted iterations many may join together, which does not separate the cost of a joining
+        request from the cost of a prompt step."""
         counts = {start: int((self.intervals.joined == start + 1).sum()) for start in windows}
         for start in sorted((start for start in windows if counts[start] > 1), key=counts.__getitem__)[-THINNED:]:
             around = self.walk.around(start)
             joining = around[self.intervals.joined[around] == start + 1]
             others = around[self.intervals.joined[around] <= start]
-            for kept in {1, -(-len(joining) // 4)}:  # the first of them: others share their blocks
+            for kept in {1, -(-len(joining) // 4)}:  # always with the first, which computes blocks that others share
                 chosen = np.sort(np.r_[others, joining[np.linspace(0, len(joining) - 1, kept).astype(int)]])
                 seconds, work = self.walk.walked(start, chosen)[start + 1]
-                loads = self._loads(self.intervals.select(chosen))[start + 1]
+                loads = self.loads_of(self.intervals.select(chosen))[start + 1]
                 self.thinner.append((loads, work, seconds))
 
-    def _loads(self, counted: RunIntervals) -> np.ndarray:
-        """Return ``iteration_loads`` of intervals of the queue."""
-        return iteration_loads(counted, len(self.wave.mini_batches), self.workload.prefixes, self.exact)
-
     def _spread(self) -> tuple[np.ndarray, dict[str, np.ndarray], IterationCost]:
-        """Return the seconds of all iterations, of each resource's work in them, and the cost behind both."""
+        """Return (seconds, resource -> seconds of work, fitted cost); the first two for all iterations."""
         from scipy.optimize import nnls  # takes 0.25 s to load
 
         known = np.array(sorted(self.walked))
         seconds = np.array([self.walked[i] for i in known.tolist()])
-        loads = self._loads(self.intervals)
-        rows = np.array([*loads[known], *(of for of, _, _ in self.thinner)])
+        loads = self.loads_of(self.intervals)
+        rows = np.array([*loads[known], *(thinner for thinner, _, _ in self.thinner)])
         scale = np.maximum(np.maximum(loads.max(axis=0), rows.max(axis=0)), 1e-300)
         works = [*(self.work[i] for i in known.tolist()), *(work for _, work, _ in self.thinner)]
         lengths = np.array([*seconds, *(length for _, _, length in self.thinner)])
@@ -539,7 +538,7 @@ class _Price:
         work, factors = {}, {}
         for resource in sorted({resource for work in self.work.values() for resource in work}):
             spent = np.array([work.get(resource, 0.0) for work in works])
-            # Not negative: loads that occurred together in the walked iterations occur apart in others.
+            # Factors must not be negative: loads that occur together in walked iterations may occur alone in others.
             fitted, _ = nnls(rows / scale * weights[:, None], spent * weights)
             factors[resource] = fitted / scale
             work[resource] = loads @ factors[resource]

@@ -1,7 +1,7 @@
-"""Counts which requests of a queue run when: their answers have known lengths.
+"""Count which requests of a queue run in which iterations. The lengths of their answers are given.
 
-The scheduler is the executor's (``core.schedule.scheduler.Scheduler``). It is asked only in those iterations in which
-something may change: a request joins, ends, or needs a block more. So ten thousand requests take a second or two.
+The executor's scheduler decides (``core.schedule.scheduler.Scheduler``). It is asked only in iterations in which a
+request may join, end or need one more block. So ten thousand requests take a second or two.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from flexhybrid.core.workload import Prefixes, Workload
 
 @dataclass(frozen=True)
 class RunIntervals:
-    """When requests run; arrays [intervals]. A preempted request has one interval more."""
+    """Intervals of iterations in which requests run; arrays [intervals]. A preempted request has several."""
 
     request: np.ndarray  #: index in the queue
     mini_batch: np.ndarray
-    prompt_tokens: np.ndarray  #: with the tokens from before its preemption
+    prompt_tokens: np.ndarray  #: prompt, with the tokens generated before a preemption
     joined: np.ndarray  #: iteration that computes the prompt
-    left: np.ndarray  #: first iteration without it
-    surplus: np.ndarray  #: its last step is wasted: its end is known one iteration late
+    left: np.ndarray  #: first iteration without the request
+    surplus: np.ndarray  #: True if the last step is wasted, because the end is known one iteration late
     shared_tokens: np.ndarray  #: prompt tokens in shared blocks
-    found_tokens: np.ndarray  #: of these, computed for other requests
+    found_tokens: np.ndarray  #: shared tokens that were computed for other requests
 
     @property
     def num_iterations(self) -> int:
@@ -40,36 +40,37 @@ class RunIntervals:
 
     @property
     def returned(self) -> np.ndarray:
-        """Return whether an interval follows a preemption."""
+        """Return whether each interval follows a preemption, [intervals]."""
         returned = np.ones(len(self.request), bool)
         returned[np.unique(self.request, return_index=True)[1]] = False  # intervals are ordered by their ends
         return returned
 
     def per_iteration(self, weights: np.ndarray | None = None) -> np.ndarray:
-        """Sum ``weights`` (1) over the intervals of each iteration."""
+        """Return the sum of ``weights`` (default: 1 each) over the requests that run in each iteration."""
         weights = np.ones(len(self.request)) if weights is None else weights
         size = self.num_iterations + 1
         change = np.bincount(self.joined, weights, size) - np.bincount(self.left, weights, size)
         return np.cumsum(change)[:-1]
 
     def joining(self, weights: np.ndarray) -> np.ndarray:
-        """Sum ``weights`` over the joining requests of each iteration."""
+        """Return the sum of ``weights`` over the requests that join in each iteration."""
         return np.bincount(self.joined, weights, self.num_iterations)
 
     def select(self, chosen: np.ndarray) -> RunIntervals:
-        """Return the chosen ones."""
+        """Return the chosen intervals, by index or mask."""
         return RunIntervals(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
     def followed_by(self, more: RunIntervals, begin: int, num_mini_batches: int) -> RunIntervals:
-        """Return these intervals, then ``more``, whose iterations count from ``begin``, in this many mini-batches."""
+        """Return these intervals followed by ``more``, whose iteration 0 is iteration ``begin`` here. Mini-batches of
+        ``more`` are renumbered modulo ``num_mini_batches``."""
         more = replace(more, mini_batch=more.mini_batch % num_mini_batches)
         more = replace(more, joined=more.joined + begin, left=more.left + begin)
         pairs = ((getattr(self, field.name), getattr(more, field.name)) for field in fields(self))
         return RunIntervals(*map(np.concatenate, pairs))
 
     def loads_of_shared(self, prefixes: Prefixes | None) -> np.ndarray:
-        """Return the shared-block tokens that each iteration loads, [iterations]: those of a mini-batch once while it
-        decodes, and once more for requests that join it."""
+        """Return the tokens in shared blocks that each iteration loads, [iterations]. A mini-batch loads each shared
+        block once for its decoding requests and once for its joining ones."""
         changes, sharing = np.zeros(self.num_iterations + 1), np.flatnonzero(self.shared_tokens)
         if prefixes is None or not len(sharing):
             return changes[:-1]
@@ -78,7 +79,7 @@ class RunIntervals:
         each = np.repeat(sharing, [len(chains[prefix]) for prefix in last])
         part = np.concatenate([chains[prefix] for prefix in last])
         before = (prefixes.num_blocks - prefixes.own_blocks)[part] * BLOCK_TOKENS
-        each, part = (of[self.shared_tokens[each] > before] for of in (each, part))
+        each, part = (column[self.shared_tokens[each] > before] for column in (each, part))
         joined, group, count = self.joined[each], 2 * self.mini_batch[each], len(prefixes.tokens)
         key = np.concatenate([group + 1, group, group + 1, group]) * count + np.tile(part, 4)
         at = np.concatenate([joined, joined + 1, joined + 1, self.left[each]])
@@ -93,24 +94,24 @@ class RunIntervals:
 
 @dataclass(frozen=True)
 class UnderWay:
-    """A batch in progress; requests are indices of its queue."""
+    """A batch in progress; requests are given as indices in its queue."""
 
-    running: list[list[int]]  #: members of each mini-batch with computed contexts, oldest first
-    waiting: list[int]  #: in joining order
+    running: list[list[int]]  #: requests of each mini-batch, oldest first; their contexts are computed
+    waiting: list[int]  #: waiting requests, in the order in which they join
 
 
 def intervals(wave: Wave, workload: Workload, under_way: UnderWay | None = None) -> RunIntervals:
     """Return when the requests of ``workload`` run in a batch that was just opened for them (``open_batch``).
 
-    ``under_way``: running and waiting requests of a batch in progress (None: it begins); ``workload`` then has what
-    remains of each request, and iterations count from there. Changes the wave, as a run does.
+    ``under_way``: a batch in progress, from which iterations count; ``workload`` then has the remaining tokens of each
+    request. None: the batch begins. The wave changes, as in a run.
     """
     batch = Scheduler(wave) if under_way is None else _resumed(wave, workload, under_way)
     counted = _Forecast(batch, workload.answers).run()
     if batch.wave.queue is None or batch.wave.queue.is_empty:
         return counted
     left = batch.wave.queue.waiting
-    # The batch's buffers are too small for them: they have one after it, as in a run.
+    # The batch's buffers are too small for these requests. They run in a later batch, as in the executor.
     rest, at_most = workload.select(left), wave.workload.num_requests
     later = open_batch(wave.problem, wave.policy, rest, batch_size(wave.problem, wave.policy, rest, at_most))
     more = intervals(later, rest)
@@ -119,29 +120,29 @@ def intervals(wave: Wave, workload: Workload, under_way: UnderWay | None = None)
 
 
 class _Member(NamedTuple):
-    """A request that runs."""
+    """A running request; fields without a comment are those of ``RunIntervals``."""
 
     request: int
     mini_batch: int
-    place: int
+    place: int  #: index in the wave's workload
     prompt_tokens: int
     joined: int
-    last: int  #: iteration that gives its last token
+    last: int  #: iteration that generates its last token
     shared_tokens: int
     found_tokens: int
 
 
 class _Forecast:
-    """A batch, asked for its members in the iterations in which they may change."""
+    """Runs a batch's scheduler, only in iterations in which the running requests may change."""
 
     def __init__(self, batch: Scheduler, answers: np.ndarray):
         self.batch, self.wave, self.answers = batch, batch.wave, answers
-        self.members: list[dict[int, _Member]] = [{} for _ in batch.groups]  # by place
-        self.rows: list[tuple] = []  # of the intervals
-        self.iterations = [0]  # in which something may change
+        self.members: list[dict[int, _Member]] = [{} for _ in batch.groups]  # mini-batch -> place -> member
+        self.rows: list[tuple] = []  # finished intervals, with the fields of RunIntervals
+        self.iterations = [0]  # heap of the iterations in which members may change
         self.due = {0: {*range(len(batch.groups))}}  # iteration -> mini-batches whose members may change
         self.ends: dict[int, list[_Member]] = {}  # iteration -> members that end in it before their limits
-        self.known_ends: dict[int, list[int]] = {}  # iteration -> requests of which it is known by then
+        self.known_ends: dict[int, list[int]] = {}  # iteration -> requests whose end is known then
 
     def run(self) -> RunIntervals:
         stopped: set[int] = set()
@@ -161,14 +162,14 @@ class _Forecast:
         return RunIntervals(*(np.array(column) for column in zip(*self.rows, strict=True)))
 
     def _ask(self, iteration: int, k: int) -> None:
-        """Ask for the members of mini-batch ``k`` in an iteration."""
+        """Add an iteration in which the members of mini-batch ``k`` may change."""
         if iteration not in self.due:
             self.due[iteration] = set()
             heapq.heappush(self.iterations, iteration)
         self.due[iteration].add(k)
 
     def _change(self, k: int, iteration: int) -> None:
-        """Note which requests have left mini-batch ``k`` and joined it."""
+        """Record the requests that have left and joined mini-batch ``k``."""
         before, places = self.members[k], self.batch.groups[k]
         joined = self.wave.joined[places]
         if len(places) == len(before) and not (joined == iteration).any():
@@ -184,9 +185,10 @@ class _Forecast:
         self.members[k] = now
 
     def _open(self, k: int, place: int) -> _Member:
-        """Return the request that has joined in a place, and note when it ends."""
+        """Return the request that has joined in a place, and record when it ends."""
         wave, joined = self.wave, int(self.wave.joined[place])
-        request, early = int(wave.request[place]), int(joined < 0)  # of one under way the last token is in the context
+        # ``early``: a request of a batch in progress, whose last token is already in its context.
+        request, early = int(wave.request[place]), int(joined < 0)
         given = wave.queue.given.get(request, 0) if wave.queue else 0
         left, most = max(1, int(self.answers[request]) - given), int(wave.workload.max_tokens[place]) - early
         shared, found = (wave.sharing.depth[place], wave.sharing.stored_before[place]) if wave.sharing else (0, 0)
@@ -196,28 +198,28 @@ class _Forecast:
         self._ask(member.last + 1, k)
         if left < most:
             self.ends.setdefault(member.last, []).append(member)
-            if member.last > joined:  # else this is the iteration
+            if member.last > joined:  # otherwise it ends in the current iteration
                 self._ask(member.last, k)
         return member
 
     def _end(self, iteration: int, steps: list[tuple]) -> None:
-        """Note when it is known of the answers that end in an iteration: before the next one, or an iteration late
-        where the tokens of their steps are not awaited (``core.schedule.positions``)."""
+        """Record when the answers that end in an iteration are known to have ended: before the next iteration, or one
+        later if the tokens of their step are not awaited (``core.schedule.positions``)."""
         ending = self.ends.pop(iteration, ())
         if not ending:
             return
-        by_row = self.wave.policy.schedule == "row"  # then the last group is the last mini-batch's
-        in_turn = [of for of in steps if of[0] == steps[-1][0]] if by_row else sorted(steps, key=lambda of: of[1])
+        by_row = self.wave.policy.schedule == "row"  # then the last layer group has only the last mini-batch
+        in_turn = [s for s in steps if s[0] == steps[-1][0]] if by_row else sorted(steps, key=lambda step: step[1])
         late = [(k, set(places.tolist())) for k, _, _, _, places in in_turn[num_awaited(len(in_turn)) :]]
         for member in ending:
             k, place = member.mini_batch, member.place
-            if self.members[k].get(place) is member:  # else it was preempted
-                known = iteration + 1 + any(k == of and place in places for of, places in late)
+            if self.members[k].get(place) is member:  # otherwise it was preempted
+                known = iteration + 1 + any(k == other and place in places for other, places in late)
                 self.known_ends.setdefault(known, []).append(member.request)
                 self._ask(known, k)
 
     def _try_to_join(self, iteration: int) -> None:
-        """Ask those mini-batches in which a request may join although nothing else changes."""
+        """Add an iteration for mini-batches that a queued request may join although nothing else changes."""
         batch, queue = self.batch, self.wave.queue
         if queue is not None and not queue.is_closed:
             for k, (is_full, group) in enumerate(zip(batch.full, batch.groups, strict=True)):
@@ -241,7 +243,8 @@ class _Forecast:
 
 
 def _resumed(wave: Wave, workload: Workload, under_way: UnderWay) -> Scheduler:
-    """Return a batch whose members have their contexts. Those for whom there is no room wait before all others."""
+    """Return the scheduler of a batch in progress, whose running requests have their contexts. A running request that
+    does not fit waits, before all other waiting requests."""
     for k, group in enumerate(wave.mini_batches):
         for place in group[::-1].tolist():
             leave_place(wave, k, place)

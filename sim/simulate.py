@@ -1,9 +1,10 @@
-"""Simulates one run of one system on one machine: throughput, latency, memory, traffic, utilization.
+"""Simulate a run of one policy on one machine: throughput, latency, memory, traffic and utilization.
 
-A batch that does not fit runs in consecutive waves, as large as fit. The array clock finds how many requests fit, for
-either clock.
+A batch that does not fit runs in consecutive waves, each of the largest size that fits. For both clocks, the array
+clock's memory formulas find this size.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,53 +29,48 @@ from sim.array_clock import predict
 from sim.candidate_memory import peak_bytes
 from sim.candidates import Candidates
 from sim.cost import hardware_of, hardware_of_wave
-from sim.virtual_clock import run, summarize
+from sim.virtual_clock import BusyResources, run, summarize
 
 CLOCKS = ("closed", "virtual")
 PHASES_S = ("prefill_s", "decode_s")
-TASKS_PER_POSITION = 14  #: of a mini-batch and layer, roughly
-MOST_TASKS = 20_000_000  #: limit of a run on the virtual clock: a few minutes
+TASKS_PER_POSITION = 14  #: rough number of tasks of a mini-batch in a layer
+MOST_TASKS = 20_000_000  #: limit of a run on the virtual clock, which then takes a few minutes
 
 #: (requests, prompt tokens, generated tokens) of a workload of equal requests
 Lengths = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class SimulatedRun:
-    """A run's result on one of the CLOCKS: seconds, bytes, shares 0..1; tokens are generated tokens."""
+class SimulatedRun(BusyResources):
+    """Result of a simulated run in seconds, bytes and shares 0..1."""
 
-    tokens_per_s: float  #: generated tokens / (prefill + decode)
-    decode_tokens_per_s: float  #: tokens after each request's first / decode
+    tokens_per_s: float  #: generated tokens / (prefill_s + decode_s)
+    decode_tokens_per_s: float  #: generated tokens after each request's first one / decode_s
     prefill_s: float
     decode_s: float
     peak_bytes: dict[str, int]  #: tier -> bytes
-    traffic_bytes: dict[str, dict[str, float]]  #: link -> weights, kv, act, hidden -> bytes of the whole run
-    busy: dict[str, float]  #: resource -> busy share of the decode (without one: of the prefill)
+    traffic_bytes: dict[str, dict[str, float]]  #: link -> cargo (weights, kv, act, hidden) -> bytes of the whole run
+    busy: dict[str, float]  #: resource -> busy share of the decode (of the prefill if there is no decode)
     policy: Policy
-    batch: int
+    batch: int  #: requests of the run
     wave: int  #: requests that run together
     num_waves: int
-    num_mini_batches: int  #: of a full wave
-    clock: str
+    num_mini_batches: int  #: in a full wave
+    clock: str  #: one of CLOCKS
     #: both(…) entry -> tokens of each request that the first and the last decode step recompute
     recomputed_tokens: dict[str, list[int]]
-    prompt_tokens: int  #: per request, the most that KVPR's eq. 11 would recompute
-    ttft_s: float  #: from the start of the first, full wave to its requests' first tokens
-    tpot_s: float  #: between two tokens of a request; 0 without a decode
-    kept_weights: dict[str, float]  #: tier -> share of the layers' bytes it holds; the policy has the requested ones
-    limited_by: str = ""  #: why no more requests run together; "" if all do
+    prompt_tokens: int  #: tokens of each request's prompt, the limit of KVPR's eq. 11 on recomputed tokens
+    ttft_s: float  #: time to first token in the first wave
+    tpot_s: float  #: time between two tokens of a request; 0 without a decode
+    kept_weights: dict[str, float]  #: tier -> actual share of the layers' bytes; the policy has the requested share
+    limited_by: str = ""  #: why no more requests run together; "" if all run together
 
     @property
     def total_s(self) -> float:
         return self.prefill_s + self.decode_s
 
-    @property
-    def binding(self) -> str:
-        """The busiest resource."""
-        return max(self.busy, key=lambda resource: self.busy[resource])
-
     def to_dict(self) -> dict:
-        """Plain JSON."""
+        """Return a dict that can be written as JSON."""
         plain = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "policy"}
         plain |= {"total_s": self.total_s, "binding": self.binding}
         return {**plain, "policy": self.policy.to_dict(), "lossless": self.policy.lossless}
@@ -86,10 +82,10 @@ _WaveRun = dict[str, Any]  #: one wave on either clock: fields of ``Prediction``
 def simulate(
     problem: Problem, policy: Policy, batch: int, prompt_tokens: int, max_tokens: int, clock: str = "closed"
 ) -> SimulatedRun:
-    """Simulate ``batch`` requests of one length. ``clock``: "closed" (array clock, milliseconds) or "virtual" (the
-    executor's stream).
+    """Simulate ``batch`` requests of one length.
 
-    Raise InputError if not one request fits ``problem.effective_budgets``, naming tier, largest part and shortage.
+    ``clock``: "closed" (the array clock, which takes milliseconds) or "virtual" (the executor's stream of tasks). Raise
+    InputError for another clock, for a length below 1, or if no request fits ``problem.effective_budgets``.
     """
     if clock not in CLOCKS:
         raise InputError(f"unknown clock {clock!r}; known: {', '.join(CLOCKS)}")
@@ -107,19 +103,17 @@ def simulate(
 
 
 def simulate_many(problem: Problem, policy: Policy, lengths: Sequence[Lengths]) -> list[SimulatedRun | InputError]:
-    """Simulate one policy on many workloads at once, on the array clock.
-
-    A workload of which no request fits yields its InputError.
-    """
+    """Simulate one policy on many workloads at once, on the array clock. If no request of a workload fits, its result
+    is the InputError."""
     for workload in lengths:
-        _check(*workload)
+        for name, value in zip(("batch", "prompt_len", "gen_len"), workload, strict=True):
+            check(name, value, is_integer(value) and value >= 1, "a whole number >= 1")
     check_planned(policy, problem.shape)
     batch, prompt, generated = np.array(lengths, dtype=np.int64).reshape(-1, 3).T
 
     def fits(sizes: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-        peak = peak_bytes(problem, Candidates(policy, sizes[chosen], prompt[chosen], generated[chosen]))
-        limits = [(tier, budget) for tier, budget in problem.effective_budgets.items() if budget is not None]
-        return np.all([np.ones(len(chosen), dtype=bool), *(peak[tier] <= budget for tier, budget in limits)], axis=0)
+        candidates = Candidates(policy, sizes[chosen], prompt[chosen], generated[chosen])
+        return problem.effective_budgets.hold(peak_bytes(problem, candidates))
 
     wave = _largest_fitting(np.minimum(batch, policy.max_batch or batch), fits)
     full_waves, remainder = np.divmod(batch, np.maximum(wave, 1))
@@ -130,22 +124,16 @@ def simulate_many(problem: Problem, policy: Policy, lengths: Sequence[Lengths]) 
             prediction = predict(problem, Candidates(policy, sizes[chosen], prompt[chosen], generated[chosen]))
             for place, index in enumerate(chosen):
                 waves_of[index].append((prediction.row(place), int(counts[index])))
-    return [
-        _in_turn(problem, policy, workload, int(size), waves, "closed")
-        if waves
-        else _too_large(problem, policy, workload)
-        for workload, size, waves in zip(lengths, wave, waves_of, strict=True)
-    ]
-
-
-def _check(batch: int, prompt_tokens: int, max_tokens: int) -> None:
-    for name, value in (("batch", batch), ("prompt_len", prompt_tokens), ("gen_len", max_tokens)):
-        check(name, value, is_integer(value) and value >= 1, "a whole number >= 1")
+    results: list[SimulatedRun | InputError] = []
+    for workload, size, waves in zip(lengths, wave, waves_of, strict=True):
+        run_of = _in_turn(problem, policy, workload, int(size), waves, "closed") if waves else None
+        results.append(run_of or _too_large(problem, policy, workload))
+    return results
 
 
 def _largest_fitting(most: np.ndarray, fits: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
-    """Return the largest fitting sizes from 1 to ``most``, [workloads]; 0 if not even 1 fits. ``fits(sizes, chosen)``:
-    whether ``sizes[chosen]`` fit the chosen workloads; it must be monotonic."""
+    """Return the largest sizes up to ``most`` that fit, [workloads]; 0 if size 1 does not fit. ``fits(sizes, chosen)``:
+    whether ``sizes[chosen]`` fit the workloads with these indices; it must be monotonic."""
     low, high = np.zeros_like(most), most + 1  # low fits or is 0, high is too large
     while len(between := np.flatnonzero(high - low > 1)):
         middle = np.where(high > most, most, (low + high) // 2)
@@ -157,7 +145,7 @@ def _largest_fitting(most: np.ndarray, fits: Callable[[np.ndarray, np.ndarray], 
 def _in_turn(
     problem: Problem, policy: Policy, lengths: Lengths, wave: int, waves: list[tuple[_WaveRun, int]], clock: str
 ) -> SimulatedRun:
-    """Combine consecutive waves, each repeated by its count."""
+    """Return the result of consecutive waves: (one wave's run, number of such waves)."""
     batch, prompt, max_tokens = map(int, lengths)
     num_mini_batches, last = waves[0][0]["num_mini_batches"], prompt + max_tokens - 2
     prefill_s, decode_s = (sum(count * row[phase] for row, count in waves) for phase in PHASES_S)
@@ -174,6 +162,7 @@ def _in_turn(
             for cargo, num_bytes in by_cargo.items():
                 if num_bytes:
                     traffic[link][cargo] = traffic[link].get(cargo, 0.0) + count * num_bytes
+    recomputed = recomputed_tokens(problem, policy, wave, num_mini_batches, prompt, last) if max_tokens > 1 else {}
     return SimulatedRun(
         tokens_per_s=batch * max_tokens / max(prefill_s + decode_s, 1e-300),
         decode_tokens_per_s=batch * (max_tokens - 1) / decode_s if decode_s > 0 else 0.0,
@@ -188,9 +177,7 @@ def _in_turn(
         num_waves=sum(count for _, count in waves),
         num_mini_batches=num_mini_batches,
         clock=clock,
-        recomputed_tokens=recomputed_tokens(problem, policy, wave, num_mini_batches, prompt, last)
-        if max_tokens > 1
-        else {},
+        recomputed_tokens=recomputed,
         prompt_tokens=prompt,
         ttft_s=waves[0][0]["prefill_s"],
         tpot_s=waves[0][0]["decode_s"] / max(1, max_tokens - 1),
@@ -200,20 +187,20 @@ def _in_turn(
 
 
 def _limit(problem: Problem, policy: Policy, lengths: Lengths) -> str:
-    """Return what limits the requests that run together: the policy, or each exceeded tier."""
+    """Return in words what ``lengths`` would exceed: the policy's max_batch, or the budgets of tiers."""
     if policy.max_batch and lengths[0] > policy.max_batch:
         return f"max_batch {policy.max_batch} of the policy"
     needed = {tier: float(peak[0]) for tier, peak in peak_bytes(problem, Candidates(policy, *lengths)).items()}
-    budgets = {tier: size for tier, size in problem.effective_budgets.items() if size is not None}
     return " and ".join(
         f"{tier} memory: {lengths[0]} would take {gib(needed[tier])} of {gib(size)}"
-        for tier, size in budgets.items()
+        for tier, size in problem.effective_budgets.limits.items()
         if needed[tier] > size
     )
 
 
 def _too_large(problem: Problem, policy: Policy, lengths: Lengths) -> InputError:
-    """Return the error of a workload of which no request fits: each tier that is too small, and its largest part."""
+    """Return an InputError for a workload of which no request fits. It names each tier that is too small, the shortage
+    and the largest part."""
     _, prompt_tokens, max_tokens = map(int, lengths)
     plan = wave_plan(problem, policy, Workload.uniform(1, prompt_tokens, max_tokens))
     shortages = []
@@ -245,19 +232,15 @@ def _run_virtually(problem: Problem, policy: Policy, lengths: Lengths) -> _WaveR
     hardware = hardware_of_wave(wave)
     trace = run(stream(wave), hardware)
     summary = summarize(trace)
+    traffic: dict[str, Counter[str]] = {link: Counter() for link in LINKS}
+    for link, by_verb in summary.link_bytes.items():
+        for verb, num_bytes in by_verb.items():
+            traffic[link][VERBS[verb].cargo] += num_bytes
     launching = {LAUNCHER: len(trace) * hardware.launch_s / summary.total_s} if hardware.launch_s else {}
     return {
         **asdict(summary),
         "busy": summary.busy | launching,
         "peak_bytes": total_bytes(memory_plan(problem, policy, buffer_sizes(wave))),
-        "traffic_bytes": {link: _by_cargo(by_verb) for link, by_verb in summary.link_bytes.items()},
+        "traffic_bytes": traffic,
         "num_mini_batches": len(wave.mini_batches),
     }
-
-
-def _by_cargo(by_verb: dict[str, int]) -> dict[str, float]:
-    moved: dict[str, float] = {}
-    for verb, num_bytes in by_verb.items():
-        cargo = VERBS[verb].cargo
-        moved[cargo] = moved.get(cargo, 0.0) + num_bytes
-    return moved

@@ -1,7 +1,7 @@
-"""A run's stream in small: the planner's own tasks and dependencies for a few layers and mini-batches.
+"""Template runs: the planner's tasks and dependencies for a few layers, mini-batches and iterations.
 
-Kinds of layers repeat, all mini-batches but the last are alike, and iterations change slowly. So the order of tasks and
-their dependencies follow from a template run. ``sim.array_clock`` walks it with the durations of the real run, many
+Kinds of layers repeat, all mini-batches except the last are alike, and iterations change slowly. So a small run shows
+the order and the dependencies of all tasks. ``sim.array_clock`` walks it with the durations of the real run, for many
 policies at a time, and skips repetitions.
 """
 
@@ -30,32 +30,32 @@ from flexhybrid.core.verbs import RESOURCE_OF, VERBS
 from flexhybrid.core.wave import Wave, admit
 from flexhybrid.core.workload import Workload
 
-#: Positions walked before and after a skip. A slow resource delays the next one two positions later (all buffers are
-#: double), and the longest chain has three: compute, d2h, host core; disk, h2d, compute.
+#: Positions walked before and after a skip. A slow resource delays the next resource two positions later, because
+#: buffers are double. The longest chain has three resources: compute, d2h, host core; or disk, h2d, compute.
 BEFORE, AFTER = 6, 4
-LEAST_BEFORE, LEAST_AFTER = 4, 1  #: rounds of several positions each
+LEAST_BEFORE, LEAST_AFTER = 4, 1  #: rounds walked before and after a skip, if a round has several positions
 MOST_PERIOD = 16  #: longest period of kinds of layers; with a longer one all layers are walked
 
-#: Resident part of a layer: less than W_K and W_V; those; those and W_Q; all.
+#: Resident part of a layer's weights: 0 less than W_K and W_V; 1 W_K and W_V; 2 also W_Q; 3 all.
 RESIDENT_CLASSES = (0, 1, 2, 3)
-#: They do not matter.
+#: Lines of the template's machine. Their values do not matter: only the order of tasks is used.
 LINES = {"compute": Line(s_per_flop=1.0), "h2d": Line(s_per_byte=1.0), "disk_read": Line(s_per_byte=1.0)}
 
-#: Verbs that a step of the real run may lack although the template has them.
+#: Verbs that the template has, and that a step of the real run may lack.
 OPTIONAL = frozenset(verb.name for verb in VERBS.values() if verb.needs)
-#: Lane of a verb's tasks: the verb itself if optional, else its resource.
-LANE_OF = {name: name if name in OPTIONAL else resource for name, resource in RESOURCE_OF.items()}
+#: verb -> the group of tasks that a run has or lacks together: the verb itself if it is optional, else its resource.
+GROUP_OF = {name: name if name in OPTIONAL else resource for name, resource in RESOURCE_OF.items()}
 
 
 class TaskKey(NamedTuple):
-    """What the price of a template task depends on, besides its iteration."""
+    """What the price of a template task depends on, apart from its iteration."""
 
     verb: str
-    first_load: bool  #: in the stream's first load of weights
-    all_tokens: bool  #: in a layer that attends to all tokens although others select
+    first_load: bool  #: the task belongs to the stream's first load of weights
+    all_tokens: bool  #: its layer attends to all tokens, in a model whose other layers select tokens
     mini_batch: int
-    kind: int  #: of its layer
-    part: int = 0  #: part of weights that come in two loads: 1 the first, 2 the second; else 0
+    kind: int  #: kind of its layer
+    part: int = 0  #: for weights in two loads: 1 the first, 2 the second; else 0
 
 
 class TinyTask(NamedTuple):
@@ -67,37 +67,36 @@ class TinyTask(NamedTuple):
     waits: tuple[int, ...]  #: indices of awaited tasks on other resources
 
 
-_new = tuple.__new__  #: halves the time of making a NamedTuple
-
-
 @dataclass(frozen=True)
 class Loop:
     """One of the two nested loops of an iteration."""
 
-    num_rounds: int  #: of the template run
-    before_skip: int | None  #: rounds walked before the skip; None: the template has all rounds
-    kinds: tuple[int, ...] = ()  #: kinds of the layers, by round; empty for a loop over mini-batches
-    pace_rounds: int = 2  #: rounds whose mean is the rate: slots and kinds of layers alternate
+    num_rounds: int  #: rounds in the template run
+    before_skip: int | None  #: rounds walked before the skip; None: no round is skipped
+    kinds: tuple[int, ...] = ()  #: kind of each round's layer; empty for a loop over mini-batches
+    rate_rounds: int = 2  #: skipped rounds take the mean time of this many; buffer slots and layer kinds alternate
 
 
 @dataclass(frozen=True)
 class TinyRun:
-    """The tasks in stream order, and how positions nest: outer (column: layers) over inner (mini-batches)."""
+    """The tasks of a template run in stream order, and its two nested loops. In the column schedule, the outer loop is
+    over layers and the inner loop over mini-batches; in the row schedule, the outer loop is over mini-batches."""
 
     tasks: tuple[TinyTask, ...]
     inner: Loop
     outer: Loop
     ends: tuple[int, ...]  #: one past the last task of each position
-    #: position with a skip after it -> (task, alias) pairs. Later tasks of the loop wait for the alias, a number
-    #: beyond the tasks, which represents the skipped rounds' task
+    #: position with a skip after it -> (task, alias) pairs. Tasks after the skip wait for the alias instead, an index
+    #: beyond the tasks. It represents the same task in the last skipped rounds
     moved_after: dict[int, tuple[tuple[int, int], ...]]
-    num_moved: int
+    num_moved: int  #: number of aliases
     unused_after: tuple[tuple[int, ...], ...]  #: position -> tasks and aliases that no later task waits for
     barriers: bool  #: all resources synchronize after each position
 
 
 def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
-    """Remove a policy's numbers: policies with equal results share a template run."""
+    """Return the policy with its numbers replaced by standard ones. Policies with equal results share a template run.
+    ``entries``: names of its cache entries."""
     selection = policy.selection
     if selection.method == "speculative":
         counted = counts_uses(selection)
@@ -131,9 +130,7 @@ def structure_of(policy: Policy, entries: tuple[str, ...]) -> Policy:
 
 
 def loops_of(policy: Policy, layers: tuple[int, ...], num_mini_batches: int) -> tuple[Loop, Loop]:
-    """Return the inner and outer loop of a template run's iteration; ``layers``: the kind of each. Skipped layers
-    continue the period of the last walked ones; before them come the first layers, which attend to all tokens although
-    others do not, and two more."""
+    """Return the inner and the outer loop of a template run's iteration. ``layers``: the kind of each layer."""
 
     def loop(num_rounds: int, positions: int) -> Loop:
         before, after = _walked(positions)
@@ -148,34 +145,35 @@ def loops_of(policy: Policy, layers: tuple[int, ...], num_mini_batches: int) -> 
 
 
 def _walked(positions: int) -> tuple[int, int]:
-    """Return the rounds of this many positions that are walked before and after a skip."""
+    """Return how many rounds are walked before and after a skip. ``positions``: positions in a round."""
     return max(LEAST_BEFORE, -(-BEFORE // positions)), max(LEAST_AFTER, -(-AFTER // positions))
 
 
 @lru_cache(maxsize=1024)
 def layer_loop(layers: tuple[int, ...], positions: int, whole: int) -> Loop:
-    """Return the loop over layers with the fewest rounds. It skips whole periods of kinds, after the layers outside the
-    period, the first ``whole`` and two more, and enough for a rate."""
+    """Return the loop over layers with the fewest rounds that shows the rate of the skipped ones. Whole periods of
+    kinds are skipped. Walked before them are the layers outside the period, the first ``whole`` layers (which attend to
+    all tokens), two more, and enough layers for a rate. ``positions``: positions in a layer."""
     count, (least, after) = len(layers), _walked(positions)
     best = Loop(count, None, layers)
     periods = range(1, 1 + (1 if len(set(layers)) == 1 else min(MOST_PERIOD, count // 2)))
     for period in periods:
-        pace = period if period % 2 == 0 else 2 * period
+        rated = period if period % 2 == 0 else 2 * period  # even, because buffer slots alternate
         first, runs = 0, []  # layers [first, last) have this period
         for layer in range(period, count + 1):
             if layer == count or layers[layer] != layers[layer - period]:
                 runs.append((first, layer))
                 first = layer - period + 1
         for first, last in runs:
-            before = max(first + pace + 2, whole + 2, least)
+            before = max(first + rated + 2, whole + 2, least)
             skipped = (min(last, count - after) - before) // period * period
             if skipped > 0 and count - skipped < best.num_rounds:
-                best = Loop(count - skipped, before, (*layers[:before], *layers[before + skipped :]), pace)
+                best = Loop(count - skipped, before, (*layers[:before], *layers[before + skipped :]), rated)
     return best
 
 
 def most_mini_batches(policy: Policy, layers: tuple[int, ...]) -> int:
-    """Return the most mini-batches of a template run."""
+    """Return the largest number of mini-batches that a template run has."""
     inner, outer = loops_of(policy, layers, num_mini_batches=1 << 30)
     return (inner if policy.schedule == "column" else outer).num_rounds
 
@@ -194,15 +192,15 @@ def template_run(
     """Return the template run of policies with this ``structure_of``, with ``num_decode`` decode iterations.
 
     ``resident``: one of RESIDENT_CLASSES. ``on_disk``: streamed weights on the disk, 0 none, 1 some, 2 all. ``states``:
-    what layers of each kind keep, and whether they attend; empty: all attend and keep nothing. ``in_place``: attention
-    reads keys and values in place.
+    recurrent state of each kind of layers (None: none); empty: all layers attend and have no state. ``in_place``:
+    attention reads keys and values in place.
     """
     layers, mini_batches = (outer, inner) if structure.schedule == "column" else (inner, outer)
     positions = inner.num_rounds * outer.num_rounds
-    first = 2 if positions >= 4 else 5  # repeated: the previous user of a slot is equally far back in the next
+    first = 2 if positions >= 4 else 5  # this iteration is repeated: from it on, waits reach equally far back
     if resident and not any("act" in entry for entry in structure.cache) and structure.weight_order == "kv_act_first":
-        structure = replace(structure, weight_order="kv_first")  # nothing comes before the rest of the weights
-    # Laid out even if left out again: one layout serves every number of iterations.
+        structure = replace(structure, weight_order="kv_first")  # the same order without ACT, and fewer template runs
+    # Lay out the repeated iteration even if it is removed again: one layout serves every number of iterations.
     laid_out = num_decode if num_decode < first else first + 1
     tasks, ends = lay_out(
         structure, layers.kinds, mini_batches.num_rounds, laid_out, resident, on_disk, states, in_place
@@ -216,7 +214,7 @@ def template_run(
 
 
 def with_aliases(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], inner: Loop, outer: Loop):
-    """Return the tasks, waiting for aliases across skips; each position's (task, alias) pairs; their number."""
+    """Return (tasks that wait for aliases across skips, ``TinyRun.moved_after``, number of aliases)."""
     at = np.repeat(np.arange(len(ends)), np.diff((0, *ends))).tolist()
     loops = [
         (loop.before_skip, stride, loop.num_rounds * stride)
@@ -227,7 +225,8 @@ def with_aliases(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], inner: Loop
     num_names = len(tasks)
 
     def name_of(awaited: int, position: int) -> int:
-        """Return the pairs of a skip: buffers have two slots, so it repeats only the last two rounds before it."""
+        """Return the awaited task, or its alias if a skip lies between. Buffers have two slots, so only tasks of the
+        last two rounds before a skip have aliases."""
         nonlocal num_names
         for before, stride, length in loops:
             skip = position // length * length + before * stride
@@ -238,15 +237,13 @@ def with_aliases(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], inner: Loop
                 return aliases[awaited]
         return awaited
 
-    def renamed_waits(task: TinyTask, position: int) -> TinyTask:
-        return _new(TinyTask, (*task[:-1], tuple([name_of(awaited, position) for awaited in task.waits])))
-
     # Tasks before a loop's first position wait for nothing across its skip.
     behind = [
         any(position % length >= before * stride for before, stride, length in loops) for position in range(len(ends))
     ]
     renamed = tuple(
-        renamed_waits(task, at[index]) if task.waits and behind[at[index]] else task for index, task in enumerate(tasks)
+        task._replace(waits=tuple(name_of(awaited, at[index]) for awaited in task.waits)) if behind[at[index]] else task
+        for index, task in enumerate(tasks)
     )
     return renamed, {position: tuple(aliases.items()) for position, aliases in moved.items()}, num_names - len(tasks)
 
@@ -266,8 +263,8 @@ def _unused(tasks: tuple[TinyTask, ...], ends: tuple[int, ...]) -> tuple[tuple[i
 
 
 def _repeated(tasks: tuple[TinyTask, ...], ends: tuple[int, ...], bounds: tuple[int, int], times: int):
-    """Return the tasks with the positions [first, last), an iteration, repeated ``times`` more in place; -1 removes
-    them."""
+    """Return (tasks, ends) with the positions [first, last) of an iteration repeated ``times`` more; -1 removes them.
+    ``bounds``: (first, last)."""
     first, last = bounds
     start, end = ends[first - 1], ends[last - 1]
     out, out_ends = list(tasks[:start]), list(ends[:first])
@@ -297,14 +294,15 @@ def lay_out(
     states: tuple[LayerState | None, ...] = (),
     in_place: bool = False,
 ):
-    """Return (tasks, end of each position) of a run laid out in full; ``layers``: the kind of each."""
+    """Return (tasks, end of each position) of a run without skips. ``layers``: the kind of each layer; the other
+    arguments are those of ``template_run``."""
     num_layers = len(layers)
     of_layers = tuple(states[kind] for kind in layers) if any(states) else ()
     machine = Hardware("tiny", "cpu", LINES, attends_in_place=in_place)
     wave = _wave(structure, num_layers, num_mini_batches, num_decode, resident, on_disk, of_layers, machine)
     policy = wave.policy
     waits_of, tasks, ends, loaded = _Waits(), [], [], False
-    one_by_one = policy.overlap == "none"  # as if for one resource
+    one_by_one = policy.overlap == "none"  # all tasks run as if on one resource
     whole, places = num_whole(policy.selection, num_layers), {name: place for place, name in enumerate(RESOURCES)}
     for position, task in numbered_stream(wave):
         while len(ends) < position - 1:
@@ -314,8 +312,8 @@ def lay_out(
         part = _part_of(task, wave) if task.verb == "load_weights" else 0
         key = task.verb, first_load, task.layer < whole, task.mini_batch, layers[task.layer], part
         resource, waits = (0, ()) if one_by_one else (places[task.resource], waits_of.add(task))
-        tasks.append(_new(TinyTask, (resource, task.iteration, _new(TaskKey, key), waits)))
-    last = (num_decode + 1) * num_layers * num_mini_batches - 1  # what follows belongs to it
+        tasks.append(TinyTask(resource, task.iteration, TaskKey(*key), waits))
+    last = (num_decode + 1) * num_layers * num_mini_batches - 1  # the tasks that follow belong to this position
     return tuple(tasks), (*ends[:last], *[len(tasks)] * (last + 1 - min(len(ends), last)))
 
 
@@ -338,7 +336,7 @@ def _wave(
     states: tuple[LayerState | None, ...],
     machine: Hardware,
 ) -> Wave:
-    """Return a wave with the policies' structure: a small model on a machine whose lines do not matter."""
+    """Return a wave of a small model whose policy has this structure; ``states``: recurrent state of each layer."""
     shape = ModelShape(
         name="tiny",
         family="opt",
@@ -357,7 +355,7 @@ def _wave(
     device = (0.0, (layout.kv_end + layout.qkv_end) / 2 / total, (layout.qkv_end + total) / 2 / total, 1.0)[resident]
     streamed = 1.0 - device
     disk = (0.0, streamed / 2, streamed)[on_disk]
-    # Requests that end at different blocks, so that each new token goes to every entry of some request.
+    # Contexts end at different blocks, so that in each step every entry gets a new token of some request.
     together = 4 * len(structure.cache)
     prompts = 16 * (2 * together + np.arange(together))
     widest = together * (int(prompts.max()) + 16 * (len(structure.cache) + 2))
@@ -373,64 +371,66 @@ def _wave(
 
 
 class _Waits:
-    """Return what each task waits for: indices of earlier tasks on other resources.
+    """Finds the tasks that each task waits for: indices of earlier tasks on other resources.
 
-    ``Dependencies`` names the latest task per resource, but a real run may lack it (OPTIONAL): then the task also waits
-    for those that replace it. Two tasks on the link write a buffer that a third reads:
+    ``Dependencies`` returns only the latest task of each resource. A real run may lack this task (OPTIONAL), so the
+    task must also wait for earlier ones. For example, two tasks on the link write a buffer that a third task reads:
 
-    h2d | 0 load_hidden | 1 load_kv | compute | 2 attend | waits for (0, 1): a run without load_kv waits for 0.
+        h2d: 0 load_hidden, 1 load_kv; compute: 2 attend, which waits for (0, 1)
 
-    If every run had task 1, task 2 would wait for (1,), since the link runs 0 before 1. And if every run has task 2,
-    later tasks on compute wait for neither.
+    A run without load_kv waits for task 0. If every run had task 1, task 2 would wait for (1,), as the link runs task 0
+    first. If every run has task 2, later tasks on compute wait for neither.
     """
 
     def __init__(self):
         self.dependencies = Dependencies()
         self.resources: list[str] = []  # of each task
-        self.lanes: list[str] = []  # of each task
+        self.groups: list[str] = []  # of each task, from GROUP_OF
         self.queues: dict[str, list[int]] = {resource: [] for resource in RESOURCES}
-        # For each piece of memory, the latest task of each lane that wrote it, and those that read it since: all
-        # since the last writer that every run has.
+        # Piece of memory -> (group -> latest writer, group -> latest reader since). Both are cleared by a writer that
+        # every run has.
         self.users: defaultdict[Access, tuple[dict[str, int], dict[str, int]]] = defaultdict(lambda: ({}, {}))
-        self.awaited: dict[str, set[int]] = {resource: set() for resource in RESOURCES}  # by tasks that every run has
-        self.covered: dict[tuple[str, str], int] = {}  # (waiting, awaited resource) -> latest awaited of every run
+        # Resource -> tasks that its tasks have waited for, in every run.
+        self.awaited: dict[str, set[int]] = {resource: set() for resource in RESOURCES}
+        # (waiting resource, awaited resource) -> latest task waited for, of those that every run has.
+        self.covered: dict[tuple[str, str], int] = {}
 
     def add(self, task: Task) -> tuple[int, ...]:
-        """Queue a task; return what it waits for."""
-        index, resource, lane = len(self.resources), task.resource, LANE_OF[task.verb]
+        """Queue a task; return the indices of the tasks that it waits for."""
+        index, resource, group = len(self.resources), task.resource, GROUP_OF[task.verb]
         awaited = {self.queues[other][ordinal] for other, ordinal in self.dependencies.add(task)}
         self.queues[resource].append(index)
         self.resources.append(resource)
-        self.lanes.append(lane)
+        self.groups.append(group)
         for access in task.reads:
             writers, readers = self.users[access]
             awaited.update(writers.values())
-            readers[lane] = index
+            readers[group] = index
         for access in task.writes:
             writers, readers = self.users[access]
             awaited.update(writers.values(), readers.values())
-            if lane == resource:
+            if group == resource:
                 writers.clear()
                 readers.clear()
-            writers[lane] = index
-        # Resources are first in, first out, and a run has all or none of an optional verb's tasks: a task has ended
-        # once a later one of its lane or of its resource's lane has.
-        over, waits = {resource}, []
+            writers[group] = index
+        # Resources are first in, first out, and a run has all or none of an optional verb's tasks. So a task has ended
+        # once a later task of its group has ended, or a later task of its resource that every run has.
+        ended, waits = {resource}, []
         for earlier in sorted(awaited, reverse=True):
-            if self.resources[earlier] not in over and self.lanes[earlier] not in over:
-                over.add(self.lanes[earlier])
+            if self.resources[earlier] not in ended and self.groups[earlier] not in ended:
+                ended.add(self.groups[earlier])
                 if self._is_new(earlier, index):
                     waits.append(earlier)
         return tuple(reversed(waits))
 
     def _is_new(self, earlier: int, waiting: int) -> bool:
-        """Return whether ``waiting`` must wait for ``earlier`` although earlier tasks of its queue may have; record
-        it."""
+        """Return whether no earlier task of the same resource has waited for ``earlier`` in every run. Record the wait
+        if every run has the task ``waiting``."""
         queues = self.resources[waiting], self.resources[earlier]
         if earlier in self.awaited[queues[0]] or earlier < self.covered.get(queues, 0):
             return False
-        if self.lanes[waiting] == queues[0]:
+        if self.groups[waiting] == queues[0]:
             self.awaited[queues[0]].add(earlier)
-            if self.lanes[earlier] == queues[1]:
+            if self.groups[earlier] == queues[1]:
                 self.covered[queues] = earlier
         return True

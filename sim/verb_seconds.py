@@ -1,13 +1,13 @@
-"""Seconds and bytes of every verb in the prefill and in stretches of the decode, in arrays of candidates.
+"""Seconds and bytes of every verb in the prefill and in stretches of the decode, in arrays [candidates].
 
-Work comes from ``step_work``, seconds from ``sim.cost.price``. Sums over a phase need no walk: the busiest resource
-bounds it.
+Work comes from ``step_work``, seconds from ``sim.cost.price``. The busiest resource's sum over a phase is a lower bound
+of the phase's time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from typing import Any
 
 import numpy as np
@@ -26,44 +26,45 @@ from sim.candidate_memory import peak_of_steps
 from sim.candidates import Candidates, CandidateSteps, DecodeStretch, candidate_steps
 from sim.cost import byte_times, hardware_of, price
 
-#: (verb, in a layer that attends to all tokens although others select, in one of the last mini-batches, index in
-#: ``CandidateSteps.kinds``)
+#: (verb, True in a layer that attends to all tokens in a model whose other layers select, True in one of the last
+#: mini-batches, the layer's index in ``CandidateSteps.kinds``)
 VerbKey = tuple[str, bool, bool, int]
 
 
 @dataclass
 class _Phase:
-    """The prefill, or a stretch of the decode: one task's cost by verb; arrays [candidates]."""
+    """Costs of one task of each verb, in the prefill or in a stretch of the decode; arrays [candidates]."""
 
     seconds: dict[VerbKey, np.ndarray] = field(default_factory=dict)
     link_bytes: dict[VerbKey, Any] = field(default_factory=dict)
-    #: candidates that have the task; absent if all have it
+    #: whether a candidate has the task; absent if all have it
     present: dict[VerbKey, np.ndarray] = field(default_factory=dict)
-    first_load_s: dict[str, np.ndarray] = field(default_factory=dict)  #: of the first layer, which is not sliced
-    #: kind of layer -> seconds of the first of two loads (``Wave.cuts_layer``); 0: it comes in one
+    #: verb -> seconds of the run's first load of weights, a whole layer
+    first_load_s: dict[str, np.ndarray] = field(default_factory=dict)
+    #: kind of layer -> seconds of the first of two loads (``Wave.cuts_layer``); 0 if one load has all weights
     early_load_s: dict[int, np.ndarray] = field(default_factory=dict)
 
     @property
     def verbs(self) -> list[str]:
-        """Return each verb once, in a fixed order, so that sums are equal to the last digit in every process."""
+        """Return each verb once. The order is fixed, so that sums are bit-identical in every process."""
         return list(dict.fromkeys(verb for verb, *_ in self.seconds))
 
 
 class VerbSeconds:
-    """Seconds and link bytes of every verb, for a full mini-batch and for the last: in the prefill (phase 0) and in
-    stretches of the decode (phases 1, 2, …). Arrays [candidates]."""
+    """Seconds and link bytes of every verb in each phase; arrays [candidates]. Phase 0 is the prefill; phases 1, 2, …
+    are the stretches of the decode."""
 
     def __init__(self, steps: CandidateSteps, stretches: list[DecodeStretch], beside_link: bool = False):
-        """``beside_link``: price every candidate as if the link were always busy, so that seconds add up; else
-        candidates on the device are priced undisturbed."""
+        """Price all phases. ``beside_link``: price every candidate as if the link were always busy, so that sums are
+        linear in the shares. Otherwise, candidates that stay on the device get the rates of an idle link."""
         self.steps, self.hardware, self.stretches = steps, hardware_of(steps.problem), stretches
         self.alone = steps.stays_on_device
         by_memory = self.hardware.notes.keys() & {FAR_MEMORY, PAGE_CACHE}
         self.byte_times = byte_times(self.hardware, peak_of_steps(steps)) if by_memory else {}
-        #: the machine for candidates that stay on the device; None without any
+        # The machine for candidates that stay on the device; None if there are none.
         self.undisturbed = self.hardware.undisturbed if self.alone.any() and not beside_link else None
         self.phases = [self._phase(None)]
-        #: (prefill verb, kind of layer) -> seconds of work without a task in the template run
+        # (prefill verb, kind of layer) -> seconds of work that has no task in the template run
         self.extra_prefill_s: dict[tuple[str, int], np.ndarray] = {}
         if np.any(steps.num_chunks > 1):
             self._add_chunks()
@@ -71,11 +72,6 @@ class VerbSeconds:
             self.phases.append(self._phase(stretch))
         self._busy: dict[int, dict[str, np.ndarray]] = {}
         self._rounds: dict[tuple[int, str, tuple[int, ...]], np.ndarray] = {}
-
-    @property
-    def kinds(self) -> range:
-        """The indices of the kinds of layers."""
-        return range(len(self.steps.kinds))
 
     # ---- one task
 
@@ -89,26 +85,26 @@ class VerbSeconds:
         return np.where(self.alone, price(self.undisturbed, verb, resource, work), seconds)
 
     def _phase(self, stretch: DecodeStretch | None) -> _Phase:
-        """Price every verb of a step of a stretch of the decode; None: of the prefill."""
+        """Price every verb in a stretch of the decode, or in the prefill (None)."""
         phase = _Phase()
-        for kind in self.kinds:
+        for kind in range(len(self.steps.kinds)):
             self._add_kind(phase, stretch, kind)
         self._add_weights(phase)
         return phase
 
     def _add_kind(self, phase: _Phase, stretch: DecodeStretch | None, kind: int) -> None:
-        """Price every verb of such a step in layers of a kind."""
+        """Price every verb in layers of one kind, in a stretch of the decode or in the prefill (None)."""
         steps, (weights, window, *_) = self.steps, self.steps.kinds[kind]
         shape = steps.problem.shape.of_weights(weights)
         step_of = steps.decode(stretch, window) if stretch else partial(steps.prefill, window=window)
         if steps.whole:
-            # Stretches are cut by the entry that token-dropping layers store to; other layers store to several.
+            # In a stretch, layers that drop tokens store to one entry; the others store to several.
             mixed = steps.whole.decode(replace(stretch, entry=None)) if stretch else steps.whole.prefill
         for last, batch in ((False, steps.full_size), (True, steps.last_size)):
             if last and np.array_equal(batch, steps.full_size):
                 for table in (phase.seconds, phase.present, phase.link_bytes):
-                    of_kind = [(key, of) for key, of in table.items() if key[3] == kind]
-                    table.update({(verb, all_tokens, True, kind): of for (verb, all_tokens, *_), of in of_kind})
+                    of_kind = [(key, value) for key, value in table.items() if key[3] == kind]
+                    table.update({(verb, all_tokens, True, kind): value for (verb, all_tokens, *_), value in of_kind})
                 break
             counts = step_of(batch)
             ways = [(False, steps.policy, counts)]
@@ -127,13 +123,13 @@ class VerbSeconds:
                         phase.link_bytes[key] = work.link_bytes
             if steps.whole:
                 for verb in [verb for verb in phase.verbs if (verb, True, last, kind) not in phase.seconds]:
-                    key = verb, True, last, kind  # none of it there, as of ``rank``
+                    key = verb, True, last, kind  # these layers lack the verb, for example ``rank``
                     phase.seconds[key], phase.present[key] = np.zeros(len(batch)), np.zeros(len(batch), bool)
                     if VERBS[verb].cargo:
                         phase.link_bytes[key] = 0.0
 
     def _task_seconds(self, verb: str, work: Work, counts: StepCounts) -> tuple[Any, np.ndarray | None]:
-        """Return (mean seconds of a task over a phase's steps, candidates that have it; None: all)."""
+        """Return (mean seconds of a task over a phase's steps, whether a candidate has it or None if all have)."""
         resource, share, empty = RESOURCE_OF[verb], _present_share(verb, counts), Work()
         if verb == "kv_gen" and counts.selected is None:
             rows = recomputed_rows(counts)
@@ -145,7 +141,7 @@ class VerbSeconds:
         return np.where(share > 0, seconds - (1.0 - share) * without, 0.0), share > 0
 
     def _add_weights(self, phase: _Phase) -> None:
-        """Add the streamed weights: row schedule by layer, column schedule by slice."""
+        """Add the loads of streamed weights: a whole layer in the row schedule, slices in the column schedule."""
         steps = self.steps
         count, by_row = steps.num_mini_batches, steps.policy.schedule == "row"
         streamed = steps.layer_sizes - steps.resident
@@ -162,7 +158,7 @@ class VerbSeconds:
                 if verb == "load_weights" and steps.policy.weight_order == "kv_act_first":
                     phase.early_load_s[kind] = self._early_load_s(weights)
                     cut_s = np.where(phase.early_load_s[kind] > 0, overhead_s, 0.0)
-                evenly_s = np.where(num_bytes > 0, (layer_s - overhead_s) / count, 0.0)  # over the mini-batches
+                evenly_s = np.where(num_bytes > 0, (layer_s - overhead_s) / count, 0.0)  # of each mini-batch
                 slices = num_slices(count, on_host[weights], steps.on_disk[weights]) / count
                 for last in (False, True):
                     key = verb, False, last, kind
@@ -172,7 +168,8 @@ class VerbSeconds:
                     phase.first_load_s[verb] = layer_s
 
     def _early_load_s(self, weights: int) -> np.ndarray:
-        """Return the seconds until W_K and W_V arrive if they are loaded before ACT; else 0."""
+        """Return the seconds of loading W_K and W_V if they have a load of their own before ACT, else 0;
+        [candidates]."""
         steps, layout = self.steps, self.steps.layouts[weights]
         early = layout.kv_end - steps.resident[weights]
         whole = steps.policy.schedule == "row" or steps.num_mini_batches == 1
@@ -181,46 +178,40 @@ class VerbSeconds:
         return np.where(cut, self._price("load_weights", "h2d", Work(link_bytes=np.maximum(early, 0))), 0.0)
 
     def _add_chunks(self) -> None:
-        """Make a position of the prefill represent all chunks of a long prompt, one after another.
+        """Add the work of all chunks of a long prompt to the prefill, whose template computes prompts whole.
 
-        The template run computes its prompts whole. Later chunks' reads of earlier ones are added to its tasks: loads
-        to streamed weights' loads, the rest to the prompt's attention.
+        Later chunks read what earlier chunks stored, with verbs that a prefill without chunks lacks. Their seconds are
+        added to other tasks: those on h2d to the loads of streamed weights, the others to the prompt's attention.
         """
-        known = set(self.phases[0].verbs)
-        for kind in self.kinds:
-            self._add_chunks_of(kind, known)
-
-    def _add_chunks_of(self, kind: int, known: set[str]) -> None:
-        steps, prefill, (weights, window, *_) = self.steps, self.phases[0], self.steps.kinds[kind]
-        shape, chunked = steps.problem.shape.of_weights(weights), steps.num_chunks > 1
-        seconds, moved = {}, {}
-        for count, counts in ((1.0, steps.first_chunk(window)), (steps.num_chunks - 1, steps.later_chunk(window))):
-            works = work_of_kind(shape, steps.policy, steps.stored, counts, False, steps.kinds[kind])
-            for verb, work in works.items():
-                if VERBS[verb].per == "iteration" and verb != "embed":
-                    continue
-                task_s = self._price(verb, RESOURCE_OF[verb], work)
-                seconds[verb] = seconds.get(verb, 0.0) + count * task_s
-                if VERBS[verb].cargo:
-                    moved[verb] = moved.get(verb, 0.0) + count * work.link_bytes
-        for table, values in ((prefill.seconds, seconds), (prefill.link_bytes, moved)):
-            for verb, value in values.items():
-                for last in (False, True):
-                    key = verb, False, last, kind
-                    table[key] = np.where(chunked, value, table.get(key, 0.0))
-        streamed = steps.layer_sizes[weights] > steps.resident[weights]
-        for verb in [verb for verb in seconds if verb not in known]:
-            extra_s = np.where(chunked, seconds[verb], 0.0)
-            on_link = streamed & (RESOURCE_OF[verb] == "h2d")
-            for carrier, share_s in (("load_weights", on_link * extra_s), ("attend_prefill", ~on_link * extra_s)):
-                self.extra_prefill_s[carrier, kind] = self.extra_prefill_s.get((carrier, kind), 0.0) + share_s
+        steps, prefill, chunked = self.steps, self.phases[0], self.steps.num_chunks > 1
+        known = set(prefill.verbs)  # of a prefill without chunks
+        for kind, (weights, window, *_) in enumerate(steps.kinds):
+            shape = steps.problem.shape.of_weights(weights)
+            seconds, moved = {}, {}
+            for count, counts in ((1.0, steps.first_chunk(window)), (steps.num_chunks - 1, steps.later_chunk(window))):
+                works = work_of_kind(shape, steps.policy, steps.stored, counts, False, steps.kinds[kind])
+                for verb, work in works.items():
+                    if VERBS[verb].per == "iteration" and verb != "embed":
+                        continue
+                    task_s = self._price(verb, RESOURCE_OF[verb], work)
+                    seconds[verb] = seconds.get(verb, 0.0) + count * task_s
+                    if VERBS[verb].cargo:
+                        moved[verb] = moved.get(verb, 0.0) + count * work.link_bytes
+            for table, values in ((prefill.seconds, seconds), (prefill.link_bytes, moved)):
+                for verb, value in values.items():
+                    for last in (False, True):
+                        key = verb, False, last, kind
+                        table[key] = np.where(chunked, value, table.get(key, 0.0))
+            streamed = steps.layer_sizes[weights] > steps.resident[weights]
+            for verb in [verb for verb in seconds if verb not in known]:
+                extra_s = np.where(chunked, seconds[verb], 0.0)
+                on_link = streamed & (RESOURCE_OF[verb] == "h2d")
+                for carrier, share_s in (("load_weights", on_link * extra_s), ("attend_prefill", ~on_link * extra_s)):
+                    self.extra_prefill_s[carrier, kind] = self.extra_prefill_s.get((carrier, kind), 0.0) + share_s
 
     def task(self, phase: int, verb: str, all_tokens: bool, kind: int, full: bool | np.ndarray):
-        """Return (seconds of a task or None without work, candidates that have it or None for all) in a layer of a
-        kind.
-
-        ``full``: candidates whose mini-batch is not one of the last; True or False for all.
-        """
+        """Return (seconds of a task or None without work, whether a candidate has it or None if all have). ``kind``:
+        the layer's kind. ``full``: whether the mini-batch is not one of the last, [candidates] or one value."""
         table, presence = self.phases[phase].seconds, self.phases[phase].present
         if (verb, all_tokens, False, kind) not in table:
             all_tokens = False
@@ -235,7 +226,7 @@ class VerbSeconds:
             present = None
             of_full, of_last = presence.get(of_full), presence.get(of_last)
             if of_full is not None or of_last is not None:
-                present = np.where(full, *(True if one is None else one for one in (of_full, of_last)))
+                present = np.where(full, *(True if has is None else has for has in (of_full, of_last)))
         if not phase and (verb, kind) in self.extra_prefill_s:
             seconds = seconds + self.extra_prefill_s[verb, kind]
         return seconds, present
@@ -243,9 +234,9 @@ class VerbSeconds:
     # ---- sums
 
     def round_seconds(self, phase: int, loop: str, kinds: tuple[int, ...] = ()):
-        """Return the seconds of one more round of a loop on its busiest resource: of a position ("inner"; "last inner":
-        in the last layer), of a layer or mini-batch ("outer"), of an iteration ("iteration"); a mean over layers of
-        these kinds."""
+        """Return the seconds of one more round of a loop on its busiest resource, a mean over layers of these kinds.
+        ``loop``: "inner" (a round is a position), "last inner" (a position in the last round of the outer loop),
+        "outer" (a layer or a mini-batch) or "iteration"."""
         key = phase, loop, kinds
         if key not in self._rounds:
             if loop == "iteration":
@@ -258,17 +249,16 @@ class VerbSeconds:
         return self._rounds[key]
 
     def _sum_of_rounds(self, phase: int, loop: str, kinds: tuple[int, ...]) -> dict[str, Any]:
-        """Return the seconds of rounds in layers of these kinds on each resource."""
+        """Return resource -> seconds of one round in each layer; ``kinds``: the kinds of these layers."""
         busy: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
         for place, kind in enumerate(dict.fromkeys(kinds)):
-            once = not place  # once per iteration: counted in the first
-            for resource, seconds in self._busy_round(phase, loop, kind, kinds.count(kind), once).items():
+            for resource, seconds in self._busy_round(phase, loop, kind, kinds.count(kind), not place).items():
                 busy[resource] = busy[resource] + seconds
         return busy
 
     def _busy_round(self, phase: int, loop: str, kind: int, count: int, first: bool) -> dict[str, np.ndarray]:
-        """Return the seconds of ``count`` rounds of the inner or outer loop in layers of a kind on each resource; as
-        the ``first``, with what a mini-batch's round has once."""
+        """Return resource -> seconds of ``count`` rounds of the inner or outer loop in layers of a kind. ``first``:
+        also count the verbs that a mini-batch has once per iteration."""
         column = self.steps.policy.schedule == "column"
         once = loop == "last inner" if column else loop == "outer"
         busy: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
@@ -287,11 +277,12 @@ class VerbSeconds:
         return busy
 
     def _of_all(self, full, last):
-        """Return the sum over mini-batches of a value for full and for last ones."""
+        """Return the sum over mini-batches of a value that is ``full`` or, in the last ones, ``last``."""
         return (self.steps.num_mini_batches - self.steps.num_last) * full + self.steps.num_last * last
 
     def _total(self, values: dict[VerbKey, np.ndarray], verb: str, first_load: np.ndarray | None = None):
-        """Return one iteration's sum of a verb over layers and mini-batches. ``first_load``: of one layer instead."""
+        """Return one iteration's sum of a verb over layers and mini-batches. ``first_load``: the value of the first
+        layer in the column schedule (None: as in the other layers)."""
         steps, column = self.steps, self.steps.policy.schedule == "column"
         of_layers, first = steps.layers, num_whole(steps.policy.selection, steps.problem.shape.num_layers)
         per = VERBS[verb].per
@@ -302,10 +293,10 @@ class VerbSeconds:
         elif per == "choosing layer":
             of_layers = of_layers[first:]
         total: Any = 0.0
-        for kind in self.kinds:
+        for kind in range(len(steps.kinds)):
             count, whole = of_layers.count(kind), steps.layers[:first].count(kind)
             full = values.get((verb, False, False, kind))
-            if full is None:  # in layers that attend to all tokens
+            if full is None:  # only layers that attend to all tokens have the verb
                 if (verb, True, False, kind) in values:
                     of_whole = (values[verb, True, last, kind] for last in (False, True))
                     total = total + whole * self._of_all(*of_whole)
@@ -324,19 +315,18 @@ class VerbSeconds:
         return total
 
     def busy(self, phase: int) -> dict[str, np.ndarray]:
-        """Seconds of one iteration on each resource."""
+        """Return resource -> seconds of one iteration of a phase."""
         if phase not in self._busy:
             busy: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
             table = self.phases[phase]
             for verb in table.verbs:
-                resource, first_load_s = RESOURCE_OF[verb], table.first_load_s.get(verb)
-                total = self._total(table.seconds, verb, None if phase else first_load_s)
-                busy[resource] = busy[resource] + total
+                first_load_s = None if phase else table.first_load_s.get(verb)
+                busy[RESOURCE_OF[verb]] += self._total(table.seconds, verb, first_load_s)
             self._busy[phase] = busy
         return self._busy[phase]
 
     def decode_busy(self) -> dict[str, np.ndarray]:
-        """Seconds of the decode on each resource."""
+        """Return resource -> seconds of the decode."""
         busy: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
         for phase, stretch in enumerate(self.stretches, start=1):
             for resource, seconds in self.busy(phase).items():
@@ -349,9 +339,10 @@ class VerbSeconds:
         return sum((stretch.count * longest(*self.busy(phase).values()) for phase, stretch in pairs), start=0.0)
 
     def after_the_last_token(self) -> dict[str, np.ndarray]:
-        """Return the most seconds of each resource's work that the last token does not wait for.
+        """Return resource -> most seconds of work that may follow the last token.
 
-        A position waits for what was stored two positions earlier, which waited for its way to the blocks two earlier.
+        This is storing: a position waits only for stores of two positions earlier, and these for stores two positions
+        before them. So the stores of up to five positions may end late.
         """
         late: dict[str, Any] = dict.fromkeys(RESOURCES, 0.0)
         phase = self.phases[-1]
@@ -363,7 +354,7 @@ class VerbSeconds:
         return late
 
     def traffic(self) -> dict[tuple[str, str], np.ndarray]:
-        """(link, cargo) -> bytes of the run."""
+        """Return (link, cargo) -> bytes of the run."""
         moved: dict[tuple[str, str], np.ndarray] = {}
         for phase, times in zip(self.phases, (1.0, *(stretch.count for stretch in self.stretches)), strict=True):
             of_phase: dict[tuple[str, str], np.ndarray] = {}
@@ -376,8 +367,8 @@ class VerbSeconds:
 
 
 def num_slices(num_mini_batches, on_host, on_disk):
-    """Return how many of a layer's slices, one per mini-batch, have bytes on the host or the disk: each is cut evenly
-    into whole pages, so that few pages are spread out. Arrays [candidates]."""
+    """Return how many slices of a layer have bytes on the host or the disk; arrays [candidates]. A layer has one slice
+    per mini-batch. The whole pages of each tier are spread evenly over the slices."""
     pages = [np.minimum(num_mini_batches, np.ceil(num_bytes / PAGE_BYTES)) for num_bytes in (on_host, on_disk)]
     slices = np.maximum(*pages)
     apart = (slices < num_mini_batches) & (np.minimum(*pages) > 1)
@@ -390,15 +381,13 @@ def num_slices(num_mini_batches, on_host, on_disk):
 
 @lru_cache(maxsize=4096)
 def _num_places(slices: int, *pages: int) -> int:
-    """Return the slices with a page of either kind, for these numbers of pages."""
+    """Return the number of slices with at least one page. ``pages``: number of pages in each tier."""
     return len({slices * page // count for count in pages for page in range(count)})
 
 
 def _present_share(verb: str, counts: StepCounts):
-    """Return the share of a phase's steps in which a verb has work, [candidates]; None if all have.
-
-    Blocks come one at a time, and each new token goes to one cache entry.
-    """
+    """Return the share of a phase's steps in which a verb has work, [candidates]; None if it has work in every step.
+    The share is below 1 because new tokens of a request go to one cache entry at a time."""
     share, needs, (representations, tiers) = None, VERBS[verb].needs, VERBS[verb].blocks or ((), ())
     if needs == "recomputed":
         share = counts.recomputed / BLOCK_TOKENS
@@ -412,18 +401,16 @@ def _present_share(verb: str, counts: StepCounts):
 
 
 def longest(*values):
-    """The elementwise maximum of several arrays or numbers."""
-    result = values[0]
-    for value in values[1:]:
-        result = np.maximum(result, value)
-    return result
+    """Return the elementwise maximum of several arrays or numbers."""
+    return reduce(np.maximum, values)
 
 
 def resource_sums(problem: Problem, candidates: Candidates) -> np.ndarray:
-    """Sum candidates that use all their cache entries: the terms of a linear program over shares, [..., terms].
+    """Return the sums of each candidate, the terms of a linear program over shares: [*candidates' shape, terms].
 
-    Terms: each resource's seconds in the prefill, then in the decode, then each tier's bytes; "..." is the candidates'
-    shape. Raise InputError as ``predict`` does.
+    The terms are each resource's seconds in the prefill, each resource's seconds in the decode, and each tier's bytes.
+    All candidates must use the same cache entries. Raise InputError for a policy that cannot be planned or a verb
+    without a line.
     """
     check_planned(candidates.policy, problem.shape)
     steps, size = candidate_steps(problem, candidates)

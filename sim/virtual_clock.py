@@ -1,9 +1,11 @@
-"""The virtual clock: the executor's own stream of tasks in virtual time.
+"""The virtual clock: run the executor's own stream of tasks in virtual time.
 
 Each resource runs its tasks first in, first out. A task starts when its resource is free and its dependencies have
-ended; the function that derives them also guards the real run. Tasks are launched one after another, in the record's
-launching time. Left out: the limit on launched tasks, waits for stops before an iteration is settled, and everything
-``task_seconds`` leaves out.
+ended. The executor derives dependencies with the same function. Tasks are launched one after another; each launch takes
+``Hardware.launch_s``.
+
+Not modelled: the limit on launched tasks, waits for stops before an iteration is settled, and what ``task_seconds``
+does not model.
 """
 
 from collections import Counter
@@ -28,10 +30,10 @@ def run(
     hazards: Iterable[str] = HAZARDS,
     seconds_of: Callable[[Task], float] | None = None,
 ) -> list[TraceEvent]:
-    """Run tasks (``flexhybrid.core.plan.stream(wave)``) in virtual time; return events in stream order, from second 0.
+    """Run tasks, such as ``stream(wave)``, in virtual time from second 0; return their events in stream order.
 
-    ``hazards``: leave out a hazard, as in ``Dependencies``. ``seconds_of``: price of a task (default: the hardware's
-    lines). Raise InputError for a task without a line.
+    ``hazards``: those that make dependencies, as in ``Dependencies``. ``seconds_of``: price of a task (default: from
+    the hardware's lines). Raise InputError for a task without a line.
     """
     dependencies = Dependencies(hazards)
     ends: dict[str, list[float]] = {resource: [] for resource in RESOURCES}
@@ -59,11 +61,11 @@ def run(
 
 
 def answered(wave: Wave, answer_tokens: np.ndarray) -> Iterator[Task]:
-    """Return the stream of a batch whose requests end after ``answer_tokens`` [requests of its queue]: as in a run, an
-    end is known when the next iteration is settled, or one later."""
+    """Return the stream of a batch whose requests end after ``answer_tokens``, [requests of its queue]. As in the
+    executor, the end of an answer is known when the next iteration is settled, or one iteration later."""
     num_sampled: Counter[int] = Counter()
-    ended: list[list[int]] = []  #: sampling step -> requests that end with it
-    known, counted = set(), 0  #: those of the first steps, and the number of steps
+    ended: list[list[int]] = []  # sampling step -> requests that end with it
+    known, counted = set(), 0  # requests that ended in the first ``counted`` steps
 
     def until(_iteration: int, num_steps: int) -> Collection[int]:
         nonlocal counted
@@ -81,52 +83,58 @@ def answered(wave: Wave, answer_tokens: np.ndarray) -> Iterator[Task]:
         yield task
 
 
+class BusyResources:
+    """A run with the busy share of each resource."""
+
+    busy: dict[str, float]
+
+    @property
+    def binding(self) -> str:
+        """Return the busiest resource."""
+        return max(self.busy, key=lambda resource: self.busy[resource])
+
+
 @dataclass(frozen=True)
-class RunSummary:
-    """What a run took, from its trace; simulated and measured summaries differ in type alone.
+class RunSummary(BusyResources):
+    """Times, tokens and traffic of a run, from its trace. Simulated and measured runs have subclasses of their own.
 
     The prefill ends with the last sample of the first iteration. The decode lasts from there to the last sample of the
-    last iteration (or of the one before, if ``summarize`` leaves the last out). In a trace that starts with a decode
-    iteration, that one replaces the prefill.
+    last iteration that ``summarize`` counts. If a trace starts with a decode iteration, that iteration is called the
+    prefill.
     """
 
     total_s: float  #: from the first task's start to the last sample's end
     prefill_s: float
     decode_s: float
-    num_iterations: int  #: in the trace; with a prefill it is one of them
-    num_decoded: int  #: that ended within the decode
+    num_iterations: int  #: iterations in the trace, with the prefill
+    num_decoded: int  #: iterations of the decode
     generated_tokens: int
     tokens_per_s: float  #: generated tokens / total_s
-    decode_tokens_per_s: float  #: tokens of these / decode_s; 0 without a decode
-    link_bytes: dict[str, dict[str, int]]  #: each of LINKS -> {"load_kv": bytes, …} over the whole run
-    decode_link_bytes: dict[str, dict[str, int]]  #: of iterations 1, 2, … (the weights that they read included)
-    busy: dict[str, float]  #: resource -> busy share of the decode (of the whole run without one)
-
-    @property
-    def binding(self) -> str:
-        """The busiest resource."""
-        return max(self.busy, key=lambda resource: self.busy[resource])
+    decode_tokens_per_s: float  #: generated tokens of the decode's iterations / decode_s; 0 without a decode
+    link_bytes: dict[str, dict[str, int]]  #: each of LINKS -> verb -> bytes over the whole run
+    decode_link_bytes: dict[str, dict[str, int]]  #: the same for iterations 1, 2, …, with the weights that they load
+    busy: dict[str, float]  #: resource -> busy share of the decode (of the whole run without a decode)
 
 
 class SimulatedSummary(RunSummary):
-    """What a run took in virtual time."""
+    """Summary of a run in virtual time."""
 
 
 class MeasuredSummary(RunSummary):
-    """What a run of the executor took."""
+    """Summary of a run of the executor."""
 
 
 Summary = TypeVar("Summary", bound=RunSummary)
 
 
 def summarize(trace: list[TraceEvent], last: int = -1) -> SimulatedSummary:
-    """Summarize the trace of ``run``: times, tokens, traffic and busy shares. The decode ends with iteration ``last``
-    (list index: ``TraceWindow``). Raise ValueError for an empty trace."""
+    """Summarize the trace of ``run``. ``last``: index of the decode's last iteration, negative from the end (-1: the
+    trace's last). Raise ValueError if the trace has no events or no such iteration."""
     return _summarize(trace, last, SimulatedSummary)
 
 
 def summarize_measured(trace: list[TraceEvent], last: int = -1) -> MeasuredSummary:
-    """Summarize the trace of an executor. Raise ValueError for an empty one."""
+    """Summarize the trace of the executor, as ``summarize`` does."""
     return _summarize(trace, last, MeasuredSummary)
 
 

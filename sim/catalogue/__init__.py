@@ -1,9 +1,9 @@
-"""The hardware catalogue: machines known from their datasheets, one JSON file each beside this module.
+"""The hardware catalogue: machines known from their datasheets, one JSON file each in this folder.
 
-Each file is a ``sim.datasheet``: peaks, the shares of them that are reached, and a source for every number. A record's
-``rates`` say whether the shares are fitted to published runs on that machine or assumed; where a machine is at hand,
-profile it: ``local()`` is what was measured here. An entry is a paper's testbed, host and all, where a paper has one.
-GB of memory are read as GiB, GB of a disk and all rates as 10^9.
+Each file is a ``sim.datasheet``: peaks, the shares of them that are reached, and a source for every number. The field
+``rates`` says whether the shares are assumed or fitted to published runs on that machine. An entry includes the host of
+a paper's testbed if a paper used the GPU. GB of memory are GiB; GB of a disk and of rates are 10^9 bytes.
+``local()`` is the measured profile of this machine, which predicts better.
 """
 
 from dataclasses import replace
@@ -16,14 +16,14 @@ from sim.catalogue.hosts import beside
 from sim.datasheet import is_record, load_datasheet, load_machine
 
 SHIPPED = Path(__file__).parent
-FOLDER = SHIPPED  #: the one that is read: `flexhybrid reproduce --set` has a copy with changes
+FOLDER = SHIPPED  #: the folder that is read; `flexhybrid reproduce --set` sets it to a changed copy
 READ: set[str] = set()  #: names of the entries that this process has loaded
 
 #: The name of this machine's own profile.
 LOCAL = "local"
 
-#: What the driver calls a GPU -> its entry, where that is not the name without its maker ("NVIDIA GeForce RTX 4090").
-#: Only exact names: an "RTX 4090 D" or a "GH200" is another machine, and an "RTX 3060" may be the one of 8 GB.
+#: Driver's name of a GPU -> its entry, if the entry is not the driver's name without "NVIDIA GeForce". Names must match
+#: exactly: an "RTX 4090 D" or a "GH200" is another machine, and an "RTX 3060" may be the one of 8 GB.
 GPU_NAMES = {
     "NVIDIA A100-SXM4-40GB": "a100-40g",
     "NVIDIA A100-PCIE-40GB": "a100-40g",
@@ -40,13 +40,13 @@ GPU_NAMES = {
 
 
 def names() -> list[str]:
-    """The machines of the catalogue; "local" is not among them."""
+    """Return the names of the catalogue's machines, without "local"."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
 def path_of(name_or_path: str | Path) -> Path | None:
-    """The datasheet of a machine by name (any case), or a file's path as it was given; None for another name, and for a
-    file that is a measured record."""
+    """Return the path of a machine's datasheet, by name (any case) or by the file's path. Return None for an unknown
+    name, and for a file that is a measured record."""
     text = str(name_or_path)
     if text.lower() in names():
         return FOLDER / f"{text.lower()}.json"
@@ -56,8 +56,9 @@ def path_of(name_or_path: str | Path) -> Path | None:
 
 
 def load(name_or_path: str | Path, host: str | None = None) -> Hardware:
-    """A catalogue entry by name (any case), "local", or a hardware file by path; else InputError with the names.
-    ``host``: one of ``hosts.HOSTS``, in place of the entry's own; InputError for a measured record, which has none."""
+    """Return a machine: a catalogue entry by name (any case), "local", or a hardware file by path. ``host``: one of
+    ``hosts.HOSTS`` that replaces the entry's own host. Raise InputError for an unknown name, and for a host with a
+    measured record, which includes its own host."""
     text = str(name_or_path)
     READ.add(text.lower())
     if host is not None:
@@ -75,8 +76,8 @@ def load(name_or_path: str | Path, host: str | None = None) -> Hardware:
 
 
 def local() -> Hardware:
-    """The machine of ``newest_profile``, without the pace at which a CPU's link was imitated meanwhile. One that a run
-    kept for its model says so, as ``company``. InputError where there is none."""
+    """Return the machine of ``newest_profile``, without the rate at which a CPU imitated a link during profiling. If a
+    run measured it for one model only, ``Hardware.company`` says so. Raise InputError if there is no profile."""
     path = newest_profile()
     if path is None:
         raise InputError(
@@ -91,10 +92,10 @@ def local() -> Hardware:
 
 
 def for_gpu(device_name: str) -> Hardware | None:
-    """The entry of a GPU by the driver's name for it (``torch.cuda.get_device_name``), or None.
+    """Return the entry of a GPU by the driver's name (``torch.cuda.get_device_name``), or None.
 
-    Without what belongs to the testbed's host alone: its memory's size and its disk. The link and the host's rates
-    stay the testbed's until this machine is profiled.
+    The result lacks the host's memory size and disk, which are the testbed's. The rates of the link and the host remain
+    the testbed's until this machine is profiled.
     """
     plain = device_name.removeprefix("NVIDIA ").removeprefix("GeForce ").replace(" ", "").lower()
     name = GPU_NAMES.get(device_name, plain)

@@ -1,4 +1,4 @@
-"""Hosts: the memory, cores and disk beside a GPU, apart from the GPU, so that cards are compared beside one host."""
+"""Hosts: memory, cores and disk of a machine without its GPU, so that GPUs can be compared on the same host."""
 
 from dataclasses import dataclass, replace
 
@@ -9,20 +9,20 @@ from sim.datasheet import SCATTER_GB_PER_S, Datasheet
 
 @dataclass(frozen=True)
 class Host:
-    """Sizes as text; 10^9 bytes and 10^12 FP32 operations a second, by channels and cores: peaks."""
+    """A host's sizes and peak rates."""
 
-    memory: str
-    memory_gb_per_s: float
-    tflops: float
+    memory: str  #: size as text, such as "64GiB"
+    memory_gb_per_s: float  #: 10^9 bytes/s, from the number and speed of memory channels
+    tflops: float  #: 10^12 FP32 operations/s, from the number and clock of cores
     source: str
-    disk: tuple[str, float, float] | None = None  #: its size, GB/s of reading and of writing
+    disk: tuple[str, float, float] | None = None  #: (size as text, GB/s of reading, GB/s of writing)
 
 
 _NVME = ("1TB", 7.0, 5.0)  #: a PCIe 4.0 x4 NVMe drive by its datasheet (7,000 and 5,000 MB/s, sequential)
 _DESKTOP = "two channels of DDR5-5600 (89.6 GB/s); 8 cores x 32 FP32 operations of AVX2 x 4 GHz"
 _SERVER = "{} socket of an EPYC 9354: 12 channels of DDR5-4800 (460.8 GB/s), 32 cores x 32 x 3.25 GHz"
 
-#: Name -> the host. All are arithmetic from standards and datasheets; a run on the machine itself measures better.
+#: Name -> host. All numbers follow from standards and datasheets; a profile of the machine is more accurate.
 HOSTS = {
     "desktop-64g": Host("64GiB", 89.6, 1.02, _DESKTOP, _NVME),
     "desktop-128g": Host("128GiB", 89.6, 1.02, _DESKTOP, _NVME),
@@ -35,8 +35,8 @@ HOSTS = {
 
 
 def beside(sheet: Datasheet, name: str) -> Datasheet:
-    """Return a machine's datasheet with another host: its memory, cores and disk, at the usual shares of their peaks.
-    Rates that were fitted to the old host and its disk are left out. Raise InputError for an unknown name."""
+    """Return a machine's datasheet with another host, at the default shares of the host's peaks. Rates that were fitted
+    to the old host and its disk are dropped. Raise InputError for an unknown host."""
     if name not in HOSTS:
         raise unknown("host", name, HOSTS)
     host = HOSTS[name]

@@ -17,7 +17,7 @@ from flexhybrid.core.workload import Workload
 from flexhybrid.jobs.compare.trials import MOST_ROUNDS, MOST_TRIED, Priced, Trials, rivals, run_trials
 from policy_search.search import PLAIN, SearchSettings, search
 from sim import virtual_clock
-from sim.correction import TRIALS, corrected, times_of, told, with_waiting
+from sim.correction import TRIALS, corrected, in_words, times_of, with_waiting
 from sim.cost import price as seconds_of
 from sim.presets import hybrid
 from tests import toy_machine
@@ -100,7 +100,7 @@ def test_lines_are_recovered_though_tasks_scatter_and_some_are_disturbed():
         task = 5e6, 1e6
         assert found.lines[key].at(*task) == pytest.approx(true.lines[key].at(*task), rel=0.05), key
         assert found.notes[TRIALS]["lines"][key] == pytest.approx(factors.get(key, 1.0), rel=0.05)
-    assert "kv_gen takes 0.4" in told(found) and "project" not in told(found)
+    assert "kv_gen takes 0.4" in in_words(found) and "project" not in in_words(found)
 
 
 def test_an_overhead_is_told_from_a_slope_where_sizes_differ():
@@ -125,7 +125,7 @@ def test_waiting_that_no_line_explains_is_a_factor_of_the_resource_that_limits()
     found = corrected(known, [(policy, times_of(trace, known)) for policy, trace in late])
     assert found.notes[TRIALS]["lines"] == pytest.approx(dict.fromkeys(found.notes[TRIALS]["lines"], 1.0))
     found = with_waiting(found, late, -2)
-    assert set(found.notes[TRIALS]["waiting"]) == {"h2d", "compute"} and "a step limited by h2d takes 1." in told(found)
+    assert set(found.notes[TRIALS]["waiting"]) == {"h2d", "compute"} and "limited by h2d takes 1." in in_words(found)
     for policy, trace in late:
         measured = virtual_clock.summarize_measured(trace, -2).decode_tokens_per_s
         assert price(known, policy).tokens_per_s > 1.02 * measured
@@ -136,7 +136,7 @@ def test_no_trial_begins_beyond_the_limit_and_a_right_record_has_none_too_many()
     assert len(try_on(planted({"kv_gen": 0.5}), limit_s=1e-6)[1]) == 1
     trials, ran = try_on(known_machine())
     assert trials.rounds == 1 and trials.policy == ran[0] == choose(known_machine()) and len(ran) <= MOST_TRIED
-    assert told(trials.hardware) == "tasks take the profile's time"
+    assert in_words(trials.hardware) == "tasks take the profile's time"
 
 
 def test_a_policy_measured_faster_than_the_choice_is_taken():

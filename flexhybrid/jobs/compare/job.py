@@ -49,7 +49,7 @@ from policy_search.fit import fit_report
 from policy_search.papers.algorithm1 import BALANCES, host_blocks, layer_times, share_for_batch
 from policy_search.search import SearchResult
 from sim import virtual_clock
-from sim.correction import TRIALS, told
+from sim.correction import TRIALS, in_words
 from sim.presets import act_only, hybrid, hybrid_static, kv_only
 
 #: Allowance for a CUDA device's traces: its events are placed on the host's clock to about this precision.
@@ -155,7 +155,7 @@ def compare(options: CompareOptions, quiet: bool = False) -> dict:
         "profile": fit_report(setting.machine),
         "disagreements": disagreements,
         "search": _search_json(searched, algorithm1) if searched and algorithm1 else None,
-        "trials": tried and {"rounds": tried.rounds, "told": told(setting.machine), **setting.machine.notes[TRIALS]},
+        "trials": tried and {"rounds": tried.rounds, "told": in_words(tried.hardware), **tried.hardware.notes[TRIALS]},
         "exactness": exact["rows"],
         "completions": exact["completions"],
         "speed": rows[: len(named)],

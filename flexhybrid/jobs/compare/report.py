@@ -25,7 +25,7 @@ from flexhybrid.runtime.links import MOST_LATE_S
 from flexhybrid.runtime.profiling.cpu_use import MOST_OTHERS
 from policy_search.fit import PAPERS_R2, fit_report
 from policy_search.search import SearchResult
-from sim.correction import told
+from sim.correction import in_words
 
 #: Lines of a profile that the report shows. Left out: an unpaced link, and the lines that price verbs without one.
 SHOWN_LINES = ("h2d", "d2h", "h2d_both", "d2h_both", "disk_read", "disk_write", *VERBS)
@@ -94,7 +94,7 @@ class Report:
         was, now = before.share("act"), tried.policy.share("act")
         choice = f"the ACT share goes from {was:.2f} to {now:.2f}" if tried.policy != before else "the choice stays"
         num = counted(len(tried.tried), "candidate")
-        self.say(f"\nTrials of {num}: {told(tried.hardware)}; {choice}.")
+        self.say(f"\nTrials of {num}: {in_words(tried.hardware)}; {choice}.")
 
     def systems(self, policies: list[Policy], problem: Problem) -> None:
         self.say("\n2. Systems: the policy of each name\n")

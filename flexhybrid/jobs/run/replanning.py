@@ -31,7 +31,7 @@ from flexhybrid.jobs.run.outlook import LEAST_BUSY, MOST_COUNTED, ChangeCosts, O
 from flexhybrid.llm import LLM
 from flexhybrid.resolve import auto_settings
 from flexhybrid.runner import MOST_AT_A_TIME
-from sim.correction import corrected, resource_ratios, told
+from sim.correction import corrected, in_words, resource_ratios
 from sim.queue_clock import QueueRun, price_queue
 from sim.queue_counts import RunIntervals
 
@@ -166,7 +166,7 @@ class Replanner:
         times = self._times(outlook, before)
         if self.hardware is None or times:
             hardware = self.hardware and corrected(self.hardware, [(self.llm.settled_policy, times)])
-            return hardware, told(hardware) if hardware else ""
+            return hardware, in_words(hardware) if hardware else ""
         binding = self.run.binding
         return self.hardware.scaled({binding: slower}), f"{binding} takes {slower:.2f} of the profile's time"
 
